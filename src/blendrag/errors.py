@@ -1,0 +1,100 @@
+"""Every exception blendrag raises on purpose, and nothing else.
+
+::
+
+    BlendragError
+    ├── InvalidInputError        the caller's value is wrong; the message says value, expectation, remedy
+    │   ├── ContextOverflowError     prompt + new tokens do not fit the model's context
+    │   └── UnreadableDocumentError  one input file could not be read; ingest goes on with the next
+    ├── ModelError
+    │   ├── ModelLoadError           no model at that name, or it cannot be loaded
+    │   └── UnsupportedModelError    the probe cannot vouch for re-using this model's KV
+    ├── StoreError
+    │   ├── StoreUnavailableError    path is a file, not writable, locked, written by a newer version
+    │   ├── StoreFullError           the disk or the byte limit is reached; says how much is needed
+    │   └── CorruptKVError           bytes on disk are not the bytes that were put (a miss, never an answer)
+    ├── CorpusError              texts, vectors and anchors beside the store do not fit together
+    └── RequestCancelled         the caller abandoned the request; no partial state is left
+
+A message is one sentence or two: the value, what was expected, what to do. Foreign errors are
+mapped once, where they enter, with ``raise … from exc``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class BlendragError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class InvalidInputError(BlendragError, ValueError):
+    """A value given by the caller cannot be used."""
+
+
+class ContextOverflowError(InvalidInputError):
+    """The prompt and the tokens asked for do not fit the model's context window."""
+
+    def __init__(self, prompt_tokens: int, max_new_tokens: int, context_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.max_new_tokens = max_new_tokens
+        self.context_tokens = context_tokens
+        self.over_tokens = prompt_tokens + max_new_tokens - context_tokens
+        super().__init__(
+            f"prompt of {prompt_tokens} tokens plus {max_new_tokens} new tokens is "
+            f"{self.over_tokens} over the model's context of {context_tokens}; "
+            "shorten the question, retrieve fewer chunks (--top-k) or ask for fewer new tokens"
+        )
+
+
+class UnreadableDocumentError(InvalidInputError):
+    """One document cannot be read as text."""
+
+    def __init__(self, path: Path | str, reason: str) -> None:
+        self.path = str(path)
+        self.reason = reason
+        super().__init__(f"{self.path}: {reason}")
+
+
+class ModelError(BlendragError):
+    """Something about the model, not about the request."""
+
+
+class ModelLoadError(ModelError):
+    """No usable model under that name or path."""
+
+
+class UnsupportedModelError(ModelError):
+    """Re-using this model's KV was measured to be wrong, or cannot be measured.
+
+    The model still loads and answers in mode ``full``.
+    """
+
+
+class StoreError(BlendragError):
+    """Base of the KV store's errors."""
+
+
+class StoreUnavailableError(StoreError):
+    """The store's directory cannot be used as it is."""
+
+
+class StoreFullError(StoreError):
+    """There is no room for what was to be written; nothing already stored was lost."""
+
+    def __init__(self, message: str, needed_bytes: int = 0) -> None:
+        self.needed_bytes = needed_bytes
+        super().__init__(message)
+
+
+class CorruptKVError(StoreError):
+    """A payload is not what was put; the caller treats the chunk as a miss."""
+
+
+class CorpusError(BlendragError):
+    """The corpus directory beside the store cannot be used."""
+
+
+class RequestCancelled(BlendragError):
+    """The request was abandoned by its caller."""

@@ -1,0 +1,83 @@
+"""The contract of a KV store tier: exactly the bytes that were put, or a miss.
+
+One tier per file beside this one. A key is 64 lowercase hex digits (:func:`identity.chunk_key`), a
+namespace likewise (:attr:`identity.ModelIdentity.namespace`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from blendrag.kv import ChunkKV, KVLayout
+
+
+@runtime_checkable
+class KVReader(Protocol):
+    """One chunk's KV opened for reading; stays readable when the entry is evicted meanwhile.
+
+    Safe to use from one thread other than the opener. Never touches torch operators, so that a
+    loader thread does not start a second OpenMP team.
+    """
+
+    key: str
+    tokens: int
+    tier: str
+    """``"memory"`` or ``"disk"``: where the bytes come from."""
+
+    def read_layer(self, layer: int, out: torch.Tensor) -> None:
+        """Fill ``out`` ``[2, Hkv, T, D]`` with the verified bytes of ``layer``.
+
+        ``out`` is a CPU tensor, often a strided view into a prompt's buffer: every ``out[kv, head]``
+        is contiguous ``[T, D]``, the rest need not be. Raises :class:`CorruptKVError` when the bytes
+        are not those that were put; ``out`` is then undefined and must not be used.
+        """
+
+    def close(self) -> None:
+        """Release the file or reference. Idempotent."""
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """Counters since open, and what is stored now."""
+
+    entries: int
+    size_bytes: int
+    hits: int
+    misses: int
+    evictions: int
+    quarantined: int
+
+
+class KVStore(Protocol):
+    """What the engine and the loader need of a store."""
+
+    def put(self, namespace: str, key: str, kv: ChunkKV) -> None:
+        """Store ``kv``; when this returns, it survives a crash. Putting a key again is a no-op.
+
+        Raises :class:`StoreFullError` when there is no room, :class:`InvalidInputError` for NaN/Inf.
+        """
+
+    def open(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> KVReader | None:
+        """Reader of that entry, or ``None``: absent, or anything about it in doubt.
+
+        ``layout`` and ``tokens`` come from the model and the prompt and are compared with what the
+        file says; numbers found in a file are never computed with.
+        """
+
+    def contains(self, namespace: str, key: str) -> bool:
+        """Whether an entry is indexed (its bytes are verified on read, not here)."""
+
+    def delete(self, namespace: str, key: str) -> bool:
+        """Drop an entry; whether there was one."""
+
+    def keys(self, namespace: str) -> Iterator[str]:
+        """Keys of one namespace, in no particular order."""
+
+    def stats(self) -> StoreStats: ...
+
+    def close(self) -> None:
+        """Drain background writes and release the store. Idempotent."""
