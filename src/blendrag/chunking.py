@@ -1,0 +1,184 @@
+"""Document text → chunks of at most ``chunk_tokens`` tokens, each an exact substring.
+
+Owns where a text is cut, what the canonical text of a chunk is and the id that names it. Does not
+know where texts come from, how a model encodes a chunk, or what a chunk is used for. Cuts follow
+meaning where there is any (paragraphs, then sentences, then words; ``semantic-text-splitter``).
+
+The caller passes a *text* tokenizer, one for which control tokens are ordinary text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from blendrag.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from semantic_text_splitter import TextSplitter
+    from tokenizers import Tokenizer
+
+MIN_CHUNK_TOKENS = 64
+MAX_CHUNK_TOKENS = 4096
+
+#: The splitter takes quadratic time on text without word boundaries (0.23 of
+#: semantic-text-splitter: 4 s for 80,000 CJK characters), so it sees windows of about this many
+#: chunks; all but a window's last chunk are kept and the next window starts at that last one.
+WINDOW_CHUNKS = 8
+#: A chunk never has more characters than this per token it may hold. Bounds the window where a
+#: tokenizer makes one token out of any run of characters.
+MAX_CHARS_PER_TOKEN = 64
+#: First guess of characters per token, replaced by what the text shows.
+TYPICAL_CHARS_PER_TOKEN = 4
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """``document.text[start:end]``, without white space at either end.
+
+    Offsets count characters (code points). ``tokens`` is counted without special tokens.
+    """
+
+    text: str
+    start: int
+    end: int
+    tokens: int
+    chunk_id: str
+
+
+def canonical(text: str) -> str:
+    """The form of a chunk's text that is stored, hashed and looked for in prompts."""
+    return text.strip()
+
+
+def chunk_id_of(text: str) -> str:
+    """SHA-256 hex of the canonical text: equal texts are one chunk, wherever they stand."""
+    return hashlib.sha256(canonical(text).encode("utf-8")).hexdigest()
+
+
+class Chunker:
+    """Splits texts for one tokenizer and one limit. Holds no state between texts."""
+
+    def __init__(self, tokenizer: Tokenizer, chunk_tokens: int) -> None:
+        from semantic_text_splitter import TextSplitter
+
+        if not MIN_CHUNK_TOKENS <= chunk_tokens <= MAX_CHUNK_TOKENS:
+            raise InvalidInputError(
+                f"chunk_tokens is {chunk_tokens}, expected {MIN_CHUNK_TOKENS} to "
+                f"{MAX_CHUNK_TOKENS}; 512 suits most corpora"
+            )
+        self.chunk_tokens = chunk_tokens
+        self._tokenizer = _uncapped(tokenizer)
+        self._fast = TextSplitter.from_huggingface_tokenizer(self._tokenizer, chunk_tokens)
+        self._exact = TextSplitter.from_callback(self.count, chunk_tokens)
+
+    def count(self, text: str) -> int:
+        """Tokens of ``text`` without special tokens."""
+        return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def split(self, text: str) -> list[Chunk]:
+        """Chunks of ``text`` in order, white space between them dropped.
+
+        Time is linear in the text's length. Raises :class:`InvalidInputError` for text that is
+        not valid Unicode (lone surrogates).
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as exc:
+            raise InvalidInputError(
+                f"text holds a lone surrogate at character {exc.start}, expected valid Unicode; "
+                "decode the document again or replace that character"
+            ) from exc
+        return [self._chunk(text, start, end) for start, end in self._spans(text)]
+
+    def _chunk(self, text: str, start: int, end: int) -> Chunk:
+        piece = text[start:end]
+        return Chunk(piece, start, end, self.count(piece), chunk_id_of(piece))
+
+    def _spans(self, text: str) -> Iterator[tuple[int, int]]:
+        """Spans of the whole text, found window by window."""
+        largest = self.chunk_tokens * MAX_CHARS_PER_TOKEN
+        window = self.chunk_tokens * TYPICAL_CHARS_PER_TOKEN * WINDOW_CHUNKS
+        start = 0
+        while start < len(text):
+            # 1) a window starts at text, never inside white space
+            start += len(text[start : start + largest]) - len(
+                text[start : start + largest].lstrip()
+            )
+            end = min(start + window, len(text))
+            spans = self._window_spans(text, start, end)
+            # 2) at the end of the text, all of them count
+            if end == len(text):
+                yield from spans
+                return
+            # 3) one chunk or none: the window was too small to tell, unless it is the largest
+            if len(spans) < 2 and window < largest:
+                window = min(2 * window, largest)
+                continue
+            # 4) the last chunk ends where the window does, by chance: cut it again
+            keep = spans[:-1] or spans
+            yield from keep
+            start = spans[-1][0] if len(spans) > 1 else end
+            chars = (keep[-1][1] - keep[0][0]) // len(keep) if keep else largest
+            window = max(self.chunk_tokens, min(WINDOW_CHUNKS * chars, largest))
+
+    def _window_spans(self, text: str, start: int, end: int) -> list[tuple[int, int]]:
+        """Spans within ``text[start:end]``, each within the limit."""
+        spans: list[tuple[int, int]] = []
+        for piece_start, piece_end in _pieces(self._fast, text, start, end):
+            if self.count(text[piece_start:piece_end]) <= self.chunk_tokens:
+                spans.append((piece_start, piece_end))
+            else:
+                # The fast splitter works on a serialised copy, which does not carry
+                # ``encode_special_tokens``: it counts control tokens as one token each.
+                spans += self._exact_spans(text, piece_start, piece_end)
+        return spans
+
+    def _exact_spans(self, text: str, start: int, end: int) -> list[tuple[int, int]]:
+        spans: list[tuple[int, int]] = []
+        for piece_start, piece_end in _pieces(self._exact, text, start, end):
+            if self.count(text[piece_start:piece_end]) <= self.chunk_tokens:
+                spans.append((piece_start, piece_end))
+            else:
+                spans += _halved(text, piece_start, piece_end, self._fits)
+        return spans
+
+    def _fits(self, text: str) -> bool:
+        return self.count(text) <= self.chunk_tokens
+
+
+def _pieces(splitter: TextSplitter, text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """The splitter's pieces as spans of ``text``, stripped as Python strips."""
+    for offset, piece in splitter.chunk_indices(text[start:end]):
+        body = piece.strip()
+        if body:
+            left = start + offset + len(piece) - len(piece.lstrip())
+            yield left, left + len(body)
+
+
+def _halved(text: str, start: int, end: int, fits: Callable[[str], bool]) -> list[tuple[int, int]]:
+    """Last resort where stripping a piece made it longer in tokens: cut it in the middle."""
+    body = text[start:end].strip()
+    if not body:
+        return []
+    start += len(text[start:end]) - len(text[start:end].lstrip())
+    end = start + len(body)
+    if fits(body) or len(body) == 1:
+        return [(start, end)]
+    middle = (start + end) // 2
+    return _halved(text, start, middle, fits) + _halved(text, middle, end, fits)
+
+
+def _uncapped(tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer, or a copy without truncation and padding, either of which miscounts."""
+    if tokenizer.truncation is None and tokenizer.padding is None:
+        return tokenizer
+    from tokenizers import Tokenizer
+
+    copy = Tokenizer.from_str(tokenizer.to_str())
+    copy.encode_special_tokens = tokenizer.encode_special_tokens
+    copy.no_truncation()
+    copy.no_padding()
+    return copy

@@ -1,0 +1,257 @@
+"""Files → documents: text, Markdown, HTML and JSON lines.
+
+Owns which files are read, how text is taken out of them and what a document's title is. Does not
+know about chunks, models or the corpus. A file that cannot be read is an
+:class:`UnreadableDocumentError` with the reason, so that ingest can name it and go on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from blendrag.errors import InvalidInputError, UnreadableDocumentError
+from blendrag.identity import digest_fields
+
+if TYPE_CHECKING:
+    from bs4 import BeautifulSoup
+
+MetadataValue = str | int | float | bool
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text with where it came from.
+
+    ``source`` is the file's path with forward slashes; for JSON lines ``path#id`` or ``path#line``.
+    """
+
+    source: str
+    text: str
+    title: str
+    metadata: Mapping[str, MetadataValue] = field(default_factory=dict)
+
+
+class Inputs(NamedTuple):
+    """What a list of paths amounts to."""
+
+    files: list[Path]
+    """To be read, in order, each once."""
+    unsupported: list[Path]
+    """Found in a directory with a suffix that no reader takes: not read, to be reported."""
+
+
+def digest_of(document: Document) -> str:
+    """SHA-256 over text, title and metadata: equal digests need no work on re-ingest."""
+    metadata = json.dumps(dict(document.metadata), sort_keys=True)
+    fields = ("document", document.title, document.text, metadata)
+    return digest_fields(field.encode("utf-8", "surrogatepass") for field in fields)
+
+
+def find_inputs(paths: Sequence[Path]) -> list[Path]:
+    """Files to read: :func:`scan_inputs` without what was skipped."""
+    return scan_inputs(paths).files
+
+
+def scan_inputs(paths: Sequence[Path]) -> Inputs:
+    """Files named, and supported files below directories named (recursive, sorted).
+
+    Hidden files and directories are left out, and directories that are links are not entered. A
+    file named outright is always returned, so that reading it says why it cannot be read. Raises
+    :class:`InvalidInputError` for a path that does not exist or a directory that cannot be listed.
+    """
+    files: dict[Path, None] = {}
+    unsupported: dict[Path, None] = {}
+    for path in map(Path, paths):
+        if path.is_dir():
+            for found in _below(path):
+                (files if found.suffix.lower() in _READERS else unsupported)[found] = None
+        elif path.exists() or path.is_symlink():
+            files[path] = None
+        else:
+            raise InvalidInputError(
+                f"{path} does not exist, expected a file or a directory; check the spelling"
+            )
+    return Inputs(list(files), [path for path in unsupported if path not in files])
+
+
+def _below(directory: Path) -> Iterator[Path]:
+    def refuse(error: OSError) -> None:
+        raise InvalidInputError(
+            f"{error.filename} cannot be listed ({error.strerror}); "
+            "change its permissions or leave it out"
+        ) from error
+
+    for folder, folders, names in os.walk(directory, onerror=refuse):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
+
+
+def read_documents(path: Path) -> Iterator[Document]:
+    """Documents of one file, in order.
+
+    Raises :class:`UnreadableDocumentError`, for JSON lines possibly after some documents.
+    """
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise UnreadableDocumentError(
+            path,
+            f"suffix {path.suffix!r} is not supported, expected one of {', '.join(_READERS)}; "
+            "convert it to text first",
+        )
+    yield from reader(path, _read_text(path))
+
+
+def _read_text(path: Path) -> str:
+    """The file as text with ``\\n`` line ends."""
+    if path.exists() and not path.is_file():
+        raise UnreadableDocumentError(path, "is not a regular file; name a file or a directory")
+    try:
+        data = path.read_bytes()
+    except OSError as exc:
+        raise UnreadableDocumentError(
+            path, f"cannot be read ({exc.strerror or exc}); check that it exists and is readable"
+        ) from exc
+    if b"\0" in data:
+        raise UnreadableDocumentError(
+            path, "is binary (holds NUL bytes), expected UTF-8 text; convert it to text first"
+        )
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as exc:
+        raise UnreadableDocumentError(
+            path, f"is not UTF-8 (byte {exc.start}); convert it, for example with iconv"
+        ) from exc
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    if not text.strip():
+        raise UnreadableDocumentError(path, "is empty, expected text; remove it or fill it")
+    return text
+
+
+def _stem_title(path: Path) -> str:
+    return " ".join(path.stem.replace("-", " ").replace("_", " ").split())
+
+
+def _read_plain(path: Path, text: str) -> Iterator[Document]:
+    yield Document(path.as_posix(), text, _stem_title(path))
+
+
+_FENCE = re.compile(r"\s{0,3}(```|~~~)")
+_HEADING = re.compile(r"\s{0,3}#{1,6}[ \t]+(.*?)[ \t]*#*[ \t]*$")
+
+
+def _read_markdown(path: Path, text: str) -> Iterator[Document]:
+    yield Document(path.as_posix(), text, _markdown_title(text) or _stem_title(path))
+
+
+def _markdown_title(text: str) -> str | None:
+    fence = None
+    for line in text.splitlines():
+        if opening := _FENCE.match(line):
+            if fence is None:
+                fence = opening[1]
+            elif fence == opening[1]:
+                fence = None
+        elif fence is None and (heading := _HEADING.match(line)) and heading[1]:
+            return heading[1]
+    return None
+
+
+_UNREAD_TAGS = ("script", "style", "noscript", "template", "head", "svg")
+_BLOCKS = (
+    "address article aside blockquote body dd details div dl dt fieldset figcaption figure "
+    "footer form h1 h2 h3 h4 h5 h6 header hr li main nav ol p pre section summary table tr ul"
+)
+
+
+def _read_html(path: Path, text: str) -> Iterator[Document]:
+    from bs4 import BeautifulSoup
+
+    soup = BeautifulSoup(text, "html.parser")
+    title = " ".join(soup.title.get_text().split()) if soup.title else ""
+    body = _html_text(soup)
+    if not body:
+        raise UnreadableDocumentError(path, "holds no text once tags are removed; leave it out")
+    yield Document(path.as_posix(), body, title or _stem_title(path))
+
+
+def _html_text(soup: BeautifulSoup) -> str:
+    """Text in reading order, one blank line between blocks, lines of ``pre`` kept."""
+    for tag in soup.find_all(_UNREAD_TAGS):
+        tag.decompose()
+    for string in soup.find_all(string=True):
+        if type(string).__name__ == "NavigableString" and string.find_parent("pre") is None:
+            string.replace_with(re.sub(r"\s+", " ", string))
+    for tag in soup.find_all("br"):
+        tag.replace_with("\n")
+    for tag in soup.find_all(["td", "th"]):
+        tag.append(" ")
+    for tag in soup.find_all(_BLOCKS.split()):
+        tag.insert_before("\n\n")
+        tag.append("\n\n")
+    lines = (line.rstrip(" ") for line in soup.get_text().split("\n"))
+    return re.sub(r"\n{3,}", "\n\n", re.sub(r"(?m)^ (?! )", "", "\n".join(lines))).strip()
+
+
+def _read_jsonl(path: Path, text: str) -> Iterator[Document]:
+    seen: set[str] = set()
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        document = _jsonl_document(path, number, line)
+        if document.source in seen:
+            raise UnreadableDocumentError(
+                path, f"line {number} repeats an id ({document.source}); ids must differ"
+            )
+        seen.add(document.source)
+        yield document
+
+
+def _jsonl_document(path: Path, number: int, line: str) -> Document:
+    def refuse(reason: str) -> UnreadableDocumentError:
+        return UnreadableDocumentError(path, f"line {number} {reason}")
+
+    try:
+        record: Any = json.loads(line)
+    except (ValueError, RecursionError) as exc:
+        raise refuse(f"is not JSON ({exc}); write one object to a line") from exc
+    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+        raise refuse('is not an object with a string under "text"; write {"text": "…"}')
+    text = record["text"].replace("\r\n", "\n").replace("\r", "\n")
+    if not text.strip():
+        raise refuse('has an empty "text"; fill it or remove the line')
+    try:
+        line_without_escapes = json.dumps(record, ensure_ascii=False)
+        line_without_escapes.encode("utf-8")
+    except UnicodeEncodeError as exc:
+        raise refuse("holds a lone surrogate, expected valid Unicode; replace it") from exc
+    record_id = record.get("id")
+    name = number if record_id is None or record_id == "" else record_id
+    return Document(
+        source=f"{path.as_posix()}#{name}",
+        text=text,
+        title=str(record.get("title") or _stem_title(path)),
+        metadata={
+            key: value if isinstance(value, MetadataValue) else json.dumps(value)
+            for key, value in record.items()
+            if key not in ("text", "title") and value is not None
+        },
+    )
+
+
+_READERS: dict[str, Callable[[Path, str], Iterator[Document]]] = {
+    ".txt": _read_plain,
+    ".md": _read_markdown,
+    ".markdown": _read_markdown,
+    ".html": _read_html,
+    ".htm": _read_html,
+    ".jsonl": _read_jsonl,
+}
+
+#: Suffixes that can be read.
+SUPPORTED_SUFFIXES = tuple(_READERS)
