@@ -1,0 +1,113 @@
+"""Attention of selected rows, registered beside transformers' own implementations.
+
+Replaces ``sdpa`` for the one blended forward: rows are attended in blocks whose keys end at the
+block's last row, KV heads are never repeated. It is used only where a tiny forward shows that the
+model's layers pass it what it needs (:func:`serves`); elsewhere the explicit mask of
+:meth:`Rows.mask` goes to the model's own implementation, which is also the reference it is tested
+against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from blendrag.fusor.rows import Rows
+from blendrag.model.layers import DecoderStack
+
+NAME = "blendrag"
+#: Keyword by which the rows travel through the decoder layer to the attention function.
+ROWS_KEYWORD = "blend_rows"
+#: Things an attention implementation may be asked for that this one does not do.
+UNSERVED = ("softcap", "s_aux", "position_bias", "cache")
+
+
+class NotServedError(Exception):
+    """This model's attention needs something else; internal to :func:`serves`."""
+
+
+def blend_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """``query`` ``[1, H, S, D]`` over ``key``/``value`` ``[1, Hkv, N, D]`` → ``[1, S, H, D]``."""
+    rows: Rows | None = kwargs.get(ROWS_KEYWORD)
+    if rows is None or attention_mask is not None:
+        raise NotServedError("layer does not pass the selected rows on to its attention")
+    if any(kwargs.get(name) is not None for name in UNSERVED):
+        raise NotServedError("attention asks for more than scaled dot products")
+    grouped = query.shape[1] != key.shape[1]
+    if sliding_window is not None and sliding_window >= rows.prompt_tokens:
+        sliding_window = None
+    if rows.covers_prompt and sliding_window is None:
+        out = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
+        )
+        return out.transpose(1, 2), None
+    out = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1]))
+    for a, b, lo, hi, bias in rows.blocks(sliding_window, query.dtype):
+        part = F.scaled_dot_product_attention(
+            query[:, :, a:b],
+            key[:, :, lo:hi],
+            value[:, :, lo:hi],
+            attn_mask=bias,
+            scale=scaling,
+            enable_gqa=grouped,
+        )
+        out[:, a:b] = part.transpose(1, 2)
+    return out, None
+
+
+@contextmanager
+def implementation(stack: DecoderStack, name: str) -> Iterator[None]:
+    """Run the stack's attention with implementation ``name``; restores what was set before."""
+    configs = {id(c): c for c in [stack.config, *(a.config for a in stack.attentions)]}
+    before = [(config, config._attn_implementation) for config in configs.values()]
+    try:
+        for config, _ in before:
+            config._attn_implementation = name
+        yield
+    finally:
+        for config, previous in before:
+            config._attn_implementation = previous
+
+
+@torch.inference_mode()
+def serves(stack: DecoderStack) -> bool:
+    """Whether :func:`blend_attention` reproduces this model's own attention, measured."""
+    if stack.config._attn_implementation == "eager":
+        return False
+    ALL_ATTENTION_FUNCTIONS.register(NAME, blend_attention)
+    device = next(stack.base.parameters()).device
+    ids = torch.tensor([[3, 1, 4, 1, 5, 9]], device=device)
+    rows = Rows(torch.arange(6, device=device), 6)
+
+    def pass_rows(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, {**kwargs, ROWS_KEYWORD: rows}
+
+    expected = stack.base(input_ids=ids, use_cache=False).last_hidden_state
+    handles = [la.register_forward_pre_hook(pass_rows, with_kwargs=True) for la in stack.layers]
+    try:
+        with implementation(stack, NAME):
+            got = stack.base(input_ids=ids, use_cache=False).last_hidden_state
+    except (NotServedError, TypeError):
+        return False
+    finally:
+        for handle in handles:
+            handle.remove()
+    scale = float(expected.float().abs().max()) or 1.0
+    tolerance = 1e-4 if expected.dtype == torch.float32 else 5e-2
+    return float((got - expected).float().abs().max()) <= tolerance * scale

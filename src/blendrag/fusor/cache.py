@@ -1,0 +1,99 @@
+"""``BlendCache``: a stock ``DynamicCache`` whose first forward is a fusion.
+
+Owns the prompt's KV buffers. While a fusion is under way, ``update`` hands the K/V just computed to
+it; afterwards this is an ordinary growing cache that writes into headroom instead of concatenating.
+Every layer keeps all its tokens: windows are a matter of masks here, not of forgetting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from blendrag.kv import KVLayout
+
+Merge = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+
+
+class BlendLayer(DynamicLayer):
+    """One layer's K and V as views of a buffer ``[2, 1, Hkv, capacity, D]``."""
+
+    is_sliding = False
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        super().__init__()
+        self.buffer = buffer
+        self.dtype, self.device = buffer.dtype, buffer.device
+        self.is_initialized = True
+        self.show(0)
+
+    def show(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make the first ``length`` tokens the cache's content; returns K and V ``[1,Hkv,n,D]``."""
+        self.keys = self.buffer[0, :, :, :length]
+        self.values = self.buffer[1, :, :, :length]
+        return self.keys, self.values
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append in place; falls back to concatenation once beams have replaced the views."""
+        if not self._is_view() or key_states.shape[0] != 1:
+            return super().update(key_states, value_states)
+        start = self.keys.shape[-2]
+        end = start + key_states.shape[-2]
+        if end > self.buffer.shape[-2]:
+            self._grow(start, end)
+        self.buffer[0, :, :, start:end] = key_states
+        self.buffer[1, :, :, start:end] = value_states
+        return self.show(end)
+
+    def _is_view(self) -> bool:
+        return self.keys.shape[0] == 1 and self.keys.data_ptr() == self.buffer.data_ptr()
+
+    def _grow(self, used: int, needed: int) -> None:
+        shape = list(self.buffer.shape)
+        shape[-2] = needed + max(64, needed // 8)
+        wider = self.buffer.new_empty(shape)
+        wider[..., :used, :] = self.buffer[..., :used, :]
+        self.buffer = wider
+
+
+class BlendCache(DynamicCache):
+    """KV of one sequence of up to ``capacity`` tokens without reallocation."""
+
+    layers: list[BlendLayer]
+
+    def __init__(self, layout: KVLayout, capacity: int, device: torch.device) -> None:
+        with torch.inference_mode(False):  # the loader's thread writes them outside inference mode
+            layers = [
+                BlendLayer(
+                    torch.empty(
+                        (2, 1, shape.kv_heads, capacity, shape.head_dim),
+                        dtype=layout.torch_dtype,
+                        device=device,
+                    )
+                )
+                for shape in layout.layers
+            ]
+        Cache.__init__(self, layers=layers)
+        self.merge: Merge | None = None
+        """Set while a fusion owns the first forward."""
+
+    def buffers(self, tokens: int) -> list[torch.Tensor]:
+        """Per layer ``[2, Hkv, tokens, D]``, views."""
+        return [layer.buffer[:, 0, :, :tokens] for layer in self.layers]
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.merge is not None:
+            return self.merge(key_states, value_states, layer_idx)
+        return self.layers[layer_idx].update(key_states, value_states)

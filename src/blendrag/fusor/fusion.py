@@ -1,0 +1,274 @@
+"""One fusion: selective recompute of a prompt over loaded chunk KV, layer by layer (CacheBlend §4).
+
+Holds the state of a single blended forward. The hooks (:mod:`blendrag.fusor.fusor`) ask it, before
+each layer, which rows to run (:meth:`Fusion.enter_layer`); the cache hands it each layer's new K/V
+(:meth:`Fusion.merge`). Per layer:
+
+1. wait until the layer's stored KV is in place, rotate its keys to their prompt positions,
+2. let the policy choose the next layer's tokens from fresh against loaded KV,
+3. scatter the fresh K/V of the computed rows into the loaded ones, hand out the merged views.
+
+Before layer 1 a policy that looks at deviations gets a *peek*: the layer is entered with all rows and
+left again as soon as its K/V exist, so only its QKV projections are paid. The peeked K/V are exact
+(layer 0 was computed in full), so they are kept. CacheBlend's released code computes that whole
+layer; the paper leaves it open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from blendrag.fusor.cache import BlendCache
+from blendrag.fusor.rows import Rows
+from blendrag.loader import LayerLoader, LoadedSpan
+from blendrag.positions import Repositioner
+from blendrag.selection import LayerView, PromptGeometry, Schedule, SelectionPolicy
+
+
+class Peeked(Exception):
+    """Leaves a decoder layer once its K/V are known; never seen outside a fusion."""
+
+
+@dataclass(frozen=True)
+class BlendRequest:
+    """What to fuse: the spans loaded from the store and how to choose among their tokens."""
+
+    prompt_tokens: int
+    spans: tuple[LoadedSpan, ...]
+    """Ascending, disjoint, never covering the last token: its logits are wanted."""
+    policy: SelectionPolicy
+    schedule: Schedule
+    ratio: float
+
+    @property
+    def blended(self) -> tuple[LoadedSpan, ...]:
+        return tuple(span for span in self.spans if not span.exact)
+
+    @property
+    def candidates(self) -> int:
+        """N_chunk: tokens of blended chunks."""
+        return sum(span.tokens for span in self.blended)
+
+
+@dataclass(frozen=True)
+class FusionCounts:
+    """Rows computed, for the metrics and the floor."""
+
+    candidate_rows: tuple[int, ...]
+    """Chunk tokens computed in each layer."""
+    rows: tuple[int, ...]
+    """All rows computed in each layer, fresh ones included."""
+    recomputed_per_span: tuple[float, ...]
+    """Mean over layers 1…L-1 of the tokens recomputed in each blended span."""
+    candidates: int
+
+    @property
+    def ratio(self) -> float:
+        """Mean share of chunk tokens recomputed in layers 1…L-1."""
+        layers = len(self.candidate_rows) - 1
+        if not self.candidates or layers <= 0:
+            return 0.0
+        return sum(self.candidate_rows[1:]) / (layers * self.candidates)
+
+    @property
+    def charged_ratio(self) -> float:
+        """Σ_l |chunk tokens computed in layer l| / (L · N_chunk)."""
+        if not self.candidates:
+            return 0.0
+        return sum(self.candidate_rows) / (len(self.candidate_rows) * self.candidates)
+
+
+class Fusion:
+    """State of one blended forward of one sequence."""
+
+    def __init__(
+        self, request: BlendRequest, cache: BlendCache, repositioner: Repositioner
+    ) -> None:
+        n = request.prompt_tokens
+        self.request = request
+        self._cache = cache
+        self._repositioner = repositioner
+        self._buffers = cache.buffers(n)
+        self._layers = len(self._buffers)
+        device = self._buffers[0].device
+        self.geometry = PromptGeometry(
+            n, tuple((s.start, s.end) for s in request.blended), _query_span(request)
+        )
+        self._always, candidates = _split_tokens(request, device)
+        entry = request.policy.entry(self.geometry, device)
+        self._alive = candidates if entry is None else entry
+        self._all_enter = entry is None
+        self.rows = self._rows_of(self._alive)
+        """Rows the layer under way computes."""
+        self._next_rows = self.rows
+        self._peeks = request.policy.looks and candidates.numel() > 0 and self._layers > 1
+        self._budgets = request.schedule.counts(request.ratio, self._layers, candidates.numel())
+        self._candidate_rows: list[int] = []
+        self._row_counts: list[int] = []
+        self._recomputed = torch.zeros(n, dtype=torch.int32, device=device)
+        self._peeked_kv: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._peek_rows: Rows | None = None
+        self._peeking = False
+        self._placed = -1
+        self._rotation = _Rotation(request.spans, repositioner, device)
+        self.loader = LayerLoader(self._buffers, self._wanted())
+
+    # -- before a layer -----------------------------------------------------------------------
+
+    def enter_layer(
+        self, layer: int, peek: Callable[[Rows], None]
+    ) -> tuple[Rows, torch.Tensor | None]:
+        """Rows of ``layer`` and their indices among the rows that arrive (``None``: all of them).
+
+        ``peek(rows)`` runs the layer on ``rows`` until its K/V exist.
+        """
+        if layer == 0:
+            self._count()
+            return self.rows, None if self.rows.covers_prompt else self.rows.positions
+        if layer == 1 and self._peeks:
+            self._peek(peek)
+        arriving, self.rows = self.rows, self._next_rows
+        self._count()
+        self._recomputed[self._alive] += 1
+        if self.rows is arriving:
+            return self.rows, None
+        return self.rows, torch.searchsorted(arriving.positions, self.rows.positions)
+
+    def _peek(self, peek: Callable[[Rows], None]) -> None:
+        self._peek_rows = self.rows
+        self._peeking = True
+        try:
+            peek(self.rows)
+        except Peeked:
+            pass
+        finally:
+            self._peeking = False
+        assert self._peeked_kv is not None
+        self._choose(1, *self._peeked_kv, seen=1)
+
+    def _count(self) -> None:
+        self._candidate_rows.append(self._alive.numel())
+        self._row_counts.append(self.rows.count)
+
+    # -- inside a layer -----------------------------------------------------------------------
+
+    def merge(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scatter fresh ``keys``/``values`` ``[1, Hkv, S, D]`` into the loaded; returns all ``N``."""
+        self._place(layer)
+        if self._peeking:
+            self._peeked_kv = (keys[0], values[0])
+            raise Peeked
+        if layer + 1 < self._layers and not (layer == 0 and self._peeks):
+            self._choose(layer + 1, keys[0], values[0], seen=layer)
+        rows, fresh_k, fresh_v = self._scattered(layer, keys[0], values[0])
+        buffer = self._buffers[layer]  # [2, Hkv, N, D]
+        if rows.covers_prompt:
+            buffer[0].copy_(fresh_k)
+            buffer[1].copy_(fresh_v)
+        else:
+            buffer[0].index_copy_(1, rows.positions, fresh_k)
+            buffer[1].index_copy_(1, rows.positions, fresh_v)
+        return self._cache.layers[layer].show(self.request.prompt_tokens)
+
+    def _scattered(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[Rows, torch.Tensor, torch.Tensor]:
+        """What goes into the buffer: at layer 1 all that was peeked, else the rows just computed."""
+        if layer == 1 and self._peeked_kv is not None and self._peek_rows is not None:
+            peeked, self._peeked_kv = self._peeked_kv, None
+            return self._peek_rows, *peeked
+        return self.rows, keys, values
+
+    def _place(self, layer: int) -> None:
+        """Stored KV of ``layer`` into place and to its positions, once."""
+        if layer == self._placed:
+            return
+        self.loader.synchronize(layer)
+        self._rotation.apply(self._buffers[layer][0], layer, only_exact=self._skips_load(layer))
+        self._placed = layer
+
+    def _choose(self, layer: int, keys: torch.Tensor, values: torch.Tensor, seen: int) -> None:
+        """Ask the policy for the tokens of ``layer``; K/V ``[Hkv, S, D]`` are those of layer ``seen``."""
+        buffer, alive, computed = self._buffers[seen], self._alive, self.rows
+
+        def fetch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+            at = torch.searchsorted(computed.positions, alive)
+            return keys[:, at], values[:, at], buffer[0][:, alive], buffer[1][:, alive]
+
+        view = LayerView(self.geometry, alive, fetch)
+        chosen = self.request.policy.select(layer, view, self._budgets[layer - 1])
+        if chosen.numel() != alive.numel():
+            self._alive = chosen
+            self._next_rows = self._rows_of(chosen)
+
+    # -- helpers ------------------------------------------------------------------------------
+
+    def _rows_of(self, chosen: torch.Tensor) -> Rows:
+        positions = torch.cat((self._always, chosen)).sort().values
+        return Rows(positions, self.request.prompt_tokens)
+
+    def _skips_load(self, layer: int) -> bool:
+        """Layer 0 of a looking policy is computed whole; loading it would be thrown away."""
+        return layer == 0 and self._all_enter
+
+    def _wanted(self) -> list[Sequence[LoadedSpan]]:
+        exact = [span for span in self.request.spans if span.exact]
+        return [exact if self._skips_load(i) else self.request.spans for i in range(self._layers)]
+
+    def counts(self) -> FusionCounts:
+        """What was computed; call after the forward."""
+        recomputed = self._recomputed.tolist()
+        layers = max(self._layers - 1, 1)
+        return FusionCounts(
+            tuple(self._candidate_rows),
+            tuple(self._row_counts),
+            tuple(sum(recomputed[s.start : s.end]) / layers for s in self.request.blended),
+            self.request.candidates,
+        )
+
+
+class _Rotation:
+    """Per-request tables that move every loaded key to its prompt position."""
+
+    def __init__(
+        self, spans: Sequence[LoadedSpan], repositioner: Repositioner, device: torch.device
+    ) -> None:
+        moved = [span for span in spans if span.offset]
+        self._repositioner = repositioner
+        self._region: slice | None = None
+        if not moved:
+            return
+        start, end = moved[0].start, moved[-1].end
+        offsets = torch.zeros(end - start, dtype=torch.long)
+        for span in moved:
+            offsets[span.start - start : span.end - start] = span.offset
+        # Gaps between spans rotate by 0 whatever they hold: fresh rows overwrite them afterwards.
+        self._region = slice(start, end)
+        self._tables = repositioner.tables(offsets.to(device))
+
+    def apply(self, keys: torch.Tensor, layer: int, only_exact: bool) -> None:
+        """Rotate ``keys`` ``[Hkv, N, D]`` in place; exact spans do not move."""
+        if self._region is not None and not only_exact:
+            self._repositioner.rotate_(keys[:, self._region], layer, self._tables)
+
+
+def _split_tokens(request: BlendRequest, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions always computed (fresh) and candidates (tokens of blended chunks), ascending."""
+    state = torch.zeros(request.prompt_tokens, dtype=torch.int8)
+    for span in request.spans:
+        state[span.start : span.end] = 2 if span.exact else 1
+    fresh = (state == 0).nonzero().flatten().to(device)
+    return fresh, (state == 1).nonzero().flatten().to(device)
+
+
+def _query_span(request: BlendRequest) -> tuple[int, int]:
+    last = max((span.end for span in request.spans), default=0)
+    return (last, request.prompt_tokens)
+
+
+__all__ = ["BlendRequest", "Fusion", "FusionCounts", "Peeked"]

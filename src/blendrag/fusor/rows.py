@@ -1,0 +1,75 @@
+"""Which rows a layer computes, and what each of them may see.
+
+A selected row *s* sees key *j* iff ``pos_j <= pos_s`` and, in a sliding-window layer,
+``pos_s - pos_j < window``. A triangular mask aligned bottom-right would let selected rows see their
+future. Built once per selection and shared by every layer that keeps it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+#: Rows per attention call. Fewer rows see fewer keys that all of them mask; more calls cost more.
+BLOCK_ROWS = 96
+#: In a long contiguous run the calls are big anyway.
+RUN_ROWS = 512
+
+
+class Block(NamedTuple):
+    """Rows ``[a, b)`` attending keys ``[lo, hi)`` under ``bias`` ``[b-a, hi-lo]`` (0 or -inf)."""
+
+    a: int
+    b: int
+    lo: int
+    hi: int
+    bias: torch.Tensor
+
+
+class Rows:
+    """Prompt positions ``[S]`` computed in a layer, ascending, out of ``prompt_tokens`` keys."""
+
+    def __init__(self, positions: torch.Tensor, prompt_tokens: int) -> None:
+        self.positions = positions
+        self.prompt_tokens = prompt_tokens
+        self.count = positions.numel()
+        self._blocks: dict[tuple[int | None, torch.dtype], list[Block]] = {}
+        self._mask: torch.Tensor | None = None
+
+    @property
+    def covers_prompt(self) -> bool:
+        return self.count == self.prompt_tokens
+
+    def blocks(self, window: int | None, dtype: torch.dtype) -> list[Block]:
+        """The attention calls of a layer with that sliding window (``None``: full attention)."""
+        key = (window, dtype)
+        if key not in self._blocks:
+            self._blocks[key] = self._cut(window, dtype)
+        return self._blocks[key]
+
+    def mask(self) -> torch.Tensor:
+        """The same as one boolean mask ``[1, 1, S, N]``, True = visible: the slow reference."""
+        if self._mask is None:
+            keys = torch.arange(self.prompt_tokens, device=self.positions.device)
+            self._mask = (keys[None, :] <= self.positions[:, None])[None, None]
+        return self._mask
+
+    def _cut(self, window: int | None, dtype: torch.dtype) -> list[Block]:
+        step = RUN_ROWS if self.count > 0.6 * self.prompt_tokens else BLOCK_ROWS
+        starts = list(range(0, self.count, step))
+        ends = [*starts[1:], self.count]
+        edges = torch.tensor([[a, b - 1] for a, b in zip(starts, ends, strict=True)])
+        device = self.positions.device
+        bounds = self.positions[edges.to(device)].tolist()
+        keys = torch.arange(self.prompt_tokens, device=device)
+        blocks = []
+        for a, b, (first, last) in zip(starts, ends, bounds, strict=True):
+            lo, hi = (0 if window is None else max(0, first - window + 1)), last + 1
+            rows = self.positions[a:b, None]
+            hidden = keys[None, lo:hi] > rows
+            if window is not None:
+                hidden |= rows - keys[None, lo:hi] >= window
+            bias = torch.zeros(hidden.shape, dtype=dtype, device=device)
+            blocks.append(Block(a, b, lo, hi, bias.masked_fill_(hidden, float("-inf"))))
+        return blocks

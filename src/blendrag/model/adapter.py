@@ -1,0 +1,224 @@
+"""One loaded causal LM as the rest of blendrag sees it.
+
+Owns: structure, position probe, identity, tokenizers and the encoding of a chunk behind its prefix.
+Does not modify the model, does not know stores, prompts or the fusor. A model the probe refuses is
+still an adapter: ``refusal`` holds the sentence and :meth:`require_blendable` raises it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from blendrag.errors import InvalidInputError, UnsupportedModelError
+from blendrag.identity import ModelIdentity
+from blendrag.kv import DTYPES, ChunkKV, KVLayout, LayerShape, dtype_name
+from blendrag.model import fingerprint
+from blendrag.model.layers import DecoderStack, find_stack
+from blendrag.model.tokens import Tokens
+from blendrag.positions import Repositioner, classify
+
+PROBE_TOKENS = 8
+#: Rotary variants whose table depends on the length of the sequence (transformers' names).
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+
+
+class ModelAdapter:
+    """A causal LM with its tokenizer; thread-safe only under :attr:`lock`."""
+
+    def __init__(self, model: Any, tokenizer: Any, model_id: str = "", revision: str = "") -> None:
+        self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.model.eval()
+        self.model_id = model_id or str(getattr(model.config, "_name_or_path", "")) or "unnamed"
+        self.revision = revision or str(getattr(model.config, "_commit_hash", "") or "")
+        self.tokens = Tokens(tokenizer)
+        self.lock = threading.RLock()
+        """Hooks are global to the model: held from first hook to last token."""
+        self.refusal: str | None = None
+        self._stack: DecoderStack | None = None
+        self._layout: KVLayout | None = None
+        self._repositioner: Repositioner | None = None
+        self._identity: ModelIdentity | None = None
+        self._change_token: object = None
+        try:
+            self._probe()
+        except UnsupportedModelError as refused:
+            self.refusal = str(refused)
+
+    # -- what it is ---------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.model.device)
+
+    @property
+    def context_tokens(self) -> int:
+        """The model's context window in tokens."""
+        config = self.model.config.get_text_config(decoder=True)
+        limit = getattr(config, "max_position_embeddings", None) or getattr(
+            config, "n_positions", None
+        )
+        return int(limit) if limit else 1 << 20
+
+    @property
+    def blend_limit_tokens(self) -> int | None:
+        """Prompt length from which the rotary table itself changes (dynamic, LongRoPE), or ``None``."""
+        rotary = self._stack.rotary if self._stack else None
+        kinds = getattr(rotary, "rope_type", "default")
+        kinds = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
+        if not any(kind in LENGTH_DEPENDENT for kind in kinds):
+            return None
+        config = self.stack.config
+        parameters = getattr(config, "rope_parameters", None) or {}
+        original = parameters.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        return int(original or self.context_tokens)
+
+    def require_blendable(self) -> None:
+        """Raise :class:`UnsupportedModelError` with the probe's reason, if it refused."""
+        if self.refusal is not None:
+            raise UnsupportedModelError(f"{self.model_id}: {self.refusal}")
+
+    @property
+    def stack(self) -> DecoderStack:
+        self.require_blendable()
+        assert self._stack is not None
+        return self._stack
+
+    @property
+    def layout(self) -> KVLayout:
+        self.require_blendable()
+        assert self._layout is not None
+        return self._layout
+
+    @property
+    def repositioner(self) -> Repositioner:
+        self.require_blendable()
+        assert self._repositioner is not None
+        return self._repositioner
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """Identity of what is loaded *now*: re-hashed when a weight or an adapter has changed."""
+        self.require_blendable()
+        token = fingerprint.change_token(self.model)
+        if self._identity is None:
+            self._identity = self._full_identity()
+        elif token != self._change_token:
+            self._identity = replace(
+                self._identity,
+                tensors_fingerprint=fingerprint.tensors_fingerprint(self.model),
+                adapters=fingerprint.adapters_of(self.model),
+            )
+        self._change_token = token
+        return self._identity
+
+    def _full_identity(self) -> ModelIdentity:
+        config = self.model.config
+        return ModelIdentity(
+            model_id=self.model_id,
+            revision=self.revision,
+            tensors_fingerprint=fingerprint.tensors_fingerprint(self.model),
+            adapters=fingerprint.adapters_of(self.model),
+            weight_quantization=fingerprint.weight_quantization(config),
+            compute_dtype=dtype_name(self.model.dtype),
+            attention=str(config._attn_implementation),
+            geometry=fingerprint.geometry(self.stack.config, self.stack.layer_types),
+            tokenizer_fingerprint=fingerprint.tokenizer_fingerprint(self.tokens.tokenizer),
+            stored_dtype=self.layout.dtype,
+        )
+
+    # -- what it does -------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def encode(self, prefix_ids: Sequence[int], chunk_ids: Sequence[int]) -> ChunkKV:
+        """KV of ``chunk_ids`` prefilled behind ``prefix_ids``, on the CPU, prefix dropped.
+
+        Keys are rotated to ``[len(prefix_ids), …)``. Caller holds the lock. Raises
+        :class:`InvalidInputError` for an empty chunk and :class:`UnsupportedModelError`.
+        """
+        if not chunk_ids:
+            raise InvalidInputError("chunk of 0 tokens cannot be encoded; drop it before ingest")
+        layout = self.layout
+        cache = self._prefill([*prefix_ids, *chunk_ids])
+        skip, tokens = len(prefix_ids), len(chunk_ids)
+        layers = []
+        for i, layer in enumerate(cache.layers):
+            out = torch.empty(
+                layout.layer_shape(i, tokens), dtype=layout.torch_dtype
+            )  # [2,Hkv,T,D]
+            out[0].copy_(layer.keys[0, :, skip:])
+            out[1].copy_(layer.values[0, :, skip:])
+            layers.append(out)
+        return ChunkKV(layout, tokens, layers)
+
+    def _prefill(self, ids: Sequence[int], offset: int | None = None) -> DynamicCache:
+        """Full-length KV of ``ids``; the LM head is not run, sliding layers keep every token."""
+        assert self._stack is not None
+        cache = DynamicCache()  # no config: a sliding-window layer would forget all but window-1
+        batch = torch.tensor([list(ids)], device=self.device)
+        positions = {}
+        if offset is not None:
+            positions["position_ids"] = torch.arange(offset, offset + len(ids), device=self.device)[
+                None
+            ]
+        self._stack.base(input_ids=batch, past_key_values=cache, use_cache=True, **positions)
+        return cache
+
+    # -- the probe ----------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _probe(self) -> None:
+        self._stack = find_stack(self.model)
+        stack = self._stack
+        vocab = self.model.get_input_embeddings().num_embeddings
+        ids = [(17 + 31 * i) % vocab for i in range(PROBE_TOKENS)]
+        try:
+            first = self._prefill(ids, 0)
+        except TypeError as exc:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} takes no position_ids, so its KV cannot be placed; "
+                "use mode full"
+            ) from exc
+        self._layout = _layout_of(first, len(stack.layers), PROBE_TOKENS, type(self.model).__name__)
+
+        def keys_at(offset: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            cache = self._prefill(ids, offset)
+            return [la.keys[0] for la in cache.layers], [la.values[0] for la in cache.layers]
+
+        self._repositioner = classify(
+            keys_at, stack.attentions, stack.rotary, stack.layer_types, self._layout.torch_dtype
+        )
+
+
+def _layout_of(cache: DynamicCache, layers: int, tokens: int, name: str) -> KVLayout:
+    """Layout read off a real prefill; refuses shared, missing and unequal K/V."""
+    if len(cache.layers) != layers:
+        raise UnsupportedModelError(
+            f"{name} keeps KV for {len(cache.layers)} of {layers} layers (shared or recurrent layers), "
+            "which cannot be blended; use mode full"
+        )
+    shapes = []
+    for i, layer in enumerate(cache.layers):
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if not isinstance(keys, nn.Module | torch.Tensor) or not isinstance(values, torch.Tensor):
+            raise UnsupportedModelError(f"layer {i} of {name} keeps no KV; use mode full")
+        if keys.shape != values.shape or keys.ndim != 4 or keys.shape[-2] != tokens:
+            raise UnsupportedModelError(
+                f"layer {i} of {name} keeps keys {tuple(keys.shape)} and values "
+                f"{tuple(values.shape)}; blending needs the same shape for both; use mode full"
+            )
+        shapes.append(LayerShape(keys.shape[1], keys.shape[3]))
+    dtype = dtype_name(cache.layers[0].keys.dtype)
+    if dtype not in DTYPES:
+        raise UnsupportedModelError(
+            f"KV of dtype {dtype} is not one of {sorted(DTYPES)}; use mode full"
+        )
+    return KVLayout(tuple(shapes), dtype)

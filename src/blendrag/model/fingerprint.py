@@ -1,0 +1,115 @@
+"""Fingerprints of what is loaded: tensors, adapters, quantisation, geometry, tokenizer.
+
+Owns the answer to "are these the weights the KV was computed with?". The full hash reads every
+byte once per engine; :func:`change_token` is the cheap per-request check that nothing was swapped
+or changed in place since.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import nn
+
+from blendrag.errors import UnsupportedModelError
+from blendrag.identity import digest_fields
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers, non-persistent ones (rotary tables) included, tied ones once."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def tensors_fingerprint(model: nn.Module) -> str:
+    """xxh3-128 hex over names, shapes, dtypes and bytes of all loaded tensors.
+
+    Raises :class:`UnsupportedModelError` where weights are not visible as tensors (torch's packed
+    quantised modules): their identity could not be told, so their KV is never stored.
+    """
+    for name, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor) and not name.endswith("_extra_state"):
+            raise UnsupportedModelError(
+                f"weight {name!r} is packed ({type(value).__name__}), not a tensor, so the model has no "
+                "fingerprint; use mode full, or weights quantised by a transformers quantizer"
+            )
+    sha = xxhash.xxh3_128()
+    for name, tensor in sorted(named_tensors(model), key=lambda item: item[0]):
+        if tensor.device.type == "meta":
+            raise UnsupportedModelError(
+                f"weight {name!r} is not loaded (meta device); use mode full"
+            )
+        sha.update(f"{name}|{tuple(tensor.shape)}|{tensor.dtype}|".encode())
+        sha.update(_bytes_of(tensor))
+    return sha.hexdigest()
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().contiguous().cpu().reshape(-1)
+    array: np.ndarray[Any, Any] = (
+        flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, "u1")
+    )
+    return memoryview(array)
+
+
+def change_token(model: nn.Module) -> tuple[int, int, str]:
+    """Changes whenever a weight is replaced, written in place, or another adapter is activated."""
+    versions = pointers = 0
+    for _, tensor in named_tensors(model):
+        if not tensor.is_inference():
+            versions += tensor._version
+        pointers ^= hash((tensor.data_ptr(), tuple(tensor.shape)))
+    return versions, pointers, adapters_of(model)
+
+
+def adapters_of(model: nn.Module) -> str:
+    """Digest of the active LoRA (PEFT) adapters and their scalings; empty without any."""
+    seen: list[bytes] = []
+    for name, module in model.named_modules():
+        if not (hasattr(module, "active_adapters") and hasattr(module, "scaling")):
+            continue
+        state = {
+            "active": list(module.active_adapters),
+            "disabled": bool(getattr(module, "disable_adapters", False)),
+            "merged": list(getattr(module, "merged_adapters", [])),
+            "scaling": {k: float(v) for k, v in module.scaling.items()},
+        }
+        seen.append(f"{name}:{json.dumps(state, sort_keys=True)}".encode())
+    return digest_fields(seen) if seen else ""
+
+
+def weight_quantization(config: Any) -> str:
+    """Quantisation of the weights as the config states it, canonical JSON, or ``"none"``."""
+    quantization = getattr(config, "quantization_config", None)
+    if not quantization:
+        return "none"
+    as_dict = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    return json.dumps(as_dict, sort_keys=True, default=str)
+
+
+def geometry(config: Any, layer_types: Any) -> str:
+    """Canonical JSON of everything in the config that shapes K, V and their positions."""
+    names = (
+        "model_type", "num_hidden_layers", "hidden_size", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "rope_parameters", "rope_scaling", "rope_theta",
+        "partial_rotary_factor", "sliding_window", "use_sliding_window", "max_window_layers",
+        "max_position_embeddings", "original_max_position_embeddings", "no_rope_layers",
+        "attn_logit_softcapping", "query_pre_attn_scalar", "attention_multiplier",
+        "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon",
+        "hidden_act", "hidden_activation",
+        "num_experts_per_tok", "norm_topk_prob", "embedding_multiplier", "residual_multiplier",
+        "use_parallel_residual", "use_qk_norm",
+    )  # fmt: skip
+    found = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    found["layer_types"] = list(layer_types)
+    return json.dumps(found, sort_keys=True, default=str)
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Digest of the fast tokenizer's whole definition."""
+    return digest_fields([tokenizer.backend_tokenizer.to_str().encode()])

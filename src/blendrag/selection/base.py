@@ -1,0 +1,89 @@
+"""The contract of a selection policy: which tokens a layer recomputes.
+
+``select(layer, view, budget) -> prompt positions S_layer`` with ``S_{layer+1} ⊆ S_layer``: a token
+dropped at a layer has no hidden state after it. Policies see candidates only (tokens of blended
+chunks); fresh tokens are always computed, exact ones never.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+
+
+@dataclass(frozen=True)
+class PromptGeometry:
+    """Where things are in the prompt; positions are prompt positions, spans half-open."""
+
+    prompt_tokens: int
+    chunk_spans: tuple[tuple[int, int], ...]
+    """Blended chunks: stored KV loaded, candidates for recompute."""
+    query_span: tuple[int, int]
+    """Fresh tokens behind the last chunk."""
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """What is cheap to look at when the tokens of ``layer`` are chosen.
+
+    ``tokens`` ``[n]`` are the candidates still alive, ascending. The K/V are those of the last
+    computed layer: ``fresh_*`` as just computed, ``loaded_*`` as stored and re-positioned, all
+    ``[Hkv, n, D]``. Fetching them is lazy: a policy that does not look pays nothing.
+    """
+
+    geometry: PromptGeometry
+    tokens: torch.Tensor
+    fetch: Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
+    """→ fresh_keys, fresh_values, loaded_keys, loaded_values"""
+
+    @cached_property
+    def deviation(self) -> torch.Tensor:
+        """Δ_kv per token ``[n]`` float32 (CacheBlend §4.1): squared K and V differences.
+
+        Each is divided by the mean square of the loaded K and V, so that neither drowns the other.
+        """
+        fresh_k, fresh_v, loaded_k, loaded_v = self.fetch()
+        return _relative_square(fresh_k, loaded_k) + _relative_square(fresh_v, loaded_v)
+
+    @cached_property
+    def value_deviation(self) -> torch.Tensor:
+        """Squared V difference alone ``[n]``, as in the code released with the paper."""
+        _, fresh_v, _, loaded_v = self.fetch()
+        return _relative_square(fresh_v, loaded_v)
+
+
+def _relative_square(fresh: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
+    difference = fresh.float() - loaded.float()  # [Hkv, n, D]
+    scale = loaded.float().square().mean().clamp_min(1e-12)
+    return difference.square().sum(dim=(0, 2)) / scale
+
+
+class SelectionPolicy(ABC):
+    """One way to choose; one file each."""
+
+    name: ClassVar[str]
+    looks: ClassVar[bool] = False
+    """Whether it compares fresh with loaded KV: then layer 0 is computed for every candidate."""
+
+    def entry(self, geometry: PromptGeometry, device: torch.device) -> torch.Tensor | None:
+        """Candidates computed in layer 0, ascending positions; ``None`` means all of them."""
+        return None
+
+    @abstractmethod
+    def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
+        """Positions ⊆ ``view.tokens``, ascending, to compute in ``layer`` (≥ 1)."""
+
+
+def top(scores: torch.Tensor, tokens: torch.Tensor, budget: int) -> torch.Tensor:
+    """The ``budget`` tokens with the highest scores, ascending by position."""
+    if budget >= tokens.numel():
+        return tokens
+    if budget <= 0:
+        return tokens[:0]
+    chosen = torch.topk(scores, budget, sorted=False).indices
+    return tokens[chosen.sort().values]

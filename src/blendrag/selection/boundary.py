@@ -1,0 +1,35 @@
+"""``boundary(k)``: the first k tokens of every chunk, in every layer (EPIC / LegoLink).
+
+The head of a chunk is what isolated encoding damages most: those tokens took the sink's place. Costs
+under 1% at k = 16 and chunks of 512, and no look at any deviation. Ignores the budget: k is it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from blendrag.errors import InvalidInputError
+from blendrag.selection.base import LayerView, PromptGeometry, SelectionPolicy
+
+
+class BoundaryPolicy(SelectionPolicy):
+    """First ``k`` tokens of each blended chunk."""
+
+    name: ClassVar[str] = "boundary"
+
+    def __init__(self, k: int = 16) -> None:
+        if k < 0:
+            raise InvalidInputError(f"boundary({k}): k must be 0 or more tokens")
+        self.k = k
+
+    def entry(self, geometry: PromptGeometry, device: torch.device) -> torch.Tensor | None:
+        heads = [
+            torch.arange(start, min(start + self.k, end), device=device)
+            for start, end in geometry.chunk_spans
+        ]
+        return torch.cat(heads) if heads else torch.empty(0, dtype=torch.long, device=device)
+
+    def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
+        return view.tokens

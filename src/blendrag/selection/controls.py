@@ -1,0 +1,30 @@
+"""The two ends every other policy lies between: recompute everything, recompute nothing."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from blendrag.selection.base import LayerView, PromptGeometry, SelectionPolicy
+
+
+class FullPolicy(SelectionPolicy):
+    """Every candidate in every layer, through the same scatter path: equals a stock prefill."""
+
+    name: ClassVar[str] = "full"
+
+    def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
+        return view.tokens
+
+
+class ReusePolicy(SelectionPolicy):
+    """No candidate at all: full KV reuse with re-positioning (Prompt Cache's behaviour)."""
+
+    name: ClassVar[str] = "reuse"
+
+    def entry(self, geometry: PromptGeometry, device: torch.device) -> torch.Tensor | None:
+        return torch.empty(0, dtype=torch.long, device=device)
+
+    def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
+        return view.tokens[:0]
