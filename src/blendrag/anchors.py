@@ -161,8 +161,9 @@ class AnchorIndex:
             for row in bucket.equal(sums, start)
         ]
         for length, start, chunk_id in sorted(whole, key=lambda hit: (-hit[0], hit[1], hit[2])):
-            if taken.free(start, start + length) and prompt.startswith(texts[chunk_id], start):
-                taken.add(Match(chunk_id, start, start + length, complete=True))
+            end = start + length
+            if taken.free(start, end) and prompt[start:end] == texts[chunk_id]:
+                taken.add(Match(chunk_id, start, end, complete=True))
         # 2) chunks whose tail is cut off, first come first served
         tries = MAX_TAIL_CUT_TRIES
         for start, bucket in anchored:
@@ -279,7 +280,7 @@ class _Texts(dict[str, str]):
         try:
             text = canonical(self._text_of(chunk_id))
         except LookupError:
-            text = "\0"
+            text = ""
         self[chunk_id] = text
         return text
 

@@ -109,6 +109,11 @@ def read_documents(path: Path) -> Iterator[Document]:
 
 def _read_text(path: Path) -> str:
     """The file as text with ``\\n`` line ends."""
+    try:
+        str(path).encode("utf-8")
+    except UnicodeEncodeError as exc:
+        shown = str(path).encode("utf-8", "backslashreplace").decode("utf-8")
+        raise UnreadableDocumentError(shown, "has a name that is not UTF-8; rename it") from exc
     if path.exists() and not path.is_file():
         raise UnreadableDocumentError(path, "is not a regular file; name a file or a directory")
     try:

@@ -1,0 +1,419 @@
+"""The corpus: documents, their chunks' texts, anchors and vectors, kept beside the KV store.
+
+Owns ``<store root>/corpus/``: what was ingested, from where, with which settings, and which chunks
+no document holds any more. Does not know how a text becomes a vector or a KV. One SQLite file is
+the truth (:mod:`blendrag.retriever.database`); several processes may use it at once, and several
+threads may use one :class:`Corpus`.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from blendrag.anchors import AnchorIndex, AnchorRow
+from blendrag.chunking import Chunk
+from blendrag.errors import CorpusError, InvalidInputError
+from blendrag.readers import Document, MetadataValue
+from blendrag.retriever import database
+from blendrag.retriever.embedder import same_embedder
+from blendrag.retriever.vectors import FILE_NAME as VECTORS_FILE
+from blendrag.retriever.vectors import VectorIndex
+
+DIRECTORY = "corpus"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a corpus was ingested with. ``prefix_ids`` stand before every chunk when encoded."""
+
+    model: str
+    model_signature: str
+    tokenizer_fingerprint: str
+    namespace: str
+    chunk_tokens: int
+    prefix_ids: tuple[int, ...]
+    prefix_text: str
+    embedder: str
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """A chunk at one place of one document: ``document.text[start:end]``."""
+
+    chunk_id: str
+    text: str
+    tokens: int
+    title: str
+    source: str
+    start: int
+    end: int
+    metadata: Mapping[str, MetadataValue]
+
+
+class Corpus:
+    """Made by :meth:`open`. Each change is one transaction: it is there whole or not at all."""
+
+    def __init__(self, directory: Path, connection: sqlite3.Connection) -> None:
+        self.directory = directory
+        self._path = directory / database.FILE_NAME
+        self._connection = connection
+        self._lock = threading.RLock()
+        self._vectors = VectorIndex(directory / VECTORS_FILE)
+        self._anchors: AnchorIndex | None = None
+        self._anchors_generation = -1
+        self._closed = False
+
+    @classmethod
+    def open(cls, root: Path, create: bool = False) -> Corpus:
+        """The corpus of the store at ``root``; with ``create``, a new one where there is none.
+
+        Raises :class:`CorpusError` when it is absent, not a corpus, or from a newer version.
+        """
+        directory = Path(root) / DIRECTORY
+        if not create and not (directory / database.FILE_NAME).is_file():
+            raise CorpusError(
+                f"there is no corpus at {directory}; ingest first (blendrag ingest PATH… --store "
+                f"{root})"
+            )
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as exc:
+            raise CorpusError(
+                f"{directory} cannot be made ({exc.strerror}); give --store a directory that can "
+                "be written"
+            ) from exc
+        return cls(directory, database.open_database(directory))
+
+    def close(self) -> None:
+        """Writes the vector cache and closes the file. Closing twice is no error."""
+        with self._lock:
+            if not self._closed:
+                self._vectors.save()
+                self._connection.close()
+                self._closed = True
+
+    def __enter__(self) -> Corpus:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ---- manifest ---------------------------------------------------------------------------
+
+    @property
+    def has_manifest(self) -> bool:
+        return self._meta("manifest") is not None
+
+    @property
+    def manifest(self) -> Manifest:
+        """Raises :class:`CorpusError` where none was set yet (see :attr:`has_manifest`)."""
+        value = self._meta("manifest")
+        if value is None:
+            raise CorpusError(
+                f"the corpus at {self.directory} has no manifest, as nothing was ingested; "
+                "ingest first (blendrag ingest PATH…)"
+            )
+        fields = json.loads(value)
+        return replace(Manifest(**fields), prefix_ids=tuple(fields["prefix_ids"]))
+
+    def set_manifest(self, manifest: Manifest) -> None:
+        """Replaces the manifest.
+
+        Raises :class:`CorpusError` when vectors of another embedder are already there.
+        """
+        with self._writing():
+            if self.has_manifest and len(self):
+                self._check_embedder(manifest.embedder)
+            self._set_meta("manifest", json.dumps(asdict(manifest)))
+
+    def _check_embedder(self, embedder: str) -> None:
+        present = self.manifest.embedder
+        if not same_embedder(present, embedder):
+            raise CorpusError(
+                f"the corpus at {self.directory} was embedded with {present!r}, not {embedder!r}; "
+                f"use --embedder {present} or ingest into another --store"
+            )
+
+    # ---- documents --------------------------------------------------------------------------
+
+    def sources(self) -> list[str]:
+        """Sources of all documents, sorted."""
+        return [row[0] for row in self._rows("SELECT source FROM document ORDER BY source")]
+
+    def document_digest(self, source: str) -> str | None:
+        """The digest given with the document's last version, None where it is not there."""
+        rows = self._rows("SELECT digest FROM document WHERE source = ?", source)
+        return rows[0][0] if rows else None
+
+    def put_document(
+        self, document: Document, digest: str, chunks: Sequence[Chunk], vectors: np.ndarray
+    ) -> list[str]:
+        """Stores a document in place of its earlier version, in one transaction.
+
+        ``vectors``: float32 [len(chunks), dim], unit length. Returns the ids of chunks that no
+        document holds any more. Raises :class:`InvalidInputError` for vectors of another shape.
+        """
+        vectors = np.ascontiguousarray(vectors, np.float32)
+        with self._writing():
+            self._check_vectors(vectors, len(chunks))
+            suspects = self._delete_document(document.source)
+            (document_row,) = self._connection.execute(
+                "INSERT INTO document (source, title, digest, metadata) VALUES (?, ?, ?, ?) "
+                "RETURNING id",
+                (document.source, document.title, digest, json.dumps(dict(document.metadata))),
+            ).fetchone()
+            for chunk, vector in zip(chunks, vectors, strict=True):
+                self._connection.execute(
+                    "INSERT INTO passage (document, chunk, start, end, vector) "
+                    "VALUES (?, ?, ?, ?, ?)",
+                    (
+                        document_row,
+                        self._put_chunk(chunk),
+                        chunk.start,
+                        chunk.end,
+                        vector.tobytes(),
+                    ),
+                )
+            return self._drop_orphans(suspects)
+
+    def remove_source(self, source: str) -> list[str]:
+        """Removes one document; ids of chunks that no document holds any more."""
+        with self._writing():
+            return self._drop_orphans(self._delete_document(source))
+
+    def remove_path(self, path: Path | str) -> list[str]:
+        """Removes all documents read from a file, or from files below a directory.
+
+        Returns the ids of chunks that no document holds any more; nothing found is no error (see
+        :meth:`sources_of`).
+        """
+        with self._writing():
+            suspects: list[int] = []
+            for source in self.sources_of(path):
+                suspects += self._delete_document(source)
+            return self._drop_orphans(suspects)
+
+    def sources_of(self, path: Path | str) -> list[str]:
+        """Sources that :meth:`remove_path` would remove: the file's, or all below the directory."""
+        name = Path(path).as_posix()
+        below = "" if name == "." else name.rstrip("/") + "/"
+        return [
+            source
+            for source in self.sources()
+            if source == name
+            or source.startswith(name + "#")
+            or (source.startswith(below) and not (below == "" and source.startswith(("/", "../"))))
+        ]
+
+    def _put_chunk(self, chunk: Chunk) -> int:
+        """Row id of the chunk, stored if it is new."""
+        row = AnchorIndex.row_of(chunk.chunk_id, chunk.text)
+        found = self._connection.execute(
+            "SELECT id FROM chunk WHERE chunk_id = ?", (chunk.chunk_id,)
+        ).fetchone()
+        if found is None:
+            found = self._connection.execute(
+                "INSERT INTO chunk (chunk_id, text, tokens, anchor_hash, length, digest) "
+                "VALUES (?, ?, ?, ?, ?, ?) RETURNING id",
+                (chunk.chunk_id, chunk.text, chunk.tokens, *row[1:]),
+            ).fetchone()
+        return int(found[0])
+
+    def _delete_document(self, source: str) -> list[int]:
+        """Removes the document and its passages; rows of the chunks that it held."""
+        rows = self._connection.execute(
+            "SELECT DISTINCT chunk FROM passage JOIN document ON document.id = passage.document "
+            "WHERE source = ?",
+            (source,),
+        ).fetchall()
+        self._connection.execute("DELETE FROM document WHERE source = ?", (source,))
+        return [row[0] for row in rows]
+
+    def _drop_orphans(self, suspects: Sequence[int]) -> list[str]:
+        orphans = []
+        for row in dict.fromkeys(suspects):
+            orphans += self._connection.execute(
+                "DELETE FROM chunk WHERE id = ? AND NOT EXISTS "
+                "(SELECT 1 FROM passage WHERE chunk = chunk.id) RETURNING chunk_id",
+                (row,),
+            ).fetchall()
+        self._set_meta("generation", str(self._generation() + 1))
+        return [chunk_id for (chunk_id,) in orphans]
+
+    # ---- chunks -----------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Number of different chunks."""
+        return int(self._rows("SELECT count(*) FROM chunk")[0][0])
+
+    def chunk_ids(self) -> list[str]:
+        """Ids of all chunks, in the order they were first stored."""
+        return [row[0] for row in self._rows("SELECT chunk_id FROM chunk ORDER BY id")]
+
+    def text(self, chunk_id: str) -> str:
+        """Canonical text of a chunk. Raises :class:`KeyError` where it is not there."""
+        rows = self._rows("SELECT text FROM chunk WHERE chunk_id = ?", chunk_id)
+        if not rows:
+            raise KeyError(chunk_id)
+        return str(rows[0][0])
+
+    def chunk(self, chunk_id: str) -> StoredChunk:
+        """A chunk at the first place it was stored for. Raises :class:`KeyError`."""
+        rows = self._rows(
+            f"{_STORED_CHUNK} WHERE chunk_id = ? ORDER BY passage.id LIMIT 1", chunk_id
+        )
+        if not rows:
+            raise KeyError(chunk_id)
+        return _stored_chunk(rows[0])
+
+    @property
+    def anchors(self) -> AnchorIndex:
+        """Index of all chunks, loaded on first use and kept up with changes of any process."""
+        with self._lock:
+            generation = self._generation()
+            if self._anchors is None:
+                self._anchors = AnchorIndex(self._text_of)
+            if self._anchors_generation != generation:
+                self._refresh_anchors(self._anchors)
+                self._anchors_generation = generation
+            return self._anchors
+
+    def _text_of(self, chunk_id: str) -> str:
+        return self.text(chunk_id)
+
+    def _refresh_anchors(self, anchors: AnchorIndex) -> None:
+        rows = self._rows("SELECT chunk_id, anchor_hash, length, digest FROM chunk")
+        present = {row[0] for row in rows}
+        for row in anchors.rows():
+            if row.chunk_id not in present:
+                anchors.discard(row.chunk_id)
+        for values in rows:
+            anchors.add_row(AnchorRow(*values))
+
+    # ---- vectors ----------------------------------------------------------------------------
+
+    def known_vectors(self, title: str, chunk_ids: Sequence[str]) -> dict[str, np.ndarray]:
+        """Vectors already stored for these chunks under this title: no need to embed them again."""
+        known = {}
+        for chunk_id in dict.fromkeys(chunk_ids):
+            rows = self._rows(
+                "SELECT vector FROM passage JOIN chunk ON chunk.id = passage.chunk "
+                "JOIN document ON document.id = passage.document "
+                "WHERE chunk_id = ? AND title = ? LIMIT 1",
+                chunk_id,
+                title,
+            )
+            if rows:
+                known[chunk_id] = np.frombuffer(rows[0][0], np.float32)
+        return known
+
+    def search(self, vector: np.ndarray, k: int) -> list[tuple[str, float]]:
+        """``(chunk id, L2 distance)`` of the k nearest different chunks, nearest first."""
+        return [(stored.chunk_id, distance) for stored, distance in self.nearest(vector, k)]
+
+    def nearest(self, vector: np.ndarray, k: int) -> list[tuple[StoredChunk, float]]:
+        """Like :meth:`search`, each chunk at the place whose vector is nearest.
+
+        ``vector``: float32 [dim].
+        """
+        with self._lock:
+            dim = self._dim()
+            if dim is None or k < 1:
+                return []
+            if vector.shape != (dim,):
+                raise InvalidInputError(
+                    f"a vector of shape {vector.shape}, expected ({dim},); "
+                    "use the embedder that the corpus was ingested with"
+                )
+            generation = self._generation()
+            self._vectors.refresh(self._connection, generation, dim)
+            return self._distinct(vector, k)
+
+    def _distinct(self, vector: np.ndarray, k: int) -> list[tuple[StoredChunk, float]]:
+        """A chunk that stands in many documents fills many hits: widen until k differ."""
+        passages = self._rows("SELECT count(*) FROM passage")[0][0]
+        width = k
+        while True:
+            found: dict[str, tuple[StoredChunk, float]] = {}
+            for passage, distance in self._vectors.search(vector, width):
+                rows = self._rows(f"{_STORED_CHUNK} WHERE passage.id = ?", passage)
+                if rows:
+                    found.setdefault(rows[0][0], (_stored_chunk(rows[0]), distance))
+            if len(found) >= k or width >= passages:
+                return list(found.values())[:k]
+            width *= 4
+
+    def _dim(self) -> int | None:
+        value = self._meta("dim")
+        return None if value is None else int(value)
+
+    def _check_vectors(self, vectors: np.ndarray, chunks: int) -> None:
+        """Inside a transaction: the first vectors decide the corpus's dimension."""
+        if vectors.ndim != 2 or len(vectors) != chunks:
+            raise InvalidInputError(
+                f"vectors of shape {vectors.shape} for {chunks} chunks, expected ({chunks}, dim)"
+            )
+        dim = self._dim()
+        if chunks and dim is None:
+            self._set_meta("dim", str(vectors.shape[1]))
+        elif chunks and dim != vectors.shape[1]:
+            raise InvalidInputError(
+                f"vectors of {vectors.shape[1]} numbers in a corpus of {dim}; "
+                "use the embedder that the corpus was ingested with"
+            )
+
+    # ---- the file ---------------------------------------------------------------------------
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        with self._lock:
+            self._check_open()
+            with database.transaction(self._connection, self._path):
+                yield
+
+    def _rows(self, query: str, *parameters: str | int) -> list[tuple]:
+        with self._lock:
+            self._check_open()
+            try:
+                return self._connection.execute(query, parameters).fetchall()
+            except sqlite3.Error as exc:
+                raise database.mapped(exc, self._path) from exc
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CorpusError(f"the corpus at {self.directory} is closed; open it again")
+
+    def _generation(self) -> int:
+        return int(self._meta("generation") or 0)
+
+    def _meta(self, key: str) -> str | None:
+        rows = self._rows("SELECT value FROM meta WHERE key = ?", key)
+        return rows[0][0] if rows else None
+
+    def _set_meta(self, key: str, value: str) -> None:
+        self._connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+
+
+_STORED_CHUNK = (
+    "SELECT chunk_id, text, tokens, title, source, start, end, metadata FROM passage "
+    "JOIN chunk ON chunk.id = passage.chunk JOIN document ON document.id = passage.document"
+)
+
+
+def _stored_chunk(row: tuple) -> StoredChunk:
+    chunk_id, text, tokens, title, source, start, end, metadata = row
+    return StoredChunk(chunk_id, text, tokens, title, source, start, end, json.loads(metadata))

