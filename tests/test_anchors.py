@@ -1,0 +1,203 @@
+"""Known chunks are found in any prompt; what is found is always what stands there."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blendrag.anchors import AnchorIndex, Match
+from blendrag.chunking import canonical
+
+PROSE = (
+    "The lighthouse on the northern cape was built in 1871 by a family of masons from the valley. "
+    "Its lamp burned whale oil until the harbour master ordered a lens from across the sea."
+)
+OTHER = (
+    "A second keeper arrived in spring with her two brothers, three goats and a box of letters. "
+    "Nobody in the village had been told that she could read the weather from the gulls."
+)
+CJK = "灯塔的看守人每天傍晚点亮油灯。没有人知道那天晚上是谁爬上了楼梯,也没有人问起她从哪里来。" * 2
+
+
+def index_of(**texts: str) -> AnchorIndex:
+    index = AnchorIndex(lambda chunk_id: canonical(texts[chunk_id]))
+    for chunk_id, text in texts.items():
+        index.add(chunk_id, text)
+    return index
+
+
+def found(index: AnchorIndex, prompt: str) -> list[tuple[str, str, bool]]:
+    return [(m.chunk_id, prompt[m.start : m.end], m.complete) for m in index.find(prompt)]
+
+
+def test_chunks_are_found_between_any_other_text() -> None:
+    index = index_of(a=PROSE, b=OTHER, c=CJK)
+    prompt = f"<|user|>\nsource: x.md {OTHER}\n\n---{CJK}。{PROSE}Question: who?"
+    assert found(index, prompt) == [("b", OTHER, True), ("c", CJK, True), ("a", PROSE, True)]
+
+
+def test_the_same_chunk_twice_is_two_matches() -> None:
+    matches = index_of(a=PROSE).find(PROSE + PROSE)
+    assert matches == [
+        Match("a", 0, len(PROSE), True),
+        Match("a", len(PROSE), 2 * len(PROSE), True),
+    ]
+
+
+def test_of_chunks_that_contain_each_other_the_longest_wins() -> None:
+    index = index_of(whole=PROSE, head=PROSE[:90], middle=PROSE[40:120], tail=PROSE[100:])
+    assert found(index, f"x {PROSE} y") == [("whole", PROSE, True)]
+    assert [m.chunk_id for m in index.find(f"x {PROSE[:130]} y")] == ["head"]
+
+
+def test_a_chunk_with_its_tail_cut_off_is_found_as_far_as_it_goes() -> None:
+    index = index_of(a=PROSE, b=OTHER)
+    prompt = f"{PROSE[:100]}\n\n{OTHER}"
+    assert found(index, prompt) == [("a", PROSE[:100], False), ("b", OTHER, True)]
+
+
+def test_a_cut_chunk_never_runs_into_the_whole_one_that_follows() -> None:
+    first = PROSE + OTHER + " and more that the prompt does not show."
+    index = index_of(first=first, second=OTHER)
+    assert found(index, PROSE + OTHER) == [("first", PROSE, False), ("second", OTHER, True)]
+
+
+def test_too_little_of_a_cut_chunk_is_computed_instead() -> None:
+    index = index_of(short=PROSE, long=OTHER * 4)
+    assert index.find(PROSE[:63] + "…") == []
+    assert index.find(OTHER[: len(OTHER) - 10] + "…") == [], "under a quarter of the chunk"
+
+
+def test_a_chunk_with_its_head_cut_off_is_computed() -> None:
+    assert index_of(a=PROSE).find(PROSE[1:]) == []
+
+
+def test_chunks_shorter_than_an_anchor_are_found_whole_from_sixteen_characters_on() -> None:
+    index = index_of(short="sixteen letters!", tiny="fifteen letters", prose=PROSE)
+    prompt = "a sixteen letters! fifteen letters " + PROSE
+    assert found(index, prompt) == [("short", "sixteen letters!", True), ("prose", PROSE, True)]
+    assert len(index) == 3
+    assert "tiny" in index
+
+
+def test_a_chunk_is_known_without_its_outer_white_space() -> None:
+    assert found(index_of(a=f"\n {PROSE} \n"), f"x{PROSE}x") == [("a", PROSE, True)]
+
+
+def test_discarded_chunks_are_not_found() -> None:
+    index = index_of(a=PROSE, b=PROSE[:120])
+    index.discard("a")
+    index.discard("unknown")
+    assert found(index, PROSE) == [("b", PROSE[:120], True)]
+    index.discard("b")
+    assert index.find(PROSE) == []
+    assert len(index) == 0
+
+
+def test_rows_survive_as_plain_numbers() -> None:
+    texts = {"a": PROSE, "b": OTHER, "c": "sixteen letters!"}
+    rows = json.loads(json.dumps(list(index_of(**texts).rows())))
+    assert all(0 <= row[1] < 2**63 and 0 <= row[3] < 2**63 for row in rows)
+    again = AnchorIndex.from_rows(rows, texts.__getitem__)
+    prompt = f"{OTHER} {PROSE} sixteen letters!"
+    assert again.find(prompt) == index_of(**texts).find(prompt) != []
+
+
+def reference_hash(text: str) -> int:
+    base, mask = 0x9E3779B97F4A7C15, (1 << 64) - 1
+    value = sum((ord(c) + 1) * pow(base, i, 1 << 64) for i, c in enumerate(text)) & mask
+    value = ((value ^ (value >> 33)) * 0xFF51AFD7ED558CCD) & mask
+    return (value ^ (value >> 33)) >> 1
+
+
+def test_hashes_are_the_same_in_every_release() -> None:
+    row = AnchorIndex.row_of("a", PROSE + CJK)
+    assert row == ("a", reference_hash(PROSE[:32]), len(PROSE + CJK), reference_hash(PROSE + CJK))
+    assert row.anchor_hash == 7630423335740412062
+
+
+def test_a_chunk_that_is_gone_or_whose_hash_lies_matches_nothing() -> None:
+    row = AnchorIndex.row_of("a", PROSE)
+    assert AnchorIndex.from_rows([row], {}.__getitem__).find(PROSE) == []
+    assert AnchorIndex.from_rows([row], {"a": OTHER}.__getitem__).find(PROSE) == []
+
+
+def test_escaped_chunks_are_noticed_and_not_matched() -> None:
+    text = PROSE[:70] + '\n"' + PROSE[70:] + "\n\té" + OTHER
+    index = index_of(a=text)
+    for prompt in (repr([text]), json.dumps({"context": text}), json.dumps(text + "\U0001f600")):
+        assert not any(match.complete for match in index.find(prompt))
+        assert index.looks_escaped(prompt)
+    assert not index.looks_escaped(text)
+    assert not index.looks_escaped(r"a question about \n and \t")
+
+
+def test_a_header_shared_by_thousands_of_chunks_hides_none_of_them() -> None:
+    words = PROSE.split()
+    rng = random.Random(0)
+    texts = {
+        f"c{i}": "=" * 40 + f" All rights reserved. {i} " + " ".join(rng.choices(words, k=60))
+        for i in range(3000)
+    }
+    index = index_of(**texts)
+    wanted = [f"c{i}" for i in range(5, 3000, 300)]
+    prompt = "\n\n".join(texts[chunk_id] for chunk_id in wanted)
+    assert [m.chunk_id for m in index.find(prompt)] == wanted
+
+
+def test_a_prompt_made_of_one_anchor_takes_bounded_time() -> None:
+    index = index_of(**{f"c{i}": "=" * 40 + "x" * i for i in range(1, 1000)})
+    started = time.perf_counter()
+    index.find("=" * 20_000)
+    assert time.perf_counter() - started < 10
+
+
+def test_twenty_thousand_chunks_are_searched_in_milliseconds() -> None:
+    rng = random.Random(1)
+    texts = {f"c{i}": f"{rng.random()} " + PROSE * 8 for i in range(20_000)}
+    rows = [AnchorIndex.row_of(chunk_id, text) for chunk_id, text in texts.items()]
+    index = AnchorIndex.from_rows(rows, texts.__getitem__)
+    prompt = "\n\n".join(texts[f"c{i}"] for i in range(0, 20_000, 1250))[:25_000]
+    seconds = []
+    for _ in range(10):
+        started = time.perf_counter()
+        assert len(index.find(prompt)) >= 10
+        seconds.append(time.perf_counter() - started)
+    assert min(seconds) < 0.02
+
+
+PIECES = st.lists(st.text(alphabet="ab界 \n", min_size=0, max_size=90), min_size=1, max_size=8)
+
+
+@settings(max_examples=200, deadline=None)
+@given(PIECES, st.lists(st.integers(0, 7), max_size=6), st.integers(0, 40))
+def test_every_match_is_what_stands_there(pieces: list[str], order: list[int], cut: int) -> None:
+    texts = {f"c{i}": canonical(piece) for i, piece in enumerate(pieces)}
+    index = index_of(**texts)
+    prompt = "|".join(texts[f"c{i % len(pieces)}"] for i in order)
+    prompt = prompt[: len(prompt) - cut]
+    end = 0
+    for match in index.find(prompt):
+        text = texts[match.chunk_id]
+        assert match.start >= end
+        end = match.end
+        assert text.startswith(prompt[match.start : match.end])
+        assert match.complete == (match.end - match.start == len(text))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.text(alphabet="abcdefgh界é\U0001f600", min_size=20, max_size=60), max_size=5))
+def test_distinct_chunks_set_apart_are_all_found(pieces: list[str]) -> None:
+    texts = {f"c{i}": f"{i}{piece}" for i, piece in enumerate(pieces)}
+    prompt = "|".join(["", *texts.values(), ""])
+    assert [m.chunk_id for m in index_of(**texts).find(prompt)] == list(texts)
+
+
+@pytest.mark.parametrize("prompt", ["", "x", "\ud800" * 40, "\0" * 100])
+def test_odd_prompts_hold_no_chunk(prompt: str) -> None:
+    assert index_of(a=PROSE).find(prompt) == []
