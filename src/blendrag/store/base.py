@@ -7,6 +7,7 @@ namespace likewise (:attr:`identity.ModelIdentity.namespace`).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -31,9 +32,10 @@ class KVReader(Protocol):
     def read_layer(self, layer: int, out: torch.Tensor) -> None:
         """Fill ``out`` ``[2, Hkv, T, D]`` with the verified bytes of ``layer``.
 
-        ``out`` is a CPU tensor, often a strided view into a prompt's buffer: every ``out[kv, head]``
-        is contiguous ``[T, D]``, the rest need not be. Raises :class:`CorruptKVError` when the bytes
-        are not those that were put; ``out`` is then undefined and must not be used.
+        ``out`` is a CPU tensor, often a strided view into a prompt's buffer: every
+        ``out[kv, head]`` is contiguous ``[T, D]``, the rest need not be. Raises
+        :class:`CorruptKVError` when the bytes are not those that were put; ``out`` is then
+        undefined and must not be used.
         """
 
     def close(self) -> None:
@@ -52,13 +54,21 @@ class StoreStats:
     quarantined: int
 
 
+class PinScope(Protocol):
+    """Entries that may not be evicted for as long as the scope lasts."""
+
+    def protect(self, namespace: str, key: str) -> None:
+        """Keep this entry, too: one that ``contains`` found and that is therefore not put again."""
+
+
 class KVStore(Protocol):
     """What the engine and the loader need of a store."""
 
     def put(self, namespace: str, key: str, kv: ChunkKV) -> None:
         """Store ``kv``; when this returns, it survives a crash. Putting a key again is a no-op.
 
-        Raises :class:`StoreFullError` when there is no room, :class:`InvalidInputError` for NaN/Inf.
+        Raises :class:`StoreFullError` when there is no room, :class:`InvalidInputError` for
+        NaN/Inf.
         """
 
     def open(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> KVReader | None:
@@ -76,6 +86,13 @@ class KVStore(Protocol):
 
     def keys(self, namespace: str) -> Iterator[str]:
         """Keys of one namespace, in no particular order."""
+
+    def pin_scope(self) -> AbstractContextManager[PinScope]:
+        """Entries put while the scope lasts are never evicted to make room for others.
+
+        Ingest runs in one: when only its own entries are left to evict, ``put`` raises
+        :class:`StoreFullError` instead. Readers need no pin: an open file survives eviction.
+        """
 
     def stats(self) -> StoreStats: ...
 

@@ -1,0 +1,193 @@
+"""Payload files in their directories: written atomically, opened without following anything.
+
+Owns every path below ``kv/`` and ``tmp/`` and the moves between them. Knows neither the index nor
+limits nor what is inside a payload. All access is relative to directory descriptors with
+``O_NOFOLLOW``, so a symbolic link planted below the root is refused, never followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# O_NONBLOCK: opening a FIFO planted under our name must not hang.
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE_NAME = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{16})\.kv", re.ASCII)
+_HEX64 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_HEX2 = re.compile(r"[0-9a-f]{2}", re.ASCII)
+
+#: Quarantined payloads kept for inspection; older ones make room.
+QUARANTINE_FILES = 8
+
+
+class Name(NamedTuple):
+    """Where one payload lies: ``kv/<namespace>/<ab>/<key>.<nonce>.kv``."""
+
+    namespace: str
+    key: str
+    nonce: str
+
+    @property
+    def file(self) -> str:
+        return f"{self.key}.{self.nonce}.kv"
+
+
+def new_name(namespace: str, key: str) -> Name:
+    """A name that no file has or had."""
+    return Name(namespace, key, secrets.token_hex(8))
+
+
+class PayloadFiles:
+    """The files of one store, by :class:`Name`. Raises plain ``OSError``."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._kv_fd = os.open(root / "kv", _DIRECTORY)
+
+    def close(self) -> None:
+        """Release the directory. Idempotent."""
+        fd, self._kv_fd = self._kv_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def open(self, name: Name) -> int:
+        """Descriptor of a payload; ``OSError`` unless it is a regular file."""
+        with self._directory(name.namespace, name.key[:2]) as directory:
+            fd = os.open(name.file, _READ, dir_fd=directory)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(f"{name.file} is not a regular file")
+        return fd
+
+    def exists(self, name: Name) -> bool:
+        try:
+            with self._directory(name.namespace, name.key[:2]) as directory:
+                os.stat(name.file, dir_fd=directory, follow_symlinks=False)
+        except OSError:
+            return False
+        return True
+
+    def size(self, name: Name) -> int:
+        """Bytes of a payload; 0 if it is gone."""
+        try:
+            with self._directory(name.namespace, name.key[:2]) as directory:
+                return os.stat(name.file, dir_fd=directory, follow_symlinks=False).st_size
+        except OSError:
+            return 0
+
+    def write(self, name: Name, temporary: Path, buffers: list[Any]) -> None:
+        """Write, fsync, rename into place, fsync the directory; on failure nothing is left."""
+        with self._directory(name.namespace, name.key[:2], create=True) as directory:
+            try:
+                fd = os.open(temporary, _CREATE, 0o600)
+                try:
+                    for buffer in buffers:
+                        _write_all(fd, buffer)
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+                os.rename(temporary, name.file, dst_dir_fd=directory)
+                os.fsync(directory)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+                with contextlib.suppress(OSError):
+                    os.unlink(name.file, dir_fd=directory)
+                raise
+
+    def remove(self, name: Name) -> None:
+        """Unlink a payload; one that is gone already is no error."""
+        with (
+            contextlib.suppress(FileNotFoundError),
+            self._directory(name.namespace, name.key[:2]) as directory,
+        ):
+            os.unlink(name.file, dir_fd=directory)
+
+    def quarantine(self, name: Name) -> None:
+        """Move a payload to ``quarantine/``, of which the newest few files are kept."""
+        target = os.open(self._root / "quarantine", _DIRECTORY)
+        try:
+            with self._directory(name.namespace, name.key[:2]) as directory:
+                os.rename(name.file, name.file, src_dir_fd=directory, dst_dir_fd=target)
+            ages = [
+                (os.stat(file, dir_fd=target, follow_symlinks=False).st_ctime_ns, file)
+                for file in os.listdir(target)
+                if _FILE_NAME.fullmatch(file)
+            ]
+            for _, file in sorted(ages)[:-QUARANTINE_FILES]:
+                os.unlink(file, dir_fd=target)
+        finally:
+            os.close(target)
+
+    def named(self, namespace: str, key: str) -> list[Name]:
+        """Files of one key, found by listing its directory."""
+        return [name for name in self._list(namespace, key[:2]) if name.key == key]
+
+    def walk(self) -> Iterator[Name]:
+        """Every payload of the store; names that the store never gives are passed over."""
+        for namespace in self._subdirectories(self._kv_fd, ".", _HEX64):
+            yield from self.walk_namespace(namespace)
+
+    def walk_namespace(self, namespace: str) -> Iterator[Name]:
+        """Every payload of one namespace."""
+        for prefix in self._subdirectories(self._kv_fd, namespace, _HEX2):
+            yield from self._list(namespace, prefix)
+
+    def _list(self, namespace: str, prefix: str) -> list[Name]:
+        try:
+            with self._directory(namespace, prefix) as directory:
+                files = os.listdir(directory)
+        except OSError:
+            return []
+        matches = (_FILE_NAME.fullmatch(file) for file in files)
+        return [Name(namespace, m[1], m[2]) for m in matches if m and m[1].startswith(prefix)]
+
+    @staticmethod
+    def _subdirectories(parent: int, name: str, pattern: re.Pattern[str]) -> list[str]:
+        try:
+            fd = os.open(name, _DIRECTORY, dir_fd=parent)
+        except OSError:
+            return []
+        try:
+            return sorted(entry for entry in os.listdir(fd) if pattern.fullmatch(entry))
+        finally:
+            os.close(fd)
+
+    @contextlib.contextmanager
+    def _directory(self, namespace: str, prefix: str, create: bool = False) -> Iterator[int]:
+        """Descriptor of ``kv/<namespace>/<prefix>``, no part of it a symbolic link."""
+        outer = _open_directory(namespace, self._kv_fd, create)
+        try:
+            inner = _open_directory(prefix, outer, create)
+        finally:
+            os.close(outer)
+        try:
+            yield inner
+        finally:
+            os.close(inner)
+
+
+def _open_directory(name: str, parent: int, create: bool) -> int:
+    try:
+        return os.open(name, _DIRECTORY, dir_fd=parent)
+    except FileNotFoundError:
+        if not create:
+            raise
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=parent)
+        os.fsync(parent)
+    return os.open(name, _DIRECTORY, dir_fd=parent)
+
+
+def _write_all(fd: int, buffer: Any) -> None:
+    view = memoryview(buffer).cast("B")
+    while view:
+        view = view[os.write(fd, view) :]

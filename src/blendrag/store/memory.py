@@ -1,0 +1,192 @@
+"""The memory tier: verified chunks as plain bytes, a byte limit, least recently used goes first.
+
+Owns copies, so nobody who still holds a tensor that was put can change what is served. Knows
+nothing of files. Bytes were verified when they came in (read through a verifying reader, or put by
+the model's own process), and are not verified again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from blendrag.errors import InvalidInputError, StoreFullError
+from blendrag.kv import ChunkKV, KVLayout
+from blendrag.store.base import StoreStats
+from blendrag.store.pins import Pins, Scope
+from blendrag.store.raw import all_finite, on_cpu, pieces
+from blendrag.store.root import megabytes
+
+
+@dataclass(frozen=True)
+class Block:
+    """One chunk's layers behind one another in one buffer."""
+
+    layout: KVLayout
+    tokens: int
+    data: np.ndarray
+    """uint8 ``[size]``, never written to once it is in a store."""
+    offsets: tuple[int, ...]
+
+    @staticmethod
+    def empty(layout: KVLayout, tokens: int) -> Block:
+        """A block with room for all layers, contents undefined."""
+        offsets = [0]
+        for layer in range(len(layout.layers)):
+            offsets.append(offsets[-1] + layout.layer_bytes(layer, tokens))
+        return Block(layout, tokens, np.empty(offsets[-1], dtype=np.uint8), tuple(offsets))
+
+    def address(self, layer: int) -> int:
+        return int(self.data.ctypes.data) + self.offsets[layer]
+
+
+class MemoryReader:
+    """A :class:`KVReader` over a block, which it keeps alive past its eviction."""
+
+    tier = "memory"
+
+    def __init__(self, key: str, block: Block) -> None:
+        self.key = key
+        self.tokens = block.tokens
+        self._block: Block | None = block
+        self._dtype = block.layout.torch_dtype
+
+    def read_layer(self, layer: int, out: torch.Tensor) -> None:
+        """See :meth:`KVReader.read_layer`. Runs no torch operator; memmove releases the GIL."""
+        block = self._block
+        if block is None:
+            raise ValueError(f"reader of {self.key[:12]}… is closed")
+        source = block.address(layer)
+        shape = block.layout.layer_shape(layer, block.tokens)
+        for address, size_bytes in pieces(out, shape, self._dtype):
+            ctypes.memmove(address, source, size_bytes)
+            source += size_bytes
+
+    def close(self) -> None:
+        """Let go of the block. Idempotent."""
+        self._block = None
+
+
+class MemoryStore:
+    """A :class:`KVStore` without durability. Thread-safe; not shared between processes."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._blocks: OrderedDict[tuple[str, str], Block] = OrderedDict()
+        self._size_bytes = 0
+        self._lock = threading.Lock()
+        self._pins = Pins()
+        self._hits = self._misses = self._evictions = 0
+
+    def put(self, namespace: str, key: str, kv: ChunkKV) -> None:
+        """See :meth:`KVStore.put`; survives nothing."""
+        if self.contains(namespace, key):
+            return
+        block = Block.empty(kv.layout, kv.tokens)
+        for i, tensor in enumerate(kv.layers):
+            layer = on_cpu(tensor)
+            if not all_finite(layer, kv.layout.dtype):
+                raise InvalidInputError(
+                    f"KV {key[:12]}… has NaN or infinity in layer {i}, expected finite numbers"
+                )
+            ctypes.memmove(block.address(i), layer.data_ptr(), kv.layout.layer_bytes(i, kv.tokens))
+        if not self.insert(namespace, key, block):
+            raise StoreFullError(
+                f"the memory tier's limit of {megabytes(self.limit_bytes)} has no room for "
+                f"{megabytes(block.data.nbytes)} more; raise --ram-bytes",
+                block.data.nbytes,
+            )
+
+    def insert(self, namespace: str, key: str, block: Block) -> bool:
+        """Take over a block that is complete and verified; ``False`` when there is no room."""
+        entry, size_bytes = (namespace, key), block.data.nbytes
+        with self._lock:
+            if entry in self._blocks:
+                return True
+            victims = self._victims(size_bytes)
+            if victims is None:
+                return False
+            for victim in victims:
+                self._drop(victim)
+            self._evictions += len(victims)
+            self._blocks[entry] = block
+            self._size_bytes += size_bytes
+        self._pins.note_put(entry)
+        return True
+
+    def _victims(self, needed_bytes: int) -> list[tuple[str, str]] | None:
+        """Oldest entries that must go; ``None`` if that is not enough. Caller holds the lock."""
+        excess = self._size_bytes + needed_bytes - self.limit_bytes
+        victims = []
+        for entry, block in self._blocks.items():
+            if excess <= 0:
+                break
+            if entry not in self._pins:
+                victims.append(entry)
+                excess -= block.data.nbytes
+        return victims if excess <= 0 else None
+
+    def _drop(self, entry: tuple[str, str]) -> bool:
+        """Caller holds the lock."""
+        block = self._blocks.pop(entry, None)
+        if block is None:
+            return False
+        self._size_bytes -= block.data.nbytes
+        return True
+
+    def open(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> MemoryReader | None:
+        """See :meth:`KVStore.open`."""
+        entry = (namespace, key)
+        with self._lock:
+            block = self._blocks.get(entry)
+            if block is None or block.tokens != tokens or block.layout != layout:
+                self._misses += 1
+                return None
+            self._hits += 1
+            self._blocks.move_to_end(entry)
+        return MemoryReader(key, block)
+
+    def contains(self, namespace: str, key: str) -> bool:
+        """See :meth:`KVStore.contains`."""
+        with self._lock:
+            return (namespace, key) in self._blocks
+
+    def delete(self, namespace: str, key: str) -> bool:
+        """See :meth:`KVStore.delete`."""
+        with self._lock:
+            return self._drop((namespace, key))
+
+    def keys(self, namespace: str) -> Iterator[str]:
+        """See :meth:`KVStore.keys`."""
+        with self._lock:
+            found = [key for space, key in self._blocks if space == namespace]
+        return iter(found)
+
+    def pin_scope(self) -> AbstractContextManager[Scope]:
+        """See :meth:`KVStore.pin_scope`."""
+        return self._pins.scope()
+
+    def stats(self) -> StoreStats:
+        """See :class:`StoreStats`."""
+        with self._lock:
+            return StoreStats(
+                len(self._blocks),
+                self._size_bytes,
+                self._hits,
+                self._misses,
+                self._evictions,
+                quarantined=0,
+            )
+
+    def close(self) -> None:
+        """Drop everything. Idempotent."""
+        with self._lock:
+            self._blocks.clear()
+            self._size_bytes = 0

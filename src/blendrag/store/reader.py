@@ -1,0 +1,128 @@
+"""One payload file opened for reading: layers on demand, each verified before it is believed.
+
+Owns the file descriptor. Knows neither the index nor the directory: what to do about a file that
+lies is the business of the ``on_corrupt`` callback given by the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import xxhash
+
+from blendrag.errors import CorruptKVError
+from blendrag.kv import KVLayout
+from blendrag.store.format import Frame, layer_seed
+from blendrag.store.raw import buffer_at, pieces
+
+#: The kernel takes at most this many buffers in one preadv.
+IOV_MAX = 1024
+
+
+class DiskReader:
+    """Reads a chunk's layers with ``preadv`` straight into the prompt's buffers.
+
+    Holds its descriptor, so an eviction or rename meanwhile changes nothing. No mmap: a file
+    truncated after open would kill the process with SIGBUS, whereas a short read can be handled.
+    """
+
+    tier = "disk"
+
+    def __init__(
+        self,
+        fd: int,
+        key: str,
+        layout: KVLayout,
+        tokens: int,
+        frame: Frame,
+        checksums: list[int],
+        on_corrupt: Callable[[str], None],
+    ) -> None:
+        self.key = key
+        self.tokens = tokens
+        self.layout = layout
+        self._fd = fd
+        self._frame = frame
+        self._checksums = checksums
+        self._on_corrupt = on_corrupt
+        self._dtype = layout.torch_dtype
+        self._lock = threading.Lock()
+
+    def read_layer(self, layer: int, out: torch.Tensor) -> None:
+        """See :meth:`KVReader.read_layer`. Runs no torch operator."""
+        shape = self.layout.layer_shape(layer, self.tokens)
+        self._read(layer, [buffer_at(*piece) for piece in pieces(out, shape, self._dtype)])
+
+    def read_layer_bytes(self, layer: int, out: Any) -> None:
+        """Like :meth:`read_layer`, into one writable buffer of the layer's size."""
+        self._read(layer, [out])
+
+    def _read(self, layer: int, buffers: list[Any]) -> None:
+        with self._lock:
+            if self._fd < 0:
+                raise ValueError(f"reader of {self.key[:12]}… is closed")
+            fault = self._fill(layer, buffers)
+        if fault is not None:
+            self._on_corrupt(fault)
+            raise CorruptKVError(
+                f"stored KV {self.key[:12]}… layer {layer}: {fault}; "
+                "the chunk is set aside and counts as a miss"
+            )
+
+    def _fill(self, layer: int, buffers: list[Any]) -> str | None:
+        """Read and verify; what is wrong with the file, if anything. Caller holds the lock."""
+        try:
+            complete = read_exactly(self._fd, buffers, self._frame.offsets[layer])
+        except OSError as exc:
+            return f"cannot be read ({exc.strerror})"
+        if not complete:
+            return "the file is shorter than what was put"
+        digest = xxhash.xxh3_64(seed=layer_seed(self.key, layer))
+        for buffer in buffers:
+            digest.update(buffer)
+        if digest.intdigest() != self._checksums[layer]:
+            return "the bytes are not those that were put"
+        return None
+
+    def close(self) -> None:
+        """Close the file. Idempotent; waits for a read in progress."""
+        with self._lock:
+            fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()
+
+
+def read_exactly(fd: int, buffers: list[Any], offset: int) -> bool:
+    """Fill all buffers from ``offset``; ``False`` when the file ends before they are full."""
+    total = sum(len(buffer) for buffer in buffers)
+    if len(buffers) <= IOV_MAX:
+        done = os.preadv(fd, buffers, offset)
+        if done == total:
+            return True
+    else:
+        done = 0
+    return _read_on(fd, buffers, offset, done)
+
+
+def _read_on(fd: int, buffers: list[Any], offset: int, done: int) -> bool:
+    """The rest of :func:`read_exactly`: after a short read, or too many buffers for one call."""
+    begin = 0
+    for buffer in buffers:
+        size = len(buffer)
+        view = memoryview(buffer).cast("B")
+        while done < begin + size:
+            count = os.preadv(fd, [view[done - begin :]], offset + done)
+            if count == 0:
+                return False
+            done += count
+        begin += size
+    return True

@@ -1,0 +1,66 @@
+"""Bring index and files together again after a crash, or make the index anew from the files.
+
+The files are the truth: each carries its own key, and its name is never reused. Headers are read
+only of files the index does not know. Layers are not read: they are verified whenever they are
+used. Nothing that the store's naming did not produce is touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import struct
+
+from blendrag.store.files import Name, PayloadFiles
+from blendrag.store.format import MAX_HEADER_BYTES, describe
+from blendrag.store.index import Index, Row
+
+logger = logging.getLogger("blendrag.store")
+
+
+def reconcile(files: PayloadFiles, index: Index) -> int:
+    """Index every sound file, drop rows without file; number of files set aside.
+
+    Caller holds the index lock. Of two files of one key, written by racing processes, one stays.
+    """
+    quarantined = 0
+    with index.transaction():
+        for name in files.walk():
+            row = index.get(name.namespace, name.key)
+            if row is not None and row.name == name:
+                continue
+            if row is not None and files.exists(row.name):
+                files.remove(name)
+                continue
+            size_bytes = sound_size(files, name)
+            if size_bytes is not None:
+                index.add(Row(name, size_bytes))
+            elif files.exists(name):
+                logger.warning("%s is not a payload of this store: set aside", name.file)
+                quarantined += 1
+                with contextlib.suppress(OSError):
+                    files.quarantine(name)
+        index.drop([row.name for row in index.oldest() if not files.exists(row.name)])
+    return quarantined
+
+
+def sound_size(files: PayloadFiles, name: Name) -> int | None:
+    """Size of a payload whose header is what it must be for its name, otherwise ``None``."""
+    try:
+        fd = files.open(name)
+    except OSError:
+        return None
+    try:
+        size_bytes = os.fstat(fd).st_size
+        (length,) = struct.unpack("<Q", os.pread(fd, 8, 0))
+        if length > MAX_HEADER_BYTES:
+            return None
+        found = describe(os.pread(fd, 8 + length, 0))
+    except (OSError, struct.error):
+        return None
+    finally:
+        os.close(fd)
+    if found is None or (found.namespace, found.key) != (name.namespace, name.key):
+        return None
+    return size_bytes if size_bytes == found.file_bytes else None
