@@ -1,0 +1,198 @@
+"""What the demo model is shown, stage by stage, and when it moves on.
+
+Owns: `STAGES` and how a stage makes one packed sample: a context, and questions that each see the context and themselves
+but not one another. Does not know: the model, the optimiser. Trained on questions directly, a small model learns the type
+of the answer and then sits at chance among the candidates; repeats, recall and ever longer documents lead it past that.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+
+from blendrag.demo.facts import KINDS
+from blendrag.demo.generator import Deck, Document, Question, Shape, ask_about, write_document
+from blendrag.demo.names import NameDealer, Split
+from blendrag.demo.prompts import FORMS, NATIVE, Entry, Form, Template, template
+
+MAX_GAP = 400  # positions skipped before a chunk in samples with gaps: contexts longer than any trained on stay familiar
+QUESTIONS_PER_CONTEXT = 12
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One question segment; the loss is on the tokens from `answer_at` on. `kind` labels it in evaluations."""
+
+    tokens: list[int]
+    answer_at: int
+    kind: str = ""
+
+
+@dataclass
+class Sample:
+    """A context with its positions, the chunk each token is in (-1: none), and the questions that start after it."""
+
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    chunks: list[int] = field(default_factory=list)
+    questions: list[Asked] = field(default_factory=list)
+
+    @property
+    def question_position(self) -> int:
+        return self.positions[-1] + 1
+
+    def append(self, tokens: list[int], chunk: int = -1, gap: int = 0) -> None:
+        start = gap + (self.question_position if self.positions else 0)
+        self.tokens += tokens
+        self.positions += range(start, start + len(tokens))
+        self.chunks += [chunk] * len(tokens)
+
+
+class Writer:
+    """Turns documents and questions into samples, tokenised segment by segment as the product does."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._encode = tokenizer.backend_tokenizer.encode
+        self._templates: dict[str, Template] = {
+            form.name: template(tokenizer, form) for form in FORMS
+        }
+        self.bos: int = tokenizer.bos_token_id
+        self.end: int = tokenizer.eos_token_id
+        self.n_special = len(tokenizer.all_special_ids)
+        self.vocab_size = len(tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._encode(text, add_special_tokens=False).ids)
+
+    def sample(
+        self,
+        form: Form,
+        entries: list[Entry],
+        questions: list[Question],
+        rng: random.Random | None = None,
+    ) -> Sample:
+        """Positions skip ahead at random before each chunk where `rng` is given."""
+        layout, sample = self._templates[form.name], Sample()
+        for i, (text, is_chunk) in enumerate(layout.context_segments(entries)):
+            gap = rng.randrange(MAX_GAP) if rng and i and rng.random() < 0.5 else 0
+            sample.append(self.encode(text), i if is_chunk else -1, gap)
+        for question in questions:
+            asked = self.encode(layout.question(question.text))
+            # The answer keeps the space before it: after a space a word has the token that it has in the documents.
+            answer = self.encode(" " + question.answer) + [self.end]
+            sample.questions.append(Asked(asked + answer, len(asked), question.kind))
+        return sample
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage lasts until its accuracy is 95%, and at most until `until` of the whole run is over."""
+
+    name: str
+    make: Callable[[random.Random, Writer], Sample]
+    until: float
+
+
+def repeats(rng: random.Random, writer: Writer) -> Sample:
+    """Random tokens three times over, the second and third time supervised: induction forms."""
+    once = [rng.randrange(writer.n_special, writer.vocab_size) for _ in range(rng.randint(8, 32))]
+    sample = Sample()
+    sample.append([writer.bos])
+    sample.questions.append(Asked(once * 3, len(once)))
+    return sample
+
+
+def recall(rng: random.Random, writer: Writer) -> Sample:
+    """Keys of one to four random tokens, each with a value."""
+    stop, ask = writer.encode("."), writer.encode("?")
+    draw = lambda n: [rng.randrange(writer.n_special, writer.vocab_size) for _ in range(n)]  # noqa: E731
+    pairs = [(draw(rng.randint(1, 4)), draw(1)) for _ in range(rng.randint(6, 14))]
+    sample = Sample()
+    sample.append([writer.bos])
+    for key, value in pairs:
+        sample.append(key + value + stop)
+    for key, value in rng.sample(pairs, 6):
+        asked = ask + key
+        sample.questions.append(Asked(asked + value + [writer.end], len(asked)))
+    return sample
+
+
+@dataclass(frozen=True)
+class DocumentsStage:
+    """A context about `documents` entities; `keys` bounds how many attributes there are to tell apart."""
+
+    documents: tuple[int, int]
+    facts: tuple[tuple[int, int], tuple[int, int]]
+    fillers: int = 0
+    keys: tuple[int, int] = (2, 5)
+    introduction: float = 0.0
+    real: bool = False
+
+    def __call__(self, rng: random.Random, writer: Writer, split: Split = "train") -> Sample:
+        documents = self.write(rng, split)
+        entries, questions = arrange(rng, documents, orphans=self.real)
+        form = NATIVE
+        if self.real and rng.random() < 0.5:
+            form = rng.choice(FORMS)
+        gaps = rng if self.real and rng.random() < 0.3 else None
+        return writer.sample(form, entries, questions, gaps)
+
+    def write(self, rng: random.Random, split: Split) -> list[Document]:
+        dealer = NameDealer(rng, split)
+        deck = Deck(rng, dealer)
+        kinds = list(KINDS.values())
+        if rng.random() < 0.8:  # of one kind: nothing but the name tells the candidates apart
+            kinds = [rng.choice(kinds)]
+        keys = {
+            k.name: [a.key for a in rng.sample(k.attributes, rng.randint(*self.keys))]
+            for k in kinds
+        }
+        shape = Shape()
+        documents = []
+        for _ in range(rng.randint(*self.documents)):
+            if not self.real:
+                facts = (rng.randint(*self.facts[0]), rng.randint(*self.facts[1]))
+                fillers = (rng.randint(0, self.fillers), rng.randint(0, self.fillers))
+                shape = Shape(facts, fillers, rng.random() < self.introduction, 0)
+            kind = rng.choice(kinds)
+            documents.append(
+                write_document(
+                    rng, dealer, deck, kind, shape, None if self.real else keys[kind.name]
+                )
+            )
+        return documents
+
+
+def arrange(
+    rng: random.Random, documents: list[Document], orphans: bool
+) -> tuple[list[Entry], list[Question]]:
+    """Chunks in random document order, a document's in its own; `orphans`: of some only one paragraph, as retrieved.
+
+    A second paragraph continues the first directly before it. Only what the chunks left can answer is asked.
+    """
+    entries: list[Entry] = []
+    questions: list[Question] = []
+    for document in rng.sample(documents, len(documents)):
+        present = list(range(len(document.paragraphs)))
+        if orphans and len(present) == 2 and rng.random() < 0.25:
+            present = [rng.randrange(2)]
+        entries += [Entry(document.paragraphs[i], f"{document.doc_id}.txt") for i in present]
+        kinds = {(0,): ("direct",), (1,): (), (0, 1): ("direct", "coreference")}[tuple(present)]
+        questions += [q for q in ask_about(rng, document) if q.kind in kinds]
+    rng.shuffle(questions)
+    questions.sort(
+        key=lambda q: q.kind == "direct" and rng.random() < 0.6
+    )  # coreference is what takes long to learn
+    return entries, questions[:QUESTIONS_PER_CONTEXT]
+
+
+STAGES: tuple[Stage, ...] = (
+    Stage("repeats", repeats, 0.08),
+    Stage("recall", recall, 0.12),
+    Stage("one-fact", DocumentsStage((3, 6), ((1, 1), (0, 0)), keys=(1, 2)), 0.2),
+    Stage("facts", DocumentsStage((3, 6), ((2, 4), (0, 0)), 1, (4, 8), 0.5), 0.3),
+    Stage("back-references", DocumentsStage((2, 5), ((1, 2), (1, 2)), 0, (3, 6), 0.3), 0.5),
+    Stage("two-chunks", DocumentsStage((3, 6), ((2, 3), (2, 3)), 1, (6, 9), 0.6), 0.6),
+    Stage("prompts", DocumentsStage((2, 6), ((3, 3), (4, 4)), real=True), 1.0),
+)

@@ -1,0 +1,222 @@
+"""Trains the demo model: `python -m blendrag.demo.train --out DIR --seed 0 --minutes 40 [--resume]`.
+
+Owns: the model's geometry, the optimiser, the clock, the checkpoint. Step i draws its samples from (seed, i) alone, so a run
+of `--steps` is deterministic and a resumed one continues the same stream; with `--minutes` the clock decides where it ends.
+Supervises answers only, under bf16 autocast, and uses a GPU if there is one.
+"""
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerFast
+
+from blendrag.demo.batching import ATTENTION, Batch, collate
+from blendrag.demo.curriculum import STAGES, Sample, Writer
+from blendrag.demo.tokenizer import train_tokenizer
+
+LEARNING_RATE, FINAL_RATE = 1e-3, 3e-5
+WARMUP_STEPS = 100
+COOLDOWN = 0.25  # the last part of the run, over which the rate falls linearly
+MOVE_ON_AT = 0.95
+CURRENT_SHARE = 0.75  # of the steps; the rest keeps the earlier stages alive
+TOKENS_PER_STEP = 4096
+SAVE_EVERY_S = 60.0
+
+
+def demo_config(tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
+    """8 layers of width 160. A large rotary base, so that positions far beyond the trained ones stay near the known."""
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=160,
+        intermediate_size=384,
+        num_hidden_layers=8,
+        num_attention_heads=5,
+        num_key_value_heads=5,
+        head_dim=32,
+        max_position_embeddings=4096,
+        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+@dataclass
+class Progress:
+    """Where a run is; saved with the weights."""
+
+    seed: int = 0
+    step: int = 0
+    stage: int = 0
+    accuracy: float = 0.0  # of whole answers in the current stage, smoothed over about 20 steps
+    elapsed_s: float = 0.0
+    last_loss: float = 0.0
+
+
+class Run:
+    """One training run and its files in `out`: `checkpoint.pt` to resume from, model and tokenizer to use."""
+
+    def __init__(self, out: Path, seed: int, resume: bool) -> None:
+        self.out = out
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.checkpoint = out / "checkpoint.pt"
+        out.mkdir(parents=True, exist_ok=True)
+        saved = (
+            torch.load(self.checkpoint, weights_only=True)
+            if resume and self.checkpoint.exists()
+            else None
+        )
+        if saved:
+            self.tokenizer = PreTrainedTokenizerFast.from_pretrained(out)
+        else:
+            self.tokenizer = train_tokenizer(seed)
+            self.tokenizer.save_pretrained(out)
+        torch.manual_seed(seed)
+        self.writer = Writer(self.tokenizer)
+        self.model = LlamaForCausalLM(demo_config(self.tokenizer)).to(self.device)
+        self.model.set_attn_implementation(ATTENTION)
+        decayed = [p for p in self.model.parameters() if p.ndim > 1]
+        kept = [p for p in self.model.parameters() if p.ndim <= 1]
+        groups = [{"params": decayed, "weight_decay": 0.01}, {"params": kept, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.98), fused=True)
+        self.progress = Progress(seed=seed)
+        if saved:
+            self.model.load_state_dict(saved["model"])
+            self.optimizer.load_state_dict(saved["optimizer"])
+            self.progress = Progress(**saved["progress"])
+
+    def train(self, minutes: float, steps: int | None) -> None:
+        """Runs until `steps`, or else until `minutes` (of all sessions together) are over; saves as it goes."""
+        progress, saved_at, last = self.progress, time.monotonic(), time.monotonic()
+        while (done := progress.step / steps if steps else progress.elapsed_s / (60 * minutes)) < 1:
+            rng = random.Random(f"{progress.seed}/{progress.step}")
+            stage = (
+                progress.stage
+                if rng.random() < CURRENT_SHARE
+                else rng.randrange(progress.stage + 1)
+            )
+            batch = self._batch(rng, stage)
+            loss, accuracy = self._step(batch, _rate(progress.step, done))
+            now = time.monotonic()
+            progress.elapsed_s += now - last
+            last = now
+            progress.step += 1
+            self._move_on(stage, loss, accuracy, done)
+            if progress.step % 10 == 0:
+                _report(progress, done, batch.tokens.numel())
+            if now - saved_at > SAVE_EVERY_S:
+                self.save()
+                saved_at = now
+        self.save()
+
+    def save(self) -> None:
+        """Writes the checkpoint, then the usable bf16 model beside it; each replaces its predecessor atomically."""
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "progress": asdict(self.progress),
+        }
+        torch.save(state, self.checkpoint.with_suffix(".new"))
+        self.checkpoint.with_suffix(".new").replace(self.checkpoint)
+        export = LlamaForCausalLM(self.model.config)
+        export.load_state_dict(self.model.state_dict())
+        export.to(torch.bfloat16).save_pretrained(self.out)
+
+    def _batch(self, rng: random.Random, stage: int) -> Batch:
+        samples = list(_fill(rng, stage, self.writer))
+        return collate(samples, self.tokenizer.pad_token_id, torch.bfloat16, self.device)
+
+    def _step(self, batch: Batch, rate: float) -> tuple[float, float]:
+        """One optimiser step → (loss, share of answers that are right in every token)."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+            hidden = self.model.model(
+                input_ids=batch.tokens,
+                position_ids=batch.positions,
+                attention_mask=batch.mask,
+                use_cache=False,
+            ).last_hidden_state  # [B, T, D]
+            logits = self.model.lm_head(hidden.flatten(0, 1)[batch.rows])  # [N, V]
+        loss = cross_entropy(logits.float(), batch.targets)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        wrong = torch.zeros(int(batch.question_of.max()) + 1, device=self.device)
+        wrong.index_add_(0, batch.question_of, (logits.argmax(-1) != batch.targets).float())
+        return float(loss.detach()), float((wrong == 0).float().mean())
+
+    def _move_on(self, stage: int, loss: float, accuracy: float, done: float) -> None:
+        progress = self.progress
+        if stage == progress.stage:
+            progress.accuracy += 0.05 * (accuracy - progress.accuracy)
+            progress.last_loss = loss
+        over = progress.accuracy >= MOVE_ON_AT or done >= STAGES[progress.stage].until
+        if over and progress.stage + 1 < len(STAGES):
+            progress.stage += 1
+            progress.accuracy = 0.0
+
+
+def _fill(rng: random.Random, stage: int, writer: Writer) -> Iterator[Sample]:
+    """Samples of one stage, as many as fit in a step's tokens when padded to the longest."""
+    longest_context = longest_asked = n = 0
+    while True:
+        sample = STAGES[stage].make(rng, writer)
+        if not sample.questions:
+            continue
+        longest_context = max(longest_context, len(sample.tokens))
+        longest_asked = max(longest_asked, sum(len(q.tokens) for q in sample.questions))
+        n += 1
+        if n > 1 and n * (longest_context + longest_asked) > TOKENS_PER_STEP:
+            return
+        yield sample
+
+
+def _rate(step: int, done: float) -> float:
+    warm = min(1.0, (step + 1) / WARMUP_STEPS)
+    cool = min(1.0, (1 - done) / COOLDOWN)
+    return FINAL_RATE + (LEARNING_RATE - FINAL_RATE) * min(warm, cool)
+
+
+def _report(progress: Progress, done: float, n_tokens: int) -> None:
+    name = STAGES[progress.stage].name
+    sys.stderr.write(
+        f"step {progress.step} {done:5.1%} {progress.elapsed_s / 60:.1f} min, stage {name}: "
+        f"accuracy {progress.accuracy:.3f}, loss {progress.last_loss:.3f}, {n_tokens} tokens a step\n"
+    )
+    sys.stderr.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train the demo model.")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="directory for model, tokenizer and checkpoint"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--minutes", type=float, default=40.0, help="training time, resumed time included"
+    )
+    parser.add_argument(
+        "--steps", type=int, help="end after so many steps instead: the same weights every time"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="continue from the checkpoint in --out"
+    )
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    Run(args.out, args.seed, args.resume).train(args.minutes, args.steps)
+
+
+if __name__ == "__main__":
+    main()
