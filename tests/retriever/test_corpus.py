@@ -1,0 +1,301 @@
+"""The corpus keeps texts, anchors and vectors together through every change."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from blendrag.chunking import Chunk, chunk_id_of
+from blendrag.errors import CorpusError, InvalidInputError
+from blendrag.readers import Document, digest_of
+from blendrag.retriever import Corpus, Manifest
+from blendrag.retriever.database import FILE_NAME
+
+DIM = 8
+MANIFEST = Manifest("m", "sig", "tok", "ns", 512, (1, 2), "<s>\n", "minilm-offline")
+
+
+def vector_of(text: str) -> np.ndarray:
+    """A unit vector that depends on the text alone."""
+    rng = np.random.default_rng(int(chunk_id_of(text)[:8], 16))
+    vector = rng.standard_normal(DIM).astype(np.float32)
+    return vector / np.linalg.norm(vector)
+
+
+def put(corpus: Corpus, source: str, *texts: str, title: str = "T") -> list[str]:
+    document = Document(source, "\n".join(texts), title, {"year": 1871})
+    chunks, at = [], 0
+    for text in texts:
+        chunks.append(Chunk(text, at, at + len(text), len(text.split()), chunk_id_of(text)))
+        at += len(text) + 1
+    vectors = np.stack([vector_of(text) for text in texts]) if texts else np.zeros((0, DIM))
+    return corpus.put_document(document, digest_of(document), chunks, vectors)
+
+
+def texts_found(corpus: Corpus, text: str, k: int) -> list[str]:
+    return [corpus.text(chunk_id) for chunk_id, _ in corpus.search(vector_of(text), k)]
+
+
+def long(text: str) -> str:
+    return f"{text}: a sentence that is longer than any anchor needs to be, by far."
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Iterator[Corpus]:
+    with Corpus.open(tmp_path, create=True) as opened:
+        yield opened
+
+
+def test_what_was_put_is_there_after_opening_again(tmp_path: Path) -> None:
+    with Corpus.open(tmp_path, create=True) as corpus:
+        corpus.set_manifest(MANIFEST)
+        assert put(corpus, "a.md", long("one"), long("zwei ü 世界")) == []
+        assert corpus.search(vector_of(long("one")), 1)[0][1] == pytest.approx(0, abs=1e-3)
+    assert os.stat(tmp_path / "corpus").st_mode & 0o777 == 0o700
+    with Corpus.open(tmp_path) as corpus:
+        assert corpus.manifest == MANIFEST
+        assert corpus.sources() == ["a.md"]
+        assert corpus.chunk_ids() == [chunk_id_of(long("one")), chunk_id_of(long("zwei ü 世界"))]
+        stored = corpus.chunk(chunk_id_of(long("zwei ü 世界")))
+        assert (stored.text, stored.source, stored.title) == (long("zwei ü 世界"), "a.md", "T")
+        assert stored.start == len(long("one")) + 1
+        assert stored.metadata == {"year": 1871}
+        assert texts_found(corpus, long("one"), 1) == [long("one")]
+        assert [m.complete for m in corpus.anchors.find(f"x {long('one')} y")] == [True]
+        assert len(corpus) == 2
+
+
+def test_distances_are_euclidean_and_ascend(corpus: Corpus) -> None:
+    put(corpus, "a", *(f"text {i}" for i in range(20)))
+    hits = corpus.search(vector_of("query"), 5)
+    distances = [distance for _, distance in hits]
+    assert distances == sorted(distances)
+    for chunk_id, distance in hits:
+        expected = np.linalg.norm(vector_of(corpus.text(chunk_id)) - vector_of("query"))
+        assert distance == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_new_version_replaces_the_old_one_and_names_orphans(corpus: Corpus) -> None:
+    put(corpus, "a", "kept", "dropped")
+    before = corpus.document_digest("a")
+    assert put(corpus, "a", "kept", "new") == [chunk_id_of("dropped")]
+    assert corpus.document_digest("a") != before
+    assert texts_found(corpus, "new", 9)[0] == "new"
+    assert set(texts_found(corpus, "new", 9)) == {"kept", "new"}
+    assert corpus.document_digest("unknown") is None
+
+
+def test_a_text_shared_by_documents_is_stored_once_and_kept_while_one_holds_it(
+    corpus: Corpus,
+) -> None:
+    put(corpus, "a", "shared", "only a", "shared")
+    put(corpus, "b", "shared")
+    assert len(corpus) == 2
+    assert len(texts_found(corpus, "shared", 9)) == 2, "each chunk is returned once"
+    assert corpus.remove_source("a") == [chunk_id_of("only a")]
+    assert corpus.chunk(chunk_id_of("shared")).source == "b"
+    assert corpus.remove_source("b") == [chunk_id_of("shared")]
+    assert corpus.remove_source("b") == []
+    assert corpus.search(vector_of("shared"), 3) == []
+    assert len(corpus) == 0
+
+
+def test_the_search_widens_until_enough_chunks_differ(corpus: Corpus) -> None:
+    for i in range(50):
+        put(corpus, f"copy {i}", "the same")
+    put(corpus, "other", "another")
+    assert texts_found(corpus, "the same", 2) == ["the same", "another"]
+
+
+def test_removing_a_path_takes_the_file_its_lines_or_all_below(corpus: Corpus) -> None:
+    names = ["d/a.md", "d/x.jsonl#1", "d/x.jsonl#2", "d2/a.md", "d/e/b.txt", "d%/a", "/abs/a"]
+    for name in names:
+        put(corpus, name, f"text of {name}")
+    assert len(corpus.remove_path(Path("d/x.jsonl"))) == 2
+    assert corpus.remove_path("d/e/b") == []
+    assert corpus.remove_path(Path("./d/a.md")) == [chunk_id_of("text of d/a.md")]
+    assert corpus.remove_path(Path("d")) == [chunk_id_of("text of d/e/b.txt")]
+    assert corpus.sources() == ["/abs/a", "d%/a", "d2/a.md"]
+    assert len(corpus.remove_path(Path("."))) == 2
+    assert len(corpus.remove_path(Path("/"))) == 1
+
+
+def test_anchors_follow_every_change(corpus: Corpus) -> None:
+    prompt = f"{long('one')} {long('two')} {long('three')}"
+    put(corpus, "a", long("one"), long("two"))
+    assert len(corpus.anchors.find(prompt)) == 2
+    put(corpus, "a", long("three"))
+    assert [corpus.text(m.chunk_id) for m in corpus.anchors.find(prompt)] == [long("three")]
+
+
+def test_vectors_known_under_a_title_need_no_embedding(corpus: Corpus) -> None:
+    put(corpus, "a", "one", "two", title="T")
+    known = corpus.known_vectors("T", [chunk_id_of("one"), chunk_id_of("new")])
+    assert list(known) == [chunk_id_of("one")]
+    assert np.array_equal(known[chunk_id_of("one")], vector_of("one"))
+    assert corpus.known_vectors("another title", [chunk_id_of("one")]) == {}
+
+
+def test_a_failed_change_leaves_nothing_behind(corpus: Corpus) -> None:
+    put(corpus, "a", "one")
+    bad = Chunk("two", 0, 3, 1, chunk_id_of("two"))
+    document = Document("a", "two", "T", {})
+    for vectors in (np.zeros((2, DIM)), np.zeros((1, DIM + 1)), np.zeros(DIM)):
+        with pytest.raises(InvalidInputError, match="vectors of"):
+            corpus.put_document(document, "d", [bad], vectors)
+    with pytest.raises(AttributeError):
+        corpus.put_document(document, "d", [bad, "not a chunk"], np.zeros((2, DIM)))  # type: ignore[list-item]
+    assert corpus.chunk_ids() == [chunk_id_of("one")]
+    assert corpus.document_digest("a") is not None
+    with pytest.raises(InvalidInputError, match="expected"):
+        corpus.search(np.zeros(DIM + 1, np.float32), 1)
+
+
+def test_the_vector_cache_is_only_a_cache(tmp_path: Path) -> None:
+    cache = tmp_path / "corpus" / "vectors.faiss"
+    with Corpus.open(tmp_path, create=True) as corpus:
+        put(corpus, "a", *(f"text {i}" for i in range(30)))
+        expected = texts_found(corpus, "query", 5)
+    good = cache.read_bytes()
+    flipped = bytearray(good)
+    flipped[len(good) // 2] ^= 1
+    for content in (b"", b"BLRGVEC1", good[:-1], bytes(flipped), good):
+        cache.write_bytes(content)
+        with Corpus.open(tmp_path) as corpus:
+            assert texts_found(corpus, "query", 5) == expected
+    cache.unlink()
+    with Corpus.open(tmp_path) as corpus:
+        assert texts_found(corpus, "query", 5) == expected
+    assert cache.read_bytes() == good
+
+
+def test_an_old_vector_cache_is_brought_up_to_date(tmp_path: Path) -> None:
+    with Corpus.open(tmp_path, create=True) as corpus:
+        put(corpus, "a", "one", "two")
+        put(corpus, "b", "three")
+        texts_found(corpus, "one", 1)
+    with Corpus.open(tmp_path) as corpus:  # changed without a search: the cache stays old
+        corpus.remove_source("a")
+        put(corpus, "c", "four")
+    with Corpus.open(tmp_path) as corpus:
+        assert set(texts_found(corpus, "one", 9)) == {"three", "four"}
+
+
+def test_another_process_sees_changes_at_once(corpus: Corpus, tmp_path: Path) -> None:
+    put(corpus, "a", long("one"))
+    assert len(corpus.anchors) == len(texts_found(corpus, "x", 9)) == 1
+    script = (
+        "import sys; sys.path[:0] = sys.argv[2:]\n"
+        "from pathlib import Path; from tests_corpus import put, long; "
+        "from blendrag.retriever import Corpus\n"
+        "with Corpus.open(Path(sys.argv[1])) as corpus:\n"
+        "    put(corpus, 'b', long('two'))\n"
+    )
+    (tmp_path / "tests_corpus.py").write_bytes(Path(__file__).read_bytes())
+    subprocess.run([sys.executable, "-c", script, tmp_path, tmp_path], check=True)
+    assert len(corpus.anchors) == len(texts_found(corpus, "x", 9)) == 2
+
+
+def test_threads_share_one_corpus(corpus: Corpus) -> None:
+    errors: list[BaseException] = []
+
+    def work(name: int) -> None:
+        try:
+            for i in range(15):
+                put(corpus, f"{name}/{i}", long(f"{name} {i}"))
+                corpus.search(vector_of("q"), 3)
+                assert corpus.anchors.find(long(f"{name} {i}"))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert len(corpus) == 60
+
+
+def test_the_manifest_is_missing_until_set_and_guards_the_embedder(corpus: Corpus) -> None:
+    assert not corpus.has_manifest
+    with pytest.raises(CorpusError, match="ingest first"):
+        _ = corpus.manifest
+    corpus.set_manifest(MANIFEST)
+    corpus.set_manifest(Manifest(**{**vars(MANIFEST), "embedder": "other/model"}))
+    corpus.set_manifest(MANIFEST)
+    put(corpus, "a", "one")
+    with pytest.raises(CorpusError, match="embedded with 'minilm-offline', not 'other/model'"):
+        corpus.set_manifest(Manifest(**{**vars(MANIFEST), "embedder": "other/model"}))
+    same = "sentence-transformers/all-MiniLM-L6-v2"
+    corpus.set_manifest(Manifest(**{**vars(MANIFEST), "embedder": same}))
+    assert corpus.manifest.embedder == same
+
+
+def test_an_absent_corpus_says_ingest_first_and_is_not_made(tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match="ingest first"):
+        Corpus.open(tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_store_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("x")
+    with pytest.raises(CorpusError, match="cannot be made"):
+        Corpus.open(tmp_path / "store", create=True)
+
+
+def test_what_is_not_a_corpus_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "corpus" / FILE_NAME
+    path.parent.mkdir()
+    path.write_bytes(b"not a database, but long enough to be looked at" * 100)
+    with pytest.raises(CorpusError, match="not a corpus database"):
+        Corpus.open(tmp_path)
+    path.unlink()
+    with sqlite3.connect(path) as foreign:
+        foreign.execute("CREATE TABLE theirs (x)")
+    foreign.close()
+    with pytest.raises(CorpusError, match="some other program's"):
+        Corpus.open(tmp_path, create=True)
+
+
+def test_a_newer_corpus_is_refused(tmp_path: Path) -> None:
+    Corpus.open(tmp_path, create=True).close()
+    with sqlite3.connect(tmp_path / "corpus" / FILE_NAME) as newer:
+        newer.execute("PRAGMA user_version = 99")
+    newer.close()
+    with pytest.raises(CorpusError, match="newer blendrag"):
+        Corpus.open(tmp_path)
+
+
+def test_a_closed_corpus_says_so(tmp_path: Path) -> None:
+    corpus = Corpus.open(tmp_path, create=True)
+    corpus.close()
+    corpus.close()
+    with pytest.raises(CorpusError, match="is closed"):
+        corpus.sources()
+
+
+def test_an_unknown_chunk_is_a_key_error(corpus: Corpus) -> None:
+    with pytest.raises(KeyError):
+        corpus.text("unknown")
+    with pytest.raises(KeyError):
+        corpus.chunk("unknown")
+
+
+def test_a_killed_writer_leaves_the_last_whole_document(tmp_path: Path) -> None:
+    corpus = Corpus.open(tmp_path, create=True)
+    put(corpus, "a", "one")
+    corpus._connection.execute("BEGIN IMMEDIATE")
+    corpus._connection.execute("DELETE FROM document")
+    corpus._connection.close()  # as a killed process would: no commit
+    with Corpus.open(tmp_path) as again:
+        assert again.sources() == ["a"]
+        assert texts_found(again, "one", 1) == ["one"]
