@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import bisect
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -70,7 +71,7 @@ class AnchorRow(NamedTuple):
 
 
 class AnchorIndex:
-    """Chunks by the hash of their first characters. Not safe for concurrent changes."""
+    """Chunks by the hash of their first characters. Safe for use from several threads."""
 
     ANCHOR_CHARS = 32
     SHORT_ANCHOR_CHARS = 16
@@ -78,6 +79,7 @@ class AnchorIndex:
     def __init__(self, text_of: Callable[[str], str]) -> None:
         """``text_of`` gives a chunk's canonical text; it raises where the chunk is gone."""
         self._text_of = text_of
+        self._lock = threading.Lock()
         self._rows: dict[str, AnchorRow] = {}
         # width → anchor hash → the chunks that begin so
         self._buckets: dict[int, dict[int, _Bucket]] = {
@@ -117,7 +119,8 @@ class AnchorIndex:
         return chunk_id in self._rows
 
     def rows(self) -> Iterator[AnchorRow]:
-        return iter(list(self._rows.values()))
+        with self._lock:
+            return iter(list(self._rows.values()))
 
     def add(self, chunk_id: str, text: str) -> None:
         """Makes a chunk findable. Adding it again changes nothing."""
@@ -125,22 +128,23 @@ class AnchorIndex:
             self.add_row(self.row_of(chunk_id, text))
 
     def add_row(self, row: AnchorRow) -> None:
-        if row.chunk_id in self._rows:
-            return
-        self._rows[row.chunk_id] = row
-        if width := self._width(row.length):
-            self._buckets[width].setdefault(row.anchor_hash, _Bucket()).add(row)
-            self._filters[width][row.anchor_hash & ((1 << _FILTER_BITS) - 1)] = True
+        with self._lock:
+            if row.chunk_id in self._rows:
+                return
+            self._rows[row.chunk_id] = row
+            if width := self._width(row.length):
+                self._buckets[width].setdefault(row.anchor_hash, _Bucket()).add(row)
+                self._filters[width][row.anchor_hash & ((1 << _FILTER_BITS) - 1)] = True
 
     def discard(self, chunk_id: str) -> None:
         """Forgets a chunk; one that is not known is no error."""
-        row = self._rows.pop(chunk_id, None)
-        if row is not None and (width := self._width(row.length)):
+        with self._lock:
+            row = self._rows.pop(chunk_id, None)
+            if row is None or not (width := self._width(row.length)):
+                return
             bucket = self._buckets[width][row.anchor_hash]
             bucket.remove(row)
-            if (
-                not bucket.rows
-            ):  # the filter keeps its bit: it may belong to others, and only costs time
+            if not bucket.rows:  # the filter keeps its bit: it may be others', and only costs time
                 del self._buckets[width][row.anchor_hash]
 
     def find(self, prompt: str) -> list[Match]:
@@ -151,45 +155,40 @@ class AnchorIndex:
         if not self._rows or len(prompt) < self.SHORT_ANCHOR_CHARS:
             return []
         texts = _Texts(self._text_of)
-        sums = _PrefixSums(_codes(prompt))
-        anchored = self._anchored(sums)
+        candidates = self._candidates(prompt)
         taken = _Spans()
         # 1) whole chunks, longest first
-        whole = [
-            (row.length, start, row.chunk_id)
-            for start, bucket in anchored
-            for row in bucket.equal(sums, start)
-        ]
+        whole = [(row.length, at.start, row.chunk_id) for at in candidates for row in at.whole]
         for length, start, chunk_id in sorted(whole, key=lambda hit: (-hit[0], hit[1], hit[2])):
             end = start + length
             if taken.free(start, end) and prompt[start:end] == texts[chunk_id]:
                 taken.add(Match(chunk_id, start, end, complete=True))
         # 2) chunks whose tail is cut off, first come first served
         tries = MAX_TAIL_CUT_TRIES
-        for start, bucket in anchored:
-            if tries <= 0:
-                break
-            room = taken.room(start, len(prompt))
-            if room < MIN_TAIL_CUT_CHARS:
-                continue
-            candidates = bucket.longest()
-            tries -= len(candidates)
-            if match := _tail_cut(prompt, start, room, candidates, texts):
-                taken.add(match)
+        for at in candidates:
+            room = taken.room(at.start, len(prompt))
+            if tries > 0 and room >= MIN_TAIL_CUT_CHARS:
+                tries -= len(at.longest)
+                if match := _tail_cut(prompt, at.start, room, at.longest, texts):
+                    taken.add(match)
         return taken.matches()
 
-    def _anchored(self, sums: _PrefixSums) -> list[tuple[int, _Bucket]]:
-        """Positions of the prompt where an anchor stands, with its candidates."""
-        found: list[tuple[int, _Bucket]] = []
-        for width, buckets in self._buckets.items():
-            if not buckets:
-                continue
-            hashes = sums.windows(width)
-            maybe = np.flatnonzero(self._filters[width][hashes & U64((1 << _FILTER_BITS) - 1)])
-            for start, anchor in zip(maybe.tolist(), hashes[maybe].tolist(), strict=True):
-                if bucket := buckets.get(anchor):
-                    found.append((start, bucket))
-        return sorted(found, key=lambda item: item[0])
+    def _candidates(self, prompt: str) -> list[_Candidates]:
+        """Positions where an anchor stands, with what may follow. Asks for no text.
+
+        Texts are asked for after the lock is released: who gives them may hold a lock of its own.
+        """
+        sums = _PrefixSums(_codes(prompt))
+        found: list[_Candidates] = []
+        with self._lock:
+            for width, buckets in self._buckets.items():
+                hashes = sums.windows(width)
+                maybe = np.flatnonzero(self._filters[width][hashes & U64((1 << _FILTER_BITS) - 1)])
+                for start, anchor in zip(maybe.tolist(), hashes[maybe].tolist(), strict=True):
+                    if bucket := buckets.get(anchor):
+                        whole = bucket.equal(sums, start)
+                        found.append(_Candidates(start, whole, bucket.longest()))
+        return sorted(found, key=lambda at: at.start)
 
     def looks_escaped(self, prompt: str) -> bool:
         """Whether chunks stand in ``prompt`` only as ``repr`` or JSON would write them.
@@ -199,6 +198,14 @@ class AnchorIndex:
         if "\\" not in prompt:
             return False
         return _matched_chars(self.find(_unescaped(prompt))) > _matched_chars(self.find(prompt))
+
+
+class _Candidates(NamedTuple):
+    """What may stand at ``start``: whole chunks by their hash, and chunks that only begin so."""
+
+    start: int
+    whole: list[AnchorRow]
+    longest: list[AnchorRow]
 
 
 class _PrefixSums:

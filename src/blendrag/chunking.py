@@ -10,7 +10,7 @@ The caller passes a *text* tokenizer, one for which control tokens are ordinary 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,10 @@ WINDOW_CHUNKS = 8
 MAX_CHARS_PER_TOKEN = 64
 #: First guess of characters per token, replaced by what the text shows.
 TYPICAL_CHARS_PER_TOKEN = 4
+
+
+#: Start, end and tokens of a chunk within a text.
+Span = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -91,22 +95,19 @@ class Chunker:
                 f"text holds a lone surrogate at character {exc.start}, expected valid Unicode; "
                 "decode the document again or replace that character"
             ) from exc
-        return [self._chunk(text, start, end) for start, end in self._spans(text)]
+        return [
+            Chunk(text[start:end], start, end, tokens, chunk_id_of(text[start:end]))
+            for start, end, tokens in self._spans(text)
+        ]
 
-    def _chunk(self, text: str, start: int, end: int) -> Chunk:
-        piece = text[start:end]
-        return Chunk(piece, start, end, self.count(piece), chunk_id_of(piece))
-
-    def _spans(self, text: str) -> Iterator[tuple[int, int]]:
+    def _spans(self, text: str) -> Iterator[Span]:
         """Spans of the whole text, found window by window."""
         largest = self.chunk_tokens * MAX_CHARS_PER_TOKEN
         window = self.chunk_tokens * TYPICAL_CHARS_PER_TOKEN * WINDOW_CHUNKS
         start = 0
         while start < len(text):
             # 1) a window starts at text, never inside white space
-            start += len(text[start : start + largest]) - len(
-                text[start : start + largest].lstrip()
-            )
+            start, _ = _stripped(text, start, min(start + largest, len(text)))
             end = min(start + window, len(text))
             spans = self._window_spans(text, start, end)
             # 2) at the end of the text, all of them count
@@ -124,51 +125,42 @@ class Chunker:
             chars = (keep[-1][1] - keep[0][0]) // len(keep) if keep else largest
             window = max(self.chunk_tokens, min(WINDOW_CHUNKS * chars, largest))
 
-    def _window_spans(self, text: str, start: int, end: int) -> list[tuple[int, int]]:
+    def _window_spans(self, text: str, start: int, end: int) -> list[Span]:
         """Spans within ``text[start:end]``, each within the limit."""
-        spans: list[tuple[int, int]] = []
+        spans: list[Span] = []
         for piece_start, piece_end in _pieces(self._fast, text, start, end):
-            if self.count(text[piece_start:piece_end]) <= self.chunk_tokens:
-                spans.append((piece_start, piece_end))
+            tokens = self.count(text[piece_start:piece_end])
+            if tokens <= self.chunk_tokens:
+                spans.append((piece_start, piece_end, tokens))
             else:
                 # The fast splitter works on a serialised copy, which does not carry
                 # ``encode_special_tokens``: it counts control tokens as one token each.
-                spans += self._exact_spans(text, piece_start, piece_end)
+                for exact_start, exact_end in _pieces(self._exact, text, piece_start, piece_end):
+                    spans += self._halved(text, exact_start, exact_end)
         return spans
 
-    def _exact_spans(self, text: str, start: int, end: int) -> list[tuple[int, int]]:
-        spans: list[tuple[int, int]] = []
-        for piece_start, piece_end in _pieces(self._exact, text, start, end):
-            if self.count(text[piece_start:piece_end]) <= self.chunk_tokens:
-                spans.append((piece_start, piece_end))
-            else:
-                spans += _halved(text, piece_start, piece_end, self._fits)
-        return spans
-
-    def _fits(self, text: str) -> bool:
-        return self.count(text) <= self.chunk_tokens
+    def _halved(self, text: str, start: int, end: int) -> list[Span]:
+        """The span, cut in the middle where stripping made it longer in tokens."""
+        start, end = _stripped(text, start, end)
+        tokens = self.count(text[start:end])
+        if tokens <= self.chunk_tokens:
+            return [(start, end, tokens)] if start < end else []
+        middle = (start + end) // 2
+        return self._halved(text, start, middle) + self._halved(text, middle, end)
 
 
 def _pieces(splitter: TextSplitter, text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
     """The splitter's pieces as spans of ``text``, stripped as Python strips."""
     for offset, piece in splitter.chunk_indices(text[start:end]):
-        body = piece.strip()
-        if body:
-            left = start + offset + len(piece) - len(piece.lstrip())
-            yield left, left + len(body)
+        left, right = _stripped(text, start + offset, start + offset + len(piece))
+        if left < right:
+            yield left, right
 
 
-def _halved(text: str, start: int, end: int, fits: Callable[[str], bool]) -> list[tuple[int, int]]:
-    """Last resort where stripping a piece made it longer in tokens: cut it in the middle."""
-    body = text[start:end].strip()
-    if not body:
-        return []
-    start += len(text[start:end]) - len(text[start:end].lstrip())
-    end = start + len(body)
-    if fits(body) or len(body) == 1:
-        return [(start, end)]
-    middle = (start + end) // 2
-    return _halved(text, start, middle, fits) + _halved(text, middle, end, fits)
+def _stripped(text: str, start: int, end: int) -> tuple[int, int]:
+    body = text[start:end].lstrip()
+    start = end - len(body)
+    return start, start + len(body.rstrip())
 
 
 def _uncapped(tokenizer: Tokenizer) -> Tokenizer:

@@ -363,14 +363,16 @@ class Corpus:
 
     def _check_vectors(self, vectors: np.ndarray, chunks: int) -> None:
         """Inside a transaction: the first vectors decide the corpus's dimension."""
+        if not chunks and not vectors.size:
+            return
         if vectors.ndim != 2 or len(vectors) != chunks:
             raise InvalidInputError(
                 f"vectors of shape {vectors.shape} for {chunks} chunks, expected ({chunks}, dim)"
             )
         dim = self._dim()
-        if chunks and dim is None:
+        if dim is None:
             self._set_meta("dim", str(vectors.shape[1]))
-        elif chunks and dim != vectors.shape[1]:
+        elif dim != vectors.shape[1]:
             raise InvalidInputError(
                 f"vectors of {vectors.shape[1]} numbers in a corpus of {dim}; "
                 "use the embedder that the corpus was ingested with"
