@@ -1,0 +1,320 @@
+import errno
+import os
+import resource
+import signal
+import threading
+import time
+
+import pytest
+
+from blendrag.errors import StoreError, StoreFullError, StoreUnavailableError
+from blendrag.store import DiskStore
+
+
+def temporaries(root):
+    return sorted(os.listdir(root / "tmp"))
+
+
+def writing_forever(lab, root, limit_bytes, kvs, pipe):
+    """Put the same chunks over and over, deleting each later, acknowledging through ``pipe``."""
+
+    def run():
+        store = DiskStore(root, limit_bytes)
+        while True:
+            for number, kv in kvs.items():
+                store.put(lab.namespace, lab.key(number), kv)
+                os.write(pipe, bytes([number]))
+
+    return run
+
+
+def test_everything_acknowledged_survives_kill_nine_with_two_writers(lab, root, fork):
+    acknowledged = set()
+    for kill in range(8):
+        numbers = range(kill * 20, kill * 20 + 20)
+        kvs = {number: lab.kv(number) for number in numbers}
+        reader, pipe = os.pipe()
+        children = [fork(writing_forever(lab, root, 1 << 30, kvs, pipe)) for _ in range(2)]
+        os.close(pipe)
+        time.sleep(0.04 + 0.02 * kill)
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        acknowledged.update(os.read(reader, 1 << 16))
+        os.close(reader)
+        store = DiskStore(root, 1 << 30)
+        assert temporaries(root) == []
+        assert all(lab.is_right(store, number) for number in acknowledged)
+        files, entries = lab.payloads(root), store.stats().entries
+        assert len(files) == entries == len({path.name[:64] for path in files})
+        store.close()
+    assert len(acknowledged) > 8
+
+
+def test_kill_nine_under_eviction_keeps_index_and_files_together(lab, root, fork):
+    limit_bytes = 5 * lab.entry_bytes
+    kvs = {number: lab.kv(number) for number in range(15)}
+    for kill in range(6):
+        reader, pipe = os.pipe()
+        pid = fork(writing_forever(lab, root, limit_bytes, kvs, pipe))
+        os.close(pipe)
+        os.read(reader, 1)
+        time.sleep(0.03 + 0.01 * kill)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(reader)
+        store = DiskStore(root, limit_bytes)
+        on_disk = [path.stat().st_size for path in lab.payloads(root)]
+        assert (len(on_disk), sum(on_disk)) == (store.stats().entries, store.stats().size_bytes)
+        assert sum(on_disk) <= limit_bytes
+        found = [number for number in kvs if lab.has(store, number)]
+        assert len(found) == len(on_disk)
+        assert all(lab.is_right(store, number) for number in found)
+        store.close()
+
+
+@pytest.mark.parametrize("step", ["before rename", "before index", "before unlink"])
+def test_a_crash_between_two_steps_is_reconciled_at_the_next_open(lab, root, fork, step):
+    store = DiskStore(root, 2 * lab.entry_bytes)
+    lab.put(store, 1)
+    lab.put(store, 2)
+    store.close()
+    third = lab.kv(3)
+
+    def crash():
+        die = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+        store = DiskStore(root, 2 * lab.entry_bytes)
+        if step == "before rename":
+            os.rename = die
+        elif step == "before index":
+            store._index.add = die
+        else:
+            store._files.remove = die
+        store.put(lab.namespace, lab.key(3), third)
+
+    pid = fork(crash)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    store = DiskStore(root, 2 * lab.entry_bytes)
+    assert temporaries(root) == []
+    on_disk = [path.name[:64] for path in lab.payloads(root)]
+    assert len(on_disk) <= 2
+    assert sorted(on_disk) == sorted(store.keys(lab.namespace))
+    found = [number for number in (1, 2, 3) if lab.has(store, number)]
+    assert len(found) == len(on_disk)
+    assert all(lab.is_right(store, number) for number in found)
+    assert (3 in found) == (step == "before index")
+    store.close()
+
+
+def test_processes_that_put_the_same_chunks_leave_one_copy_of_each(lab, root, fork):
+    kvs = {number: lab.kv(number) for number in range(12)}
+
+    def ingest():
+        store = DiskStore(root, 1 << 30)
+        for number, kv in kvs.items():
+            store.put(lab.namespace, lab.key(number), kv)
+        store.close()
+
+    for pid in [fork(ingest) for _ in range(3)]:
+        assert os.waitpid(pid, 0)[1] == 0
+    store = DiskStore(root, 1 << 30)
+    assert len(lab.payloads(root)) == store.stats().entries == 12
+    assert all(lab.is_right(store, number) for number in kvs)
+    assert temporaries(root) == []
+    store.close()
+
+
+def test_threads_that_put_the_same_chunks_leave_one_copy_of_each(lab, make_store, root):
+    store = make_store()
+    errors = []
+
+    def ingest():
+        try:
+            for number in range(8):
+                lab.put(store, number)
+        except Exception as exc:
+            errors.append(exc)
+
+    threads = [threading.Thread(target=ingest) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert len(lab.payloads(root)) == store.stats().entries == 8
+
+
+def test_temporaries_of_a_living_writer_are_left_alone(lab, make_store, root):
+    store = make_store()
+    lab.put(store, 1)
+    part = store._writer.temporary()
+    part.write_bytes(b"half")
+    other = make_store()
+    other.recover()
+    assert part.exists()
+    store.close()
+    other.recover()
+    assert not part.exists()
+
+
+def test_files_in_tmp_that_the_store_did_not_name_are_left_alone(make_store, root):
+    make_store().close()
+    (root / "tmp" / "notes.part").write_text("mine")
+    (root / "tmp" / "README").write_text("mine")
+    make_store().recover()
+    assert temporaries(root) == ["README", "notes.part"]
+
+
+def test_a_store_used_across_fork_works_in_both_processes(lab, make_store, root, fork):
+    store = make_store()
+    lab.put(store, 1)
+    second = lab.kv(2)
+
+    def child():
+        assert lab.open(store, 1) is not None
+        store.put(lab.namespace, lab.key(2), second)
+        assert lab.has(store, 2)
+
+    pid = fork(child)
+    assert os.waitpid(pid, 0)[1] == 0
+    lab.put(store, 3)
+    assert all(lab.is_right(store, number) for number in (1, 2, 3))
+    store.close()
+    assert all(lab.is_right(make_store(), number) for number in (1, 2, 3))
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_says_what_is_needed_and_queries_go_on(
+    lab, make_store, root, monkeypatch, code
+):
+    store = make_store()
+    lab.put(store, 1)
+    with monkeypatch.context() as patch:
+
+        def fail(fd, data):
+            raise OSError(code, os.strerror(code))
+
+        patch.setattr(os, "write", fail)
+        with pytest.raises(StoreFullError, match="MB") as caught:
+            lab.put(store, 2)
+    assert caught.value.needed_bytes == lab.entry_bytes
+    assert lab.is_right(store, 1)
+    assert len(lab.payloads(root)) == 1
+    assert not list((root / "tmp").glob("*.part"))
+    lab.put(store, 2)
+    assert lab.is_right(store, 2)
+
+
+def test_too_little_free_space_is_noticed_before_writing(lab, make_store, monkeypatch):
+    store = make_store()
+    lab.put(store, 1)
+    real = os.statvfs(store.root)
+    fields = list(real)
+    fields[4] = 1  # f_bavail
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(fields))
+    with pytest.raises(StoreFullError, match="free some space") as caught:
+        lab.put(store, 2)
+    assert caught.value.needed_bytes > lab.entry_bytes
+    assert lab.is_right(store, 1)
+
+
+def test_a_file_size_limit_is_a_full_store_and_not_a_crash(lab, root, fork):
+    store = DiskStore(root, 1 << 30)
+    lab.put(store, 1)
+    store.close()
+    big = lab.kv(2, tokens=4096)
+
+    def put_under_limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))
+        store = DiskStore(root, 1 << 30)
+        try:
+            store.put(lab.namespace, lab.key(2), big)
+        except StoreFullError:
+            assert lab.open(store, 1) is not None
+            os._exit(42)
+
+    pid = fork(put_under_limit)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 42
+    store = DiskStore(root, 1 << 30)
+    assert lab.is_right(store, 1)
+    assert temporaries(root) == []
+    store.close()
+
+
+@pytest.mark.parametrize("call", ["fsync", "rename", "open", "mkdir"])
+def test_a_failing_system_call_of_put_is_a_named_error_and_leaves_nothing(
+    lab, make_store, root, monkeypatch, call
+):
+    store = make_store()
+    lab.put(store, 1)
+    real = getattr(os, call)
+
+    def fail(path, *args, **kwargs):
+        if call == "open" and not str(path).endswith(".part"):
+            return real(path, *args, **kwargs)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(StoreUnavailableError, match="Input/output error"):
+            lab.put(store, 2)
+    assert len(lab.payloads(root)) == 1
+    assert not list((root / "tmp").glob("*.part"))
+    assert lab.is_right(store, 1)
+    lab.put(store, 2)
+    assert lab.is_right(store, 2)
+
+
+def test_an_index_that_cannot_be_written_leaves_no_unindexed_file(
+    lab, make_store, root, monkeypatch
+):
+    store = make_store()
+    lab.put(store, 1)
+
+    def fail(row):
+        raise StoreFullError("no space left for the index", 1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._index, "add", fail)
+        with pytest.raises(StoreError):
+            lab.put(store, 2)
+    assert len(lab.payloads(root)) == 1
+
+
+def test_an_interrupt_during_put_leaves_the_store_usable(lab, make_store, root, monkeypatch):
+    store = make_store()
+    for call in ("fsync", "rename", "write"):
+        with monkeypatch.context() as patch:
+
+            def interrupt(*args, **kwargs):
+                raise KeyboardInterrupt
+
+            patch.setattr(os, call, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                lab.put(store, 1)
+        assert lab.payloads(root) == []
+        assert not list((root / "tmp").glob("*.part"))
+    lab.put(store, 1)
+    assert lab.is_right(store, 1)
+
+
+def test_recover_brings_strays_and_ghosts_in_order(lab, make_store, root):
+    store = make_store()
+    for number in (1, 2, 3):
+        lab.put(store, number)
+    lab.file(store, 1).unlink()
+    store._index.drop([store._find(lab.namespace, lab.key(2))])
+    stray = lab.file(store, 3)
+    twin = stray.with_name(f"{lab.key(3)}.{'0' * 16}.kv")
+    twin.write_bytes(stray.read_bytes())
+    broken = stray.with_name(f"{lab.key(3)[:2]}{'0' * 62}.{'0' * 16}.kv")
+    broken.write_bytes(b"\xff" * 5000)
+    (root / "kv" / "README").write_text("mine")
+    store.recover()
+    assert not lab.has(store, 1)
+    assert lab.is_right(store, 2)
+    assert lab.is_right(store, 3)
+    assert len(lab.payloads(root)) == 2
+    assert (root / "quarantine" / broken.name).exists()
+    assert (root / "kv" / "README").exists()
+    assert store.stats().entries == 2

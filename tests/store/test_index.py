@@ -1,0 +1,281 @@
+import builtins
+import fcntl
+import os
+import pickle
+import sqlite3
+import time
+
+import pytest
+
+from blendrag.errors import StoreUnavailableError
+from blendrag.store.files import new_name
+from blendrag.store.index import Index, IndexOdd, Row, _row_key
+
+
+class Trap:
+    """Unpickling this would set a flag."""
+
+    def __reduce__(self):
+        return (exec, ("import builtins; builtins._blendrag_trap = True",))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_unpickled(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("something was unpickled")
+
+    monkeypatch.setattr(pickle, "load", refuse)
+    monkeypatch.setattr(pickle, "loads", refuse)
+    yield
+    assert not hasattr(builtins, "_blendrag_trap")
+
+
+def edit(root, *statements):
+    """Change the index database behind the store's back."""
+    connection = sqlite3.connect(root / "index" / "cache.db", isolation_level=None)
+    for statement, *values in statements:
+        connection.execute(statement, values)
+    connection.close()
+
+
+def filled(lab, make_store, numbers=(1, 2, 3)):
+    store = make_store()
+    for number in numbers:
+        lab.put(store, number)
+    return store
+
+
+def assert_rebuilt(lab, store, numbers=(1, 2, 3)):
+    assert all(lab.is_right(store, number) for number in numbers)
+    stats = store.stats()
+    assert (stats.entries, stats.size_bytes) == (len(numbers), len(numbers) * lab.entry_bytes)
+    assert store.root.joinpath("quarantine", "cache.db").exists()
+
+
+def test_the_database_we_make_passes_our_own_check(lab, make_store, root, caplog):
+    filled(lab, make_store).close()
+    assert lab.is_right(make_store(), 1)
+    assert not (root / "quarantine" / "cache.db").exists()
+    assert caplog.records == []
+
+
+def test_a_missing_index_is_rebuilt_from_the_files(lab, make_store, root):
+    filled(lab, make_store).close()
+    for path in (root / "index").glob("cache.db*"):
+        path.unlink()
+    store = make_store()
+    assert all(lab.is_right(store, number) for number in (1, 2, 3))
+    assert store.stats().entries == 3
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"", b"not a database" * 500, b"SQLite format 3\0" + b"x" * 9000]
+)
+def test_a_corrupt_index_is_rebuilt_from_the_files(lab, make_store, root, garbage):
+    filled(lab, make_store).close()
+    (root / "index" / "cache.db").write_bytes(garbage)
+    assert_rebuilt(lab, make_store())
+
+
+def test_an_index_corrupted_while_open_never_stops_a_query(lab, make_store, root):
+    store = filled(lab, make_store)
+    for path in (root / "index").glob("cache.db*"):
+        path.write_bytes(os.urandom(path.stat().st_size))
+    assert lab.is_right(store, 1)
+    lab.put(store, 4)
+    again = make_store()
+    assert all(lab.is_right(again, number) for number in (1, 2, 3, 4))
+
+
+def test_an_index_deleted_while_open_is_rebuilt_by_the_next_put(lab, make_store, root):
+    store = filled(lab, make_store)
+    for path in (root / "index").glob("cache.db*"):
+        path.unlink()
+    assert lab.is_right(store, 1)
+    lab.put(store, 4)
+    assert store.stats().entries == 4
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "CREATE TRIGGER evil AFTER INSERT ON Cache BEGIN DELETE FROM Cache; END",
+        "CREATE TABLE more (x)",
+        "CREATE VIEW peek AS SELECT * FROM Cache",
+        "DROP TRIGGER Settings_size_insert",
+        "INSERT INTO Settings VALUES ('sqlite_temp_store_directory', '''/tmp''')",
+        "INSERT INTO Settings VALUES ('_disk', 'x')",
+        "UPDATE Settings SET value = 'least-recently-used' WHERE key = 'eviction_policy'",
+        "UPDATE Settings SET value = 10 WHERE key = 'cull_limit'",
+        "UPDATE Settings SET value = 'many' WHERE key = 'count'",
+        "UPDATE Settings SET value = -5 WHERE key = 'size'",
+        "DELETE FROM Settings WHERE key = 'sqlite_mmap_size'",
+        "DROP TABLE Cache",
+    ],
+)
+def test_odd_settings_and_schema_are_set_aside_before_diskcache_sees_them(
+    lab, make_store, root, statement
+):
+    filled(lab, make_store).close()
+    edit(root, (statement,))
+    assert_rebuilt(lab, make_store())
+
+
+@pytest.mark.parametrize("where", ["value", "file", "key"])
+def test_a_pickle_in_the_index_is_refused_and_never_loaded(lab, make_store, root, where):
+    filled(lab, make_store).close()
+    row = _row_key(lab.namespace, lab.key(1))
+    trap = pickle.dumps(Trap())
+    if where == "value":
+        edit(root, ("UPDATE Cache SET mode = 4, value = ? WHERE key = ?", trap, row))
+    elif where == "file":
+        (root / "index" / "trap.val").write_bytes(trap)
+        edit(
+            root,
+            (
+                "UPDATE Cache SET mode = 4, value = NULL, filename = 'trap.val' WHERE key = ?",
+                row,
+            ),
+        )
+    else:
+        edit(root, ("UPDATE Cache SET raw = 0, key = ? WHERE key = ?", trap, row))
+    store = make_store()
+    if where != "key":
+        with pytest.raises(IndexOdd):
+            store._index.get(lab.namespace, lab.key(1))
+    with pytest.raises(IndexOdd):
+        list(store._index.oldest())
+    lab.open(store, 1)
+    store.recover()
+    assert_rebuilt(lab, store)
+
+
+@pytest.mark.parametrize("mode", [1, 2, 3])
+def test_a_path_in_the_index_is_neither_read_nor_deleted(lab, make_store, root, tmp_path, mode):
+    outside = tmp_path / "precious"
+    outside.write_text("precious")
+    filled(lab, make_store).close()
+    row = _row_key(lab.namespace, lab.key(1))
+    edit(
+        root,
+        (
+            "UPDATE Cache SET mode = ?, filename = ?, value = ? WHERE key = ?",
+            mode,
+            str(outside),
+            "../../../precious",
+            row,
+        ),
+    )
+    store = make_store()
+    lab.open(store, 1)
+    store.delete(lab.namespace, lab.key(1))
+    lab.put(store, 1)
+    store.recover()
+    assert outside.read_text() == "precious"
+    assert all(lab.is_right(store, number) for number in (1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    "value", ["../../../etc/passwd", 7, None, b"\x80\x04.", f"{'a' * 64}/{'b' * 64}.{'c' * 16}:1"]
+)
+def test_a_row_that_we_did_not_write_is_a_rebuild(lab, make_store, root, value):
+    filled(lab, make_store).close()
+    edit(
+        root,
+        ("UPDATE Cache SET value = ? WHERE key = ?", value, _row_key(lab.namespace, lab.key(1))),
+    )
+    store = make_store()
+    assert lab.is_right(store, 1)  # found by listing
+    store.recover()
+    assert_rebuilt(lab, store)
+
+
+def test_a_linked_database_is_refused(lab, make_store, root, tmp_path):
+    filled(lab, make_store).close()
+    (root / "index" / "cache.db").rename(tmp_path / "elsewhere.db")
+    (root / "index" / "cache.db").symlink_to(tmp_path / "elsewhere.db")
+    before = (tmp_path / "elsewhere.db").read_bytes()
+    store = make_store()
+    assert all(lab.is_right(store, number) for number in (1, 2, 3))
+    lab.put(store, 4)
+    assert (tmp_path / "elsewhere.db").read_bytes() == before
+
+
+def test_an_index_set_aside_by_one_store_is_picked_up_by_the_other(lab, make_store, root):
+    first = filled(lab, make_store)
+    second = make_store()
+    assert lab.is_right(second, 1)
+    with second._index.exclusive():
+        second._index.set_aside()
+    second.recover()
+    lab.put(second, 4)
+    assert lab.is_right(first, 4)
+    lab.put(first, 5)
+    assert lab.is_right(second, 5)
+    assert first.stats().entries == second.stats().entries == 5
+
+
+def test_a_held_lock_delays_a_put_and_never_a_query(lab, make_store, root):
+    store = filled(lab, make_store)
+    store._index._lock_timeout_s = 0.3
+    with open(root / "index" / "lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        start = time.monotonic()
+        assert lab.is_right(store, 1)
+        assert lab.open(store, 9) is None
+        assert time.monotonic() - start < 0.3
+        with pytest.raises(StoreUnavailableError, match="another process"):
+            lab.put(store, 9)
+        assert time.monotonic() - start < 3
+    lab.put(store, 9)
+    assert lab.is_right(store, 9)
+
+
+def test_a_locked_database_is_survived_within_a_bounded_wait(lab, make_store, root):
+    filled(lab, make_store).close()
+    blocker = sqlite3.connect(root / "index" / "cache.db", isolation_level=None)
+    blocker.execute("PRAGMA locking_mode = EXCLUSIVE")
+    blocker.execute("BEGIN EXCLUSIVE")
+    start = time.monotonic()
+    store = make_store()
+    assert lab.is_right(store, 1)
+    with pytest.raises(StoreUnavailableError):
+        lab.put(store, 9)
+    assert time.monotonic() - start < 5
+    blocker.close()
+    lab.put(store, 9)
+    assert store.stats().entries == 4
+
+
+def test_rows_move_to_the_end_when_used(lab, root):
+    (root / "index").mkdir(parents=True)
+    (root / "quarantine").mkdir()
+    index = Index(root / "index")
+    with index.exclusive():
+        assert index.open()
+    rows = [Row(new_name(lab.namespace, lab.key(number)), 10) for number in range(4)]
+    for row in rows:
+        index.add(row)
+    index.touch([(lab.namespace, lab.key(1)), (lab.namespace, lab.key(0))])
+    assert list(index.oldest()) == [rows[2], rows[3], rows[1], rows[0]]
+    assert index.totals() == (4, 40)
+    index.drop([rows[2].name, new_name(lab.namespace, lab.key(3))])
+    assert index.totals() == (3, 30)
+    index.close()
+
+
+def test_a_failed_transaction_leaves_nothing_half_done(lab, make_store):
+    store = filled(lab, make_store)
+    row = store._index.get(lab.namespace, lab.key(1))
+
+    def drop_and_fail():
+        with store._index.transaction():
+            store._index.drop([row.name])
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        drop_and_fail()
+    assert store._index.get(lab.namespace, lab.key(1)) == row
+    assert store.stats().entries == 3
+    lab.put(store, 4)
+    assert lab.is_right(store, 4)

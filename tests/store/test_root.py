@@ -1,0 +1,174 @@
+import logging
+import os
+import stat
+
+import pytest
+
+from blendrag.errors import StoreUnavailableError
+from blendrag.store import DiskStore, open_store
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can change owners")
+no_root = pytest.mark.skipif(os.geteuid() == 0, reason="permissions do not bind root")
+
+
+def assert_refused(root, expectation, read_only=False):
+    with pytest.raises(StoreUnavailableError) as caught:
+        DiskStore(root, 1 << 30, read_only=read_only)
+    message = str(caught.value)
+    assert expectation in message
+    assert str(root) in message
+    assert "--store" in message or "blendrag ingest" in message
+    assert "\n" not in message
+
+
+def test_a_file_is_refused(root):
+    root.write_text("a file")
+    assert_refused(root, "is a file")
+    assert root.read_text() == "a file"
+
+
+def test_a_path_below_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("a file")
+    assert_refused(tmp_path / "file" / "store", "directory")
+
+
+def test_a_dangling_link_is_refused(root):
+    root.symlink_to("nowhere")
+    root.parent.joinpath("nowhere").write_text("a file")
+    assert_refused(root, "is a file")
+
+
+def test_a_link_to_a_directory_is_fine(lab, root, tmp_path):
+    (tmp_path / "big-disk").mkdir(mode=0o700)
+    root.symlink_to(tmp_path / "big-disk")
+    store = DiskStore(root, 1 << 30)
+    lab.put(store, 1)
+    assert lab.is_right(store, 1)
+    store.close()
+
+
+def test_a_directory_that_anyone_can_write_is_refused(root):
+    root.mkdir()
+    root.chmod(0o777)
+    assert_refused(root, "written by every user")
+    assert list(root.iterdir()) == []
+
+
+@needs_root
+def test_a_directory_of_another_user_is_refused_for_writing(lab, make_store, root):
+    lab.put(make_store(), 1)
+    make_store().close()
+    os.chown(root, 65534, 65534)
+    assert_refused(root, "owned by user 65534")
+    reader = make_store(read_only=True)
+    assert lab.is_right(reader, 1)
+
+
+@pytest.mark.parametrize("name", ["kv", "tmp", "index", "quarantine"])
+def test_a_linked_subdirectory_is_refused(root, tmp_path, name):
+    root.mkdir(mode=0o700)
+    (tmp_path / "elsewhere").mkdir()
+    (root / name).symlink_to(tmp_path / "elsewhere")
+    assert_refused(root, "symbolic link")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_file_in_place_of_a_subdirectory_is_refused(root):
+    root.mkdir(mode=0o700)
+    (root / "kv").write_text("a file")
+    assert_refused(root, "not a directory")
+
+
+def test_a_store_of_a_newer_version_is_refused_and_untouched(lab, make_store, root):
+    store = make_store()
+    lab.put(store, 1)
+    store.close()
+    (root / "format").write_text("blendrag-kv 2\n")
+    assert_refused(root, "newer")
+    assert_refused(root, "newer", read_only=True)
+    assert len(lab.payloads(root)) == 1
+
+
+def test_a_directory_that_is_something_else_is_refused(root):
+    root.mkdir(mode=0o700)
+    (root / "format").write_text("tarball")
+    assert_refused(root, "not a blendrag store")
+
+
+def test_reading_where_no_store_is_says_so(root):
+    assert_refused(root, "no store at", read_only=True)
+    assert not root.exists()
+
+
+def test_the_root_is_private(make_store, root):
+    make_store()
+    assert stat.S_IMODE(root.stat().st_mode) == 0o700
+
+
+def test_what_lies_beside_the_store_is_left_alone(lab, make_store, root):
+    root.mkdir(mode=0o700)
+    (root / "corpus").mkdir()
+    (root / "corpus" / "texts.db").write_text("texts")
+    store = make_store()
+    lab.put(store, 1)
+    store.recover()
+    assert (root / "corpus" / "texts.db").read_text() == "texts"
+
+
+def snapshot(root):
+    return {path: path.stat().st_mtime_ns for path in [root, *root.rglob("*")]}
+
+
+def test_a_read_only_store_reads_and_changes_nothing(lab, make_store, root):
+    store = make_store()
+    for number in (1, 2):
+        lab.put(store, number)
+    store.close()
+    os.truncate(lab.file(store, 2), 100)
+    before = snapshot(root)
+    reader = make_store(read_only=True)
+    assert lab.is_right(reader, 1)
+    assert lab.open(reader, 2) is None
+    assert lab.open(reader, 2) is None
+    assert lab.open(reader, 3) is None
+    assert list(reader.keys(lab.namespace)) == [lab.key(1)]
+    assert reader.stats().quarantined == 1
+    with pytest.raises(StoreUnavailableError, match="read-only"):
+        lab.put(reader, 3)
+    with pytest.raises(StoreUnavailableError, match="read-only"):
+        reader.delete(lab.namespace, lab.key(1))
+    reader.close()
+    assert snapshot(root) == before
+
+
+def test_a_directory_without_write_permission_is_read_with_one_warning(
+    lab, make_store, root, monkeypatch, caplog
+):
+    store = make_store()
+    lab.put(store, 1)
+    store.close()
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK and real(path, mode))
+    with caplog.at_level(logging.WARNING, "blendrag.store"):
+        reader = make_store()
+        assert lab.is_right(reader, 1)
+        assert lab.open(reader, 2) is None
+    assert reader.read_only
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "cannot be written" in caplog.text
+
+
+@no_root
+def test_a_directory_without_any_permission_is_refused(root):
+    root.mkdir(mode=0o000)
+    assert_refused(root, "cannot be read")
+
+
+def test_open_store_makes_a_usable_store(lab, root):
+    store = open_store(root, ram_bytes=1 << 20, disk_bytes=1 << 30)
+    lab.put(store, 1)
+    assert lab.is_right(store, 1)
+    store.close()
+    reader = open_store(str(root), ram_bytes=0, disk_bytes=1 << 30, read_only=True)
+    assert lab.is_right(reader, 1)
+    reader.close()
