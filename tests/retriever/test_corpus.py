@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from blendrag.chunking import Chunk, chunk_id_of
-from blendrag.errors import CorpusError, InvalidInputError
+from blendrag.errors import CorpusError, InvalidInputError, StoreFullError
 from blendrag.readers import Document, digest_of
 from blendrag.retriever import Corpus, Manifest
 from blendrag.retriever.database import FILE_NAME
@@ -71,6 +71,33 @@ def test_what_was_put_is_there_after_opening_again(tmp_path: Path) -> None:
         assert texts_found(corpus, long("one"), 1) == [long("one")]
         assert [m.complete for m in corpus.anchors.find(f"x {long('one')} y")] == [True]
         assert len(corpus) == 2
+
+
+def test_chunks_of_a_document_come_in_its_order(corpus: Corpus) -> None:
+    put(corpus, "b", "shared", "second")
+    put(corpus, "a", "first", "shared", "third", "shared")
+    chunks = corpus.chunks_of("a")
+    assert [chunk.text for chunk in chunks] == ["first", "shared", "third", "shared"]
+    assert [chunk.start for chunk in chunks] == [0, 6, 13, 19]
+    assert corpus.chunks_of("unknown") == []
+
+
+def test_an_empty_corpus_is_a_corpus(corpus: Corpus) -> None:
+    assert corpus
+    assert put(corpus, "a") == []
+    assert corpus.sources() == ["a"]
+    assert corpus.search(np.zeros(DIM, np.float32), 3) == []
+
+
+def test_a_full_disk_is_said_in_words_and_costs_nothing_stored(corpus: Corpus) -> None:
+    put(corpus, "a", "one")
+    corpus._connection.execute("PRAGMA max_page_count = 1")  # SQLite then reports a full disk
+    with pytest.raises(StoreFullError, match="no space left"):
+        put(corpus, "b", *(f"text {i} " * 200 for i in range(50)))
+    assert corpus.sources() == ["a"]
+    corpus._connection.execute("PRAGMA max_page_count = 1000000")
+    put(corpus, "b", "two")
+    assert corpus.sources() == ["a", "b"]
 
 
 def test_distances_are_euclidean_and_ascend(corpus: Corpus) -> None:

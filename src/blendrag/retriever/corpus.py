@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,9 +22,10 @@ import numpy as np
 from blendrag.anchors import AnchorIndex, AnchorRow
 from blendrag.chunking import Chunk
 from blendrag.errors import CorpusError, InvalidInputError
-from blendrag.readers import Document, MetadataValue
-from blendrag.retriever import database
+from blendrag.readers import Document
+from blendrag.retriever import database, passages
 from blendrag.retriever.embedder import same_embedder
+from blendrag.retriever.passages import StoredChunk
 from blendrag.retriever.vectors import FILE_NAME as VECTORS_FILE
 from blendrag.retriever.vectors import VectorIndex
 
@@ -43,20 +44,6 @@ class Manifest:
     prefix_ids: tuple[int, ...]
     prefix_text: str
     embedder: str
-
-
-@dataclass(frozen=True)
-class StoredChunk:
-    """A chunk at one place of one document: ``document.text[start:end]``."""
-
-    chunk_id: str
-    text: str
-    tokens: int
-    title: str
-    source: str
-    start: int
-    end: int
-    metadata: Mapping[str, MetadataValue]
 
 
 class Corpus:
@@ -170,30 +157,14 @@ class Corpus:
         vectors = np.ascontiguousarray(vectors, np.float32)
         with self._writing():
             self._check_vectors(vectors, len(chunks))
-            suspects = self._delete_document(document.source)
-            (document_row,) = self._connection.execute(
-                "INSERT INTO document (source, title, digest, metadata) VALUES (?, ?, ?, ?) "
-                "RETURNING id",
-                (document.source, document.title, digest, json.dumps(dict(document.metadata))),
-            ).fetchone()
-            for chunk, vector in zip(chunks, vectors, strict=True):
-                self._connection.execute(
-                    "INSERT INTO passage (document, chunk, start, end, vector) "
-                    "VALUES (?, ?, ?, ?, ?)",
-                    (
-                        document_row,
-                        self._put_chunk(chunk),
-                        chunk.start,
-                        chunk.end,
-                        vector.tobytes(),
-                    ),
-                )
-            return self._drop_orphans(suspects)
+            suspects = passages.delete_document(self._connection, document.source)
+            passages.insert_document(self._connection, document, digest, chunks, vectors)
+            return self._changed(suspects)
 
     def remove_source(self, source: str) -> list[str]:
         """Removes one document; ids of chunks that no document holds any more."""
         with self._writing():
-            return self._drop_orphans(self._delete_document(source))
+            return self._changed(passages.delete_document(self._connection, source))
 
     def remove_path(self, path: Path | str) -> list[str]:
         """Removes all documents read from a file, or from files below a directory.
@@ -204,8 +175,8 @@ class Corpus:
         with self._writing():
             suspects: list[int] = []
             for source in self.sources_of(path):
-                suspects += self._delete_document(source)
-            return self._drop_orphans(suspects)
+                suspects += passages.delete_document(self._connection, source)
+            return self._changed(suspects)
 
     def sources_of(self, path: Path | str) -> list[str]:
         """Sources that :meth:`remove_path` would remove: the file's, or all below the directory."""
@@ -219,40 +190,11 @@ class Corpus:
             or (source.startswith(below) and not (below == "" and source.startswith(("/", "../"))))
         ]
 
-    def _put_chunk(self, chunk: Chunk) -> int:
-        """Row id of the chunk, stored if it is new."""
-        row = AnchorIndex.row_of(chunk.chunk_id, chunk.text)
-        found = self._connection.execute(
-            "SELECT id FROM chunk WHERE chunk_id = ?", (chunk.chunk_id,)
-        ).fetchone()
-        if found is None:
-            found = self._connection.execute(
-                "INSERT INTO chunk (chunk_id, text, tokens, anchor_hash, length, digest) "
-                "VALUES (?, ?, ?, ?, ?, ?) RETURNING id",
-                (chunk.chunk_id, chunk.text, chunk.tokens, *row[1:]),
-            ).fetchone()
-        return int(found[0])
-
-    def _delete_document(self, source: str) -> list[int]:
-        """Removes the document and its passages; rows of the chunks that it held."""
-        rows = self._connection.execute(
-            "SELECT DISTINCT chunk FROM passage JOIN document ON document.id = passage.document "
-            "WHERE source = ?",
-            (source,),
-        ).fetchall()
-        self._connection.execute("DELETE FROM document WHERE source = ?", (source,))
-        return [row[0] for row in rows]
-
-    def _drop_orphans(self, suspects: Sequence[int]) -> list[str]:
-        orphans = []
-        for row in dict.fromkeys(suspects):
-            orphans += self._connection.execute(
-                "DELETE FROM chunk WHERE id = ? AND NOT EXISTS "
-                "(SELECT 1 FROM passage WHERE chunk = chunk.id) RETURNING chunk_id",
-                (row,),
-            ).fetchall()
+    def _changed(self, suspects: Sequence[int]) -> list[str]:
+        """Ends a change: drops the suspects that no document holds, and lets every reader know."""
+        orphans = passages.drop_orphans(self._connection, suspects)
         self._set_meta("generation", str(self._generation() + 1))
-        return [chunk_id for (chunk_id,) in orphans]
+        return orphans
 
     # ---- chunks -----------------------------------------------------------------------------
 
@@ -260,9 +202,23 @@ class Corpus:
         """Number of different chunks."""
         return int(self._rows("SELECT count(*) FROM chunk")[0][0])
 
+    def __bool__(self) -> bool:
+        """An empty corpus is a corpus."""
+        return True
+
     def chunk_ids(self) -> list[str]:
         """Ids of all chunks, in the order they were first stored."""
         return [row[0] for row in self._rows("SELECT chunk_id FROM chunk ORDER BY id")]
+
+    def chunks_of(self, source: str) -> list[Chunk]:
+        """Chunks of one document, in its order; none where it is not there."""
+        rows = self._rows(
+            "SELECT text, start, end, tokens, chunk_id FROM passage "
+            "JOIN chunk ON chunk.id = passage.chunk "
+            "JOIN document ON document.id = passage.document WHERE source = ? ORDER BY start",
+            source,
+        )
+        return [Chunk(*row) for row in rows]
 
     def text(self, chunk_id: str) -> str:
         """Canonical text of a chunk. Raises :class:`KeyError` where it is not there."""
@@ -274,11 +230,11 @@ class Corpus:
     def chunk(self, chunk_id: str) -> StoredChunk:
         """A chunk at the first place it was stored for. Raises :class:`KeyError`."""
         rows = self._rows(
-            f"{_STORED_CHUNK} WHERE chunk_id = ? ORDER BY passage.id LIMIT 1", chunk_id
+            f"{passages.STORED_CHUNK} WHERE chunk_id = ? ORDER BY passage.id LIMIT 1", chunk_id
         )
         if not rows:
             raise KeyError(chunk_id)
-        return _stored_chunk(rows[0])
+        return passages.stored_chunk(rows[0])
 
     @property
     def anchors(self) -> AnchorIndex:
@@ -345,15 +301,15 @@ class Corpus:
 
     def _distinct(self, vector: np.ndarray, k: int) -> list[tuple[StoredChunk, float]]:
         """A chunk that stands in many documents fills many hits: widen until k differ."""
-        passages = self._rows("SELECT count(*) FROM passage")[0][0]
+        count = self._rows("SELECT count(*) FROM passage")[0][0]
         width = k
         while True:
             found: dict[str, tuple[StoredChunk, float]] = {}
             for passage, distance in self._vectors.search(vector, width):
-                rows = self._rows(f"{_STORED_CHUNK} WHERE passage.id = ?", passage)
+                rows = self._rows(f"{passages.STORED_CHUNK} WHERE passage.id = ?", passage)
                 if rows:
-                    found.setdefault(rows[0][0], (_stored_chunk(rows[0]), distance))
-            if len(found) >= k or width >= passages:
+                    found.setdefault(rows[0][0], (passages.stored_chunk(rows[0]), distance))
+            if len(found) >= k or width >= count:
                 return list(found.values())[:k]
             width *= 4
 
@@ -408,14 +364,3 @@ class Corpus:
 
     def _set_meta(self, key: str, value: str) -> None:
         self._connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
-
-
-_STORED_CHUNK = (
-    "SELECT chunk_id, text, tokens, title, source, start, end, metadata FROM passage "
-    "JOIN chunk ON chunk.id = passage.chunk JOIN document ON document.id = passage.document"
-)
-
-
-def _stored_chunk(row: tuple) -> StoredChunk:
-    chunk_id, text, tokens, title, source, start, end, metadata = row
-    return StoredChunk(chunk_id, text, tokens, title, source, start, end, json.loads(metadata))
