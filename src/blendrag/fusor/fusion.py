@@ -85,8 +85,13 @@ class Fusion:
     """State of one blended forward of one sequence."""
 
     def __init__(
-        self, request: BlendRequest, cache: BlendCache, repositioner: Repositioner
+        self,
+        request: BlendRequest,
+        cache: BlendCache,
+        repositioner: Repositioner,
+        force_masks: bool = False,
     ) -> None:
+        self._force_masks = force_masks
         n = request.prompt_tokens
         self.request = request
         self._cache = cache
@@ -210,7 +215,7 @@ class Fusion:
 
     def _rows_of(self, chosen: torch.Tensor) -> Rows:
         positions = torch.cat((self._always, chosen)).sort().values
-        return Rows(positions, self.request.prompt_tokens)
+        return Rows(positions, self.request.prompt_tokens, self._force_masks)
 
     def _skips_load(self, layer: int) -> bool:
         """Layer 0 of a looking policy is computed whole; loading it would be thrown away."""

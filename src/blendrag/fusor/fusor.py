@@ -7,7 +7,7 @@ the caller holds the adapter's lock from :meth:`Fusor.fuse` to the last token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -29,12 +29,19 @@ MASKABLE = ("sdpa", "eager")
 class Fusor:
     """Runs blended forwards on one model."""
 
-    def __init__(self, adapter: ModelAdapter, fast_attention: bool | None = None) -> None:
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        fast_attention: bool | None = None,
+        force_masks: bool = False,
+    ) -> None:
         """``fast_attention=False`` keeps the model's own attention with explicit masks (the
-        reference); ``None`` measures whether the fast one serves this model."""
+        reference); ``None`` measures whether the fast one serves this model. ``force_masks`` takes
+        the scatter and mask path even where all rows are computed (the gate's r = 1.0)."""
         adapter.require_blendable()
         self.adapter = adapter
         self.fast_attention = serves(adapter.stack) if fast_attention is None else fast_attention
+        self._force_masks = force_masks
         own = adapter.stack.config._attn_implementation
         if not self.fast_attention and own not in MASKABLE:
             raise UnsupportedModelError(
@@ -47,13 +54,19 @@ class Fusor:
         return BlendCache(self.adapter.layout, prompt_tokens + new_tokens + 1, self.adapter.device)
 
     @contextmanager
-    def fuse(self, cache: BlendCache, request: BlendRequest) -> Iterator[Fusion]:
+    def fuse(
+        self,
+        cache: BlendCache,
+        request: BlendRequest,
+        check: Callable[[], None] | None = None,
+    ) -> Iterator[Fusion]:
         """Within this context the model's first forward with ``cache`` is blended, later ones stock.
 
         Caller holds the adapter's lock. Raises :class:`SpanCorruptError` out of the forward when a
-        chunk's bytes are not what was put; the cache is then unusable.
+        chunk's bytes are not what was put; the cache is then unusable. ``check()`` is called before
+        each layer and may raise to abandon the forward.
         """
-        fusion = Fusion(request, cache, self.adapter.repositioner)
+        fusion = Fusion(request, cache, self.adapter.repositioner, self._force_masks)
         with ExitStack() as armed:
             armed.callback(fusion.loader.close)
             cache.merge = fusion.merge
@@ -61,7 +74,7 @@ class Fusor:
             if self.fast_attention:
                 armed.enter_context(implementation(self.adapter.stack, NAME))
             for index, layer in enumerate(self.adapter.stack.layers):
-                hook = _LayerHook(fusion, index, masked=not self.fast_attention)
+                hook = _LayerHook(fusion, index, not self.fast_attention, check)
                 armed.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
             done = self.adapter.stack.base.register_forward_hook(lambda *_: armed.close())
             armed.callback(done.remove)
@@ -87,14 +100,19 @@ class Fusor:
 class _LayerHook:
     """Forward pre-hook of one decoder layer."""
 
-    def __init__(self, fusion: Fusion, index: int, masked: bool) -> None:
+    def __init__(
+        self, fusion: Fusion, index: int, masked: bool, check: Callable[[], None] | None
+    ) -> None:
         self._fusion = fusion
         self._index = index
         self._masked = masked
+        self._check = check
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._check is not None:
+            self._check()
         hidden = args[0] if args else kwargs["hidden_states"]
         if hidden.shape[0] != 1:
             raise UnsupportedModelError(

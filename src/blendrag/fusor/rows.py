@@ -30,16 +30,20 @@ class Block(NamedTuple):
 class Rows:
     """Prompt positions ``[S]`` computed in a layer, ascending, out of ``prompt_tokens`` keys."""
 
-    def __init__(self, positions: torch.Tensor, prompt_tokens: int) -> None:
+    def __init__(
+        self, positions: torch.Tensor, prompt_tokens: int, force_masks: bool = False
+    ) -> None:
         self.positions = positions
         self.prompt_tokens = prompt_tokens
         self.count = positions.numel()
+        self._force_masks = force_masks
         self._blocks: dict[tuple[int | None, torch.dtype], list[Block]] = {}
         self._mask: torch.Tensor | None = None
 
     @property
     def covers_prompt(self) -> bool:
-        return self.count == self.prompt_tokens
+        """Whether plain causality describes these rows; never while masks are forced."""
+        return self.count == self.prompt_tokens and not self._force_masks
 
     def blocks(self, window: int | None, dtype: torch.dtype) -> list[Block]:
         """The attention calls of a layer with that sliding window (``None``: full attention)."""

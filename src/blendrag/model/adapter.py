@@ -147,7 +147,7 @@ class ModelAdapter:
         if not chunk_ids:
             raise InvalidInputError("chunk of 0 tokens cannot be encoded; drop it before ingest")
         layout = self.layout
-        cache = self._prefill([*prefix_ids, *chunk_ids])
+        cache = self.prefill_at([*prefix_ids, *chunk_ids])
         skip, tokens = len(prefix_ids), len(chunk_ids)
         layers = []
         for i, layer in enumerate(cache.layers):
@@ -159,8 +159,11 @@ class ModelAdapter:
             layers.append(out)
         return ChunkKV(layout, tokens, layers)
 
-    def _prefill(self, ids: Sequence[int], offset: int | None = None) -> DynamicCache:
-        """Full-length KV of ``ids``; the LM head is not run, sliding layers keep every token."""
+    def prefill_at(self, ids: Sequence[int], offset: int | None = None) -> DynamicCache:
+        """KV of ``ids`` at positions ``offset``… (``None``: from 0).
+
+        The LM head is not run; sliding-window layers keep every token.
+        """
         assert self._stack is not None
         cache = DynamicCache()  # no config: a sliding-window layer would forget all but window-1
         batch = torch.tensor([list(ids)], device=self.device)
@@ -181,7 +184,7 @@ class ModelAdapter:
         vocab = self.model.get_input_embeddings().num_embeddings
         ids = [(17 + 31 * i) % vocab for i in range(PROBE_TOKENS)]
         try:
-            first = self._prefill(ids, 0)
+            first = self.prefill_at(ids, 0)
         except TypeError as exc:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} takes no position_ids, so its KV cannot be placed; "
@@ -190,7 +193,7 @@ class ModelAdapter:
         self._layout = _layout_of(first, len(stack.layers), PROBE_TOKENS, type(self.model).__name__)
 
         def keys_at(offset: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-            cache = self._prefill(ids, offset)
+            cache = self.prefill_at(ids, offset)
             return [la.keys[0] for la in cache.layers], [la.values[0] for la in cache.layers]
 
         self._repositioner = classify(

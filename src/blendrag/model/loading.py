@@ -15,6 +15,7 @@ from blendrag.config import DEMO_MODEL
 from blendrag.errors import InvalidInputError, ModelLoadError
 from blendrag.kv import DTYPES
 from blendrag.model.adapter import ModelAdapter
+from blendrag.model.tokens import Tokens
 
 
 def resolve_model(name: str) -> str:
@@ -47,6 +48,17 @@ def load_adapter(
     if lora is not None:
         model = _with_lora(model, lora)
     return ModelAdapter(model.to(target), tokenizer, model_id=name)
+
+
+def load_tokens(name: str) -> Tokens:
+    """Only the tokenizers of ``name``; raises :class:`ModelLoadError`."""
+    from transformers import AutoTokenizer
+
+    path = resolve_model(name)
+    try:
+        return Tokens(AutoTokenizer.from_pretrained(path))
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as exc:
+        raise ModelLoadError(_load_message(name, path, exc)) from exc
 
 
 def resolve_device(device: str) -> torch.device:

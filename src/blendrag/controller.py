@@ -1,0 +1,187 @@
+"""What to load and what to compute for one prompt: the loading controller's place.
+
+Turns a :class:`PromptPlan` into loaded spans, with a reason for every chunk. A chunk is loaded iff its
+KV is stored for this model, behind this corpus's prefix; anything in doubt is computed. Estimating
+times and choosing the ratio from them (CacheBlend §5.1) will live here; today ratio and policy come
+from the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from blendrag.config import Mode
+from blendrag.identity import chunk_key
+from blendrag.loader import LoadedSpan
+from blendrag.metrics import ChunkOutcome, ChunkReport
+from blendrag.model.adapter import ModelAdapter
+from blendrag.prompt import PromptPlan, Segment
+from blendrag.store.base import KVReader, KVStore
+
+#: Longest leading part kept as an exact prefix, in tokens.
+LEADING_MAX_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class ChunkDecision:
+    """What is done with one chunk of the prompt, and why; ``span`` is ``None`` if it is computed."""
+
+    segment: Segment
+    span: LoadedSpan | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """Spans to load, decisions per chunk, and what could be encoded after the answer."""
+
+    spans: tuple[LoadedSpan, ...]
+    decisions: tuple[ChunkDecision, ...]
+    missing: tuple[tuple[int, ...], ...]
+    """Ids of whole chunks without stored KV."""
+    leading: tuple[int, ...]
+    """Leading ids that are worth an exact-prefix entry and have none."""
+
+    @property
+    def reused_tokens(self) -> int:
+        return sum(span.tokens for span in self.spans)
+
+    def close(self) -> None:
+        """Release every reader. Idempotent."""
+        for span in self.spans:
+            span.reader.close()
+
+
+class Controller:
+    """Plans loads for one model and one corpus prefix."""
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        store: KVStore,
+        prefix_ids: Sequence[int],
+        prefix_min_tokens: int,
+    ) -> None:
+        self._adapter = adapter
+        self._store = store
+        self.prefix_ids = tuple(prefix_ids)
+        self._prefix_min_tokens = prefix_min_tokens
+
+    def plan(
+        self,
+        plan: PromptPlan,
+        mode: Mode,
+        avoid: frozenset[str] = frozenset(),
+        reserve: int = 1,
+    ) -> LoadPlan:
+        """Open what ``mode`` may load; keys in ``avoid`` failed already and are computed.
+
+        The prompt's last ``reserve`` tokens are always computed: their logits are wanted.
+        """
+        if mode == "full":
+            why = "mode full computes every token"
+            return LoadPlan((), tuple(ChunkDecision(c, None, why) for c in plan.chunks), (), ())
+        namespace = self._adapter.identity.namespace
+        spans: list[LoadedSpan] = []
+        decisions: list[ChunkDecision] = []
+        missing: list[tuple[int, ...]] = []
+        leading_span, leading = self._leading(plan, namespace, avoid)
+        if leading_span is not None:
+            spans.append(leading_span)
+        last = len(plan.ids) - reserve
+        for segment in plan.chunks:
+            decision = self._decide(segment, plan, mode, namespace, avoid, last)
+            decisions.append(decision)
+            if decision.span is not None:
+                spans.append(decision.span)
+            elif decision.reason is NO_KV:
+                missing.append(segment.stored_ids)
+        return LoadPlan(tuple(spans), tuple(decisions), tuple(missing), leading)
+
+    def _leading(
+        self, plan: PromptPlan, namespace: str, avoid: frozenset[str]
+    ) -> tuple[LoadedSpan | None, tuple[int, ...]]:
+        """The part before the first chunk as an exact prefix: (its span, ids to encode later)."""
+        ids = plan.leading_ids
+        if not plan.chunks or not self._prefix_min_tokens <= len(ids) <= LEADING_MAX_TOKENS:
+            return None, ()
+        reader = self._open(namespace, chunk_key(namespace, (), ids), len(ids), avoid)
+        if reader is None:
+            return None, ids
+        return LoadedSpan(0, len(ids), reader, 0, exact=True), ()
+
+    def _decide(
+        self,
+        segment: Segment,
+        plan: PromptPlan,
+        mode: Mode,
+        namespace: str,
+        avoid: frozenset[str],
+        last: int,
+    ) -> ChunkDecision:
+        at = segment.position
+        exact = at == len(self.prefix_ids) and plan.ids[:at] == self.prefix_ids
+        if mode == "prefix" and not exact:
+            return ChunkDecision(
+                segment, None, "mode prefix reuses only what nothing stands before"
+            )
+        end = min(segment.end, last)
+        if end <= at:
+            return ChunkDecision(segment, None, "the chunk's only token is the prompt's last")
+        key = chunk_key(namespace, self.prefix_ids, segment.stored_ids)
+        reader = self._open(namespace, key, len(segment.stored_ids), avoid)
+        if reader is None:
+            return ChunkDecision(segment, None, CORRUPT if key in avoid else NO_KV)
+        span = LoadedSpan(at, end, reader, len(self.prefix_ids), exact)
+        return ChunkDecision(segment, span, _reason(segment, span))
+
+    def _open(
+        self, namespace: str, key: str, tokens: int, avoid: frozenset[str]
+    ) -> KVReader | None:
+        if key in avoid:
+            return None
+        return self._store.open(namespace, key, self._adapter.layout, tokens)
+
+
+NO_KV = "no KV stored for this model and prefix; encoded after the answer"
+CORRUPT = "stored KV failed verification and was set aside; computed"
+
+
+def _reason(segment: Segment, span: LoadedSpan) -> str:
+    if span.exact:
+        return "stands behind the very prefix it was encoded with"
+    moved = f"moved by {span.offset} positions"
+    if not segment.complete:
+        return f"tail cut off: {len(segment.ids)} of {len(segment.stored_ids)} tokens, {moved}"
+    return moved
+
+
+def report(
+    decisions: Sequence[ChunkDecision], recomputed: Sequence[float], source_of: dict[str, str]
+) -> tuple[ChunkReport, ...]:
+    """Chunk reports; ``recomputed`` has the mean recomputed tokens of each blended span, in order."""
+    shares = iter(recomputed)
+    reports = []
+    for decision in decisions:
+        segment, span = decision.segment, decision.span
+        assert segment.chunk_id is not None
+        base = ChunkReport(
+            chunk_id=segment.chunk_id,
+            source=source_of.get(segment.chunk_id, ""),
+            tokens=len(segment.ids),
+            outcome="computed",
+            recomputed_tokens=len(segment.ids),
+            reason=decision.reason,
+        )
+        if span is not None:
+            tokens = 0 if span.exact else round(next(shares, 0.0))
+            outcome: ChunkOutcome = "blended" if tokens else "reused"
+            base = replace(
+                base,
+                outcome="exact" if span.exact else outcome,
+                recomputed_tokens=tokens,
+                tier=span.reader.tier,
+            )
+        reports.append(base)
+    return tuple(reports)

@@ -1,0 +1,16 @@
+"""The engine: one class an integration needs, and the types it takes and returns."""
+
+from blendrag.engine.engine import AnswerIterator, BlendEngine
+from blendrag.engine.types import Answer, DryRun, IngestReport, Message, Options, Prompt, Source
+
+__all__ = [
+    "Answer",
+    "AnswerIterator",
+    "BlendEngine",
+    "DryRun",
+    "IngestReport",
+    "Message",
+    "Options",
+    "Prompt",
+    "Source",
+]

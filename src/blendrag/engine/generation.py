@@ -1,0 +1,251 @@
+"""One request on the worker's thread: plan the loads, run ``generate``, measure.
+
+Owns the ways into ``model.generate``: stock, blended in its first forward, and in two steps for beams
+and several sequences. Caller holds nothing; this takes the model's lock from first hook to last
+token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from blendrag.config import Mode
+from blendrag.controller import Controller, LoadPlan, report
+from blendrag.engine.stream import AnswerStream, StopWhenDone, cut_at_stop
+from blendrag.engine.types import Answer, Options
+from blendrag.errors import ContextOverflowError, RequestCancelled, UnsupportedModelError
+from blendrag.fusor import BlendRequest, Fusion, Fusor
+from blendrag.loader import SpanCorruptError
+from blendrag.metrics import RequestMetrics
+from blendrag.model.adapter import ModelAdapter
+from blendrag.prompt import PromptPlan
+from blendrag.selection import Schedule, SelectionPolicy, make_policy
+
+#: Restarts of one query after a chunk's bytes failed verification, before it is computed in full.
+MAX_RESTARTS = 8
+
+
+@dataclass(frozen=True)
+class Task:
+    """A request with nothing left to default."""
+
+    plan: PromptPlan
+    mode: Mode
+    policy: str
+    schedule: str
+    ratio: float
+    max_new_tokens: int
+    options: Options
+    started: float
+    """``time.perf_counter()`` when the caller asked."""
+    source_of: dict[str, str]
+    notes: tuple[str, ...]
+
+    @property
+    def sequences(self) -> int:
+        """Rows ``generate`` runs with: beams or returned sequences."""
+        wanted = self.options.generate
+        return max(int(wanted.get("num_beams", 1)), int(wanted.get("num_return_sequences", 1)))
+
+
+class Generation:
+    """Answers tasks on one model."""
+
+    def __init__(self, adapter: ModelAdapter, fusor: Callable[[], Fusor]) -> None:
+        self._adapter = adapter
+        self._fusor = fusor
+
+    def run(
+        self,
+        task: Task,
+        controller: Controller | None,
+        stream: AnswerStream,
+        later: Callable[[LoadPlan], None],
+    ) -> Answer:
+        """Answer ``task``; ``later(load)`` is told what is worth encoding afterwards.
+
+        Raises :class:`ContextOverflowError`, :class:`UnsupportedModelError` in any mode but full,
+        :class:`RequestCancelled` when the stream was cancelled before its first token.
+        """
+        self._check(task)
+        avoid: set[str] = set()
+        with self._adapter.lock, torch.inference_mode():
+            for _ in range(MAX_RESTARTS):
+                try:
+                    return self._attempt(task, controller, stream, later, frozenset(avoid))
+                except SpanCorruptError as corrupt:
+                    avoid.add(corrupt.span.reader.key)
+            return self._attempt(task, None, stream, later, frozenset())
+
+    def _check(self, task: Task) -> None:
+        tokens = len(task.plan.ids)
+        if tokens + task.max_new_tokens > self._adapter.context_tokens:
+            raise ContextOverflowError(tokens, task.max_new_tokens, self._adapter.context_tokens)
+        if task.mode == "full":
+            return
+        self._adapter.require_blendable()
+        limit = self._adapter.blend_limit_tokens
+        if limit is not None and tokens + task.max_new_tokens > limit:
+            raise UnsupportedModelError(
+                f"prompt of {tokens} tokens passes {limit}, where {self._adapter.model_id}'s rotary "
+                "table changes with the length; use mode full or a shorter prompt"
+            )
+
+    def _attempt(
+        self,
+        task: Task,
+        controller: Controller | None,
+        stream: AnswerStream,
+        later: Callable[[LoadPlan], None],
+        avoid: frozenset[str],
+    ) -> Answer:
+        load = LoadPlan((), (), (), ())
+        if controller is not None:
+            reserve = 1 if task.sequences == 1 else 2
+            load = controller.plan(task.plan, task.mode, avoid, reserve)
+        try:
+            ids = torch.tensor([task.plan.ids], device=self._adapter.device)
+            fusion: Fusion | None = None
+            if not load.spans:
+                output = self._generate(task, stream, ids)
+            elif task.sequences == 1:
+                output, fusion = self._blended(task, stream, ids, load)
+            else:
+                output, fusion = self._two_step(task, stream, ids, load)
+            later(load)
+            return self._answer(task, stream, load, fusion, output[:, ids.shape[1] :])
+        finally:
+            load.close()
+
+    # -- three ways into generate ---------------------------------------------------------------
+
+    def _blended(
+        self, task: Task, stream: AnswerStream, ids: torch.Tensor, load: LoadPlan
+    ) -> tuple[torch.Tensor, Fusion]:
+        """The first forward inside ``generate`` is the fusion."""
+        fusor = self._fusor()
+        cache = fusor.new_cache(ids.shape[1], task.max_new_tokens)
+        request = self._request(task, load, ids.shape[1])
+        with fusor.fuse(cache, request, _interrupt(stream)) as fusion:
+            return self._generate(task, stream, ids, cache), fusion
+
+    def _two_step(
+        self, task: Task, stream: AnswerStream, ids: torch.Tensor, load: LoadPlan
+    ) -> tuple[torch.Tensor, Fusion]:
+        """Blend all but the last token, repeat the cache, then an ordinary ``generate``."""
+        fusor = self._fusor()
+        n = ids.shape[1] - 1
+        _, cache, fusion = fusor.prefill(ids[:, :n], self._request(task, load, n))
+        cache.batch_repeat_interleave(task.sequences)
+        return self._generate(task, stream, ids, cache), fusion
+
+    def _generate(
+        self, task: Task, stream: AnswerStream, ids: torch.Tensor, cache: Any = None
+    ) -> torch.Tensor:
+        options = task.options
+        kwargs: dict[str, Any] = {"max_new_tokens": task.max_new_tokens, "do_sample": False}
+        if options.temperature:
+            kwargs |= {"do_sample": True, "temperature": options.temperature}
+        else:  # silence warnings about sampling defaults of the checkpoint
+            kwargs |= {"temperature": None, "top_p": None, "top_k": None}
+        if options.top_p is not None:
+            kwargs["top_p"] = options.top_p
+        kwargs |= dict(options.generate)
+        if cache is not None:
+            kwargs["past_key_values"] = cache
+        if task.sequences == 1:
+            kwargs["streamer"] = stream
+        tokenizer = self._adapter.tokens.tokenizer
+        config = self._adapter.model.generation_config
+        if config.pad_token_id is None:
+            kwargs.setdefault("pad_token_id", tokenizer.pad_token_id or tokenizer.eos_token_id)
+        output = self._adapter.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            stopping_criteria=[StopWhenDone(stream)],
+            return_dict_in_generate=False,
+            **kwargs,
+        )
+        if stream.cancelled:
+            raise RequestCancelled("the request was abandoned; nothing is left running")
+        return output
+
+    # -- what it was --------------------------------------------------------------------------
+
+    def _request(self, task: Task, load: LoadPlan, prompt_tokens: int) -> BlendRequest:
+        return BlendRequest(
+            prompt_tokens, load.spans, _policy_of(task), Schedule.parse(task.schedule), task.ratio
+        )
+
+    def _answer(
+        self,
+        task: Task,
+        stream: AnswerStream,
+        load: LoadPlan,
+        fusion: Fusion | None,
+        new_ids: torch.Tensor,
+    ) -> Answer:
+        texts, finish = self._texts(task, stream, new_ids)
+        counts = fusion.counts() if fusion is not None else None
+        reused = load.reused_tokens
+        ratio = counts.ratio if counts else float(task.mode == "full")
+        charged = counts.charged_ratio if counts else float(task.mode == "full")
+        prompt_tokens = len(task.plan.ids)
+        blended = task.mode == "blend" and counts is not None and counts.candidates > 0
+        metrics = RequestMetrics(
+            mode=task.mode,
+            ttft_s=stream.ttft_s,
+            load_s=fusion.loader.load_s if fusion is not None else 0.0,
+            total_s=time.perf_counter() - task.started,
+            prompt_tokens=prompt_tokens,
+            reused_tokens=reused,
+            recomputed_tokens=round(ratio * counts.candidates) if counts else 0,
+            fresh_tokens=prompt_tokens - reused,
+            new_tokens=int(new_ids.numel()),
+            ratio=ratio,
+            charged_ratio=charged,
+            policy=task.policy if blended else "",
+            schedule=str(Schedule.parse(task.schedule)) if blended else "",
+            chunks=report(
+                load.decisions, counts.recomputed_per_span if counts else (), task.source_of
+            ),
+            notes=task.notes,
+        )
+        return Answer(texts[0], tuple(texts), finish, metrics)
+
+    def _texts(
+        self, task: Task, stream: AnswerStream, new_ids: torch.Tensor
+    ) -> tuple[Sequence[str], str]:
+        eos = self._adapter.model.generation_config.eos_token_id
+        ends = set(eos if isinstance(eos, list) else [eos])
+        ended = bool(ends & set(new_ids[0].tolist()[-1:]))
+        if task.sequences == 1:
+            stopped = stream.stopped_by is not None
+            return [stream.text], "stop" if stopped or ended else "length"
+        tokenizer = self._adapter.tokens.tokenizer
+        cut = [
+            cut_at_stop(tokenizer.decode(row, skip_special_tokens=True), task.options.stop)
+            for row in new_ids
+        ]
+        return [text for text, _ in cut], "stop" if cut[0][1] or ended else "length"
+
+
+def _policy_of(task: Task) -> SelectionPolicy:
+    if task.mode == "reuse":
+        return make_policy("reuse")
+    if task.mode == "prefix":  # every loaded span is exact: there are no candidates to choose among
+        return make_policy("full")
+    return make_policy(task.policy)
+
+
+def _interrupt(stream: AnswerStream) -> Callable[[], None]:
+    def check() -> None:
+        if stream.cancelled:
+            raise RequestCancelled("the request was abandoned during prefill; nothing is left")
+
+    return check

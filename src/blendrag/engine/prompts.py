@@ -1,0 +1,90 @@
+"""From messages to a rendered prompt, and from a rendered prompt to the chunks in it.
+
+Owns blendrag's own RAG prompt and the template call. A plain string is one user message through the
+chat template; ``apply_chat_template=False`` sends it raw, with BOS where the tokenizer adds one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from blendrag.anchors import Match
+from blendrag.engine.types import Options, Prompt
+from blendrag.errors import InvalidInputError
+from blendrag.model.tokens import Tokens
+from blendrag.retriever.corpus import Corpus
+from blendrag.retriever.retriever import RetrievedChunk
+
+LEADING = "Answer the question from the context.\n\n"
+SEPARATOR = "\n\n"
+
+
+def rag_prompt(question: str, chunks: Sequence[RetrievedChunk]) -> str:
+    """blendrag's own prompt over retrieved chunks."""
+    if not question.strip():
+        raise InvalidInputError("the question is empty; ask something")
+    context = SEPARATOR.join(chunk.text for chunk in chunks)
+    return f"{LEADING}{context}{SEPARATOR}Question: {question.strip()}\nAnswer:"
+
+
+def render(prompt: Prompt, tokens: Tokens, options: Options) -> str:
+    """The text the model reads. Raises :class:`InvalidInputError` for what cannot be rendered."""
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise InvalidInputError("the prompt is empty; ask something")
+        if not (options.apply_chat_template and tokens.has_template):
+            bos = tokens.tokenizer.bos_token if tokens.adds_bos else ""
+            return f"{bos}{prompt}"
+        messages: Sequence[Mapping[str, Any]] = [{"role": "user", "content": prompt}]
+    else:
+        messages = [_flattened(message) for message in prompt]
+    if not messages:
+        raise InvalidInputError("no messages; send at least one")
+    if not tokens.has_template:
+        raise InvalidInputError(
+            "this model's tokenizer has no chat template; send a plain string, or set "
+            "tokenizer.chat_template"
+        )
+    try:
+        return tokens.render([dict(m) for m in messages], **dict(options.template))
+    except Exception as exc:  # jinja errors of many kinds, raised by the template's own checks
+        roles = ", ".join(str(m.get("role")) for m in messages)
+        raise InvalidInputError(
+            f"the chat template refuses these messages (roles: {roles}): {exc}"
+        ) from exc
+
+
+def _flattened(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    texts = []
+    for part in content:
+        if isinstance(part, str):
+            texts.append(part)
+        elif isinstance(part, Mapping) and part.get("type") == "text":
+            texts.append(str(part["text"]))
+        else:
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise InvalidInputError(f"content part of type {kind!r}: only text can be read")
+    return {**message, "content": "".join(texts)}
+
+
+def chunk_matches(corpus: Corpus | None, rendered: str) -> list[Match]:
+    """Known chunks in ``rendered``, ascending and disjoint."""
+    return corpus.anchors.find(rendered) if corpus is not None else []
+
+
+def explain_misses(
+    corpus: Corpus | None, rendered: str, matches: Sequence[Match]
+) -> tuple[str, ...]:
+    """Sentences for the metrics when nothing was recognised."""
+    if matches or corpus is None or not len(corpus):
+        return ()
+    if corpus.anchors.looks_escaped(rendered):
+        return (
+            "chunk text arrived escaped (as JSON or a Python repr), so it could not be recognised; "
+            "pass texts, not their representation",
+        )
+    return ("no known chunk was recognised in this prompt; it was prefilled normally",)

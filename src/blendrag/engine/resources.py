@@ -1,0 +1,359 @@
+"""What an engine holds open: model, store, corpus, embedder; each loaded on first use.
+
+Owns loading and the questions "which model is this corpus of?" and "may its KV be trusted?". Many
+wrappers share one engine, so nothing is loaded twice and nothing before it is needed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blendrag.chunking import Chunker
+from blendrag.config import Settings
+from blendrag.controller import Controller
+from blendrag.errors import CorpusError, InvalidInputError, UnsupportedModelError
+from blendrag.fusor import Fusor
+from blendrag.identity import chunk_key
+from blendrag.kv import ChunkKV
+from blendrag.model.adapter import ModelAdapter
+from blendrag.model.fingerprint import tokenizer_fingerprint
+from blendrag.model.loading import load_adapter, load_tokens, model_signature
+from blendrag.model.tokens import Tokens
+from blendrag.retriever.corpus import DIRECTORY, Corpus, Manifest
+from blendrag.retriever.database import FILE_NAME
+from blendrag.retriever.embedder import Embedder
+from blendrag.retriever.retriever import Retriever
+from blendrag.store import KVStore, open_store
+from blendrag.verify import Verification, remember, remembered, verify
+
+log = logging.getLogger(__name__)
+
+#: Tokens of the entry by which a namespace is recognised as still computing the same KV.
+PROBE_TOKENS = 32
+#: Largest difference to the stored probe, relative to its largest value.
+PROBE_TOLERANCE = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
+
+
+class Resources:
+    """Lazily opened parts of one engine. Opening is thread-safe, using them is the engine's care."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        root: Path,
+        settings: Settings,
+        prefix_text: str | None,
+        chunk_tokens: int | None,
+        lora: str | None,
+        read_only: bool,
+    ) -> None:
+        self._given_model = model
+        self._given_tokenizer = tokenizer
+        self.root = root
+        self.settings = settings
+        self._prefix_text = prefix_text
+        self._chunk_tokens = chunk_tokens
+        self._lora = lora
+        self._read_only = read_only
+        self._opening = threading.RLock()
+        self._trusted: dict[str, bool] = {}
+        self._closed = False
+
+    # -- model ----------------------------------------------------------------------------------
+
+    @property
+    def model_name(self) -> str:
+        given = self._given_model
+        if isinstance(given, str):
+            return given
+        return given.model_id if isinstance(given, ModelAdapter) else self.adapter.model_id
+
+    @cached_property
+    def adapter(self) -> ModelAdapter:
+        with self._opening:
+            given, settings = self._given_model, self.settings
+            if isinstance(given, ModelAdapter):
+                return given
+            if isinstance(given, str):
+                return load_adapter(given, settings.dtype, settings.device, self._lora)
+            if self._given_tokenizer is None:
+                raise InvalidInputError(
+                    f"a loaded {type(given).__name__} needs its tokenizer too: "
+                    "BlendEngine(model, tokenizer=…)"
+                )
+            return ModelAdapter(given, self._given_tokenizer)
+
+    @cached_property
+    def tokens(self) -> Tokens:
+        """The model's tokenizers, without its weights where those are not loaded yet."""
+        given = self._given_model
+        if "adapter" not in self.__dict__ and isinstance(given, str):
+            return load_tokens(given)
+        return self.adapter.tokens
+
+    @cached_property
+    def fusor(self) -> Fusor:
+        return Fusor(self.adapter)
+
+    # -- store and corpus -----------------------------------------------------------------------
+
+    @cached_property
+    def store(self) -> KVStore:
+        with self._opening:
+            s = self.settings
+            return open_store(self.root, s.ram_bytes, s.disk_bytes, read_only=self._read_only)
+
+    @cached_property
+    def _corpus(self) -> Corpus | None:
+        with self._opening:
+            try:
+                return Corpus.open(self.root)
+            except CorpusError:
+                if (self.root / DIRECTORY / FILE_NAME).exists():
+                    raise
+                return None
+
+    @property
+    def corpus(self) -> Corpus | None:
+        """The corpus beside the store, ``None`` before the first ingest."""
+        found = self._corpus
+        if found is None:
+            del self.__dict__["_corpus"]  # an ingest by another process may make one
+        return found
+
+    def require_corpus(self) -> Corpus:
+        """The corpus of *this* model, or :class:`CorpusError` / :class:`InvalidInputError`."""
+        corpus = self.corpus or Corpus.open(self.root)
+        self._check_owner(corpus)
+        return corpus
+
+    def create_corpus(self) -> Corpus:
+        """The corpus to ingest into, made with this engine's settings if there is none."""
+        _ = self.store  # makes the root, with its checks
+        if self.corpus is None:
+            self.__dict__["_corpus"] = Corpus.open(self.root, create=True)
+        corpus = self.corpus
+        assert corpus is not None
+        if not corpus.has_manifest:
+            corpus.set_manifest(self._new_manifest())
+        self._check_owner(corpus)
+        self._check_settings(corpus.manifest)
+        return corpus
+
+    def _new_manifest(self) -> Manifest:
+        text = self._prefix_text or ""
+        prefix = self.tokens.encode_template(text) if text else self.tokens.default_prefix_ids()
+        return Manifest(
+            model=self.model_name,
+            model_signature="",
+            tokenizer_fingerprint=tokenizer_fingerprint(self.tokens.tokenizer),
+            namespace="",
+            chunk_tokens=self._chunk_tokens or self.settings.chunk_tokens,
+            prefix_ids=tuple(prefix),
+            prefix_text=text,
+            embedder=self.settings.embedder,
+        )
+
+    def _check_owner(self, corpus: Corpus) -> None:
+        manifest = corpus.manifest
+        if manifest.tokenizer_fingerprint != tokenizer_fingerprint(self.tokens.tokenizer):
+            raise InvalidInputError(
+                f"store {self.root} was ingested with model {manifest.model!r}, not "
+                f"{self.model_name!r}; ask with --model {manifest.model}, or ingest into another --store"
+            )
+
+    def _check_settings(self, manifest: Manifest) -> None:
+        wanted = self._chunk_tokens
+        if wanted is not None and wanted != manifest.chunk_tokens:
+            raise InvalidInputError(
+                f"store {self.root} holds chunks of {manifest.chunk_tokens} tokens, not {wanted}; "
+                "leave --chunk-tokens out or ingest into another --store"
+            )
+        if self._prefix_text is not None and self._prefix_text != manifest.prefix_text:
+            raise InvalidInputError(
+                f"store {self.root} was ingested behind another prefix; "
+                "leave --prefix-file out or ingest into another --store"
+            )
+
+    @property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """What this corpus's chunks are encoded behind."""
+        corpus = self.corpus
+        if corpus is not None and corpus.has_manifest:
+            return corpus.manifest.prefix_ids
+        return self.tokens.default_prefix_ids()
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Limit of this corpus's chunks."""
+        corpus = self.corpus
+        if corpus is not None and corpus.has_manifest:
+            return corpus.manifest.chunk_tokens
+        return self._chunk_tokens or self.settings.chunk_tokens
+
+    def chunker(self) -> Chunker:
+        return Chunker(self.tokens.text, self.chunk_tokens)
+
+    # -- retrieval ------------------------------------------------------------------------------
+
+    @cached_property
+    def embedder(self) -> Embedder:
+        corpus = self.corpus
+        known = corpus is not None and corpus.has_manifest
+        return Embedder(corpus.manifest.embedder if known and corpus else self.settings.embedder)
+
+    def retriever(self) -> Retriever:
+        return Retriever(self.require_corpus(), self.embedder)
+
+    # -- chunks by content ----------------------------------------------------------------------
+
+    @cached_property
+    def _ids_of_text(self) -> Any:
+        @lru_cache(maxsize=4096)
+        def ids_of(text: str) -> tuple[int, ...]:
+            return tuple(self.tokens.encode_text(text))
+
+        return ids_of
+
+    def text_ids(self, text: str) -> tuple[int, ...]:
+        """Ids of chunk text, remembered for the chunks used most recently."""
+        ids: tuple[int, ...] = self._ids_of_text(text)
+        return ids
+
+    # -- trust ----------------------------------------------------------------------------------
+
+    def controller(self) -> Controller:
+        return Controller(
+            self.adapter, self.store, self.prefix_ids, self.settings.prefix_min_tokens
+        )
+
+    def verification(self) -> Verification:
+        """The gate's result for the loaded model: remembered, or run now and remembered."""
+        if self.adapter.refusal is not None:
+            return verify(self.adapter)
+        namespace = self.adapter.identity.namespace
+        known = remembered(self.root, namespace)
+        if known is None:
+            known = verify(self.adapter)
+            if not self._read_only:
+                remember(self.root, namespace, known)
+        return known
+
+    def require_verified(self) -> None:
+        """Raise :class:`UnsupportedModelError` unless the gate holds for the loaded model."""
+        result = self.verification()
+        if not result.blendable:
+            raise UnsupportedModelError(f"{self.model_name}: {result.reason}")
+
+    def trusted(self) -> bool:
+        """Whether this namespace's stored KV is still what the model computes (the probe entry).
+
+        Catches what no fingerprint lists: a new transformers, another kernel. Checked once per
+        loaded identity; caller is on the worker's thread.
+        """
+        namespace = self.adapter.identity.namespace
+        if namespace not in self._trusted:
+            self._trusted[namespace] = self._probe_agrees(namespace)
+        return self._trusted[namespace]
+
+    def _probe_agrees(self, namespace: str) -> bool:
+        ids = self._probe_ids()
+        key = chunk_key(namespace, self.prefix_ids, ids)
+        reader = self.store.open(namespace, key, self.adapter.layout, len(ids))
+        if reader is None:
+            return True  # nothing was ingested under this identity: there is nothing to mistrust
+        try:
+            now = self.encode(ids)
+            if _close(now, reader, PROBE_TOLERANCE[self.adapter.layout.dtype]):
+                return True
+        finally:
+            reader.close()
+        log.warning(
+            "store %s: this machine computes other KV than the one stored for model %s (another "
+            "library version or kernel?); stored KV is not used, ingest again to renew it",
+            self.root,
+            self.model_name,
+        )
+        return False
+
+    def put_probe(self) -> None:
+        """Store the probe entry of the loaded identity if it is not there."""
+        namespace = self.adapter.identity.namespace
+        key = chunk_key(namespace, self.prefix_ids, self._probe_ids())
+        if not self.store.contains(namespace, key):
+            self.store.put(namespace, key, self.encode(self._probe_ids()))
+
+    def _probe_ids(self) -> tuple[int, ...]:
+        vocab = self.adapter.model.get_input_embeddings().num_embeddings
+        return tuple((7919 * i + 13) % vocab for i in range(PROBE_TOKENS))
+
+    def encode(self, ids: Sequence[int], prefix: Sequence[int] | None = None) -> ChunkKV:
+        """KV of ``ids`` behind the corpus's prefix (or ``prefix``), under the model's lock."""
+        with self.adapter.lock:
+            return self.adapter.encode(self.prefix_ids if prefix is None else prefix, ids)
+
+    def namespace(self) -> str:
+        """Namespace of the model; without loading it if the corpus was made from the same files.
+
+        That shortcut only ever saves ingest some work: queries use the loaded tensors' own.
+        """
+        corpus = self.corpus
+        if "adapter" not in self.__dict__ and corpus is not None and corpus.has_manifest:
+            manifest, signature = corpus.manifest, self.signature()
+            if signature and manifest.namespace and manifest.model_signature == signature:
+                return manifest.namespace
+        return self.adapter.identity.namespace
+
+    def remember_namespace(self) -> None:
+        """Write into the manifest whose KV the corpus has now."""
+        corpus = self.corpus
+        if corpus is None or "adapter" not in self.__dict__:
+            return
+        manifest = corpus.manifest
+        renewed = replace(
+            manifest,
+            model=self.model_name,
+            model_signature=self.signature(),
+            namespace=self.adapter.identity.namespace,
+        )
+        if renewed != manifest:
+            corpus.set_manifest(renewed)
+
+    def signature(self) -> str:
+        """Signature of the checkpoint's files and of how they are loaded; empty if unknown."""
+        given, s = self._given_model, self.settings
+        files = model_signature(given) if isinstance(given, str) and not self._lora else ""
+        return f"{files}|{s.dtype}|{s.device}|torch {torch.__version__}" if files else ""
+
+    def close(self) -> None:
+        """Close what was opened. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if "store" in self.__dict__:
+            self.store.close()
+        corpus = self.__dict__.get("_corpus")
+        if corpus is not None:
+            corpus.close()
+
+
+def _close(now: ChunkKV, reader: Any, tolerance: float) -> bool:
+    for i, layer in enumerate(now.layers):
+        stored = torch.empty_like(layer)
+        try:
+            reader.read_layer(i, stored)
+        except Exception:
+            return False
+        scale = max(float(layer.float().abs().max()), 1e-6)
+        if float((stored.float() - layer.float()).abs().max()) > tolerance * scale:
+            return False
+    return True

@@ -1,0 +1,117 @@
+"""What goes into a request and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from blendrag.config import Mode
+from blendrag.errors import InvalidInputError
+from blendrag.metrics import RequestMetrics
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[Message]
+Progress = Callable[[int, int], None]
+"""``progress(done_tokens, total_tokens)``."""
+
+MODES: tuple[Mode, ...] = ("blend", "full", "prefix", "reuse")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to answer one request; ``None`` takes the engine's default.
+
+    ``temperature`` 0 or ``None`` decodes greedily. ``generate`` holds further keyword arguments for
+    ``model.generate`` (``num_beams``, ``num_return_sequences``, ``repetition_penalty``, …).
+    """
+
+    mode: Mode | None = None
+    policy: str | None = None
+    schedule: str | None = None
+    ratio: float | None = None
+    max_new_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    temperature: float | None = None
+    top_p: float | None = None
+    apply_chat_template: bool = True
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the chat template (``tools``, ``enable_thinking``, …)."""
+    generate: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.mode is not None and self.mode not in MODES:
+            raise InvalidInputError(f"mode {self.mode!r} is not one of {', '.join(MODES)}")
+        if self.ratio is not None and not 0.0 <= self.ratio <= 1.0:
+            raise InvalidInputError(f"ratio {self.ratio} is outside [0, 1]")
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise InvalidInputError(f"max_new_tokens {self.max_new_tokens} is not 1 or more")
+        if self.temperature is not None and self.temperature < 0:
+            raise InvalidInputError(f"temperature {self.temperature} is not 0 or more")
+        refused = {"assistant_model", "prompt_lookup_num_tokens"} & set(self.generate)
+        if refused:
+            raise InvalidInputError(
+                f"{', '.join(sorted(refused))}: assisted decoding cannot be combined with blending; "
+                "leave it out"
+            )
+
+
+@dataclass(frozen=True)
+class Source:
+    """A retrieved chunk an answer rests on."""
+
+    chunk_id: str
+    source: str
+    title: str
+    distance: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer with what it cost.
+
+    ``texts`` has one entry per returned sequence; ``text`` is the first. ``finish_reason`` is
+    ``stop`` (end token or stop string) or ``length``.
+    """
+
+    text: str
+    texts: tuple[str, ...]
+    finish_reason: str
+    metrics: RequestMetrics
+    sources: tuple[Source, ...] = ()
+
+
+@dataclass(frozen=True)
+class IngestReport:
+    """Totals of one ingest run."""
+
+    documents: int
+    documents_unchanged: int
+    chunks: int
+    chunks_computed: int
+    chunks_skipped: int
+    failed: int
+    tokens: int
+    tokens_per_s: float
+    bytes: int
+    seconds: float
+    failures: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    interrupted: bool = False
+    stopped: str = ""
+    """Why ingest stopped before the end (store full), empty otherwise."""
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What an ingest would do."""
+
+    documents: int
+    chunks: int
+    tokens: int
+    bytes: int
+    seconds: float
+    failed: int
+    failures: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()

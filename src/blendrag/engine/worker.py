@@ -1,0 +1,89 @@
+"""One thread that does all work on the model: requests first, background work when idle.
+
+Keeps a single OpenMP team busy, makes async callers free of the event loop's thread, and lets
+encoding of missing chunks wait until nobody asks anything.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Worker:
+    """Runs foreground calls in order of arrival, background calls only in between."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._foreground: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._background: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def submit(self, call: Callable[[], T], background: bool = False) -> Future[T]:
+        """Queue ``call``; its result or exception arrives in the future.
+
+        Run at once when already on the worker's thread, so that work may call work.
+        """
+        future: Future[T] = Future()
+        if threading.current_thread() is self._thread:
+            _settle(future, call)
+            return future
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("engine is closed; make a new BlendEngine")
+            (self._background if background else self._foreground).append((future, call))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        return future
+
+    def run(self, call: Callable[[], T]) -> T:
+        """Submit and wait."""
+        return self.submit(call).result()
+
+    def drain(self) -> None:
+        """Block until everything queued so far, background work included, is done."""
+        with self._changed:
+            pending = [future for future, _ in (*self._foreground, *self._background)]
+        for future in pending:
+            future.exception()
+        self.submit(lambda: None).result()
+
+    def close(self) -> None:
+        """Finish the foreground, drop the background, end the thread. Idempotent."""
+        with self._changed:
+            self._closed = True
+            for future, _ in self._background:
+                future.cancel()
+            self._background.clear()
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._foreground or self._background or self._closed):
+                    self._changed.wait()
+                queue = self._foreground or self._background
+                if not queue:
+                    return
+                future, call = queue.popleft()
+            _settle(future, call)
+
+
+def _settle(future: Future[Any], call: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(call())
+    except BaseException as exc:
+        future.set_exception(exc)
