@@ -104,7 +104,8 @@ def test_the_default_model_is_found_in_its_package_when_the_hub_is_not_there(
     assert not same_embedder(MINILM, "other/model")
 
 
-def test_an_unknown_model_says_what_to_do(tmp_path: Path) -> None:
+def test_an_unknown_model_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelLoadError, match="local directory"):
         Embedder("nobody/no-such-embedder").embed(["x"])
     with pytest.raises(ModelLoadError, match="cannot be loaded"):
