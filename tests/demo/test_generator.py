@@ -1,4 +1,6 @@
-"""The generator: the same for the same seed, names dealt to splits, paragraphs that a splitter keeps whole."""
+"""The generator: the same for the same seed, names dealt to splits, paragraphs that a splitter
+keeps whole.
+"""
 
 import random
 
@@ -15,7 +17,9 @@ CAPACITY = 96  # tokens in a chunk of the demo
 
 
 def name_words(corpus: Corpus) -> set[str]:
-    """Every word that is someone's or something's name: of entities, and of people named as a value."""
+    """Every word that is someone's or something's name: of entities, and of people named as a
+    value.
+    """
     words = {
         word
         for d in corpus.documents

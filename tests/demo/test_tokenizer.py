@@ -50,7 +50,8 @@ def test_the_chat_template_writes_every_role(tokenizer: PreTrainedTokenizerBase)
     ]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == (
-        "<|bos|><|system|>s<|end|><|user|>u<|end|><|assistant|> a<|end|><|user|>v<|end|><|assistant|>"
+        "<|bos|><|system|>s<|end|><|user|>u<|end|>"
+        "<|assistant|> a<|end|><|user|>v<|end|><|assistant|>"
     )
 
 

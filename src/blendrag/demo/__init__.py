@@ -1,4 +1,5 @@
-"""The embedded default model `demo`: its weights, its corpus, and the questions that show the point.
+"""The embedded default model `demo`: its weights, its corpus, and the questions that show the
+point.
 
 Owns: where they lie inside the package. Importing this loads neither torch nor transformers.
 """
@@ -17,12 +18,16 @@ def demo_model_path() -> Path:
 
 
 def demo_corpus_path() -> Path:
-    """The directory of the demo corpus: `*.txt` files, names unseen in training, and `questions.json`."""
+    """The directory of the demo corpus: `*.txt` files, names unseen in training, and
+    `questions.json`.
+    """
     return _HERE / "corpus"
 
 
 def demo_questions() -> tuple[Question, ...]:
-    """The questions of the demo corpus with their expected answers; `document_id` is the file name without `.txt`."""
+    """The questions of the demo corpus with their expected answers; `document_id` is the file
+    name without `.txt`.
+    """
     records = json.loads((demo_corpus_path() / "questions.json").read_text(encoding="utf-8"))
     return tuple(Question(**record) for record in records)
 

@@ -1,8 +1,9 @@
 """Packed batches: many questions behind one context, each blind to the others, in one forward pass.
 
-Owns: the padding, the question rows' mask and the attention function that uses it. Context rows attend causally without a
-mask, which saves most of the quadratic cost; question rows see the real context tokens and their own question so far. The
-positions of every question start where the context ends, so one question alone looks exactly the same to the model.
+Owns: the padding, the question rows' mask and the attention function that uses it. Context rows
+attend causally without a mask, which saves most of the quadratic cost; question rows see the real
+context tokens and their own question so far. The positions of every question start where the
+context ends, so one question alone looks exactly the same to the model.
 """
 
 from collections.abc import Sequence
@@ -25,11 +26,13 @@ class Batch:
     mask: Tensor  # [B, 1, Tq, Tc + Tq], additive
     rows: Tensor  # [N] flat indices of the tokens that predict a supervised one
     targets: Tensor  # [N]
-    question_of: Tensor  # [N] running number of the question each target belongs to
+    first: Tensor  # [n_questions] where in `targets` each question's answer begins
 
 
 def collate(samples: Sequence[Sample], pad: int, dtype: torch.dtype, device: torch.device) -> Batch:
-    """Contexts are padded on the right; what is padded there is hidden from the question rows by the mask."""
+    """Contexts are padded on the right; what is padded there is hidden from the question rows by
+    the mask.
+    """
     n_context = max(len(s.tokens) for s in samples)
     n_asked = max(sum(len(q.tokens) for q in s.questions) for s in samples)
     width = n_context + n_asked
@@ -38,8 +41,7 @@ def collate(samples: Sequence[Sample], pad: int, dtype: torch.dtype, device: tor
     visible = torch.zeros((len(samples), n_asked, width), dtype=torch.bool)
     rows: list[int] = []
     targets: list[int] = []
-    question_of: list[int] = []
-    n_questions = 0
+    first: list[int] = []
     for b, sample in enumerate(samples):
         tokens[b, : len(sample.tokens)] = torch.tensor(sample.tokens)
         positions[b, : len(sample.tokens)] = torch.tensor(sample.positions)
@@ -51,9 +53,8 @@ def collate(samples: Sequence[Sample], pad: int, dtype: torch.dtype, device: tor
             visible[b, at : at + n, : len(sample.tokens)] = True
             visible[b, at : at + n, start : start + n] = torch.ones(n, n, dtype=torch.bool).tril()
             rows += [b * width + start + i - 1 for i in range(asked.answer_at, n)]
+            first.append(len(targets))
             targets += asked.tokens[asked.answer_at :]
-            question_of += [n_questions] * (n - asked.answer_at)
-            n_questions += 1
             at += n
         visible[b, at:, 0] = True  # padding rows must see something, or their softmax is NaN
     mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)[
@@ -65,7 +66,7 @@ def collate(samples: Sequence[Sample], pad: int, dtype: torch.dtype, device: tor
         mask,
         torch.tensor(rows),
         torch.tensor(targets),
-        torch.tensor(question_of),
+        torch.tensor(first),
     )
     return Batch(*(part.to(device) for part in parts))
 
@@ -79,7 +80,9 @@ def packed_attention(
     scaling: float,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """query, key, value [B, H, Tc + Tq, D] → [B, Tc + Tq, H, D]; `attention_mask` covers the last Tq rows only."""
+    """query, key, value [B, H, Tc + Tq, D] → [B, Tc + Tq, H, D]; `attention_mask` covers the
+    last Tq rows only.
+    """
     n_context = query.shape[2] - attention_mask.shape[2]
     context = scaled_dot_product_attention(
         query[:, :, :n_context],

@@ -1,8 +1,10 @@
-"""How well a demo model answers, by question kind: full prefill, and `reuse` of chunks encoded in isolation.
+"""How well a demo model answers, by question kind: full prefill, and `reuse` of chunks encoded in
+isolation.
 
-Owns: a slow reference for both, one forward pass each over a dense mask: in `reuse` a chunk's tokens see <|bos|> and their own
-chunk, at their true positions, and everything else sees everything before it. That is what storing KV behind <|bos|> and
-moving it into place computes. `python -m blendrag.demo.check DIR` prints the table of the model card.
+Owns: a slow reference for both, one forward pass each over a dense mask: in `reuse` a chunk's
+tokens see <|bos|> and their own chunk, at their true positions, and everything else sees everything
+before it. That is what storing KV behind <|bos|> and moving it into place computes. `python -m
+blendrag.demo.check DIR` prints the table of the model card.
 """
 
 import argparse
@@ -35,7 +37,9 @@ MODES: tuple[Mode, ...] = ("full", "reuse")
 
 @dataclass(frozen=True)
 class Score:
-    """Share of questions of one kind whose whole answer, <|end|> included, comes out by greedy decoding."""
+    """Share of questions of one kind whose whole answer, <|end|> included, comes out by greedy
+    decoding.
+    """
 
     mode: Mode
     kind: str
@@ -97,10 +101,11 @@ def evaluate(
 
 @torch.inference_mode()
 def answered(model: PreTrainedModel, sample: Sample, mode: Mode) -> list[bool]:
-    """For each question of the sample: does greedy decoding give its answer? All questions in one forward pass.
+    """For each question of the sample: does greedy decoding give its answer? All questions in one
+    forward pass.
 
-    The answer is fed in while it is checked, which decides the same: as long as all its tokens are the most likely ones,
-    feeding and decoding do not differ.
+    The answer is fed in while it is checked, which decides the same: as long as all its tokens are
+    the most likely ones, feeding and decoding do not differ.
     """
     tokens = torch.tensor([sample.tokens + [t for q in sample.questions for t in q.tokens]])
     positions = list(sample.positions)
@@ -126,8 +131,11 @@ def answered(model: PreTrainedModel, sample: Sample, mode: Mode) -> list[bool]:
 
 
 def visible(sample: Sample, mode: Mode) -> Tensor:
-    """Which token sees which: causal; questions blind to one another; in `reuse` chunks blind to all but <|bos|>. [T, T]"""
-    # The part each token is in: chunks of the context, -1 for the rest of it, and -2, -3, … for the questions.
+    """Which token sees which: causal; questions blind to one another; in `reuse` chunks blind to
+    all but <|bos|>. [T, T]
+    """
+    # The part each token is in: chunks of the context, -1 for the rest of it, and -2, -3, … for the
+    # questions.
     parts = list(sample.chunks)
     for i, asked in enumerate(sample.questions):
         parts += [-2 - i] * len(asked.tokens)
@@ -158,9 +166,10 @@ def main() -> None:
             scores = evaluate(
                 model, tokenizer, args.seed, args.split, args.contexts, n_documents, form=form
             )
-            for s in scores:
+            for score in scores:
                 sys.stdout.write(
-                    f"{form.name}, {2 * n_documents} chunks, {s.mode}, {s.kind}: {s.accuracy:.3f} (n={s.n})\n"
+                    f"{form.name}, {2 * n_documents} chunks, {score.mode}, {score.kind}: "
+                    f"{score.accuracy:.3f} (n={score.n})\n"
                 )
 
 

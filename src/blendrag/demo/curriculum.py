@@ -1,8 +1,9 @@
 """What the demo model is shown, stage by stage, and when it moves on.
 
-Owns: `STAGES` and how a stage makes one packed sample: a context, and questions that each see the context and themselves
-but not one another. Does not know: the model, the optimiser. Trained on questions directly, a small model learns the type
-of the answer and then sits at chance among the candidates; repeats, recall and ever longer documents lead it past that.
+Owns: `STAGES` and how a stage makes one packed sample: a context, and questions that each see the
+context and themselves but not one another. Does not know: the model, the optimiser. Trained on
+questions directly, a small model learns the type of the answer and then sits at chance among the
+candidates; repeats, recall and ever longer documents lead it past that.
 """
 
 import random
@@ -16,13 +17,17 @@ from blendrag.demo.generator import Deck, Document, Question, Shape, ask_about, 
 from blendrag.demo.names import NameDealer, Split
 from blendrag.demo.prompts import FORMS, NATIVE, Entry, Form, Template, template
 
-MAX_GAP = 400  # positions skipped before a chunk in samples with gaps: contexts longer than any trained on stay familiar
+# Positions skipped before a chunk in samples with gaps: contexts longer than any trained on stay
+# familiar.
+MAX_GAP = 400
 QUESTIONS_PER_CONTEXT = 12
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One question segment; the loss is on the tokens from `answer_at` on. `kind` labels it in evaluations."""
+    """One question segment; the loss is on the tokens from `answer_at` on. `kind` labels it in
+    evaluations.
+    """
 
     tokens: list[int]
     answer_at: int
@@ -31,7 +36,9 @@ class Asked:
 
 @dataclass
 class Sample:
-    """A context with its positions, the chunk each token is in (-1: none), and the questions that start after it."""
+    """A context with its positions, the chunk each token is in (-1: none), and the questions
+    that start after it.
+    """
 
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
@@ -50,7 +57,9 @@ class Sample:
 
 
 class Writer:
-    """Turns documents and questions into samples, tokenised segment by segment as the product does."""
+    """Turns documents and questions into samples, tokenised segment by segment as the product
+    does.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._encode = tokenizer.backend_tokenizer.encode
@@ -64,6 +73,11 @@ class Writer:
 
     def encode(self, text: str) -> list[int]:
         return list(self._encode(text, add_special_tokens=False).ids)
+
+    def random_tokens(self, rng: random.Random, n: int, pool: int = 0) -> list[int]:
+        """`n` tokens that are not special; of the first `pool` of them only, if that is given."""
+        end = self.n_special + pool if pool else self.vocab_size
+        return [rng.randrange(self.n_special, end) for _ in range(n)]
 
     def sample(
         self,
@@ -79,48 +93,64 @@ class Writer:
             sample.append(self.encode(text), i if is_chunk else -1, gap)
         for question in questions:
             asked = self.encode(layout.question(question.text))
-            # The answer keeps the space before it: after a space a word has the token that it has in the documents.
-            answer = self.encode(" " + question.answer) + [self.end]
+            # The answer keeps the space before it: after a space a word has the token that it has
+            # in the documents.
+            answer = [*self.encode(" " + question.answer), self.end]
             sample.questions.append(Asked(asked + answer, len(asked), question.kind))
         return sample
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage lasts until its accuracy is 95%, and at most until `until` of the whole run is over."""
+    """A stage lasts until its accuracy is 95%, and at most until `until` of the whole run is
+    over.
+    """
 
     name: str
     make: Callable[[random.Random, Writer], Sample]
     until: float
 
 
-def repeats(rng: random.Random, writer: Writer) -> Sample:
-    """Random tokens three times over, the second and third time supervised: induction forms."""
-    once = [rng.randrange(writer.n_special, writer.vocab_size) for _ in range(rng.randint(8, 32))]
-    sample = Sample()
-    sample.append([writer.bos])
-    sample.questions.append(Asked(once * 3, len(once)))
-    return sample
+@dataclass(frozen=True)
+class Repeats:
+    """Random tokens three times over, the second and third time supervised: induction forms.
+
+    It forms within minutes where the tokens are drawn from few; that they are all then usable
+    (`pool` 0) takes little more.
+    """
+
+    pool: int
+    lengths: tuple[int, int]
+
+    def __call__(self, rng: random.Random, writer: Writer) -> Sample:
+        sample = Sample()
+        sample.append([writer.bos])
+        once = writer.random_tokens(rng, rng.randint(*self.lengths), self.pool)
+        # The first token of the repeat cannot be known: how long the sequence is, is random.
+        sample.questions.append(Asked(once * 3, len(once) + 1))
+        return sample
 
 
 def recall(rng: random.Random, writer: Writer) -> Sample:
     """Keys of one to four random tokens, each with a value."""
     stop, ask = writer.encode("."), writer.encode("?")
-    draw = lambda n: [rng.randrange(writer.n_special, writer.vocab_size) for _ in range(n)]  # noqa: E731
-    pairs = [(draw(rng.randint(1, 4)), draw(1)) for _ in range(rng.randint(6, 14))]
     sample = Sample()
     sample.append([writer.bos])
-    for key, value in pairs:
+    pairs = []
+    for _ in range(rng.randint(6, 14)):
+        key, value = (writer.random_tokens(rng, n) for n in (rng.randint(1, 4), 1))
+        pairs.append((key, value))
         sample.append(key + value + stop)
     for key, value in rng.sample(pairs, 6):
-        asked = ask + key
-        sample.questions.append(Asked(asked + value + [writer.end], len(asked)))
+        sample.questions.append(Asked([*ask, *key, *value, writer.end], 1 + len(key)))
     return sample
 
 
 @dataclass(frozen=True)
 class DocumentsStage:
-    """A context about `documents` entities; `keys` bounds how many attributes there are to tell apart."""
+    """A context about `documents` entities; `keys` bounds how many attributes there are to tell
+    apart.
+    """
 
     documents: tuple[int, int]
     facts: tuple[tuple[int, int], tuple[int, int]]
@@ -153,8 +183,8 @@ class DocumentsStage:
         for _ in range(rng.randint(*self.documents)):
             if not self.real:
                 facts = (rng.randint(*self.facts[0]), rng.randint(*self.facts[1]))
-                fillers = (rng.randint(0, self.fillers), rng.randint(0, self.fillers))
-                shape = Shape(facts, fillers, rng.random() < self.introduction, 0)
+                first, second = (rng.randint(0, self.fillers) if n else 0 for n in facts)
+                shape = Shape(facts, (first, second), 0, rng.random() < self.introduction)
             kind = rng.choice(kinds)
             documents.append(
                 write_document(
@@ -167,9 +197,11 @@ class DocumentsStage:
 def arrange(
     rng: random.Random, documents: list[Document], orphans: bool
 ) -> tuple[list[Entry], list[Question]]:
-    """Chunks in random document order, a document's in its own; `orphans`: of some only one paragraph, as retrieved.
+    """Chunks in random document order, a document's in its own; `orphans`: of some only one
+    paragraph, as retrieved.
 
-    A second paragraph continues the first directly before it. Only what the chunks left can answer is asked.
+    A second paragraph continues the first directly before it. Only what the chunks left can answer
+    is asked.
     """
     entries: list[Entry] = []
     questions: list[Question] = []
@@ -188,11 +220,14 @@ def arrange(
 
 
 STAGES: tuple[Stage, ...] = (
-    Stage("repeats", repeats, 0.08),
-    Stage("recall", recall, 0.12),
-    Stage("one-fact", DocumentsStage((3, 6), ((1, 1), (0, 0)), keys=(1, 2)), 0.2),
-    Stage("facts", DocumentsStage((3, 6), ((2, 4), (0, 0)), 1, (4, 8), 0.5), 0.3),
-    Stage("back-references", DocumentsStage((2, 5), ((1, 2), (1, 2)), 0, (3, 6), 0.3), 0.5),
-    Stage("two-chunks", DocumentsStage((3, 6), ((2, 3), (2, 3)), 1, (6, 9), 0.6), 0.6),
+    Stage("few-repeats", Repeats(100, (4, 16)), 0.12),
+    Stage("repeats", Repeats(0, (8, 32)), 0.2),
+    Stage("recall", recall, 0.25),
+    Stage(
+        "one-fact", DocumentsStage((3, 6), ((1, 1), (0, 0)), keys=(1, 2), introduction=0.5), 0.35
+    ),
+    Stage("facts", DocumentsStage((3, 6), ((2, 4), (0, 0)), 1, (4, 8), 0.7), 0.45),
+    Stage("back-references", DocumentsStage((2, 5), ((1, 2), (1, 2)), 0, (3, 6), 0.5), 0.6),
+    Stage("two-chunks", DocumentsStage((3, 6), ((2, 3), (2, 3)), 1, (6, 9), 0.8), 0.7),
     Stage("prompts", DocumentsStage((2, 6), ((3, 3), (4, 4)), real=True), 1.0),
 )

@@ -1,9 +1,10 @@
 """Seeded documents and questions about people, companies and towns that nobody has ever heard of.
 
-Owns: how a document is put together and which questions it answers. Does not know: tokens, prompts, models. A document has
-two paragraphs. The first names its entity; the second refers back only by pronoun or role ("she", "the company", "the
-baker's"), in every sentence, so that its facts can be told apart only by what stands before it. Names come from one split
-(`names.py`); all else is the same for every split. A new question kind is one more function in `_QUESTION_KINDS`.
+Owns: how a document is put together and which questions it answers. Does not know: tokens, prompts,
+models. A document has two paragraphs. The first names its entity; the second refers back only by
+pronoun or role ("she", "the company", "the baker's"), in every sentence, so that its facts can be
+told apart only by what stands before it. Names come from one split (`names.py`); all else is the
+same for every split. A new question kind is one more function in `_QUESTION_KINDS`.
 """
 
 import random
@@ -14,34 +15,12 @@ from dataclasses import dataclass, field
 from blendrag.demo.facts import KINDS, Attribute, Kind
 from blendrag.demo.names import NameDealer, Split
 
-FILLERS: dict[str, tuple[str, ...]] = {
-    "person": (
-        "{S} is well liked by the neighbours.",
-        "Friends say that {s} is always in good spirits.",
-        "{P} house is not far from the river.",
-        "Few people have ever seen {o} in a hurry.",
-        "{S} gets up early and goes to bed late.",
-    ),
-    "company": (
-        "{P} customers are mostly content.",
-        "Many families in the region depend on {o}.",
-        "{S} has survived more than one crisis.",
-        "A visit to {p} halls takes about an hour.",
-        "There are no plans to sell {o}.",
-    ),
-    "town": (
-        "{P} streets are quiet in winter.",
-        "Many visitors return to {o} every summer.",
-        "{S} can be reached by train and by road.",
-        "Painters have always been fond of {o}.",
-        "Not much has changed in {o} since then.",
-    ),
-}
-
 
 @dataclass(frozen=True)
 class Fact:
-    """One stated fact: its attribute, its value as written, and the paragraph (0 or 1) that states it."""
+    """One stated fact: its attribute, its value as written, and the paragraph (0 or 1) that
+    states it.
+    """
 
     attribute: Attribute
     value: str
@@ -50,7 +29,9 @@ class Fact:
 
 @dataclass(frozen=True)
 class Document:
-    """A document; `text` is its paragraphs joined by one blank line. The name is in the first paragraph only."""
+    """A document; `text` is its paragraphs joined by one blank line. The name is in the first
+    paragraph only.
+    """
 
     doc_id: str
     name: str
@@ -87,10 +68,12 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Shape:
-    """How much a document says: facts and filler sentences in each paragraph, none of both: no such paragraph.
+    """How much a document says: facts and filler sentences in each paragraph, none of both: no such
+    paragraph.
 
-    A paragraph under `min_characters` gets more filler: with these defaults either paragraph alone fits in 96 of the demo
-    tokenizer's tokens and both together do not, so that a splitter of that capacity cuts between them.
+    A paragraph under `min_characters` gets more filler: with these defaults either paragraph alone
+    fits in 96 of the demo tokenizer's tokens and both together do not, so that a splitter of that
+    capacity cuts between them.
     """
 
     facts: tuple[int, int] = (3, 4)
@@ -101,7 +84,9 @@ class Shape:
 
 @dataclass
 class Deck:
-    """Deals each attribute's values in random order, none twice before all were dealt, so that distractors differ."""
+    """Deals each attribute's values in random order, none twice before all were dealt, so that
+    distractors differ.
+    """
 
     rng: random.Random
     dealer: NameDealer
@@ -115,7 +100,9 @@ class Deck:
         return self._left[attribute.key].pop()
 
     def role(self, kind: Kind) -> str:
-        """Few roles per corpus: "the baker" alone must not tell one person's paragraph from another's."""
+        """Few roles per corpus: "the baker" alone must not tell one person's paragraph from
+        another's.
+        """
         roles = self._left.setdefault(f"{kind.name}.role", self.rng.sample(kind.roles, 3))
         return self.rng.choice(roles)
 
@@ -140,7 +127,7 @@ class _Reference:
             o=self.object,
             **values,
         )
-        return re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", text)
+        return _spelt(text)
 
 
 def generate_corpus(
@@ -150,9 +137,11 @@ def generate_corpus(
     kinds: Sequence[str] | None = None,
     shape: Shape | None = None,
 ) -> Corpus:
-    """`n_documents` about distinct entities of `split`, and their questions; equal arguments give equal corpora.
+    """`n_documents` about distinct entities of `split`, and their questions; equal arguments give
+    equal corpora.
 
-    `kinds` names the kinds of entity to draw from (default: all). Raises ValueError for an unknown split or kind.
+    `kinds` names the kinds of entity to draw from (default: all). Raises ValueError for an unknown
+    split or kind.
     """
     rng = random.Random(f"{seed}/{split}/{n_documents}")
     unknown = set(kinds or ()) - set(KINDS)
@@ -177,7 +166,9 @@ def write_document(
     shape: Shape,
     keys: Sequence[str] | None = None,
 ) -> Document:
-    """One document about a freshly named entity of `kind`; `keys` restricts the attributes it may speak of."""
+    """One document about a freshly named entity of `kind`; `keys` restricts the attributes it
+    may speak of.
+    """
     # 1) who it is about, and what can be said
     gender = rng.choice(("female", "male"))
     name = {
@@ -190,7 +181,7 @@ def write_document(
     drawn = rng.sample(pool, min(sum(shape.facts), len(pool)))
     facts = tuple(Fact(a, deck.value(a), int(i >= shape.facts[0])) for i, a in enumerate(drawn))
 
-    filling = rng.sample(FILLERS[kind.name], len(FILLERS[kind.name]))
+    filling = rng.sample(kind.fillers, len(kind.fillers))
 
     # 2) the sentences of each paragraph; the introduction and the name come first
     paragraphs = []
@@ -236,7 +227,7 @@ def _one_fact(kind: str, paragraph: int) -> Callable[[random.Random, Document], 
     def ask(rng: random.Random, document: Document) -> list[Question]:
         return [
             Question(
-                rng.choice(f.attribute.questions).format(n=document.name),
+                _spelt(rng.choice(f.attribute.questions).format(n=document.name)),
                 f.value,
                 kind,
                 document.doc_id,
@@ -285,3 +276,8 @@ def _pronoun(gender: str, kind: Kind) -> _Reference:
 
 def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
+
+
+def _spelt(text: str) -> str:
+    """`a owl` and `Foods's` put right."""
+    return re.sub(r"s's\b", "s'", re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", text))

@@ -1,8 +1,10 @@
-"""The prompt forms the demo model is trained and measured on, cut into the segments that the product tokenises.
+"""The prompt forms the demo model is trained and measured on, cut into the segments that the
+product tokenises.
 
-Owns: the wording of each form, and `segments`: head, chunk, separator, chunk, …, question. A prompt is tokenised segment by
-segment without special tokens, because blendrag recognises chunks in a rendered prompt and must find the same tokens it
-stored. Does not know: where documents come from, how the model is trained.
+Owns: the wording of each form, and `segments`: head, chunk, separator, chunk, …, question. A prompt
+is tokenised segment by segment without special tokens, because blendrag recognises chunks in a
+rendered prompt and must find the same tokens it stored. Does not know: where documents come from,
+how the model is trained.
 """
 
 from collections.abc import Sequence
@@ -18,7 +20,9 @@ CONTEXT, QUESTION = (
 
 @dataclass(frozen=True)
 class Form:
-    """One way to ask: `messages` as (role, content) with the two holes, and whether entries carry a `file_path` line."""
+    """One way to ask: `messages` as (role, content) with the two holes, and whether entries
+    carry a `file_path` line.
+    """
 
     name: str
     messages: tuple[tuple[str, str], ...]
@@ -32,7 +36,8 @@ def _user(content: str) -> tuple[tuple[str, str], ...]:
 _STUFF = "Use the following pieces of context to answer the question.\n\n"
 _LLAMA_INDEX = (
     "Context information is below.\n---------------------\n{context}\n---------------------\n"
-    "Given the context information and not prior knowledge, answer the query.\nQuery: {question}\nAnswer: "
+    "Given the context information and not prior knowledge, answer the query.\n"
+    "Query: {question}\nAnswer: "
 )
 
 NATIVE = Form(
@@ -50,7 +55,9 @@ FORMS: tuple[Form, ...] = (
 
 @dataclass(frozen=True)
 class Entry:
-    """A chunk as the retriever hands it over: its text, and the file name that some frameworks write above it."""
+    """A chunk as the retriever hands it over: its text, and the file name that some frameworks
+    write above it.
+    """
 
     text: str
     path: str = ""
@@ -58,7 +65,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Template:
-    """A form rendered by a tokenizer's chat template, cut at its holes: all of it text, nothing tokenised yet."""
+    """A form rendered by a tokenizer's chat template, cut at its holes: all of it text, nothing
+    tokenised yet.
+    """
 
     head: str
     before_question: str

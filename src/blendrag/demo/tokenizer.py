@@ -1,7 +1,8 @@
 """The demo model's tokenizer: byte-level BPE, so that any text can be fed, with a chat template.
 
-Owns: the special tokens, the chat template, and how the merges are learned (generated text of the training split, the
-prompt forms, and English from the standard library's docstrings). `python -m blendrag.demo.tokenizer --out DIR` rebuilds it.
+Owns: the special tokens, the chat template, and how the merges are learned (generated text of the
+training split, the prompt forms, and English from the standard library's docstrings). `python -m
+blendrag.demo.tokenizer --out DIR` rebuilds it.
 """
 
 import argparse
@@ -53,7 +54,8 @@ def train_tokenizer(seed: int = 0, n_documents: int = 3000) -> PreTrainedTokeniz
         show_progress=False,
     )
     tokenizer.train_from_iterator(_texts(seed, n_documents), trainer)
-    # Encoding a bare text puts <|bos|> first, as Llama's tokenizer does; the chat template writes its own.
+    # Encoding a bare text puts <|bos|> first, as Llama's tokenizer does; the chat template writes
+    # its own.
     tokenizer.post_processor = processors.Sequence(
         [
             processors.ByteLevel(trim_offsets=False),
@@ -84,7 +86,8 @@ def _texts(seed: int, n_documents: int) -> Iterator[str]:
     # The forms are in every prompt: their words are worth whole tokens.
     for form in FORMS:
         yield from [content for _, content in form.messages] * 100
-    # So is every part that names are made of, whichever split the name is in: a name is then two to five tokens.
+    # So is every part that names are made of, whichever split the name is in: a name is then two to
+    # five tokens.
     for starts, ends in NAME_PARTS:
         yield from [" " + " ".join(starts)] * 300
         yield from ["-".join(ends)] * 300
@@ -95,7 +98,9 @@ def _texts(seed: int, n_documents: int) -> Iterator[str]:
 
 
 def _docstrings() -> Iterator[str]:
-    """English prose that is on every machine, in a fixed order, so that words beyond the generator's have pieces."""
+    """English prose that is on every machine, in a fixed order, so that words beyond the
+    generator's have pieces.
+    """
     left = DOCSTRING_CHARACTERS
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_bytes())):

@@ -1,8 +1,10 @@
-"""Trains the demo model: `python -m blendrag.demo.train --out DIR --seed 0 --minutes 40 [--resume]`.
+"""Trains the demo model: `python -m blendrag.demo.train --out DIR --seed 0 --minutes 40
+[--resume]`.
 
-Owns: the model's geometry, the optimiser, the clock, the checkpoint. Step i draws its samples from (seed, i) alone, so a run
-of `--steps` is deterministic and a resumed one continues the same stream; with `--minutes` the clock decides where it ends.
-Supervises answers only, under bf16 autocast, and uses a GPU if there is one.
+Owns: the model's geometry, the optimiser, the clock, the checkpoint. Step i draws its samples from
+(seed, i) alone, so a run of `--steps` is deterministic and a resumed one continues the same stream;
+with `--minutes` the clock decides where it ends. Supervises answers only, under bf16 autocast, and
+uses a GPU if there is one.
 """
 
 import argparse
@@ -15,14 +17,18 @@ from pathlib import Path
 
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from blendrag.demo.batching import ATTENTION, Batch, collate
 from blendrag.demo.curriculum import STAGES, Sample, Writer
 from blendrag.demo.tokenizer import train_tokenizer
 
-LEARNING_RATE, FINAL_RATE = 1e-3, 3e-5
+LEARNING_RATE, FINAL_RATE = 2e-3, 3e-5
 WARMUP_STEPS = 100
 COOLDOWN = 0.25  # the last part of the run, over which the rate falls linearly
 MOVE_ON_AT = 0.95
@@ -32,7 +38,9 @@ SAVE_EVERY_S = 60.0
 
 
 def demo_config(tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
-    """8 layers of width 160. A large rotary base, so that positions far beyond the trained ones stay near the known."""
+    """8 layers of width 160. A large rotary base, so that positions far beyond the trained ones
+    stay near the known.
+    """
     return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=160,
@@ -57,13 +65,15 @@ class Progress:
     seed: int = 0
     step: int = 0
     stage: int = 0
-    accuracy: float = 0.0  # of whole answers in the current stage, smoothed over about 20 steps
+    accuracy: float = 0.0  # of first answer tokens in the current stage, over about 20 steps
     elapsed_s: float = 0.0
     last_loss: float = 0.0
 
 
 class Run:
-    """One training run and its files in `out`: `checkpoint.pt` to resume from, model and tokenizer to use."""
+    """One training run and its files in `out`: `checkpoint.pt` to resume from, model and
+    tokenizer to use.
+    """
 
     def __init__(self, out: Path, seed: int, resume: bool) -> None:
         self.out = out
@@ -95,7 +105,9 @@ class Run:
             self.progress = Progress(**saved["progress"])
 
     def train(self, minutes: float, steps: int | None) -> None:
-        """Runs until `steps`, or else until `minutes` (of all sessions together) are over; saves as it goes."""
+        """Runs until `steps`, or else until `minutes` (of all sessions together) are over; saves
+        as it goes.
+        """
         progress, saved_at, last = self.progress, time.monotonic(), time.monotonic()
         while (done := progress.step / steps if steps else progress.elapsed_s / (60 * minutes)) < 1:
             rng = random.Random(f"{progress.seed}/{progress.step}")
@@ -119,7 +131,9 @@ class Run:
         self.save()
 
     def save(self) -> None:
-        """Writes the checkpoint, then the usable bf16 model beside it; each replaces its predecessor atomically."""
+        """Writes the checkpoint, then the usable bf16 model beside it; each replaces its
+        predecessor atomically.
+        """
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -136,7 +150,7 @@ class Run:
         return collate(samples, self.tokenizer.pad_token_id, torch.bfloat16, self.device)
 
     def _step(self, batch: Batch, rate: float) -> tuple[float, float]:
-        """One optimiser step → (loss, share of answers that are right in every token)."""
+        """One optimiser step → (loss, share of answers whose first token is right)."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         with torch.autocast(self.device.type, dtype=torch.bfloat16):
@@ -152,9 +166,8 @@ class Run:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        wrong = torch.zeros(int(batch.question_of.max()) + 1, device=self.device)
-        wrong.index_add_(0, batch.question_of, (logits.argmax(-1) != batch.targets).float())
-        return float(loss.detach()), float((wrong == 0).float().mean())
+        right = (logits.argmax(-1) == batch.targets)[batch.first]
+        return float(loss.detach()), float(right.float().mean())
 
     def _move_on(self, stage: int, loss: float, accuracy: float, done: float) -> None:
         progress = self.progress
@@ -192,7 +205,7 @@ def _report(progress: Progress, done: float, n_tokens: int) -> None:
     name = STAGES[progress.stage].name
     sys.stderr.write(
         f"step {progress.step} {done:5.1%} {progress.elapsed_s / 60:.1f} min, stage {name}: "
-        f"accuracy {progress.accuracy:.3f}, loss {progress.last_loss:.3f}, {n_tokens} tokens a step\n"
+        f"accuracy {progress.accuracy:.3f}, loss {progress.last_loss:.3f}, {n_tokens} tokens\n"
     )
     sys.stderr.flush()
 
@@ -215,7 +228,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    Run(args.out, args.seed, args.resume).train(args.minutes, args.steps)
+    run = Run(args.out, args.seed, args.resume)
+    try:
+        run.train(args.minutes, args.steps)
+    except KeyboardInterrupt:
+        run.save()
+        sys.exit(130)
 
 
 if __name__ == "__main__":

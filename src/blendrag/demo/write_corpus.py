@@ -1,7 +1,9 @@
-"""Writes the demo corpus: `python -m blendrag.demo.write_corpus --out src/blendrag/demo/corpus --seed 11`.
+"""Writes the demo corpus: `python -m blendrag.demo.write_corpus --out src/blendrag/demo/corpus
+--seed 11`.
 
-Owns: which documents and questions the demo shows. Documents are of the test split, names no model was trained on. Questions
-are drawn by seed among those whose chunks a retriever finds; what a model answers plays no part.
+Owns: which documents and questions the demo shows. Documents are of the test split, names no model
+was trained on. Questions are drawn by seed among those whose chunks a retriever finds; what a model
+answers plays no part.
 """
 
 import argparse
@@ -46,7 +48,9 @@ def retrievable(corpus: Corpus, embedder: str, top_k: int = TOP_K) -> list[Quest
 
 
 def draw(questions: Sequence[Question], rng: random.Random) -> list[Question]:
-    """As many of each kind as `N_QUESTIONS` says, no two about one document as long as there are others."""
+    """As many of each kind as `N_QUESTIONS` says, no two about one document as long as there are
+    others.
+    """
     drawn: list[Question] = []
     for kind, n in N_QUESTIONS.items():
         left = rng.sample(
