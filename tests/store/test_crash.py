@@ -2,6 +2,7 @@ import errno
 import os
 import resource
 import signal
+import stat
 import threading
 import time
 
@@ -147,7 +148,7 @@ def test_threads_that_put_the_same_chunks_leave_one_copy_of_each(lab, make_store
 def test_temporaries_of_a_living_writer_are_left_alone(lab, make_store, root):
     store = make_store()
     lab.put(store, 1)
-    part = store._writer.temporary()
+    part = store._writing._claim.temporary()
     part.write_bytes(b"half")
     other = make_store()
     other.recover()
@@ -155,6 +156,25 @@ def test_temporaries_of_a_living_writer_are_left_alone(lab, make_store, root):
     store.close()
     other.recover()
     assert not part.exists()
+
+
+def test_two_writers_that_fill_the_store_at_once_stay_within_its_limit(
+    lab, make_store, root, monkeypatch
+):
+    limit_bytes = 3 * lab.entry_bytes
+    one, two = make_store(limit_bytes), make_store(limit_bytes)
+    write = one._files.write
+
+    def write_while_the_other_fills_the_room(*args):
+        for number in (11, 12, 13):
+            lab.put(two, number)
+        write(*args)
+
+    monkeypatch.setattr(one._files, "write", write_while_the_other_fills_the_room)
+    lab.put(one, 1)
+    assert lab.is_right(one, 1)
+    assert one.stats().size_bytes == limit_bytes
+    assert len(lab.payloads(root)) == 3
 
 
 def test_files_in_tmp_that_the_store_did_not_name_are_left_alone(make_store, root):
@@ -279,6 +299,30 @@ def test_an_index_that_cannot_be_written_leaves_no_unindexed_file(
         with pytest.raises(StoreError):
             lab.put(store, 2)
     assert len(lab.payloads(root)) == 1
+
+
+def test_put_is_durable_before_it_is_indexed(lab, make_store, monkeypatch):
+    store = make_store()
+    lab.put(store, 1)
+    steps = []
+    rename, add = os.rename, store._index.add
+
+    def noted(step, real):
+        def call(*args, **kwargs):
+            steps.append(step)
+            return real(*args, **kwargs)
+
+        return call
+
+    def fsync(fd):
+        steps.append("fsync directory" if stat.S_ISDIR(os.fstat(fd).st_mode) else "fsync file")
+
+    (store.root / "kv" / lab.namespace / lab.key(2)[:2]).mkdir()
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", noted("rename", rename))
+    monkeypatch.setattr(store._index, "add", noted("index", add))
+    lab.put(store, 2)
+    assert steps == ["fsync file", "rename", "fsync directory", "index"]
 
 
 def test_an_interrupt_during_put_leaves_the_store_usable(lab, make_store, root, monkeypatch):

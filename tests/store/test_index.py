@@ -9,7 +9,8 @@ import pytest
 
 from blendrag.errors import StoreUnavailableError
 from blendrag.store.files import new_name
-from blendrag.store.index import Index, IndexOdd, Row, _row_key
+from blendrag.store.index import Index
+from blendrag.store.rows import IndexOdd, Row, row_key
 
 
 class Trap:
@@ -124,7 +125,7 @@ def test_odd_settings_and_schema_are_set_aside_before_diskcache_sees_them(
 @pytest.mark.parametrize("where", ["value", "file", "key"])
 def test_a_pickle_in_the_index_is_refused_and_never_loaded(lab, make_store, root, where):
     filled(lab, make_store).close()
-    row = _row_key(lab.namespace, lab.key(1))
+    row = row_key(lab.namespace, lab.key(1))
     trap = pickle.dumps(Trap())
     if where == "value":
         edit(root, ("UPDATE Cache SET mode = 4, value = ? WHERE key = ?", trap, row))
@@ -155,7 +156,7 @@ def test_a_path_in_the_index_is_neither_read_nor_deleted(lab, make_store, root, 
     outside = tmp_path / "precious"
     outside.write_text("precious")
     filled(lab, make_store).close()
-    row = _row_key(lab.namespace, lab.key(1))
+    row = row_key(lab.namespace, lab.key(1))
     edit(
         root,
         (
@@ -175,6 +176,18 @@ def test_a_path_in_the_index_is_neither_read_nor_deleted(lab, make_store, root, 
     assert all(lab.is_right(store, number) for number in (1, 2, 3))
 
 
+@pytest.mark.parametrize("change", ["mode = 2", "mode = 4", "filename = 'x'"])
+def test_a_row_of_our_form_in_another_mode_is_refused(lab, make_store, root, change):
+    filled(lab, make_store).close()
+    edit(root, (f"UPDATE Cache SET {change}",))
+    store = make_store()
+    with pytest.raises(IndexOdd):
+        store._index.get(lab.namespace, lab.key(1))
+    assert lab.is_right(store, 1)
+    lab.put(store, 4)
+    assert_rebuilt(lab, store, (1, 2, 3, 4))
+
+
 @pytest.mark.parametrize(
     "value", ["../../../etc/passwd", 7, None, b"\x80\x04.", f"{'a' * 64}/{'b' * 64}.{'c' * 16}:1"]
 )
@@ -182,7 +195,7 @@ def test_a_row_that_we_did_not_write_is_a_rebuild(lab, make_store, root, value):
     filled(lab, make_store).close()
     edit(
         root,
-        ("UPDATE Cache SET value = ? WHERE key = ?", value, _row_key(lab.namespace, lab.key(1))),
+        ("UPDATE Cache SET value = ? WHERE key = ?", value, row_key(lab.namespace, lab.key(1))),
     )
     store = make_store()
     assert lab.is_right(store, 1)  # found by listing

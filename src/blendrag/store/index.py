@@ -1,9 +1,8 @@
 """A disposable index over the payload files: which there are, how large, how recently used.
 
-diskcache is used for its SQLite table and nothing more. Its own serialisation is replaced by
-:class:`_Rows`, which takes one form of key and one form of value, touches no file and never
-unpickles (CVE-2025-69872); its eviction is off, its endless retries are cut. Anything odd in the
-database is :class:`IndexOdd`, and the store rebuilds the index from the files.
+diskcache is used for its SQLite table and nothing more: its serialisation is replaced by
+:class:`Rows`, its eviction is off, its endless retries are cut. Anything odd in the database is
+:class:`IndexOdd`, and the store rebuilds the index from the files.
 
 The order of rows is the logical clock: an entry put or used goes to the end. No time of day is
 ever compared. Writes happen under one lock across threads and processes, because SQLite up to
@@ -15,28 +14,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import sqlite3
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import diskcache
 import filelock
-from diskcache.core import MODE_RAW
 
 from blendrag.errors import StoreError, StoreFullError
-from blendrag.identity import digest_fields
 from blendrag.store.files import Name
-from blendrag.store.format import is_name
 from blendrag.store.index_check import DATABASE, DATABASE_FILES, SETTINGS, fault
+from blendrag.store.rows import IndexOdd, Row, RowCache, Rows, row_key
 
 logger = logging.getLogger("blendrag.store")
 
-_VALUE = re.compile(r"([0-9a-f]{64})/([0-9a-f]{64})\.([0-9a-f]{16}):([0-9]{1,15})", re.ASCII)
 _BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _FOREIGN = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
 #: Caches inherited through fork: closing them in the child could disturb the parent's locks.
@@ -45,65 +39,6 @@ _INHERITED: list[diskcache.Cache] = []
 
 class IndexLocked(StoreError):
     """Somebody holds the index, or the disk does not let us have it, for longer than we wait."""
-
-
-class IndexOdd(StoreError):
-    """The index is missing or is not what we wrote; rebuild it from the files."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One indexed payload."""
-
-    name: Name
-    size_bytes: int
-
-    def encode(self) -> str:
-        name = self.name
-        return f"{name.namespace}/{name.key}.{name.nonce}:{self.size_bytes}"
-
-    @staticmethod
-    def decode(text: object) -> Row:
-        match = _VALUE.fullmatch(text) if isinstance(text, str) else None
-        if match is None:
-            raise IndexOdd("an index row is not of the form the store writes")
-        return Row(Name(match[1], match[2], match[3]), int(match[4]))
-
-
-class _Rows(diskcache.Disk):
-    """Serialisation of rows: text in, text out, nothing else in either direction."""
-
-    def put(self, key: Any) -> tuple[str, bool]:
-        if not is_name(key):
-            raise IndexOdd("an index key is not 64 hex digits")
-        return key, True
-
-    def get(self, key: Any, raw: Any) -> str:
-        if raw != 1 or not is_name(key):
-            raise IndexOdd("an index key is not 64 hex digits")
-        return key
-
-    def store(self, value: Any, read: bool, key: Any = None) -> tuple[int, int, None, str]:
-        return Row.decode(value).size_bytes, MODE_RAW, None, value
-
-    def fetch(self, mode: Any, filename: Any, value: Any, read: bool) -> str:
-        if mode != MODE_RAW or filename is not None or read:
-            raise IndexOdd("an index row points outside the index")
-        return Row.decode(value).encode()
-
-    def filename(self, key: Any = None, value: Any = None) -> NoReturn:
-        raise IndexOdd("the index keeps no files")
-
-    def remove(self, file_path: Any) -> None:
-        logger.warning("index row names a file, which is left alone")
-
-
-class _Cache(diskcache.Cache):
-    """diskcache 5.6.3 retries statements outside transactions for 60 s; ours wait as configured."""
-
-    @property
-    def _sql_retry(self) -> Any:
-        return self._sql
 
 
 class Index:
@@ -179,8 +114,8 @@ class Index:
         while True:
             try:
                 with _mapped():
-                    self._cache = _Cache(
-                        str(self._directory), self._busy_timeout_s, disk=_Rows, **SETTINGS
+                    self._cache = RowCache(
+                        str(self._directory), self._busy_timeout_s, disk=Rows, **SETTINGS
                     )
                     status = os.stat(self._directory / DATABASE)
                 self._inode = (status.st_dev, status.st_ino)
@@ -223,7 +158,7 @@ class Index:
     def get(self, namespace: str, key: str) -> Row | None:
         """The row of a key. Takes no lock."""
         with _mapped():
-            value = self._current().get(_row_key(namespace, key))
+            value = self._current().get(row_key(namespace, key))
         if value is None:
             return None
         row = Row.decode(value)
@@ -242,7 +177,7 @@ class Index:
             for name in names:
                 row = self.get(name.namespace, name.key)
                 if row is not None and row.name == name:
-                    cache.delete(_row_key(name.namespace, name.key))
+                    cache.delete(row_key(name.namespace, name.key))
 
     def touch(self, used: Iterable[tuple[str, str]]) -> None:
         """Move the rows of ``(namespace, key)`` to the end, in this order."""
@@ -254,7 +189,7 @@ class Index:
 
     @staticmethod
     def _renew(cache: diskcache.Cache, row: Row) -> None:
-        key = _row_key(row.name.namespace, row.name.key)
+        key = row_key(row.name.namespace, row.name.key)
         cache.delete(key)
         cache.set(key, row.encode())
 
@@ -267,7 +202,7 @@ class Index:
                 if value is None:
                     continue
                 row = Row.decode(value)
-                if _row_key(row.name.namespace, row.name.key) != key:
+                if row_key(row.name.namespace, row.name.key) != key:
                     raise IndexOdd("an index row belongs to another key")
                 yield row
 
@@ -317,10 +252,6 @@ def sync_database(directory: Path) -> None:
                 os.fsync(fd)
             finally:
                 os.close(fd)
-
-
-def _row_key(namespace: str, key: str) -> str:
-    return digest_fields([namespace.encode(), key.encode()])
 
 
 @contextlib.contextmanager

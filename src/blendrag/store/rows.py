@@ -1,0 +1,89 @@
+"""One index row, and the serialisation that puts nothing else into diskcache's table.
+
+diskcache unpickles values (CVE-2025-69872, no fixed release), keys while iterating, and reads and
+deletes files that a row names. :class:`Rows` replaces all of that: one form of key, one form of
+value, no file touched, nothing unpickled, in any mode.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import diskcache
+from diskcache.core import MODE_RAW
+
+from blendrag.errors import StoreError
+from blendrag.identity import digest_fields
+from blendrag.store.files import Name
+from blendrag.store.format import is_name
+
+logger = logging.getLogger("blendrag.store")
+
+_VALUE = re.compile(r"([0-9a-f]{64})/([0-9a-f]{64})\.([0-9a-f]{16}):([0-9]{1,15})", re.ASCII)
+
+
+class IndexOdd(StoreError):
+    """The index is missing or is not what we wrote; rebuild it from the files."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One indexed payload."""
+
+    name: Name
+    size_bytes: int
+
+    def encode(self) -> str:
+        name = self.name
+        return f"{name.namespace}/{name.key}.{name.nonce}:{self.size_bytes}"
+
+    @staticmethod
+    def decode(text: object) -> Row:
+        match = _VALUE.fullmatch(text) if isinstance(text, str) else None
+        if match is None:
+            raise IndexOdd("an index row is not of the form the store writes")
+        return Row(Name(match[1], match[2], match[3]), int(match[4]))
+
+
+class Rows(diskcache.Disk):
+    """Serialisation of rows: text in, text out, nothing else in either direction."""
+
+    def put(self, key: Any) -> tuple[str, bool]:
+        if not is_name(key):
+            raise IndexOdd("an index key is not 64 hex digits")
+        return key, True
+
+    def get(self, key: Any, raw: Any) -> str:
+        if raw != 1 or not is_name(key):
+            raise IndexOdd("an index key is not 64 hex digits")
+        return key
+
+    def store(self, value: Any, read: bool, key: Any = None) -> tuple[int, int, None, str]:
+        return Row.decode(value).size_bytes, MODE_RAW, None, value
+
+    def fetch(self, mode: Any, filename: Any, value: Any, read: bool) -> str:
+        if mode != MODE_RAW or filename is not None or read:
+            raise IndexOdd("an index row points outside the index")
+        return Row.decode(value).encode()
+
+    def filename(self, key: Any = None, value: Any = None) -> NoReturn:
+        raise IndexOdd("the index keeps no files")
+
+    def remove(self, file_path: Any) -> None:
+        logger.warning("index row names a file, which is left alone")
+
+
+class RowCache(diskcache.Cache):
+    """diskcache 5.6.3 retries statements outside transactions for 60 s; ours wait as configured."""
+
+    @property
+    def _sql_retry(self) -> Any:
+        return self._sql
+
+
+def row_key(namespace: str, key: str) -> str:
+    """Key of a row: namespaces never share one."""
+    return digest_fields([namespace.encode(), key.encode()])

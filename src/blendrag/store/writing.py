@@ -1,0 +1,236 @@
+"""Everything that changes a store's directory: put, evict, delete, set aside, recover.
+
+Owns the order of steps that makes a put atomic and durable: make room, check free space, write a
+temporary, fsync, rename, fsync the directory, index. Knows nothing of tensors or of reading.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from blendrag.errors import StoreError, StoreFullError, StoreUnavailableError
+from blendrag.store.files import Name, PayloadFiles
+from blendrag.store.index import Index, IndexLocked, sync_database
+from blendrag.store.pins import Pins
+from blendrag.store.recovery import reconcile
+from blendrag.store.root import megabytes, store_error
+from blendrag.store.rows import IndexOdd, Row
+from blendrag.store.writers import Writer, clear_dead
+
+logger = logging.getLogger("blendrag.store")
+_T = TypeVar("_T")
+
+#: Left free on the file system for the index and everybody else.
+RESERVE_BYTES = 4 << 20
+#: What a query may wait for the index when it merely wants to drop a row or note uses.
+_QUERY_WAIT_S = 0.05
+
+
+class DiskWriter:
+    """The writing side of one :class:`DiskStore`. Thread-safe."""
+
+    def __init__(
+        self,
+        root: Path,
+        files: PayloadFiles,
+        index: Index,
+        limit_bytes: int,
+        pins: Pins,
+        before_eviction: Callable[[], None],
+    ) -> None:
+        """``before_eviction`` brings the order of the index up to date."""
+        self.evictions = 0
+        self.quarantined = 0
+        self._root = root
+        self._files = files
+        self._index = index
+        self._limit_bytes = limit_bytes
+        self._pins = pins
+        self._before_eviction = before_eviction
+        self._claim: Writer | None = None
+        self._counters = threading.Lock()
+
+    def open(self) -> None:
+        """Open the index; reconcile it with the files if it is new or a writer has crashed."""
+        try:
+            with self._index.exclusive():
+                is_new = self._index.open()
+                if clear_dead(self._root / "tmp") or is_new:
+                    self._reconcile()
+        except IndexLocked as exc:
+            logger.warning("%s; chunks are found by listing directories meanwhile", exc)
+        except IndexOdd:
+            self.recover()
+        except OSError as exc:
+            raise store_error(exc, f"opening store {self._root}") from exc
+
+    def close(self) -> None:
+        """Say that nothing is left unfinished. Idempotent."""
+        if self._claim is not None:
+            self._claim.close()
+
+    # -- put -------------------------------------------------------------------------------------
+
+    def put(self, name: Name, buffers: list[Any], size_bytes: int) -> None:
+        """Write one payload and index it; on any failure nothing of it is left."""
+        claim = self._with_index(partial(self._begin, size_bytes))
+        self._check_free_space(size_bytes)
+        try:
+            self._files.write(name, claim.temporary(), buffers)
+        except OSError as exc:
+            raise store_error(exc, f"writing to store {self._root}", size_bytes) from exc
+        try:
+            self._with_index(partial(self._finish, Row(name, size_bytes)))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._files.remove(name)
+            raise
+
+    def _begin(self, size_bytes: int) -> Writer:
+        """Claim to be writing and make room. Caller holds the index lock."""
+        claim = self._claim
+        if claim is None or claim.pid != os.getpid():
+            try:
+                claim = Writer(
+                    self._root / "tmp",
+                    before_release=partial(sync_database, self._root / "index"),
+                )
+            except OSError as exc:
+                raise store_error(exc, f"writing to store {self._root}", size_bytes) from exc
+            self._claim = claim
+        self._make_room(size_bytes)
+        return claim
+
+    def _check_free_space(self, size_bytes: int) -> None:
+        status = os.statvfs(self._root)
+        free_bytes = status.f_bavail * status.f_frsize
+        needed_bytes = size_bytes + RESERVE_BYTES
+        if free_bytes < needed_bytes:
+            raise StoreFullError(
+                f"the disk of store {self._root} has {megabytes(free_bytes)} left, expected "
+                f"{megabytes(needed_bytes)}; free some space or choose another --store",
+                needed_bytes,
+            )
+
+    def _finish(self, row: Row) -> None:
+        """Index what was written, unless somebody was faster. Caller holds the index lock."""
+        other = self._index.get(row.name.namespace, row.name.key)
+        if other is not None and other.name != row.name and self._files.exists(other.name):
+            self._files.remove(row.name)
+            return
+        self._make_room(row.size_bytes, but=row.name)
+        self._index.add(row)
+
+    def _make_room(self, needed_bytes: int, but: Name | None = None) -> None:
+        """Evict the least recently used until ``needed_bytes`` fit. Caller holds the index lock.
+
+        ``but`` is the entry the room is for: a recovery elsewhere may have indexed it already.
+        Evicts nothing, and raises :class:`StoreFullError`, when that cannot be reached.
+        """
+        entries, size_bytes = self._index.totals()
+        excess = size_bytes + needed_bytes - self._limit_bytes
+        if excess <= 0:
+            return
+        self._before_eviction()
+        victims: list[Name] = []
+        for row in self._index.oldest() if needed_bytes <= self._limit_bytes else ():
+            if excess <= 0:
+                break
+            if row.name == but:
+                excess -= row.size_bytes
+            elif (row.name.namespace, row.name.key) not in self._pins:
+                victims.append(row.name)
+                excess -= row.size_bytes
+        if excess > 0:
+            raise StoreFullError(
+                f"the store's limit of {megabytes(self._limit_bytes)} has no room for "
+                f"{megabytes(needed_bytes)} more beside what must be kept ({entries} entries, "
+                f"{megabytes(size_bytes)}); raise --disk-bytes by {megabytes(excess)} or more",
+                needed_bytes,
+            )
+        self._index.drop(victims)
+        for name in victims:
+            with contextlib.suppress(OSError):
+                self._files.remove(name)
+        with self._counters:
+            self.evictions += len(victims)
+
+    # -- removal and recovery --------------------------------------------------------------------
+
+    def delete(self, namespace: str, key: str) -> bool:
+        """Drop an entry; whether there was one."""
+        return self._with_index(partial(self._delete, namespace, key))
+
+    def _delete(self, namespace: str, key: str) -> bool:
+        """Caller holds the index lock."""
+        names = self._files.named(namespace, key)
+        self._index.drop(names)
+        for name in names:
+            self._files.remove(name)
+        return bool(names)
+
+    def quarantine(self, name: Name) -> None:
+        """Set a payload aside. Called while a query runs: waits for nobody long, never fails."""
+        with contextlib.suppress(OSError):
+            self._files.quarantine(name)
+        self.drop_row(name)
+
+    def drop_row(self, name: Name) -> None:
+        """Forget a payload that is gone; best effort."""
+        with contextlib.suppress(StoreError), self._index.exclusive(_QUERY_WAIT_S):
+            self._index.drop([name])
+
+    def touch(self, used: dict[tuple[str, str], None]) -> None:
+        """Move entries to the end of the queue for eviction, in this order; best effort."""
+        with contextlib.suppress(StoreError), self._index.exclusive(_QUERY_WAIT_S):
+            self._index.touch(used)
+
+    def recover(self) -> None:
+        """Rebuild the index from the files where it is odd, drop dead rows, clear what crashed
+        writers left, evict to the limit. Safe while others use the store."""
+        with self._usable_index():
+            try:
+                self._index.open()
+                clear_dead(self._root / "tmp")
+                self._reconcile()
+            except IndexOdd as exc:
+                logger.warning("%s: the index is rebuilt from the files", exc)
+                self._index.set_aside()
+                self._index.open()
+                self._reconcile()
+
+    def _reconcile(self) -> None:
+        """Caller holds the index lock."""
+        quarantined = reconcile(self._files, self._index)
+        with self._counters:
+            self.quarantined += quarantined
+        with contextlib.suppress(StoreFullError):
+            self._make_room(0)
+
+    def _with_index(self, action: Callable[[], _T]) -> _T:
+        """Run ``action`` under the index lock, after a rebuild should the index turn out odd."""
+        with self._usable_index():
+            try:
+                return action()
+            except IndexOdd:
+                self.recover()
+                return action()
+
+    @contextlib.contextmanager
+    def _usable_index(self) -> Iterator[None]:
+        """The index lock, or :class:`StoreUnavailableError` after a bounded wait."""
+        try:
+            with self._index.exclusive():
+                yield
+        except IndexLocked as exc:
+            raise StoreUnavailableError(
+                f"{exc}, expected it to be free within seconds; "
+                "wait for the other process or stop it"
+            ) from exc
