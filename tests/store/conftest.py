@@ -6,7 +6,8 @@ import gc
 import hashlib
 import os
 import signal
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,16 @@ def lab() -> type[Lab]:
 def fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """No fsync: nothing here cuts the power, and a killed process loses no page cache."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """In memory where there is such a place: SQLite's own fsyncs would take most of the time."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(
+        dir=memory if os.access(memory, os.W_OK) else None, ignore_cleanup_errors=True
+    ) as directory:
+        yield Path(directory)
 
 
 @pytest.fixture
