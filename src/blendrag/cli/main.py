@@ -1,0 +1,36 @@
+"""Entry point of the console script.
+
+Imports next to nothing before Ctrl-C is taken care of, so that an early one ends in a sentence too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from blendrag.cli import interrupt
+
+
+def main() -> None:
+    """Run the command line; never returns normally."""
+    interrupt.install()
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="backslashreplace")
+        from blendrag.cli.app import app
+
+        app(prog_name="blendrag")
+        status: int | str | None = 0
+    except SystemExit as leaving:
+        status = leaving.code
+    except KeyboardInterrupt:
+        os.write(2, f"interrupted: {interrupt.sentence()}\n".encode())
+        status = interrupt.STATUS
+    if interrupt.requested():
+        interrupt.leave(interrupt.STATUS)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

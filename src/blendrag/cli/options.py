@@ -1,0 +1,157 @@
+"""Options that several commands share, and how their texts become values.
+
+Owns spelling and help. Owns no default: an option left out is ``None`` here, and the settings (or
+the store's own manifest) decide.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, get_args
+
+import typer
+
+from blendrag.errors import BlendragError, InvalidInputError
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", start=1)}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """``2GiB``, ``500MB``, ``1048576`` → bytes."""
+    match = _SIZE.fullmatch(text)
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise typer.BadParameter(f"{text!r} is no size; write bytes, or 500MB, or 2GiB")
+    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+
+
+def _mode(text: str | None) -> str | None:
+    from blendrag.config import Mode
+
+    if text is not None and text not in get_args(Mode):
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(get_args(Mode))}")
+    return text
+
+
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        help="Hub id or directory of a causal LM, or demo. [default: the store's own, else demo]",
+        show_default=False,
+    ),
+]
+Store = Annotated[
+    Path | None,
+    typer.Option("--store", "-s", help="Directory of the KV store.", show_default=False),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option("--dtype", help="auto, float32, float16 or bfloat16.", show_default=False),
+]
+Device = Annotated[
+    str | None, typer.Option("--device", help="auto, cpu, cuda or cuda:N.", show_default=False)
+]
+Lora = Annotated[
+    Path | None, typer.Option("--lora", help="Directory of a PEFT adapter.", show_default=False)
+]
+RamBytes = Annotated[
+    int | None,
+    typer.Option(
+        "--ram-bytes",
+        parser=parse_size,
+        metavar="SIZE",
+        help="Limit of the memory tier: 2GiB, 500MB, …",
+        show_default=False,
+    ),
+]
+DiskBytes = Annotated[
+    int | None,
+    typer.Option(
+        "--disk-bytes",
+        parser=parse_size,
+        metavar="SIZE",
+        help="Limit of the disk tier: 64GiB, …",
+        show_default=False,
+    ),
+]
+Mode = Annotated[
+    str | None,
+    typer.Option(
+        "--mode", callback=_mode, help="blend, full, prefix or reuse.", show_default=False
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Let the libraries underneath speak.")
+]
+
+
+def text_argument(text: str, what: str) -> str:
+    """``text`` if it is valid Unicode; an argument of other bytes is refused here."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as exc:
+        raise InvalidInputError(f"{what} is not valid UTF-8; type it again") from exc
+    return text
+
+
+def prefix_text(path: Path | None) -> str | None:
+    """What ``--prefix-file`` holds."""
+    if path is None:
+        return None
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else "not UTF-8"
+        raise InvalidInputError(
+            f"--prefix-file {path} cannot be read ({reason}); expected a text file that holds the "
+            "rendered prompt up to the first chunk"
+        ) from exc
+    if not text:
+        raise InvalidInputError(f"--prefix-file {path} is empty; leave the option out for BOS")
+    return text
+
+
+def check_environment() -> None:
+    """Refuse ``BLENDRAG_*`` variables that cannot be used, in one sentence."""
+    from pydantic import ValidationError
+
+    from blendrag.config import settings
+
+    try:
+        settings()
+    except ValidationError as exc:
+        first = exc.errors()[0]
+        name = f"BLENDRAG_{'_'.join(str(part) for part in first['loc']).upper()}"
+        raise InvalidInputError(
+            f"{name}={first['input']} cannot be used ({first['msg']}); change or unset it"
+        ) from exc
+
+
+def model_for(model: str | None, store: Path | None) -> str | None:
+    """The model asked for; else the one the store was ingested with; else ``None``.
+
+    A local directory is made absolute, as a model's name is part of its identity.
+    """
+    from blendrag.config import settings
+
+    if model is None and "model" not in settings().model_fields_set:
+        model = _model_of(store if store is not None else settings().store)
+    if model is not None and Path(model).is_dir():
+        return str(Path(model).resolve())
+    return model
+
+
+def _model_of(root: Path) -> str | None:
+    from blendrag.retriever.corpus import Corpus
+
+    try:
+        with Corpus.open(root) as corpus:
+            return corpus.manifest.model if corpus.has_manifest and len(corpus) else None
+    except BlendragError:
+        return None  # whoever needs the corpus will say what is wrong with it

@@ -1,0 +1,99 @@
+"""Progress of an ingest on stderr: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from blendrag.cli.output import duration, megabytes
+from blendrag.cli.status import say
+
+if TYPE_CHECKING:
+    from blendrag.engine.ingest import Totals
+
+#: Between two lines where there is no terminal.
+LINE_EVERY_S = 5.0
+#: Until the first file is done, what a token of text is taken to be.
+TYPICAL_BYTES_PER_TOKEN = 4.0
+
+
+class IngestProgress:
+    """Called with the running totals after every chunk; names bad files as they are met."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        console = Console(stderr=True)
+        self._live = console.is_terminal and not quiet
+        self._quiet = quiet
+        self._failures = 0
+        self._began = self._said = time.perf_counter()
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not self._live,
+        )
+        self._task = self._bar.add_task("starting", total=None)
+
+    def __enter__(self) -> IngestProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def __call__(self, totals: Totals) -> None:
+        self._name_failures(totals)
+        done = done_bytes(totals)
+        text = f"{totals.chunks} chunks, {totals.tokens_per_s:,.0f} tokens/s"
+        self._bar.update(
+            self._task, description=text, completed=done, total=totals.total_bytes or None
+        )
+        now = time.perf_counter()
+        if not self._live and not self._quiet and now - self._said >= LINE_EVERY_S:
+            self._said = now
+            say("progress", f"{text}, {self._of_bytes(done, totals.total_bytes, now)}")
+
+    def _of_bytes(self, done: float, total: float, now: float) -> str:
+        text = f"{megabytes(done)} of {megabytes(total)}"
+        if 0 < done < total:
+            text += f", about {duration((now - self._began) * (total - done) / done)} left"
+        return text
+
+    def _name_failures(self, totals: Totals) -> None:
+        for failure in totals.failures[self._failures :]:
+            self._bar.console.print(f"failed: {failure}", markup=False, highlight=False)
+        self._failures = len(totals.failures)
+
+    def finish(self, failures: tuple[str, ...]) -> None:
+        """Name the failures met since the last call."""
+        for failure in failures[self._failures :]:
+            say("failed", failure)
+        self._failures = len(failures)
+
+
+def done_bytes(totals: Totals) -> float:
+    """Bytes of input done, the file at hand included by its tokens so far (an estimate)."""
+    if not totals.total_bytes or totals.done_bytes >= totals.total_bytes:
+        return totals.done_bytes
+    by_tokens = TYPICAL_BYTES_PER_TOKEN * totals.tokens
+    return min(max(totals.done_bytes, by_tokens), 0.99 * totals.total_bytes)
