@@ -48,7 +48,7 @@ class DiskStore:
         Raises :class:`StoreUnavailableError` for a directory that cannot or must not be used. A
         directory that cannot be written is opened for reading, with a warning.
         """
-        self.root = Path(root)
+        self.root = Path(root).absolute()
         self.limit_bytes = limit_bytes
         self.read_only = prepare(self.root, read_only)
         self._files = PayloadFiles(self.root)

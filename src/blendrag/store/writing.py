@@ -84,13 +84,12 @@ class DiskWriter:
         self._check_free_space(size_bytes)
         try:
             self._files.write(name, claim.temporary(), buffers)
-        except OSError as exc:
-            raise store_error(exc, f"writing to store {self._root}", size_bytes) from exc
-        try:
             self._with_index(partial(self._finish, Row(name, size_bytes)))
-        except BaseException:
+        except BaseException as exc:
             with contextlib.suppress(OSError):
                 self._files.remove(name)
+            if isinstance(exc, OSError):
+                raise store_error(exc, f"writing to store {self._root}", size_bytes) from exc
             raise
 
     def _begin(self, size_bytes: int) -> Writer:
