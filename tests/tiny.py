@@ -1,0 +1,283 @@
+"""Tiny models made from a config, a byte-level tokenizer with a chat template, and held KV.
+
+Everything here is random but seeded: no download, no training, milliseconds to build.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from blendrag.errors import CorruptKVError
+from blendrag.fusor import BlendRequest, Fusion, Fusor
+from blendrag.fusor.cache import BlendCache
+from blendrag.kv import ChunkKV
+from blendrag.loader import LoadedSpan
+from blendrag.model import ModelAdapter
+from blendrag.selection import Schedule, SelectionPolicy, make_policy
+
+WINDOW = 24
+COMMON: dict[str, Any] = {
+    "vocab_size": 640, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
+    "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+SLIDES = {"sliding_window": WINDOW}
+
+#: Families that must pass the gate: class prefix and what its config needs beside COMMON.
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", SLIDES),
+    "qwen2": (
+        "Qwen2ForCausalLM", "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
+    ),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 16}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {"head_dim": 16, **EXPERTS}),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", SLIDES),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {"head_dim": 16, **SLIDES}),
+    "gemma3_text": (
+        "Gemma3ForCausalLM", "Gemma3TextConfig",
+        {"head_dim": 16, **SLIDES, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", {}),
+    "olmo3": ("Olmo3ForCausalLM", "Olmo3Config", SLIDES),
+    "granite": ("GraniteForCausalLM", "GraniteConfig", {}),
+    "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Config", {"no_rope_layer_interval": 2}),
+    "glm": ("GlmForCausalLM", "GlmConfig", {"head_dim": 16}),
+    "glm4": ("Glm4ForCausalLM", "Glm4Config", {"head_dim": 16}),
+    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {"rotary_pct": 0.5}),
+    "starcoder2": ("Starcoder2ForCausalLM", "Starcoder2Config", SLIDES),
+    "cohere": ("CohereForCausalLM", "CohereConfig", {}),
+    "cohere2": (
+        "Cohere2ForCausalLM", "Cohere2Config",
+        {**SLIDES, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "stablelm": ("StableLmForCausalLM", "StableLmConfig", {}),
+    "phi": ("PhiForCausalLM", "PhiConfig", {}),
+    "gpt_oss": (
+        "GptOssForCausalLM", "GptOssConfig",
+        {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, **SLIDES},
+    ),
+    "exaone4": ("Exaone4ForCausalLM", "Exaone4Config", {**SLIDES, "sliding_window_pattern": 2}),
+    "nemotron": ("NemotronForCausalLM", "NemotronConfig", {}),
+    "seed_oss": ("SeedOssForCausalLM", "SeedOssConfig", {"head_dim": 16}),
+    "ernie4_5": ("Ernie4_5ForCausalLM", "Ernie4_5Config", {}),
+}  # fmt: skip
+
+#: Families whose KV cannot be vouched for.
+REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4}),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM", "DeepseekV3Config",
+        {
+            "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+            "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+        },
+    ),
+    "bloom": ("BloomForCausalLM", "BloomConfig", {"n_layer": 2, "n_head": 4}),
+    "mpt": ("MptForCausalLM", "MptConfig", {"d_model": 32, "n_heads": 4, "n_layers": 2}),
+    "lfm2": (
+        "Lfm2ForCausalLM", "Lfm2Config",
+        {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    ),
+    "gemma3n": (
+        "Gemma3nForCausalLM", "Gemma3nTextConfig",
+        {
+            "head_dim": 16, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 640,
+            "hidden_size_per_layer_input": 8, "laurel_rank": 4, "intermediate_size": 48,
+            "layer_types": ["sliding_attention", "full_attention"] * 2, **SLIDES,
+            "activation_sparsity_pattern": [0.0] * 4,
+        },
+    ),
+}  # fmt: skip
+
+
+def build(classes: tuple[str, str, dict[str, Any]], seed: int = 0, **changes: Any) -> Any:
+    """A seeded random model of that class."""
+    torch.manual_seed(seed)
+    name, config, extra = classes
+    made = getattr(transformers, config)(**{**COMMON, **extra, **changes})
+    return getattr(transformers, name)(made).eval()
+
+
+def family(name: str, seed: int = 0, **changes: Any) -> Any:
+    """A seeded random model of a family by its name in FAMILIES or REFUSED."""
+    return build(FAMILIES.get(name) or REFUSED[name], seed, **changes)
+
+
+def llama(seed: int = 0, **changes: Any) -> Any:
+    """A Llama whose weights are large enough that context matters to its logits."""
+    return family("llama", seed, **{"initializer_range": 0.2, **changes})
+
+
+TEXT = """
+The quick brown fox jumps over the lazy dog near the river bank, where it was built in the year
+1874 by the company that later moved its works to the harbour. They kept the old name, and the
+sister of the founder wrote about the town. Question: what did the company do? Answer: it built
+ships. Paragraph number one of document two talks about topic three in the town of Place.
+user system assistant Answer the question from the context.
+"""
+
+CHAT_TEMPLATE = (
+    "<|bos|>{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' + m['content'] "
+    "+ '<|end|>\n' }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|start|>assistant\n' }}{% endif %}"
+)
+
+
+@lru_cache(maxsize=1)
+def _backend() -> str:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.train_from_iterator(
+        [TEXT],
+        trainers.BpeTrainer(
+            vocab_size=600,
+            special_tokens=["<|bos|>", "<|end|>", "<|start|>"],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        ),
+    )
+    return backend.to_str()
+
+
+def tokenizer() -> Any:
+    """A byte-level BPE tokenizer of its own, with a chat template."""
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_backend()),
+        bos_token="<|bos|>",
+        eos_token="<|end|>",
+        pad_token="<|end|>",
+        extra_special_tokens=["<|start|>"],
+    )
+    made.chat_template = CHAT_TEMPLATE
+    return made
+
+
+def adapter(model: Any) -> ModelAdapter:
+    return ModelAdapter(model, tokenizer())
+
+
+def random_ids(n: int, seed: int = 0, low: int = 3, high: int = 590) -> torch.Tensor:
+    """``[1, n]`` token ids."""
+    return torch.randint(low, high, (1, n), generator=torch.Generator().manual_seed(seed))
+
+
+class Held:
+    """A reader over KV in memory; counts what was read of it."""
+
+    tier = "memory"
+
+    def __init__(self, kv: ChunkKV, key: str = "0" * 64) -> None:
+        self.kv, self.key, self.tokens = kv, key, kv.tokens
+        self.read: list[int] = []
+        self.closed = False
+
+    @torch.inference_mode()
+    def read_layer(self, layer: int, out: torch.Tensor) -> None:
+        if self.kv.layers[layer].shape != out.shape:
+            raise CorruptKVError("another shape than asked for")
+        self.read.append(layer)
+        out.copy_(self.kv.layers[layer])
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@torch.inference_mode()
+def kv_between(made: ModelAdapter, ids: Sequence[int], start: int, end: int) -> ChunkKV:
+    """KV of ``ids[start:end]`` in its context ``ids[:start]``: exact, at positions start…"""
+    cache = made.prefill_at(list(ids)[:end])
+    layers = [torch.stack((x.keys[0, :, start:], x.values[0, :, start:])) for x in cache.layers]
+    return ChunkKV(made.layout, end - start, layers)
+
+
+def noisy(kv: ChunkKV, size: float = 3.0, seed: int = 5) -> ChunkKV:
+    """The same shapes, useless values."""
+    generator = torch.Generator().manual_seed(seed)
+    layers = [
+        (x.float() + size * x.float().std() * torch.randn(x.shape, generator=generator)).to(x.dtype)
+        for x in kv.layers
+    ]
+    return ChunkKV(kv.layout, kv.tokens, layers)
+
+
+def span(
+    made: ModelAdapter,
+    ids: torch.Tensor,
+    start: int,
+    end: int,
+    *,
+    stored_at: int | None = None,
+    noise: float = 0.0,
+    exact: bool = False,
+) -> LoadedSpan:
+    """Exact KV of ``ids[start:end]``, its keys rotated as if computed at ``stored_at``."""
+    kv = kv_between(made, ids[0].tolist(), start, end)
+    stored_at = start if stored_at is None else stored_at
+    if stored_at != start:
+        tables = made.repositioner.tables(torch.full((end - start,), stored_at - start))
+        for i, layer in enumerate(kv.layers):
+            made.repositioner.rotate_(layer[0], i, tables)
+    return LoadedSpan(start, end, Held(noisy(kv, noise) if noise else kv), stored_at, exact)
+
+
+def fuse(
+    fusor: Fusor,
+    ids: torch.Tensor,
+    spans: Sequence[LoadedSpan],
+    policy: str | SelectionPolicy = "hkvd",
+    ratio: float = 0.2,
+    schedule: str = "geometric",
+    all_rows: bool = False,
+    new_tokens: int = 0,
+) -> tuple[torch.Tensor, BlendCache, Fusion]:
+    """One blended prefill of ``ids`` over ``spans``."""
+    request = BlendRequest(
+        ids.shape[1], tuple(spans), make_policy(policy), Schedule.parse(schedule), ratio
+    )
+    return fusor.prefill(ids, request, new_tokens, all_rows)
+
+
+@torch.inference_mode()
+def stock(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Logits ``[1, N, V]`` of the unmodified model."""
+    return model(input_ids=ids, use_cache=True).logits
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.float() - b.float()).abs().max())
+
+
+def one_sentence(text: str) -> bool:
+    """Short, on one line, and ended by what to do or where."""
+    return bool(text) and "\n" not in text and len(text) < 400
+
+
+class WordEmbedder:
+    """Deterministic bag-of-words vectors, so that core tests load no embedding model."""
+
+    name = "minilm-offline"
+    dim = 64
+
+    def embed(self, texts: Sequence[str], titles: Sequence[str] | None = None) -> np.ndarray:
+        rows = [self.embed_query(text) for text in texts]
+        return np.stack(rows) if rows else np.zeros((0, self.dim), np.float32)
+
+    def embed_query(self, text: str) -> np.ndarray:
+        vector = np.zeros(self.dim, np.float32)
+        for word in text.lower().split():
+            word = word.strip(".,?!:;")
+            vector[sum(ord(c) * (i + 1) for i, c in enumerate(word)) % self.dim] += 1.0
+        return vector / max(float(np.linalg.norm(vector)), 1e-6)
