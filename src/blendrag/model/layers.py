@@ -21,14 +21,14 @@ class DecoderStack:
 
     base: nn.Module
     """The decoder without its LM head."""
-    layers: Sequence[nn.Module]
+    layers: nn.ModuleList
     attentions: Sequence[nn.Module]
     rotary: nn.Module | None
     config: Any
     layer_types: Sequence[str]
 
 
-def find_stack(model: nn.Module) -> DecoderStack:
+def find_stack(model: Any) -> DecoderStack:
     """Locate the decoder stack, or raise :class:`UnsupportedModelError` saying what is missing."""
     config = model.config.get_text_config(decoder=True)
     base = getattr(model, "get_decoder", lambda: None)() or getattr(

@@ -1,0 +1,160 @@
+"""``blendrag bench``: parse, measure, print a table or JSON. Imports torch only inside commands."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(no_args_is_help=True, help="Measure speed: interleaved modes, medians, ratios.")
+
+Geometry = Annotated[
+    str | None, typer.Option(help="Random weights of a known shape, e.g. qwen2.5-0.5b.")
+]
+Model = Annotated[str | None, typer.Option(help="Hub id, directory, or demo.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.callback()
+def bench() -> None:
+    """Measure speed: interleaved modes, medians, ratios."""
+
+
+@app.command()
+def ttft(
+    geometry: Geometry = None,
+    model: Model = None,
+    chunks: int = 6,
+    chunk_tokens: int = 512,
+    question_tokens: int = 32,
+    ratio: Annotated[float, typer.Option(help="Recompute ratio r in [0, 1].")] = 0.15,
+    policy: str = "hkvd",
+    schedule: str = "geometric",
+    rounds: int = 5,
+    dtype: str = "auto",
+    device: str = "auto",
+    as_json: Json = False,
+) -> None:
+    """Time to first token of full, prefix, reuse and blend, side by side."""
+    from blendrag.bench.geometry import bench_adapter
+    from blendrag.bench.ttft import Workload, run_ttft
+
+    workload = Workload(chunks, chunk_tokens, question_tokens, ratio, policy, schedule, rounds)
+    adapter = bench_adapter(geometry, model, dtype, device)
+    with _status("loading") as status:
+        result = run_ttft(adapter, workload, lambda text: status.update(text))
+    if as_json:
+        _print_json(asdict(result))
+        return
+    rows = [
+        ("full (stock prefill)", result.full_ms, 1.0, "full"),
+        ("prefix (first chunk cached)", result.prefix_ms, result.prefix_speedup, "prefix"),
+        (f"blend r = {result.ratio:.2f}", result.blend_ms, result.speedup, "blend"),
+        ("reuse", result.reuse_ms, result.reuse_speedup, "reuse"),
+    ]
+    table = Table(
+        title=f"{result.model}, {result.dtype}, {result.prompt_tokens} tokens, {result.device}"
+    )
+    for column in ("mode", "TTFT ms", "lowest", "highest", "speedup", "peak MB"):
+        table.add_column(column, justify="left" if column == "mode" else "right")
+    for name, ms, speedup, key in rows:
+        low, high = result.spread_ms[key]
+        peak = result.peak_bytes[key]
+        peak_text = "–" if peak is None else f"{peak / 1e6:.0f}"
+        table.add_row(name, f"{ms:.0f}", f"{low:.0f}", f"{high:.0f}", f"{speedup:.2f}×", peak_text)
+    Console().print(table)
+    Console().print(
+        f"floor at these rows {result.floor_speedup:.2f}×, charged ratio "
+        f"{result.charged_ratio:.3f}, KV {result.kv_bytes / 1e6:.0f} MB, {result.rounds} rounds"
+    )
+
+
+@app.command()
+def sweep(
+    geometry: Geometry = None,
+    model: Model = None,
+    ratios: Annotated[str, typer.Option(help="Comma-separated.")] = "0.05,0.1,0.15,0.2,0.3,0.5,1.0",
+    chunks: int = 6,
+    chunk_tokens: int = 512,
+    question_tokens: int = 32,
+    policy: str = "hkvd",
+    schedule: str = "geometric",
+    rounds: int = 3,
+    dtype: str = "auto",
+    device: str = "auto",
+    as_json: Json = False,
+) -> None:
+    """Time to first token over the recompute ratio, in one run."""
+    from blendrag.bench.geometry import bench_adapter
+    from blendrag.bench.sweep import parse_ratios, run_sweep
+    from blendrag.bench.ttft import Workload
+
+    wanted = parse_ratios(ratios)
+    workload = Workload(chunks, chunk_tokens, question_tokens, 0.0, policy, schedule, rounds)
+    adapter = bench_adapter(geometry, model, dtype, device)
+    with _status("loading") as status:
+        rows = run_sweep(adapter, workload, wanted, lambda text: status.update(text))
+    if as_json:
+        _print_json([asdict(row) for row in rows])
+        return
+    table = Table(title=f"{adapter.model_id}, {chunks} × {chunk_tokens} + {question_tokens} tokens")
+    for column in ("ratio", "charged", "TTFT ms", "speedup", "floor", "of floor"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            f"{row.ratio:.2f}", f"{row.charged_ratio:.3f}", f"{row.ms:.0f}",
+            f"{row.speedup:.2f}×", f"{row.floor_speedup:.2f}×",
+            f"{row.speedup / row.floor_speedup:.2f}",
+        )  # fmt: skip
+    Console().print(table)
+
+
+@app.command()
+def ingest(
+    geometry: Geometry = None,
+    model: Model = None,
+    chunks: int = 12,
+    chunk_tokens: int = 512,
+    reingest_chunks: Annotated[
+        int, typer.Option(help="Chunks of the corpus that is ingested twice; 0 skips it.")
+    ] = 300,
+    reingest_chunk_tokens: int = 512,
+    dtype: str = "auto",
+    device: str = "auto",
+    as_json: Json = False,
+) -> None:
+    """Ingest rate against plain prefill, and ingest of an unchanged corpus against the first."""
+    from blendrag.bench.geometry import bench_adapter
+    from blendrag.bench.ingest import run_ingest
+
+    adapter = bench_adapter(geometry, model, dtype, device)
+    with _status("loading") as status:
+        result = run_ingest(
+            adapter,
+            chunks,
+            chunk_tokens,
+            reingest_chunks,
+            reingest_chunk_tokens,
+            lambda text: status.update(text),
+        )
+    if as_json:
+        _print_json(asdict(result))
+        return
+    table = Table(title=f"{adapter.model_id}, chunks of {chunk_tokens} tokens")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, value in asdict(result).items():
+        table.add_row(name, f"{value:.2f}" if isinstance(value, float) else str(value))
+    Console().print(table)
+
+
+def _status(text: str) -> Any:
+    return Console(stderr=True).status(text)
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2))

@@ -1,0 +1,267 @@
+"""Time to first token: stock prefill, idealised prefix caching, full reuse and blend in one run.
+
+Rounds are interleaved (full, prefix, reuse, blend, full, …) and medians taken, so that a machine
+that slows down slows everybody down. Everything a query pays is inside the time: opening and reading
+the chunks from the store on disk (page cache warm, no memory tier), verifying, re-positioning,
+selecting, recomputing, the last logits and the choice of the token.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import DynamicCache
+
+from blendrag.bench.memory import peak_bytes
+from blendrag.config import Mode
+from blendrag.controller import Controller
+from blendrag.errors import InvalidInputError
+from blendrag.fusor import BlendRequest, Fusor
+from blendrag.fusor.fusion import FusionCounts
+from blendrag.identity import chunk_key
+from blendrag.model import ModelAdapter
+from blendrag.prompt import PromptPlan, Segment
+from blendrag.selection import Schedule, make_policy
+from blendrag.store import KVStore, open_store
+
+#: Behind what the bench's chunks are encoded; the prompt begins with a chunk, so none of them is exact.
+PREFIX_IDS = (1,)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A prompt of chunks and a question, and how it is blended."""
+
+    chunks: int = 6
+    chunk_tokens: int = 512
+    question_tokens: int = 32
+    ratio: float = 0.15
+    policy: str = "hkvd"
+    schedule: str = "geometric"
+    rounds: int = 5
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds over the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class TtftResult:
+    """One run; times in milliseconds, sizes in bytes, speedups against ``full_ms``."""
+
+    model: str
+    dtype: str
+    device: str
+    prompt_tokens: int
+    ratio: float
+    charged_ratio: float
+    full_ms: float
+    prefix_ms: float
+    reuse_ms: float
+    blend_ms: float
+    speedup: float
+    reuse_speedup: float
+    prefix_speedup: float
+    floor_speedup: float
+    kv_bytes: int
+    peak_bytes: dict[str, int | None]
+    spread_ms: dict[str, tuple[float, float]]
+    policy: str
+    schedule: str
+    rounds: int
+    threads: int
+
+
+class TtftBench:
+    """Chunks in a store, a prompt over them, and one callable per mode."""
+
+    def __init__(self, adapter: ModelAdapter, workload: Workload, store: KVStore) -> None:
+        adapter.require_blendable()
+        self.adapter = adapter
+        self.workload = workload
+        self._store = store
+        self._fusor = Fusor(adapter)
+        self._controller = Controller(adapter, store, PREFIX_IDS, prefix_min_tokens=1)
+        self._plan = _plan(adapter, workload)
+        self._ids = torch.tensor([self._plan.ids], device=adapter.device)
+        self._put_chunks()
+        self._first = self._first_chunk()
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self._plan.ids)
+
+    def full(self) -> int:
+        """Stock prefill of the unmodified model, last logits only."""
+        model = self.adapter.model
+        out = model(input_ids=self._ids, use_cache=True, logits_to_keep=1)
+        return int(out.logits[0, -1].argmax())
+
+    def prefix(self) -> int:
+        """The first chunk's KV is there already, at no cost; the rest is a stock prefill."""
+        cache = DynamicCache()
+        for i, (keys, values) in enumerate(self._first):
+            cache.update(keys, values, i)
+        rest = self._ids[:, self.workload.chunk_tokens :]
+        out = self.adapter.model(
+            input_ids=rest, past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
+        return int(out.logits[0, -1].argmax())
+
+    def blended(self, mode: Mode, policy: str, ratio: float) -> tuple[int, FusionCounts]:
+        """Load from the store, fuse, choose the first token."""
+        load = self._controller.plan(self._plan, mode)
+        try:
+            if len(load.spans) != self.workload.chunks:
+                raise InvalidInputError("a bench chunk is not in the store any more; run again")
+            schedule = Schedule.parse(self.workload.schedule)
+            request = BlendRequest(
+                self.prompt_tokens, load.spans, make_policy(policy), schedule, ratio
+            )
+            logits, _, fusion = self._fusor.prefill(self._ids, request, new_tokens=32)
+            return int(logits[0, -1].argmax()), fusion.counts()
+        finally:
+            load.close()
+
+    def reuse(self) -> int:
+        """Load from the store, compute the question only."""
+        return self.blended("reuse", "reuse", 0.0)[0]
+
+    def blend(self) -> int:
+        return self.blended("blend", self.workload.policy, self.workload.ratio)[0]
+
+    def counts(self) -> FusionCounts:
+        """Rows computed by a blend of this workload."""
+        return self.blended("blend", self.workload.policy, self.workload.ratio)[1]
+
+    def floor_speedup(self, counts: FusionCounts) -> float:
+        """L·N / Σ_l rows computed in layer l: what the row counts alone allow."""
+        return len(counts.rows) * self.prompt_tokens / sum(counts.rows)
+
+    def _put_chunks(self) -> None:
+        namespace = self.adapter.identity.namespace
+        for segment in self._plan.chunks:
+            key = chunk_key(namespace, PREFIX_IDS, segment.stored_ids)
+            self._store.put(namespace, key, self.adapter.encode(PREFIX_IDS, segment.stored_ids))
+
+    @torch.inference_mode()
+    def _first_chunk(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        first = self._ids[0, : self.workload.chunk_tokens].tolist()
+        cache = self.adapter.prefill_at(first)
+        return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def run_ttft(
+    adapter: ModelAdapter, workload: Workload, tick: Callable[[str], None] = lambda text: None
+) -> TtftResult:
+    """Measure one workload; ``tick(text)`` reports progress."""
+    with tempfile.TemporaryDirectory(prefix="blendrag-bench-") as root:
+        store = open_store(Path(root) / "store", ram_bytes=0, disk_bytes=1 << 40)
+        try:
+            tick("encoding the chunks")
+            bench = TtftBench(adapter, workload, store)
+            return measure(bench, tick)
+        finally:
+            store.close()
+
+
+@torch.inference_mode()
+def measure(bench: TtftBench, tick: Callable[[str], None] = lambda text: None) -> TtftResult:
+    """Interleaved rounds of every mode, then each mode's peak memory."""
+    workload, adapter = bench.workload, bench.adapter
+    ways: dict[str, Callable[[], int]] = {
+        "full": bench.full,
+        "prefix": bench.prefix,
+        "reuse": bench.reuse,
+        "blend": bench.blend,
+    }
+    tick("warming up")
+    for way in ways.values():
+        way()
+    timings = interleaved(ways, workload.rounds, adapter.device, tick)
+    tick("measuring memory")
+    peaks = {name: peak_bytes(way, adapter.device) for name, way in ways.items()}
+    counts = bench.counts()
+    full = timings["full"].median
+    return TtftResult(
+        model=adapter.model_id,
+        dtype=adapter.layout.dtype,
+        device=str(adapter.device),
+        prompt_tokens=bench.prompt_tokens,
+        ratio=counts.ratio,
+        charged_ratio=counts.charged_ratio,
+        full_ms=full,
+        prefix_ms=timings["prefix"].median,
+        reuse_ms=timings["reuse"].median,
+        blend_ms=timings["blend"].median,
+        speedup=full / timings["blend"].median,
+        reuse_speedup=full / timings["reuse"].median,
+        prefix_speedup=full / timings["prefix"].median,
+        floor_speedup=bench.floor_speedup(counts),
+        kv_bytes=adapter.layout.chunk_bytes(workload.chunks * workload.chunk_tokens),
+        peak_bytes=peaks,
+        spread_ms={name: (t.low, t.high) for name, t in timings.items()},
+        policy=workload.policy,
+        schedule=str(Schedule.parse(workload.schedule)),
+        rounds=workload.rounds,
+        threads=torch.get_num_threads(),
+    )
+
+
+def interleaved(
+    ways: dict[str, Callable[[], object]] | dict[str, Callable[[], int]],
+    rounds: int,
+    device: torch.device,
+    tick: Callable[[str], None] = lambda text: None,
+) -> dict[str, Timing]:
+    """Median, lowest and highest milliseconds of each way over ``rounds`` alternating rounds."""
+    samples: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds):
+        tick(f"round {number + 1} of {rounds}")
+        for name, way in ways.items():
+            samples[name].append(_milliseconds(way, device))
+    return {n: Timing(statistics.median(s), min(s), max(s)) for n, s in samples.items()}
+
+
+def _milliseconds(way: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    way()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - began) * 1e3
+
+
+def _plan(adapter: ModelAdapter, workload: Workload) -> PromptPlan:
+    """Chunks of random ids, back to back, and a question of random ids."""
+    if workload.chunks < 1 or workload.chunk_tokens < 1 or workload.question_tokens < 1:
+        raise InvalidInputError("chunks, chunk-tokens and question-tokens must be 1 or more")
+    total = workload.chunks * workload.chunk_tokens + workload.question_tokens
+    if total > adapter.context_tokens:
+        raise InvalidInputError(
+            f"a prompt of {total} tokens passes the context of {adapter.context_tokens}; "
+            "take fewer or shorter chunks"
+        )
+    vocab = adapter.model.get_input_embeddings().num_embeddings
+    generator = torch.Generator().manual_seed(0)
+    segments: list[Segment] = []
+    position = 0
+    lengths: Sequence[int] = [workload.chunk_tokens] * workload.chunks
+    for number, length in enumerate([*lengths, workload.question_tokens]):
+        ids = tuple(torch.randint(2, vocab, (length,), generator=generator).tolist())
+        chunk = f"chunk-{number}" if number < workload.chunks else None
+        segments.append(Segment("", ids, position, chunk, ids if chunk else ()))
+        position += length
+    return PromptPlan(tuple(segments))
