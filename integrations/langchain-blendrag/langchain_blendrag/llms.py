@@ -1,0 +1,194 @@
+"""``BlendLLM``: text in, text out, with the KV of known chunks loaded instead of computed.
+
+Chunks are recognised in the prompt by their content, so stock chains need no change. Owns the
+LangChain side only; the engine does the work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import LanguageModelInput
+from langchain_core.language_models.llms import BaseLLM
+from langchain_core.outputs import Generation, GenerationChunk, LLMResult
+from langchain_core.prompt_values import PromptValue, StringPromptValue
+from langchain_core.runnables import RunnableConfig
+
+from langchain_blendrag._engine import Piece, agenerate, astream_pieces, stream_pieces, warm
+from langchain_blendrag._fields import CONFIG, RequestFields
+from langchain_blendrag._messages import Message, TemplatedPromptValue, engine_prompt
+from langchain_blendrag._results import generation_info, token_usage
+
+if TYPE_CHECKING:
+    from blendrag.engine import Answer
+
+
+class BlendLLM(RequestFields, BaseLLM):
+    """A local Hugging Face causal LM over a blendrag store.
+
+    A string is one user message through the model's chat template; messages go through the template
+    as they are. ``generation_info`` of every answer holds ``finish_reason``, ``token_usage`` and,
+    under ``blendrag``, the metrics of the request.
+
+    Example:
+        ```python
+        llm = BlendLLM(model="Qwen/Qwen2.5-0.5B-Instruct", store="./kv")
+        chain = prompt | llm
+        ```
+
+    Raises pydantic's ``ValidationError`` for an option that does not exist or is out of range, and
+    blendrag's own errors (``blendrag.errors``) from calls.
+    """
+
+    model_config = CONFIG
+
+    # -- answering ------------------------------------------------------------------------------
+
+    def _generate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        options = self.request_options(stop, **kwargs)
+        answers = [self.engine.generate(engine_prompt(prompt), options) for prompt in prompts]
+        return self._result(answers)
+
+    async def _agenerate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        options = self.request_options(stop, **kwargs)
+        calls = (agenerate(self.engine, engine_prompt(prompt), options) for prompt in prompts)
+        return self._result(await asyncio.gather(*calls))
+
+    def _stream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[GenerationChunk]:
+        options = self.request_options(stop, **kwargs)
+        for piece in stream_pieces(self.engine, engine_prompt(prompt), options):
+            chunk = self._chunk(piece)
+            if run_manager:
+                run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+            yield chunk
+
+    async def _astream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[GenerationChunk]:
+        options = self.request_options(stop, **kwargs)
+        pieces = astream_pieces(self.engine, engine_prompt(prompt), options)
+        async with aclosing(pieces):
+            async for piece in pieces:
+                chunk = self._chunk(piece)
+                if run_manager:
+                    await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
+
+    # -- prompts --------------------------------------------------------------------------------
+
+    def _convert_input(self, model_input: LanguageModelInput) -> PromptValue:
+        return self._templated(super()._convert_input(model_input))
+
+    def _templated(self, value: PromptValue) -> PromptValue:
+        """Messages to go through the model's template instead of becoming "Human: …"."""
+        if not self.apply_chat_template or isinstance(
+            value, StringPromptValue | TemplatedPromptValue
+        ):
+            return value
+        return TemplatedPromptValue(messages=value.to_messages(), render=self._render)
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        from blendrag.engine.prompts import render
+
+        return render(messages, self.engine.resources.tokens, self.request_options())
+
+    def generate_prompt(self, prompts: list[PromptValue], *args: Any, **kwargs: Any) -> LLMResult:
+        """As in ``BaseLLM``; here because some chains call it with messages directly."""
+        return super().generate_prompt([self._templated(p) for p in prompts], *args, **kwargs)
+
+    async def agenerate_prompt(
+        self, prompts: list[PromptValue], *args: Any, **kwargs: Any
+    ) -> LLMResult:
+        """:meth:`generate_prompt`; prompts are rendered off the event loop."""
+        await asyncio.to_thread(warm, self.engine)
+        values = [self._templated(p) for p in prompts]
+        return await super().agenerate_prompt(values, *args, **kwargs)
+
+    async def astream(
+        self,
+        input: LanguageModelInput,
+        config: RunnableConfig | None = None,
+        *,
+        stop: list[str] | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[str]:
+        """As in ``BaseLLM``, with the tokenizer opened off the event loop."""
+        await asyncio.to_thread(warm, self.engine)
+        pieces = super().astream(input, config, stop=stop, **kwargs)
+        async with aclosing(pieces):  # type: ignore[type-var]
+            async for text in pieces:
+                yield text
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Ids by the model's own tokenizer, nothing added."""
+        return list(self.engine.resources.tokens.encode_text(text))
+
+    # -- results --------------------------------------------------------------------------------
+
+    def _result(self, answers: Sequence[Answer]) -> LLMResult:
+        name = self.engine.resources.model_name
+        return LLMResult(
+            generations=[
+                [Generation(text=t, generation_info=generation_info(a, name)) for t in a.texts]
+                for a in answers
+            ],
+            llm_output={"model_name": name, "token_usage": token_usage(answers)},
+        )
+
+    def _chunk(self, piece: Piece) -> GenerationChunk:
+        if piece.answer is None:
+            return GenerationChunk(text=piece.text)
+        info = generation_info(piece.answer, self.engine.resources.model_name)
+        return GenerationChunk(text=piece.text, generation_info=info)
+
+    # -- identity -------------------------------------------------------------------------------
+
+    @property
+    def _llm_type(self) -> str:
+        return "blendrag"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        """All that decides an answer: the key of LangChain's LLM caches."""
+        options, defaults = self.request_options(), self.engine.settings
+        return {
+            "model_name": self.engine.resources.model_name,
+            "store": str(self.engine.resources.root),
+            "mode": options.mode or defaults.mode,
+            "policy": options.policy or defaults.policy,
+            "schedule": options.schedule or defaults.schedule,
+            "ratio": defaults.ratio if options.ratio is None else options.ratio,
+            "max_tokens": options.max_new_tokens or defaults.max_new_tokens,
+            "temperature": options.temperature,
+            "top_p": options.top_p,
+            "stop": list(options.stop),
+            "apply_chat_template": options.apply_chat_template,
+            "template_kwargs": dict(options.template),
+            "generate_kwargs": dict(options.generate),
+        }

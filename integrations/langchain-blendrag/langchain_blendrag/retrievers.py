@@ -1,0 +1,75 @@
+"""``BlendRetriever``: the chunks nearest to a question, as the texts whose KV is stored."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from langchain_core.callbacks import (
+    AsyncCallbackManagerForRetrieverRun,
+    CallbackManagerForRetrieverRun,
+)
+from langchain_core.documents import Document
+from langchain_core.retrievers import BaseRetriever
+from pydantic import Field
+
+from langchain_blendrag._fields import CONFIG, EngineFields
+
+if TYPE_CHECKING:
+    from blendrag.retriever.retriever import RetrievedChunk
+
+
+class BlendRetriever(EngineFields, BaseRetriever):
+    """Retrieves from the corpus beside a blendrag store.
+
+    Documents come document by document, the nearest first, and within one in reading order.
+    ``page_content`` is the chunk's text and ``metadata`` the document's own plus ``source``,
+    ``title``, ``start``, ``end``, ``chunk_id`` and ``distance`` (L2, in [0, 2]).
+
+    Example:
+        ```python
+        retriever = BlendRetriever(model="Qwen/Qwen2.5-0.5B-Instruct", store="./kv", k=6)
+        ```
+    """
+
+    model_config = CONFIG
+
+    k: int | None = Field(default=None, alias="top_k", ge=1)
+    """Chunks to retrieve; ``None`` takes the engine's ``top_k``."""
+
+    def _get_relevant_documents(
+        self,
+        query: str,
+        *,
+        run_manager: CallbackManagerForRetrieverRun | None = None,
+        k: int | None = None,
+    ) -> list[Document]:
+        return [to_document(chunk) for chunk in self._nearest(query, k)]
+
+    async def _aget_relevant_documents(
+        self,
+        query: str,
+        *,
+        run_manager: AsyncCallbackManagerForRetrieverRun | None = None,
+        k: int | None = None,
+    ) -> list[Document]:
+        chunks = await asyncio.to_thread(self._nearest, query, k)
+        return [to_document(chunk) for chunk in chunks]
+
+    def _nearest(self, query: str, k: int | None) -> list[RetrievedChunk]:
+        chunks: list[RetrievedChunk] = self.engine.retrieve(query, self.k if k is None else k)
+        return chunks
+
+
+def to_document(chunk: RetrievedChunk) -> Document:
+    """``page_content`` is exactly the stored text: it is what the LLM recognises a chunk by."""
+    metadata: dict[str, Any] = {
+        **chunk.metadata,
+        "source": chunk.source,
+        "title": chunk.title,
+        "start": chunk.start,
+        "end": chunk.end,
+        "chunk_id": chunk.chunk_id,
+        "distance": chunk.distance,
+    }
+    return Document(id=chunk.chunk_id, page_content=chunk.text, metadata=metadata)

@@ -1,0 +1,270 @@
+"""``BlendLLM`` by itself: prompts, options, streaming, async, what it reports."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import threading
+import time
+from typing import Any
+
+import pytest
+from langchain_core.caches import InMemoryCache
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.prompt_values import ChatPromptValue
+from pydantic import ValidationError
+
+from blendrag.engine import BlendEngine
+from blendrag.errors import ContextOverflowError, InvalidInputError
+from langchain_blendrag import BlendLLM
+from langchain_blendrag._messages import RenderedPrompt
+
+MESSAGES = [SystemMessage("Be brief."), HumanMessage("Where is Place32?")]
+RENDERED = "<|bos|><|system|>Be brief.\n<|user|>Where is Place32?\n<|assistant|>"
+
+
+@pytest.fixture
+def llm(engine: BlendEngine) -> BlendLLM:
+    return BlendLLM(engine=engine)
+
+
+def test_a_string_is_one_user_message_through_the_template(
+    llm: BlendLLM, engine: BlendEngine
+) -> None:
+    expected = engine.generate([{"role": "user", "content": "Where is Place32?"}]).text
+    assert llm.invoke("Where is Place32?") == expected
+
+
+def test_messages_go_through_the_models_template_once(
+    llm: BlendLLM, engine: BlendEngine, seen: Any
+) -> None:
+    expected = engine.generate(
+        [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Where is Place32?"},
+        ]
+    )
+    assert llm.invoke(MESSAGES, config={"callbacks": [seen]}) == expected.text
+    assert seen.prompts == [RENDERED]
+    assert seen.metrics[0]["prompt_tokens"] == expected.metrics.prompt_tokens
+
+
+def test_messages_handed_to_generate_prompt_are_not_flattened_either(
+    llm: BlendLLM, seen: Any
+) -> None:
+    llm.generate_prompt([ChatPromptValue(messages=MESSAGES)], callbacks=[seen])
+    assert seen.prompts == [RENDERED]
+
+
+def test_without_the_template_messages_arrive_as_langchain_flattens_them(
+    engine: BlendEngine, seen: Any
+) -> None:
+    raw = BlendLLM(engine=engine, apply_chat_template=False)
+    raw.invoke(MESSAGES, config={"callbacks": [seen]})
+    assert seen.prompts == ["System: Be brief.\nHuman: Where is Place32?"]
+
+
+def test_turns_and_tool_results_keep_their_roles(llm: BlendLLM, seen: Any) -> None:
+    call = {"name": "look", "args": {"q": "x"}, "id": "1", "type": "tool_call"}
+    turns = [
+        HumanMessage("Look it up."),
+        AIMessage("", tool_calls=[call]),
+        ToolMessage("found", tool_call_id="1"),
+    ]
+    llm.invoke(turns, config={"callbacks": [seen]})
+    assert seen.prompts == [
+        "<|bos|><|user|>Look it up.\n<|assistant|>\n<|tool|>found\n<|assistant|>"
+    ]
+
+
+def test_a_rendered_prompt_survives_pickling() -> None:
+    prompt = RenderedPrompt("text", [{"role": "user", "content": "x"}])
+    copy = pickle.loads(pickle.dumps(prompt))
+    assert (copy, copy.messages) == (prompt, prompt.messages)
+
+
+def test_streamed_pieces_make_the_invoked_answer(llm: BlendLLM, seen: Any) -> None:
+    pieces = list(llm.stream("Where is Place32?", config={"callbacks": [seen]}))
+    assert len(pieces) > 2
+    assert "".join(pieces) == llm.invoke("Where is Place32?")
+    assert "".join(seen.tokens) == "".join(pieces)
+    assert seen.metrics[0]["new_tokens"] == 8
+
+
+def test_a_token_is_told_to_callbacks_before_it_is_yielded(llm: BlendLLM, seen: Any) -> None:
+    for count, _ in enumerate(llm.stream("Where is Place32?", config={"callbacks": [seen]}), 1):
+        assert len(seen.tokens) == count
+
+
+def test_stop_ends_the_answer_in_every_way_of_asking(llm: BlendLLM, seen: Any) -> None:
+    whole = llm.invoke("Where is Place32?")
+    stop = whole[2:4]
+    cut = whole[: whole.index(stop)]
+    config = {"callbacks": [seen]}
+    assert llm.invoke("Where is Place32?", config, stop=[stop]) == cut
+    assert "".join(llm.stream("Where is Place32?", config, stop=[stop])) == cut
+    assert BlendLLM(engine=llm.engine, stop=[stop]).invoke("Where is Place32?") == cut
+    assert llm.bind(stop=[stop]).invoke("Where is Place32?") == cut
+    infos = [r.generations[0][0].generation_info for r in seen.results]
+    assert [info["finish_reason"] for info in infos] == ["stop", "stop"]
+
+
+def test_an_answer_reports_its_usage_and_its_metrics(llm: BlendLLM) -> None:
+    result = llm.generate(["Where is Place32?", "And Place11?"])
+    usages = [g[0].generation_info["token_usage"] for g in result.generations]
+    assert result.llm_output is not None
+    assert result.llm_output["token_usage"] == {
+        name: sum(usage[name] for usage in usages) for name in usages[0]
+    }
+    info = result.generations[0][0].generation_info
+    assert info["finish_reason"] in {"length", "stop"}
+    assert info["blendrag"]["ttft_s"] > 0
+    assert info["token_usage"]["completion_tokens"] == 8
+
+
+def test_several_sequences_are_several_generations_and_stream_as_one_piece(
+    engine: BlendEngine,
+) -> None:
+    two = BlendLLM(engine=engine, generate_kwargs={"num_beams": 2, "num_return_sequences": 2})
+    assert len(two.generate(["Where is Place32?"]).generations[0]) == 2
+    assert "".join(two.stream("Where is Place32?")) == two.invoke("Where is Place32?")
+
+
+def test_an_abandoned_stream_frees_the_model(llm: BlendLLM, seen: Any) -> None:
+    for _ in llm.stream("Where is Place32?", config={"callbacks": [seen]}, max_tokens=3000):
+        break
+    began = time.perf_counter()
+    assert llm.invoke("And Place11?", max_tokens=2)
+    assert time.perf_counter() - began < 2
+    assert isinstance(seen.errors[0], GeneratorExit)
+
+
+async def test_async_answers_equal_sync_answers_inside_a_running_loop(llm: BlendLLM) -> None:
+    expected = llm.invoke(MESSAGES)
+    assert await llm.ainvoke(MESSAGES) == expected
+    assert "".join([piece async for piece in llm.astream(MESSAGES)]) == expected
+    assert await llm.abatch([MESSAGES, MESSAGES]) == [expected, expected]
+    assert llm.invoke(MESSAGES) == expected  # sync, with a loop already running
+
+
+async def test_the_event_loop_turns_while_the_model_works(llm: BlendLLM) -> None:
+    turns = 0
+
+    async def tick() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0.005)
+            turns += 1
+
+    ticking = asyncio.create_task(tick())
+    began = time.perf_counter()
+    await llm.ainvoke("Where is Place32?", max_tokens=150)
+    elapsed = time.perf_counter() - began
+    ticking.cancel()
+    assert turns > elapsed / 0.005 / 5
+
+
+async def test_a_cancelled_call_frees_the_model(llm: BlendLLM) -> None:
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(llm.ainvoke("Where is Place32?", max_tokens=3000), 0.3)
+    assert await asyncio.wait_for(llm.ainvoke("And Place11?", max_tokens=2), 2)
+
+
+async def test_an_abandoned_async_stream_frees_the_model(llm: BlendLLM) -> None:
+    stream = llm.astream("Where is Place32?", max_tokens=3000)
+    async for _ in stream:
+        break
+    await stream.aclose()  # type: ignore[attr-defined]
+    assert await asyncio.wait_for(llm.ainvoke("And Place11?", max_tokens=2), 2)
+
+
+def test_calls_from_many_threads_get_their_own_answers(llm: BlendLLM) -> None:
+    questions = [f"Where is Place{i}1?" for i in range(4)]
+    expected = [llm.invoke(q) for q in questions]
+    answers: dict[int, str] = {}
+    threads = [
+        threading.Thread(target=lambda i=i: answers.update({i: llm.invoke(questions[i])}))
+        for i in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [answers[i] for i in range(4)] == expected
+    assert llm.batch(questions) == expected
+
+
+def test_a_call_may_override_the_fields(llm: BlendLLM) -> None:
+    result = llm.generate(["Where is Place32?"], mode="full", max_tokens=3)
+    metrics = result.generations[0][0].generation_info["blendrag"]
+    assert (metrics["mode"], metrics["new_tokens"]) == ("full", 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"temperatur": 0.5}, "Extra inputs are not permitted"),
+        ({"ratio": 1.5}, r"ratio 1.5 is outside \[0, 1\]"),
+        ({"mode": "fast"}, "'blend', 'full', 'prefix' or 'reuse'"),
+        ({"policy": "best"}, "policy 'best' is not one of"),
+        ({"max_tokens": 0}, "max_new_tokens 0 is not 1 or more"),
+        ({"temperature": -1}, "temperature -1.0 is not 0 or more"),
+        ({"model": "demo"}, "leave model out"),
+    ],
+)
+def test_a_wrong_option_is_refused_when_the_wrapper_is_made(
+    engine: BlendEngine, options: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        BlendLLM(engine=engine, **options)
+
+
+def test_a_wrong_option_of_a_call_is_named(llm: BlendLLM) -> None:
+    with pytest.raises(InvalidInputError, match=r"max_length: not an option of a call; expected"):
+        llm.invoke("Where?", max_length=3)
+
+
+def test_a_prompt_longer_than_the_context_says_by_how_much(llm: BlendLLM) -> None:
+    with pytest.raises(ContextOverflowError, match=r"over the model's context of 4096"):
+        llm.invoke("Place32 " * 3000)
+
+
+def test_an_image_is_refused_in_a_sentence(llm: BlendLLM) -> None:
+    image = HumanMessage([{"type": "image_url", "image_url": {"url": "data:,x"}}])
+    with pytest.raises(InvalidInputError, match="only text can be read"):
+        llm.invoke([image])
+
+
+def test_wrappers_of_the_same_names_share_one_engine(tmp_path: Any) -> None:
+    from langchain_blendrag import BlendRetriever, close_shared_engines
+
+    try:
+        a, b = BlendLLM(store=tmp_path / "a"), BlendLLM(store=tmp_path / "b")
+        again = BlendRetriever(model="demo", store=tmp_path / "x" / ".." / "a", k=2)
+        assert a.engine is again.engine
+        assert a.engine is not b.engine
+        assert not (tmp_path / "a").exists()
+    finally:
+        close_shared_engines()
+
+
+def test_the_engine_is_not_part_of_the_wrappers_description(llm: BlendLLM) -> None:
+    assert "engine" not in llm.model_dump()
+    assert "engine" not in repr(llm)
+    assert llm._identifying_params["mode"] == "blend"
+
+
+def test_langchains_cache_tells_modes_apart(engine: BlendEngine) -> None:
+    cache = InMemoryCache()
+    blend, full = (BlendLLM(engine=engine, cache=cache, mode=m) for m in ("blend", "full"))
+    first = blend.generate(["Where is Place32?"])
+    again = blend.generate(["Where is Place32?"])
+    other = full.generate(["Where is Place32?"])
+    assert first.llm_output
+    assert not again.llm_output
+    assert other.llm_output
+
+
+def test_tokens_are_counted_by_the_models_own_tokenizer(llm: BlendLLM, tokenizer: Any) -> None:
+    text = "Where is Place32?"
+    assert llm.get_num_tokens(text) == len(tokenizer.encode(text, add_special_tokens=False))
