@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import DynamicCache
 
 from blendrag.errors import InvalidInputError, UnsupportedModelError

@@ -55,14 +55,15 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def change_token(model: nn.Module) -> tuple[int, int, str]:
+def change_token(model: nn.Module) -> tuple[int, tuple[object, ...], str]:
     """Changes whenever a weight is replaced, written in place, or another adapter is activated."""
-    versions = pointers = 0
+    versions = 0
+    places = []
     for _, tensor in named_tensors(model):
         if not tensor.is_inference():
             versions += tensor._version
-        pointers ^= hash((tensor.data_ptr(), tuple(tensor.shape)))
-    return versions, pointers, adapters_of(model)
+        places.append((tensor.data_ptr(), tuple(tensor.shape)))
+    return versions, tuple(places), adapters_of(model)
 
 
 def adapters_of(model: nn.Module) -> str:
