@@ -13,7 +13,15 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from blendrag.demo.facts import KINDS
-from blendrag.demo.generator import Deck, Document, Question, Shape, ask_about, write_document
+from blendrag.demo.generator import (
+    Deck,
+    Document,
+    Question,
+    Shape,
+    ask_about,
+    named,
+    write_document,
+)
 from blendrag.demo.names import NameDealer, Split
 from blendrag.demo.prompts import FORMS, NATIVE, Entry, Form, Template, template
 
@@ -49,6 +57,11 @@ class Sample:
     def question_position(self) -> int:
         return self.positions[-1] + 1
 
+    def restart(self, tokens: list[int]) -> None:
+        """Drops the context for one that begins with `tokens`; keeps the questions."""
+        self.tokens, self.positions, self.chunks = [], [], []
+        self.append(tokens)
+
     def append(self, tokens: list[int], chunk: int = -1, gap: int = 0) -> None:
         start = gap + (self.question_position if self.positions else 0)
         self.tokens += tokens
@@ -78,6 +91,10 @@ class Writer:
         """`n` tokens that are not special; of the first `pool` of them only, if that is given."""
         end = self.n_special + pool if pool else self.vocab_size
         return [rng.randrange(self.n_special, end) for _ in range(n)]
+
+    def question(self, form: Form, text: str) -> list[int]:
+        """The tokens after the last chunk, up to the answer."""
+        return self.encode(self._templates[form.name].question(text))
 
     def sample(
         self,
@@ -109,41 +126,102 @@ class Stage:
     name: str
     make: Callable[[random.Random, Writer], Sample]
     until: float
+    move_on_at: float = 0.95
+    tokens_per_step: int = 2048  # small steps, and many of them, are what the early stages need
 
 
 @dataclass(frozen=True)
 class Repeats:
     """Random tokens three times over, the second and third time supervised: induction forms.
 
-    It forms within minutes where the tokens are drawn from few; that they are all then usable
-    (`pool` 0) takes little more.
+    It forms within minutes where the tokens are drawn from few (`pool`).
     """
 
     pool: int
     lengths: tuple[int, int]
 
     def __call__(self, rng: random.Random, writer: Writer) -> Sample:
+        once = writer.random_tokens(rng, rng.randint(*self.lengths), self.pool)
         sample = Sample()
         sample.append([writer.bos])
-        once = writer.random_tokens(rng, rng.randint(*self.lengths), self.pool)
         # The first token of the repeat cannot be known: how long the sequence is, is random.
         sample.questions.append(Asked(once * 3, len(once) + 1))
         return sample
 
 
-def recall(rng: random.Random, writer: Writer) -> Sample:
-    """Keys of one to four random tokens, each with a value."""
-    stop, ask = writer.encode("."), writer.encode("?")
+def name_repeats(rng: random.Random, writer: Writer) -> Sample:
+    """Names and values three times over: induction is carried to the tokens that matter."""
+    if rng.random() < 0.1:
+        return Repeats(0, (6, 24))(rng, writer)
+    once = [t for pair in _pairs(rng, writer, rng.randint(2, 5)) for tokens in pair for t in tokens]
     sample = Sample()
     sample.append([writer.bos])
-    pairs = []
-    for _ in range(rng.randint(6, 14)):
-        key, value = (writer.random_tokens(rng, n) for n in (rng.randint(1, 4), 1))
-        pairs.append((key, value))
-        sample.append(key + value + stop)
-    for key, value in rng.sample(pairs, 6):
-        sample.questions.append(Asked([*ask, *key, *value, writer.end], 1 + len(key)))
+    sample.questions.append(Asked(once * 3, len(once) + 1))
     return sample
+
+
+def recall(rng: random.Random, writer: Writer) -> Sample:
+    """A list of names, each with a value, in no sentence yet; asked in another order."""
+    colon, stop = writer.encode(":"), writer.encode(".")
+    pairs = _pairs(rng, writer, rng.randint(3, 8))
+    sample = Sample()
+    sample.append([writer.bos])
+    for name, value in pairs:
+        sample.append([*name, *colon, *value, *stop])
+    for name, value in rng.sample(pairs, 3):
+        sample.questions.append(Asked([*name, *colon, *value], len(name) + 1))
+    return sample
+
+
+def ladder(rng: random.Random, writer: Writer) -> Sample:
+    """From the list to the document and from the bare name to the question, one fact each.
+
+    Every rung shares something with the one below it, so that binding over a distance grows out of
+    recall: a list, a list with words between name and value, sentences; asked by name and colon, by
+    name in the place of the question, by the question itself.
+    """
+    dealer = NameDealer(rng, "train")
+    deck = Deck(rng, dealer)
+    kind = rng.choice(list(KINDS.values()))
+    attribute = rng.choice([a for a in kind.attributes if a.values])
+    shape = Shape((1, 0), (0, 0), 0, rng.random() < 0.5)
+    documents = [
+        write_document(rng, dealer, deck, kind, shape, [attribute.key])
+        for _ in range(rng.randint(3, 6))
+    ]
+    said, asked = rng.randrange(3), rng.randrange(3)
+    colon, stop = writer.encode(":"), writer.encode(".")
+    words = writer.encode(" ".join(attribute.questions).replace("{n}", ""))
+    questions = [q for d in documents for q in ask_about(rng, d) if q.answer == d.facts[0].value]
+    entries = [Entry(d.paragraphs[0]) for d in documents]
+    sample = writer.sample(NATIVE, entries, questions)
+    if said < 2:
+        sample.restart([writer.bos])
+        for d in documents:
+            gap = rng.sample(words, min(len(words), rng.randint(0, 8))) if said else colon
+            name, value = writer.encode(f" {d.name}"), writer.encode(f" {d.facts[0].value}")
+            sample.append([*name, *gap, *value, *stop])
+    if asked < 2:
+        sample.questions = [
+            Asked([*head, *writer.encode(f" {q.answer}"), writer.end], len(head))
+            for d, q in zip(documents, questions, strict=True)
+            for head in (
+                writer.encode(f" {d.name}:")
+                if asked == 0
+                else writer.question(NATIVE, f"{d.name}?"),
+            )
+        ]
+    return sample
+
+
+def _pairs(rng: random.Random, writer: Writer, n: int) -> list[tuple[list[int], list[int]]]:
+    """`n` names and as many different values of one attribute, as tokens."""
+    dealer = NameDealer(rng, "train")
+    deck = Deck(rng, dealer)
+    kind = rng.choice(list(KINDS.values()))
+    attribute = rng.choice([a for a in kind.attributes if a.values])
+    texts = [(named(dealer, rng, kind), deck.value(attribute)) for _ in range(n)]
+    return [(writer.encode(f" {name}"), writer.encode(f" {value}")) for name, value in texts]
 
 
 @dataclass(frozen=True)
@@ -221,13 +299,12 @@ def arrange(
 
 STAGES: tuple[Stage, ...] = (
     Stage("few-repeats", Repeats(100, (4, 16)), 0.12),
-    Stage("repeats", Repeats(0, (8, 32)), 0.2),
-    Stage("recall", recall, 0.25),
-    Stage(
-        "one-fact", DocumentsStage((3, 6), ((1, 1), (0, 0)), keys=(1, 2), introduction=0.5), 0.35
-    ),
-    Stage("facts", DocumentsStage((3, 6), ((2, 4), (0, 0)), 1, (4, 8), 0.7), 0.45),
-    Stage("back-references", DocumentsStage((2, 5), ((1, 2), (1, 2)), 0, (3, 6), 0.5), 0.6),
-    Stage("two-chunks", DocumentsStage((3, 6), ((2, 3), (2, 3)), 1, (6, 9), 0.8), 0.7),
-    Stage("prompts", DocumentsStage((2, 6), ((3, 3), (4, 4)), real=True), 1.0),
+    Stage("name-repeats", name_repeats, 0.25, 0.85),
+    Stage("recall", recall, 0.3),
+    Stage("ladder", ladder, 0.4),
+    Stage("one-fact", DocumentsStage((3, 6), ((1, 1), (0, 0)), keys=(1, 2), introduction=0.5), 0.5),
+    Stage("facts", DocumentsStage((3, 6), ((2, 4), (0, 0)), 1, (4, 8), 0.7), 0.55),
+    Stage("back-references", DocumentsStage((2, 5), ((1, 2), (1, 2)), 0, (3, 6), 0.5), 0.65),
+    Stage("two-chunks", DocumentsStage((3, 6), ((2, 3), (2, 3)), 1, (6, 9), 0.8), 0.75, 0.95, 4096),
+    Stage("prompts", DocumentsStage((2, 6), ((3, 3), (4, 4)), real=True), 1.0, 1.0, 4096),
 )

@@ -171,11 +171,7 @@ def write_document(
     """
     # 1) who it is about, and what can be said
     gender = rng.choice(("female", "male"))
-    name = {
-        "person": lambda: dealer.person(gender),
-        "company": dealer.company,
-        "town": dealer.town,
-    }[kind.name]()
+    name = named(dealer, rng, kind, gender)
     role = deck.role(kind)
     pool = [a for a in kind.attributes if keys is None or a.key in keys]
     drawn = rng.sample(pool, min(sum(shape.facts), len(pool)))
@@ -211,6 +207,13 @@ def write_document(
         asked = Attribute("role", kind.roles, kind.introductions, kind.role_questions)
         facts += (Fact(asked, role.split(" ", 1)[1], 0),)
     return Document(slug(name), name, kind.name, tuple(paragraphs), facts)
+
+
+def named(dealer: NameDealer, rng: random.Random, kind: Kind, gender: str = "") -> str:
+    """A fresh name for an entity of `kind`; a person's is of either gender unless that is given."""
+    if kind.name == "person":
+        return dealer.person(gender or rng.choice(("female", "male")))
+    return dealer.company() if kind.name == "company" else dealer.town()
 
 
 def ask_about(rng: random.Random, document: Document) -> tuple[Question, ...]:

@@ -31,9 +31,7 @@ from blendrag.demo.tokenizer import train_tokenizer
 LEARNING_RATE, FINAL_RATE = 2e-3, 3e-5
 WARMUP_STEPS = 100
 COOLDOWN = 0.25  # the last part of the run, over which the rate falls linearly
-MOVE_ON_AT = 0.95
 CURRENT_SHARE = 0.75  # of the steps; the rest keeps the earlier stages alive
-TOKENS_PER_STEP = 4096
 SAVE_EVERY_S = 60.0
 
 
@@ -174,7 +172,10 @@ class Run:
         if stage == progress.stage:
             progress.accuracy += 0.05 * (accuracy - progress.accuracy)
             progress.last_loss = loss
-        over = progress.accuracy >= MOVE_ON_AT or done >= STAGES[progress.stage].until
+        over = (
+            progress.accuracy >= STAGES[progress.stage].move_on_at
+            or done >= STAGES[progress.stage].until
+        )
         if over and progress.stage + 1 < len(STAGES):
             progress.stage += 1
             progress.accuracy = 0.0
@@ -190,7 +191,7 @@ def _fill(rng: random.Random, stage: int, writer: Writer) -> Iterator[Sample]:
         longest_context = max(longest_context, len(sample.tokens))
         longest_asked = max(longest_asked, sum(len(q.tokens) for q in sample.questions))
         n += 1
-        if n > 1 and n * (longest_context + longest_asked) > TOKENS_PER_STEP:
+        if n > 1 and n * (longest_context + longest_asked) > STAGES[stage].tokens_per_step:
             return
         yield sample
 
