@@ -13,6 +13,7 @@ _SILENT = {
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
 }
 _CHATTY = ("transformers", "sentence_transformers", "huggingface_hub", "peft", "torch", "faiss")

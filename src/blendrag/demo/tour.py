@@ -173,7 +173,7 @@ def table(tour: Tour) -> Table:
     drawn.add_column("TTFT ms\n" + " / ".join(MODES), justify="right")
     drawn.add_column("prompt", justify="right")
     drawn.add_column("reused", justify="right")
-    drawn.add_column("recom-\nputed", justify="right")
+    drawn.add_column("of them\nrecomputed", justify="right")
     for stop in tour.stops:
         replies = [stop.replies[mode] for mode in MODES]
         blend = stop.replies["blend"]
@@ -207,5 +207,6 @@ def _plain(text: str) -> str:
 
 
 def _marked(reply: Reply) -> str:
-    shown = _plain(" ".join(reply.answer.split()) or "(nothing)")
+    printable = "".join(c if c.isprintable() else "�" for c in " ".join(reply.answer.split()))
+    shown = _plain(printable or "(nothing)")
     return shown if reply.correct else f"[bold red]✗ {shown}[/]"
