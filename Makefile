@@ -1,0 +1,55 @@
+# Everything sets itself up: `make demo` and `make test` work on a fresh machine with Python 3.11+.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+# Further arguments for installing torch, such as an index of CPU builds.
+TORCH_ARGS ?=
+
+PLUGS    := $(sort $(patsubst %/pyproject.toml,%,$(wildcard integrations/*/pyproject.toml)))
+PROJECTS := . $(PLUGS)
+
+# Models come from the packages, never from a hub.
+export HF_HUB_OFFLINE = 1
+export TRANSFORMERS_OFFLINE = 1
+export TOKENIZERS_PARALLELISM = false
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench wheels
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+
+setup: $(READY) ## make .venv with everything the other targets need
+
+# torch comes first and alone: whatever asks for it more loosely would pull another build.
+$(READY): pyproject.toml constraints.txt $(PLUGS:%=%/pyproject.toml)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "$(PYTHON) is older than Python 3.11; name another one: make PYTHON=python3.12" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0 $(TORCH_ARGS)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]' $(PLUGS:%=-e %)
+	@touch $@
+
+demo: $(READY) ## ingest the demo corpus, ask it questions in three modes, print one table
+	@$(BIN)/blendrag demo
+
+test: lint ## everything: style, types, layers, tests
+	$(BIN)/python -m pytest
+
+lint: $(READY) ## style, types, layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY) ## time to first token on the geometry of a 0.5B model
+	$(BIN)/blendrag bench ttft --geometry qwen2.5-0.5b --chunks 6 --chunk-tokens 512 \
+	  --question-tokens 32 --ratio 0.15
+
+wheels: $(READY) ## the three wheels, in dist/
+	rm -rf dist
+	for project in $(PROJECTS); do \
+	  $(BIN)/python -m build --wheel --no-isolation --outdir dist $$project || exit 1; \
+	done
