@@ -2,7 +2,7 @@
 
 Wrappers that name the same model and store get the same :class:`BlendEngine`, so that an LLM and a
 retriever load the model once. What is made here lives until :func:`close_shared_engines` or the end
-of the process.
+of the process. The LangChain and the LlamaIndex package hold the same copy of this file.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from blendrag.config import settings
+from blendrag.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from blendrag.engine import Answer, BlendEngine, Options, Prompt
@@ -55,6 +56,25 @@ def shared_engine(
                 name.model, name.store, dtype=name.dtype, device=name.device
             )
         return _engines[name]
+
+
+def choose_engine(
+    engine: BlendEngine | None,
+    model: str | None,
+    store: Path | str | None,
+    dtype: str | None,
+    device: str | None,
+) -> BlendEngine:
+    """The engine given, or the shared one of these names; :class:`InvalidInputError` for both."""
+    if engine is None:
+        return shared_engine(model, store, dtype, device)
+    names = {"model": model, "store": store, "dtype": dtype, "device": device}
+    named = ", ".join(name for name, value in names.items() if value is not None)
+    if named:
+        raise InvalidInputError(
+            f"engine= and {named}= were both given; leave {named} out, the engine has its own"
+        )
+    return engine
 
 
 def close_shared_engines() -> None:

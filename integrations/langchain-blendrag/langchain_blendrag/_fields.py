@@ -1,7 +1,8 @@
 """The constructor arguments that blendrag's wrappers have in common, and what becomes of them.
 
 Knows nothing of prompts. A limit such as "ratio in [0, 1]" is stated by :class:`Options` alone; here
-it only becomes a pydantic error when it is broken.
+it only becomes a pydantic error when it is broken. The LangChain and the LlamaIndex package hold the
+same copy of this file.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from blendrag.config import Mode
 from blendrag.errors import InvalidInputError
-from langchain_blendrag._engine import shared_engine
+
+from ._engine import choose_engine
 
 if TYPE_CHECKING:
     from blendrag.engine import Options
 
-#: Names a call may override, as LangChain or as blendrag spells them.
+#: Names a call may override, as the frameworks or as blendrag spells them.
 CALL_OPTIONS = {
     "mode": "mode",
     "policy": "policy",
@@ -35,7 +37,7 @@ CALL_OPTIONS = {
 }
 
 
-#: A misspelt argument is an error. LangChain's bases ignore it, and the last base wins in pydantic:
+#: A misspelt argument is an error. The frameworks' bases ignore it, and the last base wins in pydantic:
 #: wrappers repeat this line.
 CONFIG = ConfigDict(extra="forbid", populate_by_name=True, arbitrary_types_allowed=True)
 
@@ -56,14 +58,7 @@ class EngineFields(BaseModel):
 
     @model_validator(mode="after")
     def _take_engine(self) -> EngineFields:
-        named = [n for n in ("model", "store", "dtype", "device") if getattr(self, n) is not None]
-        if self.engine is None:
-            self.engine = shared_engine(self.model, self.store, self.dtype, self.device)
-        elif named:
-            raise ValueError(
-                f"engine= and {', '.join(named)}= were both given; leave {', '.join(named)} out, the "
-                "engine has its own"
-            )
+        self.engine = choose_engine(self.engine, self.model, self.store, self.dtype, self.device)
         return self
 
 
@@ -84,7 +79,7 @@ class RequestFields(EngineFields):
     stop: list[str] | None = None
     """Texts that end an answer; a call's own ``stop`` replaces them."""
     apply_chat_template: bool = True
-    """``False`` sends strings as they are, and messages as LangChain flattens them."""
+    """``False`` sends strings as they are, and messages as the framework flattens them."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the chat template (``enable_thinking``, …)."""
     generate_kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -1,0 +1,140 @@
+"""One engine for many wrappers, and the two ways to listen to it.
+
+Wrappers that name the same model and store get the same :class:`BlendEngine`, so that an LLM and a
+retriever load the model once. What is made here lives until :func:`close_shared_engines` or the end
+of the process. The LangChain and the LlamaIndex package hold the same copy of this file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import threading
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from blendrag.config import settings
+from blendrag.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from blendrag.engine import Answer, BlendEngine, Options, Prompt
+
+
+class EngineName(NamedTuple):
+    """What tells two shared engines apart; nothing is left to default."""
+
+    model: str
+    store: Path
+    dtype: str
+    device: str
+
+
+_engines: dict[EngineName, BlendEngine] = {}
+_making = threading.Lock()
+
+
+def shared_engine(
+    model: str | None = None,
+    store: Path | str | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+) -> BlendEngine:
+    """The process's engine of that name; ``None`` takes blendrag's settings. Loads no model yet."""
+    from blendrag.engine import BlendEngine
+
+    defaults = settings()
+    name = EngineName(
+        model or defaults.model,
+        Path(store or defaults.store).expanduser().resolve(),
+        dtype or defaults.dtype,
+        device or defaults.device,
+    )
+    with _making:
+        if name not in _engines:
+            _engines[name] = BlendEngine(
+                name.model, name.store, dtype=name.dtype, device=name.device
+            )
+        return _engines[name]
+
+
+def choose_engine(
+    engine: BlendEngine | None,
+    model: str | None,
+    store: Path | str | None,
+    dtype: str | None,
+    device: str | None,
+) -> BlendEngine:
+    """The engine given, or the shared one of these names; :class:`InvalidInputError` for both."""
+    if engine is None:
+        return shared_engine(model, store, dtype, device)
+    names = {"model": model, "store": store, "dtype": dtype, "device": device}
+    named = ", ".join(name for name, value in names.items() if value is not None)
+    if named:
+        raise InvalidInputError(
+            f"engine= and {named}= were both given; leave {named} out, the engine has its own"
+        )
+    return engine
+
+
+def close_shared_engines() -> None:
+    """Close every engine made by :func:`shared_engine`; later calls make new ones."""
+    with _making:
+        engines = list(_engines.values())
+        _engines.clear()
+    for engine in engines:
+        engine.close()
+
+
+atexit.register(close_shared_engines)
+
+
+class Piece(NamedTuple):
+    """Some text of an answer; the last piece brings the whole answer with its metrics."""
+
+    text: str
+    answer: Answer | None = None
+
+
+def stream_pieces(engine: BlendEngine, prompt: Prompt, options: Options) -> Iterator[Piece]:
+    """An answer piece by piece. Leaving the loop early stops generation."""
+    pieces = engine.stream(prompt, options)
+    streamed = False
+    try:
+        for text in pieces:
+            streamed = True
+            yield Piece(text)
+        yield _last(pieces.answer, streamed)
+    finally:
+        pieces.close()
+
+
+async def astream_pieces(
+    engine: BlendEngine, prompt: Prompt, options: Options
+) -> AsyncGenerator[Piece, None]:
+    """:func:`stream_pieces` without blocking the event loop."""
+    pieces = await asyncio.to_thread(engine.stream, prompt, options)
+    streamed = False
+    try:
+        while (text := await asyncio.to_thread(next, pieces, None)) is not None:
+            streamed = True
+            yield Piece(text)
+        yield _last(pieces.answer, streamed)
+    finally:
+        pieces.close()
+
+
+def _last(answer: Answer, streamed: bool) -> Piece:
+    # beams and several sequences are not streamed by transformers: all their text comes at the end
+    return Piece("" if streamed else answer.text, answer)
+
+
+async def agenerate(engine: BlendEngine, prompt: Prompt, options: Options) -> Answer:
+    """``engine.agenerate``, with what is opened on first use opened off the event loop."""
+    await asyncio.to_thread(warm, engine)
+    return await engine.agenerate(prompt, options)
+
+
+def warm(engine: BlendEngine) -> None:
+    """Open tokenizer and corpus, which planning a request needs. Loads no named model's weights."""
+    _ = engine.resources.tokens, engine.resources.corpus

@@ -1,0 +1,128 @@
+"""The constructor arguments that blendrag's wrappers have in common, and what becomes of them.
+
+Knows nothing of prompts. A limit such as "ratio in [0, 1]" is stated by :class:`Options` alone; here
+it only becomes a pydantic error when it is broken. The LangChain and the LlamaIndex package hold the
+same copy of this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from blendrag.config import Mode
+from blendrag.errors import InvalidInputError
+
+from ._engine import choose_engine
+
+if TYPE_CHECKING:
+    from blendrag.engine import Options
+
+#: Names a call may override, as the frameworks or as blendrag spells them.
+CALL_OPTIONS = {
+    "mode": "mode",
+    "policy": "policy",
+    "schedule": "schedule",
+    "ratio": "ratio",
+    "max_tokens": "max_new_tokens",
+    "max_new_tokens": "max_new_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "apply_chat_template": "apply_chat_template",
+    "template_kwargs": "template",
+    "generate_kwargs": "generate",
+}
+
+
+#: A misspelt argument is an error. The frameworks' bases ignore it, and the last base wins in pydantic:
+#: wrappers repeat this line.
+CONFIG = ConfigDict(extra="forbid", populate_by_name=True, arbitrary_types_allowed=True)
+
+
+class EngineFields(BaseModel):
+    """Which engine a wrapper uses: one given, or the shared one of a model and a store."""
+
+    model_config = CONFIG
+
+    model: str | None = None
+    """Hub id or directory of a causal LM, or ``demo``."""
+    store: Path | None = None
+    """Directory that ``blendrag ingest --store`` filled."""
+    dtype: str | None = None
+    device: str | None = None
+    engine: Any = Field(default=None, exclude=True, repr=False)
+    """A ``BlendEngine`` to share; instead of ``model``, ``store``, ``dtype`` and ``device``."""
+
+    @model_validator(mode="after")
+    def _take_engine(self) -> EngineFields:
+        self.engine = choose_engine(self.engine, self.model, self.store, self.dtype, self.device)
+        return self
+
+
+class RequestFields(EngineFields):
+    """How a wrapper asks its engine; ``None`` takes the engine's default."""
+
+    mode: Mode | None = None
+    """``blend``, ``full``, ``prefix`` or ``reuse``."""
+    policy: str | None = None
+    """Selection policy of mode ``blend``: ``hkvd``, ``boundary(k)``, …"""
+    schedule: str | None = None
+    ratio: float | None = None
+    """Mean share of chunk tokens recomputed, in [0, 1]."""
+    max_tokens: int | None = Field(default=None, alias="max_new_tokens")
+    temperature: float | None = None
+    """0 or ``None`` decodes greedily."""
+    top_p: float | None = None
+    stop: list[str] | None = None
+    """Texts that end an answer; a call's own ``stop`` replaces them."""
+    apply_chat_template: bool = True
+    """``False`` sends strings as they are, and messages as the framework flattens them."""
+    template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the chat template (``enable_thinking``, …)."""
+    generate_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of transformers' ``generate`` (``num_beams``, ``repetition_penalty``, …)."""
+
+    @model_validator(mode="after")
+    def _check_request(self) -> RequestFields:
+        from blendrag.selection import Schedule, make_policy
+
+        self.request_options()
+        if self.policy is not None:
+            make_policy(self.policy)
+        if self.schedule is not None:
+            Schedule.parse(self.schedule)
+        return self
+
+    def request_options(self, stop: Sequence[str] | None = None, **overrides: Any) -> Options:
+        """Options of one call: these fields, then what the call itself says.
+
+        Raises :class:`InvalidInputError` for an option that does not exist or is out of range.
+        """
+        from blendrag.engine import Options
+
+        return Options(
+            stop=_stop_of(self.stop if stop is None else stop),
+            **(_known({name: getattr(self, name) for name in _FIELDS}) | _known(overrides)),
+        )
+
+
+_FIELDS = tuple(name for name in CALL_OPTIONS if name != "max_new_tokens")
+
+
+def _known(options: Mapping[str, Any]) -> dict[str, Any]:
+    unknown = [name for name in options if name not in CALL_OPTIONS]
+    if unknown:
+        raise InvalidInputError(
+            f"{', '.join(sorted(unknown))}: not an option of a call; expected stop, "
+            f"{', '.join(CALL_OPTIONS)}; arguments of transformers go into generate_kwargs"
+        )
+    return {CALL_OPTIONS[name]: value for name, value in options.items() if value is not None}
+
+
+def _stop_of(stop: Sequence[str] | None) -> tuple[str, ...]:
+    if isinstance(stop, str):
+        return (stop,)
+    return tuple(stop or ())

@@ -1,0 +1,236 @@
+"""``BlendLLM`` by itself: prompts, options, streaming, async, what it reports."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, TextBlock
+from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
+from llama_index.core.llms import LLM
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.tools import FunctionTool
+from pydantic import ValidationError
+
+from blendrag.engine import BlendEngine
+from blendrag.errors import ContextOverflowError, InvalidInputError
+from llama_index.llms.blendrag import BlendLLM, BlendRetriever, close_shared_engines
+
+QUESTION = "Where is Place32?"
+MESSAGES = [
+    ChatMessage(role="system", content="Be brief."),
+    ChatMessage(role="user", content=QUESTION),
+]
+DICTS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
+
+
+def test_metadata_tells_the_truth_about_the_model(llm: BlendLLM) -> None:
+    about = llm.metadata
+    assert (about.context_window, about.num_output) == (4096, 8)
+    assert about.is_chat_model
+    assert not about.is_function_calling_model
+    assert not BlendLLM(engine=llm.engine, apply_chat_template=False).metadata.is_chat_model
+
+
+def test_messages_go_through_the_models_template(llm: BlendLLM, engine: BlendEngine) -> None:
+    expected, response = engine.generate(DICTS), llm.chat(MESSAGES)
+    assert response.message.content == expected.text
+    assert response.message.role == MessageRole.ASSISTANT
+    assert response.raw["usage"]["prompt_tokens"] == expected.metrics.prompt_tokens
+
+
+def test_a_completed_string_is_one_user_message(llm: BlendLLM, engine: BlendEngine) -> None:
+    expected = engine.generate([{"role": "user", "content": QUESTION}])
+    response = llm.complete(QUESTION)
+    assert response.text == expected.text
+    assert response.raw["usage"]["prompt_tokens"] == expected.metrics.prompt_tokens
+
+
+def test_formatted_text_gets_no_template(llm: BlendLLM) -> None:
+    raw = llm.complete(QUESTION, formatted=True).raw
+    assert raw["usage"]["prompt_tokens"] < llm.complete(QUESTION).raw["usage"]["prompt_tokens"]
+
+
+def test_predict_uses_the_chat_template_and_the_system_prompt(
+    engine: BlendEngine, seen: Any
+) -> None:
+    llm = BlendLLM(engine=engine, system_prompt="Be brief.")
+    answer = llm.predict(PromptTemplate("Where is {place}?"), place="Place32")
+    assert [(m.role.value, m.content) for m in seen.prompts[0]] == [
+        ("system", "Be brief."),
+        ("user", QUESTION),
+    ]
+    assert answer == engine.generate(DICTS).text
+
+
+def test_blocks_of_text_are_joined_and_roles_are_what_templates_know(
+    llm: BlendLLM, engine: BlendEngine
+) -> None:
+    blocks = [TextBlock(text="one"), TextBlock(text="two")]
+    messages = [ChatMessage(role="developer", content="x"), ChatMessage(role="user", blocks=blocks)]
+    dicts = [{"role": "system", "content": "x"}, {"role": "user", "content": "one\ntwo"}]
+    assert llm.chat(messages).message.content == engine.generate(dicts).text
+
+
+def test_an_image_is_refused_in_a_sentence(llm: BlendLLM) -> None:
+    image = ChatMessage(role="user", blocks=[ImageBlock(url="http://localhost/x.png")])
+    with pytest.raises(InvalidInputError, match="type 'image': only text can be read"):
+        llm.chat([image])
+
+
+def test_streamed_pieces_make_the_whole_answer_and_the_last_has_the_metrics(
+    llm: BlendLLM,
+) -> None:
+    for responses, whole in [
+        (list(llm.stream_chat(MESSAGES)), llm.chat(MESSAGES).message.content),
+        (list(llm.stream_complete(QUESTION)), llm.complete(QUESTION).text),
+    ]:
+        assert len(responses) > 2
+        assert "".join(r.delta or "" for r in responses) == whole
+        last: Any = responses[-1]
+        assert getattr(last, "text", None) or last.message.content == whole
+        assert last.raw["usage"]["completion_tokens"] == 8
+        assert all(r.raw is None for r in responses[:-1])
+
+
+async def test_async_answers_equal_sync_answers_inside_a_running_loop(llm: BlendLLM) -> None:
+    chat, text = llm.chat(MESSAGES).message.content, llm.complete(QUESTION).text
+    assert (await llm.achat(MESSAGES)).message.content == chat
+    assert (await llm.acomplete(QUESTION)).text == text
+    pieces = [r async for r in await llm.astream_chat(MESSAGES)]
+    assert "".join(p.delta or "" for p in pieces) == chat
+    assert pieces[-1].raw["blendrag"]["new_tokens"] == 8
+    texts = [r async for r in await llm.astream_complete(QUESTION)]
+    assert texts[-1].text == text
+
+
+async def test_the_event_loop_turns_while_the_model_works(llm: BlendLLM) -> None:
+    turns = 0
+
+    async def tick() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0.005)
+            turns += 1
+
+    ticking = asyncio.create_task(tick())
+    began = time.perf_counter()
+    await llm.achat(MESSAGES, max_tokens=150)
+    elapsed = time.perf_counter() - began
+    ticking.cancel()
+    assert turns > elapsed / 0.005 / 5
+
+
+def test_stop_ends_the_answer_in_every_way_of_asking(llm: BlendLLM, engine: BlendEngine) -> None:
+    whole = llm.complete(QUESTION).text
+    stop = whole[2:4]
+    cut = whole[: whole.index(stop)]
+    response = llm.complete(QUESTION, stop=[stop])
+    assert response.text == cut
+    assert response.raw["finish_reason"] == "stop"
+    assert list(llm.stream_complete(QUESTION, stop=stop))[-1].text == cut
+    assert BlendLLM(engine=engine, stop=[stop]).complete(QUESTION).text == cut
+
+
+def test_an_abandoned_stream_frees_the_model(llm: BlendLLM) -> None:
+    for _ in llm.stream_chat(MESSAGES, max_tokens=3000):
+        break
+    began = time.perf_counter()
+    assert llm.chat(MESSAGES, max_tokens=2)
+    assert time.perf_counter() - began < 2
+
+
+async def test_an_abandoned_async_stream_frees_the_model(llm: BlendLLM) -> None:
+    stream = await llm.astream_chat(MESSAGES, max_tokens=3000)
+    async for _ in stream:
+        break
+    await stream.aclose()  # type: ignore[attr-defined]
+    assert await asyncio.wait_for(llm.achat(MESSAGES, max_tokens=2), 2)
+
+
+async def test_a_cancelled_call_frees_the_model(llm: BlendLLM) -> None:
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(llm.achat(MESSAGES, max_tokens=3000), 0.3)
+    assert await asyncio.wait_for(llm.achat(MESSAGES, max_tokens=2), 2)
+
+
+def test_a_call_may_override_the_fields(llm: BlendLLM) -> None:
+    metrics = llm.chat(MESSAGES, mode="full", max_tokens=3).raw["blendrag"]
+    assert (metrics["mode"], metrics["new_tokens"]) == ("full", 3)
+
+
+def test_llamaindexs_token_counter_reads_our_usage(engine: BlendEngine) -> None:
+    counter = TokenCountingHandler(tokenizer=engine.resources.tokens.encode_text)
+    llm = BlendLLM(engine=engine, callback_manager=CallbackManager([counter]))
+    usage = llm.chat(MESSAGES).raw["usage"]
+    assert counter.prompt_llm_token_count == usage["prompt_tokens"]
+    assert counter.completion_llm_token_count == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"temperatur": 0.5}, "Extra inputs are not permitted"),
+        ({"ratio": 1.5}, r"ratio 1.5 is outside \[0, 1\]"),
+        ({"mode": "fast"}, "'blend', 'full', 'prefix' or 'reuse'"),
+        ({"policy": "best"}, "policy 'best' is not one of"),
+        ({"max_tokens": 0}, "max_new_tokens 0 is not 1 or more"),
+        ({"model": "demo"}, "leave model out"),
+    ],
+)
+def test_a_wrong_option_is_refused_when_the_wrapper_is_made(
+    engine: BlendEngine, options: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        BlendLLM(engine=engine, **options)
+
+
+def test_a_wrong_option_of_a_call_is_named(llm: BlendLLM) -> None:
+    with pytest.raises(InvalidInputError, match="max_length: not an option of a call; expected"):
+        llm.chat(MESSAGES, max_length=3)
+
+
+def test_a_prompt_longer_than_the_context_says_by_how_much(llm: BlendLLM) -> None:
+    with pytest.raises(ContextOverflowError, match="over the model's context of 4096"):
+        llm.complete("Place32 " * 3000)
+
+
+def test_no_messages_are_refused_in_a_sentence(llm: BlendLLM) -> None:
+    with pytest.raises(InvalidInputError, match="send at least one"):
+        llm.chat([])
+
+
+def test_tools_are_refused_in_a_sentence_and_metadata_said_so(llm: BlendLLM) -> None:
+    tool = FunctionTool.from_defaults(fn=lambda q: q, name="look_up", description="Looks up.")
+    with pytest.raises(InvalidInputError, match=r"does not call tools \(look_up\); use a ReAct"):
+        llm.chat_with_tools([tool], "Where is Place32?")
+
+
+def test_wrappers_of_the_same_names_share_one_engine(tmp_path: Path) -> None:
+    try:
+        llm = BlendLLM(store=tmp_path / "a")
+        assert llm.engine is BlendRetriever("demo", tmp_path / "x" / ".." / "a").engine
+        assert llm.engine is not BlendRetriever(store=tmp_path / "b").engine
+        assert not (tmp_path / "a").exists()
+    finally:
+        close_shared_engines()
+
+
+def test_the_engine_is_not_part_of_the_wrappers_description(llm: BlendLLM) -> None:
+    assert isinstance(llm, LLM)
+    assert "engine" not in llm.to_dict()
+    assert "engine" not in repr(llm)
+    assert llm.to_dict()["class_name"] == "BlendLLM"
+
+
+@pytest.mark.parametrize("name", ["_engine.py", "_fields.py"])
+def test_what_both_packages_hold_is_the_same_file(name: str) -> None:
+    import llama_index.llms.blendrag as package
+
+    twin = Path(__file__).parents[2] / "langchain-blendrag" / "langchain_blendrag" / name
+    if not twin.exists():
+        pytest.skip("the LangChain package's source is not here")
+    assert (Path(package.__file__).parent / name).read_text() == twin.read_text()

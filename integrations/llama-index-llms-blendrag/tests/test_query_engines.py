@@ -1,0 +1,111 @@
+"""Stock query engines, unchanged: the stored KV of the chunks they quote is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from llama_index.core.chat_engine import ContextChatEngine
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.query_engine import RetrieverQueryEngine
+from llama_index.core.schema import NodeWithScore, QueryBundle
+
+from blendrag.engine import BlendEngine
+from llama_index.llms.blendrag import BlendLLM, BlendRetriever
+
+QUESTION = "What does document 3 say about the town of Place32?"
+MODES = ["compact", "refine", "tree_summarize"]
+
+
+def assert_reused(metrics: list[dict[str, Any]], nodes: list[Any], engine: BlendEngine) -> None:
+    """Every node was found as a chunk in some call, and all its tokens were loaded."""
+    found = [chunk for call in metrics for chunk in call["chunks"]]
+    assert {chunk["chunk_id"] for chunk in found} == {n.node.node_id for n in nodes}
+    assert {chunk["outcome"] for chunk in found} <= {"blended", "exact"}
+    tokens = sum(len(engine.resources.text_ids(n.node.text)) for n in nodes)
+    assert sum(call["reused_tokens"] for call in metrics) >= tokens > 150
+
+
+class WithMetadata(BaseNodePostprocessor):
+    """Lets LlamaIndex write ``key: value`` lines before each text, as it does by default."""
+
+    def _postprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
+    ) -> list[NodeWithScore]:
+        for node in nodes:
+            node.node.excluded_llm_metadata_keys = []
+        return nodes
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_query_engine_reuses_every_chunk(
+    llm: BlendLLM, retriever: BlendRetriever, engine: BlendEngine, seen: Any, mode: str
+) -> None:
+    query_engine = RetrieverQueryEngine.from_args(retriever, llm=llm, response_mode=mode)
+    response = query_engine.query(QUESTION)
+    assert len(response.source_nodes) == 4
+    assert len(seen.metrics) == (4 if mode == "refine" else 1)
+    assert_reused(seen.metrics, response.source_nodes, engine)
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_an_async_query_reuses_the_same_chunks_and_answers_the_same(
+    llm: BlendLLM, retriever: BlendRetriever, engine: BlendEngine, seen: Any, mode: str
+) -> None:
+    query_engine = RetrieverQueryEngine.from_args(retriever, llm=llm, response_mode=mode)
+    expected = str(query_engine.query(QUESTION))
+    seen.raws.clear()
+    response = await query_engine.aquery(QUESTION)
+    assert str(response) == expected
+    assert_reused(seen.metrics, response.source_nodes, engine)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_streamed_query_answers_the_same_and_reuses(
+    llm: BlendLLM, retriever: BlendRetriever, engine: BlendEngine, seen: Any, mode: str
+) -> None:
+    whole = RetrieverQueryEngine.from_args(retriever, llm=llm, response_mode=mode)
+    expected = str(whole.query(QUESTION))
+    seen.raws.clear()
+    streaming = RetrieverQueryEngine.from_args(
+        retriever, llm=llm, response_mode=mode, streaming=True
+    )
+    response = streaming.query(QUESTION)
+    assert "".join(response.response_gen).strip() == expected.strip()
+    assert_reused(seen.metrics, response.source_nodes, engine)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_metadata_written_before_a_chunk_does_not_hide_it(
+    llm: BlendLLM, retriever: BlendRetriever, engine: BlendEngine, seen: Any, mode: str
+) -> None:
+    query_engine = RetrieverQueryEngine.from_args(
+        retriever, llm=llm, response_mode=mode, node_postprocessors=[WithMetadata()]
+    )
+    response = query_engine.query(QUESTION)
+    assert "distance: " in str(seen.prompts[0])
+    assert_reused(seen.metrics, response.source_nodes, engine)
+
+
+def test_full_mode_loads_nothing_and_ratio_one_answers_the_same(
+    engine: BlendEngine, retriever: BlendRetriever, seen: Any
+) -> None:
+    def ask(**options: Any) -> str:
+        llm = BlendLLM(engine=engine, **options)
+        return str(RetrieverQueryEngine.from_args(retriever, llm=llm).query(QUESTION))
+
+    assert ask(mode="full") == ask(mode="blend", ratio=1.0)
+    assert seen.metrics[0]["reused_tokens"] == 0
+    assert seen.metrics[1]["reused_tokens"] > 150
+
+
+def test_a_chat_engine_reuses_chunks_in_every_turn(
+    llm: BlendLLM, retriever: BlendRetriever, engine: BlendEngine, seen: Any
+) -> None:
+    chat = ContextChatEngine.from_defaults(retriever=retriever, llm=llm)
+    first = chat.chat(QUESTION)
+    second = chat.chat("And what about Place30?")
+    assert_reused(seen.metrics[:1], first.source_nodes, engine)
+    assert_reused(seen.metrics[1:], second.source_nodes, engine)
+    roles = [message.role.value for message in seen.prompts[1]]
+    assert roles == ["system", "user", "assistant", "user"]
