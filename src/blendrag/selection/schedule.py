@@ -7,12 +7,15 @@ model and is measured, not assumed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from blendrag.errors import InvalidInputError
 
 DEFAULT_GROWTH = 0.8
+#: Weights smaller than this, relative to the first, count as 0.
+NEGLIGIBLE = 1e-12
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,8 @@ def _capped(shape: list[float], ratio: float) -> list[float]:
     n = len(shape)
     for i in range(1, n):
         shape[i] = min(shape[i], shape[i - 1])
+    # Weights that vanish beside the first would overflow the scale that is to lift them.
+    shape = [weight if weight > NEGLIGIBLE * shape[0] else 0.0 for weight in shape]
     total = ratio * n
     capped = 0
     while True:
@@ -124,7 +129,7 @@ def _give(counts: list[int], surplus: int, candidates: int) -> None:
 
 
 def _weights(values: list[float], text: str) -> tuple[float, ...]:
-    if not values or min(values) < 0 or max(values) <= 0:
+    if not values or not all(math.isfinite(v) and v >= 0 for v in values) or max(values) <= 0:
         raise InvalidInputError(f"schedule {text!r}: weights must be 0 or more, and not all 0")
     return tuple(float(v) for v in values)
 
