@@ -76,6 +76,7 @@ def implementation(stack: DecoderStack, name: str) -> Iterator[None]:
     """Run the stack's attention with implementation ``name``; restores what was set before."""
     configs = {id(c): c for c in [stack.config, *(a.config for a in stack.attentions)]}
     before = [(config, config._attn_implementation) for config in configs.values()]
+    ALL_ATTENTION_FUNCTIONS.register(NAME, blend_attention)
     try:
         for config, _ in before:
             config._attn_implementation = name
@@ -90,7 +91,6 @@ def serves(stack: DecoderStack) -> bool:
     """Whether :func:`blend_attention` reproduces this model's own attention, measured."""
     if stack.config._attn_implementation == "eager":
         return False
-    ALL_ATTENTION_FUNCTIONS.register(NAME, blend_attention)
     device = next(stack.base.parameters()).device
     ids = torch.tensor([[3, 1, 4, 1, 5, 9]], device=device)
     rows = Rows(torch.arange(6, device=device), 6)
