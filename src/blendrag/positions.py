@@ -117,15 +117,16 @@ def classify(
     rotary: nn.Module | None,
     layer_types: Sequence[str],
     dtype: torch.dtype,
+    offsets: Sequence[int] = PROBE_OFFSETS,
 ) -> Repositioner:
     """Probe every layer and return the model's :class:`Repositioner`.
 
     ``keys_at(Δ)`` prefills the same few tokens at positions Δ… and returns per layer K and V
-    ``[Hkv, n, D]``. Raises :class:`UnsupportedModelError` naming the first layer that is neither
+    ``[Hkv, n, D]``; it is asked for 0 and for each of ``offsets``. Raises :class:`UnsupportedModelError` naming the first layer that is neither
     rotary nor position-free.
     """
     base_keys, base_values = keys_at(0)
-    shifted = [(delta, *keys_at(delta)) for delta in PROBE_OFFSETS]
+    shifted = [(delta, *keys_at(delta)) for delta in offsets]
     apply = _module_function(attentions[0], "apply_rotary_pos_emb")
     takes_type = rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
     tolerance = TOLERANCE.get(dtype, 6e-2)

@@ -21,7 +21,7 @@ from blendrag.kv import DTYPES, ChunkKV, KVLayout, LayerShape, dtype_name
 from blendrag.model import fingerprint
 from blendrag.model.layers import DecoderStack, find_stack
 from blendrag.model.tokens import Tokens
-from blendrag.positions import Repositioner, classify
+from blendrag.positions import PROBE_OFFSETS, Repositioner, classify
 
 PROBE_TOKENS = 8
 #: Rotary variants whose table depends on the length of the sequence (transformers' names).
@@ -195,8 +195,15 @@ class ModelAdapter:
             cache = self.prefill_at(ids, offset)
             return [la.keys[0] for la in cache.layers], [la.values[0] for la in cache.layers]
 
+        # Beyond its table a learned position does not exist, and a length-dependent one changes.
+        reach = (self.blend_limit_tokens or self.context_tokens) - PROBE_TOKENS
         self._repositioner = classify(
-            keys_at, stack.attentions, stack.rotary, stack.layer_types, self._layout.torch_dtype
+            keys_at,
+            stack.attentions,
+            stack.rotary,
+            stack.layer_types,
+            self._layout.torch_dtype,
+            [max(1, min(delta, reach)) for delta in PROBE_OFFSETS],
         )
 
 
