@@ -195,7 +195,7 @@ class Held:
         self.closed = True
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def kv_between(made: ModelAdapter, ids: Sequence[int], start: int, end: int) -> ChunkKV:
     """KV of ``ids[start:end]`` in its context ``ids[:start]``: exact, at positions start…"""
     cache = made.prefill_at(list(ids)[:end])

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import tiny
 import torch
 import transformers
 
+import tiny
 from blendrag.fusor import Fusor
 from blendrag.model import ModelAdapter
 

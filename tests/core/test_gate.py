@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
 
+import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.errors import UnsupportedModelError
 from blendrag.fusor import rows as rows_module

@@ -1,0 +1,145 @@
+"""The fast attention of selected rows equals an explicit mask, written here a second time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blendrag.fusor.attention import ROWS_KEYWORD, NotServedError, blend_attention
+from blendrag.fusor.rows import Rows
+
+
+def visible(positions: torch.Tensor, n: int, window: int | None) -> torch.Tensor:
+    """``[S, N]``: row s sees key j iff j <= pos_s and, within a window, pos_s - j < window."""
+    out = torch.zeros(len(positions), n, dtype=torch.bool)
+    for i, position in enumerate(positions.tolist()):
+        first = 0 if window is None else max(0, position - window + 1)
+        out[i, first : position + 1] = True
+    return out
+
+
+def reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Softmax attention in float64, heads repeated.  [1, S, H, D]"""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, dim=1).double() for x in (k, v))
+    scores = (q.double() @ k.transpose(-1, -2)) * scale
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    return (weights @ v).transpose(1, 2)
+
+
+def inputs(
+    s: int, n: int, heads: int, kv_heads: int, dtype: torch.dtype, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    return random(1, heads, s, 16), random(1, kv_heads, n, 16), random(1, kv_heads, n, 16)
+
+
+def random_rows(n: int, s: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(n, generator=generator)[:s].sort().values
+
+
+def run(
+    positions: torch.Tensor, n: int, window: int | None, dtype: torch.dtype, kv_heads: int = 2
+) -> float:
+    q, k, v = inputs(len(positions), n, 4, kv_heads, dtype, seed=n)
+    rows = Rows(positions, n)
+    out, _ = blend_attention(
+        torch.nn.Identity(), q, k, v, None, 0.3, sliding_window=window, **{ROWS_KEYWORD: rows}
+    )
+    expected = reference(q, k, v, visible(positions, n, window), 0.3)
+    assert out.shape == expected.shape
+    assert not out.isnan().any()
+    return float((out.double() - expected).abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 1, 24, 4096])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("n", "s"), [(1, 1), (40, 1), (40, 40), (300, 7), (300, 120), (700, 300), (1200, 1150)]
+)
+def test_fast_attention_equals_the_explicit_mask(
+    n: int, s: int, kv_heads: int, window: int | None, dtype: torch.dtype
+) -> None:
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    assert run(random_rows(n, s, seed=s), n, window, dtype, kv_heads) < tolerance
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_fast_attention_equals_the_explicit_mask_for_any_rows(data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, 260))
+    rows = data.draw(st.sets(st.integers(0, n - 1), min_size=1))
+    window = data.draw(st.none() | st.integers(1, n + 3))
+    assert run(torch.tensor(sorted(rows)), n, window, torch.float32) < 1e-5
+
+
+def test_an_exact_prefix_is_seen_by_every_row_behind_it() -> None:
+    positions = torch.arange(50, 120)  # nothing of the first 50 tokens is computed
+    assert run(positions, 120, None, torch.float32) < 1e-5
+    assert run(positions, 120, 24, torch.float32) < 1e-5
+
+
+def test_a_triangular_mask_aligned_bottom_right_would_be_caught() -> None:
+    n, positions = 60, torch.tensor([3, 10, 11, 40, 59])
+    q, k, v = inputs(len(positions), n, 4, 2, torch.float32, seed=1)
+    triangular = torch.ones(len(positions), n).tril(n - len(positions)).bool()
+    wrong = reference(q, k, v, triangular, 0.3)
+    right = reference(q, k, v, visible(positions, n, None), 0.3)
+    assert float((wrong - right).abs().max()) > 1e-2
+
+
+def test_forced_masks_take_the_explicit_path_and_change_nothing() -> None:
+    n = 130
+    q, k, v = inputs(n, n, 4, 2, torch.float32, seed=2)
+    outs = []
+    for force in (False, True):
+        rows = Rows(torch.arange(n), n, force_masks=force)
+        assert rows.covers_prompt is not force
+        out, _ = blend_attention(torch.nn.Identity(), q, k, v, None, 0.3, **{ROWS_KEYWORD: rows})
+        outs.append(out)
+    assert float((outs[0] - outs[1]).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 5, 24])
+def test_blocks_put_together_are_the_mask(window: int | None) -> None:
+    n, positions = 400, random_rows(400, 230, seed=3)
+    rows = Rows(positions, n)
+    seen = torch.zeros(len(positions), n, dtype=torch.bool)
+    at = 0
+    for a, b, lo, hi, bias in rows.blocks(window, torch.float32):
+        assert a == at  # blocks cover the rows in order, without a gap
+        at = b
+        seen[a:b, lo:hi] = bias == 0
+        assert set(bias.unique().tolist()) <= {0.0, float("-inf")}
+    assert at == len(positions)
+    assert torch.equal(seen, visible(positions, n, window))
+    assert torch.equal(rows.mask()[0, 0], visible(positions, n, None))
+
+
+@pytest.mark.parametrize("what", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}])
+def test_what_it_does_not_serve_is_refused(what: dict) -> None:
+    q, k, v = inputs(4, 4, 4, 2, torch.float32, seed=4)
+    rows = Rows(torch.arange(4), 4)
+    with pytest.raises(NotServedError):
+        blend_attention(torch.nn.Identity(), q, k, v, None, 0.3, **{ROWS_KEYWORD: rows}, **what)
+
+
+def test_without_rows_or_with_a_mask_it_is_refused() -> None:
+    q, k, v = inputs(4, 4, 4, 2, torch.float32, seed=4)
+    with pytest.raises(NotServedError):
+        blend_attention(torch.nn.Identity(), q, k, v, None, 0.3)
+    with pytest.raises(NotServedError):
+        blend_attention(
+            torch.nn.Identity(), q, k, v, F.relu(q), 0.3, **{ROWS_KEYWORD: Rows(torch.arange(4), 4)}
+        )

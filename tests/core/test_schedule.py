@@ -1,0 +1,145 @@
+"""How r is spread over the layers, for every family, ratio and size."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tiny
+from blendrag.errors import InvalidInputError
+from blendrag.selection import Schedule, make_policy
+
+ratios = st.floats(0.0, 1.0)
+named = st.one_of(
+    st.just("constant"),
+    st.just("linear"),
+    st.floats(0.05, 1.0).map(lambda g: f"geometric:{g}"),
+)
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> tuple[Schedule, int]:
+    layers = draw(st.integers(2, 40))
+    if draw(st.booleans()):
+        return Schedule.parse(draw(named)), layers
+    weights = draw(st.lists(st.floats(0.0, 5.0), min_size=layers - 1, max_size=layers - 1))
+    weights[0] = max(weights[0], 0.25)
+    return Schedule.parse(weights), layers
+
+
+@settings(max_examples=300, deadline=None)
+@given(schedules(), ratios)
+def test_shares_have_mean_r_lie_in_zero_to_one_and_never_increase(
+    drawn: tuple[Schedule, int], ratio: float
+) -> None:
+    schedule, layers = drawn
+    shares = schedule.shares(ratio, layers)
+    assert len(shares) == layers - 1
+    assert math.isclose(sum(shares) / len(shares), ratio, abs_tol=1e-9)
+    assert all(0.0 <= share <= 1.0 for share in shares)
+    assert all(b <= a + 1e-12 for a, b in pairwise(shares))
+
+
+@settings(max_examples=300, deadline=None)
+@given(schedules(), ratios, st.integers(0, 4000))
+def test_counts_sum_to_r_and_never_increase(
+    drawn: tuple[Schedule, int], ratio: float, candidates: int
+) -> None:
+    schedule, layers = drawn
+    counts = schedule.counts(ratio, layers, candidates)
+    total = ratio * candidates * (layers - 1)
+    assert abs(sum(counts) - total) <= 0.5 + 1e-6 * max(total, 1.0)
+    assert all(0 <= count <= candidates for count in counts)
+    assert counts == sorted(counts, reverse=True)
+
+
+def test_the_cap_gives_what_it_takes_to_the_later_layers() -> None:
+    shares = Schedule.parse("geometric:0.2").shares(0.5, 5)
+    assert shares[0] == 1.0
+    assert sum(shares) == pytest.approx(2.0)
+    assert shares[1] / shares[2] == pytest.approx(5.0) or shares[1] == 1.0
+    uncapped = [0.5 * 4 * 0.2**i / sum(0.2**j for j in range(4)) for i in range(4)]
+    assert uncapped[0] > 1.0  # the cap had something to take
+    assert all(a > b for a, b in zip(shares[1:], uncapped[1:], strict=True))
+
+
+def test_shapes_are_what_their_names_say() -> None:
+    assert Schedule.parse("constant").shares(0.3, 5) == pytest.approx([0.3] * 4)
+    linear = Schedule.parse("linear").shares(0.2, 4)
+    assert linear == pytest.approx([0.3, 0.2, 0.1])
+    geometric = Schedule.parse("geometric:0.5").shares(0.1, 4)
+    assert [b / a for a, b in pairwise(geometric)] == pytest.approx([0.5] * 2)
+    vector = Schedule.parse("4,2,2").shares(0.2, 4)
+    assert vector == pytest.approx([0.3, 0.15, 0.15])
+
+
+def test_a_vector_that_rises_is_flattened_because_sets_are_nested() -> None:
+    shares = Schedule.parse("1,3,3").shares(0.2, 4)
+    assert shares == pytest.approx([0.2] * 3)
+
+
+def test_one_layer_has_nothing_to_spread() -> None:
+    assert Schedule.parse("constant").shares(0.5, 1) == []
+
+
+@pytest.mark.parametrize("text", ["constant", "linear", "geometric:0.6", "3,2,1"])
+def test_a_schedule_prints_as_it_is_read(text: str) -> None:
+    assert str(Schedule.parse(text)) == text
+    assert Schedule.parse(str(Schedule.parse(text))) == Schedule.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "cubic", "constant:2", "linear:1", "geometric:0", "geometric:1.5", "geometric:-1",
+        "geometric:x", "geometric:nan", "geometric:", "1,2,x", "0,0,0", "1,-1,2", ",", "1,,2", "0.5",
+        "nan,1,1", "inf,1,1",
+    ],
+)  # fmt: skip
+def test_a_bad_schedule_is_one_sentence(text: str) -> None:
+    if text == "geometric:":  # means the default growth
+        assert Schedule.parse(text) == Schedule.parse("geometric")
+        return
+    with pytest.raises(InvalidInputError) as raised:
+        Schedule.parse(text)
+    assert tiny.one_sentence(str(raised.value))
+    assert "schedule" in str(raised.value)
+
+
+@pytest.mark.parametrize("weights", [[], [0.0, 0.0], [-1.0, 2.0], [float("nan"), 1.0]])
+def test_a_bad_sequence_of_weights_is_one_sentence(weights: list[float]) -> None:
+    with pytest.raises(InvalidInputError) as raised:
+        Schedule.parse(weights)
+    assert tiny.one_sentence(str(raised.value))
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.1, float("nan")])
+def test_a_ratio_outside_zero_to_one_is_refused(ratio: float) -> None:
+    with pytest.raises(InvalidInputError, match="outside"):
+        Schedule.parse("constant").shares(ratio, 4)
+
+
+def test_a_vector_of_another_length_says_how_many_are_needed() -> None:
+    with pytest.raises(InvalidInputError, match=r"has 2 entries, this model needs 3"):
+        Schedule.parse("2,1").shares(0.2, 4)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "best", "hkvd(3)", "boundary(-1)", "boundary(x)", "HKVD", "reuse()"]
+)
+def test_a_bad_policy_is_one_sentence(text: str) -> None:
+    with pytest.raises(InvalidInputError) as raised:
+        make_policy(text)
+    assert tiny.one_sentence(str(raised.value))
+
+
+def test_policies_are_made_by_name() -> None:
+    for name in ("full", "reuse", "hkvd", "boundary"):
+        assert make_policy(name).name == name
+    assert make_policy(" boundary(7) ").k == 7  # type: ignore[attr-defined]
+    policy = make_policy("hkvd")
+    assert make_policy(policy) is policy
