@@ -1,0 +1,53 @@
+"""Models and a store that the tests of the command share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from cli.lab import LLAMA, ingest_args, invoke, save_model, write_documents
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> Iterator[None]:
+    """Faster than two for models this small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("tiny-llama"), **LLAMA)
+
+
+@pytest.fixture(scope="session")
+def other_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another vocabulary, so another tokenizer."""
+    return save_model(tmp_path_factory.mktemp("other-llama"), vocab=300, **LLAMA)
+
+
+@pytest.fixture(scope="session")
+def refused_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """gpt2 learns its positions, so its KV cannot be moved; another tokenizer, too."""
+    folder = tmp_path_factory.mktemp("tiny-gpt2")
+    return save_model(folder, "GPT2", vocab=310, n_positions=2048, n_embd=32, n_layer=2, n_head=2)
+
+
+@pytest.fixture
+def docs(tmp_path: Path) -> Path:
+    return write_documents(tmp_path / "docs")
+
+
+@pytest.fixture(scope="session")
+def ingested(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with three documents of three chunks, made by the command. To be read only."""
+    root = tmp_path_factory.mktemp("ingested")
+    docs = write_documents(root / "docs")
+    result = invoke(*ingest_args(docs, model_dir, root / "store"))
+    assert result.exit_code == 0, result.stderr
+    return root / "store"

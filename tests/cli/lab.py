@@ -1,0 +1,111 @@
+"""Tiny models on disk, documents to ingest, and the command: in this process or in one of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from typer.testing import CliRunner, Result
+
+from blendrag.cli.app import app
+from blendrag.config import settings
+
+TEMPLATE = "<|bos|>{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|end|>\n{% endfor %}assistant:"
+transformers.utils.logging.disable_progress_bar()
+
+LLAMA: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 1024,
+}  # fmt: skip
+
+
+def save_model(folder: Path, kind: str = "Llama", vocab: int = 320, **config: Any) -> Path:
+    """A random model that never ends by itself, and its tokenizer."""
+    torch.manual_seed(0)
+    model, made = {
+        "Llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig),
+        "GPT2": (transformers.GPT2LMHeadModel, transformers.GPT2Config),
+    }[kind]
+    never = vocab + 7
+    model(made(vocab_size=vocab + 8, eos_token_id=never, **config)).eval().save_pretrained(folder)
+    save_tokenizer(folder, vocab)
+    return folder
+
+
+def save_tokenizer(folder: Path, vocab: int) -> None:
+    """Byte-level, so that every text can be encoded; with two control tokens."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=["<|bos|>", "<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    text = "The town of Balford has a windmill and a quiet paragraph about topic number 7. "
+    backend.train_from_iterator([text * 3], trainer)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|bos|>", eos_token="<|end|>", pad_token="<|end|>"
+    )
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+
+
+def write_documents(folder: Path, documents: int = 3, paragraphs: int = 3) -> Path:
+    """Every paragraph is a chunk of at most 64 tokens."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(documents):
+        texts = [
+            f"Paragraph {j} of document {i} is about topic number {i * 7 + j} in the town of "
+            f"Place{i}x{j}, which is quite quiet and has a windmill."
+            for j in range(paragraphs)
+        ]
+        (folder / f"d{i}.txt").write_text("\n\n".join(texts), encoding="utf-8")
+    return folder
+
+
+def ingest_args(path: Path, model: Path | str, store: Path, *more: str) -> list[str]:
+    return [
+        "ingest", str(path), "--model", str(model), "--store", str(store),
+        "--chunk-tokens", "64", "--embedder", "minilm-offline", "--ram-bytes", "64MiB", *more,
+    ]  # fmt: skip
+
+
+def invoke(*args: str) -> Result:
+    """The command in this process; a traceback fails the test."""
+    settings.cache_clear()
+    try:
+        result = CliRunner().invoke(app, list(args), prog_name="blendrag")
+    finally:
+        settings.cache_clear()
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def said(result: Result) -> str:
+    """The one line on stderr; more or fewer fail the test."""
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, result.stderr
+    return lines[0]
+
+
+def start(*args: str, before: str = "") -> subprocess.Popen[str]:
+    """``blendrag`` in its own process; ``before`` runs first there. Ctrl-C reaches it as usual."""
+    code = f"{before}\nfrom blendrag.cli.main import main\nmain()"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
