@@ -51,7 +51,10 @@ class BlendLayer(DynamicLayer):
         return self.show(end)
 
     def _is_view(self) -> bool:
-        return self.keys.shape[0] == 1 and self.keys.data_ptr() == self.buffer.data_ptr()
+        if self.keys.shape[0] != 1:
+            return False
+        # An empty view has no address of its own.
+        return not self.keys.numel() or self.keys.data_ptr() == self.buffer.data_ptr()
 
     def _grow(self, used: int, needed: int) -> None:
         shape = list(self.buffer.shape)
