@@ -12,7 +12,7 @@ import atexit
 import threading
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blendrag.config import settings
 from blendrag.errors import InvalidInputError
@@ -28,6 +28,7 @@ class EngineName(NamedTuple):
     store: Path
     dtype: str
     device: str
+    embedder: str
 
 
 _engines: dict[EngineName, BlendEngine] = {}
@@ -39,6 +40,7 @@ def shared_engine(
     store: Path | str | None = None,
     dtype: str | None = None,
     device: str | None = None,
+    embedder: str | None = None,
 ) -> BlendEngine:
     """The process's engine of that name; ``None`` takes blendrag's settings. Loads no model yet."""
     from blendrag.engine import BlendEngine
@@ -49,26 +51,27 @@ def shared_engine(
         Path(store or defaults.store).expanduser().resolve(),
         dtype or defaults.dtype,
         device or defaults.device,
+        embedder or defaults.embedder,
     )
     with _making:
         if name not in _engines:
             _engines[name] = BlendEngine(
-                name.model, name.store, dtype=name.dtype, device=name.device
+                name.model,
+                name.store,
+                dtype=name.dtype,
+                device=name.device,
+                embedder=name.embedder,
             )
         return _engines[name]
 
 
-def choose_engine(
-    engine: BlendEngine | None,
-    model: str | None,
-    store: Path | str | None,
-    dtype: str | None,
-    device: str | None,
-) -> BlendEngine:
-    """The engine given, or the shared one of these names; :class:`InvalidInputError` for both."""
+def choose_engine(engine: BlendEngine | None, **names: Any) -> BlendEngine:
+    """The engine given, or else :func:`shared_engine` of ``names``.
+
+    Raises :class:`InvalidInputError` for both.
+    """
     if engine is None:
-        return shared_engine(model, store, dtype, device)
-    names = {"model": model, "store": store, "dtype": dtype, "device": device}
+        return shared_engine(**names)
     named = ", ".join(name for name, value in names.items() if value is not None)
     if named:
         raise InvalidInputError(

@@ -37,6 +37,9 @@ CALL_OPTIONS = {
 }
 
 
+#: What a shared engine is found by.
+ENGINE_NAMES = ("model", "store", "dtype", "device", "embedder")
+
 #: A misspelt argument is an error. The frameworks' bases ignore it, and the last base wins in pydantic:
 #: wrappers repeat this line.
 CONFIG = ConfigDict(extra="forbid", populate_by_name=True, arbitrary_types_allowed=True)
@@ -53,12 +56,15 @@ class EngineFields(BaseModel):
     """Directory that ``blendrag ingest --store`` filled."""
     dtype: str | None = None
     device: str | None = None
+    embedder: str | None = None
+    """sentence-transformers model of a corpus yet to be ingested; a corpus remembers its own."""
     engine: Any = Field(default=None, exclude=True, repr=False)
-    """A ``BlendEngine`` to share; instead of ``model``, ``store``, ``dtype`` and ``device``."""
+    """A ``BlendEngine`` to share; instead of all the names above."""
 
     @model_validator(mode="after")
     def _take_engine(self) -> EngineFields:
-        self.engine = choose_engine(self.engine, self.model, self.store, self.dtype, self.device)
+        names = {name: getattr(self, name) for name in ENGINE_NAMES}
+        self.engine = choose_engine(self.engine, **names)
         return self
 
 

@@ -33,8 +33,9 @@ class BlendRetriever(BaseRetriever):
     ``excluded_llm_metadata_keys`` is changed.
 
     Args:
-        model, store, dtype, device: whose engine to use; shared with every wrapper of these names.
-        engine: a ``BlendEngine``, instead of these four.
+        model, store, dtype, device, embedder: whose engine to use; shared with every wrapper of
+            these names. ``embedder`` is that of a corpus yet to be ingested.
+        engine: a ``BlendEngine``, instead of all these names.
         similarity_top_k: chunks to retrieve; ``None`` takes the engine's ``top_k``.
     """
 
@@ -45,6 +46,7 @@ class BlendRetriever(BaseRetriever):
         *,
         dtype: str | None = None,
         device: str | None = None,
+        embedder: str | None = None,
         engine: BlendEngine | None = None,
         similarity_top_k: int | None = None,
         callback_manager: CallbackManager | None = None,
@@ -54,7 +56,9 @@ class BlendRetriever(BaseRetriever):
             raise InvalidInputError(
                 f"similarity_top_k is {similarity_top_k}, expected 1 or more; 6 is usual"
             )
-        self.engine = choose_engine(engine, model, store, dtype, device)
+        self.engine = choose_engine(
+            engine, model=model, store=store, dtype=dtype, device=device, embedder=embedder
+        )
         self.similarity_top_k = similarity_top_k
         super().__init__(callback_manager=callback_manager, verbose=verbose)
 

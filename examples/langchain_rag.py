@@ -1,0 +1,36 @@
+"""A stock LangChain retrieval chain: only the LLM and the retriever are blendrag's. Runs offline."""
+
+import tempfile
+
+from langchain_classic.chains import create_retrieval_chain
+from langchain_classic.chains.combine_documents import create_stuff_documents_chain
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.prompts import PromptTemplate
+
+from blendrag import BlendEngine
+from blendrag.demo import demo_corpus_path
+from langchain_blendrag import BlendLLM, BlendRetriever
+
+QUESTION = "What is the most visited sight in Dartvale?"
+PROMPT = PromptTemplate.from_template(
+    "Use the following pieces of context to answer the question.\n\n"
+    "{context}\n\nQuestion: {input}\nHelpful Answer:"
+)
+
+
+class Usage(BaseCallbackHandler):
+    """Prints what each answer took: ``reused_tokens`` of the prompt were loaded, not computed."""
+
+    def on_llm_end(self, response, **kwargs):
+        print(response.llm_output["token_usage"])
+
+
+with (
+    tempfile.TemporaryDirectory() as store,
+    BlendEngine("demo", store, chunk_tokens=96, embedder="minilm-offline") as engine,
+):
+    engine.ingest([demo_corpus_path()])
+    llm, retriever = BlendLLM(engine=engine, max_tokens=16), BlendRetriever(engine=engine, k=6)
+
+    chain = create_retrieval_chain(retriever, create_stuff_documents_chain(llm, PROMPT))
+    print(chain.invoke({"input": QUESTION}, config={"callbacks": [Usage()]})["answer"])

@@ -1,0 +1,35 @@
+"""A stock LlamaIndex query engine: only the LLM and the retriever are blendrag's. Runs offline."""
+
+import tempfile
+
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.core.instrumentation.events.llm import LLMChatEndEvent
+from llama_index.core.query_engine import RetrieverQueryEngine
+
+from blendrag import BlendEngine
+from blendrag.demo import demo_corpus_path
+from llama_index.llms.blendrag import BlendLLM, BlendRetriever
+
+QUESTION = "What is the most visited sight in Dartvale?"
+
+
+class Usage(BaseEventHandler):
+    """Prints what each answer took: ``reused_tokens`` of the prompt were loaded, not computed."""
+
+    def handle(self, event, **kwargs):
+        if isinstance(event, LLMChatEndEvent):
+            print(event.response.raw["usage"])
+
+
+with (
+    tempfile.TemporaryDirectory() as store,
+    BlendEngine("demo", store, chunk_tokens=96, embedder="minilm-offline") as engine,
+):
+    engine.ingest([demo_corpus_path()])
+    llm = BlendLLM(engine=engine, max_tokens=16)
+    retriever = BlendRetriever(engine=engine, similarity_top_k=6)
+
+    get_dispatcher().add_event_handler(Usage())
+    query_engine = RetrieverQueryEngine.from_args(retriever, llm=llm, response_mode="compact")
+    print(query_engine.query(QUESTION))
