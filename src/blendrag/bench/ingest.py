@@ -112,7 +112,7 @@ def _twice(
         count, first = ingest(engine)
     with open_engine() as engine:
         _, second = ingest(engine)
-        loaded = "adapter" in engine.resources.__dict__
+        loaded = engine.resources.is_loaded
     return count, first, second, loaded
 
 

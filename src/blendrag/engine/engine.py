@@ -31,6 +31,7 @@ from blendrag.identity import chunk_key
 from blendrag.kv import ChunkKV
 from blendrag.model.adapter import ModelAdapter
 from blendrag.prompt import PromptPlan, make_plan
+from blendrag.readers import digest_of
 from blendrag.retriever.retriever import RetrievedChunk
 from blendrag.selection import Schedule, make_policy
 from blendrag.verify import Verification
@@ -115,7 +116,8 @@ class BlendEngine:
 
     async def agenerate(self, prompt: Prompt, options: Options | None = None) -> Answer:
         """:meth:`generate` without blocking the event loop; cancelling the task stops the work."""
-        stream, future = self._start(prompt, options or Options())
+        loop = asyncio.get_running_loop()
+        stream, future = await loop.run_in_executor(None, self._start, prompt, options or Options())
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -125,7 +127,7 @@ class BlendEngine:
     async def astream(self, prompt: Prompt, options: Options | None = None) -> AsyncIterator[str]:
         """:meth:`stream` for event loops."""
         loop = asyncio.get_running_loop()
-        pieces = self.stream(prompt, options)
+        pieces = await loop.run_in_executor(None, self.stream, prompt, options)
         try:
             while (piece := await loop.run_in_executor(None, next, pieces, None)) is not None:
                 yield piece
@@ -214,7 +216,7 @@ class BlendEngine:
             documents += 1
             chunks += len(pieces)
             tokens += sum(c.tokens for c in pieces)
-            if known is None or known.document_digest(document.source) is None:
+            if known is None or known.document_digest(document.source) != digest_of(document):
                 new += sum(c.tokens for c in pieces)
         adapter = resources.adapter
         adapter.require_blendable()
@@ -290,9 +292,10 @@ class BlendEngine:
 
     def _plan(self, rendered: str) -> tuple[PromptPlan, dict[str, str], tuple[str, ...]]:
         resources = self._resources
-        corpus, tokens = resources.corpus, resources.tokens
+        tokens = resources.tokens
+        corpus, foreign = resources.own_corpus()
         matches = chunk_matches(corpus, rendered)
-        notes = explain_misses(corpus, rendered, matches)
+        notes = (foreign,) if foreign else explain_misses(corpus, rendered, matches)
         chunks = {m.chunk_id: corpus.chunk(m.chunk_id) for m in matches} if corpus else {}
         plan = make_plan(
             rendered,
@@ -397,10 +400,15 @@ class _Encoder:
         self._engine = engine
         self._resources = engine.resources
         self._ready = False
+        self._namespace = ""
 
     @property
     def namespace(self) -> str:
-        return self._resources.namespace()
+        if not self._namespace:
+            self._namespace = self._resources.namespace()
+            if self._resources.is_loaded:
+                self._engine._worker.run(self._resources.renew)
+        return self._namespace
 
     def chunk_ids(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         return [self._resources.text_ids(text) for text in texts]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from blendrag.chunking import Chunker
 from blendrag.config import Settings
@@ -24,7 +25,6 @@ from blendrag.fusor import Fusor
 from blendrag.identity import chunk_key
 from blendrag.kv import ChunkKV
 from blendrag.model.adapter import ModelAdapter
-from blendrag.model.fingerprint import tokenizer_fingerprint
 from blendrag.model.loading import load_adapter, load_tokens, model_signature
 from blendrag.model.tokens import Tokens
 from blendrag.retriever.corpus import DIRECTORY, Corpus, Manifest
@@ -77,6 +77,11 @@ class Resources:
             return given
         return given.model_id if isinstance(given, ModelAdapter) else self.adapter.model_id
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the model's weights are in memory."""
+        return "adapter" in self.__dict__ or not isinstance(self._given_model, str)
+
     @cached_property
     def adapter(self) -> ModelAdapter:
         with self._opening:
@@ -95,9 +100,8 @@ class Resources:
     @cached_property
     def tokens(self) -> Tokens:
         """The model's tokenizers, without its weights where those are not loaded yet."""
-        given = self._given_model
-        if "adapter" not in self.__dict__ and isinstance(given, str):
-            return load_tokens(given)
+        if not self.is_loaded:
+            return load_tokens(self._given_model)
         return self.adapter.tokens
 
     @cached_property
@@ -130,6 +134,19 @@ class Resources:
             del self.__dict__["_corpus"]  # an ingest by another process may make one
         return found
 
+    def own_corpus(self) -> tuple[Corpus | None, str]:
+        """The corpus if it was ingested with this model's tokenizer; else ``None`` and why not."""
+        corpus = self.corpus
+        if corpus is None or not corpus.has_manifest:
+            return None, ""
+        manifest = corpus.manifest
+        if manifest.tokenizer_fingerprint == self.tokens.fingerprint:
+            return corpus, ""
+        return None, (
+            f"store {self.root} was ingested with model {manifest.model!r}, so nothing of it is "
+            f"reused with {self.model_name!r}"
+        )
+
     def require_corpus(self) -> Corpus:
         """The corpus of *this* model, or :class:`CorpusError` / :class:`InvalidInputError`."""
         corpus = self.corpus or Corpus.open(self.root)
@@ -155,7 +172,7 @@ class Resources:
         return Manifest(
             model=self.model_name,
             model_signature="",
-            tokenizer_fingerprint=tokenizer_fingerprint(self.tokens.tokenizer),
+            tokenizer_fingerprint=self.tokens.fingerprint,
             namespace="",
             chunk_tokens=self._chunk_tokens or self.settings.chunk_tokens,
             prefix_ids=tuple(prefix),
@@ -165,7 +182,7 @@ class Resources:
 
     def _check_owner(self, corpus: Corpus) -> None:
         manifest = corpus.manifest
-        if manifest.tokenizer_fingerprint != tokenizer_fingerprint(self.tokens.tokenizer):
+        if manifest.tokenizer_fingerprint != self.tokens.fingerprint:
             raise InvalidInputError(
                 f"store {self.root} was ingested with model {manifest.model!r}, not "
                 f"{self.model_name!r}; ask with --model {manifest.model}, or ingest into another --store"
@@ -285,6 +302,15 @@ class Resources:
         )
         return False
 
+    def renew(self) -> None:
+        """Drop the namespace's KV if the probe shows that it is not what the model computes now."""
+        if self.trusted():
+            return
+        namespace = self.adapter.identity.namespace
+        for key in list(self.store.keys(namespace)):
+            self.store.delete(namespace, key)
+        self._trusted[namespace] = True
+
     def put_probe(self) -> None:
         """Store the probe entry of the loaded identity if it is not there."""
         namespace = self.adapter.identity.namespace
@@ -307,7 +333,7 @@ class Resources:
         That shortcut only ever saves ingest some work: queries use the loaded tensors' own.
         """
         corpus = self.corpus
-        if "adapter" not in self.__dict__ and corpus is not None and corpus.has_manifest:
+        if not self.is_loaded and corpus is not None and corpus.has_manifest:
             manifest, signature = corpus.manifest, self.signature()
             if signature and manifest.namespace and manifest.model_signature == signature:
                 return manifest.namespace
@@ -316,7 +342,7 @@ class Resources:
     def remember_namespace(self) -> None:
         """Write into the manifest whose KV the corpus has now."""
         corpus = self.corpus
-        if corpus is None or "adapter" not in self.__dict__:
+        if corpus is None or not self.is_loaded:
             return
         manifest = corpus.manifest
         renewed = replace(
@@ -332,7 +358,9 @@ class Resources:
         """Signature of the checkpoint's files and of how they are loaded; empty if unknown."""
         given, s = self._given_model, self.settings
         files = model_signature(given) if isinstance(given, str) and not self._lora else ""
-        return f"{files}|{s.dtype}|{s.device}|torch {torch.__version__}" if files else ""
+        if not files:
+            return ""
+        return f"{files}|{s.dtype}|{s.device}|{torch.__version__}|{transformers.__version__}"
 
     def close(self) -> None:
         """Close what was opened. Idempotent."""

@@ -130,7 +130,7 @@ class ModelAdapter:
             compute_dtype=dtype_name(self.model.dtype),
             attention=str(config._attn_implementation),
             geometry=fingerprint.geometry(self.stack.config, self.stack.layer_types),
-            tokenizer_fingerprint=fingerprint.tokenizer_fingerprint(self.tokens.tokenizer),
+            tokenizer_fingerprint=self.tokens.fingerprint,
             stored_dtype=self.layout.dtype,
         )
 

@@ -107,8 +107,3 @@ def geometry(config: Any, layer_types: Any) -> str:
     found = {name: getattr(config, name) for name in names if hasattr(config, name)}
     found["layer_types"] = list(layer_types)
     return json.dumps(found, sort_keys=True, default=str)
-
-
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Digest of the fast tokenizer's whole definition."""
-    return digest_fields([tokenizer.backend_tokenizer.to_str().encode()])

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from blendrag.errors import InvalidInputError, ModelLoadError
+from blendrag.identity import digest_fields
 
 
 class Tokens:
@@ -62,6 +64,11 @@ class Tokens:
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of the fast tokenizer's whole definition, taken once."""
+        return digest_fields([self.tokenizer.backend_tokenizer.to_str().encode()])
 
     @property
     def bos_id(self) -> int | None:
