@@ -5,7 +5,8 @@ Everything here is random but seeded: no download, no training, milliseconds to 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -14,12 +15,14 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from blendrag.engine import Answer, BlendEngine, Options
 from blendrag.errors import CorruptKVError
 from blendrag.fusor import BlendRequest, Fusion, Fusor
 from blendrag.fusor.cache import BlendCache
 from blendrag.kv import ChunkKV
 from blendrag.loader import LoadedSpan
 from blendrag.model import ModelAdapter
+from blendrag.readers import Document
 from blendrag.selection import Schedule, SelectionPolicy, make_policy
 
 WINDOW = 24
@@ -281,3 +284,59 @@ class WordEmbedder:
             word = word.strip(".,?!:;")
             vector[sum(ord(c) * (i + 1) for i, c in enumerate(word)) % self.dim] += 1.0
         return vector / max(float(np.linalg.norm(vector)), 1e-6)
+
+
+def engine(model: Any, root: Any, **changes: Any) -> BlendEngine:
+    """An engine over small chunks whose embedder counts words; ``model`` needs no tokenizer."""
+    given = {"tokenizer": tokenizer(), "chunk_tokens": 64, "max_new_tokens": 6, **changes}
+    made = BlendEngine(model, root, **given)
+    made.resources.__dict__["embedder"] = WordEmbedder()
+    return made
+
+
+def sentence(i: int) -> str:
+    """A sentence of about thirty tokens that no other number has."""
+    return (
+        f"Paragraph {i} tells that the company of Place{i * 7} built {i * 31} ships near the town."
+    )
+
+
+def document(number: int, paragraphs: int = 6) -> Document:
+    text = "\n\n".join(sentence(100 * number + i) for i in range(paragraphs))
+    return Document(source=f"doc{number}.txt", title=f"doc{number}", text=text)
+
+
+def chunk_texts(made: BlendEngine, number: int) -> list[str]:
+    corpus = made.resources.corpus
+    assert corpus is not None
+    return [chunk.text for chunk in corpus.chunks_of(f"doc{number}.txt")]
+
+
+def first_logits(made: BlendEngine, prompt: Any, options: Options) -> tuple[torch.Tensor, Answer]:
+    """Logits ``[V]`` of the prompt's last token as the request computed them, and its answer."""
+    seen: list[torch.Tensor] = []
+    hook = made.adapter.model.register_forward_hook(
+        lambda module, args, out: seen.append(out.logits[0, -1].clone())
+    )
+    try:
+        answer = made.generate(prompt, options)
+    finally:
+        hook.remove()
+    return seen[0], answer
+
+
+@contextmanager
+def counted(target: Any, name: str) -> Iterator[list[tuple]]:
+    """Calls of ``target.name`` while the context lasts, by their arguments."""
+    real = getattr(target, name)
+    calls: list[tuple] = []
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return real(*args, **kwargs)
+
+    setattr(target, name, spy)
+    try:
+        yield calls
+    finally:
+        delattr(target, name)
