@@ -246,6 +246,11 @@ class BlendEngine:
         """The correctness gate for the loaded model, remembered beside the store."""
         return self._worker.run(self._resources.verification)
 
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called; a closed engine answers nothing more."""
+        return self._worker.closed
+
     def drain(self) -> None:
         """Block until background encoding is done."""
         self._worker.drain()
@@ -271,6 +276,7 @@ class BlendEngine:
 
         def work() -> Answer:
             try:
+                stream.check()
                 return self._work(task, stream)
             finally:
                 stream.finish()

@@ -8,17 +8,19 @@ token.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from blendrag.config import Mode
 from blendrag.controller import Controller, LoadPlan, report
 from blendrag.engine.stream import AnswerStream, StopWhenDone, cut_at_stop
 from blendrag.engine.types import Answer, Options
-from blendrag.errors import ContextOverflowError, RequestCancelled, UnsupportedModelError
+from blendrag.errors import ContextOverflowError, UnsupportedModelError
 from blendrag.fusor import BlendRequest, Fusion, Fusor
 from blendrag.loader import SpanCorruptError
 from blendrag.metrics import RequestMetrics
@@ -112,7 +114,8 @@ class Generation:
             ids = torch.tensor([task.plan.ids], device=self._adapter.device)
             fusion: Fusion | None = None
             if not load.spans:
-                output = self._generate(task, stream, ids)
+                with _watched(self._adapter.decoder_layers, stream.check):
+                    output = self._generate(task, stream, ids)
             elif task.sequences == 1:
                 output, fusion = self._blended(task, stream, ids, load)
             else:
@@ -131,7 +134,7 @@ class Generation:
         fusor = self._fusor()
         cache = fusor.new_cache(ids.shape[1], task.max_new_tokens)
         request = self._request(task, load, ids.shape[1])
-        with fusor.fuse(cache, request, _interrupt(stream)) as fusion:
+        with fusor.fuse(cache, request, stream.check) as fusion:
             return self._generate(task, stream, ids, cache), fusion
 
     def _two_step(
@@ -171,8 +174,7 @@ class Generation:
             return_dict_in_generate=False,
             **kwargs,
         )
-        if stream.cancelled:
-            raise RequestCancelled("the request was abandoned; nothing is left running")
+        stream.check()
         return output
 
     # -- what it was --------------------------------------------------------------------------
@@ -243,9 +245,12 @@ def _policy_of(task: Task) -> SelectionPolicy:
     return make_policy(task.policy)
 
 
-def _interrupt(stream: AnswerStream) -> Callable[[], None]:
-    def check() -> None:
-        if stream.cancelled:
-            raise RequestCancelled("the request was abandoned during prefill; nothing is left")
-
-    return check
+@contextmanager
+def _watched(layers: Sequence[nn.Module], check: Callable[[], None]) -> Iterator[None]:
+    """Call ``check()`` before each layer of a stock forward, so that it can be abandoned early."""
+    hooks = [layer.register_forward_pre_hook(lambda *_: check()) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -35,7 +35,7 @@ def render(prompt: Prompt, tokens: Tokens, options: Options) -> str:
             raise InvalidInputError("the prompt is empty; ask something")
         if not (options.apply_chat_template and tokens.has_template):
             bos = tokens.tokenizer.bos_token if tokens.adds_bos else ""
-            return f"{bos}{prompt}"
+            return prompt if prompt.startswith(bos) else f"{bos}{prompt}"
         messages: Sequence[Mapping[str, Any]] = [{"role": "user", "content": prompt}]
     else:
         messages = [_flattened(message) for message in prompt]

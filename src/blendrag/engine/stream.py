@@ -17,6 +17,8 @@ from tokenizers.decoders import DecodeStream
 from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from blendrag.errors import RequestCancelled
+
 _END = object()
 
 
@@ -28,7 +30,6 @@ class AnswerStream(BaseStreamer):
         self._decode = DecodeStream(skip_special_tokens=True)
         self._stop = tuple(s for s in stop if s)
         self._held = ""
-        self._prompt_seen = False
         self._started = started
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._cancelled = threading.Event()
@@ -41,8 +42,7 @@ class AnswerStream(BaseStreamer):
 
     def put(self, value: torch.Tensor) -> None:
         """Called by ``generate``: first with the prompt, then with each new token."""
-        if not self._prompt_seen:
-            self._prompt_seen = True
+        if value.ndim > 1:  # the prompt; again when a corrupt chunk makes the request start over
             return
         self.mark_first_token()
         for token in value.reshape(-1).tolist():
@@ -97,6 +97,11 @@ class AnswerStream(BaseStreamer):
     @property
     def cancelled(self) -> bool:
         return self._cancelled.is_set()
+
+    def check(self) -> None:
+        """Raise :class:`RequestCancelled` if the caller has gone."""
+        if self.cancelled:
+            raise RequestCancelled("the request was abandoned; nothing of it is left running")
 
     def __iter__(self) -> Iterator[str]:
         while (item := self._queue.get()) is not _END:

@@ -48,6 +48,8 @@ class Options:
             raise InvalidInputError(f"max_new_tokens {self.max_new_tokens} is not 1 or more")
         if self.temperature is not None and self.temperature < 0:
             raise InvalidInputError(f"temperature {self.temperature} is not 0 or more")
+        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
+            raise InvalidInputError(f"top_p {self.top_p} is outside (0, 1]")
         refused = {"assistant_model", "prompt_lookup_num_tokens"} & set(self.generate)
         if refused:
             raise InvalidInputError(

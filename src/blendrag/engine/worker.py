@@ -12,6 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from blendrag.errors import InvalidInputError
+
 T = TypeVar("T")
 
 
@@ -37,7 +39,7 @@ class Worker:
             return future
         with self._changed:
             if self._closed:
-                raise RuntimeError("engine is closed; make a new BlendEngine")
+                raise InvalidInputError("this engine is closed; make a new BlendEngine")
             (self._background if background else self._foreground).append((future, call))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -48,6 +50,10 @@ class Worker:
     def run(self, call: Callable[[], T]) -> T:
         """Submit and wait."""
         return self.submit(call).result()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     def drain(self) -> None:
         """Block until everything queued so far, background work included, is done."""

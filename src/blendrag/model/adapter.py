@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import DynamicCache
 
 from blendrag.errors import InvalidInputError, UnsupportedModelError
@@ -90,6 +91,11 @@ class ModelAdapter:
         self.require_blendable()
         assert self._stack is not None
         return self._stack
+
+    @property
+    def decoder_layers(self) -> Sequence[nn.Module]:
+        """The decoder layers where they were found, none for a model without such a list."""
+        return list(self._stack.layers) if self._stack is not None else []
 
     @property
     def layout(self) -> KVLayout:
