@@ -288,7 +288,7 @@ class WordEmbedder:
 
 def engine(model: Any, root: Any, **changes: Any) -> BlendEngine:
     """An engine over small chunks whose embedder counts words; ``model`` needs no tokenizer."""
-    given = {"tokenizer": tokenizer(), "chunk_tokens": 64, "max_new_tokens": 6, **changes}
+    given = {"tokenizer": tokenizer(), "chunk_tokens": 128, "max_new_tokens": 6, **changes}
     made = BlendEngine(model, root, **given)
     made.resources.__dict__["embedder"] = WordEmbedder()
     return made
@@ -301,7 +301,7 @@ def sentence(i: int) -> str:
     )
 
 
-def document(number: int, paragraphs: int = 6) -> Document:
+def document(number: int, paragraphs: int = 8) -> Document:
     text = "\n\n".join(sentence(100 * number + i) for i in range(paragraphs))
     return Document(source=f"doc{number}.txt", title=f"doc{number}", text=text)
 
