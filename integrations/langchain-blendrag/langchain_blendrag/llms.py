@@ -18,8 +18,8 @@ from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from langchain_core.prompt_values import PromptValue, StringPromptValue
 from langchain_core.runnables import RunnableConfig
 
-from langchain_blendrag._engine import Piece, agenerate, astream_pieces, stream_pieces, warm
-from langchain_blendrag._fields import CONFIG, RequestFields
+from blendrag.plugs.fields import CONFIG, RequestFields
+from blendrag.plugs.shared import Piece, agenerate, astream_pieces, stream_pieces, warm
 from langchain_blendrag._messages import Message, TemplatedPromptValue, engine_prompt
 from langchain_blendrag._results import generation_info, token_usage
 

@@ -13,7 +13,7 @@ from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 from pydantic import Field
 
-from langchain_blendrag._fields import CONFIG, EngineFields
+from blendrag.plugs.fields import CONFIG, EngineFields
 
 if TYPE_CHECKING:
     from blendrag.retriever.retriever import RetrievedChunk

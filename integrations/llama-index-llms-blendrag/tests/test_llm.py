@@ -224,13 +224,3 @@ def test_the_engine_is_not_part_of_the_wrappers_description(llm: BlendLLM) -> No
     assert "engine" not in llm.to_dict()
     assert "engine" not in repr(llm)
     assert llm.to_dict()["class_name"] == "BlendLLM"
-
-
-@pytest.mark.parametrize("name", ["_engine.py", "_fields.py"])
-def test_what_both_packages_hold_is_the_same_file(name: str) -> None:
-    import llama_index.llms.blendrag as package
-
-    twin = Path(__file__).parents[2] / "langchain-blendrag" / "langchain_blendrag" / name
-    if not twin.exists():
-        pytest.skip("the LangChain package's source is not here")
-    assert (Path(package.__file__).parent / name).read_text() == twin.read_text()

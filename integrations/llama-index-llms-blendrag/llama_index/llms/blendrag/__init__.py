@@ -3,7 +3,7 @@
 Importing this loads neither torch nor transformers; making a wrapper does.
 """
 
-from llama_index.llms.blendrag._engine import close_shared_engines, shared_engine
+from blendrag.plugs.shared import close_shared_engines, shared_engine
 from llama_index.llms.blendrag.base import BlendLLM
 from llama_index.llms.blendrag.retrievers import BlendRetriever
 

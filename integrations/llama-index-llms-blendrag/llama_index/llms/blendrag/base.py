@@ -24,9 +24,9 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 
 from blendrag.errors import InvalidInputError
+from blendrag.plugs.fields import CONFIG, RequestFields
+from blendrag.plugs.shared import agenerate, astream_pieces, stream_pieces
 from llama_index.llms.blendrag import _results
-from llama_index.llms.blendrag._engine import agenerate, astream_pieces, stream_pieces
-from llama_index.llms.blendrag._fields import CONFIG, RequestFields
 from llama_index.llms.blendrag._messages import Message, to_dicts
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from llama_index.core.schema import (
 )
 
 from blendrag.errors import InvalidInputError
-from llama_index.llms.blendrag._engine import choose_engine
+from blendrag.plugs.shared import choose_engine
 
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine

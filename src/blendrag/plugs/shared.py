@@ -2,7 +2,7 @@
 
 Wrappers that name the same model and store get the same :class:`BlendEngine`, so that an LLM and a
 retriever load the model once. What is made here lives until :func:`close_shared_engines` or the end
-of the process. The LangChain and the LlamaIndex package hold the same copy of this file.
+of the process.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def shared_engine(
         embedder or defaults.embedder,
     )
     with _making:
-        if name not in _engines:
+        if name not in _engines or _engines[name].closed:
             _engines[name] = BlendEngine(
                 name.model,
                 name.store,

@@ -1,8 +1,7 @@
 """The constructor arguments that blendrag's wrappers have in common, and what becomes of them.
 
-Knows nothing of prompts. A limit such as "ratio in [0, 1]" is stated by :class:`Options` alone; here
-it only becomes a pydantic error when it is broken. The LangChain and the LlamaIndex package hold the
-same copy of this file.
+Knows nothing of prompts and of no framework. A limit such as "ratio in [0, 1]" is stated by
+:class:`Options` alone; here it only becomes a pydantic error when it is broken.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from blendrag.config import Mode
 from blendrag.errors import InvalidInputError
-
-from ._engine import choose_engine
+from blendrag.plugs.shared import choose_engine
 
 if TYPE_CHECKING:
     from blendrag.engine import Options
