@@ -67,6 +67,7 @@ class Rows:
         device = self.positions.device
         bounds = self.positions[edges.to(device)].tolist()
         keys = torch.arange(self.prompt_tokens, device=device)
+        seen, masked = torch.tensor([0.0, float("-inf")], dtype=dtype, device=device)
         blocks = []
         for a, b, (first, last) in zip(starts, ends, bounds, strict=True):
             lo, hi = (0 if window is None else max(0, first - window + 1)), last + 1
@@ -74,6 +75,5 @@ class Rows:
             hidden = keys[None, lo:hi] > rows
             if window is not None:
                 hidden |= rows - keys[None, lo:hi] >= window
-            bias = torch.zeros(hidden.shape, dtype=dtype, device=device)
-            blocks.append(Block(a, b, lo, hi, bias.masked_fill_(hidden, float("-inf"))))
+            blocks.append(Block(a, b, lo, hi, torch.where(hidden, masked, seen)))
         return blocks
