@@ -90,6 +90,7 @@ def ingest(
     engine = _engine(
         model,
         store,
+        for_ingest=True,
         chunk_tokens=chunk_tokens,
         prefix_text=options.prefix_text(prefix_file),
         embedder=embedder,
@@ -331,7 +332,7 @@ def _begin(verbose: bool) -> None:
     options.check_environment()
 
 
-def _engine(model: str | None, store: Path | None, **given: Any) -> Any:
+def _engine(model: str | None, store: Path | None, for_ingest: bool = False, **given: Any) -> Any:
     from blendrag.engine import BlendEngine
 
-    return BlendEngine(options.model_for(model, store), store, **given)
+    return BlendEngine(options.model_for(model, store, for_ingest), store, **given)

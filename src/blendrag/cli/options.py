@@ -133,25 +133,27 @@ def check_environment() -> None:
         ) from exc
 
 
-def model_for(model: str | None, store: Path | None) -> str | None:
+def model_for(model: str | None, store: Path | None, for_ingest: bool = False) -> str | None:
     """The model asked for; else the one the store was ingested with; else ``None``.
 
-    A local directory is made absolute, as a model's name is part of its identity.
+    An ingest is not bound to the model of a store that holds nothing yet. A local directory is made
+    absolute, as a model's name is part of its identity.
     """
     from blendrag.config import settings
 
     if model is None and "model" not in settings().model_fields_set:
-        model = _model_of(store if store is not None else settings().store)
+        model = _model_of(store if store is not None else settings().store, for_ingest)
     if model is not None and Path(model).is_dir():
         return str(Path(model).resolve())
     return model
 
 
-def _model_of(root: Path) -> str | None:
+def _model_of(root: Path, needs_documents: bool) -> str | None:
     from blendrag.retriever.corpus import Corpus
 
     try:
         with Corpus.open(root) as corpus:
-            return corpus.manifest.model if corpus.has_manifest and len(corpus) else None
+            known = corpus.has_manifest and (len(corpus) or not needs_documents)
+            return corpus.manifest.model if known else None
     except BlendragError:
         return None  # whoever needs the corpus will say what is wrong with it

@@ -81,7 +81,9 @@ class IngestProgress:
 
     def _name_failures(self, totals: Totals) -> None:
         for failure in totals.failures[self._failures :]:
-            self._bar.console.print(f"failed: {failure}", markup=False, highlight=False)
+            self._bar.console.print(
+                f"failed: {failure}", markup=False, highlight=False, soft_wrap=True
+            )
         self._failures = len(totals.failures)
 
     def finish(self, failures: tuple[str, ...]) -> None:
