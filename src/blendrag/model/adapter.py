@@ -25,8 +25,6 @@ from blendrag.model.tokens import Tokens
 from blendrag.positions import PROBE_OFFSETS, Repositioner, classify
 
 PROBE_TOKENS = 8
-#: Rotary variants whose table depends on the length of the sequence (transformers' names).
-LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 class ModelAdapter:
@@ -72,7 +70,7 @@ class ModelAdapter:
         rotary = self._stack.rotary if self._stack else None
         kinds = getattr(rotary, "rope_type", "default")
         kinds = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
-        if not any(kind in LENGTH_DEPENDENT for kind in kinds):
+        if not any(kind in fingerprint.LENGTH_DEPENDENT for kind in kinds):
             return None
         config = self.stack.config
         parameters = getattr(config, "rope_parameters", None) or {}

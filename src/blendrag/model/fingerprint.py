@@ -18,11 +18,29 @@ from torch import nn
 from blendrag.errors import UnsupportedModelError
 from blendrag.identity import digest_fields
 
+#: Rotary variants whose table depends on the length of the sequence (transformers' names).
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+#: Values of each tensor that are compared before every request.
+SAMPLES = 16
+
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers, non-persistent ones (rotary tables) included, tied ones once."""
+    """Parameters and buffers, non-persistent ones (rotary tables) included, tied ones once.
+
+    Left out is the table that a length-dependent rotary has in use: it follows the last prompt's
+    length, and the one it follows from is among the buffers.
+    """
     yield from model.named_parameters()
-    yield from model.named_buffers()
+    for name, buffer in model.named_buffers():
+        if not (name.endswith("inv_freq") and _follows_length(model, name)):
+            yield name, buffer
+
+
+def _follows_length(model: nn.Module, name: str) -> bool:
+    owner, _, buffer = name.rpartition(".")
+    kinds = getattr(model.get_submodule(owner), "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return "original" not in buffer and any(kind in LENGTH_DEPENDENT for kind in kinds)
 
 
 def tensors_fingerprint(model: nn.Module) -> str:
@@ -55,15 +73,35 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def change_token(model: nn.Module) -> tuple[int, tuple[object, ...], str]:
-    """Changes whenever a weight is replaced, written in place, or another adapter is activated."""
+def change_token(model: nn.Module) -> tuple[int, tuple[object, ...], str, str]:
+    """Changes whenever a weight is replaced, written in place, or another adapter is activated.
+
+    Writing through ``weight.data`` moves neither version nor address, so a few values of every tensor
+    are looked at, too; of such writes only one that spares all of them goes unnoticed.
+    """
     versions = 0
     places = []
     for _, tensor in named_tensors(model):
         if not tensor.is_inference():
             versions += tensor._version
         places.append((tensor.data_ptr(), tuple(tensor.shape)))
-    return versions, tuple(places), adapters_of(model)
+    return versions, tuple(places), _sampled(model), adapters_of(model)
+
+
+def _sampled(model: nn.Module) -> str:
+    """xxh3-128 hex over :data:`SAMPLES` values of every tensor; one copy per device."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for _, tensor in named_tensors(model):
+        if tensor.numel() and tensor.device.type != "meta":
+            flat = tensor.detach()
+            # A row of what is not contiguous: flattening it would copy the whole.
+            flat = flat.reshape(-1) if flat.is_contiguous() else flat[(0,) * (flat.ndim - 1)]
+            some = flat[:: max(1, flat.numel() // SAMPLES)].contiguous().view(torch.uint8)
+            by_device.setdefault(tensor.device, []).append(some)
+    sha = xxhash.xxh3_128()
+    for samples in by_device.values():
+        sha.update(_bytes_of(torch.cat(samples)))
+    return sha.hexdigest()
 
 
 def adapters_of(model: nn.Module) -> str:
