@@ -36,7 +36,8 @@ class IngestProgress:
         self._live = console.is_terminal and not quiet
         self._quiet = quiet
         self._failures = 0
-        self._began = self._said = time.perf_counter()
+        self._said = time.perf_counter()
+        self._first: tuple[float, float] | None = None
         self._bar = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -69,14 +70,19 @@ class IngestProgress:
             self._task, description=text, completed=done, total=totals.total_bytes or None
         )
         now = time.perf_counter()
+        self._first = self._first or (now, done)
         if not self._live and not self._quiet and now - self._said >= LINE_EVERY_S:
             self._said = now
             say("progress", f"{text}, {self._of_bytes(done, totals.total_bytes, now)}")
 
     def _of_bytes(self, done: float, total: float, now: float) -> str:
+        """How far, and the time left by the rate since the first chunk was there."""
         text = f"{megabytes(done)} of {megabytes(total)}"
-        if 0 < done < total:
-            text += f", about {duration((now - self._began) * (total - done) / done)} left"
+        assert self._first is not None
+        since, at_first = self._first
+        if at_first < done < total:
+            seconds = (now - since) * (total - done) / (done - at_first)
+            text += f", about {duration(seconds)} left"
         return text
 
     def _name_failures(self, totals: Totals) -> None:
