@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -35,11 +35,26 @@ from blendrag.store import KVStore, open_store
 from blendrag.verify import Verification, remember, remembered, verify
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 #: Tokens of the entry by which a namespace is recognised as still computing the same KV.
 PROBE_TOKENS = 32
 #: Largest difference to the stored probe, relative to its largest value.
 PROBE_TOLERANCE = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
+
+
+class opened(cached_property[T]):
+    """A part opened by the first thread that asks for it, while others who ask wait.
+
+    ``functools.cached_property`` alone lets two threads open it twice since Python 3.12. Each part
+    has a lock of its own: a loading model keeps nobody from the tokenizer or the corpus.
+    """
+
+    def __get__(self, instance: Any, owner: type[Any] | None = None) -> Any:
+        if instance is None:
+            return self
+        with instance._opening(self.attrname):
+            return super().__get__(instance, owner)
 
 
 class Resources:
@@ -64,9 +79,12 @@ class Resources:
         self._chunk_tokens = chunk_tokens
         self._lora = lora
         self._read_only = read_only
-        self._opening = threading.RLock()
+        self._locks: dict[str, threading.RLock] = {}
         self._trusted: dict[str, bool] = {}
         self._closed = False
+
+    def _opening(self, part: str) -> threading.RLock:
+        return self._locks.setdefault(part, threading.RLock())
 
     # -- model ----------------------------------------------------------------------------------
 
@@ -82,56 +100,56 @@ class Resources:
         """Whether the model's weights are in memory."""
         return "adapter" in self.__dict__ or not isinstance(self._given_model, str)
 
-    @cached_property
+    @opened
     def adapter(self) -> ModelAdapter:
-        with self._opening:
-            given, settings = self._given_model, self.settings
-            if isinstance(given, ModelAdapter):
-                return given
-            if isinstance(given, str):
-                return load_adapter(given, settings.dtype, settings.device, self._lora)
-            if self._given_tokenizer is None:
-                raise InvalidInputError(
-                    f"a loaded {type(given).__name__} needs its tokenizer too: "
-                    "BlendEngine(model, tokenizer=…)"
-                )
-            return ModelAdapter(given, self._given_tokenizer)
+        given, settings = self._given_model, self.settings
+        if isinstance(given, ModelAdapter):
+            return given
+        if isinstance(given, str):
+            return load_adapter(given, settings.dtype, settings.device, self._lora)
+        if self._given_tokenizer is None:
+            raise InvalidInputError(
+                f"a loaded {type(given).__name__} needs its tokenizer too: "
+                "BlendEngine(model, tokenizer=…)"
+            )
+        return ModelAdapter(given, self._given_tokenizer)
 
-    @cached_property
+    @opened
     def tokens(self) -> Tokens:
         """The model's tokenizers, without its weights where those are not loaded yet."""
         if not self.is_loaded:
             return load_tokens(self._given_model)
         return self.adapter.tokens
 
-    @cached_property
+    @opened
     def fusor(self) -> Fusor:
         return Fusor(self.adapter)
 
     # -- store and corpus -----------------------------------------------------------------------
 
-    @cached_property
+    @opened
     def store(self) -> KVStore:
-        with self._opening:
-            s = self.settings
-            return open_store(self.root, s.ram_bytes, s.disk_bytes, read_only=self._read_only)
+        s = self.settings
+        return open_store(self.root, s.ram_bytes, s.disk_bytes, read_only=self._read_only)
 
-    @cached_property
+    @opened
     def _corpus(self) -> Corpus | None:
-        with self._opening:
-            try:
-                return Corpus.open(self.root)
-            except CorpusError:
-                if (self.root / DIRECTORY / FILE_NAME).exists():
-                    raise
-                return None
+        try:
+            return Corpus.open(self.root)
+        except CorpusError:
+            if (self.root / DIRECTORY / FILE_NAME).exists():
+                raise
+            return None
 
     @property
     def corpus(self) -> Corpus | None:
         """The corpus beside the store, ``None`` before the first ingest."""
-        found = self._corpus
+        found: Corpus | None = self.__dict__.get("_corpus")
         if found is None:
-            del self.__dict__["_corpus"]  # an ingest by another process may make one
+            with self._opening("_corpus"):
+                found = self._corpus
+                if found is None:
+                    del self.__dict__["_corpus"]  # an ingest by another process may make one
         return found
 
     def own_corpus(self) -> tuple[Corpus | None, str]:
@@ -156,8 +174,9 @@ class Resources:
     def create_corpus(self) -> Corpus:
         """The corpus to ingest into, made with this engine's settings if there is none."""
         _ = self.store  # makes the root, with its checks
-        if self.corpus is None:
-            self.__dict__["_corpus"] = Corpus.open(self.root, create=True)
+        with self._opening("_corpus"):
+            if self.corpus is None:
+                self.__dict__["_corpus"] = Corpus.open(self.root, create=True)
         corpus = self.corpus
         assert corpus is not None
         if not corpus.has_manifest:
@@ -222,7 +241,7 @@ class Resources:
 
     # -- retrieval ------------------------------------------------------------------------------
 
-    @cached_property
+    @opened
     def embedder(self) -> Embedder:
         corpus = self.corpus
         known = corpus is not None and corpus.has_manifest
@@ -233,7 +252,7 @@ class Resources:
 
     # -- chunks by content ----------------------------------------------------------------------
 
-    @cached_property
+    @opened
     def _ids_of_text(self) -> Any:
         @lru_cache(maxsize=4096)
         def ids_of(text: str) -> tuple[int, ...]:
