@@ -143,7 +143,8 @@ class Generation:
         """Blend all but the last token, repeat the cache, then an ordinary ``generate``."""
         fusor = self._fusor()
         n = ids.shape[1] - 1
-        _, cache, fusion = fusor.prefill(ids[:, :n], self._request(task, load, n))
+        request = self._request(task, load, n)
+        _, cache, fusion = fusor.prefill(ids[:, :n], request, check=stream.check)
         cache.batch_repeat_interleave(task.sequences)
         return self._generate(task, stream, ids, cache), fusion
 
@@ -192,7 +193,9 @@ class Generation:
         fusion: Fusion | None,
         new_ids: torch.Tensor,
     ) -> Answer:
-        texts, finish = self._texts(task, stream, new_ids)
+        ends = self._end_ids(task)
+        rows = [_until_end(row, ends) for row in new_ids.tolist()]
+        texts, finish = self._texts(task, stream, rows, ends)
         counts = fusion.counts() if fusion is not None else None
         reused = load.reused_tokens
         ratio = counts.ratio if counts else float(task.mode == "full")
@@ -208,7 +211,7 @@ class Generation:
             reused_tokens=reused,
             recomputed_tokens=round(ratio * counts.candidates) if counts else 0,
             fresh_tokens=prompt_tokens - reused,
-            new_tokens=int(new_ids.numel()),
+            new_tokens=sum(len(row) for row in rows),
             ratio=ratio,
             charged_ratio=charged,
             policy=task.policy if blended else "",
@@ -220,21 +223,31 @@ class Generation:
         )
         return Answer(texts[0], tuple(texts), finish, metrics)
 
+    def _end_ids(self, task: Task) -> set[int]:
+        eos = task.options.generate.get(
+            "eos_token_id", self._adapter.model.generation_config.eos_token_id
+        )
+        return set(eos) if isinstance(eos, list | tuple) else {eos}
+
     def _texts(
-        self, task: Task, stream: AnswerStream, new_ids: torch.Tensor
+        self, task: Task, stream: AnswerStream, rows: Sequence[Sequence[int]], ends: set[int]
     ) -> tuple[Sequence[str], str]:
-        eos = self._adapter.model.generation_config.eos_token_id
-        ends = set(eos if isinstance(eos, list) else [eos])
-        ended = bool(ends & set(new_ids[0].tolist()[-1:]))
+        ended = bool(ends & set(rows[0][-1:]))
         if task.sequences == 1:
             stopped = stream.stopped_by is not None
             return [stream.text], "stop" if stopped or ended else "length"
         tokenizer = self._adapter.tokens.tokenizer
         cut = [
             cut_at_stop(tokenizer.decode(row, skip_special_tokens=True), task.options.stop)
-            for row in new_ids
+            for row in rows
         ]
         return [text for text, _ in cut], "stop" if cut[0][1] or ended else "length"
+
+
+def _until_end(row: list[int], ends: set[int]) -> list[int]:
+    """Token ids up to the end token, without the padding behind it."""
+    at = next((i for i, token in enumerate(row) if token in ends), len(row))
+    return row[: at + 1]
 
 
 def _policy_of(task: Task) -> SelectionPolicy:

@@ -83,11 +83,16 @@ class Fusor:
 
     @torch.inference_mode()
     def prefill(
-        self, ids: torch.Tensor, request: BlendRequest, new_tokens: int = 0, all_rows: bool = False
+        self,
+        ids: torch.Tensor,
+        request: BlendRequest,
+        new_tokens: int = 0,
+        all_rows: bool = False,
+        check: Callable[[], None] | None = None,
     ) -> tuple[torch.Tensor, BlendCache, Fusion]:
         """Blended prefill of ``ids`` ``[1, N]``; logits ``[1, 1, V]``, or of all last-layer rows."""
         cache = self.new_cache(request.prompt_tokens, new_tokens)
-        with self.adapter.lock, self.fuse(cache, request) as fusion:
+        with self.adapter.lock, self.fuse(cache, request, check) as fusion:
             out = self.adapter.model(
                 input_ids=ids,
                 past_key_values=cache,
