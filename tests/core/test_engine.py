@@ -308,6 +308,31 @@ def test_streamed_pieces_are_the_answer(engine: BlendEngine) -> None:
         )
 
 
+def test_a_returned_sequence_that_ended_early_is_finished_and_its_padding_is_no_token(
+    tmp_path: Path,
+) -> None:
+    model = tiny.llama()
+    model.generation_config.eos_token_id = list(range(3, 200))
+    model.generation_config.pad_token_id = 599
+    with tiny.engine(model, tmp_path / "s") as engine:
+        outputs: list[torch.Tensor] = []
+        generate = model.generate
+
+        def spy(*args: Any, **kwargs: Any) -> torch.Tensor:
+            outputs.append(generate(*args, **kwargs))
+            return outputs[-1]
+
+        model.generate = spy
+        torch.manual_seed(3)
+        options = Options(temperature=1.0, max_new_tokens=40, generate={"num_return_sequences": 6})
+        answer = engine.generate("hello there", options)
+        (output,) = outputs
+        new = output[:, len(engine.plan("hello there").ids) :]
+        assert (new[0] == 599).any()  # the first sequence was padded up to a longer one
+        assert answer.finish_reason == "stop"
+        assert answer.metrics.new_tokens == int((new != 599).sum())
+
+
 # -- what is written, and when ------------------------------------------------------------------
 
 

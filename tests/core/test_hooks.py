@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tiny
+from blendrag.config import Mode
 from blendrag.engine import BlendEngine, Options
 from blendrag.errors import CorruptKVError, RequestCancelled
 from blendrag.fusor import Fusor
@@ -198,7 +199,11 @@ def test_an_abandoned_stream_is_told_so(engine: BlendEngine) -> None:
         list(pieces)
 
 
-def test_cancelling_during_prefill_stops_at_the_next_layer(engine: BlendEngine) -> None:
+@pytest.mark.parametrize("generate", [{}, {"num_beams": 2}])
+@pytest.mark.parametrize("mode", ["blend", "full"])
+def test_cancelling_during_prefill_stops_at_the_next_layer(
+    engine: BlendEngine, mode: Mode, generate: dict[str, Any]
+) -> None:
     state = State(engine.adapter)
     entered, go_on = threading.Event(), threading.Event()
     ran: list[int] = []
@@ -215,7 +220,7 @@ def test_cancelling_during_prefill_stops_at_the_next_layer(engine: BlendEngine) 
         for i, layer in enumerate(layers)
     ]
     try:
-        pieces = engine.stream(prompt_of(engine), Options(mode="blend"))
+        pieces = engine.stream(prompt_of(engine), Options(mode=mode, generate=generate))
         assert entered.wait(10)
         pieces.close()
         go_on.set()
