@@ -126,7 +126,8 @@ class Stage:
     name: str
     make: Callable[[random.Random, Writer], Sample]
     until: float
-    move_on_at: float = 0.95
+    move_on_at: float = 0.85  # by then the next stage teaches the same, and more
+    learning_rate: float = 1.5e-3
     tokens_per_step: int = 2048  # small steps, and many of them, are what the early stages need
 
 
@@ -300,13 +301,24 @@ def arrange(
 
 
 STAGES: tuple[Stage, ...] = (
-    Stage("few-repeats", Repeats(100, (4, 16)), 0.12),
-    Stage("name-repeats", name_repeats, 0.25, 0.85),
-    Stage("recall", recall, 0.3),
-    Stage("ladder", ladder, 0.4),
-    Stage("one-fact", DocumentsStage((3, 6), ((1, 1), (0, 0)), keys=(1, 2), introduction=0.5), 0.5),
-    Stage("facts", DocumentsStage((3, 6), ((2, 4), (0, 0)), 1, (4, 8), 0.7), 0.55),
+    Stage("few-repeats", Repeats(100, (4, 16)), 0.12, 0.95, learning_rate=2e-3),
+    Stage("name-repeats", name_repeats, 0.25, learning_rate=2e-3),
+    Stage("recall", recall, 0.3, 0.95, learning_rate=2e-3),
+    Stage("ladder", ladder, 0.4, 0.8),
+    Stage(
+        "one-fact",
+        DocumentsStage((3, 6), ((1, 1), (0, 0)), keys=(1, 2), introduction=0.5),
+        0.5,
+        0.8,
+    ),
+    Stage("facts", DocumentsStage((2, 5), ((1, 3), (0, 0)), 0, (2, 5), 0.3), 0.55),
     Stage("back-references", DocumentsStage((2, 5), ((1, 2), (1, 2)), 0, (3, 6), 0.5), 0.65),
-    Stage("two-chunks", DocumentsStage((3, 6), ((2, 3), (2, 3)), 1, (6, 9), 0.8), 0.75, 0.95, 4096),
-    Stage("prompts", DocumentsStage((2, 6), ((3, 3), (4, 4)), real=True), 1.0, 1.0, 4096),
+    Stage("two-chunks", DocumentsStage((3, 6), ((2, 3), (2, 3)), 1, (6, 9), 0.8), 0.75),
+    Stage(
+        "prompts",
+        DocumentsStage((2, 6), ((3, 3), (4, 4)), real=True),
+        1.0,
+        move_on_at=1.0,
+        tokens_per_step=4096,
+    ),
 )

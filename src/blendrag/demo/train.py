@@ -9,6 +9,7 @@ uses a GPU if there is one.
 
 import argparse
 import random
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -28,10 +29,10 @@ from blendrag.demo.batching import ATTENTION, Batch, collate
 from blendrag.demo.curriculum import STAGES, Sample, Writer
 from blendrag.demo.tokenizer import train_tokenizer
 
-LEARNING_RATE, FINAL_RATE = 2e-3, 3e-5
+FINAL_RATE = 3e-5
 WARMUP_STEPS = 100
 COOLDOWN = 0.25  # the last part of the run, over which the rate falls linearly
-CURRENT_SHARE = 0.75  # of the steps; the rest keeps the earlier stages alive
+CURRENT_SHARE = 0.8  # of the steps; the rest keeps the earlier stages alive
 SAVE_EVERY_S = 60.0
 
 
@@ -95,7 +96,7 @@ class Run:
         decayed = [p for p in self.model.parameters() if p.ndim > 1]
         kept = [p for p in self.model.parameters() if p.ndim <= 1]
         groups = [{"params": decayed, "weight_decay": 0.01}, {"params": kept, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.98), fused=True)
+        self.optimizer = torch.optim.AdamW(groups, lr=FINAL_RATE, betas=(0.9, 0.98), fused=True)
         self.progress = Progress(seed=seed)
         if saved:
             self.model.load_state_dict(saved["model"])
@@ -109,13 +110,9 @@ class Run:
         progress, saved_at, last = self.progress, time.monotonic(), time.monotonic()
         while (done := progress.step / steps if steps else progress.elapsed_s / (60 * minutes)) < 1:
             rng = random.Random(f"{progress.seed}/{progress.step}")
-            stage = (
-                progress.stage
-                if rng.random() < CURRENT_SHARE
-                else rng.randrange(progress.stage + 1)
-            )
+            stage = _drawn_stage(rng, progress.stage)
             batch = self._batch(rng, stage)
-            loss, accuracy = self._step(batch, _rate(progress.step, done))
+            loss, accuracy = self._step(batch, _rate(progress, done))
             now = time.monotonic()
             progress.elapsed_s += now - last
             last = now
@@ -181,6 +178,14 @@ class Run:
             progress.accuracy = 0.0
 
 
+def _drawn_stage(rng: random.Random, current: int) -> int:
+    """The current stage mostly; else an earlier one, the later the likelier, to keep it alive."""
+    back = 0
+    while rng.random() > CURRENT_SHARE and back < current:
+        back += rng.randint(1, 2)
+    return max(0, current - back)
+
+
 def _fill(rng: random.Random, stage: int, writer: Writer) -> Iterator[Sample]:
     """Samples of one stage, as many as fit in a step's tokens when padded to the longest."""
     longest_context = longest_asked = n = 0
@@ -196,10 +201,12 @@ def _fill(rng: random.Random, stage: int, writer: Writer) -> Iterator[Sample]:
         yield sample
 
 
-def _rate(step: int, done: float) -> float:
-    warm = min(1.0, (step + 1) / WARMUP_STEPS)
+def _rate(progress: Progress, done: float) -> float:
+    """The stage's learning rate, less in the warm-up and in the cool-down."""
+    warm = min(1.0, (progress.step + 1) / WARMUP_STEPS)
     cool = min(1.0, (1 - done) / COOLDOWN)
-    return FINAL_RATE + (LEARNING_RATE - FINAL_RATE) * min(warm, cool)
+    highest = STAGES[progress.stage].learning_rate
+    return FINAL_RATE + (highest - FINAL_RATE) * min(warm, cool)
 
 
 def _report(progress: Progress, done: float, n_tokens: int) -> None:
@@ -230,6 +237,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     run = Run(args.out, args.seed, args.resume)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run.train(args.minutes, args.steps)
     except KeyboardInterrupt:
