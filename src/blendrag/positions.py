@@ -122,8 +122,8 @@ def classify(
     """Probe every layer and return the model's :class:`Repositioner`.
 
     ``keys_at(Δ)`` prefills the same few tokens at positions Δ… and returns per layer K and V
-    ``[Hkv, n, D]``; it is asked for 0 and for each of ``offsets``. Raises :class:`UnsupportedModelError` naming the first layer that is neither
-    rotary nor position-free.
+    ``[Hkv, n, D]``; it is asked for 0 and for each of ``offsets``. Raises
+    :class:`UnsupportedModelError` naming the first layer that is neither rotary nor position-free.
     """
     base_keys, base_values = keys_at(0)
     shifted = [(delta, *keys_at(delta)) for delta in offsets]

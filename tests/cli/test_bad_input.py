@@ -217,7 +217,6 @@ def test_ingest_with_a_refused_model_exits_3(refused_dir: Path, docs: Path, tmp_
     assert result.stdout == ""
 
 
-@pytest.mark.xfail(reason="a corpus without documents keeps the settings of the failed ingest")
 @pytest.mark.parametrize("wrong", ["model", "embedder"])
 def test_after_a_failed_first_ingest_other_settings_work(
     wrong: str, model_dir: Path, refused_dir: Path, docs: Path, tmp_path: Path

@@ -99,7 +99,7 @@ def take_tour(
     from blendrag.engine import BlendEngine
 
     asked = tuple(questions if questions is not None else demo_questions())
-    settings = {"embedder": EMBEDDER, "max_new_tokens": MAX_NEW_TOKENS} | engine
+    settings: dict[str, Any] = {"embedder": EMBEDDER, "max_new_tokens": MAX_NEW_TOKENS} | engine
     with (
         _directory(store) as root,
         BlendEngine(model, root, chunk_tokens=CHUNK_TOKENS, **settings) as blend,
@@ -121,7 +121,7 @@ def _directory(store: Path | None) -> Iterator[Path]:
 
 
 def _stop(engine: BlendEngine, question: Question) -> Stop:
-    replies = {mode: _reply(engine, question, mode) for mode in MODES}
+    replies: dict[str, Reply] = {mode: _reply(engine, question, mode) for mode in MODES}
     return Stop(question.text, question.kind, question.answer, replies)
 
 

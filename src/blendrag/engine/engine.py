@@ -87,7 +87,8 @@ class BlendEngine:
         root = Path(store if store is not None else self.settings.store)
         self._resources = Resources(
             model if model is not None else self.settings.model,
-            tokenizer, root, self.settings, prefix_text, chunk_tokens, lora, read_only,
+            tokenizer, root, self.settings, prefix_text, chunk_tokens, embedder, lora,
+            read_only,
         )  # fmt: skip
         self._worker = Worker("blendrag-engine")
         self._encoding: set[tuple[int, ...]] = set()

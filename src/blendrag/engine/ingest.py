@@ -214,11 +214,15 @@ def documents_of(inputs: Inputs, totals: Totals) -> Iterator[Document]:
     sizes = {path: _size(path) for path in found.files}
     totals.total_bytes += sum(sizes.values())
     for path in found.files:
+        began = totals.done_bytes
         try:
-            yield from read_documents(path)
+            for document in read_documents(path):
+                yield document
+                read = totals.done_bytes + len(document.text.encode("utf-8", "replace"))
+                totals.done_bytes = min(read, began + sizes[path])
         except UnreadableDocumentError as bad:
             totals.failures.append(str(bad))
-        totals.done_bytes += sizes[path]
+        totals.done_bytes = began + sizes[path]
 
 
 def _sorted_out(inputs: Inputs) -> tuple[list[Path], list[Document]]:

@@ -29,7 +29,7 @@ from blendrag.model.loading import load_adapter, load_tokens, model_signature
 from blendrag.model.tokens import Tokens
 from blendrag.retriever.corpus import DIRECTORY, Corpus, Manifest
 from blendrag.retriever.database import FILE_NAME
-from blendrag.retriever.embedder import Embedder
+from blendrag.retriever.embedder import Embedder, same_embedder
 from blendrag.retriever.retriever import Retriever
 from blendrag.store import KVStore, open_store
 from blendrag.verify import Verification, remember, remembered, verify
@@ -68,6 +68,7 @@ class Resources:
         settings: Settings,
         prefix_text: str | None,
         chunk_tokens: int | None,
+        embedder: str | None,
         lora: str | None,
         read_only: bool,
     ) -> None:
@@ -77,6 +78,7 @@ class Resources:
         self.settings = settings
         self._prefix_text = prefix_text
         self._chunk_tokens = chunk_tokens
+        self._embedder = embedder
         self._lora = lora
         self._read_only = read_only
         self._locks: dict[str, threading.RLock] = {}
@@ -179,23 +181,28 @@ class Resources:
                 self.__dict__["_corpus"] = Corpus.open(self.root, create=True)
         corpus = self.corpus
         assert corpus is not None
-        if not corpus.has_manifest:
+        if self._settled() is None:
             corpus.set_manifest(self._new_manifest())
         self._check_owner(corpus)
         self._check_settings(corpus.manifest)
         return corpus
 
+    def _settled(self) -> Manifest | None:
+        """The manifest of a corpus that holds something; an empty one binds nobody."""
+        corpus = self.corpus
+        return (
+            corpus.manifest if corpus is not None and corpus.has_manifest and len(corpus) else None
+        )
+
     def _new_manifest(self) -> Manifest:
-        text = self._prefix_text or ""
-        prefix = self.tokens.encode_template(text) if text else self.tokens.default_prefix_ids()
         return Manifest(
             model=self.model_name,
             model_signature="",
             tokenizer_fingerprint=self.tokens.fingerprint,
             namespace="",
             chunk_tokens=self._chunk_tokens or self.settings.chunk_tokens,
-            prefix_ids=tuple(prefix),
-            prefix_text=text,
+            prefix_ids=self._own_prefix_ids(),
+            prefix_text=self._prefix_text or "",
             embedder=self.settings.embedder,
         )
 
@@ -214,6 +221,11 @@ class Resources:
                 f"store {self.root} holds chunks of {manifest.chunk_tokens} tokens, not {wanted}; "
                 "leave --chunk-tokens out or ingest into another --store"
             )
+        if self._embedder is not None and not same_embedder(self._embedder, manifest.embedder):
+            raise InvalidInputError(
+                f"store {self.root} was embedded with {manifest.embedder!r}, not "
+                f"{self._embedder!r}; leave --embedder out or ingest into another --store"
+            )
         if self._prefix_text is not None and self._prefix_text != manifest.prefix_text:
             raise InvalidInputError(
                 f"store {self.root} was ingested behind another prefix; "
@@ -223,17 +235,20 @@ class Resources:
     @property
     def prefix_ids(self) -> tuple[int, ...]:
         """What this corpus's chunks are encoded behind."""
-        corpus = self.corpus
-        if corpus is not None and corpus.has_manifest:
-            return corpus.manifest.prefix_ids
+        manifest = self._settled()
+        return manifest.prefix_ids if manifest is not None else self._own_prefix_ids()
+
+    def _own_prefix_ids(self) -> tuple[int, ...]:
+        if self._prefix_text:
+            return tuple(self.tokens.encode_template(self._prefix_text))
         return self.tokens.default_prefix_ids()
 
     @property
     def chunk_tokens(self) -> int:
         """Limit of this corpus's chunks."""
-        corpus = self.corpus
-        if corpus is not None and corpus.has_manifest:
-            return corpus.manifest.chunk_tokens
+        manifest = self._settled()
+        if manifest is not None:
+            return manifest.chunk_tokens
         return self._chunk_tokens or self.settings.chunk_tokens
 
     def chunker(self) -> Chunker:
@@ -243,9 +258,8 @@ class Resources:
 
     @opened
     def embedder(self) -> Embedder:
-        corpus = self.corpus
-        known = corpus is not None and corpus.has_manifest
-        return Embedder(corpus.manifest.embedder if known and corpus else self.settings.embedder)
+        manifest = self._settled()
+        return Embedder(manifest.embedder if manifest is not None else self.settings.embedder)
 
     def retriever(self) -> Retriever:
         return Retriever(self.require_corpus(), self.embedder)

@@ -137,11 +137,20 @@ def transaction(connection: sqlite3.Connection, path: Path) -> Iterator[sqlite3.
         raise mapped(exc, path) from exc
 
 
+#: What SQLite says when a write fails for want of space under a quota or a size limit.
+FAILED_WRITES = (
+    sqlite3.SQLITE_IOERR_WRITE,
+    sqlite3.SQLITE_IOERR_FSYNC,
+    sqlite3.SQLITE_IOERR_TRUNCATE,
+    sqlite3.SQLITE_IOERR_SHMSIZE,
+)
+
+
 def mapped(error: sqlite3.Error, path: Path) -> CorpusError | StoreFullError:
     """SQLite's error in our words."""
     code = getattr(error, "sqlite_errorcode", None)
     primary = code & 0xFF if code is not None else None
-    if primary == sqlite3.SQLITE_FULL:
+    if primary == sqlite3.SQLITE_FULL or code in FAILED_WRITES:
         return StoreFullError(
             f"no space left to write {path}; free some, what was stored before is intact"
         )

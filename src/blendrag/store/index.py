@@ -32,6 +32,13 @@ from blendrag.store.rows import IndexOdd, Row, RowCache, Rows, row_key
 logger = logging.getLogger("blendrag.store")
 
 _BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+#: What SQLite says when a write fails for want of space under a quota or a size limit.
+_FAILED_WRITES = (
+    sqlite3.SQLITE_IOERR_WRITE,
+    sqlite3.SQLITE_IOERR_FSYNC,
+    sqlite3.SQLITE_IOERR_TRUNCATE,
+    sqlite3.SQLITE_IOERR_SHMSIZE,
+)
 _FOREIGN = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
 #: Caches inherited through fork: closing them in the child could disturb the parent's locks.
 _INHERITED: list[diskcache.Cache] = []
@@ -262,8 +269,9 @@ def _mapped() -> Iterator[None]:
     except diskcache.Timeout as exc:
         raise IndexLocked("the index database is locked") from exc
     except sqlite3.Error as exc:
-        code = getattr(exc, "sqlite_errorcode", 0) & 0xFF
-        if code == sqlite3.SQLITE_FULL:
+        extended = getattr(exc, "sqlite_errorcode", 0)
+        code = extended & 0xFF
+        if code == sqlite3.SQLITE_FULL or extended in _FAILED_WRITES:
             raise StoreFullError(
                 "no space left for the index of the store; free some space", 1 << 20
             ) from exc
