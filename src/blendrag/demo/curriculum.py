@@ -311,9 +311,9 @@ STAGES: tuple[Stage, ...] = (
         0.5,
         0.8,
     ),
-    Stage("facts", DocumentsStage((2, 5), ((1, 3), (0, 0)), 0, (2, 5), 0.3), 0.55),
-    Stage("back-references", DocumentsStage((2, 5), ((1, 2), (1, 2)), 0, (3, 6), 0.5), 0.65),
-    Stage("two-chunks", DocumentsStage((3, 6), ((2, 3), (2, 3)), 1, (6, 9), 0.8), 0.75),
+    Stage("facts", DocumentsStage((2, 5), ((1, 3), (0, 0)), 0, (2, 5), 0.3), 0.58),
+    Stage("back-references", DocumentsStage((2, 5), ((1, 2), (1, 2)), 0, (3, 6), 0.5), 0.68),
+    Stage("two-chunks", DocumentsStage((3, 6), ((2, 3), (2, 3)), 1, (6, 9), 0.8), 0.76),
     Stage(
         "prompts",
         DocumentsStage((2, 6), ((3, 3), (4, 4)), real=True),

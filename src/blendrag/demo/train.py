@@ -31,7 +31,7 @@ from blendrag.demo.tokenizer import train_tokenizer
 
 FINAL_RATE = 3e-5
 WARMUP_STEPS = 100
-COOLDOWN = 0.25  # the last part of the run, over which the rate falls linearly
+COOLDOWN = 0.15  # the last part of the run, over which the rate falls linearly
 CURRENT_SHARE = 0.8  # of the steps; the rest keeps the earlier stages alive
 SAVE_EVERY_S = 60.0
 
