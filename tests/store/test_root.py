@@ -172,3 +172,62 @@ def test_open_store_makes_a_usable_store(lab, root):
     reader = open_store(str(root), ram_bytes=0, disk_bytes=1 << 30, read_only=True)
     assert lab.is_right(reader, 1)
     reader.close()
+
+
+def keep(lab, root, numbers, disk_bytes, **kwargs):
+    """Opens the store as a process would, puts, and says which entries are there afterwards."""
+    store = open_store(root, 0, disk_bytes, **kwargs)
+    for number in numbers:
+        lab.put(store, number)
+    stored = [number for number in range(9) if lab.has(store, number)]
+    store.close()
+    return stored
+
+
+def test_a_store_keeps_its_limit_when_opened_without_one(lab, root):
+    small = 2 * lab.entry_bytes
+    assert keep(lab, root, range(4), 5 * lab.entry_bytes) == [0, 1, 2, 3]
+    assert keep(lab, root, [4], None, default_disk_bytes=small) == [0, 1, 2, 3, 4]
+    assert keep(lab, root, [5], None, default_disk_bytes=small) == [1, 2, 3, 4, 5]
+    assert keep(lab, root, [6], 3 * lab.entry_bytes) == [4, 5, 6]
+    assert keep(lab, root, [7], None) == [5, 6, 7]
+    assert not [path for path in root.iterdir() if path.name.startswith(".")]
+
+
+def test_a_store_that_is_open_without_a_limit_follows_the_one_given_meanwhile(lab, root):
+    store = open_store(root, 0, None, default_disk_bytes=lab.entry_bytes)
+    assert keep(lab, root, range(3), 4 * lab.entry_bytes) == [0, 1, 2]
+    lab.put(store, 3)
+    assert all(lab.has(store, number) for number in range(4))
+    store.close()
+
+
+def test_the_default_limit_is_not_remembered(lab, root):
+    assert keep(lab, root, range(3), None, default_disk_bytes=2 * lab.entry_bytes) == [1, 2]
+    assert keep(lab, root, [3], None, default_disk_bytes=3 * lab.entry_bytes) == [1, 2, 3]
+
+
+def test_a_damaged_limit_is_refused_rather_than_guessed(lab, root):
+    keep(lab, root, [1], 1 << 30)
+    (root / "disk-bytes").write_text("many\n")
+    with pytest.raises(StoreUnavailableError, match="--disk-bytes"):
+        open_store(root, 0, None)
+    reader = open_store(root, 0, None, read_only=True)
+    assert lab.is_right(reader, 1)
+    reader.close()
+    assert keep(lab, root, [], 1 << 30) == [1]
+    assert keep(lab, root, [], None) == [1]
+
+
+def test_a_limit_that_cannot_be_written_down_is_used_with_a_warning(lab, root, monkeypatch, caplog):
+    keep(lab, root, [1], 1 << 30)
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "blendrag.store"):
+        patched.setattr(os, "replace", full)
+        assert keep(lab, root, [], 2 << 30) == [1]
+    assert "remember its limit" in caplog.text
+    assert (root / "disk-bytes").read_text() == f"{1 << 30}\n"
+    assert not [path for path in root.iterdir() if path.name.startswith(".")]

@@ -27,7 +27,7 @@ from blendrag.store.index import Index
 from blendrag.store.pins import Pins, Scope
 from blendrag.store.raw import all_finite, on_cpu, tensor_buffer
 from blendrag.store.reader import DiskReader
-from blendrag.store.root import prepare
+from blendrag.store.root import DEFAULT_DISK_BYTES, prepare, settle_limit
 from blendrag.store.rows import IndexOdd
 from blendrag.store.writing import DiskWriter
 
@@ -42,20 +42,34 @@ _NOT_THE_FILE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.E
 class DiskStore:
     """A :class:`KVStore` on a directory. Thread-safe; several processes may share the directory."""
 
-    def __init__(self, root: Path, limit_bytes: int, read_only: bool = False) -> None:
+    def __init__(
+        self,
+        root: Path,
+        limit_bytes: int | None,
+        read_only: bool = False,
+        default_limit_bytes: int = DEFAULT_DISK_BYTES,
+    ) -> None:
         """Open or create the store at ``root``; reconcile it with its files if need be.
 
+        The store remembers the ``limit_bytes`` it is given; ``None`` is the remembered one, and
+        ``default_limit_bytes``, which is not remembered, where there is none.
         Raises :class:`StoreUnavailableError` for a directory that cannot or must not be used. A
         directory that cannot be written is opened for reading, with a warning.
         """
         self.root = Path(root).absolute()
-        self.limit_bytes = limit_bytes
         self.read_only = prepare(self.root, read_only)
+        self._given_limit, self._default_limit = limit_bytes, default_limit_bytes
+        settle_limit(self.root, limit_bytes, default_limit_bytes, self.read_only)
         self._files = PayloadFiles(self.root)
         self._index = Index(self.root / "index")
         self._pins = Pins()
         self._writing = DiskWriter(
-            self.root, self._files, self._index, limit_bytes, self._pins, self.flush_recency
+            self.root,
+            self._files,
+            self._index,
+            lambda: self.limit_bytes,
+            self._pins,
+            self.flush_recency,
         )
         self._recent: dict[tuple[str, str], None] = {}
         self._doubtful: set[Name] = set()
@@ -69,6 +83,13 @@ class DiskStore:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._put_lock = threading.Lock()
+
+    @property
+    def limit_bytes(self) -> int:
+        """How large the store may be; without a limit of our own, what others say meanwhile."""
+        if self._given_limit is not None:
+            return self._given_limit
+        return settle_limit(self.root, None, self._default_limit, self.read_only)
 
     # -- the contract ----------------------------------------------------------------------------
 

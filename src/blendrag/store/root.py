@@ -1,15 +1,18 @@
 """The store's directory: is it ours, is it safe, is it of a version we can read.
 
-Owns the checks made once, before anything in a store is touched. Knows nothing of payloads or of
-the index. Refusals are :class:`StoreUnavailableError` in one sentence: value, expectation, remedy.
+Owns the checks made once, before anything in a store is touched, and the limit that a store was
+given. Knows nothing of payloads or of the index. Refusals are :class:`StoreUnavailableError` in one
+sentence: value, expectation, remedy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import re
+import secrets
 import stat
 from pathlib import Path
 
@@ -21,6 +24,10 @@ logger = logging.getLogger("blendrag.store")
 SUBDIRECTORIES = ("tmp", "kv", "index", "quarantine")
 _FORMAT_FILE = "format"
 _FORMAT_TEXT = re.compile(r"blendrag-kv ([0-9]{1,9})\n", re.ASCII)
+_LIMIT_FILE = "disk-bytes"
+_LIMIT_TEXT = re.compile(r"([0-9]{1,18})\n", re.ASCII)
+#: Limit of a disk tier for which nobody ever gave one.
+DEFAULT_DISK_BYTES = 64 << 30
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -124,20 +131,81 @@ def _prepare_subdirectory(path: Path, read_only: bool) -> None:
         )
 
 
-def _check_version(root: Path) -> None:
-    path = root / _FORMAT_FILE
+def settle_limit(root: Path, given: int | None, default: int, read_only: bool) -> int:
+    """Byte limit of the store at ``root``: the one given, which is remembered, or the last one.
+
+    A store thus keeps its size when somebody opens it later without saying how large it may be.
+    """
+    if read_only:  # puts nothing, so that no limit matters
+        return default if given is None else given
+    text = _read_text(root / _LIMIT_FILE)
+    if given is not None:
+        if text != f"{given}\n":
+            _remember_limit(root, given)
+        return given
+    if text is None:
+        return default
+    match = _LIMIT_TEXT.fullmatch(text)
+    if match is None:
+        raise StoreUnavailableError(
+            f"{root / _LIMIT_FILE} reads {text[:32]!r}, expected the store's limit in bytes; "
+            f"give --disk-bytes, as the default might evict what is stored in {root}"
+        )
+    return int(match[1])
+
+
+def _remember_limit(root: Path, limit_bytes: int) -> None:
+    """Replace the limit file at once; a full disk is no reason not to open the store."""
+    temporary = root / f".{_LIMIT_FILE}-{secrets.token_hex(8)}"
+    try:
+        try:
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                os.write(fd, f"{limit_bytes}\n".encode())
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.replace(temporary, root / _LIMIT_FILE)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        _sync_directory(root)
+    except OSError as exc:
+        logger.warning(
+            "store %s cannot remember its limit (%s): give --disk-bytes again next time",
+            root,
+            exc.strerror or exc,
+        )
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _read_text(path: Path) -> str | None:
+    """The beginning of a small file of ours; ``None`` where there is none."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
-        return
+        return None
     except OSError as exc:
         raise store_error(exc, f"reading {path}") from exc
     try:
-        text = os.read(fd, 64).decode("ascii", "replace")
+        return os.read(fd, 64).decode("ascii", "replace")
     except OSError as exc:
         raise store_error(exc, f"reading {path}") from exc
     finally:
         os.close(fd)
+
+
+def _check_version(root: Path) -> None:
+    path = root / _FORMAT_FILE
+    text = _read_text(path)
     if not text:
         return  # someone creates this store right now, or was interrupted while doing so
     match = _FORMAT_TEXT.fullmatch(text)

@@ -41,11 +41,12 @@ class DiskWriter:
         root: Path,
         files: PayloadFiles,
         index: Index,
-        limit_bytes: int,
+        limit_bytes: Callable[[], int],
         pins: Pins,
         before_eviction: Callable[[], None],
     ) -> None:
-        """``before_eviction`` brings the order of the index up to date."""
+        """``limit_bytes`` says how large the store may be now; ``before_eviction`` brings the order
+        of the index up to date."""
         self.evictions = 0
         self.quarantined = 0
         self._root = root
@@ -134,12 +135,13 @@ class DiskWriter:
         Evicts nothing, and raises :class:`StoreFullError`, when that cannot be reached.
         """
         entries, size_bytes = self._index.totals()
-        excess = size_bytes + needed_bytes - self._limit_bytes
+        limit_bytes = self._limit_bytes()
+        excess = size_bytes + needed_bytes - limit_bytes
         if excess <= 0:
             return
         self._before_eviction()
         victims: list[Name] = []
-        for row in self._index.oldest() if needed_bytes <= self._limit_bytes else ():
+        for row in self._index.oldest() if needed_bytes <= limit_bytes else ():
             if excess <= 0:
                 break
             if row.name == but:
@@ -149,7 +151,7 @@ class DiskWriter:
                 excess -= row.size_bytes
         if excess > 0:
             raise StoreFullError(
-                f"the store's limit of {megabytes(self._limit_bytes)} has no room for "
+                f"the store's limit of {megabytes(limit_bytes)} has no room for "
                 f"{megabytes(needed_bytes)} more beside what must be kept ({entries} entries, "
                 f"{megabytes(size_bytes)}); raise --disk-bytes by {megabytes(excess)} or more",
                 needed_bytes,
