@@ -111,6 +111,44 @@ def test_a_chunk_read_whole_from_disk_is_in_memory_afterwards(lab, make_tiers):
     assert lab.is_right(store, 1)
 
 
+def test_a_chunk_of_which_some_layers_were_read_is_promoted_whole(lab, make_tiers):
+    store = make_tiers()
+    lab.put(store, 1)
+    reader = lab.open(store, 1)
+    reader.read_layer(1, torch.zeros(lab.layout.layer_shape(1, lab.tokens)))
+    reader.close()
+    store.drain()
+    assert tier_of(lab, store, 1) == "memory"
+    assert lab.is_right(store, 1)
+
+
+def test_a_layer_that_was_not_read_is_verified_before_it_is_promoted(lab, make_tiers):
+    store = make_tiers()
+    lab.put(store, 1)
+    with open(lab.file(store.disk, 1), "r+b") as file:
+        file.seek(5000)  # in layer 0
+        file.write(b"\xff\xff\xff\xff")
+    reader = lab.open(store, 1)
+    reader.read_layer(1, torch.zeros(lab.layout.layer_shape(1, lab.tokens)))
+    reader.close()
+    store.drain()
+    assert lab.open(store, 1) is None
+    assert store.stats().quarantined == 1
+
+
+def test_a_chunk_found_corrupt_is_counted_once(lab, make_tiers):
+    store = make_tiers()
+    lab.put(store, 1)
+    reader = lab.open(store, 1)
+    os.truncate(lab.file(store.disk, 1), lab.entry_bytes - 1)
+    reader.read_layer(0, torch.zeros(lab.layout.layer_shape(0, lab.tokens)))
+    with pytest.raises(CorruptKVError):
+        reader.read_layer(2, torch.zeros(lab.layout.layer_shape(2, lab.tokens)))
+    reader.close()
+    store.drain()
+    assert store.stats().quarantined == 1
+
+
 def test_memory_serves_when_the_file_is_gone(lab, make_tiers):
     store = make_tiers()
     lab.put(store, 1)

@@ -1,8 +1,9 @@
-"""Memory over disk: read from memory if it is there, promote what was read whole from disk.
+"""Memory over disk: read from memory if it is there, promote what was read from disk.
 
 Owns the promotion and its thread; the tiers know nothing of one another. Promotion re-reads the
-chunk through the query's own open file, after the query has closed it, so the query itself copies
-nothing twice. It is best effort: when the queue is full, a chunk simply stays on disk.
+whole chunk, verified, through the query's own open file after the query has closed it: the query
+copies nothing twice, and may have read some of the layers only, as blending does. It is best
+effort: when the queue is full, a chunk simply stays on disk.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class TieredStore:
 
 
 class _PromotingReader:
-    """A disk reader that, once every layer was read from it, leaves its file for the promotion."""
+    """A disk reader that, if it was of use, leaves its file for the promotion."""
 
     tier = "disk"
 
@@ -119,15 +120,19 @@ class _PromotingReader:
         self._namespace = namespace
         self._reader = reader
         self._worker = worker
-        self._unread = set(range(len(reader.layout.layers)))
+        self._was_read = self._failed = False
         self._closed = False
 
     def read_layer(self, layer: int, out: torch.Tensor) -> None:
         """See :meth:`KVReader.read_layer`."""
         if self._closed:
             raise ValueError(f"reader of {self.key[:12]}… is closed")
-        self._reader.read_layer(layer, out)
-        self._unread.discard(layer)
+        try:
+            self._reader.read_layer(layer, out)
+        except BaseException:
+            self._failed = True
+            raise
+        self._was_read = True
 
     def close(self) -> None:
         """See :meth:`KVReader.close`."""
@@ -135,7 +140,7 @@ class _PromotingReader:
             return
         self._closed = True
         job = _Job(self._namespace, self.key, self._reader)
-        if self._unread or not self._worker.offer(job):
+        if not self._was_read or self._failed or not self._worker.offer(job):
             self._reader.close()
 
 
