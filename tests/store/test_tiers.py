@@ -202,6 +202,33 @@ def test_delete_reaches_both_tiers(lab, make_tiers):
     assert lab.open(store, 1) is None
 
 
+def test_a_reader_open_during_delete_does_not_bring_the_chunk_back(lab, make_tiers):
+    store = make_tiers()
+    lab.put(store, 1)
+    reader = lab.open(store, 1)
+    lab.read(reader)
+    assert store.delete(lab.namespace, lab.key(1))
+    reader.close()
+    store.drain()
+    assert lab.open(store, 1) is None
+
+
+def test_what_is_in_memory_only_is_not_contained_and_is_put_again(lab, make_tiers):
+    store = make_tiers(disk_bytes=2 * lab.entry_bytes)
+    for number in range(2):
+        lab.put(store, number)
+        assert lab.is_right(store, number)
+    store.drain()
+    lab.put(store, 2)  # evicts 0 from disk
+    lab.file(store.disk, 1).unlink()
+    assert tier_of(lab, store, 0) == tier_of(lab, store, 1) == "memory"
+    assert not lab.has(store, 0)
+    assert not lab.has(store, 1)
+    lab.put(store, 1)
+    assert lab.has(store, 1)
+    assert lab.is_right(store.disk, 1)
+
+
 def test_a_chunk_used_in_memory_is_recent_on_disk(lab, make_tiers):
     store = make_tiers(disk_bytes=3 * lab.entry_bytes)
     for number in range(3):

@@ -79,7 +79,7 @@ class KVStore(Protocol):
         """
 
     def contains(self, namespace: str, key: str) -> bool:
-        """Whether an entry is indexed (its bytes are verified on read, not here)."""
+        """Whether there is an entry, durable as ``put`` makes it; its bytes are verified on read."""
 
     def delete(self, namespace: str, key: str) -> bool:
         """Drop an entry; whether there was one."""

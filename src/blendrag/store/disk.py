@@ -122,7 +122,7 @@ class DiskStore:
     def contains(self, namespace: str, key: str) -> bool:
         """See :meth:`KVStore.contains`."""
         self._check(namespace, key)
-        return self._find(namespace, key) is not None
+        return self._has(namespace, key)
 
     def delete(self, namespace: str, key: str) -> bool:
         """See :meth:`KVStore.delete`."""

@@ -89,6 +89,11 @@ class DiskReader:
             return "the bytes are not those that were put"
         return None
 
+    def is_unlinked(self) -> bool:
+        """Whether the file is gone from its directory."""
+        with self._lock:
+            return self._fd < 0 or os.fstat(self._fd).st_nlink == 0
+
     def close(self) -> None:
         """Close the file. Idempotent; waits for a read in progress."""
         with self._lock:

@@ -66,11 +66,11 @@ class TieredStore:
         return _PromotingReader(namespace, on_disk, self._worker)
 
     def contains(self, namespace: str, key: str) -> bool:
-        """See :meth:`KVStore.contains`."""
-        return self.memory.contains(namespace, key) or self.disk.contains(namespace, key)
+        """See :meth:`KVStore.contains`: on disk. A copy in memory only would not be there again."""
+        return self.disk.contains(namespace, key)
 
     def delete(self, namespace: str, key: str) -> bool:
-        """See :meth:`KVStore.delete`."""
+        """See :meth:`KVStore.delete`. A reader that is open now promotes nothing any more."""
         on_disk = self.disk.delete(namespace, key)
         self._worker.drain()
         return self.memory.delete(namespace, key) or on_disk
@@ -207,6 +207,8 @@ class _Worker:
     def _promote(self, job: _Job) -> None:
         with contextlib.closing(job.reader) as reader:
             if self._memory.contains(job.namespace, job.key):
+                return
+            if reader.is_unlinked():  # deleted or evicted meanwhile: not to come back
                 return
             block = Block.empty(reader.layout, reader.tokens)
             for layer in range(len(reader.layout.layers)):
