@@ -121,6 +121,19 @@ def test_beams_at_ratio_one_equal_stock(engine: BlendEngine, generate: dict[str,
     assert_adds_up(answers[1])
 
 
+def test_beams_over_a_prompt_that_ends_with_a_chunk_equal_stock(engine: BlendEngine) -> None:
+    text = "\n\n".join(tiny.chunk_texts(engine, 2))
+    answers = [
+        engine.generate(
+            text,
+            Options(mode=mode, ratio=1.0, generate={"num_beams": 2}, apply_chat_template=False),
+        )
+        for mode in ("full", "blend")
+    ]
+    assert answers[0].texts == answers[1].texts
+    assert answers[1].metrics.fresh_tokens >= 2  # one to blend before, one to begin with
+
+
 @pytest.mark.parametrize("generate", [{}, {"num_return_sequences": 3}])
 def test_sampling_with_a_fixed_seed_at_ratio_one_equals_stock(
     engine: BlendEngine, generate: dict[str, Any]
@@ -289,13 +302,16 @@ def test_mode_reuse_recomputes_nothing_whatever_the_policy(engine: BlendEngine) 
 
 
 def test_new_tokens_and_finish_reason_are_those_of_the_answer(engine: BlendEngine) -> None:
-    answer = engine.generate(prompt(engine, 1), Options(max_new_tokens=5))
-    assert answer.metrics.new_tokens == 5
+    text = prompt(engine, 1)
+    answer = engine.generate(text, Options(mode="full", max_new_tokens=12))
+    assert answer.metrics.new_tokens == 12
     assert answer.finish_reason == "length"
-    cut = answer.text[2:4]
-    stopped = engine.generate(prompt(engine, 1), Options(max_new_tokens=5, stop=(cut,)))
+    stop = answer.text[3:6]
+    assert len(stop) == 3
+    stopped = engine.generate(text, Options(mode="full", max_new_tokens=12, stop=(stop,)))
     assert stopped.finish_reason == "stop"
-    assert stopped.text == answer.text[: answer.text.index(cut)]
+    assert stopped.text == answer.text[: answer.text.index(stop)]
+    assert stopped.metrics.new_tokens <= 12
 
 
 def test_streamed_pieces_are_the_answer(engine: BlendEngine) -> None:
@@ -466,6 +482,24 @@ def test_a_corrupt_chunk_is_computed_and_the_answer_is_as_if_it_were_missing(
         engine.drain()
         again = engine.generate(text, options)
         assert "computed" not in [c.outcome for c in again.metrics.chunks]
+
+
+def test_a_key_that_failed_once_is_not_opened_again_in_the_same_request(
+    engine: BlendEngine,
+) -> None:
+    plan = engine.plan(prompt(engine, 1))
+    controller = engine.resources.controller()
+    keys = [
+        chunk_key(engine.adapter.identity.namespace, controller.prefix_ids, segment.stored_ids)
+        for segment in plan.chunks
+    ]
+    load = controller.plan(plan, "reuse", frozenset(keys[:1]))
+    load.close()
+    first, *others = load.decisions
+    assert first.span is None
+    assert "verification" in first.reason
+    assert others
+    assert all(decision.span is not None for decision in others)
 
 
 def test_a_store_whose_kv_this_machine_no_longer_computes_is_not_used(tmp_path: Path) -> None:
