@@ -310,6 +310,101 @@ def test_a_closed_corpus_says_so(tmp_path: Path) -> None:
         corpus.sources()
 
 
+def refuses_every_change(corpus: Corpus) -> bool:
+    changes = (
+        lambda: put(corpus, "new", long("new")),
+        lambda: corpus.set_manifest(MANIFEST),
+        lambda: corpus.remove_source("a"),
+        lambda: corpus.remove_path("a"),
+    )
+    for change in changes:
+        with pytest.raises(CorpusError, match=r"is read-only.*--store"):
+            change()
+    return True
+
+
+def as_a_reader_sees(root: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((root / "corpus").iterdir())}
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Path:
+    root = tmp_path / "a store? 100%"
+    with Corpus.open(root, create=True) as corpus:
+        corpus.set_manifest(MANIFEST)
+        put(corpus, "a", long("one"), long("two"))
+    return root
+
+
+@pytest.fixture
+def unwritable(filled: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As on a file system mounted read-only: nothing may be written, not by root either."""
+    real, connect = os.access, sqlite3.connect
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK and real(path, mode))
+
+    def refuse(database: object, **kwargs: object) -> sqlite3.Connection:
+        assert "immutable=1" in str(database), "SQLite would want to write beside the file"
+        return connect(database, **kwargs)
+
+    monkeypatch.setattr(sqlite3, "connect", refuse)
+    return filled
+
+
+def test_a_corpus_opened_read_only_is_searched_and_never_changed(filled: Path) -> None:
+    before = as_a_reader_sees(filled)
+    with Corpus.open(filled, read_only=True) as corpus:
+        assert corpus.read_only
+        assert corpus.manifest == MANIFEST
+        assert texts_found(corpus, long("two"), 1) == [long("two")]
+        assert len(list(corpus.anchors.rows())) == 2
+        assert refuses_every_change(corpus)
+    after = as_a_reader_sees(filled)
+    assert after[FILE_NAME] == before[FILE_NAME]
+    assert "vectors.faiss" not in after  # closing writes no cache
+
+
+def test_a_reader_sees_what_a_writer_commits_meanwhile(filled: Path) -> None:
+    with Corpus.open(filled, read_only=True) as reader, Corpus.open(filled) as writer:
+        put(writer, "b", long("three"))
+        assert reader.sources() == ["a", "b"]
+        assert texts_found(reader, long("three"), 1) == [long("three")]
+
+
+@pytest.mark.parametrize("options", [{}, {"create": True}, {"read_only": True}])
+def test_a_corpus_that_cannot_be_written_is_opened_for_reading(
+    unwritable: Path, options: dict[str, bool]
+) -> None:
+    before = as_a_reader_sees(unwritable)
+    with Corpus.open(unwritable, **options) as corpus:
+        assert corpus.read_only
+        assert texts_found(corpus, long("one"), 1) == [long("one")]
+        assert refuses_every_change(corpus)
+    assert as_a_reader_sees(unwritable) == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="permissions do not bind root")
+def test_permissions_alone_make_a_corpus_read_only(filled: Path) -> None:
+    (filled / "corpus").chmod(0o500)
+    try:
+        with Corpus.open(filled) as corpus:
+            assert texts_found(corpus, long("one"), 1) == [long("one")]
+            assert refuses_every_change(corpus)
+    finally:
+        (filled / "corpus").chmod(0o700)
+
+
+def test_reading_where_no_corpus_is_makes_none(tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match="ingest first"):
+        Corpus.open(tmp_path / "store", create=True, read_only=True)
+    assert not (tmp_path / "store").exists()
+    path = tmp_path / "corpus" / FILE_NAME
+    path.parent.mkdir()
+    path.touch()
+    with pytest.raises(CorpusError, match="is empty"):
+        Corpus.open(tmp_path, read_only=True)
+    assert path.stat().st_size == 0
+
+
 def test_an_unknown_chunk_is_a_key_error(corpus: Corpus) -> None:
     with pytest.raises(KeyError):
         corpus.text("unknown")

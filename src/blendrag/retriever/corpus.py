@@ -49,8 +49,11 @@ class Manifest:
 class Corpus:
     """Made by :meth:`open`. Each change is one transaction: it is there whole or not at all."""
 
-    def __init__(self, directory: Path, connection: sqlite3.Connection) -> None:
+    def __init__(
+        self, directory: Path, connection: sqlite3.Connection, read_only: bool = False
+    ) -> None:
         self.directory = directory
+        self.read_only = read_only
         self._path = directory / database.FILE_NAME
         self._connection = connection
         self._lock = threading.RLock()
@@ -60,17 +63,22 @@ class Corpus:
         self._closed = False
 
     @classmethod
-    def open(cls, root: Path, create: bool = False) -> Corpus:
+    def open(cls, root: Path, create: bool = False, read_only: bool = False) -> Corpus:
         """The corpus of the store at ``root``; with ``create``, a new one where there is none.
 
-        Raises :class:`CorpusError` when it is absent, not a corpus, or from a newer version.
+        With ``read_only``, or where it cannot be written, nothing is created or changed and every
+        method that would change it raises :class:`CorpusError`. Raises :class:`CorpusError` when it
+        is absent, not a corpus, or from a newer version.
         """
         directory = Path(root) / DIRECTORY
-        if not create and not (directory / database.FILE_NAME).is_file():
+        exists = (directory / database.FILE_NAME).is_file()
+        if not exists and (read_only or not create):
             raise CorpusError(
                 f"there is no corpus at {directory}; ingest first (blendrag ingest PATH… --store "
                 f"{root})"
             )
+        if read_only or (exists and not database.can_write(directory)):
+            return cls(directory, database.open_database(directory, read_only=True), read_only=True)
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as exc:
@@ -84,7 +92,8 @@ class Corpus:
         """Writes the vector cache and closes the file. Closing twice is no error."""
         with self._lock:
             if not self._closed:
-                self._vectors.save()
+                if not self.read_only:
+                    self._vectors.save()
                 self._connection.close()
                 self._closed = True
 
@@ -340,6 +349,11 @@ class Corpus:
     def _writing(self) -> Iterator[None]:
         with self._lock:
             self._check_open()
+            if self.read_only:
+                raise CorpusError(
+                    f"the corpus at {self.directory} is read-only, expected one that can be "
+                    "written; change its permissions or choose another --store"
+                )
             with database.transaction(self._connection, self._path):
                 yield
 

@@ -15,10 +15,12 @@ Invariants of the tables:
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import quote
 
 from blendrag.errors import CorpusError, StoreFullError
 
@@ -60,25 +62,53 @@ INSERT INTO meta VALUES ('generation', '0');
 """
 
 
-def open_database(directory: Path) -> sqlite3.Connection:
+def can_write(directory: Path) -> bool:
+    """Whether this user may change the corpus in ``directory``, which SQLite writes beside, too."""
+    path = directory / FILE_NAME
+    return os.access(directory, os.W_OK | os.X_OK) and (
+        not path.exists() or os.access(path, os.W_OK)
+    )
+
+
+def open_database(directory: Path, read_only: bool = False) -> sqlite3.Connection:
     """Connects to the corpus in ``directory``, creating its tables in a new file.
 
-    Usable from any thread, one at a time (the caller holds a lock). Raises :class:`CorpusError`
-    where the file is not a corpus or was written by a newer version.
+    Usable from any thread, one at a time (the caller holds a lock). With ``read_only``, the file
+    is there already and is not changed. Raises :class:`CorpusError` where the file is not a corpus
+    or was written by a newer version.
     """
     path = directory / FILE_NAME
     try:
         connection = sqlite3.connect(
-            path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            _read_only_uri(directory) if read_only else path,
+            uri=read_only,
+            timeout=BUSY_TIMEOUT_S,
+            isolation_level=None,
+            check_same_thread=False,
         )
         try:
-            _prepare(connection, path)
+            if not read_only:
+                _prepare(connection, path)
+            elif not _identified(connection, path):
+                raise CorpusError(f"{path} is empty, expected a corpus to read; ingest first")
         except BaseException:
             connection.close()
             raise
     except sqlite3.Error as exc:
         raise mapped(exc, path) from exc
     return connection
+
+
+def _read_only_uri(directory: Path) -> str:
+    path = (directory / FILE_NAME).absolute()
+    uri = f"file:{quote(os.fsencode(path))}?mode=ro"
+    # A reader of a WAL needs a file to share locks in. Where it cannot make one, nobody is writing
+    # either: unless a log was left over, the database is all there is to read.
+    log = path.with_name(f"{FILE_NAME}-wal")
+    left_over = log.exists() and log.stat().st_size > 0
+    if os.access(directory, os.W_OK | os.X_OK) or left_over:
+        return uri
+    return f"{uri}&immutable=1"
 
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
