@@ -17,7 +17,7 @@ from blendrag.chunking import Chunk, chunk_id_of
 from blendrag.errors import CorpusError, InvalidInputError, StoreFullError
 from blendrag.readers import Document, digest_of
 from blendrag.retriever import Corpus, Manifest
-from blendrag.retriever.database import FILE_NAME
+from blendrag.retriever.database import FILE_NAME, mapped
 
 DIM = 8
 MANIFEST = Manifest("m", "sig", "tok", "ns", 512, (1, 2), "<s>\n", "minilm-offline")
@@ -291,6 +291,35 @@ def test_what_is_not_a_corpus_is_refused_and_left_alone(tmp_path: Path) -> None:
     foreign.close()
     with pytest.raises(CorpusError, match="some other program's"):
         Corpus.open(tmp_path, create=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "words"),
+    [
+        (sqlite3.SQLITE_READONLY_DIRECTORY, CorpusError, "cannot be written, expected"),
+        (sqlite3.SQLITE_CANTOPEN_ISDIR, CorpusError, "cannot be opened, expected"),
+        (sqlite3.SQLITE_IOERR_READ, CorpusError, "expected a working disk"),
+        (sqlite3.SQLITE_IOERR_FSYNC, StoreFullError, "no space left"),
+        (sqlite3.SQLITE_FULL, StoreFullError, "no space left"),
+        (None, CorpusError, "cannot be used"),
+    ],
+)
+def test_an_error_of_sqlite_is_said_in_a_sentence(
+    tmp_path: Path, code: int | None, kind: type[Exception], words: str
+) -> None:
+    error = sqlite3.OperationalError("as SQLite puts it")
+    if code is not None:
+        error.sqlite_errorcode = code
+    said = mapped(error, tmp_path)
+    assert isinstance(said, kind)
+    assert words in str(said)
+    assert str(tmp_path) in str(said)
+
+
+def test_a_database_that_turns_read_only_says_so(corpus: Corpus) -> None:
+    corpus._connection.execute("PRAGMA query_only = ON")  # SQLite then reports SQLITE_READONLY
+    with pytest.raises(CorpusError, match=r"cannot be written.*permission.*--store"):
+        put(corpus, "a", "one")
 
 
 def test_a_newer_corpus_is_refused(tmp_path: Path) -> None:

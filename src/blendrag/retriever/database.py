@@ -23,6 +23,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from blendrag.errors import CorpusError, StoreFullError
+from blendrag.sqlite_errors import is_out_of_space, primary_code
 
 APPLICATION_ID = 0x424C5247  # "BLRG"
 SCHEMA_VERSION = 1
@@ -167,20 +168,10 @@ def transaction(connection: sqlite3.Connection, path: Path) -> Iterator[sqlite3.
         raise mapped(exc, path) from exc
 
 
-#: What SQLite says when a write fails for want of space under a quota or a size limit.
-FAILED_WRITES = (
-    sqlite3.SQLITE_IOERR_WRITE,
-    sqlite3.SQLITE_IOERR_FSYNC,
-    sqlite3.SQLITE_IOERR_TRUNCATE,
-    sqlite3.SQLITE_IOERR_SHMSIZE,
-)
-
-
 def mapped(error: sqlite3.Error, path: Path) -> CorpusError | StoreFullError:
     """SQLite's error in our words."""
-    code = getattr(error, "sqlite_errorcode", None)
-    primary = code & 0xFF if code is not None else None
-    if primary == sqlite3.SQLITE_FULL or code in FAILED_WRITES:
+    primary = primary_code(error)
+    if is_out_of_space(error):
         return StoreFullError(
             f"no space left to write {path}; free some, what was stored before is intact"
         )
@@ -188,6 +179,21 @@ def mapped(error: sqlite3.Error, path: Path) -> CorpusError | StoreFullError:
         return CorpusError(
             f"{path} is locked by another process for over {BUSY_TIMEOUT_S:.0f} s; "
             "wait for it to finish, then try again"
+        )
+    if primary in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
+        return CorpusError(
+            f"{path} or its directory cannot be written, expected write permission; "
+            "change its permissions or choose another --store"
+        )
+    if primary == sqlite3.SQLITE_CANTOPEN:
+        return CorpusError(
+            f"{path} cannot be opened, expected a file and a directory that this user may read and "
+            "write; change their permissions or choose another --store"
+        )
+    if primary == sqlite3.SQLITE_IOERR:
+        return CorpusError(
+            f"{path} cannot be read or written ({error}), expected a working disk; check it, then "
+            "try again"
         )
     if primary == sqlite3.SQLITE_NOTADB:
         return CorpusError(

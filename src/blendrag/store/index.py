@@ -25,6 +25,7 @@ import diskcache
 import filelock
 
 from blendrag.errors import StoreError, StoreFullError
+from blendrag.sqlite_errors import is_out_of_space, primary_code
 from blendrag.store.files import Name
 from blendrag.store.index_check import DATABASE, DATABASE_FILES, SETTINGS, fault
 from blendrag.store.rows import IndexOdd, Row, RowCache, Rows, row_key
@@ -32,13 +33,6 @@ from blendrag.store.rows import IndexOdd, Row, RowCache, Rows, row_key
 logger = logging.getLogger("blendrag.store")
 
 _BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
-#: What SQLite says when a write fails for want of space under a quota or a size limit.
-_FAILED_WRITES = (
-    sqlite3.SQLITE_IOERR_WRITE,
-    sqlite3.SQLITE_IOERR_FSYNC,
-    sqlite3.SQLITE_IOERR_TRUNCATE,
-    sqlite3.SQLITE_IOERR_SHMSIZE,
-)
 _FOREIGN = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
 #: Caches inherited through fork: closing them in the child could disturb the parent's locks.
 _INHERITED: list[diskcache.Cache] = []
@@ -269,12 +263,10 @@ def _mapped() -> Iterator[None]:
     except diskcache.Timeout as exc:
         raise IndexLocked("the index database is locked") from exc
     except sqlite3.Error as exc:
-        extended = getattr(exc, "sqlite_errorcode", 0)
-        code = extended & 0xFF
-        if code == sqlite3.SQLITE_FULL or extended in _FAILED_WRITES:
+        if is_out_of_space(exc):
             raise StoreFullError(
                 "no space left for the index of the store; free some space", 1 << 20
             ) from exc
-        if code in _BUSY or code in _FOREIGN:
+        if primary_code(exc) in (*_BUSY, *_FOREIGN):
             raise IndexLocked(f"the index cannot be used now ({exc})") from exc
         raise IndexOdd(f"the index is odd ({exc})") from exc
