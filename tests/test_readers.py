@@ -76,18 +76,31 @@ def test_json_lines_carry_title_id_and_metadata(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ('{"text": "ok"}\n{"text": ', "line 2 is not JSON"),
+        ('{"text": "ok"}\n{"text": ', "line 2 is not valid JSON"),
         ('{"text": "ok"}\n[1]', "line 2 is not an object"),
         ('{"title": "x"}', 'line 1 is not an object with a string under "text"'),
         ('{"text": " "}', "line 1 has an empty"),
         ('{"text": "a", "id": 1}\n{"text": "b", "id": "1"}', "line 2 repeats an id"),
         ('{"text": "\\ud800"}', "line 1 holds a lone surrogate"),
-        ("[" * 100_000, "line 1 is not JSON"),
+        ("[" * 100_000, "line 1 is not valid JSON"),
     ],
 )
 def test_a_bad_json_line_is_named(tmp_path: Path, content: str, reason: str) -> None:
-    with pytest.raises(UnreadableDocumentError, match=reason):
+    with pytest.raises(UnreadableDocumentError, match=f"{reason}.*; 1 bad line skipped, [01] read"):
         list(read_documents(write(tmp_path / "a.jsonl", content)))
+
+
+def test_good_json_lines_are_read_past_bad_ones(tmp_path: Path) -> None:
+    good = [f'{{"text": "line {number}"}}' for number in range(1, 6)]
+    lines = [good[0], '{"text": ', good[2], '{"text": "x", "id": 9}', '{"text": "y", "id": 9}']
+    path = write(tmp_path / "a.jsonl", "\n".join([*lines, "", "[]", good[4]]))
+    documents = read_documents(path)
+    texts = [next(documents).text for _ in range(4)]
+    with pytest.raises(UnreadableDocumentError) as caught:
+        next(documents)
+    assert texts == ["line 1", "line 3", "x", "line 5"]
+    assert str(caught.value).startswith(f"{path}: line 2 is not valid JSON (")
+    assert str(caught.value).endswith("; 3 bad lines skipped, 4 read")
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def _below(directory: Path) -> Iterator[Path]:
 def read_documents(path: Path) -> Iterator[Document]:
     """Documents of one file, in order.
 
-    Raises :class:`UnreadableDocumentError`, for JSON lines possibly after some documents.
+    Raises :class:`UnreadableDocumentError`; for JSON lines after all documents of good lines.
     """
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
@@ -204,37 +204,46 @@ def _html_text(soup: BeautifulSoup) -> str:
 
 
 def _read_jsonl(path: Path, text: str) -> Iterator[Document]:
+    """Every good line, and only then an error that names the first bad one."""
     seen: set[str] = set()
+    first_fault, bad_lines = "", 0
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
-        document = _jsonl_document(path, number, line)
-        if document.source in seen:
-            raise UnreadableDocumentError(
-                path, f"line {number} repeats an id ({document.source}); ids must differ"
-            )
+        try:
+            document = _jsonl_document(path, number, line)
+            if document.source in seen:
+                raise _BadLine(f"repeats an id ({document.source}); ids must differ")
+        except _BadLine as bad:
+            first_fault = first_fault or f"line {number} {bad}"
+            bad_lines += 1
+            continue
         seen.add(document.source)
         yield document
+    if bad_lines:
+        skipped = f"{bad_lines} bad line{'s' if bad_lines > 1 else ''} skipped"
+        raise UnreadableDocumentError(path, f"{first_fault}; {skipped}, {len(seen)} read")
+
+
+class _BadLine(Exception):
+    """Why one line is no document, to be said behind its number."""
 
 
 def _jsonl_document(path: Path, number: int, line: str) -> Document:
-    def refuse(reason: str) -> UnreadableDocumentError:
-        return UnreadableDocumentError(path, f"line {number} {reason}")
-
     try:
         record: Any = json.loads(line)
     except (ValueError, RecursionError) as exc:
-        raise refuse(f"is not JSON ({exc}); write one object to a line") from exc
+        raise _BadLine(f"is not valid JSON ({exc}); write one object to a line") from exc
     if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-        raise refuse('is not an object with a string under "text"; write {"text": "…"}')
+        raise _BadLine('is not an object with a string under "text"; write {"text": "…"}')
     text = record["text"].replace("\r\n", "\n").replace("\r", "\n")
     if not text.strip():
-        raise refuse('has an empty "text"; fill it or remove the line')
+        raise _BadLine('has an empty "text"; fill it or remove the line')
     try:
         line_without_escapes = json.dumps(record, ensure_ascii=False)
         line_without_escapes.encode("utf-8")
     except UnicodeEncodeError as exc:
-        raise refuse("holds a lone surrogate, expected valid Unicode; replace it") from exc
+        raise _BadLine("holds a lone surrogate, expected valid Unicode; replace it") from exc
     record_id = record.get("id")
     name = number if record_id is None or record_id == "" else record_id
     return Document(
