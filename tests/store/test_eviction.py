@@ -2,7 +2,8 @@ import time
 
 import pytest
 
-from blendrag.errors import StoreFullError
+from blendrag.errors import InvalidInputError, StoreFullError, StoreUnavailableError
+from blendrag.store import MemoryStore
 
 
 def stored(lab, store, numbers):
@@ -107,3 +108,74 @@ def test_a_smaller_limit_is_reached_by_recover(lab, make_store, root):
     smaller.recover()
     assert stored(lab, smaller, range(5)) == [3, 4]
     assert len(lab.payloads(root)) == 2
+
+
+@pytest.mark.parametrize("before_put", [False, True])
+def test_a_pinned_entry_is_never_evicted_by_any_store_at_any_time(lab, make_store, before_put):
+    store, other = (make_store(limit_bytes=3 * lab.entry_bytes) for _ in range(2))
+    if before_put:
+        store.pin(lab.namespace, lab.key(0))
+    lab.put(store, 0)
+    store.pin(lab.namespace, lab.key(0))
+    for number in range(1, 5):
+        lab.put(other, number)
+    assert stored(lab, store, range(5)) == [0, 3, 4]
+    store.close()
+    other.close()
+    again = make_store(limit_bytes=2 * lab.entry_bytes)
+    again.recover()
+    lab.put(again, 5)
+    assert stored(lab, again, range(6)) == [0, 5]
+    assert lab.is_right(again, 0)
+
+
+def test_a_pinned_entry_that_was_deleted_is_like_any_other(lab, make_store, root):
+    store = make_store(limit_bytes=2 * lab.entry_bytes)
+    lab.put(store, 0)
+    store.pin(lab.namespace, lab.key(0))
+    assert store.delete(lab.namespace, lab.key(0))
+    assert list((root / "pinned").iterdir()) == []
+    for number in range(3):
+        lab.put(store, number)
+    assert stored(lab, store, range(3)) == [1, 2]
+
+
+def test_a_pinned_entry_that_was_quarantined_is_pinned_when_it_is_put_again(lab, make_store):
+    store = make_store(limit_bytes=2 * lab.entry_bytes)
+    lab.put(store, 0)
+    store.pin(lab.namespace, lab.key(0))
+    lab.file(store, 0).write_bytes(b"no payload")
+    assert lab.open(store, 0) is None
+    for number in range(3):
+        lab.put(store, number)
+    assert stored(lab, store, range(3)) == [0, 2]
+
+
+def test_when_only_pinned_entries_are_left_the_store_is_full(lab, make_store):
+    store = make_store(limit_bytes=lab.entry_bytes)
+    lab.put(store, 0)
+    store.pin(lab.namespace, lab.key(0))
+    with pytest.raises(StoreFullError, match="--disk-bytes"):
+        lab.put(store, 1)
+    assert lab.is_right(store, 0)
+
+
+def test_only_a_key_of_a_store_that_can_be_written_is_pinned(lab, make_store, root):
+    with pytest.raises(InvalidInputError, match="no key"):
+        make_store().pin(lab.namespace, "../../format")
+    with pytest.raises(StoreUnavailableError, match="read-only"):
+        make_store(read_only=True).pin(lab.namespace, lab.key(1))
+    assert list((root / "pinned").iterdir()) == []
+
+
+def test_memory_keeps_what_is_pinned(lab):
+    store = MemoryStore(2 * lab.kv(0).size_bytes)
+    lab.put(store, 0)
+    store.pin(lab.namespace, lab.key(0))
+    for number in (1, 2):
+        lab.put(store, number)
+    assert stored(lab, store, range(3)) == [0, 2]
+    store.delete(lab.namespace, lab.key(0))
+    for number in (0, 3, 4):
+        lab.put(store, number)
+    assert stored(lab, store, range(5)) == [3, 4]

@@ -64,7 +64,7 @@ def test_a_directory_of_another_user_is_refused_for_writing(lab, make_store, roo
     assert lab.is_right(reader, 1)
 
 
-@pytest.mark.parametrize("name", ["kv", "tmp", "index", "quarantine"])
+@pytest.mark.parametrize("name", ["kv", "tmp", "index", "quarantine", "pinned"])
 def test_a_linked_subdirectory_is_refused(root, tmp_path, name):
     root.mkdir(mode=0o700)
     (tmp_path / "elsewhere").mkdir()

@@ -94,6 +94,12 @@ class KVStore(Protocol):
         :class:`StoreFullError` instead. Readers need no pin: an open file survives eviction.
         """
 
+    def pin(self, namespace: str, key: str) -> None:
+        """Never evict this entry, here yet or put later, until it is deleted; survives reopening.
+
+        Its bytes count against the limit all the same, so this is for a few small entries.
+        """
+
     def stats(self) -> StoreStats: ...
 
     def close(self) -> None:

@@ -140,6 +140,12 @@ class DiskStore:
         """See :meth:`KVStore.pin_scope`."""
         return self._pins.scope()
 
+    def pin(self, namespace: str, key: str) -> None:
+        """See :meth:`KVStore.pin`."""
+        self._check(namespace, key)
+        self._check_writable()
+        self._writing.pin(namespace, key)
+
     def stats(self) -> StoreStats:
         """See :class:`StoreStats`."""
         try:

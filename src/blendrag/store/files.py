@@ -1,8 +1,8 @@
 """Payload files in their directories: written atomically, opened without following anything.
 
-Owns every path below ``kv/`` and ``tmp/`` and the moves between them. Knows neither the index nor
-limits nor what is inside a payload. All access is relative to directory descriptors with
-``O_NOFOLLOW``, so a symbolic link planted below the root is refused, never followed.
+Owns every path below ``kv/``, ``tmp/`` and ``pinned/`` and the moves between them. Knows neither
+the index nor limits nor what is inside a payload. All access is relative to directory descriptors
+with ``O_NOFOLLOW``, so a symbolic link planted below the root is refused, never followed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: opening a FIFO planted under our name must not hang.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_MARK = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _FILE_NAME = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{16})\.kv", re.ASCII)
+_PIN = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{64})", re.ASCII)
 _HEX64 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _HEX2 = re.compile(r"[0-9a-f]{2}", re.ASCII)
 
@@ -34,6 +36,11 @@ class Name(NamedTuple):
     namespace: str
     key: str
     nonce: str
+
+    @property
+    def entry(self) -> tuple[str, str]:
+        """What the payload is of: namespace and key."""
+        return self.namespace, self.key
 
     @property
     def file(self) -> str:
@@ -126,6 +133,36 @@ class PayloadFiles:
                 os.unlink(file, dir_fd=target)
         finally:
             os.close(target)
+
+    def pin(self, namespace: str, key: str) -> None:
+        """Mark a key, durably: an empty file in ``pinned/`` that bears its name."""
+        directory = os.open(self._root / "pinned", _DIRECTORY)
+        try:
+            os.close(os.open(f"{namespace}.{key}", _MARK, 0o600, dir_fd=directory))
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+    def unpin(self, namespace: str, key: str) -> None:
+        """Remove the mark of :meth:`pin`, if there is one."""
+        with contextlib.suppress(FileNotFoundError):
+            directory = os.open(self._root / "pinned", _DIRECTORY)
+            try:
+                os.unlink(f"{namespace}.{key}", dir_fd=directory)
+            finally:
+                os.close(directory)
+
+    def pinned(self) -> set[tuple[str, str]]:
+        """Namespace and key of every mark."""
+        try:
+            directory = os.open(self._root / "pinned", _DIRECTORY)
+        except FileNotFoundError:
+            return set()
+        try:
+            marks = map(_PIN.fullmatch, os.listdir(directory))
+            return {(mark[1], mark[2]) for mark in marks if mark}
+        finally:
+            os.close(directory)
 
     def named(self, namespace: str, key: str) -> list[Name]:
         """Files of one key, found by listing its directory."""

@@ -83,6 +83,7 @@ class MemoryStore:
         self._size_bytes = 0
         self._lock = threading.Lock()
         self._pins = Pins()
+        self._pinned: set[tuple[str, str]] = set()
         self._hits = self._misses = self._evictions = 0
 
     def put(self, namespace: str, key: str, kv: ChunkKV) -> None:
@@ -128,7 +129,7 @@ class MemoryStore:
         for entry, block in self._blocks.items():
             if excess <= 0:
                 break
-            if entry not in self._pins:
+            if entry not in self._pinned and entry not in self._pins:
                 victims.append(entry)
                 excess -= block.data.nbytes
         return victims if excess <= 0 else None
@@ -161,6 +162,7 @@ class MemoryStore:
     def delete(self, namespace: str, key: str) -> bool:
         """See :meth:`KVStore.delete`."""
         with self._lock:
+            self._pinned.discard((namespace, key))
             return self._drop((namespace, key))
 
     def keys(self, namespace: str) -> Iterator[str]:
@@ -172,6 +174,11 @@ class MemoryStore:
     def pin_scope(self) -> AbstractContextManager[Scope]:
         """See :meth:`KVStore.pin_scope`."""
         return self._pins.scope()
+
+    def pin(self, namespace: str, key: str) -> None:
+        """See :meth:`KVStore.pin`; survives nothing."""
+        with self._lock:
+            self._pinned.add((namespace, key))
 
     def stats(self) -> StoreStats:
         """See :class:`StoreStats`."""

@@ -21,7 +21,7 @@ from blendrag.identity import FORMAT_VERSION
 
 logger = logging.getLogger("blendrag.store")
 
-SUBDIRECTORIES = ("tmp", "kv", "index", "quarantine")
+SUBDIRECTORIES = ("tmp", "kv", "index", "quarantine", "pinned")
 _FORMAT_FILE = "format"
 _FORMAT_TEXT = re.compile(r"blendrag-kv ([0-9]{1,9})\n", re.ASCII)
 _LIMIT_FILE = "disk-bytes"

@@ -83,6 +83,10 @@ class TieredStore:
         """See :meth:`KVStore.pin_scope`."""
         return self.disk.pin_scope()
 
+    def pin(self, namespace: str, key: str) -> None:
+        """See :meth:`KVStore.pin`: on disk. Its copy in memory comes and goes as any."""
+        self.disk.pin(namespace, key)
+
     def stats(self) -> StoreStats:
         """What is on disk; a hit in either tier is a hit, a miss in both is a miss."""
         disk, memory = self.disk.stats(), self.memory.stats()

@@ -140,13 +140,17 @@ class DiskWriter:
         if excess <= 0:
             return
         self._before_eviction()
+        try:
+            pinned = self._files.pinned()
+        except OSError as exc:  # whatever is pinned, rather nothing is evicted than that
+            raise store_error(exc, f"making room in store {self._root}", needed_bytes) from exc
         victims: list[Name] = []
         for row in self._index.oldest() if needed_bytes <= limit_bytes else ():
             if excess <= 0:
                 break
             if row.name == but:
                 excess -= row.size_bytes
-            elif (row.name.namespace, row.name.key) not in self._pins:
+            elif row.name.entry not in pinned and row.name.entry not in self._pins:
                 victims.append(row.name)
                 excess -= row.size_bytes
         if excess > 0:
@@ -163,6 +167,13 @@ class DiskWriter:
         with self._counters:
             self.evictions += len(victims)
 
+    def pin(self, namespace: str, key: str) -> None:
+        """Keep a key out of every eviction, by whichever process."""
+        try:
+            self._with_index(partial(self._files.pin, namespace, key))
+        except OSError as exc:
+            raise store_error(exc, f"writing to store {self._root}", 4096) from exc
+
     # -- removal and recovery --------------------------------------------------------------------
 
     def delete(self, namespace: str, key: str) -> bool:
@@ -172,6 +183,7 @@ class DiskWriter:
     def _delete(self, namespace: str, key: str) -> bool:
         """Caller holds the index lock."""
         names = self._files.named(namespace, key)
+        self._files.unpin(namespace, key)
         self._index.drop(names)
         for name in names:
             self._files.remove(name)
