@@ -230,6 +230,20 @@ def test_work_may_call_work_and_errors_come_back() -> None:
     worker.close()
 
 
+def test_background_work_asked_for_by_a_request_waits_until_it_is_answered() -> None:
+    worker = Worker("test")
+    order: list[str] = []
+
+    def request() -> None:
+        worker.submit(lambda: order.append("encoded"), background=True)
+        order.append("answered")
+
+    worker.run(request)
+    worker.drain()
+    assert order == ["answered", "encoded"]
+    worker.close()
+
+
 def test_closing_drops_background_work_and_is_idempotent() -> None:
     worker = Worker("test")
     ran: list[int] = []

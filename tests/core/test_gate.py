@@ -13,6 +13,8 @@ from blendrag.model import ModelAdapter
 from blendrag.positions import Repositioner
 from blendrag.verify import HeldKV, remember, remembered, verify
 
+CPU = torch.device("cpu")
+
 
 def expected_kinds(model: object) -> list[str]:
     """From the config alone: which layers have no rotary embedding."""
@@ -115,18 +117,19 @@ def test_nan_weights_are_refused_and_never_pass_a_comparison() -> None:
 def test_verification_is_remembered_per_namespace(tmp_path, adapter: ModelAdapter) -> None:
     result = verify(adapter)
     namespace = adapter.identity.namespace
-    assert remembered(tmp_path, namespace) is None
-    remember(tmp_path, namespace, result)
-    assert remembered(tmp_path, namespace) == result
-    assert remembered(tmp_path, "f" * 64) is None
+    assert remembered(tmp_path, namespace, CPU) is None
+    remember(tmp_path, namespace, CPU, result)
+    assert remembered(tmp_path, namespace, CPU) == result
+    assert remembered(tmp_path, namespace, torch.device("meta")) is None
+    assert remembered(tmp_path, "f" * 64, CPU) is None
 
 
 def test_a_damaged_memory_of_the_gate_is_no_memory(tmp_path, adapter: ModelAdapter) -> None:
-    remember(tmp_path, "a" * 64, verify(adapter))
+    remember(tmp_path, "a" * 64, CPU, verify(adapter))
     file = next((tmp_path / "verified").iterdir())
     for content in ("", "{", "[]", "null", '{"verdict": "blendable"}'):
         file.write_text(content)
-        assert remembered(tmp_path, "a" * 64) is None
+        assert remembered(tmp_path, "a" * 64, CPU) is None
 
 
 # -- refused families ---------------------------------------------------------------------------
