@@ -250,7 +250,7 @@ def fuse(
     request = BlendRequest(
         ids.shape[1], tuple(spans), make_policy(policy), Schedule.parse(schedule), ratio
     )
-    return fusor.prefill(ids, request, new_tokens, all_rows)
+    return fusor.prefill(ids, request, new_tokens, 0 if all_rows else 1)
 
 
 @torch.inference_mode()

@@ -54,8 +54,8 @@ class Settings(BaseSettings):
 
     ram_bytes: int = Field(default=2 * 1024**3, ge=0)
     """Limit of the store's memory tier."""
-    disk_bytes: int = Field(default=64 * 1024**3, ge=0)
-    """Limit of the store's disk tier."""
+    disk_bytes: int | None = Field(default=None, ge=0)
+    """Limit of the store's disk tier; ``None``: what the store remembers, else 64 GiB."""
     prefix_min_tokens: int = Field(default=8, ge=1)
     """Leading parts shorter than this are computed afresh rather than cached as exact prefix."""
 

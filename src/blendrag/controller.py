@@ -60,11 +60,13 @@ class Controller:
         self,
         adapter: ModelAdapter,
         store: KVStore,
+        namespace: str,
         prefix_ids: Sequence[int],
         prefix_min_tokens: int,
     ) -> None:
         self._adapter = adapter
         self._store = store
+        self._namespace = namespace
         self.prefix_ids = tuple(prefix_ids)
         self._prefix_min_tokens = prefix_min_tokens
 
@@ -80,9 +82,8 @@ class Controller:
         The prompt's last ``reserve`` tokens are always computed: their logits are wanted.
         """
         if mode == "full":
-            why = "mode full computes every token"
-            return LoadPlan((), tuple(ChunkDecision(c, None, why) for c in plan.chunks), (), ())
-        namespace = self._adapter.identity.namespace
+            return nothing_loaded(plan, "mode full computes every token")
+        namespace = self._namespace
         spans: list[LoadedSpan] = []
         decisions: list[ChunkDecision] = []
         missing: list[tuple[int, ...]] = []
@@ -144,6 +145,11 @@ class Controller:
         return self._store.open(namespace, key, self._adapter.layout, tokens)
 
 
+def nothing_loaded(plan: PromptPlan, reason: str) -> LoadPlan:
+    """Every chunk of ``plan`` is computed, for ``reason``."""
+    return LoadPlan((), tuple(ChunkDecision(c, None, reason) for c in plan.chunks), (), ())
+
+
 NO_KV = "no KV stored for this model and prefix; encoded after the answer"
 CORRUPT = "stored KV failed verification and was set aside; computed"
 
@@ -175,8 +181,9 @@ def report(
             reason=decision.reason,
         )
         if span is not None:
-            tokens = 0 if span.exact else round(next(shares, 0.0))
-            outcome: ChunkOutcome = "blended" if tokens else "reused"
+            share = 0.0 if span.exact else next(shares, 0.0)
+            tokens = round(share)
+            outcome: ChunkOutcome = "blended" if share > 0 else "reused"
             base = replace(
                 base,
                 outcome="exact" if span.exact else outcome,

@@ -8,7 +8,8 @@
     │   └── UnreadableDocumentError  one input file could not be read; ingest goes on with the next
     ├── ModelError
     │   ├── ModelLoadError           no model at that name, or it cannot be loaded
-    │   └── UnsupportedModelError    the probe cannot vouch for re-using this model's KV
+    │   ├── UnsupportedModelError    the probe cannot vouch for re-using this model's KV
+    │   └── IdentityChangedError     weights or adapters changed while KV was being computed
     ├── StoreError
     │   ├── StoreUnavailableError    path is a file, not writable, locked, written by a newer version
     │   ├── StoreFullError           the disk or the byte limit is reached; says how much is needed
@@ -70,6 +71,10 @@ class UnsupportedModelError(ModelError):
 
     The model still loads and answers in mode ``full``.
     """
+
+
+class IdentityChangedError(ModelError):
+    """The loaded model is no longer the one whose KV was asked for; nothing was stored."""
 
 
 class StoreError(BlendragError):

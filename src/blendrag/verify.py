@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+import transformers
 
 from blendrag.errors import CorruptKVError, UnsupportedModelError
 from blendrag.fusor import BlendRequest, Fusor
@@ -37,6 +38,9 @@ NOTICED = 1e-2
 OFFSET = 37
 GREEDY_TOKENS = 32
 PROMPT_TOKENS = 96
+#: Rows whose logits are compared.
+COMPARED_ROWS = 256
+CONSTANT = Schedule("constant")
 #: Longest prompt the gate will build for (c); windows beyond are checked as far as this goes.
 MAX_PROMPT_TOKENS = 16384
 
@@ -117,20 +121,29 @@ def verify(adapter: ModelAdapter) -> Verification:
 def _measure(adapter: ModelAdapter, layers: tuple[str, ...]) -> Verification:
     ids = _gate_prompt(adapter)
     n = ids.shape[1]
-    stock = adapter.model(input_ids=ids, use_cache=True).logits[0]  # [N, V]
-    scale = float(stock.float().abs().max()) or 1.0
     kv = _kv_at_offset(adapter, ids)
     rows = _random_fifth(n, adapter.device)
     computed = torch.cat((rows, torch.tensor([n - 1], device=adapter.device)))
+    # Logits of every row would take gigabytes on a large vocabulary: a spread of them is compared.
+    spread = _spread(computed.numel(), adapter.device)
+    seen = computed[spread]
+    stock = adapter.model(input_ids=ids, use_cache=True, logits_to_keep=seen).logits[0]
+    scale = float(stock.float().abs().max()) or 1.0
     fusor = Fusor(adapter)
 
     def subset_diff(disturbance: float) -> float:
         request = _request(n, HeldKV(kv, disturbance), FixedRows(rows))
-        logits, _, _ = fusor.prefill(ids, request, all_rows=True)
-        return _difference(logits[0], stock[computed])
+        logits, _, _ = fusor.prefill(ids, request, logits_to_keep=spread)
+        return _difference(logits[0], stock)
 
-    subset, perturbed = subset_diff(0.0), subset_diff(3.0)
-    full, greedy = _full_recompute(adapter, ids, stock, kv)
+    def gradual_diff() -> float:
+        """The default policy: the peek, narrowing from layer to layer, over exact KV."""
+        request = _request(n, HeldKV(kv), make_policy("hkvd"), Schedule("geometric"), 0.2)
+        logits, _, _ = fusor.prefill(ids, request)
+        return _difference(logits[0], stock[-1:])
+
+    subset, perturbed = max(subset_diff(0.0), gradual_diff()), subset_diff(3.0)
+    full, greedy = _full_recompute(adapter, ids, seen, stock, kv)
     tolerance = TOLERANCE[adapter.layout.dtype] * max(scale, 1.0)
     reason = _judge(subset, perturbed, full, greedy, tolerance, scale, adapter.layout.dtype)
     return Verification(
@@ -174,12 +187,12 @@ def _judge(
 
 
 def _full_recompute(
-    adapter: ModelAdapter, ids: torch.Tensor, stock: torch.Tensor, kv: ChunkKV
+    adapter: ModelAdapter, ids: torch.Tensor, seen: torch.Tensor, stock: torch.Tensor, kv: ChunkKV
 ) -> tuple[float, bool]:
     """(d): r = 1.0 over scatter and explicit masks, then greedy decoding over that cache."""
     fusor = Fusor(adapter, fast_attention=False, force_masks=True)
     request = _request(ids.shape[1], HeldKV(kv), make_policy("full"))
-    logits, cache, _ = fusor.prefill(ids, request, GREEDY_TOKENS, all_rows=True)
+    logits, cache, _ = fusor.prefill(ids, request, GREEDY_TOKENS, logits_to_keep=seen)
     own = _greedy(adapter, int(logits[0, -1].argmax()), cache)
     stock_out = adapter.model(input_ids=ids, use_cache=True, logits_to_keep=1)
     theirs = _greedy(adapter, int(stock[-1].argmax()), stock_out.past_key_values)
@@ -195,9 +208,15 @@ def _greedy(adapter: ModelAdapter, first: int, cache: Any) -> list[int]:
     return tokens
 
 
-def _request(tokens: int, reader: HeldKV, policy: SelectionPolicy) -> BlendRequest:
+def _request(
+    tokens: int,
+    reader: HeldKV,
+    policy: SelectionPolicy,
+    schedule: Schedule = CONSTANT,
+    ratio: float = 1.0,
+) -> BlendRequest:
     span = LoadedSpan(0, tokens - 1, reader, OFFSET, exact=False)
-    return BlendRequest(tokens, (span,), policy, Schedule("constant"), 1.0)
+    return BlendRequest(tokens, (span,), policy, schedule, ratio)
 
 
 def _kv_at_offset(adapter: ModelAdapter, ids: torch.Tensor) -> ChunkKV:
@@ -233,6 +252,12 @@ def _random_fifth(n: int, device: torch.device) -> torch.Tensor:
     return chosen.sort().values.to(device)
 
 
+def _spread(count: int, device: torch.device) -> torch.Tensor:
+    """At most :data:`COMPARED_ROWS` indices out of ``count``, evenly, the last one included."""
+    step = -(-count // COMPARED_ROWS)
+    return torch.arange(count - 1, -1, -step, device=device).flip(0)
+
+
 def _disturbed(layer: torch.Tensor, size: float, generator: torch.Generator) -> torch.Tensor:
     noise = torch.randn(layer.shape, generator=generator, dtype=torch.float32)
     return (layer.float() + size * layer.float().std() * noise).to(layer.dtype)
@@ -245,21 +270,29 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
 # -- memory of past runs ------------------------------------------------------------------------
 
 
-def remembered(root: Path, namespace: str) -> Verification | None:
-    """The verification of ``namespace`` kept in the store at ``root``, if there is one."""
+def environment(device: torch.device) -> str:
+    """What a verdict holds for beside the model: another library or device is another verdict."""
+    return f"torch {torch.__version__}, transformers {transformers.__version__}, {device.type}"
+
+
+def remembered(root: Path, namespace: str, device: torch.device) -> Verification | None:
+    """The verification of ``namespace`` kept in the store at ``root`` for this environment."""
     try:
         fields = json.loads(_file(root, namespace).read_text(encoding="utf-8"))
+        if fields.pop("environment") != environment(device):
+            return None
         return Verification(**{**fields, "layers": tuple(fields["layers"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
-def remember(root: Path, namespace: str, result: Verification) -> None:
+def remember(root: Path, namespace: str, device: torch.device, result: Verification) -> None:
     """Keep ``result``; written beside and renamed, so that it is whole or absent."""
     target = _file(root, namespace)
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = target.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(result.as_dict()), encoding="utf-8")
+    fields = {**result.as_dict(), "environment": environment(device)}
+    temporary.write_text(json.dumps(fields), encoding="utf-8")
     temporary.replace(target)
 
 

@@ -92,7 +92,9 @@ class TtftBench:
         self.workload = workload
         self._store = store
         self._fusor = Fusor(adapter)
-        self._controller = Controller(adapter, store, PREFIX_IDS, prefix_min_tokens=1)
+        self._controller = Controller(
+            adapter, store, adapter.identity.namespace, PREFIX_IDS, prefix_min_tokens=1
+        )
         self._plan = _plan(adapter, workload)
         self._ids = torch.tensor([self._plan.ids], device=adapter.device)
         self._put_chunks()

@@ -12,13 +12,15 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from blendrag.anchors import Match
 from blendrag.config import Mode, settings
-from blendrag.controller import Controller, LoadPlan
+from blendrag.controller import Controller
+from blendrag.engine.encoding import Background, Encoder
 from blendrag.engine.generation import Generation, Task
 from blendrag.engine.ingest import Ingest, Inputs, Totals, Watch, documents_of
 from blendrag.engine.prompts import chunk_matches, explain_misses, rag_prompt, render
@@ -26,12 +28,12 @@ from blendrag.engine.resources import Resources
 from blendrag.engine.stream import AnswerStream
 from blendrag.engine.types import Answer, DryRun, IngestReport, Options, Prompt, Source
 from blendrag.engine.worker import Worker
-from blendrag.errors import BlendragError, InvalidInputError
+from blendrag.errors import IdentityChangedError, InvalidInputError
 from blendrag.identity import chunk_key
-from blendrag.kv import ChunkKV
 from blendrag.model.adapter import ModelAdapter
 from blendrag.prompt import PromptPlan, make_plan
 from blendrag.readers import digest_of
+from blendrag.retriever.corpus import Corpus, StoredChunk
 from blendrag.retriever.retriever import RetrievedChunk
 from blendrag.selection import Schedule, make_policy
 from blendrag.verify import Verification
@@ -51,7 +53,8 @@ class BlendEngine:
         ram_bytes, disk_bytes: limits of the store's tiers.
         lora: directory of a PEFT adapter to load onto the model.
 
-    Thread-safe. Close it, or use it as a context manager, to drain background work.
+    Thread-safe. Close it, or use it as a context manager; :meth:`drain` first if chunks missed by
+    queries must be stored before.
     """
 
     def __init__(
@@ -91,7 +94,7 @@ class BlendEngine:
             read_only,
         )  # fmt: skip
         self._worker = Worker("blendrag-engine")
-        self._encoding: set[tuple[int, ...]] = set()
+        self._background = Background(self._resources, self._worker)
 
     # -- answering ------------------------------------------------------------------------------
 
@@ -171,18 +174,27 @@ class BlendEngine:
         """
         resources = self._resources
         corpus = resources.create_corpus()
-        encoder = _Encoder(self)
-        run = Ingest(
-            corpus,
-            resources.store,
-            encoder,
-            resources.embedder,
-            resources.chunker,
-            resources.prefix_ids,
-            watch,
-        )
-        report = run.run(inputs)
-        encoder.remember()
+        listed: list[Any] = [inputs] if isinstance(inputs, str | Path) else list(inputs)
+
+        def run() -> IngestReport:
+            return Ingest(
+                corpus,
+                resources.store,
+                Encoder(resources, self._worker),
+                resources.embedder,
+                resources.chunker,
+                resources.prefix_ids,
+                watch,
+            ).run(listed)
+
+        unloaded = not resources.is_loaded
+        try:
+            report = run()
+        except IdentityChangedError:
+            if not unloaded:
+                raise
+            report = run()  # the files looked unchanged but hold other weights: now they are loaded
+        resources.remember_namespace()
         return report
 
     def remove(self, paths: Sequence[Path | str]) -> int:
@@ -191,7 +203,8 @@ class BlendEngine:
         Raises :class:`InvalidInputError` when nothing of a path is in the corpus.
         """
         corpus = self._resources.require_corpus()
-        removed = 0
+        namespace = corpus.manifest.namespace or self._resources.namespace()
+        store, removed = self._resources.store, 0
         for path in paths:
             found = corpus.sources_of(path)
             if not found:
@@ -200,8 +213,9 @@ class BlendEngine:
                     "expected a path as it was ingested"
                 )
             chunks = {c.chunk_id: c for source in found for c in corpus.chunks_of(source)}
-            orphans = corpus.remove_path(path)
-            self._drop([chunks[chunk_id].text for chunk_id in orphans])
+            for chunk_id in corpus.remove_path(path):
+                ids = self._resources.text_ids(chunks[chunk_id].text)
+                store.delete(namespace, chunk_key(namespace, self._resources.prefix_ids, ids))
             removed += len(found)
         return removed
 
@@ -222,9 +236,9 @@ class BlendEngine:
         adapter = resources.adapter
         adapter.require_blendable()
         sample = [17] * min(resources.chunk_tokens, max(tokens, 1))
-        self._worker.run(lambda: resources.encode(sample))
+        self._worker.run(lambda: adapter.encode((), sample))
         began = time.perf_counter()
-        self._worker.run(lambda: resources.encode(sample))
+        self._worker.run(lambda: adapter.encode((), sample))
         rate = len(sample) / (time.perf_counter() - began)
         return DryRun(
             documents, chunks, tokens, adapter.layout.chunk_bytes(tokens), new / rate,
@@ -245,7 +259,7 @@ class BlendEngine:
 
     def verify(self) -> Verification:
         """The correctness gate for the loaded model, remembered beside the store."""
-        return self._worker.run(self._resources.verification)
+        return self._worker.run(lambda: self._resources.trust.verification())
 
     @property
     def closed(self) -> bool:
@@ -303,7 +317,8 @@ class BlendEngine:
         corpus, foreign = resources.own_corpus()
         matches = chunk_matches(corpus, rendered)
         notes = (foreign,) if foreign else explain_misses(corpus, rendered, matches)
-        chunks = {m.chunk_id: corpus.chunk(m.chunk_id) for m in matches} if corpus else {}
+        chunks = _still_there(corpus, matches)
+        matches = [m for m in matches if m.chunk_id in chunks]
         plan = make_plan(
             rendered,
             matches,
@@ -319,42 +334,23 @@ class BlendEngine:
         adapter = resources.adapter
         if task.mode != "full":
             adapter.require_blendable()
-        if task.plan.chunks:
-            if task.mode == "full" or resources.trusted():
-                controller = resources.controller()
-            else:
-                task = replace(task, notes=(*task.notes, UNTRUSTED))
-        generation = Generation(adapter, lambda: resources.fusor)
-        return generation.run(task, controller, stream, self._encode_later)
-
-    def _encode_later(self, load: LoadPlan) -> None:
-        """Queue the encoding of what a query missed; alone, never from the query's own context."""
-        prefix = self._resources.prefix_ids
-        for ids, behind in [*((ids, prefix) for ids in load.missing), (load.leading, ())]:
-            if ids and ids not in self._encoding:
-                self._encoding.add(ids)
-                self._worker.submit(partial(self._encode, ids, behind), background=True)
-
-    def _encode(self, ids: tuple[int, ...], prefix: tuple[int, ...]) -> None:
-        resources = self._resources
-        try:
-            resources.require_verified()
-            namespace = resources.adapter.identity.namespace
-            key = chunk_key(namespace, prefix, ids)
-            if not resources.store.contains(namespace, key):
-                resources.put_probe()
-                resources.store.put(namespace, key, resources.encode(ids, prefix))
-        except BlendragError as error:
-            log.warning("a chunk of %d tokens was not stored: %s", len(ids), error)
-        finally:
-            self._encoding.discard(ids)
-
-    def _drop(self, texts: Sequence[str]) -> None:
-        resources = self._resources
-        namespace = resources.namespace()
-        for text in texts:
-            key = chunk_key(namespace, resources.prefix_ids, resources.text_ids(text))
-            resources.store.delete(namespace, key)
+        with adapter.lock:  # one identity from here to the last token
+            if task.plan.chunks and task.mode != "full":
+                namespace = adapter.identity.namespace
+                resources.trust.require_verified()
+                if resources.trust.stands(namespace):
+                    controller = Controller(
+                        adapter,
+                        resources.store,
+                        namespace,
+                        resources.prefix_ids,
+                        self.settings.prefix_min_tokens,
+                    )
+                else:
+                    resources.forget_signature()
+                    task = replace(task, notes=(*task.notes, UNTRUSTED), why_computed=UNTRUSTED)
+            generation = Generation(adapter, lambda: resources.fusor)
+            return generation.run(task, controller, stream, self._background.note)
 
 
 UNTRUSTED = (
@@ -400,37 +396,14 @@ class AnswerIterator:
         self._stream.cancel()
 
 
-class _Encoder:
-    """Encodes chunks for an ingest run; loads the model only when there is something to encode."""
-
-    def __init__(self, engine: BlendEngine) -> None:
-        self._engine = engine
-        self._resources = engine.resources
-        self._ready = False
-        self._namespace = ""
-
-    @property
-    def namespace(self) -> str:
-        if not self._namespace:
-            self._namespace = self._resources.namespace()
-            if self._resources.is_loaded:
-                self._engine._worker.run(self._resources.renew)
-        return self._namespace
-
-    def chunk_ids(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
-        return [self._resources.text_ids(text) for text in texts]
-
-    def encode(self, ids: Sequence[int]) -> ChunkKV:
-        worker = self._engine._worker
-        if not self._ready:
-            worker.run(self._resources.require_verified)
-            worker.run(self._resources.put_probe)
-            self._ready = True
-        return worker.run(lambda: self._resources.encode(ids))
-
-    def remember(self) -> None:
-        """Note in the manifest whose KV this corpus has."""
-        self._resources.remember_namespace()
+def _still_there(corpus: Corpus | None, matches: Sequence[Match]) -> dict[str, StoredChunk]:
+    """Chunks of ``matches``; another process may have removed one since it was found."""
+    chunks = {}
+    for match in matches:
+        with suppress(KeyError):
+            assert corpus is not None
+            chunks[match.chunk_id] = corpus.chunk(match.chunk_id)
+    return chunks
 
 
 def sources_of(chunks: Sequence[RetrievedChunk]) -> tuple[Source, ...]:

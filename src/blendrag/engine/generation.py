@@ -10,17 +10,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from blendrag.config import Mode
-from blendrag.controller import Controller, LoadPlan, report
+from blendrag.controller import Controller, LoadPlan, nothing_loaded, report
 from blendrag.engine.stream import AnswerStream, StopWhenDone, cut_at_stop
 from blendrag.engine.types import Answer, Options
-from blendrag.errors import ContextOverflowError, UnsupportedModelError
+from blendrag.errors import (
+    BlendragError,
+    ContextOverflowError,
+    InvalidInputError,
+    UnsupportedModelError,
+)
 from blendrag.fusor import BlendRequest, Fusion, Fusor
 from blendrag.loader import SpanCorruptError
 from blendrag.metrics import RequestMetrics
@@ -48,11 +53,10 @@ class Task:
     source_of: dict[str, str]
     notes: tuple[str, ...]
 
-    @property
-    def sequences(self) -> int:
-        """Rows ``generate`` runs with: beams or returned sequences."""
-        wanted = self.options.generate
-        return max(int(wanted.get("num_beams", 1)), int(wanted.get("num_return_sequences", 1)))
+    why_computed: str = "mode full computes every token"
+    """What a chunk's report says when nothing may be loaded."""
+    sequences: int = 1
+    """Rows ``generate`` runs with: beams or returned sequences."""
 
 
 class Generation:
@@ -75,6 +79,7 @@ class Generation:
         :class:`RequestCancelled` when the stream was cancelled before its first token.
         """
         self._check(task)
+        task = replace(task, sequences=self._sequences(task.options))
         avoid: set[str] = set()
         with self._adapter.lock, torch.inference_mode():
             for _ in range(MAX_RESTARTS):
@@ -82,16 +87,25 @@ class Generation:
                     return self._attempt(task, controller, stream, later, frozenset(avoid))
                 except SpanCorruptError as corrupt:
                     avoid.add(corrupt.span.reader.key)
+            task = replace(task, why_computed="stored KV failed verification again and again")
             return self._attempt(task, None, stream, later, frozenset())
+
+    def _sequences(self, options: Options) -> int:
+        """As asked for, else as the checkpoint's own generation config says."""
+        config = self._adapter.model.generation_config
+        names = ("num_beams", "num_return_sequences")
+        return max(int(options.generate.get(n) or getattr(config, n, None) or 1) for n in names)
 
     def _check(self, task: Task) -> None:
         tokens = len(task.plan.ids)
         if tokens + task.max_new_tokens > self._adapter.context_tokens:
             raise ContextOverflowError(tokens, task.max_new_tokens, self._adapter.context_tokens)
-        if task.mode == "full":
-            return
-        self._adapter.require_blendable()
-        limit = self._adapter.blend_limit_tokens
+        if task.mode != "full":
+            self._adapter.require_blendable()
+
+    def _check_length(self, task: Task) -> None:
+        """Keys of a table that changes with the length cannot be mixed with stored ones."""
+        tokens, limit = len(task.plan.ids), self._adapter.blend_limit_tokens
         if limit is not None and tokens + task.max_new_tokens > limit:
             raise UnsupportedModelError(
                 f"prompt of {tokens} tokens passes {limit}, where {self._adapter.model_id}'s rotary "
@@ -106,11 +120,13 @@ class Generation:
         later: Callable[[LoadPlan], None],
         avoid: frozenset[str],
     ) -> Answer:
-        load = LoadPlan((), (), (), ())
+        load = nothing_loaded(task.plan, task.why_computed)
         if controller is not None:
             reserve = 1 if task.sequences == 1 else 2
             load = controller.plan(task.plan, task.mode, avoid, reserve)
         try:
+            if load.spans:
+                self._check_length(task)
             ids = torch.tensor([task.plan.ids], device=self._adapter.device)
             fusion: Fusion | None = None
             if not load.spans:
@@ -168,13 +184,20 @@ class Generation:
         config = self._adapter.model.generation_config
         if config.pad_token_id is None:
             kwargs.setdefault("pad_token_id", tokenizer.pad_token_id or tokenizer.eos_token_id)
-        output = self._adapter.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            stopping_criteria=[StopWhenDone(stream)],
-            return_dict_in_generate=False,
-            **kwargs,
-        )
+        try:
+            output = self._adapter.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                stopping_criteria=[StopWhenDone(stream)],
+                return_dict_in_generate=False,
+                **kwargs,
+            )
+        except (ValueError, TypeError) as exc:
+            if isinstance(exc, BlendragError) or not options.generate:
+                raise
+            given = ", ".join(f"{k}={v!r}" for k, v in options.generate.items())
+            first = str(exc).strip().splitlines()[0]
+            raise InvalidInputError(f"transformers refuses {given}: {first}") from exc
         stream.check()
         return output
 

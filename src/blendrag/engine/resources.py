@@ -1,14 +1,12 @@
 """What an engine holds open: model, store, corpus, embedder; each loaded on first use.
 
-Owns loading and the questions "which model is this corpus of?" and "may its KV be trusted?". Many
+Owns loading and the question "which model is this corpus of?". Many
 wrappers share one engine, so nothing is loaded twice and nothing before it is needed.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -19,11 +17,9 @@ import transformers
 
 from blendrag.chunking import Chunker
 from blendrag.config import Settings
-from blendrag.controller import Controller
-from blendrag.errors import CorpusError, InvalidInputError, UnsupportedModelError
+from blendrag.engine.trust import Trust
+from blendrag.errors import CorpusError, InvalidInputError
 from blendrag.fusor import Fusor
-from blendrag.identity import chunk_key
-from blendrag.kv import ChunkKV
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.loading import load_adapter, load_tokens, model_signature
 from blendrag.model.tokens import Tokens
@@ -32,15 +28,8 @@ from blendrag.retriever.database import FILE_NAME
 from blendrag.retriever.embedder import Embedder, same_embedder
 from blendrag.retriever.retriever import Retriever
 from blendrag.store import KVStore, open_store
-from blendrag.verify import Verification, remember, remembered, verify
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-#: Tokens of the entry by which a namespace is recognised as still computing the same KV.
-PROBE_TOKENS = 32
-#: Largest difference to the stored probe, relative to its largest value.
-PROBE_TOLERANCE = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
 
 
 class opened(cached_property[T]):
@@ -80,7 +69,7 @@ class Resources:
         self._chunk_tokens = chunk_tokens
         self._embedder = embedder
         self._lora = lora
-        self._read_only = read_only
+        self.read_only = read_only
         self._locks: dict[str, threading.RLock] = {}
         self._trusted: dict[str, bool] = {}
         self._closed = False
@@ -132,7 +121,7 @@ class Resources:
     @opened
     def store(self) -> KVStore:
         s = self.settings
-        return open_store(self.root, s.ram_bytes, s.disk_bytes, read_only=self._read_only)
+        return open_store(self.root, s.ram_bytes, s.disk_bytes, read_only=self.read_only)
 
     @opened
     def _corpus(self) -> Corpus | None:
@@ -279,91 +268,18 @@ class Resources:
         ids: tuple[int, ...] = self._ids_of_text(text)
         return ids
 
-    # -- trust ----------------------------------------------------------------------------------
+    # -- whose KV -------------------------------------------------------------------------------
 
-    def controller(self) -> Controller:
-        return Controller(
-            self.adapter, self.store, self.prefix_ids, self.settings.prefix_min_tokens
-        )
-
-    def verification(self) -> Verification:
-        """The gate's result for the loaded model: remembered, or run now and remembered."""
-        if self.adapter.refusal is not None:
-            return verify(self.adapter)
-        namespace = self.adapter.identity.namespace
-        known = remembered(self.root, namespace)
-        if known is None:
-            known = verify(self.adapter)
-            if not self._read_only:
-                remember(self.root, namespace, known)
-        return known
-
-    def require_verified(self) -> None:
-        """Raise :class:`UnsupportedModelError` unless the gate holds for the loaded model."""
-        result = self.verification()
-        if not result.blendable:
-            raise UnsupportedModelError(f"{self.model_name}: {result.reason}")
-
-    def trusted(self) -> bool:
-        """Whether this namespace's stored KV is still what the model computes (the probe entry).
-
-        Catches what no fingerprint lists: a new transformers, another kernel. Checked once per
-        loaded identity; caller is on the worker's thread.
-        """
-        namespace = self.adapter.identity.namespace
-        if namespace not in self._trusted:
-            self._trusted[namespace] = self._probe_agrees(namespace)
-        return self._trusted[namespace]
-
-    def _probe_agrees(self, namespace: str) -> bool:
-        ids = self._probe_ids()
-        key = chunk_key(namespace, self.prefix_ids, ids)
-        reader = self.store.open(namespace, key, self.adapter.layout, len(ids))
-        if reader is None:
-            return True  # nothing was ingested under this identity: there is nothing to mistrust
-        try:
-            now = self.encode(ids)
-            if _close(now, reader, PROBE_TOLERANCE[self.adapter.layout.dtype]):
-                return True
-        finally:
-            reader.close()
-        log.warning(
-            "store %s: this machine computes other KV than the one stored for model %s (another "
-            "library version or kernel?); stored KV is not used, ingest again to renew it",
-            self.root,
-            self.model_name,
-        )
-        return False
-
-    def renew(self) -> None:
-        """Drop the namespace's KV if the probe shows that it is not what the model computes now."""
-        if self.trusted():
-            return
-        namespace = self.adapter.identity.namespace
-        for key in list(self.store.keys(namespace)):
-            self.store.delete(namespace, key)
-        self._trusted[namespace] = True
-
-    def put_probe(self) -> None:
-        """Store the probe entry of the loaded identity if it is not there."""
-        namespace = self.adapter.identity.namespace
-        key = chunk_key(namespace, self.prefix_ids, self._probe_ids())
-        if not self.store.contains(namespace, key):
-            self.store.put(namespace, key, self.encode(self._probe_ids()))
-
-    def _probe_ids(self) -> tuple[int, ...]:
-        vocab = self.adapter.model.get_input_embeddings().num_embeddings
-        return tuple((7919 * i + 13) % vocab for i in range(PROBE_TOKENS))
-
-    def encode(self, ids: Sequence[int], prefix: Sequence[int] | None = None) -> ChunkKV:
-        """KV of ``ids`` behind the corpus's prefix (or ``prefix``), under the model's lock."""
-        with self.adapter.lock:
-            return self.adapter.encode(self.prefix_ids if prefix is None else prefix, ids)
+    @opened
+    def trust(self) -> Trust:
+        """Judge of whether stored KV may be used, and the only way to compute KV for storing."""
+        return Trust(self.adapter, self.store, self.root, lambda: self.prefix_ids, self.read_only)
 
     def namespace(self) -> str:
         """Namespace of the model; without loading it if the corpus was made from the same files.
 
-        That shortcut only ever saves ingest some work: queries use the loaded tensors' own.
+        That shortcut only ever saves ingest some work: queries use the loaded tensors' own, and KV is
+        computed under a namespace only if it is the loaded model's (:meth:`Trust.encode`).
         """
         corpus = self.corpus
         if not self.is_loaded and corpus is not None and corpus.has_manifest:
@@ -374,15 +290,22 @@ class Resources:
 
     def remember_namespace(self) -> None:
         """Write into the manifest whose KV the corpus has now."""
+        if self.is_loaded:
+            self._note(self.adapter.identity.namespace, self.signature())
+
+    def forget_signature(self) -> None:
+        """Make the next ingest load the model and look for itself."""
         corpus = self.corpus
-        if corpus is None or not self.is_loaded:
+        if corpus is not None and corpus.has_manifest:
+            self._note(corpus.manifest.namespace, "")
+
+    def _note(self, namespace: str, signature: str) -> None:
+        corpus = self.corpus
+        if corpus is None or self.read_only:
             return
         manifest = corpus.manifest
         renewed = replace(
-            manifest,
-            model=self.model_name,
-            model_signature=self.signature(),
-            namespace=self.adapter.identity.namespace,
+            manifest, model=self.model_name, model_signature=signature, namespace=namespace
         )
         if renewed != manifest:
             corpus.set_manifest(renewed)
@@ -405,16 +328,3 @@ class Resources:
         corpus = self.__dict__.get("_corpus")
         if corpus is not None:
             corpus.close()
-
-
-def _close(now: ChunkKV, reader: Any, tolerance: float) -> bool:
-    for i, layer in enumerate(now.layers):
-        stored = torch.empty_like(layer)
-        try:
-            reader.read_layer(i, stored)
-        except Exception:
-            return False
-        scale = max(float(layer.float().abs().max()), 1e-6)
-        if float((stored.float() - layer.float()).abs().max()) > tolerance * scale:
-            return False
-    return True

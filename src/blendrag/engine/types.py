@@ -15,6 +15,29 @@ Prompt = str | Sequence[Message]
 Progress = Callable[[int, int], None]
 """``progress(done_tokens, total_tokens)``."""
 
+_OWN = "the engine sets it itself"
+_ASSISTED = "assisted decoding cannot be combined with blending"
+_CACHE = "blending brings its own cache"
+#: Arguments of ``model.generate`` a request may not carry, and why.
+REFUSED = {
+    "assistant_model": _ASSISTED,
+    "prompt_lookup_num_tokens": _ASSISTED,
+    "prefill_chunk_size": "a blended prompt is prefilled in one forward",
+    "past_key_values": _CACHE,
+    "cache_implementation": _CACHE,
+    "cache_config": _CACHE,
+    "use_cache": _CACHE,
+    "inputs": _OWN,
+    "input_ids": _OWN,
+    "inputs_embeds": _OWN,
+    "attention_mask": _OWN,
+    "position_ids": _OWN,
+    "streamer": _OWN,
+    "stopping_criteria": _OWN,
+    "return_dict_in_generate": _OWN,
+    "max_length": "use max_new_tokens",
+}
+
 MODES: tuple[Mode, ...] = ("blend", "full", "prefix", "reuse")
 
 
@@ -50,12 +73,9 @@ class Options:
             raise InvalidInputError(f"temperature {self.temperature} is not 0 or more")
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
             raise InvalidInputError(f"top_p {self.top_p} is outside (0, 1]")
-        refused = {"assistant_model", "prompt_lookup_num_tokens"} & set(self.generate)
-        if refused:
-            raise InvalidInputError(
-                f"{', '.join(sorted(refused))}: assisted decoding cannot be combined with blending; "
-                "leave it out"
-            )
+        for name in self.generate:
+            if name in REFUSED:
+                raise InvalidInputError(f"generate argument {name}: {REFUSED[name]}; leave it out")
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,11 @@ class Worker:
     def submit(self, call: Callable[[], T], background: bool = False) -> Future[T]:
         """Queue ``call``; its result or exception arrives in the future.
 
-        Run at once when already on the worker's thread, so that work may call work.
+        A foreground call from the worker's own thread runs at once, so that work may call work;
+        background calls always wait.
         """
         future: Future[T] = Future()
-        if threading.current_thread() is self._thread:
+        if threading.current_thread() is self._thread and not background:
             _settle(future, call)
             return future
         with self._changed:

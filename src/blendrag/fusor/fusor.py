@@ -87,17 +87,19 @@ class Fusor:
         ids: torch.Tensor,
         request: BlendRequest,
         new_tokens: int = 0,
-        all_rows: bool = False,
+        logits_to_keep: int | torch.Tensor = 1,
         check: Callable[[], None] | None = None,
     ) -> tuple[torch.Tensor, BlendCache, Fusion]:
-        """Blended prefill of ``ids`` ``[1, N]``; logits ``[1, 1, V]``, or of all last-layer rows."""
+        """Blended prefill of ``ids`` ``[1, N]``; logits ``[1, n, V]`` of the last ``logits_to_keep``
+        rows computed in the last layer (0: all of them), or of the rows at these indices.
+        """
         cache = self.new_cache(request.prompt_tokens, new_tokens)
         with self.adapter.lock, self.fuse(cache, request, check) as fusion:
             out = self.adapter.model(
                 input_ids=ids,
                 past_key_values=cache,
                 use_cache=True,
-                logits_to_keep=0 if all_rows else 1,
+                logits_to_keep=logits_to_keep,
             )
         return out.logits, cache, fusion
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +30,9 @@ class ModelAdapter:
     """A causal LM with its tokenizer; thread-safe only under :attr:`lock`."""
 
     def __init__(self, model: Any, tokenizer: Any, model_id: str = "", revision: str = "") -> None:
-        self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        learned_prompt = _learns_prompt(model)
+        unwrap = hasattr(model, "get_base_model") and not learned_prompt
+        self.model = model.get_base_model() if unwrap else model
         self.model.eval()
         self.model_id = model_id or str(getattr(model.config, "_name_or_path", "")) or "unnamed"
         self.revision = revision or str(getattr(model.config, "_commit_hash", "") or "")
@@ -45,6 +46,11 @@ class ModelAdapter:
         self._identity: ModelIdentity | None = None
         self._change_token: object = None
         try:
+            if learned_prompt:
+                raise UnsupportedModelError(
+                    "prompt-learning adapters put tokens of their own before every prompt, so its "
+                    "chunks cannot be placed; use mode full"
+                )
             self._probe()
         except UnsupportedModelError as refused:
             self.refusal = str(refused)
@@ -112,14 +118,10 @@ class ModelAdapter:
         """Identity of what is loaded *now*: re-hashed when a weight or an adapter has changed."""
         self.require_blendable()
         token = fingerprint.change_token(self.model)
-        if self._identity is None:
+        if self._identity is None or token != self._change_token:
+            if dtype_name(self.model.dtype) != self.layout.dtype:
+                self._probe()  # converted since: K and V have another dtype now
             self._identity = self._full_identity()
-        elif token != self._change_token:
-            self._identity = replace(
-                self._identity,
-                tensors_fingerprint=fingerprint.tensors_fingerprint(self.model),
-                adapters=fingerprint.adapters_of(self.model),
-            )
         self._change_token = token
         return self._identity
 
@@ -150,6 +152,13 @@ class ModelAdapter:
         if not chunk_ids:
             raise InvalidInputError("chunk of 0 tokens cannot be encoded; drop it before ingest")
         layout = self.layout
+        total = len(prefix_ids) + len(chunk_ids)
+        limit = min(self.context_tokens, self.blend_limit_tokens or self.context_tokens)
+        if total > limit:
+            raise InvalidInputError(
+                f"a chunk of {len(chunk_ids)} tokens behind a prefix of {len(prefix_ids)} passes the "
+                f"{limit} tokens this model encodes alike; take shorter chunks (--chunk-tokens)"
+            )
         cache = self.prefill_at([*prefix_ids, *chunk_ids])
         skip, tokens = len(prefix_ids), len(chunk_ids)
         layers = []
@@ -209,6 +218,12 @@ class ModelAdapter:
             self._layout.torch_dtype,
             [max(1, min(delta, reach)) for delta in PROBE_OFFSETS],
         )
+
+
+def _learns_prompt(model: Any) -> bool:
+    """Whether ``model`` is wrapped in a PEFT adapter of learned prompt tokens."""
+    config = getattr(model, "active_peft_config", None) if hasattr(model, "peft_type") else None
+    return bool(getattr(config, "is_prompt_learning", False))
 
 
 def _layout_of(cache: DynamicCache, layers: int, tokens: int, name: str) -> KVLayout:

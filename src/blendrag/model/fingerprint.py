@@ -73,7 +73,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def change_token(model: nn.Module) -> tuple[int, tuple[object, ...], str, str]:
+def change_token(model: Any) -> tuple[int, tuple[object, ...], str, str]:
     """Changes whenever a weight is replaced, written in place, or another adapter is activated.
 
     Writing through ``weight.data`` moves neither version nor address, so a few values of every tensor
@@ -85,7 +85,8 @@ def change_token(model: nn.Module) -> tuple[int, tuple[object, ...], str, str]:
         if not tensor.is_inference():
             versions += tensor._version
         places.append((tensor.data_ptr(), tuple(tensor.shape)))
-    return versions, tuple(places), _sampled(model), adapters_of(model)
+    loaded_as = f"{model.dtype} {model.config._attn_implementation}"
+    return versions, tuple(places), _sampled(model), adapters_of(model) + loaded_as
 
 
 def _sampled(model: nn.Module) -> str:
@@ -105,16 +106,17 @@ def _sampled(model: nn.Module) -> str:
 
 
 def adapters_of(model: nn.Module) -> str:
-    """Digest of the active LoRA (PEFT) adapters and their scalings; empty without any."""
+    """Digest of the active PEFT adapters, their state and scalings; empty without any."""
     seen: list[bytes] = []
     for name, module in model.named_modules():
-        if not (hasattr(module, "active_adapters") and hasattr(module, "scaling")):
+        if not hasattr(module, "active_adapters") or not hasattr(module, "merged_adapters"):
             continue
+        scaling = getattr(module, "scaling", None)
         state = {
             "active": list(module.active_adapters),
             "disabled": bool(getattr(module, "disable_adapters", False)),
-            "merged": list(getattr(module, "merged_adapters", [])),
-            "scaling": {k: float(v) for k, v in module.scaling.items()},
+            "merged": list(module.merged_adapters),
+            "scaling": {k: float(v) for k, v in scaling.items()} if scaling else {},
         }
         seen.append(f"{name}:{json.dumps(state, sort_keys=True)}".encode())
     return digest_fields(seen) if seen else ""
@@ -129,19 +131,19 @@ def weight_quantization(config: Any) -> str:
     return json.dumps(as_dict, sort_keys=True, default=str)
 
 
+#: What a config says that cannot change any KV.
+VOLATILE = frozenset(
+    (
+        "_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype",
+        "use_cache", "output_attentions", "output_hidden_states", "return_dict", "id2label",
+        "label2id", "problem_type", "bos_token_id", "eos_token_id", "pad_token_id",
+        "_attn_implementation_autoset", "quantization_config",
+    )
+)  # fmt: skip
+
+
 def geometry(config: Any, layer_types: Any) -> str:
-    """Canonical JSON of everything in the config that shapes K, V and their positions."""
-    names = (
-        "model_type", "num_hidden_layers", "hidden_size", "num_attention_heads",
-        "num_key_value_heads", "head_dim", "rope_parameters", "rope_scaling", "rope_theta",
-        "partial_rotary_factor", "sliding_window", "use_sliding_window", "max_window_layers",
-        "max_position_embeddings", "original_max_position_embeddings", "no_rope_layers",
-        "attn_logit_softcapping", "query_pre_attn_scalar", "attention_multiplier",
-        "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon",
-        "hidden_act", "hidden_activation",
-        "num_experts_per_tok", "norm_topk_prob", "embedding_multiplier", "residual_multiplier",
-        "use_parallel_residual", "use_qk_norm",
-    )  # fmt: skip
-    found = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    """Canonical JSON of the whole text config but for what cannot change any KV, and layer types."""
+    found = {k: v for k, v in config.to_dict().items() if k not in VOLATILE}
     found["layer_types"] = list(layer_types)
     return json.dumps(found, sort_keys=True, default=str)

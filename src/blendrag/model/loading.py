@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError
 
 from blendrag.config import DEMO_MODEL
 from blendrag.errors import InvalidInputError, ModelLoadError
 from blendrag.kv import DTYPES
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.tokens import Tokens
+
+#: What transformers, safetensors and torch raise for checkpoints that cannot be loaded.
+LOAD_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
 
 
 def resolve_model(name: str) -> str:
@@ -43,11 +48,12 @@ def load_adapter(
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype)
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as exc:
+        model = model.to(target)
+    except LOAD_ERRORS as exc:
         raise ModelLoadError(_load_message(name, path, exc)) from exc
     if lora is not None:
         model = _with_lora(model, lora)
-    return ModelAdapter(model.to(target), tokenizer, model_id=name)
+    return ModelAdapter(model, tokenizer, model_id=name)
 
 
 def load_tokens(name: str) -> Tokens:
@@ -57,7 +63,7 @@ def load_tokens(name: str) -> Tokens:
     path = resolve_model(name)
     try:
         return Tokens(AutoTokenizer.from_pretrained(path))
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as exc:
+    except LOAD_ERRORS as exc:
         raise ModelLoadError(_load_message(name, path, exc)) from exc
 
 
@@ -77,14 +83,17 @@ def resolve_device(device: str) -> torch.device:
 
 
 def model_signature(name: str) -> str:
-    """Cheap signature of a local checkpoint's files (name, size, mtime), or ``""`` for a hub id.
+    """Cheap signature of a checkpoint's files on this disk (name, size, mtime), ``""`` if none are.
 
     Lets an unchanged corpus be recognised without loading the model; it only ever saves work. What
     a query may reuse is decided by the fingerprint of the tensors really loaded.
     """
     root = Path(resolve_model(name))
     if not root.is_dir():
-        return ""
+        cached = try_to_load_from_cache(name, "config.json") if "/" in name else None
+        if not isinstance(cached, str):
+            return ""
+        root = Path(cached).parent
     entries = []
     for file in sorted(p for p in root.iterdir() if p.is_file()):
         stat = file.stat()

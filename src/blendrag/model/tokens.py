@@ -29,7 +29,10 @@ class Tokens:
             )
         self.tokenizer = tokenizer
         self.text = plain_text_tokenizer(tokenizer.backend_tokenizer)
-        self._special_ids = frozenset(tokenizer.all_special_ids)
+        added = tokenizer.added_tokens_decoder
+        special = {index: str(token) for index, token in added.items() if token.special}
+        self._special_ids = frozenset((*tokenizer.all_special_ids, *special))
+        self._special_texts = sorted({*tokenizer.all_special_tokens, *special.values()})
 
     def encode_template(self, text: str) -> list[int]:
         """Ids of rendered template text: control tokens count, nothing is added."""
@@ -48,9 +51,7 @@ class Tokens:
         # Some vocabularies (Unigram) hold control tokens as ordinary pieces; a piece cannot match
         # across a cut, so each look-alike is cut after its first character.
         cuts = sorted(
-            start + 1
-            for special in self.tokenizer.all_special_tokens
-            for start in _occurrences(text, special)
+            start + 1 for special in self._special_texts for start in _occurrences(text, special)
         )
         ids: list[int] = []
         for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True):
@@ -109,9 +110,11 @@ def plain_text_tokenizer(backend: Tokenizer) -> Tokenizer:
         plain = Tokenizer.from_str(json.dumps(definition))
     except Exception:
         # A model whose unknown token exists only as an added token cannot do without the list.
-        plain = Tokenizer.from_str(backend.to_str())
-        plain.no_padding()
-        plain.no_truncation()
+        # Marked special, they are all encoded as text.
+        definition["added_tokens"] = [
+            {**token, "special": True} for token in json.loads(backend.to_str())["added_tokens"]
+        ]
+        plain = Tokenizer.from_str(json.dumps(definition))
     plain.encode_special_tokens = True
     return plain
 

@@ -1,0 +1,109 @@
+"""Computing KV for the store: for an ingest run, and for what queries missed.
+
+Both go through :class:`Trust`, so nothing is stored under another model's name. Chunks a query missed
+are encoded alone, after the answer, when nobody asks anything: KV computed in the context of a query is
+never written back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+from blendrag.controller import LoadPlan
+from blendrag.engine.resources import Resources
+from blendrag.engine.worker import Worker
+from blendrag.errors import BlendragError, StoreFullError
+from blendrag.identity import chunk_key
+from blendrag.kv import ChunkKV
+
+log = logging.getLogger(__name__)
+
+#: Leading parts remembered as seen once; a part is worth an entry when it comes back.
+SEEN_LEADING = 1024
+
+Ids = tuple[int, ...]
+
+
+class Encoder:
+    """Encodes chunks for one ingest run; loads the model only when there is something to encode."""
+
+    def __init__(self, resources: Resources, worker: Worker) -> None:
+        self._resources = resources
+        self._worker = worker
+        self._namespace = ""
+        self._admitted = False
+
+    @property
+    def namespace(self) -> str:
+        """Where this run stores; fixed for the run."""
+        if not self._namespace:
+            self._namespace = self._resources.namespace()
+            if self._resources.is_loaded:
+                self._worker.run(lambda: self._resources.trust.renew(self._namespace))
+        return self._namespace
+
+    def chunk_ids(self, texts: Sequence[str]) -> list[Ids]:
+        return [self._resources.text_ids(text) for text in texts]
+
+    def encode(self, ids: Sequence[int]) -> ChunkKV:
+        """KV of ``ids``; :class:`IdentityChangedError` when the files hold other weights than the
+        corpus remembers, or weights change during the run."""
+        return self._worker.run(lambda: self._encode(ids))
+
+    def _encode(self, ids: Sequence[int]) -> ChunkKV:
+        trust, namespace = self._resources.trust, self.namespace
+        if not self._admitted:
+            trust.admit(namespace)
+            self._admitted = True
+        return trust.encode(namespace, ids, self._resources.prefix_ids)
+
+
+class Background:
+    """Encodes what queries missed, on the worker, in between requests."""
+
+    def __init__(self, resources: Resources, worker: Worker) -> None:
+        self._resources = resources
+        self._worker = worker
+        self._queued: set[tuple[Ids, Ids]] = set()
+        self._seen: dict[Ids, None] = {}
+        self._full = False
+
+    def note(self, load: LoadPlan) -> None:
+        """Queue the chunks that had no KV, and a leading part that was met before."""
+        if self._full or self._resources.read_only:
+            return
+        prefix = self._resources.prefix_ids
+        wanted = [(ids, prefix) for ids in load.missing]
+        if load.leading and self._met_before(load.leading):
+            wanted.append((load.leading, ()))
+        for ids, behind in wanted:
+            if (ids, behind) not in self._queued:
+                self._queued.add((ids, behind))
+                self._worker.submit(partial(self._encode, ids, behind), background=True)
+
+    def _met_before(self, leading: Ids) -> bool:
+        if leading in self._seen:
+            return True
+        self._seen[leading] = None
+        while len(self._seen) > SEEN_LEADING:
+            del self._seen[next(iter(self._seen))]
+        return False
+
+    def _encode(self, ids: Ids, prefix: Ids) -> None:
+        resources = self._resources
+        try:
+            namespace = resources.adapter.identity.namespace
+            key = chunk_key(namespace, prefix, ids)
+            if not resources.store.contains(namespace, key):
+                resources.trust.admit(namespace)
+                kv = resources.trust.encode(namespace, ids, prefix)
+                resources.store.put(namespace, key, kv)
+        except StoreFullError as full:
+            self._full = True
+            log.warning("chunks missed by queries are not stored any more: %s", full)
+        except BlendragError as error:
+            log.warning("a chunk of %d tokens was not stored: %s", len(ids), error)
+        finally:
+            self._queued.discard((ids, prefix))

@@ -1,0 +1,154 @@
+"""May stored KV be used, and is what is computed now what the store asks for?
+
+Owns three doubts. The gate: may this model's KV be reused at all (run once, remembered)? The probe: is
+what was stored still what this machine computes? The identity: are the weights loaded at this moment
+those whose namespace the KV goes into? Everything an engine stores is encoded here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from blendrag.errors import CorruptKVError, IdentityChangedError, UnsupportedModelError
+from blendrag.identity import chunk_key
+from blendrag.kv import ChunkKV
+from blendrag.model.adapter import ModelAdapter
+from blendrag.store import KVReader, KVStore
+from blendrag.verify import Verification, remember, remembered, verify
+
+log = logging.getLogger(__name__)
+
+#: Tokens of the entry by which a namespace is recognised as still computing the same KV.
+PROBE_TOKENS = 32
+#: Largest difference to the stored probe, relative to its largest value.
+PROBE_TOLERANCE = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
+
+
+class Trust:
+    """Of one model in one store. Methods that compute take the model's lock."""
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        store: KVStore,
+        root: Path,
+        prefix_ids: Callable[[], tuple[int, ...]],
+        read_only: bool,
+    ) -> None:
+        self._adapter = adapter
+        self._store = store
+        self._root = root
+        self._prefix_ids = prefix_ids
+        self._read_only = read_only
+        self._standing: dict[str, bool] = {}
+
+    # -- the gate -------------------------------------------------------------------------------
+
+    def verification(self) -> Verification:
+        """The gate's result for the loaded model: remembered, or run now and remembered."""
+        if self._adapter.refusal is not None:
+            return verify(self._adapter)
+        namespace = self._adapter.identity.namespace
+        known = remembered(self._root, namespace, self._adapter.device)
+        if known is None:
+            known = verify(self._adapter)
+            if not self._read_only:
+                remember(self._root, namespace, self._adapter.device, known)
+        return known
+
+    def require_verified(self) -> None:
+        """Raise :class:`UnsupportedModelError` unless the gate holds for the loaded model."""
+        result = self.verification()
+        if not result.blendable:
+            raise UnsupportedModelError(f"{self._adapter.model_id}: {result.reason}")
+
+    # -- the probe ------------------------------------------------------------------------------
+
+    def stands(self, namespace: str) -> bool:
+        """Whether KV stored under ``namespace`` is still what the model computes.
+
+        Catches what no fingerprint lists: a new transformers, another kernel. Looked at once per
+        namespace. KV without a probe entry beside it is not trusted.
+        """
+        if namespace not in self._standing:
+            self._standing[namespace] = self._probe_agrees(namespace)
+        return self._standing[namespace]
+
+    def renew(self, namespace: str) -> None:
+        """Drop the namespace's KV if it does not stand; it is computed again by the next ingest."""
+        if self.stands(namespace):
+            return
+        for key in list(self._store.keys(namespace)):
+            self._store.delete(namespace, key)
+        self._standing[namespace] = True
+
+    def _probe_agrees(self, namespace: str) -> bool:
+        ids = self._probe_ids()
+        layout = self._adapter.layout
+        reader = self._store.open(namespace, self._probe_key(namespace), layout, len(ids))
+        if reader is None:  # fine if nothing was stored under this identity yet
+            return next(iter(self._store.keys(namespace)), None) is None
+        try:
+            now = self.encode(namespace, ids, self._prefix_ids())
+            if _alike(now, reader, PROBE_TOLERANCE[layout.dtype]):
+                return True
+        finally:
+            reader.close()
+        log.warning(
+            "store %s: this machine computes other KV than the one stored for model %s (another "
+            "library version or kernel?); stored KV is not used, ingest again to renew it",
+            self._root,
+            self._adapter.model_id,
+        )
+        return False
+
+    def _probe_ids(self) -> tuple[int, ...]:
+        vocab = self._adapter.model.get_input_embeddings().num_embeddings
+        return tuple((7919 * i + 13) % vocab for i in range(PROBE_TOKENS))
+
+    def _probe_key(self, namespace: str) -> str:
+        return chunk_key(namespace, self._prefix_ids(), self._probe_ids())
+
+    # -- the identity ---------------------------------------------------------------------------
+
+    def encode(self, namespace: str, ids: Sequence[int], prefix: Sequence[int]) -> ChunkKV:
+        """KV of ``ids`` behind ``prefix``, computed by the model that ``namespace`` names.
+
+        Raises :class:`IdentityChangedError` when that is not what is loaded any more.
+        """
+        with self._adapter.lock:
+            if self._adapter.identity.namespace != namespace:
+                raise IdentityChangedError(
+                    f"the weights or adapters of {self._adapter.model_id} changed while KV was being "
+                    "computed; nothing wrong was stored, start again"
+                )
+            return self._adapter.encode(prefix, ids)
+
+    def admit(self, namespace: str) -> None:
+        """Make ``namespace`` ready to be stored under: gate passed, probe entry in place and pinned.
+
+        Raises :class:`UnsupportedModelError`, :class:`IdentityChangedError`, :class:`StoreFullError`.
+        """
+        self.require_verified()
+        key = self._probe_key(namespace)
+        if not self._store.contains(namespace, key):
+            kv = self.encode(namespace, self._probe_ids(), self._prefix_ids())
+            self._store.put(namespace, key, kv)
+        self._store.pin(namespace, key)
+
+
+def _alike(now: ChunkKV, reader: KVReader, tolerance: float) -> bool:
+    for i, layer in enumerate(now.layers):
+        stored = torch.empty_like(layer)
+        try:
+            reader.read_layer(i, stored)
+        except CorruptKVError:
+            return False
+        scale = max(float(layer.float().abs().max()), 1e-6)
+        if float((stored.float() - layer.float()).abs().max()) > tolerance * scale:
+            return False
+    return True
