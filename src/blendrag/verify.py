@@ -282,7 +282,7 @@ def remembered(root: Path, namespace: str, device: torch.device) -> Verification
         if fields.pop("environment") != environment(device):
             return None
         return Verification(**{**fields, "layers": tuple(fields["layers"])})
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tiny
+from blendrag.controller import Controller
 from blendrag.engine import Answer, BlendEngine, Options
 from blendrag.identity import chunk_key
 from blendrag.kv import ChunkKV
@@ -244,13 +245,16 @@ def test_the_second_chunk_is_never_exact(engine: BlendEngine) -> None:
     assert tiny.difference(logits, expected) < 1e-3
 
 
-def test_the_leading_part_becomes_an_exact_prefix_after_the_first_answer(
+def test_the_leading_part_becomes_an_exact_prefix_once_it_comes_back(
     engine: BlendEngine,
 ) -> None:
     lead = "You are an expert on ships and the town of Place. Read carefully.\n\n"
     text = lead + prompt(engine, 1)[len(LEAD) :]
     leading = engine.plan(text).leading_ids
     assert stored(engine, leading, ()) is None
+    tiny.first_logits(engine, text, Options(mode="reuse"))
+    engine.drain()
+    assert stored(engine, leading, ()) is None, "seen once only"
     first_logits, first = tiny.first_logits(engine, text, Options(mode="reuse"))
     engine.drain()
     second_logits, second = tiny.first_logits(engine, text, Options(mode="reuse"))
@@ -488,7 +492,9 @@ def test_a_key_that_failed_once_is_not_opened_again_in_the_same_request(
     engine: BlendEngine,
 ) -> None:
     plan = engine.plan(prompt(engine, 1))
-    controller = engine.resources.controller()
+    used = engine.resources
+    namespace = engine.adapter.identity.namespace
+    controller = Controller(engine.adapter, used.store, namespace, used.prefix_ids, 8)
     keys = [
         chunk_key(engine.adapter.identity.namespace, controller.prefix_ids, segment.stored_ids)
         for segment in plan.chunks

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tiny
-from blendrag.engine import BlendEngine, Options
+from blendrag.engine import Options
 from blendrag.errors import UnsupportedModelError
 from blendrag.model import ModelAdapter
 from blendrag.positions import PROBE_OFFSETS, apply_rotary, rotary_table
@@ -182,8 +182,14 @@ def test_prompts_beyond_the_limit_are_refused_in_blend_and_answered_in_full(
     if changes is DYNAMIC:
         adapter.model.config.rope_parameters["original_max_position_embeddings"] = limit
     assert adapter.blend_limit_tokens == limit
-    with BlendEngine(adapter, tmp_path / "s") as engine:
-        words = "the town of Place " * 400
+    with tiny.engine(adapter, tmp_path / "s") as engine:
+        engine.ingest([tiny.document(0)])
+        plain = "the town of Place " * 400
+        while len(engine.plan(plain).ids) > limit + 40:
+            plain = plain[:-20]
+        unknown = engine.generate(plain, Options(mode="blend", max_new_tokens=4))
+        assert unknown.metrics.reused_tokens == 0, "without chunks it is an ordinary prefill"
+        words = tiny.chunk_texts(engine, 0)[0] + "\n\n" + "the town of Place " * 400
         while len(engine.plan(words).ids) > limit + 40:
             words = words[:-20]
         with pytest.raises(UnsupportedModelError, match="use mode full"):

@@ -337,7 +337,6 @@ class BlendEngine:
         with adapter.lock:  # one identity from here to the last token
             if task.plan.chunks and task.mode != "full":
                 namespace = adapter.identity.namespace
-                resources.trust.require_verified()
                 if resources.trust.stands(namespace):
                     controller = Controller(
                         adapter,

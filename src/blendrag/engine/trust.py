@@ -72,9 +72,13 @@ class Trust:
         """Whether KV stored under ``namespace`` is still what the model computes.
 
         Catches what no fingerprint lists: a new transformers, another kernel. Looked at once per
-        namespace. KV without a probe entry beside it is not trusted.
+        namespace, and not at all while nothing is stored there. KV without a probe entry beside it
+        is not trusted. Raises :class:`UnsupportedModelError` where the gate does not hold.
         """
         if namespace not in self._standing:
+            if next(iter(self._store.keys(namespace)), None) is None:
+                return True
+            self.require_verified()
             self._standing[namespace] = self._probe_agrees(namespace)
         return self._standing[namespace]
 
@@ -90,8 +94,8 @@ class Trust:
         ids = self._probe_ids()
         layout = self._adapter.layout
         reader = self._store.open(namespace, self._probe_key(namespace), layout, len(ids))
-        if reader is None:  # fine if nothing was stored under this identity yet
-            return next(iter(self._store.keys(namespace)), None) is None
+        if reader is None:
+            return False
         try:
             now = self.encode(namespace, ids, self._prefix_ids())
             if _alike(now, reader, PROBE_TOLERANCE[layout.dtype]):
@@ -139,6 +143,7 @@ class Trust:
             kv = self.encode(namespace, self._probe_ids(), self._prefix_ids())
             self._store.put(namespace, key, kv)
         self._store.pin(namespace, key)
+        self._standing.setdefault(namespace, True)
 
 
 def _alike(now: ChunkKV, reader: KVReader, tolerance: float) -> bool:
