@@ -314,10 +314,15 @@ def chunk_texts(made: BlendEngine, number: int) -> list[str]:
 
 def first_logits(made: BlendEngine, prompt: Any, options: Options) -> tuple[torch.Tensor, Answer]:
     """Logits ``[V]`` of the prompt's last token as the request computed them, and its answer."""
+    ids = torch.tensor([made.plan(prompt, options).ids])
     seen: list[torch.Tensor] = []
-    hook = made.adapter.model.register_forward_hook(
-        lambda module, args, out: seen.append(out.logits[0, -1].clone())
-    )
+
+    def look(module: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        given = kwargs.get("input_ids")  # not the gate's prompt, nor one token of decoding
+        if given is not None and torch.equal(given, ids):
+            seen.append(out.logits[0, -1].clone())
+
+    hook = made.adapter.model.register_forward_hook(look, with_kwargs=True)
     try:
         answer = made.generate(prompt, options)
     finally:
