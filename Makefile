@@ -23,7 +23,9 @@ help: ## list the targets
 
 setup: $(READY) ## make .venv with everything the other targets need
 
-# torch comes first and alone: whatever asks for it more loosely would pull another build.
+# torch comes first and alone, at the version of the constraints: whatever asks for it more loosely
+# would pull another build. On Linux the default index serves the CUDA build of it; where the CPU is
+# enough, name an index of CPU builds: make TORCH_ARGS="--index-url …".
 $(READY): pyproject.toml constraints.txt $(PLUGS:%=%/pyproject.toml)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "$(PYTHON) is older than Python 3.11; name another one: make PYTHON=python3.12" >&2; exit 2; }
@@ -42,6 +44,8 @@ lint: $(READY) ## style, types, layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	cd integrations/langchain-blendrag && ../../$(BIN)/mypy -p langchain_blendrag
+	cd integrations/llama-index-llms-blendrag && ../../$(BIN)/mypy -p llama_index.llms.blendrag
 	$(BIN)/lint-imports
 
 bench: $(READY) ## time to first token on the geometry of a 0.5B model

@@ -183,7 +183,8 @@ class Generation:
         tokenizer = self._adapter.tokens.tokenizer
         config = self._adapter.model.generation_config
         if config.pad_token_id is None:
-            kwargs.setdefault("pad_token_id", tokenizer.pad_token_id or tokenizer.eos_token_id)
+            pad = tokenizer.pad_token_id
+            kwargs.setdefault("pad_token_id", tokenizer.eos_token_id if pad is None else pad)
         try:
             output = self._adapter.model.generate(
                 ids,
