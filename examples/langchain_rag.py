@@ -11,7 +11,7 @@ from blendrag import BlendEngine
 from blendrag.demo import demo_corpus_path
 from langchain_blendrag import BlendLLM, BlendRetriever
 
-QUESTION = "What is the most visited sight in Dartvale?"
+QUESTION = "Where was Emma Hansen born?"
 PROMPT = PromptTemplate.from_template(
     "Use the following pieces of context to answer the question.\n\n"
     "{context}\n\nQuestion: {input}\nHelpful Answer:"
@@ -27,7 +27,7 @@ class Usage(BaseCallbackHandler):
 
 with (
     tempfile.TemporaryDirectory() as store,
-    BlendEngine("demo", store, chunk_tokens=96, embedder="minilm-offline") as engine,
+    BlendEngine("demo", store, chunk_tokens=64, embedder="minilm-offline") as engine,
 ):
     engine.ingest([demo_corpus_path()])
     llm, retriever = BlendLLM(engine=engine, max_tokens=16), BlendRetriever(engine=engine, k=6)

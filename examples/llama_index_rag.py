@@ -11,7 +11,7 @@ from blendrag import BlendEngine
 from blendrag.demo import demo_corpus_path
 from llama_index.llms.blendrag import BlendLLM, BlendRetriever
 
-QUESTION = "What is the most visited sight in Dartvale?"
+QUESTION = "Where was Emma Hansen born?"
 
 
 class Usage(BaseEventHandler):
@@ -24,7 +24,7 @@ class Usage(BaseEventHandler):
 
 with (
     tempfile.TemporaryDirectory() as store,
-    BlendEngine("demo", store, chunk_tokens=96, embedder="minilm-offline") as engine,
+    BlendEngine("demo", store, chunk_tokens=64, embedder="minilm-offline") as engine,
 ):
     engine.ingest([demo_corpus_path()])
     llm = BlendLLM(engine=engine, max_tokens=16)

@@ -13,17 +13,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Attribute:
-    """One thing to say about an entity.
-
-    Without `values` the value is a name: `name_of` says whose (`person`, or `brother`: a given
-    name).
-    """
+    """One thing to say about an entity."""
 
     key: str
     values: tuple[str, ...]
     statements: tuple[str, ...]
     questions: tuple[str, ...]
-    name_of: str = ""
 
 
 @dataclass(frozen=True)
@@ -40,15 +35,13 @@ class Kind:
 
 def _attribute(record: Mapping[str, Any], shared: Mapping[str, str]) -> Attribute:
     values: str = record["values"]
-    dealt = values.removeprefix("@") if values.startswith("@") else ""
     if values.startswith("$"):
         values = shared[values[1:]]
     return Attribute(
         record["key"],
-        () if dealt else tuple(values.split()),
+        tuple(values.split()),
         tuple(record["statements"]),
         tuple(record["questions"]),
-        dealt,
     )
 
 

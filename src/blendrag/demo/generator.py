@@ -1,9 +1,9 @@
-"""Seeded documents and questions about people, companies and towns that nobody has ever heard of.
+"""Seeded documents and questions about people that nobody has ever heard of.
 
 Owns: how a document is put together and which questions it answers. Does not know: tokens, prompts,
-models. A document has two paragraphs. The first names its entity; the second refers back only by
-pronoun or role ("she", "the company", "the baker's"), in every sentence, so that its facts can be
-told apart only by what stands before it. Names come from one split (`names.py`); all else is the
+models. A document has two paragraphs. The first names its entity in every sentence; the second
+refers back only by pronoun ("she", "his"), in every sentence, so that its facts can be told apart
+only by what stands before it. Names come from one split (`names.py`); all else is the
 same for every split. A new question kind is one more function in `_QUESTION_KINDS`.
 """
 
@@ -72,13 +72,13 @@ class Shape:
     paragraph.
 
     A paragraph under `min_characters` gets more filler: with these defaults either paragraph alone
-    fits in 96 of the demo tokenizer's tokens and both together do not, so that a splitter of that
+    fits in 64 of the demo tokenizer's tokens and both together do not, so that a splitter of that
     capacity cuts between them.
     """
 
-    facts: tuple[int, int] = (3, 4)
-    fillers: tuple[int, int] = (1, 1)
-    min_characters: int = 225
+    facts: tuple[int, int] = (2, 3)
+    fillers: tuple[int, int] = (0, 0)
+    min_characters: int = 150
     introduction: bool = True
 
 
@@ -93,8 +93,6 @@ class Deck:
     _left: dict[str, list[str]] = field(default_factory=dict)
 
     def value(self, attribute: Attribute) -> str:
-        if attribute.name_of:
-            return self.dealer.given("male") if attribute.name_of == "brother" else self._person()
         if not self._left.get(attribute.key):
             self._left[attribute.key] = self.rng.sample(attribute.values, len(attribute.values))
         return self._left[attribute.key].pop()
@@ -105,9 +103,6 @@ class Deck:
         """
         roles = self._left.setdefault(f"{kind.name}.role", self.rng.sample(kind.roles, 3))
         return self.rng.choice(roles)
-
-    def _person(self) -> str:
-        return self.dealer.person(self.rng.choice(("female", "male")))
 
 
 @dataclass(frozen=True)
@@ -181,7 +176,7 @@ def write_document(
 
     # 2) the sentences of each paragraph; the introduction and the name come first
     paragraphs = []
-    for index, references in enumerate((_naming(name, gender, kind), _back(role, gender, kind))):
+    for index, references in enumerate((_naming(name), _back(gender, kind))):
         said = [
             (rng.choice(f.attribute.statements), f.value) for f in facts if f.paragraph == index
         ]
@@ -210,10 +205,8 @@ def write_document(
 
 
 def named(dealer: NameDealer, rng: random.Random, kind: Kind, gender: str = "") -> str:
-    """A fresh name for an entity of `kind`; a person's is of either gender unless that is given."""
-    if kind.name == "person":
-        return dealer.person(gender or rng.choice(("female", "male")))
-    return dealer.company() if kind.name == "company" else dealer.town()
+    """A fresh name; a person's is of either gender unless that is given."""
+    return dealer.person(gender or rng.choice(("female", "male")))
 
 
 def ask_about(rng: random.Random, document: Document) -> tuple[Question, ...]:
@@ -250,25 +243,16 @@ _QUESTION_KINDS: dict[str, Callable[[random.Random, Document], list[Question]]] 
 _Referrer = Callable[[random.Random, int], _Reference]
 
 
-def _naming(name: str, gender: str, kind: Kind) -> _Referrer:
-    """The name in the first sentence and in about half of the others."""
+def _naming(name: str) -> _Referrer:
+    """The name in every sentence: what is stated here can be found by it alone."""
     named = _Reference(name, f"{name}'s", name)
-
-    def refer(rng: random.Random, index: int) -> _Reference:
-        return named if index == 0 or rng.random() < 0.4 else _pronoun(gender, kind)
-
-    return refer
+    return lambda rng, index: named
 
 
-def _back(role: str, gender: str, kind: Kind) -> _Referrer:
-    """Never the name: a pronoun, or the role with its article."""
-    noun = role.split(" ", 1)[1] if kind.name == "person" else kind.name
-    by_role = _Reference(f"the {noun}", f"the {noun}'s", f"the {noun}")
-
-    def refer(rng: random.Random, index: int) -> _Reference:
-        return by_role if rng.random() < 0.3 else _pronoun(gender, kind)
-
-    return refer
+def _back(gender: str, kind: Kind) -> _Referrer:
+    """Never the name: a pronoun in every sentence."""
+    pronoun = _pronoun(gender, kind)
+    return lambda rng, index: pronoun
 
 
 def _pronoun(gender: str, kind: Kind) -> _Reference:

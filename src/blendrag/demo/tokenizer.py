@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from blendrag.demo.facts import KINDS
 from blendrag.demo.generator import generate_corpus
-from blendrag.demo.names import NAME_PARTS
+from blendrag.demo.names import FEMALE, MALE, SURNAMES
 from blendrag.demo.prompts import FORMS
 
 BOS, END, USER, ASSISTANT, SYSTEM, PAD = SPECIAL_TOKENS = (
@@ -86,11 +86,9 @@ def _texts(seed: int, n_documents: int) -> Iterator[str]:
     # The forms are in every prompt: their words are worth whole tokens.
     for form in FORMS:
         yield from [content for _, content in form.messages] * 100
-    # So is every part that names are made of, whichever split the name is in: a name is then two to
-    # five tokens.
-    for starts, ends in NAME_PARTS:
-        yield from [" " + " ".join(starts)] * 300
-        yield from ["-".join(ends)] * 300
+    # So is every word that names are made of: a name is then two tokens.
+    for words in (FEMALE, MALE, SURNAMES):
+        yield from [" " + " ".join(words)] * 300
     # A value is one token as far as possible: names of one token bind first, and so do answers.
     for attribute in (a for kind in KINDS.values() for a in kind.attributes):
         yield from [" " + " ".join(attribute.values)] * 300

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MODES: tuple[Mode, ...] = ("full", "reuse", "blend")
 #: A paragraph of the corpus fits, two do not: each paragraph is a chunk of its own.
-CHUNK_TOKENS = 96
+CHUNK_TOKENS = 64
 EMBEDDER = "minilm-offline"
 MAX_NEW_TOKENS = 16
 
