@@ -71,7 +71,9 @@ def corpus(tmp_path: Path) -> Path:
 def test_shell_examples_run_one_after_another(corpus: Path) -> None:
     for command in shell_commands():
         offline = command.replace("Qwen/Qwen2.5-0.5B-Instruct", "demo")
-        offline = offline.replace("qwen2.5-0.5b", "tiny").replace("--chunk-tokens 512", "--chunk-tokens 32")
+        offline = offline.replace("qwen2.5-0.5b", "tiny").replace(
+            "--chunk-tokens 512", "--chunk-tokens 32"
+        )
         arguments = [sys.executable, "-m", "blendrag.cli.main", *shlex.split(offline)[1:]]
         done = run(arguments, corpus)
         assert done.returncode == 0, f"{offline}\n{done.stderr[-2000:]}"
