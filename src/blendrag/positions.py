@@ -30,9 +30,8 @@ RotaryApply = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 #: Offsets the probe tries: a small one, and one that turns the slow frequencies too.
 PROBE_OFFSETS = (7, 1531)
-#: Largest key difference, relative to the largest key, that counts as equal (float32 arithmetic on
-#: weights of each dtype; wrong rotations miss by order 1).
-TOLERANCE = {torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+#: Relative error of keys and values that counts as equal; wrong rotations miss by order 1.
+TOLERANCE = {torch.float32: 2e-4, torch.float16: 3e-2, torch.bfloat16: 1.2e-1}
 
 
 @dataclass(frozen=True)
@@ -173,8 +172,14 @@ def _kind_of_layer(
 
 
 def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
-    scale = max(float(b.float().abs().max()), 1e-6)
-    return float((a.float() - b.float()).abs().max()) <= tolerance * scale
+    """Relative error in the root mean square.
+
+    Not of the worst element: at far positions a low-precision table is rounded coarsely, and a
+    trained, sharp attention turns that into a large error of a few values. A wrong rotation, or values
+    that know their position, differ all over.
+    """
+    scale = max(float(b.float().norm()), 1e-6)
+    return float((a.float() - b.float()).norm()) <= tolerance * scale
 
 
 def _module_function(attention: nn.Module, name: str) -> RotaryApply | None:

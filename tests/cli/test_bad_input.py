@@ -306,7 +306,9 @@ def test_a_byte_limit_stops_ingest_and_keeps_what_is_stored(
     totals = json.loads(stopped.stdout)
     assert 0 < totals["chunks_computed"] < 12
     still_answers(store)
-    rest = json.loads(invoke(*args).stdout)
+    again = json.loads(invoke(*args).stdout)
+    assert again["stopped"], "the store remembers its limit"
+    rest = json.loads(invoke(*args, "--disk-bytes", "1GB").stdout)
     assert rest["chunks_computed"] + totals["chunks_computed"] == 12
 
 

@@ -6,6 +6,7 @@ tokenizer; a held-out name is a pair of words that was never met together. A sma
 of one token first.
 """
 
+import itertools
 import random
 import tomllib
 import zlib
@@ -43,11 +44,14 @@ class NameDealer:
     def person(self, gender: str) -> str:
         """A name of that gender (`female` or `male`) whose words were not dealt yet."""
         given_names = FEMALE if gender == "female" else MALE
-        while True:
+        for tries in itertools.count():
+            if tries and tries % 50 == 0:  # what is left of the pools makes no name of this split
+                self._used.clear()
             given, surname = self._fresh(given_names), self._fresh(SURNAMES)
             if split_of(f"{given} {surname}") == self._split:
-                self._used |= {given, surname}
-                return f"{given} {surname}"
+                break
+        self._used |= {given, surname}
+        return f"{given} {surname}"
 
     def _fresh(self, words: tuple[str, ...]) -> str:
         left = [word for word in words if word not in self._used]
