@@ -31,7 +31,7 @@ RotaryApply = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 #: Offsets the probe tries: a small one, and one that turns the slow frequencies too.
 PROBE_OFFSETS = (7, 1531)
 #: Relative error of keys and values that counts as equal; wrong rotations miss by order 1.
-TOLERANCE = {torch.float32: 2e-4, torch.float16: 3e-2, torch.bfloat16: 1.2e-1}
+TOLERANCE = {torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 
 
 @dataclass(frozen=True)
