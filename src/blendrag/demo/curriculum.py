@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
-from blendrag.demo.facts import KINDS
+from blendrag.demo.facts import KINDS, Attribute
 from blendrag.demo.generator import (
     Deck,
     Document,
@@ -135,14 +135,17 @@ class Stage:
 class Repeats:
     """Random tokens three times over, the second and third time supervised: induction forms.
 
-    It forms within minutes where the tokens are drawn from few (`pool`).
+    It forms within minutes where the tokens are drawn from few. So every sample has a pool of its
+    own, the first of the vocabulary, between `pools`: few of them form it, and it grows to the rest.
     """
 
-    pool: int
+    pools: tuple[int, int]
     lengths: tuple[int, int]
 
     def __call__(self, rng: random.Random, writer: Writer) -> Sample:
-        once = writer.random_tokens(rng, rng.randint(*self.lengths), self.pool)
+        fewest, most = self.pools
+        pool = round(fewest * (most / fewest) ** rng.random())
+        once = writer.random_tokens(rng, rng.randint(*self.lengths), pool)
         sample = Sample()
         sample.append([writer.bos])
         # The first token of the repeat cannot be known: how long the sequence is, is random.
@@ -153,8 +156,8 @@ class Repeats:
 def name_repeats(rng: random.Random, writer: Writer) -> Sample:
     """Names and values three times over: induction is carried to the tokens that matter."""
     if rng.random() < 0.1:
-        return Repeats(0, (6, 24))(rng, writer)
-    once = [t for pair in _pairs(rng, writer, rng.randint(2, 5)) for tokens in pair for t in tokens]
+        return Repeats((64, 2040), (6, 24))(rng, writer)
+    once = [t for pair in _pairs(rng, writer, rng.randint(2, 5), _attribute(rng)) for tokens in pair for t in tokens]
     sample = Sample()
     sample.append([writer.bos])
     sample.questions.append(Asked(once * 3, len(once) + 1))
@@ -162,15 +165,22 @@ def name_repeats(rng: random.Random, writer: Writer) -> Sample:
 
 
 def recall(rng: random.Random, writer: Writer) -> Sample:
-    """A list of names, each with a value, in no sentence yet; asked in another order."""
-    colon, stop = writer.encode(":"), writer.encode(".")
-    pairs = _pairs(rng, writer, rng.randint(3, 8))
+    """A list of names, each with a value, in no sentence yet; all asked in another order.
+
+    Words stand between name and value, none to eight: with none it is the repeat already known.
+    """
+    attribute = _attribute(rng)
+    words = writer.encode(" ".join((*attribute.statements, *attribute.questions)))
+    said, asked = (rng.choice((0, 0, 1, 2, 4, 8)) for _ in range(2))
+    pairs = _pairs(rng, writer, rng.randint(3, 8), attribute)
+    stop = writer.encode(".")
     sample = Sample()
     sample.append([writer.bos])
     for name, value in pairs:
-        sample.append([*name, *colon, *value, *stop])
-    for name, value in rng.sample(pairs, 3):
-        sample.questions.append(Asked([*name, *colon, *value], len(name) + 1))
+        sample.append([*name, *rng.choices(words, k=rng.randint(0, said)), *value, *stop])
+    for name, value in rng.sample(pairs, len(pairs)):
+        head = [*name, *rng.choices(words, k=rng.randint(0, asked))]
+        sample.questions.append(Asked([*head, *value], len(head)))
     return sample
 
 
@@ -217,12 +227,17 @@ def ladder(rng: random.Random, writer: Writer) -> Sample:
     return sample
 
 
-def _pairs(rng: random.Random, writer: Writer, n: int) -> list[tuple[list[int], list[int]]]:
-    """`n` names and as many different values of one attribute, as tokens."""
+def _attribute(rng: random.Random) -> Attribute:
+    return rng.choice([attribute for kind in KINDS.values() for attribute in kind.attributes])
+
+
+def _pairs(
+    rng: random.Random, writer: Writer, n: int, attribute: Attribute
+) -> list[tuple[list[int], list[int]]]:
+    """`n` names and as many different values of the attribute, as tokens."""
     dealer = NameDealer(rng, "train")
     deck = Deck(rng, dealer)
-    kind = rng.choice(list(KINDS.values()))
-    attribute = rng.choice(kind.attributes)
+    kind = next(iter(KINDS.values()))
     texts = [(named(dealer, rng, kind), deck.value(attribute)) for _ in range(n)]
     return [(writer.encode(f" {name}"), writer.encode(f" {value}")) for name, value in texts]
 
@@ -301,9 +316,10 @@ def arrange(
 
 
 STAGES: tuple[Stage, ...] = (
-    Stage("few-repeats", Repeats(100, (4, 16)), 0.25, 0.95, learning_rate=2e-3),
+    Stage("few-repeats", Repeats((64, 128), (4, 16)), 0.25, 0.9, learning_rate=2e-3),
+    Stage("repeats", Repeats((64, 2040), (4, 16)), 0.3, 0.9, learning_rate=2e-3),
     Stage("name-repeats", name_repeats, 0.35, 0.9, learning_rate=2e-3),
-    Stage("recall", recall, 0.42, 0.95, learning_rate=2e-3),
+    Stage("recall", recall, 0.45, 0.95, learning_rate=2e-3),
     Stage("ladder", ladder, 0.5, 0.9, learning_rate=2e-3),
     Stage(
         "one-fact",
@@ -314,7 +330,7 @@ STAGES: tuple[Stage, ...] = (
     Stage("back-references", DocumentsStage((2, 5), ((1, 2), (1, 2)), 0, (3, 6), 0.5), 0.7),
     Stage(
         "prompts",
-        DocumentsStage((2, 6), ((2, 2), (3, 3)), real=True),
+        DocumentsStage((2, 12), ((2, 2), (3, 3)), real=True),
         1.0,
         move_on_at=1.0,
     ),

@@ -34,11 +34,21 @@ def _user(content: str) -> tuple[tuple[str, str], ...]:
 
 
 _STUFF = "Use the following pieces of context to answer the question.\n\n"
-_LLAMA_INDEX = (
+_TEXT_QA = (
     "Context information is below.\n---------------------\n{context}\n---------------------\n"
     "Given the context information and not prior knowledge, answer the query.\n"
     "Query: {question}\nAnswer: "
 )
+_TEXT_QA_SYSTEM = (
+    "You are an expert Q&A system that is trusted around the world.\n"
+    "Always answer the query using the provided context information, and not prior knowledge.\n"
+    "Some rules to follow:\n"
+    "1. Never directly reference the given context in your answer.\n"
+    "2. Avoid statements like 'Based on the context, ...' or 'The context information ...' or "
+    "anything along those lines."
+)
+_CHAT_QA = (("system", _TEXT_QA_SYSTEM), *_user(_TEXT_QA))
+_PATH = "file_path: {path}\n\n"
 
 NATIVE = Form(
     "native",
@@ -48,8 +58,12 @@ FORMS: tuple[Form, ...] = (
     NATIVE,
     Form("stuff", _user(_STUFF + "{context}\n\nQuestion: {question}\nHelpful Answer:")),
     Form("stuff-system", (("system", _STUFF + CONTEXT), ("user", QUESTION))),
-    Form("text-qa", _user(_LLAMA_INDEX)),
-    Form("text-qa-paths", _user(_LLAMA_INDEX), entry_head="file_path: {path}\n\n"),
+    Form("plain", _user("Use the context.\n\n{context}\n\nQuestion: {question}\nAnswer:")),
+    # LlamaIndex's question prompts, for completion and for chat models, as they stand there.
+    Form("text-qa", _user(_TEXT_QA)),
+    Form("text-qa-paths", _user(_TEXT_QA), _PATH),
+    Form("chat-qa", _CHAT_QA),
+    Form("chat-qa-paths", _CHAT_QA, _PATH),
 )
 
 
