@@ -34,7 +34,6 @@ class AnswerStream(BaseStreamer):
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._cancelled = threading.Event()
         self.ttft_s = 0.0
-        self.new_tokens = 0
         self.stopped_by: str | None = None
         self.text = ""
 
@@ -46,10 +45,22 @@ class AnswerStream(BaseStreamer):
             return
         self.mark_first_token()
         for token in value.reshape(-1).tolist():
-            self.new_tokens += 1
-            piece = self._decode.step(self._backend, token)
+            piece = self._step(token)
             if piece and self.stopped_by is None:
                 self._push(piece)
+
+    def _step(self, token: int) -> str | None:
+        """Text that ``token`` completes, if any."""
+        try:
+            return self._decode.step(self._backend, token)
+        except Exception as exc:
+            # Bytes that are no UTF-8 may decode otherwise once more of them follow; tokenizers (seen in
+            # 0.23) then refuses every further token: DecodeStreamError::InvalidPrefix, a bare
+            # Exception (huggingface/tokenizers#1677, vllm-project/vllm#17448). Begin anew from here.
+            if not str(exc).startswith("Invalid prefix encountered"):
+                raise
+            self._decode = DecodeStream(skip_special_tokens=True)
+            return self._decode.step(self._backend, token)
 
     def mark_first_token(self) -> None:
         """Note the time of the first new token; later calls change nothing."""
