@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import tiny
-from blendrag.engine import BlendEngine, Options, resources
+from blendrag.engine import BlendEngine, Options, prompts, resources
 from blendrag.engine.worker import Worker
 from blendrag.errors import BlendragError
 from blendrag.model.tokens import Tokens
@@ -109,6 +109,30 @@ async def test_a_cancelled_task_frees_the_model(engine: BlendEngine) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    began = time.perf_counter()
+    answer = await engine.agenerate(prompt(engine, 2), Options(max_new_tokens=1))
+    assert answer.metrics.new_tokens == 1
+    assert time.perf_counter() - began < 2.0
+
+
+@pytest.mark.usefixtures("slow")
+async def test_a_task_cancelled_while_its_prompt_is_planned_frees_the_model(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planning, go_on = threading.Event(), threading.Event()
+
+    def render_later(*args: Any) -> str:
+        planning.set()
+        assert go_on.wait(10)
+        return prompts.render(*args)
+
+    monkeypatch.setattr("blendrag.engine.engine.render", render_later)
+    task = asyncio.create_task(engine.agenerate(prompt(engine, 1), Options(max_new_tokens=1000)))
+    assert await asyncio.to_thread(planning.wait, 5)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    go_on.set()
     began = time.perf_counter()
     answer = await engine.agenerate(prompt(engine, 2), Options(max_new_tokens=1))
     assert answer.metrics.new_tokens == 1
@@ -242,6 +266,28 @@ def test_background_work_asked_for_by_a_request_waits_until_it_is_answered() -> 
     worker.drain()
     assert order == ["answered", "encoded"]
     worker.close()
+
+
+def test_a_request_that_runs_while_the_worker_closes_is_finished() -> None:
+    worker = Worker("test")
+    gate, started = threading.Event(), threading.Event()
+
+    def request() -> tuple[str, bool]:
+        started.set()
+        assert gate.wait(5)
+        later = worker.submit(lambda: None, background=True)
+        return "answered", later.cancelled()
+
+    future = worker.submit(request)
+    assert started.wait(5)
+    closing = threading.Thread(target=worker.close)
+    closing.start()
+    while not worker.closed:
+        time.sleep(0.001)
+    gate.set()
+    assert future.result(5) == ("answered", True)
+    closing.join(5)
+    assert not closing.is_alive()
 
 
 def test_closing_drops_background_work_and_is_idempotent() -> None:

@@ -121,7 +121,12 @@ class BlendEngine:
     async def agenerate(self, prompt: Prompt, options: Options | None = None) -> Answer:
         """:meth:`generate` without blocking the event loop; cancelling the task stops the work."""
         loop = asyncio.get_running_loop()
-        stream, future = await loop.run_in_executor(None, self._start, prompt, options or Options())
+        starting = loop.run_in_executor(None, self._start, prompt, options or Options())
+        try:
+            stream, future = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            starting.add_done_callback(_cancel_started)
+            raise
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -236,10 +241,15 @@ class BlendEngine:
         adapter = resources.adapter
         adapter.require_blendable()
         sample = [17] * min(resources.chunk_tokens, max(tokens, 1))
-        self._worker.run(lambda: adapter.encode((), sample))
-        began = time.perf_counter()
-        self._worker.run(lambda: adapter.encode((), sample))
-        rate = len(sample) / (time.perf_counter() - began)
+
+        def encode_s() -> float:
+            with adapter.lock:
+                began = time.perf_counter()
+                adapter.encode((), sample)
+                return time.perf_counter() - began
+
+        self._worker.run(encode_s)  # the first one warms up
+        rate = len(sample) / self._worker.run(encode_s)
         return DryRun(
             documents, chunks, tokens, adapter.layout.chunk_bytes(tokens), new / rate,
             len(totals.failures), tuple(totals.failures), tuple(totals.skipped),
@@ -393,6 +403,13 @@ class AnswerIterator:
 
     def __del__(self) -> None:
         self._stream.cancel()
+
+
+def _cancel_started(starting: asyncio.Future[tuple[AnswerStream, Future[Answer]]]) -> None:
+    """Abandon a request whose caller left while it was still being planned."""
+    if not starting.cancelled() and starting.exception() is None:
+        stream, _ = starting.result()
+        stream.cancel()
 
 
 def _still_there(corpus: Corpus | None, matches: Sequence[Match]) -> dict[str, StoredChunk]:

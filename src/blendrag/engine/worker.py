@@ -32,13 +32,16 @@ class Worker:
         """Queue ``call``; its result or exception arrives in the future.
 
         A foreground call from the worker's own thread runs at once, so that work may call work;
-        background calls always wait.
+        background calls always wait, and are cancelled once the worker is closed.
         """
         future: Future[T] = Future()
         if threading.current_thread() is self._thread and not background:
             _settle(future, call)
             return future
         with self._changed:
+            if self._closed and background:  # asked for by a request that is being finished
+                future.cancel()
+                return future
             if self._closed:
                 raise InvalidInputError("this engine is closed; make a new BlendEngine")
             (self._background if background else self._foreground).append((future, call))
