@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.errors import InvalidInputError, UnsupportedModelError
 from blendrag.identity import chunk_key, digest_fields
+from blendrag.model.tokens import Tokens
 from blendrag.verify import verify
 
 
@@ -149,6 +152,48 @@ def test_a_long_prompt_in_mode_full_leaves_the_identity_of_a_dynamic_rotary_alon
         engine.generate("the town of Place " * 150, Options(mode="full"))
         assert engine.adapter.identity == identity
         assert engine.generate(prompt(engine)).metrics.reused_tokens >= before
+
+
+def test_ingest_during_a_blended_request_stores_under_the_models_own_name(tmp_path: Path) -> None:
+    with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
+        engine.ingest([tiny.document(0)])
+        before = engine.adapter.identity.namespace
+        assert engine.generate(prompt(engine)).metrics.reused_tokens > 0
+        blending, go_on = threading.Event(), threading.Event()
+
+        def wait(*_: Any) -> None:
+            blending.set()
+            assert go_on.wait(10)
+
+        handle = engine.adapter.stack.layers[2].register_forward_pre_hook(wait)
+        with ThreadPoolExecutor(2) as pool:
+            answer = pool.submit(engine.generate, prompt(engine))
+            assert blending.wait(10)
+            assert engine.adapter.model.config._attn_implementation == "blendrag"
+            report = pool.submit(engine.ingest, [tiny.document(1)])
+            with pytest.raises(TimeoutError):
+                report.result(0.3)  # it waits for the request
+            go_on.set()
+            assert answer.result(10).metrics.reused_tokens > 0
+            assert report.result(10).chunks_computed > 0
+        handle.remove()
+        assert engine.resources.require_corpus().manifest.namespace == before
+        assert engine.adapter.identity.namespace == before
+        assert engine.generate(prompt(engine, 1)).metrics.reused_tokens > 0
+
+
+# -- the tokenizer ------------------------------------------------------------------------------
+
+
+def test_a_call_of_the_tokenizer_leaves_its_fingerprint_alone() -> None:
+    tokenizer = tiny.tokenizer()
+    before = Tokens(tokenizer).fingerprint
+    tokenizer(["a", "a longer text"], padding=True, truncation=True, max_length=3)
+    assert tokenizer.backend_tokenizer.truncation is not None
+    assert Tokens(tokenizer).fingerprint == before
+    assert tokenizer.backend_tokenizer.truncation is not None  # it is the caller's
+    tokenizer.add_tokens(["<|another|>"])
+    assert Tokens(tokenizer).fingerprint != before
 
 
 # -- LoRA ---------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """One loaded causal LM as the rest of blendrag sees it.
 
 Owns: structure, position probe, identity, tokenizers and the encoding of a chunk behind its prefix.
-Does not modify the model, does not know stores, prompts or the fusor. A model the probe refuses is
-still an adapter: ``refusal`` holds the sentence and :meth:`require_blendable` raises it.
+Puts the model into eval mode and changes nothing else of it; does not know stores, prompts or the
+fusor. A model the probe refuses is still an adapter: ``refusal`` holds the sentence and
+:meth:`require_blendable` raises it.
 """
 
 from __future__ import annotations
@@ -115,15 +116,19 @@ class ModelAdapter:
 
     @property
     def identity(self) -> ModelIdentity:
-        """Identity of what is loaded *now*: re-hashed when a weight or an adapter has changed."""
-        self.require_blendable()
-        token = fingerprint.change_token(self.model)
-        if self._identity is None or token != self._change_token:
-            if dtype_name(self.model.dtype) != self.layout.dtype:
-                self._probe()  # converted since: K and V have another dtype now
-            self._identity = self._full_identity()
-        self._change_token = token
-        return self._identity
+        """Identity of what is loaded *now*: re-hashed when a weight or an adapter has changed.
+
+        Waits for a request under way: its fusion sets another attention implementation for a while.
+        """
+        with self.lock:
+            self.require_blendable()
+            token = fingerprint.change_token(self.model)
+            if self._identity is None or token != self._change_token:
+                if dtype_name(self.model.dtype) != self.layout.dtype:
+                    self._probe()  # converted since: K and V have another dtype now
+                self._identity = self._full_identity()
+            self._change_token = token
+            return self._identity
 
     def _full_identity(self) -> ModelIdentity:
         config = self.model.config

@@ -68,8 +68,18 @@ class Tokens:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of the fast tokenizer's whole definition, taken once."""
-        return digest_fields([self.tokenizer.backend_tokenizer.to_str().encode()])
+        """Digest of the fast tokenizer's whole definition, taken once.
+
+        Without truncation and padding: any call of the tokenizer leaves those behind as it had them.
+        """
+        backend = self.tokenizer.backend_tokenizer
+        definition = backend.to_str()
+        if backend.truncation is not None or backend.padding is not None:
+            plain = Tokenizer.from_str(definition)
+            plain.no_truncation()
+            plain.no_padding()
+            definition = plain.to_str()
+        return digest_fields([definition.encode()])
 
     @property
     def bos_id(self) -> int | None:
