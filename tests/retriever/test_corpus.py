@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from blendrag.chunking import Chunk, chunk_id_of
 from blendrag.errors import CorpusError, InvalidInputError, StoreFullError
 from blendrag.readers import Document, digest_of
 from blendrag.retriever import Corpus, Manifest
+from blendrag.retriever import vectors as vector_index
 from blendrag.retriever.database import FILE_NAME, mapped
 
 DIM = 8
@@ -41,7 +43,7 @@ def put(corpus: Corpus, source: str, *texts: str, title: str = "T") -> list[str]
 
 
 def texts_found(corpus: Corpus, text: str, k: int) -> list[str]:
-    return [corpus.text(chunk_id) for chunk_id, _ in corpus.search(vector_of(text), k)]
+    return [stored.text for stored, _ in corpus.nearest(vector_of(text), k)]
 
 
 def long(text: str) -> str:
@@ -58,7 +60,7 @@ def test_what_was_put_is_there_after_opening_again(tmp_path: Path) -> None:
     with Corpus.open(tmp_path, create=True) as corpus:
         corpus.set_manifest(MANIFEST)
         assert put(corpus, "a.md", long("one"), long("zwei ü 世界")) == []
-        assert corpus.search(vector_of(long("one")), 1)[0][1] == pytest.approx(0, abs=1e-3)
+        assert corpus.nearest(vector_of(long("one")), 1)[0][1] == pytest.approx(0, abs=1e-3)
     assert os.stat(tmp_path / "corpus").st_mode & 0o777 == 0o700
     with Corpus.open(tmp_path) as corpus:
         assert corpus.manifest == MANIFEST
@@ -86,7 +88,7 @@ def test_an_empty_corpus_is_a_corpus(corpus: Corpus) -> None:
     assert corpus
     assert put(corpus, "a") == []
     assert corpus.sources() == ["a"]
-    assert corpus.search(np.zeros(DIM, np.float32), 3) == []
+    assert corpus.nearest(np.zeros(DIM, np.float32), 3) == []
 
 
 def test_a_full_disk_is_said_in_words_and_costs_nothing_stored(corpus: Corpus) -> None:
@@ -102,11 +104,11 @@ def test_a_full_disk_is_said_in_words_and_costs_nothing_stored(corpus: Corpus) -
 
 def test_distances_are_euclidean_and_ascend(corpus: Corpus) -> None:
     put(corpus, "a", *(f"text {i}" for i in range(20)))
-    hits = corpus.search(vector_of("query"), 5)
+    hits = corpus.nearest(vector_of("query"), 5)
     distances = [distance for _, distance in hits]
     assert distances == sorted(distances)
-    for chunk_id, distance in hits:
-        expected = np.linalg.norm(vector_of(corpus.text(chunk_id)) - vector_of("query"))
+    for stored, distance in hits:
+        expected = np.linalg.norm(vector_of(stored.text) - vector_of("query"))
         assert distance == pytest.approx(expected, abs=1e-5)
 
 
@@ -131,7 +133,7 @@ def test_a_text_shared_by_documents_is_stored_once_and_kept_while_one_holds_it(
     assert corpus.chunk(chunk_id_of("shared")).source == "b"
     assert corpus.remove_source("b") == [chunk_id_of("shared")]
     assert corpus.remove_source("b") == []
-    assert corpus.search(vector_of("shared"), 3) == []
+    assert corpus.nearest(vector_of("shared"), 3) == []
     assert len(corpus) == 0
 
 
@@ -183,7 +185,7 @@ def test_a_failed_change_leaves_nothing_behind(corpus: Corpus) -> None:
     assert corpus.chunk_ids() == [chunk_id_of("one")]
     assert corpus.document_digest("a") is not None
     with pytest.raises(InvalidInputError, match="expected"):
-        corpus.search(np.zeros(DIM + 1, np.float32), 1)
+        corpus.nearest(np.zeros(DIM + 1, np.float32), 1)
 
 
 def test_the_vector_cache_is_only_a_cache(tmp_path: Path) -> None:
@@ -216,6 +218,116 @@ def test_an_old_vector_cache_is_brought_up_to_date(tmp_path: Path) -> None:
         assert set(texts_found(corpus, "one", 9)) == {"three", "four"}
 
 
+def found_where_it_is(corpus: Corpus, text: str) -> bool:
+    """Whether ``text`` is the nearest to its own vector, by the vector that was stored with it."""
+    (stored, distance), *_ = corpus.nearest(vector_of(text), 1)
+    return stored.text == text and distance < 1e-3
+
+
+def remove_database(root: Path) -> None:
+    for file in (root / "corpus").glob(f"{FILE_NAME}*"):
+        file.unlink()
+
+
+def test_a_corpus_made_anew_does_not_take_the_vectors_of_the_old_one(tmp_path: Path) -> None:
+    with Corpus.open(tmp_path, create=True) as corpus:
+        put(corpus, "a", "one", "two")
+        assert found_where_it_is(corpus, "one")
+    remove_database(tmp_path)
+    with Corpus.open(tmp_path, create=True) as corpus:
+        put(corpus, "b", "three", "four")  # passages of the same ids
+        assert found_where_it_is(corpus, "three")
+        assert found_where_it_is(corpus, "four")
+
+
+def test_a_backup_brought_back_does_not_take_the_vectors_of_its_future(tmp_path: Path) -> None:
+    path = tmp_path / "corpus" / FILE_NAME
+    with Corpus.open(tmp_path, create=True) as corpus:
+        put(corpus, "a", "one")
+    backup = path.read_bytes()
+    with Corpus.open(tmp_path) as corpus:
+        put(corpus, "b", "two", "three")
+        assert found_where_it_is(corpus, "two")
+    remove_database(tmp_path)
+    path.write_bytes(backup)
+    with Corpus.open(tmp_path, read_only=True) as corpus:
+        assert texts_found(corpus, "two", 9) == ["one"]
+    with Corpus.open(tmp_path) as corpus:
+        for name in ("four", "five", "six"):  # ids and generations that were given before
+            put(corpus, name, name)
+    with Corpus.open(tmp_path) as corpus:
+        for name in ("one", "four", "five", "six"):
+            assert found_where_it_is(corpus, name)
+
+
+def test_a_corpus_that_has_no_id_gets_one_and_is_searched_without_one(tmp_path: Path) -> None:
+    with Corpus.open(tmp_path, create=True) as corpus:
+        put(corpus, "a", "one")
+        assert found_where_it_is(corpus, "one")
+    with sqlite3.connect(tmp_path / "corpus" / FILE_NAME) as older:
+        older.execute("DELETE FROM meta WHERE key = 'corpus_id'")
+    older.close()
+    with Corpus.open(tmp_path, read_only=True) as corpus:
+        assert found_where_it_is(corpus, "one")
+        assert corpus._meta("corpus_id") is None
+    with Corpus.open(tmp_path) as corpus:
+        given = corpus._meta("corpus_id")
+        assert given
+        assert found_where_it_is(corpus, "one")
+    with Corpus.open(tmp_path) as corpus:
+        assert corpus._meta("corpus_id") == given
+
+
+def test_an_emptied_corpus_takes_vectors_of_any_length(corpus: Corpus) -> None:
+    put(corpus, "a", "one", "two")
+    assert len(texts_found(corpus, "one", 9)) == 2
+    corpus.remove_source("a")
+    chunk = Chunk("three", 0, 5, 1, chunk_id_of("three"))
+    vector = np.ones((1, DIM + 3), np.float32)
+    corpus.put_document(Document("b", "three", "T", {}), "d", [chunk], vector)
+    ((stored, distance),) = corpus.nearest(vector[0], 9)
+    assert stored.text == "three"
+    assert distance == 0
+
+
+def test_a_search_sees_one_state_while_another_connection_writes(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(corpus, "a", "one", "two")
+    read = vector_index._vectors_of
+
+    def meanwhile(*args: Any) -> np.ndarray:
+        monkeypatch.setattr(vector_index, "_vectors_of", read)
+        with Corpus.open(tmp_path) as writer:
+            writer.remove_source("a")
+            put(writer, "b", "three")
+        return read(*args)
+
+    monkeypatch.setattr(vector_index, "_vectors_of", meanwhile)
+    assert set(texts_found(corpus, "one", 9)) == {"one", "two"}
+    assert texts_found(corpus, "one", 9) == ["three"]
+
+
+def test_a_search_that_fails_halfway_adds_no_vector_twice(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(corpus, "a", *(f"text {i}" for i in range(6)))
+    monkeypatch.setattr(vector_index, "_BATCH", 2)
+    read, calls = vector_index._vectors_of, []
+
+    def fails_once(*args: Any) -> np.ndarray:
+        calls.append(args)
+        if len(calls) == 2:
+            raise sqlite3.OperationalError("disk I/O error")
+        return read(*args)
+
+    monkeypatch.setattr(vector_index, "_vectors_of", fails_once)
+    with pytest.raises(CorpusError, match="disk I/O error"):
+        corpus.nearest(vector_of("query"), 9)
+    assert len(texts_found(corpus, "query", 9)) == 6
+    assert corpus._vectors._index.ntotal == 6
+
+
 def test_another_process_sees_changes_at_once(corpus: Corpus, tmp_path: Path) -> None:
     put(corpus, "a", long("one"))
     assert len(corpus.anchors) == len(texts_found(corpus, "x", 9)) == 1
@@ -238,7 +350,7 @@ def test_threads_share_one_corpus(corpus: Corpus) -> None:
         try:
             for i in range(15):
                 put(corpus, f"{name}/{i}", long(f"{name} {i}"))
-                corpus.search(vector_of("q"), 3)
+                corpus.nearest(vector_of("q"), 3)
                 assert corpus.anchors.find(long(f"{name} {i}"))
         except BaseException as error:
             errors.append(error)

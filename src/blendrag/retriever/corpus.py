@@ -86,7 +86,11 @@ class Corpus:
                 f"{directory} cannot be made ({exc.strerror}); give --store a directory that can "
                 "be written"
             ) from exc
-        return cls(directory, database.open_database(directory))
+        corpus = cls(directory, database.open_database(directory))
+        # A backup was brought back: new passages would get ids that the cache has from its future.
+        if corpus._vectors.saved_generation() > corpus._generation():
+            corpus._vectors.drop()
+        return corpus
 
     def close(self) -> None:
         """Writes the vector cache and closes the file. Closing twice is no error."""
@@ -286,16 +290,12 @@ class Corpus:
                 known[chunk_id] = np.frombuffer(rows[0][0], np.float32)
         return known
 
-    def search(self, vector: np.ndarray, k: int) -> list[tuple[str, float]]:
-        """``(chunk id, L2 distance)`` of the k nearest different chunks, nearest first."""
-        return [(stored.chunk_id, distance) for stored, distance in self.nearest(vector, k)]
-
     def nearest(self, vector: np.ndarray, k: int) -> list[tuple[StoredChunk, float]]:
-        """Like :meth:`search`, each chunk at the place whose vector is nearest.
+        """The k nearest different chunks with their L2 distance, nearest first.
 
-        ``vector``: float32 [dim].
+        ``vector``: float32 [dim]. Each chunk comes at the place whose vector is nearest.
         """
-        with self._lock:
+        with self._reading():
             dim = self._dim()
             if dim is None or k < 1:
                 return []
@@ -304,8 +304,9 @@ class Corpus:
                     f"a vector of shape {vector.shape}, expected ({dim},); "
                     "use the embedder that the corpus was ingested with"
                 )
-            generation = self._generation()
-            self._vectors.refresh(self._connection, generation, dim)
+            self._vectors.refresh(
+                self._connection, self._meta("corpus_id"), self._generation(), dim
+            )
             return self._distinct(vector, k)
 
     def _distinct(self, vector: np.ndarray, k: int) -> list[tuple[StoredChunk, float]]:
@@ -323,8 +324,10 @@ class Corpus:
             width *= 4
 
     def _dim(self) -> int | None:
+        """Numbers in each vector, ``None`` while there are no vectors: any will do then."""
         value = self._meta("dim")
-        return None if value is None else int(value)
+        empty = not self._rows("SELECT 1 FROM passage LIMIT 1")
+        return None if value is None or empty else int(value)
 
     def _check_vectors(self, vectors: np.ndarray, chunks: int) -> None:
         """Inside a transaction: the first vectors decide the corpus's dimension."""
@@ -355,6 +358,14 @@ class Corpus:
                     "written; change its permissions or choose another --store"
                 )
             with database.transaction(self._connection, self._path):
+                yield
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Everything read within is of one state of the file, whoever writes meanwhile."""
+        with self._lock:
+            self._check_open()
+            with database.transaction(self._connection, self._path, reads_only=True):
                 yield
 
     def _rows(self, query: str, *parameters: str | int) -> list[tuple]:

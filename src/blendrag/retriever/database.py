@@ -11,11 +11,13 @@ Invariants of the tables:
   passage's id is never given twice (AUTOINCREMENT) and its vector never changes, so an index that
   knows the same ids is the same index.
 - ``generation`` grows with every transaction that changes passages.
+- ``corpus_id`` is random and never changes: a file made anew at the same place is another corpus.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -130,6 +132,9 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
             raise
     # A lost last transaction means ingesting one document again; a torn file cannot happen.
     connection.execute("PRAGMA synchronous = NORMAL")
+    if connection.execute("SELECT 1 FROM meta WHERE key = 'corpus_id'").fetchone() is None:
+        named = ("corpus_id", secrets.token_hex(16))
+        connection.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", named)
 
 
 def _identified(connection: sqlite3.Connection, path: Path) -> bool:
@@ -153,10 +158,15 @@ def _identified(connection: sqlite3.Connection, path: Path) -> bool:
 
 
 @contextmanager
-def transaction(connection: sqlite3.Connection, path: Path) -> Iterator[sqlite3.Connection]:
-    """All or nothing, one writer at a time across processes; maps SQLite's errors."""
+def transaction(
+    connection: sqlite3.Connection, path: Path, reads_only: bool = False
+) -> Iterator[sqlite3.Connection]:
+    """All or nothing, one writer at a time across processes; maps SQLite's errors.
+
+    With ``reads_only``, nobody waits: what is read is one state of the file, whoever writes meanwhile.
+    """
     try:
-        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("BEGIN DEFERRED" if reads_only else "BEGIN IMMEDIATE")
         try:
             yield connection
             connection.execute("COMMIT")

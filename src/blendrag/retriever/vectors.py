@@ -1,8 +1,10 @@
 """Nearest neighbours over the passages' vectors: a FAISS index in memory and a copy on disk.
 
 Owns the index and its file. The file is a cache: it is used when its bytes are those that were
-written, brought up to date by the difference of passage ids (a passage's vector never changes and
-its id is never given twice), and made anew from the database otherwise. Does not know texts.
+written, for this database and not for a later state of it than the one at hand (a backup brought
+back gives passage ids again). Then it is brought up to date by the difference of passage ids (a
+passage's vector never changes and its id is never given twice); else it is made anew from the
+database. Does not know texts.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
+import struct
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,8 +21,9 @@ import numpy as np
 import xxhash
 
 FILE_NAME = "vectors.faiss"
-_MAGIC = b"BLRGVEC1"
-_DIGEST_BYTES = 16
+_MAGIC = b"BLRGVEC2"
+#: Magic, generation of the database that the index was made of, digest.
+_HEADER = struct.Struct("<8sQ16s")
 #: Vectors read from the database at a time.
 _BATCH = 4096
 
@@ -31,17 +35,34 @@ class VectorIndex:
         self._path = path
         self._index: Any = None
         self._ids = np.zeros(0, np.int64)  # sorted
+        self._corpus_id: str | None = None
         self._generation = -1
         self._saved_ids = np.zeros(0, np.int64)
 
-    def refresh(self, connection: sqlite3.Connection, generation: int, dim: int) -> None:
-        """Makes the index hold exactly the database's passages."""
-        if self._index is None:
-            self._index = self._read(dim)
+    def refresh(
+        self, connection: sqlite3.Connection, corpus_id: str | None, generation: int, dim: int
+    ) -> None:
+        """Makes the index hold exactly the database's passages, of which all vectors have ``dim``.
+
+        Caller is in one transaction since it read the other arguments. A database without
+        ``corpus_id`` has no cache.
+        """
+        try:
+            self._refresh(connection, corpus_id, generation, dim)
+        except BaseException:
+            self._index = None  # left halfway, it might be given a vector twice
+            raise
+
+    def _refresh(
+        self, connection: sqlite3.Connection, corpus_id: str | None, generation: int, dim: int
+    ) -> None:
+        if self._index is None or self._index.d != dim:
+            self._index = self._read(corpus_id, generation, dim)
             self._ids = np.sort(_ids_of(self._index))
             self._saved_ids = self._ids
         elif self._generation == generation:
             return
+        self._corpus_id = corpus_id
         wanted = np.fromiter(
             (row[0] for row in connection.execute("SELECT id FROM passage ORDER BY id")), np.int64
         )
@@ -66,17 +87,19 @@ class VectorIndex:
 
     def save(self) -> None:
         """Writes the file if the index changed since it was read or written. Best effort."""
-        if self._index is None or np.array_equal(self._saved_ids, self._ids):
+        if self._index is None or self._corpus_id is None:
+            return
+        if np.array_equal(self._saved_ids, self._ids):
             return
         import faiss
 
         payload = faiss.serialize_index(self._index).tobytes()
-        digest = xxhash.xxh3_128_digest(payload)
+        digest = _digest(self._corpus_id, self._generation, payload)
         temporary = None
         try:
             handle, temporary = tempfile.mkstemp(dir=self._path.parent, prefix=".vectors-")
             with os.fdopen(handle, "wb") as file:
-                file.write(_MAGIC + digest + payload)
+                file.write(_HEADER.pack(_MAGIC, self._generation, digest) + payload)
             os.replace(temporary, self._path)
             self._saved_ids = self._ids
         except OSError:  # a full disk costs the next process a rebuild, nothing else
@@ -84,21 +107,50 @@ class VectorIndex:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary)
 
-    def _read(self, dim: int) -> Any:
-        """The index from its file, or an empty one when the file is absent or not as written."""
+    def saved_generation(self) -> int:
+        """What the file says it was made of; -1 where there is none."""
+        try:
+            with self._path.open("rb") as file:
+                magic, generation, _ = _HEADER.unpack(file.read(_HEADER.size))
+        except (OSError, struct.error):
+            return -1
+        return int(generation) if magic == _MAGIC else -1
+
+    def drop(self) -> None:
+        """Removes the file. Best effort."""
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+    def _read(self, corpus_id: str | None, generation: int, dim: int) -> Any:
+        """The index from its file, or an empty one when there is none that fits."""
         import faiss
 
         try:
             data = self._path.read_bytes()
         except OSError:
             data = b""
-        head = len(_MAGIC) + _DIGEST_BYTES
-        payload = memoryview(data)[head:]
-        if data[:head] == _MAGIC + xxhash.xxh3_128_digest(payload):
+        if corpus_id is not None and _fits(data, corpus_id, generation):
+            payload = memoryview(data)[_HEADER.size :]
             index = faiss.deserialize_index(np.frombuffer(payload, np.uint8))
             if isinstance(index, faiss.IndexIDMap2) and index.d == dim:
                 return index
         return faiss.IndexIDMap2(faiss.IndexFlatL2(dim))
+
+
+def _fits(data: bytes, corpus_id: str, generation: int) -> bool:
+    """Whether the file's bytes are as written, for this corpus, and not from its future."""
+    if len(data) <= _HEADER.size:
+        return False
+    magic, saved, digest = _HEADER.unpack_from(data)
+    payload = memoryview(data)[_HEADER.size :]
+    return magic == _MAGIC and saved <= generation and digest == _digest(corpus_id, saved, payload)
+
+
+def _digest(corpus_id: str, generation: int, payload: bytes | memoryview) -> bytes:
+    """xxh3-128 over the index and over what it was made of."""
+    hashed = xxhash.xxh3_128(f"{corpus_id} {generation} ".encode())
+    hashed.update(payload)
+    return hashed.digest()
 
 
 def _ids_of(index: Any) -> np.ndarray:
