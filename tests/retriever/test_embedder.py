@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -102,6 +106,34 @@ def test_the_default_model_is_found_in_its_package_when_the_hub_is_not_there(
     assert np.allclose(Embedder(MINILM).embed(text), embedder.embed(text), atol=1e-6)
     assert same_embedder(MINILM, "minilm-offline")
     assert not same_embedder(MINILM, "other/model")
+
+
+class OneAtATime:
+    """A sentence-transformers model whose state two callers would spoil for each other."""
+
+    max_seq_length = None
+    tokenizer = None
+
+    def __init__(self) -> None:
+        self.running = threading.Lock()
+
+    def encode_document(self, texts: list[str], **options: Any) -> np.ndarray:
+        assert self.running.acquire(blocking=False), "two callers at once"
+        time.sleep(0.01)
+        self.running.release()
+        return np.ones((len(texts), 4), np.float32)
+
+    encode_query = encode_document
+
+
+def test_threads_share_one_embedder_one_at_a_time() -> None:
+    embedder = Embedder("fake")
+    embedder._model = OneAtATime()  # type: ignore[assignment]
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(embedder.embed_query, "one") for _ in range(4)]
+        embedded = [pool.submit(embedder.embed, ["one", "two"]) for _ in range(4)]
+        assert {done.result().shape for done in asked} == {(4,)}
+        assert {done.result().shape for done in embedded} == {(2, 4)}
 
 
 def test_an_unknown_model_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

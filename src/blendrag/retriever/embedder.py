@@ -3,7 +3,8 @@
 Owns loading the embedding model and what exactly is embedded: a chunk longer than the embedder
 reads at once (256 tokens for MiniLM, which cuts the rest off silently) is embedded window by window
 and averaged, each window behind the document's title, so that a fact in the tail of a chunk is
-found and so is a chunk that says only "she". Does not know the corpus. Works in the calling thread.
+found and so is a chunk that says only "she". Does not know the corpus. Works in the calling thread,
+one at a time: a fast tokenizer keeps truncation and padding as state that every call changes.
 """
 
 from __future__ import annotations
@@ -46,12 +47,15 @@ def same_embedder(one: str, other: str) -> bool:
 
 
 class Embedder:
-    """An embedding model by hub id, by directory, or ``minilm-offline``; loaded on first use."""
+    """An embedding model by hub id, by directory, or ``minilm-offline``; loaded on first use.
+
+    Thread-safe.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._model: SentenceTransformer | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @property
     def dim(self) -> int:
@@ -68,14 +72,16 @@ class Embedder:
             raise InvalidInputError(
                 f"{len(headers)} titles for {len(texts)} texts, expected one for each"
             )
-        model = self._loaded()
-        windows = [self._windows(t, title) for t, title in zip(texts, headers, strict=True)]
-        return self._pooled(model.encode_document, windows)
+        with self._lock:
+            model = self._loaded()
+            windows = [self._windows(t, title) for t, title in zip(texts, headers, strict=True)]
+            return self._pooled(model.encode_document, windows)
 
     def embed_query(self, text: str) -> np.ndarray:
         """Unit vector of a question.  float32 [dim]"""
-        model = self._loaded()
-        return self._pooled(model.encode_query, [self._windows(text, "")])[0]
+        with self._lock:
+            model = self._loaded()
+            return self._pooled(model.encode_query, [self._windows(text, "")])[0]
 
     def _pooled(self, encode: Any, windows: list[list[str]]) -> np.ndarray:
         """Mean over each text's windows, back to unit length.  float32 [n, dim]"""
