@@ -203,6 +203,38 @@ def test_changed_checkpoint_files_are_noticed_at_the_next_ingest(
         assert engine.generate(text).metrics.reused_tokens > 0
 
 
+def test_a_model_loaded_on_the_way_that_computes_other_kv_renews_what_is_stored(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = [tiny.document(i) for i in range(2)]
+    with tiny.engine(checkpoint, tmp_path / "s", tokenizer=None) as engine:
+        engine.ingest(documents[:1])
+    load = resources.load_adapter
+
+    def with_another_kernel(*args: Any) -> Any:  # the same fingerprint, other numbers
+        adapter = load(*args)
+        adapter.stack.layers[1].mlp.register_forward_hook(lambda module, args, out: out * 1.5)
+        return adapter
+
+    monkeypatch.setattr(resources, "load_adapter", with_another_kernel)
+    with tiny.engine(checkpoint, tmp_path / "s", tokenizer=None) as engine:
+        report = engine.ingest(documents)
+        assert report.chunks_computed == report.chunks
+        assert keys(engine) == expected_keys(engine, (0, 1))
+        text = "\n\n".join(tiny.chunk_texts(engine, 0)) + "\n\nWhat?"
+        assert engine.generate(text).metrics.reused_tokens > 0
+
+
+def test_chunks_that_are_all_known_are_not_embedded(tmp_path: Path) -> None:
+    with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
+        engine.ingest([tiny.document(0)])
+        with tiny.counted(engine.resources.embedder, "embed") as calls:
+            engine.ingest([replace(tiny.document(0), metadata={"year": 1871})])
+        assert calls == []
+        (chunk, *_) = engine.retrieve("What did the company of Place0 build?", 1)
+        assert chunk.metadata == {"year": 1871}
+
+
 def test_a_document_that_says_control_tokens_is_ingested_and_found_as_text(tmp_path: Path) -> None:
     evil = Document(
         source="doc7.txt",

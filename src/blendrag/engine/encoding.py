@@ -72,7 +72,7 @@ class Background:
 
     def note(self, load: LoadPlan) -> None:
         """Queue the chunks that had no KV, and a leading part that was met before."""
-        if self._full or self._resources.read_only:
+        if self._full or not self._resources.is_writable:
             return
         prefix = self._resources.prefix_ids
         wanted = [(ids, prefix) for ids in load.missing]
@@ -94,12 +94,13 @@ class Background:
     def _encode(self, ids: Ids, prefix: Ids) -> None:
         resources = self._resources
         try:
-            namespace = resources.adapter.identity.namespace
-            key = chunk_key(namespace, prefix, ids)
-            if not resources.store.contains(namespace, key):
-                resources.trust.admit(namespace)
-                kv = resources.trust.encode(namespace, ids, prefix)
-                resources.store.put(namespace, key, kv)
+            with resources.adapter.lock:  # one identity from the look-up to the put
+                namespace = resources.adapter.identity.namespace
+                key = chunk_key(namespace, prefix, ids)
+                if not resources.store.contains(namespace, key):
+                    resources.trust.admit(namespace)
+                    kv = resources.trust.encode(namespace, ids, prefix)
+                    resources.store.put(namespace, key, kv)
         except StoreFullError as full:
             self._full = True
             log.warning("chunks missed by queries are not stored any more: %s", full)

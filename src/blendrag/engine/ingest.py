@@ -184,8 +184,9 @@ class Ingest:
         """Embed what is new, write the document's rows, drop KV that nothing refers to any more."""
         known = self._corpus.known_vectors(document.title, [c.chunk_id for c in chunks])
         new = [c for c in {c.chunk_id: c for c in chunks}.values() if c.chunk_id not in known]
-        vectors = self._embedder.embed([c.text for c in new], [document.title] * len(new))
-        known |= {c.chunk_id: vector for c, vector in zip(new, vectors, strict=True)}
+        if new:  # else the embedder need not even be loaded
+            vectors = self._embedder.embed([c.text for c in new], [document.title] * len(new))
+            known |= {c.chunk_id: vector for c, vector in zip(new, vectors, strict=True)}
         import numpy as np
 
         before = self._corpus.chunks_of(document.source)

@@ -123,10 +123,16 @@ class Resources:
         s = self.settings
         return open_store(self.root, s.ram_bytes, s.disk_bytes, read_only=self.read_only)
 
+    @property
+    def is_writable(self) -> bool:
+        """Whether more may be stored: not opened read-only, nor on a mount that is."""
+        corpus = self.corpus
+        return not (self.read_only or (corpus is not None and corpus.read_only))
+
     @opened
     def _corpus(self) -> Corpus | None:
         try:
-            return Corpus.open(self.root)
+            return Corpus.open(self.root, read_only=self.read_only)
         except CorpusError:
             if (self.root / DIRECTORY / FILE_NAME).exists():
                 raise
@@ -301,7 +307,7 @@ class Resources:
 
     def _note(self, namespace: str, signature: str) -> None:
         corpus = self.corpus
-        if corpus is None or self.read_only:
+        if corpus is None or not self.is_writable:
             return
         manifest = corpus.manifest
         renewed = replace(

@@ -57,8 +57,14 @@ class Trust:
         if known is None:
             known = verify(self._adapter)
             if not self._read_only:
-                remember(self._root, namespace, self._adapter.device, known)
+                self._remember(namespace, known)
         return known
+
+    def _remember(self, namespace: str, result: Verification) -> None:
+        try:
+            remember(self._root, namespace, self._adapter.device, result)
+        except OSError as exc:  # costs the next process another run of the gate
+            log.info("the gate's result cannot be kept in %s: %s", self._root, exc)
 
     def require_verified(self) -> None:
         """Raise :class:`UnsupportedModelError` unless the gate holds for the loaded model."""
@@ -135,9 +141,16 @@ class Trust:
     def admit(self, namespace: str) -> None:
         """Make ``namespace`` ready to be stored under: gate passed, probe entry in place and pinned.
 
-        Raises :class:`UnsupportedModelError`, :class:`IdentityChangedError`, :class:`StoreFullError`.
+        Raises :class:`UnsupportedModelError`, :class:`StoreFullError`, and
+        :class:`IdentityChangedError` where other KV stands there than the model computes (see
+        :meth:`renew`): what follows would be mixed with it.
         """
         self.require_verified()
+        if not self.stands(namespace):
+            raise IdentityChangedError(
+                f"store {self._root} holds KV that {self._adapter.model_id} no longer computes on this "
+                "machine; nothing was stored beside it, ingest again to renew it"
+            )
         key = self._probe_key(namespace)
         if not self._store.contains(namespace, key):
             kv = self.encode(namespace, self._probe_ids(), self._prefix_ids())
