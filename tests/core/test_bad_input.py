@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GenerationConfig
 
 import tiny
 from blendrag.engine import BlendEngine, Options
@@ -47,6 +48,11 @@ BAD: dict[str, tuple[Callable[[BlendEngine], Any], str]] = {
         lambda e: e.generate("hi", Options(generate={"prompt_lookup_num_tokens": 3})),
         "leave it out",
     ),
+    "a generation config": (
+        lambda e: e.generate("hi", Options(generate={"generation_config": GenerationConfig()})),
+        "leave it out",
+    ),
+    "top p alone": (lambda e: e.generate("hi", Options(top_p=0.9)), "add temperature"),
     "top k": (lambda e: e.ask("what?", top_k=0), "1 or more"),
     "remove": (lambda e: e.remove(["never/there.txt"]), "not in the corpus"),
     "too long": (lambda e: e.generate("word " * 9000), "shorten"),
@@ -82,6 +88,18 @@ def test_overflow_says_by_how_much(engine: BlendEngine) -> None:
     error = raised.value
     assert error.over_tokens == error.prompt_tokens + 5000 - 4096
     assert str(error.over_tokens) in str(error)
+
+
+def test_a_checkpoint_that_asks_for_assisted_decoding_is_one_sentence(tmp_path: Path) -> None:
+    model = tiny.llama()
+    model.generation_config.prompt_lookup_num_tokens = 3
+    with tiny.engine(model, tmp_path / "s") as engine:
+        for mode in ("blend", "full"):
+            with pytest.raises(InvalidInputError, match="to None") as raised:
+                engine.generate("hi", Options(mode=mode))  # type: ignore[arg-type]
+            assert tiny.one_sentence(str(raised.value))
+        model.generation_config.prompt_lookup_num_tokens = None
+        assert engine.generate("hi").metrics.new_tokens == 6
 
 
 def test_a_prompt_that_just_fits_is_answered(engine: BlendEngine) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from blendrag.config import Mode
 from blendrag.controller import Controller, LoadPlan, nothing_loaded, report
 from blendrag.engine.stream import AnswerStream, StopWhenDone, cut_at_stop
-from blendrag.engine.types import Answer, Options
+from blendrag.engine.types import ASSISTED, REFUSED, Answer, Options
 from blendrag.errors import (
     BlendragError,
     ContextOverflowError,
@@ -75,10 +75,12 @@ class Generation:
     ) -> Answer:
         """Answer ``task``; ``later(load)`` is told what is worth encoding afterwards.
 
-        Raises :class:`ContextOverflowError`, :class:`UnsupportedModelError` in any mode but full,
+        Raises :class:`ContextOverflowError`, :class:`InvalidInputError` for a checkpoint that asks for
+        assisted decoding, :class:`UnsupportedModelError` in any mode but full,
         :class:`RequestCancelled` when the stream was cancelled before its first token.
         """
         self._check(task)
+        self._refuse_assistance()
         task = replace(task, sequences=self._sequences(task.options))
         avoid: set[str] = set()
         with self._adapter.lock, torch.inference_mode():
@@ -102,6 +104,17 @@ class Generation:
             raise ContextOverflowError(tokens, task.max_new_tokens, self._adapter.context_tokens)
         if task.mode != "full":
             self._adapter.require_blendable()
+
+    def _refuse_assistance(self) -> None:
+        """Of the checkpoint's own generation config; a request's arguments were looked at before."""
+        config = self._adapter.model.generation_config
+        for name in ASSISTED:
+            value = getattr(config, name, None)
+            if value is not None and value is not False:
+                raise InvalidInputError(
+                    f"the generation config of {self._adapter.model_id} sets {name} to {value!r}: "
+                    f"{REFUSED[name]}; set model.generation_config.{name} to None"
+                )
 
     def _check_length(self, task: Task) -> None:
         """Keys of a table that changes with the length cannot be mixed with stored ones."""
@@ -168,14 +181,8 @@ class Generation:
         self, task: Task, stream: AnswerStream, ids: torch.Tensor, cache: Any = None
     ) -> torch.Tensor:
         options = task.options
-        kwargs: dict[str, Any] = {"max_new_tokens": task.max_new_tokens, "do_sample": False}
-        if options.temperature:
-            kwargs |= {"do_sample": True, "temperature": options.temperature}
-        else:  # silence warnings about sampling defaults of the checkpoint
-            kwargs |= {"temperature": None, "top_p": None, "top_k": None}
-        if options.top_p is not None:
-            kwargs["top_p"] = options.top_p
-        kwargs |= dict(options.generate)
+        kwargs: dict[str, Any] = {"max_new_tokens": task.max_new_tokens}
+        kwargs |= _sampling(options) | dict(options.generate)
         if cache is not None:
             kwargs["past_key_values"] = cache
         if task.sequences == 1:
@@ -272,6 +279,17 @@ def _until_end(row: list[int], ends: set[int]) -> list[int]:
     """Token ids up to the end token, without the padding behind it."""
     at = next((i for i, token in enumerate(row) if token in ends), len(row))
     return row[: at + 1]
+
+
+def _sampling(options: Options) -> dict[str, Any]:
+    """Arguments of ``generate`` that say how a token is chosen.
+
+    Who samples gets the checkpoint's defaults for what is not said; who does not would be warned of them.
+    """
+    if not options.samples:
+        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    given = {"temperature": options.temperature or None, "top_p": options.top_p}
+    return {"do_sample": True, **{name: v for name, v in given.items() if v is not None}}
 
 
 def _policy_of(task: Task) -> SelectionPolicy:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,16 +12,17 @@ from blendrag.metrics import RequestMetrics
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]
-Progress = Callable[[int, int], None]
-"""``progress(done_tokens, total_tokens)``."""
 
 _OWN = "the engine sets it itself"
-_ASSISTED = "assisted decoding cannot be combined with blending"
+_NOT_ASSISTED = "assisted decoding cannot be combined with blending"
 _CACHE = "blending brings its own cache"
+#: Settings of a generation config that turn on assisted decoding.
+ASSISTED = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 #: Arguments of ``model.generate`` a request may not carry, and why.
 REFUSED = {
-    "assistant_model": _ASSISTED,
-    "prompt_lookup_num_tokens": _ASSISTED,
+    "assistant_model": _NOT_ASSISTED,
+    **dict.fromkeys(ASSISTED, _NOT_ASSISTED),
+    "generation_config": "its settings are given one by one, so that each can be looked at",
     "prefill_chunk_size": "a blended prompt is prefilled in one forward",
     "past_key_values": _CACHE,
     "cache_implementation": _CACHE,
@@ -45,8 +46,9 @@ MODES: tuple[Mode, ...] = ("blend", "full", "prefix", "reuse")
 class Options:
     """How to answer one request; ``None`` takes the engine's default.
 
-    ``temperature`` 0 or ``None`` decodes greedily. ``generate`` holds further keyword arguments for
-    ``model.generate`` (``num_beams``, ``num_return_sequences``, ``repetition_penalty``, …).
+    ``temperature`` 0 or ``None`` decodes greedily; ``top_p`` asks for one beside it. ``generate``
+    holds further keyword arguments for ``model.generate`` (``num_beams``, ``num_return_sequences``,
+    ``repetition_penalty``, …); ``do_sample`` there samples as the checkpoint's generation config says.
     """
 
     mode: Mode | None = None
@@ -55,6 +57,7 @@ class Options:
     ratio: float | None = None
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    """Texts that end the answer; a single string is one of them."""
     temperature: float | None = None
     top_p: float | None = None
     apply_chat_template: bool = True
@@ -73,9 +76,21 @@ class Options:
             raise InvalidInputError(f"temperature {self.temperature} is not 0 or more")
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
             raise InvalidInputError(f"top_p {self.top_p} is outside (0, 1]")
+        if self.top_p is not None and self.temperature is None and not self.samples:
+            raise InvalidInputError(
+                f"top_p {self.top_p} without a temperature, expected both, as decoding is greedy "
+                "without one; add temperature=1.0 to sample from the model's own probabilities"
+            )
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
         for name in self.generate:
             if name in REFUSED:
                 raise InvalidInputError(f"generate argument {name}: {REFUSED[name]}; leave it out")
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn, not the likeliest taken."""
+        return bool(self.generate.get("do_sample", self.temperature))
 
 
 @dataclass(frozen=True)
