@@ -87,10 +87,10 @@ class Controller:
         spans: list[LoadedSpan] = []
         decisions: list[ChunkDecision] = []
         missing: list[tuple[int, ...]] = []
-        leading_span, leading = self._leading(plan, namespace, avoid)
+        last = len(plan.ids) - reserve
+        leading_span, leading = self._leading(plan, namespace, avoid, last)
         if leading_span is not None:
             spans.append(leading_span)
-        last = len(plan.ids) - reserve
         for segment in plan.chunks:
             decision = self._decide(segment, plan, mode, namespace, avoid, last)
             decisions.append(decision)
@@ -101,16 +101,18 @@ class Controller:
         return LoadPlan(tuple(spans), tuple(decisions), tuple(missing), leading)
 
     def _leading(
-        self, plan: PromptPlan, namespace: str, avoid: frozenset[str]
+        self, plan: PromptPlan, namespace: str, avoid: frozenset[str], last: int
     ) -> tuple[LoadedSpan | None, tuple[int, ...]]:
         """The part before the first chunk as an exact prefix: (its span, ids to encode later)."""
         ids = plan.leading_ids
-        if not plan.chunks or not self._prefix_min_tokens <= len(ids) <= LEADING_MAX_TOKENS:
+        end = min(len(ids), last)
+        fits = self._prefix_min_tokens <= len(ids) <= LEADING_MAX_TOKENS
+        if not (plan.chunks and fits and end > 0):
             return None, ()
         reader = self._open(namespace, chunk_key(namespace, (), ids), len(ids), avoid)
         if reader is None:
             return None, ids
-        return LoadedSpan(0, len(ids), reader, 0, exact=True), ()
+        return LoadedSpan(0, end, reader, 0, exact=True), ()
 
     def _decide(
         self,
@@ -125,11 +127,13 @@ class Controller:
         exact = at == len(self.prefix_ids) and plan.ids[:at] == self.prefix_ids
         if mode == "prefix" and not exact:
             return ChunkDecision(
-                segment, None, "mode prefix reuses only what nothing stands before"
+                segment, None, "mode prefix reuses a chunk only behind the corpus's own prefix"
             )
         end = min(segment.end, last)
         if end <= at:
-            return ChunkDecision(segment, None, "the chunk's only token is the prompt's last")
+            return ChunkDecision(
+                segment, None, "all of the chunk is among the prompt's last tokens"
+            )
         key = chunk_key(namespace, self.prefix_ids, segment.stored_ids)
         reader = self._open(namespace, key, len(segment.stored_ids), avoid)
         if reader is None:

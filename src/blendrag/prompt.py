@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 Encode = Callable[[str], Sequence[int]]
@@ -53,7 +54,7 @@ class PromptPlan:
 
     segments: tuple[Segment, ...]
 
-    @property
+    @cached_property
     def ids(self) -> tuple[int, ...]:
         return tuple(i for segment in self.segments for i in segment.ids)
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blendrag.fusor.attention import ROWS_KEYWORD, NotServedError, blend_attention
+from blendrag.fusor.narrow import narrow_kwargs
 from blendrag.fusor.rows import Rows
 
 
@@ -143,3 +144,22 @@ def test_without_rows_or_with_a_mask_it_is_refused() -> None:
         blend_attention(
             torch.nn.Identity(), q, k, v, F.relu(q), 0.3, **{ROWS_KEYWORD: Rows(torch.arange(4), 4)}
         )
+
+
+def test_what_covers_the_prompt_is_handed_on_and_the_rest_is_gathered() -> None:
+    n = 6
+    cos, mask = torch.randn(1, n, 4), torch.zeros(1, 1, n, n)
+    kwargs = {
+        "position_embeddings": (cos, cos),
+        "position_ids": torch.arange(n)[None],
+        "attention_mask": mask,
+    }
+    whole = narrow_kwargs(kwargs, Rows(torch.arange(n), n, force_masks=True), masked=True)
+    assert whole["position_embeddings"][0] is cos
+    assert whole["position_ids"] is kwargs["position_ids"]
+    assert whole["attention_mask"] is mask
+    some = torch.tensor([1, 4])
+    part = narrow_kwargs(kwargs, Rows(some, n), masked=True)
+    assert torch.equal(part["position_embeddings"][1], cos[:, some])
+    assert part["position_ids"].tolist() == [[1, 4]]
+    assert part["attention_mask"].shape == (1, 1, 2, n)

@@ -10,10 +10,14 @@ import pytest
 import torch
 
 import tiny
+from blendrag.config import Mode
 from blendrag.controller import Controller
 from blendrag.engine import Answer, BlendEngine, Options
+from blendrag.engine.generation import Generation, Task
+from blendrag.engine.stream import AnswerStream
 from blendrag.identity import chunk_key
 from blendrag.kv import ChunkKV
+from blendrag.prompt import PromptPlan, Segment
 
 MODES = ("blend", "reuse", "prefix", "full")
 LEAD = "Answer the question from the context.\n\n"
@@ -151,6 +155,39 @@ def test_sampling_with_a_fixed_seed_at_ratio_one_equals_stock(
     assert len(answers[1].texts) == generate.get("num_return_sequences", 1)
     torch.manual_seed(8)
     assert engine.generate(text, options).texts != answers[0].texts
+
+
+def test_sampling_as_the_checkpoint_says_keeps_its_defaults(tmp_path: Path) -> None:
+    model = tiny.llama()
+    with tiny.engine(model, tmp_path / "s", max_new_tokens=12) as engine:
+        greedy = engine.generate("hello there").text
+        torch.manual_seed(3)
+        sampled = Options(generate={"do_sample": True})
+        assert engine.generate("hello there", sampled).text != greedy
+        model.generation_config.top_k = 1  # the likeliest is all there is to draw from
+        assert engine.generate("hello there", sampled).text == greedy
+        assert engine.generate("hello there", Options(temperature=5.0)).text == greedy
+
+
+def test_beams_behind_a_stored_lead_over_a_chunk_of_one_token_equal_stock(
+    engine: BlendEngine,
+) -> None:
+    adapter, used = engine.adapter, engine.resources
+    namespace = adapter.identity.namespace
+    lead, chunk = tuple(tiny.random_ids(20, seed=4)[0].tolist()), (77,)
+    used.store.put(namespace, chunk_key(namespace, (), lead), adapter.encode((), lead))
+    plan = PromptPlan((Segment("", lead, 0), Segment("", chunk, len(lead), "c", chunk)))
+
+    def answer(mode: Mode, controller: Controller | None) -> Answer:
+        options = Options(generate={"num_beams": 2})
+        task = Task(plan, mode, "hkvd", "constant", 1.0, 6, options, 0.0, {}, ())
+        stream = AnswerStream(adapter.tokens.tokenizer, (), 0.0)
+        generation = Generation(adapter, lambda: used.fusor)
+        return generation.run(task, controller, stream, lambda load: None)
+
+    blended = answer("blend", Controller(adapter, used.store, namespace, used.prefix_ids, 8))
+    assert blended.metrics.reused_tokens == len(lead) - 1  # one to blend, one to begin with
+    assert blended.texts == answer("full", None).texts
 
 
 def test_a_prompt_that_ends_with_a_chunk_computes_its_last_token(engine: BlendEngine) -> None:
@@ -316,6 +353,11 @@ def test_new_tokens_and_finish_reason_are_those_of_the_answer(engine: BlendEngin
     assert stopped.finish_reason == "stop"
     assert stopped.text == answer.text[: answer.text.index(stop)]
     assert stopped.metrics.new_tokens <= 12
+
+
+def test_a_single_stop_string_is_one_text_not_its_letters() -> None:
+    assert Options(stop="END").stop == ("END",)  # type: ignore[arg-type]
+    assert Options(stop=["END", "STOP"]).stop == ("END", "STOP")  # type: ignore[arg-type]
 
 
 def test_streamed_pieces_are_the_answer(engine: BlendEngine) -> None:

@@ -23,16 +23,18 @@ def narrow_kwargs(kwargs: dict[str, Any], rows: Rows, masked: bool) -> dict[str,
     """Keyword arguments of a layer for ``rows`` only.
 
     ``masked``: the model's own attention runs, so the mask rows are gathered, or built where the model
-    relied on plain causality (``None``).
+    relied on plain causality (``None``). What is indexed by token is handed on, not copied, where
+    the rows are all of the prompt's.
     """
     out = dict(kwargs)
+    fewer = rows.count < rows.prompt_tokens
     for name, value in kwargs.items():
         if name == "attention_mask":
             out[name] = _mask_rows(value, rows) if masked else None
         elif name == "position_embeddings":
-            out[name] = _embedding_rows(value, rows)
+            out[name] = _embedding_rows(value, rows) if fewer else value
         elif name in BY_TOKEN and isinstance(value, torch.Tensor):
-            out[name] = value[..., rows.positions]
+            out[name] = value[..., rows.positions] if fewer else value
         elif name not in UNTOUCHED:
             _refuse_token_length(name, value, rows.prompt_tokens)
     if masked and "attention_mask" not in kwargs:
@@ -54,7 +56,7 @@ def _mask_rows(mask: torch.Tensor | None, rows: Rows) -> torch.Tensor:
             f"attention mask of shape {tuple(mask.shape)} has no row per prompt token "
             f"({rows.prompt_tokens}); use mode full"
         )
-    return mask[:, :, rows.positions]
+    return mask[:, :, rows.positions] if rows.count < rows.prompt_tokens else mask
 
 
 def _embedding_rows(value: Any, rows: Rows) -> Any:
