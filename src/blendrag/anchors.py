@@ -20,7 +20,7 @@ from __future__ import annotations
 import bisect
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -95,15 +95,6 @@ class AnchorIndex:
         width = cls._width(len(codes))
         anchor = _hash_whole(codes[:width]) if width else 0
         return AnchorRow(chunk_id, anchor, len(codes), _hash_whole(codes))
-
-    @classmethod
-    def from_rows(
-        cls, rows: Iterable[tuple[str, int, int, int]], text_of: Callable[[str], str]
-    ) -> AnchorIndex:
-        index = cls(text_of)
-        for row in rows:
-            index.add_row(AnchorRow(*row))
-        return index
 
     @classmethod
     def _width(cls, length: int) -> int:

@@ -247,7 +247,6 @@ def test_deviation_weighs_keys_and_values_alike() -> None:
     deviation = view.deviation
     assert deviation[1] == pytest.approx(float(deviation[3]))
     assert float(deviation[[0, 2, 4]].abs().max()) == 0.0
-    assert float(view.value_deviation[1]) == 0.0
 
 
 # -- what is paid -------------------------------------------------------------------------------

@@ -50,12 +50,6 @@ class LayerView:
         fresh_k, fresh_v, loaded_k, loaded_v = self.fetch()
         return _relative_square(fresh_k, loaded_k) + _relative_square(fresh_v, loaded_v)
 
-    @cached_property
-    def value_deviation(self) -> torch.Tensor:
-        """Squared V difference alone ``[n]``, as in the code released with the paper."""
-        _, fresh_v, _, loaded_v = self.fetch()
-        return _relative_square(fresh_v, loaded_v)
-
 
 def _relative_square(fresh: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
     difference = fresh.float() - loaded.float()  # [Hkv, n, D]
