@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import io
 import json
+import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from rich.console import Console
 
 from blendrag.demo import Question, demo_model_path, demo_questions
 from blendrag.demo.tour import MODES, Reply, Stop, Tour, table, take_tour, totals
+from blendrag.engine.ingest import Ingest
+from blendrag.errors import StoreFullError
 from cli.lab import invoke
 
 trained = pytest.mark.skipif(
@@ -60,6 +64,27 @@ def test_the_tour_asks_everything_in_every_mode(
         assert stop.replies["reuse"].recomputed_tokens == 0
         assert stop.replies["blend"].recomputed_tokens > 0
     assert json.loads(json.dumps(tour.as_dict()))["totals"].keys() == set(MODES)
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), StoreFullError("there is no room")], ids=repr)
+def test_an_ingest_cut_short_ends_the_tour_and_leaves_no_store_behind(
+    end: BaseException,
+    model_dir: Path,
+    docs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def cut_short(*args: object) -> NoReturn:
+        raise end
+
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setattr(Ingest, "_encode", cut_short)
+    with pytest.raises(type(end)) as raised:
+        take_tour(None, str(model_dir), docs, [Question("Why?", "because", "direct", "d0")])
+    assert str(raised.value) == str(end)
+    assert not list(folder.glob("blendrag-*"))
 
 
 def test_there_are_at_least_ten_questions_of_both_kinds() -> None:

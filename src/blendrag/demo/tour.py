@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from blendrag.config import DEMO_MODEL, Mode
 from blendrag.demo import Question, demo_corpus_path, demo_questions
+from blendrag.errors import StoreFullError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from blendrag.engine import BlendEngine
+    from blendrag.engine.types import IngestReport
 
 MODES: tuple[Mode, ...] = ("full", "reuse", "blend")
 #: A paragraph of the corpus fits, two do not: each paragraph is a chunk of its own.
@@ -95,6 +97,8 @@ def take_tour(
 
     Further arguments go to :class:`BlendEngine`. Modes take turns, so that whatever else the
     machine does hits all of them alike; retrieval is outside the times.
+
+    Raises :class:`KeyboardInterrupt` and :class:`StoreFullError` for an ingest that was cut short.
     """
     from blendrag.engine import BlendEngine
 
@@ -104,11 +108,20 @@ def take_tour(
         _directory(store) as root,
         BlendEngine(model, root, chunk_tokens=CHUNK_TOKENS, **settings) as blend,
     ):
-        report = blend.ingest([corpus if corpus is not None else demo_corpus_path()])
+        report = _complete(blend.ingest([corpus if corpus is not None else demo_corpus_path()]))
         for mode in MODES:  # the first answer of a mode pays for what is set up only once
             _reply(blend, asked[0], mode)
         stops = tuple(_stop(blend, question) for question in asked)
     return Tour(report.documents, report.chunks, stops)
+
+
+def _complete(report: IngestReport) -> IngestReport:
+    """``report`` of an ingest that reached its end; what ended it before is raised again."""
+    if report.interrupted:
+        raise KeyboardInterrupt
+    if report.stopped:
+        raise StoreFullError(report.stopped)
+    return report
 
 
 @contextmanager
