@@ -10,12 +10,21 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from blendrag.chunking import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
+
 app = typer.Typer(no_args_is_help=True, help="Measure speed: interleaved modes, medians, ratios.")
 
 Geometry = Annotated[
     str | None, typer.Option(help="Random weights of a known shape, e.g. qwen2.5-0.5b.")
 ]
 Model = Annotated[str | None, typer.Option(help="Hub id, directory, or demo.")]
+Count = Annotated[int, typer.Option(min=1)]
+CorpusTokens = Annotated[
+    int,
+    typer.Option(min=MIN_CHUNK_TOKENS, max=MAX_CHUNK_TOKENS, help="Largest chunk of an ingest."),
+]
+Dtype = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -28,15 +37,17 @@ def bench() -> None:
 def ttft(
     geometry: Geometry = None,
     model: Model = None,
-    chunks: int = 6,
-    chunk_tokens: int = 512,
-    question_tokens: int = 32,
-    ratio: Annotated[float, typer.Option(help="Recompute ratio r in [0, 1].")] = 0.15,
+    chunks: Count = 6,
+    chunk_tokens: Count = 512,
+    question_tokens: Count = 32,
+    ratio: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Recompute ratio r in [0, 1].")
+    ] = 0.15,
     policy: str = "hkvd",
     schedule: str = "geometric",
-    rounds: int = 5,
-    dtype: str = "auto",
-    device: str = "auto",
+    rounds: Count = 5,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
     as_json: Json = False,
 ) -> None:
     """Time to first token of full, prefix, reuse and blend, side by side."""
@@ -78,14 +89,14 @@ def sweep(
     geometry: Geometry = None,
     model: Model = None,
     ratios: Annotated[str, typer.Option(help="Comma-separated.")] = "0.05,0.1,0.15,0.2,0.3,0.5,1.0",
-    chunks: int = 6,
-    chunk_tokens: int = 512,
-    question_tokens: int = 32,
+    chunks: Count = 6,
+    chunk_tokens: Count = 512,
+    question_tokens: Count = 32,
     policy: str = "hkvd",
     schedule: str = "geometric",
-    rounds: int = 3,
-    dtype: str = "auto",
-    device: str = "auto",
+    rounds: Count = 3,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
     as_json: Json = False,
 ) -> None:
     """Time to first token over the recompute ratio, in one run."""
@@ -117,14 +128,14 @@ def sweep(
 def ingest(
     geometry: Geometry = None,
     model: Model = None,
-    chunks: int = 12,
-    chunk_tokens: int = 512,
+    chunks: Count = 12,
+    chunk_tokens: CorpusTokens = 512,
     reingest_chunks: Annotated[
-        int, typer.Option(help="Chunks of the corpus that is ingested twice; 0 skips it.")
+        int, typer.Option(min=0, help="Chunks of the corpus that is ingested twice; 0 skips it.")
     ] = 300,
-    reingest_chunk_tokens: int = 512,
-    dtype: str = "auto",
-    device: str = "auto",
+    reingest_chunk_tokens: CorpusTokens = 512,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
     as_json: Json = False,
 ) -> None:
     """Ingest rate against plain prefill, and ingest of an unchanged corpus against the first."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from blendrag.errors import InvalidInputError
+from blendrag.kv import DTYPES
 from blendrag.model import ModelAdapter, load_adapter
 from blendrag.model.loading import load_tokens, resolve_device
 
@@ -62,13 +63,18 @@ def random_model(geometry: str, dtype: torch.dtype, device: torch.device) -> Any
 
 
 def bench_adapter(geometry: str | None, model: str | None, dtype: str, device: str) -> ModelAdapter:
-    """The model to time; its tokenizer is never used for a geometry, only its ids are."""
+    """The model to time; a geometry borrows the demo model's tokenizer, whose ids are as good as any.
+
+    Raises :class:`InvalidInputError` and what :func:`load_adapter` raises.
+    """
     if (geometry is None) == (model is None):
         raise InvalidInputError("give either --geometry or --model, not both and not neither")
     target = resolve_device(device)
     if model is not None:
         return load_adapter(model, dtype, device)
     assert geometry is not None
-    kind = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
+    if dtype != "auto" and dtype not in DTYPES:
+        raise InvalidInputError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
+    kind = torch.bfloat16 if dtype == "auto" else DTYPES[dtype]
     loaded = random_model(geometry, kind, target)
     return ModelAdapter(loaded, load_tokens("demo").tokenizer, model_id=geometry)
