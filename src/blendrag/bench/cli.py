@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -110,7 +111,7 @@ def sweep(
     with _status("loading") as status:
         rows = run_sweep(adapter, workload, wanted, lambda text: status.update(text))
     if as_json:
-        _print_json([asdict(row) for row in rows])
+        _print_json({"rows": [asdict(row) for row in rows]})
         return
     table = Table(title=f"{adapter.model_id}, {chunks} × {chunk_tokens} + {question_tokens} tokens")
     for column in ("ratio", "charged", "TTFT ms", "speedup", "floor", "of floor"):
@@ -167,5 +168,5 @@ def _status(text: str) -> Any:
     return Console(stderr=True).status(text)
 
 
-def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=2))
+def _print_json(fields: Mapping[str, Any]) -> None:
+    typer.echo(json.dumps(fields, indent=2))
