@@ -137,24 +137,26 @@ def ingest(
         int, typer.Option(min=0, help="Chunks of the corpus that is ingested twice; 0 skips it.")
     ] = 300,
     reingest_chunk_tokens: CorpusTokens = 512,
+    from_shell: Annotated[
+        bool,
+        typer.Option(
+            "--from-shell", help="Ingest twice by blendrag ingest, each in a process of its own."
+        ),
+    ] = False,
     dtype: Dtype = "auto",
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
     """Ingest rate against plain prefill, and ingest of an unchanged corpus against the first."""
     from blendrag.bench.geometry import bench_adapter
-    from blendrag.bench.ingest import run_ingest
+    from blendrag.bench.ingest import IngestWorkload, run_ingest
 
+    workload = IngestWorkload(
+        chunks, chunk_tokens, reingest_chunks, reingest_chunk_tokens, from_shell
+    )
     adapter = bench_adapter(geometry, model, dtype, device)
     with _status("loading") as status:
-        result = run_ingest(
-            adapter,
-            chunks,
-            chunk_tokens,
-            reingest_chunks,
-            reingest_chunk_tokens,
-            lambda text: status.update(text),
-        )
+        result = run_ingest(adapter, workload, lambda text: status.update(text))
     if as_json:
         _print_json(asdict(result))
         return
@@ -162,7 +164,8 @@ def ingest(
     table.add_column("figure")
     table.add_column("value", justify="right")
     for name, value in asdict(result).items():
-        table.add_row(name, f"{value:.2f}" if isinstance(value, float) else str(value))
+        shown = "–" if value is None else str(value)
+        table.add_row(name, f"{value:.2f}" if isinstance(value, float) else shown)
     Console().print(table)
 
 

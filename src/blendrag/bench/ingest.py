@@ -1,22 +1,54 @@
-"""Ingest against plain prefill of the same tokens, and a repeated ingest against the first."""
+"""Ingest against plain prefill of the same tokens, and a repeated ingest against the first.
+
+The rates come from interleaved rounds of one chunk each. ``ingest`` there is what a user calls, one
+file of one chunk at a time: reading, chunking, look-up, the check of the model's identity, encoding,
+storing and the corpus's rows; only embedding is left out.
+"""
 
 from __future__ import annotations
 
+import json
 import random
+import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from blendrag.bench.ttft import PREFIX_IDS, interleaved
 from blendrag.engine import BlendEngine
+from blendrag.engine.types import IngestReport
+from blendrag.errors import BlendragError, StoreFullError
 from blendrag.identity import chunk_key
 from blendrag.model import ModelAdapter
-from blendrag.readers import Document
+from blendrag.retriever.embedder import MINILM_OFFLINE, Embedder
 from blendrag.store import open_store
+
+Tick = Callable[[str], None]
+#: Length of MiniLM's vectors.
+VECTOR_DIM = 384
+#: Room for any workload; the free space of the disk still counts.
+DISK_BYTES = 1 << 40
+
+
+@dataclass(frozen=True)
+class IngestWorkload:
+    """Chunks to time one by one, and a corpus to ingest twice."""
+
+    chunks: int = 12
+    chunk_tokens: int = 512
+    corpus_chunks: int = 300
+    """0 leaves the second part out."""
+    corpus_chunk_tokens: int = 512
+    from_shell: bool = False
+    """Ingest the corpus by ``blendrag ingest`` in processes of their own."""
 
 
 @dataclass(frozen=True)
@@ -24,47 +56,79 @@ class IngestResult:
     """Rates in tokens per second, embedding aside; ratios within one run."""
 
     prefill_tokens_per_s: float
-    """Stock forward of the same prefix and chunk, last logits only."""
+    """Stock forward of as many tokens, last logits only."""
+    encode_tokens_per_s: float
+    """Of an ingest only: encode, checksum, write, fsync, rename, index."""
     ingest_tokens_per_s: float
-    """Encode, checksum, write, fsync, rename, index."""
+    """``BlendEngine.ingest`` of a file of one chunk, all but embedding."""
     relative_rate: float
+    """Ingest over prefill."""
     corpus_chunks: int
     first_ingest_s: float
+    """Model loaded already; from the shell the whole process, loading included."""
     second_ingest_s: float
+    """Nothing loaded before; from the shell the whole process."""
     reingest_speedup: float
-    model_loaded_again: bool
+    model_loaded_again: bool | None
+    """``None`` where it cannot be seen: from the shell."""
+    from_shell: bool
 
 
 def run_ingest(
-    adapter: ModelAdapter,
-    chunks: int,
-    chunk_tokens: int,
-    corpus_chunks: int,
-    corpus_chunk_tokens: int,
-    tick: Callable[[str], None] = lambda text: None,
+    adapter: ModelAdapter, workload: IngestWorkload, tick: Tick = lambda text: None
 ) -> IngestResult:
-    """Both measurements in temporary stores."""
+    """Both measurements in temporary stores.
+
+    Raises :class:`KeyboardInterrupt` and :class:`StoreFullError` for an ingest that was cut short.
+    """
     with tempfile.TemporaryDirectory(prefix="blendrag-bench-") as root:
-        prefill, put = _rates(adapter, chunks, chunk_tokens, Path(root) / "rate", tick)
-        first = second = 0.0
-        loaded, count = False, 0
-        if corpus_chunks:
-            count, first, second, loaded = _twice(
-                adapter, corpus_chunks, corpus_chunk_tokens, Path(root), tick
-            )
+        rates = _rates(adapter, workload, Path(root) / "rate", tick)
+        twice = _Twice(0, 0.0, 0.0, None)
+        if workload.corpus_chunks:
+            twice = _twice(adapter, workload, Path(root) / "twice", tick)
     return IngestResult(
-        prefill, put, put / prefill, count, first, second, first / second if second else 0.0, loaded
+        prefill_tokens_per_s=rates.prefill,
+        encode_tokens_per_s=rates.encode,
+        ingest_tokens_per_s=rates.ingest,
+        relative_rate=rates.ingest / rates.prefill,
+        corpus_chunks=twice.chunks,
+        first_ingest_s=twice.first_s,
+        second_ingest_s=twice.second_s,
+        reingest_speedup=twice.first_s / twice.second_s if twice.second_s else 0.0,
+        model_loaded_again=twice.loaded,
+        from_shell=workload.from_shell,
     )
 
 
+# -- rates --------------------------------------------------------------------------------------
+
+
+class _Rates(NamedTuple):
+    """Tokens per second."""
+
+    prefill: float
+    encode: float
+    ingest: float
+
+
+class _NoEmbedder(Embedder):
+    """Zeros at once, so that an ingest is timed without embedding."""
+
+    def embed(self, texts: Sequence[str], titles: Sequence[str] | None = None) -> np.ndarray:
+        return np.zeros((len(texts), VECTOR_DIM), np.float32)  # [n, dim]
+
+
 @torch.inference_mode()
-def _rates(
-    adapter: ModelAdapter, chunks: int, tokens: int, root: Path, tick: Callable[[str], None]
-) -> tuple[float, float]:
-    store = open_store(root, ram_bytes=0, disk_bytes=1 << 40)
+def _rates(adapter: ModelAdapter, workload: IngestWorkload, root: Path, tick: Tick) -> _Rates:
+    tokens = workload.chunk_tokens
     vocab = adapter.model.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(0)
     namespace = adapter.identity.namespace
+    files = iter(_write_corpus(adapter, root / "documents", workload.chunks + 1, tokens))
+    ingested: list[int] = []
+    store = open_store(root / "store", ram_bytes=0, disk_bytes=DISK_BYTES)
+    engine = BlendEngine(adapter, root / "engine", chunk_tokens=tokens, disk_bytes=DISK_BYTES)
+    engine.resources.embedder = _NoEmbedder("none")
 
     def fresh_ids() -> list[int]:
         return torch.randint(2, vocab, (tokens,), generator=generator).tolist()
@@ -73,59 +137,136 @@ def _rates(
         ids = torch.tensor([[*PREFIX_IDS, *fresh_ids()]], device=adapter.device)
         adapter.model(input_ids=ids, use_cache=True, logits_to_keep=1)
 
-    def encode_and_put() -> None:
+    def encode() -> None:
         ids = fresh_ids()
         store.put(namespace, chunk_key(namespace, PREFIX_IDS, ids), adapter.encode(PREFIX_IDS, ids))
 
+    def ingest() -> None:
+        ingested.append(_complete(engine.ingest([next(files)])).tokens)
+
+    ways: dict[str, Callable[[], object]] = {"prefill": prefill, "encode": encode, "ingest": ingest}
     try:
-        ways: dict[str, Callable[[], object]] = {"prefill": prefill, "ingest": encode_and_put}
-        for way in ways.values():
+        tick("warming up")
+        for way in ways.values():  # the first ingest also runs the gate, once per model and store
             way()
-        timings = interleaved(ways, chunks, adapter.device, tick)
+        timings = interleaved(ways, workload.chunks, adapter.device, tick)
     finally:
+        engine.close()
         store.close()
-    return tokens / timings["prefill"].median * 1e3, tokens / timings["ingest"].median * 1e3
+    return _Rates(
+        tokens / timings["prefill"].median * 1e3,
+        tokens / timings["encode"].median * 1e3,
+        statistics.fmean(ingested[1:]) / timings["ingest"].median * 1e3,
+    )
 
 
-def _twice(
-    adapter: ModelAdapter, chunks: int, tokens: int, root: Path, tick: Callable[[str], None]
-) -> tuple[int, float, float, bool]:
+# -- the same corpus twice ----------------------------------------------------------------------
+
+
+class _Twice(NamedTuple):
+    chunks: int
+    first_s: float
+    second_s: float
+    loaded: bool | None
+
+
+class _Corpus(NamedTuple):
+    """What both ingests of a corpus are given."""
+
+    documents: Path
+    checkpoint: Path
+    store: Path
+    chunk_tokens: int
+    dtype: str
+    device: str
+
+
+def _twice(adapter: ModelAdapter, workload: IngestWorkload, root: Path, tick: Tick) -> _Twice:
     """Ingest a corpus, forget everything loaded, ingest it again from the saved checkpoint."""
-    checkpoint, store = root / "model", root / "store"
+    tokens = workload.corpus_chunk_tokens
+    corpus = _Corpus(
+        root / "documents", root / "model", root / "store", tokens,
+        adapter.layout.dtype, str(adapter.device),
+    )  # fmt: skip
     tick("saving the checkpoint")
-    adapter.model.save_pretrained(checkpoint)
-    adapter.tokens.tokenizer.save_pretrained(checkpoint)
-    documents = list(_documents(adapter, chunks, tokens))
+    adapter.model.save_pretrained(corpus.checkpoint)
+    adapter.tokens.tokenizer.save_pretrained(corpus.checkpoint)
+    tick("writing the corpus")
+    _write_corpus(adapter, corpus.documents, workload.corpus_chunks, tokens)
+    return _from_shell(corpus, tick) if workload.from_shell else _in_process(corpus, tick)
+
+
+def _in_process(corpus: _Corpus, tick: Tick) -> _Twice:
+    """Two engines one after the other; loading the model is not part of the first one's time."""
+
+    def open_engine() -> BlendEngine:
+        return BlendEngine(
+            str(corpus.checkpoint), corpus.store, chunk_tokens=corpus.chunk_tokens,
+            embedder=MINILM_OFFLINE, dtype=corpus.dtype, device=corpus.device,
+        )  # fmt: skip
 
     def ingest(engine: BlendEngine) -> tuple[int, float]:
         began = time.perf_counter()
         report = engine.ingest(
-            documents, lambda t: tick(f"{t.chunks} chunks, {t.tokens_per_s:.0f} tokens/s")
+            [corpus.documents],
+            lambda t: tick(f"{t.chunks} chunks, {t.tokens_per_s:.0f} tokens/s"),
         )
-        return report.chunks, time.perf_counter() - began
-
-    def open_engine() -> BlendEngine:
-        return BlendEngine(str(checkpoint), store, chunk_tokens=tokens, embedder="minilm-offline")
+        return _complete(report).chunks, time.perf_counter() - began
 
     with open_engine() as engine:
-        _ = engine.adapter  # loading is not part of the first ingest's time
-        count, first = ingest(engine)
+        _ = engine.adapter
+        chunks, first_s = ingest(engine)
     with open_engine() as engine:
-        _, second = ingest(engine)
+        _, second_s = ingest(engine)
         loaded = engine.resources.is_loaded
-    return count, first, second, loaded
+    return _Twice(chunks, first_s, second_s, loaded)
 
 
-def _documents(adapter: ModelAdapter, chunks: int, tokens: int) -> list[Document]:
-    """Documents of random words, each a little under ``tokens`` tokens."""
+def _from_shell(corpus: _Corpus, tick: Tick) -> _Twice:
+    """``blendrag ingest`` twice, from the start of the process to its end."""
+    command = [
+        sys.executable, "-m", "blendrag.cli.main", "ingest", str(corpus.documents),
+        "--model", str(corpus.checkpoint), "--store", str(corpus.store),
+        "--chunk-tokens", str(corpus.chunk_tokens), "--embedder", MINILM_OFFLINE,
+        "--dtype", corpus.dtype, "--device", corpus.device, "--json",
+    ]  # fmt: skip
+
+    def ingest(text: str) -> tuple[int, float]:
+        tick(text)
+        began = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        seconds = time.perf_counter() - began
+        if not done.stdout:
+            said = done.stderr.strip().splitlines() or ["it said nothing"]
+            raise BlendragError(f"ingest in a process of its own failed: {said[-1]}")
+        return _complete(IngestReport(**json.loads(done.stdout))).chunks, seconds
+
+    chunks, first_s = ingest("first ingest, in a process of its own")
+    _, second_s = ingest("second ingest, in a process of its own")
+    return _Twice(chunks, first_s, second_s, None)
+
+
+def _complete(report: IngestReport) -> IngestReport:
+    """``report`` of an ingest that reached its end; what ended it before is raised again."""
+    if report.interrupted:
+        raise KeyboardInterrupt
+    if report.stopped:
+        raise StoreFullError(report.stopped)
+    return report
+
+
+def _write_corpus(adapter: ModelAdapter, folder: Path, count: int, tokens: int) -> list[Path]:
+    """``count`` text files of random words, each a little under ``tokens`` tokens."""
+    folder.mkdir(parents=True)
     words = Path(random.__file__).read_text(encoding="utf-8").split()
     rng = random.Random(0)
-    documents = []
-    for number in range(chunks):
+    files = []
+    for number in range(count):
         text = f"Document {number}."
         while len(adapter.tokens.encode_text(text)) < tokens * 0.9:
             text += " " + " ".join(rng.choices(words, k=max(4, tokens // 16)))
         while len(adapter.tokens.encode_text(text)) > tokens:
             text = text.rsplit(" ", 1)[0]
-        documents.append(Document(f"bench/{number}", text, f"Document {number}"))
-    return documents
+        files.append(folder / f"{number:05}.txt")
+        files[-1].write_text(text, encoding="utf-8")
+    return files
