@@ -16,16 +16,21 @@ layer; the paper leaves it open.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from blendrag.fusor.cache import BlendCache
 from blendrag.fusor.rows import Rows
+from blendrag.fusor.scout import Scout
 from blendrag.loader import LayerLoader, LoadedSpan
 from blendrag.positions import Repositioner
-from blendrag.selection import LayerView, PromptGeometry, Schedule, SelectionPolicy
+from blendrag.selection import LayerView, PromptGeometry, Schedule, SelectionPolicy, make_policy
+
+
+Fetch = Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 class Peeked(Exception):
@@ -60,7 +65,7 @@ class FusionCounts:
     candidate_rows: tuple[int, ...]
     """Chunk tokens computed in each layer."""
     rows: tuple[int, ...]
-    """All rows computed in each layer, fresh ones included."""
+    """All rows computed in each layer: fresh ones included, twice where a scout pass was run."""
     recomputed_per_span: tuple[float, ...]
     """Mean over layers 1…L-1 of the tokens recomputed in each blended span."""
     candidates: int
@@ -102,14 +107,17 @@ class Fusion:
         self.geometry = PromptGeometry(
             n, tuple((s.start, s.end) for s in request.blended), _query_span(request)
         )
-        self._always, candidates = _split_tokens(request, device)
-        entry = request.policy.entry(self.geometry, device)
-        self._alive = candidates if entry is None else entry
+        self._always, self._candidates = _split_tokens(request, device)
+        candidates = self._candidates
+        self.policy = request.policy
+        self.scouts = self.policy.asks and candidates.numel() > 0
+        """Whether a forward within :meth:`scouting` must come before the blended one."""
+        self.is_scouting = False
+        self._scouted_rows = 0
+        self._question: torch.Tensor | None = None
+        entry = candidates[:0] if self.scouts else self.policy.entry(self.geometry, device)
         self._all_enter = entry is None
-        self.rows = self._rows_of(self._alive)
-        """Rows the layer under way computes."""
-        self._next_rows = self.rows
-        self._peeks = request.policy.looks and candidates.numel() > 0 and self._layers > 1
+        self._enter(candidates if entry is None else entry)
         self._budgets = request.schedule.counts(request.ratio, self._layers, candidates.numel())
         self._candidate_rows: list[int] = []
         self._row_counts: list[int] = []
@@ -117,9 +125,38 @@ class Fusion:
         self._peeked_kv: tuple[torch.Tensor, torch.Tensor] | None = None
         self._peek_rows: Rows | None = None
         self._peeking = False
-        self._placed = -1
+        self._placed = [False] * self._layers
         self._rotation = _Rotation(request.spans, repositioner, device)
         self.loader = LayerLoader(self._buffers, self._wanted())
+
+    def _enter(self, chosen: torch.Tensor) -> None:
+        self._alive = chosen
+        self.rows = self._next_rows = self._rows_of(chosen)
+
+    # -- before the first layer ---------------------------------------------------------------
+
+    @contextmanager
+    def scouting(self) -> Iterator[Scout]:
+        """A forward within computes the fresh tokens over stored KV; after it the choice is made."""
+        n, device = self.request.prompt_tokens, self._candidates.device
+        scout = Scout(n, n - self.geometry.query_span[0], device)
+        self.is_scouting = True
+        try:
+            yield scout
+        finally:
+            self.is_scouting = False
+        self.scouts, self._scouted_rows = False, self.rows.count
+        for layer in self._cache.layers:
+            layer.show(0)
+        if scout.layers:
+            self._question = scout.attention
+        else:  # attention of this model's own making: nothing was seen
+            self.policy = make_policy("hkvd")
+        if self.policy.looks:
+            self._enter(self._candidates)
+        else:
+            budget = self._budgets[0] if self._budgets else self._candidates.numel()
+            self._enter(self.policy.select(0, self._view(self._candidates, _nothing_yet), budget))
 
     # -- before a layer -----------------------------------------------------------------------
 
@@ -130,6 +167,8 @@ class Fusion:
 
         ``peek(rows)`` runs the layer on ``rows`` until its K/V exist.
         """
+        if self.is_scouting:
+            return self.rows, self.rows.positions if layer == 0 else None
         if layer == 0:
             self._count()
             return self.rows, None if self.rows.covers_prompt else self.rows.positions
@@ -141,6 +180,10 @@ class Fusion:
         if self.rows is arriving:
             return self.rows, None
         return self.rows, torch.searchsorted(arriving.positions, self.rows.positions)
+
+    @property
+    def _peeks(self) -> bool:
+        return self.policy.looks and self._candidates.numel() > 0 and self._layers > 1
 
     def _peek(self, peek: Callable[[Rows], None]) -> None:
         self._peek_rows = self.rows
@@ -168,19 +211,25 @@ class Fusion:
         if self._peeking:
             self._peeked_kv = (keys[0], values[0])
             raise Peeked
+        if self.is_scouting:
+            return self._scatter(layer, self.rows, keys[0], values[0])
         if layer + 1 < self._layers and not (layer == 0 and self._peeks):
             self._choose(layer + 1, keys[0], values[0], seen=layer)
-        rows, fresh_k, fresh_v = self._scattered(layer, keys[0], values[0])
+        return self._scatter(layer, *self._computed(layer, keys[0], values[0]))
+
+    def _scatter(
+        self, layer: int, rows: Rows, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         buffer = self._buffers[layer]  # [2, Hkv, N, D]
         if rows.covers_prompt:
-            buffer[0].copy_(fresh_k)
-            buffer[1].copy_(fresh_v)
+            buffer[0].copy_(keys)
+            buffer[1].copy_(values)
         else:
-            buffer[0].index_copy_(1, rows.positions, fresh_k)
-            buffer[1].index_copy_(1, rows.positions, fresh_v)
+            buffer[0].index_copy_(1, rows.positions, keys)
+            buffer[1].index_copy_(1, rows.positions, values)
         return self._cache.layers[layer].show(self.request.prompt_tokens)
 
-    def _scattered(
+    def _computed(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[Rows, torch.Tensor, torch.Tensor]:
         """What goes into the buffer: at layer 1 all that was peeked, else the rows just computed."""
@@ -191,11 +240,11 @@ class Fusion:
 
     def _place(self, layer: int) -> None:
         """Stored KV of ``layer`` into place and to its positions, once."""
-        if layer == self._placed:
+        if self._placed[layer]:
             return
         self.loader.synchronize(layer)
         self._rotation.apply(self._buffers[layer][0], layer, only_exact=self._skips_load(layer))
-        self._placed = layer
+        self._placed[layer] = True
 
     def _choose(self, layer: int, keys: torch.Tensor, values: torch.Tensor, seen: int) -> None:
         """Ask the policy for the tokens of ``layer``; K/V ``[Hkv, S, D]`` are those of layer ``seen``."""
@@ -205,11 +254,14 @@ class Fusion:
             at = torch.searchsorted(computed.positions, alive)
             return keys[:, at], values[:, at], buffer[0][:, alive], buffer[1][:, alive]
 
-        view = LayerView(self.geometry, alive, fetch)
-        chosen = self.request.policy.select(layer, view, self._budgets[layer - 1])
+        chosen = self.policy.select(layer, self._view(alive, fetch), self._budgets[layer - 1])
         if chosen.numel() != alive.numel():
             self._alive = chosen
             self._next_rows = self._rows_of(chosen)
+
+    def _view(self, tokens: torch.Tensor, fetch: Fetch) -> LayerView:
+        question = self._question[tokens] if self._question is not None else None
+        return LayerView(self.geometry, tokens, fetch, question)
 
     # -- helpers ------------------------------------------------------------------------------
 
@@ -231,7 +283,7 @@ class Fusion:
         layers = max(self._layers - 1, 1)
         return FusionCounts(
             tuple(self._candidate_rows),
-            tuple(self._row_counts),
+            tuple(rows + self._scouted_rows for rows in self._row_counts),
             tuple(sum(recomputed[s.start : s.end]) / layers for s in self.request.blended),
             self.request.candidates,
         )
@@ -269,6 +321,10 @@ def _split_tokens(request: BlendRequest, device: torch.device) -> tuple[torch.Te
         state[span.start : span.end] = 2 if span.exact else 1
     fresh = (state == 0).nonzero().flatten().to(device)
     return fresh, (state == 1).nonzero().flatten().to(device)
+
+
+def _nothing_yet() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    raise RuntimeError("nothing is computed before layer 0: there is no deviation to look at")
 
 
 def _query_span(request: BlendRequest) -> tuple[int, int]:

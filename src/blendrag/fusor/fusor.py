@@ -20,6 +20,7 @@ from blendrag.fusor.cache import BlendCache
 from blendrag.fusor.fusion import BlendRequest, Fusion
 from blendrag.fusor.narrow import narrow_kwargs, refuse_positional
 from blendrag.fusor.rows import Rows
+from blendrag.fusor.scout import scouting
 from blendrag.model.adapter import ModelAdapter
 
 #: Attention implementations that take an arbitrary mask, so that any rows can be selected.
@@ -76,10 +77,24 @@ class Fusor:
             for index, layer in enumerate(self.adapter.stack.layers):
                 hook = _LayerHook(fusion, index, not self.fast_attention, check)
                 armed.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            if fusion.scouts:
+                before = self.adapter.stack.base.register_forward_pre_hook(
+                    self._scout_hook(fusion), with_kwargs=True
+                )
+                armed.callback(before.remove)
             done = self.adapter.stack.base.register_forward_hook(lambda *_: armed.close())
             armed.callback(done.remove)
             fusion.loader.start()
             yield fusion
+
+    def _scout_hook(self, fusion: Fusion) -> Callable[..., None]:
+        """Runs the decoder once over stored KV before the blended forward."""
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            with fusion.scouting() as scout, scouting(self.adapter.stack, scout):
+                module.forward(*args, **kwargs)
+
+        return hook
 
     @torch.inference_mode()
     def prefill(
@@ -131,8 +146,9 @@ class _LayerHook:
         def arguments(
             rows: Rows, indices: torch.Tensor | None
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            narrowed = narrow_kwargs(kwargs, rows, self._masked)
-            if not self._masked:
+            masked = self._masked or self._fusion.is_scouting
+            narrowed = narrow_kwargs(kwargs, rows, masked)
+            if not masked:
                 narrowed[ROWS_KEYWORD] = rows
             states = hidden if indices is None else hidden[:, indices]
             if args:

@@ -39,7 +39,10 @@ class LayerView:
     geometry: PromptGeometry
     tokens: torch.Tensor
     fetch: Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
-    """→ fresh_keys, fresh_values, loaded_keys, loaded_values"""
+    """→ fresh_keys, fresh_values, loaded_keys, loaded_values; layer 0 has none to compare yet"""
+    question: torch.Tensor | None = None
+    """Attention that the query span pays to ``tokens`` ``[n]`` float32, over the KV as stored; only
+    for a policy that asks."""
 
     @cached_property
     def deviation(self) -> torch.Tensor:
@@ -63,6 +66,9 @@ class SelectionPolicy(ABC):
     name: ClassVar[str]
     looks: ClassVar[bool] = False
     """Whether it compares fresh with loaded KV: then layer 0 is computed for every candidate."""
+    asks: ClassVar[bool] = False
+    """Whether it wants the question's attention: a scout pass over the fresh tokens comes first, and
+    unless it looks as well, ``select`` chooses for layer 0 instead of ``entry``."""
 
     def entry(self, geometry: PromptGeometry, device: torch.device) -> torch.Tensor | None:
         """Candidates computed in layer 0, ascending positions; ``None`` means all of them."""
@@ -70,7 +76,7 @@ class SelectionPolicy(ABC):
 
     @abstractmethod
     def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
-        """Positions ⊆ ``view.tokens``, ascending, to compute in ``layer`` (≥ 1)."""
+        """Positions ⊆ ``view.tokens``, ascending, to compute in ``layer`` (≥ 1; see ``asks``)."""
 
 
 def top(scores: torch.Tensor, tokens: torch.Tensor, budget: int) -> torch.Tensor:

@@ -1,0 +1,28 @@
+"""``query``: the tokens that the question looks at (ProphetKV, QCFuse).
+
+A scout pass runs the fresh tokens over the stored KV first; what recomputing is worth is then the
+attention that the tokens behind the last chunk pay to a token, summed over heads and layers. Unlike a
+deviation seen in the first layers, that finds tokens whose KV goes wrong only in later ones. Layer 0
+is computed for the chosen tokens alone.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from blendrag.selection.base import LayerView, SelectionPolicy, top
+
+
+class QueryPolicy(SelectionPolicy):
+    """Most attention from the question; the same ranking in every layer."""
+
+    name: ClassVar[str] = "query"
+    asks: ClassVar[bool] = True
+
+    def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
+        if budget >= view.tokens.numel():
+            return view.tokens
+        assert view.question is not None, "a policy that asks is told"
+        return top(view.question, view.tokens, budget)
