@@ -247,10 +247,20 @@ def fuse(
     new_tokens: int = 0,
 ) -> tuple[torch.Tensor, BlendCache, Fusion]:
     """One blended prefill of ``ids`` over ``spans``."""
-    request = BlendRequest(
+    asked = request(ids, spans, policy, ratio, schedule)
+    return fusor.prefill(ids, asked, new_tokens, 0 if all_rows else 1)
+
+
+def request(
+    ids: torch.Tensor,
+    spans: Sequence[LoadedSpan],
+    policy: str | SelectionPolicy = "hkvd",
+    ratio: float = 0.2,
+    schedule: str = "geometric",
+) -> BlendRequest:
+    return BlendRequest(
         ids.shape[1], tuple(spans), make_policy(policy), Schedule.parse(schedule), ratio
     )
-    return fusor.prefill(ids, request, new_tokens, 0 if all_rows else 1)
 
 
 @torch.inference_mode()

@@ -157,7 +157,12 @@ def name_repeats(rng: random.Random, writer: Writer) -> Sample:
     """Names and values three times over: induction is carried to the tokens that matter."""
     if rng.random() < 0.1:
         return Repeats((64, 2040), (6, 24))(rng, writer)
-    once = [t for pair in _pairs(rng, writer, rng.randint(2, 5), _attribute(rng)) for tokens in pair for t in tokens]
+    once = [
+        t
+        for pair in _pairs(rng, writer, rng.randint(2, 5), _attribute(rng))
+        for tokens in pair
+        for t in tokens
+    ]
     sample = Sample()
     sample.append([writer.bos])
     sample.questions.append(Asked(once * 3, len(once) + 1))

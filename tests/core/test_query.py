@@ -1,0 +1,190 @@
+"""Policy ``query``: what the question looks at is seen rightly, chosen, paid for and counted."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from blendrag.fusor import Fusor, scout
+from blendrag.loader import LoadedSpan
+from blendrag.model import ModelAdapter
+from blendrag.selection import LayerView
+from blendrag.selection.query import QueryPolicy
+
+N = 150
+LAYERS = 4
+IDS = tiny.random_ids(N)
+#: fresh 0-10, chunk 10-70, fresh 70-74, chunk 74-130, question 130-150
+CHUNKS = ((10, 70), (74, 130))
+QUESTION = 130
+CANDIDATES = sum(b - a for a, b in CHUNKS)
+FRESH = N - CANDIDATES
+
+
+class Recording(QueryPolicy):
+    """query that remembers what it was told and what it chose."""
+
+    def __init__(self) -> None:
+        self.question: dict[int, torch.Tensor] = {}
+        self.chosen: dict[int, torch.Tensor] = {}
+
+    def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
+        assert view.question is not None
+        self.question[layer] = view.question
+        self.chosen[layer] = super().select(layer, view, budget)
+        return self.chosen[layer]
+
+
+def spans(adapter: ModelAdapter, noise: float = 0.0) -> list[LoadedSpan]:
+    return [tiny.span(adapter, IDS, a, b, stored_at=1, noise=noise) for a, b in CHUNKS]
+
+
+@torch.inference_mode()
+def attention_paid(model: Any) -> torch.Tensor:
+    """The slow reference: what stock eager attention says the question pays to each candidate."""
+    model.set_attn_implementation("eager")
+    weights = model(input_ids=IDS, output_attentions=True, use_cache=False).attentions
+    paid = sum(layer[0, :, QUESTION:].float().sum((0, 1)) for layer in weights)
+    assert isinstance(paid, torch.Tensor)
+    return torch.cat([paid[a:b] for a, b in CHUNKS])
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", "gemma2", "gemma3_text", "gpt_oss", "gpt_neox", "cohere2", "qwen2"]
+)
+def test_over_exact_kv_the_scout_sees_what_eager_attention_pays(name: str) -> None:
+    model = tiny.family(name, initializer_range=0.3)  # attention that differs between tokens
+    policy = Recording()
+    tiny.fuse(Fusor(tiny.adapter(model)), IDS, spans(tiny.adapter(model)), policy, 0.3)
+    expected = attention_paid(model)
+    assert tiny.difference(policy.question[0], expected) < 1e-2 * float(expected.std())
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_exact_loaded_kv_equals_stock(name: str) -> None:
+    adapter = tiny.adapter(tiny.family(name))
+    expected = tiny.stock(adapter.model, IDS)[0, -1]
+    for made in (Fusor(adapter), Fusor(adapter, fast_attention=False)):
+        logits, _, _ = tiny.fuse(made, IDS, spans(adapter), "query", 0.3)
+        assert tiny.difference(logits[0, 0], expected) < 1e-4
+
+
+@pytest.mark.parametrize("masks", [True, False])
+def test_ratio_one_equals_full_prefill_even_over_useless_kv(
+    adapter: ModelAdapter, masks: bool
+) -> None:
+    fusor = Fusor(adapter, force_masks=masks)
+    logits, cache, _ = tiny.fuse(fusor, IDS, spans(adapter, 3.0), "query", 1.0, all_rows=True)
+    assert tiny.difference(logits[0], tiny.stock(adapter.model, IDS)[0]) < 1e-4
+    assert cache.get_seq_length() == N
+
+
+def test_attention_in_blocks_of_rows_is_the_same(
+    adapter: ModelAdapter, fusor: Fusor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, blocks = Recording(), Recording()
+    tiny.fuse(fusor, IDS, spans(adapter, 1.0), whole, 0.3)
+    monkeypatch.setattr(scout, "BLOCK_WEIGHTS", 4 * N * 7)  # 7 rows of four heads
+    tiny.fuse(fusor, IDS, spans(adapter, 1.0), blocks, 0.3)
+    assert tiny.difference(whole.question[0], blocks.question[0]) < 1e-5
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "9,3,1"])
+def test_most_looked_at_tokens_are_chosen_in_nested_sets(
+    adapter: ModelAdapter, fusor: Fusor, schedule: str
+) -> None:
+    policy = Recording()
+    _, _, fusion = tiny.fuse(fusor, IDS, spans(adapter, 3.0), policy, 0.2, schedule)
+    everywhere = torch.cat([torch.arange(a, b) for a, b in CHUNKS])
+    ranked = everywhere[policy.question[0].argsort(descending=True)].tolist()
+    counts = fusion.counts()
+    for layer in range(LAYERS):
+        n = counts.candidate_rows[layer]
+        assert sorted(ranked[:n]) == sorted(policy.chosen[layer].tolist())
+    assert counts.candidate_rows[0] == counts.candidate_rows[1]
+    assert abs(counts.ratio - 0.2) <= 0.5 / ((LAYERS - 1) * CANDIDATES)
+
+
+def test_layer_zero_is_not_computed_for_all_and_the_scout_is_counted(
+    adapter: ModelAdapter, fusor: Fusor
+) -> None:
+    loaded, seen = spans(adapter, 1.0), list[int]()
+    hooks = [
+        layer.mlp.register_forward_hook(lambda module, args, out: seen.append(args[0].shape[1]))
+        for layer in adapter.stack.layers
+    ]
+    _, _, fusion = tiny.fuse(fusor, IDS, loaded, "query", 0.2, "constant")
+    for hook in hooks:
+        hook.remove()
+    counts = fusion.counts()
+    assert seen[:LAYERS] == [FRESH] * LAYERS  # the scout
+    assert seen[LAYERS:] == [FRESH + n for n in counts.candidate_rows]
+    assert counts.rows == tuple(2 * FRESH + n for n in counts.candidate_rows)
+    assert counts.charged_ratio == pytest.approx(counts.ratio, abs=1 / CANDIDATES)
+
+
+def test_it_mends_what_the_question_looks_at_most(adapter: ModelAdapter, fusor: Fusor) -> None:
+    """One token's KV is useless: mended by query exactly if the question looks at it."""
+    policy = Recording()
+    tiny.fuse(fusor, IDS, spans(adapter), policy, 0.1)
+    stock = tiny.stock(adapter.model, IDS)[0, -1]
+    everywhere = torch.cat([torch.arange(a, b) for a, b in CHUNKS])
+    ranked = everywhere[policy.question[0].argsort(descending=True)].tolist()
+
+    def wrong(position: int) -> float:
+        disturbed = spans(adapter)
+        for span in disturbed:
+            if span.start <= position < span.end:
+                for layer in span.reader.kv.layers:  # type: ignore[attr-defined]
+                    layer[1, :, position - span.start] += 3.0
+        told = Recording()
+        logits, _, _ = tiny.fuse(fusor, IDS, disturbed, told, 0.1, "constant")
+        assert (position in told.chosen[0].tolist()) == (position == ranked[0])
+        return tiny.difference(logits[0, 0], stock)
+
+    assert wrong(ranked[0]) < 1e-4
+    assert wrong(ranked[-1]) > 1e-4
+
+
+def test_a_model_of_one_layer_and_a_prompt_without_chunks() -> None:
+    adapter = tiny.adapter(tiny.llama(num_hidden_layers=1))
+    expected = tiny.stock(adapter.model, IDS)[0, -1]
+    for loaded in (spans(adapter), []):
+        logits, _, fusion = tiny.fuse(Fusor(adapter), IDS, loaded, "query", 0.2)
+        assert tiny.difference(logits[0, 0], expected) < 1e-4
+    assert fusion.counts().rows == (N,)  # nothing to ask about: no scout
+
+
+def test_where_attention_cannot_be_seen_deviation_decides(
+    adapter: ModelAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scout, "implementation", lambda stack, name: nullcontext())
+    fusor = Fusor(adapter, fast_attention=False)
+    logits, _, fusion = tiny.fuse(fusor, IDS, spans(adapter), "query", 0.3)
+    assert fusion.policy.name == "hkvd"
+    assert fusion.counts().candidate_rows[0] == CANDIDATES
+    assert tiny.difference(logits[0, 0], tiny.stock(adapter.model, IDS)[0, -1]) < 1e-4
+
+
+@pytest.mark.parametrize("after", [0, 2, LAYERS, LAYERS + 2])
+def test_abandoned_in_the_scout_or_later_it_leaves_nothing_behind(
+    adapter: ModelAdapter, fusor: Fusor, after: int
+) -> None:
+    calls = iter(range(100))
+
+    def check() -> None:
+        if next(calls) == after:
+            raise InterruptedError
+
+    own = adapter.stack.config._attn_implementation
+    before = tiny.stock(adapter.model, IDS)
+    request = tiny.request(IDS, spans(adapter), "query", 0.2)
+    with pytest.raises(InterruptedError):
+        fusor.prefill(IDS, request, check=check)
+    assert adapter.stack.config._attn_implementation == own
+    assert not adapter.stack.base._forward_pre_hooks
+    assert torch.equal(tiny.stock(adapter.model, IDS), before)
