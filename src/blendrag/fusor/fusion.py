@@ -29,7 +29,6 @@ from blendrag.loader import LayerLoader, LoadedSpan
 from blendrag.positions import Repositioner
 from blendrag.selection import LayerView, PromptGeometry, Schedule, SelectionPolicy, make_policy
 
-
 Fetch = Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
