@@ -94,7 +94,6 @@ def test_there_are_at_least_ten_questions_of_both_kinds() -> None:
 
 
 @trained
-@pytest.mark.xfail(strict=True, reason="the weights are interim: training is not finished")
 def test_the_demo_shows_the_point() -> None:
     """Full prefill answers, reuse fails what refers back, blend answers again."""
     result = invoke("demo", "--json")

@@ -94,13 +94,25 @@ def test_each_token_moves_by_its_own_offset(moved: ModelAdapter) -> None:
             assert tiny.difference(rotated[:, at], expected[:, at]) < 1e-3 * scale
 
 
-def test_values_and_position_free_keys_do_not_move() -> None:
-    adapter = tiny.adapter(tiny.family("smollm3"))
-    free = adapter.repositioner.kinds.index("position-free")
-    keys = torch.randn(2, 5, 8)
-    before = keys.clone()
-    adapter.repositioner.rotate_(keys, free, adapter.repositioner.tables(torch.full((5,), 9)))
-    assert torch.equal(keys, before)
+def test_values_and_position_free_keys_do_not_move(moved: ModelAdapter) -> None:
+    kinds = moved.repositioner.kinds
+    near, far = (moved.prefill_at(IDS, offset).layers for offset in (0, 900))
+    tables = moved.repositioner.tables(torch.full((len(IDS),), 900))
+    for layer, (here, there) in enumerate(zip(near, far, strict=True)):
+        scale = float(here.values.abs().max())
+        assert tiny.difference(here.values, there.values) < 1e-3 * scale, layer
+        keys, scale = here.keys[0], float(here.keys.abs().max())
+        stays = tiny.difference(keys, there.keys[0]) < 1e-3 * scale
+        assert stays == (kinds[layer] == "position-free"), layer
+        if stays:
+            before = keys.clone()
+            moved.repositioner.rotate_(keys, layer, tables)
+            assert torch.equal(keys, before)
+
+
+def test_a_model_with_layers_without_any_rotary_has_some_that_stay() -> None:
+    kinds = tiny.adapter(tiny.family("smollm3")).repositioner.kinds
+    assert set(kinds) == {"rotary", "position-free"}
 
 
 def test_yarn_scaling_is_not_applied_a_second_time() -> None:

@@ -51,7 +51,6 @@ def test_the_weights_are_small_bf16_and_of_a_stock_class() -> None:
     assert config["num_hidden_layers"] >= 8
 
 
-@pytest.mark.xfail(strict=True, reason="the weights are interim: training is not finished")
 def test_full_prefill_answers_coreference_and_reuse_fails_it(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:

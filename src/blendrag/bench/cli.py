@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from blendrag.chunking import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
+from blendrag.config import DEFAULT_POLICY, DEFAULT_SCHEDULE
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed: interleaved modes, medians, ratios.")
 
@@ -24,6 +25,8 @@ CorpusTokens = Annotated[
     int,
     typer.Option(min=MIN_CHUNK_TOKENS, max=MAX_CHUNK_TOKENS, help="Largest chunk of an ingest."),
 ]
+Policy = Annotated[str, typer.Option(help="query, hkvd, boundary(k), reuse or full.")]
+Schedule = Annotated[str, typer.Option(help="constant, linear, geometric[:g] or one per layer.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -44,8 +47,8 @@ def ttft(
     ratio: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Recompute ratio r in [0, 1].")
     ] = 0.15,
-    policy: str = "hkvd",
-    schedule: str = "geometric",
+    policy: Policy = DEFAULT_POLICY,
+    schedule: Schedule = DEFAULT_SCHEDULE,
     rounds: Count = 5,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -95,8 +98,8 @@ def sweep(
     chunks: Count = 6,
     chunk_tokens: Count = 512,
     question_tokens: Count = 32,
-    policy: str = "hkvd",
-    schedule: str = "geometric",
+    policy: Policy = DEFAULT_POLICY,
+    schedule: Schedule = DEFAULT_SCHEDULE,
     rounds: Count = 3,
     dtype: Dtype = "auto",
     device: Device = "auto",

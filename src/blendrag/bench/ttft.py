@@ -21,7 +21,7 @@ import torch
 from transformers import DynamicCache
 
 from blendrag.bench.memory import peak_bytes
-from blendrag.config import Mode
+from blendrag.config import DEFAULT_POLICY, DEFAULT_SCHEDULE, Mode
 from blendrag.controller import Controller
 from blendrag.errors import InvalidInputError
 from blendrag.fusor import BlendRequest, Fusor
@@ -50,8 +50,8 @@ class Workload:
     chunk_tokens: int = 512
     question_tokens: int = 32
     ratio: float = 0.15
-    policy: str = "hkvd"
-    schedule: str = "geometric"
+    policy: str = DEFAULT_POLICY
+    schedule: str = DEFAULT_SCHEDULE
     rounds: int = 5
 
 

@@ -119,8 +119,8 @@ class Writer:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage lasts until its accuracy is 95%, and at most until `until` of the whole run is
-    over.
+    """A stage lasts until its accuracy is `move_on_at`, and at most until `until` of the whole
+    run is over.
     """
 
     name: str

@@ -29,6 +29,8 @@ MODES: tuple[Mode, ...] = ("full", "reuse", "blend")
 #: A paragraph of the corpus fits, two do not: each paragraph is a chunk of its own.
 CHUNK_TOKENS = 64
 EMBEDDER = "minilm-offline"
+#: Prompts long enough that what is saved shows beside what a request costs anyway.
+TOP_K = 24
 MAX_NEW_TOKENS = 16
 
 
@@ -103,7 +105,9 @@ def take_tour(
     from blendrag.engine import BlendEngine
 
     asked = tuple(questions if questions is not None else demo_questions())
-    settings: dict[str, Any] = {"embedder": EMBEDDER, "max_new_tokens": MAX_NEW_TOKENS} | engine
+    settings: dict[str, Any] = {
+        "embedder": EMBEDDER, "max_new_tokens": MAX_NEW_TOKENS, "top_k": TOP_K
+    } | engine  # fmt: skip
     with (
         _directory(store) as root,
         BlendEngine(model, root, chunk_tokens=CHUNK_TOKENS, **settings) as blend,

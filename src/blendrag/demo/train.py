@@ -3,8 +3,8 @@
 
 Owns: the model's geometry, the optimiser, the clock, the checkpoint. Step i draws its samples from
 (seed, i) alone, so a run of `--steps` is deterministic and a resumed one continues the same stream;
-with `--minutes` the clock decides where it ends. Supervises answers only, under bf16 autocast, and
-uses a GPU if there is one.
+with `--minutes` the clock decides where it ends. Supervises answers only; uses a GPU if there is one,
+then under bf16 autocast.
 """
 
 import argparse

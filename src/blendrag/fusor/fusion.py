@@ -18,71 +18,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
 from blendrag.fusor.cache import BlendCache
+from blendrag.fusor.request import BlendRequest, FusionCounts, query_span, split_tokens
 from blendrag.fusor.rows import Rows
 from blendrag.fusor.scout import Scout
 from blendrag.loader import LayerLoader, LoadedSpan
 from blendrag.positions import Repositioner
-from blendrag.selection import LayerView, PromptGeometry, Schedule, SelectionPolicy, make_policy
+from blendrag.selection import LayerView, PromptGeometry, make_policy
 
 Fetch = Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 class Peeked(Exception):
     """Leaves a decoder layer once its K/V are known; never seen outside a fusion."""
-
-
-@dataclass(frozen=True)
-class BlendRequest:
-    """What to fuse: the spans loaded from the store and how to choose among their tokens."""
-
-    prompt_tokens: int
-    spans: tuple[LoadedSpan, ...]
-    """Ascending, disjoint, never covering the last token: its logits are wanted."""
-    policy: SelectionPolicy
-    schedule: Schedule
-    ratio: float
-
-    @property
-    def blended(self) -> tuple[LoadedSpan, ...]:
-        return tuple(span for span in self.spans if not span.exact)
-
-    @property
-    def candidates(self) -> int:
-        """N_chunk: tokens of blended chunks."""
-        return sum(span.tokens for span in self.blended)
-
-
-@dataclass(frozen=True)
-class FusionCounts:
-    """Rows computed, for the metrics and the floor."""
-
-    candidate_rows: tuple[int, ...]
-    """Chunk tokens computed in each layer."""
-    rows: tuple[int, ...]
-    """All rows computed in each layer: fresh ones included, twice where a scout pass was run."""
-    recomputed_per_span: tuple[float, ...]
-    """Mean over layers 1…L-1 of the tokens recomputed in each blended span."""
-    candidates: int
-
-    @property
-    def ratio(self) -> float:
-        """Mean share of chunk tokens recomputed in layers 1…L-1."""
-        layers = len(self.candidate_rows) - 1
-        if not self.candidates or layers <= 0:
-            return 0.0
-        return sum(self.candidate_rows[1:]) / (layers * self.candidates)
-
-    @property
-    def charged_ratio(self) -> float:
-        """Σ_l |chunk tokens computed in layer l| / (L · N_chunk)."""
-        if not self.candidates:
-            return 0.0
-        return sum(self.candidate_rows) / (len(self.candidate_rows) * self.candidates)
 
 
 class Fusion:
@@ -104,9 +55,9 @@ class Fusion:
         self._layers = len(self._buffers)
         device = self._buffers[0].device
         self.geometry = PromptGeometry(
-            n, tuple((s.start, s.end) for s in request.blended), _query_span(request)
+            n, tuple((s.start, s.end) for s in request.blended), query_span(request)
         )
-        self._always, self._candidates = _split_tokens(request, device)
+        self._always, self._candidates = split_tokens(request, device)
         candidates = self._candidates
         self.policy = request.policy
         self.scouts = self.policy.asks and candidates.numel() > 0
@@ -313,22 +264,8 @@ class _Rotation:
             self._repositioner.rotate_(keys[:, self._region], layer, self._tables)
 
 
-def _split_tokens(request: BlendRequest, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions always computed (fresh) and candidates (tokens of blended chunks), ascending."""
-    state = torch.zeros(request.prompt_tokens, dtype=torch.int8)
-    for span in request.spans:
-        state[span.start : span.end] = 2 if span.exact else 1
-    fresh = (state == 0).nonzero().flatten().to(device)
-    return fresh, (state == 1).nonzero().flatten().to(device)
-
-
 def _nothing_yet() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     raise RuntimeError("nothing is computed before layer 0: there is no deviation to look at")
-
-
-def _query_span(request: BlendRequest) -> tuple[int, int]:
-    last = max((span.end for span in request.spans), default=0)
-    return (last, request.prompt_tokens)
 
 
 __all__ = ["BlendRequest", "Fusion", "FusionCounts", "Peeked"]
