@@ -68,10 +68,17 @@ def scan_inputs(paths: Sequence[Path]) -> Inputs:
     files: dict[Path, None] = {}
     unsupported: dict[Path, None] = {}
     for path in map(Path, paths):
-        if path.is_dir():
+        try:
+            is_directory, is_there = path.is_dir(), path.exists() or path.is_symlink()
+        except OSError as exc:
+            raise InvalidInputError(
+                f"{path} cannot be looked at ({exc.strerror}); check its name and the permissions of "
+                "the directories above it, or leave it out"
+            ) from exc
+        if is_directory:
             for found in _below(path):
                 (files if found.suffix.lower() in _READERS else unsupported)[found] = None
-        elif path.exists() or path.is_symlink():
+        elif is_there:
             files[path] = None
         else:
             raise InvalidInputError(
@@ -114,9 +121,9 @@ def _read_text(path: Path) -> str:
     except UnicodeEncodeError as exc:
         shown = str(path).encode("utf-8", "backslashreplace").decode("utf-8")
         raise UnreadableDocumentError(shown, "has a name that is not UTF-8; rename it") from exc
-    if path.exists() and not path.is_file():
-        raise UnreadableDocumentError(path, "is not a regular file; name a file or a directory")
     try:
+        if path.exists() and not path.is_file():
+            raise UnreadableDocumentError(path, "is not a regular file; name a file or a directory")
         data = path.read_bytes()
     except OSError as exc:
         raise UnreadableDocumentError(
