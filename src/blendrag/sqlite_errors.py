@@ -11,6 +11,15 @@ _FAILED_WRITES = (
     sqlite3.SQLITE_IOERR_TRUNCATE,
     sqlite3.SQLITE_IOERR_SHMSIZE,
 )
+#: What stands in the way without saying anything about what is in the file.
+_FOREIGN = (
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_READONLY,
+)
 
 
 def primary_code(error: sqlite3.Error) -> int | None:
@@ -23,3 +32,8 @@ def is_out_of_space(error: sqlite3.Error) -> bool:
     """Whether something could not be written for want of space."""
     code = getattr(error, "sqlite_errorcode", None)
     return primary_code(error) == sqlite3.SQLITE_FULL or code in _FAILED_WRITES
+
+
+def is_foreign(error: sqlite3.Error) -> bool:
+    """Whether the file may be sound: it is in use, or its disk or permissions are in the way."""
+    return primary_code(error) in _FOREIGN

@@ -14,6 +14,8 @@ from urllib.parse import quote
 
 from diskcache.core import DEFAULT_SETTINGS, METADATA
 
+from blendrag.sqlite_errors import is_foreign
+
 DATABASE = "cache.db"
 DATABASE_FILES = (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm")
 
@@ -58,7 +60,7 @@ _SCHEMA = {
 def fault(directory: Path, busy_timeout_s: float) -> str | None:
     """What is odd about the database in ``directory``; ``None`` if it can be opened.
 
-    Raises ``sqlite3.OperationalError`` when it is locked.
+    Raises ``sqlite3.DatabaseError`` when it cannot be looked at now: in use, or the disk fails.
     """
     for name in DATABASE_FILES:
         path = directory / name
@@ -71,7 +73,7 @@ def fault(directory: Path, busy_timeout_s: float) -> str | None:
         connection.execute("PRAGMA query_only = ON")
         return _schema_fault(connection) or _settings_fault(connection)
     except sqlite3.DatabaseError as exc:
-        if exc.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        if is_foreign(exc):
             raise
         return str(exc)
     finally:
@@ -81,10 +83,8 @@ def fault(directory: Path, busy_timeout_s: float) -> str | None:
 def _schema_fault(connection: sqlite3.Connection) -> str | None:
     rows = connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
     schema = {(kind, name, " ".join(str(sql or "").split())) for kind, name, sql in rows}
-    strange = sorted(name for _, name, _ in schema - _SCHEMA) or sorted(
-        name for _, name, _ in _SCHEMA - schema
-    )
-    return f"unexpected or missing schema: {', '.join(map(str, strange))}" if strange else None
+    strange = {name for _, name, _ in schema - _SCHEMA} or {name for _, name, _ in _SCHEMA - schema}
+    return f"unexpected or missing schema: {_listed(strange)}" if strange else None
 
 
 def _settings_fault(connection: sqlite3.Connection) -> str | None:
@@ -96,4 +96,9 @@ def _settings_fault(connection: sqlite3.Connection) -> str | None:
     strange = {
         name for name in rows.keys() | SETTINGS.keys() if rows.get(name) != SETTINGS.get(name)
     }
-    return f"unexpected settings: {', '.join(map(str, sorted(strange)))}" if strange else None
+    return f"unexpected settings: {_listed(strange)}" if strange else None
+
+
+def _listed(names: set[Any]) -> str:
+    """In order, whatever types a hostile database gives its names."""
+    return ", ".join(sorted(map(str, names)))
