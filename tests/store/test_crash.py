@@ -10,6 +10,7 @@ import pytest
 
 from blendrag.errors import StoreError, StoreFullError, StoreUnavailableError
 from blendrag.store import DiskStore
+from blendrag.store.index import Index
 
 
 def temporaries(root):
@@ -105,6 +106,197 @@ def test_a_crash_between_two_steps_is_reconciled_at_the_next_open(lab, root, for
     assert all(lab.is_right(store, number) for number in found)
     assert (3 in found) == (step == "before index")
     store.close()
+
+
+def die(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def assert_killed(pid):
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+def filled(lab, root, numbers=(1, 2, 3)):
+    store = DiskStore(root, 1 << 30)
+    for number in numbers:
+        lab.put(store, number)
+    store.close()
+
+
+def drop_index(root):
+    for path in (root / "index").glob("cache.db*"):
+        path.unlink()
+
+
+def assert_complete(lab, root, numbers=(1, 2, 3)):
+    store = DiskStore(root, 1 << 30)
+    assert all(lab.is_right(store, number) for number in numbers)
+    assert len(lab.payloads(root)) == store.stats().entries == len(numbers)
+    assert temporaries(root) == []
+    assert not (root / "index" / "unfinished").exists()
+    store.close()
+
+
+@pytest.mark.parametrize("step", ["add", "sync"])
+@pytest.mark.parametrize("kills", [1, 2])
+def test_a_kill_while_the_index_is_rebuilt_loses_nothing(lab, root, fork, step, kills):
+    filled(lab, root)
+    drop_index(root)
+
+    def killed_while_opening():
+        setattr(Index, step, die)
+        DiskStore(root, 1 << 30)
+
+    for _ in range(kills):
+        assert_killed(fork(killed_while_opening))
+    assert_complete(lab, root)
+
+
+def test_a_kill_while_a_crash_is_made_good_leaves_it_to_the_next_one(lab, root, fork):
+    filled(lab, root, (1, 2))
+    third = lab.kv(3)
+
+    def killed_while_putting():
+        store = DiskStore(root, 1 << 30)
+        store._index.add = die
+        store.put(lab.namespace, lab.key(3), third)
+
+    def killed_while_opening():
+        Index.add = die
+        DiskStore(root, 1 << 30)
+
+    assert_killed(fork(killed_while_putting))
+    assert_killed(fork(killed_while_opening))
+    assert_complete(lab, root)
+
+
+def test_a_rebuild_that_fails_is_no_index_for_anybody(lab, root, monkeypatch):
+    filled(lab, root)
+    running = DiskStore(root, 1 << 30)
+    with running._index.exclusive():
+        running._index.set_aside()
+
+    def fail(*args):
+        raise StoreFullError("no space left for the index", 1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Index, "add", fail)
+        store = DiskStore(root, 1 << 30)
+        for either in (store, running):
+            assert all(lab.is_right(either, number) for number in (1, 2, 3))
+            assert set(either.keys(lab.namespace)) == {lab.key(number) for number in (1, 2, 3)}
+        with pytest.raises(StoreFullError):
+            lab.put(store, 4)
+    for either in (store, running):
+        lab.put(either, 4)
+        assert either.stats().entries == 4
+        either.close()
+    assert_complete(lab, root, (1, 2, 3, 4))
+
+
+def test_a_store_in_use_does_not_believe_an_index_whose_rebuild_was_killed(lab, root, fork):
+    filled(lab, root)
+    running = DiskStore(root, 1 << 30)
+
+    def killed_while_recovering():
+        store = DiskStore(root, 1 << 30)
+        with store._index.exclusive():
+            store._index.set_aside()
+        Index.add = die
+        store.recover()
+
+    assert_killed(fork(killed_while_recovering))
+    assert all(lab.is_right(running, number) for number in (1, 2, 3))
+    lab.put(running, 4)
+    assert running.stats().entries == 4
+    running.close()
+    assert_complete(lab, root, (1, 2, 3, 4))
+
+
+def test_queries_during_a_rebuild_find_chunks_all_the_same(lab, make_store, monkeypatch):
+    store = make_store()
+    for number in (1, 2, 3):
+        lab.put(store, number)
+    drop_index(store.root)
+    real, halfway, go_on = Index.add, threading.Event(), threading.Event()
+
+    def slow(index, row):
+        halfway.set()
+        assert go_on.wait(10)
+        real(index, row)
+
+    monkeypatch.setattr(Index, "add", slow)
+    thread = threading.Thread(target=store.recover)
+    thread.start()
+    assert halfway.wait(10)
+    try:
+        assert all(lab.is_right(store, number) for number in (1, 2, 3))
+    finally:
+        go_on.set()
+        thread.join()
+    assert store.stats().entries == 3
+
+
+def test_a_kill_while_deleting_leaves_no_file_that_nobody_counts(lab, root, fork):
+    filled(lab, root)
+
+    def killed_while_deleting():
+        store = DiskStore(root, 1 << 30)
+        store._files.remove = die
+        store.delete(lab.namespace, lab.key(1))
+
+    assert_killed(fork(killed_while_deleting))
+    assert_complete(lab, root)
+
+
+@pytest.mark.parametrize("what", ["listdir", "open"])
+def test_a_rebuild_that_cannot_see_all_files_is_none(lab, root, monkeypatch, what):
+    filled(lab, root)
+    drop_index(root)
+    real = getattr(os, what)
+
+    def fail(path, *args, **kwargs):
+        if what == "listdir" or path == lab.namespace or str(path).endswith(".kv"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, what, fail)
+        store = DiskStore(root, 1 << 30)
+        with pytest.raises(StoreUnavailableError, match="Too many open files"):
+            store.recover()
+    assert all(lab.is_right(store, number) for number in (1, 2, 3))
+    store.close()
+    assert_complete(lab, root)
+
+
+def test_a_writer_whose_rows_cannot_be_made_durable_counts_as_crashed(lab, root, monkeypatch):
+    store = DiskStore(root, 1 << 30)
+    lab.put(store, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("blendrag.store.rows.RowCache.checkpoint", lambda cache: False)
+        store.close()
+    assert [name.endswith(".writer") for name in temporaries(root)] == [True]
+    assert_complete(lab, root, [1])
+
+
+def test_a_marker_that_cannot_be_made_durable_is_taken_back(lab, make_store, root, monkeypatch):
+    store = make_store()
+    tmp = (root / "tmp").stat().st_ino
+    before = lab.descriptors()
+
+    def fsync(fd):
+        if os.fstat(fd).st_ino == tmp:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        with pytest.raises(StoreUnavailableError, match="Input/output error"):
+            lab.put(store, 1)
+    assert temporaries(root) == []
+    assert lab.descriptors() == before
+    lab.put(store, 1)
+    assert lab.is_right(store, 1)
 
 
 def test_processes_that_put_the_same_chunks_leave_one_copy_of_each(lab, root, fork):
@@ -261,6 +453,70 @@ def test_a_file_size_limit_is_a_full_store_and_not_a_crash(lab, root, fork):
     store.close()
 
 
+def test_a_store_on_a_full_disk_is_opened_and_queried(lab, root, fork):
+    filled(lab, root)
+    fourth = lab.kv(4)
+
+    def query_without_space():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        store = DiskStore(root, 1 << 30)
+        assert all(lab.open(store, number) is not None for number in (1, 2, 3))
+        with pytest.raises(StoreFullError):
+            store.put(lab.namespace, lab.key(4), fourth)
+        assert lab.open(store, 1) is not None
+        store.close()
+
+    assert os.waitpid(fork(query_without_space), 0)[1] == 0
+    assert not (root / "quarantine" / "cache.db").exists()
+    assert_complete(lab, root)
+
+
+def test_a_store_that_cannot_be_opened_keeps_no_descriptor(lab, root, monkeypatch):
+    filled(lab, root)
+    before = lab.descriptors()
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    for name in ("open", "connect"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Index, name, interrupt)
+            drop_index(root) if name == "connect" else None
+            with pytest.raises(KeyboardInterrupt):
+                DiskStore(root, 1 << 30)
+        assert lab.descriptors() == before
+    assert_complete(lab, root)
+
+
+@pytest.mark.parametrize("call", ["unlink", "statvfs", "listdir"])
+def test_a_failing_system_call_is_a_named_error_whatever_was_asked_for(
+    lab, make_store, root, monkeypatch, call
+):
+    store = make_store()
+    lab.put(store, 1)
+    twin = lab.file(store, 1).with_name(f"{lab.key(1)}.{'f' * 16}.kv")
+    twin.write_bytes(lab.file(store, 1).read_bytes())
+
+    def fail(*args, **kwargs):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        if call == "statvfs":
+            with pytest.raises(StoreUnavailableError, match="writing to store"):
+                lab.put(store, 2)
+        else:
+            with pytest.raises(StoreUnavailableError, match="deleting from store"):
+                store.delete(lab.namespace, lab.key(1))
+        if call == "listdir":
+            with pytest.raises(StoreUnavailableError, match="recovering store"):
+                store.recover()
+            with pytest.raises(StoreUnavailableError, match="listing store"):
+                list(store.keys(lab.namespace))
+    lab.put(store, 2)
+    assert lab.is_right(store, 2)
+
+
 @pytest.mark.parametrize("call", ["fsync", "rename", "open", "mkdir"])
 def test_a_failing_system_call_of_put_is_a_named_error_and_leaves_nothing(
     lab, make_store, root, monkeypatch, call
@@ -323,6 +579,25 @@ def test_put_is_durable_before_it_is_indexed(lab, make_store, monkeypatch):
     monkeypatch.setattr(store._index, "add", noted("index", add))
     lab.put(store, 2)
     assert steps == ["fsync file", "rename", "fsync directory", "index"]
+
+
+def test_the_first_put_makes_the_way_to_its_payload_durable(lab, root, monkeypatch):
+    store = DiskStore(root, None)
+    synced = set()
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.add(os.fstat(fd).st_ino))
+    lab.put(store, 1)
+    path = lab.file(store, 1)
+    way = [path, *(parent for parent in path.parents if parent.is_relative_to(root))]
+    assert way[-1] == root
+    assert {path.stat().st_ino for path in way} <= synced
+    store.close()
+
+
+def test_a_new_root_is_made_durable_in_the_directory_above(tmp_path, monkeypatch):
+    synced = set()
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.add(os.fstat(fd).st_ino))
+    DiskStore(tmp_path / "above" / "store", None).close()
+    assert {path.stat().st_ino for path in (tmp_path, tmp_path / "above")} <= synced
 
 
 def test_an_interrupt_during_put_leaves_the_store_usable(lab, make_store, root, monkeypatch):

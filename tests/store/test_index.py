@@ -7,10 +7,12 @@ import time
 
 import pytest
 
-from blendrag.errors import StoreUnavailableError
+from blendrag.errors import StoreError, StoreUnavailableError
+from blendrag.store import index_check
 from blendrag.store.files import new_name
 from blendrag.store.index import Index
-from blendrag.store.rows import IndexOdd, Row, row_key
+from blendrag.store.index_errors import IndexOdd
+from blendrag.store.rows import Row, row_key
 
 
 class Trap:
@@ -111,6 +113,8 @@ def test_an_index_deleted_while_open_is_rebuilt_by_the_next_put(lab, make_store,
         "UPDATE Settings SET value = 'many' WHERE key = 'count'",
         "UPDATE Settings SET value = -5 WHERE key = 'size'",
         "DELETE FROM Settings WHERE key = 'sqlite_mmap_size'",
+        "INSERT INTO Settings VALUES (CAST(x'ff' AS TEXT), 1)",
+        "INSERT INTO Settings VALUES ('more', 1), (x'6d6f7265', 1)",
         "DROP TABLE Cache",
     ],
 )
@@ -120,6 +124,27 @@ def test_odd_settings_and_schema_are_set_aside_before_diskcache_sees_them(
     filled(lab, make_store).close()
     edit(root, (statement,))
     assert_rebuilt(lab, make_store())
+
+
+@pytest.mark.parametrize("code", ["IOERR_READ", "CANTOPEN", "READONLY", "FULL", "BUSY", "LOCKED"])
+def test_a_disk_that_fails_for_a_moment_costs_no_index(lab, make_store, root, monkeypatch, code):
+    filled(lab, make_store).close()
+
+    def fail(connection):
+        error = sqlite3.OperationalError("the disk fails")
+        error.sqlite_errorcode = getattr(sqlite3, f"SQLITE_{code}")
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(index_check, "_schema_fault", fail)
+        store = make_store()
+        assert all(lab.is_right(store, number) for number in (1, 2, 3))
+        with pytest.raises(StoreError):
+            lab.put(store, 4)
+    assert not (root / "quarantine" / "cache.db").exists()
+    assert lab.is_right(store, 1)
+    lab.put(store, 4)
+    assert store.stats().entries == 4
 
 
 @pytest.mark.parametrize("where", ["value", "file", "key"])
@@ -230,7 +255,7 @@ def test_an_index_set_aside_by_one_store_is_picked_up_by_the_other(lab, make_sto
 
 def test_a_held_lock_delays_a_put_and_never_a_query(lab, make_store, root):
     store = filled(lab, make_store)
-    store._index._lock_timeout_s = 0.3
+    store._index._lock.timeout_s = 0.3
     with open(root / "index" / "lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         start = time.monotonic()
@@ -242,6 +267,62 @@ def test_a_held_lock_delays_a_put_and_never_a_query(lab, make_store, root):
         assert time.monotonic() - start < 3
     lab.put(store, 9)
     assert lab.is_right(store, 9)
+
+
+def test_a_query_does_not_wait_to_follow_an_index_that_was_replaced(lab, make_store, root):
+    first, second = filled(lab, make_store), make_store()
+    with second._index.exclusive():
+        second._index.set_aside()
+    second.recover()
+    with open(root / "index" / "lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        start = time.monotonic()
+        assert all(lab.is_right(first, number) for number in (1, 2, 3))
+        assert lab.open(first, 9) is None
+        assert time.monotonic() - start < 2
+    assert lab.is_right(first, 1)
+    assert first._index.totals() == (3, 3 * lab.entry_bytes)
+
+
+def test_a_lock_that_cannot_be_opened_is_not_called_held(lab, make_store, root):
+    filled(lab, make_store).close()
+    (root / "index" / "lock").unlink()
+    (root / "index" / "lock").mkdir()
+    store = make_store()
+    assert lab.is_right(store, 1)
+    with pytest.raises(StoreUnavailableError, match=r"Is a directory.*; check") as caught:
+        lab.put(store, 9)
+    assert "held" not in str(caught.value)
+
+
+def test_closing_one_store_leaves_the_locks_of_another_in_the_same_process(
+    lab, make_store, root, fork
+):
+    first, second = make_store(), make_store()
+    lab.put(first, 1)
+    lab.put(second, 2)
+    first.close()
+    assert list((root / "tmp").iterdir()) != []  # the second is still writing
+
+    def lock_the_database():
+        shared_bytes = (510, 0x4000_0002)  # where SQLite says that somebody has the file open
+        with open(root / "index" / "cache.db", "r+b") as database:
+            try:
+                fcntl.lockf(database, fcntl.LOCK_EX | fcntl.LOCK_NB, *shared_bytes)
+            except BlockingIOError:
+                os._exit(42)
+
+    assert os.waitstatus_to_exitcode(os.waitpid(fork(lock_the_database), 0)[1]) == 42
+
+
+def test_a_closed_store_has_its_rows_in_the_database_itself(lab, make_store, root, tmp_path):
+    reader = make_store()  # or else SQLite would write them back as the last one closes
+    assert lab.open(reader, 1) is None
+    filled(lab, make_store).close()
+    (tmp_path / "copy.db").write_bytes((root / "index" / "cache.db").read_bytes())
+    copy = sqlite3.connect(tmp_path / "copy.db")
+    assert copy.execute("SELECT COUNT(*) FROM Cache").fetchone() == (3,)
+    copy.close()
 
 
 def test_a_locked_database_is_survived_within_a_bounded_wait(lab, make_store, root):
@@ -265,7 +346,8 @@ def test_rows_move_to_the_end_when_used(lab, root):
     (root / "quarantine").mkdir()
     index = Index(root / "index")
     with index.exclusive():
-        assert index.open()
+        assert not index.open()
+        index.create()
     rows = [Row(new_name(lab.namespace, lab.key(number)), 10) for number in range(4)]
     for row in rows:
         index.add(row)

@@ -1,5 +1,6 @@
 import logging
 import os
+import signal
 import stat
 
 import pytest
@@ -32,10 +33,17 @@ def test_a_path_below_a_file_is_refused(tmp_path):
     assert_refused(tmp_path / "file" / "store", "directory")
 
 
-def test_a_dangling_link_is_refused(root):
-    root.symlink_to("nowhere")
-    root.parent.joinpath("nowhere").write_text("a file")
+def test_a_link_to_a_file_is_refused(root):
+    root.symlink_to("elsewhere")
+    root.parent.joinpath("elsewhere").write_text("a file")
     assert_refused(root, "is a file")
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_dangling_link_is_refused(root, read_only):
+    root.symlink_to("nowhere")
+    assert_refused(root, "a symbolic link to nothing", read_only)
+    assert not root.parent.joinpath("nowhere").exists()
 
 
 def test_a_link_to_a_directory_is_fine(lab, root, tmp_path):
@@ -174,6 +182,11 @@ def test_open_store_makes_a_usable_store(lab, root):
     reader.close()
 
 
+def assert_no_temporaries(root):
+    assert not [path for path in root.iterdir() if path.name.startswith(".")]
+    assert list((root / "tmp").iterdir()) == []
+
+
 def keep(lab, root, numbers, disk_bytes, **kwargs):
     """Opens the store as a process would, puts, and says which entries are there afterwards."""
     store = open_store(root, 0, disk_bytes, **kwargs)
@@ -191,7 +204,45 @@ def test_a_store_keeps_its_limit_when_opened_without_one(lab, root):
     assert keep(lab, root, [5], None, default_disk_bytes=small) == [1, 2, 3, 4, 5]
     assert keep(lab, root, [6], 3 * lab.entry_bytes) == [4, 5, 6]
     assert keep(lab, root, [7], None) == [5, 6, 7]
-    assert not [path for path in root.iterdir() if path.name.startswith(".")]
+    assert_no_temporaries(root)
+
+
+@pytest.mark.parametrize("limit_bytes", [(1 << 63) - 1, 1 << 63, 10**30])
+def test_a_store_of_any_size_is_opened_again_without_saying_so(lab, root, limit_bytes):
+    assert keep(lab, root, [1], limit_bytes) == [1]
+    assert keep(lab, root, [2], None, default_disk_bytes=lab.entry_bytes) == [1, 2]
+
+
+def test_a_kill_while_the_limit_is_written_down_leaves_nothing_behind(lab, root, fork):
+    keep(lab, root, [1], 1 << 30)
+
+    def die(*args):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def killed():
+        os.replace = die
+        open_store(root, 0, 2 << 30)
+
+    os.waitpid(fork(killed), 0)
+    assert keep(lab, root, [], None) == [1]
+    assert_no_temporaries(root)
+
+
+def test_a_temporary_that_was_taken_for_a_leftover_is_written_again(lab, root, monkeypatch):
+    keep(lab, root, [1], 1 << 30)
+    real, calls = os.replace, []
+
+    def cleared_away_once(source, target):
+        calls.append(target)
+        if len(calls) == 1:
+            os.unlink(source)
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", cleared_away_once)
+        keep(lab, root, [], 2 << 30)
+    assert (root / "disk-bytes").read_text() == f"{2 << 30}\n"
+    assert_no_temporaries(root)
 
 
 def test_a_store_that_is_open_without_a_limit_follows_the_one_given_meanwhile(lab, root):
@@ -230,4 +281,4 @@ def test_a_limit_that_cannot_be_written_down_is_used_with_a_warning(lab, root, m
         assert keep(lab, root, [], 2 << 30) == [1]
     assert "remember its limit" in caplog.text
     assert (root / "disk-bytes").read_text() == f"{1 << 30}\n"
-    assert not [path for path in root.iterdir() if path.name.startswith(".")]
+    assert_no_temporaries(root)

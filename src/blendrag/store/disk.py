@@ -21,14 +21,15 @@ import torch
 from blendrag.errors import InvalidInputError, StoreError, StoreUnavailableError
 from blendrag.kv import ChunkKV, KVLayout
 from blendrag.store.base import StoreStats
+from blendrag.store.directories import OUT_OF_RESOURCES
 from blendrag.store.files import Name, PayloadFiles, new_name
 from blendrag.store.format import Frame, frame, is_name, layer_checksum
 from blendrag.store.index import Index
+from blendrag.store.index_errors import IndexOdd
 from blendrag.store.pins import Pins, Scope
 from blendrag.store.raw import all_finite, on_cpu, tensor_buffer
 from blendrag.store.reader import DiskReader
-from blendrag.store.root import DEFAULT_DISK_BYTES, prepare, settle_limit
-from blendrag.store.rows import IndexOdd
+from blendrag.store.root import DEFAULT_DISK_BYTES, named_errors, prepare, settle_limit
 from blendrag.store.writing import DiskWriter
 
 logger = logging.getLogger("blendrag.store")
@@ -36,7 +37,7 @@ logger = logging.getLogger("blendrag.store")
 #: Entries whose use is remembered until it is written to the index; older uses are forgotten.
 MAX_RECENT = 4096
 #: Faults of the process, not of the file that could not be opened.
-_NOT_THE_FILE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EBADF)
+_NOT_THE_FILE = (*OUT_OF_RESOURCES, errno.EACCES, errno.EBADF)
 
 
 class DiskStore:
@@ -60,7 +61,8 @@ class DiskStore:
         self.read_only = prepare(self.root, read_only)
         self._given_limit, self._default_limit = limit_bytes, default_limit_bytes
         settle_limit(self.root, limit_bytes, default_limit_bytes, self.read_only)
-        self._files = PayloadFiles(self.root)
+        with named_errors(f"opening store {self.root}"):
+            self._files = PayloadFiles(self.root)
         self._index = Index(self.root / "index")
         self._pins = Pins()
         self._writing = DiskWriter(
@@ -76,8 +78,13 @@ class DiskStore:
         self._hits = self._misses = self._quarantined = 0
         self._index_is_odd = self._closed = False
         self._fresh_locks()
-        if not self.read_only:
-            self._writing.open()
+        try:
+            if not self.read_only:
+                self._writing.open()
+        except BaseException:
+            self._index.close()
+            self._files.close()
+            raise
 
     def _fresh_locks(self) -> None:
         self._pid = os.getpid()
@@ -132,9 +139,10 @@ class DiskStore:
 
     def keys(self, namespace: str) -> Iterator[str]:
         """See :meth:`KVStore.keys`."""
-        for name in self._files.walk_namespace(namespace):
-            if self._find(namespace, name.key) == name:
-                yield name.key
+        with named_errors(f"listing store {self.root}"):
+            for name in self._files.walk_namespace(namespace):
+                if self._find(namespace, name.key) == name:
+                    yield name.key
 
     def pin_scope(self) -> AbstractContextManager[Scope]:
         """See :meth:`KVStore.pin_scope`."""
@@ -151,7 +159,8 @@ class DiskStore:
         try:
             entries, size_bytes = self._index.totals()
         except StoreError:
-            sizes = [self._files.size(name) for name in self._files.walk()]
+            with named_errors(f"listing store {self.root}"):
+                sizes = [self._files.size(name) for name in self._files.walk()]
             entries, size_bytes = len(sizes), sum(sizes)
         with self._lock:
             return StoreStats(
@@ -207,7 +216,11 @@ class DiskStore:
                 self._index_is_odd = True  # the next put rebuilds it; a query does not wait
             except StoreError:
                 pass
-        names = self._files.named(namespace, key)
+        try:
+            names = self._files.named(namespace, key)
+        except OSError as exc:
+            logger.warning("%s cannot be looked for (%s): a miss", key[:12], exc.strerror)
+            return None
         return next((name for name in names if name not in self._doubtful), None)
 
     def _open(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> DiskReader | None:

@@ -8,23 +8,27 @@ with ``O_NOFOLLOW``, so a symbolic link planted below the root is refused, never
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+from blendrag.store.directories import DIRECTORY
+from blendrag.store.format import is_name
+
 # O_NONBLOCK: opening a FIFO planted under our name must not hang.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _MARK = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _FILE_NAME = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{16})\.kv", re.ASCII)
 _PIN = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{64})", re.ASCII)
-_HEX64 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _HEX2 = re.compile(r"[0-9a-f]{2}", re.ASCII)
+#: What opening a directory says where there is none of ours: nothing, a file, a link not followed.
+_NO_DIRECTORY = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 #: Quarantined payloads kept for inspection; older ones make room.
 QUARANTINE_FILES = 8
@@ -57,7 +61,7 @@ class PayloadFiles:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._kv_fd = os.open(root / "kv", _DIRECTORY)
+        self._kv_fd = os.open(root / "kv", DIRECTORY)
 
     def close(self) -> None:
         """Release the directory. Idempotent."""
@@ -120,7 +124,7 @@ class PayloadFiles:
 
     def quarantine(self, name: Name) -> None:
         """Move a payload to ``quarantine/``, of which the newest few files are kept."""
-        target = os.open(self._root / "quarantine", _DIRECTORY)
+        target = os.open(self._root / "quarantine", DIRECTORY)
         try:
             with self._directory(name.namespace, name.key[:2]) as directory:
                 os.rename(name.file, name.file, src_dir_fd=directory, dst_dir_fd=target)
@@ -136,7 +140,7 @@ class PayloadFiles:
 
     def pin(self, namespace: str, key: str) -> None:
         """Mark a key, durably: an empty file in ``pinned/`` that bears its name."""
-        directory = os.open(self._root / "pinned", _DIRECTORY)
+        directory = os.open(self._root / "pinned", DIRECTORY)
         try:
             os.close(os.open(f"{namespace}.{key}", _MARK, 0o600, dir_fd=directory))
             os.fsync(directory)
@@ -146,7 +150,7 @@ class PayloadFiles:
     def unpin(self, namespace: str, key: str) -> None:
         """Remove the mark of :meth:`pin`, if there is one."""
         with contextlib.suppress(FileNotFoundError):
-            directory = os.open(self._root / "pinned", _DIRECTORY)
+            directory = os.open(self._root / "pinned", DIRECTORY)
             try:
                 os.unlink(f"{namespace}.{key}", dir_fd=directory)
             finally:
@@ -155,7 +159,7 @@ class PayloadFiles:
     def pinned(self) -> set[tuple[str, str]]:
         """Namespace and key of every mark."""
         try:
-            directory = os.open(self._root / "pinned", _DIRECTORY)
+            directory = os.open(self._root / "pinned", DIRECTORY)
         except FileNotFoundError:
             return set()
         try:
@@ -170,31 +174,34 @@ class PayloadFiles:
 
     def walk(self) -> Iterator[Name]:
         """Every payload of the store; names that the store never gives are passed over."""
-        for namespace in self._subdirectories(self._kv_fd, ".", _HEX64):
+        for namespace in self._subdirectories(".", is_name):
             yield from self.walk_namespace(namespace)
 
     def walk_namespace(self, namespace: str) -> Iterator[Name]:
         """Every payload of one namespace."""
-        for prefix in self._subdirectories(self._kv_fd, namespace, _HEX2):
+        for prefix in self._subdirectories(namespace, _HEX2.fullmatch):
             yield from self._list(namespace, prefix)
 
     def _list(self, namespace: str, prefix: str) -> list[Name]:
         try:
             with self._directory(namespace, prefix) as directory:
                 files = os.listdir(directory)
-        except OSError:
-            return []
+        except OSError as exc:
+            if exc.errno in _NO_DIRECTORY:
+                return []
+            raise
         matches = (_FILE_NAME.fullmatch(file) for file in files)
         return [Name(namespace, m[1], m[2]) for m in matches if m and m[1].startswith(prefix)]
 
-    @staticmethod
-    def _subdirectories(parent: int, name: str, pattern: re.Pattern[str]) -> list[str]:
+    def _subdirectories(self, name: str, is_ours: Callable[[str], object]) -> list[str]:
         try:
-            fd = os.open(name, _DIRECTORY, dir_fd=parent)
-        except OSError:
-            return []
+            fd = os.open(name, DIRECTORY, dir_fd=self._kv_fd)
+        except OSError as exc:
+            if exc.errno in _NO_DIRECTORY:
+                return []
+            raise
         try:
-            return sorted(entry for entry in os.listdir(fd) if pattern.fullmatch(entry))
+            return sorted(entry for entry in os.listdir(fd) if is_ours(entry))
         finally:
             os.close(fd)
 
@@ -214,14 +221,14 @@ class PayloadFiles:
 
 def _open_directory(name: str, parent: int, create: bool) -> int:
     try:
-        return os.open(name, _DIRECTORY, dir_fd=parent)
+        return os.open(name, DIRECTORY, dir_fd=parent)
     except FileNotFoundError:
         if not create:
             raise
     with contextlib.suppress(FileExistsError):
         os.mkdir(name, 0o700, dir_fd=parent)
-        os.fsync(parent)
-    return os.open(name, _DIRECTORY, dir_fd=parent)
+    os.fsync(parent)
+    return os.open(name, DIRECTORY, dir_fd=parent)
 
 
 def _write_all(fd: int, buffer: Any) -> None:

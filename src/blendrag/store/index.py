@@ -22,86 +22,107 @@ from pathlib import Path
 from typing import Any
 
 import diskcache
-import filelock
 
-from blendrag.errors import StoreError, StoreFullError
-from blendrag.sqlite_errors import is_out_of_space, primary_code
+from blendrag.errors import StoreError
+from blendrag.store.directories import sync_directory
 from blendrag.store.files import Name
 from blendrag.store.index_check import DATABASE, DATABASE_FILES, SETTINGS, fault
-from blendrag.store.rows import IndexOdd, Row, RowCache, Rows, row_key
+from blendrag.store.index_errors import IndexLocked, IndexOdd, mapped, unusable
+from blendrag.store.index_lock import IndexLock
+from blendrag.store.rows import Row, RowCache, Rows, row_key
 
 logger = logging.getLogger("blendrag.store")
 
-_BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
-_FOREIGN = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
+#: What a query may wait for the index; without it, it finds chunks by listing directories.
+QUERY_WAIT_S = 0.05
+#: What a writer that is done may wait to make its rows durable; otherwise the index is rebuilt.
+_SYNC_WAIT_S = 1.0
+#: There while the index does not know of all files: a rebuild is going on, or was interrupted.
+_UNFINISHED = "unfinished"
+_MARK = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 #: Caches inherited through fork: closing them in the child could disturb the parent's locks.
 _INHERITED: list[diskcache.Cache] = []
 
 
-class IndexLocked(StoreError):
-    """Somebody holds the index, or the disk does not let us have it, for longer than we wait."""
-
-
 class Index:
-    """The rows of one store. Methods raise :class:`IndexLocked` or :class:`IndexOdd`."""
+    """The rows of one store. Methods raise :class:`IndexLocked`, :class:`IndexOdd` or
+    :class:`StoreFullError`."""
 
     def __init__(
         self, directory: Path, lock_timeout_s: float = 10.0, busy_timeout_s: float = 1.0
     ) -> None:
         self._directory = directory
-        self._lock_timeout_s = lock_timeout_s
         self._busy_timeout_s = busy_timeout_s
-        self._cache: diskcache.Cache | None = None
+        self._cache: RowCache | None = None
         self._cache_pid = 0
         self._inode = (0, 0)
-        self._fresh_locks()
+        self._transaction_pid = 0
+        self._rebuilding = (0, 0)
+        """Process and thread within :meth:`unfinished`."""
+        self._lock = IndexLock(directory, lock_timeout_s)
 
-    def _fresh_locks(self) -> None:
-        self._pid = os.getpid()
-        self._in_transaction = False
-        self._thread_lock = threading.RLock()
-        self._file_lock = filelock.FileLock(self._directory / "lock", mode=0o600)
-
-    # -- locking and opening -----------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def exclusive(self, timeout_s: float | None = None) -> Iterator[None]:
+    def exclusive(self, timeout_s: float | None = None) -> contextlib.AbstractContextManager[None]:
         """Hold the index against all other writers, in this process and others. Reentrant."""
-        if self._pid != os.getpid():
-            self._fresh_locks()
-        wait_s = self._lock_timeout_s if timeout_s is None else timeout_s
-        if not self._thread_lock.acquire(timeout=wait_s):
-            raise IndexLocked(f"index {self._directory} is held by another thread for {wait_s} s")
-        try:
-            try:
-                self._file_lock.acquire(timeout=wait_s, poll_interval=0.005)
-            except (filelock.Timeout, OSError) as exc:
-                raise IndexLocked(
-                    f"index {self._directory} is held by another process for {wait_s} s"
-                ) from exc
-            try:
-                yield
-            finally:
-                self._file_lock.release()
-        finally:
-            self._thread_lock.release()
+        return self._lock.hold(timeout_s)
+
+    def _mapped(self) -> contextlib.AbstractContextManager[None]:
+        return mapped(self._directory, self._busy_timeout_s)
+
+    # -- opening -----------------------------------------------------------------------------------
 
     def open(self) -> bool:
-        """Check and open the database, set an odd one aside; whether the index is a new one.
+        """Connect to the database; ``False`` unless it is sound and knows of all files.
+
+        Changes no row. Caller holds :meth:`exclusive`.
+        """
+        if os.path.lexists(self._directory / _UNFINISHED):
+            self._forget()
+            return False
+        return self.connect()
+
+    def connect(self) -> bool:
+        """Like :meth:`open`, of an index whose rebuild is not finished, too."""
+        self._forget()
+        if not os.path.lexists(self._directory / DATABASE):
+            return False
+        try:
+            with self._mapped():
+                reason = fault(self._directory, self._busy_timeout_s)
+            if reason is None:
+                self._connect()
+        except IndexOdd as exc:
+            reason = str(exc)
+        except OSError as exc:
+            raise unusable(self._directory, exc.strerror or exc) from exc
+        if reason is not None:
+            logger.warning("index of the store is odd (%s): rebuilt from the files", reason)
+        return reason is None
+
+    def create(self) -> None:
+        """Begin an empty database in place of whatever is there, within :meth:`unfinished`."""
+        self.set_aside()
+        self._connect()
+
+    @contextlib.contextmanager
+    def unfinished(self) -> Iterator[None]:
+        """Nobody takes the index for complete until the block has ended well and is on disk.
 
         Caller holds :meth:`exclusive`.
         """
-        self._forget()
-        path = self._directory / DATABASE
-        with _mapped():
-            is_new = not os.path.lexists(path)
-            reason = None if is_new else fault(self._directory, self._busy_timeout_s)
-        if reason is not None:
-            logger.warning("index of the store is odd (%s): rebuilt from the files", reason)
-        if reason is not None or is_new:
-            self.set_aside()
-        self._connect()
-        return reason is not None or is_new
+        mark = self._directory / _UNFINISHED
+        os.close(os.open(mark, _MARK, 0o600))
+        sync_directory(self._directory)
+        self._rebuilding = (os.getpid(), threading.get_ident())
+        try:
+            yield
+        except BaseException:
+            self._forget()
+            raise
+        finally:
+            self._rebuilding = (0, 0)
+        if self.sync():
+            with contextlib.suppress(OSError):
+                os.unlink(mark)
 
     def set_aside(self) -> None:
         """Move the database to the quarantine. Caller holds :meth:`exclusive`."""
@@ -114,21 +135,24 @@ class Index:
         deadline = time.monotonic() + self._busy_timeout_s
         while True:
             try:
-                with _mapped():
-                    self._cache = RowCache(
+                with self._mapped():
+                    cache = RowCache(
                         str(self._directory), self._busy_timeout_s, disk=Rows, **SETTINGS
                     )
                     status = os.stat(self._directory / DATABASE)
                 self._inode = (status.st_dev, status.st_ino)
-                self._cache_pid = os.getpid()
+                self._cache, self._cache_pid = cache, os.getpid()
                 return
             except IndexLocked:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.005)
 
-    def _current(self) -> diskcache.Cache:
+    def _current(self) -> RowCache:
         """The open cache, provided that it is this process's and still the file on disk."""
+        pid, thread = self._rebuilding
+        if pid == os.getpid() and thread != threading.get_ident():
+            raise IndexLocked("the index is being rebuilt; try again in a moment")
         cache = self._cache
         if cache is None:
             raise IndexOdd("the index is not open")
@@ -139,8 +163,8 @@ class Index:
         inode = (status.st_dev, status.st_ino)
         if self._inode == inode and self._cache_pid == os.getpid():
             return cache
-        with self.exclusive():
-            if self._cache is cache and self.open():
+        with self.exclusive(QUERY_WAIT_S):  # a writer holds it already
+            if self._cache is cache and not self.open():
                 raise IndexOdd("the index was lost")
         return self._current()
 
@@ -158,7 +182,7 @@ class Index:
 
     def get(self, namespace: str, key: str) -> Row | None:
         """The row of a key. Takes no lock."""
-        with _mapped():
+        with self._mapped():
             value = self._current().get(row_key(namespace, key))
         if value is None:
             return None
@@ -196,7 +220,7 @@ class Index:
 
     def oldest(self) -> Iterator[Row]:
         """All rows, least recently used first."""
-        with _mapped():
+        with self._mapped():
             cache = self._current()
             for key in cache:
                 value = cache.get(key)
@@ -209,18 +233,18 @@ class Index:
 
     def totals(self) -> tuple[int, int]:
         """Entries and bytes, as SQLite counts them within the same transactions."""
-        with _mapped():
+        with self._mapped():
             cache = self._current()
             return int(cache.reset("count")), int(cache.reset("size"))
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[diskcache.Cache]:
-        with self.exclusive(), _mapped():
+        with self.exclusive(), self._mapped():
             cache = self._current()
-            if self._in_transaction:
+            if self._transaction_pid == os.getpid():
                 yield cache
                 return
-            self._in_transaction = True
+            self._transaction_pid = os.getpid()
             try:
                 with cache.transact():
                     yield cache
@@ -229,44 +253,25 @@ class Index:
                     cache.close()  # a failed COMMIT must not leave a transaction open
                 raise
             finally:
-                self._in_transaction = False
+                self._transaction_pid = 0
 
     def transaction(self) -> contextlib.AbstractContextManager[Any]:
         """Several writes as one. Reentrant with the write methods."""
         return self._writing()
 
-    def sync(self) -> None:
-        """Make all rows durable; SQLite alone leaves the last ones to the next checkpoint."""
-        sync_database(self._directory)
+    def sync(self) -> bool:
+        """Make all rows durable, which SQLite leaves to the next checkpoint; whether they are.
+
+        Never raises. By SQLite itself: a descriptor of ours on its files would, once closed, take
+        away the locks of this process on them (https://sqlite.org/howtocorrupt.html, §2.2).
+        """
+        try:
+            with self.exclusive(_SYNC_WAIT_S), self._mapped():
+                return self._current().checkpoint()
+        except StoreError as exc:
+            logger.info("the index is rebuilt at the next opening: %s", exc)
+            return False
 
     def close(self) -> None:
         """Release the database. Idempotent."""
         self._forget()
-
-
-def sync_database(directory: Path) -> None:
-    """fsync the database files in ``directory``."""
-    for name in DATABASE_FILES[:2]:
-        with contextlib.suppress(FileNotFoundError):
-            fd = os.open(directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-
-
-@contextlib.contextmanager
-def _mapped() -> Iterator[None]:
-    """SQLite's and diskcache's errors as ours."""
-    try:
-        yield
-    except diskcache.Timeout as exc:
-        raise IndexLocked("the index database is locked") from exc
-    except sqlite3.Error as exc:
-        if is_out_of_space(exc):
-            raise StoreFullError(
-                "no space left for the index of the store; free some space", 1 << 20
-            ) from exc
-        if primary_code(exc) in (*_BUSY, *_FOREIGN):
-            raise IndexLocked(f"the index cannot be used now ({exc})") from exc
-        raise IndexOdd(f"the index is odd ({exc})") from exc

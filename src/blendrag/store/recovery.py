@@ -12,9 +12,11 @@ import logging
 import os
 import struct
 
+from blendrag.store.directories import OUT_OF_RESOURCES
 from blendrag.store.files import Name, PayloadFiles
 from blendrag.store.format import MAX_HEADER_BYTES, describe
-from blendrag.store.index import Index, Row
+from blendrag.store.index import Index
+from blendrag.store.rows import Row
 
 logger = logging.getLogger("blendrag.store")
 
@@ -23,15 +25,18 @@ def reconcile(files: PayloadFiles, index: Index) -> int:
     """Index every sound file, drop rows without file; number of files set aside.
 
     Caller holds the index lock. Of two files of one key, written by racing processes, one stays.
+    Raises ``OSError``, and changes no row, when it cannot see all files.
     """
     quarantined = 0
+    found = set(files.walk())
     with index.transaction():
-        for name in files.walk():
+        for name in sorted(found):
             row = index.get(name.namespace, name.key)
             if row is not None and row.name == name:
                 continue
-            if row is not None and files.exists(row.name):
-                files.remove(name)
+            if row is not None and row.name in found:
+                with contextlib.suppress(OSError):
+                    files.remove(name)
                 continue
             size_bytes = sound_size(files, name)
             if size_bytes is not None:
@@ -41,7 +46,7 @@ def reconcile(files: PayloadFiles, index: Index) -> int:
                 quarantined += 1
                 with contextlib.suppress(OSError):
                     files.quarantine(name)
-        index.drop([row.name for row in index.oldest() if not files.exists(row.name)])
+        index.drop([row.name for row in index.oldest() if row.name not in found])
     return quarantined
 
 
@@ -49,7 +54,9 @@ def sound_size(files: PayloadFiles, name: Name) -> int | None:
     """Size of a payload whose header is what it must be for its name, otherwise ``None``."""
     try:
         fd = files.open(name)
-    except OSError:
+    except OSError as exc:
+        if exc.errno in OUT_OF_RESOURCES:
+            raise
         return None
     try:
         size_bytes = os.fstat(fd).st_size

@@ -12,12 +12,14 @@ import errno
 import logging
 import os
 import re
-import secrets
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from blendrag.errors import StoreError, StoreFullError, StoreUnavailableError
 from blendrag.identity import FORMAT_VERSION
+from blendrag.store.directories import sync_directory
+from blendrag.store.writers import stray_temporary
 
 logger = logging.getLogger("blendrag.store")
 
@@ -25,7 +27,9 @@ SUBDIRECTORIES = ("tmp", "kv", "index", "quarantine", "pinned")
 _FORMAT_FILE = "format"
 _FORMAT_TEXT = re.compile(r"blendrag-kv ([0-9]{1,9})\n", re.ASCII)
 _LIMIT_FILE = "disk-bytes"
-_LIMIT_TEXT = re.compile(r"([0-9]{1,18})\n", re.ASCII)
+_LIMIT_TEXT = re.compile(r"([0-9]{1,20})\n", re.ASCII)
+#: No disk is larger; a limit beyond it is remembered as this.
+_MAX_LIMIT_BYTES = (1 << 63) - 1
 #: Limit of a disk tier for which nobody ever gave one.
 DEFAULT_DISK_BYTES = 64 << 30
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -50,6 +54,15 @@ def store_error(exc: OSError, doing: str, needed_bytes: int = 0) -> StoreError:
     )
 
 
+@contextlib.contextmanager
+def named_errors(doing: str, needed_bytes: int = 0) -> Iterator[None]:
+    """``OSError`` met while ``doing`` something as ours."""
+    try:
+        yield
+    except OSError as exc:
+        raise store_error(exc, doing, needed_bytes) from exc
+
+
 def prepare(root: Path, read_only: bool) -> bool:
     """Check ``root`` and create what is missing; whether it is usable for reading only."""
     _create(root, read_only)
@@ -72,8 +85,13 @@ def prepare(root: Path, read_only: bool) -> bool:
 
 def _create(root: Path, read_only: bool) -> None:
     try:
+        if root.is_symlink() and not root.exists():
+            raise StoreUnavailableError(
+                f"store {root} is a symbolic link to nothing, expected a directory; "
+                "mend the link or choose another --store"
+            )
         if not root.exists() and not read_only:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make(root)
         is_directory = root.is_dir()
         exists = is_directory or os.path.lexists(root)
     except NotADirectoryError as exc:
@@ -90,6 +108,15 @@ def _create(root: Path, read_only: bool) -> None:
         raise StoreUnavailableError(
             f"no store at {root}, expected one to read from; run blendrag ingest first"
         )
+
+
+def _make(root: Path) -> None:
+    """The directory and those above it, each durably in the one above."""
+    missing = [path for path in (root, *root.parents) if not path.exists()]
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path in missing:
+        with contextlib.suppress(OSError):  # one above may be for entering only
+            sync_directory(path.parent)
 
 
 def _check_trusted(root: Path, read_only: bool) -> None:
@@ -140,8 +167,9 @@ def settle_limit(root: Path, given: int | None, default: int, read_only: bool) -
         return default if given is None else given
     text = _read_text(root / _LIMIT_FILE)
     if given is not None:
-        if text != f"{given}\n":
-            _remember_limit(root, given)
+        remembered = min(given, _MAX_LIMIT_BYTES)
+        if text != f"{remembered}\n":
+            _remember_limit(root, remembered)
         return given
     if text is None:
         return default
@@ -156,21 +184,13 @@ def settle_limit(root: Path, given: int | None, default: int, read_only: bool) -
 
 def _remember_limit(root: Path, limit_bytes: int) -> None:
     """Replace the limit file at once; a full disk is no reason not to open the store."""
-    temporary = root / f".{_LIMIT_FILE}-{secrets.token_hex(8)}"
+    text = f"{limit_bytes}\n"
     try:
         try:
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                os.write(fd, f"{limit_bytes}\n".encode())
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            os.replace(temporary, root / _LIMIT_FILE)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
-        _sync_directory(root)
+            _replace(root / _LIMIT_FILE, text, stray_temporary(root / "tmp"))
+        except FileNotFoundError:  # cleared away as left over by one who opens the store just now
+            _replace(root / _LIMIT_FILE, text, stray_temporary(root / "tmp"))
+        sync_directory(root)
     except OSError as exc:
         logger.warning(
             "store %s cannot remember its limit (%s): give --disk-bytes again next time",
@@ -179,12 +199,19 @@ def _remember_limit(root: Path, limit_bytes: int) -> None:
         )
 
 
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _replace(path: Path, text: str, temporary: Path) -> None:
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, text.encode())
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
 
 
 def _read_text(path: Path) -> str | None:

@@ -15,18 +15,14 @@ from typing import Any, NoReturn
 import diskcache
 from diskcache.core import MODE_RAW
 
-from blendrag.errors import StoreError
 from blendrag.identity import digest_fields
 from blendrag.store.files import Name
 from blendrag.store.format import is_name
+from blendrag.store.index_errors import IndexOdd
 
 logger = logging.getLogger("blendrag.store")
 
 _VALUE = re.compile(r"([0-9a-f]{64})/([0-9a-f]{64})\.([0-9a-f]{16}):([0-9]{1,15})", re.ASCII)
-
-
-class IndexOdd(StoreError):
-    """The index is missing or is not what we wrote; rebuild it from the files."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +73,20 @@ class Rows(diskcache.Disk):
 
 
 class RowCache(diskcache.Cache):
-    """diskcache 5.6.3 retries statements outside transactions for 60 s; ours wait as configured."""
+    """diskcache's table of rows, with bounded waits.
+
+    diskcache 5.6.3 repeats a locked statement outside a transaction for 60 s; here it waits as long
+    as configured. The PRAGMAs of ``Cache.reset``, run once per connection, are still repeated.
+    """
 
     @property
     def _sql_retry(self) -> Any:
         return self._sql
+
+    def checkpoint(self) -> bool:
+        """fsync every commit so far, into the database itself; whether all of it got there."""
+        ((busy, pages, written),) = self._sql("PRAGMA wal_checkpoint(FULL)").fetchall()
+        return not busy and pages == written
 
 
 def row_key(namespace: str, key: str) -> str:

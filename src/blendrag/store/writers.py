@@ -13,75 +13,101 @@ import os
 import re
 import secrets
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
+
+from blendrag.store.directories import OUT_OF_RESOURCES, sync_directory
 
 _MARKER = re.compile(r"([0-9a-f]{16})\.writer", re.ASCII)
 _PART = re.compile(r"([0-9a-f]{16})\.[0-9a-f]{16}\.part", re.ASCII)
+_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Writer:
     """This store's claim to be writing. Create it while holding the index lock."""
 
-    def __init__(self, tmp: Path, before_release: Callable[[], None]) -> None:
-        """``before_release`` makes durable what this writer acknowledged; it runs before the marker
-        goes, also at interpreter exit, so a store that nobody closed does not look crashed."""
+    def __init__(self, tmp: Path, make_durable: Callable[[], bool]) -> None:
+        """``make_durable`` says whether all that this writer acknowledged is on disk; otherwise the
+        marker stays. It is asked when the claim ends, also at interpreter exit, so a store that
+        nobody closed does not look crashed."""
         self._tmp = tmp
         self.pid = os.getpid()
         self._id = secrets.token_hex(8)
         marker = tmp / f"{self._id}.writer"
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(marker, flags, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        directory = os.open(tmp, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        os.fsync(directory)
-        os.close(directory)
-        self._release = weakref.finalize(self, _release, marker, fd, os.getpid(), before_release)
+        fd = os.open(marker, _CREATE, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            sync_directory(tmp)
+        except BaseException:
+            remove([marker])
+            os.close(fd)
+            raise
+        self._release = weakref.finalize(self, _release, marker, fd, os.getpid(), make_durable)
 
     def temporary(self) -> Path:
         """A fresh path to write to."""
-        return self._tmp / f"{self._id}.{secrets.token_hex(8)}.part"
+        return _part(self._tmp, self._id)
 
     def close(self) -> None:
         """Say that all that was begun is finished. Idempotent."""
         self._release()
 
 
-def _release(marker: Path, fd: int, pid: int, before_release: Callable[[], None]) -> None:
-    if os.getpid() == pid:
-        with contextlib.suppress(OSError):
-            before_release()
-            os.unlink(marker)
-    os.close(fd)
+def _release(marker: Path, fd: int, pid: int, make_durable: Callable[[], bool]) -> None:
+    try:
+        if os.getpid() == pid and make_durable():
+            remove([marker])
+    finally:
+        os.close(fd)
 
 
-def clear_dead(tmp: Path) -> bool:
-    """Remove what crashed writers left; whether there was one. Caller holds the index lock.
+def stray_temporary(tmp: Path) -> Path:
+    """A fresh path to write to without being a writer: whoever opens the store next may remove it."""
+    return _part(tmp, secrets.token_hex(8))
 
-    Only names that the store itself gives are touched, and nothing of a living writer.
+
+def _part(tmp: Path, owner: str) -> Path:
+    return tmp / f"{owner}.{secrets.token_hex(8)}.part"
+
+
+class Leftovers(NamedTuple):
+    """What crashed writers left in ``tmp/``. Without their markers, nobody knows that they were."""
+
+    markers: list[Path]
+    parts: list[Path]
+
+
+def leftovers(tmp: Path) -> Leftovers:
+    """What crashed writers left. Caller holds the index lock.
+
+    Only names that the store itself gives are listed, and nothing of a living writer.
     """
     names = os.listdir(tmp)
-    alive, dead = set(), False
+    alive: set[str] = set()
+    markers: list[Path] = []
     for match in filter(None, map(_MARKER.fullmatch, names)):
         if _is_locked(tmp / match[0]):
             alive.add(match[1])
         else:
-            dead = True
-            with contextlib.suppress(OSError):
-                os.unlink(tmp / match[0])
-    for name in names:
-        part = _PART.fullmatch(name)
-        if part and part[1] not in alive:
-            dead = True
-            with contextlib.suppress(OSError):
-                os.unlink(tmp / name)
-    return dead
+            markers.append(tmp / match[0])
+    parts = filter(None, map(_PART.fullmatch, names))
+    return Leftovers(markers, [tmp / part[0] for part in parts if part[1] not in alive])
+
+
+def remove(paths: Iterable[Path]) -> None:
+    """Unlink files; one that cannot be is found again as a leftover."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 def _is_locked(marker: Path) -> bool:
     try:
         fd = os.open(marker, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
+    except OSError as exc:
+        if exc.errno in OUT_OF_RESOURCES:
+            raise
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

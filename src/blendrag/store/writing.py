@@ -16,21 +16,21 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from blendrag.errors import StoreError, StoreFullError, StoreUnavailableError
+from blendrag.store.directories import sync_directory
 from blendrag.store.files import Name, PayloadFiles
-from blendrag.store.index import Index, IndexLocked, sync_database
+from blendrag.store.index import QUERY_WAIT_S, Index
+from blendrag.store.index_errors import IndexLocked, IndexOdd
 from blendrag.store.pins import Pins
 from blendrag.store.recovery import reconcile
-from blendrag.store.root import megabytes, store_error
-from blendrag.store.rows import IndexOdd, Row
-from blendrag.store.writers import Writer, clear_dead
+from blendrag.store.root import megabytes, named_errors
+from blendrag.store.rows import Row
+from blendrag.store.writers import Writer, leftovers, remove
 
 logger = logging.getLogger("blendrag.store")
 _T = TypeVar("_T")
 
 #: Left free on the file system for the index and everybody else.
 RESERVE_BYTES = 4 << 20
-#: What a query may wait for the index when it merely wants to drop a row or note uses.
-_QUERY_WAIT_S = 0.05
 
 
 class DiskWriter:
@@ -50,6 +50,7 @@ class DiskWriter:
         self.evictions = 0
         self.quarantined = 0
         self._root = root
+        self._tmp = root / "tmp"
         self._files = files
         self._index = index
         self._limit_bytes = limit_bytes
@@ -59,18 +60,16 @@ class DiskWriter:
         self._counters = threading.Lock()
 
     def open(self) -> None:
-        """Open the index; reconcile it with the files if it is new or a writer has crashed."""
+        """Open the index; rebuild it unless it is sound and complete and no writer has crashed.
+
+        Without an index, chunks are found by listing directories, and the next put tries again.
+        """
         try:
-            with self._index.exclusive():
-                is_new = self._index.open()
-                if clear_dead(self._root / "tmp") or is_new:
-                    self._reconcile()
-        except IndexLocked as exc:
+            with named_errors(f"opening store {self._root}"), self._index.exclusive():
+                if any(leftovers(self._tmp)) or not self._index.open():
+                    self._rebuild()
+        except StoreError as exc:
             logger.warning("%s; chunks are found by listing directories meanwhile", exc)
-        except IndexOdd:
-            self.recover()
-        except OSError as exc:
-            raise store_error(exc, f"opening store {self._root}") from exc
 
     def close(self) -> None:
         """Say that nothing is left unfinished. Idempotent."""
@@ -81,31 +80,30 @@ class DiskWriter:
 
     def put(self, name: Name, buffers: list[Any], size_bytes: int) -> None:
         """Write one payload and index it; on any failure nothing of it is left."""
-        claim = self._with_index(partial(self._begin, size_bytes))
-        self._check_free_space(size_bytes)
-        try:
-            self._files.write(name, claim.temporary(), buffers)
-            self._with_index(partial(self._finish, Row(name, size_bytes)))
-        except BaseException as exc:
-            with contextlib.suppress(OSError):
-                self._files.remove(name)
-            if isinstance(exc, OSError):
-                raise store_error(exc, f"writing to store {self._root}", size_bytes) from exc
-            raise
+        with named_errors(f"writing to store {self._root}", size_bytes):
+            claim = self._with_index(partial(self._begin, size_bytes))
+            self._check_free_space(size_bytes)
+            try:
+                self._files.write(name, claim.temporary(), buffers)
+                self._with_index(partial(self._finish, Row(name, size_bytes)))
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    self._files.remove(name)
+                raise
 
     def _begin(self, size_bytes: int) -> Writer:
         """Claim to be writing and make room. Caller holds the index lock."""
+        claim = self._claimed()
+        self._make_room(size_bytes)
+        return claim
+
+    def _claimed(self) -> Writer:
+        """This process's claim: whatever is cut short, somebody will notice. Caller holds the index
+        lock."""
         claim = self._claim
         if claim is None or claim.pid != os.getpid():
-            try:
-                claim = Writer(
-                    self._root / "tmp",
-                    before_release=partial(sync_database, self._root / "index"),
-                )
-            except OSError as exc:
-                raise store_error(exc, f"writing to store {self._root}", size_bytes) from exc
-            self._claim = claim
-        self._make_room(size_bytes)
+            sync_directory(self._root)  # kv/ itself, should whoever made it have been cut short
+            claim = self._claim = Writer(self._tmp, make_durable=self._index.sync)
         return claim
 
     def _check_free_space(self, size_bytes: int) -> None:
@@ -140,10 +138,7 @@ class DiskWriter:
         if excess <= 0:
             return
         self._before_eviction()
-        try:
-            pinned = self._files.pinned()
-        except OSError as exc:  # whatever is pinned, rather nothing is evicted than that
-            raise store_error(exc, f"making room in store {self._root}", needed_bytes) from exc
+        pinned = self._files.pinned()  # where that fails, rather nothing is evicted
         victims: list[Name] = []
         for row in self._index.oldest() if needed_bytes <= limit_bytes else ():
             if excess <= 0:
@@ -169,19 +164,19 @@ class DiskWriter:
 
     def pin(self, namespace: str, key: str) -> None:
         """Keep a key out of every eviction, by whichever process."""
-        try:
+        with named_errors(f"writing to store {self._root}", 4096):
             self._with_index(partial(self._files.pin, namespace, key))
-        except OSError as exc:
-            raise store_error(exc, f"writing to store {self._root}", 4096) from exc
 
     # -- removal and recovery --------------------------------------------------------------------
 
     def delete(self, namespace: str, key: str) -> bool:
         """Drop an entry; whether there was one."""
-        return self._with_index(partial(self._delete, namespace, key))
+        with named_errors(f"deleting from store {self._root}"):
+            return self._with_index(partial(self._delete, namespace, key))
 
     def _delete(self, namespace: str, key: str) -> bool:
         """Caller holds the index lock."""
+        self._claimed()
         names = self._files.named(namespace, key)
         self._files.unpin(namespace, key)
         self._index.drop(names)
@@ -197,27 +192,35 @@ class DiskWriter:
 
     def drop_row(self, name: Name) -> None:
         """Forget a payload that is gone; best effort."""
-        with contextlib.suppress(StoreError), self._index.exclusive(_QUERY_WAIT_S):
+        with contextlib.suppress(StoreError, OSError), self._index.exclusive(QUERY_WAIT_S):
             self._index.drop([name])
 
     def touch(self, used: dict[tuple[str, str], None]) -> None:
         """Move entries to the end of the queue for eviction, in this order; best effort."""
-        with contextlib.suppress(StoreError), self._index.exclusive(_QUERY_WAIT_S):
+        with contextlib.suppress(StoreError, OSError), self._index.exclusive(QUERY_WAIT_S):
             self._index.touch(used)
 
     def recover(self) -> None:
         """Rebuild the index from the files where it is odd, drop dead rows, clear what crashed
         writers left, evict to the limit. Safe while others use the store."""
-        with self._usable_index():
+        with named_errors(f"recovering store {self._root}"), self._usable_index():
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        """:meth:`recover`, as often as it takes: cut short, it is done by whoever opens the store
+        next. Caller holds the index lock."""
+        left = leftovers(self._tmp)
+        remove(left.parts)
+        with self._index.unfinished():
             try:
-                self._index.open()
-                clear_dead(self._root / "tmp")
+                if not self._index.connect():
+                    self._index.create()
                 self._reconcile()
             except IndexOdd as exc:
                 logger.warning("%s: the index is rebuilt from the files", exc)
-                self._index.set_aside()
-                self._index.open()
+                self._index.create()
                 self._reconcile()
+        remove(left.markers)
 
     def _reconcile(self) -> None:
         """Caller holds the index lock."""
@@ -243,7 +246,4 @@ class DiskWriter:
             with self._index.exclusive():
                 yield
         except IndexLocked as exc:
-            raise StoreUnavailableError(
-                f"{exc}, expected it to be free within seconds; "
-                "wait for the other process or stop it"
-            ) from exc
+            raise StoreUnavailableError(str(exc)) from exc

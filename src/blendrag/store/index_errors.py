@@ -1,0 +1,57 @@
+"""What can be wrong with an index: it is in the way for now, or it is not what we wrote.
+
+Owns what SQLite's, diskcache's and filelock's errors mean for a store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import diskcache
+
+from blendrag.errors import StoreError, StoreFullError
+from blendrag.sqlite_errors import is_foreign, is_out_of_space
+
+
+class IndexLocked(StoreError):
+    """Somebody holds the index, or the disk does not let us have it, for longer than we wait."""
+
+
+class IndexOdd(StoreError):
+    """The index is missing or is not what we wrote; rebuild it from the files."""
+
+
+def held(directory: Path, by: str, wait_s: float) -> IndexLocked:
+    """The index was not to be had for ``wait_s``."""
+    return IndexLocked(
+        f"index {directory} is held by {by} for {wait_s} s, expected it to be free within seconds; "
+        "wait for the other one or stop it"
+    )
+
+
+def unusable(directory: Path, reason: object) -> IndexLocked:
+    """The index cannot be used, for a reason that waiting alone may not remove."""
+    return IndexLocked(
+        f"index {directory} cannot be used now ({reason}), expected a working disk and a directory "
+        "of our own; check both"
+    )
+
+
+@contextlib.contextmanager
+def mapped(directory: Path, wait_s: float) -> Iterator[None]:
+    """SQLite's and diskcache's errors as ours."""
+    try:
+        yield
+    except diskcache.Timeout as exc:
+        raise held(directory, "another process", wait_s) from exc
+    except sqlite3.Error as exc:
+        if is_out_of_space(exc):
+            raise StoreFullError(
+                f"no space left for index {directory}; free some space", 1 << 20
+            ) from exc
+        if is_foreign(exc):
+            raise unusable(directory, exc) from exc
+        raise IndexOdd(f"index {directory} is odd ({exc})") from exc
