@@ -102,7 +102,10 @@ def test_describe_refuses_hostile_headers(lab):
     deep = b'{"__metadata__":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     duplicate = good[8:].replace(b'{"__metadata__"', b'{"l0000":1,"__metadata__"', 1)
     huge = good[8:].replace(b'"tokens":"24"', b'"tokens":"9999999999999999999"', 1)
-    for text in (deep, duplicate, huge, b"", b"{}", b"[]", b"null", b"\xff\xfe", b" " * (1 << 20)):
+    endless = good[8:].replace(b'"tokens":"24"', b'"tokens":1e999', 1)
+    assert endless != good[8:]
+    odd = (b"", b"{}", b"[]", b"null", b"\xff\xfe", b" " * (1 << 20))
+    for text in (deep, duplicate, huge, endless, *odd):
         assert describe(framed(text)) is None
     assert describe(good[:-1]) is None
     assert describe(b"") is None

@@ -49,7 +49,7 @@ def layer_seed(key: str, layer: int) -> int:
 
 
 def layer_checksum(key: str, layer: int, data: Any) -> int:
-    """xxh3-64 of one layer's bytes, seeded so that no other key or layer has the same."""
+    """xxh3-64 of one layer's bytes; those of another key or layer pass by a chance of 2^-64 only."""
     return xxhash.xxh3_64_intdigest(data, layer_seed(key, layer))
 
 
@@ -178,7 +178,7 @@ def describe(header: bytes) -> Description | None:
         layers = tuple(LayerShape(_dimension(s[1]), _dimension(s[3])) for s in shapes)
         layout = KVLayout(layers, str(metadata["dtype"]))
         expected = frame(layout, tokens)
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+    except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError):
         return None
     if not (is_name(namespace) and is_name(key)):
         return None
