@@ -3,7 +3,6 @@ import time
 import pytest
 
 from blendrag.errors import InvalidInputError, StoreFullError, StoreUnavailableError
-from blendrag.store import MemoryStore
 
 
 def stored(lab, store, numbers):
@@ -166,16 +165,3 @@ def test_only_a_key_of_a_store_that_can_be_written_is_pinned(lab, make_store, ro
     with pytest.raises(StoreUnavailableError, match="read-only"):
         make_store(read_only=True).pin(lab.namespace, lab.key(1))
     assert list((root / "pinned").iterdir()) == []
-
-
-def test_memory_keeps_what_is_pinned(lab):
-    store = MemoryStore(2 * lab.kv(0).size_bytes)
-    lab.put(store, 0)
-    store.pin(lab.namespace, lab.key(0))
-    for number in (1, 2):
-        lab.put(store, number)
-    assert stored(lab, store, range(3)) == [0, 2]
-    store.delete(lab.namespace, lab.key(0))
-    for number in (0, 3, 4):
-        lab.put(store, number)
-    assert stored(lab, store, range(5)) == [3, 4]

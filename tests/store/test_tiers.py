@@ -1,12 +1,13 @@
 import os
 import threading
+import time
 
 import pytest
 import torch
 
 from blendrag.errors import CorruptKVError, InvalidInputError, StoreFullError
 from blendrag.kv import KVLayout
-from blendrag.store import DiskStore, KVReader, MemoryStore, TieredStore
+from blendrag.store import DiskStore, KVReader, MemoryStore, TieredStore, tiered
 
 CHUNK_BYTES = 3 * 2 * 16 * 24 * 4
 
@@ -76,11 +77,6 @@ def test_memory_refuses_what_it_cannot_hold_or_must_not(lab):
     with pytest.raises(StoreFullError, match="--ram-bytes"):
         lab.put(MemoryStore(CHUNK_BYTES - 1), 1)
     store = MemoryStore(CHUNK_BYTES)
-    with store.pin_scope():
-        lab.put(store, 1)
-        with pytest.raises(StoreFullError):
-            lab.put(store, 2)
-    assert lab.has(store, 1)
     kv = lab.kv(3)
     kv.layers[2][0, 0, 0, 0] = float("nan")
     with pytest.raises(InvalidInputError, match="layer 2"):
@@ -94,7 +90,6 @@ def test_memory_misses_for_another_layout_or_length(lab):
     assert store.open(lab.namespace, lab.key(1), other, lab.tokens) is None
     assert store.open(lab.namespace, lab.key(1), lab.layout, lab.tokens + 1) is None
     assert store.open(lab.key(1), lab.key(1), lab.layout, lab.tokens) is None
-    assert list(store.keys(lab.namespace)) == [lab.key(1)]
     assert store.delete(lab.namespace, lab.key(1))
     assert store.stats().size_bytes == 0
 
@@ -197,9 +192,47 @@ def test_delete_reaches_both_tiers(lab, make_tiers):
     store = make_tiers()
     lab.put(store, 1)
     assert lab.is_right(store, 1)
+    store.drain()
+    assert store.memory.contains(lab.namespace, lab.key(1))
     assert store.delete(lab.namespace, lab.key(1))
-    assert not lab.has(store, 1)
+    assert not store.disk.contains(lab.namespace, lab.key(1))
+    assert not store.memory.contains(lab.namespace, lab.key(1))
     assert lab.open(store, 1) is None
+
+
+def test_uses_that_cannot_be_noted_do_not_end_the_promotions(lab, make_tiers, monkeypatch):
+    monkeypatch.setattr(tiered, "RECENCY_INTERVAL_S", 0.01)
+    store = make_tiers()
+    failed = threading.Event()
+
+    def fail():
+        failed.set()
+        raise OSError("the disk fails")
+
+    for number in (1, 2):
+        lab.put(store, number)
+    assert lab.is_right(store, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(store.disk, "flush_recency", fail)
+        store.drain()
+        assert failed.wait(5)
+        time.sleep(0.05)
+        assert store._worker._thread.is_alive()
+    assert lab.is_right(store, 2)
+    store.drain()
+    assert tier_of(lab, store, 2) == "memory"
+
+
+def test_the_tiers_say_that_nothing_can_be_stored(lab, make_tiers, monkeypatch):
+    store = make_tiers()
+    lab.put(store, 1)
+    assert not store.read_only
+    assert make_tiers(read_only=True).read_only
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK and real(path, mode))
+    found_out = make_tiers()
+    assert found_out.read_only
+    assert lab.is_right(found_out, 1)
 
 
 def test_a_reader_open_during_delete_does_not_bring_the_chunk_back(lab, make_tiers):

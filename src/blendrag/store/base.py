@@ -64,6 +64,10 @@ class PinScope(Protocol):
 class KVStore(Protocol):
     """What the engine and the loader need of a store."""
 
+    @property
+    def read_only(self) -> bool:
+        """Whether nothing can be stored: asked for, or found out when the store was opened."""
+
     def put(self, namespace: str, key: str, kv: ChunkKV) -> None:
         """Store ``kv``; when this returns, it survives a crash. Putting a key again is a no-op.
 
@@ -85,7 +89,10 @@ class KVStore(Protocol):
         """Drop an entry; whether there was one."""
 
     def keys(self, namespace: str) -> Iterator[str]:
-        """Keys of one namespace, in no particular order."""
+        """Keys of one namespace, in no particular order.
+
+        Raises :class:`StoreUnavailableError` rather than leave out what cannot be listed.
+        """
 
     def pin_scope(self) -> AbstractContextManager[PinScope]:
         """Entries put while the scope lasts are never evicted to make room for others.

@@ -10,8 +10,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +18,6 @@ import torch
 from blendrag.errors import InvalidInputError, StoreFullError
 from blendrag.kv import ChunkKV, KVLayout
 from blendrag.store.base import StoreStats
-from blendrag.store.pins import Pins, Scope
 from blendrag.store.raw import all_finite, on_cpu, pieces
 from blendrag.store.root import megabytes
 
@@ -75,15 +72,16 @@ class MemoryReader:
 
 
 class MemoryStore:
-    """A :class:`KVStore` without durability. Thread-safe; not shared between processes."""
+    """What a query needs of a :class:`KVStore`. Thread-safe; gone with the process.
+
+    Keeps no pins and lists no keys: a chunk in memory comes and goes, what stays is on disk.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self._blocks: OrderedDict[tuple[str, str], Block] = OrderedDict()
         self._size_bytes = 0
         self._lock = threading.Lock()
-        self._pins = Pins()
-        self._pinned: set[tuple[str, str]] = set()
         self._hits = self._misses = self._evictions = 0
 
     def put(self, namespace: str, key: str, kv: ChunkKV) -> None:
@@ -106,33 +104,19 @@ class MemoryStore:
             )
 
     def insert(self, namespace: str, key: str, block: Block) -> bool:
-        """Take over a block that is complete and verified; ``False`` when there is no room."""
+        """Take over a block that is complete and verified; ``False`` if it is over the limit."""
         entry, size_bytes = (namespace, key), block.data.nbytes
+        if size_bytes > self.limit_bytes:
+            return False
         with self._lock:
             if entry in self._blocks:
                 return True
-            victims = self._victims(size_bytes)
-            if victims is None:
-                return False
-            for victim in victims:
-                self._drop(victim)
-            self._evictions += len(victims)
+            while self._size_bytes + size_bytes > self.limit_bytes:
+                self._drop(next(iter(self._blocks)))
+                self._evictions += 1
             self._blocks[entry] = block
             self._size_bytes += size_bytes
-        self._pins.note_put(entry)
         return True
-
-    def _victims(self, needed_bytes: int) -> list[tuple[str, str]] | None:
-        """Oldest entries that must go; ``None`` if that is not enough. Caller holds the lock."""
-        excess = self._size_bytes + needed_bytes - self.limit_bytes
-        victims = []
-        for entry, block in self._blocks.items():
-            if excess <= 0:
-                break
-            if entry not in self._pinned and entry not in self._pins:
-                victims.append(entry)
-                excess -= block.data.nbytes
-        return victims if excess <= 0 else None
 
     def _drop(self, entry: tuple[str, str]) -> bool:
         """Caller holds the lock."""
@@ -162,23 +146,7 @@ class MemoryStore:
     def delete(self, namespace: str, key: str) -> bool:
         """See :meth:`KVStore.delete`."""
         with self._lock:
-            self._pinned.discard((namespace, key))
             return self._drop((namespace, key))
-
-    def keys(self, namespace: str) -> Iterator[str]:
-        """See :meth:`KVStore.keys`."""
-        with self._lock:
-            found = [key for space, key in self._blocks if space == namespace]
-        return iter(found)
-
-    def pin_scope(self) -> AbstractContextManager[Scope]:
-        """See :meth:`KVStore.pin_scope`."""
-        return self._pins.scope()
-
-    def pin(self, namespace: str, key: str) -> None:
-        """See :meth:`KVStore.pin`; survives nothing."""
-        with self._lock:
-            self._pinned.add((namespace, key))
 
     def stats(self) -> StoreStats:
         """See :class:`StoreStats`."""

@@ -50,6 +50,11 @@ class TieredStore:
         self._worker = _Worker(memory, disk)
         self._closed = False
 
+    @property
+    def read_only(self) -> bool:
+        """See :attr:`KVStore.read_only`."""
+        return self.disk.read_only
+
     def put(self, namespace: str, key: str, kv: ChunkKV) -> None:
         """See :meth:`KVStore.put`. To disk only: an ingest would merely flush the memory tier."""
         self.disk.put(namespace, key, kv)
@@ -195,16 +200,14 @@ class _Worker:
             try:
                 job = self._jobs.get(timeout=RECENCY_INTERVAL_S)
             except queue.Empty:
-                self._disk.flush_recency()
+                with _best_effort("uses were not noted"):
+                    self._disk.flush_recency()
                 continue
             try:
                 if job is None:
                     return
-                self._promote(job)
-            except Exception as exc:
-                # Best effort: whatever went wrong, the chunk is still served from disk.
-                level = logging.INFO if isinstance(exc, StoreError) else logging.WARNING
-                logger.log(level, "a chunk was not promoted to memory: %s", exc)
+                with _best_effort("a chunk was not promoted to memory"):
+                    self._promote(job)
             finally:
                 self._jobs.task_done()
 
@@ -219,3 +222,13 @@ class _Worker:
                 start, end = block.offsets[layer : layer + 2]
                 reader.read_layer_bytes(layer, block.data[start:end])
             self._memory.insert(job.namespace, job.key, block)
+
+
+@contextlib.contextmanager
+def _best_effort(failure: str) -> Iterator[None]:
+    """Whatever goes wrong, chunks are still served from disk, and the thread lives on."""
+    try:
+        yield
+    except Exception as exc:
+        level = logging.INFO if isinstance(exc, StoreError) else logging.WARNING
+        logger.log(level, "%s: %s", failure, exc)
