@@ -94,6 +94,7 @@ def test_each_token_moves_by_its_own_offset(moved: ModelAdapter) -> None:
             assert tiny.difference(rotated[:, at], expected[:, at]) < 1e-3 * scale
 
 
+@torch.no_grad()
 def test_values_and_position_free_keys_do_not_move(moved: ModelAdapter) -> None:
     kinds = moved.repositioner.kinds
     near, far = (moved.prefill_at(IDS, offset).layers for offset in (0, 900))
