@@ -64,14 +64,20 @@ def test_the_prefix_baseline_is_the_faster_of_its_two_ways(ttft: dict[str, Any])
     assert ttft["spread_ms"]["prefix"] == ttft["spread_ms"][faster]
 
 
-def test_the_charged_ratio_counts_layer_0_and_the_ratio_does_not(ttft: dict[str, Any]) -> None:
+def test_the_charged_ratio_counts_layer_0_and_the_ratio_does_not() -> None:
+    ttft = measured("ttft", *SMALL, "--policy", "hkvd")
     assert ttft["ratio"] == pytest.approx(0.15, abs=1 / (CHUNK_TOKENS * (LAYERS - 1)))
     assert ttft["charged_ratio"] == pytest.approx((1 + ttft["ratio"] * (LAYERS - 1)) / LAYERS)
     assert ttft["ratio"] < ttft["charged_ratio"] < 1
-
-
-def test_the_floor_counts_the_rows_of_chunks_and_question(ttft: dict[str, Any]) -> None:
     rows = LAYERS * (ttft["charged_ratio"] * CHUNK_TOKENS + PROMPT_TOKENS - CHUNK_TOKENS)
+    assert ttft["floor_speedup"] == pytest.approx(LAYERS * PROMPT_TOKENS / rows)
+
+
+def test_query_charges_no_full_layer_but_its_scout_counts_for_the_floor(
+    ttft: dict[str, Any],
+) -> None:
+    assert ttft["charged_ratio"] == pytest.approx(0.15, abs=1 / CHUNK_TOKENS)
+    rows = LAYERS * (ttft["charged_ratio"] * CHUNK_TOKENS + 2 * (PROMPT_TOKENS - CHUNK_TOKENS))
     assert ttft["floor_speedup"] == pytest.approx(LAYERS * PROMPT_TOKENS / rows)
 
 
@@ -94,7 +100,7 @@ def test_blend_at_ratio_one_chooses_the_token_of_a_stock_prefill(bench: TtftBenc
 
 def test_blend_recomputes_its_share_and_reuse_nothing(bench: TtftBench) -> None:
     blended = bench.counts()
-    assert blended.candidate_rows[0] == CHUNK_TOKENS
+    assert blended.candidate_rows[0] == blended.candidate_rows[1]
     assert sum(blended.candidate_rows[1:]) == round(0.15 * CHUNK_TOKENS * (LAYERS - 1))
     reused = bench.blended("reuse", "reuse", 0.0)[1]
     assert reused.candidate_rows == (0,) * LAYERS

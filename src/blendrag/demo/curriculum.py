@@ -251,6 +251,9 @@ def _pairs(
 class DocumentsStage:
     """A context about `documents` entities; `keys` bounds how many attributes there are to tell
     apart.
+
+    `real`: in the prompt forms, at positions with gaps; `orphans`: share of the documents of which
+    only one paragraph is there.
     """
 
     documents: tuple[int, int]
@@ -259,10 +262,11 @@ class DocumentsStage:
     keys: tuple[int, int] = (2, 5)
     introduction: float = 0.0
     real: bool = False
+    orphans: float = 0.0
 
     def __call__(self, rng: random.Random, writer: Writer, split: Split = "train") -> Sample:
         documents = self.write(rng, split)
-        entries, questions = arrange(rng, documents, orphans=self.real)
+        entries, questions = arrange(rng, documents, self.orphans)
         form = NATIVE
         if self.real and rng.random() < 0.5:
             form = rng.choice(FORMS)
@@ -296,9 +300,9 @@ class DocumentsStage:
 
 
 def arrange(
-    rng: random.Random, documents: list[Document], orphans: bool
+    rng: random.Random, documents: list[Document], orphans: float
 ) -> tuple[list[Entry], list[Question]]:
-    """Chunks in random document order, a document's in its own; `orphans`: of some only one
+    """Chunks in random document order, a document's in its own; of a share of `orphans` only one
     paragraph, as retrieved.
 
     A second paragraph continues the first directly before it. Only what the chunks left can answer
@@ -308,7 +312,7 @@ def arrange(
     questions: list[Question] = []
     for document in rng.sample(documents, len(documents)):
         present = list(range(len(document.paragraphs)))
-        if orphans and len(present) == 2 and rng.random() < 0.25:
+        if len(present) == 2 and rng.random() < orphans:
             present = [rng.randrange(2)]
         entries += [Entry(document.paragraphs[i], f"{document.doc_id}.txt") for i in present]
         kinds = {(0,): ("direct",), (1,): (), (0, 1): ("direct", "coreference")}[tuple(present)]
@@ -335,7 +339,14 @@ STAGES: tuple[Stage, ...] = (
     Stage("back-references", DocumentsStage((2, 5), ((1, 2), (1, 2)), 0, (3, 6), 0.5), 0.7),
     Stage(
         "prompts",
-        DocumentsStage((2, 12), ((2, 2), (3, 3)), real=True),
+        DocumentsStage((2, 12), ((2, 2), (3, 3)), real=True, orphans=0.25),
+        0.7,
+        move_on_at=1.0,
+    ),
+    # A retriever brings one paragraph of many documents: what follows a name need not be about it.
+    Stage(
+        "retrieved",
+        DocumentsStage((3, 16), ((2, 2), (3, 3)), real=True, orphans=0.65),
         1.0,
         move_on_at=1.0,
     ),
