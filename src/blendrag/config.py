@@ -6,6 +6,7 @@ the like on the command line override these; nothing else states a default a sec
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -58,6 +59,17 @@ class Settings(BaseSettings):
     """Limit of the store's disk tier; ``None``: what the store remembers, else 64 GiB."""
     prefix_min_tokens: int = Field(default=8, ge=1)
     """Leading parts shorter than this are computed afresh rather than cached as exact prefix."""
+
+
+def absolute_model(model: str | Path) -> str:
+    """A local directory in full, as a model's name is part of its identity; other names unchanged.
+
+    ``demo`` is the embedded model even where a directory has that name: ``./demo`` is the directory.
+    """
+    if model == DEMO_MODEL:
+        return DEMO_MODEL
+    folder = Path(os.path.expanduser(model))
+    return str(folder.resolve()) if folder.is_dir() else str(model)
 
 
 @lru_cache(maxsize=1)

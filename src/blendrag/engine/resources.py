@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from blendrag.chunking import Chunker
-from blendrag.config import Settings
+from blendrag.config import Settings, absolute_model
 from blendrag.engine.trust import Trust
 from blendrag.errors import CorpusError, InvalidInputError
 from blendrag.fusor import Fusor
@@ -61,7 +61,7 @@ class Resources:
         lora: str | None,
         read_only: bool,
     ) -> None:
-        self._given_model = model
+        self._given_model = absolute_model(model) if isinstance(model, str | Path) else model
         self._given_tokenizer = tokenizer
         self.root = root
         self.settings = settings
