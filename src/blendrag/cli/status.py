@@ -5,7 +5,6 @@ Owns the mapping from exceptions to statuses. A traceback means a defect of ours
 
 from __future__ import annotations
 
-import errno
 import functools
 from collections.abc import Callable
 from typing import ParamSpec
@@ -20,6 +19,7 @@ from blendrag.errors import (
     StoreFullError,
     UnsupportedModelError,
 )
+from blendrag.resource_errors import is_out_of_memory, is_out_of_space
 
 DONE = 0
 #: Some inputs failed, or there was no room for all of them.
@@ -79,9 +79,10 @@ def _interrupted() -> int:
 
 def _foreign(error: Exception) -> str | None:
     """A sentence for resources that ran out beneath us; ``None`` for defects."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    if is_out_of_memory(error):
         return "out of memory; use a smaller model, another --dtype or fewer chunks (--top-k)"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        where = f" writing {error.filename}" if error.filename else ""
+    if is_out_of_space(error):
+        filename = getattr(error, "filename", None)
+        where = f" writing {filename}" if filename else ""
         return f"no space left{where}; free some, what was stored before is intact"
     return None

@@ -65,11 +65,7 @@ class ModelAdapter:
     @property
     def context_tokens(self) -> int:
         """The model's context window in tokens."""
-        config = self.model.config.get_text_config(decoder=True)
-        limit = getattr(config, "max_position_embeddings", None) or getattr(
-            config, "n_positions", None
-        )
-        return int(limit) if limit else 1 << 20
+        return context_tokens_of(self.model.config)
 
     @property
     def blend_limit_tokens(self) -> int | None:
@@ -223,6 +219,13 @@ class ModelAdapter:
             self._layout.torch_dtype,
             [max(1, min(delta, reach)) for delta in PROBE_OFFSETS],
         )
+
+
+def context_tokens_of(config: Any) -> int:
+    """Context window in tokens of a model with this ``config``."""
+    text = config.get_text_config(decoder=True)
+    limit = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    return int(limit) if limit else 1 << 20
 
 
 def _learns_prompt(model: Any) -> bool:

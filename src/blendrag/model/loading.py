@@ -6,21 +6,21 @@ Foreign exceptions are mapped here, once.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from safetensors import SafetensorError
 
 from blendrag.config import DEMO_MODEL
-from blendrag.errors import InvalidInputError, ModelLoadError
+from blendrag.errors import BlendragError, InvalidInputError, ModelLoadError
 from blendrag.kv import DTYPES
-from blendrag.model.adapter import ModelAdapter
+from blendrag.model.adapter import ModelAdapter, context_tokens_of
 from blendrag.model.tokens import Tokens
-
-#: What transformers, safetensors and torch raise for checkpoints that cannot be loaded.
-LOAD_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
+from blendrag.resource_errors import is_out_of_memory, is_out_of_space
 
 
 def resolve_model(name: str) -> str:
@@ -36,7 +36,8 @@ def load_adapter(
     """Load ``name`` (hub id, directory or ``demo``) and probe it.
 
     ``dtype``: ``auto`` or a key of :data:`blendrag.kv.DTYPES`; ``lora``: directory of a PEFT adapter.
-    Raises :class:`ModelLoadError` or :class:`InvalidInputError`.
+    Raises :class:`ModelLoadError` or :class:`InvalidInputError`; what is raised when memory or disk run
+    out passes as it is.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise InvalidInputError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
@@ -45,12 +46,11 @@ def load_adapter(
     path = resolve_model(name)
     target = resolve_device(device)
     torch_dtype: Any = dtype if dtype == "auto" else DTYPES[dtype]
-    try:
+    with _mapped(lambda exc: _load_message(name, path, exc)):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype)
         tokenizer = AutoTokenizer.from_pretrained(path)
+    with _mapped(lambda exc: f"model {name!r} cannot be moved to {target}: {_first_line(exc)}"):
         model = model.to(target)
-    except LOAD_ERRORS as exc:
-        raise ModelLoadError(_load_message(name, path, exc)) from exc
     if lora is not None:
         model = _with_lora(model, lora)
     return ModelAdapter(model, tokenizer, model_id=name)
@@ -61,10 +61,18 @@ def load_tokens(name: str) -> Tokens:
     from transformers import AutoTokenizer
 
     path = resolve_model(name)
-    try:
+    with _mapped(lambda exc: _load_message(name, path, exc)):
         return Tokens(AutoTokenizer.from_pretrained(path))
-    except LOAD_ERRORS as exc:
-        raise ModelLoadError(_load_message(name, path, exc)) from exc
+
+
+@lru_cache(maxsize=32)
+def load_context_tokens(name: str) -> int:
+    """Context window of ``name`` in tokens, by its config alone; raises :class:`ModelLoadError`."""
+    from transformers import AutoConfig
+
+    path = resolve_model(name)
+    with _mapped(lambda exc: _load_message(name, path, exc)):
+        return context_tokens_of(AutoConfig.from_pretrained(path))
 
 
 def resolve_device(device: str) -> torch.device:
@@ -90,10 +98,10 @@ def model_signature(name: str) -> str:
     """
     root = Path(resolve_model(name))
     if not root.is_dir():
-        cached = try_to_load_from_cache(name, "config.json") if "/" in name else None
-        if not isinstance(cached, str):
+        cached = _cached_config(name)
+        if cached is None:
             return ""
-        root = Path(cached).parent
+        root = cached.parent
     entries = []
     for file in sorted(p for p in root.iterdir() if p.is_file()):
         stat = file.stat()
@@ -101,30 +109,61 @@ def model_signature(name: str) -> str:
     return "|".join(entries)
 
 
+def _cached_config(name: str) -> Path | None:
+    """The config of hub id ``name`` where the hub's local cache has it."""
+    try:
+        cached = try_to_load_from_cache(name, "config.json") if "/" in name else None
+    except ValueError:  # no name that the hub could have
+        return None
+    return Path(cached) if isinstance(cached, str) else None
+
+
 def _with_lora(model: Any, lora: str) -> Any:
     try:
         from peft import PeftModel
     except ImportError as exc:
         raise ModelLoadError(f"adapter {lora!r} needs peft: pip install 'blendrag[lora]'") from exc
-    try:
+    with _mapped(lambda exc: f"adapter {lora!r} cannot be loaded: {_first_line(exc)}"):
         return PeftModel.from_pretrained(model, lora)
-    except (OSError, ValueError, RuntimeError) as exc:
-        raise ModelLoadError(f"adapter {lora!r} cannot be loaded: {_first_line(exc)}") from exc
+
+
+@contextmanager
+def _mapped(message: Callable[[Exception], str]) -> Iterator[None]:
+    """Errors of loading as :class:`ModelLoadError`; of memory and disk that ran out, as they are.
+
+    transformers, peft, safetensors and tokenizers raise whatever a broken file leads to, bare
+    ``Exception`` included.
+    """
+    try:
+        yield
+    except BlendragError:
+        raise
+    except Exception as exc:
+        if is_out_of_memory(exc) or is_out_of_space(exc):
+            raise
+        raise ModelLoadError(message(exc)) from exc
 
 
 def _load_message(name: str, path: str, exc: Exception) -> str:
+    why = _first_line(exc)
+    if isinstance(exc, ImportError):
+        return f"model {name!r} needs a package that is not installed: {why}"
     if Path(path).exists():
-        return f"{name!r} is a directory but not a loadable causal LM: {_first_line(exc)}"
+        return f"{name!r} is a directory but not a loadable causal LM: {why}"
+    if not isinstance(exc, OSError) or _cached_config(name) is not None:
+        return f"model {name!r} was found but is not a loadable causal LM: {why}"
     offline = os.environ.get("HF_HUB_OFFLINE") == "1"
     where = (
-        "not in the local cache (HF_HUB_OFFLINE=1)" if offline else "not found on the hub either"
+        "not in the local cache (HF_HUB_OFFLINE=1)" if offline else "could not be had from the hub"
     )
     return (
         f"model {name!r} is no local directory and {where}; expected a hub id, a directory with "
-        f"config.json and weights, or 'demo' ({_first_line(exc)})"
+        f"config.json and weights, or 'demo' ({why})"
     )
 
 
 def _first_line(exc: BaseException) -> str:
-    text = str(exc).strip() or type(exc).__name__
+    text = str(exc).strip()
+    if not text or isinstance(exc, KeyError | TypeError | AttributeError):  # no sentence without it
+        text = f"{type(exc).__name__} {text}".strip()
     return text.splitlines()[0][:200]

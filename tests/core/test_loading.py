@@ -1,0 +1,184 @@
+"""Loading by name: directories in full, one sentence for whatever cannot be loaded, and why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+
+import tiny
+from blendrag.config import absolute_model
+from blendrag.engine import BlendEngine
+from blendrag.errors import ModelLoadError
+from blendrag.model import loading
+from blendrag.model.loading import load_adapter, load_context_tokens, load_tokens
+
+#: What torch 2.13 says on the CPU where malloc fails.
+CPU_ALLOCATOR = (
+    "[enforce fail at alloc_cpu.cpp:129] err == 0. DefaultCPUAllocator: can't allocate memory: "
+    "you tried to allocate 4398046511104 bytes. Error code 12 (Cannot allocate memory)"
+)
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "models" / "mine"
+    tiny.llama().save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def lora_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "lora"
+    wrapped = get_peft_model(tiny.llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    wrapped.save_pretrained(folder)
+    return folder
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fail)
+
+
+# -- names --------------------------------------------------------------------------------------
+
+
+def test_a_relative_directory_names_the_same_model_as_its_full_path(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with BlendEngine(str(model_dir), tmp_path / "s") as engine:
+        identity = engine.adapter.identity
+    for name in ("models/mine", Path("models/mine"), "~/models/mine"):
+        with BlendEngine(name, tmp_path / "s") as engine:
+            assert engine.resources.model_name == str(model_dir)
+            assert engine.adapter.identity == identity
+
+
+def test_a_directory_called_demo_does_not_hide_the_embedded_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "demo").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert absolute_model("demo") == "demo"
+    assert absolute_model("./demo") == absolute_model(Path("demo")) == str(tmp_path / "demo")
+    assert absolute_model("nobody/nothing") == "nobody/nothing"
+
+
+def test_the_context_window_is_known_without_the_weights(model_dir: Path) -> None:
+    (model_dir / "model.safetensors").unlink()
+    assert load_context_tokens(str(model_dir)) == tiny.adapter(tiny.llama()).context_tokens == 4096
+
+
+# -- files that are not what they should be -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "break_it"),
+    [
+        ("config.json", lambda data: b"null"),
+        ("config.json", lambda data: data.replace(b'"hidden_size": 32', b'"hidden_size": "x"')),
+        ("model.safetensors", lambda data: data[:50]),
+        ("tokenizer.json", lambda data: b"[]"),
+    ],
+)
+def test_a_broken_model_is_one_sentence(
+    model_dir: Path, name: str, break_it: Callable[[bytes], bytes]
+) -> None:
+    (model_dir / name).write_bytes(break_it((model_dir / name).read_bytes()))
+    with pytest.raises(ModelLoadError, match="is a directory but not a loadable") as caught:
+        load_adapter(str(model_dir))
+    assert tiny.one_sentence(str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("name", "break_it"),
+    [
+        ("adapter_model.safetensors", lambda data: data[:100]),
+        ("adapter_model.safetensors", lambda data: data[:-10]),
+        ("adapter_config.json", lambda data: b"{}"),
+        ("adapter_config.json", lambda data: b"[]"),
+        ("adapter_config.json", lambda data: json.dumps({"peft_type": "NOPE"}).encode()),
+    ],
+)
+def test_a_broken_adapter_is_one_sentence(
+    model_dir: Path, lora_dir: Path, name: str, break_it: Callable[[bytes], bytes]
+) -> None:
+    assert load_adapter(str(model_dir), lora=str(lora_dir)).identity.adapters
+    (lora_dir / name).write_bytes(break_it((lora_dir / name).read_bytes()))
+    with pytest.raises(ModelLoadError, match=r"adapter .* cannot be loaded: ") as caught:
+        load_adapter(str(model_dir), lora=str(lora_dir))
+    assert tiny.one_sentence(str(caught.value))
+
+
+# -- what happened ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (OSError("not there"), r"is no local directory and .*\(not there\)"),
+        (ValueError("unknown model type"), "was found but is not a loadable causal LM: unknown"),
+        (RuntimeError("size mismatch"), "was found but is not a loadable causal LM: size mismatch"),
+        (ImportError("needs sentencepiece"), "needs a package that is not installed: needs sent"),
+    ],
+)
+def test_the_sentence_about_a_hub_id_says_what_happened(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, sentence: str
+) -> None:
+    failing(monkeypatch, error)
+    for load in (load_adapter, load_tokens):
+        with pytest.raises(ModelLoadError, match=sentence):
+            load("somebody/model")
+
+
+def test_a_cached_model_with_a_file_missing_is_not_called_unknown(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, OSError("no file named model.safetensors"))
+    cached = str(model_dir / "config.json")
+    monkeypatch.setattr(loading, "try_to_load_from_cache", lambda *args: cached)
+    with pytest.raises(ModelLoadError, match=r"was found but .*: no file named model\.safetensors"):
+        load_adapter("somebody/model")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError(CPU_ALLOCATOR),
+        MemoryError(),
+        OSError(12, "Cannot allocate memory"),
+        OSError(28, "No space left on device"),
+    ],
+)
+def test_memory_or_disk_that_ran_out_passes_as_it_is(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    failing(monkeypatch, error)
+    for name in ("somebody/model", str(model_dir)):
+        with pytest.raises(type(error)) as caught:
+            load_adapter(name)
+        assert caught.value is error
+
+
+def test_a_device_that_refuses_the_model_is_not_the_models_fault(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise RuntimeError("CUDA error: device busy")
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "to", refuse)
+    with pytest.raises(ModelLoadError, match="cannot be moved to cpu: CUDA error"):
+        load_adapter(str(model_dir), device="cpu")
