@@ -10,6 +10,7 @@ import pytest
 
 from blendrag.errors import InvalidInputError, UnreadableDocumentError
 from blendrag.readers import Document, digest_of, find_inputs, read_documents, scan_inputs
+from blendrag.store import open_store
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -150,6 +151,18 @@ def test_directories_are_searched_in_order_and_hidden_ones_left_out(tmp_path: Pa
         "a/z.md",
     ]
     assert [p.name for p in inputs.unsupported if p.name != "loop"] == ["y.pdf"]
+
+
+def test_a_kv_store_below_a_directory_is_left_out(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", "x")
+    write(tmp_path / "format" / "b.txt", "x")
+    write(tmp_path / "c" / "format", "no store")
+    os.mkfifo(tmp_path / "format" / "format")
+    open_store(tmp_path / "kv", ram_bytes=0, disk_bytes=None).close()
+    assert any(path.is_file() for path in (tmp_path / "kv").iterdir())
+    inputs = scan_inputs([tmp_path])
+    assert [path.name for path in inputs.files] == ["a.txt", "b.txt"]
+    assert inputs.unsupported == [tmp_path / "c" / "format", tmp_path / "format" / "format"]
 
 
 def test_a_file_named_outright_is_kept_so_that_reading_it_explains(tmp_path: Path) -> None:

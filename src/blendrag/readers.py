@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 MetadataValue = str | int | float | bool
 
+#: How the file ``format`` in the directory of a KV store begins.
+_STORE_FORMAT = b"blendrag-kv "
+
 
 @dataclass(frozen=True)
 class Document:
@@ -61,9 +64,10 @@ def find_inputs(paths: Sequence[Path]) -> list[Path]:
 def scan_inputs(paths: Sequence[Path]) -> Inputs:
     """Files named, and supported files below directories named (recursive, sorted).
 
-    Hidden files and directories are left out, and directories that are links are not entered. A
-    file named outright is always returned, so that reading it says why it cannot be read. Raises
-    :class:`InvalidInputError` for a path that does not exist or a directory that cannot be listed.
+    Hidden files and directories and KV stores are left out, and directories that are links are not
+    entered. A file named outright is always returned, so that reading it says why it cannot be read.
+    Raises :class:`InvalidInputError` for a path that does not exist or a directory that cannot be
+    listed.
     """
     files: dict[Path, None] = {}
     unsupported: dict[Path, None] = {}
@@ -95,8 +99,21 @@ def _below(directory: Path) -> Iterator[Path]:
         ) from error
 
     for folder, folders, names in os.walk(directory, onerror=refuse):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        folders[:] = sorted(
+            name for name in folders if not (name.startswith(".") or _is_store(Path(folder, name)))
+        )
         yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
+
+
+def _is_store(directory: Path) -> bool:
+    mark = directory / "format"
+    try:
+        if not mark.is_file():
+            return False
+        with mark.open("rb") as file:
+            return file.read(len(_STORE_FORMAT)) == _STORE_FORMAT
+    except OSError:
+        return False
 
 
 def read_documents(path: Path) -> Iterator[Document]:
