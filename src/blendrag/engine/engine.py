@@ -205,11 +205,13 @@ class BlendEngine:
     def remove(self, paths: Sequence[Path | str]) -> int:
         """Forget documents by path (or directory): texts, vectors and KV. How many there were.
 
-        Raises :class:`InvalidInputError` when nothing of a path is in the corpus.
+        Raises :class:`InvalidInputError` when nothing of a path is in the corpus; then nothing is
+        forgotten.
         """
         corpus = self._resources.require_corpus()
+        prefix_ids = corpus.manifest.prefix_ids
         namespace = corpus.manifest.namespace or self._resources.namespace()
-        store, removed = self._resources.store, 0
+        sources: dict[str, None] = {}
         for path in paths:
             found = corpus.sources_of(path)
             if not found:
@@ -217,12 +219,14 @@ class BlendEngine:
                     f"{path} is not in the corpus of {self._resources.root}; "
                     "expected a path as it was ingested"
                 )
-            chunks = {c.chunk_id: c for source in found for c in corpus.chunks_of(source)}
-            for chunk_id in corpus.remove_path(path):
-                ids = self._resources.text_ids(chunks[chunk_id].text)
-                store.delete(namespace, chunk_key(namespace, self._resources.prefix_ids, ids))
-            removed += len(found)
-        return removed
+            sources |= dict.fromkeys(found)
+        for source in sources:
+            texts = {chunk.chunk_id: chunk.text for chunk in corpus.chunks_of(source)}
+            for chunk_id in corpus.remove_source(source):
+                if chunk_id in texts:  # else of a version that another process put there just now
+                    ids = self._resources.text_ids(texts[chunk_id])
+                    self._resources.store.delete(namespace, chunk_key(namespace, prefix_ids, ids))
+        return len(sources)
 
     def dry_run(self, inputs: Inputs) -> DryRun:
         """What :meth:`ingest` would do: chunks, bytes, and seconds from one timed chunk."""
