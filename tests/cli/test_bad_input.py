@@ -9,8 +9,11 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from blendrag.engine import BlendEngine, Options
 from blendrag.engine.prompts import rag_prompt
@@ -136,6 +139,7 @@ def test_a_question_without_words_is_refused(ingested: Path, question: str) -> N
     "wrong",
     [("--mode", "turbo"), ("--ratio", "1.5"), ("--top-k", "0"), ("--policy", "magic"),
      ("--schedule", "steep"), ("--max-new-tokens", "0"), ("--temperature", "-1"),
+     ("--temperature", "nan"), ("--temperature", "inf"), ("--ratio", "nan"),
      ("--ram-bytes", "much"), ("--dtype", "int3"), ("--device", "abacus"), ("--no-such",),
      ("--lora", "/no/such/adapter")],
     ids=lambda wrong: wrong[0],
@@ -177,6 +181,38 @@ def test_an_unknown_model_is_named(
     assert result.exit_code == 2
     assert f"model '{name}'" in said(result)
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), "out of memory; use a smaller model"),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+            "out of memory; use a smaller",
+        ),
+        (OSError(28, "No space left on device", "/cache/model"), "no space left writing /cache/mo"),
+    ],
+)
+def test_what_runs_out_while_a_model_loads_is_named(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, sentence: str
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
+    result = invoke("verify", "somebody/model")
+    assert result.exit_code == 1
+    assert sentence in said(result)
+
+
+def test_the_demo_without_its_embedder_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blendrag.retriever.embedder._packaged_minilm", lambda: None)
+    result = invoke("demo", "--store", str(tmp_path / "store"))
+    assert result.exit_code == 2
+    assert 'pip install "blendrag[offline]"' in said(result)
 
 
 def test_after_an_unknown_model_the_right_one_works(

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from blendrag import __version__
-from blendrag.cli.options import parse_size
+from blendrag.cli.options import model_for, parse_size
+from blendrag.cli.output import print_json
+from blendrag.engine import BlendEngine
 from cli.lab import ingest_args, invoke, said, start, write_documents
 
 QUESTION = "What is the topic of document 2?"
@@ -127,12 +129,55 @@ def test_remove_forgets_a_document_and_its_chunks(
     store = tmp_path / "store"
     invoke(*ingest_args(docs, model_dir, store))
     removed = invoke("remove", str(docs / "d1.txt"), "--store", str(store), "--json")
-    assert json.loads(removed.stdout) == {"documents": 1}
+    assert json.loads(removed.stdout) == {"documents": 1, "failed": []}
     fields = json.loads(invoke("ask", QUESTION, "--store", str(store), "--json").stdout)
     assert {Path(s["source"]).name for s in fields["sources"]} == {"d0.txt", "d2.txt"}
     again = invoke("remove", str(docs / "d1.txt"), "--store", str(store))
     assert again.exit_code == 2
     assert "is not in the corpus" in said(again)
+
+
+def test_remove_goes_on_past_a_path_that_is_not_there(
+    model_dir: Path, docs: Path, tmp_path: Path
+) -> None:
+    store, missing = tmp_path / "store", str(docs / "missing.txt")
+    invoke(*ingest_args(docs, model_dir, store))
+    args = ("remove", "--store", str(store))
+    removed = invoke(*args, missing, str(docs / "d1.txt"), "--json")
+    assert removed.exit_code == 1
+    assert json.loads(removed.stdout) == {"documents": 1, "failed": [missing]}
+    assert said(removed).startswith(f"failed: {missing} is not in the corpus")
+    both = invoke(*args, str(docs), str(docs / "d0.txt"))
+    assert (both.exit_code, both.stdout) == (0, "2 documents removed\n")
+
+
+def test_a_store_among_the_documents_is_not_taken_for_some(
+    model_dir: Path, docs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(docs)
+    for _ in range(2):
+        result = invoke(*ingest_args(Path("."), model_dir, Path("blendrag-store"), "--json"))
+        assert result.exit_code == 0
+        fields = json.loads(result.stdout)
+        assert (fields["documents"], fields["skipped"]) == (3, [])
+
+
+def test_a_directory_called_demo_does_not_hide_the_embedded_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "demo").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert model_for("demo", None) == "demo"
+    with BlendEngine(model_for("demo", None), tmp_path / "s") as engine:
+        assert engine.resources.model_name == "demo"
+
+
+def test_json_has_null_for_what_is_no_number(capsys: pytest.CaptureFixture[str]) -> None:
+    nan, infinite = float("nan"), float("inf")
+    print_json({"a": nan, "b": [1.5, (infinite,)], "c": {"d": -infinite}, "e": True})
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
+        "a": None, "b": [1.5, [None]], "c": {"d": None}, "e": True,
+    }  # fmt: skip
 
 
 def test_verify_passes_a_llama(model_dir: Path) -> None:

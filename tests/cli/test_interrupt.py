@@ -33,6 +33,14 @@ def stuck(*args, **kwargs):
     time.sleep(600)
 transformers.AutoModelForCausalLM.from_pretrained = stuck
 """
+STUCK_BENCH = """
+import sys, time
+import blendrag.bench.geometry
+def stuck(*args, **kwargs):
+    print("NOW", file=sys.stderr, flush=True)
+    time.sleep(600)
+blendrag.bench.geometry.bench_adapter = stuck
+"""
 SLOW_DECODING = """
 import sys, time
 from blendrag.engine.stream import StopWhenDone
@@ -114,6 +122,15 @@ def test_a_second_ctrl_c_leaves_at_once(ingested: Path) -> None:
     assert process.returncode == 130
     assert seconds < 2
     one_sentence(stderr)
+
+
+def test_ctrl_c_during_a_benchmark_is_one_sentence() -> None:
+    process = start("bench", "ttft", "--geometry", "tiny", before=STUCK_BENCH)
+    stdout, stderr, seconds = interrupt(process)
+    assert process.returncode == 130
+    assert seconds < 8
+    assert "the measurement was abandoned" in one_sentence(stderr)
+    assert stdout == ""
 
 
 def test_ctrl_c_during_decode_stops_and_leaves_the_store_intact(ingested: Path) -> None:

@@ -163,12 +163,17 @@ def remove(
     _begin(verbose)
     interrupt.expect("what was not removed yet is intact; repeat the command to go on")
     with _engine(model, store) as engine:
-        removed = engine.remove(paths)
+        corpus = engine.resources.require_corpus()
+        unknown = [path for path in paths if not corpus.sources_of(path)]
+        known = [path for path in paths if path not in unknown]
+        removed = engine.remove(known or unknown)
+    for path in unknown:
+        say("failed", f"{path} is not in the corpus of {engine.resources.root}")
     if json:
-        output.print_json({"documents": removed})
+        output.print_json({"documents": removed, "failed": [str(path) for path in unknown]})
     else:
         typer.echo(f"{removed} documents removed")
-    return DONE
+    return FAILED if unknown else DONE
 
 
 @app.command()
@@ -198,7 +203,10 @@ def ask(
         int | None, typer.Option(min=1, help="Longest answer.", show_default=False)
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="0 decodes greedily.", show_default=False)
+        float | None,
+        typer.Option(
+            min=0.0, callback=options.finite, help="0 decodes greedily.", show_default=False
+        ),
     ] = None,
     stop: Annotated[
         list[str] | None,
@@ -316,14 +324,12 @@ def bench(context: typer.Context) -> int:
     """Measure times and memory; see blendrag bench --help."""
     _begin(verbose=False)
     interrupt.expect("the measurement was abandoned")
-    try:
-        from blendrag.bench.cli import app as benchmarks
-    except ModuleNotFoundError as exc:
-        if not (exc.name or "").startswith("blendrag.bench"):
-            raise
-        raise InvalidInputError("this installation of blendrag has no benchmarks") from exc
+    from blendrag.bench.cli import app as benchmarks
+
     command = typer.main.get_command(benchmarks)
     status = command.main(context.args, prog_name="blendrag bench", standalone_mode=False)
+    if status == INTERRUPTED:  # what typer makes of Ctrl-C, without a word
+        raise KeyboardInterrupt
     return status if isinstance(status, int) else DONE
 
 

@@ -6,6 +6,7 @@ the store's own manifest) decide.
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Annotated, get_args
@@ -34,6 +35,13 @@ def _mode(text: str | None) -> str | None:
     if text is not None and text not in get_args(Mode):
         raise typer.BadParameter(f"{text!r} is not one of {', '.join(get_args(Mode))}")
     return text
+
+
+def finite(number: float | None) -> float | None:
+    """Refuse ``nan`` and ``inf``, which typer takes for numbers."""
+    if number is not None and not math.isfinite(number):
+        raise typer.BadParameter(f"{number} is no finite number")
+    return number
 
 
 Model = Annotated[
@@ -136,16 +144,13 @@ def check_environment() -> None:
 def model_for(model: str | None, store: Path | None, for_ingest: bool = False) -> str | None:
     """The model asked for; else the one the store was ingested with; else ``None``.
 
-    An ingest is not bound to the model of a store that holds nothing yet. A local directory is made
-    absolute, as a model's name is part of its identity.
+    An ingest is not bound to the model of a store that holds nothing yet.
     """
     from blendrag.config import settings
 
-    if model is None and "model" not in settings().model_fields_set:
-        model = _model_of(store if store is not None else settings().store, for_ingest)
-    if model is not None and Path(model).is_dir():
-        return str(Path(model).resolve())
-    return model
+    if model is not None or "model" in settings().model_fields_set:
+        return model
+    return _model_of(store if store is not None else settings().store, for_ingest)
 
 
 def _model_of(root: Path, needs_documents: bool) -> str | None:

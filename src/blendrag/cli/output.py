@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,9 +19,19 @@ if TYPE_CHECKING:
 
 
 def print_json(fields: Mapping[str, Any]) -> None:
-    """One object on one line."""
+    """One object on one line; a number that JSON has no word for (NaN, infinity) is null."""
     encoding = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().replace("-", "")
-    typer.echo(json.dumps(fields, ensure_ascii=encoding != "utf8"))
+    typer.echo(json.dumps(_finite(fields), ensure_ascii=encoding != "utf8", allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return value
 
 
 def megabytes(size_bytes: float) -> str:
