@@ -7,15 +7,16 @@ LangChain side only; the engine does the work.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import LanguageModelInput
 from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
-from langchain_core.prompt_values import PromptValue, StringPromptValue
+from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPromptValue
 from langchain_core.runnables import RunnableConfig
 
 from blendrag.plugs.fields import CONFIG, RequestFields
@@ -24,7 +25,10 @@ from langchain_blendrag._messages import Message, TemplatedPromptValue, engine_p
 from langchain_blendrag._results import generation_info, token_usage
 
 if TYPE_CHECKING:
-    from blendrag.engine import Answer
+    from blendrag.engine import Answer, Options
+
+#: What a call may say about how its messages become text.
+_RENDERING = ("apply_chat_template", "template_kwargs")
 
 
 class BlendLLM(RequestFields, BaseLLM):
@@ -103,32 +107,54 @@ class BlendLLM(RequestFields, BaseLLM):
     # -- prompts --------------------------------------------------------------------------------
 
     def _convert_input(self, model_input: LanguageModelInput) -> PromptValue:
-        return self._templated(super()._convert_input(model_input))
-
-    def _templated(self, value: PromptValue) -> PromptValue:
-        """Messages to go through the model's template instead of becoming "Human: …"."""
-        if not self.apply_chat_template or isinstance(
-            value, StringPromptValue | TemplatedPromptValue
-        ):
+        value = super()._convert_input(model_input)
+        if not self.apply_chat_template or isinstance(value, TemplatedPromptValue):
             return value
-        return TemplatedPromptValue(messages=value.to_messages(), render=self._render)
+        return self._templated(value, {})
 
-    def _render(self, messages: Sequence[Message]) -> str:
+    def _templated(self, value: PromptValue, call: Mapping[str, Any]) -> PromptValue:
+        """Messages to go through the model's template instead of becoming "Human: …".
+
+        ``call``: what the call itself says, which ``_convert_input`` is not told.
+        """
+        if isinstance(value, StringPromptValue):
+            return value
+        options = self.request_options(**{name: call[name] for name in _RENDERING if name in call})
+        if options.apply_chat_template:
+            render = partial(self._render, options=options)
+            return TemplatedPromptValue(messages=value.to_messages(), render=render)
+        flat = ChatPromptValue(messages=value.to_messages())
+        return StringPromptValue(text=flat.to_string())
+
+    def _render(self, messages: Sequence[Message], options: Options) -> str:
         from blendrag.engine.prompts import render
 
-        return render(messages, self.engine.resources.tokens, self.request_options())
+        return render(messages, self.engine.resources.tokens, options)
 
     def generate_prompt(self, prompts: list[PromptValue], *args: Any, **kwargs: Any) -> LLMResult:
         """As in ``BaseLLM``; here because some chains call it with messages directly."""
-        return super().generate_prompt([self._templated(p) for p in prompts], *args, **kwargs)
+        values = [self._templated(p, kwargs) for p in prompts]
+        return super().generate_prompt(values, *args, **kwargs)
 
     async def agenerate_prompt(
         self, prompts: list[PromptValue], *args: Any, **kwargs: Any
     ) -> LLMResult:
         """:meth:`generate_prompt`; prompts are rendered off the event loop."""
         await asyncio.to_thread(warm, self.engine)
-        values = [self._templated(p) for p in prompts]
+        values = [self._templated(p, kwargs) for p in prompts]
         return await super().agenerate_prompt(values, *args, **kwargs)
+
+    def stream(
+        self,
+        input: LanguageModelInput,
+        config: RunnableConfig | None = None,
+        *,
+        stop: list[str] | None = None,
+        **kwargs: Any,
+    ) -> Iterator[str]:
+        """As in ``BaseLLM``, which converts messages without looking at what the call says."""
+        prompt = self._templated(super()._convert_input(input), kwargs)
+        yield from super().stream(prompt, config, stop=stop, **kwargs)
 
     async def astream(
         self,
@@ -138,9 +164,10 @@ class BlendLLM(RequestFields, BaseLLM):
         stop: list[str] | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[str]:
-        """As in ``BaseLLM``, with the tokenizer opened off the event loop."""
+        """:meth:`stream`, with the tokenizer opened off the event loop."""
         await asyncio.to_thread(warm, self.engine)
-        pieces = super().astream(input, config, stop=stop, **kwargs)
+        prompt = self._templated(super()._convert_input(input), kwargs)
+        pieces = super().astream(prompt, config, stop=stop, **kwargs)
         async with aclosing(pieces):  # type: ignore[type-var]
             async for text in pieces:
                 yield text

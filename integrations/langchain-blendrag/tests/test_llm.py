@@ -12,6 +12,7 @@ import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.prompt_values import ChatPromptValue
+from langchain_core.runnables import ConfigurableField
 from pydantic import ValidationError
 
 from blendrag.engine import BlendEngine
@@ -62,6 +63,36 @@ def test_without_the_template_messages_arrive_as_langchain_flattens_them(
     raw = BlendLLM(engine=engine, apply_chat_template=False)
     raw.invoke(MESSAGES, config={"callbacks": [seen]})
     assert seen.prompts == ["System: Be brief.\nHuman: Where is Place32?"]
+
+
+async def test_a_call_may_turn_the_template_off_and_on(
+    llm: BlendLLM, engine: BlendEngine, seen: Any
+) -> None:
+    raw = BlendLLM(engine=engine, apply_chat_template=False)
+    config: Any = {"callbacks": [seen]}
+    for wrapper, wanted in [(llm, False), (raw, True)]:
+        call = {"apply_chat_template": wanted}
+        wrapper.invoke(MESSAGES, config, **call)
+        wrapper.batch([MESSAGES], config, **call)
+        list(wrapper.stream(MESSAGES, config, **call))
+        await wrapper.ainvoke(MESSAGES, config, **call)
+        assert [piece async for piece in wrapper.astream(MESSAGES, config, **call)]
+        wrapper.bind(**call).invoke(MESSAGES, config)
+    flat = "System: Be brief.\nHuman: Where is Place32?"
+    assert seen.prompts == [flat] * 6 + [RENDERED] * 6
+    tokens = [metrics["prompt_tokens"] for metrics in seen.metrics]
+    assert len(set(tokens[:6])) == len(set(tokens[6:])) == 1
+    assert tokens[0] != tokens[6]
+
+
+def test_callbacks_see_what_a_calls_own_template_arguments_make_of_messages(
+    llm: BlendLLM, seen: Any
+) -> None:
+    config: Any = {"callbacks": [seen]}
+    call = {"template_kwargs": {"add_generation_prompt": False}}
+    llm.invoke(MESSAGES, config, **call)
+    list(llm.stream(MESSAGES, config, **call))
+    assert seen.prompts == [RENDERED.removesuffix("<|assistant|>")] * 2
 
 
 def test_turns_and_tool_results_keep_their_roles(llm: BlendLLM, seen: Any) -> None:
@@ -246,6 +277,45 @@ def test_wrappers_of_the_same_names_share_one_engine(tmp_path: Any) -> None:
         assert not (tmp_path / "a").exists()
     finally:
         close_shared_engines()
+
+
+def test_a_configurable_field_rebuilds_a_named_wrapper_over_the_same_engine(tmp_path: Any) -> None:
+    from langchain_blendrag import BlendRetriever, close_shared_engines
+
+    try:
+        llm = BlendLLM(store=tmp_path / "a", max_tokens=3)
+        made: Any = llm.configurable_fields(
+            mode=ConfigurableField(id="mode"), store=ConfigurableField(id="store")
+        )
+        full, _ = made.with_config(configurable={"mode": "full"}).prepare()
+        assert (full.mode, full.max_tokens, full.engine is llm.engine) == ("full", 3, True)
+        other, _ = made.with_config(configurable={"store": tmp_path / "b"}).prepare()
+        assert other.engine.resources.root == tmp_path / "b"
+        retriever: Any = BlendRetriever(store=tmp_path / "a", k=2).configurable_fields(
+            k=ConfigurableField(id="k")
+        )
+        more, _ = retriever.with_config(configurable={"k": 5}).prepare()
+        assert (more.k, more.engine is llm.engine) == (5, True)
+    finally:
+        close_shared_engines()
+
+
+def test_a_configurable_field_rebuilds_a_wrapper_of_a_given_engine(llm: BlendLLM) -> None:
+    made: Any = llm.configurable_fields(mode=ConfigurableField(id="mode"))
+    full, _ = made.with_config(configurable={"mode": "full"}).prepare()
+    assert (full.mode, full.engine is llm.engine) == ("full", True)
+
+
+def test_a_wrapper_is_pickled_by_its_names_or_not_at_all(llm: BlendLLM, tmp_path: Any) -> None:
+    from langchain_blendrag import close_shared_engines
+
+    try:
+        named = BlendLLM(store=tmp_path / "a")
+        assert pickle.loads(pickle.dumps(named)).engine is named.engine
+    finally:
+        close_shared_engines()
+    with pytest.raises(InvalidInputError, match="made with engine= cannot be pickled"):
+        pickle.dumps(llm)
 
 
 def test_the_engine_is_not_part_of_the_wrappers_description(llm: BlendLLM) -> None:

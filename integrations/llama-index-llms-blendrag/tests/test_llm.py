@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import pickle
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from pydantic import ValidationError
 
-from blendrag.engine import BlendEngine
+from blendrag.engine import BlendEngine, Options
 from blendrag.errors import ContextOverflowError, InvalidInputError
 from llama_index.llms.blendrag import BlendLLM, BlendRetriever, close_shared_engines
 
@@ -35,6 +38,21 @@ def test_metadata_tells_the_truth_about_the_model(llm: BlendLLM) -> None:
     assert not BlendLLM(engine=llm.engine, apply_chat_template=False).metadata.is_chat_model
 
 
+@pytest.fixture
+def named(tmp_path: Path) -> Iterator[BlendLLM]:
+    """Made by names, of a model that nothing has loaded yet."""
+    yield BlendLLM(model="demo", store=tmp_path / "kv")
+    close_shared_engines()
+
+
+def test_metadata_of_a_named_model_does_not_load_its_weights(named: BlendLLM) -> None:
+    about = named.metadata
+    assert not named.engine.resources.is_loaded
+    assert about.is_chat_model
+    assert about.context_window == named.engine.adapter.context_tokens
+    assert named.metadata == about
+
+
 def test_messages_go_through_the_models_template(llm: BlendLLM, engine: BlendEngine) -> None:
     expected, response = engine.generate(DICTS), llm.chat(MESSAGES)
     assert response.message.content == expected.text
@@ -52,6 +70,38 @@ def test_a_completed_string_is_one_user_message(llm: BlendLLM, engine: BlendEngi
 def test_formatted_text_gets_no_template(llm: BlendLLM) -> None:
     raw = llm.complete(QUESTION, formatted=True).raw
     assert raw["usage"]["prompt_tokens"] < llm.complete(QUESTION).raw["usage"]["prompt_tokens"]
+
+
+FLAT = "system: Be brief.\nuser: Where is Place32?\nassistant: "
+
+
+async def test_without_the_template_messages_arrive_as_llamaindex_flattens_them(
+    llm: BlendLLM, engine: BlendEngine
+) -> None:
+    expected = engine.generate(FLAT, Options(apply_chat_template=False))
+    raw = BlendLLM(engine=engine, apply_chat_template=False)
+    off = {"apply_chat_template": False}
+    responses = [
+        raw.chat(MESSAGES),
+        llm.chat(MESSAGES, **off),
+        list(llm.stream_chat(MESSAGES, **off))[-1],
+        await llm.achat(MESSAGES, **off),
+        [r async for r in await llm.astream_chat(MESSAGES, **off)][-1],
+    ]
+    for response in responses:
+        assert response.message.content == expected.text
+        assert response.raw["usage"]["prompt_tokens"] == expected.metrics.prompt_tokens
+    assert raw.chat(MESSAGES, apply_chat_template=True).message == llm.chat(MESSAGES).message
+
+
+def test_a_model_without_a_template_gets_flattened_messages(
+    llm: BlendLLM, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.resources.tokens.tokenizer, "chat_template", None)
+    expected = engine.generate(FLAT).metrics.prompt_tokens
+    assert llm.chat(MESSAGES).raw["usage"]["prompt_tokens"] == expected
+    own = BlendLLM(engine=engine, messages_to_prompt=lambda messages: "Where?")
+    assert own.chat(MESSAGES).raw["usage"]["prompt_tokens"] < expected
 
 
 def test_predict_uses_the_chat_template_and_the_system_prompt(
@@ -219,8 +269,50 @@ def test_wrappers_of_the_same_names_share_one_engine(tmp_path: Path) -> None:
         close_shared_engines()
 
 
-def test_the_engine_is_not_part_of_the_wrappers_description(llm: BlendLLM) -> None:
+def test_the_engine_is_only_mentioned_in_the_wrappers_description(llm: BlendLLM) -> None:
     assert isinstance(llm, LLM)
-    assert "engine" not in llm.to_dict()
+    described = json.loads(llm.to_json())
+    assert described["engine"] == "BlendEngine"
     assert "engine" not in repr(llm)
-    assert llm.to_dict()["class_name"] == "BlendLLM"
+    assert described["class_name"] == "BlendLLM"
+
+
+def test_a_named_wrapper_is_made_again_from_what_was_written_of_it(named: BlendLLM) -> None:
+    copies = [
+        BlendLLM.from_json(named.to_json()),
+        BlendLLM.from_dict(named.to_dict()),
+        pickle.loads(pickle.dumps(named)),
+    ]
+    assert json.loads(named.to_json())["store"] == str(named.store)
+    for copy in copies:
+        assert copy.engine is named.engine
+
+
+def test_a_wrapper_of_a_given_engine_is_not_made_again_with_another(llm: BlendLLM) -> None:
+    with pytest.raises(InvalidInputError, match="made with engine= cannot be pickled"):
+        pickle.dumps(llm)
+    with pytest.raises(ValidationError, match="give it again, or model= and store= instead"):
+        BlendLLM.from_dict(llm.to_dict())
+    assert BlendLLM.from_dict(llm.to_dict(), engine=llm.engine).engine is llm.engine
+
+
+def test_a_closed_shared_engine_is_made_anew(named: BlendLLM) -> None:
+    engine = named.engine
+    close_shared_engines()
+    assert engine.closed
+    assert not named.engine.closed
+
+
+def test_a_model_directory_is_the_same_by_relative_and_absolute_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    (tmp_path / "demo").mkdir()
+    monkeypatch.chdir(tmp_path)
+    try:
+        relative = BlendLLM(model="models/mine", store="kv")
+        assert relative.engine is BlendLLM(model=f"{tmp_path}/models/mine", store="kv").engine
+        assert relative.engine.resources.model_name == f"{tmp_path}/models/mine"
+        assert BlendLLM(model="demo", store="kv").engine.resources.model_name == "demo"
+    finally:
+        close_shared_engines()

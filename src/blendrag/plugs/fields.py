@@ -10,14 +10,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    field_serializer,
+    model_validator,
+)
 
 from blendrag.config import Mode
 from blendrag.errors import InvalidInputError
-from blendrag.plugs.shared import choose_engine
+from blendrag.plugs.shared import EngineName, check_given, engine_name, engine_of
 
 if TYPE_CHECKING:
-    from blendrag.engine import Options
+    from blendrag.engine import BlendEngine, Options
 
 #: Names a call may override, as the frameworks or as blendrag spells them.
 CALL_OPTIONS = {
@@ -44,7 +51,11 @@ CONFIG = ConfigDict(extra="forbid", populate_by_name=True, arbitrary_types_allow
 
 
 class EngineFields(BaseModel):
-    """Which engine a wrapper uses: one given, or the shared one of a model and a store."""
+    """Which engine a wrapper uses: one given, or the shared one of a model and a store.
+
+    A wrapper holds what it was made with and never an engine made from that, so that frameworks may
+    make it again from its fields, with some of them changed.
+    """
 
     model_config = CONFIG
 
@@ -56,14 +67,39 @@ class EngineFields(BaseModel):
     device: str | None = None
     embedder: str | None = None
     """sentence-transformers model of a corpus yet to be ingested; a corpus remembers its own."""
-    engine: Any = Field(default=None, exclude=True, repr=False)
-    """A ``BlendEngine`` to share; instead of all the names above."""
+    given_engine: Any = Field(default=None, alias="engine", exclude=True, repr=False)
+    """``engine=``: a ``BlendEngine`` to share; instead of all the names above."""
+    _name: EngineName | None = PrivateAttr(default=None)
 
     @model_validator(mode="after")
     def _take_engine(self) -> EngineFields:
         names = {name: getattr(self, name) for name in ENGINE_NAMES}
-        self.engine = choose_engine(self.engine, **names)
+        if self.given_engine is None:
+            self._name = engine_name(**names)
+            engine_of(self._name)  # says now what is wrong with it
+        else:
+            check_given(self.given_engine, **names)
         return self
+
+    @property
+    def engine(self) -> BlendEngine:
+        """The engine given, or the shared one of these names. Making it loads no model yet."""
+        if self._name is None:
+            given: BlendEngine = self.given_engine
+            return given
+        return engine_of(self._name)
+
+    @field_serializer("store")
+    def _store_as_text(self, store: Path | None) -> str | None:
+        return None if store is None else str(store)
+
+    def __getstate__(self) -> dict[Any, Any]:
+        if self.given_engine is not None:
+            raise InvalidInputError(
+                "a wrapper made with engine= cannot be pickled, as its engine holds a model and open "
+                "files; make it from model= and store= instead"
+            )
+        return super().__getstate__()
 
 
 class RequestFields(EngineFields):
@@ -72,7 +108,7 @@ class RequestFields(EngineFields):
     mode: Mode | None = None
     """``blend``, ``full``, ``prefix`` or ``reuse``."""
     policy: str | None = None
-    """Selection policy of mode ``blend``: ``hkvd``, ``boundary(k)``, …"""
+    """Selection policy of mode ``blend``: ``query``, ``hkvd``, ``boundary(k)``, …"""
     schedule: str | None = None
     ratio: float | None = None
     """Mean share of chunk tokens recomputed, in [0, 1]."""

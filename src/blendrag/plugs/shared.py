@@ -1,8 +1,8 @@
 """One engine for many wrappers, and the two ways to listen to it.
 
-Wrappers that name the same model and store get the same :class:`BlendEngine`, so that an LLM and a
-retriever load the model once. What is made here lives until :func:`close_shared_engines` or the end
-of the process.
+Wrappers of the same :class:`EngineName` (model, store, dtype, device and embedder, those left out at
+their defaults) get the same :class:`BlendEngine`, so that an LLM and a retriever load the model once.
+What is made here lives until :func:`close_shared_engines` or the end of the process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blendrag.config import settings
+from blendrag.config import absolute_model, settings
 from blendrag.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -43,16 +43,31 @@ def shared_engine(
     embedder: str | None = None,
 ) -> BlendEngine:
     """The process's engine of that name; ``None`` takes blendrag's settings. Loads no model yet."""
-    from blendrag.engine import BlendEngine
+    return engine_of(engine_name(model, store, dtype, device, embedder))
 
+
+def engine_name(
+    model: str | None = None,
+    store: Path | str | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    embedder: str | None = None,
+) -> EngineName:
+    """The name in full: ``None`` takes blendrag's settings, and directories are absolute."""
     defaults = settings()
-    name = EngineName(
-        model or defaults.model,
+    return EngineName(
+        absolute_model(model or defaults.model),
         Path(store or defaults.store).expanduser().resolve(),
         dtype or defaults.dtype,
         device or defaults.device,
         embedder or defaults.embedder,
     )
+
+
+def engine_of(name: EngineName) -> BlendEngine:
+    """The process's engine of that name, made anew if it was closed. Loads no model yet."""
+    from blendrag.engine import BlendEngine
+
     with _making:
         if name not in _engines or _engines[name].closed:
             _engines[name] = BlendEngine(
@@ -68,16 +83,38 @@ def shared_engine(
 def choose_engine(engine: BlendEngine | None, **names: Any) -> BlendEngine:
     """The engine given, or else :func:`shared_engine` of ``names``.
 
-    Raises :class:`InvalidInputError` for both.
+    Raises :class:`InvalidInputError` for both, and for an ``engine`` of another type.
     """
     if engine is None:
         return shared_engine(**names)
+    check_given(engine, **names)
+    return engine
+
+
+def check_given(engine: Any, **names: Any) -> None:
+    """Raise :class:`InvalidInputError` unless ``engine`` is an engine, and all that was given."""
+    from blendrag.engine import BlendEngine
+
     named = ", ".join(name for name, value in names.items() if value is not None)
     if named:
         raise InvalidInputError(
             f"engine= and {named}= were both given; leave {named} out, the engine has its own"
         )
-    return engine
+    if not isinstance(engine, BlendEngine):
+        raise InvalidInputError(
+            f"engine={engine!r} is a {type(engine).__name__}, expected a BlendEngine, which cannot be "
+            "written down: give it again, or model= and store= instead"
+        )
+
+
+def context_tokens(engine: BlendEngine) -> int:
+    """The model's context window, from its config where its weights are not loaded yet."""
+    from blendrag.model.loading import load_context_tokens
+
+    resources = engine.resources
+    if resources.is_loaded:
+        return resources.adapter.context_tokens
+    return load_context_tokens(resources.model_name)
 
 
 def close_shared_engines() -> None:

@@ -6,6 +6,7 @@ the LlamaIndex side only; the engine does the work.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,7 +26,7 @@ from llama_index.core.llms.function_calling import FunctionCallingLLM
 
 from blendrag.errors import InvalidInputError
 from blendrag.plugs.fields import CONFIG, RequestFields
-from blendrag.plugs.shared import agenerate, astream_pieces, stream_pieces
+from blendrag.plugs.shared import agenerate, astream_pieces, context_tokens, stream_pieces
 from llama_index.llms.blendrag import _results
 from llama_index.llms.blendrag._messages import Message, to_dicts
 
@@ -42,9 +43,10 @@ Asked = str | list[Message]
 class BlendLLM(RequestFields, FunctionCallingLLM):
     """A local Hugging Face causal LM over a blendrag store.
 
-    Messages go through the model's own chat template; a string given to ``complete`` is one user
-    message, or raw text when it is ``formatted`` already. ``raw`` of every response (of a stream:
-    of its last) holds ``usage``, ``finish_reason`` and, under ``blendrag``, the request's metrics.
+    Messages go through the model's own chat template, or through ``messages_to_prompt`` where there is
+    none or it is turned off; a string given to ``complete`` is one user message, or raw text when it is
+    ``formatted`` already. ``raw`` of every response (of a stream: of its last) holds ``usage``,
+    ``finish_reason`` and, under ``blendrag``, the request's metrics.
 
     Tools are not supported: ``metadata`` says so, agents then ask in plain text (ReAct), and the
     methods for tools raise :class:`InvalidInputError`.
@@ -67,22 +69,28 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """True figures of the loaded model; loads it."""
+        """True figures of the model, without its weights: LlamaIndex asks on the event loop."""
         engine = self.engine
         has_template = self.apply_chat_template and engine.resources.tokens.has_template
         return LLMMetadata(
-            context_window=engine.adapter.context_tokens,
+            context_window=context_tokens(engine),
             num_output=self.max_tokens or engine.settings.max_new_tokens,
             is_chat_model=has_template,
             is_function_calling_model=False,
             model_name=engine.resources.model_name,
         )
 
+    def to_dict(self, **kwargs: Any) -> dict[str, Any]:
+        """As in LlamaIndex; names an engine that was given, so that ``from_dict`` asks for it again."""
+        given = {} if self.given_engine is None else {"engine": "BlendEngine"}
+        return super().to_dict(**kwargs) | given
+
     # -- whole answers --------------------------------------------------------------------------
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        return self._whole(to_dicts(messages), self.request_options(**kwargs), _results.chat)
+        options = self.request_options(**kwargs)
+        return self._whole(self._asked(messages, options), options, _results.chat)
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
@@ -92,7 +100,8 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         options = self.request_options(**kwargs)
-        answer = await agenerate(self.engine, to_dicts(messages), options)
+        prompt = await asyncio.to_thread(self._asked, messages, options)
+        answer = await agenerate(self.engine, prompt, options)
         return _results.chat(answer.text, None, self._raw(answer))
 
     @llm_completion_callback()
@@ -107,7 +116,8 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        return self._pieces(to_dicts(messages), self.request_options(**kwargs), _results.chat)
+        options = self.request_options(**kwargs)
+        return self._pieces(self._asked(messages, options), options, _results.chat)
 
     @llm_completion_callback()
     def stream_complete(
@@ -120,7 +130,9 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
     async def astream_chat(
         self, messages: Sequence[ChatMessage], **kwargs: Any
     ) -> ChatResponseAsyncGen:
-        return self._apieces(to_dicts(messages), self.request_options(**kwargs), _results.chat)
+        options = self.request_options(**kwargs)
+        prompt = await asyncio.to_thread(self._asked, messages, options)
+        return self._apieces(prompt, options, _results.chat)
 
     @llm_completion_callback()
     async def astream_complete(
@@ -149,6 +161,16 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
         raise _no_tools([])
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _asked(self, messages: Sequence[ChatMessage], options: Options) -> Asked:
+        """Messages for the model's template; as LlamaIndex flattens them where none is applied."""
+        converted = to_dicts(messages)
+        if not converted or (
+            options.apply_chat_template and self.engine.resources.tokens.has_template
+        ):
+            return converted
+        assert self.messages_to_prompt is not None  # set when the wrapper was made
+        return self.messages_to_prompt(messages)
 
     def _completed(self, prompt: str, formatted: bool) -> str:
         if formatted or self.completion_to_prompt is None:
