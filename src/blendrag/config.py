@@ -19,6 +19,10 @@ Mode = Literal["blend", "full", "prefix", "reuse"]
 #: Name of the model inside the package.
 DEMO_MODEL = "demo"
 
+#: Chosen by what the embedded model answers at r = 0.15 (docs/performance.md).
+DEFAULT_POLICY = "query"
+DEFAULT_SCHEDULE = "constant"
+
 
 class Settings(BaseSettings):
     """Defaults of the whole package.
@@ -45,11 +49,11 @@ class Settings(BaseSettings):
     """Chunks retrieved for a question."""
 
     mode: Mode = "blend"
-    policy: str = "hkvd"
-    """Selection policy of mode ``blend``."""
+    policy: str = DEFAULT_POLICY
+    """Selection policy of mode ``blend``: ``query``, ``hkvd`` (the paper's) or ``boundary(k)``."""
     ratio: float = Field(default=0.15, ge=0.0, le=1.0)
     """r: mean share of chunk tokens recomputed in layers 1…L-1 (CacheBlend §4.3, figure 16)."""
-    schedule: str = "geometric"
+    schedule: str = DEFAULT_SCHEDULE
     """How r is spread over the layers: constant, linear, geometric[:g] or a comma-separated vector."""
     max_new_tokens: int = Field(default=128, ge=1)
 

@@ -136,13 +136,15 @@ def _measure(adapter: ModelAdapter, layers: tuple[str, ...]) -> Verification:
         logits, _, _ = fusor.prefill(ids, request, logits_to_keep=spread)
         return _difference(logits[0], stock)
 
-    def gradual_diff() -> float:
-        """The default policy: the peek, narrowing from layer to layer, over exact KV."""
-        request = _request(n, HeldKV(kv), make_policy("hkvd"), Schedule("geometric"), 0.2)
+    def policy_diff(policy: str, schedule: str) -> float:
+        """What users run, over exact KV: the peek or the scout, narrowing from layer to layer."""
+        request = _request(n, HeldKV(kv), make_policy(policy), Schedule.parse(schedule), 0.2)
         logits, _, _ = fusor.prefill(ids, request)
         return _difference(logits[0], stock[-1:])
 
-    subset, perturbed = max(subset_diff(0.0), gradual_diff()), subset_diff(3.0)
+    policies = (("hkvd", "geometric"), ("query", "linear"))
+    subset = max(subset_diff(0.0), *(policy_diff(*each) for each in policies))
+    perturbed = subset_diff(3.0)
     full, greedy = _full_recompute(adapter, ids, seen, stock, kv)
     tolerance = TOLERANCE[adapter.layout.dtype] * max(scale, 1.0)
     reason = _judge(subset, perturbed, full, greedy, tolerance, scale, adapter.layout.dtype)
