@@ -126,7 +126,7 @@ async def test_a_task_cancelled_while_its_prompt_is_planned_frees_the_model(
         assert go_on.wait(10)
         return prompts.render(*args)
 
-    monkeypatch.setattr("blendrag.engine.engine.render", render_later)
+    monkeypatch.setattr("blendrag.engine.requests.render", render_later)
     task = asyncio.create_task(engine.agenerate(prompt(engine, 1), Options(max_new_tokens=1000)))
     assert await asyncio.to_thread(planning.wait, 5)
     task.cancel()

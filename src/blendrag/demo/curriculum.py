@@ -340,13 +340,6 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "prompts",
         DocumentsStage((2, 12), ((2, 2), (3, 3)), real=True, orphans=0.25),
-        0.7,
-        move_on_at=1.0,
-    ),
-    # A retriever brings one paragraph of many documents: what follows a name need not be about it.
-    Stage(
-        "retrieved",
-        DocumentsStage((3, 16), ((2, 2), (3, 3)), real=True, orphans=0.65),
         1.0,
         move_on_at=1.0,
     ),

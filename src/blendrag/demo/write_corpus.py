@@ -2,49 +2,61 @@
 --seed 11`.
 
 Owns: which documents and questions the demo shows. Documents are of the test split, names no model
-was trained on. Questions are drawn by seed among those whose chunks a retriever finds; what a model
-answers plays no part.
+was trained on. Questions are drawn by seed among those that the retrieved chunks can answer; what a
+model answers plays no part.
 """
 
 import argparse
 import json
 import random
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
-
 from blendrag.demo.generator import Corpus, Document, Question, generate_corpus
+from blendrag.demo.tour import CHUNK_TOKENS, EMBEDDER, TOP_K
+from blendrag.engine import BlendEngine
+from blendrag.retriever.retriever import RetrievedChunk
 
 N_DOCUMENTS = 30
 N_QUESTIONS = {"coreference": 8, "direct": 4}
-TOP_K = 6
+# What the tour and what a reader of the README asks for.
+TOP_KS = (6, TOP_K)
 
 
-def retrievable(corpus: Corpus, embedder: str, top_k: int = TOP_K) -> list[Question]:
-    """Questions whose nearest `top_k` paragraphs hold the answer and the naming paragraph.
+def answerable(corpus: Corpus, written: Path) -> list[Question]:
+    """Questions that a reader of the chunks retrieved can answer, for every `TOP_KS`."""
+    documents = {document.doc_id: document for document in corpus.documents}
+    with (
+        tempfile.TemporaryDirectory() as store,
+        BlendEngine(store=store, chunk_tokens=CHUNK_TOKENS, embedder=EMBEDDER) as engine,
+    ):
+        engine.ingest([written])
+        return [
+            question
+            for question in corpus.questions
+            if all(
+                _is_clear(question, documents, engine.retrieve(question.text, top_k))
+                for top_k in TOP_KS
+            )
+        ]
 
-    A paragraph is embedded behind the title that its file name gives, as blendrag's retriever does.
+
+def _is_clear(
+    question: Question, documents: dict[str, Document], chunks: Sequence[RetrievedChunk]
+) -> bool:
+    """Whether the paragraphs needed are there, in one piece, and none follows that says "she" of
+    somebody else and would be taken for theirs.
     """
-    from sentence_transformers import SentenceTransformer
-
-    model = SentenceTransformer(embedder, device="cpu")
-    owners = [(d.doc_id, i) for d in corpus.documents for i in range(len(d.paragraphs))]
-    texts = [f"{d.doc_id.replace('-', ' ')}\n{p}" for d in corpus.documents for p in d.paragraphs]
-    asked = [q.text for q in corpus.questions]
-    chunks, questions = (
-        np.asarray(model.encode(t, normalize_embeddings=True)) for t in (texts, asked)
-    )
-    found = []
-    for question, scores in zip(corpus.questions, questions @ chunks.T, strict=True):
-        nearest = {owners[i] for i in np.argsort(-scores)[:top_k]}
-        needed = {
-            (question.document_id, i) for i in range(2 if question.kind == "coreference" else 1)
-        }
-        if needed <= nearest:
-            found.append(question)
-    return found
+    texts = [chunk.text.strip() for chunk in chunks]
+    paragraphs = documents[question.document_id].paragraphs
+    needed = paragraphs[: 2 if question.kind == "coreference" else 1]
+    if not set(needed) <= set(texts):
+        return False
+    last = max(texts.index(paragraph) for paragraph in paragraphs if paragraph in texts)
+    naming = {document.paragraphs[0] for document in documents.values()}
+    return last + 1 == len(texts) or texts[last + 1] in naming
 
 
 def draw(questions: Sequence[Question], rng: random.Random) -> list[Question]:
@@ -63,28 +75,25 @@ def draw(questions: Sequence[Question], rng: random.Random) -> list[Question]:
     return drawn
 
 
-def write(out: Path, documents: Sequence[Document], questions: Sequence[Question]) -> None:
-    """Replaces the corpus in `out`."""
+def write_documents(out: Path, documents: Sequence[Document]) -> None:
+    """Replaces the documents in `out`."""
     out.mkdir(parents=True, exist_ok=True)
-    for stale in out.glob("*.txt"):
+    for stale in [*out.glob("*.txt"), *out.glob("questions.json")]:
         stale.unlink()
     for document in documents:
         (out / f"{document.doc_id}.txt").write_text(document.text + "\n", encoding="utf-8")
-    records = json.dumps([asdict(q) for q in questions], indent=2, ensure_ascii=False)
-    (out / "questions.json").write_text(records + "\n", encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write the demo corpus and its questions.")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=11)
-    parser.add_argument(
-        "--embedder", required=True, help="sentence-transformers model: a name or a directory"
-    )
     args = parser.parse_args()
     corpus = generate_corpus(args.seed, "test", N_DOCUMENTS)
-    questions = draw(retrievable(corpus, args.embedder), random.Random(args.seed))
-    write(args.out, corpus.documents, questions)
+    write_documents(args.out, corpus.documents)
+    questions = draw(answerable(corpus, args.out), random.Random(args.seed))
+    records = json.dumps([asdict(q) for q in questions], indent=2, ensure_ascii=False)
+    (args.out / "questions.json").write_text(records + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The engine: one class an integration needs, and the types it takes and returns."""
 
-from blendrag.engine.engine import AnswerIterator, BlendEngine
+from blendrag.engine.answers import AnswerIterator
+from blendrag.engine.engine import BlendEngine
 from blendrag.engine.types import Answer, DryRun, IngestReport, Message, Options, Prompt, Source
 
 __all__ = [

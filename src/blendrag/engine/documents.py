@@ -1,0 +1,100 @@
+"""What an engine does with documents rather than prompts: ingest, remove, count beforehand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from blendrag.engine.encoding import Encoder
+from blendrag.engine.ingest import Ingest, Inputs, Totals, Watch, documents_of
+from blendrag.engine.resources import Resources
+from blendrag.engine.types import DryRun, IngestReport
+from blendrag.engine.worker import Worker
+from blendrag.errors import IdentityChangedError, InvalidInputError
+from blendrag.identity import chunk_key
+from blendrag.readers import digest_of
+
+
+def ingest(
+    resources: Resources, worker: Worker, inputs: Inputs, watch: Watch | None = None
+) -> IngestReport:
+    """See :meth:`BlendEngine.ingest`."""
+    corpus = resources.create_corpus()
+    listed: list[Any] = [inputs] if isinstance(inputs, str | Path) else list(inputs)
+
+    def run() -> IngestReport:
+        return Ingest(
+            corpus,
+            resources.store,
+            Encoder(resources, worker),
+            resources.embedder,
+            resources.chunker,
+            resources.prefix_ids,
+            watch,
+        ).run(listed)
+
+    unloaded = not resources.is_loaded
+    try:
+        report = run()
+    except IdentityChangedError:
+        if not unloaded:
+            raise
+        report = run()  # the files looked unchanged but hold other weights: now they are loaded
+    resources.remember_namespace()
+    return report
+
+
+def remove(resources: Resources, paths: Sequence[Path | str]) -> int:
+    """See :meth:`BlendEngine.remove`."""
+    corpus = resources.require_corpus()
+    prefix_ids = corpus.manifest.prefix_ids
+    namespace = corpus.manifest.namespace or resources.namespace()
+    sources: dict[str, None] = {}
+    for path in paths:
+        found = corpus.sources_of(path)
+        if not found:
+            raise InvalidInputError(
+                f"{path} is not in the corpus of {resources.root}; "
+                "expected a path as it was ingested"
+            )
+        sources |= dict.fromkeys(found)
+    for source in sources:
+        texts = {chunk.chunk_id: chunk.text for chunk in corpus.chunks_of(source)}
+        for chunk_id in corpus.remove_source(source):
+            if chunk_id in texts:  # else of a version that another process put there just now
+                ids = resources.text_ids(texts[chunk_id])
+                resources.store.delete(namespace, chunk_key(namespace, prefix_ids, ids))
+    return len(sources)
+
+
+def dry_run(resources: Resources, worker: Worker, inputs: Inputs) -> DryRun:
+    """See :meth:`BlendEngine.dry_run`."""
+    known = resources.corpus
+    chunker = resources.chunker()
+    totals = Totals()
+    documents = chunks = tokens = new = 0
+    for document in documents_of(inputs, totals):
+        pieces = chunker.split(document.text)
+        documents += 1
+        chunks += len(pieces)
+        tokens += sum(c.tokens for c in pieces)
+        if known is None or known.document_digest(document.source) != digest_of(document):
+            new += sum(c.tokens for c in pieces)
+    adapter = resources.adapter
+    adapter.require_blendable()
+    sample = [17] * min(resources.chunk_tokens, max(tokens, 1))
+
+    def encode_s() -> float:
+        with adapter.lock:
+            began = time.perf_counter()
+            adapter.encode((), sample)
+            return time.perf_counter() - began
+
+    worker.run(encode_s)  # the first one warms up
+    rate = len(sample) / worker.run(encode_s)
+    return DryRun(
+        documents, chunks, tokens, adapter.layout.chunk_bytes(tokens), new / rate,
+        len(totals.failures), tuple(totals.failures), tuple(totals.skipped),
+    )  # fmt: skip

@@ -1,0 +1,138 @@
+"""From a prompt to an answer: planned in the caller's thread, worked off on the engine's.
+
+Owns which task a prompt becomes, with the settings' defaults, and whether stored KV may be used for
+it. Does not know how tokens are made (:mod:`blendrag.engine.generation`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+
+from blendrag.anchors import Match
+from blendrag.config import Settings
+from blendrag.controller import Controller, LoadPlan
+from blendrag.engine.generation import Generation, Task
+from blendrag.engine.prompts import chunk_matches, explain_misses, render
+from blendrag.engine.resources import Resources
+from blendrag.engine.stream import AnswerStream
+from blendrag.engine.types import Answer, Options, Prompt
+from blendrag.engine.worker import Worker
+from blendrag.errors import InvalidInputError
+from blendrag.prompt import PromptPlan, make_plan
+from blendrag.retriever.corpus import Corpus, StoredChunk
+from blendrag.selection import Schedule, make_policy
+
+UNTRUSTED = (
+    "stored KV is not used: this machine computes other KV for the probe than when the corpus was "
+    "ingested; ingest again to renew it"
+)
+
+
+class Requests:
+    """Starts requests of one engine. Thread-safe."""
+
+    def __init__(
+        self,
+        resources: Resources,
+        settings: Settings,
+        worker: Worker,
+        later: Callable[[LoadPlan], None],
+    ) -> None:
+        """``later`` hears what was missed, once the answer is there."""
+        self._resources = resources
+        self._settings = settings
+        self._worker = worker
+        self._later = later
+
+    def start(self, prompt: Prompt, options: Options) -> tuple[AnswerStream, Future[Answer]]:
+        """Plan here, in the caller's thread; answer on the worker. Errors of the plan are raised."""
+        started = time.perf_counter()
+        tokens = self._resources.tokens
+        stream = AnswerStream(tokens.tokenizer, options.stop, started)
+        task = self._task(prompt, options, started)
+
+        def work() -> Answer:
+            try:
+                stream.check()
+                return self._work(task, stream)
+            finally:
+                stream.finish()
+
+        return stream, self._worker.submit(work)
+
+    def _task(self, prompt: Prompt, options: Options, started: float) -> Task:
+        s = self._settings
+        mode = options.mode or s.mode
+        policy, schedule = options.policy or s.policy, options.schedule or s.schedule
+        make_policy(policy), Schedule.parse(schedule)  # fail before any work
+        plan, source_of, notes = self.plan_text(render(prompt, self._resources.tokens, options))
+        if not plan.ids:
+            raise InvalidInputError("the prompt is empty; ask something")
+        return Task(
+            plan, mode, policy, schedule, s.ratio if options.ratio is None else options.ratio,
+            options.max_new_tokens or s.max_new_tokens, options, started, source_of, notes,
+        )  # fmt: skip
+
+    def plan_text(self, rendered: str) -> tuple[PromptPlan, dict[str, str], tuple[str, ...]]:
+        """How a rendered prompt is cut, the source of each chunk in it, and notes for the metrics."""
+        resources = self._resources
+        tokens = resources.tokens
+        corpus, foreign = resources.own_corpus()
+        matches = chunk_matches(corpus, rendered)
+        notes = (foreign,) if foreign else explain_misses(corpus, rendered, matches)
+        chunks = _still_there(corpus, matches)
+        matches = [m for m in matches if m.chunk_id in chunks]
+        plan = make_plan(
+            rendered,
+            matches,
+            tokens.encode_template,
+            lambda chunk_id: resources.text_ids(chunks[chunk_id].text),
+            tokens.encode_text,
+        )
+        return plan, {c.chunk_id: c.source for c in chunks.values()}, notes
+
+    def _work(self, task: Task, stream: AnswerStream) -> Answer:
+        resources = self._resources
+        controller: Controller | None = None
+        adapter = resources.adapter
+        if task.mode != "full":
+            adapter.require_blendable()
+        with adapter.lock:  # one identity from here to the last token
+            if task.plan.chunks and task.mode != "full":
+                namespace = adapter.identity.namespace
+                if resources.trust.stands(namespace):
+                    controller = Controller(
+                        adapter,
+                        resources.store,
+                        namespace,
+                        resources.prefix_ids,
+                        self._settings.prefix_min_tokens,
+                    )
+                else:
+                    resources.forget_signature()
+                    task = replace(task, notes=(*task.notes, UNTRUSTED), why_computed=UNTRUSTED)
+            generation = Generation(adapter, lambda: resources.fusor)
+            return generation.run(task, controller, stream, self._later)
+
+
+def _still_there(corpus: Corpus | None, matches: Sequence[Match]) -> dict[str, StoredChunk]:
+    """Chunks of ``matches``; another process may have removed one since it was found."""
+    chunks = {}
+    for match in matches:
+        with suppress(KeyError):
+            assert corpus is not None
+            chunks[match.chunk_id] = corpus.chunk(match.chunk_id)
+    return chunks
+
+
+def check_defaults(chosen: Settings) -> None:
+    """Raise :class:`InvalidInputError` for settings that no request could be made with."""
+    Options(mode=chosen.mode, ratio=chosen.ratio, max_new_tokens=chosen.max_new_tokens)
+    make_policy(chosen.policy)
+    Schedule.parse(chosen.schedule)
+    if chosen.top_k < 1:
+        raise InvalidInputError(f"top_k is {chosen.top_k}, expected 1 or more")
