@@ -245,7 +245,7 @@ class Generation:
             new_tokens=sum(len(row) for row in rows),
             ratio=ratio,
             charged_ratio=charged,
-            policy=task.policy if blended else "",
+            policy=_policy_used(task, fusion) if blended else "",
             schedule=str(Schedule.parse(task.schedule)) if blended else "",
             chunks=report(
                 load.decisions, counts.recomputed_per_span if counts else (), task.source_of
@@ -298,6 +298,13 @@ def _policy_of(task: Task) -> SelectionPolicy:
     if task.mode == "prefix":  # every loaded span is exact: there are no candidates to choose among
         return make_policy("full")
     return make_policy(task.policy)
+
+
+def _policy_used(task: Task, fusion: Fusion | None) -> str:
+    """As asked for, unless the model's attention could not be seen and another had to decide."""
+    if fusion is None or fusion.policy is fusion.request.policy:
+        return task.policy
+    return fusion.policy.name
 
 
 @contextmanager
