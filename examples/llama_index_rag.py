@@ -11,7 +11,7 @@ from blendrag import BlendEngine
 from blendrag.demo import demo_corpus_path
 from llama_index.llms.blendrag import BlendLLM, BlendRetriever
 
-QUESTION = "Where was Emma Hansen born?"
+QUESTION = "Which instrument does Erik Bell play?"
 
 
 class Usage(BaseEventHandler):

@@ -13,5 +13,7 @@ def test_sweep_is_one_object_with_a_row_for_each_ratio() -> None:
     for row in rows:
         assert row["speedup"] == pytest.approx(row["full_ms"] / row["ms"])
         assert row["ratio"] <= row["charged_ratio"] <= 1
-        assert row["floor_speedup"] >= 1
-    assert rows[-1]["charged_ratio"] == rows[-1]["floor_speedup"] == 1
+    assert rows[-1]["charged_ratio"] == 1
+    floors = [row["floor_speedup"] for row in rows]
+    assert floors == sorted(floors, reverse=True)
+    assert floors[-1] < 1  # everything is computed, and the question's tokens twice

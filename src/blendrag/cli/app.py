@@ -172,7 +172,7 @@ def remove(
     if json:
         output.print_json({"documents": removed, "failed": [str(path) for path in unknown]})
     else:
-        typer.echo(f"{removed} documents removed")
+        typer.echo(f"{removed} document{'' if removed == 1 else 's'} removed")
     return FAILED if unknown else DONE
 
 

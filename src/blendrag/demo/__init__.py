@@ -18,9 +18,7 @@ def demo_model_path() -> Path:
 
 
 def demo_corpus_path() -> Path:
-    """The directory of the demo corpus: `*.txt` files, names unseen in training, and
-    `questions.json`.
-    """
+    """The directory of the demo corpus: `*.txt` files, names unseen in training."""
     return _HERE / "corpus"
 
 
@@ -28,7 +26,7 @@ def demo_questions() -> tuple[Question, ...]:
     """The questions of the demo corpus with their expected answers; `document_id` is the file
     name without `.txt`.
     """
-    records = json.loads((demo_corpus_path() / "questions.json").read_text(encoding="utf-8"))
+    records = json.loads((_HERE / "questions.json").read_text(encoding="utf-8"))
     return tuple(Question(**record) for record in records)
 
 

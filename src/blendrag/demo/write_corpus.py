@@ -1,7 +1,8 @@
 """Writes the demo corpus: `python -m blendrag.demo.write_corpus --out src/blendrag/demo/corpus
 --seed 11`.
 
-Owns: which documents and questions the demo shows. Documents are of the test split, names no model
+Owns: which documents and questions the demo shows; the questions lie beside the corpus, in
+`questions.json`. Documents are of the test split, names no model
 was trained on. Questions are drawn by seed among those that the retrieved chunks can answer; what a
 model answers plays no part.
 """
@@ -78,7 +79,7 @@ def draw(questions: Sequence[Question], rng: random.Random) -> list[Question]:
 def write_documents(out: Path, documents: Sequence[Document]) -> None:
     """Replaces the documents in `out`."""
     out.mkdir(parents=True, exist_ok=True)
-    for stale in [*out.glob("*.txt"), *out.glob("questions.json")]:
+    for stale in out.glob("*.txt"):
         stale.unlink()
     for document in documents:
         (out / f"{document.doc_id}.txt").write_text(document.text + "\n", encoding="utf-8")
@@ -93,7 +94,7 @@ def main() -> None:
     write_documents(args.out, corpus.documents)
     questions = draw(answerable(corpus, args.out), random.Random(args.seed))
     records = json.dumps([asdict(q) for q in questions], indent=2, ensure_ascii=False)
-    (args.out / "questions.json").write_text(records + "\n", encoding="utf-8")
+    (args.out.parent / "questions.json").write_text(records + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ from blendrag.retriever.corpus import Corpus, StoredChunk
 from blendrag.selection import Schedule, make_policy
 
 UNTRUSTED = (
-    "stored KV is not used: this machine computes other KV for the probe than when the corpus was "
-    "ingested; ingest again to renew it"
+    "stored KV is not used: the probe stored beside it is damaged, or this machine computes other KV "
+    "for it than when the corpus was ingested; ingest again to renew it"
 )
 
 

@@ -101,20 +101,27 @@ class Trust:
         layout = self._adapter.layout
         reader = self._store.open(namespace, self._probe_key(namespace), layout, len(ids))
         if reader is None:
+            self._warn("the KV kept to check it by is missing or damaged")
             return False
         try:
             now = self.encode(namespace, ids, self._prefix_ids())
             if _alike(now, reader, PROBE_TOLERANCE[layout.dtype]):
                 return True
+        except CorruptKVError:
+            self._warn("the KV kept to check it by is damaged")
+            return False
         finally:
             reader.close()
+        self._warn("this machine computes other KV (another library version or kernel?)")
+        return False
+
+    def _warn(self, why: str) -> None:
         log.warning(
-            "store %s: this machine computes other KV than the one stored for model %s (another "
-            "library version or kernel?); stored KV is not used, ingest again to renew it",
+            "store %s: KV of model %s is not used, as %s; ingest again to renew it",
             self._root,
             self._adapter.model_id,
+            why,
         )
-        return False
 
     def _probe_ids(self) -> tuple[int, ...]:
         vocab = self._adapter.model.get_input_embeddings().num_embeddings
@@ -160,12 +167,10 @@ class Trust:
 
 
 def _alike(now: ChunkKV, reader: KVReader, tolerance: float) -> bool:
+    """Raises :class:`CorruptKVError` for bytes that are not those that were put."""
     for i, layer in enumerate(now.layers):
         stored = torch.empty_like(layer)
-        try:
-            reader.read_layer(i, stored)
-        except CorruptKVError:
-            return False
+        reader.read_layer(i, stored)
         scale = max(float(layer.float().abs().max()), 1e-6)
         if float((stored.float() - layer.float()).abs().max()) > tolerance * scale:
             return False
