@@ -73,6 +73,10 @@ class Corpus:
         directory = Path(root) / DIRECTORY
         exists = (directory / database.FILE_NAME).is_file()
         if not exists and (read_only or not create):
+            if Path(root).is_file():
+                raise CorpusError(
+                    f"store {root} is a file, expected a directory; choose another --store"
+                )
             raise CorpusError(
                 f"there is no corpus at {directory}; ingest first (blendrag ingest PATH… --store "
                 f"{root})"
