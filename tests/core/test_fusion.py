@@ -14,14 +14,7 @@ from blendrag.loader import LoadedSpan
 from blendrag.model import ModelAdapter
 from blendrag.selection import LayerView, Schedule, SelectionPolicy, make_policy
 from blendrag.selection.hkvd import HKVDPolicy
-
-N = 150
-LAYERS = 4
-IDS = tiny.random_ids(N)
-#: fresh 0-10, chunk 10-70, fresh 70-74, chunk 74-130, fresh 130-150
-CHUNKS = ((10, 70), (74, 130))
-CANDIDATES = sum(b - a for a, b in CHUNKS)
-FRESH = N - CANDIDATES
+from core.lab import CANDIDATES, CHUNKS, FRESH, IDS, LAYERS, N, exact_spans
 
 
 class Recording(HKVDPolicy):
@@ -49,10 +42,6 @@ class Arbitrary(SelectionPolicy):
         keep = min(budget, view.tokens.numel())
         order = torch.randperm(view.tokens.numel(), generator=self.generator)[:keep]
         return view.tokens[order.sort().values]
-
-
-def exact_spans(adapter: ModelAdapter, noise: float = 0.0) -> list[LoadedSpan]:
-    return [tiny.span(adapter, IDS, a, b, stored_at=1, noise=noise) for a, b in CHUNKS]
 
 
 @pytest.fixture(scope="module")

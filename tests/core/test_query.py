@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import tiny
-from blendrag.fusor import Fusor, scout
-from blendrag.loader import LoadedSpan
+from blendrag.config import DEFAULT_POLICY, DEFAULT_SCHEDULE
+from blendrag.fusor import Fusor, attention, scout
 from blendrag.model import ModelAdapter
 from blendrag.selection import LayerView
 from blendrag.selection.query import QueryPolicy
+from core.lab import CANDIDATES, CHUNKS, FRESH, IDS, LAYERS, N, exact_spans
 
-N = 150
-LAYERS = 4
-IDS = tiny.random_ids(N)
-#: fresh 0-10, chunk 10-70, fresh 70-74, chunk 74-130, question 130-150
-CHUNKS = ((10, 70), (74, 130))
-QUESTION = 130
-CANDIDATES = sum(b - a for a, b in CHUNKS)
-FRESH = N - CANDIDATES
+QUESTION = CHUNKS[-1][1]  # where it begins
 
 
 class Recording(QueryPolicy):
@@ -37,10 +32,6 @@ class Recording(QueryPolicy):
         self.question[layer] = view.question
         self.chosen[layer] = super().select(layer, view, budget)
         return self.chosen[layer]
-
-
-def spans(adapter: ModelAdapter, noise: float = 0.0) -> list[LoadedSpan]:
-    return [tiny.span(adapter, IDS, a, b, stored_at=1, noise=noise) for a, b in CHUNKS]
 
 
 @torch.inference_mode()
@@ -59,7 +50,7 @@ def attention_paid(model: Any) -> torch.Tensor:
 def test_over_exact_kv_the_scout_sees_what_eager_attention_pays(name: str) -> None:
     model = tiny.family(name, initializer_range=0.3)  # attention that differs between tokens
     policy = Recording()
-    tiny.fuse(Fusor(tiny.adapter(model)), IDS, spans(tiny.adapter(model)), policy, 0.3)
+    tiny.fuse(Fusor(tiny.adapter(model)), IDS, exact_spans(tiny.adapter(model)), policy, 0.3)
     expected = attention_paid(model)
     assert tiny.difference(policy.question[0], expected) < 1e-2 * float(expected.std())
 
@@ -69,7 +60,7 @@ def test_exact_loaded_kv_equals_stock(name: str) -> None:
     adapter = tiny.adapter(tiny.family(name))
     expected = tiny.stock(adapter.model, IDS)[0, -1]
     for made in (Fusor(adapter), Fusor(adapter, fast_attention=False)):
-        logits, _, _ = tiny.fuse(made, IDS, spans(adapter), "query", 0.3)
+        logits, _, _ = tiny.fuse(made, IDS, exact_spans(adapter), "query", 0.3)
         assert tiny.difference(logits[0, 0], expected) < 1e-4
 
 
@@ -78,7 +69,7 @@ def test_ratio_one_equals_full_prefill_even_over_useless_kv(
     adapter: ModelAdapter, masks: bool
 ) -> None:
     fusor = Fusor(adapter, force_masks=masks)
-    logits, cache, _ = tiny.fuse(fusor, IDS, spans(adapter, 3.0), "query", 1.0, all_rows=True)
+    logits, cache, _ = tiny.fuse(fusor, IDS, exact_spans(adapter, 3.0), "query", 1.0, all_rows=True)
     assert tiny.difference(logits[0], tiny.stock(adapter.model, IDS)[0]) < 1e-4
     assert cache.get_seq_length() == N
 
@@ -87,9 +78,9 @@ def test_attention_in_blocks_of_rows_is_the_same(
     adapter: ModelAdapter, fusor: Fusor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, blocks = Recording(), Recording()
-    tiny.fuse(fusor, IDS, spans(adapter, 1.0), whole, 0.3)
+    tiny.fuse(fusor, IDS, exact_spans(adapter, 1.0), whole, 0.3)
     monkeypatch.setattr(scout, "BLOCK_WEIGHTS", 4 * N * 7)  # 7 rows of four heads
-    tiny.fuse(fusor, IDS, spans(adapter, 1.0), blocks, 0.3)
+    tiny.fuse(fusor, IDS, exact_spans(adapter, 1.0), blocks, 0.3)
     assert tiny.difference(whole.question[0], blocks.question[0]) < 1e-5
 
 
@@ -98,7 +89,7 @@ def test_most_looked_at_tokens_are_chosen_in_nested_sets(
     adapter: ModelAdapter, fusor: Fusor, schedule: str
 ) -> None:
     policy = Recording()
-    _, _, fusion = tiny.fuse(fusor, IDS, spans(adapter, 3.0), policy, 0.2, schedule)
+    _, _, fusion = tiny.fuse(fusor, IDS, exact_spans(adapter, 3.0), policy, 0.2, schedule)
     everywhere = torch.cat([torch.arange(a, b) for a, b in CHUNKS])
     ranked = everywhere[policy.question[0].argsort(descending=True)].tolist()
     counts = fusion.counts()
@@ -112,7 +103,7 @@ def test_most_looked_at_tokens_are_chosen_in_nested_sets(
 def test_layer_zero_is_not_computed_for_all_and_the_scout_is_counted(
     adapter: ModelAdapter, fusor: Fusor
 ) -> None:
-    loaded, seen = spans(adapter, 1.0), list[int]()
+    loaded, seen = exact_spans(adapter, 1.0), list[int]()
     hooks = [
         layer.mlp.register_forward_hook(lambda module, args, out: seen.append(args[0].shape[1]))
         for layer in adapter.stack.layers
@@ -130,13 +121,13 @@ def test_layer_zero_is_not_computed_for_all_and_the_scout_is_counted(
 def test_it_mends_what_the_question_looks_at_most(adapter: ModelAdapter, fusor: Fusor) -> None:
     """One token's KV is useless: mended by query exactly if the question looks at it."""
     policy = Recording()
-    tiny.fuse(fusor, IDS, spans(adapter), policy, 0.1)
+    tiny.fuse(fusor, IDS, exact_spans(adapter), policy, 0.1)
     stock = tiny.stock(adapter.model, IDS)[0, -1]
     everywhere = torch.cat([torch.arange(a, b) for a, b in CHUNKS])
     ranked = everywhere[policy.question[0].argsort(descending=True)].tolist()
 
     def wrong(position: int) -> float:
-        disturbed = spans(adapter)
+        disturbed = exact_spans(adapter)
         for span in disturbed:
             if span.start <= position < span.end:
                 for layer in span.reader.kv.layers:  # type: ignore[attr-defined]
@@ -153,21 +144,43 @@ def test_it_mends_what_the_question_looks_at_most(adapter: ModelAdapter, fusor: 
 def test_a_model_of_one_layer_and_a_prompt_without_chunks() -> None:
     adapter = tiny.adapter(tiny.llama(num_hidden_layers=1))
     expected = tiny.stock(adapter.model, IDS)[0, -1]
-    for loaded in (spans(adapter), []):
+    for loaded in (exact_spans(adapter), []):
         logits, _, fusion = tiny.fuse(Fusor(adapter), IDS, loaded, "query", 0.2)
         assert tiny.difference(logits[0, 0], expected) < 1e-4
     assert fusion.counts().rows == (N,)  # nothing to ask about: no scout
 
 
-def test_where_attention_cannot_be_seen_deviation_decides(
-    adapter: ModelAdapter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scout, "implementation", lambda stack, name: nullcontext())
-    fusor = Fusor(adapter, fast_attention=False)
-    logits, _, fusion = tiny.fuse(fusor, IDS, spans(adapter), "query", 0.3)
+@pytest.fixture
+def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models whose attention goes its own way, whatever implementation their config names."""
+    for module in (attention, scout):
+        monkeypatch.setattr(module, "implementation", lambda stack, name: nullcontext())
+
+
+@pytest.mark.usefixtures("deaf")
+def test_where_attention_cannot_be_seen_deviation_decides(adapter: ModelAdapter) -> None:
+    fusor = Fusor(adapter)
+    assert not fusor.fast_attention  # nor is it taken for served
+    logits, _, fusion = tiny.fuse(fusor, IDS, exact_spans(adapter), "query", 0.3)
     assert fusion.policy.name == "hkvd"
     assert fusion.counts().candidate_rows[0] == CANDIDATES
     assert tiny.difference(logits[0, 0], tiny.stock(adapter.model, IDS)[0, -1]) < 1e-4
+
+
+@pytest.mark.usefixtures("deaf")
+def test_the_metrics_name_the_policy_that_decided(tmp_path: Path) -> None:
+    with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
+        engine.ingest([tiny.document(0)])
+        prompt = "\n\n".join([*tiny.chunk_texts(engine, 0), "What did the company build?"])
+        assert engine.generate(prompt).metrics.policy == "hkvd"
+
+
+def test_the_metrics_name_the_policy_asked_for(tmp_path: Path) -> None:
+    with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
+        engine.ingest([tiny.document(0)])
+        prompt = "\n\n".join([*tiny.chunk_texts(engine, 0), "What did the company build?"])
+        metrics = engine.generate(prompt).metrics
+        assert (metrics.policy, metrics.schedule) == (DEFAULT_POLICY, DEFAULT_SCHEDULE)
 
 
 @pytest.mark.parametrize("after", [0, 2, LAYERS, LAYERS + 2])
@@ -182,7 +195,7 @@ def test_abandoned_in_the_scout_or_later_it_leaves_nothing_behind(
 
     own = adapter.stack.config._attn_implementation
     before = tiny.stock(adapter.model, IDS)
-    request = tiny.request(IDS, spans(adapter), "query", 0.2)
+    request = tiny.request(IDS, exact_spans(adapter), "query", 0.2)
     with pytest.raises(InterruptedError):
         fusor.prefill(IDS, request, check=check)
     assert adapter.stack.config._attn_implementation == own

@@ -36,6 +36,8 @@ class Rows:
         self.positions = positions
         self.prompt_tokens = prompt_tokens
         self.count = positions.numel()
+        self.attended = False
+        """Whether the fast attention really ran over them."""
         self._force_masks = force_masks
         self._blocks: dict[tuple[int | None, torch.dtype], list[Block]] = {}
         self._mask: torch.Tensor | None = None
