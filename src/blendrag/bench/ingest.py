@@ -25,7 +25,7 @@ import torch
 from blendrag.bench.ttft import PREFIX_IDS, interleaved
 from blendrag.engine import BlendEngine
 from blendrag.engine.types import IngestReport
-from blendrag.errors import BlendragError, StoreFullError
+from blendrag.errors import BlendragError
 from blendrag.identity import chunk_key
 from blendrag.model import ModelAdapter
 from blendrag.retriever.embedder import MINILM_OFFLINE, Embedder
@@ -142,7 +142,7 @@ def _rates(adapter: ModelAdapter, workload: IngestWorkload, root: Path, tick: Ti
         store.put(namespace, chunk_key(namespace, PREFIX_IDS, ids), adapter.encode(PREFIX_IDS, ids))
 
     def ingest() -> None:
-        ingested.append(_complete(engine.ingest([next(files)])).tokens)
+        ingested.append(engine.ingest([next(files)]).whole().tokens)
 
     ways: dict[str, Callable[[], object]] = {"prefill": prefill, "encode": encode, "ingest": ingest}
     try:
@@ -211,7 +211,7 @@ def _in_process(corpus: _Corpus, tick: Tick) -> _Twice:
             [corpus.documents],
             lambda t: tick(f"{t.chunks} chunks, {t.tokens_per_s:.0f} tokens/s"),
         )
-        return _complete(report).chunks, time.perf_counter() - began
+        return report.whole().chunks, time.perf_counter() - began
 
     with open_engine() as engine:
         _ = engine.adapter
@@ -239,20 +239,11 @@ def _from_shell(corpus: _Corpus, tick: Tick) -> _Twice:
         if not done.stdout:
             said = done.stderr.strip().splitlines() or ["it said nothing"]
             raise BlendragError(f"ingest in a process of its own failed: {said[-1]}")
-        return _complete(IngestReport(**json.loads(done.stdout))).chunks, seconds
+        return IngestReport(**json.loads(done.stdout)).whole().chunks, seconds
 
     chunks, first_s = ingest("first ingest, in a process of its own")
     _, second_s = ingest("second ingest, in a process of its own")
     return _Twice(chunks, first_s, second_s, None)
-
-
-def _complete(report: IngestReport) -> IngestReport:
-    """``report`` of an ingest that reached its end; what ended it before is raised again."""
-    if report.interrupted:
-        raise KeyboardInterrupt
-    if report.stopped:
-        raise StoreFullError(report.stopped)
-    return report
 
 
 def _write_corpus(adapter: ModelAdapter, folder: Path, count: int, tokens: int) -> list[Path]:

@@ -71,7 +71,6 @@ class Resources:
         self._lora = lora
         self.read_only = read_only
         self._locks: dict[str, threading.RLock] = {}
-        self._trusted: dict[str, bool] = {}
         self._closed = False
 
     def _opening(self, part: str) -> threading.RLock:
@@ -125,9 +124,9 @@ class Resources:
 
     @property
     def is_writable(self) -> bool:
-        """Whether more may be stored: not opened read-only, nor on a mount that is."""
+        """Whether more may be stored: neither asked not to, nor found to lie on a read-only mount."""
         corpus = self.corpus
-        return not (self.read_only or (corpus is not None and corpus.read_only))
+        return not (self.store.read_only or (corpus is not None and corpus.read_only))
 
     @opened
     def _corpus(self) -> Corpus | None:
@@ -279,7 +278,7 @@ class Resources:
     @opened
     def trust(self) -> Trust:
         """Judge of whether stored KV may be used, and the only way to compute KV for storing."""
-        return Trust(self.adapter, self.store, self.root, lambda: self.prefix_ids, self.read_only)
+        return Trust(self.adapter, self.store, self.root, lambda: self.prefix_ids)
 
     def namespace(self) -> str:
         """Namespace of the model; without loading it if the corpus was made from the same files.

@@ -37,13 +37,11 @@ class Trust:
         store: KVStore,
         root: Path,
         prefix_ids: Callable[[], tuple[int, ...]],
-        read_only: bool,
     ) -> None:
         self._adapter = adapter
         self._store = store
         self._root = root
         self._prefix_ids = prefix_ids
-        self._read_only = read_only
         self._standing: dict[str, bool] = {}
 
     # -- the gate -------------------------------------------------------------------------------
@@ -56,7 +54,7 @@ class Trust:
         known = remembered(self._root, namespace, self._adapter.device)
         if known is None:
             known = verify(self._adapter)
-            if not self._read_only:
+            if not self._store.read_only:
                 self._remember(namespace, known)
         return known
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from blendrag.config import Mode
-from blendrag.errors import InvalidInputError
+from blendrag.errors import InvalidInputError, StoreFullError
 from blendrag.metrics import RequestMetrics
 
 Message = Mapping[str, Any]
@@ -138,6 +138,17 @@ class IngestReport:
     interrupted: bool = False
     stopped: str = ""
     """Why ingest stopped before the end (store full), empty otherwise."""
+
+    def whole(self) -> IngestReport:
+        """This report, if the run reached its end.
+
+        Raises what ended it before: :class:`KeyboardInterrupt` or :class:`StoreFullError`.
+        """
+        if self.interrupted:
+            raise KeyboardInterrupt
+        if self.stopped:
+            raise StoreFullError(self.stopped)
+        return self
 
 
 @dataclass(frozen=True)
