@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from cli.lab import LLAMA, ingest_args, invoke, save_model, write_documents
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> Iterator[None]:
-    """Faster than two for models this small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,10 @@
-"""One thread is faster than two for models this small, and quieter libraries."""
+"""Quieter libraries, a model and a checkpoint of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-import torch
 import transformers
 
 import tiny
@@ -13,14 +12,6 @@ from blendrag.fusor import Fusor
 from blendrag.model import ModelAdapter
 
 transformers.utils.logging.set_verbosity_error()
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -34,3 +25,12 @@ def fusor(adapter: ModelAdapter) -> Fusor:
     made = Fusor(adapter)
     assert made.fast_attention
     return made
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> str:
+    """Directory of that model, to be loaded by name."""
+    directory = tmp_path / "model"
+    tiny.llama().save_pretrained(directory)
+    tiny.tokenizer().save_pretrained(directory)
+    return str(directory)

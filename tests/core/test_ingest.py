@@ -151,14 +151,6 @@ def test_an_interrupted_ingest_continues_where_it_stopped(tmp_path: Path) -> Non
 # -- a model given by path ----------------------------------------------------------------------
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> str:
-    directory = tmp_path / "model"
-    tiny.llama().save_pretrained(directory)
-    tiny.tokenizer().save_pretrained(directory)
-    return str(directory)
-
-
 def test_an_unchanged_corpus_is_recognised_without_loading_the_model(
     checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

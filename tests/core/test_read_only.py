@@ -22,14 +22,6 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "s"
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> str:
-    directory = tmp_path / "model"
-    tiny.llama().save_pretrained(directory)
-    tiny.tokenizer().save_pretrained(directory)
-    return str(directory)
-
-
 def ingest(checkpoint: str, root: Path) -> None:
     """Two documents, one chunk of which has lost its KV; the gate's result is lost, too."""
     with tiny.engine(checkpoint, root, tokenizer=None) as engine:
