@@ -19,14 +19,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from blendrag.config import DEFAULT_POLICY, DEFAULT_SCHEDULE, DEMO_MODEL
+from blendrag.config import DEFAULT_POLICY, DEFAULT_SCHEDULE, DEMO_MODEL, Mode
 from blendrag.demo.generator import Corpus, Question, generate_corpus
 from blendrag.demo.prompts import CONTEXT, NATIVE, QUESTION
+from blendrag.demo.tour import CHUNK_TOKENS, EMBEDDER
 from blendrag.engine import BlendEngine, Options
 from blendrag.errors import BlendragError
 
 N_DOCUMENTS = 120  # in the corpus; contexts are drawn from it
-CHUNK_TOKENS = 64
 ASKED = {"coreference": 6, "direct": 3}  # questions of a context
 
 
@@ -34,7 +34,7 @@ ASKED = {"coreference": 6, "direct": 3}  # questions of a context
 class Way:
     """One way to answer."""
 
-    mode: str
+    mode: Mode
     policy: str | None = None
     schedule: str | None = None
     ratio: float | None = None
@@ -42,7 +42,7 @@ class Way:
     @property
     def options(self) -> Options:
         return Options(
-            mode=self.mode,  # type: ignore[arg-type]
+            mode=self.mode,
             policy=self.policy,
             schedule=self.schedule,
             ratio=self.ratio,
@@ -96,9 +96,9 @@ def compare(
         for document in corpus.documents:
             (documents / f"{document.doc_id}.txt").write_text(document.text, encoding="utf-8")
         with BlendEngine(
-            model, Path(root) / "kv", chunk_tokens=CHUNK_TOKENS, embedder="minilm-offline"
+            model, Path(root) / "kv", chunk_tokens=CHUNK_TOKENS, embedder=EMBEDDER
         ) as engine:
-            engine.ingest([documents])
+            engine.ingest([documents]).whole()
             for prompt, question in track(asked, console=Console(stderr=True)):
                 for way in tried:
                     answer = engine.generate(prompt, way.options)

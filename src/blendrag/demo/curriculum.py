@@ -24,11 +24,14 @@ from blendrag.demo.generator import (
 )
 from blendrag.demo.names import NameDealer, Split
 from blendrag.demo.prompts import FORMS, NATIVE, Entry, Form, Template, template
+from blendrag.demo.tokenizer import VOCAB_SIZE
 
 # Positions skipped before a chunk in samples with gaps: contexts longer than any trained on stay
 # familiar.
 MAX_GAP = 400
 QUESTIONS_PER_CONTEXT = 12
+# A pool of all tokens but the special ones and two.
+ALL = VOCAB_SIZE - 8
 
 
 @dataclass(frozen=True)
@@ -82,15 +85,13 @@ class Writer:
         self.bos: int = tokenizer.bos_token_id
         self.end: int = tokenizer.eos_token_id
         self.n_special = len(tokenizer.all_special_ids)
-        self.vocab_size = len(tokenizer)
 
     def encode(self, text: str) -> list[int]:
         return list(self._encode(text, add_special_tokens=False).ids)
 
-    def random_tokens(self, rng: random.Random, n: int, pool: int = 0) -> list[int]:
-        """`n` tokens that are not special; of the first `pool` of them only, if that is given."""
-        end = self.n_special + pool if pool else self.vocab_size
-        return [rng.randrange(self.n_special, end) for _ in range(n)]
+    def random_tokens(self, rng: random.Random, n: int, pool: int) -> list[int]:
+        """`n` of the first `pool` tokens that are not special."""
+        return [rng.randrange(self.n_special, self.n_special + pool) for _ in range(n)]
 
     def question(self, form: Form, text: str) -> list[int]:
         """The tokens after the last chunk, up to the answer."""
@@ -156,7 +157,7 @@ class Repeats:
 def name_repeats(rng: random.Random, writer: Writer) -> Sample:
     """Names and values three times over: induction is carried to the tokens that matter."""
     if rng.random() < 0.1:
-        return Repeats((64, 2040), (6, 24))(rng, writer)
+        return Repeats((64, ALL), (6, 24))(rng, writer)
     once = [
         t
         for pair in _pairs(rng, writer, rng.randint(2, 5), _attribute(rng))
@@ -242,8 +243,7 @@ def _pairs(
     """`n` names and as many different values of the attribute, as tokens."""
     dealer = NameDealer(rng, "train")
     deck = Deck(rng, dealer)
-    kind = next(iter(KINDS.values()))
-    texts = [(named(dealer, rng, kind), deck.value(attribute)) for _ in range(n)]
+    texts = [(named(dealer, rng), deck.value(attribute)) for _ in range(n)]
     return [(writer.encode(f" {name}"), writer.encode(f" {value}")) for name, value in texts]
 
 
@@ -326,7 +326,7 @@ def arrange(
 
 STAGES: tuple[Stage, ...] = (
     Stage("few-repeats", Repeats((64, 128), (4, 16)), 0.25, 0.9, learning_rate=2e-3),
-    Stage("repeats", Repeats((64, 2040), (4, 16)), 0.3, 0.9, learning_rate=2e-3),
+    Stage("repeats", Repeats((64, ALL), (4, 16)), 0.3, 0.9, learning_rate=2e-3),
     Stage("name-repeats", name_repeats, 0.35, 0.9, learning_rate=2e-3),
     Stage("recall", recall, 0.45, 0.95, learning_rate=2e-3),
     Stage("ladder", ladder, 0.5, 0.9, learning_rate=2e-3),

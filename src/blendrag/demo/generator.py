@@ -166,7 +166,7 @@ def write_document(
     """
     # 1) who it is about, and what can be said
     gender = rng.choice(("female", "male"))
-    name = named(dealer, rng, kind, gender)
+    name = named(dealer, rng, gender)
     role = deck.role(kind)
     pool = [a for a in kind.attributes if keys is None or a.key in keys]
     drawn = rng.sample(pool, min(sum(shape.facts), len(pool)))
@@ -204,8 +204,8 @@ def write_document(
     return Document(slug(name), name, kind.name, tuple(paragraphs), facts)
 
 
-def named(dealer: NameDealer, rng: random.Random, kind: Kind, gender: str = "") -> str:
-    """A fresh name; a person's is of either gender unless that is given."""
+def named(dealer: NameDealer, rng: random.Random, gender: str = "") -> str:
+    """A fresh name, of either gender unless that is given."""
     return dealer.person(gender or rng.choice(("female", "male")))
 
 

@@ -1,10 +1,8 @@
-"""Writes the demo corpus: `python -m blendrag.demo.write_corpus --out src/blendrag/demo/corpus
---seed 11`.
+"""Writes the demo corpus: `python -m blendrag.demo.write_corpus --out src/blendrag/demo --seed 11`.
 
-Owns: which documents and questions the demo shows; the questions lie beside the corpus, in
-`questions.json`. Documents are of the test split, names no model
-was trained on. Questions are drawn by seed among those that the retrieved chunks can answer; what a
-model answers plays no part.
+Owns: which documents and questions the demo shows, in `corpus/` and `questions.json` of `--out`.
+Documents are of the test split, names no model was trained on. Questions are drawn by seed among those
+that the retrieved chunks can answer; what a model answers plays no part.
 """
 
 import argparse
@@ -33,7 +31,7 @@ def answerable(corpus: Corpus, written: Path) -> list[Question]:
         tempfile.TemporaryDirectory() as store,
         BlendEngine(store=store, chunk_tokens=CHUNK_TOKENS, embedder=EMBEDDER) as engine,
     ):
-        engine.ingest([written])
+        engine.ingest([written]).whole()
         return [
             question
             for question in corpus.questions
@@ -91,10 +89,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=11)
     args = parser.parse_args()
     corpus = generate_corpus(args.seed, "test", N_DOCUMENTS)
-    write_documents(args.out, corpus.documents)
-    questions = draw(answerable(corpus, args.out), random.Random(args.seed))
+    write_documents(args.out / "corpus", corpus.documents)
+    questions = draw(answerable(corpus, args.out / "corpus"), random.Random(args.seed))
     records = json.dumps([asdict(q) for q in questions], indent=2, ensure_ascii=False)
-    (args.out.parent / "questions.json").write_text(records + "\n", encoding="utf-8")
+    (args.out / "questions.json").write_text(records + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
