@@ -18,6 +18,7 @@ named = st.one_of(
     st.just("constant"),
     st.just("linear"),
     st.floats(0.05, 1.0).map(lambda g: f"geometric:{g}"),
+    st.integers(1, 50).map(lambda m: f"first:{m}"),
 )
 
 
@@ -73,8 +74,23 @@ def test_shapes_are_what_their_names_say() -> None:
     assert linear == pytest.approx([0.3, 0.2, 0.1])
     geometric = Schedule.parse("geometric:0.5").shares(0.1, 4)
     assert [b / a for a, b in pairwise(geometric)] == pytest.approx([0.5] * 2)
+    assert Schedule.parse("first:2").shares(0.2, 5) == pytest.approx([0.4, 0.4, 0.0, 0.0])
     vector = Schedule.parse("4,2,2").shares(0.2, 4)
     assert vector == pytest.approx([0.3, 0.15, 0.15])
+
+
+def test_more_than_the_first_layers_hold_goes_to_the_later_ones() -> None:
+    assert Schedule.parse("first:1").shares(0.4, 5) == pytest.approx([1.0, 0.2, 0.2, 0.2])
+    assert Schedule.parse("first:9").shares(0.4, 5) == pytest.approx([0.4] * 4)
+
+
+def test_calibrated_is_open_until_it_carries_weights() -> None:
+    found = Schedule.parse("calibrated:3,2,1")
+    assert found.shares(0.2, 4) == Schedule.parse("3,2,1").shares(0.2, 4)
+    assert not found.is_open
+    assert Schedule.parse("calibrated").is_open
+    with pytest.raises(InvalidInputError, match="look it up"):
+        Schedule.parse("calibrated").shares(0.2, 4)
 
 
 def test_a_vector_that_rises_is_flattened_because_sets_are_nested() -> None:
@@ -86,7 +102,10 @@ def test_one_layer_has_nothing_to_spread() -> None:
     assert Schedule.parse("constant").shares(0.5, 1) == []
 
 
-@pytest.mark.parametrize("text", ["constant", "linear", "geometric:0.6", "3,2,1"])
+@pytest.mark.parametrize(
+    "text",
+    ["constant", "linear", "geometric:0.6", "first:3", "3,2,1", "calibrated", "calibrated:3,2,1"],
+)
 def test_a_schedule_prints_as_it_is_read(text: str) -> None:
     assert str(Schedule.parse(text)) == text
     assert Schedule.parse(str(Schedule.parse(text))) == Schedule.parse(text)
@@ -97,12 +116,13 @@ def test_a_schedule_prints_as_it_is_read(text: str) -> None:
     [
         "", "cubic", "constant:2", "linear:1", "geometric:0", "geometric:1.5", "geometric:-1",
         "geometric:x", "geometric:nan", "geometric:", "1,2,x", "0,0,0", "1,-1,2", ",", "1,,2", "0.5",
-        "nan,1,1", "inf,1,1",
+        "nan,1,1", "inf,1,1", "first", "first:", "first:0", "first:-1", "first:1.5", "calibrated:",
+        "calibrated:x", "calibrated:0,0",
     ],
 )  # fmt: skip
 def test_a_bad_schedule_is_one_sentence(text: str) -> None:
-    if text == "geometric:":  # means the default growth
-        assert Schedule.parse(text) == Schedule.parse("geometric")
+    if text in ("geometric:", "calibrated:"):  # nothing behind the colon is said to be different
+        assert Schedule.parse(text) == Schedule.parse(text[:-1])
         return
     with pytest.raises(InvalidInputError) as raised:
         Schedule.parse(text)

@@ -304,7 +304,7 @@ def _policy_used(task: Task, fusion: Fusion | None) -> str:
     """As asked for, unless the model's attention could not be seen and another had to decide."""
     if fusion is None or fusion.policy is fusion.request.policy:
         return task.policy
-    return fusion.policy.name
+    return str(fusion.policy)
 
 
 @contextmanager

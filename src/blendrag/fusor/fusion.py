@@ -6,7 +6,8 @@ each layer, which rows to run (:meth:`Fusion.enter_layer`); the cache hands it e
 
 1. wait until the layer's stored KV is in place, rotate its keys to their prompt positions,
 2. let the policy choose the next layer's tokens from fresh against loaded KV,
-3. scatter the fresh K/V of the computed rows into the loaded ones, hand out the merged views.
+3. scatter the fresh K/V of the computed rows into the loaded ones, hand out the merged views. Where the
+   policy shifts, the loaded ones are moved by what its probes were off before 2.
 
 Before layer 1 a policy that looks at deviations gets a *peek*: the layer is entered with all rows and
 left again as soon as its K/V exist, so only its QKV projections are paid. The peeked K/V are exact
@@ -23,8 +24,10 @@ import torch
 
 from blendrag.fusor.cache import BlendCache
 from blendrag.fusor.request import BlendRequest, FusionCounts, query_span, split_tokens
+from blendrag.fusor.rotation import Rotation
 from blendrag.fusor.rows import Rows
 from blendrag.fusor.scout import Scout
+from blendrag.fusor.shift import ChunkShift
 from blendrag.loader import LayerLoader, LoadedSpan
 from blendrag.positions import Repositioner
 from blendrag.selection import LayerView, PromptGeometry, make_policy
@@ -65,10 +68,11 @@ class Fusion:
         self.is_scouting = False
         self._scouted_rows = 0
         self._question: torch.Tensor | None = None
-        entry = candidates[:0] if self.scouts else self.policy.entry(self.geometry, device)
-        self._all_enter = entry is None
-        self._enter(candidates if entry is None else entry)
-        self._budgets = request.schedule.counts(request.ratio, self._layers, candidates.numel())
+        self.schedule = self.policy.schedule or request.schedule
+        self._budgets = self.schedule.counts(request.ratio, self._layers, candidates.numel())
+        self._enter(candidates[:0] if self.scouts else self._entry())
+        self._all_enter = self._alive.numel() == candidates.numel()
+        self._shift = ChunkShift(self.geometry, candidates) if self.policy.shifts else None
         self._candidate_rows: list[int] = []
         self._row_counts: list[int] = []
         self._recomputed = torch.zeros(n, dtype=torch.int32, device=device)
@@ -76,8 +80,15 @@ class Fusion:
         self._peek_rows: Rows | None = None
         self._peeking = False
         self._placed = [False] * self._layers
-        self._rotation = _Rotation(request.spans, repositioner, device)
+        self._rotation = Rotation(request.spans, repositioner, device)
         self.loader = LayerLoader(self._buffers, self._wanted())
+
+    def _entry(self) -> torch.Tensor:
+        """Candidates computed in layer 0: all of them where fresh KV is compared with loaded."""
+        if self.policy.looks:
+            return self._candidates
+        budget = self._budgets[0] if self._budgets else self._candidates.numel()
+        return self.policy.select(0, self._view(self._candidates, _nothing_yet), budget)
 
     def _enter(self, chosen: torch.Tensor) -> None:
         self._alive = chosen
@@ -101,12 +112,8 @@ class Fusion:
         if scout.layers:
             self._question = scout.attention
         else:  # attention of this model's own making: nothing was seen
-            self.policy = make_policy("hkvd")
-        if self.policy.looks:
-            self._enter(self._candidates)
-        else:
-            budget = self._budgets[0] if self._budgets else self._candidates.numel()
-            self._enter(self.policy.select(0, self._view(self._candidates, _nothing_yet), budget))
+            self.policy = make_policy(self.policy.unseen)
+        self._enter(self._entry())
 
     # -- before a layer -----------------------------------------------------------------------
 
@@ -163,9 +170,16 @@ class Fusion:
             raise Peeked
         if self.is_scouting:
             return self._scatter(layer, self.rows, keys[0], values[0])
+        if self._shift is not None and self._is_stale(layer):
+            probes = self.policy.probes(self.geometry, self._alive)
+            self._shift.apply(self._buffers[layer], self.rows, keys[0], values[0], probes)
         if layer + 1 < self._layers and not (layer == 0 and self._peeks):
             self._choose(layer + 1, keys[0], values[0], seen=layer)
         return self._scatter(layer, *self._computed(layer, keys[0], values[0]))
+
+    def _is_stale(self, layer: int) -> bool:
+        """Whether loaded K/V are used that may be wrong: those of layer 0 depend on the token alone."""
+        return layer > 0 and not (layer == 1 and self._peeked_kv is not None)
 
     def _scatter(
         self, layer: int, rows: Rows, keys: torch.Tensor, values: torch.Tensor
@@ -237,31 +251,6 @@ class Fusion:
             tuple(sum(recomputed[s.start : s.end]) / layers for s in self.request.blended),
             self.request.candidates,
         )
-
-
-class _Rotation:
-    """Per-request tables that move every loaded key to its prompt position."""
-
-    def __init__(
-        self, spans: Sequence[LoadedSpan], repositioner: Repositioner, device: torch.device
-    ) -> None:
-        moved = [span for span in spans if span.offset]
-        self._repositioner = repositioner
-        self._region: slice | None = None
-        if not moved:
-            return
-        start, end = moved[0].start, moved[-1].end
-        offsets = torch.zeros(end - start, dtype=torch.long)
-        for span in moved:
-            offsets[span.start - start : span.end - start] = span.offset
-        # Gaps between spans rotate by 0 whatever they hold: fresh rows overwrite them afterwards.
-        self._region = slice(start, end)
-        self._tables = repositioner.tables(offsets.to(device))
-
-    def apply(self, keys: torch.Tensor, layer: int, only_exact: bool) -> None:
-        """Rotate ``keys`` ``[Hkv, N, D]`` in place; exact spans do not move."""
-        if self._region is not None and not only_exact:
-            self._repositioner.rotate_(keys[:, self._region], layer, self._tables)
 
 
 def _nothing_yet() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

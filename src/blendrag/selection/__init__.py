@@ -1,4 +1,4 @@
-"""Selection policies by name: ``full``, ``reuse``, ``hkvd``, ``query``, ``boundary(k)``."""
+"""Selection policies by name: ``query``, ``hkvd``, ``boundary(k)``, ``offset+query``, …"""
 
 from __future__ import annotations
 
@@ -6,29 +6,61 @@ import re
 
 from blendrag.errors import InvalidInputError
 from blendrag.selection.base import LayerView, PromptGeometry, SelectionPolicy
+from blendrag.selection.blend import BlendPolicy
 from blendrag.selection.boundary import BoundaryPolicy
 from blendrag.selection.controls import FullPolicy, ReusePolicy
 from blendrag.selection.hkvd import HKVDPolicy
+from blendrag.selection.hkvd_once import HKVDOncePolicy
+from blendrag.selection.offset import OffsetPolicy
 from blendrag.selection.query import QueryPolicy
+from blendrag.selection.random import RandomPolicy
 from blendrag.selection.schedule import Schedule
 
 POLICIES: dict[str, type[SelectionPolicy]] = {
     policy.name: policy
-    for policy in (FullPolicy, ReusePolicy, HKVDPolicy, QueryPolicy, BoundaryPolicy)
+    for policy in (
+        FullPolicy,
+        ReusePolicy,
+        RandomPolicy,
+        HKVDPolicy,
+        HKVDOncePolicy,
+        BoundaryPolicy,
+        QueryPolicy,
+        OffsetPolicy,
+        BlendPolicy,
+    )
+}
+#: Policies whose name may carry a number of tokens: ``boundary(16)``.
+COUNTED: dict[str, type[BoundaryPolicy] | type[BlendPolicy]] = {
+    BoundaryPolicy.name: BoundaryPolicy,
+    BlendPolicy.name: BlendPolicy,
 }
 
-__all__ = ["POLICIES", "LayerView", "PromptGeometry", "Schedule", "SelectionPolicy", "make_policy"]
+__all__ = [
+    "COUNTED",
+    "POLICIES",
+    "LayerView",
+    "PromptGeometry",
+    "Schedule",
+    "SelectionPolicy",
+    "make_policy",
+]
 
 
 def make_policy(text: str | SelectionPolicy) -> SelectionPolicy:
-    """``"hkvd"``, ``"boundary(32)"`` … → a policy; raises :class:`InvalidInputError`."""
+    """``"hkvd"``, ``"boundary(32)"``, ``"offset+query"`` … → a policy.
+
+    Raises :class:`InvalidInputError`.
+    """
     if isinstance(text, SelectionPolicy):
         return text
-    match = re.fullmatch(r"([a-z-]+)(?:\((\d+)\))?", text.strip())
-    if match is None or match[1] not in POLICIES or (match[2] and match[1] != "boundary"):
+    outer, plus, inner = text.strip().rpartition("+")
+    match = re.fullmatch(r"([a-z-]+)(?:\((\d+)\))?", inner)
+    counted = match is None or not match[2] or match[1] in COUNTED
+    if match is None or match[1] not in POLICIES or not counted or outer != "offset" * len(plus):
+        names = (f"{name}(k)" if name in COUNTED else name for name in POLICIES)
         raise InvalidInputError(
-            f"policy {text!r} is not one of full, reuse, hkvd, query, boundary(k) (k in tokens)"
+            f"policy {text!r} is not one of {', '.join(names)} (k in tokens), or offset+ and one of them"
         )
-    if match[2]:
-        return BoundaryPolicy(int(match[2]))
-    return POLICIES[match[1]]()
+    made = COUNTED[match[1]](int(match[2])) if match[2] else POLICIES[match[1]]()
+    return OffsetPolicy(made) if plus else made

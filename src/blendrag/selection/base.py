@@ -15,6 +15,8 @@ from typing import ClassVar
 
 import torch
 
+from blendrag.selection.schedule import Schedule
+
 
 @dataclass(frozen=True)
 class PromptGeometry:
@@ -53,6 +55,22 @@ class LayerView:
         fresh_k, fresh_v, loaded_k, loaded_v = self.fetch()
         return _relative_square(fresh_k, loaded_k) + _relative_square(fresh_v, loaded_v)
 
+    @cached_property
+    def value_deviation(self) -> torch.Tensor:
+        """The same of V alone ``[n]`` float32."""
+        _, fresh_v, _, loaded_v = self.fetch()
+        return _relative_square(fresh_v, loaded_v)
+
+    def only(self, kept: torch.Tensor) -> LayerView:
+        """The view of the tokens where ``kept`` ``[n]`` is True."""
+
+        def fetch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+            fresh_k, fresh_v, loaded_k, loaded_v = self.fetch()
+            return fresh_k[:, kept], fresh_v[:, kept], loaded_k[:, kept], loaded_v[:, kept]
+
+        question = None if self.question is None else self.question[kept]
+        return LayerView(self.geometry, self.tokens[kept], fetch, question)
+
 
 def _relative_square(fresh: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
     difference = fresh.float() - loaded.float()  # [Hkv, n, D]
@@ -61,22 +79,34 @@ def _relative_square(fresh: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
 
 
 class SelectionPolicy(ABC):
-    """One way to choose; one file each."""
+    """One way to choose; one file each. ``str`` of it is what :func:`make_policy` reads."""
 
     name: ClassVar[str]
-    looks: ClassVar[bool] = False
+    looks: bool = False
     """Whether it compares fresh with loaded KV: then layer 0 is computed for every candidate."""
-    asks: ClassVar[bool] = False
-    """Whether it wants the question's attention: a scout pass over the fresh tokens comes first, and
-    unless it looks as well, ``select`` chooses for layer 0 instead of ``entry``."""
-
-    def entry(self, geometry: PromptGeometry, device: torch.device) -> torch.Tensor | None:
-        """Candidates computed in layer 0, ascending positions; ``None`` means all of them."""
-        return None
+    asks: bool = False
+    """Whether it wants the question's attention: a scout pass over the fresh tokens comes first."""
+    shifts: bool = False
+    """Whether tokens that are not recomputed get the mean shift of their chunk's ``probes``."""
+    unseen: str = "hkvd"
+    """Who decides instead where a model's attention cannot be seen; for a policy that asks."""
+    schedule: Schedule | None = None
+    """The one it follows whatever is asked for; ``None``: the request's."""
 
     @abstractmethod
     def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
-        """Positions ⊆ ``view.tokens``, ascending, to compute in ``layer`` (≥ 1; see ``asks``)."""
+        """Positions ⊆ ``view.tokens``, ascending, to compute in ``layer``.
+
+        Asked for layer 0 as well, with the budget of layer 1, unless it looks: nothing is computed then,
+        so there is nothing to compare.
+        """
+
+    def probes(self, geometry: PromptGeometry, computed: torch.Tensor) -> torch.Tensor:
+        """Those of the ``computed`` candidates whose shift speaks for their chunk (see ``shifts``)."""
+        return computed[:0]
+
+    def __str__(self) -> str:
+        return self.name
 
 
 def top(scores: torch.Tensor, tokens: torch.Tensor, budget: int) -> torch.Tensor:

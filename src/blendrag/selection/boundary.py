@@ -11,7 +11,8 @@ from typing import ClassVar
 import torch
 
 from blendrag.errors import InvalidInputError
-from blendrag.selection.base import LayerView, PromptGeometry, SelectionPolicy
+from blendrag.selection.base import LayerView, SelectionPolicy
+from blendrag.selection.places import places
 
 
 class BoundaryPolicy(SelectionPolicy):
@@ -24,12 +25,8 @@ class BoundaryPolicy(SelectionPolicy):
             raise InvalidInputError(f"boundary({k}): k must be 0 or more tokens")
         self.k = k
 
-    def entry(self, geometry: PromptGeometry, device: torch.device) -> torch.Tensor | None:
-        heads = [
-            torch.arange(start, min(start + self.k, end), device=device)
-            for start, end in geometry.chunk_spans
-        ]
-        return torch.cat(heads) if heads else torch.empty(0, dtype=torch.long, device=device)
-
     def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
-        return view.tokens
+        return view.tokens[places(view.geometry, view.tokens).index < self.k]
+
+    def __str__(self) -> str:
+        return f"{self.name}({self.k})"

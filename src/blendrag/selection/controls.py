@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from blendrag.selection.base import LayerView, PromptGeometry, SelectionPolicy
+from blendrag.selection.base import LayerView, SelectionPolicy
 
 
 class FullPolicy(SelectionPolicy):
@@ -22,9 +22,6 @@ class ReusePolicy(SelectionPolicy):
     """No candidate at all: full KV reuse with re-positioning (Prompt Cache's behaviour)."""
 
     name: ClassVar[str] = "reuse"
-
-    def entry(self, geometry: PromptGeometry, device: torch.device) -> torch.Tensor | None:
-        return torch.empty(0, dtype=torch.long, device=device)
 
     def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
         return view.tokens[:0]

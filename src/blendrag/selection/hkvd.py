@@ -18,7 +18,7 @@ class HKVDPolicy(SelectionPolicy):
     """Gradual filtering on K and V deviation."""
 
     name: ClassVar[str] = "hkvd"
-    looks: ClassVar[bool] = True
+    looks = True
 
     def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
         if budget >= view.tokens.numel():

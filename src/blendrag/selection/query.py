@@ -19,7 +19,7 @@ class QueryPolicy(SelectionPolicy):
     """Most attention from the question; the same ranking in every layer."""
 
     name: ClassVar[str] = "query"
-    asks: ClassVar[bool] = True
+    asks = True
 
     def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
         if budget >= view.tokens.numel():

@@ -14,21 +14,28 @@ from dataclasses import dataclass
 from blendrag.errors import InvalidInputError
 
 DEFAULT_GROWTH = 0.8
+CALIBRATED = "calibrated"
 #: Weights smaller than this, relative to the first, count as 0.
 NEGLIGIBLE = 1e-12
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A named family (``constant``, ``linear``, ``geometric[:g]``) or a vector of weights."""
+    """A named family (``constant``, ``linear``, ``geometric[:g]``, ``first:m``) or a vector of weights.
+
+    ``first:m`` spends r evenly on layers 1…m and nothing later: a model that resolves references early
+    needs no more. ``calibrated`` stands for the vector found for this model and is replaced by it
+    before a request runs; it carries that vector then.
+    """
 
     name: str
     weights: tuple[float, ...] = ()
     growth: float = DEFAULT_GROWTH
+    first: int = 0
 
     @classmethod
     def parse(cls, text: str | Sequence[float]) -> Schedule:
-        """``"geometric:0.6"``, ``"linear"``, ``"0.4,0.2,0.1"`` or a sequence of weights."""
+        """``"geometric:0.6"``, ``"first:4"``, ``"0.4,0.2,0.1"``, … or a sequence of weights."""
         if not isinstance(text, str):
             return cls("vector", _weights(list(text), repr(text)))
         name, _, argument = text.strip().partition(":")
@@ -39,19 +46,33 @@ class Schedule:
             if not 0.0 < growth <= 1.0:
                 raise InvalidInputError(f"schedule {text!r}: the growth must lie in (0, 1]")
             return cls(name, growth=growth)
+        if name == "first":
+            if not (argument.isdecimal() and int(argument) > 0):
+                raise InvalidInputError(f"schedule {text!r}: expected first:m, m layers, 1 or more")
+            return cls(name, first=int(argument))
+        if name == CALIBRATED:
+            return cls(name, _vector(argument, text) if argument else ())
         if "," in text:
-            return cls("vector", _weights([_number(p, text) for p in text.split(",")], text))
+            return cls("vector", _vector(text, text))
         raise InvalidInputError(
-            f"schedule {text!r} is not constant, linear, geometric[:g] or comma-separated weights "
-            "for layers 1…L-1"
+            f"schedule {text!r} is not constant, linear, geometric[:g], first:m, calibrated or "
+            "comma-separated weights for layers 1…L-1"
         )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it only says ``calibrated``, and not yet what that is."""
+        return self.name == CALIBRATED and not self.weights
 
     def __str__(self) -> str:
         if self.name == "geometric":
             return f"geometric:{self.growth:g}"
-        if self.name == "vector":
-            return ",".join(f"{w:g}" for w in self.weights)
-        return self.name
+        if self.name == "first":
+            return f"first:{self.first}"
+        vector = ",".join(f"{w:g}" for w in self.weights)
+        if self.name == CALIBRATED:
+            return f"{CALIBRATED}:{vector}" if vector else CALIBRATED
+        return vector or self.name
 
     def shares(self, ratio: float, layers: int) -> list[float]:
         """Shares of layers 1…``layers``-1, non-increasing, each in [0, 1], mean exactly ``ratio``."""
@@ -87,6 +108,13 @@ class Schedule:
             return [1.5 - i / max(n - 1, 1) for i in range(n)]
         if self.name == "geometric":
             return [self.growth**i for i in range(n)]
+        if self.name == "first":
+            return [float(i < self.first) for i in range(n)]
+        if self.is_open:
+            raise InvalidInputError(
+                "schedule 'calibrated' means what was found for a model and its corpus, expected an "
+                "engine to look it up; name a family here or give the weights"
+            )
         if len(self.weights) != n:
             raise InvalidInputError(
                 f"schedule vector has {len(self.weights)} entries, this model needs {n} "
@@ -126,6 +154,10 @@ def _give(counts: list[int], surplus: int, candidates: int) -> None:
         surplus -= taken
         if not surplus:
             return
+
+
+def _vector(text: str, whole: str) -> tuple[float, ...]:
+    return _weights([_number(part, whole) for part in text.split(",")], whole)
 
 
 def _weights(values: list[float], text: str) -> tuple[float, ...]:
