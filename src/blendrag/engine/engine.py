@@ -38,6 +38,8 @@ class BlendEngine:
         store: directory of the KV store and the corpus beside it; made by the first ingest.
         mode, policy, schedule, ratio, max_new_tokens, top_k: defaults of every request.
         chunk_tokens, prefix_text, embedder: settings of a corpus made by this engine's ingest.
+        encode_prefix: ``False`` makes a corpus whose chunks are encoded behind nothing at all, not even
+            BOS, to measure what the prefix is worth.
         ram_bytes, disk_bytes: limits of the store's tiers.
         lora: directory of a PEFT adapter to load onto the model.
 
@@ -62,6 +64,7 @@ class BlendEngine:
         top_k: int | None = None,
         chunk_tokens: int | None = None,
         prefix_text: str | None = None,
+        encode_prefix: bool = True,
         embedder: str | None = None,
         ram_bytes: int | None = None,
         disk_bytes: int | None = None,
@@ -79,7 +82,7 @@ class BlendEngine:
         self._resources = Resources(
             model if model is not None else self.settings.model,
             tokenizer, root, self.settings, prefix_text, chunk_tokens, embedder, lora,
-            read_only,
+            read_only, encode_prefix,
         )  # fmt: skip
         self._worker = Worker("blendrag-engine")
         background = Background(self._resources, self._worker)

@@ -60,12 +60,19 @@ class Resources:
         embedder: str | None,
         lora: str | None,
         read_only: bool,
+        encode_prefix: bool = True,
     ) -> None:
+        if prefix_text and not encode_prefix:
+            raise InvalidInputError(
+                f"prefix_text {prefix_text[:40]!r} with encode_prefix=False, expected one of them: "
+                "leave prefix_text out to encode chunks behind nothing"
+            )
         self._given_model = absolute_model(model) if isinstance(model, str | Path) else model
         self._given_tokenizer = tokenizer
         self.root = root
         self.settings = settings
         self._prefix_text = prefix_text
+        self._encode_prefix = encode_prefix
         self._chunk_tokens = chunk_tokens
         self._embedder = embedder
         self._lora = lora
@@ -225,6 +232,11 @@ class Resources:
                 f"store {self.root} was ingested behind another prefix; "
                 "leave --prefix-file out or ingest into another --store"
             )
+        if not self._encode_prefix and manifest.prefix_ids:
+            raise InvalidInputError(
+                f"store {self.root} was ingested behind a prefix of {len(manifest.prefix_ids)} tokens; "
+                "leave encode_prefix=False out or ingest into another --store"
+            )
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
@@ -233,6 +245,8 @@ class Resources:
         return manifest.prefix_ids if manifest is not None else self._own_prefix_ids()
 
     def _own_prefix_ids(self) -> tuple[int, ...]:
+        if not self._encode_prefix:
+            return ()
         if self._prefix_text:
             return tuple(self.tokens.encode_template(self._prefix_text))
         return self.tokens.default_prefix_ids()
