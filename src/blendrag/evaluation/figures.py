@@ -1,0 +1,178 @@
+"""How every figure looks and how it is written: palette, markers, lines with intervals, files.
+
+Owns the style, and that equal numbers give equal files: no dates, no versions, salted ids in SVG, the
+fonts that come with matplotlib. Colours are Okabe and Ito's, which colour-blind readers can tell
+apart; markers say the same once more. Does not know what is plotted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+#: Dots per inch of the PNG.
+DPI = 144
+#: Width of a panel and height of a row of panels, in inches.
+PANEL_WIDTH, PANEL_HEIGHT = 3.6, 2.9
+STYLE: Any = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9.0,
+    "axes.titlesize": 9.0,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": "#e3e3e3",
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 8.0,
+    "lines.linewidth": 1.5,
+    "lines.markersize": 5.0,
+    "svg.hashsalt": "blendrag",
+}
+#: Okabe and Ito 2008; their yellow vanishes on white and their black is full prefill's, so an indigo
+#: of Tol's stands in.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+DASHES = ("-", "--", ":", "-.")
+GREY = "#7a7a7a"
+#: More lines than these in a panel have bars for intervals: bands on top of one another hide all.
+BANDS = 3
+#: Looks that stay with a name in all figures; other names take what is left, in order.
+KNOWN = ("blend", "hkvd", "query", "offset", "hkvd-once", "boundary", "random")
+
+
+@dataclass(frozen=True)
+class Look:
+    """How one series is drawn."""
+
+    colour: str
+    marker: str
+    dash: str = "-"
+
+
+#: The ends and baselines that every policy is held against.
+BASELINES = {
+    "full": Look("#000000", "*"),
+    "oracle": Look("#000000", "*", "--"),
+    "prefix": Look(GREY, "D"),
+    "reuse": Look(GREY, "X"),
+    "none": Look(GREY, "v"),
+    "map-reduce": Look("#56B4E9", "<"),
+    "map-rerank": Look("#E69F00", ">"),
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A series: points in the order of ``x``, with the interval of each where there is one."""
+
+    label: str
+    look: Look
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float | None] = ()
+    high: Sequence[float | None] = ()
+
+
+def looks(policies: Iterable[str]) -> dict[str, Look]:
+    """A look for each policy, by the name without ``(k)``; the first of :data:`KNOWN` always alike.
+
+    More policies than colours share them in other dashes.
+    """
+    wanted = list(dict.fromkeys(policies))
+    others = [p for p in wanted if _bare(p) not in BASELINES and _bare(p) not in KNOWN]
+    taken: set[str] = set()
+    found: dict[str, Look] = {}
+    for number, policy in enumerate(p for p in wanted if p not in others):
+        bare = _bare(policy)
+        look = BASELINES.get(bare) or _look(KNOWN.index(bare))
+        if bare in taken:  # boundary(4) beside boundary(16)
+            look = Look(look.colour, look.marker, DASHES[1 + number % 3])
+        taken.add(bare)
+        found[policy] = look
+    free = [i for i, name in enumerate(KNOWN) if name not in taken]
+    free += [i + len(COLOURS) for i in range(len(others))]
+    for policy, index in zip(others, free, strict=False):
+        found[policy] = _look(index)
+    return found
+
+
+def _bare(policy: str) -> str:
+    return policy.partition("(")[0]
+
+
+def _look(index: int) -> Look:
+    at = index % len(COLOURS)
+    return Look(COLOURS[at], MARKERS[at], DASHES[index // len(COLOURS) % len(DASHES)])
+
+
+def panels(
+    columns: int, rows: int = 1, legend: bool = True, share_y: Literal["all", "none"] = "none"
+) -> tuple[Figure, list[Axes]]:
+    """A figure of ``rows`` × ``columns`` panels, row by row, with room for a legend on the right."""
+    size = (columns * PANEL_WIDTH + (1.7 if legend else 0.0), rows * PANEL_HEIGHT)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots(rows, columns, sharey=share_y, squeeze=False)
+    return figure, list(axes.flat)
+
+
+def draw(axes: Axes, lines: Sequence[Line]) -> None:
+    """The lines with their markers; intervals as bands where a few lines have several points, else as
+    bars."""
+    for line in lines:
+        look = line.look
+        if any(bound is not None for bound in line.low):
+            _interval(axes, line, band=len(line.x) > 1 and len(lines) <= BANDS)
+        dash = look.dash if len(line.x) > 1 else "none"
+        axes.plot(
+            line.x, line.y, label=line.label, color=look.colour, marker=look.marker, linestyle=dash
+        )
+
+
+def _interval(axes: Axes, line: Line, band: bool) -> None:
+    low = [y if b is None else b for b, y in zip(line.low, line.y, strict=True)]
+    high = [y if b is None else b for b, y in zip(line.high, line.y, strict=True)]
+    colour = line.look.colour
+    if band:
+        axes.fill_between(line.x, low, high, color=colour, alpha=0.13, linewidth=0)
+    else:  # not errorbar, which wants the value inside its interval: rounding may put it outside
+        axes.vlines(line.x, low, high, color=colour, linewidth=1.0, alpha=0.6)
+
+
+def title(axes: Axes, text: str) -> None:
+    """Above the panel, no larger than the rest."""
+    axes.set_title(text, fontsize=STYLE["axes.titlesize"])
+
+
+def from_zero(axes: Axes) -> None:
+    """The x axis begins at 0, with room for the marker of a point that stands there."""
+    axes.set_xlim(-0.03 * axes.get_xlim()[1], None)
+
+
+def legend(figure: Figure, axes: Sequence[Axes]) -> None:
+    """One legend for all panels, to their right; every label once."""
+    handles: dict[str, Any] = {}
+    for panel in axes:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    if handles:
+        with matplotlib.rc_context(STYLE):
+            figure.legend(list(handles.values()), list(handles), loc="outside right center")
+
+
+def save(figure: Figure, directory: Path, name: str) -> tuple[Path, Path]:
+    """``name.png`` and ``name.svg`` in ``directory``, which is made if need be."""
+    directory.mkdir(parents=True, exist_ok=True)
+    png, svg = directory / f"{name}.png", directory / f"{name}.svg"
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(png, dpi=DPI, metadata={"Software": None})
+        figure.savefig(svg, metadata={"Date": None, "Creator": None})
+    return png, svg
