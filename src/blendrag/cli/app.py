@@ -9,6 +9,7 @@ import typer
 
 from blendrag import __version__
 from blendrag.cli import interrupt, options, output, quiet
+from blendrag.cli.eval import evaluate
 from blendrag.cli.status import (
     DONE,
     FAILED,
@@ -313,6 +314,9 @@ def demo(
     else:
         print_tour(tour)
     return DONE
+
+
+app.command("eval")(evaluate)
 
 
 @app.command(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from blendrag.verify import Verification
 
 
-def print_json(fields: Mapping[str, Any]) -> None:
-    """One object on one line; a number that JSON has no word for (NaN, infinity) is null."""
+def print_json(fields: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+    """An object or a list on one line; a number that JSON has no word for (NaN, infinity) is null."""
     encoding = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().replace("-", "")
     typer.echo(json.dumps(_finite(fields), ensure_ascii=encoding != "utf8", allow_nan=False))
 

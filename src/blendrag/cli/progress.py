@@ -1,4 +1,4 @@
-"""Progress of an ingest on stderr: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of long commands on stderr: a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
     SpinnerColumn,
     TextColumn,
@@ -105,3 +106,45 @@ def done_bytes(totals: Totals) -> float:
         return totals.done_bytes
     by_tokens = TYPICAL_BYTES_PER_TOKEN * totals.tokens
     return min(max(totals.done_bytes, by_tokens), 0.99 * totals.total_bytes)
+
+
+class QuestionProgress:
+    """Called with how many questions are done, and of how many."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._live = console.is_terminal
+        self._said = self._began = time.perf_counter()
+        self._first: int | None = None
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("questions"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not self._live,
+        )
+        self._task = self._bar.add_task("questions", total=None)
+
+    def __enter__(self) -> QuestionProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        self._bar.update(self._task, completed=done, total=total)
+        now = time.perf_counter()
+        if self._first is None:
+            self._first, self._began = done, now
+        if self._live or now - self._said < LINE_EVERY_S:
+            return
+        self._said = now
+        text = f"{done} of {total} questions"
+        if self._first < done < total:
+            seconds = (now - self._began) * (total - done) / (done - self._first)
+            text += f", about {duration(seconds)} left"
+        say("progress", text)

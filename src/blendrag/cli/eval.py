@@ -1,0 +1,272 @@
+"""``blendrag eval``: the arena from the command line. Parses, runs, prints; heavy imports inside.
+
+Owns the options and where the journal of an interrupted run lies: in ``--out``, which is kept, else
+in the cache directory until the run is whole.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from blendrag.cli import interrupt, options, output, quiet
+from blendrag.cli.progress import QuestionProgress
+from blendrag.cli.status import DONE, reporting
+from blendrag.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from blendrag.evaluation.arena import Arena
+    from blendrag.evaluation.cases import Dataset
+    from blendrag.evaluation.rows import Row
+    from blendrag.evaluation.ways import Way
+    from blendrag.model.tokens import Tokens
+
+SYNTHETIC = "synthetic"
+#: Contexts of generated documents, or records of a file.
+CONTEXTS, QUICK_CONTEXTS = 20, 4
+#: Of a generated context.
+QUICK_QUESTIONS = 10
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The dataset as the options name it."""
+
+    name: str
+    split: str
+    seed: int
+    contexts: int
+    questions: int | None
+    chunks: int
+    chunk_tokens: int
+    embedder: str | None
+
+
+@reporting
+def evaluate(
+    dataset: Annotated[
+        str,
+        typer.Option(
+            help="synthetic, or a JSON or JSON lines file of {question, answers, ctxs} or "
+            "{context, input, answers}."
+        ),
+    ] = SYNTHETIC,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="Hub id or directory of a causal LM, or demo. [default: demo]",
+            show_default=False,
+        ),
+    ] = None,
+    policies: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated: policies, full, reuse, prefix, map-reduce, map-rerank. "
+            "[default: full, reuse and every policy]",
+            show_default=False,
+        ),
+    ] = None,
+    schedules: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Comma-separated names, or one vector of numbers; repeatable. "
+            "[default: the engine's]",
+            show_default=False,
+        ),
+    ] = None,
+    ratio: Annotated[
+        list[str] | None,
+        typer.Option(help="r in [0, 1]; repeatable. [default: the engine's]", show_default=False),
+    ] = None,
+    encode_prefix: Annotated[
+        str, typer.Option(help="Chunks encoded behind the corpus's prefix: on, off or on,off.")
+    ] = "on",
+    seed: Annotated[int, typer.Option(help="Of the questions and the bootstrap.")] = 1,
+    split: Annotated[str, typer.Option(help="Of the generated dataset.")] = "test",
+    contexts: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help=f"Contexts, or records of a file. [default: {CONTEXTS}]", show_default=False
+        ),
+    ] = None,
+    questions: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Most questions of a generated context. [default: all]", show_default=False
+        ),
+    ] = None,
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks of a prompt.")] = 6,
+    chunk_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=64,
+            max=4096,
+            help="Largest chunk. [default: 64 generated, 512 of a file]",
+            show_default=False,
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer.", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keep every answer in this file of JSON lines; what it holds is not asked again.",
+            show_default=False,
+        ),
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Few questions: under three minutes on two cores."),
+    ] = False,
+    embedder: Annotated[
+        str | None,
+        typer.Option(help="sentence-transformers model, or minilm-offline.", show_default=False),
+    ] = None,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    json: Annotated[bool, typer.Option("--json", help="A list of rows on stdout.")] = False,
+    verbose: options.Verbose = False,
+) -> int:
+    """Compare policies by what they answer, at equal cost. Interrupted, it goes on where it was."""
+    quiet.set_up(verbose)
+    options.check_environment()
+    interrupt.expect("nothing was asked yet; repeat the command")
+    ways = _ways(policies, schedules, ratio, encode_prefix)
+    asked = Asked(
+        name=dataset,
+        split=split,
+        seed=seed,
+        contexts=contexts or (QUICK_CONTEXTS if quick else CONTEXTS),
+        questions=questions or (QUICK_QUESTIONS if quick else None),
+        chunks=chunks,
+        chunk_tokens=chunk_tokens or (64 if dataset == SYNTHETIC else 512),
+        embedder=embedder,
+    )
+    arena = _arena(ways, asked, model, dtype, device, max_new_tokens)
+    rows = _run(arena, out)
+    if json:
+        output.print_json([row.as_dict() for row in rows])
+    else:
+        from blendrag.evaluation.report import print_rows
+
+        print_rows(rows)
+    return DONE
+
+
+def _arena(
+    ways: Sequence[Way],
+    asked: Asked,
+    model: str | None,
+    dtype: str | None,
+    device: str | None,
+    max_new_tokens: int | None,
+) -> Arena:
+    from blendrag.config import absolute_model, settings
+    from blendrag.evaluation.arena import Arena
+    from blendrag.model.loading import load_adapter, load_tokens
+
+    name = absolute_model(model or settings().model)
+    dataset = _dataset(asked, load_tokens(name))
+    adapter = load_adapter(name, dtype or settings().dtype, device or settings().device)
+    return Arena(adapter, dataset, ways, asked.seed, max_new_tokens)
+
+
+def _run(arena: Arena, out: Path | None) -> list[Row]:
+    from blendrag.evaluation.journal import Journal
+
+    path = out if out is not None else _cache() / f"eval-{arena.digest}.jsonl"
+    with QuestionProgress() as progress:
+
+        def watch(done: int, total: int) -> None:
+            kept = f"{done} of {total} questions are kept in {path}; repeat the command to go on"
+            interrupt.expect(kept, grace_s=10.0)
+            progress(done, total)
+
+        rows = arena.run(Journal(path), watch)
+    if out is None:
+        path.unlink(missing_ok=True)
+    return rows
+
+
+def _dataset(asked: Asked, tokens: Tokens) -> Dataset:
+    """Without the model's weights: what is wrong with a dataset is said before they are loaded."""
+    from blendrag.chunking import Chunker
+    from blendrag.config import settings
+    from blendrag.evaluation.datasets import read_dataset
+    from blendrag.evaluation.synthetic import synthetic_dataset
+    from blendrag.retriever.embedder import Embedder
+
+    if asked.name == SYNTHETIC:
+        return synthetic_dataset(
+            tokens, asked.seed, asked.split, asked.contexts, asked.chunks, asked.chunk_tokens,
+            asked.questions,
+        )  # fmt: skip
+    return read_dataset(
+        Path(asked.name),
+        Chunker(tokens.text, asked.chunk_tokens),
+        Embedder(asked.embedder or settings().embedder),
+        asked.contexts,
+        asked.chunks,
+    )
+
+
+def _ways(
+    policies: str | None, schedules: list[str] | None, ratios: list[str] | None, prefix: str
+) -> tuple[Way, ...]:
+    from blendrag.config import settings
+    from blendrag.evaluation.ways import default_policies, make_ways
+
+    named = _listed([policies]) if policies is not None else default_policies()
+    return make_ways(
+        named,
+        _schedules(schedules) or (settings().schedule,),
+        [_ratio(text) for text in _listed(ratios or [])] or (settings().ratio,),
+        [_is_on(text) for text in _listed([prefix])],
+    )
+
+
+def _listed(texts: Sequence[str]) -> list[str]:
+    return [part.strip() for text in texts for part in text.split(",") if part.strip()]
+
+
+def _schedules(texts: Sequence[str] | None) -> list[str]:
+    """Names between commas; a text of numbers alone is one vector."""
+    found: list[str] = []
+    for text in texts or ():
+        parts = _listed([text])
+        found += [text] if len(parts) > 1 and all(map(_is_number, parts)) else parts
+    return found
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _ratio(text: str) -> float:
+    if not _is_number(text):
+        raise InvalidInputError(f"ratio {text!r} is no number, expected one in [0, 1]")
+    return float(text)
+
+
+def _is_on(text: str) -> bool:
+    if text not in ("on", "off"):
+        raise InvalidInputError(f"--encode-prefix {text!r} is not on, off or on,off")
+    return text == "on"
+
+
+def _cache() -> Path:
+    """Where what must outlive this process, but no longer than its run, is kept."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "blendrag"

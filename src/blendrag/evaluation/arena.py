@@ -1,0 +1,188 @@
+"""The arena: every way answers every question over the same chunks, in one run.
+
+Owns the order. A context's chunks are encoded once; then its questions come one by one, and each is
+asked in every way before the next (*interleaved*), the ways beginning elsewhere each time, so that a
+machine that slows down slows all of them alike. Full prefill answers a question once, and everything
+is compared with that. What the journal holds already is not asked again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from blendrag import __version__
+from blendrag.errors import InvalidInputError
+from blendrag.evaluation.asking import Reply, ask
+from blendrag.evaluation.cases import Case, Dataset, by_context
+from blendrag.evaluation.chains import ask_chain, require_chains
+from blendrag.evaluation.journal import Journal, Outcome
+from blendrag.evaluation.library import Library, open_library
+from blendrag.evaluation.metrics import agreement, exact_match, f1, first_token_kl, rouge_l
+from blendrag.evaluation.rows import Row, make_rows
+from blendrag.evaluation.ways import CHAINS, FULL, NONE, Way
+from blendrag.evaluation.wording import wording_for
+from blendrag.identity import digest_fields
+from blendrag.model.adapter import ModelAdapter
+
+#: Called with questions done and questions in all, before each one and at the end.
+Watch = Callable[[int, int], None]
+
+#: Longest answers: names and numbers, a few words, a summary.
+NEW_TOKENS = {"accuracy": 16, "f1": 32, "rouge_l": 256}
+
+
+class Arena:
+    """One dataset, one model, and the ways they meet."""
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        dataset: Dataset,
+        ways: Sequence[Way],
+        seed: int = 1,
+        max_new_tokens: int | None = None,
+    ) -> None:
+        """``seed`` of the bootstrap; ``max_new_tokens`` ``None``: what the dataset's metric asks for.
+
+        Raises :class:`InvalidInputError` for a prompt that does not fit the model's context, and
+        :class:`UnsupportedModelError` for a model whose KV cannot be reused."""
+        if any(way.policy in CHAINS for way in ways):
+            require_chains()
+        adapter.require_blendable()
+        self.adapter = adapter
+        self.dataset = dataset
+        self.ways = tuple(ways)
+        self.seed = seed
+        self._wording = wording_for(adapter.tokens.tokenizer, dataset.metric)
+        self.max_new_tokens = max_new_tokens or NEW_TOKENS[dataset.metric]
+        self._keys = {case.case_id: self._key(case) for case in dataset.cases}
+        self._largest_chunk = self._check_lengths()
+
+    # -- the run ----------------------------------------------------------------------------------
+
+    def run(
+        self, journal: Journal | None = None, watch: Watch = lambda done, total: None
+    ) -> list[Row]:
+        """Ask what ``journal`` does not hold yet; rows of all of it."""
+        journal = journal if journal is not None else Journal()
+        total = len(self.dataset.cases)
+        pending = [case for case in self.dataset.cases if self._missing(case, journal)]
+        done = total - len(pending)
+        watch(done, total)
+        if pending:
+            prefixes = [w.encode_prefix for w in self.ways if w.encode_prefix is not None]
+            with open_library(
+                self.adapter, tuple(dict.fromkeys(prefixes)), self._largest_chunk
+            ) as library:
+                for number, cases in enumerate(by_context(pending)):
+                    library.hold(cases[0].chunks)
+                    if not number:
+                        self._warm_up(library, cases[0], journal)
+                    for case in cases:
+                        missing = _rotated(self._missing(case, journal), done)
+                        journal.add(self._ask(library, case, missing))
+                        done += 1
+                        watch(done, total)
+        return make_rows(self.dataset, self._outcomes(journal), self.seed)
+
+    def _ask(self, library: Library, case: Case, ways: Sequence[Way]) -> list[Outcome]:
+        """Outcomes of ``ways``. Full prefill is asked in any case: the others' measure."""
+        full = self._reply(library, case, Way(FULL))
+        outcomes = []
+        for way in ways:
+            reply = full if way.policy == FULL else self._reply(library, case, way)
+            outcomes.append(self._judge(case, way, reply, full))
+        return outcomes
+
+    def _reply(self, library: Library, case: Case, way: Way) -> Reply:
+        engine = library.engine(way.encode_prefix)
+        if way.policy in CHAINS:
+            return ask_chain(engine, way.policy, case, self.max_new_tokens)
+        chunks = () if way.policy == NONE else case.chunks
+        prompt = self._wording.prompt(chunks, case.question)
+        return ask(engine, prompt, way.options(self.max_new_tokens), len(chunks))
+
+    def _warm_up(self, library: Library, case: Case, journal: Journal) -> None:
+        """The first answer of a way pays for what is set up only once."""
+        for way in self._missing(case, journal):
+            self._reply(library, case, way)
+
+    def _judge(self, case: Case, way: Way, reply: Reply, full: Reply) -> Outcome:
+        metric, text = self.dataset.metric, reply.text.strip()
+        if metric != "rouge_l":  # what follows the first line is chatter
+            text = text.split("\n", 1)[0]
+        seen = reply.logits is not None and full.logits is not None
+        return Outcome(
+            case_key=self._keys[case.case_id],
+            way_key=way.key,
+            answer=text,
+            accuracy=exact_match(text, case.answers),
+            f1=f1(text, case.answers),
+            rouge_l=rouge_l(text, case.answers) if metric == "rouge_l" else None,
+            kl=first_token_kl(full.logits, reply.logits) if seen else None,  # type: ignore[arg-type]
+            agreement=agreement(full.tokens, reply.tokens) if seen else None,
+            ratio=reply.ratio,
+            charged_ratio=reply.charged_ratio,
+            ttft_ms=1e3 * reply.ttft_s,
+            policy=reply.policy,
+            schedule=reply.schedule,
+        )
+
+    # -- what there is ----------------------------------------------------------------------------
+
+    @property
+    def digest(self) -> str:
+        """Names the questions and the model, not the ways."""
+        return digest_fields(key.encode() for key in self._keys.values())[:16]
+
+    def _missing(self, case: Case, journal: Journal) -> list[Way]:
+        key = self._keys[case.case_id]
+        return [way for way in self.ways if journal.get(key, way.key) is None]
+
+    def _outcomes(self, journal: Journal) -> dict[Way, Sequence[Outcome]]:
+        found: dict[Way, Sequence[Outcome]] = {}
+        for way in self.ways:
+            outcomes = [
+                journal.get(self._keys[case.case_id], way.key) for case in self.dataset.cases
+            ]
+            found[way] = [outcome for outcome in outcomes if outcome is not None]
+        return found
+
+    def _key(self, case: Case) -> str:
+        """Digest of all that decides how a case is answered, but for the way."""
+        fields = (
+            case.digest, self.dataset.metric, self.adapter.identity.namespace,
+            self._wording.template, str(self.max_new_tokens), __version__,
+        )  # fmt: skip
+        return digest_fields(field.encode() for field in fields)[:32]
+
+    def _check_lengths(self) -> int:
+        """Tokens of the largest chunk; every prompt fits, or :class:`InvalidInputError`."""
+        largest = 0
+        count = self.adapter.tokens.encode_text
+        for cases in by_context(self.dataset.cases):
+            sizes = [len(count(chunk)) for chunk in cases[0].chunks]
+            largest = max(largest, *sizes, 1) if sizes else largest
+            for case in cases:
+                self._check_length(case, sum(sizes))
+        return largest
+
+    def _check_length(self, case: Case, chunk_tokens: int) -> None:
+        alone = len(self.adapter.tokens.encode_text(self._wording.prompt((), case.question)))
+        limit, new = self.adapter.context_tokens, self.max_new_tokens
+        if alone + new > limit:
+            raise InvalidInputError(
+                f"the question of {case.case_id} takes {alone} tokens, with {new} for the answer "
+                f"more than the model's context of {limit}; leave it out"
+            )
+        if alone + chunk_tokens + new > limit:
+            raise InvalidInputError(
+                f"the prompt of {case.case_id} takes about {alone + chunk_tokens} tokens, with {new} "
+                f"for the answer more than the model's context of {limit}; take fewer --chunks or "
+                "smaller --chunk-tokens"
+            )
+
+
+def _rotated(ways: list[Way], turn: int) -> list[Way]:
+    at = turn % len(ways) if ways else 0
+    return ways[at:] + ways[:at]

@@ -1,0 +1,96 @@
+"""One question asked one way, through the engine as a user asks it, and seen while it is answered.
+
+Owns the witness: a logits processor that changes nothing and keeps the first token's logits and the
+tokens chosen, which is how KL and agreement come from the very request whose time is measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from blendrag.engine import BlendEngine, Options
+from blendrag.errors import CorpusError
+from blendrag.metrics import RequestMetrics
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer and what it took; ``logits`` ``[V]`` of the first token, where one model call gave it."""
+
+    text: str
+    tokens: tuple[int, ...]
+    logits: torch.Tensor | None
+    ratio: float
+    charged_ratio: float
+    ttft_s: float
+    policy: str = ""
+    """That really chose, where it is another than asked for."""
+    schedule: str = ""
+    """That really ran."""
+
+
+class Witness(LogitsProcessor):
+    """Sees what a greedy ``generate`` of one sequence chooses from."""
+
+    def __init__(self) -> None:
+        self.logits: torch.Tensor | None = None
+        self._chosen: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        if self.logits is None:
+            self.logits = scores[0].clone()  # [V]
+        self._chosen.append(scores[0].argmax())
+        return scores
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The answer's, its end token included."""
+        return tuple(int(token) for token in self._chosen)
+
+
+def ask(engine: BlendEngine, prompt: str, options: Options, n_chunks: int) -> Reply:
+    """Greedy answer to one user message; nothing of it runs on when this returns.
+
+    Raises :class:`CorpusError` if KV of one of the prompt's ``n_chunks`` was to be loaded and was not:
+    that would be full prefill under another name.
+    """
+    witness = Witness()
+    watched = {**options.generate, "logits_processor": LogitsProcessorList([witness])}
+    answer = engine.generate(prompt, replace(options, generate=watched))
+    engine.drain()
+    metrics = answer.metrics
+    if options.mode in ("reuse", "blend"):
+        _require_loaded(metrics, n_chunks)
+    computed = _computed_share(metrics)
+    return Reply(
+        answer.text,
+        witness.tokens,
+        witness.logits,
+        metrics.ratio if computed is None else computed,
+        metrics.charged_ratio if computed is None else computed,
+        metrics.ttft_s,
+        metrics.policy,
+        metrics.schedule,
+    )
+
+
+def _require_loaded(metrics: RequestMetrics, n_chunks: int) -> None:
+    missed = [chunk for chunk in metrics.chunks if chunk.outcome == "computed"]
+    if missed or len(metrics.chunks) != n_chunks:
+        found = len(metrics.chunks) - len(missed)
+        why = missed[0].reason if missed else "; ".join(metrics.notes) or "not recognised"
+        raise CorpusError(
+            f"KV of {found} of a prompt's {n_chunks} chunks was loaded ({why}); expected all of them, "
+            "run again"
+        )
+
+
+def _computed_share(metrics: RequestMetrics) -> float | None:
+    """Share of chunk tokens computed where no chunk is blended, as with prefix caching; else ``None``."""
+    tokens = sum(chunk.tokens for chunk in metrics.chunks)
+    if metrics.mode != "prefix" or not tokens:
+        return None
+    return sum(c.tokens for c in metrics.chunks if c.outcome == "computed") / tokens

@@ -1,0 +1,183 @@
+"""Question files → cases: ``{question, answers, ctxs}`` and ``{context, input, answers}``.
+
+Owns the two forms and how each is recognised from its records: MuSiQue, 2WikiMQA and HotpotQA as
+retrievers hand them out (passages), and LongBench (one long text; MultiNews and SAMSum are summaries).
+Passages and texts are cut into chunks of the model's tokens, the nearest to the question by L2
+distance are taken (CacheBlend §7.1), nearest first. Does not know how a prompt is worded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from blendrag.chunking import Chunker
+from blendrag.errors import InvalidInputError
+from blendrag.evaluation.cases import Case, Dataset, Metric
+from blendrag.retriever.embedder import Embedder
+
+Record = Mapping[str, Any]
+
+#: What LongBench calls the tasks whose answers are summaries.
+SUMMARIES = ("multi_news", "samsum", "gov_report", "qmsum", "vcsum")
+#: What to look for where nothing is asked.
+NO_QUESTION = "Summarise the news."
+FORMS = "{question, answers, ctxs} or {context, input, answers}"
+
+
+def read_dataset(
+    path: Path,
+    chunker: Chunker,
+    embedder: Embedder,
+    n_cases: int | None = None,
+    n_chunks: int = 6,
+) -> Dataset:
+    """Cases of the first ``n_cases`` records of a JSON list or of JSON lines.
+
+    Raises :class:`InvalidInputError` for a file that cannot be read, a form nobody knows, and records
+    without question, answers or chunks, each by its number.
+    """
+    records = list(islice(_records(path), n_cases))
+    if not records:
+        raise InvalidInputError(f"{path} holds no records, expected at least one of {FORMS}")
+    passages = _form_of(records[0], path)
+    metric = _metric_of(records[0], path)
+    cases = []
+    for number, record in enumerate(records, 1):
+        where = f"record {number} of {path}"
+        texts = passages(record, where)
+        question = _question(record, where, metric)
+        chunks = [chunk.text for text in texts for chunk in chunker.split(text)]
+        chunks = list(dict.fromkeys(chunks))
+        if not chunks:
+            raise InvalidInputError(
+                f"{where} has an empty chunk list, expected some text in its contexts; leave it out"
+            )
+        name = str(record.get("id") or record.get("_id") or number)
+        kind = str(record.get("type") or ("summary" if metric == "rouge_l" else "question"))
+        nearest = _nearest(embedder, question or NO_QUESTION, chunks, n_chunks)
+        cases.append(
+            Case(
+                f"{path.stem}/{number}/{name}",
+                f"{path.stem}/{number}",
+                kind,
+                question,
+                _answers(record, where),
+                tuple(nearest),
+            )
+        )
+    return Dataset(path.stem, metric, tuple(cases), n_chunks, chunker.chunk_tokens)
+
+
+# -- records --------------------------------------------------------------------------------------
+
+
+def _records(path: Path) -> Iterable[Record]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else "not UTF-8"
+        raise InvalidInputError(
+            f"dataset {path} cannot be read ({reason}); expected synthetic, or a JSON or JSON lines "
+            f"file of {FORMS}"
+        ) from exc
+    try:
+        found = json.loads(text) if text.lstrip().startswith("[") else _lines(text)
+    except ValueError as exc:
+        raise InvalidInputError(
+            f"dataset {path} is no JSON ({exc}); expected a list or lines of {FORMS}"
+        ) from exc
+    for number, record in enumerate(found, 1):
+        if not isinstance(record, Mapping):
+            raise InvalidInputError(
+                f"record {number} of {path} is a {type(record).__name__}, expected {FORMS}"
+            )
+    return list(found)
+
+
+def _lines(text: str) -> list[Any]:
+    return [json.loads(line) for line in text.splitlines() if line.strip()]
+
+
+def _form_of(record: Record, path: Path) -> Callable[[Record, str], list[str]]:
+    """How the texts of a record are found."""
+    if "ctxs" in record:
+        return _passages
+    if "context" in record and "input" in record:
+        return _context
+    raise InvalidInputError(
+        f"the records of {path} have the fields {', '.join(map(str, record)) or 'none'}; "
+        f"expected {FORMS}"
+    )
+
+
+def _metric_of(record: Record, path: Path) -> Metric:
+    """Rouge-L for summaries, by the task's name or because nothing is asked; F1 on words else."""
+    named = str(record.get("dataset", "")) or path.stem
+    asked = record.get("question", record.get("input"))
+    return "rouge_l" if asked == "" or named.startswith(SUMMARIES) else "f1"
+
+
+def _passages(record: Record, where: str) -> list[str]:
+    passages = record.get("ctxs")
+    if not isinstance(passages, list) or not passages:
+        raise InvalidInputError(
+            f"{where} has an empty chunk list, expected ctxs: [{{title, text}}, …]; leave it out"
+        )
+    return [_passage(passage, where) for passage in passages]
+
+
+def _passage(passage: Any, where: str) -> str:
+    if isinstance(passage, str):
+        return passage
+    if not isinstance(passage, Mapping) or not isinstance(passage.get("text"), str):
+        raise InvalidInputError(f"{where} has a passage without text, expected {{title, text}}")
+    title = str(passage.get("title") or "").strip()
+    return f"{title}\n{passage['text']}" if title else passage["text"]
+
+
+def _context(record: Record, where: str) -> list[str]:
+    return [_text(record, "context", where)]
+
+
+def _text(record: Record, name: str, where: str) -> str:
+    text = record.get(name)
+    if not isinstance(text, str):
+        raise InvalidInputError(f"{where} has no text {name}, expected {FORMS}")
+    return text
+
+
+def _question(record: Record, where: str, metric: Metric) -> str:
+    question = _text(record, "question" if "question" in record else "input", where).strip()
+    if not question and metric != "rouge_l":
+        raise InvalidInputError(f"{where} has an empty question; ask something or leave it out")
+    return question
+
+
+def _answers(record: Record, where: str) -> tuple[str, ...]:
+    """Flat, as 2WikiMQA nests each in a list of its own."""
+    given = record.get("answers", record.get("answer"))
+    nested = given if isinstance(given, list) else [given]
+    flat = [text for entry in nested for text in (entry if isinstance(entry, list) else [entry])]
+    answers = tuple(text for text in flat if isinstance(text, str) and text.strip())
+    if not answers:
+        raise InvalidInputError(f"{where} has no answers, expected answers: [text, …]; add them")
+    return answers
+
+
+# -- retrieval ------------------------------------------------------------------------------------
+
+
+def _nearest(embedder: Embedder, question: str, chunks: Sequence[str], n: int) -> list[str]:
+    """The ``n`` chunks nearest to the question by L2 distance, nearest first."""
+    if len(chunks) == 1:
+        return list(chunks)
+    distances = np.linalg.norm(
+        embedder.embed(chunks) - embedder.embed_query(question)[None], axis=1
+    )  # [chunks]
+    return [chunks[i] for i in np.argsort(distances, kind="stable")[:n]]

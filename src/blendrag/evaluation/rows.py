@@ -1,0 +1,140 @@
+"""The arena's result: a row per way and kind of question.
+
+Owns how outcomes of single questions become means, medians and PGR with its interval. Rows are what
+``blendrag eval --json`` prints and what plots and pages are made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, median
+from typing import Any
+
+from blendrag.evaluation.bootstrap import PairedBootstrap
+from blendrag.evaluation.cases import Dataset
+from blendrag.evaluation.journal import Outcome
+from blendrag.evaluation.ways import FULL, NONE, Way
+
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Row:
+    """How one way answered the questions of one kind; shares in [0, 1], KL in nats."""
+
+    dataset: str
+    seed: int
+    policy: str
+    schedule: str
+    """As asked for; empty where the policy knows none."""
+    encode_prefix: bool | None
+    ratio: float
+    """As asked for; as measured where the policy knows no ratio."""
+    charged_ratio: float
+    kind: str
+    """Of question; ``all``: every kind."""
+    n: int
+    score: float
+    """Mean of the dataset's ``metric``."""
+    pgr: float | None
+    """``None`` where full prefill gains nothing over no context."""
+    pgr_low: float | None
+    pgr_high: float | None
+    kl: float | None
+    """Mean over the questions, of the first token, from full prefill."""
+    ttft_ms: float
+    """Median over the questions."""
+    metric: str
+    accuracy: float
+    f1: float
+    rouge_l: float | None
+    agreement: float | None
+    """Share of answer tokens as full prefill gave them, up to the first difference."""
+    same_answer: float | None
+    """Share of answers that are full prefill's, token by token."""
+    n_chunks: int
+    chunk_tokens: int
+    schedule_run: str = ""
+    """The one that really ran, where that is another."""
+    chosen_by: str = ""
+    """The policy that really chose, where the model did not allow the one asked for."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON-ready dictionary."""
+        return asdict(self)
+
+
+def make_rows(dataset: Dataset, outcomes: dict[Way, Sequence[Outcome]], seed: int) -> list[Row]:
+    """Rows of every way, kind by kind, ``all`` first; outcomes stand in the order of the cases."""
+    rows: dict[tuple[Way, str], Row] = {}
+    kinds = (ALL, *dataset.kinds)
+    for kind in kinds:
+        at = [i for i, case in enumerate(dataset.cases) if kind in (ALL, case.kind)]
+        contexts = [dataset.cases[i].context_id for i in at]
+
+        def of(way: Way, at: list[int] = at) -> list[Outcome]:
+            return [outcomes[way][i] for i in at]
+
+        def scores(way: Way, at: list[int] = at) -> list[float]:
+            return [getattr(outcomes[way][i], dataset.metric) for i in at]
+
+        paired = PairedBootstrap(scores(Way(FULL)), scores(Way(NONE)), contexts, seed)
+        for way in outcomes:
+            gain = paired.gain(scores(way))
+            rows[way, kind] = _row(
+                dataset, way, kind, seed, of(way), (gain.pgr, gain.low, gain.high)
+            )
+    return [rows[way, kind] for way in outcomes for kind in kinds]
+
+
+def _row(
+    dataset: Dataset,
+    way: Way,
+    kind: str,
+    seed: int,
+    outcomes: Sequence[Outcome],
+    gain: tuple[float | None, float | None, float | None],
+) -> Row:
+    measured = fmean(o.ratio for o in outcomes)
+    agreements = _known([o.agreement for o in outcomes])
+    return Row(
+        dataset=dataset.name,
+        seed=seed,
+        policy=way.policy,
+        schedule=way.schedule,
+        encode_prefix=way.encode_prefix,
+        ratio=measured if way.ratio is None else way.ratio,
+        charged_ratio=fmean(o.charged_ratio for o in outcomes),
+        kind=kind,
+        n=len(outcomes),
+        score=fmean(getattr(o, dataset.metric) for o in outcomes),
+        pgr=gain[0],
+        pgr_low=gain[1],
+        pgr_high=gain[2],
+        kl=_mean(_known([o.kl for o in outcomes])),
+        ttft_ms=median(o.ttft_ms for o in outcomes),
+        metric=dataset.metric,
+        accuracy=fmean(o.accuracy for o in outcomes),
+        f1=fmean(o.f1 for o in outcomes),
+        rouge_l=_mean(_known([o.rouge_l for o in outcomes])),
+        agreement=_mean(agreements),
+        same_answer=_mean([float(a == 1.0) for a in agreements]),
+        n_chunks=dataset.n_chunks,
+        chunk_tokens=dataset.chunk_tokens,
+        schedule_run=_others([o.schedule for o in outcomes], way.schedule) if way.schedule else "",
+        chosen_by=_others([o.policy for o in outcomes], way.policy),
+    )
+
+
+def _known(values: Sequence[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
+
+
+def _others(run: Sequence[str], asked: str) -> str:
+    """What really ran, as far as it is not what was asked for."""
+    return "; ".join(sorted(set(run) - {"", asked}))

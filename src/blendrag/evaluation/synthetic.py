@@ -1,0 +1,65 @@
+"""The generated dataset: documents nobody has heard of, asked about by kind of question.
+
+Owns nothing but the way from the generator's contexts to cases; what is written and asked is
+:mod:`blendrag.demo`'s. Contexts are of one seed and split, so that nothing tested was trained on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import cast, get_args
+
+from blendrag.demo.generator import generate_corpus
+from blendrag.demo.names import Split
+from blendrag.errors import InvalidInputError
+from blendrag.evaluation.cases import Case, Dataset
+from blendrag.model.tokens import Tokens
+
+NAME = "synthetic"
+
+
+def synthetic_dataset(
+    tokens: Tokens,
+    seed: int = 1,
+    split: str = "test",
+    n_contexts: int = 20,
+    n_chunks: int = 6,
+    chunk_tokens: int = 64,
+    n_questions: int | None = None,
+) -> Dataset:
+    """``n_contexts`` of ``n_chunks`` chunks and their questions, at most ``n_questions`` of each
+    context, kinds taking turns.
+
+    Raises :class:`InvalidInputError` for a split that does not exist.
+    """
+    if split not in get_args(Split):
+        raise InvalidInputError(f"split {split!r} is not one of {', '.join(get_args(Split))}")
+    cases: list[Case] = []
+    for number in range(n_contexts):
+        context_id = f"{split}/{seed}/{number}"
+        asked = list(_context(seed, split, number, n_chunks, context_id))
+        cases += _in_turns(asked, n_questions or len(asked))
+    return Dataset(NAME, "accuracy", tuple(cases), n_chunks, chunk_tokens)
+
+
+def _context(seed: int, split: str, number: int, n_chunks: int, context_id: str) -> Iterator[Case]:
+    """Documents of two chunks each, in random order."""
+    n_documents = max(1, n_chunks // 2)
+    rng = random.Random(f"arena/{seed}/{number}")
+    corpus = generate_corpus(seed * 100_000 + number, cast(Split, split), n_documents)
+    documents = rng.sample(corpus.documents, n_documents)
+    chunks = tuple(paragraph for document in documents for paragraph in document.paragraphs)
+    for index, q in enumerate(rng.sample(corpus.questions, len(corpus.questions))):
+        yield Case(f"{context_id}/{index}", context_id, q.kind, q.text, (q.answer,), chunks)
+
+
+def _in_turns(cases: list[Case], n: int) -> list[Case]:
+    """The first ``n`` when kinds take turns, in their old order."""
+    rank: dict[str, int] = {}
+    order = []
+    for case in cases:
+        rank[case.kind] = rank.get(case.kind, 0) + 1
+        order.append(rank[case.kind])
+    chosen = sorted(range(len(cases)), key=lambda i: (order[i], i))[:n]
+    return [cases[i] for i in sorted(chosen)]
