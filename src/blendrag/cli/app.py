@@ -9,6 +9,7 @@ import typer
 
 from blendrag import __version__
 from blendrag.cli import interrupt, options, output, quiet
+from blendrag.cli.calibrate import calibrate
 from blendrag.cli.eval import evaluate
 from blendrag.cli.status import (
     DONE,
@@ -193,7 +194,8 @@ def ask(
     schedule: Annotated[
         str | None,
         typer.Option(
-            help="constant, linear, geometric[:g] or one ratio per layer.", show_default=False
+            help="constant, linear, geometric[:g], first:m, calibrated or one ratio per layer.",
+            show_default=False,
         ),
     ] = None,
     ratio: Annotated[
@@ -335,6 +337,9 @@ def bench(context: typer.Context) -> int:
     if status == INTERRUPTED:  # what typer makes of Ctrl-C, without a word
         raise KeyboardInterrupt
     return status if isinstance(status, int) else DONE
+
+
+app.command()(calibrate)
 
 
 def _begin(verbose: bool) -> None:

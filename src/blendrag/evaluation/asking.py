@@ -89,8 +89,8 @@ def _require_loaded(metrics: RequestMetrics, n_chunks: int) -> None:
 
 
 def _computed_share(metrics: RequestMetrics) -> float | None:
-    """Share of chunk tokens computed where no chunk is blended, as with prefix caching; else ``None``."""
-    tokens = sum(chunk.tokens for chunk in metrics.chunks)
-    if metrics.mode != "prefix" or not tokens:
+    """Share of chunk tokens computed where chunks are computed whole or not at all; else ``None``."""
+    if metrics.mode not in ("full", "prefix"):
         return None
-    return sum(c.tokens for c in metrics.chunks if c.outcome == "computed") / tokens
+    tokens = sum(chunk.tokens for chunk in metrics.chunks)
+    return sum(c.tokens for c in metrics.chunks if c.outcome == "computed") / max(tokens, 1)

@@ -34,7 +34,7 @@ def require_chains() -> None:
 def ask_chain(engine: BlendEngine, name: str, case: Case, max_new_tokens: int) -> Reply:
     """``map-reduce`` or ``map-rerank`` over the case's chunks.
 
-    Raises :class:`InvalidInputError` for a reply that holds no score (MapRerank).
+    Raises :class:`InvalidInputError` for replies that the chain cannot read or fit into its next prompt.
     """
     require_chains()
     from langchain_core.documents import Document
@@ -49,14 +49,14 @@ def ask_chain(engine: BlendEngine, name: str, case: Case, max_new_tokens: int) -
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecated in favour of agents, which these are not
-            chain = _chain(llm, name)
+            chain = _chain(llm, name, engine.adapter.context_tokens - max_new_tokens)
             out = chain.invoke(given, config={"callbacks": [costs]})
     except BlendragError:
         raise
-    except ValueError as exc:  # the parser's, of a reply that it cannot read
+    except ValueError as exc:  # of a reply that cannot be read, or does not fit
         raise InvalidInputError(
-            f"{name} cannot read this model's reply ({str(exc).splitlines()[0][:80]}); it is for "
-            "models that follow instructions, leave it out"
+            f"{name} cannot go on with what this model replies ({str(exc).splitlines()[0][:80]}); it "
+            "is for models that follow instructions, leave it out"
         ) from exc
     took = time.perf_counter() - began
     engine.drain()
@@ -65,10 +65,13 @@ def ask_chain(engine: BlendEngine, name: str, case: Case, max_new_tokens: int) -
     return Reply(str(out["output_text"]), (), None, 1.0, 1.0, ttft_s)
 
 
-def _chain(llm: Any, name: str) -> Any:
+def _chain(llm: Any, name: str, room_tokens: int) -> Any:
     from langchain_classic.chains.question_answering import load_qa_chain
 
-    return load_qa_chain(llm, chain_type=name.replace("-", "_"))
+    # What fits is joined at once; LangChain's own bound of 3,000 is less than its prompt takes up
+    # with some tokenizers.
+    bound: dict[str, Any] = {"token_max": room_tokens} if name == "map-reduce" else {}
+    return load_qa_chain(llm, chain_type=name.replace("-", "_"), **bound)
 
 
 def _costs() -> Any:

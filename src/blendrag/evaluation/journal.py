@@ -17,6 +17,9 @@ from typing import Any
 
 from blendrag.errors import InvalidInputError
 
+#: How every line begins; one cut short by a kill does, too.
+BEGINNING = '{"case_key": '
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -70,8 +73,9 @@ class Journal:
     def _read(self, path: Path) -> None:
         with _writing(path):
             text = path.read_text(encoding="utf-8", errors="replace")
-        whole, _, rest = text.rpartition("\n")
-        for line in whole.splitlines():
+        *lines, rest = text.split("\n")
+        cut_short = rest.startswith(BEGINNING[: len(rest)])
+        for line in [*lines, *([] if cut_short else [rest])]:
             outcome = _outcome(line)
             if outcome is None:
                 raise InvalidInputError(
@@ -79,9 +83,10 @@ class Journal:
                     "give --out another file"
                 )
             self._outcomes[outcome.case_key, outcome.way_key] = outcome
-        if rest:  # cut short: what follows must begin on a line of its own
+        if rest:  # what follows must begin on a line of its own
+            kept = lines if cut_short else [*lines, rest]
             with _writing(path):
-                path.write_text(whole + "\n" * bool(whole), encoding="utf-8")
+                path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
 
 def _outcome(line: str) -> Outcome | None:

@@ -79,7 +79,11 @@ def open_library(
         engines = {}
         for prefix in encode_prefix or (True,):
             engine = BlendEngine(
-                adapter, Path(root) / f"prefix-{prefix}", chunk_tokens=chunk_tokens, ram_bytes=0
+                adapter,
+                Path(root) / f"prefix-{prefix}",
+                chunk_tokens=chunk_tokens,
+                encode_prefix=prefix,
+                ram_bytes=0,
             )
             engine.resources.embedder = _NoEmbedder("none")
             engines[prefix] = stack.enter_context(engine)

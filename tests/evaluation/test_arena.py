@@ -1,0 +1,204 @@
+"""The arena end to end on a tiny model: what is asked, what it is compared with, how it resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tiny
+from blendrag.engine import BlendEngine
+from blendrag.errors import ContextOverflowError, InvalidInputError, UnsupportedModelError
+from blendrag.evaluation.arena import Arena
+from blendrag.evaluation.cases import Case
+from blendrag.evaluation.journal import Journal
+from blendrag.evaluation.report import table
+from blendrag.evaluation.rows import Row
+from blendrag.evaluation.ways import Way, make_ways
+from evaluation import lab
+
+WAYS = make_ways(["reuse", "query"], ["constant"], [0.3, 1.0], [True, False])
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    return lab.arena(WAYS).run()
+
+
+def row_of(rows: list[Row], way: Way, kind: str = "all") -> Row:
+    (found,) = (
+        row for row in rows
+        if (row.policy, row.encode_prefix, row.kind) == (way.policy, way.encode_prefix, kind)
+        and way.ratio in (None, row.ratio)
+    )  # fmt: skip
+    return found
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Prompts that reached an engine."""
+    prompts: list[str] = []
+    real = BlendEngine.generate
+
+    def spy(self: BlendEngine, prompt: str, *rest: object) -> object:
+        prompts.append(prompt)
+        return real(self, prompt, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(BlendEngine, "generate", spy)
+    monkeypatch.setattr(Arena, "_warm_up", lambda *_: None)
+    return prompts
+
+
+# -- rows -----------------------------------------------------------------------------------------
+
+
+def test_there_is_a_row_for_every_way_and_kind(rows: list[Row]) -> None:
+    assert len(rows) == len(WAYS) * 3
+    assert [row.kind for row in rows[:3]] == ["all", "even", "odd"]
+    assert [row.n for row in rows[:3]] == [4, 2, 2]
+    assert {row.dataset for row in rows} == {"tiny"}
+
+
+def test_full_prefill_agrees_with_itself_and_everything_recomputed_with_it(
+    rows: list[Row],
+) -> None:
+    full = row_of(rows, Way("full"))
+    assert (full.kl, full.agreement, full.same_answer, full.charged_ratio) == (0.0, 1.0, 1.0, 1.0)
+    for prefix in (True, False):
+        everything = row_of(rows, Way("query", "constant", 1.0, prefix))
+        assert everything.kl == pytest.approx(0.0, abs=1e-4)
+        assert everything.agreement == 1.0
+        assert everything.charged_ratio == 1.0
+
+
+def test_reuse_is_charged_nothing_and_answers_otherwise(rows: list[Row]) -> None:
+    for prefix in (True, False):
+        reuse = row_of(rows, Way("reuse", encode_prefix=prefix))
+        assert (reuse.ratio, reuse.charged_ratio) == (0.0, 0.0)
+        assert reuse.kl is not None
+        assert reuse.kl > 1e-3
+
+
+def test_chunks_encoded_behind_nothing_are_other_chunks(rows: list[Row]) -> None:
+    on, off = (row_of(rows, Way("reuse", encode_prefix=prefix)) for prefix in (True, False))
+    assert on.kl != off.kl
+
+
+def test_recomputing_some_comes_nearer_than_recomputing_nothing(rows: list[Row]) -> None:
+    some = row_of(rows, Way("query", "constant", 0.3, True))
+    none = row_of(rows, Way("reuse", encode_prefix=True))
+    assert some.kl is not None
+    assert none.kl is not None
+    assert some.kl < none.kl
+    assert 0.2 < some.charged_ratio < 0.5
+
+
+def test_no_context_reads_no_chunk(rows: list[Row]) -> None:
+    nothing = row_of(rows, Way("none"))
+    assert nothing.charged_ratio == 0.0
+    assert nothing.kl is not None
+    assert nothing.kl > 1e-3
+
+
+def test_a_random_model_gains_nothing_from_context_so_pgr_is_undefined(rows: list[Row]) -> None:
+    assert {row.pgr for row in rows} == {None}
+
+
+def test_the_table_has_a_line_for_every_way(rows: list[Row]) -> None:
+    assert table(rows).row_count == len(WAYS)
+
+
+def test_prefix_caching_is_charged_for_the_chunks_it_computes() -> None:
+    found = lab.arena(make_ways(["prefix"], [], [], []), lab.cases(1, 1)).run()
+    prefix = row_of(found, Way("prefix"))
+    assert prefix.charged_ratio == 1.0
+    assert prefix.kl == pytest.approx(0.0, abs=1e-4)
+
+
+# -- the order of questions -----------------------------------------------------------------------
+
+
+def test_full_prefill_answers_a_question_once_and_no_context_sees_no_chunk(
+    asked: list[str],
+) -> None:
+    lab.arena(make_ways(["reuse"], [], [], [True]), lab.cases(1, 2)).run()
+    assert len(asked) == 2 * 3
+    without = [prompt for prompt in asked if lab.CHUNKS[0][0] not in prompt]
+    assert len(without) == 2
+    assert all("\n\n\n" not in prompt for prompt in asked)
+
+
+def test_an_interrupted_run_asks_nothing_twice(tmp_path: Path, asked: list[str]) -> None:
+    ways = make_ways(["reuse"], [], [], [True])
+    path = tmp_path / "journal.jsonl"
+
+    def stop_after_two(done: int, total: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lab.arena(ways).run(Journal(path), stop_after_two)
+    first = len(asked)
+    assert first == 2 * len(ways)
+    seen: list[int] = []
+    rows = lab.arena(ways).run(Journal(path), lambda done, total: seen.append(done))
+    assert len(asked) - first == 2 * len(ways)
+    assert seen == [2, 3, 4]
+    assert rows[0].n == 4
+    lab.arena(ways).run(Journal(path))
+    assert len(asked) == 4 * len(ways)
+
+
+def test_more_ways_ask_only_what_is_new_and_what_it_is_compared_with(
+    tmp_path: Path, asked: list[str]
+) -> None:
+    path, cases = tmp_path / "journal.jsonl", lab.cases(1, 1)
+    lab.arena(make_ways([], [], [], []), cases).run(Journal(path))
+    assert len(asked) == 2
+    lab.arena(make_ways(["reuse"], [], [], [True]), cases).run(Journal(path))
+    assert len(asked) == 2 + 2  # full prefill again, for its logits
+    assert len(path.read_text().splitlines()) == 3
+
+
+def test_another_model_or_length_of_answer_is_asked_anew(tmp_path: Path, asked: list[str]) -> None:
+    path, data, ways = tmp_path / "j.jsonl", lab.dataset(lab.cases(1, 1)), make_ways([], [], [], [])
+    Arena(lab.adapter(), data, ways, max_new_tokens=4).run(Journal(path))
+    Arena(lab.adapter(), data, ways, max_new_tokens=5).run(Journal(path))
+    other = tiny.adapter(tiny.llama(seed=1))
+    Arena(other, data, ways, max_new_tokens=4).run(Journal(path))
+    assert len(asked) == 3 * 2
+
+
+# -- bad input ------------------------------------------------------------------------------------
+
+
+def test_a_question_longer_than_the_context_is_named_before_anything_is_asked() -> None:
+    case = Case("long one", "0", "k", "why " * 5000, ("x",), lab.CHUNKS[0])
+    with pytest.raises(InvalidInputError, match=r"the question of long one takes .* leave it out"):
+        lab.arena(make_ways([], [], [], []), [case])
+
+
+def test_chunks_that_do_not_fit_the_context_are_named_too() -> None:
+    case = Case("big", "0", "k", "why?", ("x",), tuple(tiny.sentence(i) for i in range(400)))
+    with pytest.raises(InvalidInputError, match=r"the prompt of big takes .* fewer --chunks") as e:
+        lab.arena(make_ways([], [], [], []), [case])
+    assert not isinstance(e.value, ContextOverflowError)
+
+
+def test_an_empty_chunk_list_is_refused() -> None:
+    case = Case("bare", "0", "k", "why?", ("x",), ())
+    with pytest.raises(InvalidInputError, match="chunk list is empty"):
+        lab.arena(make_ways([], [], [], []), [case]).run()
+
+
+def test_a_model_whose_kv_cannot_be_reused_is_refused() -> None:
+    refused = tiny.adapter(tiny.family("gpt2"))
+    with pytest.raises(UnsupportedModelError):
+        Arena(refused, lab.dataset(), make_ways([], [], [], []))
+
+
+def test_chains_without_their_packages_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("blendrag.evaluation.chains.PACKAGES", ("no_such_package",))
+    with pytest.raises(InvalidInputError, match="no_such_package, which is not installed"):
+        lab.arena(make_ways(["map-reduce"], [], [], []))

@@ -1,0 +1,146 @@
+"""Both forms of question files, how they are recognised, and what is wrong with bad ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from blendrag.chunking import Chunker
+from blendrag.errors import InvalidInputError
+from blendrag.evaluation.cases import Dataset, by_context
+from blendrag.evaluation.datasets import read_dataset
+from blendrag.evaluation.synthetic import synthetic_dataset
+from blendrag.model.tokens import Tokens
+
+PASSAGES = [{"title": "", "text": tiny.sentence(i)} for i in range(9)]
+ASKED = {"question": "Who built ships near Place49?", "answers": ["the company"], "ctxs": PASSAGES}
+LONG = {
+    "input": "Who built ships near Place49?",
+    "context": "\n\n".join(tiny.sentence(i) for i in range(20)),
+    "answers": ["the company", "it"],
+    "dataset": "qasper",
+}
+
+
+def tokens() -> Tokens:
+    return Tokens(tiny.tokenizer())
+
+
+def read(path: Path, records: Any, lines: bool = False, **more: Any) -> Dataset:
+    text = "\n".join(map(json.dumps, records)) if lines else json.dumps(records)
+    path.write_text(text, encoding="utf-8")
+    return read_dataset(path, Chunker(tokens().text, 64), tiny.WordEmbedder(), **more)  # type: ignore[arg-type]
+
+
+# -- forms ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lines", [False, True])
+def test_passages_become_the_nearest_chunks_nearest_first(tmp_path: Path, lines: bool) -> None:
+    dataset = read(tmp_path / "musique.json", [ASKED], lines)
+    (case,) = dataset.cases
+    assert (dataset.name, dataset.metric) == ("musique", "f1")
+    assert case.answers == ("the company",)
+    assert len(case.chunks) == 6
+    assert case.chunks[0] == tiny.sentence(7)  # the passage of Place49
+
+
+def test_nested_answers_are_flattened_and_titles_stand_above_their_text(tmp_path: Path) -> None:
+    record = {**ASKED, "answers": [["Croatia"], ["HR"]], "ctxs": [{"title": "T", "text": "Body."}]}
+    (case,) = read(tmp_path / "wiki.json", [record]).cases
+    assert case.answers == ("Croatia", "HR")
+    assert case.chunks == ("T\nBody.",)
+
+
+def test_a_long_context_is_cut_into_chunks_of_the_models_tokens(tmp_path: Path) -> None:
+    dataset = read(tmp_path / "lb.jsonl", [LONG], lines=True, n_chunks=3)
+    (case,) = dataset.cases
+    assert dataset.metric == "f1"
+    assert len(case.chunks) == 3
+    assert all(len(tokens().encode_text(chunk)) <= 64 for chunk in case.chunks)
+    assert any("Place49" in chunk for chunk in case.chunks)
+
+
+@pytest.mark.parametrize(
+    "change", [{"input": ""}, {"dataset": "samsum"}, {"dataset": "multi_news", "input": ""}]
+)
+def test_summaries_are_scored_by_rouge_l(tmp_path: Path, change: dict[str, str]) -> None:
+    dataset = read(tmp_path / "s.json", [{**LONG, **change}])
+    assert dataset.metric == "rouge_l"
+    assert dataset.kinds == ("summary",)
+
+
+def test_the_type_of_a_question_is_its_kind(tmp_path: Path) -> None:
+    records = [{**ASKED, "type": kind} for kind in ("bridge", "comparison", "bridge")]
+    assert read(tmp_path / "hotpot.json", records).kinds == ("bridge", "comparison")
+
+
+def test_only_as_many_records_are_read_as_asked_for(tmp_path: Path) -> None:
+    assert len(read(tmp_path / "x.json", [ASKED] * 5, n_cases=2).cases) == 2
+
+
+# -- bad files ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("records", "sentence"),
+    [([], "holds no records"),
+     ([{"prompt": "x"}], "have the fields prompt; expected {question, answers, ctxs}"),
+     (["text"], "record 1 of .* is a str"),
+     ([{**ASKED, "answers": []}], "record 1 of .* has no answers"),
+     ([ASKED, {**ASKED, "answers": [[]]}], "record 2 of .* has no answers"),
+     ([{k: v for k, v in ASKED.items() if k != "answers"}], "has no answers"),
+     ([{**ASKED, "ctxs": []}], "empty chunk list"),
+     ([{**ASKED, "ctxs": [{"text": "  "}]}], "empty chunk list"),
+     ([{**ASKED, "ctxs": [{"title": "x"}]}], "passage without text"),
+     ([{**ASKED, "question": " "}], "empty question"),
+     ([{**ASKED, "question": None}], "no text question"),
+     ([{**LONG, "context": ["a"]}], "no text context")],
+)  # fmt: skip
+def test_a_bad_record_is_named_in_one_sentence(
+    tmp_path: Path, records: list[Any], sentence: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=sentence) as caught:
+        read(tmp_path / "bad.json", records)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_no_json_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"question": ', encoding="utf-8")
+    with pytest.raises(InvalidInputError, match="is no JSON"):
+        read_dataset(tmp_path / "x.jsonl", None, None)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="cannot be read"):
+        read_dataset(tmp_path / "absent.json", None, None)  # type: ignore[arg-type]
+
+
+# -- generated ------------------------------------------------------------------------------------
+
+
+def test_generated_cases_are_grouped_by_context_and_equal_for_equal_seeds() -> None:
+    dataset = synthetic_dataset(tokens(), seed=3, n_contexts=3, n_chunks=4)
+    groups = list(by_context(dataset.cases))
+    assert len(groups) == 3
+    for cases in groups:
+        assert {case.chunks for case in cases} == {cases[0].chunks}
+        assert len(cases[0].chunks) == 4
+    assert dataset == synthetic_dataset(tokens(), seed=3, n_contexts=3, n_chunks=4)
+    assert (
+        dataset.cases[0] != synthetic_dataset(tokens(), seed=4, n_contexts=1, n_chunks=4).cases[0]
+    )
+
+
+def test_kinds_take_turns_where_questions_are_limited() -> None:
+    dataset = synthetic_dataset(tokens(), n_contexts=2, n_questions=4)
+    for cases in by_context(dataset.cases):
+        kinds = [case.kind for case in cases]
+        assert len(kinds) == 4
+        assert max(map(kinds.count, kinds)) - min(map(kinds.count, kinds)) <= 1
+
+
+def test_a_split_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="split 'exam' is not one of"):
+        synthetic_dataset(tokens(), split="exam")

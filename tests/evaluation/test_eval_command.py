@@ -1,0 +1,160 @@
+"""``blendrag eval``: what it prints, what it refuses, and how it goes on after Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from cli.lab import LLAMA, invoke, said, save_model, start
+
+ROW = {
+    "dataset", "seed", "policy", "schedule", "encode_prefix", "ratio", "charged_ratio", "kind", "n",
+    "score", "pgr", "pgr_low", "pgr_high", "kl", "ttft_ms",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    return str(save_model(folder, **LLAMA | {"max_position_embeddings": 2048}))
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def small(model: str, *more: str) -> list[str]:
+    return [
+        "eval", "--model", model, "--chunks", "2", "--contexts", "2", "--questions", "2",
+        "--max-new-tokens", "3", *more,
+    ]  # fmt: skip
+
+
+def rows(*args: str) -> list[dict[str, Any]]:
+    result = invoke(*args, "--json")
+    assert result.exit_code == 0, result.stderr
+    found: list[dict[str, Any]] = json.loads(result.stdout)
+    return found
+
+
+def test_json_is_a_list_of_rows_by_policy_and_kind(model: str, tmp_path: Path) -> None:
+    found = rows(*small(model, "--policies", "full,reuse,hkvd", "--ratio", "0.15", "--seed", "123"))
+    assert all(set(row) >= ROW for row in found)
+    assert [(row["policy"], row["kind"]) for row in found] == [
+        (policy, kind)
+        for policy in ("none", "full", "reuse", "hkvd")
+        for kind in ("all", *dict.fromkeys(r["kind"] for r in found if r["kind"] != "all"))
+    ]
+    assert {(row["dataset"], row["seed"]) for row in found} == {("synthetic", 123)}
+    assert {row["ratio"] for row in found if row["policy"] == "hkvd"} == {0.15}
+    assert not list((tmp_path / "cache").rglob("*.jsonl"))  # a whole run leaves nothing
+
+
+def test_every_dimension_can_be_listed(model: str) -> None:
+    found = rows(
+        *small(model, "--policies", "query", "--ratio", "0.1,0.2", "--ratio", "0.5",
+               "--schedules", "linear,geometric:0.5", "--encode-prefix", "on,off")
+    )  # fmt: skip
+    ways = {
+        (r["ratio"], r["schedule"], r["encode_prefix"]) for r in found if r["policy"] == "query"
+    }
+    assert len(ways) == 3 * 2 * 2
+
+
+def test_a_schedule_may_be_one_vector(model: str) -> None:
+    found = rows(*small(model, "--policies", "query", "--schedules", "0.4,0.1"))
+    assert {row["schedule"] for row in found if row["policy"] == "query"} == {"0.4,0.1"}
+
+
+def test_a_file_is_asked_over_its_own_passages(model: str, tmp_path: Path) -> None:
+    record = {
+        "question": "What ships?",
+        "answers": ["none"],
+        "ctxs": [{"title": "", "text": tiny.sentence(i)} for i in range(3)],
+    }
+    (tmp_path / "asked.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
+    found = rows(
+        *small(model, "--dataset", str(tmp_path / "asked.jsonl"), "--policies", "full",
+               "--embedder", "minilm-offline")
+    )  # fmt: skip
+    assert {(row["dataset"], row["metric"], row["n"]) for row in found} == {("asked", "f1", 1)}
+
+
+def test_without_json_there_is_one_table(model: str) -> None:
+    result = invoke(*small(model, "--policies", "full,reuse"))
+    assert result.exit_code == 0, result.stderr
+    assert "PGR" in result.stdout
+    assert "reuse" in result.stdout
+
+
+def test_what_the_file_holds_is_not_asked_again(model: str, tmp_path: Path) -> None:
+    args = small(model, "--policies", "reuse", "--out", str(tmp_path / "kept.jsonl"))
+    first = rows(*args)
+    lines = (tmp_path / "kept.jsonl").read_text()
+    assert len(lines.splitlines()) == 4 * 3
+    assert rows(*args) == first  # times too
+    assert (tmp_path / "kept.jsonl").read_text() == lines
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [(("--policies", "magic"), "policy 'magic' is not one of"),
+     (("--ratio", "1.5"), "ratio 1.5 is outside [0, 1]"),
+     (("--ratio", "much"), "ratio 'much' is no number"),
+     (("--schedules", "steep"), "schedule 'steep'"),
+     (("--encode-prefix", "maybe"), "'maybe' is not on, off"),
+     (("--split", "exam"), "split 'exam'"),
+     (("--dataset", "absent.json"), "dataset absent.json cannot be read"),
+     (("--model", "no/such/model"), "no/such/model")],
+)  # fmt: skip
+def test_what_cannot_be_asked_is_one_sentence(
+    model: str, wrong: tuple[str, ...], sentence: str
+) -> None:
+    result = invoke(*small(model, *wrong))
+    assert result.exit_code == 2
+    assert sentence in said(result)
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("record", "sentence"),
+    [({"prompt": "x"}, "expected {question, answers, ctxs}"),
+     ({"question": "x", "ctxs": [{"text": "y"}]}, "has no answers"),
+     ({"question": "x", "answers": ["z"], "ctxs": []}, "empty chunk list"),
+     ({"question": "why " * 3000, "answers": ["z"], "ctxs": ["y"]}, "the question of")],
+)  # fmt: skip
+def test_a_bad_dataset_is_one_sentence(
+    model: str, tmp_path: Path, record: dict[str, Any], sentence: str
+) -> None:
+    (tmp_path / "bad.json").write_text(json.dumps([record]), encoding="utf-8")
+    result = invoke(*small(model, "--dataset", str(tmp_path / "bad.json")))
+    assert result.exit_code == 2
+    assert sentence in said(result)
+
+
+def test_ctrl_c_says_how_to_go_on_and_the_same_command_does(model: str, tmp_path: Path) -> None:
+    out = tmp_path / "kept.jsonl"
+    args = [
+        *small(model, "--policies", "full,reuse", "--out", str(out), "--json"),
+        "--contexts", "200",
+    ]  # fmt: skip
+    process = start(*args)
+    while not (out.exists() and out.read_text().count("\n") >= 3):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    last = stderr.strip().splitlines()[-1]
+    assert last.startswith("interrupted: ")
+    assert f"of 400 questions are kept in {out}; repeat the command to go on" in last
+    kept = out.read_text()
+    rows(*small(model, "--policies", "full,reuse", "--out", str(out), "--contexts", "2"))
+    assert out.read_text().startswith(kept)
