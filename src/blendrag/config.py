@@ -22,6 +22,8 @@ DEMO_MODEL = "demo"
 #: Chosen by what the embedded model answers at r = 0.15 (docs/performance.md).
 DEFAULT_POLICY = "query"
 DEFAULT_SCHEDULE = "constant"
+#: What ``calibrated`` means for a model and policy that nobody has calibrated.
+UNCALIBRATED_SCHEDULE = "constant"
 
 
 class Settings(BaseSettings):
@@ -50,11 +52,13 @@ class Settings(BaseSettings):
 
     mode: Mode = "blend"
     policy: str = DEFAULT_POLICY
-    """Selection policy of mode ``blend``: ``query``, ``hkvd`` (the paper's) or ``boundary(k)``."""
+    """Selection policy of mode ``blend``: ``query``, ``hkvd`` (the paper's), ``boundary(k)``, …
+    (:mod:`blendrag.selection`)."""
     ratio: float = Field(default=0.15, ge=0.0, le=1.0)
     """r: mean share of chunk tokens recomputed in layers 1…L-1 (CacheBlend §4.3, figure 16)."""
     schedule: str = DEFAULT_SCHEDULE
-    """How r is spread over the layers: constant, linear, geometric[:g] or a comma-separated vector."""
+    """How r is spread over the layers: constant, linear, geometric[:g], first:m, calibrated (what
+    ``blendrag calibrate`` found for the model) or a comma-separated vector."""
     max_new_tokens: int = Field(default=128, ge=1)
 
     ram_bytes: int = Field(default=2 * 1024**3, ge=0)

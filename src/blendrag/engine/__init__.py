@@ -1,6 +1,7 @@
 """The engine: one class an integration needs, and the types it takes and returns."""
 
 from blendrag.engine.answers import AnswerIterator
+from blendrag.engine.calibration import CalibrationOptions, CalibrationReport
 from blendrag.engine.engine import BlendEngine
 from blendrag.engine.types import Answer, DryRun, IngestReport, Message, Options, Prompt, Source
 
@@ -8,6 +9,8 @@ __all__ = [
     "Answer",
     "AnswerIterator",
     "BlendEngine",
+    "CalibrationOptions",
+    "CalibrationReport",
     "DryRun",
     "IngestReport",
     "Message",

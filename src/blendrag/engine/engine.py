@@ -8,14 +8,17 @@ the background. All model work runs on one worker thread.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from blendrag.calibrate import Step
 from blendrag.config import Mode, settings
+from blendrag.engine import calibration as calibrating
 from blendrag.engine import documents
 from blendrag.engine.answers import AnswerIterator, cancel_started, sources_of
+from blendrag.engine.calibration import CalibrationOptions, CalibrationReport
 from blendrag.engine.encoding import Background
 from blendrag.engine.ingest import Inputs, Watch
 from blendrag.engine.prompts import rag_prompt, render
@@ -198,6 +201,21 @@ class BlendEngine:
     def verify(self) -> Verification:
         """The correctness gate for the loaded model, remembered beside the store."""
         return self._worker.run(lambda: self._resources.trust.verification())
+
+    def calibrate(
+        self,
+        options: CalibrationOptions | None = None,
+        watch: Callable[[Step], None] = lambda step: None,
+    ) -> CalibrationReport:
+        """Find, on a sample of the corpus, how r is best spread over this model's layers.
+
+        What is found is kept beside the store as the meaning of schedule ``calibrated``. Ctrl-C ends
+        the search and keeps the best so far. Raises :class:`InvalidInputError`,
+        :class:`CorpusError` and :class:`StoreUnavailableError` for a store that cannot be written.
+        """
+        s = self.settings
+        options = options or CalibrationOptions(s.policy, s.ratio, top_k=s.top_k)
+        return calibrating.calibrate(self._resources, self._requests, self._worker, options, watch)
 
     @property
     def closed(self) -> bool:

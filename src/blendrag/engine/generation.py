@@ -44,7 +44,7 @@ class Task:
     plan: PromptPlan
     mode: Mode
     policy: str
-    schedule: str
+    schedule: Schedule
     ratio: float
     max_new_tokens: int
     options: Options
@@ -212,9 +212,7 @@ class Generation:
     # -- what it was --------------------------------------------------------------------------
 
     def _request(self, task: Task, load: LoadPlan, prompt_tokens: int) -> BlendRequest:
-        return BlendRequest(
-            prompt_tokens, load.spans, _policy_of(task), Schedule.parse(task.schedule), task.ratio
-        )
+        return BlendRequest(prompt_tokens, load.spans, _policy_of(task), task.schedule, task.ratio)
 
     def _answer(
         self,
@@ -246,7 +244,7 @@ class Generation:
             ratio=ratio,
             charged_ratio=charged,
             policy=_policy_used(task, fusion) if blended else "",
-            schedule=str(Schedule.parse(task.schedule)) if blended else "",
+            schedule=str(fusion.schedule) if blended and fusion is not None else "",
             chunks=report(
                 load.decisions, counts.recomputed_per_span if counts else (), task.source_of
             ),

@@ -22,9 +22,14 @@ SEPARATOR = "\n\n"
 
 def rag_prompt(question: str, chunks: Sequence[RetrievedChunk]) -> str:
     """blendrag's own prompt over retrieved chunks."""
+    return prompt_over(question, [chunk.text for chunk in chunks])
+
+
+def prompt_over(question: str, texts: Sequence[str]) -> str:
+    """blendrag's own prompt over the texts of chunks."""
     if not question.strip():
         raise InvalidInputError("the question is empty; ask something")
-    context = SEPARATOR.join(chunk.text for chunk in chunks)
+    context = SEPARATOR.join(texts)
     return f"{LEADING}{context}{SEPARATOR}Question: {question.strip()}\nAnswer:"
 
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from blendrag.anchors import Match
+from blendrag.calibrate import resolve
 from blendrag.config import Settings
 from blendrag.controller import Controller, LoadPlan
 from blendrag.engine.generation import Generation, Task
@@ -29,6 +30,11 @@ from blendrag.selection import Schedule, make_policy
 UNTRUSTED = (
     "stored KV is not used: the probe stored beside it is damaged, or this machine computes other KV "
     "for it than when the corpus was ingested; ingest again to renew it"
+)
+
+UNCALIBRATED = (
+    "no schedule is calibrated for this model and policy, so a fixed one was taken; find one with "
+    "blendrag calibrate"
 )
 
 
@@ -68,12 +74,13 @@ class Requests:
         s = self._settings
         mode = options.mode or s.mode
         policy, schedule = options.policy or s.policy, options.schedule or s.schedule
-        make_policy(policy), Schedule.parse(schedule)  # fail before any work
+        make_policy(policy)  # fail before any work
+        parsed = Schedule.parse(schedule)
         plan, source_of, notes = self.plan_text(render(prompt, self._resources.tokens, options))
         if not plan.ids:
             raise InvalidInputError("the prompt is empty; ask something")
         return Task(
-            plan, mode, policy, schedule, s.ratio if options.ratio is None else options.ratio,
+            plan, mode, policy, parsed, s.ratio if options.ratio is None else options.ratio,
             options.max_new_tokens or s.max_new_tokens, options, started, source_of, notes,
         )  # fmt: skip
 
@@ -105,18 +112,33 @@ class Requests:
             if task.plan.chunks and task.mode != "full":
                 namespace = adapter.identity.namespace
                 if resources.trust.stands(namespace):
-                    controller = Controller(
-                        adapter,
-                        resources.store,
-                        namespace,
-                        resources.prefix_ids,
-                        self._settings.prefix_min_tokens,
-                    )
+                    controller = self.controller(namespace)
+                    task = self._with_schedule(task, namespace)
                 else:
                     resources.forget_signature()
                     task = replace(task, notes=(*task.notes, UNTRUSTED), why_computed=UNTRUSTED)
             generation = Generation(adapter, lambda: resources.fusor)
             return generation.run(task, controller, stream, self._later)
+
+    def controller(self, namespace: str) -> Controller:
+        """Plans loads of what is stored under ``namespace``."""
+        resources = self._resources
+        return Controller(
+            resources.adapter,
+            resources.store,
+            namespace,
+            resources.prefix_ids,
+            self._settings.prefix_min_tokens,
+        )
+
+    def _with_schedule(self, task: Task, namespace: str) -> Task:
+        """What ``calibrated`` means for this model, policy and ratio, and a note if it means nothing."""
+        root = self._resources.root
+        schedule = resolve(root, namespace, task.schedule, task.policy, task.ratio)
+        asked = task.options.schedule is not None and task.schedule.is_open
+        if asked and schedule.name != task.schedule.name:
+            return replace(task, schedule=schedule, notes=(*task.notes, UNCALIBRATED))
+        return replace(task, schedule=schedule)
 
 
 def _still_there(corpus: Corpus | None, matches: Sequence[Match]) -> dict[str, StoredChunk]:

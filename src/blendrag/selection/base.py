@@ -90,6 +90,8 @@ class SelectionPolicy(ABC):
     """Whether tokens that are not recomputed get the mean shift of their chunk's ``probes``."""
     unseen: str = "hkvd"
     """Who decides instead where a model's attention cannot be seen; for a policy that asks."""
+    budgeted: bool = True
+    """Whether it spends the budget it is given, as the schedule says."""
     schedule: Schedule | None = None
     """The one it follows whatever is asked for; ``None``: the request's."""
 

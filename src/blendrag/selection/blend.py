@@ -17,9 +17,14 @@ from blendrag.errors import InvalidInputError
 from blendrag.selection.base import LayerView, SelectionPolicy, top
 from blendrag.selection.places import Places, places
 
+#: Heads take at most one part in this many of the budget: where chunks are short, the first tokens of
+#: all of them would leave nothing to answer the question with (48% instead of 67% of the embedded
+#: model's coreferences at r = 0.05, when they were given half).
+HEADS_PART = 10
+
 
 class BlendPolicy(SelectionPolicy):
-    """Heads out of at most half of the budget, then query × staleness."""
+    """Heads out of at most a tenth of the budget, then query × staleness."""
 
     name: ClassVar[str] = "blend"
     asks = True
@@ -35,7 +40,7 @@ class BlendPolicy(SelectionPolicy):
         assert view.question is not None, "a policy that asks is told"
         at = places(view.geometry, view.tokens)
         # Fewer heads as budgets fall: of each chunk the first ones stay, so the sets remain nested.
-        heads = min(self.k, budget // (2 * len(view.geometry.chunk_spans)))
+        heads = min(self.k, budget // (HEADS_PART * len(view.geometry.chunk_spans)))
         worth = view.question * staleness(at)  # [n]
         return top(worth.masked_fill(at.index < heads, float("inf")), view.tokens, budget)
 

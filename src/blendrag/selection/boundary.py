@@ -19,6 +19,7 @@ class BoundaryPolicy(SelectionPolicy):
     """First ``k`` tokens of each blended chunk."""
 
     name: ClassVar[str] = "boundary"
+    budgeted = False
 
     def __init__(self, k: int = 16) -> None:
         if k < 0:

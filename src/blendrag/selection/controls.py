@@ -13,6 +13,7 @@ class FullPolicy(SelectionPolicy):
     """Every candidate in every layer, through the same scatter path: equals a stock prefill."""
 
     name: ClassVar[str] = "full"
+    budgeted = False
 
     def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
         return view.tokens
@@ -22,6 +23,7 @@ class ReusePolicy(SelectionPolicy):
     """No candidate at all: full KV reuse with re-positioning (Prompt Cache's behaviour)."""
 
     name: ClassVar[str] = "reuse"
+    budgeted = False
 
     def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
         return view.tokens[:0]

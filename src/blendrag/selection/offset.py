@@ -35,7 +35,7 @@ class OffsetPolicy(SelectionPolicy):
         self.other = other
         if other is not None:
             self.looks, self.asks = other.looks, other.asks
-            self.schedule = other.schedule
+            self.budgeted, self.schedule = other.budgeted, other.schedule
             self.unseen = f"{self.name}+{other.unseen}"
 
     def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:

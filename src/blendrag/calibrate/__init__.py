@@ -1,0 +1,16 @@
+"""Which schedule suits a model: measured offline on a sample of the user's own corpus."""
+
+from blendrag.calibrate.record import Calibration, recall, remember, resolve
+from blendrag.calibrate.search import Found, Step, Tried, families, search
+
+__all__ = [
+    "Calibration",
+    "Found",
+    "Step",
+    "Tried",
+    "families",
+    "recall",
+    "remember",
+    "resolve",
+    "search",
+]

@@ -1,0 +1,89 @@
+"""What calibrations found, kept beside the store where the gate's verdict is kept.
+
+One file per namespace: another model, other weights or another dtype is another namespace, and has
+found nothing yet. Holds one entry per policy and ratio.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from blendrag.config import UNCALIBRATED_SCHEDULE
+from blendrag.selection import Schedule, make_policy
+from blendrag.selection.schedule import CALIBRATED
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A schedule found for one policy at one ratio. Deviations are KL in nats per token."""
+
+    policy: str
+    ratio: float
+    weights: tuple[float, ...]
+    """Shares of layers 1…L-1 at that ratio."""
+    deviation: float
+    family: str
+    """The best of the fixed families, and its deviation on the same prompts."""
+    family_deviation: float
+    reuse_deviation: float
+    prompts: int
+    seed: int
+    questions: str
+    """Where the questions of the sample came from, in words."""
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(CALIBRATED, self.weights)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def recall(root: Path, namespace: str) -> tuple[Calibration, ...]:
+    """All that was found for ``namespace``; nothing where the file is missing or damaged."""
+    try:
+        entries = json.loads(_file(root, namespace).read_text(encoding="utf-8"))["calibrations"]
+        return tuple(Calibration(**{**e, "weights": tuple(e["weights"])}) for e in entries)
+    except (OSError, ValueError, TypeError, KeyError):
+        return ()
+
+
+def remember(root: Path, namespace: str, found: Calibration) -> None:
+    """Keep ``found`` in place of an earlier one of the same policy and ratio.
+
+    Written beside and renamed, so that the file is whole or absent.
+    """
+    others = [
+        known
+        for known in recall(root, namespace)
+        if (known.policy, known.ratio) != (found.policy, found.ratio)
+    ]
+    target = _file(root, namespace)
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    temporary = target.with_suffix(f".{os.getpid()}.tmp")
+    entries = [known.as_dict() for known in (*others, found)]
+    temporary.write_text(json.dumps({"calibrations": entries}), encoding="utf-8")
+    temporary.replace(target)
+
+
+def resolve(root: Path, namespace: str, schedule: Schedule, policy: str, ratio: float) -> Schedule:
+    """``schedule``, or what ``calibrated`` means: the vector found for this policy at the nearest ratio,
+    else the family that is taken where nothing was found."""
+    if not schedule.is_open:
+        return schedule
+    nearest = _nearest(recall(root, namespace), str(make_policy(policy)), ratio)
+    return Schedule.parse(UNCALIBRATED_SCHEDULE) if nearest is None else nearest.schedule
+
+
+def _nearest(known: Sequence[Calibration], policy: str, ratio: float) -> Calibration | None:
+    fitting = [each for each in known if each.policy == policy]
+    return min(fitting, key=lambda each: abs(each.ratio - ratio), default=None)
+
+
+def _file(root: Path, namespace: str) -> Path:
+    return Path(root) / "verified" / f"{namespace}.schedules.json"

@@ -1,0 +1,249 @@
+"""Calibrating the schedule of an engine's model on its own corpus (``blendrag calibrate``).
+
+Owns how a sample becomes prompts the engine would be asked, and where each piece of work runs: the
+search in the caller's thread, so that Ctrl-C ends it at once, every forward on the worker.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from blendrag.calibrate import Calibration, Found, Step, Tried, remember, search
+from blendrag.calibrate.deviation import ANSWER_TOKENS, Reference, Sample, deviation, reference
+from blendrag.calibrate.sample import Asked, sample_corpus, sample_questions
+from blendrag.controller import Controller
+from blendrag.engine.prompts import prompt_over, render
+from blendrag.engine.requests import UNTRUSTED, Requests
+from blendrag.engine.resources import Resources
+from blendrag.engine.types import Options
+from blendrag.engine.worker import Worker
+from blendrag.errors import (
+    ContextOverflowError,
+    CorpusError,
+    CorruptKVError,
+    InvalidInputError,
+    StoreUnavailableError,
+)
+from blendrag.loader import SpanCorruptError
+from blendrag.prompt import PromptPlan
+from blendrag.selection import Schedule, SelectionPolicy, make_policy
+
+Watch = Callable[[Step], None]
+
+GIVEN = "questions given"
+PSEUDO = "first sentences of chunks, in place of questions"
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """How to calibrate; the same options on the same store find the same schedule, time permitting."""
+
+    policy: str
+    ratio: float
+    samples: int = 16
+    """Prompts to measure every schedule on."""
+    seed: int = 0
+    minutes: float = 10.0
+    top_k: int = 6
+    questions: tuple[str, ...] = ()
+    """Asked in place of the first sentences of chunks."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.ratio < 1.0:
+            raise InvalidInputError(
+                f"ratio {self.ratio} leaves nothing to spread over the layers; expected above 0 and "
+                "below 1"
+            )
+        if self.samples < 1:
+            raise InvalidInputError(f"samples is {self.samples}, expected 1 or more prompts")
+        if not self.minutes > 0:
+            raise InvalidInputError(f"minutes is {self.minutes}, expected more than 0")
+        policy = make_policy(self.policy)
+        if not policy.budgeted or policy.schedule is not None:
+            raise InvalidInputError(
+                f"policy {self.policy!r} follows no schedule; expected one that does, such as query, "
+                "hkvd or blend"
+            )
+
+
+@dataclass(frozen=True)
+class CalibrationReport:
+    """What was found, and what it was found among."""
+
+    calibration: Calibration
+    families: tuple[Tried, ...]
+    tried: int
+    seconds: float
+    interrupted: bool
+    out_of_time: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            **self.calibration.as_dict(),
+            "families": {str(each.schedule): each.deviation for each in self.families},
+            **{k: v for k, v in asdict(self).items() if k not in ("calibration", "families")},
+        }
+
+
+def calibrate(
+    resources: Resources,
+    requests: Requests,
+    worker: Worker,
+    options: CalibrationOptions,
+    watch: Watch = lambda step: None,
+) -> CalibrationReport:
+    """See :meth:`BlendEngine.calibrate`."""
+    began = time.monotonic()
+    resources.require_corpus()  # before a store is made where there is none
+    if not resources.is_writable:
+        raise StoreUnavailableError(
+            f"store {resources.root} cannot be written, so nothing found could be kept; calibrate on a "
+            "copy of it"
+        )
+    policy = make_policy(options.policy)
+    plans = [_plan(resources, requests, asked) for asked in _asked(resources, options)]
+    controller, namespace = worker.run(lambda: _controller(resources, requests))
+    of = _Measured(resources, worker, controller, policy, options.ratio)
+    of.expect(plans)
+    deadline = began + 60 * options.minutes
+    found = search(
+        Sample(of, of.prompts),
+        len(resources.adapter.layout.layers),
+        options.ratio,
+        options.seed,
+        lambda: time.monotonic() < deadline,
+        watch,
+    )
+    calibration = _calibration(found, of, options, policy)
+    remember(resources.root, namespace, calibration)
+    return CalibrationReport(
+        calibration, tuple(found.families), found.tried, time.monotonic() - began,
+        found.interrupted, found.out_of_time,
+    )  # fmt: skip
+
+
+def _asked(resources: Resources, options: CalibrationOptions) -> list[Asked]:
+    corpus = resources.require_corpus()
+    if not options.questions:
+        return list(sample_corpus(corpus, options.samples, options.top_k, options.seed))
+    retriever = resources.retriever()
+    return [
+        Asked(question, tuple(c.text for c in retriever.retrieve(question, options.top_k)))
+        for question in sample_questions(options.questions, options.samples, options.seed)
+    ]
+
+
+def _plan(resources: Resources, requests: Requests, asked: Asked) -> PromptPlan:
+    """As :meth:`BlendEngine.ask` would make it. Raises :class:`ContextOverflowError`."""
+    prompt = prompt_over(asked.question, asked.chunks)
+    plan, _, _ = requests.plan_text(render(prompt, resources.tokens, Options()))
+    adapter = resources.adapter
+    limit = min(adapter.context_tokens, adapter.blend_limit_tokens or adapter.context_tokens)
+    if len(plan.ids) + ANSWER_TOKENS > limit:
+        raise ContextOverflowError(len(plan.ids), ANSWER_TOKENS, limit)
+    return plan
+
+
+def _controller(resources: Resources, requests: Requests) -> tuple[Controller, str]:
+    """On the worker's thread. Raises :class:`CorpusError` where stored KV is not to be used."""
+    adapter = resources.adapter
+    adapter.require_blendable()
+    with adapter.lock:
+        namespace = adapter.identity.namespace
+        if not resources.trust.stands(namespace):
+            raise CorpusError(UNTRUSTED)
+        return requests.controller(namespace), namespace
+
+
+class _Measured:
+    """Deviation of one prompt after the other, each on the worker."""
+
+    def __init__(
+        self,
+        resources: Resources,
+        worker: Worker,
+        controller: Controller,
+        policy: SelectionPolicy,
+        ratio: float,
+    ) -> None:
+        self._resources = resources
+        self._worker = worker
+        self._controller = controller
+        self._policy = policy
+        self._ratio = ratio
+        self._references: list[Reference] = []
+        self._reused: list[float] = []
+
+    @property
+    def prompts(self) -> int:
+        return len(self._references)
+
+    @property
+    def reuse_deviation(self) -> float:
+        """Mean over the prompts, with nothing recomputed."""
+        return sum(self._reused) / len(self._reused)
+
+    def expect(self, plans: Sequence[PromptPlan]) -> None:
+        """Prefill ``plans`` in full; those that hold nothing to blend are left out."""
+        adapter = self._resources.adapter
+        for plan in plans:
+            expected = self._worker.run(lambda plan=plan: _locked(adapter, reference, plan))  # type: ignore[misc]
+            reused = self._deviation(expected, make_policy("reuse"), Schedule("constant"))
+            if reused is not None:
+                self._references.append(expected)
+                self._reused.append(reused)
+        if not self._references:
+            raise InvalidInputError(
+                f"store {self._resources.root} holds no KV of {adapter.model_id} that could be blended; "
+                "expected an ingested corpus, ingest it with this model first"
+            )
+
+    def __call__(self, index: int, schedule: Schedule) -> float:
+        measured = self._deviation(self._references[index], self._policy, schedule)
+        if measured is None:
+            raise CorruptKVError("chunks were removed during the calibration; start it again")
+        return measured
+
+    def _deviation(
+        self, expected: Reference, policy: SelectionPolicy, schedule: Schedule
+    ) -> float | None:
+        def run() -> float | None:
+            with self._resources.adapter.lock:
+                return deviation(
+                    self._resources.fusor, self._controller, expected, policy, schedule, self._ratio
+                )
+
+        try:
+            return self._worker.run(run)
+        except SpanCorruptError as exc:
+            raise CorruptKVError(
+                "stored KV failed verification and was set aside; ingest again, then calibrate"
+            ) from exc
+
+
+def _locked(adapter: Any, call: Callable[..., Reference], plan: PromptPlan) -> Reference:
+    with adapter.lock:
+        return call(adapter, plan)
+
+
+def _calibration(
+    found: Found, of: _Measured, options: CalibrationOptions, policy: SelectionPolicy
+) -> Calibration:
+    best, family = found.best, found.family
+    assert best is not None
+    layers = len(of._resources.adapter.layout.layers)
+    return Calibration(
+        policy=str(policy),
+        ratio=options.ratio,
+        weights=tuple(best.schedule.shares(options.ratio, layers)),
+        deviation=best.deviation,
+        family=str(family.schedule),
+        family_deviation=family.deviation,
+        reuse_deviation=of.reuse_deviation,
+        prompts=of.prompts,
+        seed=options.seed,
+        questions=GIVEN if options.questions else PSEUDO,
+    )
