@@ -16,7 +16,7 @@ export TRANSFORMERS_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench wheels
+.PHONY: help setup demo test lint bench arena wheels
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -51,6 +51,10 @@ lint: $(READY) ## style, types, layers
 bench: $(READY) ## time to first token on the geometry of a 0.5B model
 	$(BIN)/blendrag bench ttft --geometry qwen2.5-0.5b --chunks 6 --chunk-tokens 512 \
 	  --question-tokens 32 --ratio 0.15
+
+# An hour on two cores. Interrupted, it goes on where it was: make arena ARENA_ARGS=--keep
+arena: $(READY) ## policies against one another: docs/quality.md, its figures and numbers
+	$(BIN)/python -m blendrag.evaluation.quality_page --out docs $(ARENA_ARGS)
 
 wheels: $(READY) ## the three wheels, in dist/
 	rm -rf dist

@@ -82,11 +82,11 @@ def deviations(layers: int = 12) -> dict[str, Any]:
         ("oracle", "", 0.55),
     ):  # fmt: skip
         for ratio in (0.0, 0.05, 0.15, 0.3, 0.6, 1.0):
-            mean = scale * (1 - ratio) ** 2
+            mean = round(scale * (1 - ratio) ** 2, 4)
             points.append(
                 {
                     "policy": policy, "schedule": schedule, "ratio": ratio, "charged_ratio": ratio,
-                    "attention": mean, "attention_low": 0.9 * mean, "attention_high": 1.1 * mean,
+                    "attention": mean, "attention_low": mean - 0.02, "attention_high": mean + 0.02,
                     "kv": 2 * mean, "attention_by_layer": [mean] * layers,
                     "kv_by_layer": [0.0] + [2 * mean] * (layers - 1),
                 }

@@ -11,9 +11,13 @@ import torch
 
 import tiny
 from blendrag.errors import InvalidInputError
+from blendrag.evaluation import deviations
+from blendrag.evaluation.cases import Case
 from blendrag.evaluation.deviation import Deviation, StoredPrompt
 from blendrag.evaluation.deviation_report import ORACLE, correlation, measure
+from blendrag.evaluation.wording import wording_for
 from blendrag.model import ModelAdapter
+from blendrag.model.tokens import Tokens
 from blendrag.prompt import PromptPlan, Segment
 
 PREFIX = (0,)
@@ -160,3 +164,31 @@ def test_a_prompt_without_chunks_is_refused_in_one_sentence(adapter) -> None:
     with pytest.raises(InvalidInputError) as empty:
         measure([], ["hkvd"], ["constant"], [0.1])
     assert tiny.one_sentence(str(empty.value))
+
+
+def test_attention_deviation_of_the_demo_model_falls_with_the_ratio_for_hkvd() -> None:
+    asked = ["--contexts", "2", "--dtype", "float32", "--policies", "hkvd"]
+    asked += [part for ratio in RATIOS for part in ("--ratio", str(ratio))]
+    report = deviations.run(deviations.parser().parse_args(asked))
+    curve = [p for p in report.points if p.policy == "hkvd"]
+    assert all(a.attention > b.attention for a, b in pairwise(curve))
+    assert all(a.kv > b.kv for a, b in pairwise(curve))
+    assert curve[-1].attention < 1e-3
+    assert min(one.rho for one in report.correlation) > 0.2  # what gradual filtering rests on
+
+
+def test_a_case_becomes_a_prompt_that_is_cut_at_its_chunks() -> None:
+    made = tiny.tokenizer()
+    chunks = tuple(tiny.sentence(number) for number in range(3))
+    case = Case("c", "c", "direct", "What did the company do?", ("ships",), chunks)
+    plan = deviations.plan_of(Tokens(made), wording_for(made, "accuracy"), case)
+    assert [segment.text for segment in plan.chunks] == list(chunks)
+    assert case.question in plan.segments[-1].text
+
+
+def test_what_cannot_be_measured_is_said_in_one_sentence(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as left:
+        deviations.main(["--policies", "nonsense", "--ratio", "0.1", "--contexts", "1"])
+    assert left.value.code == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith("error: policy 'nonsense'")
