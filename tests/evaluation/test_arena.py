@@ -109,10 +109,12 @@ def test_the_table_has_a_line_for_every_way(rows: list[Row]) -> None:
     assert table(rows).row_count == len(WAYS)
 
 
-def test_prefix_caching_is_charged_for_the_chunks_it_computes() -> None:
-    found = lab.arena(make_ways(["prefix"], [], [], []), lab.cases(1, 1)).run()
-    prefix = row_of(found, Way("prefix"))
-    assert prefix.charged_ratio == 1.0
+def test_prefix_caching_computes_all_but_the_first_chunk_exactly() -> None:
+    (case,) = lab.cases(1, 1)
+    arena = lab.arena(make_ways(["prefix"], [], [], []), [case])
+    prefix = row_of(arena.run(), Way("prefix"))
+    sizes = [len(arena.adapter.tokens.encode_text(chunk)) for chunk in case.chunks]
+    assert prefix.charged_ratio == pytest.approx(1 - sizes[0] / sum(sizes))
     assert prefix.kl == pytest.approx(0.0, abs=1e-4)
 
 

@@ -70,10 +70,8 @@ class Arena:
         done = total - len(pending)
         watch(done, total)
         if pending:
-            prefixes = [w.encode_prefix for w in self.ways if w.encode_prefix is not None]
-            with open_library(
-                self.adapter, tuple(dict.fromkeys(prefixes)), self._largest_chunk
-            ) as library:
+            head = self._wording.head(self.adapter.tokens)
+            with open_library(self.adapter, self.ways, head, self._largest_chunk) as library:
                 for number, cases in enumerate(by_context(pending)):
                     library.hold(cases[0].chunks)
                     if not number:
@@ -95,12 +93,12 @@ class Arena:
         return outcomes
 
     def _reply(self, library: Library, case: Case, way: Way) -> Reply:
-        engine = library.engine(way.encode_prefix)
+        engine = library.engine(way)
         if way.policy in CHAINS:
             return ask_chain(engine, way.policy, case, self.max_new_tokens)
         chunks = () if way.policy == NONE else case.chunks
         prompt = self._wording.prompt(chunks, case.question)
-        return ask(engine, prompt, way.options(self.max_new_tokens), len(chunks))
+        return ask(engine, prompt, way.options(self.max_new_tokens), chunks)
 
     def _warm_up(self, library: Library, case: Case, journal: Journal) -> None:
         """The first answer of a way pays for what is set up only once."""

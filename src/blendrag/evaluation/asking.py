@@ -6,6 +6,7 @@ tokens chosen, which is how KL and agreement come from the very request whose ti
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -51,11 +52,11 @@ class Witness(LogitsProcessor):
         return tuple(int(token) for token in self._chosen)
 
 
-def ask(engine: BlendEngine, prompt: str, options: Options, n_chunks: int) -> Reply:
-    """Greedy answer to one user message; nothing of it runs on when this returns.
+def ask(engine: BlendEngine, prompt: str, options: Options, chunks: Sequence[str]) -> Reply:
+    """Greedy answer to one user message that quotes ``chunks``; nothing of it runs on when this returns.
 
-    Raises :class:`CorpusError` if KV of one of the prompt's ``n_chunks`` was to be loaded and was not:
-    that would be full prefill under another name.
+    Raises :class:`CorpusError` if KV of one of them was to be loaded and was not: that would be full
+    prefill under another name.
     """
     witness = Witness()
     watched = {**options.generate, "logits_processor": LogitsProcessorList([witness])}
@@ -63,8 +64,8 @@ def ask(engine: BlendEngine, prompt: str, options: Options, n_chunks: int) -> Re
     engine.drain()
     metrics = answer.metrics
     if options.mode in ("reuse", "blend"):
-        _require_loaded(metrics, n_chunks)
-    computed = _computed_share(metrics)
+        _require_loaded(metrics, len(chunks))
+    computed = _computed_share(metrics, [len(engine.resources.text_ids(text)) for text in chunks])
     return Reply(
         answer.text,
         witness.tokens,
@@ -88,9 +89,9 @@ def _require_loaded(metrics: RequestMetrics, n_chunks: int) -> None:
         )
 
 
-def _computed_share(metrics: RequestMetrics) -> float | None:
+def _computed_share(metrics: RequestMetrics, chunk_tokens: Sequence[int]) -> float | None:
     """Share of chunk tokens computed where chunks are computed whole or not at all; else ``None``."""
     if metrics.mode not in ("full", "prefix"):
         return None
-    tokens = sum(chunk.tokens for chunk in metrics.chunks)
-    return sum(c.tokens for c in metrics.chunks if c.outcome == "computed") / max(tokens, 1)
+    loaded = sum(chunk.tokens for chunk in metrics.chunks if chunk.outcome != "computed")
+    return 1 - loaded / sum(chunk_tokens) if chunk_tokens else 0.0

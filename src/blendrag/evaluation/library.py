@@ -1,14 +1,16 @@
-"""Where the chunks of the context at hand are kept: a store behind the prefix, and one without.
+"""Where the chunks of the context at hand are kept: by what they were encoded behind.
 
-Owns one engine per way of encoding, both over one loaded model, in a temporary directory that goes
-with them. Each holds one context at a time, so that a long run needs no more disk than a short one.
-KV is read from disk (no memory tier), so that no way finds it warmer than another.
+Owns one engine per kind of store, all over one loaded model, in a temporary directory that goes with
+them. Each holds one context at a time, so that a long run needs no more disk than a short one. KV is
+read from disk (no memory tier), so that no way finds it warmer than another; only idealised prefix
+caching has it in memory, and of the first chunk alone, encoded behind the very text that stands
+before it in every prompt.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -17,6 +19,7 @@ import numpy as np
 from blendrag.chunking import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
 from blendrag.engine import BlendEngine
 from blendrag.errors import InvalidInputError
+from blendrag.evaluation.ways import PREFIX, Way
 from blendrag.model.adapter import ModelAdapter
 from blendrag.readers import Document
 from blendrag.retriever.embedder import Embedder
@@ -32,59 +35,84 @@ class _NoEmbedder(Embedder):
         return np.zeros((len(texts), VECTOR_DIM), np.float32)  # [n, dim]
 
 
+class Shelf:
+    """One engine, and in its store the chunks of one context."""
+
+    def __init__(self, engine: BlendEngine, first_only: bool = False) -> None:
+        self.engine = engine
+        self._first_only = first_only
+        self._held = 0
+
+    def hold(self, chunks: Sequence[str]) -> None:
+        """Encode ``chunks``, different and not empty, and forget those before.
+
+        Raises :class:`InvalidInputError` for a chunk that is cut again.
+        """
+        wanted = chunks[:1] if self._first_only else chunks
+        if self._held:
+            self.engine.remove([f"chunk {number}" for number in range(self._held)])
+        documents = [Document(f"chunk {number}", text, "") for number, text in enumerate(wanted)]
+        report = self.engine.ingest(documents).whole()
+        if report.chunks != len(wanted):
+            raise InvalidInputError(
+                f"{len(wanted)} chunks of a context were cut into {report.chunks}, expected none over "
+                f"{MAX_CHUNK_TOKENS} tokens; split them"
+            )
+        self._held = len(wanted)
+
+
 class Library:
-    """Engines by whether chunks are encoded behind the prefix; made by :func:`open_library`."""
+    """Engines by way; made by :func:`open_library`."""
 
-    def __init__(self, engines: dict[bool, BlendEngine]) -> None:
-        self._engines = engines
-        self._held: tuple[str, ...] = ()
+    def __init__(self, shelves: Mapping[bool | str, Shelf]) -> None:
+        self._shelves = shelves
 
-    def engine(self, encode_prefix: bool | None) -> BlendEngine:
-        """``None``: any, for ways that load nothing."""
-        if encode_prefix is None:
-            return next(iter(self._engines.values()))
-        return self._engines[encode_prefix]
+    def engine(self, way: Way) -> BlendEngine:
+        """That answers this way."""
+        kind = _shelf_of(way)
+        shelf = next(iter(self._shelves.values())) if kind is None else self._shelves[kind]
+        return shelf.engine
 
     def hold(self, chunks: Sequence[str]) -> None:
         """Encode ``chunks`` and forget those before.
 
         Raises :class:`InvalidInputError` for an empty chunk list and for a chunk that is cut again.
         """
-        if not chunks:
+        wanted = [text for text in dict.fromkeys(chunk.strip() for chunk in chunks) if text]
+        if not wanted:
             raise InvalidInputError(
                 "the chunk list is empty, expected at least one text; give every record its contexts"
             )
-        wanted = tuple(dict.fromkeys(chunk.strip() for chunk in chunks))
-        documents = [Document(f"chunk {number}", text, "") for number, text in enumerate(wanted)]
-        for engine in self._engines.values():
-            if self._held:
-                engine.remove([f"chunk {number}" for number in range(len(self._held))])
-            report = engine.ingest(documents).whole()
-            if report.chunks != len(wanted):
-                raise InvalidInputError(
-                    f"{len(wanted)} chunks of a context were cut into {report.chunks}; expected "
-                    f"none to be empty or over {MAX_CHUNK_TOKENS} tokens, split them"
-                )
-        self._held = wanted
+        for shelf in self._shelves.values():
+            shelf.hold(wanted)
+
+
+def _shelf_of(way: Way) -> bool | str | None:
+    """``None``: any, for ways that load nothing."""
+    return PREFIX if way.policy == PREFIX else way.encode_prefix
 
 
 @contextmanager
 def open_library(
-    adapter: ModelAdapter, encode_prefix: Sequence[bool], largest_chunk: int
+    adapter: ModelAdapter, ways: Sequence[Way], head: str, largest_chunk: int
 ) -> Iterator[Library]:
-    """A library for chunks of at most ``largest_chunk`` tokens, removed afterwards."""
-    chunk_tokens = min(max(largest_chunk, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS)
+    """A library for chunks of at most ``largest_chunk`` tokens, removed afterwards.
+
+    ``head``: the rendered prompt up to its first chunk.
+    """
+    kinds = dict.fromkeys(kind for way in ways if (kind := _shelf_of(way)) is not None)
     with ExitStack() as stack:
-        root = stack.enter_context(tempfile.TemporaryDirectory(prefix="blendrag-eval-"))
-        engines = {}
-        for prefix in encode_prefix or (True,):
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="blendrag-eval-")))
+        shelves: dict[bool | str, Shelf] = {}
+        for number, kind in enumerate(kinds or (True,)):
             engine = BlendEngine(
                 adapter,
-                Path(root) / f"prefix-{prefix}",
-                chunk_tokens=chunk_tokens,
-                encode_prefix=prefix,
-                ram_bytes=0,
+                root / str(number),
+                chunk_tokens=min(max(largest_chunk, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS),
+                prefix_text=head if kind == PREFIX else None,
+                encode_prefix=bool(kind),
+                ram_bytes=None if kind == PREFIX else 0,
             )
             engine.resources.embedder = _NoEmbedder("none")
-            engines[prefix] = stack.enter_context(engine)
-        yield Library(engines)
+            shelves[kind] = Shelf(stack.enter_context(engine), first_only=kind == PREFIX)
+        yield Library(shelves)

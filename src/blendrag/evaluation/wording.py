@@ -13,8 +13,10 @@ from typing import Any
 
 from blendrag.demo import demo_model_path
 from blendrag.demo.prompts import CONTEXT, NATIVE, QUESTION
-from blendrag.engine.prompts import SEPARATOR
+from blendrag.engine import Options
+from blendrag.engine.prompts import SEPARATOR, render
 from blendrag.evaluation.cases import Metric
+from blendrag.model.tokens import Tokens
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,10 @@ class Wording:
             template = template.replace(CONTEXT + SEPARATOR, "").replace(CONTEXT, "")
         filled = template.replace(QUESTION, question.strip())
         return filled.replace(CONTEXT, SEPARATOR.join(chunk.strip() for chunk in chunks)).strip()
+
+    def head(self, tokens: Tokens) -> str:
+        """What the model reads before the first chunk of any prompt."""
+        return render(self.template, tokens, Options()).split(CONTEXT)[0]
 
 
 DEMO = Wording("demo", NATIVE.messages[0][1])
