@@ -73,6 +73,12 @@ def test_a_schedule_may_be_one_vector(model: str) -> None:
     assert {row["schedule"] for row in found if row["policy"] == "query"} == {"0.4,0.1"}
 
 
+def test_a_calibrated_schedule_may_be_given_in_full(model: str) -> None:
+    named = "calibrated:0.4,0.1"
+    found = rows(*small(model, "--policies", "query", "--schedules", named))
+    assert {row["schedule"] for row in found if row["policy"] == "query"} == {named}
+
+
 def test_a_file_is_asked_over_its_own_passages(model: str, tmp_path: Path) -> None:
     record = {
         "question": "What ships?",
@@ -109,6 +115,7 @@ def test_what_the_file_holds_is_not_asked_again(model: str, tmp_path: Path) -> N
      (("--ratio", "1.5"), "ratio 1.5 is outside [0, 1]"),
      (("--ratio", "much"), "ratio 'much' is no number"),
      (("--schedules", "steep"), "schedule 'steep'"),
+     (("--policies", "query", "--schedules", "calibrated"), "no schedule of policy query is"),
      (("--encode-prefix", "maybe"), "'maybe' is not on, off"),
      (("--split", "exam"), "split 'exam'"),
      (("--dataset", "absent.json"), "dataset absent.json cannot be read"),

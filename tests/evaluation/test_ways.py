@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from blendrag.calibrate import Calibration, remember
 from blendrag.errors import InvalidInputError
-from blendrag.evaluation.ways import Way, default_policies, make_ways
+from blendrag.evaluation.ways import Way, default_policies, look_up, make_ways
 from blendrag.selection import POLICIES
 
 
@@ -42,6 +45,21 @@ def test_every_way_becomes_a_request(policy: str) -> None:
         options = way.options(5)
         assert options.max_new_tokens == 5
         assert (options.policy == policy) == (options.mode == "blend")
+
+
+def test_calibrated_means_what_the_store_holds_for_the_policy(tmp_path: Path) -> None:
+    found = Calibration("query", 0.1, (0.5, 0.25), 0.0, "constant", 0.0, 0.0, 1, 0, "given")
+    remember(tmp_path, "model", found)
+    made = make_ways(["full", "query"], ["calibrated", "constant"], [0.1], [True])
+    *others, calibrated, constant = look_up(made, tmp_path, "model")
+    assert (*others, constant) == (*made[:2], made[3])
+    assert calibrated.schedule == "calibrated"
+    assert calibrated.options(5).schedule == "calibrated:0.5,0.25"
+    assert calibrated.key != made[2].key  # another calibration is asked anew
+    with pytest.raises(InvalidInputError, match="no schedule of policy hkvd is calibrated"):
+        look_up(make_ways(["hkvd"], ["calibrated"], [0.1], [True]), tmp_path, "model")
+    with pytest.raises(InvalidInputError, match="blendrag calibrate"):
+        look_up(made, tmp_path, "other model")
 
 
 @pytest.mark.parametrize(

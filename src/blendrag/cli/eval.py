@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from blendrag.cli import interrupt, options, output, quiet
+from blendrag.cli import interrupt, lists, options, output, quiet
 from blendrag.cli.progress import QuestionProgress
 from blendrag.cli.status import DONE, reporting
-from blendrag.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from blendrag.evaluation.arena import Arena
@@ -45,6 +44,8 @@ class Asked:
     chunks: int
     chunk_tokens: int
     embedder: str | None
+    store: Path
+    """Whose calibrated schedules are meant."""
 
 
 @reporting
@@ -84,6 +85,12 @@ def evaluate(
     ratio: Annotated[
         list[str] | None,
         typer.Option(help="r in [0, 1]; repeatable. [default: the engine's]", show_default=False),
+    ] = None,
+    store: Annotated[
+        Path | None,
+        typer.Option(
+            help="KV store whose calibration the schedule calibrated means.", show_default=False
+        ),
     ] = None,
     encode_prefix: Annotated[
         str, typer.Option(help="Chunks encoded behind the corpus's prefix: on, off or on,off.")
@@ -139,6 +146,8 @@ def evaluate(
     quiet.set_up(verbose)
     options.check_environment()
     interrupt.expect("nothing was asked yet; repeat the command")
+    from blendrag.config import settings
+
     ways = _ways(policies, schedules, ratio, encode_prefix)
     asked = Asked(
         name=dataset,
@@ -149,6 +158,7 @@ def evaluate(
         chunks=chunks,
         chunk_tokens=chunk_tokens or (64 if dataset == SYNTHETIC else 512),
         embedder=embedder,
+        store=store or settings().store,
     )
     arena = _arena(ways, asked, model, dtype, device, max_new_tokens)
     rows = _run(arena, out)
@@ -171,11 +181,14 @@ def _arena(
 ) -> Arena:
     from blendrag.config import absolute_model, settings
     from blendrag.evaluation.arena import Arena
+    from blendrag.evaluation.ways import look_up
     from blendrag.model.loading import load_adapter, load_tokens
 
     name = absolute_model(model or settings().model)
     dataset = _dataset(asked, load_tokens(name))
     adapter = load_adapter(name, dtype or settings().dtype, device or settings().device)
+    adapter.require_blendable()
+    ways = look_up(ways, asked.store, adapter.identity.namespace)
     return Arena(adapter, dataset, ways, asked.seed, max_new_tokens)
 
 
@@ -224,46 +237,13 @@ def _ways(
     from blendrag.config import settings
     from blendrag.evaluation.ways import default_policies, make_ways
 
-    named = _listed([policies]) if policies is not None else default_policies()
+    named = lists.listed([policies]) if policies is not None else default_policies()
     return make_ways(
         named,
-        _schedules(schedules) or (settings().schedule,),
-        [_ratio(text) for text in _listed(ratios or [])] or (settings().ratio,),
-        [_is_on(text) for text in _listed([prefix])],
+        lists.schedules(schedules) or (settings().schedule,),
+        [lists.ratio(text) for text in lists.listed(ratios or [])] or (settings().ratio,),
+        [lists.is_on(text) for text in lists.listed([prefix]) or [prefix]],
     )
-
-
-def _listed(texts: Sequence[str]) -> list[str]:
-    return [part.strip() for text in texts for part in text.split(",") if part.strip()]
-
-
-def _schedules(texts: Sequence[str] | None) -> list[str]:
-    """Names between commas; a text of numbers alone is one vector."""
-    found: list[str] = []
-    for text in texts or ():
-        parts = _listed([text])
-        found += [text] if len(parts) > 1 and all(map(_is_number, parts)) else parts
-    return found
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _ratio(text: str) -> float:
-    if not _is_number(text):
-        raise InvalidInputError(f"ratio {text!r} is no number, expected one in [0, 1]")
-    return float(text)
-
-
-def _is_on(text: str) -> bool:
-    if text not in ("on", "off"):
-        raise InvalidInputError(f"--encode-prefix {text!r} is not on, off or on,off")
-    return text == "on"
 
 
 def _cache() -> Path:

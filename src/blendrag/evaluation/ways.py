@@ -8,8 +8,10 @@ Policies come by name from :mod:`blendrag.selection` and are not listed here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from blendrag.calibrate import resolve
 from blendrag.config import Mode
 from blendrag.engine import Options
 from blendrag.errors import InvalidInputError
@@ -30,6 +32,8 @@ class Way:
     schedule: str = ""
     ratio: float | None = None
     encode_prefix: bool | None = None
+    meaning: str = ""
+    """What schedule ``calibrated`` means for this policy and ratio, once that was looked up."""
 
     @property
     def mode(self) -> Mode:
@@ -43,7 +47,7 @@ class Way:
         """One line that no other way has."""
         ratio = "" if self.ratio is None else f"{self.ratio:g}"
         prefix = {None: "", True: "on", False: "off"}[self.encode_prefix]
-        return "|".join((self.policy, self.schedule, ratio, prefix))
+        return "|".join((self.policy, self.meaning or self.schedule, ratio, prefix))
 
     def options(self, max_new_tokens: int) -> Options:
         """Of the engine's request; greedy."""
@@ -52,7 +56,7 @@ class Way:
         return Options(
             mode="blend",
             policy=self.policy,
-            schedule=self.schedule or None,
+            schedule=self.meaning or self.schedule or None,
             ratio=self.ratio,
             max_new_tokens=max_new_tokens,
         )
@@ -108,9 +112,33 @@ def _require(policy: str) -> None:
 def _costs(
     policy: str, schedules: Sequence[str], ratios: Sequence[float]
 ) -> list[tuple[float | None, str]]:
-    """Ratio and schedule, as far as the policy knows either: ``boundary`` takes k tokens of every
-    chunk, and others keep to a schedule of their own."""
-    if policy.startswith("boundary"):
+    """Ratio and schedule, as far as the policy knows either."""
+    known = make_policy(policy)
+    if not known.budgeted:
         return [(None, "")]
-    own = make_policy(policy).schedule
+    own = known.schedule
     return [(ratio, s) for ratio in ratios for s in ([str(own)] if own else schedules)]
+
+
+def look_up(ways: Sequence[Way], root: Path, namespace: str) -> tuple[Way, ...]:
+    """``ways`` with what ``calibrated`` means in the store at ``root`` for the model of ``namespace``.
+
+    Raises :class:`InvalidInputError` where nothing was found for a policy.
+    """
+    return tuple(
+        replace(way, meaning=_meaning(way, root, namespace))
+        if way.schedule and Schedule.parse(way.schedule).is_open
+        else way
+        for way in ways
+    )
+
+
+def _meaning(way: Way, root: Path, namespace: str) -> str:
+    asked = Schedule.parse(way.schedule)
+    found = resolve(root, namespace, asked, way.policy, way.ratio or 0.0)
+    if found.name != asked.name:
+        raise InvalidInputError(
+            f"no schedule of policy {way.policy} is calibrated for this model in store {root}; find one "
+            f"with blendrag calibrate --policy '{way.policy}' --store {root}, or name other --schedules"
+        )
+    return str(found)
