@@ -86,7 +86,7 @@ def deviations(layers: int = 12) -> dict[str, Any]:
             points.append(
                 {
                     "policy": policy, "schedule": schedule, "ratio": ratio, "charged_ratio": ratio,
-                    "attention": mean, "attention_low": mean - 0.02, "attention_high": mean + 0.02,
+                    "attention": mean, "attention_low": max(0.0, mean - 0.02), "attention_high": mean + 0.02,
                     "kv": 2 * mean, "attention_by_layer": [mean] * layers,
                     "kv_by_layer": [0.0] + [2 * mean] * (layers - 1),
                 }

@@ -93,13 +93,28 @@ def test_quality_is_drawn_over_the_ratio_with_its_interval_for_each_kind() -> No
     assert set(labels(coreference)) == {"reuse", "boundary(4)", "query", "hkvd"}
     rows = of("query", "coreference")
     assert curve(coreference, "query") == ([r["ratio"] for r in rows], [r["pgr"] for r in rows])
-    ends = [
-        tuple(segment[:, 1])
-        for lines in coreference.collections
-        for segment in lines.get_segments()
-    ]  # type: ignore[attr-defined]
+    drawn = [segment for lines in coreference.collections for segment in ends(lines)]
     for row in rows:
-        assert (row["pgr_low"], row["pgr_high"]) in ends
+        assert (row["pgr_low"], row["pgr_high"]) in drawn
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_all_points_and_intervals_lie_within_the_axes(name: str) -> None:
+    for axes in FIGURES[name]().axes:
+        (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+        for label in labels(axes):
+            x, y = curve(axes, label)
+            assert left <= min(x) <= max(x) <= right
+            assert bottom <= min(y) <= max(y) <= top
+        for segment in (s for lines in axes.collections for s in ends(lines)):
+            assert bottom <= min(segment) <= max(segment) <= top + 1e-9
+
+
+def ends(lines: Any) -> list[tuple[float, ...]]:
+    """Lower and upper ends of intervals drawn as bars."""
+    if not hasattr(lines, "get_segments"):
+        return []
+    return [tuple(segment[:, 1]) for segment in lines.get_segments()]
 
 
 def test_few_lines_have_bands_that_reach_from_low_to_high() -> None:

@@ -142,7 +142,7 @@ def test_where_pgr_is_undefined_kinds_show_the_score() -> None:
 # -- the default --------------------------------------------------------------------------------
 
 
-def test_the_default_is_behind_where_another_is_above_its_interval() -> None:
+def test_the_default_is_behind_where_another_is_above_by_more_than_the_interval() -> None:
     rows = [
         invented_rows.unsteered("full", "all", 1.0),
         invented_rows.row("query", pgr=0.90, pgr_high=0.95),
@@ -155,6 +155,8 @@ def test_the_default_is_behind_where_another_is_above_its_interval() -> None:
     (behind,) = standings(rows, "query", "constant")
     assert behind.best is not None
     assert (behind.best["policy"], behind.behind) == ("hkvd", True)
+    rows[2]["pgr_low"] = 0.89  # reaches the default's value
+    assert not standings(rows, "query", "constant")[0].behind
     (ahead,) = standings(rows, "hkvd", "constant")
     assert (ahead.best or {})["policy"] == "blend"
     assert not ahead.behind

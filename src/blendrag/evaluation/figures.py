@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import matplotlib
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.transforms import ScaledTranslation, Transform
 
 #: Dots per inch of the PNG.
 DPI = 144
@@ -33,17 +35,21 @@ STYLE: Any = {
     "legend.frameon": False,
     "legend.fontsize": 8.0,
     "lines.linewidth": 1.5,
-    "lines.markersize": 5.0,
+    "lines.markersize": 5.5,
     "svg.hashsalt": "blendrag",
 }
 #: Okabe and Ito 2008; their yellow vanishes on white and their black is full prefill's, so an indigo
 #: of Tol's stands in.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+#: Of markers with arms: larger than the others, and without the edge that would eat them.
+SIZES = {"*": 9.0, "X": 6.5, "P": 6.5}
 DASHES = ("-", "--", ":", "-.")
 GREY = "#7a7a7a"
 #: More lines than these in a panel have bars for intervals: bands on top of one another hide all.
 BANDS = 3
+#: Between lines that are set apart.
+SPREAD_POINTS = 1.6
 #: Looks that stay with a name in all figures; other names take what is left, in order.
 KNOWN = ("blend", "hkvd", "query", "offset", "hkvd-once", "boundary", "random")
 
@@ -82,30 +88,27 @@ class Line:
 
 
 def looks(policies: Iterable[str]) -> dict[str, Look]:
-    """A look for each policy, by the name without ``(k)``; the first of :data:`KNOWN` always alike.
+    """A look for each policy, by the name without ``(k)``; those of :data:`KNOWN` always alike.
 
-    More policies than colours share them in other dashes.
+    ``offset+NAME`` is NAME in dashes. More policies than colours share them in other dashes.
     """
     wanted = list(dict.fromkeys(policies))
-    others = [p for p in wanted if _bare(p) not in BASELINES and _bare(p) not in KNOWN]
-    taken: set[str] = set()
+    bare = {policy: policy.partition("(")[0].removeprefix("offset+") for policy in wanted}
+    named = dict.fromkeys(name for name in bare.values() if name not in BASELINES)
+    others = [name for name in named if name not in KNOWN]
+    free = [i for i, name in enumerate(KNOWN) if name not in named]
+    free += [len(COLOURS) + i for i in range(len(others))]
+    index = dict(zip(KNOWN, range(len(KNOWN)), strict=True)) | dict(zip(others, free, strict=False))
+    taken: dict[str, int] = {}
     found: dict[str, Look] = {}
-    for number, policy in enumerate(p for p in wanted if p not in others):
-        bare = _bare(policy)
-        look = BASELINES.get(bare) or _look(KNOWN.index(bare))
-        if bare in taken:  # boundary(4) beside boundary(16)
-            look = Look(look.colour, look.marker, DASHES[1 + number % 3])
-        taken.add(bare)
-        found[policy] = look
-    free = [i for i, name in enumerate(KNOWN) if name not in taken]
-    free += [i + len(COLOURS) for i in range(len(others))]
-    for policy, index in zip(others, free, strict=False):
-        found[policy] = _look(index)
+    for policy, name in bare.items():
+        look = BASELINES.get(name) or _look(index[name])
+        if policy.startswith("offset+"):
+            found[policy] = Look(look.colour, "d", "--")
+            continue
+        number = taken[name] = taken.get(name, -1) + 1  # boundary(4) beside boundary(16)
+        found[policy] = Look(look.colour, look.marker, DASHES[number % 4]) if number else look
     return found
-
-
-def _bare(policy: str) -> str:
-    return policy.partition("(")[0]
 
 
 def _look(index: int) -> Look:
@@ -124,27 +127,39 @@ def panels(
     return figure, list(axes.flat)
 
 
-def draw(axes: Axes, lines: Sequence[Line]) -> None:
+def draw(axes: Axes, lines: Sequence[Line], spread: bool = False) -> None:
     """The lines with their markers; intervals as bands where a few lines have several points, else as
-    bars."""
-    for line in lines:
+    bars. ``spread`` sets lines a little apart where many have the same x; their data stays."""
+    for number, line in enumerate(lines):
         look = line.look
+        (plotted,) = axes.plot(
+            line.x, line.y, label=line.label, color=look.colour, marker=look.marker,
+            linestyle=look.dash if len(line.x) > 1 else "none",
+            markersize=SIZES.get(look.marker, STYLE["lines.markersize"]),
+            markeredgecolor="#ffffff", markeredgewidth=0.0 if look.marker in SIZES else 0.3,
+        )  # fmt: skip
+        drawn: list[Artist] = [plotted]
         if any(bound is not None for bound in line.low):
-            _interval(axes, line, band=len(line.x) > 1 and len(lines) <= BANDS)
-        dash = look.dash if len(line.x) > 1 else "none"
-        axes.plot(
-            line.x, line.y, label=line.label, color=look.colour, marker=look.marker, linestyle=dash
-        )
+            drawn.append(_interval(axes, line, len(line.x) > 1 and len(lines) <= BANDS))
+        if spread:  # afterwards, as the axes' limits are those of the data
+            apart = SPREAD_POINTS * (number - (len(lines) - 1) / 2)
+            for artist in drawn:
+                artist.set_transform(axes.transData + _to_the_right(axes, apart))
 
 
-def _interval(axes: Axes, line: Line, band: bool) -> None:
+def _interval(axes: Axes, line: Line, band: bool) -> Artist:
     low = [y if b is None else b for b, y in zip(line.low, line.y, strict=True)]
     high = [y if b is None else b for b, y in zip(line.high, line.y, strict=True)]
     colour = line.look.colour
     if band:
-        axes.fill_between(line.x, low, high, color=colour, alpha=0.13, linewidth=0)
-    else:  # not errorbar, which wants the value inside its interval: rounding may put it outside
-        axes.vlines(line.x, low, high, color=colour, linewidth=1.0, alpha=0.6)
+        return axes.fill_between(line.x, low, high, color=colour, alpha=0.13, linewidth=0)
+    # Not errorbar, which wants the value inside its interval: rounding may put it outside.
+    return axes.vlines(line.x, low, high, color=colour, linewidth=1.0, alpha=0.6)
+
+
+def _to_the_right(axes: Axes, points: float) -> Transform:
+    assert axes.figure is not None
+    return ScaledTranslation(points / 72, 0, axes.figure.dpi_scale_trans)
 
 
 def title(axes: Axes, text: str) -> None:
@@ -154,7 +169,7 @@ def title(axes: Axes, text: str) -> None:
 
 def from_zero(axes: Axes) -> None:
     """The x axis begins at 0, with room for the marker of a point that stands there."""
-    axes.set_xlim(-0.03 * axes.get_xlim()[1], None)
+    axes.set_xlim(-0.06 * axes.get_xlim()[1], None)
 
 
 def legend(figure: Figure, axes: Sequence[Axes]) -> None:

@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from blendrag.evaluation.figures import (
+    BANDS,
     COLOURS,
     GREY,
     Line,
@@ -111,7 +112,8 @@ def quality_against_ratio(rows: Sequence[Row], kinds: Sequence[str] = (ALL,)) ->
     columns = min(len(kinds), 3)
     figure, axes = panels(columns, -(-len(kinds) // 3), share_y="all")
     for panel, kind in zip(axes, kinds, strict=False):
-        draw(panel, lines(_reusing(rows, kind), "ratio", "pgr", "pgr_low", "pgr_high"))
+        drawn = lines(_reusing(rows, kind), "ratio", "pgr", "pgr_low", "pgr_high")
+        draw(panel, drawn, spread=len(drawn) > BANDS)
         _level(panel, 1.0)
         title(panel, kind)
         panel.set_xlabel("recompute ratio r")

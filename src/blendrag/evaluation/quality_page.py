@@ -50,8 +50,8 @@ model so small that fixed costs hide most of what is saved: compare it within a 
 REACHED = """## What the default reaches
 
 Policy `{policy}`, schedule `{schedule}`. *Best other* is the policy with the highest PGR at the same r (of a
-policy that no ratio steers: at no more), the score where PGR is undefined; *behind* says whether it is above
-the default's interval.
+policy that no ratio steers: at no more), the score where PGR is undefined; *behind* says whether it is
+above by more than the interval, either one's.
 """
 
 

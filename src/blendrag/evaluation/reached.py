@@ -1,6 +1,6 @@
 """Whether the default policy keeps what full prefill answers, held against every other policy.
 
-Owns the judgement: by kind of question, at equal r, is another policy above the default's interval?
+Owns the judgement: by kind of question, at equal r, is another policy above by more than the interval?
 Rows are plain mappings, as ``blendrag eval --json`` prints them.
 """
 
@@ -27,13 +27,16 @@ class Standing:
 
     @property
     def behind(self) -> bool:
-        """Whether the best other is above the default's interval."""
+        """Whether the best other is above by more than the interval, either one's: neither interval
+        reaches the other's value."""
         if self.best is None:
             return False
-        if self.default["pgr"] is None or self.best["pgr"] is None:
-            return bool(self.default["score"] < self.best["score"] - SCORE_MARGIN)
-        high = self.default["pgr_high"]
-        return bool(self.best["pgr"] > (self.default["pgr"] if high is None else high))
+        own, other = self.default, self.best
+        if own["pgr"] is None or other["pgr"] is None:
+            return bool(own["score"] < other["score"] - SCORE_MARGIN)
+        high = own["pgr"] if own["pgr_high"] is None else own["pgr_high"]
+        low = other["pgr"] if other["pgr_low"] is None else other["pgr_low"]
+        return bool(high < other["pgr"] and own["pgr"] < low)
 
 
 def reached_table(tables: Sequence[Sequence[Row]], policy: str, schedule: str) -> str:
