@@ -14,6 +14,7 @@ from blendrag.errors import InvalidInputError
 from blendrag.evaluation.cases import Dataset, by_context
 from blendrag.evaluation.datasets import read_dataset
 from blendrag.evaluation.synthetic import synthetic_dataset
+from blendrag.evaluation.wording import SUMMARY
 from blendrag.model.tokens import Tokens
 
 PASSAGES = [{"title": "", "text": tiny.sentence(i)} for i in range(9)]
@@ -72,6 +73,13 @@ def test_summaries_are_scored_by_rouge_l(tmp_path: Path, change: dict[str, str])
     dataset = read(tmp_path / "s.json", [{**LONG, **change}])
     assert dataset.metric == "rouge_l"
     assert dataset.kinds == ("summary",)
+
+
+def test_the_word_that_ends_a_dialogue_is_left_to_the_prompt(tmp_path: Path) -> None:
+    record = {**LONG, "dataset": "samsum", "input": "Dialogue: A: Hi.\nSummary: "}
+    (case,) = read(tmp_path / "s.json", [record]).cases
+    assert case.question == "Dialogue: A: Hi."
+    assert SUMMARY.prompt(case.chunks, case.question).count("Summary:") == 1
 
 
 def test_the_type_of_a_question_is_its_kind(tmp_path: Path) -> None:

@@ -156,7 +156,8 @@ def _question(record: Record, where: str, metric: Metric) -> str:
     question = _text(record, "question" if "question" in record else "input", where).strip()
     if not question and metric != "rouge_l":
         raise InvalidInputError(f"{where} has an empty question; ask something or leave it out")
-    return question
+    # SAMSum's dialogues end with the word that every prompt for a summary ends with.
+    return question.removesuffix("Summary:").strip() if metric == "rouge_l" else question
 
 
 def _answers(record: Record, where: str) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from blendrag.evaluation.ways import PREFIX, Way
 from blendrag.model.adapter import ModelAdapter
 from blendrag.readers import Document
 from blendrag.retriever.embedder import Embedder
+from blendrag.verify import remember, verify
 
 #: Of vectors that nothing is searched by.
 VECTOR_DIM = 8
@@ -101,6 +102,7 @@ def open_library(
     ``head``: the rendered prompt up to its first chunk.
     """
     kinds = dict.fromkeys(kind for way in ways if (kind := _shelf_of(way)) is not None)
+    verification = verify(adapter)
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="blendrag-eval-")))
         shelves: dict[bool | str, Shelf] = {}
@@ -115,4 +117,7 @@ def open_library(
             )
             engine.resources.embedder = _NoEmbedder("none")
             shelves[kind] = Shelf(stack.enter_context(engine), first_only=kind == PREFIX)
+            _ = engine.resources.store  # makes its directory
+            # One gate for all of them: it is the model that is verified.
+            remember(root / str(number), adapter.identity.namespace, adapter.device, verification)
         yield Library(shelves)
