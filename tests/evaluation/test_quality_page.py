@@ -18,6 +18,7 @@ from blendrag.evaluation import deviations
 from blendrag.evaluation.quality_page import collect, write_page
 from blendrag.evaluation.reached import reached_table, standings
 from blendrag.evaluation.runs import (
+    CALIBRATION,
     DEVIATIONS,
     RUNS,
     Result,
@@ -33,6 +34,11 @@ from evaluation import invented_rows
 
 KINDS = ("direct", "coreference", "unanswerable")
 
+CALIBRATED = {
+    "policy": "query", "ratio": 0.05, "deviation": 0.0123, "prompts": 16, "reuse_deviation": 2.5,
+    "weights": [0.2, 0.1, 0.05], "families": {"constant": 0.4, "geometric:0.5": 0.0345}, "tried": 31,
+}  # fmt: skip
+
 
 def sweep() -> list[dict[str, Any]]:
     """PGR of unanswerable questions is undefined."""
@@ -46,6 +52,7 @@ def sweep() -> list[dict[str, Any]]:
 
 def results() -> dict[str, Result]:
     return {
+        "calibration": Result(("blendrag ingest …", "blendrag calibrate …"), ({}, CALIBRATED)),
         "policies": Result(("blendrag eval --policies query,hkvd --json",), (sweep(),)),
         "chunks": Result(("blendrag eval --chunks 3", "…"), (invented_rows.chunks(), [])),
         "deviations": Result(("python -m …",), (invented_rows.deviations(),)),
@@ -105,6 +112,11 @@ def test_deviations_are_shown_by_ratio_and_by_layer(page: Path) -> None:
     stored = cells(text, "as stored")
     assert stored[0][:3] == ["as stored", "0", "0.55"]
     assert stored[1][:4] == ["as stored", "0", "0.00", "1.10"]  # Δ_kv of layer 0, then of layer 1
+
+
+def test_a_calibrated_schedule_is_shown_beside_the_best_family(page: Path) -> None:
+    (line,) = [line for line in cells(page.read_text(encoding="utf-8"), "query") if "31" in line]
+    assert line[2:] == ["2.5", "geometric:0.5 0.0345", "0.0123", "31", "0.20 0.10 0.05"]
 
 
 # -- tables -------------------------------------------------------------------------------------
@@ -197,6 +209,27 @@ def test_every_command_of_the_arena_is_understood(command: Sequence[str]) -> Non
     assert parsed.params["policies"]
 
 
+@pytest.mark.parametrize("command", CALIBRATION.commands, ids=shell)
+def test_every_command_of_calibration_is_understood(command: Sequence[str]) -> None:
+    program, subcommand, *arguments = command
+    parsed = (
+        typer.main.get_command(app)
+        .commands[subcommand]
+        .make_context(  # type: ignore[attr-defined]
+            subcommand, list(arguments)
+        )
+    )
+    assert (program, parsed.params["json"]) == ("blendrag", True)
+
+
+def test_what_is_called_calibrated_was_calibrated_before() -> None:
+    calibrated = {c[c.index("--policy") + 1] for c in CALIBRATION.commands if "--policy" in c}
+    for command in (c for run in RUNS for c in run.commands if "calibrated" in shell(c)):
+        asked = set(command[command.index("--policies") + 1].split(","))
+        assert asked <= calibrated
+        assert command[command.index("--store") + 1] in CALIBRATION.commands[0]
+
+
 def test_the_command_for_deviations_is_understood() -> None:
     ((program, _, module, *arguments),) = DEVIATIONS.commands
     assert (program, module) == ("python", deviations.__name__)
@@ -226,9 +259,13 @@ def test_a_command_that_fails_is_named_in_one_sentence_and_nothing_is_kept(tmp_p
     assert not list(tmp_path.rglob("*.json"))
 
 
-def test_rows_of_several_commands_follow_one_another() -> None:
-    first, second = printing("", "[1]").commands[0], printing("", "[2, 3]").commands[0]
-    assert execute(Run("", "", "", (first, second))).rows == [1, 2, 3]
+def test_rows_of_several_commands_follow_one_another_and_what_both_asked_counts_once() -> None:
+    full, query, hkvd = (invented_rows.row(policy) for policy in ("full", "query", "hkvd"))
+    again = {**full, "ttft_ms": 99.0}
+    commands = [
+        printing("", json.dumps(rows)).commands[0] for rows in ([full, query], [again, hkvd])
+    ]
+    assert execute(Run("", "", "", tuple(commands))).rows == [full, query, hkvd]
 
 
 def test_a_file_that_is_no_result_is_refused_in_one_sentence(tmp_path: Path) -> None:

@@ -14,10 +14,12 @@ from pathlib import Path
 
 from blendrag.config import DEFAULT_POLICY, DEFAULT_SCHEDULE
 from blendrag.errors import BlendragError
+from blendrag.evaluation.calibration_section import calibration_section
 from blendrag.evaluation.deviation_section import deviation_section
 from blendrag.evaluation.page import FOLDER, Draw, folded, head, picture, plots_module
 from blendrag.evaluation.reached import reached_table
 from blendrag.evaluation.runs import (
+    CALIBRATION,
     DEVIATIONS,
     RUNS,
     Result,
@@ -71,6 +73,8 @@ def write_page(
     table = reached_table([results[run.name].rows for run in there], policy, schedule)
     if table:
         parts.append(REACHED.format(policy=policy, schedule=schedule) + "\n" + table + "\n")
+    if CALIBRATION.name in results:
+        parts.append(calibration_section(CALIBRATION, results[CALIBRATION.name]))
     parts += [_section(run, results[run.name], directory / FOLDER) for run in there]
     if DEVIATIONS.name in results:
         parts.append(deviation_section(DEVIATIONS, results[DEVIATIONS.name], directory / FOLDER))
@@ -169,7 +173,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     try:
         plots_module()  # said before an hour of running, not after
-        page = write_page(args.out, collect(args.out, (*RUNS, DEVIATIONS), args.keep, say))
+        page = write_page(
+            args.out, collect(args.out, (CALIBRATION, *RUNS, DEVIATIONS), args.keep, say)
+        )
     except KeyboardInterrupt:
         say("interrupted: finished runs are kept; repeat with --keep to go on")
         sys.exit(130)
