@@ -51,8 +51,8 @@ class Dataset:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """In order of first appearance."""
-        return tuple(dict.fromkeys(case.kind for case in self.cases))
+        """By name, so that the order does not depend on what was asked first."""
+        return tuple(sorted({case.kind for case in self.cases}))
 
 
 def by_context(cases: tuple[Case, ...] | list[Case]) -> Iterator[tuple[Case, ...]]:
