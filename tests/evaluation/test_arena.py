@@ -15,7 +15,9 @@ from blendrag.evaluation.cases import Case
 from blendrag.evaluation.journal import Journal
 from blendrag.evaluation.report import table
 from blendrag.evaluation.rows import Row
+from blendrag.evaluation.synthetic import synthetic_dataset
 from blendrag.evaluation.ways import Way, make_ways
+from blendrag.model.loading import load_adapter
 from evaluation import lab
 
 WAYS = make_ways(["reuse", "query"], ["constant"], [0.3, 1.0], [True, False])
@@ -116,6 +118,27 @@ def test_prefix_caching_computes_all_but_the_first_chunk_exactly() -> None:
     sizes = [len(arena.adapter.tokens.encode_text(chunk)) for chunk in case.chunks]
     assert prefix.charged_ratio == pytest.approx(1 - sizes[0] / sum(sizes))
     assert prefix.kl == pytest.approx(0.0, abs=1e-4)
+
+
+def test_the_embedded_model_needs_attention_across_chunks_and_recomputing_gives_it_back() -> None:
+    adapter = load_adapter("demo")
+    dataset = synthetic_dataset(adapter.tokens, n_contexts=3, n_questions=8)
+    found = Arena(
+        adapter, dataset, make_ways(["reuse", "query"], ["constant"], [1.0], [True])
+    ).run()
+    full, reuse, everything = (
+        row_of(found, way, "coreference")
+        for way in (
+            Way("full"),
+            Way("reuse", encode_prefix=True),
+            Way("query", "constant", 1.0, True),
+        )
+    )
+    assert full.score >= reuse.score + 0.25
+    assert everything.score == full.score
+    assert everything.pgr == pytest.approx(1.0)
+    assert reuse.pgr is not None
+    assert reuse.pgr < 0.75
 
 
 # -- the order of questions -----------------------------------------------------------------------
