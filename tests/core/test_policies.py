@@ -14,9 +14,10 @@ from blendrag.errors import InvalidInputError
 from blendrag.fusor import Fusor
 from blendrag.model import ModelAdapter
 from blendrag.selection import POLICIES, LayerView, PromptGeometry, Schedule, make_policy
+from blendrag.selection.blend import BlendPolicy
 from blendrag.selection.offset import PROBES
 from blendrag.selection.places import candidates, places, spread
-from core.lab import CANDIDATES, CHUNKS, IDS, exact_spans
+from core.lab import CANDIDATES, CHUNKS, IDS, LAYERS, exact_spans
 
 CPU = torch.device("cpu")
 #: Policies that spend the budget they are given.
@@ -207,12 +208,27 @@ def test_blend_takes_heads_always_out_of_at_most_a_tenth_of_the_budget() -> None
     assert not set(chosen(19)) & {5, 6, 55, 56}
 
 
-def test_blend_prefers_what_has_seen_the_least_of_its_context() -> None:
-    geometry = PromptGeometry(105, ((5, 55), (55, 100)), (100, 105))
-    chosen = make_policy("blend(0)").select(0, blend_view(geometry, torch.ones(95)), 10)
-    assert chosen.tolist() == list(
-        range(55, 65)
-    )  # all looked at alike: the head of the later chunk
+def test_damped_attention_is_the_sum_of_roots_over_the_middle_layers(
+    adapter: ModelAdapter, fusor: Fusor
+) -> None:
+    class Told(BlendPolicy):
+        question: torch.Tensor | None = None
+
+        def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
+            self.question = view.question if layer == 0 else self.question
+            return super().select(layer, view, budget)
+
+    policy = Told()
+    tiny.fuse(fusor, IDS, exact_spans(adapter), policy, 0.2)
+    model = tiny.llama()
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        weights = model(input_ids=IDS, output_attentions=True, use_cache=False).attentions
+    middle = weights[LAYERS // 4 : LAYERS - LAYERS // 4]
+    paid = sum(layer[0, :, CHUNKS[-1][1] :].float().sqrt().sum((0, 1)) for layer in middle)
+    expected = torch.cat([paid[a:b] for a, b in CHUNKS])  # type: ignore[index]
+    assert policy.question is not None
+    assert tiny.difference(policy.question, expected) < 1e-2 * float(expected.std())
 
 
 @settings(max_examples=60, deadline=None)

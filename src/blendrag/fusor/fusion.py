@@ -100,7 +100,8 @@ class Fusion:
     def scouting(self) -> Iterator[Scout]:
         """A forward within computes the fresh tokens over stored KV; after it the choice is made."""
         n, device = self.request.prompt_tokens, self._candidates.device
-        scout = Scout(n, n - self.geometry.query_span[0], device)
+        damped = self._layers if self.policy.damps else 0
+        scout = Scout(n, n - self.geometry.query_span[0], device, damped)
         self.is_scouting = True
         try:
             yield scout

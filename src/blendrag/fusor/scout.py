@@ -26,11 +26,18 @@ BLOCK_WEIGHTS = 1 << 23
 
 
 class Scout:
-    """Adds up the attention that the last ``asking`` rows pay to every prompt token."""
+    """Adds up the attention that the last ``asking`` rows pay to every prompt token.
 
-    def __init__(self, prompt_tokens: int, asking: int, device: torch.device) -> None:
+    ``damped`` counts the layers of a model that is to be asked by square roots: see
+    :attr:`SelectionPolicy.damps`. 0 adds up the attention as it is, of all layers.
+    """
+
+    def __init__(
+        self, prompt_tokens: int, asking: int, device: torch.device, damped: int = 0
+    ) -> None:
         self.attention = torch.zeros(prompt_tokens, dtype=torch.float32, device=device)
         """``[N]``, summed over rows, heads and layers."""
+        self._damped = range(damped // 4, damped - damped // 4) if damped else None
         self.layers = 0
         """Attention calls seen; 0 after a pass: the model does not use transformers' interface."""
         self._asking = asking
@@ -38,7 +45,11 @@ class Scout:
     def add(self, weights: torch.Tensor, first_row: int, rows: int) -> None:
         """``weights`` ``[H, s, N]`` are of the rows from ``first_row`` on, out of ``rows``."""
         skipped = max(0, rows - self._asking - first_row)
-        self.attention += weights[:, skipped:].sum((0, 1))
+        asked = weights[:, skipped:]
+        if self._damped is None:
+            self.attention += asked.sum((0, 1))
+        elif self.layers in self._damped:
+            self.attention += asked.sqrt().sum((0, 1))
 
 
 _current: ContextVar[Scout] = ContextVar(NAME)

@@ -86,6 +86,9 @@ class SelectionPolicy(ABC):
     """Whether it compares fresh with loaded KV: then layer 0 is computed for every candidate."""
     asks: bool = False
     """Whether it wants the question's attention: a scout pass over the fresh tokens comes first."""
+    damps: bool = False
+    """Whether that attention is the sum of square roots over the middle half of the layers: many heads
+    that look a little count for more than one that stares, as heads do at tokens that mean nothing."""
     shifts: bool = False
     """Whether tokens that are not recomputed get the mean shift of their chunk's ``probes``."""
     unseen: str = "hkvd"

@@ -1,10 +1,12 @@
-"""``blend(k)``: chunk heads always, then what the question looks at and is stale (ours).
+"""``blend(k)``: chunk heads always, then what most heads of the model look at for the question (ours).
 
 The first k tokens of a chunk stood where a sink was when they were encoded (EPIC / LegoLink repairs
-them alone). The rest are ranked by what the question pays attention to (ProphetKV, QCFuse; see
-:mod:`blendrag.selection.query`) times their *staleness*: the share of their true context that they
-have not seen, which is all that lies before their chunk out of all that lies before them. That costs
-nothing to know, where a measured deviation would cost layer 0 of every candidate.
+them alone). The rest are ranked by the question's attention (ProphetKV, QCFuse), but damped: see
+:attr:`SelectionPolicy.damps`.
+
+Weighing attention by staleness was measured and left out: by the share of its true context that a token
+has not seen, and by the deviation seen once it is recomputed. Either chooses worse on the embedded
+model; what a token is off by in early layers says little about what later ones need of it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch
 
 from blendrag.errors import InvalidInputError
 from blendrag.selection.base import LayerView, SelectionPolicy, top
-from blendrag.selection.places import Places, places
+from blendrag.selection.places import places
 
 #: Heads take at most one part in this many of the budget: where chunks are short, the first tokens of
 #: all of them would leave nothing to answer the question with (48% instead of 67% of the embedded
@@ -24,10 +26,11 @@ HEADS_PART = 10
 
 
 class BlendPolicy(SelectionPolicy):
-    """Heads out of at most a tenth of the budget, then query × staleness."""
+    """Heads out of at most a tenth of the budget, then damped attention; one ranking in every layer."""
 
     name: ClassVar[str] = "blend"
     asks = True
+    damps = True
 
     def __init__(self, k: int = 2) -> None:
         if k < 0:
@@ -38,16 +41,11 @@ class BlendPolicy(SelectionPolicy):
         if budget >= view.tokens.numel():
             return view.tokens
         assert view.question is not None, "a policy that asks is told"
-        at = places(view.geometry, view.tokens)
         # Fewer heads as budgets fall: of each chunk the first ones stay, so the sets remain nested.
         heads = min(self.k, budget // (HEADS_PART * len(view.geometry.chunk_spans)))
-        worth = view.question * staleness(at)  # [n]
-        return top(worth.masked_fill(at.index < heads, float("inf")), view.tokens, budget)
+        at = places(view.geometry, view.tokens)
+        worth = view.question.masked_fill(at.index < heads, float("inf"))  # [n]
+        return top(worth, view.tokens, budget)
 
     def __str__(self) -> str:
         return f"{self.name}({self.k})"
-
-
-def staleness(at: Places) -> torch.Tensor:
-    """Share of each token's context that it has not seen ``[n]``, in [0, 1)."""
-    return at.start.float() / (at.start + at.index + 1)

@@ -34,7 +34,7 @@ class OffsetPolicy(SelectionPolicy):
             raise InvalidInputError("policy offset+offset: name another policy behind offset+")
         self.other = other
         if other is not None:
-            self.looks, self.asks = other.looks, other.asks
+            self.looks, self.asks, self.damps = other.looks, other.asks, other.damps
             self.budgeted, self.schedule = other.budgeted, other.schedule
             self.unseen = f"{self.name}+{other.unseen}"
 
