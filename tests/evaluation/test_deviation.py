@@ -167,7 +167,7 @@ def test_a_prompt_without_chunks_is_refused_in_one_sentence(adapter) -> None:
 
 
 def test_attention_deviation_of_the_demo_model_falls_with_the_ratio_for_hkvd() -> None:
-    asked = ["--contexts", "2", "--dtype", "float32", "--policies", "hkvd"]
+    asked = ["--contexts", "4", "--dtype", "float32", "--policies", "hkvd"]
     asked += [part for ratio in RATIOS for part in ("--ratio", str(ratio))]
     report = deviations.run(deviations.parser().parse_args(asked))
     curve = [p for p in report.points if p.policy == "hkvd"]

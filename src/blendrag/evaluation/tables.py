@@ -66,7 +66,7 @@ def kind_table(rows: Sequence[Row]) -> str:
 
 
 def way_of(row: Row) -> tuple[Any, ...]:
-    """What no other way has the same."""
+    """What no other row of its kind has the same."""
     return tuple(row.get(field) for field, _ in DIMENSIONS)
 
 
