@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+import tiny
 from blendrag.engine import Answer, BlendEngine, Options
-from blendrag.errors import InvalidInputError
+from blendrag.errors import ContextOverflowError
 from blendrag.evaluation.chains import ask_chain
 from blendrag.evaluation.rows import Row
 from blendrag.evaluation.ways import make_ways
@@ -63,13 +64,17 @@ def test_map_rerank_takes_the_answer_with_the_best_score(
     assert ask_chain(engine, "map-rerank", lab.cases(1, 1)[0], 3).text == "ships"
 
 
-def test_a_model_that_gives_no_score_is_told_to_be_left_out(
+def test_a_model_that_gives_no_score_has_answered_nothing(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scripted(monkeypatch, ["a", "b", "c"])
-    with pytest.raises(InvalidInputError, match="models that follow instructions") as caught:
-        ask_chain(engine, "map-rerank", lab.cases(1, 1)[0], 3)
-    assert "\n" not in str(caught.value)
+    assert ask_chain(engine, "map-rerank", lab.cases(1, 1)[0], 3).text == ""
+
+
+def test_a_prompt_too_long_for_the_model_is_not_taken_for_an_answer(tmp_path: Path) -> None:
+    short = tiny.adapter(tiny.llama(max_position_embeddings=64))
+    with BlendEngine(short, tmp_path) as engine, pytest.raises(ContextOverflowError):
+        ask_chain(engine, "map-reduce", lab.cases(1, 1)[0], 3)
 
 
 def test_chains_stand_in_the_same_table() -> None:

@@ -9,14 +9,17 @@ instructions can follow them. LangChain is imported here alone, when a chain is 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import time
 import warnings
 from typing import Any
 
 from blendrag.engine import BlendEngine
-from blendrag.errors import BlendragError, InvalidInputError
+from blendrag.errors import InvalidInputError
 from blendrag.evaluation.asking import Reply
 from blendrag.evaluation.cases import Case
+
+log = logging.getLogger(__name__)
 
 PACKAGES = ("langchain_classic", "langchain_blendrag")
 
@@ -34,9 +37,10 @@ def require_chains() -> None:
 def ask_chain(engine: BlendEngine, name: str, case: Case, max_new_tokens: int) -> Reply:
     """``map-reduce`` or ``map-rerank`` over the case's chunks.
 
-    Raises :class:`InvalidInputError` for replies that the chain cannot read or fit into its next prompt.
+    Where the chain cannot go on with what the model replies (no score, too long), nothing is answered.
     """
     require_chains()
+    from langchain_classic.chains.question_answering import load_qa_chain
     from langchain_core.documents import Document
 
     from langchain_blendrag import BlendLLM
@@ -45,42 +49,43 @@ def ask_chain(engine: BlendEngine, name: str, case: Case, max_new_tokens: int) -
     llm = BlendLLM(engine=engine, mode="full", max_new_tokens=max_new_tokens)
     documents = [Document(page_content=chunk) for chunk in case.chunks]
     given = {"input_documents": documents, "question": case.question}
+    # What fits is joined at once; LangChain's own bound of 3,000 is less than its prompt takes up
+    # with some tokenizers.
+    room_tokens = engine.adapter.context_tokens - max_new_tokens
+    bound: dict[str, Any] = {"token_max": room_tokens} if name == "map-reduce" else {}
     began = time.perf_counter()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecated in favour of agents, which these are not
-            chain = _chain(llm, name, engine.adapter.context_tokens - max_new_tokens)
-            out = chain.invoke(given, config={"callbacks": [costs]})
-    except BlendragError:
-        raise
-    except ValueError as exc:  # of a reply that cannot be read, or does not fit
-        raise InvalidInputError(
-            f"{name} cannot go on with what this model replies ({str(exc).splitlines()[0][:80]}); it "
-            "is for models that follow instructions, leave it out"
-        ) from exc
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated in favour of agents, which these are not
+        chain = load_qa_chain(llm, chain_type=name.replace("-", "_"), **bound)
+        text = _answer(chain, given, costs)
     took = time.perf_counter() - began
     engine.drain()
     # MapReduce's last answer streams from its first token on; MapRerank's is known when all are.
     ttft_s = took - costs.last_decode_s if name == "map-reduce" else took
-    return Reply(str(out["output_text"]), (), None, 1.0, 1.0, ttft_s)
+    return Reply(text, (), None, 1.0, 1.0, ttft_s)
 
 
-def _chain(llm: Any, name: str, room_tokens: int) -> Any:
-    from langchain_classic.chains.question_answering import load_qa_chain
-
-    # What fits is joined at once; LangChain's own bound of 3,000 is less than its prompt takes up
-    # with some tokenizers.
-    bound: dict[str, Any] = {"token_max": room_tokens} if name == "map-reduce" else {}
-    return load_qa_chain(llm, chain_type=name.replace("-", "_"), **bound)
+def _answer(chain: Any, given: dict[str, Any], costs: Any) -> str:
+    try:
+        return str(chain.invoke(given, config={"callbacks": [costs]})["output_text"])
+    except ValueError as exc:
+        if costs.model_failed:
+            raise
+        log.info("a chain cannot go on: %s", exc)
+        return ""
 
 
 def _costs() -> Any:
     from langchain_core.callbacks import BaseCallbackHandler
 
     class Costs(BaseCallbackHandler):
-        """How long the last answer took behind its first token."""
+        """How long the last answer took behind its first token, and whether one failed."""
 
         last_decode_s = 0.0
+        model_failed = False
+
+        def on_llm_error(self, error: BaseException, **kwargs: Any) -> None:
+            self.model_failed = True
 
         def on_llm_end(self, response: Any, **kwargs: Any) -> None:
             metrics = response.generations[-1][0].generation_info["blendrag"]
