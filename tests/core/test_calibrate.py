@@ -97,6 +97,15 @@ def test_interrupted_it_keeps_the_best_so_far(after: int) -> None:
     assert result.best.deviation <= result.family.deviation
 
 
+def test_what_is_known_is_never_lost_to_a_search_cut_short() -> None:
+    known = Schedule.parse("5,4,1,1,1,0.5,0")
+    measure = distance_to(known.shares(0.2, 8), 0.2)
+    result = search(measure, 8, 0.2, has_time=lambda: False, known=known)
+    assert result.best is not None
+    assert result.best.schedule == known
+    assert result.tried == 2
+
+
 def test_interrupted_before_anything_was_measured_it_has_nothing() -> None:
     def measure(schedule: Schedule, bound: float) -> float:
         raise KeyboardInterrupt
@@ -256,11 +265,23 @@ def test_the_calibrated_schedule_decides_how_many_tokens_are_recomputed(
     assert charged[1] == pytest.approx(0.3, abs=0.02)  # what enters layer 1 enters layer 0
 
 
-def test_calibrating_twice_finds_the_same_and_the_store_is_as_before(engine: BlendEngine) -> None:
-    namespace = engine.adapter.identity.namespace
+def test_calibrating_again_goes_on_from_what_was_found_and_stores_no_kv(
+    engine: BlendEngine,
+) -> None:
+    root, namespace = engine.resources.root, engine.adapter.identity.namespace
     before = sorted(engine.resources.store.keys(namespace))
-    one, two = engine.calibrate(calibration()), engine.calibrate(calibration())
-    assert one.calibration == two.calibration
+    one = engine.calibrate(calibration())
+    (root / "verified" / f"{namespace}.schedules.json").unlink()
+    again = engine.calibrate(calibration())
+    assert again.calibration == one.calibration
+
+    def watch(step: Step) -> None:
+        raise KeyboardInterrupt
+
+    after = engine.calibrate(calibration(), watch)
+    assert after.tried == 2  # what was known, and one family
+    assert after.calibration.deviation == pytest.approx(one.calibration.deviation, rel=1e-6)
+    assert after.calibration.weights == pytest.approx(one.calibration.weights)
     assert sorted(engine.resources.store.keys(namespace)) == before
     json.dumps(one.as_dict())
 

@@ -77,18 +77,22 @@ def search(
     seed: int = 0,
     has_time: Callable[[], bool] = lambda: True,
     watch: Callable[[Step], None] = lambda step: None,
+    known: Schedule | None = None,
 ) -> Found:
-    """The best schedule for a model of ``layers`` at ``ratio``; the same for the same ``measure``.
+    """The best schedule for a model of ``layers`` at ``ratio``; the same for the same arguments.
 
-    Ends early when ``has_time()`` says so or at ``KeyboardInterrupt``, with the best so far; before the
-    first schedule is measured the interrupt is raised.
+    ``known`` is what an earlier search found: it is tried first, so that nothing worse replaces it. Ends
+    early when ``has_time()`` says so or at ``KeyboardInterrupt``, with the best so far; before the first
+    family is measured the interrupt is raised.
     """
     found = Found()
     try:
+        if known is not None:
+            found.tried, found.best = 1, Tried(known, measure(known, math.inf))
         _try_families(found, measure, layers, ratio, has_time, watch)
         _refine(found, measure, layers, ratio, random.Random(seed), has_time, watch)
     except KeyboardInterrupt:
-        if found.best is None:
+        if not found.families:
             raise
         found.interrupted = True
     assert found.best is not None
@@ -109,7 +113,7 @@ def _try_families(
         shares = tuple(round(share, 9) for share in schedule.shares(ratio, layers))
         if shares in seen:  # at high ratios the cap makes one of several
             continue
-        if found.best is not None and not has_time():
+        if found.families and not has_time():
             found.out_of_time = True
             return
         seen.add(shares)

@@ -7,14 +7,15 @@ search in the caller's thread, so that Ctrl-C ends it at once, every forward on 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from blendrag.calibrate import Calibration, Found, Step, Tried, remember, search
-from blendrag.calibrate.deviation import ANSWER_TOKENS, Reference, Sample, deviation, reference
+from blendrag.calibrate import Calibration, Found, Step, Tried, remember, resolve, search
+from blendrag.calibrate.deviation import ANSWER_TOKENS, Sample
 from blendrag.calibrate.sample import Asked, sample_corpus, sample_questions
 from blendrag.controller import Controller
+from blendrag.engine.measured import Measured
 from blendrag.engine.prompts import prompt_over, render
 from blendrag.engine.requests import UNTRUSTED, Requests
 from blendrag.engine.resources import Resources
@@ -23,13 +24,12 @@ from blendrag.engine.worker import Worker
 from blendrag.errors import (
     ContextOverflowError,
     CorpusError,
-    CorruptKVError,
     InvalidInputError,
     StoreUnavailableError,
 )
-from blendrag.loader import SpanCorruptError
 from blendrag.prompt import PromptPlan
 from blendrag.selection import Schedule, SelectionPolicy, make_policy
+from blendrag.selection.schedule import CALIBRATED
 
 Watch = Callable[[Step], None]
 
@@ -39,7 +39,10 @@ PSEUDO = "first sentences of chunks, in place of questions"
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """How to calibrate; the same options on the same store find the same schedule, time permitting."""
+    """How to calibrate; the same options on the same store find the same schedule, time permitting.
+
+    What was found before for the policy, at the nearest ratio, is gone on from.
+    """
 
     policy: str
     ratio: float
@@ -106,23 +109,33 @@ def calibrate(
     policy = make_policy(options.policy)
     plans = [_plan(resources, requests, asked) for asked in _asked(resources, options)]
     controller, namespace = worker.run(lambda: _controller(resources, requests))
-    of = _Measured(resources, worker, controller, policy, options.ratio)
+    of = Measured(resources, worker, controller, policy, options.ratio)
     of.expect(plans)
     deadline = began + 60 * options.minutes
+    layers = len(resources.adapter.layout.layers)
     found = search(
         Sample(of, of.prompts),
-        len(resources.adapter.layout.layers),
+        layers,
         options.ratio,
         options.seed,
         lambda: time.monotonic() < deadline,
         watch,
+        _known(resources, namespace, options),
     )
-    calibration = _calibration(found, of, options, policy)
+    calibration = _calibration(found, of, options, policy, layers)
     remember(resources.root, namespace, calibration)
     return CalibrationReport(
         calibration, tuple(found.families), found.tried, time.monotonic() - began,
         found.interrupted, found.out_of_time,
     )  # fmt: skip
+
+
+def _known(resources: Resources, namespace: str, options: CalibrationOptions) -> Schedule | None:
+    """What was found before, to go on from."""
+    schedule = Schedule(CALIBRATED)
+    found = resolve(resources.root, namespace, schedule, options.policy, options.ratio)
+    fits = len(found.weights) == len(resources.adapter.layout.layers) - 1
+    return Schedule("vector", found.weights) if found.name == CALIBRATED and fits else None
 
 
 def _asked(resources: Resources, options: CalibrationOptions) -> list[Asked]:
@@ -158,83 +171,11 @@ def _controller(resources: Resources, requests: Requests) -> tuple[Controller, s
         return requests.controller(namespace), namespace
 
 
-class _Measured:
-    """Deviation of one prompt after the other, each on the worker."""
-
-    def __init__(
-        self,
-        resources: Resources,
-        worker: Worker,
-        controller: Controller,
-        policy: SelectionPolicy,
-        ratio: float,
-    ) -> None:
-        self._resources = resources
-        self._worker = worker
-        self._controller = controller
-        self._policy = policy
-        self._ratio = ratio
-        self._references: list[Reference] = []
-        self._reused: list[float] = []
-
-    @property
-    def prompts(self) -> int:
-        return len(self._references)
-
-    @property
-    def reuse_deviation(self) -> float:
-        """Mean over the prompts, with nothing recomputed."""
-        return sum(self._reused) / len(self._reused)
-
-    def expect(self, plans: Sequence[PromptPlan]) -> None:
-        """Prefill ``plans`` in full; those that hold nothing to blend are left out."""
-        adapter = self._resources.adapter
-        for plan in plans:
-            expected = self._worker.run(lambda plan=plan: _locked(adapter, reference, plan))  # type: ignore[misc]
-            reused = self._deviation(expected, make_policy("reuse"), Schedule("constant"))
-            if reused is not None:
-                self._references.append(expected)
-                self._reused.append(reused)
-        if not self._references:
-            raise InvalidInputError(
-                f"store {self._resources.root} holds no KV of {adapter.model_id} that could be blended; "
-                "expected an ingested corpus, ingest it with this model first"
-            )
-
-    def __call__(self, index: int, schedule: Schedule) -> float:
-        measured = self._deviation(self._references[index], self._policy, schedule)
-        if measured is None:
-            raise CorruptKVError("chunks were removed during the calibration; start it again")
-        return measured
-
-    def _deviation(
-        self, expected: Reference, policy: SelectionPolicy, schedule: Schedule
-    ) -> float | None:
-        def run() -> float | None:
-            with self._resources.adapter.lock:
-                return deviation(
-                    self._resources.fusor, self._controller, expected, policy, schedule, self._ratio
-                )
-
-        try:
-            return self._worker.run(run)
-        except SpanCorruptError as exc:
-            raise CorruptKVError(
-                "stored KV failed verification and was set aside; ingest again, then calibrate"
-            ) from exc
-
-
-def _locked(adapter: Any, call: Callable[..., Reference], plan: PromptPlan) -> Reference:
-    with adapter.lock:
-        return call(adapter, plan)
-
-
 def _calibration(
-    found: Found, of: _Measured, options: CalibrationOptions, policy: SelectionPolicy
+    found: Found, of: Measured, options: CalibrationOptions, policy: SelectionPolicy, layers: int
 ) -> Calibration:
     best, family = found.best, found.family
     assert best is not None
-    layers = len(of._resources.adapter.layout.layers)
     return Calibration(
         policy=str(policy),
         ratio=options.ratio,

@@ -1,0 +1,90 @@
+"""How far schedules are from full prefill on the prompts of a calibration, as an engine computes them.
+
+Owns what runs on the worker: one prefill at a time, so that Ctrl-C waits for no more than one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from blendrag.calibrate.deviation import Reference, deviation, reference
+from blendrag.controller import Controller
+from blendrag.engine.resources import Resources
+from blendrag.engine.worker import Worker
+from blendrag.errors import CorruptKVError, InvalidInputError
+from blendrag.loader import SpanCorruptError
+from blendrag.model.adapter import ModelAdapter
+from blendrag.prompt import PromptPlan
+from blendrag.selection import Schedule, SelectionPolicy, make_policy
+
+
+class Measured:
+    """Deviation of one prompt after the other, each on the worker."""
+
+    def __init__(
+        self,
+        resources: Resources,
+        worker: Worker,
+        controller: Controller,
+        policy: SelectionPolicy,
+        ratio: float,
+    ) -> None:
+        self._resources = resources
+        self._worker = worker
+        self._controller = controller
+        self._policy = policy
+        self._ratio = ratio
+        self._references: list[Reference] = []
+        self._reused: list[float] = []
+
+    @property
+    def prompts(self) -> int:
+        return len(self._references)
+
+    @property
+    def reuse_deviation(self) -> float:
+        """Mean over the prompts, with nothing recomputed."""
+        return sum(self._reused) / len(self._reused)
+
+    def expect(self, plans: Sequence[PromptPlan]) -> None:
+        """Prefill ``plans`` in full; those that hold nothing to blend are left out."""
+        adapter = self._resources.adapter
+        for plan in plans:
+            expected = self._worker.run(partial(_reference, adapter, plan))
+            reused = self._deviation(expected, make_policy("reuse"), Schedule("constant"))
+            if reused is not None:
+                self._references.append(expected)
+                self._reused.append(reused)
+        if not self._references:
+            raise InvalidInputError(
+                f"store {self._resources.root} holds no KV of {adapter.model_id} that could be blended; "
+                "expected an ingested corpus, ingest it with this model first"
+            )
+
+    def __call__(self, index: int, schedule: Schedule) -> float:
+        measured = self._deviation(self._references[index], self._policy, schedule)
+        if measured is None:
+            raise CorruptKVError("chunks were removed during the calibration; start it again")
+        return measured
+
+    def _deviation(
+        self, expected: Reference, policy: SelectionPolicy, schedule: Schedule
+    ) -> float | None:
+        def run() -> float | None:
+            with self._resources.adapter.lock:
+                return deviation(
+                    self._resources.fusor, self._controller, expected, policy, schedule, self._ratio
+                )
+
+        try:
+            return self._worker.run(run)
+        except SpanCorruptError as exc:
+            raise CorruptKVError(
+                "stored KV failed verification and was set aside; ingest again, then calibrate"
+            ) from exc
+
+
+def _reference(adapter: ModelAdapter, plan: PromptPlan) -> Reference:
+    with adapter.lock:
+        return reference(adapter, plan)
