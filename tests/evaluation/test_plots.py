@@ -147,6 +147,19 @@ def test_chunk_count_and_length_are_drawn_where_the_other_is_the_usual_one() -> 
     assert curve(count_ms, "hkvd")[1] == [22 + 0.08 * n * 64 for n in (3, 6, 12)]
 
 
+def test_schedules_stand_side_by_side() -> None:
+    names = ("constant", "linear", "geometric:0.5")
+    rows = [
+        invented_rows.row(policy, schedule=name, pgr=0.5 + 0.1 * i)
+        for policy in ("query", "hkvd")
+        for i, name in enumerate(names)
+    ]
+    axes = plots.quality_by_schedule([*rows, invented_rows.unsteered("full", "all", 1.0)]).axes[0]
+    assert labels(axes) == ["query", "hkvd"]
+    assert curve(axes, "hkvd") == ([0, 1, 2], [row["pgr"] for row in rows[:3]])
+    assert [text.get_text() for text in axes.get_xticklabels()] == list(names)
+
+
 def test_what_varies_within_a_policy_is_said_in_the_legend() -> None:
     rows = [invented_rows.row("query", encode_prefix=on) for on in (True, False)]
     axes = plots.quality_against_ratio(rows).axes[0]

@@ -50,11 +50,17 @@ def sweep() -> list[dict[str, Any]]:
     ]
 
 
+def schedules() -> list[dict[str, Any]]:
+    names = ("constant", "linear", "calibrated")
+    return [invented_rows.row("hkvd", schedule=name) for name in names]
+
+
 def results() -> dict[str, Result]:
     return {
         "calibration": Result(("blendrag ingest …", "blendrag calibrate …"), ({}, CALIBRATED)),
         "policies": Result(("blendrag eval --policies query,hkvd --json",), (sweep(),)),
         "chunks": Result(("blendrag eval --chunks 3", "…"), (invented_rows.chunks(), [])),
+        "schedules": Result(("blendrag eval --schedules …",), (schedules(),)),
         "deviations": Result(("python -m …",), (invented_rows.deviations(),)),
     }
 
@@ -85,7 +91,7 @@ def test_equal_results_give_an_equal_page_and_equal_pictures(tmp_path: Path, pag
     again = write_page(tmp_path, kept(tmp_path / "results"), RUNS, "query", "constant")
     assert again.read_bytes() == page.read_bytes()
     pictures = sorted((page.parent / "quality").iterdir())
-    assert len(pictures) == 14
+    assert len(pictures) == 16
     for picture in pictures:
         assert picture.read_bytes() == (tmp_path / "quality" / picture.name).read_bytes()
 
@@ -93,7 +99,7 @@ def test_equal_results_give_an_equal_page_and_equal_pictures(tmp_path: Path, pag
 def test_every_picture_that_the_page_shows_lies_beside_it(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     shown = set(re.findall(r"\((quality/[a-z-]+\.(?:png|svg))\)", text))
-    assert len(shown) == 14
+    assert len(shown) == 16
     assert all((page.parent / name).stat().st_size > 5000 for name in shown)
 
 
@@ -102,7 +108,7 @@ def test_the_page_names_the_commands_and_leaves_out_runs_without_result(page: Pa
     assert "$ blendrag eval --policies query,hkvd --json" in text
     titles = {run.name: run.title for run in RUNS}
     assert f"## {titles['policies']}" in text
-    assert f"## {titles['schedules']}" not in text
+    assert f"## {titles['prefix']}" not in text
 
 
 def test_deviations_are_shown_by_ratio_and_by_layer(page: Path) -> None:

@@ -61,6 +61,7 @@ class Look:
     colour: str
     marker: str
     dash: str = "-"
+    filled: bool = True
 
 
 #: The ends and baselines that every policy is held against.
@@ -132,19 +133,28 @@ def draw(axes: Axes, lines: Sequence[Line], spread: bool = False) -> None:
     bars. ``spread`` sets lines a little apart where many have the same x; their data stays."""
     for number, line in enumerate(lines):
         look = line.look
+        joined = len(line.x) > 1 and look.dash != "none"
         (plotted,) = axes.plot(
-            line.x, line.y, label=line.label, color=look.colour, marker=look.marker,
-            linestyle=look.dash if len(line.x) > 1 else "none",
-            markersize=SIZES.get(look.marker, STYLE["lines.markersize"]),
-            markeredgecolor="#ffffff", markeredgewidth=0.0 if look.marker in SIZES else 0.3,
+            line.x, line.y, label=line.label, color=look.colour,
+            linestyle=look.dash if joined else "none", **_marker(look),
         )  # fmt: skip
         drawn: list[Artist] = [plotted]
         if any(bound is not None for bound in line.low):
-            drawn.append(_interval(axes, line, len(line.x) > 1 and len(lines) <= BANDS))
+            drawn.append(_interval(axes, line, joined and not spread and len(lines) <= BANDS))
         if spread:  # afterwards, as the axes' limits are those of the data
             apart = SPREAD_POINTS * (number - (len(lines) - 1) / 2)
             for artist in drawn:
                 artist.set_transform(axes.transData + _to_the_right(axes, apart))
+
+
+def _marker(look: Look) -> dict[str, Any]:
+    """White edges keep filled markers apart, but for those with arms, which they would eat."""
+    size = SIZES.get(look.marker, STYLE["lines.markersize"])
+    made = {"marker": look.marker, "markersize": size}
+    if not look.filled:
+        return {**made, "markerfacecolor": "#ffffff", "markeredgewidth": 1.2}
+    edge = 0.0 if look.marker in SIZES else 0.3
+    return {**made, "markeredgecolor": "#ffffff", "markeredgewidth": edge}
 
 
 def _interval(axes: Axes, line: Line, band: bool) -> Artist:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -18,6 +19,7 @@ from matplotlib.figure import Figure
 from blendrag.evaluation.figures import (
     BANDS,
     COLOURS,
+    DASHES,
     GREY,
     Line,
     Look,
@@ -160,6 +162,21 @@ def quality_against_chunks(rows: Sequence[Row], kind: str = ALL) -> Figure:
     return figure
 
 
+def quality_by_schedule(rows: Sequence[Row], kind: str = ALL) -> Figure:
+    """Quality at one ratio for each schedule, the policies side by side."""
+    figure, (axes,) = panels(1)
+    of = [row for row in _reusing(rows, kind) if row["schedule"]]
+    schedules = list(dict.fromkeys(row["schedule"] for row in of))
+    placed = [{**row, "at": schedules.index(row["schedule"]), "schedule": ""} for row in of]
+    drawn = lines(placed, "at", "pgr", "pgr_low", "pgr_high")
+    draw(axes, [replace(line, look=replace(line.look, dash="none")) for line in drawn], spread=True)
+    _level(axes, 1.0)
+    axes.set_xticks(range(len(schedules)), schedules, rotation=45, ha="right")
+    axes.set(xlabel="schedule", ylabel="PGR")
+    legend(figure, [axes])
+    return figure
+
+
 # -- rows → lines -------------------------------------------------------------------------------
 
 
@@ -211,10 +228,8 @@ def _said(field: str, value: Any) -> str:
 
 
 def _variant(look: Look, number: int) -> Look:
-    """The same colour in other dashes and markers, for the further series of a policy."""
-    if not number:
-        return look
-    return Look(look.colour, ("o", "s", "^", "D")[number % 4], ("--", ":", "-.")[(number - 1) % 3])
+    """The same colour and marker, hollow and dashed, for the further series of a policy."""
+    return replace(look, dash=DASHES[(number - 1) % 3 + 1], filled=False) if number else look
 
 
 def _reusing(rows: Sequence[Row], kind: str) -> list[Row]:

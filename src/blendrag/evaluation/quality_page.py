@@ -110,11 +110,15 @@ def _figures(rows: Sequence[Row]) -> list[tuple[str, str, Draw]]:
     if len({(row["n_chunks"], row["chunk_tokens"]) for row in rows}) > 1:
         text = "Over number and length of chunks (figure 15)."
         return [("size", text, plots.quality_against_chunks)]
+    steered = [row for row in rows if row["schedule"]]
+    ratios, schedules = ({row[field] for row in steered} for field in ("ratio", "schedule"))
+    if len(schedules) > 2 and len(ratios) == 1:
+        return [("shapes", "Quality by schedule.", plots.quality_by_schedule)]
     found: list[tuple[str, str, Draw]] = [
         ("ttft", "Quality against time to first token (figures 12 and 13).",
          plots.quality_against_ttft)
     ]  # fmt: skip
-    if len({row["ratio"] for row in rows if row["schedule"]}) > 1:
+    if len(ratios) > 1:
         found += [
             ("ratio", "Quality against the recompute ratio, by kind of question (figure 16).",
              lambda of: plots.quality_against_ratio(of, kinds)),
