@@ -157,6 +157,15 @@ def test_where_pgr_is_undefined_kinds_show_the_score() -> None:
     assert line[4].startswith("score 0.")
 
 
+def test_a_ratio_that_was_measured_may_differ_by_kind() -> None:
+    rows = [
+        invented_rows.unsteered("reuse", kind, 0.3 + ratio, charged_ratio=ratio)
+        for kind, ratio in (("all", 0.1), ("direct", 0.11), ("coreference", 0.09))
+    ]
+    (line,) = cells(kind_table(rows), "reuse")
+    assert [cell[:4] for cell in line[2:]] == ["0.41", "0.39", "0.40"]
+
+
 # -- the default --------------------------------------------------------------------------------
 
 

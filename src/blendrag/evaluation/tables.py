@@ -66,8 +66,10 @@ def kind_table(rows: Sequence[Row]) -> str:
 
 
 def way_of(row: Row) -> tuple[Any, ...]:
-    """What no other row of its kind has the same."""
-    return tuple(row.get(field) for field, _ in DIMENSIONS)
+    """What no other row of its kind has the same, and what its rows of other kinds share: a ratio that
+    was measured rather than asked for differs by kind."""
+    asked = {**row, "ratio": row.get("ratio") if row.get("schedule") else None}
+    return tuple(asked.get(field) for field, _ in DIMENSIONS)
 
 
 def pgr(row: Row) -> str:
