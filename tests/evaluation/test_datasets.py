@@ -87,6 +87,21 @@ def test_the_type_of_a_question_is_its_kind(tmp_path: Path) -> None:
     assert read(tmp_path / "hotpot.json", records).kinds == ("bridge", "comparison")
 
 
+def test_line_separators_and_a_byte_order_mark_are_no_ends_of_records(tmp_path: Path) -> None:
+    text = "One.\u2028Two.\u0085Three.\x0cFour."
+    lines = [json.dumps({**LONG, "context": text}, ensure_ascii=False)] * 2
+    path = tmp_path / "lb.jsonl"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8-sig")
+    dataset = read_dataset(path, Chunker(tokens().text, 64), tiny.WordEmbedder())  # type: ignore[arg-type]
+    assert len(dataset.cases) == 2
+    assert "Four." in dataset.cases[1].chunks[0]
+
+
+def test_an_answer_may_be_a_number(tmp_path: Path) -> None:
+    (case,) = read(tmp_path / "x.json", [{**ASKED, "answers": [1969, "in 1969"]}]).cases
+    assert case.answers == ("1969", "in 1969")
+
+
 def test_only_as_many_records_are_read_as_asked_for(tmp_path: Path) -> None:
     assert len(read(tmp_path / "x.json", [ASKED] * 5, n_cases=2).cases) == 2
 
@@ -107,7 +122,8 @@ def test_only_as_many_records_are_read_as_asked_for(tmp_path: Path) -> None:
      ([{**ASKED, "ctxs": [{"title": "x"}]}], "passage without text"),
      ([{**ASKED, "question": " "}], "empty question"),
      ([{**ASKED, "question": None}], "no text question"),
-     ([{**LONG, "context": ["a"]}], "no text context")],
+     ([{**LONG, "context": ["a"]}], "no text context"),
+     ([LONG, {**LONG, "dataset": "samsum"}], "record 2 of .* is scored by rouge_l, .* by f1")],
 )  # fmt: skip
 def test_a_bad_record_is_named_in_one_sentence(
     tmp_path: Path, records: list[Any], sentence: str

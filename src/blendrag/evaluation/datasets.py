@@ -24,7 +24,7 @@ from blendrag.retriever.embedder import Embedder
 Record = Mapping[str, Any]
 
 #: What LongBench calls the tasks whose answers are summaries.
-SUMMARIES = ("multi_news", "samsum", "gov_report", "qmsum", "vcsum")
+SUMMARIES = ("multi_news", "multinews", "samsum", "gov_report", "qmsum", "vcsum")
 #: What to look for where nothing is asked.
 NO_QUESTION = "Summarise the news."
 FORMS = "{question, answers, ctxs} or {context, input, answers}"
@@ -46,7 +46,7 @@ def read_dataset(
     if not records:
         raise InvalidInputError(f"{path} holds no records, expected at least one of {FORMS}")
     passages = _form_of(records[0], path)
-    metric = _metric_of(records[0], path)
+    metric = _common_metric(records, path)
     cases = []
     for number, record in enumerate(records, 1):
         where = f"record {number} of {path}"
@@ -79,7 +79,7 @@ def read_dataset(
 
 def _records(path: Path) -> Iterable[Record]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # Windows editors begin files with a mark
     except (OSError, UnicodeDecodeError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) else "not UTF-8"
         raise InvalidInputError(
@@ -101,7 +101,8 @@ def _records(path: Path) -> Iterable[Record]:
 
 
 def _lines(text: str) -> list[Any]:
-    return [json.loads(line) for line in text.splitlines() if line.strip()]
+    # Not splitlines: U+2028 and its like stand unescaped within the strings of many files.
+    return [json.loads(line) for line in text.split("\n") if line.strip()]
 
 
 def _form_of(record: Record, path: Path) -> Callable[[Record, str], list[str]]:
@@ -114,6 +115,19 @@ def _form_of(record: Record, path: Path) -> Callable[[Record, str], list[str]]:
         f"the records of {path} have the fields {', '.join(map(str, record)) or 'none'}; "
         f"expected {FORMS}"
     )
+
+
+def _common_metric(records: Sequence[Record], path: Path) -> Metric:
+    """Raises :class:`InvalidInputError` where tasks by name are of both kinds: one mean of words found
+    and subsequences means nothing."""
+    metrics = [_metric_of(record, path) for record in records]
+    for number, (record, metric) in enumerate(zip(records, metrics, strict=True), 1):
+        if metric != metrics[0] and "dataset" in record:
+            raise InvalidInputError(
+                f"record {number} of {path} is scored by {metric}, those before it by {metrics[0]}; "
+                "give questions and summaries in files of their own"
+            )
+    return metrics[0]
 
 
 def _metric_of(record: Record, path: Path) -> Metric:
@@ -165,7 +179,8 @@ def _answers(record: Record, where: str) -> tuple[str, ...]:
     given = record.get("answers", record.get("answer"))
     nested = given if isinstance(given, list) else [given]
     flat = [text for entry in nested for text in (entry if isinstance(entry, list) else [entry])]
-    answers = tuple(text for text in flat if isinstance(text, str) and text.strip())
+    texts = [str(answer) for answer in flat if isinstance(answer, str | int | float)]
+    answers = tuple(text for text in texts if text.strip())
     if not answers:
         raise InvalidInputError(f"{where} has no answers, expected answers: [text, …]; add them")
     return answers
