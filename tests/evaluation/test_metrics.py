@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from blendrag.errors import InvalidInputError
+from blendrag.errors import InvalidInputError, UnsupportedModelError
 from blendrag.evaluation import metrics
 
 
@@ -61,6 +61,19 @@ def test_the_divergence_of_first_tokens_is_of_full_prefill_from_the_other() -> N
 def test_a_token_that_neither_allows_adds_nothing_to_the_divergence() -> None:
     full = torch.tensor([1.0, 0.0, -math.inf])
     assert metrics.first_token_kl(full, full) == 0.0
+    assert metrics.first_token_kl(full, torch.tensor([1.0, 0.0, 5.0])) > 0.0
+
+
+def test_ruling_out_what_full_prefill_allows_diverges_without_end() -> None:
+    ruled_out = torch.tensor([1.0, -math.inf])
+    assert metrics.first_token_kl(torch.tensor([1.0, 0.0]), ruled_out) == math.inf
+
+
+def test_logits_that_are_not_numbers_are_no_agreement() -> None:
+    numbers, broken = torch.tensor([1.0, 0.0]), torch.tensor([1.0, math.nan])
+    for full, other in ((numbers, broken), (broken, numbers), (broken, broken)):
+        with pytest.raises(UnsupportedModelError, match="not numbers"):
+            metrics.first_token_kl(full, other)
 
 
 def test_agreement_ends_at_the_first_difference() -> None:

@@ -7,6 +7,7 @@ of them pure functions. Does not know who answered.
 
 from __future__ import annotations
 
+import math
 import re
 import string
 from collections import Counter
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from blendrag.errors import InvalidInputError
+from blendrag.errors import InvalidInputError, UnsupportedModelError
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -68,11 +69,19 @@ def _rouge() -> Any:
 
 
 def first_token_kl(full: torch.Tensor, other: torch.Tensor) -> float:
-    """KL(full ‖ other) in nats of two rows of first-token logits ``[V]``."""
+    """KL(full ‖ other) in nats of two rows of first-token logits ``[V]``; infinite where ``other`` rules
+    out what ``full`` allows. Raises :class:`UnsupportedModelError` for logits that are not numbers."""
     expected = torch.log_softmax(full.double(), dim=-1)  # [V]
     given = torch.log_softmax(other.double(), dim=-1)  # [V]
     terms = expected.exp() * (expected - given)  # [V]
-    return max(0.0, float(torch.nan_to_num(terms, nan=0.0).sum()))  # 0 · (−∞ + ∞) counts nothing
+    nothing = expected.isneginf()  # 0 · (−∞ + ∞) counts nothing
+    divergence = float(terms.masked_fill(nothing, 0.0).sum())
+    if math.isnan(divergence):
+        raise UnsupportedModelError(
+            "the logits of an answer's first token are not numbers, expected finite ones; load the "
+            "model with --dtype float32"
+        )
+    return max(0.0, divergence)
 
 
 def agreement(full: Sequence[int], other: Sequence[int]) -> float:
