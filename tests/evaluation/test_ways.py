@@ -23,6 +23,8 @@ def test_a_policy_meets_every_schedule_ratio_and_prefix() -> None:
     assert len(made) == 2 + 8
     assert Way("query", "linear", 0.2, False) in made
     assert len({way.key for way in made}) == len(made)
+    close = make_ways(["query"], ["constant"], [0.1234567, 0.1234568], [True])
+    assert len({way.key for way in close}) == 4
 
 
 def test_who_knows_neither_ratio_nor_schedule_is_asked_once() -> None:

@@ -45,7 +45,7 @@ class Way:
     @property
     def key(self) -> str:
         """One line that no other way has."""
-        ratio = "" if self.ratio is None else f"{self.ratio:g}"
+        ratio = "" if self.ratio is None else repr(self.ratio)
         prefix = {None: "", True: "on", False: "off"}[self.encode_prefix]
         return "|".join((self.policy, self.meaning or self.schedule, ratio, prefix))
 
