@@ -37,6 +37,16 @@ def test_a_line_cut_short_is_dropped_and_the_next_begins_afresh(tmp_path: Path) 
     assert again.get("c", "full") is not None
 
 
+def test_whole_lines_stay_as_they_are_where_the_last_one_is_mended(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    Journal(path).add([outcome("a", "full"), outcome("b", "full")])
+    whole, content = path.stat().st_ino, path.read_bytes()
+    first = content.index(b"\n") + 1
+    path.write_bytes(content[:-20])
+    Journal(path)
+    assert (path.stat().st_ino, path.read_bytes()) == (whole, content[:first])
+
+
 @pytest.mark.parametrize("text", ["hello\n", "hello", '{"a": 1}\n', "[]\n"])
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path, text: str) -> None:
     path = tmp_path / "notes.txt"

@@ -9,6 +9,7 @@ line cut short by a kill is asked again.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -72,8 +73,8 @@ class Journal:
 
     def _read(self, path: Path) -> None:
         with _writing(path):
-            text = path.read_text(encoding="utf-8", errors="replace")
-        *lines, rest = text.split("\n")
+            content = path.read_bytes()
+        *lines, rest = content.decode("utf-8", errors="replace").split("\n")
         cut_short = rest.startswith(BEGINNING[: len(rest)])
         for line in [*lines, *([] if cut_short else [rest])]:
             outcome = _outcome(line)
@@ -83,10 +84,13 @@ class Journal:
                     "give --out another file"
                 )
             self._outcomes[outcome.case_key, outcome.way_key] = outcome
-        if rest:  # what follows must begin on a line of its own
-            kept = lines if cut_short else [*lines, rest]
-            with _writing(path):
-                path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        if rest:  # what follows must begin on a line of its own; whole lines stay as they are
+            with _writing(path), path.open("r+b") as file:
+                if cut_short:
+                    file.truncate(content.rfind(b"\n") + 1)
+                else:
+                    file.seek(0, os.SEEK_END)
+                    file.write(b"\n")
 
 
 def _outcome(line: str) -> Outcome | None:
