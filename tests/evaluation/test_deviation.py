@@ -139,6 +139,18 @@ def test_correlation_of_equal_orders_is_one_and_of_opposite_orders_minus_one() -
     assert (second.layer, second.rho) == (2, -1.0)
 
 
+def test_intervals_over_few_prompts_are_students() -> None:
+    orders = [[0.1, 0.2, 0.3, 0.4], [0.1, 0.2, 0.4, 0.3], [0.4, 0.3, 0.2, 0.1]]  # ρ 1, 0.8, -1
+    first = np.array([0.1, 0.2, 0.3, 0.4])
+    layers = [np.stack([np.zeros(4), first, np.array(order)]) for order in orders]
+    (found,) = correlation([Deviation(kv, kv, 0.0, 0.0) for kv in layers])
+    assert found.rho == pytest.approx(0.8 / 3)
+    # 4.3027 standard errors of three values
+    assert found.high - found.rho == pytest.approx(
+        4.3027 * np.std([1, 0.8, -1], ddof=1) / 3**0.5, 1e-3
+    )
+
+
 def test_the_distribution_is_that_of_all_prompts_tokens(prompts) -> None:
     report = measure(iter(prompts), ["reuse"], ["constant"], [0.0])
     kv = np.concatenate([p.deviation("reuse").kv[2] for p in prompts])

@@ -21,8 +21,8 @@ from blendrag.evaluation.deviation import Deviation, StoredPrompt
 ORACLE = "oracle"
 #: Shares of tokens at which the distribution of Δ_kv is kept.
 SHARES = tuple(i / 100 for i in range(101))
-#: Standard errors that a 95% interval of a mean reaches to either side.
-REACH = 1.96
+#: Share of the intervals' distribution below their upper end: intervals of 95%.
+UPPER = 0.975
 
 
 @dataclass(frozen=True)
@@ -154,5 +154,8 @@ def _point(policy: str, schedule: str, ratio: float, of: Sequence[Deviation]) ->
 def _mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
     """Mean and its 95% interval; the interval is the mean where a single value says nothing of it."""
     mean = float(np.mean(values))
-    reach = REACH * float(stats.sem(values)) if len(values) > 1 else 0.0
+    if len(values) < 2:
+        return mean, mean, mean
+    # Student's: prompts are few, and their spread is an estimate as well.
+    reach = float(stats.t.ppf(UPPER, len(values) - 1) * stats.sem(values))
     return mean, mean - reach, mean + reach
