@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 import tiny
 from blendrag.errors import InvalidInputError
 from blendrag.fusor import Fusor
+from blendrag.fusor.rows import Rows
+from blendrag.fusor.shift import ChunkShift
 from blendrag.model import ModelAdapter
-from blendrag.selection import POLICIES, LayerView, PromptGeometry, Schedule, make_policy
+from blendrag.selection import POLICIES, LayerView, PromptGeometry, Schedule, boundary, make_policy
 from blendrag.selection.blend import BlendPolicy
 from blendrag.selection.offset import PROBES
 from blendrag.selection.places import candidates, places, spread
@@ -103,7 +105,7 @@ def test_a_policy_is_made_by_its_name_and_prints_it(name: str) -> None:
     "text",
     [
         "offset+", "+query", "offset+offset", "offset+best", "query+offset", "random(3)", "blend(x)",
-        "blend(-1)", "offset(4)", "hkvd_once", "offset+offset+query",
+        "blend(-1)", "offset(4)", "hkvd_once", "offset+offset+query", f"boundary({10**20})",
     ],
 )  # fmt: skip
 def test_a_bad_policy_is_one_sentence(text: str) -> None:
@@ -276,6 +278,52 @@ def test_probes_beside_another_policy_are_few_and_what_that_one_chose_does_not_c
     assert 2 * PROBES <= probes.numel() <= 4 * PROBES  # of 60, in two chunks
     spent = torch.tensor(entry("offset", geometry, 60))
     assert make_policy("offset").probes(geometry, spent).tolist() == spent.tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(geometries(), st.integers(0, 100))
+def test_a_shift_is_what_a_loop_over_chunks_does_and_touches_nothing_else(
+    geometry: PromptGeometry, seed: int
+) -> None:
+    """The slow reference. Tokens between the chunks are fresh, or of a span that is exact."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, n = candidates(geometry, CPU), geometry.prompt_tokens
+    buffer = torch.randn(2, 3, n, 4, generator=generator)
+    computed = torch.rand(n, generator=generator) < 0.4
+    positions = computed.nonzero().flatten()
+    fresh = torch.randn(2, 3, positions.numel(), 4, generator=generator)
+    probes = tokens[computed[tokens] & (torch.rand(tokens.numel(), generator=generator) < 0.5)]
+
+    expected, stored, at = buffer.clone(), buffer.clone(), positions.tolist()
+    for a, b in geometry.chunk_spans:
+        own = [p for p in probes.tolist() if a <= p < b]
+        if own:
+            off = sum(fresh[:, :, at.index(p)] - stored[:, :, p] for p in own) / len(own)
+            expected[:, :, a:b] += off[:, :, None]  # type: ignore[index]
+    rows = Rows(positions, n)
+    ChunkShift(geometry, tokens).apply(buffer, rows, fresh[0], fresh[1], probes)
+    assert tiny.difference(buffer, expected) < 1e-5
+    outside = torch.ones(n, dtype=torch.bool)
+    outside[tokens] = False
+    assert torch.equal(buffer[:, :, outside], stored[:, :, outside])
+
+
+def test_a_policy_beside_offset_that_ignores_the_budget_ignores_it_at_ratio_one_too(
+    adapter: ModelAdapter, fusor: Fusor
+) -> None:
+    _, _, fusion = tiny.fuse(fusor, IDS, exact_spans(adapter), "offset+reuse", 1.0)
+    assert set(fusion.counts().candidate_rows) == {fusion.counts().candidate_rows[0]}
+    assert 0 < fusion.counts().candidate_rows[0] <= 4 * PROBES * len(CHUNKS)
+
+
+def test_boundary_looks_for_heads_at_layer_zero_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    geometry = PromptGeometry(60, ((0, 20), (20, 50)), (50, 60))
+    policy = make_policy("boundary(3)")
+    heads = torch.tensor(entry("boundary(3)", geometry, 0))
+    assert heads.tolist() == [0, 1, 2, 20, 21, 22]
+    monkeypatch.setattr(boundary, "places", lambda *_: pytest.fail("it looks again"))
+    view = LayerView(geometry, heads, lambda: pytest.fail("it compares"))
+    assert policy.select(1, view, 0).tolist() == heads.tolist()
 
 
 def test_policies_that_do_not_shift_ask_for_no_probes(

@@ -55,7 +55,7 @@ def make_policy(text: str | SelectionPolicy) -> SelectionPolicy:
     if isinstance(text, SelectionPolicy):
         return text
     outer, plus, inner = text.strip().rpartition("+")
-    match = re.fullmatch(r"([a-z-]+)(?:\((\d+)\))?", inner)
+    match = re.fullmatch(r"([a-z-]+)(?:\((\d{1,9})\))?", inner)
     counted = match is None or not match[2] or match[1] in COUNTED
     if match is None or match[1] not in POLICIES or not counted or outer != "offset" * len(plus):
         names = (f"{name}(k)" if name in COUNTED else name for name in POLICIES)

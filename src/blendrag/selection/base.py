@@ -98,6 +98,11 @@ class SelectionPolicy(ABC):
     schedule: Schedule | None = None
     """The one it follows whatever is asked for; ``None``: the request's."""
 
+    @property
+    def follows_schedule(self) -> bool:
+        """Whether the schedule asked for decides how many tokens it recomputes."""
+        return self.budgeted and self.schedule is None
+
     @abstractmethod
     def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
         """Positions ⊆ ``view.tokens``, ascending, to compute in ``layer``.

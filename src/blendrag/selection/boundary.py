@@ -27,6 +27,8 @@ class BoundaryPolicy(SelectionPolicy):
         self.k = k
 
     def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
+        if layer > 0:  # chosen at layer 0, once: no layer waits for the device again
+            return view.tokens
         return view.tokens[places(view.geometry, view.tokens).index < self.k]
 
     def __str__(self) -> str:

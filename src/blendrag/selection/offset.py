@@ -39,7 +39,7 @@ class OffsetPolicy(SelectionPolicy):
             self.unseen = f"{self.name}+{other.unseen}"
 
     def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
-        if budget >= view.tokens.numel():
+        if self.budgeted and budget >= view.tokens.numel():
             return view.tokens
         order = spread(view.geometry, view.tokens)
         if self.other is None:

@@ -20,6 +20,8 @@ class RandomPolicy(SelectionPolicy):
     name: ClassVar[str] = "random"
 
     def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
+        if budget >= view.tokens.numel():
+            return view.tokens
         return top(_order(view.geometry, view.tokens), view.tokens, budget)
 
 
