@@ -15,12 +15,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiny
-from blendrag.calibrate import Calibration, Step, families, recall, remember, resolve, search
-from blendrag.calibrate.deviation import ANSWER_TOKENS, Sample, deviation, reference
+from blendrag.calibrate import (
+    Calibration,
+    Found,
+    Step,
+    Tried,
+    families,
+    recall,
+    remember,
+    resolve,
+    search,
+)
+from blendrag.calibrate.deviation import (
+    ANSWER_TOKENS,
+    Sample,
+    deviation,
+    divergence,
+    reference,
+)
 from blendrag.calibrate.sample import first_sentence, sample_corpus
 from blendrag.config import UNCALIBRATED_SCHEDULE
 from blendrag.engine import BlendEngine, CalibrationOptions, Options
-from blendrag.errors import ContextOverflowError, InvalidInputError, StoreUnavailableError
+from blendrag.errors import (
+    ContextOverflowError,
+    IdentityChangedError,
+    InvalidInputError,
+    StoreUnavailableError,
+)
 from blendrag.selection import Schedule, make_policy
 
 RATIO = 0.2
@@ -29,6 +50,11 @@ WEIGHTS = (0.5, 0.1, 0.0)
 
 def found(policy: str = "query", ratio: float = RATIO, weights: Any = WEIGHTS) -> Calibration:
     return Calibration(policy, ratio, weights, 0.1, "linear", 0.2, 0.9, 4, 0, "questions given")
+
+
+def entry(**changes: Any) -> str:
+    """The record's file with one calibration in it."""
+    return json.dumps({"calibrations": [{**found().as_dict(), **changes}]})
 
 
 # -- the search ---------------------------------------------------------------------------------
@@ -114,6 +140,34 @@ def test_interrupted_before_anything_was_measured_it_has_nothing() -> None:
         search(measure, 6, 0.2)
 
 
+def test_interrupted_between_a_family_and_its_note_the_best_is_the_best(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Interrupting(list[Tried]):
+        def append(self, tried: Tried) -> None:
+            super().append(tried)
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(search.__globals__, "Found", lambda: Found(families=Interrupting()))
+    result = search(distance_to([0.2] * 5, 0.2), 6, 0.2)
+    assert result.interrupted
+    assert result.best == result.family
+
+
+def test_a_model_of_one_or_two_layers_has_nothing_to_search_for() -> None:
+    for layers in (1, 2):
+        result = search(distance_to([0.2] * (layers - 1), 0.2), layers, 0.2)
+        assert result.tried == 1
+        assert result.best == result.family
+
+
+def test_an_answer_that_is_not_a_number_is_as_far_off_as_can_be() -> None:
+    full = torch.tensor([[0.5, 0.5, 0.0]]).log()
+    assert divergence(full, full) == 0.0
+    assert divergence(full, torch.tensor([[0.25, 0.25, 0.5]]).log()) == pytest.approx(math.log(2))
+    assert divergence(full, torch.full((1, 3), math.nan)) == math.inf
+
+
 def test_out_of_time_it_has_measured_one_schedule_at_least() -> None:
     result = search(distance_to([0.2] * 5, 0.2), 6, 0.2, has_time=lambda: False)
     assert result.out_of_time
@@ -168,7 +222,13 @@ def test_calibrating_again_replaces_what_was_found(tmp_path: Path) -> None:
     assert [each.weights for each in recall(tmp_path, "n")] == [(0.2, 0.2, 0.2)]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"calibrations": [{"policy": 1}]}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "{", "[]", "{}", '{"calibrations": [{"policy": 1}]}', entry(weights=["a"]),
+        entry(weights=[-1.0, 2.0]), entry(weights=[0.0]), entry(ratio=None), entry(ratio=7),
+    ],
+)  # fmt: skip
 def test_a_damaged_record_is_no_record(tmp_path: Path, content: str) -> None:
     remember(tmp_path, "n", found())
     (tmp_path / "verified" / "n.schedules.json").write_text(content)
@@ -296,6 +356,36 @@ def test_interrupted_the_best_so_far_is_kept(engine: BlendEngine) -> None:
     assert recall(engine.resources.root, engine.adapter.identity.namespace) == (report.calibration,)
 
 
+def test_a_model_changed_meanwhile_is_not_measured_over_kv_of_the_one_before(
+    engine: BlendEngine,
+) -> None:
+    namespace = engine.adapter.identity.namespace
+
+    def watch(step: Step) -> None:
+        with torch.no_grad():
+            engine.adapter.model.model.layers[1].self_attn.v_proj.weight.mul_(1.5)
+
+    with pytest.raises(IdentityChangedError, match="changed during the calibration") as raised:
+        engine.calibrate(calibration(), watch)
+    assert tiny.one_sentence(str(raised.value))
+    assert recall(engine.resources.root, namespace) == ()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        Options(schedule="calibrated", policy="boundary(2)"),
+        Options(schedule="calibrated", policy="hkvd-once"),
+        Options(schedule="calibrated", mode="reuse"),
+    ],
+)
+def test_nobody_is_told_to_calibrate_what_follows_no_schedule(
+    engine: BlendEngine, options: Options
+) -> None:
+    prompt = "\n\n".join([*tiny.chunk_texts(engine, 0), "What did the company build?"])
+    assert engine.generate(prompt, options).metrics.notes == ()
+
+
 def test_given_questions_are_asked_over_what_is_retrieved_for_them(engine: BlendEngine) -> None:
     asked = ("What did Paragraph 3 build?", "Where is Paragraph 101?")
     with tiny.counted(engine.resources.retriever().__class__, "retrieve") as calls:
@@ -329,6 +419,7 @@ def test_a_sample_takes_neighbours_along_and_is_the_same_for_the_same_seed(
         ({"ratio": float("nan")}, "ratio nan"),
         ({"samples": 0}, "samples is 0"),
         ({"minutes": 0.0}, "minutes is 0"),
+        ({"top_k": 0}, "top_k is 0"),
         ({"policy": "boundary(4)"}, "follows no schedule"),
         ({"policy": "hkvd-once"}, "follows no schedule"),
         ({"policy": "offset+reuse"}, "follows no schedule"),

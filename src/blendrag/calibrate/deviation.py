@@ -6,6 +6,7 @@ The continuation is full prefill's own greedy one, and the blended prompt is mad
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -80,9 +81,15 @@ def deviation(
     if len(expected.answer) > 1:
         said = expected.answer[None, :-1].to(adapter.device)
         rows = torch.cat((rows, _logits(adapter, said, cache, said.shape[1])))  # [T, V]
-    log_probs = rows.log_softmax(-1)
-    divergence = expected.log_probs.exp() * (expected.log_probs - log_probs)
-    return max(0.0, float(divergence.nan_to_num(0.0).sum(-1).mean()))
+    return divergence(expected.log_probs, rows.log_softmax(-1))
+
+
+def divergence(full: torch.Tensor, blended: torch.Tensor) -> float:
+    """Mean KL of ``[T, V]`` log probabilities, in nats per token; infinity where it is not a number."""
+    parts = full.exp() * (full - blended)
+    parts = parts.masked_fill(full == -math.inf, 0.0)  # what full prefill never says costs nothing
+    mean = float(parts.sum(-1).mean())
+    return math.inf if math.isnan(mean) else max(0.0, mean)
 
 
 def _logits(adapter: ModelAdapter, ids: torch.Tensor, cache: Any, keep: int) -> torch.Tensor:

@@ -48,9 +48,19 @@ def recall(root: Path, namespace: str) -> tuple[Calibration, ...]:
     """All that was found for ``namespace``; nothing where the file is missing or damaged."""
     try:
         entries = json.loads(_file(root, namespace).read_text(encoding="utf-8"))["calibrations"]
-        return tuple(Calibration(**{**e, "weights": tuple(e["weights"])}) for e in entries)
+        return tuple(_calibration(entry) for entry in entries)
     except (OSError, ValueError, TypeError, KeyError):
         return ()
+
+
+def _calibration(entry: dict[str, Any]) -> Calibration:
+    """Raises :class:`ValueError` or :class:`TypeError` for what no request could run with."""
+    made = Calibration(**{**entry, "weights": tuple(entry["weights"])})
+    if made.weights:  # a model of one layer has none
+        Schedule.parse(made.weights)
+    if not 0.0 < made.ratio < 1.0:
+        raise ValueError(f"ratio {made.ratio}")
+    return made
 
 
 def remember(root: Path, namespace: str, found: Calibration) -> None:

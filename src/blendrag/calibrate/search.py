@@ -118,8 +118,9 @@ def _try_families(
             return
         seen.add(shares)
         tried = Tried(schedule, measure(schedule, math.inf))
+        _keep(found, tried)  # first: Ctrl-C in between leaves no family better than the best
         found.families.append(tried)
-        _note(found, tried, watch)
+        _tell(found, watch)
 
 
 def _refine(
@@ -144,16 +145,21 @@ def _refine(
             bound = (1 - WORTHWHILE) * found.best.deviation
             schedule = Schedule("vector", shares)
             tried = Tried(schedule, measure(schedule, bound))
-            improved |= tried.deviation <= bound
-            _note(found, tried, watch)
+            improved |= tried.deviation < bound
+            _keep(found, tried)
+            _tell(found, watch)
         if not improved:
             return
 
 
-def _note(found: Found, tried: Tried, watch: Callable[[Step], None]) -> None:
+def _keep(found: Found, tried: Tried) -> None:
     found.tried += 1
     if found.best is None or tried.deviation < found.best.deviation:
         found.best = tried
+
+
+def _tell(found: Found, watch: Callable[[Step], None]) -> None:
+    assert found.best is not None
     watch(Step(found.tried, found.family, found.best))
 
 
@@ -166,7 +172,9 @@ class _Move:
 
 
 def _shuffled_moves(n: int, rng: random.Random) -> Iterator[_Move]:
-    """Large steps first, each size in random order."""
+    """Large steps first, each size in random order; none where there is but one vertex."""
+    if n < 2:
+        return
     stops = [*(m for m in STOPS if m < n), n]
     for part in PARTS:
         moves = [_Move(m, part) for m in stops]

@@ -64,8 +64,9 @@ class CalibrationOptions:
             raise InvalidInputError(f"samples is {self.samples}, expected 1 or more prompts")
         if not self.minutes > 0:
             raise InvalidInputError(f"minutes is {self.minutes}, expected more than 0")
-        policy = make_policy(self.policy)
-        if not policy.budgeted or policy.schedule is not None:
+        if self.top_k < 1:
+            raise InvalidInputError(f"top_k is {self.top_k}, expected 1 or more chunks")
+        if not make_policy(self.policy).follows_schedule:
             raise InvalidInputError(
                 f"policy {self.policy!r} follows no schedule; expected one that does, such as query, "
                 "hkvd or blend"
@@ -109,7 +110,7 @@ def calibrate(
     policy = make_policy(options.policy)
     plans = [_plan(resources, requests, asked) for asked in _asked(resources, options)]
     controller, namespace = worker.run(lambda: _controller(resources, requests))
-    of = Measured(resources, worker, controller, policy, options.ratio)
+    of = Measured(resources, worker, controller, namespace, policy, options.ratio)
     of.expect(plans)
     deadline = began + 60 * options.minutes
     layers = len(resources.adapter.layout.layers)

@@ -1,22 +1,25 @@
 """How far schedules are from full prefill on the prompts of a calibration, as an engine computes them.
 
-Owns what runs on the worker: one prefill at a time, so that Ctrl-C waits for no more than one.
+Owns what runs on the worker: one prefill at a time, so that Ctrl-C waits for no more than one. Between two
+of them somebody else may change the model: each looks whether it is still the one whose KV is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 from blendrag.calibrate.deviation import Reference, deviation, reference
 from blendrag.controller import Controller
 from blendrag.engine.resources import Resources
 from blendrag.engine.worker import Worker
-from blendrag.errors import CorruptKVError, InvalidInputError
+from blendrag.errors import CorruptKVError, IdentityChangedError, InvalidInputError
 from blendrag.loader import SpanCorruptError
-from blendrag.model.adapter import ModelAdapter
 from blendrag.prompt import PromptPlan
 from blendrag.selection import Schedule, SelectionPolicy, make_policy
+
+T = TypeVar("T")
 
 
 class Measured:
@@ -27,12 +30,15 @@ class Measured:
         resources: Resources,
         worker: Worker,
         controller: Controller,
+        namespace: str,
         policy: SelectionPolicy,
         ratio: float,
     ) -> None:
+        """``namespace`` is the one that ``controller`` reads from."""
         self._resources = resources
         self._worker = worker
         self._controller = controller
+        self._namespace = namespace
         self._policy = policy
         self._ratio = ratio
         self._references: list[Reference] = []
@@ -51,7 +57,7 @@ class Measured:
         """Prefill ``plans`` in full; those that hold nothing to blend are left out."""
         adapter = self._resources.adapter
         for plan in plans:
-            expected = self._worker.run(partial(_reference, adapter, plan))
+            expected = self._run(partial(reference, adapter, plan))
             reused = self._deviation(expected, make_policy("reuse"), Schedule("constant"))
             if reused is not None:
                 self._references.append(expected)
@@ -71,20 +77,28 @@ class Measured:
     def _deviation(
         self, expected: Reference, policy: SelectionPolicy, schedule: Schedule
     ) -> float | None:
-        def run() -> float | None:
-            with self._resources.adapter.lock:
-                return deviation(
-                    self._resources.fusor, self._controller, expected, policy, schedule, self._ratio
-                )
+        def measure() -> float | None:
+            fusor = self._resources.fusor
+            return deviation(fusor, self._controller, expected, policy, schedule, self._ratio)
 
         try:
-            return self._worker.run(run)
+            return self._run(measure)
         except SpanCorruptError as exc:
             raise CorruptKVError(
                 "stored KV failed verification and was set aside; ingest again, then calibrate"
             ) from exc
 
+    def _run(self, call: Callable[[], T]) -> T:
+        """On the worker, under the model's lock. Raises :class:`IdentityChangedError`."""
+        adapter = self._resources.adapter
 
-def _reference(adapter: ModelAdapter, plan: PromptPlan) -> Reference:
-    with adapter.lock:
-        return reference(adapter, plan)
+        def run() -> T:
+            with adapter.lock:
+                if adapter.identity.namespace != self._namespace:
+                    raise IdentityChangedError(
+                        f"the weights or adapters of {adapter.model_id} changed during the "
+                        "calibration; nothing was kept, start it again"
+                    )
+                return call()
+
+        return self._worker.run(run)

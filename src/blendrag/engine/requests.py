@@ -132,11 +132,14 @@ class Requests:
         )
 
     def _with_schedule(self, task: Task, namespace: str) -> Task:
-        """What ``calibrated`` means for this model, policy and ratio, and a note if it means nothing."""
+        """What ``calibrated`` means for this model, policy and ratio, and a note if it means nothing.
+
+        No note where the schedule was left to the settings, or decides nothing.
+        """
         root = self._resources.root
         schedule = resolve(root, namespace, task.schedule, task.policy, task.ratio)
-        asked = task.options.schedule is not None and task.schedule.is_open
-        if asked and schedule.name != task.schedule.name:
+        missed = task.options.schedule is not None and schedule.name != task.schedule.name
+        if missed and task.mode == "blend" and make_policy(task.policy).follows_schedule:
             return replace(task, schedule=schedule, notes=(*task.notes, UNCALIBRATED))
         return replace(task, schedule=schedule)
 
