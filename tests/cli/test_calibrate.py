@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from blendrag.cli import calibrate as command
+from blendrag.cli import progress
 from cli.lab import ingest_args, invoke, said
 
 FEW = ("--samples", "2", "--top-k", "3", "--minutes", "0.3", "--ratio", "0.2", "--policy", "query")
@@ -51,12 +51,12 @@ def test_the_table_names_families_and_where_the_questions_came_from(
 def test_interrupted_it_says_that_the_best_so_far_is_kept(
     store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Impatient(command._Progress):
+    class Impatient(progress.SearchProgress):
         def __call__(self, step: object) -> None:
             super().__call__(step)  # type: ignore[arg-type]
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "_Progress", Impatient)
+    monkeypatch.setattr(progress, "SearchProgress", Impatient)
     result = invoke("calibrate", "--store", store, *FEW, "--json")
     assert result.exit_code == 130
     assert "the best schedule so far is kept" in result.stderr.splitlines()[-1]

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from blendrag.cli import interrupt, options, output, quiet
-from blendrag.cli.progress import LINE_EVERY_S
 from blendrag.cli.status import DONE, INTERRUPTED, reporting, say
 from blendrag.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from blendrag.calibrate import Step
     from blendrag.engine import CalibrationReport
 
 SAMPLES, MINUTES = 16, 10.0
@@ -63,6 +58,7 @@ def calibrate(
     quiet.set_up(verbose)
     options.check_environment()
     interrupt.expect("nothing was calibrated yet")
+    from blendrag.cli.progress import SearchProgress
     from blendrag.config import settings
     from blendrag.engine import BlendEngine, CalibrationOptions
 
@@ -83,7 +79,7 @@ def calibrate(
         device=device,
         lora=str(lora) if lora else None,
     )
-    with engine, _Progress() as progress:
+    with engine, SearchProgress() as progress:
         report = engine.calibrate(wanted, progress)
     _print_json(report) if json else _print(report)
     if report.out_of_time:
@@ -128,38 +124,3 @@ def _print(report: CalibrationReport) -> None:
         f"{report.tried} schedules in {output.duration(report.seconds)}; kept as the meaning of "
         "--schedule calibrated"
     )
-
-
-class _Progress:
-    """Called with every schedule measured: a status line on a terminal, a line now and then elsewhere."""
-
-    def __init__(self) -> None:
-        console = Console(stderr=True)
-        self._live = console.is_terminal
-        self._status = console.status("measuring full prefill")
-        self._said = time.monotonic()
-
-    def __enter__(self) -> _Progress:
-        if self._live:
-            self._status.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._status.stop()
-
-    def __call__(self, step: Step) -> None:
-        interrupt.expect("the best schedule so far is kept", grace_s=10.0)
-        text = (
-            f"{step.tried} schedules, best deviation {step.best.deviation:.4g} "
-            f"({step.family.schedule}: {step.family.deviation:.4g})"
-        )
-        if self._live:
-            self._status.update(text)
-        elif time.monotonic() - self._said >= LINE_EVERY_S:
-            self._said = time.monotonic()
-            say("progress", text)

@@ -17,10 +17,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from blendrag.cli import interrupt
 from blendrag.cli.output import duration, megabytes
 from blendrag.cli.status import say
 
 if TYPE_CHECKING:
+    from blendrag.calibrate import Step
     from blendrag.engine.ingest import Totals
 
 #: Between two lines where there is no terminal.
@@ -148,3 +150,33 @@ class QuestionProgress:
             seconds = (now - self._began) * (total - done) / (done - self._first)
             text += f", about {duration(seconds)} left"
         say("progress", text)
+
+
+class SearchProgress:
+    """Called with every schedule measured: a status line on a terminal, a line now and then elsewhere."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._live = console.is_terminal
+        self._status = console.status("measuring full prefill")
+        self._said = time.perf_counter()
+
+    def __enter__(self) -> SearchProgress:
+        if self._live:
+            self._status.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._status.stop()
+
+    def __call__(self, step: Step) -> None:
+        interrupt.expect("the best schedule so far is kept", grace_s=10.0)
+        text = (
+            f"{step.tried} schedules, best deviation {step.best.deviation:.4g} "
+            f"({step.family.schedule}: {step.family.deviation:.4g})"
+        )
+        if self._live:
+            self._status.update(text)
+        elif time.perf_counter() - self._said >= LINE_EVERY_S:
+            self._said = time.perf_counter()
+            say("progress", text)
