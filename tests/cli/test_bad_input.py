@@ -397,3 +397,9 @@ def test_failing_writes_end_ingest_in_a_sentence_and_it_can_be_repeated(
     assert full.stderr.splitlines()[-1].startswith("error: ")
     still_answers(store)
     assert json.loads(invoke(*args).stdout)["documents"] == 2
+
+
+def test_an_arena_without_policies_is_refused_before_anything_is_loaded() -> None:
+    result = invoke("eval", "--model", "nowhere", "--policies", ", ")
+    assert result.exit_code == 2
+    assert "names none" in said(result)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from blendrag.cli import interrupt, lists, options, output, quiet
-from blendrag.cli.progress import QuestionProgress
 from blendrag.cli.status import DONE, reporting
+from blendrag.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from blendrag.evaluation.arena import Arena
@@ -193,6 +193,7 @@ def _arena(
 
 
 def _run(arena: Arena, out: Path | None) -> list[Row]:
+    from blendrag.cli.progress import QuestionProgress
     from blendrag.evaluation.journal import Journal
 
     path = out if out is not None else _cache() / f"eval-{arena.digest}.jsonl"
@@ -238,6 +239,10 @@ def _ways(
     from blendrag.evaluation.ways import default_policies, make_ways
 
     named = lists.listed([policies]) if policies is not None else default_policies()
+    if not named:
+        raise InvalidInputError(
+            f"--policies {policies!r} names none; leave the option out to compare all of them"
+        )
     return make_ways(
         named,
         lists.schedules(schedules) or (settings().schedule,),
