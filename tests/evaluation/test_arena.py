@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 
 import tiny
-from blendrag.engine import BlendEngine
+from blendrag.engine import Answer, BlendEngine, Options
 from blendrag.errors import ContextOverflowError, InvalidInputError, UnsupportedModelError
 from blendrag.evaluation.arena import Arena
+from blendrag.evaluation.asking import Reply
 from blendrag.evaluation.cases import Case
 from blendrag.evaluation.journal import Journal
+from blendrag.evaluation.library import Library
 from blendrag.evaluation.report import table
 from blendrag.evaluation.rows import Row
+from blendrag.evaluation.source import source_digest
 from blendrag.evaluation.synthetic import synthetic_dataset
 from blendrag.evaluation.ways import Way, make_ways
 from blendrag.model.loading import load_adapter
@@ -50,6 +53,20 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(BlendEngine, "generate", spy)
     monkeypatch.setattr(Arena, "_warm_up", lambda *_: None)
     return prompts
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Case and policy, in the order in which they were asked."""
+    seen: list[tuple[str, str]] = []
+    real = Arena._reply
+
+    def spy(self: Arena, library: Library, case: Case, way: Way) -> Reply:
+        seen.append((case.case_id, way.policy))
+        return real(self, library, case, way)
+
+    monkeypatch.setattr(Arena, "_reply", spy)
+    return seen
 
 
 # -- rows -----------------------------------------------------------------------------------------
@@ -141,7 +158,54 @@ def test_the_embedded_model_needs_attention_across_chunks_and_recomputing_gives_
     assert reuse.pgr < 0.75
 
 
+def test_prefix_caching_has_its_chunk_in_memory_from_the_first_question_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tiers: list[str] = []
+    real = BlendEngine.generate
+
+    def spy(self: BlendEngine, prompt: str, options: Options) -> Answer:
+        answer = real(self, prompt, options)
+        tiers.extend(chunk.tier for chunk in answer.metrics.chunks if options.mode == "prefix")
+        return answer
+
+    monkeypatch.setattr(BlendEngine, "generate", spy)
+    lab.arena(make_ways(["prefix"], [], [], []), lab.cases(2, 1)).run()
+    assert set(tiers) == {"memory"}
+    assert len(tiers) == 3  # two questions of a context each, and the one that warms up
+
+
 # -- the order of questions -----------------------------------------------------------------------
+
+
+def test_no_way_and_not_even_full_prefill_has_a_place_of_its_own(
+    turns: list[tuple[str, str]],
+) -> None:
+    cases = lab.cases(1, 12)
+    lab.arena(make_ways(["reuse"], [], [], [True]), cases).run()
+    assert turns[:3] == [("0/0", "full"), ("0/0", "none"), ("0/0", "reuse")]  # to warm up
+    orders = [turns[at : at + 3] for at in range(3, len(turns), 3)]
+    assert [{case for case, _ in order} for order in orders] == [{c.case_id} for c in cases]
+    assert all(len({policy for _, policy in order}) == 3 for order in orders)
+    assert len({order[0][1] for order in orders}) == 3
+    assert len({tuple(policy for _, policy in order) for order in orders}) > 3
+
+
+def test_ways_that_only_later_questions_lack_are_warmed_up_too(
+    tmp_path: Path, turns: list[tuple[str, str]]
+) -> None:
+    path = tmp_path / "journal.jsonl"
+    first, *_ = cases = lab.cases(1, 2)
+    lab.arena(make_ways(["reuse"], [], [], [True]), [first]).run(Journal(path))
+    turns.clear()
+    ways = make_ways(["reuse", "boundary(4)"], [], [], [True])
+    lab.arena(ways, cases).run(Journal(path))
+    assert {policy for _, policy in turns[:4]} == {"full", "none", "reuse", "boundary(4)"}
+    assert {case for case, _ in turns[:4]} == {first.case_id}
+    assert {policy for case, policy in turns[4:] if case == first.case_id} == {
+        "full",
+        "boundary(4)",
+    }
 
 
 def test_full_prefill_answers_a_question_once_and_no_context_sees_no_chunk(
@@ -193,6 +257,32 @@ def test_another_model_or_length_of_answer_is_asked_anew(tmp_path: Path, asked: 
     other = tiny.adapter(tiny.llama(seed=1))
     Arena(other, data, ways, max_new_tokens=4).run(Journal(path))
     assert len(asked) == 3 * 2
+
+
+def test_answers_of_other_code_are_asked_anew(
+    tmp_path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, cases, ways = tmp_path / "j.jsonl", lab.cases(1, 1), make_ways([], [], [], [])
+    lab.arena(ways, cases).run(Journal(path))
+    lab.arena(ways, cases).run(Journal(path))
+    assert len(asked) == 2
+    monkeypatch.setattr("blendrag.evaluation.arena.source_digest", lambda: "of other code")
+    lab.arena(ways, cases).run(Journal(path))
+    assert len(asked) == 4
+
+
+def test_code_that_decides_no_answer_is_no_other_code(tmp_path: Path) -> None:
+    def digest() -> str:
+        return source_digest.__wrapped__(tmp_path)
+
+    for name in ("selection/query.py", "cli/eval.py"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("one = 1\n", encoding="utf-8")
+    before = digest()
+    (tmp_path / "cli" / "eval.py").write_text("one = 2\n", encoding="utf-8")
+    assert digest() == before
+    (tmp_path / "selection" / "query.py").write_text("one = 2\n", encoding="utf-8")
+    assert digest() != before
 
 
 # -- bad input ------------------------------------------------------------------------------------

@@ -43,11 +43,11 @@ def test_rouge_l_is_the_longest_common_subsequence() -> None:
 
 
 def test_rouge_l_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics._rouge.cache_clear()
+    metrics.require_rouge.cache_clear()
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
     with pytest.raises(InvalidInputError, match=r"blendrag\[eval\]"):
         metrics.rouge_l("x", ["x"])
-    metrics._rouge.cache_clear()
+    metrics.require_rouge.cache_clear()
 
 
 def test_the_divergence_of_first_tokens_is_of_full_prefill_from_the_other() -> None:

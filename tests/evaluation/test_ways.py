@@ -36,9 +36,9 @@ def test_who_knows_neither_ratio_nor_schedule_is_asked_once() -> None:
     )
 
 
-def test_every_registered_policy_is_asked_by_default() -> None:
+def test_every_registered_policy_and_prefix_caching_are_asked_by_default() -> None:
     named = {way.policy for way in make_ways(default_policies(), ["constant"], [0.1], [True])}
-    assert named == {*POLICIES, "none"}
+    assert named == {*POLICIES, "none", "prefix"}
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "prefix", "map-reduce", "map-rerank", "none"])

@@ -1,24 +1,36 @@
 """The arena: every way answers every question over the same chunks, in one run.
 
 Owns the order. A context's chunks are encoded once; then its questions come one by one, and each is
-asked in every way before the next (*interleaved*), the ways beginning elsewhere each time, so that a
-machine that slows down slows all of them alike. Full prefill answers a question once, and everything
-is compared with that. What the journal holds already is not asked again.
+asked in every way before the next (*interleaved*), the ways shuffled anew for each, so that a machine
+that slows down slows all of them alike and none follows the same other every time. Full prefill
+answers a question once, and everything is compared with that. What the journal holds already is not
+asked again.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 
 from blendrag import __version__
+from blendrag.engine import Options
+from blendrag.engine.prompts import SEPARATOR, render
 from blendrag.errors import InvalidInputError
 from blendrag.evaluation.asking import Reply, ask
 from blendrag.evaluation.cases import Case, Dataset, by_context
 from blendrag.evaluation.chains import ask_chain, require_chains
 from blendrag.evaluation.journal import Journal, Outcome
 from blendrag.evaluation.library import Library, open_library
-from blendrag.evaluation.metrics import agreement, exact_match, f1, first_token_kl, rouge_l
+from blendrag.evaluation.metrics import (
+    agreement,
+    exact_match,
+    f1,
+    first_token_kl,
+    require_rouge,
+    rouge_l,
+)
 from blendrag.evaluation.rows import Row, make_rows
+from blendrag.evaluation.source import source_digest
 from blendrag.evaluation.ways import CHAINS, FULL, NONE, Way
 from blendrag.evaluation.wording import wording_for
 from blendrag.identity import digest_fields
@@ -42,12 +54,15 @@ class Arena:
         seed: int = 1,
         max_new_tokens: int | None = None,
     ) -> None:
-        """``seed`` of the bootstrap; ``max_new_tokens`` ``None``: what the dataset's metric asks for.
+        """``seed`` of the bootstrap and of the ways' order; ``max_new_tokens`` ``None``: what the
+        dataset's metric asks for.
 
-        Raises :class:`InvalidInputError` for a prompt that does not fit the model's context, and
-        :class:`UnsupportedModelError` for a model whose KV cannot be reused."""
+        Raises :class:`InvalidInputError` for a prompt that does not fit the model's context and for a
+        package that is missing, :class:`UnsupportedModelError` for a model whose KV cannot be reused."""
         if any(way.policy in CHAINS for way in ways):
             require_chains()
+        if dataset.metric == "rouge_l":
+            require_rouge()
         adapter.require_blendable()
         self.adapter = adapter
         self.dataset = dataset
@@ -75,22 +90,19 @@ class Arena:
                 for number, cases in enumerate(by_context(pending)):
                     library.hold(cases[0].chunks)
                     if not number:
-                        self._warm_up(library, cases[0], journal)
+                        self._warm_up(library, cases[0], pending, journal)
                     for case in cases:
-                        missing = _rotated(self._missing(case, journal), done)
-                        journal.add(self._ask(library, case, missing))
+                        journal.add(self._ask(library, case, self._missing(case, journal)))
                         done += 1
                         watch(done, total)
         return make_rows(self.dataset, self._outcomes(journal), self.seed)
 
     def _ask(self, library: Library, case: Case, ways: Sequence[Way]) -> list[Outcome]:
         """Outcomes of ``ways``. Full prefill is asked in any case: the others' measure."""
-        full = self._reply(library, case, Way(FULL))
-        outcomes = []
-        for way in ways:
-            reply = full if way.policy == FULL else self._reply(library, case, way)
-            outcomes.append(self._judge(case, way, reply, full))
-        return outcomes
+        wanted = list(dict.fromkeys((Way(FULL), *ways)))
+        random.Random(f"{self.seed}/{case.case_id}").shuffle(wanted)
+        replies = {way: self._reply(library, case, way) for way in wanted}
+        return [self._judge(case, way, replies[way], replies[Way(FULL)]) for way in ways]
 
     def _reply(self, library: Library, case: Case, way: Way) -> Reply:
         engine = library.engine(way)
@@ -100,9 +112,13 @@ class Arena:
         prompt = self._wording.prompt(chunks, case.question)
         return ask(engine, prompt, way.options(self.max_new_tokens), chunks)
 
-    def _warm_up(self, library: Library, case: Case, journal: Journal) -> None:
-        """The first answer of a way pays for what is set up only once."""
-        for way in self._missing(case, journal):
+    def _warm_up(
+        self, library: Library, case: Case, pending: Sequence[Case], journal: Journal
+    ) -> None:
+        """The first answer of a way pays for what is set up only once: of every way that any of
+        ``pending`` will be asked in."""
+        missing = (way for other in pending for way in self._missing(other, journal))
+        for way in dict.fromkeys((Way(FULL), *missing)):
             self._reply(library, case, way)
 
     def _judge(self, case: Case, way: Way, reply: Reply, full: Reply) -> Outcome:
@@ -150,7 +166,7 @@ class Arena:
         """Digest of all that decides how a case is answered, but for the way."""
         fields = (
             case.digest, self.dataset.metric, self.adapter.identity.namespace,
-            self._wording.template, str(self.max_new_tokens), __version__,
+            self._wording.template, str(self.max_new_tokens), __version__, source_digest(),
         )  # fmt: skip
         return digest_fields(field.encode() for field in fields)[:32]
 
@@ -161,12 +177,15 @@ class Arena:
         for cases in by_context(self.dataset.cases):
             sizes = [len(count(chunk)) for chunk in cases[0].chunks]
             largest = max(largest, *sizes, 1) if sizes else largest
+            between = len(sizes) * len(count(SEPARATOR))
             for case in cases:
-                self._check_length(case, sum(sizes))
+                self._check_length(case, sum(sizes) + between)
         return largest
 
     def _check_length(self, case: Case, chunk_tokens: int) -> None:
-        alone = len(self.adapter.tokens.encode_text(self._wording.prompt((), case.question)))
+        tokens = self.adapter.tokens
+        words = render(self._wording.prompt((), case.question), tokens, Options())
+        alone = len(tokens.encode_template(words))
         limit, new = self.adapter.context_tokens, self.max_new_tokens
         if alone + new > limit:
             raise InvalidInputError(
@@ -179,8 +198,3 @@ class Arena:
                 f"for the answer more than the model's context of {limit}; take fewer --chunks or "
                 "smaller --chunk-tokens"
             )
-
-
-def _rotated(ways: list[Way], turn: int) -> list[Way]:
-    at = turn % len(ways) if ways else 0
-    return ways[at:] + ways[:at]

@@ -14,7 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from blendrag.engine import BlendEngine, Options
 from blendrag.errors import CorpusError
-from blendrag.metrics import RequestMetrics
+from blendrag.metrics import ChunkReport, RequestMetrics
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,18 @@ class Witness(LogitsProcessor):
 def ask(engine: BlendEngine, prompt: str, options: Options, chunks: Sequence[str]) -> Reply:
     """Greedy answer to one user message that quotes ``chunks``; nothing of it runs on when this returns.
 
-    Raises :class:`CorpusError` if KV of one of them was to be loaded and was not: that would be full
-    prefill under another name.
+    Raises :class:`CorpusError` if KV of one of them was to be loaded and was not (idealised prefix
+    caching loads the first): that would be full prefill under another name.
     """
     witness = Witness()
     watched = {**options.generate, "logits_processor": LogitsProcessorList([witness])}
     answer = engine.generate(prompt, replace(options, generate=watched))
     engine.drain()
     metrics = answer.metrics
-    if options.mode in ("reuse", "blend"):
-        _require_loaded(metrics, len(chunks))
+    if options.mode == "prefix":
+        _require_loaded(metrics.chunks[:1], 1, metrics.notes)
+    elif options.mode != "full":
+        _require_loaded(metrics.chunks, len(chunks), metrics.notes)
     computed = _computed_share(metrics, [len(engine.resources.text_ids(text)) for text in chunks])
     return Reply(
         answer.text,
@@ -78,13 +80,13 @@ def ask(engine: BlendEngine, prompt: str, options: Options, chunks: Sequence[str
     )
 
 
-def _require_loaded(metrics: RequestMetrics, n_chunks: int) -> None:
-    missed = [chunk for chunk in metrics.chunks if chunk.outcome == "computed"]
-    if missed or len(metrics.chunks) != n_chunks:
-        found = len(metrics.chunks) - len(missed)
-        why = missed[0].reason if missed else "; ".join(metrics.notes) or "not recognised"
+def _require_loaded(chunks: Sequence[ChunkReport], expected: int, notes: Sequence[str]) -> None:
+    missed = [chunk for chunk in chunks if chunk.outcome == "computed"]
+    found = len(chunks) - len(missed)
+    if missed or found != expected:
+        why = missed[0].reason if missed else "; ".join(notes) or "not recognised"
         raise CorpusError(
-            f"KV of {found} of a prompt's {n_chunks} chunks was loaded ({why}); expected all of them, "
+            f"KV of {found} of a prompt's {expected} chunks was loaded ({why}); expected all of them, "
             "run again"
         )
 

@@ -3,30 +3,35 @@
 Owns one engine per kind of store, all over one loaded model, in a temporary directory that goes with
 them. Each holds one context at a time, so that a long run needs no more disk than a short one. KV is
 read from disk (no memory tier), so that no way finds it warmer than another; only idealised prefix
-caching has it in memory, and of the first chunk alone, encoded behind the very text that stands
-before it in every prompt.
+caching has it in memory, from the first question on, and of the first chunk alone, encoded behind the
+very text that stands before it in every prompt.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from blendrag.chunking import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
 from blendrag.engine import BlendEngine
 from blendrag.errors import InvalidInputError
 from blendrag.evaluation.ways import PREFIX, Way
+from blendrag.identity import chunk_key
 from blendrag.model.adapter import ModelAdapter
 from blendrag.readers import Document
 from blendrag.retriever.embedder import Embedder
+from blendrag.store.tiered import TieredStore
 from blendrag.verify import remember, verify
 
 #: Of vectors that nothing is searched by.
 VECTOR_DIM = 8
+#: Limit of the memory that stands for an ideal cache, whatever the settings say; one chunk is in it.
+IDEAL_RAM_BYTES = 16 * 1024**3
 
 
 class _NoEmbedder(Embedder):
@@ -60,6 +65,22 @@ class Shelf:
                 f"{MAX_CHUNK_TOKENS} tokens; split them"
             )
         self._held = len(wanted)
+        if self._first_only:
+            self._promote(wanted[0])
+
+    def _promote(self, chunk: str) -> None:
+        """Into the memory tier, which takes what was read once, and not as it is stored."""
+        resources = self.engine.resources
+        ids, layout = resources.text_ids(chunk), resources.adapter.layout
+        namespace = resources.adapter.identity.namespace
+        key = chunk_key(namespace, resources.prefix_ids, ids)
+        reader = resources.store.open(namespace, key, layout, len(ids))
+        if reader is not None:
+            with closing(reader):
+                shape = layout.layer_shape(0, len(ids))
+                reader.read_layer(0, torch.empty(shape, dtype=layout.torch_dtype))
+        if isinstance(resources.store, TieredStore):
+            resources.store.drain()
 
 
 class Library:
@@ -113,7 +134,7 @@ def open_library(
                 chunk_tokens=min(max(largest_chunk, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS),
                 prefix_text=head if kind == PREFIX else None,
                 encode_prefix=bool(kind),
-                ram_bytes=None if kind == PREFIX else 0,
+                ram_bytes=IDEAL_RAM_BYTES if kind == PREFIX else 0,
             )
             engine.resources.embedder = _NoEmbedder("none")
             shelves[kind] = Shelf(stack.enter_context(engine), first_only=kind == PREFIX)

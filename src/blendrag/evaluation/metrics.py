@@ -53,12 +53,13 @@ def rouge_l(answer: str, accepted: Iterable[str]) -> float:
 
     Raises :class:`InvalidInputError` without the package ``rouge-score``.
     """
-    scorer = _rouge()
+    scorer = require_rouge()
     return max((scorer.score(text, answer)["rougeL"].fmeasure for text in accepted), default=0.0)
 
 
 @lru_cache(maxsize=1)
-def _rouge() -> Any:
+def require_rouge() -> Any:
+    """The scorer; raises :class:`InvalidInputError` without the package ``rouge-score``."""
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as exc:

@@ -63,8 +63,8 @@ class Way:
 
 
 def default_policies() -> tuple[str, ...]:
-    """Every registered policy, ``full`` first."""
-    return tuple(POLICIES)
+    """The baselines that any model can follow, and every registered policy."""
+    return tuple(dict.fromkeys((FULL, PREFIX, REUSE, *POLICIES)))
 
 
 def make_ways(
