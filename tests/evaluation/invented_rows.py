@@ -11,10 +11,11 @@ RATIOS = (0.02, 0.05, 0.15)
 def row(policy: str, kind: str = "all", **changes: Any) -> dict[str, Any]:
     """One row; what is not given is that of a plausible way."""
     pgr = changes.get("pgr", 0.9)
+    score = changes.get("score", 0.1 + 0.8 * (pgr or 0.0))
     made = {
         "dataset": "synthetic", "seed": 7, "policy": policy, "schedule": "constant",
         "encode_prefix": True, "ratio": 0.05, "charged_ratio": 0.06, "kind": kind, "n": 40,
-        "score": 0.1 + 0.8 * (pgr or 0.0), "pgr": pgr,
+        "score": score, "by_context": [[5, 5 * score]] * 8, "pgr": pgr,
         "pgr_low": None if pgr is None else pgr - 0.05,
         "pgr_high": None if pgr is None else min(1.0, pgr + 0.04),
         "kl": 0.01, "ttft_ms": 30.0, "f1": 0.8, "agreement": 0.9, "n_chunks": 6, "chunk_tokens": 64,

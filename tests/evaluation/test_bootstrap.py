@@ -7,7 +7,7 @@ import random
 import pytest
 
 from blendrag.errors import InvalidInputError
-from blendrag.evaluation.bootstrap import UNDEFINED, PairedBootstrap
+from blendrag.evaluation.bootstrap import UNDEFINED, PairedBootstrap, paired_lead
 
 CONTEXTS = [f"c{i // 3}" for i in range(60)]
 
@@ -72,6 +72,45 @@ def test_the_interval_narrows_as_questions_are_added() -> None:
     scores = [score for _ in range(16) for score in shares(0.5, 5)]
     many = PairedBootstrap([1.0] * 960, [0.0] * 960, contexts).gain(scores)
     assert many.high - many.low < 0.5 * (few.high - few.low)  # type: ignore[operator]
+
+
+def test_of_one_context_there_is_no_interval() -> None:
+    gain = PairedBootstrap([1.0] * 3, [0.0] * 3, ["only"] * 3).gain([1.0, 1.0, 0.0])
+    assert (gain.pgr, gain.low, gain.high) == (pytest.approx(2 / 3), None, None)
+
+
+def test_where_too_many_draws_leave_pgr_undefined_there_is_no_interval() -> None:
+    full = [1.0] * 9 + [0.0] * 51  # full prefill gains in three contexts of twenty
+    gain = PairedBootstrap(full, [0.0] * 60, CONTEXTS).gain(full)
+    assert (gain.pgr, gain.low, gain.high) == (1.0, None, None)
+
+
+def test_a_lead_is_that_of_the_mean_scores_and_turns_with_the_sides() -> None:
+    own, other = shares(0.5, 6), shares(0.8, 7)
+    paired = PairedBootstrap([1.0] * 60, [0.0] * 60, CONTEXTS)
+    mine, theirs = paired.by_context(own), paired.by_context(other)
+    lead, back = paired_lead(theirs, mine), paired_lead(mine, theirs)
+    assert lead is not None
+    assert back is not None
+    assert lead.mean == pytest.approx((sum(other) - sum(own)) / 60)
+    assert lead.low < lead.mean < lead.high
+    assert (back.mean, back.low, back.high) == pytest.approx((-lead.mean, -lead.high, -lead.low))
+
+
+def test_what_two_ways_have_in_common_cancels_in_their_lead() -> None:
+    contexts = [str(i) for i in range(40)]
+    own = [float(i % 2) for i in range(40)]  # all or nothing: wide on its own
+    other = [score + 0.1 for score in own]
+    paired = PairedBootstrap([1.0] * 40, [0.0] * 40, contexts)
+    lead = paired_lead(paired.by_context(other), paired.by_context(own))
+    assert lead is not None
+    assert (lead.low, lead.high) == pytest.approx((0.1, 0.1))
+
+
+def test_of_other_questions_or_one_context_no_lead_is_known() -> None:
+    assert paired_lead([(5, 4.0)], [(5, 3.0)]) is None
+    assert paired_lead([(5, 4.0), (5, 4.0)], [(5, 3.0), (4, 3.0)]) is None
+    assert paired_lead([(5, 4.0), (5, 4.0)], ()) is None
 
 
 def test_scores_that_fit_no_question_are_refused() -> None:

@@ -16,7 +16,12 @@ from blendrag.cli.app import app
 from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.evaluation import deviations
 from blendrag.evaluation.quality_page import collect, write_page
-from blendrag.evaluation.reached import reached_table, standings
+from blendrag.evaluation.reached import (
+    calibrated_standings,
+    calibrated_table,
+    reached_table,
+    standings,
+)
 from blendrag.evaluation.runs import (
     CALIBRATION,
     DEVIATIONS,
@@ -52,7 +57,8 @@ def sweep() -> list[dict[str, Any]]:
 
 def schedules() -> list[dict[str, Any]]:
     names = ("constant", "linear", "calibrated")
-    return [invented_rows.row("hkvd", schedule=name) for name in names]
+    full = invented_rows.unsteered("full", "all", 1.0)
+    return [full, *(invented_rows.row("hkvd", schedule=name) for name in names)]
 
 
 def results() -> dict[str, Result]:
@@ -169,35 +175,87 @@ def test_a_ratio_that_was_measured_may_differ_by_kind() -> None:
 # -- the default --------------------------------------------------------------------------------
 
 
+def by_context(*right: float) -> list[list[float]]:
+    """So many of five questions right, context by context."""
+    return [[5, score] for score in right]
+
+
 def test_the_default_is_behind_where_another_is_above_by_more_than_the_interval() -> None:
     rows = [
         invented_rows.unsteered("full", "all", 1.0),
-        invented_rows.row("query", pgr=0.90, pgr_high=0.95),
-        invented_rows.row("hkvd", pgr=0.96),
-        invented_rows.row("blend", pgr=0.93),
+        invented_rows.row("query", pgr=0.90, by_context=by_context(4, 5, 3, 4, 5, 3, 4, 4)),
+        invented_rows.row("hkvd", pgr=0.96, by_context=by_context(5, 5, 3, 4, 5, 3, 4, 5)),
+        invented_rows.row("blend", pgr=0.93, by_context=by_context(5, 5, 4, 4, 5, 4, 4, 5)),
         invented_rows.row("random", pgr=0.99, ratio=0.15),  # at another r
         invented_rows.unsteered("boundary(16)", "all", 0.99, charged_ratio=0.3),  # at a higher r
         invented_rows.row("hkvd", pgr=0.99, encode_prefix=False),  # of other KV
     ]
     (behind,) = standings(rows, "query", "constant")
-    assert behind.best is not None
-    assert (behind.best["policy"], behind.behind) == ("hkvd", True)
-    rows[2]["pgr_low"] = 0.89  # reaches the default's value
-    assert not standings(rows, "query", "constant")[0].behind
-    (ahead,) = standings(rows, "hkvd", "constant")
-    assert (ahead.best or {})["policy"] == "blend"
-    assert not ahead.behind
+    # hkvd is above in two contexts of eight, which a draw in ten leaves out; blend in four
+    assert [row["policy"] for row in behind.others] == ["hkvd", "blend"]
+    assert [row["policy"] for row in behind.ahead] == ["blend"]
+    (ahead,) = standings(rows, "blend", "constant")
+    assert (ahead.best or {})["policy"] == "hkvd"
+    assert (ahead.ahead, ahead.is_known) == ((), True)
+
+
+def test_a_lead_in_every_context_counts_however_wide_the_intervals_are() -> None:
+    own, other = by_context(1, 4, 0, 3, 2, 4), by_context(2, 5, 1, 4, 3, 5)
+    rows = [
+        invented_rows.unsteered("full", "all", 1.0),
+        invented_rows.row("query", pgr=0.5, pgr_low=0.2, pgr_high=0.9, by_context=own),
+        invented_rows.row("hkvd", pgr=0.7, pgr_low=0.3, pgr_high=1.0, by_context=other),
+    ]
+    assert len(standings(rows, "query", "constant")[0].ahead) == 1
+
+
+def test_of_one_context_nothing_is_said() -> None:
+    rows = [
+        invented_rows.unsteered("full", "all", 1.0),
+        invented_rows.row("query", pgr=0.5, by_context=by_context(2)),
+        invented_rows.row("hkvd", pgr=0.7, by_context=by_context(3)),
+    ]
+    (standing,) = standings(rows, "query", "constant")
+    assert (standing.ahead, standing.is_known) == ((), False)
+    assert reached_table([rows], "query", "constant").splitlines()[-1].endswith("| – |")
 
 
 def test_where_pgr_is_undefined_the_score_decides() -> None:
     rows = [
         invented_rows.row("full", pgr=None, score=0.9),
         invented_rows.row("query", pgr=None, score=0.80),
-        invented_rows.row("hkvd", pgr=None, score=0.82),
+        invented_rows.row("hkvd", pgr=None, score=0.78),
     ]
-    assert not standings(rows, "query", "constant")[0].behind
-    rows[2]["score"] = 0.9
-    assert standings(rows, "query", "constant")[0].behind
+    assert not standings(rows, "query", "constant")[0].ahead
+    (line,) = cells(reached_table([rows], "query", "constant"), "6 × 64")
+    assert line[-3:] == ["score -0.100", "hkvd, constant score 0.780 (charged 0.060)", "no"]
+    rows[2] = invented_rows.row("hkvd", pgr=None, score=0.82)
+    assert len(standings(rows, "query", "constant")[0].ahead) == 1
+    behind = reached_table([rows], "query", "constant").splitlines()[-1]
+    assert behind.endswith("| **hkvd, constant score 0.820 (charged 0.060)** |")
+
+
+def test_a_calibrated_schedule_is_held_against_the_families_of_its_policy(page: Path) -> None:
+    rows = [
+        invented_rows.unsteered("full", "all", 1.0),
+        invented_rows.row("query", schedule="calibrated", by_context=by_context(4, 4, 4, 4)),
+        invented_rows.row("query", schedule="linear", by_context=by_context(4, 4, 4, 4)),
+        invented_rows.row(
+            "query", schedule="constant", pgr=0.95, by_context=by_context(5, 5, 5, 5)
+        ),
+        invented_rows.row("query", schedule="constant", pgr=1.0, ratio=0.15),  # at another r
+        invented_rows.row("hkvd", schedule="constant", pgr=1.0),  # another policy
+        invented_rows.row("hkvd", schedule="calibrated", pgr=1.0),
+    ]
+    query, hkvd = calibrated_standings(rows)
+    assert [row["schedule"] for row in query.others] == ["constant", "linear"]
+    assert [row["schedule"] for row in query.ahead] == ["constant"]
+    assert ([row["schedule"] for row in hkvd.others], hkvd.ahead) == (["constant"], ())
+    few = [row for row in rows if row["schedule"] != "linear"]
+    assert (
+        calibrated_table([few, rows]) == calibrated_table([rows, few]) == calibrated_table([rows])
+    )
+    assert "## What calibration is worth" in page.read_text(encoding="utf-8")
 
 
 def test_the_default_is_named_by_size_ratio_and_kind_and_only_if_it_was_asked() -> None:

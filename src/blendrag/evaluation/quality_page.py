@@ -17,7 +17,7 @@ from blendrag.errors import BlendragError
 from blendrag.evaluation.calibration_section import calibration_section
 from blendrag.evaluation.deviation_section import deviation_section
 from blendrag.evaluation.page import FOLDER, Draw, folded, head, picture, plots_module
-from blendrag.evaluation.reached import reached_table
+from blendrag.evaluation.reached import calibrated_table, reached_table
 from blendrag.evaluation.runs import (
     CALIBRATION,
     DEVIATIONS,
@@ -51,9 +51,16 @@ model so small that fixed costs hide most of what is saved: compare it within a 
 
 REACHED = """## What the default reaches
 
-Policy `{policy}`, schedule `{schedule}`. *Best other* is the policy with the highest PGR at the same r (of a
-policy that no ratio steers: at no more), the score where PGR is undefined; *behind* says whether it is
-above by more than the interval, either one's.
+Policy `{policy}`, schedule `{schedule}`. Where PGR is undefined, the score's distance from full prefill's
+stands in its place. *Best other* is the policy with the highest score at the same r (of a policy that no
+ratio steers: at no more); *behind* names every policy that is above by more than the interval: over the
+same questions, the 95% interval of the paired difference between the two lies above 0.
+"""
+
+CALIBRATED_HELD = """## What calibration is worth
+
+Schedule `calibrated` among the fixed families of the same policy at the same r, on questions that it was not
+calibrated on; read as the table above.
 """
 
 
@@ -70,9 +77,11 @@ def write_page(
     """
     parts = [INTRODUCTION.format(folder=FOLDER, nothing="–")]
     there = [run for run in runs if run.name in results]
-    table = reached_table([results[run.name].rows for run in there], policy, schedule)
-    if table:
+    tables = [results[run.name].rows for run in there]
+    if table := reached_table(tables, policy, schedule):
         parts.append(REACHED.format(policy=policy, schedule=schedule) + "\n" + table + "\n")
+    if table := calibrated_table(tables):
+        parts.append(CALIBRATED_HELD + "\n" + table + "\n")
     if CALIBRATION.name in results:
         parts.append(calibration_section(CALIBRATION, results[CALIBRATION.name]))
     parts += [_section(run, results[run.name], directory / FOLDER) for run in there]

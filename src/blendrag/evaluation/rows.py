@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
-from blendrag.evaluation.bootstrap import PairedBootstrap
+from blendrag.evaluation.bootstrap import Gain, PairedBootstrap
 from blendrag.evaluation.cases import Dataset
 from blendrag.evaluation.journal import Outcome
 from blendrag.evaluation.ways import FULL, NONE, Way
@@ -59,6 +59,9 @@ class Row:
     """The one that really ran, where that is another."""
     chosen_by: str = ""
     """The policy that really chose, where the model did not allow the one asked for."""
+    by_context: tuple[tuple[int, float], ...] = ()
+    """Questions and their summed score, of each context: rows of other runs over the same questions can
+    be compared with this one in pairs (:func:`~blendrag.evaluation.bootstrap.paired_lead`)."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON-ready dictionary."""
@@ -81,10 +84,8 @@ def make_rows(dataset: Dataset, outcomes: dict[Way, Sequence[Outcome]], seed: in
 
         paired = PairedBootstrap(scores(Way(FULL)), scores(Way(NONE)), contexts, seed)
         for way in outcomes:
-            gain = paired.gain(scores(way))
-            rows[way, kind] = _row(
-                dataset, way, kind, seed, of(way), (gain.pgr, gain.low, gain.high)
-            )
+            gain, by_context = paired.gain(scores(way)), paired.by_context(scores(way))
+            rows[way, kind] = _row(dataset, way, kind, seed, of(way), gain, by_context)
     return [rows[way, kind] for way in outcomes for kind in kinds]
 
 
@@ -94,7 +95,8 @@ def _row(
     kind: str,
     seed: int,
     outcomes: Sequence[Outcome],
-    gain: tuple[float | None, float | None, float | None],
+    gain: Gain,
+    by_context: tuple[tuple[int, float], ...],
 ) -> Row:
     measured = fmean(o.ratio for o in outcomes)
     agreements = _known([o.agreement for o in outcomes])
@@ -109,9 +111,9 @@ def _row(
         kind=kind,
         n=len(outcomes),
         score=fmean(getattr(o, dataset.metric) for o in outcomes),
-        pgr=gain[0],
-        pgr_low=gain[1],
-        pgr_high=gain[2],
+        pgr=gain.pgr,
+        pgr_low=gain.low,
+        pgr_high=gain.high,
         kl=_mean(_known([o.kl for o in outcomes])),
         ttft_ms=median(o.ttft_ms for o in outcomes),
         metric=dataset.metric,
@@ -124,6 +126,7 @@ def _row(
         chunk_tokens=dataset.chunk_tokens,
         schedule_run=_others([o.schedule for o in outcomes], way.schedule) if way.schedule else "",
         chosen_by=_others([o.policy for o in outcomes], way.policy),
+        by_context=by_context,
     )
 
 

@@ -106,9 +106,10 @@ RUNS = (
     Run(
         "policies",
         "Policies, chunks of at most 64 tokens",
-        "Every policy at equal r. What a policy computes in order to choose is in the charged ratio "
-        "and in the time. MapReduce and MapRerank take part by name, for models that follow "
-        "instructions, which the embedded one does not.",
+        "Every policy at equal r. Of what a policy computes in order to choose, chunk tokens of the "
+        "entry layer are in the charged ratio; a question's own pass over stored KV and the projections "
+        "that deviations are read from show in the time alone. MapReduce and MapRerank take part by "
+        "name, for models that follow instructions, which the embedded one does not.",
         (
             evaluation(POLICIES, ratios=SWEEP),
             evaluation(_TUNED, ratios=SWEEP[:2], schedules=CALIBRATED),
