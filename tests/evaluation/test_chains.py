@@ -11,7 +11,7 @@ import pytest
 import tiny
 from blendrag.engine import Answer, BlendEngine, Options
 from blendrag.errors import ContextOverflowError
-from blendrag.evaluation.chains import ask_chain
+from blendrag.evaluation.chains import PASSAGE_TOKENS, SCORE_TOKENS, ask_chain
 from blendrag.evaluation.rows import Row
 from blendrag.evaluation.ways import make_ways
 from evaluation import lab
@@ -51,7 +51,8 @@ def test_map_reduce_reads_every_chunk_alone_and_then_what_it_said(
     assert len(asked) == 4
     for chunk, (prompt, options) in zip(case.chunks, asked, strict=False):
         assert chunk in prompt
-        assert (options.mode, options.max_new_tokens) == ("full", 3)
+        assert (options.mode, options.max_new_tokens) == ("full", PASSAGE_TOKENS)
+    assert asked[-1][1].max_new_tokens == 3
     assert all(part in asked[-1][0] for part in ("one", "two", "three"))
     assert (reply.charged_ratio, reply.logits) == (1.0, None)
     assert reply.ttft_s > 0
@@ -60,8 +61,9 @@ def test_map_reduce_reads_every_chunk_alone_and_then_what_it_said(
 def test_map_rerank_takes_the_answer_with_the_best_score(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scripted(monkeypatch, ["a\nScore: 10", "ships\nScore: 90", "b\nScore: 20"])
+    asked = scripted(monkeypatch, ["a\nScore: 10", "ships\nScore: 90", "b\nScore: 20"])
     assert ask_chain(engine, "map-rerank", lab.cases(1, 1)[0], 3).text == "ships"
+    assert {options.max_new_tokens for _, options in asked} == {3 + SCORE_TOKENS}
 
 
 def test_a_model_that_gives_no_score_has_answered_nothing(

@@ -22,6 +22,11 @@ from blendrag.evaluation.cases import Case
 log = logging.getLogger(__name__)
 
 PACKAGES = ("langchain_classic", "langchain_blendrag")
+#: What MapReduce may take over from a chunk: its prompt asks for "any relevant text verbatim", which
+#: has no room in the few words of an answer.
+PASSAGE_TOKENS = 128
+#: What MapRerank says behind an answer: how sure it is.
+SCORE_TOKENS = 16
 
 
 def require_chains() -> None:
@@ -40,29 +45,41 @@ def ask_chain(engine: BlendEngine, name: str, case: Case, max_new_tokens: int) -
     Where the chain cannot go on with what the model replies (no score, too long), nothing is answered.
     """
     require_chains()
-    from langchain_classic.chains.question_answering import load_qa_chain
     from langchain_core.documents import Document
 
-    from langchain_blendrag import BlendLLM
-
     costs = _costs()
-    llm = BlendLLM(engine=engine, mode="full", max_new_tokens=max_new_tokens)
     documents = [Document(page_content=chunk) for chunk in case.chunks]
     given = {"input_documents": documents, "question": case.question}
-    # What fits is joined at once; LangChain's own bound of 3,000 is less than its prompt takes up
-    # with some tokenizers.
-    room_tokens = engine.adapter.context_tokens - max_new_tokens
-    bound: dict[str, Any] = {"token_max": room_tokens} if name == "map-reduce" else {}
-    began = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated in favour of agents, which these are not
-        chain = load_qa_chain(llm, chain_type=name.replace("-", "_"), **bound)
+        chain = _chain(engine, name, max_new_tokens)
+        began = time.perf_counter()
         text = _answer(chain, given, costs)
     took = time.perf_counter() - began
     engine.drain()
     # MapReduce's last answer streams from its first token on; MapRerank's is known when all are.
     ttft_s = took - costs.last_decode_s if name == "map-reduce" else took
     return Reply(text, (), None, 1.0, 1.0, ttft_s)
+
+
+def _chain(engine: BlendEngine, name: str, max_new_tokens: int) -> Any:
+    from langchain_classic.chains.question_answering import load_qa_chain
+
+    from langchain_blendrag import BlendLLM
+
+    def llm(tokens: int) -> BlendLLM:
+        return BlendLLM(engine=engine, mode="full", max_new_tokens=tokens)
+
+    if name == "map-rerank":
+        return load_qa_chain(llm(max_new_tokens + SCORE_TOKENS), chain_type="map_rerank")
+    return load_qa_chain(
+        llm(max(max_new_tokens, PASSAGE_TOKENS)),
+        chain_type="map_reduce",
+        reduce_llm=llm(max_new_tokens),
+        # What fits is joined at once; LangChain's own bound of 3,000 is less than its prompt takes
+        # up with some tokenizers.
+        token_max=engine.adapter.context_tokens - max_new_tokens,
+    )
 
 
 def _answer(chain: Any, given: dict[str, Any], costs: Any) -> str:
