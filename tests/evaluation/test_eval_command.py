@@ -130,6 +130,14 @@ def test_what_cannot_be_asked_is_one_sentence(
     assert result.stdout == ""
 
 
+def test_a_seed_that_nothing_can_be_drawn_by_is_refused_before_anything_is_asked(
+    model: str,
+) -> None:
+    result = invoke(*small(model, "--seed", "-1"))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--seed" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("record", "sentence"),
     [({"prompt": "x"}, "expected {question, answers, ctxs}"),

@@ -70,7 +70,7 @@ def evaluate(
         str | None,
         typer.Option(
             help="Comma-separated: policies, full, reuse, prefix, map-reduce, map-rerank. "
-            "[default: full, reuse and every policy]",
+            "[default: full, prefix, reuse and every policy]",
             show_default=False,
         ),
     ] = None,
@@ -95,7 +95,7 @@ def evaluate(
     encode_prefix: Annotated[
         str, typer.Option(help="Chunks encoded behind the corpus's prefix: on, off or on,off.")
     ] = "on",
-    seed: Annotated[int, typer.Option(help="Of the questions and the bootstrap.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Of the questions and the bootstrap.")] = 1,
     split: Annotated[str, typer.Option(help="Of the generated dataset.")] = "test",
     contexts: Annotated[
         int | None,
