@@ -11,7 +11,7 @@ from blendrag import BlendEngine
 from blendrag.demo import demo_corpus_path
 from langchain_blendrag import BlendLLM, BlendRetriever
 
-QUESTION = "Which instrument does Erik Bell play?"
+QUESTION = "Which sport does Anna Bell enjoy?"
 PROMPT = PromptTemplate.from_template(
     "Use the following pieces of context to answer the question.\n\n"
     "{context}\n\nQuestion: {input}\nHelpful Answer:"

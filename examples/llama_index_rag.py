@@ -11,7 +11,7 @@ from blendrag import BlendEngine
 from blendrag.demo import demo_corpus_path
 from llama_index.llms.blendrag import BlendLLM, BlendRetriever
 
-QUESTION = "Which instrument does Erik Bell play?"
+QUESTION = "Which sport does Anna Bell enjoy?"
 
 
 class Usage(BaseEventHandler):

@@ -39,7 +39,7 @@ def test_python_examples_run_one_after_another(tmp_path: Path) -> None:
         script.write_text(example, encoding="utf-8")
         done = run([sys.executable, str(script)], tmp_path)
         assert done.returncode == 0, f"{example}\n{done.stderr[-2000:]}"
-        assert "mandolin" in done.stdout, example  # only a paragraph that says "he" has it
+        assert "skating" in done.stdout, example  # only a paragraph that says "she" has it
 
 
 def test_python_example_reuses_tokens(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -14,13 +15,15 @@ from transformers import (
 )
 
 from blendrag.demo import demo_corpus_path, demo_model_path, demo_questions
-from blendrag.demo.check import Case, answered, cases, evaluate, visible
+from blendrag.demo.check import answered, entries, evaluate, visible
+from blendrag.demo.contexts import Context, contexts
 from blendrag.demo.curriculum import Sample, Writer
-from blendrag.demo.generator import generate_corpus, slug
+from blendrag.demo.generator import slug
 from blendrag.demo.prompts import NATIVE, template
+from blendrag.demo.write_corpus import N_QUESTIONS, write
 
-MAX_BYTES = 8 * 10**6
-CONTEXTS = 9
+MAX_BYTES = 16 * 10**6
+CONTEXTS = 12
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +36,10 @@ def model() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32).eval()
 
 
-def rendered(tokenizer: PreTrainedTokenizerBase, case: Case, question: str) -> list[int]:
+def rendered(tokenizer: PreTrainedTokenizerBase, context: Context, question: str) -> list[int]:
     """The prompt of one question, tokenised segment by segment."""
     layout = template(tokenizer, NATIVE)
-    texts = [text for text, _ in layout.context_segments(case.entries)] + [
+    texts = [text for text, _ in layout.context_segments(entries(context))] + [
         layout.question(question)
     ]
     return [t for text in texts for t in tokenizer.encode(text, add_special_tokens=False)]
@@ -48,13 +51,13 @@ def test_the_weights_are_small_bf16_and_of_a_stock_class() -> None:
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["dtype"] == "bfloat16"
     assert config["max_position_embeddings"] >= 4096
-    assert config["num_hidden_layers"] >= 8
+    assert config["num_hidden_layers"] >= 12
 
 
 def test_full_prefill_answers_coreference_and_reuse_fails_it(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    scores = evaluate(model, tokenizer, seed=20_261, n_contexts=CONTEXTS, n_documents=4)
+    scores = evaluate(model, tokenizer, seed=20_261, n_contexts=CONTEXTS)
     accuracy = {(s.mode, s.kind): s.accuracy for s in scores}
     assert accuracy["full", "direct"] >= 0.85
     assert accuracy["full", "coreference"] >= 0.85
@@ -64,12 +67,11 @@ def test_full_prefill_answers_coreference_and_reuse_fails_it(
 def test_packed_questions_score_as_single_ones_generated_by_the_stock_path(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    (case,) = cases(seed=3, split="test", n_contexts=1, n_questions=8)
-    packed = answered(
-        model, Writer(tokenizer).sample(NATIVE, case.entries, [*case.questions]), "full"
-    )
-    for question, right in zip(case.questions, packed, strict=True):
-        prompt = torch.tensor([rendered(tokenizer, case, question.text)])
+    (context,) = contexts(tokenizer, seed=3, split="test", n_contexts=1)
+    sample = Writer(tokenizer).sample(NATIVE, entries(context), [*context.questions])
+    packed = answered(model, sample, "full")
+    for question, right in zip(context.questions, packed, strict=True):
+        prompt = torch.tensor([rendered(tokenizer, context, question.text)])
         output = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False
         )
@@ -94,15 +96,13 @@ def test_the_demo_corpus_is_of_unseen_names_and_holds_its_answers() -> None:
         p.stem: p.read_text(encoding="utf-8").strip() for p in demo_corpus_path().glob("*.txt")
     }
     assert 24 <= len(texts) <= 40
-    generated = generate_corpus(11, "test", len(texts)).documents
-    assert texts == {slug(d.name): d.text for d in generated}
+    generated = {d.doc_id: d for d in write(11)}
+    assert texts == {slug(d.name): d.text for d in generated.values()}
     questions = demo_questions()
-    kinds = [q.kind for q in questions]
-    assert (kinds.count("coreference"), kinds.count("direct")) == (8, 4)
+    assert Counter(q.kind for q in questions) == N_QUESTIONS
     for question in questions:
-        assert (
-            question.answer in texts[question.document_id].split("\n\n")[question.kind != "direct"]
-        )
+        needed = [generated[doc_id].paragraphs[index] for doc_id, index in question.needs]
+        assert any(question.answer in paragraph for paragraph in needed)
 
 
 def test_importing_the_demo_loads_no_torch() -> None:

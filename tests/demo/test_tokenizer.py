@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from blendrag.demo import demo_model_path
-from blendrag.demo.generator import generate_corpus
+from blendrag.demo.names import NameDealer
 from blendrag.demo.tokenizer import SPECIAL_TOKENS, VOCAB_SIZE
 
 
@@ -56,6 +56,8 @@ def test_the_chat_template_writes_every_role(tokenizer: PreTrainedTokenizerBase)
 
 
 def test_names_are_two_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
-    names = [d.name for d in generate_corpus(1, "test", 200).documents]
+    dealer = NameDealer(random.Random(1), "test")
+    kinds = ("person", "organisation", "place", "product", "event")
+    names = [dealer.name(kind) for kind in kinds for _ in range(40)]
     for name in names:
         assert len(tokenizer.encode(" " + name, add_special_tokens=False)) == 2

@@ -7,7 +7,7 @@ Owns: where they lie inside the package. Importing this loads neither torch nor 
 import json
 from pathlib import Path
 
-from blendrag.demo.generator import Question
+from blendrag.demo.questions import Question
 
 _HERE = Path(__file__).parent
 
@@ -27,7 +27,10 @@ def demo_questions() -> tuple[Question, ...]:
     name without `.txt`.
     """
     records = json.loads((_HERE / "questions.json").read_text(encoding="utf-8"))
-    return tuple(Question(**record) for record in records)
+    return tuple(
+        Question(**record | {"needs": tuple((doc_id, index) for doc_id, index in record["needs"])})
+        for record in records
+    )
 
 
 __all__ = ["Question", "demo_corpus_path", "demo_model_path", "demo_questions"]

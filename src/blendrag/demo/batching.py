@@ -27,6 +27,7 @@ class Batch:
     rows: Tensor  # [N] flat indices of the tokens that predict a supervised one
     targets: Tensor  # [N]
     first: Tensor  # [n_questions] where in `targets` each question's answer begins
+    kinds: tuple[str, ...]  # of the questions
 
 
 def collate(samples: Sequence[Sample], pad: int, dtype: torch.dtype, device: torch.device) -> Batch:
@@ -60,15 +61,15 @@ def collate(samples: Sequence[Sample], pad: int, dtype: torch.dtype, device: tor
     mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)[
         :, None
     ]
-    parts = (
-        tokens,
-        positions,
-        mask,
-        torch.tensor(rows),
-        torch.tensor(targets),
-        torch.tensor(first),
+    return Batch(
+        tokens.to(device),
+        positions.to(device),
+        mask.to(device),
+        torch.tensor(rows).to(device),
+        torch.tensor(targets).to(device),
+        torch.tensor(first).to(device),
+        tuple(asked.kind for sample in samples for asked in sample.questions),
     )
-    return Batch(*(part.to(device) for part in parts))
 
 
 def packed_attention(

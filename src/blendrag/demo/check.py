@@ -8,13 +8,11 @@ blendrag.demo.check DIR` prints the table of the model card.
 """
 
 import argparse
-import random
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -25,10 +23,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from blendrag.demo.contexts import Context, contexts
 from blendrag.demo.curriculum import Sample, Writer
-from blendrag.demo.facts import KINDS
-from blendrag.demo.generator import Document, Question, generate_corpus
-from blendrag.demo.names import Split
+from blendrag.demo.facts import Split
 from blendrag.demo.prompts import FORMS, NATIVE, Entry, Form
 
 Mode = Literal["full", "reuse"]
@@ -47,32 +44,9 @@ class Score:
     n: int
 
 
-@dataclass(frozen=True)
-class Case:
-    """One context of documents about entities of one kind, and its questions."""
-
-    documents: tuple[Document, ...]
-    questions: tuple[Question, ...]
-
-    @property
-    def entries(self) -> list[Entry]:
-        return [Entry(p, f"{d.doc_id}.txt") for d in self.documents for p in d.paragraphs]
-
-
-def cases(
-    seed: int, split: Split, n_contexts: int, n_documents: int = 3, n_questions: int = 12
-) -> Iterator[Case]:
-    """Contexts of 2 × `n_documents` chunks in random document order; kinds of entity take turns."""
-    kinds = list(KINDS)
-    for i in range(n_contexts):
-        rng = random.Random(f"check/{seed}/{i}")
-        corpus = generate_corpus(
-            seed * 100_000 + i, split, n_documents, kinds=[kinds[i % len(kinds)]]
-        )
-        documents = tuple(rng.sample(corpus.documents, n_documents))
-        yield Case(
-            documents, tuple(rng.sample(corpus.questions, min(n_questions, len(corpus.questions))))
-        )
+def entries(context: Context) -> list[Entry]:
+    """The chunks of `context` with the file each is from."""
+    return [Entry(p, f"{d.doc_id}.txt") for d in context.documents for p in d.paragraphs]
 
 
 def evaluate(
@@ -81,16 +55,20 @@ def evaluate(
     seed: int,
     split: Split = "test",
     n_contexts: int = 30,
-    n_documents: int = 3,
-    n_questions: int = 12,
+    n_chunks: int = 6,
+    chunk_tokens: int = 64,
+    n_questions: int = 3,
     form: Form = NATIVE,
     modes: tuple[Mode, ...] = MODES,
 ) -> tuple[Score, ...]:
-    """Exact match by mode and question kind. Does not modify the model."""
+    """Exact match by mode and question kind, at most `n_questions` of each kind and context. Does
+    not modify the model.
+    """
     writer = Writer(tokenizer)
     right: dict[tuple[Mode, str], list[bool]] = defaultdict(list)
-    for case in cases(seed, split, n_contexts, n_documents, n_questions):
-        sample = writer.sample(form, case.entries, list(case.questions))
+    made = contexts(tokenizer, seed, split, n_contexts, n_chunks, chunk_tokens, n_questions)
+    for context in made:
+        sample = writer.sample(form, entries(context), list(context.questions))
         for mode in modes:
             for asked, correct in zip(sample.questions, answered(model, sample, mode), strict=True):
                 right[mode, asked.kind].append(correct)
@@ -154,23 +132,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Accuracy of a demo model by question kind.")
     parser.add_argument("model", type=Path)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--split", default="test")
+    parser.add_argument("--split", default="test", choices=get_args(Split))
     parser.add_argument("--contexts", type=int, default=60)
-    parser.add_argument("--documents", type=int, nargs="+", default=[3, 6])
+    parser.add_argument("--chunks", type=int, default=6)
+    parser.add_argument("--chunk-tokens", type=int, nargs="+", default=[64, 128, 512])
     parser.add_argument("--forms", nargs="+", default=[NATIVE.name])
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     args = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     for form in (form for form in FORMS if form.name in args.forms):
-        for n_documents in args.documents:
+        for chunk_tokens in args.chunk_tokens:
             scores = evaluate(
-                model, tokenizer, args.seed, args.split, args.contexts, n_documents, form=form
+                model,
+                tokenizer,
+                args.seed,
+                args.split,
+                args.contexts,
+                args.chunks,
+                chunk_tokens,
+                form=form,
+                modes=tuple(args.modes),
             )
             for score in scores:
                 sys.stdout.write(
-                    f"{form.name}, {2 * n_documents} chunks, {score.mode}, {score.kind}: "
-                    f"{score.accuracy:.3f} (n={score.n})\n"
+                    f"{form.name}, {args.chunks} chunks of {chunk_tokens}, {score.mode}, "
+                    f"{score.kind}: {score.accuracy:.3f} (n={score.n})\n"
                 )
+                sys.stdout.flush()
 
 
 if __name__ == "__main__":

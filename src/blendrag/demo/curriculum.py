@@ -7,23 +7,17 @@ candidates; repeats, recall and ever longer documents lead it past that.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
-from blendrag.demo.facts import KINDS, Attribute
-from blendrag.demo.generator import (
-    Deck,
-    Document,
-    Question,
-    Shape,
-    ask_about,
-    named,
-    write_document,
-)
-from blendrag.demo.names import NameDealer, Split
+from blendrag.demo.contexts import draw_kinds, sizes, write_context
+from blendrag.demo.facts import KINDS, Attribute, Split
+from blendrag.demo.generator import Deck, Document, Shape, documents
+from blendrag.demo.names import NameDealer
 from blendrag.demo.prompts import FORMS, NATIVE, Entry, Form, Template, template
+from blendrag.demo.questions import Question, ask
 from blendrag.demo.tokenizer import VOCAB_SIZE
 
 # Positions skipped before a chunk in samples with gaps: contexts longer than any trained on stay
@@ -160,7 +154,7 @@ def name_repeats(rng: random.Random, writer: Writer) -> Sample:
         return Repeats((64, ALL), (6, 24))(rng, writer)
     once = [
         t
-        for pair in _pairs(rng, writer, rng.randint(2, 5), _attribute(rng))
+        for pair in _pairs(rng, writer, rng.randint(2, 5), *_attribute(rng))
         for tokens in pair
         for t in tokens
     ]
@@ -175,10 +169,10 @@ def recall(rng: random.Random, writer: Writer) -> Sample:
 
     Words stand between name and value, none to eight: with none it is the repeat already known.
     """
-    attribute = _attribute(rng)
+    kind, attribute = _attribute(rng)
     words = writer.encode(" ".join((*attribute.statements, *attribute.questions)))
     said, asked = (rng.choice((0, 0, 1, 2, 4, 8)) for _ in range(2))
-    pairs = _pairs(rng, writer, rng.randint(3, 8), attribute)
+    pairs = _pairs(rng, writer, rng.randint(3, 8), kind, attribute)
     stop = writer.encode(".")
     sample = Sample()
     sample.append([writer.bos])
@@ -197,150 +191,178 @@ def ladder(rng: random.Random, writer: Writer) -> Sample:
     recall: a list, a list with words between name and value, sentences; asked by name and colon, by
     name in the place of the question, by the question itself.
     """
-    dealer = NameDealer(rng, "train")
-    deck = Deck(rng, dealer)
     kind = rng.choice(list(KINDS.values()))
     attribute = rng.choice(kind.attributes)
-    shape = Shape((1, 0), (0, 0), 0, introduction=False)
-    documents = [
-        write_document(rng, dealer, deck, kind, shape, [attribute.key])
-        for _ in range(rng.randint(3, 6))
-    ]
+    shape = Shape((1,), 0, introduction=False, names_only=True, openers=False)
+    n = rng.randint(3, 6)
+    written = documents(rng, "train", [kind.name] * n, [shape] * n, {kind.name: [attribute.key]})
     said, asked = rng.choice((0, 1, 1, 1, 2, 2)), rng.choice((0, 1, 2, 2))
     colon, stop = writer.encode(":"), writer.encode(".")
     words = writer.encode(" ".join(attribute.questions).replace("{n}", ""))
-    questions = [q for d in documents for q in ask_about(rng, d) if q.answer == d.facts[0].value]
-    entries = [Entry(d.paragraphs[0]) for d in documents]
-    sample = writer.sample(NATIVE, entries, questions)
+    questions = ask(rng, written, {"direct": n})
+    sample = writer.sample(NATIVE, [Entry(d.paragraphs[0]) for d in written], questions)
     if said < 2:
         sample.restart([writer.bos])
-        for d in documents:
+        for d in written:
             # Distances mostly small: over a long one alone, binding was never learned.
             distance = rng.randint(0, rng.randint(0, 8))
             gap = rng.choices(words, k=distance) if said else colon
             name, value = writer.encode(f" {d.name}"), writer.encode(f" {d.facts[0].value}")
             sample.append([*name, *gap, *value, *stop])
     if asked < 2:
+        by_id = {d.doc_id: d.name for d in written}
         sample.questions = [
             Asked([*head, *writer.encode(f" {q.answer}"), writer.end], len(head))
-            for d, q in zip(documents, questions, strict=True)
+            for q in questions
+            for name in (by_id[q.document_id],)
             for head in (
-                writer.encode(f" {d.name}:")
-                if asked == 0
-                else writer.question(NATIVE, f"{d.name}?"),
+                writer.encode(f" {name}:") if asked == 0 else writer.question(NATIVE, f"{name}?"),
             )
         ]
     return sample
 
 
-def _attribute(rng: random.Random) -> Attribute:
-    return rng.choice([attribute for kind in KINDS.values() for attribute in kind.attributes])
+def _attribute(rng: random.Random) -> tuple[str, Attribute]:
+    kind = rng.choice(list(KINDS.values()))
+    return kind.name, rng.choice(kind.attributes)
 
 
 def _pairs(
-    rng: random.Random, writer: Writer, n: int, attribute: Attribute
+    rng: random.Random, writer: Writer, n: int, kind: str, attribute: Attribute
 ) -> list[tuple[list[int], list[int]]]:
-    """`n` names and as many different values of the attribute, as tokens."""
+    """`n` names of a kind and as many different values of the attribute, as tokens."""
     dealer = NameDealer(rng, "train")
     deck = Deck(rng, dealer)
-    texts = [(named(dealer, rng), deck.value(attribute)) for _ in range(n)]
+    texts = [(dealer.name(kind), deck.value(attribute)) for _ in range(n)]
     return [(writer.encode(f" {name}"), writer.encode(f" {value}")) for name, value in texts]
 
 
 @dataclass(frozen=True)
-class DocumentsStage:
-    """A context about `documents` entities; `keys` bounds how many attributes there are to tell
-    apart.
+class Brief:
+    """Documents in a few plain sentences: no aliases, no openers, no fillers, the native form.
 
-    `real`: in the prompt forms, at positions with gaps; `orphans`: share of the documents of which
-    only one paragraph is there.
+    `facts` bounds how many each paragraph states; `asked`: questions of each kind; `linked`: share
+    of the contexts whose documents link to one another.
     """
 
     documents: tuple[int, int]
-    facts: tuple[tuple[int, int], tuple[int, int]]
-    fillers: int = 0
+    facts: tuple[tuple[int, int], ...]
+    asked: dict[str, int]
     keys: tuple[int, int] = (2, 5)
-    introduction: float = 0.0
-    real: bool = False
-    orphans: float = 0.0
+    introduction: float = 0.5
+    linked: float = 0.0
+    dated: float = 0.0
 
-    def __call__(self, rng: random.Random, writer: Writer, split: Split = "train") -> Sample:
-        documents = self.write(rng, split)
-        entries, questions = arrange(rng, documents, self.orphans)
-        form = NATIVE
-        if self.real and rng.random() < 0.5:
-            form = rng.choice(FORMS)
-        gaps = rng if self.real and rng.random() < 0.3 else None
-        return writer.sample(form, entries, questions, gaps)
-
-    def write(self, rng: random.Random, split: Split) -> list[Document]:
-        dealer = NameDealer(rng, split)
-        deck = Deck(rng, dealer)
-        kinds = list(KINDS.values())
-        if rng.random() < 0.8:  # of one kind: nothing but the name tells the candidates apart
-            kinds = [rng.choice(kinds)]
+    def __call__(self, rng: random.Random, writer: Writer) -> Sample:
+        kinds = draw_kinds(rng, rng.randint(*self.documents), rng.random() < self.linked)
         keys = {
-            k.name: [a.key for a in rng.sample(k.attributes, rng.randint(*self.keys))]
-            for k in kinds
+            kind: rng.sample([a.key for a in KINDS[kind].attributes], rng.randint(*self.keys))
+            for kind in sorted(set(kinds))
         }
-        shape = Shape()
-        documents = []
-        for _ in range(rng.randint(*self.documents)):
-            if not self.real:
-                facts = (rng.randint(*self.facts[0]), rng.randint(*self.facts[1]))
-                first, second = (rng.randint(0, self.fillers) if n else 0 for n in facts)
-                shape = Shape(facts, (first, second), 0, rng.random() < self.introduction)
-            kind = rng.choice(kinds)
-            documents.append(
-                write_document(
-                    rng, dealer, deck, kind, shape, None if self.real else keys[kind.name]
-                )
+        shapes = [
+            Shape(
+                tuple(rng.randint(*bounds) for bounds in self.facts),
+                0,
+                introduction=rng.random() < self.introduction,
+                names_only=True,
+                openers=False,
             )
-        return documents
+            for _ in kinds
+        ]
+        dated = rng.random() < self.dated
+        written = documents(rng, "train", kinds, shapes, keys, 0.9, dated)
+        entries = [Entry(p, f"{d.doc_id}.txt") for d in written for p in d.paragraphs]
+        return writer.sample(NATIVE, entries, ask(rng, written, self.asked)[:QUESTIONS_PER_CONTEXT])
 
 
-def arrange(
-    rng: random.Random, documents: list[Document], orphans: float
-) -> tuple[list[Entry], list[Question]]:
-    """Chunks in random document order, a document's in its own; of a share of `orphans` only one
-    paragraph, as retrieved.
+ASKED = {"coreference": 5, "direct": 3, "two-hop": 3, "comparison": 2, "unanswerable": 2}
+# What takes longest to learn.
+HARD = {"coreference": 4, "direct": 2, "two-hop": 5, "comparison": 3, "unanswerable": 3}
 
-    A second paragraph continues the first directly before it. Only what the chunks left can answer
-    is asked.
+
+@dataclass(frozen=True)
+class Prompts:
+    """Contexts as they are measured, in the prompt forms, at positions with gaps.
+
+    `tokens` of a context at most, in chunks of one of `sizes` tokens; `orphans`: share of the
+    documents that lack paragraphs, as retrieved; `asked`: questions of each kind.
     """
+
+    tokens: tuple[int, int]
+    sizes: tuple[int, ...]
+    asked: dict[str, int]
+    linked: float = 0.6
+    orphans: float = 0.2
+    split: Split = "train"
+
+    def __call__(self, rng: random.Random, writer: Writer) -> Sample:
+        size = rng.choice(self.sizes)
+        chunks = sizes(rng, max(2, rng.randint(*self.tokens) // size))
+        kinds = draw_kinds(rng, len(chunks), linked=rng.random() < self.linked)
+        asked = {kind: 3 * n for kind, n in self.asked.items()}
+        context = write_context(
+            rng, self.split, kinds, chunks, size, lambda text: len(writer.encode(text)), asked
+        )
+        entries, present = _retrieved(rng, context.documents, self.orphans)
+        questions = _balanced(
+            self.asked, (q for q in context.questions if present.issuperset(q.needs))
+        )
+        form = rng.choice(FORMS) if rng.random() < 0.5 else NATIVE
+        return writer.sample(form, entries, questions, rng if rng.random() < 0.3 else None)
+
+
+def _retrieved(
+    rng: random.Random, written: Sequence[Document], orphans: float
+) -> tuple[list[Entry], set[tuple[str, int]]]:
+    """Chunks in document order; of a share of `orphans` not all paragraphs, as retrieved."""
     entries: list[Entry] = []
-    questions: list[Question] = []
-    for document in rng.sample(documents, len(documents)):
-        present = list(range(len(document.paragraphs)))
-        if len(present) == 2 and rng.random() < orphans:
-            present = [rng.randrange(2)]
-        entries += [Entry(document.paragraphs[i], f"{document.doc_id}.txt") for i in present]
-        kinds = {(0,): ("direct",), (1,): (), (0, 1): ("direct", "coreference")}[tuple(present)]
-        questions += [q for q in ask_about(rng, document) if q.kind in kinds]
-    rng.shuffle(questions)
-    questions.sort(
-        key=lambda q: q.kind == "direct" and rng.random() < 0.6
-    )  # coreference is what takes long to learn
-    return entries, questions[:QUESTIONS_PER_CONTEXT]
+    present: set[tuple[str, int]] = set()
+    for document in written:
+        kept = list(range(len(document.paragraphs)))
+        if len(kept) > 1 and rng.random() < orphans:
+            kept = sorted(rng.sample(kept, rng.randint(1, len(kept) - 1)))
+        entries += [Entry(document.paragraphs[i], f"{document.doc_id}.txt") for i in kept]
+        present.update((document.doc_id, i) for i in kept)
+    return entries, present
 
 
+def _balanced(asked: dict[str, int], questions: Iterable[Question]) -> list[Question]:
+    """As many of each kind as `asked` says."""
+    left = dict(asked)
+    chosen = []
+    for question in questions:
+        if left[question.kind]:
+            left[question.kind] -= 1
+            chosen.append(question)
+    return chosen
+
+
+_ONE = ((1, 1),)
+_TWO = ((1, 2), (1, 2))
 STAGES: tuple[Stage, ...] = (
-    Stage("few-repeats", Repeats((64, 128), (4, 16)), 0.25, 0.9, learning_rate=2e-3),
-    Stage("repeats", Repeats((64, ALL), (4, 16)), 0.3, 0.9, learning_rate=2e-3),
-    Stage("name-repeats", name_repeats, 0.35, 0.9, learning_rate=2e-3),
-    Stage("recall", recall, 0.45, 0.95, learning_rate=2e-3),
-    Stage("ladder", ladder, 0.5, 0.9, learning_rate=2e-3),
+    Stage("few-repeats", Repeats((64, 128), (4, 16)), 0.15, 0.9, learning_rate=2e-3),
+    Stage("repeats", Repeats((64, ALL), (4, 16)), 0.2, 0.9, learning_rate=2e-3),
+    Stage("name-repeats", name_repeats, 0.22, 0.9, learning_rate=2e-3),
+    Stage("recall", recall, 0.26, 0.95, learning_rate=2e-3),
+    Stage("ladder", ladder, 0.3, 0.9, learning_rate=2e-3),
+    Stage("one-fact", Brief((3, 6), _ONE, {"direct": 6}, (1, 2)), 0.33, 0.9),
+    Stage("back-references", Brief((2, 5), _TWO, {"coreference": 9, "direct": 3}, (3, 6)), 0.4),
     Stage(
-        "one-fact",
-        DocumentsStage((3, 6), ((1, 1), (0, 0)), keys=(1, 2), introduction=0.5),
-        0.55,
-        0.9,
+        "kinds",
+        Brief((3, 6), ((1, 3),), ASKED | {"direct": 2}, (2, 4), linked=0.7, dated=0.4),
+        0.44,
+        0.85,
     ),
-    Stage("back-references", DocumentsStage((2, 5), ((1, 2), (1, 2)), 0, (3, 6), 0.5), 0.7),
+    Stage("prompts", Prompts((180, 600), (45, 64), ASKED), 0.565, 1.0),
+    Stage("links", Prompts((180, 600), (45, 64), HARD, 0.85), 0.8, 1.0, learning_rate=1e-3),
     Stage(
-        "prompts",
-        DocumentsStage((2, 12), ((2, 2), (3, 3)), real=True, orphans=0.25),
+        "long-prompts",
+        Prompts((400, 2200), (64, 100, 128, 200, 256, 400, 512), HARD, 0.8),
         1.0,
-        move_on_at=1.0,
+        1.0,
+        learning_rate=1e-3,
     ),
 )
+# Depth comes when there is something for it to do: half the layers learn to look up in half the time.
+SHALLOW, DEEP = 6, 12
+DEEP_FROM = "kinds"

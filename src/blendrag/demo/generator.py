@@ -1,10 +1,11 @@
-"""Seeded documents and questions about people that nobody has ever heard of.
+"""Seeded documents about people, companies, towns, products and events that nobody has heard of.
 
-Owns: how a document is put together and which questions it answers. Does not know: tokens, prompts,
-models. A document has two paragraphs. The first names its entity in every sentence; the second
-refers back only by pronoun ("she", "his"), in every sentence, so that its facts can be told apart
-only by what stands before it. Names come from one split (`names.py`); all else is the
-same for every split. A new question kind is one more function in `_QUESTION_KINDS`.
+Owns: how a document is put together. Does not know: tokens, prompts, models, questions
+(`questions.py`). A document has one to four paragraphs, each a chunk. The first names its entity in
+every sentence, and its role and alias once; the others refer back only, in every sentence, by pronoun,
+role or alias, so that their facts can be told apart only by what stands before them. Documents link to
+one another by name. Names and pairs of opener and statement come from one split; all else is the same
+for every split.
 """
 
 import random
@@ -12,15 +13,16 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from blendrag.demo.facts import KINDS, Attribute, Kind
-from blendrag.demo.names import NameDealer, Split
+from blendrag.demo.facts import ALIASES, KINDS, TIMES, Attribute, Kind, Split, openers
+from blendrag.demo.names import NameDealer, gender_of
+
+Measure = Callable[[str], int]
+"""Size of a text, in whatever `Shape.size` is given in."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One stated fact: its attribute, its value as written, and the paragraph (0 or 1) that
-    states it.
-    """
+    """One stated fact: its attribute, its value as written, and the paragraph that states it."""
 
     attribute: Attribute
     value: str
@@ -36,6 +38,8 @@ class Document:
     doc_id: str
     name: str
     kind: str
+    alias: str
+    role: str
     paragraphs: tuple[str, ...]
     facts: tuple[Fact, ...]
 
@@ -47,67 +51,67 @@ class Document:
     def text(self) -> str:
         return "\n\n".join(self.paragraphs)
 
-
-@dataclass(frozen=True)
-class Question:
-    """A plain-language question with its one short answer. `kind`: `direct` or `coreference`."""
-
-    text: str
-    answer: str
-    kind: str
-    document_id: str
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Documents about distinct entities of one split, and every question they answer."""
-
-    documents: tuple[Document, ...]
-    questions: tuple[Question, ...]
+    def fact(self, key: str) -> Fact | None:
+        return next((f for f in self.facts if f.attribute.key == key), None)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How much a document says: facts and filler sentences in each paragraph, none of both: no such
-    paragraph.
+    """How much a document says: facts per paragraph, and the size that filler brings each
+    paragraph to, at most.
 
-    A paragraph under `min_characters` gets more filler: with these defaults either paragraph alone
-    fits in 64 of the demo tokenizer's tokens and both together do not, so that a splitter of that
-    capacity cuts between them.
+    With these defaults either paragraph alone fits in 64 of the demo tokenizer's tokens and both
+    together do not, so that a splitter of that capacity cuts between them.
     """
 
-    facts: tuple[int, int] = (2, 3)
-    fillers: tuple[int, int] = (0, 0)
-    min_characters: int = 150
+    facts: tuple[int, ...] = (2, 3)
+    size: int = 220
+    measure: Measure = len
     introduction: bool = True
+    names_only: bool = False  # no roles, no aliases: back-references are pronouns
+    openers: bool = True
 
 
 @dataclass
 class Deck:
     """Deals each attribute's values in random order, none twice before all were dealt, so that
-    distractors differ.
+    distractors differ; and names for links.
     """
 
     rng: random.Random
     dealer: NameDealer
+    entities: dict[str, list[str]] = field(default_factory=dict)
+    """Names by kind that have documents of their own: what links lead to, where there are any."""
+    link_share: float = 0.7
     _left: dict[str, list[str]] = field(default_factory=dict)
 
     def value(self, attribute: Attribute) -> str:
-        if not self._left.get(attribute.key):
-            self._left[attribute.key] = self.rng.sample(attribute.values, len(attribute.values))
-        return self._left[attribute.key].pop()
+        if attribute.to:
+            known = self.entities.get(attribute.to)
+            if known and self.rng.random() < self.link_share:
+                return self._deal(f"{attribute.key} {attribute.to}", known)
+            return self.dealer.name(attribute.to)
+        return self._deal(attribute.key, attribute.values)
+
+    def alias(self) -> str:
+        return self._deal("alias", ALIASES)
 
     def role(self, kind: Kind) -> str:
         """Few roles per corpus: "the baker" alone must not tell one person's paragraph from
         another's.
         """
-        roles = self._left.setdefault(f"{kind.name}.role", self.rng.sample(kind.roles, 3))
+        roles = self._left.setdefault(f"{kind.name} role", self.rng.sample(kind.roles, 3))
         return self.rng.choice(roles)
+
+    def _deal(self, key: str, values: Sequence[str]) -> str:
+        if not self._left.get(key):
+            self._left[key] = self.rng.sample(values, len(values))
+        return self._left[key].pop()
 
 
 @dataclass(frozen=True)
 class _Reference:
-    """The word forms by which sentences of one paragraph point at the entity."""
+    """The word forms by which a sentence points at the entity."""
 
     subject: str
     possessive: str
@@ -125,93 +129,56 @@ class _Reference:
         return _spelt(text)
 
 
-def generate_corpus(
-    seed: int,
-    split: Split,
-    n_documents: int,
-    kinds: Sequence[str] | None = None,
-    shape: Shape | None = None,
-) -> Corpus:
-    """`n_documents` about distinct entities of `split`, and their questions; equal arguments give
-    equal corpora.
-
-    `kinds` names the kinds of entity to draw from (default: all). Raises ValueError for an unknown
-    split or kind.
-    """
-    rng = random.Random(f"{seed}/{split}/{n_documents}")
-    unknown = set(kinds or ()) - set(KINDS)
-    if unknown:
-        raise ValueError(f"unknown kind {min(unknown)!r}: expected some of {', '.join(KINDS)}")
-    dealer = NameDealer(rng, split)
-    deck = Deck(rng, dealer)
-    chosen = [KINDS[kind] for kind in kinds or KINDS]
-    documents = tuple(
-        write_document(rng, dealer, deck, chosen[i % len(chosen)], shape or Shape())
-        for i in range(n_documents)
-    )
-    questions = tuple(q for document in documents for q in ask_about(rng, document))
-    return Corpus(documents, questions)
-
-
 def write_document(
     rng: random.Random,
-    dealer: NameDealer,
     deck: Deck,
     kind: Kind,
+    name: str,
     shape: Shape,
     keys: Sequence[str] | None = None,
+    always: Sequence[str] = (),
 ) -> Document:
-    """One document about a freshly named entity of `kind`; `keys` restricts the attributes it
-    may speak of.
+    """One document about `name`, of `kind`; `keys` restricts the attributes it may speak of, and
+    those of `always` come in any case, as far as there is room.
     """
-    # 1) who it is about, and what can be said
-    gender = rng.choice(("female", "male"))
-    name = named(dealer, rng, gender)
-    role = deck.role(kind)
-    pool = [a for a in kind.attributes if keys is None or a.key in keys]
-    drawn = rng.sample(pool, min(sum(shape.facts), len(pool)))
-    facts = tuple(Fact(a, deck.value(a), int(i >= shape.facts[0])) for i, a in enumerate(drawn))
+    # 1) what can be said
+    role, alias = deck.role(kind), deck.alias()
+    pool = [a for a in kind.attributes if keys is None or a.key in (*keys, *always)]
+    drawn = sorted(rng.sample(pool, len(pool)), key=lambda a: a.key not in always)
+    drawn = rng.sample(drawn[: sum(shape.facts)], min(sum(shape.facts), len(pool)))
+    # The last paragraphs, not the first, go short where there is less to say.
+    slots = [i for i, n in enumerate(shape.facts) for _ in range(n)]
+    facts = tuple(Fact(a, deck.value(a), i) for a, i in zip(drawn, slots, strict=False))
 
-    filling = rng.sample(kind.fillers, len(kind.fillers))
-
-    # 2) the sentences of each paragraph; the introduction and the name come first
+    # 2) the sentences of each paragraph
+    naming = _Reference(name, f"{name}'s", name)
+    back = _references_back(name, kind, "" if shape.names_only else role, alias)
+    filling = [(time, f) for time in TIMES for f in kind.fillers]
+    rng.shuffle(filling)
     paragraphs = []
-    for index, references in enumerate((_naming(name), _back(gender, kind))):
-        said = [
-            (rng.choice(f.attribute.statements), f.value) for f in facts if f.paragraph == index
-        ]
-        said += [(filling.pop(), "") for _ in range(shape.fillers[index])]
-        while (
-            said
-            and filling
-            and sum(len(t) + len(v) for t, v in said) < shape.min_characters - 40 * (1 - index)
-        ):
-            said.append((filling.pop(), ""))
-        rng.shuffle(said)
+    for index in range(len(shape.facts)):
+        refer = (lambda: naming) if index == 0 else (lambda: rng.choice(back))
+        written = [f for f in facts if f.paragraph == index]
+        said = [_state(rng, f, refer(), deck.dealer.split, shape.openers) for f in written]
+        head = ""
         if index == 0 and shape.introduction:
-            said.insert(0, (rng.choice(kind.introductions), ""))
-        sentences = [
-            references(rng, i).fill(template, v=value, r=role)
-            for i, (template, value) in enumerate(said)
-        ]
-        if sentences:
-            paragraphs.append(" ".join(sentences))
-
-    # 3) the role is a fact of the naming paragraph too
-    if shape.introduction and kind.role_questions:
-        asked = Attribute("role", kind.roles, kind.introductions, kind.role_questions)
-        facts += (Fact(asked, role.split(" ", 1)[1], 0),)
-    return Document(slug(name), name, kind.name, tuple(paragraphs), facts)
-
-
-def named(dealer: NameDealer, rng: random.Random, gender: str = "") -> str:
-    """A fresh name, of either gender unless that is given."""
-    return dealer.person(gender or rng.choice(("female", "male")))
-
-
-def ask_about(rng: random.Random, document: Document) -> tuple[Question, ...]:
-    """Every question of every kind that `document` answers."""
-    return tuple(question for kind in _QUESTION_KINDS.values() for question in kind(rng, document))
+            introduction = rng.choice(kind.introductions)
+            if shape.names_only:
+                introduction = introduction.replace(", called {a},", "")
+            head = naming.fill(introduction, r=role, a=alias)
+        room = shape.size - shape.measure(" ".join([head, *said]))
+        while filling:
+            time, filler = filling.pop()
+            sentence = refer().fill(f"{time} {filler}.")
+            room -= shape.measure(" " + sentence)
+            if room < 0:
+                break
+            said.append(sentence)
+        rng.shuffle(said)
+        text = " ".join([head, *said] if head else said)
+        if text:
+            paragraphs.append(text)
+    return Document(slug(name), name, kind.name, alias, role, tuple(paragraphs), facts)
 
 
 def slug(name: str) -> str:
@@ -219,46 +186,58 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def _one_fact(kind: str, paragraph: int) -> Callable[[random.Random, Document], list[Question]]:
-    def ask(rng: random.Random, document: Document) -> list[Question]:
-        return [
-            Question(
-                _spelt(rng.choice(f.attribute.questions).format(n=document.name)),
-                f.value,
-                kind,
-                document.doc_id,
-            )
-            for f in document.facts
-            if f.paragraph == paragraph
-        ]
-
-    return ask
-
-
-_QUESTION_KINDS: dict[str, Callable[[random.Random, Document], list[Question]]] = {
-    "direct": _one_fact("direct", 0),
-    "coreference": _one_fact("coreference", 1),
-}
-
-_Referrer = Callable[[random.Random, int], _Reference]
-
-
-def _naming(name: str) -> _Referrer:
-    """The name in every sentence: what is stated here can be found by it alone."""
-    named = _Reference(name, f"{name}'s", name)
-    return lambda rng, index: named
-
-
-def _back(gender: str, kind: Kind) -> _Referrer:
-    """Never the name: a pronoun in every sentence."""
-    pronoun = _pronoun(gender, kind)
-    return lambda rng, index: pronoun
+def documents(
+    rng: random.Random,
+    split: Split,
+    kinds: Sequence[str],
+    shapes: Sequence[Shape],
+    keys: dict[str, list[str]] | None = None,
+    link_share: float = 0.7,
+    dated: bool = False,
+) -> tuple[Document, ...]:
+    """One document for each of `kinds` with the shape beside it, about distinct entities of
+    `split`; their links lead to one another where they can. `dated`: each says a year.
+    """
+    dealer = NameDealer(rng, split)
+    named = [(kind, dealer.name(kind)) for kind in kinds]
+    entities: dict[str, list[str]] = {}
+    for kind, name in named:
+        entities.setdefault(kind, []).append(name)
+    deck = Deck(rng, dealer, entities, link_share)
+    always = {kind: ["year"] if dated else [] for kind in entities}
+    for kind, spoken in always.items():
+        leading = [a.key for a in KINDS[kind].attributes if a.to in entities]
+        spoken += rng.sample(leading, min(1, len(leading)))
+    return tuple(
+        write_document(
+            rng, deck, KINDS[kind], name, shape, keys.get(kind) if keys else None, always[kind]
+        )
+        for (kind, name), shape in zip(named, shapes, strict=True)
+    )
 
 
-def _pronoun(gender: str, kind: Kind) -> _Reference:
-    if kind.name != "person":
-        return _Reference("it", "its", "it")
-    return _Reference("she", "her", "her") if gender == "female" else _Reference("he", "his", "him")
+def _state(
+    rng: random.Random, fact: Fact, reference: _Reference, split: Split, with_openers: bool
+) -> str:
+    """A fact as a sentence, behind an opener that the split may use there."""
+    statement = rng.choice(fact.attribute.statements)
+    opener = rng.choice(openers(statement, split)) if with_openers else ""
+    if opener:
+        lower = statement.replace("{S}", "{s}", 1).replace("{P}", "{p}", 1)
+        statement = f"{opener} {lower}"
+    return reference.fill(statement, v=fact.value)
+
+
+def _references_back(name: str, kind: Kind, role: str, alias: str) -> list[_Reference]:
+    """Never the name: half of them pronouns, and the role and the alias if there is a role."""
+    pronoun = _Reference("it", "its", "it")
+    if kind.name == "person":
+        female = gender_of(name) == "female"
+        pronoun = _Reference("she", "her", "her") if female else _Reference("he", "his", "him")
+    if not role:
+        return [pronoun]
+    other = [_Reference(word, f"{word}'s", word) for word in (f"the {role}", alias)]
+    return [pronoun, pronoun, *other]
 
 
 def _capital(text: str) -> str:

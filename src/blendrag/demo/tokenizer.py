@@ -7,16 +7,17 @@ blendrag.demo.tokenizer --out DIR` rebuilds it.
 
 import argparse
 import ast
+import random
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from blendrag.demo.facts import KINDS
-from blendrag.demo.generator import generate_corpus
-from blendrag.demo.names import FEMALE, MALE, SURNAMES
+from blendrag.demo.contexts import draw_kinds, sizes, write_context
+from blendrag.demo.facts import ALIASES, KINDS
+from blendrag.demo.names import WORDS
 from blendrag.demo.prompts import FORMS
 
 BOS, END, USER, ASSISTANT, SYSTEM, PAD = SPECIAL_TOKENS = (
@@ -27,7 +28,7 @@ BOS, END, USER, ASSISTANT, SYSTEM, PAD = SPECIAL_TOKENS = (
     "<|system|>",
     "<|pad|>",
 )
-VOCAB_SIZE = 2048
+VOCAB_SIZE = 3072
 DOCSTRING_CHARACTERS = 600_000
 
 CHAT_TEMPLATE = (
@@ -42,7 +43,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(seed: int = 0, n_documents: int = 3000) -> PreTrainedTokenizerFast:
+def train_tokenizer(seed: int = 0, n_contexts: int = 800) -> PreTrainedTokenizerFast:
     """A tokenizer of `VOCAB_SIZE` entries; the same for the same seed and Python version."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -53,7 +54,7 @@ def train_tokenizer(seed: int = 0, n_documents: int = 3000) -> PreTrainedTokeniz
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_texts(seed, n_documents), trainer)
+    tokenizer.train_from_iterator(_texts(seed, n_contexts), trainer)
     # Encoding a bare text puts <|bos|> first, as Llama's tokenizer does; the chat template writes
     # its own.
     tokenizer.post_processor = processors.Sequence(
@@ -79,20 +80,29 @@ def train_tokenizer(seed: int = 0, n_documents: int = 3000) -> PreTrainedTokeniz
     return fast
 
 
-def _texts(seed: int, n_documents: int) -> Iterator[str]:
-    corpus = generate_corpus(seed, "train", n_documents)
-    yield from (document.text for document in corpus.documents)
-    yield from (f"Question: {q.text}\nAnswer: {q.answer}" for q in corpus.questions[::3])
+def _texts(seed: int, n_contexts: int) -> Iterator[str]:
+    rng = random.Random(seed)
+    for i in range(n_contexts):
+        chunks = sizes(rng, 6)
+        kinds = draw_kinds(rng, len(chunks), linked=i % 2 == 1)
+        context = write_context(rng, "train", kinds, chunks, 300, len, 1)
+        yield from context.chunks
+        yield from (f"Question: {q.text}\nAnswer: {q.answer}" for q in context.questions)
     # The forms are in every prompt: their words are worth whole tokens.
     for form in FORMS:
         yield from [content for _, content in form.messages] * 100
-    # So is every word that names are made of: a name is then two tokens.
-    for words in (FEMALE, MALE, SURNAMES):
+    # So is every word that names and values are made of: those of one token bind first.
+    for words in _words():
         yield from [" " + " ".join(words)] * 300
-    # A value is one token as far as possible: names of one token bind first, and so do answers.
-    for attribute in (a for kind in KINDS.values() for a in kind.attributes):
-        yield from [" " + " ".join(attribute.values)] * 300
     yield from _docstrings()
+
+
+def _words() -> Iterator[Iterable[str]]:
+    yield from WORDS.values()
+    yield ALIASES
+    for kind in KINDS.values():
+        yield kind.roles
+        yield from (attribute.values for attribute in kind.plain)
 
 
 def _docstrings() -> Iterator[str]:

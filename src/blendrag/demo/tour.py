@@ -33,7 +33,7 @@ LEGEND = (
     "fixed costs hide most of what is saved: blendrag bench ttft measures it on a bigger one."
 )
 #: Prompts long enough that what is saved shows beside what a request costs anyway.
-TOP_K = 24
+TOP_K = 10
 MAX_NEW_TOKENS = 16
 
 
@@ -51,7 +51,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Stop:
-    """One question of the tour. ``kind``: ``direct`` or ``coreference``."""
+    """One question of the tour; ``kind`` as in :class:`blendrag.demo.Question`."""
 
     question: str
     kind: str

@@ -12,8 +12,8 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from blendrag.demo.batching import ATTENTION, Batch, collate
-from blendrag.demo.curriculum import STAGES, Sample, Writer
+from blendrag.demo.curriculum import DEEP, DEEP_FROM, SHALLOW, STAGES, Sample, Writer
 from blendrag.demo.tokenizer import train_tokenizer
 
 FINAL_RATE = 3e-5
@@ -36,15 +36,15 @@ CURRENT_SHARE = 0.8  # of the steps; the rest keeps the earlier stages alive
 SAVE_EVERY_S = 60.0
 
 
-def demo_config(tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
-    """8 layers of width 160. A large rotary base, so that positions far beyond the trained ones
+def demo_config(tokenizer: PreTrainedTokenizerBase, layers: int = DEEP) -> LlamaConfig:
+    """Layers of width 160. A large rotary base, so that positions far beyond the trained ones
     stay near the known.
     """
     return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=160,
         intermediate_size=384,
-        num_hidden_layers=8,
+        num_hidden_layers=layers,
         num_attention_heads=5,
         num_key_value_heads=5,
         head_dim=32,
@@ -57,6 +57,25 @@ def demo_config(tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
     )
 
 
+def deepened(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
+    """A model that computes the same with `layers` layers, a multiple of what `model` has: behind
+    each layer copies of it that add nothing yet (LLaMA Pro, §3.2).
+    """
+    config = LlamaConfig(**model.config.to_dict() | {"num_hidden_layers": layers})
+    config.layer_types = None
+    deep = LlamaForCausalLM(config)
+    every = layers // model.config.num_hidden_layers
+    weights = {k: v for k, v in model.state_dict().items() if ".layers." not in k}
+    for name, weight in model.model.layers.state_dict().items():
+        index, rest = name.split(".", 1)
+        for copy in range(every):
+            silent = copy and rest in ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+            key = f"model.layers.{int(index) * every + copy}.{rest}"
+            weights[key] = torch.zeros_like(weight) if silent else weight.clone()
+    deep.load_state_dict(weights)
+    return deep.to(model.device)
+
+
 @dataclass
 class Progress:
     """Where a run is; saved with the weights."""
@@ -67,6 +86,9 @@ class Progress:
     accuracy: float = 0.0  # of first answer tokens in the current stage, over about 20 steps
     elapsed_s: float = 0.0
     last_loss: float = 0.0
+    layers: int = SHALLOW
+    warm_from: int = 0  # the step from which the optimiser warms up
+    by_kind: dict[str, float] = field(default_factory=dict)  # accuracy of the current stage
 
 
 class Run:
@@ -91,17 +113,23 @@ class Run:
             self.tokenizer.save_pretrained(out)
         torch.manual_seed(seed)
         self.writer = Writer(self.tokenizer)
-        self.model = LlamaForCausalLM(demo_config(self.tokenizer)).to(self.device)
+        self.progress = Progress(**saved["progress"]) if saved else Progress(seed=seed)
+        config = demo_config(self.tokenizer, self.progress.layers)
+        self.adopt(LlamaForCausalLM(config).to(self.device))
+        if saved:
+            self.model.load_state_dict(saved["model"])
+            self.optimizer.load_state_dict(saved["optimizer"])
+
+    def adopt(self, model: LlamaForCausalLM) -> None:
+        """Trains `model` from now on, with a fresh optimiser."""
+        self.model = model
         self.model.set_attn_implementation(ATTENTION)
         decayed = [p for p in self.model.parameters() if p.ndim > 1]
         kept = [p for p in self.model.parameters() if p.ndim <= 1]
         groups = [{"params": decayed, "weight_decay": 0.01}, {"params": kept, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=FINAL_RATE, betas=(0.9, 0.98), fused=True)
-        self.progress = Progress(seed=seed)
-        if saved:
-            self.model.load_state_dict(saved["model"])
-            self.optimizer.load_state_dict(saved["optimizer"])
-            self.progress = Progress(**saved["progress"])
+        self.progress.layers = model.config.num_hidden_layers
+        self.progress.warm_from = self.progress.step
 
     def train(self, minutes: float, steps: int | None) -> None:
         """Runs until `steps`, or else until `minutes` (of all sessions together) are over; saves
@@ -112,12 +140,12 @@ class Run:
             rng = random.Random(f"{progress.seed}/{progress.step}")
             stage = _drawn_stage(rng, progress.stage)
             batch = self._batch(rng, stage)
-            loss, accuracy = self._step(batch, _rate(progress, done))
+            loss, right = self._step(batch, _rate(progress, done))
             now = time.monotonic()
             progress.elapsed_s += now - last
             last = now
             progress.step += 1
-            self._move_on(stage, loss, accuracy, done)
+            self._move_on(stage, loss, dict(_by_kind(batch.kinds, right)), done)
             if progress.step % 10 == 0:
                 _report(progress, done, batch.tokens.numel())
             if now - saved_at > SAVE_EVERY_S:
@@ -144,8 +172,8 @@ class Run:
         samples = list(_fill(rng, stage, self.writer))
         return collate(samples, self.tokenizer.pad_token_id, torch.bfloat16, self.device)
 
-    def _step(self, batch: Batch, rate: float) -> tuple[float, float]:
-        """One optimiser step → (loss, share of answers whose first token is right)."""
+    def _step(self, batch: Batch, rate: float) -> tuple[float, list[bool]]:
+        """One optimiser step → (loss, of each answer whether its first token is right)."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         # At this width a CPU is faster in float32 than under bf16 autocast.
@@ -164,12 +192,15 @@ class Run:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         right = (logits.argmax(-1) == batch.targets)[batch.first]
-        return float(loss.detach()), float(right.float().mean())
+        return float(loss.detach()), right.tolist()
 
-    def _move_on(self, stage: int, loss: float, accuracy: float, done: float) -> None:
+    def _move_on(self, stage: int, loss: float, accuracy: dict[str, float], done: float) -> None:
         progress = self.progress
         if stage == progress.stage:
-            progress.accuracy += 0.05 * (accuracy - progress.accuracy)
+            for kind, value in accuracy.items():
+                before = progress.by_kind.get(kind, 0.0)
+                progress.by_kind[kind] = before + 0.05 * (value - before)
+            progress.accuracy = sum(progress.by_kind.values()) / len(progress.by_kind)
             progress.last_loss = loss
         over = (
             progress.accuracy >= STAGES[progress.stage].move_on_at
@@ -178,6 +209,16 @@ class Run:
         if over and progress.stage + 1 < len(STAGES):
             progress.stage += 1
             progress.accuracy = 0.0
+            progress.by_kind = {}
+            if STAGES[progress.stage].name == DEEP_FROM:
+                self.adopt(deepened(self.model, DEEP))
+
+
+def _by_kind(kinds: Sequence[str], right: Sequence[bool]) -> Iterator[tuple[str, float]]:
+    """The share of right answers of each kind."""
+    for kind in set(kinds):
+        of_kind = [r for k, r in zip(kinds, right, strict=True) if k == kind]
+        yield kind, sum(of_kind) / len(of_kind)
 
 
 def _drawn_stage(rng: random.Random, current: int) -> int:
@@ -205,7 +246,7 @@ def _fill(rng: random.Random, stage: int, writer: Writer) -> Iterator[Sample]:
 
 def _rate(progress: Progress, done: float) -> float:
     """The stage's learning rate, less in the warm-up and in the cool-down."""
-    warm = min(1.0, (progress.step + 1) / WARMUP_STEPS)
+    warm = min(1.0, (progress.step - progress.warm_from + 1) / WARMUP_STEPS)
     cool = min(1.0, (1 - done) / COOLDOWN)
     highest = STAGES[progress.stage].learning_rate
     return FINAL_RATE + (highest - FINAL_RATE) * min(warm, cool)
@@ -213,9 +254,10 @@ def _rate(progress: Progress, done: float) -> float:
 
 def _report(progress: Progress, done: float, n_tokens: int) -> None:
     name = STAGES[progress.stage].name
+    kinds = ", ".join(f"{k or 'all'} {v:.3f}" for k, v in sorted(progress.by_kind.items()))
     sys.stderr.write(
         f"step {progress.step} {done:5.1%} {progress.elapsed_s / 60:.1f} min, stage {name}: "
-        f"accuracy {progress.accuracy:.3f}, loss {progress.last_loss:.3f}, {n_tokens} tokens\n"
+        f"accuracy {kinds}, loss {progress.last_loss:.3f}, {n_tokens} tokens\n"
     )
     sys.stderr.flush()
 

@@ -13,20 +13,38 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from blendrag.demo.generator import Corpus, Document, Question, generate_corpus
+from transformers import AutoTokenizer
+
+from blendrag.demo import demo_model_path
+from blendrag.demo.generator import Document, Shape, documents
+from blendrag.demo.questions import Question, ask
 from blendrag.demo.tour import CHUNK_TOKENS, EMBEDDER, TOP_K
 from blendrag.engine import BlendEngine
 from blendrag.retriever.retriever import RetrievedChunk
 
-N_DOCUMENTS = 30
-N_QUESTIONS = {"coreference": 8, "direct": 4}
+KINDS = ["person"] * 10 + ["organisation"] * 6 + ["place"] * 6 + ["product"] * 4 + ["event"] * 4
+N_QUESTIONS = {"coreference": 7, "direct": 3, "two-hop": 2}
 # What the tour and what a reader of the README asks for.
 TOP_KS = (6, TOP_K)
 
 
-def answerable(corpus: Corpus, written: Path) -> list[Question]:
+def write(seed: int) -> tuple[Document, ...]:
+    """Documents of two chunks, each paragraph as long as a chunk."""
+    encode = AutoTokenizer.from_pretrained(demo_model_path()).backend_tokenizer.encode
+
+    def measure(text: str) -> int:
+        return len(encode(text, add_special_tokens=False).ids)
+
+    rng = random.Random(f"corpus/{seed}")
+    shape = Shape((2, 3), CHUNK_TOKENS, measure)
+    return documents(rng, "test", KINDS, [shape] * len(KINDS))
+
+
+def answerable(
+    questions: Sequence[Question], corpus: Sequence[Document], written: Path
+) -> list[Question]:
     """Questions that a reader of the chunks retrieved can answer, for every `TOP_KS`."""
-    documents = {document.doc_id: document for document in corpus.documents}
+    by_id = {document.doc_id: document for document in corpus}
     with (
         tempfile.TemporaryDirectory() as store,
         BlendEngine(store=store, chunk_tokens=CHUNK_TOKENS, embedder=EMBEDDER) as engine,
@@ -34,28 +52,33 @@ def answerable(corpus: Corpus, written: Path) -> list[Question]:
         engine.ingest([written]).whole()
         return [
             question
-            for question in corpus.questions
+            for question in questions
             if all(
-                _is_clear(question, documents, engine.retrieve(question.text, top_k))
+                _is_clear(question, by_id, engine.retrieve(question.text, top_k))
                 for top_k in TOP_KS
             )
         ]
 
 
 def _is_clear(
-    question: Question, documents: dict[str, Document], chunks: Sequence[RetrievedChunk]
+    question: Question, corpus: dict[str, Document], chunks: Sequence[RetrievedChunk]
 ) -> bool:
-    """Whether the paragraphs needed are there, in one piece, and none follows that says "she" of
-    somebody else and would be taken for theirs.
+    """Whether the paragraphs needed are there, each document's in one piece, and none follows that
+    says "she" of somebody else and would be taken for theirs.
     """
     texts = [chunk.text.strip() for chunk in chunks]
-    paragraphs = documents[question.document_id].paragraphs
-    needed = paragraphs[: 2 if question.kind == "coreference" else 1]
-    if not set(needed) <= set(texts):
+    needed = {corpus[doc_id].paragraphs[index] for doc_id, index in question.needs}
+    if not needed <= set(texts):
         return False
-    last = max(texts.index(paragraph) for paragraph in paragraphs if paragraph in texts)
-    naming = {document.paragraphs[0] for document in documents.values()}
-    return last + 1 == len(texts) or texts[last + 1] in naming
+    naming = {document.paragraphs[0] for document in corpus.values()}
+    for document in {corpus[doc_id] for doc_id, _ in question.needs}:
+        at = [texts.index(p) for p in document.paragraphs if p in texts]
+        following = at[-1] + 1
+        if at != list(range(at[0], following)):
+            return False
+        if following < len(texts) and texts[following] not in naming:
+            return False
+    return True
 
 
 def draw(questions: Sequence[Question], rng: random.Random) -> list[Question]:
@@ -88,9 +111,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=11)
     args = parser.parse_args()
-    corpus = generate_corpus(args.seed, "test", N_DOCUMENTS)
-    write_documents(args.out / "corpus", corpus.documents)
-    questions = draw(answerable(corpus, args.out / "corpus"), random.Random(args.seed))
+    corpus = write(args.seed)
+    write_documents(args.out / "corpus", corpus)
+    rng = random.Random(args.seed)
+    questions = answerable(ask(rng, corpus, 1000), corpus, args.out / "corpus")
+    questions = draw(questions, rng)
     records = json.dumps([asdict(q) for q in questions], indent=2, ensure_ascii=False)
     (args.out / "questions.json").write_text(records + "\n", encoding="utf-8")
 

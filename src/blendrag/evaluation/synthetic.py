@@ -6,17 +6,17 @@ Owns nothing but the way from the generator's contexts to cases; what is written
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from typing import NamedTuple, cast, get_args
+from typing import cast, get_args
 
-from blendrag.demo.generator import Question, generate_corpus
-from blendrag.demo.names import Split
+from blendrag.demo.contexts import contexts
+from blendrag.demo.facts import Split
 from blendrag.errors import InvalidInputError
 from blendrag.evaluation.cases import Case, Dataset
 from blendrag.model.tokens import Tokens
 
 NAME = "synthetic"
+#: More questions than a context has of any kind.
+ALL = 1000
 
 
 def synthetic_dataset(
@@ -36,7 +36,16 @@ def synthetic_dataset(
     if split not in get_args(Split):
         raise InvalidInputError(f"split {split!r} is not one of {', '.join(get_args(Split))}")
     cases: list[Case] = []
-    for number, context in enumerate(_contexts(seed, cast(Split, split), n_contexts, n_chunks)):
+    made = contexts(
+        tokens.tokenizer,
+        seed,
+        cast(Split, split),
+        n_contexts,
+        n_chunks,
+        chunk_tokens,
+        n_questions or ALL,
+    )
+    for number, context in enumerate(made):
         context_id = f"{split}/{seed}/{number}"
         asked = [
             Case(f"{context_id}/{i}", context_id, q.kind, q.text, (q.answer,), context.chunks)
@@ -44,22 +53,6 @@ def synthetic_dataset(
         ]
         cases += _in_turns(asked, n_questions or len(asked))
     return Dataset(NAME, "accuracy", tuple(cases), n_chunks, chunk_tokens)
-
-
-class _Context(NamedTuple):
-    chunks: tuple[str, ...]
-    questions: tuple[Question, ...]
-
-
-def _contexts(seed: int, split: Split, n_contexts: int, n_chunks: int) -> Iterator[_Context]:
-    """Documents of two chunks each in random order, and all they answer, in random order."""
-    n_documents = max(1, n_chunks // 2)
-    for number in range(n_contexts):
-        rng = random.Random(f"arena/{seed}/{number}")
-        corpus = generate_corpus(seed * 100_000 + number, split, n_documents)
-        documents = rng.sample(corpus.documents, n_documents)
-        chunks = tuple(paragraph for document in documents for paragraph in document.paragraphs)
-        yield _Context(chunks, tuple(rng.sample(corpus.questions, len(corpus.questions))))
 
 
 def _in_turns(cases: list[Case], n: int) -> list[Case]:
