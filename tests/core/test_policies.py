@@ -210,7 +210,7 @@ def test_blend_takes_heads_always_out_of_at_most_a_tenth_of_the_budget() -> None
     assert not set(chosen(19)) & {5, 6, 55, 56}
 
 
-def test_damped_attention_is_the_sum_of_roots_over_the_middle_layers(
+def test_damped_attention_is_the_sum_of_roots_over_all_but_the_first_layers(
     adapter: ModelAdapter, fusor: Fusor
 ) -> None:
     class Told(BlendPolicy):
@@ -226,8 +226,8 @@ def test_damped_attention_is_the_sum_of_roots_over_the_middle_layers(
     model.set_attn_implementation("eager")
     with torch.inference_mode():
         weights = model(input_ids=IDS, output_attentions=True, use_cache=False).attentions
-    middle = weights[LAYERS // 4 : LAYERS - LAYERS // 4]
-    paid = sum(layer[0, :, CHUNKS[-1][1] :].float().sqrt().sum((0, 1)) for layer in middle)
+    later = weights[LAYERS // 4 :]
+    paid = sum(layer[0, :, CHUNKS[-1][1] :].float().sqrt().sum((0, 1)) for layer in later)
     expected = torch.cat([paid[a:b] for a, b in CHUNKS])  # type: ignore[index]
     assert policy.question is not None
     assert tiny.difference(policy.question, expected) < 1e-2 * float(expected.std())

@@ -37,7 +37,7 @@ class Scout:
     ) -> None:
         self.attention = torch.zeros(prompt_tokens, dtype=torch.float32, device=device)
         """``[N]``, summed over rows, heads and layers."""
-        self._damped = range(damped // 4, damped - damped // 4) if damped else None
+        self._damped = range(damped // 4, damped) if damped else None
         self.layers = 0
         """Attention calls seen; 0 after a pass: the model does not use transformers' interface."""
         self._asking = asking

@@ -87,7 +87,7 @@ class SelectionPolicy(ABC):
     asks: bool = False
     """Whether it wants the question's attention: a scout pass over the fresh tokens comes first."""
     damps: bool = False
-    """Whether that attention is the sum of square roots over the middle half of the layers: many heads
+    """Whether that attention is the sum of square roots over all layers but the first quarter: many heads
     that look a little count for more than one that stares, as heads do at tokens that mean nothing."""
     shifts: bool = False
     """Whether tokens that are not recomputed get the mean shift of their chunk's ``probes``."""
