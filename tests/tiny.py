@@ -343,7 +343,7 @@ def first_logits(made: BlendEngine, prompt: Any, options: Options) -> tuple[torc
 @contextmanager
 def counted(target: Any, name: str) -> Iterator[list[tuple]]:
     """Calls of ``target.name`` while the context lasts, by their arguments."""
-    real = getattr(target, name)
+    real, own = getattr(target, name), name in vars(target)
     calls: list[tuple] = []
 
     def spy(*args: Any, **kwargs: Any) -> Any:
@@ -354,4 +354,7 @@ def counted(target: Any, name: str) -> Iterator[list[tuple]]:
     try:
         yield calls
     finally:
-        delattr(target, name)
+        if own:
+            setattr(target, name, real)
+        else:  # what is inherited shows again
+            delattr(target, name)

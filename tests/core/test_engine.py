@@ -18,6 +18,7 @@ from blendrag.engine.stream import AnswerStream
 from blendrag.identity import chunk_key
 from blendrag.kv import ChunkKV
 from blendrag.prompt import PromptPlan, Segment
+from blendrag.selection import Schedule
 
 MODES = ("blend", "reuse", "prefix", "full")
 LEAD = "Answer the question from the context.\n\n"
@@ -180,7 +181,7 @@ def test_beams_behind_a_stored_lead_over_a_chunk_of_one_token_equal_stock(
 
     def answer(mode: Mode, controller: Controller | None) -> Answer:
         options = Options(generate={"num_beams": 2})
-        task = Task(plan, mode, "hkvd", "constant", 1.0, 6, options, 0.0, {}, ())
+        task = Task(plan, mode, "hkvd", Schedule("constant"), 1.0, 6, options, 0.0, {}, ())
         stream = AnswerStream(adapter.tokens.tokenizer, (), 0.0)
         generation = Generation(adapter, lambda: used.fusor)
         return generation.run(task, controller, stream, lambda load: None)

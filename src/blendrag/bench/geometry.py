@@ -33,7 +33,7 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
     },
     "tiny": {
         "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 2048,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 3072,
         "tie_word_embeddings": True,
     },
 }  # fmt: skip
