@@ -9,7 +9,8 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from blendrag.demo import demo_model_path
-from blendrag.demo.curriculum import DEEP, DEEP_FROM, SHALLOW, STAGES, Stage, Writer
+from blendrag.demo.curriculum import DEEP, DEEP_FROM, SHALLOW, STAGES, Stage
+from blendrag.demo.samples import Writer
 from blendrag.demo.train import deepened, demo_config
 
 

@@ -17,9 +17,9 @@ from transformers import (
 from blendrag.demo import demo_corpus_path, demo_model_path, demo_questions
 from blendrag.demo.check import answered, entries, evaluate, visible
 from blendrag.demo.contexts import Context, contexts
-from blendrag.demo.curriculum import Sample, Writer
 from blendrag.demo.generator import slug
 from blendrag.demo.prompts import NATIVE, template
+from blendrag.demo.samples import Sample, Writer
 from blendrag.demo.write_corpus import N_QUESTIONS, write
 
 MAX_BYTES = 16 * 10**6

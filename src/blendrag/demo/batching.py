@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from blendrag.demo.curriculum import Sample
+from blendrag.demo.samples import Sample
 
 ATTENTION = "blendrag_demo_packed"  # registered below, chosen by `attn_implementation`
 

@@ -24,9 +24,9 @@ from transformers import (
 )
 
 from blendrag.demo.contexts import Context, contexts
-from blendrag.demo.curriculum import Sample, Writer
 from blendrag.demo.facts import Split
 from blendrag.demo.prompts import FORMS, NATIVE, Entry, Form
+from blendrag.demo.samples import Sample, Writer
 
 Mode = Literal["full", "reuse"]
 MODES: tuple[Mode, ...] = ("full", "reuse")

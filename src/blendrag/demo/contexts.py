@@ -15,17 +15,12 @@ from blendrag.demo.facts import KINDS, Split
 from blendrag.demo.generator import Document, Measure, Shape, documents
 from blendrag.demo.questions import Question, ask
 
-# Kinds whose documents link from the first to the others.
-LINKED: tuple[tuple[str, ...], ...] = (
-    ("person", "organisation"),
-    ("person", "place"),
-    ("organisation", "place"),
-    ("organisation", "person"),
-    ("place", "person"),
-    ("product", "organisation"),
-    ("product", "person"),
-    ("event", "place"),
-    ("event", "person"),
+# Kinds whose documents link from the first to the second.
+LINKED: tuple[tuple[str, str], ...] = tuple(
+    (kind.name, attribute.to)
+    for kind in KINDS.values()
+    for attribute in kind.attributes
+    if attribute.to
 )
 
 
@@ -36,6 +31,12 @@ class Context:
     chunks: tuple[str, ...]
     questions: tuple[Question, ...]
     documents: tuple[Document, ...]
+
+
+def measure_of(tokenizer: PreTrainedTokenizerBase) -> Measure:
+    """Size of a text in tokens, special ones left out."""
+    encode = tokenizer.backend_tokenizer.encode
+    return lambda text: len(encode(text, add_special_tokens=False).ids)
 
 
 def sizes(rng: random.Random, n_chunks: int, longest: int = 4) -> list[int]:
@@ -99,11 +100,7 @@ def contexts(
     """Seeded contexts of `n_chunks` chunks of at most `chunk_tokens` tokens; `questions` is how
     many of each kind at most. One of two is about linked documents.
     """
-    encode = tokenizer.backend_tokenizer.encode
-
-    def measure(text: str) -> int:
-        return len(encode(text, add_special_tokens=False).ids)
-
+    measure = measure_of(tokenizer)
     for i in range(n_contexts):
         rng = random.Random(f"context/{seed}/{split}/{n_chunks}/{chunk_tokens}/{i}")
         chunks = sizes(rng, n_chunks)

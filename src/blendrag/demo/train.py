@@ -1,4 +1,4 @@
-"""Trains the demo model: `python -m blendrag.demo.train --out DIR --seed 0 --minutes 40
+"""Trains the demo model: `python -m blendrag.demo.train --out DIR --seed 0 --minutes 90
 [--resume]`.
 
 Owns: the model's geometry, the optimiser, the clock, the checkpoint. Step i draws its samples from
@@ -26,7 +26,8 @@ from transformers import (
 )
 
 from blendrag.demo.batching import ATTENTION, Batch, collate
-from blendrag.demo.curriculum import DEEP, DEEP_FROM, SHALLOW, STAGES, Sample, Writer
+from blendrag.demo.curriculum import DEEP, DEEP_FROM, SHALLOW, STAGES
+from blendrag.demo.samples import Sample, Writer
 from blendrag.demo.tokenizer import train_tokenizer
 
 FINAL_RATE = 3e-5
@@ -269,7 +270,7 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--minutes", type=float, default=40.0, help="training time, resumed time included"
+        "--minutes", type=float, default=90.0, help="training time, resumed time included"
     )
     parser.add_argument(
         "--steps", type=int, help="end after so many steps instead: the same weights every time"

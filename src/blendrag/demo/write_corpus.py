@@ -16,6 +16,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from blendrag.demo import demo_model_path
+from blendrag.demo.contexts import measure_of
 from blendrag.demo.generator import Document, Shape, documents
 from blendrag.demo.questions import Question, ask
 from blendrag.demo.tour import CHUNK_TOKENS, EMBEDDER, TOP_K
@@ -30,11 +31,7 @@ TOP_KS = (6, TOP_K)
 
 def write(seed: int) -> tuple[Document, ...]:
     """Documents of two chunks, each paragraph as long as a chunk."""
-    encode = AutoTokenizer.from_pretrained(demo_model_path()).backend_tokenizer.encode
-
-    def measure(text: str) -> int:
-        return len(encode(text, add_special_tokens=False).ids)
-
+    measure = measure_of(AutoTokenizer.from_pretrained(demo_model_path()))
     rng = random.Random(f"corpus/{seed}")
     shape = Shape((2, 3), CHUNK_TOKENS, measure)
     return documents(rng, "test", KINDS, [shape] * len(KINDS))
