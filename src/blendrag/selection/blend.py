@@ -20,8 +20,7 @@ from blendrag.selection.base import LayerView, SelectionPolicy, top
 from blendrag.selection.places import places
 
 #: Heads take at most one part in this many of the budget: where chunks are short, the first tokens of
-#: all of them would leave nothing to answer the question with (48% instead of 67% of the embedded
-#: model's coreferences at r = 0.05, when they were given half).
+#: all of them would leave little to answer the question with.
 HEADS_PART = 10
 
 
