@@ -97,7 +97,8 @@ def contexts(
     chunk_tokens: int = 64,
     questions: int | dict[str, int] = 2,
 ) -> Iterator[Context]:
-    """Seeded contexts of `n_chunks` chunks of at most `chunk_tokens` tokens; `questions` is how
+    """Seeded contexts of `n_chunks` chunks filled up to `chunk_tokens` tokens (more only where the
+    facts alone take more, as in 64 tokens of a tokenizer without these words); `questions` is how
     many of each kind at most. One of two is about linked documents.
     """
     measure = measure_of(tokenizer)
