@@ -3,21 +3,34 @@
 Owns the shapes. Does not know about files, models or positions. Keys are stored as the model
 computed them behind the corpus's prefix, that is rotated to ``[prefix_tokens, prefix_tokens + T)``;
 moving them is the business of :mod:`blendrag.positions`.
+
+Layouts are of use to who knows no tensors (``blendrag store check``), so torch is imported when the
+first tensor is asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-#: Stored dtypes by the name that goes into keys and headers.
-DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
+    #: Stored dtypes by the name that goes into keys and headers.
+    DTYPES: dict[str, torch.dtype]
+
+#: Bytes of one number, by the name of its stored dtype.
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def __getattr__(name: str) -> Any:
+    if name != "DTYPES":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import torch
+
+    found = globals()["DTYPES"] = {dtype: getattr(torch, dtype) for dtype in ITEM_BYTES}
+    return found
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -42,11 +55,14 @@ class KVLayout:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
     @property
     def item_bytes(self) -> int:
-        return self.torch_dtype.itemsize
+        return ITEM_BYTES[self.dtype]
 
     def layer_shape(self, layer: int, tokens: int) -> tuple[int, int, int, int]:
         """``[2, Hkv, T, D]`` of one layer."""

@@ -1,17 +1,23 @@
 """The KV store: chunk key → that chunk's KV cache, exactly the bytes that were put, or a miss.
 
 ``base`` holds the contract, ``disk`` and ``memory`` a tier each, ``tiered`` the one over the other.
+The tiers hold tensors and are imported on first use (PEP 562), so that who only looks after the
+files (:mod:`blendrag.store.maintenance`) does not wait for torch.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from blendrag.store.base import KVReader, KVStore, PinScope, StoreStats
-from blendrag.store.disk import DiskStore
-from blendrag.store.memory import MemoryStore
 from blendrag.store.root import DEFAULT_DISK_BYTES
-from blendrag.store.tiered import TieredStore
+
+if TYPE_CHECKING:
+    from blendrag.store.disk import DiskStore
+    from blendrag.store.memory import MemoryStore
+    from blendrag.store.tiered import TieredStore
 
 __all__ = [
     "DEFAULT_DISK_BYTES",
@@ -24,6 +30,18 @@ __all__ = [
     "TieredStore",
     "open_store",
 ]
+
+_LAZY = {
+    "DiskStore": "blendrag.store.disk",
+    "MemoryStore": "blendrag.store.memory",
+    "TieredStore": "blendrag.store.tiered",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'blendrag.store' has no attribute {name!r}")
 
 
 def open_store(
@@ -38,5 +56,9 @@ def open_store(
     The store remembers its ``disk_bytes``. ``None`` takes what it remembers, or else
     ``default_disk_bytes``. Raises :class:`StoreUnavailableError` when the directory cannot be used.
     """
+    from blendrag.store.disk import DiskStore
+    from blendrag.store.memory import MemoryStore
+    from blendrag.store.tiered import TieredStore
+
     disk = DiskStore(Path(root), disk_bytes, read_only, default_disk_bytes)
     return TieredStore(MemoryStore(ram_bytes), disk)

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
-
-import torch
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from blendrag.kv import ChunkKV, KVLayout
+
+if TYPE_CHECKING:
+    import torch
 
 
 @runtime_checkable

@@ -25,7 +25,7 @@ import xxhash
 
 from blendrag.errors import InvalidInputError
 from blendrag.identity import FORMAT_VERSION
-from blendrag.kv import DTYPES, KVLayout, LayerShape
+from blendrag.kv import ITEM_BYTES, KVLayout, LayerShape
 
 ALIGNMENT_BYTES = 4096
 MAX_HEADER_BYTES = 1 << 20
@@ -111,10 +111,10 @@ class Frame:
 @lru_cache(maxsize=1024)
 def frame(layout: KVLayout, tokens: int) -> Frame:
     """What the files of chunks with this layout and number of tokens look like."""
-    if tokens < 1 or not layout.layers or layout.dtype not in DTYPES:
+    if tokens < 1 or not layout.layers or layout.dtype not in ITEM_BYTES:
         raise InvalidInputError(
             f"a KV of {tokens} tokens, {len(layout.layers)} layers, dtype {layout.dtype} cannot "
-            f"be stored; expected at least one of each and a dtype of {', '.join(DTYPES)}"
+            f"be stored; expected at least one of each and a dtype of {', '.join(ITEM_BYTES)}"
         )
     ends = [0]
     for layer in range(len(layout.layers)):
@@ -162,7 +162,13 @@ class Description:
     key: str
     layout: KVLayout
     tokens: int
-    file_bytes: int
+    frame: Frame
+    checksums: tuple[int, ...]
+    """One per layer, as the header says; the layers are not looked at."""
+
+    @property
+    def file_bytes(self) -> int:
+        return self.frame.file_bytes
 
 
 def describe(header: bytes) -> Description | None:
@@ -182,9 +188,10 @@ def describe(header: bytes) -> Description | None:
         return None
     if not (is_name(namespace) and is_name(key)):
         return None
-    if expected.checksums(header, namespace, key) is None:
+    checksums = expected.checksums(header, namespace, key)
+    if checksums is None:
         return None
-    return Description(namespace, key, layout, tokens, expected.file_bytes)
+    return Description(namespace, key, layout, tokens, expected, tuple(checksums))
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
