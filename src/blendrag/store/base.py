@@ -44,15 +44,39 @@ class KVReader(Protocol):
 
 
 @dataclass(frozen=True)
+class TierStats:
+    """One tier: what it holds now, and counters since it was opened."""
+
+    tier: str
+    """``"memory"`` or ``"disk"``."""
+    entries: int
+    size_bytes: int
+    limit_bytes: int
+    hits: int
+    read_bytes: int
+    """Bytes of layers that were read and are good; on disk, those read for promotion included."""
+    evictions: int
+
+
+@dataclass(frozen=True)
 class StoreStats:
-    """Counters since open, and what is stored now."""
+    """What is stored now, and counters since open, of one process."""
 
     entries: int
     size_bytes: int
     hits: int
     misses: int
+    """Opened in vain, in every tier."""
     evictions: int
     quarantined: int
+    puts: int = 0
+    """Chunks written; one that was there already is none."""
+    promotions: int = 0
+    """Chunks taken from disk into memory."""
+    queue_drops: int = 0
+    """Chunks that stayed on disk only, because too many were waiting to be promoted."""
+    tiers: tuple[TierStats, ...] = ()
+    """Fastest first."""
 
 
 class PinScope(Protocol):

@@ -20,7 +20,7 @@ import torch
 
 from blendrag.errors import InvalidInputError, StoreError, StoreUnavailableError
 from blendrag.kv import ChunkKV, KVLayout
-from blendrag.store.base import StoreStats
+from blendrag.store.base import StoreStats, TierStats
 from blendrag.store.directories import OUT_OF_RESOURCES
 from blendrag.store.files import Name, PayloadFiles, new_name
 from blendrag.store.format import Frame, frame, is_name, layer_checksum
@@ -30,6 +30,7 @@ from blendrag.store.pins import Pins, Scope
 from blendrag.store.raw import all_finite, on_cpu, tensor_buffer
 from blendrag.store.reader import DiskReader
 from blendrag.store.root import DEFAULT_DISK_BYTES, named_errors, prepare, settle_limit
+from blendrag.store.tally import Tally
 from blendrag.store.writing import DiskWriter
 
 logger = logging.getLogger("blendrag.store")
@@ -75,7 +76,7 @@ class DiskStore:
         )
         self._recent: dict[tuple[str, str], None] = {}
         self._doubtful: set[Name] = set()
-        self._hits = self._misses = self._quarantined = 0
+        self._tally = Tally()
         self._index_is_odd = self._closed = False
         self._fresh_locks()
         try:
@@ -110,6 +111,7 @@ class DiskStore:
                 self._writing.recover()
             if not self._has(namespace, key):
                 self._put(new_name(namespace, key), kv)
+                self._tally.add("puts")
         self._pins.note_put((namespace, key))
         self.note_use(namespace, key)
 
@@ -117,11 +119,7 @@ class DiskStore:
         """See :meth:`KVStore.open`."""
         self._check(namespace, key)
         reader = self._open(namespace, key, layout, tokens)
-        with self._lock:
-            if reader is None:
-                self._misses += 1
-            else:
-                self._hits += 1
+        self._tally.add("misses" if reader is None else "hits")
         if reader is not None:
             self.note_use(namespace, key)
         return reader
@@ -162,15 +160,26 @@ class DiskStore:
             with named_errors(f"listing store {self.root}"):
                 sizes = [self._files.size(name) for name in self._files.walk()]
             entries, size_bytes = len(sizes), sum(sizes)
-        with self._lock:
-            return StoreStats(
-                entries,
-                size_bytes,
-                self._hits,
-                self._misses,
-                self._writing.evictions,
-                self._quarantined + self._writing.quarantined,
-            )
+        count, evictions = self._tally, self._writing.evictions
+        tier = TierStats(
+            "disk",
+            entries,
+            size_bytes,
+            self.limit_bytes,
+            count["hits"],
+            count["read_bytes"],
+            evictions,
+        )
+        return StoreStats(
+            entries,
+            size_bytes,
+            count["hits"],
+            count["misses"],
+            evictions,
+            count["quarantined"] + self._writing.quarantined,
+            puts=count["puts"],
+            tiers=(tier,),
+        )
 
     def close(self) -> None:
         """Write down what was used, release everything. Idempotent."""
@@ -250,13 +259,13 @@ class DiskStore:
             os.close(fd)
             self._quarantine(name, fault)
             return None
-        doubt = partial(self._quarantine, name)
-        return DiskReader(fd, key, layout, tokens, expected, checksums, doubt)
+        doubt, counted = partial(self._quarantine, name), partial(self._tally.add, "read_bytes")
+        return DiskReader(fd, key, layout, tokens, expected, checksums, doubt, counted)
 
     def _quarantine(self, name: Name, fault: str) -> None:
         """Set a doubtful payload aside. Called from reading threads; waits for nobody long."""
+        self._tally.add("quarantined")
         with self._lock:
-            self._quarantined += 1
             self._doubtful.add(name)
         logger.warning("stored KV %s: %s; set aside, the chunk is a miss", name.file, fault)
         if not self.read_only:

@@ -10,16 +10,19 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from blendrag.errors import InvalidInputError, StoreFullError
 from blendrag.kv import ChunkKV, KVLayout
-from blendrag.store.base import StoreStats
+from blendrag.store.base import StoreStats, TierStats
 from blendrag.store.raw import all_finite, on_cpu, pieces
 from blendrag.store.root import megabytes
+from blendrag.store.tally import Tally
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,10 @@ class MemoryReader:
 
     tier = "memory"
 
-    def __init__(self, key: str, block: Block) -> None:
+    def __init__(self, key: str, block: Block, on_read: Callable[[int], None]) -> None:
         self.key = key
         self.tokens = block.tokens
+        self._on_read = on_read
         self._block: Block | None = block
         self._dtype = block.layout.torch_dtype
 
@@ -65,6 +69,7 @@ class MemoryReader:
         for address, size_bytes in pieces(out, shape, self._dtype):
             ctypes.memmove(address, source, size_bytes)
             source += size_bytes
+        self._on_read(source - block.address(layer))
 
     def close(self) -> None:
         """Let go of the block. Idempotent."""
@@ -82,7 +87,7 @@ class MemoryStore:
         self._blocks: OrderedDict[tuple[str, str], Block] = OrderedDict()
         self._size_bytes = 0
         self._lock = threading.Lock()
-        self._hits = self._misses = self._evictions = 0
+        self._tally = Tally()
 
     def put(self, namespace: str, key: str, kv: ChunkKV) -> None:
         """See :meth:`KVStore.put`; survives nothing."""
@@ -113,7 +118,7 @@ class MemoryStore:
                 return True
             while self._size_bytes + size_bytes > self.limit_bytes:
                 self._drop(next(iter(self._blocks)))
-                self._evictions += 1
+                self._tally.add("evictions")
             self._blocks[entry] = block
             self._size_bytes += size_bytes
         return True
@@ -132,11 +137,11 @@ class MemoryStore:
         with self._lock:
             block = self._blocks.get(entry)
             if block is None or block.tokens != tokens or block.layout != layout:
-                self._misses += 1
+                self._tally.add("misses")
                 return None
-            self._hits += 1
+            self._tally.add("hits")
             self._blocks.move_to_end(entry)
-        return MemoryReader(key, block)
+        return MemoryReader(key, block, partial(self._tally.add, "read_bytes"))
 
     def contains(self, namespace: str, key: str) -> bool:
         """See :meth:`KVStore.contains`."""
@@ -151,14 +156,15 @@ class MemoryStore:
     def stats(self) -> StoreStats:
         """See :class:`StoreStats`."""
         with self._lock:
-            return StoreStats(
-                len(self._blocks),
-                self._size_bytes,
-                self._hits,
-                self._misses,
-                self._evictions,
-                quarantined=0,
-            )
+            entries, size_bytes = len(self._blocks), self._size_bytes
+        count = self._tally
+        hits, evictions = count["hits"], count["evictions"]
+        tier = TierStats(
+            "memory", entries, size_bytes, self.limit_bytes, hits, count["read_bytes"], evictions
+        )
+        return StoreStats(
+            entries, size_bytes, hits, count["misses"], evictions, quarantined=0, tiers=(tier,)
+        )
 
     def close(self) -> None:
         """Drop everything. Idempotent."""

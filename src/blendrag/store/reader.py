@@ -42,7 +42,9 @@ class DiskReader:
         frame: Frame,
         checksums: list[int],
         on_corrupt: Callable[[str], None],
+        on_read: Callable[[int], None] = lambda size_bytes: None,
     ) -> None:
+        """``on_read`` is told how many bytes were read, once they are verified."""
         self.key = key
         self.tokens = tokens
         self.layout = layout
@@ -50,6 +52,7 @@ class DiskReader:
         self._frame = frame
         self._checksums = checksums
         self._on_corrupt = on_corrupt
+        self._on_read = on_read
         self._dtype = layout.torch_dtype
         self._lock = threading.Lock()
 
@@ -73,6 +76,8 @@ class DiskReader:
                 f"stored KV {self.key[:12]}… layer {layer}: {fault}; "
                 "the chunk is set aside and counts as a miss"
             )
+        begin, end = self._frame.offsets[layer : layer + 2]
+        self._on_read(end - begin)
 
     def _fill(self, layer: int, buffers: list[Any]) -> str | None:
         """Read and verify; what is wrong with the file, if anything. Caller holds the lock."""

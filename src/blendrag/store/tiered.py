@@ -26,6 +26,7 @@ from blendrag.store.disk import DiskStore
 from blendrag.store.memory import Block, MemoryStore
 from blendrag.store.pins import Scope
 from blendrag.store.reader import DiskReader
+from blendrag.store.tally import Tally
 
 logger = logging.getLogger("blendrag.store")
 
@@ -93,7 +94,10 @@ class TieredStore:
         self.disk.pin(namespace, key)
 
     def stats(self) -> StoreStats:
-        """What is on disk; a hit in either tier is a hit, a miss in both is a miss."""
+        """What is on disk; a hit in either tier is a hit, a miss in both is a miss.
+
+        Evictions are those from disk: after one from memory nothing has to be computed again.
+        """
         disk, memory = self.disk.stats(), self.memory.stats()
         return StoreStats(
             disk.entries,
@@ -102,6 +106,10 @@ class TieredStore:
             disk.misses,
             disk.evictions,
             disk.quarantined,
+            puts=disk.puts,
+            promotions=self._worker.tally["promotions"],
+            queue_drops=self._worker.tally["drops"],
+            tiers=memory.tiers + disk.tiers,
         )
 
     def drain(self) -> None:
@@ -157,6 +165,7 @@ class _Worker:
     """One background thread: promotes chunks, and writes uses to the index now and then."""
 
     def __init__(self, memory: MemoryStore, disk: DiskStore) -> None:
+        self.tally = Tally()
         self._memory = memory
         self._disk = disk
         self._jobs: queue.Queue[_Job | None] = queue.Queue(QUEUE_CHUNKS)
@@ -177,10 +186,12 @@ class _Worker:
                     target=self._run, name="blendrag-promotion", daemon=True
                 )
                 self._thread.start()
-            with contextlib.suppress(queue.Full):
+            try:
                 self._jobs.put_nowait(job)
-                return True
-        return False
+            except queue.Full:
+                self.tally.add("drops")
+                return False
+        return True
 
     def drain(self) -> None:
         if self._thread is not None and self._pid == os.getpid():
@@ -221,7 +232,8 @@ class _Worker:
             for layer in range(len(reader.layout.layers)):
                 start, end = block.offsets[layer : layer + 2]
                 reader.read_layer_bytes(layer, block.data[start:end])
-            self._memory.insert(job.namespace, job.key, block)
+            if self._memory.insert(job.namespace, job.key, block):
+                self.tally.add("promotions")
 
 
 @contextlib.contextmanager
