@@ -1,0 +1,98 @@
+import _pickle
+import contextlib
+import copy
+import io
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from diskcache import Cache
+
+import unpickling
+from unpickling import Unpickled
+
+
+class Innocent:
+    """What a pickle of it names is harmless; that it names anything is enough."""
+
+
+def dumped(value):
+    return io.BytesIO(pickle.dumps(value))
+
+
+def with_a_class_of_its_own(file):
+    class Restricted(_pickle.Unpickler):
+        def find_class(self, module, name):
+            return super().find_class(module, name)
+
+    return Restricted(file).load()
+
+
+WAYS_IN = {
+    "load": lambda value: pickle.load(dumped(value)),
+    "loads": lambda value: pickle.loads(pickle.dumps(value)),
+    "Unpickler": lambda value: pickle.Unpickler(dumped(value)).load(),
+    "loads bound before the trap": lambda value: _pickle.loads(pickle.dumps(value)),
+    "Unpickler bound before the trap": lambda value: _pickle.Unpickler(dumped(value)).load(),
+    "the Python implementation": lambda value: pickle._Unpickler(dumped(value)).load(),
+    "a subclass": lambda value: with_a_class_of_its_own(dumped(value)),
+}
+
+
+@pytest.fixture
+def emptied():
+    """What a test here springs on purpose is no reason to fail it."""
+    yield
+    unpickling.caught()
+
+
+@pytest.mark.parametrize("way", WAYS_IN)
+def test_no_way_into_unpickling_is_open(way, emptied):
+    with pytest.raises(Unpickled):
+        WAYS_IN[way](Innocent())
+    assert len(unpickling.caught()) == 1
+
+
+def test_plain_data_is_refused_where_people_unpickle(emptied):
+    for load in (pickle.loads, lambda data: pickle.load(io.BytesIO(data))):
+        with pytest.raises(Unpickled):
+            load(pickle.dumps({"a": 1}))
+
+
+def test_torch_loads_weights_and_nothing_else(tmp_path, emptied):
+    torch.save({"weight": torch.ones(3)}, tmp_path / "weights.pt")
+    assert torch.equal(torch.load(tmp_path / "weights.pt")["weight"], torch.ones(3))
+    assert unpickling.caught() == []
+    with pytest.raises(Unpickled, match="weights_only"):
+        torch.load(tmp_path / "weights.pt", weights_only=False)
+
+
+def test_arrays_of_objects_are_not_loaded(tmp_path, emptied):
+    np.save(tmp_path / "objects.npy", np.array([Innocent()], dtype=object), allow_pickle=True)
+    with pytest.raises(Unpickled):
+        np.load(tmp_path / "objects.npy", allow_pickle=True)
+
+
+def test_diskcache_as_it_comes_is_caught(tmp_path, emptied):
+    with Cache(str(tmp_path)) as cache:
+        cache["key"] = Innocent()
+        with pytest.raises(Unpickled):
+            cache["key"]
+
+
+def test_an_unpickling_whose_exception_is_swallowed_fails_the_test_all_the_same():
+    def swallowing():
+        with unpickling.nothing_is_unpickled():
+            with contextlib.suppress(Exception):
+                pickle.loads(pickle.dumps(1))
+
+    with pytest.raises(Unpickled, match=r"in this test: pickle\.loads"):
+        swallowing()
+
+
+def test_pickling_and_copying_go_on():
+    twin = copy.deepcopy(Innocent())
+    assert isinstance(twin, Innocent)
+    assert pickle.dumps(twin)
+    assert unpickling.caught() == []
