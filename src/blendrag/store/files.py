@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,7 +94,7 @@ class PayloadFiles:
         except OSError:
             return 0
 
-    def write(self, name: Name, temporary: Path, buffers: list[Any]) -> None:
+    def write(self, name: Name, temporary: Path, buffers: Iterable[Any]) -> None:
         """Write, fsync, rename into place, fsync the directory; on failure nothing is left."""
         with self._directory(name.namespace, name.key[:2], create=True) as directory:
             try:

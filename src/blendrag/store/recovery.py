@@ -10,12 +10,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import struct
 
 from blendrag.store.directories import OUT_OF_RESOURCES
 from blendrag.store.files import Name, PayloadFiles
-from blendrag.store.format import MAX_HEADER_BYTES, describe
 from blendrag.store.index import Index
+from blendrag.store.payload import described
 from blendrag.store.rows import Row
 
 logger = logging.getLogger("blendrag.store")
@@ -59,15 +58,9 @@ def sound_size(files: PayloadFiles, name: Name) -> int | None:
             raise
         return None
     try:
-        size_bytes = os.fstat(fd).st_size
-        (length,) = struct.unpack("<Q", os.pread(fd, 8, 0))
-        if length > MAX_HEADER_BYTES:
-            return None
-        found = describe(os.pread(fd, 8 + length, 0))
-    except (OSError, struct.error):
+        found = described(fd, name)
+    except OSError:
         return None
     finally:
         os.close(fd)
-    if found is None or (found.namespace, found.key) != (name.namespace, name.key):
-        return None
-    return size_bytes if size_bytes == found.file_bytes else None
+    return None if found is None else found.file_bytes

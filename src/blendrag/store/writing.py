@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -78,8 +78,8 @@ class DiskWriter:
 
     # -- put -------------------------------------------------------------------------------------
 
-    def put(self, name: Name, buffers: list[Any], size_bytes: int) -> None:
-        """Write one payload and index it; on any failure nothing of it is left."""
+    def put(self, name: Name, buffers: Iterable[Any], size_bytes: int) -> None:
+        """Write one payload and index it; on any failure, also of ``buffers``, nothing of it is left."""
         with named_errors(f"writing to store {self._root}", size_bytes):
             claim = self._with_index(partial(self._begin, size_bytes))
             self._check_free_space(size_bytes)
@@ -179,10 +179,20 @@ class DiskWriter:
         self._claimed()
         names = self._files.named(namespace, key)
         self._files.unpin(namespace, key)
+        self._remove(names)
+        return bool(names)
+
+    def remove(self, names: list[Name]) -> None:
+        """Drop many payloads at once; their pins stay."""
+        with named_errors(f"deleting from store {self._root}"):
+            self._with_index(partial(self._remove, names))
+
+    def _remove(self, names: list[Name]) -> None:
+        """Caller holds the index lock."""
+        self._claimed()
         self._index.drop(names)
         for name in names:
             self._files.remove(name)
-        return bool(names)
 
     def quarantine(self, name: Name) -> None:
         """Set a payload aside. Called while a query runs: waits for nobody long, never fails."""
