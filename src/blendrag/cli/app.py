@@ -19,6 +19,7 @@ from blendrag.cli.status import (
     reporting,
     say,
 )
+from blendrag.cli.store import app as store_commands
 from blendrag.errors import InvalidInputError
 
 app = typer.Typer(
@@ -340,6 +341,7 @@ def bench(context: typer.Context) -> int:
 
 
 app.command()(calibrate)
+app.add_typer(store_commands)
 
 
 def _begin(verbose: bool) -> None:

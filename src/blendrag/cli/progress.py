@@ -152,6 +152,41 @@ class QuestionProgress:
         say("progress", text)
 
 
+class ByteProgress:
+    """Called with how many bytes are done, and of how many."""
+
+    def __init__(self, verb: str) -> None:
+        console = Console(stderr=True)
+        self._verb = verb
+        self._live = console.is_terminal
+        self._said = time.perf_counter()
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn(verb),
+            BarColumn(),
+            DownloadColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not self._live,
+        )
+        self._task = self._bar.add_task(verb, total=None)
+
+    def __enter__(self) -> ByteProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        self._bar.update(self._task, completed=done, total=total)
+        now = time.perf_counter()
+        if not self._live and now - self._said >= LINE_EVERY_S:
+            self._said = now
+            say("progress", f"{megabytes(done)} of {megabytes(total)} {self._verb}")
+
+
 class SearchProgress:
     """Called with every schedule measured: a status line on a terminal, a line now and then elsewhere."""
 

@@ -6,6 +6,7 @@ name and the size require; then each layer if it has the header's checksum. Know
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 from collections.abc import Callable, Iterator
@@ -14,7 +15,8 @@ from itertools import pairwise
 import xxhash
 
 from blendrag.errors import CorruptKVError
-from blendrag.store.files import Name
+from blendrag.store.directories import OUT_OF_RESOURCES
+from blendrag.store.files import Name, PayloadFiles
 from blendrag.store.format import MAX_HEADER_BYTES, Description, describe, layer_seed
 
 #: Bytes held at a time.
@@ -22,6 +24,35 @@ PIECE_BYTES = 1 << 20
 
 #: Gives up to that many bytes, fewer only at the end; what it gave last may be overwritten.
 Read = Callable[[int], memoryview]
+
+
+@contextlib.contextmanager
+def opened(files: PayloadFiles, name: Name) -> Iterator[tuple[int, Description]]:
+    """A payload's descriptor and what it says of itself.
+
+    Raises :class:`CorruptKVError` if that is not what was put, and ``OSError`` where nothing is known
+    of the file: it is gone, not this user's to read, or this process has no descriptor left.
+    """
+    try:
+        fd = files.open(name)
+    except OSError as exc:
+        if isinstance(exc, FileNotFoundError | PermissionError) or exc.errno in OUT_OF_RESOURCES:
+            raise
+        raise _unreadable(exc) from exc
+    try:
+        try:
+            found = described(fd, name)
+        except OSError as exc:
+            raise _unreadable(exc) from exc
+        if found is None:
+            raise CorruptKVError("its header or size is not what was put")
+        yield fd, found
+    finally:
+        os.close(fd)
+
+
+def _unreadable(exc: OSError) -> CorruptKVError:
+    return CorruptKVError(f"cannot be read ({exc.strerror or exc})")
 
 
 def described(fd: int, name: Name) -> Description | None:
@@ -69,13 +100,16 @@ def verified_pieces(found: Description, read: Read) -> Iterator[memoryview]:
 
 
 def reader(fd: int, offset: int) -> Read:
-    """Reads on from ``offset``, always into the same memory."""
+    """Reads on from ``offset``, always into the same memory; raises :class:`CorruptKVError`."""
     buffer = memoryview(bytearray(PIECE_BYTES))
     position = offset
 
     def read(size_bytes: int) -> memoryview:
         nonlocal position
-        count = os.preadv(fd, [buffer[:size_bytes]], position)
+        try:
+            count = os.preadv(fd, [buffer[:size_bytes]], position)
+        except OSError as exc:
+            raise _unreadable(exc) from exc
         position += count
         return buffer[:count]
 

@@ -1,0 +1,154 @@
+"""Write what a store holds into one archive, every byte verified on the way.
+
+Carries payloads, and which of them are pinned. Not the limit, which is a matter of the disk; not the
+gate's verdicts and calibrations, which another machine has to find for itself; not the corpus.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import BinaryIO
+
+from blendrag.errors import CorruptKVError, InvalidInputError, StoreFullError
+from blendrag.resource_errors import is_out_of_space
+from blendrag.store.directories import sync_directory
+from blendrag.store.files import Name, PayloadFiles
+from blendrag.store.maintenance.archive import ArchiveFault, ArchiveReader, ArchiveWriter, Entry
+from blendrag.store.maintenance.opening import looking
+from blendrag.store.payload import opened, reader, verified_pieces
+from blendrag.store.root import named_errors
+
+#: Told how many bytes are written, and of how many.
+Watch = Callable[[int, int], None]
+_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What went into an archive."""
+
+    archive: str
+    payloads: int
+    size_bytes: int
+    pinned: int
+    """Of these, how many are pinned."""
+    left_out: tuple[str, ...]
+    """Damaged or unreadable payloads, and why."""
+
+
+def export(
+    root: Path,
+    archive: Path,
+    namespace: str | None = None,
+    watch: Watch = lambda done, total: None,
+) -> ExportReport:
+    """Write all payloads of the store, or of one namespace, to ``archive``, there whole or not at all.
+
+    An archive of an earlier export is replaced, any other file is refused. Changes nothing in the
+    store; what is damaged is left out. Raises :class:`InvalidInputError`, :class:`StoreFullError` and
+    :class:`StoreUnavailableError`.
+    """
+    with looking(root) as files:
+        with named_errors(f"listing store {root}"):
+            names = _names(files, namespace)
+        _require_ours(root, archive)
+        with _written(archive) as file:
+            return _copy(files, names, file, archive, watch)
+
+
+def _names(files: PayloadFiles, namespace: str | None) -> list[tuple[Name, bool]]:
+    """Payloads and whether they are pinned: those first, as the others are not trusted without."""
+    pinned = files.pinned()
+    found = files.walk() if namespace is None else files.walk_namespace(namespace)
+    one_of_each = {name.entry: name for name in sorted(found)}
+    names = [(name, name.entry in pinned) for name in one_of_each.values()]
+    return sorted(names, key=lambda each: (not each[1], each[0]))
+
+
+def _copy(
+    files: PayloadFiles,
+    names: list[tuple[Name, bool]],
+    file: BinaryIO,
+    archive: Path,
+    watch: Watch,
+) -> ExportReport:
+    total = sum(files.size(name) for name, _ in names)
+    payloads = done = size_bytes = pins = 0
+    left_out: list[str] = []
+    writer = ArchiveWriter(file)
+    for name, pinned in names:
+        try:
+            size = _add(writer, files, name, pinned)
+        except FileNotFoundError:
+            continue  # evicted meanwhile
+        except (CorruptKVError, PermissionError) as exc:
+            left_out.append(f"{name.namespace}/{name.file}: {exc}")
+            done += files.size(name)
+        else:
+            payloads, size_bytes, pins = payloads + 1, size_bytes + size, pins + pinned
+            done += size
+        watch(done, max(total, done))
+    writer.finish()
+    return ExportReport(str(archive), payloads, size_bytes, pins, tuple(left_out))
+
+
+def _add(writer: ArchiveWriter, files: PayloadFiles, name: Name, pinned: bool) -> int:
+    """Append one payload; its bytes. Raises :class:`CorruptKVError`, and then nothing is appended."""
+    with opened(files, name) as (fd, found):
+        header = os.pread(fd, found.frame.header_bytes, 0)
+        pieces = verified_pieces(found, reader(fd, found.frame.header_bytes))
+        entry = Entry(name.namespace, name.key, pinned, found.file_bytes)
+        writer.add(entry, chain([header], pieces))
+        return found.file_bytes
+
+
+def _require_ours(root: Path, archive: Path) -> None:
+    """Refuse to replace what is not an archive of ours, or to write into the store itself."""
+    if Path(os.path.realpath(archive)).is_relative_to(os.path.realpath(root)):
+        raise InvalidInputError(
+            f"{archive} lies in store {root}, expected a file elsewhere; choose another FILE"
+        )
+    try:
+        with open(archive, "rb") as file:
+            ArchiveReader(file)
+    except FileNotFoundError:
+        return
+    except (OSError, ArchiveFault) as exc:
+        raise InvalidInputError(
+            f"{archive} is there and is no archive of an earlier export, so it is not replaced; "
+            "choose another FILE or move it away"
+        ) from exc
+
+
+@contextlib.contextmanager
+def _written(archive: Path) -> Iterator[BinaryIO]:
+    """A file beside ``archive`` that takes its name, durably, if the block ends well."""
+    temporary = archive.with_name(f".{archive.name}.{secrets.token_hex(4)}.part")
+    try:
+        fd = os.open(temporary, _CREATE, 0o600)
+        try:
+            with os.fdopen(fd, "w+b") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, archive)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        sync_directory(archive.parent)
+    except OSError as exc:
+        if is_out_of_space(exc):
+            raise StoreFullError(
+                f"no space left writing {archive}; free some or choose another FILE, the store is as "
+                "it was"
+            ) from exc
+        raise InvalidInputError(
+            f"{archive} cannot be written ({exc.strerror or exc}); choose another FILE"
+        ) from exc
