@@ -20,6 +20,7 @@ from blendrag.engine import documents
 from blendrag.engine.answers import AnswerIterator, cancel_started, sources_of
 from blendrag.engine.calibration import CalibrationOptions, CalibrationReport
 from blendrag.engine.encoding import Background
+from blendrag.engine.exposition import exposition
 from blendrag.engine.ingest import Inputs, Watch
 from blendrag.engine.prompts import rag_prompt, render
 from blendrag.engine.requests import Requests, check_defaults
@@ -29,6 +30,7 @@ from blendrag.engine.worker import Worker
 from blendrag.model.adapter import ModelAdapter
 from blendrag.prompt import PromptPlan
 from blendrag.retriever.retriever import RetrievedChunk
+from blendrag.store import StoreStats
 from blendrag.verify import Verification
 
 
@@ -216,6 +218,14 @@ class BlendEngine:
         s = self.settings
         options = options or CalibrationOptions(s.policy, s.ratio, top_k=s.top_k)
         return calibrating.calibrate(self._resources, self._requests, self._worker, options, watch)
+
+    def stats(self) -> StoreStats:
+        """What the store holds, and what this engine's use of it was so far. Opens the store."""
+        return self._resources.store.stats()
+
+    def prometheus(self) -> str:
+        """:meth:`stats` in Prometheus' text format, for a ``/metrics`` that the caller serves."""
+        return exposition(self.stats(), str(self._resources.root.absolute()))
 
     @property
     def closed(self) -> bool:
