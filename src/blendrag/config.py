@@ -15,6 +15,7 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 Mode = Literal["blend", "full", "prefix", "reuse"]
+KVEncoding = Literal["native", "int8", "fp8"]
 
 #: Name of the model inside the package.
 DEMO_MODEL = "demo"
@@ -65,6 +66,9 @@ class Settings(BaseSettings):
     """Limit of the store's memory tier."""
     disk_bytes: int | None = Field(default=None, ge=0)
     """Limit of the store's disk tier; ``None``: what the store remembers, else 64 GiB."""
+    kv_encoding: KVEncoding = "native"
+    """How a new store keeps KV: as computed, or in int8 or fp8, half as large and off by a little. A
+    store that holds something has its own."""
     prefix_min_tokens: int = Field(default=8, ge=1)
     """Leading parts shorter than this are computed afresh rather than cached as exact prefix."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 #: Raised whenever the meaning of stored bytes changes; old stores then miss instead of lying.
 FORMAT_VERSION = 1
@@ -54,6 +54,11 @@ class ModelIdentity:
     tokenizer_fingerprint: str
     stored_dtype: str
     encoding: str = NATIVE_ENCODING
+    """How a store keeps the KV: other bytes, so another namespace."""
+
+    def encoded(self, encoding: str) -> ModelIdentity:
+        """The same model, its KV stored in another way."""
+        return replace(self, encoding=encoding)
 
     @property
     def namespace(self) -> str:

@@ -11,8 +11,10 @@ first tensor is asked for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+from blendrag.identity import NATIVE_ENCODING
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +54,13 @@ class KVLayout:
 
     layers: tuple[LayerShape, ...]
     dtype: str
+    """Of the tensors, which a store takes and gives back."""
+    encoding: str = NATIVE_ENCODING
+    """How a store keeps them (:mod:`blendrag.store.encodings`)."""
+
+    def encoded(self, encoding: str) -> KVLayout:
+        """The same tensors, kept in another way."""
+        return replace(self, encoding=encoding)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -70,11 +79,12 @@ class KVLayout:
         return (2, shape.kv_heads, tokens, shape.head_dim)
 
     def layer_bytes(self, layer: int, tokens: int) -> int:
+        """Bytes of one layer's tensor, however it is stored."""
         shape = self.layers[layer]
         return 2 * shape.kv_heads * tokens * shape.head_dim * self.item_bytes
 
     def chunk_bytes(self, tokens: int) -> int:
-        """Bytes of a chunk's KV over all layers, headers excluded."""
+        """Bytes of a chunk's tensors over all layers, however they are stored."""
         return sum(self.layer_bytes(i, tokens) for i in range(len(self.layers)))
 
 

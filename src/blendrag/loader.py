@@ -1,8 +1,9 @@
 """Brings layer i+1 of all chunks into place while layer i computes (CacheBlend §5, §6).
 
-Owns one thread per request that only reads and verifies: torch operators there would start a second
-OpenMP team. Layers land straight in the prompt's KV buffers; nothing is staged on a CPU. Does not
-know which tokens are recomputed, nor how keys are re-positioned.
+Owns one thread per request that only reads, verifies and decodes: torch operators there, on more than
+a block at a time, would start a second OpenMP team. Layers land straight in the prompt's KV buffers;
+nothing but encoded bytes is staged on a CPU. Does not know which tokens are recomputed, nor how keys
+are re-positioned.
 """
 
 from __future__ import annotations

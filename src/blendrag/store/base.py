@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class KVReader(Protocol):
     """One chunk's KV opened for reading; stays readable when the entry is evicted meanwhile.
 
-    Safe to use from one thread other than the opener. Never touches torch operators, so that a
-    loader thread does not start a second OpenMP team.
+    Safe to use from one thread other than the opener. Starts no threads of torch's, so that a loader
+    thread has no second OpenMP team: no operators but those that decode, on a block at a time.
     """
 
     key: str
@@ -31,7 +31,7 @@ class KVReader(Protocol):
     """``"memory"`` or ``"disk"``: where the bytes come from."""
 
     def read_layer(self, layer: int, out: torch.Tensor) -> None:
-        """Fill ``out`` ``[2, Hkv, T, D]`` with the verified bytes of ``layer``.
+        """Fill ``out`` ``[2, Hkv, T, D]`` with the verified bytes of ``layer``, decoded.
 
         ``out`` is a CPU tensor, often a strided view into a prompt's buffer: every
         ``out[kv, head]`` is contiguous ``[T, D]``, the rest need not be. Raises
@@ -94,8 +94,9 @@ class KVStore(Protocol):
         """Whether nothing can be stored: asked for, or found out when the store was opened."""
 
     def put(self, namespace: str, key: str, kv: ChunkKV) -> None:
-        """Store ``kv``; when this returns, it survives a crash. Putting a key again is a no-op.
+        """Store ``kv``, encoded as its layout says; when this returns, it survives a crash.
 
+        Putting a key again is a no-op.
         Raises :class:`StoreFullError` when there is no room, :class:`InvalidInputError` for
         NaN/Inf.
         """

@@ -22,6 +22,7 @@ from blendrag.errors import InvalidInputError, StoreError, StoreUnavailableError
 from blendrag.kv import ChunkKV, KVLayout
 from blendrag.store.base import StoreStats, TierStats
 from blendrag.store.directories import OUT_OF_RESOURCES
+from blendrag.store.encodings import codec_of
 from blendrag.store.files import Name, PayloadFiles, new_name
 from blendrag.store.format import Frame, frame, is_name, layer_checksum
 from blendrag.store.index import Index
@@ -278,11 +279,13 @@ class DiskStore:
         return name is not None and name not in self._doubtful and self._files.exists(name)
 
     def _put(self, name: Name, kv: ChunkKV) -> None:
-        """Check and sum up the bytes, then write them. Caller holds the put lock."""
+        """Check, encode and sum up the bytes, then write them. Caller holds the put lock."""
         expected = frame(kv.layout, kv.tokens)
         layers = [on_cpu(layer) for layer in kv.layers]
         _check_finite(layers, kv, name)
-        buffers = [tensor_buffer(layer) for layer in layers]
+        codec = codec_of(kv.layout)
+        stored = [codec.encode(i, x) for i, x in enumerate(layers)] if codec else layers
+        buffers = [tensor_buffer(layer) for layer in stored]
         checksums = [layer_checksum(name.key, i, buffer) for i, buffer in enumerate(buffers)]
         header = expected.header(name.namespace, name.key, checksums)
         self._writing.put(name, [header, *buffers], expected.file_bytes)

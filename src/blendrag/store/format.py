@@ -3,7 +3,9 @@
 Owns the bytes; knows nothing of directories, indexes or limits. Layer-major tensors ``l0000``,
 ``l0001``, … each ``[2, Hkv, T, D]``, the header padded with spaces so that data starts at a
 multiple of 4096, and in ``__metadata__`` the format version, the key, the namespace, the dtype, the
-number of tokens and one xxh3-64 per layer, seeded with key and layer.
+number of tokens and one xxh3-64 per layer, seeded with key and layer, over the layer's bytes as they
+are stored. Where the KV is encoded, ``__metadata__`` says how, and each layer is several tensors,
+its scales before its numbers (:mod:`blendrag.store.encodings`).
 
 Everything in the header except the checksums is known before a file is opened. So a file is never
 parsed to be read: its header is compared, byte for byte, with the one that layout, tokens,
@@ -18,20 +20,20 @@ import re
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import xxhash
 
 from blendrag.errors import InvalidInputError
-from blendrag.identity import FORMAT_VERSION
+from blendrag.identity import FORMAT_VERSION, NATIVE_ENCODING
 from blendrag.kv import ITEM_BYTES, KVLayout, LayerShape
+from blendrag.store.encodings import ENCODINGS, stored_layer_bytes, stored_parts
 
 ALIGNMENT_BYTES = 4096
 MAX_HEADER_BYTES = 1 << 20
 _MAX_DIMENSION = 1 << 31
 
-_SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_LAYER = re.compile(r"l[0-9]{4,}", re.ASCII)
 _HEX64 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _CHECKSUM_DIGITS = 16
 _SEED_STEP = 0x9E37_79B9_7F4A_7C15
@@ -111,29 +113,11 @@ class Frame:
 @lru_cache(maxsize=1024)
 def frame(layout: KVLayout, tokens: int) -> Frame:
     """What the files of chunks with this layout and number of tokens look like."""
-    if tokens < 1 or not layout.layers or layout.dtype not in ITEM_BYTES:
-        raise InvalidInputError(
-            f"a KV of {tokens} tokens, {len(layout.layers)} layers, dtype {layout.dtype} cannot "
-            f"be stored; expected at least one of each and a dtype of {', '.join(ITEM_BYTES)}"
-        )
+    _check(layout, tokens)
     ends = [0]
     for layer in range(len(layout.layers)):
-        ends.append(ends[-1] + layout.layer_bytes(layer, tokens))
-    metadata = {
-        "blendrag_format": str(FORMAT_VERSION),
-        "checksums": "\0",
-        "dtype": layout.dtype,
-        "key": "\0",
-        "namespace": "\0",
-        "tokens": str(tokens),
-    }
-    header: dict[str, Any] = {"__metadata__": metadata}
-    for layer, span in enumerate(pairwise(ends)):
-        header[f"l{layer:04d}"] = {
-            "dtype": _SAFETENSORS_DTYPES[layout.dtype],
-            "shape": list(layout.layer_shape(layer, tokens)),
-            "data_offsets": list(span),
-        }
+        ends.append(ends[-1] + stored_layer_bytes(layout, layer, tokens))
+    header = _fields(layout, tokens, ends)
     before_checksums, before_key, before_namespace, rest = (
         part.encode() for part in json.dumps(header, separators=(",", ":")).split("\\u0000")
     )
@@ -152,6 +136,43 @@ def frame(layout: KVLayout, tokens: int) -> Frame:
         rest + b" " * (data_start - 8 - fixed - variable),
         tuple(data_start + end for end in ends),
     )
+
+
+def _check(layout: KVLayout, tokens: int) -> None:
+    if tokens < 1 or not layout.layers or layout.dtype not in ITEM_BYTES:
+        raise InvalidInputError(
+            f"a KV of {tokens} tokens, {len(layout.layers)} layers, dtype {layout.dtype} cannot "
+            f"be stored; expected at least one of each and a dtype of {', '.join(ITEM_BYTES)}"
+        )
+    if layout.encoding not in ENCODINGS:
+        raise InvalidInputError(
+            f"a KV cannot be stored in encoding {layout.encoding!r}; expected one of "
+            f"{', '.join(ENCODINGS)}"
+        )
+
+
+def _fields(layout: KVLayout, tokens: int, ends: list[int]) -> dict[str, Any]:
+    """The header as JSON has it, a NUL wherever one file differs from another."""
+    metadata = {
+        "blendrag_format": str(FORMAT_VERSION),
+        "checksums": "\0",
+        "dtype": layout.dtype,
+        "key": "\0",
+        "namespace": "\0",
+        "tokens": str(tokens),
+    }
+    if layout.encoding != NATIVE_ENCODING:
+        metadata["encoding"] = layout.encoding
+    fields: dict[str, Any] = {"__metadata__": metadata}
+    for layer, begin in enumerate(ends[:-1]):
+        for part in stored_parts(layout, layer, tokens):
+            fields[f"l{layer:04d}{part.name}"] = {
+                "dtype": part.dtype,
+                "shape": list(part.shape),
+                "data_offsets": [begin, begin + part.size_bytes],
+            }
+            begin += part.size_bytes
+    return fields
 
 
 @dataclass(frozen=True)
@@ -180,9 +201,11 @@ def describe(header: bytes) -> Description | None:
         metadata = fields["__metadata__"]
         namespace, key = metadata["namespace"], metadata["key"]
         tokens = _dimension(int(metadata["tokens"]))
-        shapes = [fields[f"l{layer:04d}"]["shape"] for layer in range(len(fields) - 1)]
+        names = [name for name in fields if _LAYER.fullmatch(name)]
+        shapes = [fields[f"l{layer:04d}"]["shape"] for layer in range(len(names))]
         layers = tuple(LayerShape(_dimension(s[1]), _dimension(s[3])) for s in shapes)
-        layout = KVLayout(layers, str(metadata["dtype"]))
+        encoding = str(metadata.get("encoding", NATIVE_ENCODING))
+        layout = KVLayout(layers, str(metadata["dtype"]), encoding)
         expected = frame(layout, tokens)
     except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError):
         return None

@@ -1,5 +1,9 @@
 """The memory tier: verified chunks as plain bytes, a byte limit, least recently used goes first.
 
+Bytes are kept as they are stored, encoded ones encoded: the limit then holds twice as many chunks, and
+a chunk decoded from memory is still ahead of one that has to be read and decoded. A promotion is a
+copy of what was verified. Where memory has room to spare, the native encoding is the fast one.
+
 Owns copies, so nobody who still holds a tensor that was put can change what is served. Knows
 nothing of files. Bytes were verified when they came in (read through a verifying reader, or put by
 the model's own process), and are not verified again.
@@ -20,31 +24,36 @@ import torch
 from blendrag.errors import InvalidInputError, StoreFullError
 from blendrag.kv import ChunkKV, KVLayout
 from blendrag.store.base import StoreStats, TierStats
-from blendrag.store.raw import all_finite, on_cpu, pieces
+from blendrag.store.encodings import codec_of, stored_layer_bytes
+from blendrag.store.raw import all_finite, check_target, on_cpu, pieces, tensor_buffer
 from blendrag.store.root import megabytes
 from blendrag.store.tally import Tally
 
 
 @dataclass(frozen=True)
 class Block:
-    """One chunk's layers behind one another in one buffer."""
+    """One chunk's stored layers behind one another in one buffer."""
 
     layout: KVLayout
     tokens: int
     data: np.ndarray
     """uint8 ``[size]``, never written to once it is in a store."""
-    offsets: tuple[int, ...]
+    spans: tuple[slice, ...]
+    """Where each layer is; they begin at multiples of four, for the scales among their bytes."""
 
     @staticmethod
     def empty(layout: KVLayout, tokens: int) -> Block:
         """A block with room for all layers, contents undefined."""
-        offsets = [0]
+        spans, begin = [], 0
         for layer in range(len(layout.layers)):
-            offsets.append(offsets[-1] + layout.layer_bytes(layer, tokens))
-        return Block(layout, tokens, np.empty(offsets[-1], dtype=np.uint8), tuple(offsets))
+            end = begin + stored_layer_bytes(layout, layer, tokens)
+            spans.append(slice(begin, end))
+            begin = -(-end // 4) * 4
+        return Block(layout, tokens, np.empty(begin, dtype=np.uint8), tuple(spans))
 
-    def address(self, layer: int) -> int:
-        return int(self.data.ctypes.data) + self.offsets[layer]
+    def layer(self, layer: int) -> np.ndarray:
+        """One layer's stored bytes, uint8 ``[n]``."""
+        return self.data[self.spans[layer]]
 
 
 class MemoryReader:
@@ -58,18 +67,24 @@ class MemoryReader:
         self._on_read = on_read
         self._block: Block | None = block
         self._dtype = block.layout.torch_dtype
+        self._codec = codec_of(block.layout)
 
     def read_layer(self, layer: int, out: torch.Tensor) -> None:
-        """See :meth:`KVReader.read_layer`. Runs no torch operator; memmove releases the GIL."""
+        """See :meth:`KVReader.read_layer`. Runs no torch operator, unless it is to decode."""
         block = self._block
         if block is None:
             raise ValueError(f"reader of {self.key[:12]}… is closed")
-        source = block.address(layer)
+        stored = block.layer(layer)
         shape = block.layout.layer_shape(layer, block.tokens)
-        for address, size_bytes in pieces(out, shape, self._dtype):
-            ctypes.memmove(address, source, size_bytes)
-            source += size_bytes
-        self._on_read(source - block.address(layer))
+        if self._codec is None:
+            source = int(stored.ctypes.data)
+            for address, size_bytes in pieces(out, shape, self._dtype):
+                ctypes.memmove(address, source, size_bytes)  # releases the GIL
+                source += size_bytes
+        else:
+            check_target(out, shape, self._dtype)
+            self._codec.decode(layer, torch.from_numpy(stored), out)
+        self._on_read(stored.nbytes)
 
     def close(self) -> None:
         """Let go of the block. Idempotent."""
@@ -93,14 +108,15 @@ class MemoryStore:
         """See :meth:`KVStore.put`; survives nothing."""
         if self.contains(namespace, key):
             return
-        block = Block.empty(kv.layout, kv.tokens)
+        block, codec = Block.empty(kv.layout, kv.tokens), codec_of(kv.layout)
         for i, tensor in enumerate(kv.layers):
             layer = on_cpu(tensor)
             if not all_finite(layer, kv.layout.dtype):
                 raise InvalidInputError(
                     f"KV {key[:12]}… has NaN or infinity in layer {i}, expected finite numbers"
                 )
-            ctypes.memmove(block.address(i), layer.data_ptr(), kv.layout.layer_bytes(i, kv.tokens))
+            stored = layer if codec is None else codec.encode(i, layer)
+            block.layer(i)[:] = np.frombuffer(tensor_buffer(stored), dtype=np.uint8)
         if not self.insert(namespace, key, block):
             raise StoreFullError(
                 f"the memory tier's limit of {megabytes(self.limit_bytes)} has no room for "

@@ -40,26 +40,33 @@ def on_cpu(layer: torch.Tensor) -> torch.Tensor:
     return layer.detach().cpu().contiguous()
 
 
-def pieces(
-    out: torch.Tensor, shape: tuple[int, int, int, int], dtype: torch.dtype
-) -> list[tuple[int, int]]:
-    """``(address, bytes)`` of ``out`` ``[2, Hkv, T, D]`` in the order of the stored bytes.
-
-    One piece where ``out`` is contiguous, one per K/V where its heads are adjacent, otherwise one
-    per head. Raises :class:`InvalidInputError` for a tensor that a layer cannot be read into.
-    """
+def check_target(out: torch.Tensor, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    """Raise :class:`InvalidInputError` for a tensor that a layer cannot be read into."""
     if tuple(out.shape) != shape or out.dtype != dtype or not out.is_cpu:
         raise InvalidInputError(
             f"a layer was to be read into {tuple(out.shape)} {out.dtype} on {out.device}, "
             f"expected {shape} {dtype} on cpu; pass a view of that shape"
         )
-    _, heads, tokens, width = shape
-    kv_stride, head_stride, token_stride, item_stride = out.stride()
+    _, _, tokens, width = shape
+    _, _, token_stride, item_stride = out.stride()
     if (item_stride != 1 and width > 1) or (token_stride != width and tokens > 1):
         raise InvalidInputError(
             f"a layer was to be read into strides {tuple(out.stride())}, expected each "
             f"[kv, head] to be contiguous [{tokens}, {width}]; do not transpose tokens and heads"
         )
+
+
+def pieces(
+    out: torch.Tensor, shape: tuple[int, int, int, int], dtype: torch.dtype
+) -> list[tuple[int, int]]:
+    """``(address, bytes)`` of ``out`` ``[2, Hkv, T, D]`` in the order of a native layer's bytes.
+
+    One piece where ``out`` is contiguous, one per K/V where its heads are adjacent, otherwise one
+    per head. Raises :class:`InvalidInputError` for a tensor that a layer cannot be read into.
+    """
+    check_target(out, shape, dtype)
+    _, heads, tokens, width = shape
+    kv_stride, head_stride, _, _ = out.stride()
     item = out.element_size()
     base = out.data_ptr()
     head_bytes = tokens * width * item

@@ -23,6 +23,7 @@ from blendrag.errors import StoreError
 from blendrag.kv import ChunkKV, KVLayout
 from blendrag.store.base import KVReader, StoreStats
 from blendrag.store.disk import DiskStore
+from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.memory import Block, MemoryStore
 from blendrag.store.pins import Scope
 from blendrag.store.reader import DiskReader
@@ -67,7 +68,7 @@ class TieredStore:
             self.disk.note_use(namespace, key)
             return reader
         on_disk = self.disk.open(namespace, key, layout, tokens)
-        if on_disk is None or layout.chunk_bytes(tokens) > self.memory.limit_bytes:
+        if on_disk is None or stored_chunk_bytes(layout, tokens) > self.memory.limit_bytes:
             return on_disk
         return _PromotingReader(namespace, on_disk, self._worker)
 
@@ -230,8 +231,7 @@ class _Worker:
                 return
             block = Block.empty(reader.layout, reader.tokens)
             for layer in range(len(reader.layout.layers)):
-                start, end = block.offsets[layer : layer + 2]
-                reader.read_layer_bytes(layer, block.data[start:end])
+                reader.read_layer_bytes(layer, block.layer(layer))
             if self._memory.insert(job.namespace, job.key, block):
                 self.tally.add("promotions")
 

@@ -1,0 +1,474 @@
+"""KV in one byte a number: off by half a step at most, exact bytes or a miss like any other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from blendrag.config import KVEncoding
+from blendrag.errors import CorruptKVError, InvalidInputError
+from blendrag.kv import DTYPES, ChunkKV, KVLayout, LayerShape
+from blendrag.store import DiskStore, MemoryStore, TieredStore
+from blendrag.store.encodings import (
+    ENCODINGS,
+    RELATIVE_ERROR,
+    codec_of,
+    stored_chunk_bytes,
+    stored_layer_bytes,
+)
+from blendrag.store.format import describe, frame
+from store.lab import Lab
+
+ENCODED = ("int8", "fp8")
+FLOAT_MAX = torch.finfo(torch.float32).max
+
+
+def one_layer(numbers: torch.Tensor, encoding: str) -> KVLayout:
+    _, heads, _, width = numbers.shape
+    dtype = str(numbers.dtype).removeprefix("torch.")
+    return KVLayout((LayerShape(heads, width),), dtype, encoding)
+
+
+def round_trip(numbers: torch.Tensor, encoding: str) -> torch.Tensor:
+    codec = codec_of(one_layer(numbers, encoding))
+    assert codec is not None
+    out = torch.full_like(numbers, float("nan"))
+    codec.decode(0, codec.encode(0, numbers), out)
+    return out
+
+
+def bound(numbers: torch.Tensor, encoding: str) -> torch.Tensor:
+    """The largest error of each number, worked out one by one in float64."""
+    wide = numbers.double()
+    limit = torch.zeros_like(wide)
+    _, heads, tokens, width = wide.shape
+    for head in range(heads):
+        for channel in range(width):
+            column = wide[0, head, :, channel]
+            limit[0, head, :, channel] = (column.max() - column.min()) / 508
+            if encoding == "fp8":
+                limit[0, head, :, channel] = _fp8_bound(column)
+        for token in range(tokens):
+            row = wide[1, head, token]
+            half_step = row.abs().max() / 254
+            limit[1, head, token] = _fp8_bound(row) if encoding == "fp8" else half_step
+    largest = wide.abs().amax(dim=(2, 3), keepdim=True)
+    rounded_once = wide.abs() * torch.finfo(numbers.dtype).eps
+    # float32's own rounding on the way, and numbers that are nothing to it
+    return limit * 1.001 + rounded_once + largest * 2**-21 + 2 * torch.finfo(torch.float32).tiny
+
+
+def _fp8_bound(together: torch.Tensor) -> torch.Tensor:
+    return torch.maximum(together.abs() / 16, together.abs().max() / 448 / 1024)
+
+
+numbers32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+usual = st.floats(-30, 30, width=32)
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> torch.Tensor:
+    """Small layers of odd shapes, of usual numbers or of any at all."""
+    shape = (2, draw(st.integers(1, 2)), draw(st.integers(1, 5)), draw(st.integers(1, 4)))
+    dtype = DTYPES[draw(st.sampled_from(sorted(DTYPES)))]
+    numbers = usual if dtype == torch.float16 else draw(st.sampled_from([usual, numbers32]))
+    count = shape[1] * shape[2] * shape[3] * 2
+    values = draw(st.lists(numbers, min_size=count, max_size=count))
+    made = torch.tensor(values, dtype=torch.float64).view(shape).to(dtype)
+    return made.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
+
+
+@pytest.mark.parametrize("encoding", ENCODED)
+@settings(max_examples=300, deadline=None)
+@given(numbers=layers())
+def test_every_number_comes_back_within_half_a_step_and_finite(encoding, numbers):
+    out = round_trip(numbers, encoding)
+    assert out.isfinite().all()
+    assert ((out.double() - numbers.double()).abs() <= bound(numbers, encoding)).all()
+
+
+@pytest.mark.parametrize("encoding", ENCODED)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("shape", [(2, 3, 7, 5), (2, 1, 1, 64), (2, 2, 600, 64), (2, 1, 300, 257)])
+def test_layers_of_several_blocks_and_of_odd_shapes_come_back_as_well(encoding, dtype, shape):
+    generator = torch.Generator().manual_seed(3)
+    numbers = (3 * torch.randn(shape, generator=generator) + 1).to(DTYPES[dtype])
+    out = round_trip(numbers, encoding)
+    assert ((out.double() - numbers.double()).abs() <= bound(numbers, encoding)).all()
+
+
+def test_the_error_is_half_a_step_and_not_a_fraction_of_it():
+    """The bound above is tight: with fewer or uneven steps it would not hold."""
+    numbers = torch.linspace(-1, 1, 1 << 14).view(1, 1, -1, 1).repeat(2, 1, 1, 2)
+    error = (round_trip(numbers, "int8") - numbers).abs()
+    assert 0.98 / 254 < float(error[0].max()) <= 1.001 / 254
+    error = (round_trip(numbers, "fp8") - numbers).abs() / numbers.abs().clamp(min=1e-3)
+    assert 0.9 / 16 < float(error[0].max()) <= 1.001 / 16
+
+
+@pytest.mark.parametrize("encoding", ENCODED)
+def test_largest_errors_are_those_that_are_written_down(encoding):
+    generator = torch.Generator().manual_seed(4)
+    numbers = torch.randn((2, 2, 200, 16), generator=generator)
+    error = (round_trip(numbers, encoding) - numbers).abs().amax(dim=(2, 3))
+    assert (error <= RELATIVE_ERROR[encoding] * numbers.abs().amax(dim=(2, 3))).all()
+    assert float(error.max()) > 0  # it is not native after all
+
+
+@pytest.mark.parametrize("value", [0.0, -0.25, 3.1415927, 1e-30, -FLOAT_MAX, FLOAT_MAX])
+@pytest.mark.parametrize("encoding", ENCODED)
+def test_equal_numbers_have_no_range_and_come_back(encoding, value):
+    numbers = torch.full((2, 2, 9, 4), value)
+    out = round_trip(numbers, encoding)
+    torch.testing.assert_close(out, numbers, rtol=2**-20, atol=0)
+    if encoding == "int8":
+        assert torch.equal(out[0], numbers[0])  # the middle of a channel without range
+
+
+def test_a_chunk_of_one_token_has_exact_keys_in_int8():
+    numbers = torch.randn((2, 2, 1, 8), generator=torch.Generator().manual_seed(5)).bfloat16()
+    assert torch.equal(round_trip(numbers, "int8")[0], numbers[0])
+
+
+@pytest.mark.parametrize("encoding", ENCODED)
+def test_an_outlier_costs_only_its_channel_among_keys_and_its_token_among_values(encoding):
+    numbers = torch.randn((2, 1, 40, 8), generator=torch.Generator().manual_seed(6))
+    plain = round_trip(numbers, encoding)
+    hit = numbers.clone()
+    hit[:, 0, 11, 3] = 1e6
+    out = round_trip(hit, encoding)
+    other_channels, other_tokens = [0, 1, 2, 4, 5, 6, 7], [*range(11), *range(12, 40)]
+    assert torch.equal(out[0, 0][:, other_channels], plain[0, 0][:, other_channels])
+    assert torch.equal(out[1, 0][other_tokens], plain[1, 0][other_tokens])
+    assert float((out - hit).abs().max()) <= 1e6 * RELATIVE_ERROR[encoding]
+    assert not torch.equal(out[0, 0, other_tokens, 3], plain[0, 0, other_tokens, 3])
+
+
+@pytest.mark.parametrize("encoding", ENCODED)
+def test_the_largest_numbers_of_a_dtype_never_become_infinite(encoding):
+    for dtype in DTYPES.values():
+        top = torch.finfo(dtype).max
+        for low in (-top, 0.0, top / 2, top * 0.999):
+            numbers = torch.linspace(0, 1, 64).view(1, 1, 8, 8).repeat(2, 1, 1, 1).double()
+            numbers = (low + (top - low) * numbers).clamp(-top, top).to(dtype)
+            numbers[..., 0, 0], numbers[..., 7, :] = top, top
+            assert round_trip(numbers, encoding).isfinite().all()
+
+
+def test_every_byte_of_fp8_is_read_as_torch_reads_it():
+    codes = torch.arange(256, dtype=torch.uint8)
+    expected = codes.view(torch.float8_e4m3fn).float()
+    finite = expected.isfinite()
+    layout = KVLayout((LayerShape(1, 1),), "float32", "fp8")
+    ones = torch.ones(1 + 256)  # a scale for the one channel, and one for every token
+    stored = torch.cat((ones.view(torch.uint8), codes, codes))
+    out = torch.empty(2, 1, 256, 1)
+    codec = codec_of(layout)
+    assert codec is not None
+    codec.decode(0, stored, out)
+    for half in out:
+        assert torch.equal(half.flatten()[finite], expected[finite])
+
+
+#: Threads of a process while a new thread of its is at work, less those before.
+COUNT_THREADS = """
+import os, threading, time, torch
+from blendrag.kv import KVLayout, LayerShape
+from blendrag.store.encodings import codec_of
+torch.set_num_threads(2)
+layer = torch.zeros(2, 4, 1024, 128, dtype=torch.bfloat16)
+def threads():
+    return len(os.listdir("/proc/self/task"))
+def code(encoding):
+    codec = codec_of(KVLayout((LayerShape(4, 128),), "bfloat16", encoding))
+    codec.decode(0, codec.encode(0, layer), layer)
+def control():
+    layer.add_(1)
+def count(work, *args):
+    while threads() > before:  # the kernel lets go of a thread a little after it was joined
+        time.sleep(0.01)
+    seen = []
+    thread = threading.Thread(target=lambda: (work(*args), seen.append(threads() - before)))
+    thread.start()
+    thread.join()
+    return seen[0]
+before = threads()
+print(count(code, "int8"), count(code, "fp8"), count(control))
+"""
+
+
+def test_no_thread_of_torchs_is_started_whatever_the_size():
+    """They would compete with those that compute, and hang in a forked child."""
+    env = {**os.environ, "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT_THREADS], capture_output=True, text=True, env=env
+    )
+    assert done.stdout.split() == ["1", "1", "2"], done.stderr
+
+
+# -- in a store ----------------------------------------------------------------------------------
+
+
+def layout_of(encoding: str, dtype: str = "bfloat16") -> KVLayout:
+    return KVLayout((LayerShape(2, 8), LayerShape(2, 8), LayerShape(1, 16)), dtype, encoding)
+
+
+def put(store, number: int, layout: KVLayout) -> ChunkKV:
+    kv = Lab.kv(number, layout)
+    store.put(Lab.namespace, Lab.key(number), kv)
+    return kv
+
+
+def opened(store, number: int, layout: KVLayout):
+    return store.open(Lab.namespace, Lab.key(number), layout, Lab.tokens)
+
+
+def expected(kv: ChunkKV) -> list[torch.Tensor]:
+    return [round_trip(layer, kv.layout.encoding) for layer in kv.layers]
+
+
+def test_the_names_are_those_of_the_settings():
+    assert get_args(KVEncoding) == ENCODINGS
+
+
+@pytest.mark.parametrize("encoding", ENCODED)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_layer_is_decoded_into_the_middle_of_a_prompt_and_nothing_else_changes(
+    make_store, encoding, dtype
+):
+    layout = layout_of(encoding, dtype)
+    kv = put(make_store(), 1, layout)
+    reader = opened(make_store(), 1, layout)
+    for i, (shape, right) in enumerate(zip(layout.layers, expected(kv), strict=True)):
+        prompt = torch.full((2, shape.kv_heads, 60, shape.head_dim), 7.0, dtype=right.dtype)
+        reader.read_layer(i, prompt[:, :, 11 : 11 + Lab.tokens])
+        assert torch.equal(prompt[:, :, 11 : 11 + Lab.tokens], right)
+        assert (prompt[:, :, :11] == 7).all()
+        assert (prompt[:, :, 11 + Lab.tokens :] == 7).all()
+
+
+@pytest.mark.parametrize("encoding", ENCODED)
+def test_stock_safetensors_reads_the_parts_and_they_multiply_out(make_store, encoding):
+    store, layout = make_store(), layout_of(encoding, "float32")
+    kv = put(store, 1, layout)
+    tensors = load_file(Lab.file(store, 1))
+    for i, right in enumerate(expected(kv)):
+        name = f"l{i:04d}"
+        coded = tensors[name].float()
+        scales = tensors[f"{name}.key_scales"]
+        middles = tensors.get(f"{name}.key_middles", torch.zeros_like(scales))
+        keys = coded[0] * scales[:, None] + middles[:, None]
+        values = coded[1] * tensors[f"{name}.value_scales"][:, :, None]
+        torch.testing.assert_close(torch.stack((keys, values)), right)
+    parts = len(tensors) / len(layout.layers)
+    assert parts == {"int8": 4, "fp8": 3}[encoding]
+
+
+@pytest.mark.parametrize(("encoding", "share"), [("int8", 0.54), ("fp8", 0.54)])
+def test_half_the_bytes_are_stored(encoding, share):
+    layout = KVLayout((LayerShape(2, 64),) * 24, "bfloat16", encoding)  # of a 0.5B model
+    assert stored_chunk_bytes(layout, 512) <= share * layout.chunk_bytes(512)
+    native = layout.encoded("native")
+    assert stored_chunk_bytes(native, 512) == native.chunk_bytes(512)
+    assert stored_layer_bytes(layout, 0, 512) * 24 == stored_chunk_bytes(layout, 512)
+    assert frame(layout, 512).file_bytes - stored_chunk_bytes(layout, 512) <= 3 * 4096
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_is_refused_in_every_encoding(make_store, encoding, number):
+    kv = Lab.kv(3, layout_of(encoding))
+    kv.layers[1][0, 1, 5, 2] = number
+    for store in (make_store(), MemoryStore(1 << 20)):
+        with pytest.raises(InvalidInputError, match="layer 1"):
+            store.put(Lab.namespace, Lab.key(3), kv)
+        assert not store.contains(Lab.namespace, Lab.key(3))
+
+
+@pytest.mark.parametrize("encoding", ENCODED)
+def test_every_flipped_bit_of_scales_and_numbers_is_noticed(make_store, encoding):
+    store, layout = make_store(), layout_of(encoding)
+    path_of, begin = {}, frame(layout, Lab.tokens).header_bytes
+    size = stored_layer_bytes(layout, 0, Lab.tokens)
+    for number, at in enumerate(range(0, size, 37)):
+        put(store, number, layout)
+        path_of[number] = Lab.file(store, number)
+        with open(path_of[number], "r+b") as file:
+            file.seek(begin + at)
+            (byte,) = file.read(1)
+            file.seek(begin + at)
+            file.write(bytes([byte ^ 1 << number % 8]))
+    for number in path_of:
+        reader, out = opened(store, number, layout), torch.zeros(layout.layer_shape(0, Lab.tokens))
+        with pytest.raises(CorruptKVError, match="not those that were put"):
+            reader.read_layer(0, out.bfloat16())
+        assert opened(store, number, layout) is None
+
+
+def test_nothing_is_decoded_from_bytes_that_are_not_verified(make_store):
+    store, layout = make_store(), layout_of("int8")
+    put(store, 1, layout)
+    reader = opened(store, 1, layout)
+    os.truncate(Lab.file(store, 1), frame(layout, Lab.tokens).file_bytes - 1)
+    out = torch.full(layout.layer_shape(2, Lab.tokens), 7.0, dtype=torch.bfloat16)
+    with pytest.raises(CorruptKVError, match="shorter"):
+        reader.read_layer(2, out)
+    assert (out == 7).all()
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_an_index_is_rebuilt_from_files_in_any_encoding(make_store, root: Path, encoding):
+    layout = layout_of(encoding)
+    kv = put(make_store(), 1, layout)
+    found = describe(Lab.payloads(root)[0].read_bytes()[: frame(layout, Lab.tokens).header_bytes])
+    assert found is not None
+    assert (found.layout, found.tokens) == (layout, Lab.tokens)
+    (root / "index" / "cache.db").unlink()
+    store = make_store()
+    assert store.stats().quarantined == 0
+    read = Lab.read(opened(store, 1, layout), layout)
+    assert all(map(torch.equal, read, kv.layers if encoding == "native" else expected(kv)))
+
+
+@pytest.mark.parametrize("stored", ENCODINGS)
+@pytest.mark.parametrize("asked", ENCODINGS)
+def test_an_entry_is_never_read_in_another_encoding(make_store, stored, asked):
+    store = make_store()
+    put(store, 1, layout_of(stored))
+    memory = MemoryStore(1 << 20)
+    put(memory, 1, layout_of(stored))
+    for tier in (memory, store):
+        assert (opened(tier, 1, layout_of(asked)) is not None) == (stored == asked)
+
+
+def test_headers_that_name_no_encoding_or_the_native_one_are_none_of_ours(make_store):
+    store = make_store()
+    for layout in (layout_of("int8"), layout_of("native")):
+        put(store, 1, layout)
+        header = Lab.file(store, 1).read_bytes()[: frame(layout, Lab.tokens).header_bytes]
+        assert describe(header) is not None
+        for name in (b'"int4"', b'"native"', b"[[[[]]]]", b"null"):
+            if layout.encoding == "native":
+                changed = header.replace(b'"tokens":', b'"encoding":' + name + b',"tokens":', 1)
+            else:
+                changed = header.replace(b'"encoding":"int8"', b'"encoding":' + name, 1)
+            assert changed != header
+            assert describe(changed[: len(header)]) is None
+            assert describe(changed.ljust(len(header))) is None
+        store.delete(Lab.namespace, Lab.key(1))
+    with pytest.raises(InvalidInputError, match="'int4'"):
+        frame(layout_of("int4"), 1)
+
+
+@pytest.mark.parametrize("encoding", ENCODED)
+def test_memory_keeps_encoded_bytes_and_gives_back_what_disk_does(root: Path, encoding):
+    layout = layout_of(encoding)
+    size = stored_chunk_bytes(layout, Lab.tokens)
+    store = TieredStore(MemoryStore(2 * size), DiskStore(root, 1 << 30))
+    for number in range(3):
+        right = expected(put(store, number, layout))
+        for tier in ("disk", "memory"):
+            reader = opened(store, number, layout)
+            assert reader.tier == tier
+            assert all(map(torch.equal, Lab.read(reader, layout), right))
+            reader.close()
+            store.drain()
+        assert store.memory.stats().size_bytes == min(number + 1, 2) * size
+    memory, disk = store.stats().tiers
+    assert memory.read_bytes == 3 * size
+    assert disk.read_bytes == 6 * size  # read, and read again to be promoted
+    store.close()
+
+
+def test_memory_takes_encoded_chunks_of_any_shape(root: Path):
+    for shape in (LayerShape(1, 1), LayerShape(3, 5)):
+        layout = KVLayout((shape, LayerShape(1, 1), shape), "float16", "int8")
+        kv, store = Lab.kv(1, layout, tokens=1), MemoryStore(1 << 20)
+        store.put(Lab.namespace, Lab.key(1), kv)
+        reader = store.open(Lab.namespace, Lab.key(1), layout, 1)
+        assert all(map(torch.equal, Lab.read(reader, layout, 1), expected(kv)))
+        assert store.stats().size_bytes < stored_chunk_bytes(layout, 1) + 4 * 3
+
+
+@pytest.mark.parametrize("encoding", ENCODED)
+def test_a_destination_that_does_not_fit_is_refused(make_store, encoding):
+    store, layout = make_store(), layout_of(encoding, "float32")
+    put(store, 1, layout)
+    memory = MemoryStore(1 << 20)
+    put(memory, 1, layout)
+    for tier in (store, memory):
+        reader = opened(tier, 1, layout)
+        for out in (
+            torch.zeros(2, 2, Lab.tokens, 8, dtype=torch.float64),
+            torch.zeros(2, 2, Lab.tokens + 1, 8),
+            torch.zeros(2, Lab.tokens, 2, 8).transpose(1, 2),
+        ):
+            with pytest.raises(InvalidInputError, match="a layer was to be read into"):
+                reader.read_layer(0, out)
+
+
+def test_a_loaders_thread_decodes_into_what_inference_mode_made(make_store):
+    store, layout = make_store(), layout_of("int8")
+    right = expected(put(store, 1, layout))
+    reader = opened(store, 1, layout)
+    with torch.inference_mode():
+        outs = [torch.zeros_like(layer) for layer in right]
+        thread = threading.Thread(target=lambda: [reader.read_layer(*o) for o in enumerate(outs)])
+        thread.start()
+        thread.join()
+        assert all(map(torch.equal, outs, right))
+
+
+def test_threads_that_share_a_reader_do_not_decode_from_one_anothers_bytes(make_store):
+    store, layout = make_store(), layout_of("int8")
+    right = expected(put(store, 1, layout))
+    reader, wrong = opened(store, 1, layout), []
+
+    def read(layer: int) -> None:
+        out = torch.empty_like(right[layer])
+        for _ in range(200):
+            reader.read_layer(layer, out)
+            if not torch.equal(out, right[layer]):
+                wrong.append(layer)
+
+    threads = [threading.Thread(target=read, args=(layer,)) for layer in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_forked_child_encodes_although_its_parent_has_used_torchs_threads(
+    make_store, root: Path, fork
+):
+    make_store().close()
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        torch.zeros(1 << 20).add_(1)
+        layout = KVLayout((LayerShape(2, 128),), "float32", "int8")
+        kv = Lab.kv(1, layout, tokens=600)
+
+        def child() -> None:
+            with_child = DiskStore(root, 1 << 30)
+            with_child.put(Lab.namespace, Lab.key(1), kv)
+            out = torch.empty_like(kv.layers[0])
+            with_child.open(Lab.namespace, Lab.key(1), layout, 600).read_layer(0, out)
+            with_child.close()
+
+        _, status = os.waitpid(fork(child), 0)
+    finally:
+        torch.set_num_threads(before)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert DiskStore(root, 1 << 30).contains(Lab.namespace, Lab.key(1))
