@@ -22,8 +22,9 @@ DEMO_MODEL = "demo"
 
 #: Chosen by what the embedded model answers at r = 0.15 (docs/performance.md).
 DEFAULT_POLICY = "query"
-DEFAULT_SCHEDULE = "constant"
-#: What ``calibrated`` means for a model and policy that nobody has calibrated.
+#: What ``blendrag calibrate`` found for the model, policy and nearest ratio.
+DEFAULT_SCHEDULE = "calibrated"
+#: What that means for a model and policy that nobody has calibrated.
 UNCALIBRATED_SCHEDULE = "constant"
 
 
@@ -58,8 +59,9 @@ class Settings(BaseSettings):
     ratio: float = Field(default=0.15, ge=0.0, le=1.0)
     """r: mean share of chunk tokens recomputed in layers 1…L-1 (CacheBlend §4.3, figure 16)."""
     schedule: str = DEFAULT_SCHEDULE
-    """How r is spread over the layers: constant, linear, geometric[:g], first:m, calibrated (what
-    ``blendrag calibrate`` found for the model) or a comma-separated vector."""
+    """How r is spread over the layers: calibrated (what ``blendrag calibrate`` found for the model, and
+    before that :data:`UNCALIBRATED_SCHEDULE`), constant, linear, geometric[:g], first:m or a
+    comma-separated vector."""
     max_new_tokens: int = Field(default=128, ge=1)
 
     ram_bytes: int = Field(default=2 * 1024**3, ge=0)

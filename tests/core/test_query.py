@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tiny
-from blendrag.config import DEFAULT_POLICY, DEFAULT_SCHEDULE
+from blendrag.config import DEFAULT_POLICY, UNCALIBRATED_SCHEDULE
 from blendrag.fusor import Fusor, attention, scout
 from blendrag.model import ModelAdapter
 from blendrag.selection import LayerView
@@ -180,7 +180,7 @@ def test_the_metrics_name_the_policy_asked_for(tmp_path: Path) -> None:
         engine.ingest([tiny.document(0)])
         prompt = "\n\n".join([*tiny.chunk_texts(engine, 0), "What did the company build?"])
         metrics = engine.generate(prompt).metrics
-        assert (metrics.policy, metrics.schedule) == (DEFAULT_POLICY, DEFAULT_SCHEDULE)
+        assert (metrics.policy, metrics.schedule) == (DEFAULT_POLICY, UNCALIBRATED_SCHEDULE)
 
 
 @pytest.mark.parametrize("after", [0, 2, LAYERS, LAYERS + 2])

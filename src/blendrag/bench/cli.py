@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from blendrag.chunking import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
-from blendrag.config import DEFAULT_POLICY, DEFAULT_SCHEDULE
+from blendrag.config import DEFAULT_POLICY, UNCALIBRATED_SCHEDULE
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed: interleaved modes, medians, ratios.")
 
@@ -48,7 +48,7 @@ def ttft(
         float, typer.Option(min=0.0, max=1.0, help="Recompute ratio r in [0, 1].")
     ] = 0.15,
     policy: Policy = DEFAULT_POLICY,
-    schedule: Schedule = DEFAULT_SCHEDULE,
+    schedule: Schedule = UNCALIBRATED_SCHEDULE,
     rounds: Count = 5,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -99,7 +99,7 @@ def sweep(
     chunk_tokens: Count = 512,
     question_tokens: Count = 32,
     policy: Policy = DEFAULT_POLICY,
-    schedule: Schedule = DEFAULT_SCHEDULE,
+    schedule: Schedule = UNCALIBRATED_SCHEDULE,
     rounds: Count = 3,
     dtype: Dtype = "auto",
     device: Device = "auto",

@@ -21,7 +21,7 @@ import torch
 from transformers import DynamicCache
 
 from blendrag.bench.memory import peak_bytes
-from blendrag.config import DEFAULT_POLICY, DEFAULT_SCHEDULE, Mode
+from blendrag.config import DEFAULT_POLICY, UNCALIBRATED_SCHEDULE, Mode
 from blendrag.controller import Controller
 from blendrag.errors import InvalidInputError
 from blendrag.fusor import BlendRequest, Fusor
@@ -51,7 +51,7 @@ class Workload:
     question_tokens: int = 32
     ratio: float = 0.15
     policy: str = DEFAULT_POLICY
-    schedule: str = DEFAULT_SCHEDULE
+    schedule: str = UNCALIBRATED_SCHEDULE
     rounds: int = 5
 
 

@@ -78,7 +78,7 @@ def evaluate(
         list[str] | None,
         typer.Option(
             help="Comma-separated names, or one vector of numbers; repeatable. "
-            "[default: the engine's]",
+            "[default: the engine's for a model that is not calibrated]",
             show_default=False,
         ),
     ] = None,
@@ -245,10 +245,18 @@ def _ways(
         )
     return make_ways(
         named,
-        lists.schedules(schedules) or (settings().schedule,),
+        lists.schedules(schedules) or (_uncalibrated(settings().schedule),),
         [lists.ratio(text) for text in lists.listed(ratios or [])] or (settings().ratio,),
         [lists.is_on(text) for text in lists.listed([prefix]) or [prefix]],
     )
+
+
+def _uncalibrated(schedule: str) -> str:
+    """What the engine's default means where nothing was calibrated: the same rows in any store."""
+    from blendrag.config import UNCALIBRATED_SCHEDULE
+    from blendrag.selection import Schedule
+
+    return UNCALIBRATED_SCHEDULE if Schedule.parse(schedule).is_open else schedule
 
 
 def _cache() -> Path:
