@@ -1,17 +1,20 @@
 import builtins
+import errno
 import fcntl
 import os
 import pickle
 import sqlite3
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from diskcache import Timeout
 
 from blendrag.errors import StoreError, StoreUnavailableError
-from blendrag.store import index_check
+from blendrag.store import DiskStore, index_check
 from blendrag.store.files import new_name
 from blendrag.store.index import Index
-from blendrag.store.index_errors import IndexOdd
+from blendrag.store.index_errors import IndexOdd, mapped
 from blendrag.store.rows import Row, row_key
 
 
@@ -369,3 +372,174 @@ def test_a_failed_transaction_leaves_nothing_half_done(lab, make_store):
     assert store.stats().entries == 3
     lab.put(store, 4)
     assert lab.is_right(store, 4)
+
+
+def hot_journal(root):
+    """What SQLite leaves when it is cut short in a transaction before the database is in WAL mode."""
+    scratch = root.parent / "scratch.db"
+    connection = sqlite3.connect(scratch, isolation_level=None)
+    connection.execute("CREATE TABLE t AS SELECT 1 AS x")
+    connection.execute("PRAGMA cache_size = 1")
+    connection.execute("BEGIN")
+    connection.execute("INSERT INTO t VALUES (hex(randomblob(90000)))")
+    journal = scratch.with_name("scratch.db-journal").read_bytes()
+    assert journal.startswith(bytes.fromhex("d9d505f920a163d7"))  # or nobody would roll it back
+    return journal
+
+
+@pytest.mark.parametrize("kind", ["hot", "empty", "garbage", "fifo", "directory"])
+def test_a_journal_left_by_a_crash_neither_blocks_nor_stops_the_store(lab, make_store, root, kind):
+    filled(lab, make_store).close()
+    journal = root / "index" / "cache.db-journal"
+    if kind == "fifo":
+        os.mkfifo(journal)
+    elif kind == "directory":
+        journal.mkdir()
+    else:
+        journal.write_bytes({"hot": hot_journal(root), "empty": b""}.get(kind, b"x" * 999))
+    store = make_store()
+    assert all(lab.is_right(store, number) for number in (1, 2, 3))
+    lab.put(store, 4)
+    assert_rebuilt(lab, store, (1, 2, 3, 4))
+
+
+@pytest.mark.parametrize("name", ["cache.db", "cache.db-wal", "cache.db-shm"])
+def test_a_directory_in_place_of_the_database_is_moved_away(lab, make_store, root, name):
+    filled(lab, make_store).close()
+    for _ in range(2):  # the second time, the quarantine has one already
+        (root / "index" / name).unlink(missing_ok=True)
+        (root / "index" / name).mkdir()
+        (root / "index" / name / "mine").touch()
+        store = make_store()
+        lab.put(store, 4)
+        assert all(lab.is_right(store, number) for number in (1, 2, 3, 4))
+        store.close()
+    assert len(list((root / "quarantine").rglob("mine"))) == 2
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE Settings SET value = 'many' WHERE key = 'count'",
+        "UPDATE Settings SET value = NULL WHERE key = 'size'",
+        "UPDATE Settings SET value = 9e999 WHERE key = 'size'",
+        "UPDATE Settings SET value = -5 WHERE key = 'size'",
+        "DELETE FROM Settings WHERE key = 'count'",
+    ],
+)
+def test_totals_forged_while_the_store_is_open_are_noticed(lab, make_store, root, statement):
+    store = filled(lab, make_store)
+    edit(root, (statement,))
+    assert store.stats().entries == 3  # counted without the index
+    lab.put(store, 4)
+    assert_rebuilt(lab, store, (1, 2, 3, 4))
+
+
+def test_a_size_forged_beyond_the_limit_does_not_stop_puts(lab, make_store, root):
+    filled(lab, make_store).close()
+    edit(root, ("UPDATE Settings SET value = ? WHERE key = 'size'", 1 << 50))
+    store = make_store()
+    lab.put(store, 4)
+    assert store.stats().evictions == 0
+    assert_rebuilt(lab, store, (1, 2, 3, 4))
+
+
+def test_a_recovery_notices_totals_that_are_not_those_of_the_rows(lab, make_store, root):
+    store = filled(lab, make_store)
+    edit(root, ("UPDATE Settings SET value = value - 1 WHERE key = 'size'",))
+    store.recover()
+    assert_rebuilt(lab, store)
+
+
+def test_a_row_with_the_last_number_there_is_does_no_harm(lab, make_store, root):
+    store = filled(lab, make_store)
+    edit(root, ("UPDATE Cache SET rowid = ? WHERE rowid = 3", 2**63 - 1))
+    with pytest.raises(IndexOdd, match="out of range"):
+        list(store._index.oldest())
+    store.recover()
+    assert_rebuilt(lab, store)
+
+
+def in_thread(action):
+    """What ``action`` returns, run by a thread that has no connection yet."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(action).result()
+
+
+@pytest.mark.parametrize("name", ["sqlite_journal_mode", b"sqlite_", 7])
+def test_settings_planted_while_open_are_not_executed_by_the_next_thread(
+    lab, make_store, root, name
+):
+    store = filled(lab, make_store)
+    edit(root, ("INSERT OR REPLACE INTO Settings VALUES (?, 'delete')", name))
+    assert in_thread(lambda: lab.is_right(store, 1))
+    cache = store._index._cache
+    assert in_thread(lambda: cache._sql("PRAGMA journal_mode").fetchone()) == ("wal",)
+    assert in_thread(lambda: cache._sql("PRAGMA mmap_size").fetchone()) == (0,)
+
+
+def test_a_thread_that_meets_a_locked_database_waits_for_a_bounded_time(lab, make_store, root):
+    store = filled(lab, make_store)
+    store._index.close()
+    with store._index.exclusive():
+        assert store._index.open()
+    store._index._cache.close()  # nobody has it open but the blocker
+    blocker = sqlite3.connect(root / "index" / "cache.db", isolation_level=None)
+    blocker.execute("PRAGMA locking_mode = EXCLUSIVE")
+    blocker.execute("BEGIN EXCLUSIVE")
+    start = time.monotonic()
+    assert in_thread(lambda: lab.is_right(store, 1))
+    assert time.monotonic() - start < 10  # diskcache itself would wait for a minute
+    blocker.close()
+
+
+def test_a_store_whose_path_looks_like_a_variable_stays_where_it_is(lab, tmp_path, monkeypatch):
+    monkeypatch.setenv("ELSEWHERE", "elsewhere")
+    for name in ("$ELSEWHERE", "${ELSEWHERE}", "~"):
+        store = DiskStore(tmp_path / name / "store", 1 << 30)
+        lab.put(store, 1)
+        store.close()
+        assert (tmp_path / name / "store" / "index" / "cache.db").exists()
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("BUSY", "is held by another process"),
+        ("FULL", "no space left"),
+        ("IOERR_READ", "cannot be used"),
+    ],
+)
+def test_a_transaction_that_cannot_begin_says_why(tmp_path, code, expected):
+    def begin():
+        error = sqlite3.OperationalError("the disk says no")
+        error.sqlite_errorcode = getattr(sqlite3, f"SQLITE_{code}")
+        try:
+            raise error
+        except sqlite3.OperationalError:
+            raise Timeout from None  # as diskcache does
+
+    with pytest.raises(StoreError, match=expected), mapped(tmp_path, 1.0):
+        begin()
+
+
+def test_a_mark_that_cannot_be_looked_for_is_not_taken_for_absent(
+    lab, make_store, root, monkeypatch
+):
+    filled(lab, make_store).close()
+    (root / "index" / "unfinished").touch()
+    edit(root, ("DELETE FROM Cache",))  # as if the rebuild had just begun
+    real = os.lstat
+
+    def fail(path, *args, **kwargs):
+        if str(path).endswith("unfinished"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "lstat", fail)
+        store = make_store()
+        assert all(lab.is_right(store, number) for number in (1, 2, 3))
+    store.recover()
+    assert store.stats().entries == 3

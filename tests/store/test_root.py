@@ -282,3 +282,34 @@ def test_a_limit_that_cannot_be_written_down_is_used_with_a_warning(lab, root, m
     assert "remember its limit" in caplog.text
     assert (root / "disk-bytes").read_text() == f"{1 << 30}\n"
     assert_no_temporaries(root)
+
+
+@pytest.mark.parametrize("name", ["format", "disk-bytes"])
+@pytest.mark.parametrize("kind", ["mkfifo", "mkdir"])
+def test_something_else_by_the_name_of_a_small_file_is_refused_without_waiting(
+    lab, root, name, kind
+):
+    keep(lab, root, [1], 1 << 30)
+    (root / name).unlink()
+    getattr(os, kind)(root / name)
+    assert_refused(root, "is no regular file")
+
+
+def test_small_files_are_written_whole_or_not_at_all(lab, root, monkeypatch):
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[: max(1, len(data) // 2)]))
+    keep(lab, root, [1], 1 << 30)
+    assert (root / "format").read_text() == "blendrag-kv 1\n"
+    assert (root / "disk-bytes").read_text() == f"{1 << 30}\n"
+    (root / "format").unlink()
+
+    def fail(*args):
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", fail)
+        with pytest.raises(StoreUnavailableError, match="Input/output error"):
+            open_store(root, 0, None)
+    assert not (root / "format").exists()
+    assert_no_temporaries(root)
+    assert keep(lab, root, [2], None) == [1, 2]

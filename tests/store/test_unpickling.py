@@ -83,9 +83,8 @@ def test_diskcache_as_it_comes_is_caught(tmp_path, emptied):
 
 def test_an_unpickling_whose_exception_is_swallowed_fails_the_test_all_the_same():
     def swallowing():
-        with unpickling.nothing_is_unpickled():
-            with contextlib.suppress(Exception):
-                pickle.loads(pickle.dumps(1))
+        with unpickling.nothing_is_unpickled(), contextlib.suppress(Exception):
+            pickle.loads(pickle.dumps(1))
 
     with pytest.raises(Unpickled, match=r"in this test: pickle\.loads"):
         swallowing()

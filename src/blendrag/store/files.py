@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from blendrag.store.directories import DIRECTORY
+from blendrag.store.directories import DIRECTORY, write_all
 from blendrag.store.format import is_name
 
 # O_NONBLOCK: opening a FIFO planted under our name must not hang.
@@ -62,6 +62,8 @@ class PayloadFiles:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._kv_fd = os.open(root / "kv", DIRECTORY)
+        self._durable: set[tuple[str, ...]] = set()
+        """Directories below ``kv/`` of whose own entry we know that it is on disk."""
 
     def close(self) -> None:
         """Release the directory. Idempotent."""
@@ -73,9 +75,12 @@ class PayloadFiles:
         """Descriptor of a payload; ``OSError`` unless it is a regular file."""
         with self._directory(name.namespace, name.key[:2]) as directory:
             fd = os.open(name.file, _READ, dir_fd=directory)
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise OSError(f"{name.file} is not a regular file")
+        except BaseException:
             os.close(fd)
-            raise OSError(f"{name.file} is not a regular file")
+            raise
         return fd
 
     def exists(self, name: Name) -> bool:
@@ -101,7 +106,7 @@ class PayloadFiles:
                 fd = os.open(temporary, _CREATE, 0o600)
                 try:
                     for buffer in buffers:
-                        _write_all(fd, buffer)
+                        write_all(fd, buffer)
                     os.fsync(fd)
                 finally:
                     os.close(fd)
@@ -208,9 +213,9 @@ class PayloadFiles:
     @contextlib.contextmanager
     def _directory(self, namespace: str, prefix: str, create: bool = False) -> Iterator[int]:
         """Descriptor of ``kv/<namespace>/<prefix>``, no part of it a symbolic link."""
-        outer = _open_directory(namespace, self._kv_fd, create)
+        outer = self._enter(self._kv_fd, (namespace,), create)
         try:
-            inner = _open_directory(prefix, outer, create)
+            inner = self._enter(outer, (namespace, prefix), create)
         finally:
             os.close(outer)
         try:
@@ -218,20 +223,31 @@ class PayloadFiles:
         finally:
             os.close(inner)
 
+    def _enter(self, parent: int, way: tuple[str, ...], create: bool) -> int:
+        """Descriptor of the last directory of ``way``; if it may be created, durable in the one above."""
+        if create and way not in self._durable:
+            self._make(parent, way)
+        try:
+            return os.open(way[-1], DIRECTORY, dir_fd=parent)
+        except FileNotFoundError:
+            if not create:
+                raise
+        self._make(parent, way)  # somebody removed it since
+        return os.open(way[-1], DIRECTORY, dir_fd=parent)
 
-def _open_directory(name: str, parent: int, create: bool) -> int:
-    try:
-        return os.open(name, DIRECTORY, dir_fd=parent)
-    except FileNotFoundError:
-        if not create:
-            raise
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(name, 0o700, dir_fd=parent)
-    os.fsync(parent)
-    return os.open(name, DIRECTORY, dir_fd=parent)
+    def _make(self, parent: int, way: tuple[str, ...]) -> None:
+        """One that is there already is synced, too: whoever made it may not have got to that."""
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(way[-1], 0o700, dir_fd=parent)
+        os.fsync(parent)
+        self._durable.add(way)
 
 
-def _write_all(fd: int, buffer: Any) -> None:
-    view = memoryview(buffer).cast("B")
-    while view:
-        view = view[os.write(fd, view) :]
+def read_at(fd: int, size_bytes: int, offset: int = 0) -> bytes:
+    """That many bytes, fewer only where the file ends: any one read may be cut short."""
+    parts = []
+    while size_bytes > 0 and (part := os.pread(fd, size_bytes, offset)):
+        parts.append(part)
+        offset += len(part)
+        size_bytes -= len(part)
+    return b"".join(parts)

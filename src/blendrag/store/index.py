@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import sqlite3
 import threading
 import time
@@ -26,10 +27,10 @@ import diskcache
 from blendrag.errors import StoreError
 from blendrag.store.directories import sync_directory
 from blendrag.store.files import Name
-from blendrag.store.index_check import DATABASE, DATABASE_FILES, SETTINGS, fault
+from blendrag.store.index_check import DATABASE, DATABASE_FILES, JOURNAL, fault
 from blendrag.store.index_errors import IndexLocked, IndexOdd, mapped, unusable
 from blendrag.store.index_lock import IndexLock
-from blendrag.store.rows import Row, RowCache, Rows, row_key
+from blendrag.store.rows import Row, RowCache, row_key
 
 logger = logging.getLogger("blendrag.store")
 
@@ -75,7 +76,7 @@ class Index:
 
         Changes no row. Caller holds :meth:`exclusive`.
         """
-        if os.path.lexists(self._directory / _UNFINISHED):
+        if self._has(_UNFINISHED):
             self._forget()
             return False
         return self.connect()
@@ -83,7 +84,7 @@ class Index:
     def connect(self) -> bool:
         """Like :meth:`open`, of an index whose rebuild is not finished, too."""
         self._forget()
-        if not os.path.lexists(self._directory / DATABASE):
+        if not self._has(DATABASE):
             return False
         try:
             with self._mapped():
@@ -97,6 +98,16 @@ class Index:
         if reason is not None:
             logger.warning("index of the store is odd (%s): rebuilt from the files", reason)
         return reason is None
+
+    def _has(self, name: str) -> bool:
+        """Whether there is a file of that name; one that cannot be looked for is no such answer."""
+        try:
+            os.lstat(self._directory / name)
+        except FileNotFoundError:
+            return False
+        except OSError as exc:
+            raise unusable(self._directory, exc.strerror or exc) from exc
+        return True
 
     def create(self) -> None:
         """Begin an empty database in place of whatever is there, within :meth:`unfinished`."""
@@ -127,18 +138,21 @@ class Index:
     def set_aside(self) -> None:
         """Move the database to the quarantine. Caller holds :meth:`exclusive`."""
         self._forget()
-        for name in DATABASE_FILES:
-            with contextlib.suppress(FileNotFoundError):
-                os.replace(self._directory / name, self._directory.parent / "quarantine" / name)
+        quarantine = self._directory.parent / "quarantine"
+        for name in (*DATABASE_FILES, JOURNAL):
+            try:
+                os.replace(self._directory / name, quarantine / name)
+            except FileNotFoundError:
+                pass
+            except OSError:  # a directory, here or there, is none of SQLite's and stays apart
+                os.replace(self._directory / name, quarantine / f"{name}.{secrets.token_hex(8)}")
 
     def _connect(self) -> None:
         deadline = time.monotonic() + self._busy_timeout_s
         while True:
             try:
                 with self._mapped():
-                    cache = RowCache(
-                        str(self._directory), self._busy_timeout_s, disk=Rows, **SETTINGS
-                    )
+                    cache = RowCache(self._directory / DATABASE, self._busy_timeout_s)
                     status = os.stat(self._directory / DATABASE)
                 self._inode = (status.st_dev, status.st_ino)
                 self._cache, self._cache_pid = cache, os.getpid()
@@ -222,20 +236,29 @@ class Index:
         """All rows, least recently used first."""
         with self._mapped():
             cache = self._current()
-            for key in cache:
-                value = cache.get(key)
-                if value is None:
-                    continue
-                row = Row.decode(value)
-                if row_key(row.name.namespace, row.name.key) != key:
-                    raise IndexOdd("an index row belongs to another key")
-                yield row
+            try:
+                for key in cache:
+                    value = cache.get(key)
+                    if value is None:
+                        continue
+                    row = Row.decode(value)
+                    if row_key(row.name.namespace, row.name.key) != key:
+                        raise IndexOdd("an index row belongs to another key")
+                    yield row
+            except OverflowError as exc:  # diskcache adds one to the last row's number
+                raise IndexOdd("the rows of the index are numbered out of range") from exc
 
     def totals(self) -> tuple[int, int]:
         """Entries and bytes, as SQLite counts them within the same transactions."""
         with self._mapped():
             cache = self._current()
-            return int(cache.reset("count")), int(cache.reset("size"))
+            try:
+                totals = cache.reset("count"), cache.reset("size")
+            except ValueError as exc:  # there is no such row
+                raise IndexOdd("the index does not count its rows") from exc
+        if not all(type(total) is int and total >= 0 for total in totals):
+            raise IndexOdd("the index does not count its rows")
+        return totals
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[diskcache.Cache]:

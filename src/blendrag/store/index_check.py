@@ -6,6 +6,7 @@ executes triggers, and turns rows of its settings table into PRAGMA statements a
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import stat
 from pathlib import Path
@@ -18,6 +19,9 @@ from blendrag.sqlite_errors import is_foreign
 
 DATABASE = "cache.db"
 DATABASE_FILES = (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm")
+#: What SQLite writes before the database is in WAL mode. Left over by whoever was cut short then, it
+#: would keep the database from being read, and from being mended, for good.
+JOURNAL = f"{DATABASE}-journal"
 
 #: Our settings: no eviction by diskcache, no statistics, and no mmap (SIGBUS on truncation).
 SETTINGS: dict[str, Any] = {
@@ -62,6 +66,8 @@ def fault(directory: Path, busy_timeout_s: float) -> str | None:
 
     Raises ``sqlite3.DatabaseError`` when it cannot be looked at now: in use, or the disk fails.
     """
+    if os.path.lexists(directory / JOURNAL):
+        return f"{JOURNAL} is left over"
     for name in DATABASE_FILES:
         path = directory / name
         if path.is_symlink() or (path.exists() and not stat.S_ISREG(path.lstat().st_mode)):

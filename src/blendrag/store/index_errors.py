@@ -13,7 +13,9 @@ from pathlib import Path
 import diskcache
 
 from blendrag.errors import StoreError, StoreFullError
-from blendrag.sqlite_errors import is_foreign, is_out_of_space
+from blendrag.sqlite_errors import is_foreign, is_out_of_space, primary_code
+
+_IN_USE = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, None)
 
 
 class IndexLocked(StoreError):
@@ -46,12 +48,19 @@ def mapped(directory: Path, wait_s: float) -> Iterator[None]:
     try:
         yield
     except diskcache.Timeout as exc:
+        cause = (
+            exc.__context__
+        )  # any failure to begin a transaction is a Timeout of diskcache 5.6.3
+        if isinstance(cause, sqlite3.Error) and primary_code(cause) not in _IN_USE:
+            raise _ours(cause, directory) from exc
         raise held(directory, "another process", wait_s) from exc
     except sqlite3.Error as exc:
-        if is_out_of_space(exc):
-            raise StoreFullError(
-                f"no space left for index {directory}; free some space", 1 << 20
-            ) from exc
-        if is_foreign(exc):
-            raise unusable(directory, exc) from exc
-        raise IndexOdd(f"index {directory} is odd ({exc})") from exc
+        raise _ours(exc, directory) from exc
+
+
+def _ours(error: sqlite3.Error, directory: Path) -> StoreError:
+    if is_out_of_space(error):
+        return StoreFullError(f"no space left for index {directory}; free some space", 1 << 20)
+    if is_foreign(error):
+        return unusable(directory, error)
+    return IndexOdd(f"index {directory} is odd ({error})")

@@ -16,7 +16,7 @@ import xxhash
 
 from blendrag.errors import CorruptKVError
 from blendrag.store.directories import OUT_OF_RESOURCES
-from blendrag.store.files import Name, PayloadFiles
+from blendrag.store.files import Name, PayloadFiles, read_at
 from blendrag.store.format import MAX_HEADER_BYTES, Description, describe, layer_seed
 
 #: Bytes held at a time.
@@ -61,12 +61,12 @@ def described(fd: int, name: Name) -> Description | None:
     Raises ``OSError`` when the file cannot be read.
     """
     try:
-        (length,) = struct.unpack("<Q", os.pread(fd, 8, 0))
+        (length,) = struct.unpack("<Q", read_at(fd, 8))
     except struct.error:
         return None
     if length > MAX_HEADER_BYTES:
         return None
-    found = describe(os.pread(fd, 8 + length, 0))
+    found = describe(read_at(fd, 8 + length))
     return found if fits(found, name.namespace, name.key, os.fstat(fd).st_size) else None
 
 

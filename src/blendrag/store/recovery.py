@@ -14,17 +14,23 @@ import os
 from blendrag.store.directories import OUT_OF_RESOURCES
 from blendrag.store.files import Name, PayloadFiles
 from blendrag.store.index import Index
+from blendrag.store.index_errors import IndexOdd
 from blendrag.store.payload import described
 from blendrag.store.rows import Row
 
 logger = logging.getLogger("blendrag.store")
+
+#: How often a header is read before its file counts as one that cannot be: a disk, or a network in
+#: front of it, may fail for a moment, and what is set aside is lost.
+_TRIES = 2
 
 
 def reconcile(files: PayloadFiles, index: Index) -> int:
     """Index every sound file, drop rows without file; number of files set aside.
 
     Caller holds the index lock. Of two files of one key, written by racing processes, one stays.
-    Raises ``OSError``, and changes no row, when it cannot see all files.
+    Raises ``OSError``, and changes no row, when it cannot see all files; :class:`IndexOdd` when the
+    index cannot be brought in order.
     """
     quarantined = 0
     found = set(files.walk())
@@ -46,21 +52,26 @@ def reconcile(files: PayloadFiles, index: Index) -> int:
                 with contextlib.suppress(OSError):
                     files.quarantine(name)
         index.drop([row.name for row in index.oldest() if row.name not in found])
+        sizes = [row.size_bytes for row in index.oldest()]
+        if index.totals() != (len(sizes), sum(sizes)):
+            raise IndexOdd("the index miscounts its rows")
     return quarantined
 
 
 def sound_size(files: PayloadFiles, name: Name) -> int | None:
     """Size of a payload whose header is what it must be for its name, otherwise ``None``."""
-    try:
-        fd = files.open(name)
-    except OSError as exc:
-        if exc.errno in OUT_OF_RESOURCES:
-            raise
-        return None
-    try:
-        found = described(fd, name)
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
-    return None if found is None else found.file_bytes
+    for _ in range(_TRIES):
+        try:
+            fd = files.open(name)
+            try:
+                found = described(fd, name)
+            finally:
+                os.close(fd)
+        except FileNotFoundError:
+            return None
+        except OSError as exc:
+            if exc.errno in OUT_OF_RESOURCES:
+                raise
+        else:
+            return None if found is None else found.file_bytes
+    return None

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from blendrag.errors import StoreError, StoreFullError, StoreUnavailableError
 from blendrag.identity import FORMAT_VERSION
-from blendrag.store.directories import sync_directory
+from blendrag.store.directories import sync_directory, write_all
 from blendrag.store.writers import stray_temporary
 
 logger = logging.getLogger("blendrag.store")
@@ -184,12 +184,8 @@ def settle_limit(root: Path, given: int | None, default: int, read_only: bool) -
 
 def _remember_limit(root: Path, limit_bytes: int) -> None:
     """Replace the limit file at once; a full disk is no reason not to open the store."""
-    text = f"{limit_bytes}\n"
     try:
-        try:
-            _replace(root / _LIMIT_FILE, text, stray_temporary(root / "tmp"))
-        except FileNotFoundError:  # cleared away as left over by one who opens the store just now
-            _replace(root / _LIMIT_FILE, text, stray_temporary(root / "tmp"))
+        _replace(root / _LIMIT_FILE, f"{limit_bytes}\n")
         sync_directory(root)
     except OSError as exc:
         logger.warning(
@@ -199,11 +195,19 @@ def _remember_limit(root: Path, limit_bytes: int) -> None:
         )
 
 
-def _replace(path: Path, text: str, temporary: Path) -> None:
+def _replace(path: Path, text: str) -> None:
+    """Write a small file of the root, at once and whole."""
+    try:
+        _replace_by(stray_temporary(path.parent / "tmp"), path, text)
+    except FileNotFoundError:  # cleared away as left over by one who opens the store just now
+        _replace_by(stray_temporary(path.parent / "tmp"), path, text)
+
+
+def _replace_by(temporary: Path, path: Path, text: str) -> None:
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.write(fd, text.encode())
+            write_all(fd, text.encode())
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -223,6 +227,11 @@ def _read_text(path: Path) -> str | None:
     except OSError as exc:
         raise store_error(exc, f"reading {path}") from exc
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise StoreUnavailableError(
+                f"{path} is no regular file, expected one made by the store; "
+                "move it away or choose another --store"
+            )
         return os.read(fd, 64).decode("ascii", "replace")
     except OSError as exc:
         raise store_error(exc, f"reading {path}") from exc
@@ -252,13 +261,7 @@ def _write_version(root: Path) -> None:
     """Write the format file unless it is there; racing writers write the same bytes."""
     path = root / _FORMAT_FILE
     try:
-        if path.exists() and path.stat().st_size:
-            return
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            os.pwrite(fd, f"blendrag-kv {FORMAT_VERSION}\n".encode(), 0)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        if not path.exists() or not path.stat().st_size:
+            _replace(path, f"blendrag-kv {FORMAT_VERSION}\n")
     except OSError as exc:
         raise store_error(exc, f"writing {path}", 4096) from exc

@@ -8,20 +8,26 @@ value, no file touched, nothing unpickled, in any mode.
 from __future__ import annotations
 
 import logging
+import os
 import re
+import sqlite3
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import diskcache
-from diskcache.core import MODE_RAW
+from diskcache.core import ENOVAL, MODE_RAW
 
 from blendrag.identity import digest_fields
 from blendrag.store.files import Name
 from blendrag.store.format import is_name
+from blendrag.store.index_check import SETTINGS
 from blendrag.store.index_errors import IndexOdd
 
 logger = logging.getLogger("blendrag.store")
 
+#: Settings of diskcache that are PRAGMAs begin like this.
+_PRAGMA = "sqlite_"
 _VALUE = re.compile(r"([0-9a-f]{64})/([0-9a-f]{64})\.([0-9a-f]{16}):([0-9]{1,15})", re.ASCII)
 
 
@@ -73,20 +79,54 @@ class Rows(diskcache.Disk):
 
 
 class RowCache(diskcache.Cache):
-    """diskcache's table of rows, with bounded waits.
+    """diskcache's table of rows, with bounded waits, in the file that it is told.
 
-    diskcache 5.6.3 repeats a locked statement outside a transaction for 60 s; here it waits as long
-    as configured. The PRAGMAs of ``Cache.reset``, run once per connection, are still repeated.
+    diskcache 5.6.3 repeats a locked statement outside a transaction, and every PRAGMA, for 60 s; here
+    they wait as long as configured. It takes the PRAGMAs of each further connection from the database;
+    here they are the ones we set. And it expands ``~`` and ``$NAME`` in the directory it is given, so
+    that one is not given: the path is ours.
     """
+
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        self._path = path
+        super().__init__(os.curdir, timeout_s, disk=Rows, **SETTINGS)
+
+    @property
+    def _con(self) -> sqlite3.Connection:
+        """This thread's connection. An index never hands a cache on to a forked process."""
+        connection: sqlite3.Connection | None = getattr(self._local, "con", None)
+        if connection is None:
+            connection = _connected(self._path, self._timeout)
+            self._local.con, self._local.pid = connection, os.getpid()
+        return connection
 
     @property
     def _sql_retry(self) -> Any:
         return self._sql
 
+    def reset(self, key: str, value: Any = ENOVAL, update: bool = True) -> Any:
+        """See ``diskcache.Cache.reset``; PRAGMAs are set already, by :attr:`_con`."""
+        if key.startswith(_PRAGMA):
+            setattr(self, key, value)
+            return value
+        return super().reset(key, value, update)
+
     def checkpoint(self) -> bool:
         """fsync every commit so far, into the database itself; whether all of it got there."""
         ((busy, pages, written),) = self._sql("PRAGMA wal_checkpoint(FULL)").fetchall()
         return not busy and pages == written
+
+
+def _connected(path: Path, timeout_s: float) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=timeout_s, isolation_level=None)
+    try:
+        for name, value in sorted(SETTINGS.items()):
+            if name.startswith(_PRAGMA):
+                connection.execute(f"PRAGMA {name.removeprefix(_PRAGMA)} = {value}").fetchall()
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def row_key(namespace: str, key: str) -> str:

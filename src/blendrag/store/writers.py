@@ -8,6 +8,7 @@ it dies, so a marker that can be locked belongs to nobody: neither clocks nor pi
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -17,10 +18,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from blendrag.store.directories import OUT_OF_RESOURCES, sync_directory
+from blendrag.store.directories import sync_directory
 
 _MARKER = re.compile(r"([0-9a-f]{16})\.writer", re.ASCII)
 _PART = re.compile(r"([0-9a-f]{16})\.[0-9a-f]{16}\.part", re.ASCII)
+#: What opening a marker says where there is none of ours: it is gone, a directory, a link, a socket.
+_NO_MARKER = (errno.ENOENT, errno.EISDIR, errno.ELOOP, errno.ENXIO)
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -103,12 +106,13 @@ def remove(paths: Iterable[Path]) -> None:
 
 
 def _is_locked(marker: Path) -> bool:
+    """Raises ``OSError`` where that cannot be found out: a living writer must not be taken for dead."""
     try:
         fd = os.open(marker, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as exc:
-        if exc.errno in OUT_OF_RESOURCES:
-            raise
-        return False
+        if exc.errno in _NO_MARKER:
+            return False
+        raise
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:

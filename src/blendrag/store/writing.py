@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from blendrag.errors import StoreError, StoreFullError, StoreUnavailableError
 from blendrag.store.directories import sync_directory
 from blendrag.store.files import Name, PayloadFiles
+from blendrag.store.forking import renew_after_fork
 from blendrag.store.index import QUERY_WAIT_S, Index
 from blendrag.store.index_errors import IndexLocked, IndexOdd
 from blendrag.store.pins import Pins
@@ -57,6 +58,11 @@ class DiskWriter:
         self._pins = pins
         self._before_eviction = before_eviction
         self._claim: Writer | None = None
+        self.renew_locks()
+        renew_after_fork(self)
+
+    def renew_locks(self) -> None:
+        """See :mod:`forking`."""
         self._counters = threading.Lock()
 
     def open(self) -> None:
@@ -140,14 +146,18 @@ class DiskWriter:
         self._before_eviction()
         pinned = self._files.pinned()  # where that fails, rather nothing is evicted
         victims: list[Name] = []
+        seen_bytes = 0
         for row in self._index.oldest() if needed_bytes <= limit_bytes else ():
             if excess <= 0:
                 break
+            seen_bytes += row.size_bytes
             if row.name == but:
                 excess -= row.size_bytes
             elif row.name.entry not in pinned and row.name.entry not in self._pins:
                 victims.append(row.name)
                 excess -= row.size_bytes
+        if excess > 0 and seen_bytes != size_bytes and needed_bytes <= limit_bytes:
+            raise IndexOdd("the index miscounts its bytes")
         if excess > 0:
             raise StoreFullError(
                 f"the store's limit of {megabytes(limit_bytes)} has no room for "
