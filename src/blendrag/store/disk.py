@@ -23,7 +23,8 @@ from blendrag.kv import ChunkKV, KVLayout
 from blendrag.store.base import StoreStats, TierStats
 from blendrag.store.directories import OUT_OF_RESOURCES
 from blendrag.store.encodings import codec_of
-from blendrag.store.files import Name, PayloadFiles, new_name
+from blendrag.store.files import Name, PayloadFiles, new_name, read_at
+from blendrag.store.forking import renew_after_fork
 from blendrag.store.format import Frame, frame, is_name, layer_checksum
 from blendrag.store.index import Index
 from blendrag.store.index_errors import IndexOdd
@@ -79,7 +80,8 @@ class DiskStore:
         self._doubtful: set[Name] = set()
         self._tally = Tally()
         self._index_is_odd = self._closed = False
-        self._fresh_locks()
+        self.renew_locks()
+        renew_after_fork(self)
         try:
             if not self.read_only:
                 self._writing.open()
@@ -88,8 +90,8 @@ class DiskStore:
             self._files.close()
             raise
 
-    def _fresh_locks(self) -> None:
-        self._pid = os.getpid()
+    def renew_locks(self) -> None:
+        """See :mod:`forking`."""
         self._lock = threading.Lock()
         self._put_lock = threading.Lock()
 
@@ -291,7 +293,7 @@ class DiskStore:
         self._writing.put(name, [header, *buffers], expected.file_bytes)
 
     def _check(self, namespace: str, key: str) -> None:
-        """Refuse malformed names and closed stores; renew locks after a fork."""
+        """Refuse malformed names and closed stores."""
         for text in (namespace, key):
             if not is_name(text):
                 raise InvalidInputError(
@@ -300,8 +302,6 @@ class DiskStore:
                 )
         if self._closed:
             raise StoreUnavailableError(f"store {self.root} is closed; open it again")
-        if self._pid != os.getpid():
-            self._fresh_locks()
 
     def _check_writable(self) -> None:
         if self.read_only:
@@ -314,7 +314,7 @@ class DiskStore:
 def _verified_checksums(fd: int, expected: Frame, name: Name) -> list[int] | None:
     if os.fstat(fd).st_size != expected.file_bytes:
         return None
-    header = os.pread(fd, expected.header_bytes, 0)
+    header = read_at(fd, expected.header_bytes)
     return expected.checksums(header, name.namespace, name.key)
 
 

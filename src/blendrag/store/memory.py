@@ -25,6 +25,7 @@ from blendrag.errors import InvalidInputError, StoreFullError
 from blendrag.kv import ChunkKV, KVLayout
 from blendrag.store.base import StoreStats, TierStats
 from blendrag.store.encodings import codec_of, stored_layer_bytes
+from blendrag.store.forking import renew_after_fork
 from blendrag.store.raw import all_finite, check_target, on_cpu, pieces, tensor_buffer
 from blendrag.store.root import megabytes
 from blendrag.store.tally import Tally
@@ -100,9 +101,14 @@ class MemoryStore:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self._blocks: OrderedDict[tuple[str, str], Block] = OrderedDict()
-        self._size_bytes = 0
-        self._lock = threading.Lock()
         self._tally = Tally()
+        self.renew_locks()
+        renew_after_fork(self)
+
+    def renew_locks(self) -> None:
+        """See :mod:`forking`. A thread that is not in the child may have been about to count."""
+        self._lock = threading.Lock()
+        self._size_bytes = sum(block.data.nbytes for block in self._blocks.values())
 
     def put(self, namespace: str, key: str, kv: ChunkKV) -> None:
         """See :meth:`KVStore.put`; survives nothing."""

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from blendrag.store.forking import renew_after_fork
+
 
 class Scope:
     """One open :meth:`Pins.scope`; see :class:`blendrag.store.base.PinScope`."""
@@ -23,9 +25,14 @@ class Pins:
     """Entries held by at least one open scope. Thread-safe; of this process only."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._scopes: list[Scope] = []
         self._counts: Counter[tuple[str, str]] = Counter()
+        self.renew_locks()
+        renew_after_fork(self)
+
+    def renew_locks(self) -> None:
+        """See :mod:`forking`."""
+        self._lock = threading.Lock()
 
     @contextmanager
     def scope(self) -> Iterator[Scope]:

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter
 
+from blendrag.store.forking import renew_after_fork
+
 
 class Tally:
-    """Named counters. A child process starts with its parent's counts and a lock of its own."""
+    """Named counters. A child process starts with its parent's counts."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
-        self._renew()
+        self.renew_locks()
+        renew_after_fork(self)
 
-    def _renew(self) -> None:
-        self._pid = os.getpid()
+    def renew_locks(self) -> None:
+        """See :mod:`forking`."""
         self._lock = threading.Lock()
 
     def add(self, name: str, amount: int = 1) -> None:
         """Count ``amount`` more. Calls nothing that could block or fail."""
-        if self._pid != os.getpid():  # whoever held the lock at the fork is not here to release it
-            self._renew()
         with self._lock:
             self._counts[name] += amount
 

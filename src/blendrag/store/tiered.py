@@ -24,6 +24,7 @@ from blendrag.kv import ChunkKV, KVLayout
 from blendrag.store.base import KVReader, StoreStats
 from blendrag.store.disk import DiskStore
 from blendrag.store.encodings import stored_chunk_bytes
+from blendrag.store.forking import renew_after_fork
 from blendrag.store.memory import Block, MemoryStore
 from blendrag.store.pins import Scope
 from blendrag.store.reader import DiskReader
@@ -172,8 +173,13 @@ class _Worker:
         self._jobs: queue.Queue[_Job | None] = queue.Queue(QUEUE_CHUNKS)
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
-        self._start_lock = threading.Lock()
         self._closed = False
+        self.renew_locks()
+        renew_after_fork(self)
+
+    def renew_locks(self) -> None:
+        """See :mod:`forking`. A child has no such thread, and promotes nothing."""
+        self._start_lock = threading.Lock()
 
     def offer(self, job: _Job) -> bool:
         """Queue a job unless the queue is full; from then on the reader is the worker's."""

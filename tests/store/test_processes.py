@@ -1,0 +1,316 @@
+"""Several processes on one store: spawned or forked, writing, reading, looking after it, all at once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from blendrag.errors import StoreUnavailableError
+from blendrag.store import DiskStore, MemoryStore, TieredStore, maintenance
+
+#: What a spawned process runs: nothing of its parent is there.
+PROLOGUE = f"""
+import json, sys, torch
+torch.set_num_threads(1)
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+from lab import Lab
+from blendrag.store import open_store
+root = Path(sys.argv[1])
+store = open_store(root, 1 << 20, None)
+"""
+INGEST = """
+for number in range(int(sys.argv[2]), int(sys.argv[3])):
+    Lab.put(store, number)
+    print(number, flush=True)
+store.close()
+"""
+SERVER = """
+stop, right, wrong, rounds = root.parent / "stop", set(), 0, 0
+while not stop.exists() or rounds < 2:
+    rounds += 1
+    for number in range(int(sys.argv[2])):
+        reader = Lab.open(store, number)
+        if reader is None:
+            continue
+        read = Lab.read(reader)
+        reader.close()
+        if all(map(torch.equal, read, Lab.kv(number).layers)):
+            right.add(number)
+        else:
+            wrong += 1
+stats = store.stats()
+store.close()
+print(json.dumps({"right": sorted(right), "wrong": wrong, "quarantined": stats.quarantined}))
+"""
+
+
+def spawn(code: str, *args: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", PROLOGUE + code, *map(str, args)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def succeeded(pid: int, within_s: float = 60.0) -> bool:
+    """Whether a forked child ends well, and in time; one that hangs is killed."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return status == 0
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    return False
+
+
+def test_two_spawned_ingests_and_a_server_share_a_store(lab, root):
+    DiskStore(root, 1 << 30).close()
+    ingests = [spawn(INGEST, root, 0, 30), spawn(INGEST, root, 15, 45)]
+    server = spawn(SERVER, root, 45)
+    try:
+        acknowledged = set()
+        for ingest in ingests:
+            stdout, stderr = ingest.communicate(timeout=200)
+            assert ingest.returncode == 0, stderr
+            acknowledged |= set(map(int, stdout.split()))
+        assert acknowledged == set(range(45))
+        (root.parent / "stop").touch()
+        stdout, stderr = server.communicate(timeout=200)
+        assert server.returncode == 0, stderr
+        assert json.loads(stdout) == {"right": list(range(45)), "wrong": 0, "quarantined": 0}
+    finally:
+        for process in (*ingests, server):
+            process.kill()
+            process.communicate()
+    assert len(lab.payloads(root)) == 45  # one copy of each
+    report = maintenance.check(root)
+    assert report.is_good
+    (namespace,) = report.namespaces
+    assert (namespace.good, namespace.missing_rows, namespace.dead_rows) == (45, 0, 0)
+    assert list((root / "tmp").iterdir()) == []
+
+
+# -- fork ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(lab, root):
+    """Tiers with four chunks in memory and on disk, and a thread that promotes."""
+    store = TieredStore(MemoryStore(1 << 20), DiskStore(root, 1 << 30))
+    for number in range(4):
+        lab.put(store, number)
+        assert lab.is_right(store, number)
+    store.drain()
+    yield store
+    store.close()
+
+
+def bytes_are_right(lab, store, number, kv):
+    """:meth:`Lab.is_right` without torch operators, which a forked child must not run."""
+    reader = lab.open(store, number)
+    if reader is None:
+        return False
+    for layer, expected in enumerate(kv.layers):
+        out = torch.from_numpy(expected.numpy() * 0)
+        reader.read_layer(layer, out)
+        if out.numpy().tobytes() != expected.numpy().tobytes():
+            return False
+    reader.close()
+    return True
+
+
+def test_two_forked_ingests_put_through_the_servers_own_store(lab, root, server, fork):
+    kvs = [lab.kv(number) for number in range(24)]
+
+    def ingest(numbers):
+        for number in numbers:
+            server.put(lab.namespace, lab.key(number), kvs[number])
+        assert all(bytes_are_right(lab, server, number, kvs[number]) for number in numbers)
+        server.close()
+
+    children = [fork(lambda: ingest(range(4, 16))), fork(lambda: ingest(range(10, 24)))]
+    while len(lab.payloads(root)) < 12:
+        assert all(lab.is_right(server, number) for number in range(4))
+    assert all(map(succeeded, children))
+    assert all(lab.is_right(server, number) for number in range(24))
+    server.drain()
+    assert server.stats().entries == len(lab.payloads(root)) == 24
+    assert lab.open(server, 23).tier == "memory"
+    server.close()
+    report = maintenance.check(root)
+    assert report.is_good
+    assert report.index == "sound"
+    assert list((root / "tmp").iterdir()) == []
+
+
+def locks_of(store):
+    """Every lock that some thread of the parent may hold when it forks."""
+    worker = store._worker
+    return [
+        store.memory._lock,
+        store.memory._tally._lock,
+        store.disk._lock,
+        store.disk._put_lock,
+        store.disk._tally._lock,
+        store.disk._pins._lock,
+        store.disk._writing._counters,
+        store.disk._index._lock._threads,
+        worker._start_lock,
+        worker.tally._lock,
+    ]
+
+
+@pytest.mark.parametrize("held", range(10))
+def test_a_lock_held_at_the_fork_holds_up_nothing_in_the_child(lab, server, fork, held):
+    """A thread that holds it is not in the child, and would hold it there for ever."""
+    kv, kvs = lab.kv(9), [lab.kv(number) for number in range(4)]
+    lock, release, is_held = locks_of(server)[held], threading.Event(), threading.Event()
+
+    def hold():
+        with lock:
+            is_held.set()
+            release.wait(60)
+
+    def use_everything():
+        assert bytes_are_right(lab, server, 0, kvs[0])
+        assert bytes_are_right(lab, server.disk, 1, kvs[1])
+        server.put(lab.namespace, lab.key(9), kv)
+        with server.pin_scope() as scope:
+            scope.protect(lab.namespace, lab.key(9))
+        server.delete(lab.namespace, lab.key(2))
+        assert server.stats().entries == 4
+        server.drain()
+        server.close()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    try:
+        assert is_held.wait(10)
+        assert succeeded(fork(use_everything), within_s=20)
+    finally:
+        release.set()
+        holder.join()
+    assert lab.is_right(server, 9)
+    assert lab.is_right(server, 0)
+
+
+def test_what_a_child_counts_is_its_own(lab, server, fork):
+    before = server.stats()
+
+    def child():
+        assert server.stats().hits == before.hits
+        assert lab.open(server, 77) is None
+        assert server.stats().misses == before.misses + 1
+
+    assert succeeded(fork(child))
+    assert server.stats().misses == before.misses
+
+
+# -- a shared store that is only read -------------------------------------------------------------
+
+
+def test_readers_of_a_shared_store_see_right_bytes_or_a_miss_while_it_changes(
+    lab, root, make_store, fork
+):
+    writer = make_store(limit_bytes=4 * lab.entry_bytes)
+    kvs = [lab.kv(number) for number in range(8)]
+    lab.put(writer, 0)
+    stop = root.parent / "stop"
+
+    def read():
+        hits = 0
+        with contextlib.closing(DiskStore(root, None, read_only=True)) as store:
+            while not stop.exists() or not hits:
+                for number, kv in enumerate(kvs):
+                    reader = lab.open(store, number)
+                    if reader is not None:
+                        reader.close()
+                        assert bytes_are_right(lab, store, number, kv) or not lab.has(store, number)
+                        hits += 1
+            assert store.stats().quarantined == 0
+            with contextlib.suppress(StoreUnavailableError):
+                store.put(lab.namespace, lab.key(99), kvs[0])
+                raise AssertionError
+
+    children = [fork(read), fork(read)]
+    for _ in range(5):
+        for number in range(8):
+            writer.put(lab.namespace, lab.key(number), kvs[number])
+    stop.touch()
+    assert all(map(succeeded, children))
+    assert writer.stats().entries == len(lab.payloads(root)) == 4
+    assert sorted(os.listdir(root / "quarantine")) == []
+
+
+def test_a_reader_of_a_shared_store_creates_no_file_in_it(lab, root, make_store, fork):
+    lab.put(make_store(), 1)
+    make_store().close()
+    kv = lab.kv(1)
+
+    def files():
+        return {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()}
+
+    before = files()
+
+    def read():
+        store = TieredStore(MemoryStore(1 << 20), DiskStore(root, None, read_only=True))
+        for _ in range(3):
+            assert bytes_are_right(lab, store, 1, kv)
+            store.drain()
+        store.close()
+        maintenance.survey(root)
+
+    assert succeeded(fork(read))
+    assert files() == before
+
+
+# -- maintenance beside writers -------------------------------------------------------------------
+
+
+def test_a_store_is_looked_after_while_two_processes_write(lab, root, tmp_path, fork):
+    kvs = [lab.kv(number) for number in range(12)]
+    DiskStore(root, 8 * lab.entry_bytes).close()
+    stop = root.parent / "stop"
+
+    def write(numbers):
+        with contextlib.closing(DiskStore(root, None)) as store:
+            while not stop.exists():
+                for number in numbers:
+                    store.put(lab.namespace, lab.key(number), kvs[number])
+                    bytes_are_right(lab, store, number, kvs[number])
+            assert store.stats().quarantined == 0
+
+    children = [fork(lambda: write(range(8))), fork(lambda: write(range(4, 12)))]
+    for turn in range(8):
+        assert maintenance.check(root, repair=bool(turn % 2)).is_good
+        done = maintenance.collect(root, 3 * lab.entry_bytes)
+        assert done.left_bytes <= 8 * lab.entry_bytes
+        assert maintenance.export(root, tmp_path / "kv.tar").left_out == ()
+        assert maintenance.take_in(root, tmp_path / "kv.tar").rejected == []
+        # each writer may have one entry in place for which the room is still being made
+        assert maintenance.survey(root).size_bytes <= (8 + 2) * lab.entry_bytes
+        if turn == 4:
+            maintenance.clear(root)
+    stop.touch()
+    assert all(map(succeeded, children))
+    report = maintenance.check(root)
+    assert report.is_good
+    (namespace,) = report.namespaces
+    assert (namespace.missing_rows, namespace.dead_rows, report.foreign_files) == (0, 0, 0)
+    store = DiskStore(root, None)
+    assert store.stats().size_bytes == sum(p.stat().st_size for p in lab.payloads(root))
+    store.close()
