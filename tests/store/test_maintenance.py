@@ -31,8 +31,8 @@ def fill(lab, root, numbers=range(5), pinned=(0,)):
 
 
 def add_other_namespace(lab, root, number=9):
-    """One chunk of another model: another dtype, fewer tokens."""
-    layout, namespace = KVLayout(lab.layout.layers, "bfloat16"), lab.key("other model")
+    """One chunk of another model: another dtype, encoded, fewer tokens."""
+    layout, namespace = KVLayout(lab.layout.layers, "bfloat16", "int8"), lab.key("other model")
     store = DiskStore(root, None)
     store.put(namespace, lab.key(number), lab.kv(number, layout, 10))
     store.close()
@@ -93,6 +93,7 @@ def test_a_survey_counts_by_namespace_and_changes_nothing(lab, filled):
     assert (first.chunks, first.tokens, first.pinned) == (5, 5 * lab.tokens, 1)
     assert (first.size_bytes, first.dtypes) == (5 * lab.entry_bytes, ("float32",))
     assert (second.chunks, second.tokens, second.dtypes) == (1, 10, ("bfloat16",))
+    assert (first.encodings, second.encodings) == (("native",), ("int8",))
     assert (found.chunks, found.limit_bytes, found.limit_is_remembered) == (6, 1 << 30, True)
     on_disk = sum(path.stat().st_size for path in lab.payloads(filled))
     assert found.size_bytes == on_disk

@@ -39,7 +39,7 @@ def print_stats(found: StoreSurvey, corpus: CorpusFacts | None) -> None:
     )
     for each in found.namespaces:
         model = _model(each.namespace, corpus) or "model unknown"
-        kind = ", ".join(each.dtypes) or "no header of ours"
+        kind = ", ".join([*each.dtypes, *each.encodings]) or "no header of ours"
         typer.echo(
             f"  {each.namespace[:SHOWN_DIGITS]}  {model}, {kind}: {each.chunks} chunks "
             f"({each.pinned} pinned), {each.tokens:,} tokens, {megabytes(each.size_bytes)}"

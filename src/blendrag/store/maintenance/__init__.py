@@ -6,7 +6,7 @@ store. ``opening`` refuses what is no store; :mod:`blendrag.cli.store` prints wh
 
 from __future__ import annotations
 
-from blendrag.store.maintenance.check import CheckReport, NamespaceCheck, check
+from blendrag.store.maintenance.checking import CheckReport, NamespaceCheck, check
 from blendrag.store.maintenance.exporting import ExportReport, export
 from blendrag.store.maintenance.importing import ImportReport, take_in
 from blendrag.store.maintenance.opening import find_namespace, require_store, require_writable

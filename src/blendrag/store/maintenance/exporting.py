@@ -11,7 +11,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import BinaryIO
 
@@ -55,31 +55,38 @@ def export(
     :class:`StoreUnavailableError`.
     """
     with looking(root) as files:
-        with named_errors(f"listing store {root}"):
-            names = _names(files, namespace)
         _require_ours(root, archive)
+        with named_errors(f"listing store {root}"):
+            pinned = files.pinned()
         with _written(archive) as file:
-            return _copy(files, names, file, archive, watch)
+            return _copy(files, namespace, pinned, file, archive, watch)
 
 
-def _names(files: PayloadFiles, namespace: str | None) -> list[tuple[Name, bool]]:
-    """Payloads and whether they are pinned: those first, as the others are not trusted without."""
-    pinned = files.pinned()
+def _names(files: PayloadFiles, namespace: str | None) -> Iterator[Name]:
+    """One payload of each key, in order. Holds the names of one directory at a time."""
     found = files.walk() if namespace is None else files.walk_namespace(namespace)
-    one_of_each = {name.entry: name for name in sorted(found)}
-    names = [(name, name.entry in pinned) for name in one_of_each.values()]
-    return sorted(names, key=lambda each: (not each[1], each[0]))
+    with named_errors("listing the store to be exported"):
+        for _, together in groupby(found, key=lambda name: (name.namespace, name.key[:2])):
+            yield from {name.key: name for name in sorted(together)}.values()
 
 
 def _copy(
     files: PayloadFiles,
-    names: list[tuple[Name, bool]],
+    namespace: str | None,
+    pins: set[tuple[str, str]],
     file: BinaryIO,
     archive: Path,
     watch: Watch,
 ) -> ExportReport:
-    total = sum(files.size(name) for name, _ in names)
-    payloads = done = size_bytes = pins = 0
+    """The pinned ones first, as the others are not trusted without."""
+    total = sum(files.size(name) for name in _names(files, namespace))
+    names = (
+        (name, pinned)
+        for pinned in (True, False)
+        for name in _names(files, namespace)
+        if (name.entry in pins) == pinned
+    )
+    payloads = done = size_bytes = marked = 0
     left_out: list[str] = []
     writer = ArchiveWriter(file)
     for name, pinned in names:
@@ -91,11 +98,12 @@ def _copy(
             left_out.append(f"{name.namespace}/{name.file}: {exc}")
             done += files.size(name)
         else:
-            payloads, size_bytes, pins = payloads + 1, size_bytes + size, pins + pinned
+            payloads, size_bytes = payloads + 1, size_bytes + size
+            marked += pinned
             done += size
         watch(done, max(total, done))
     writer.finish()
-    return ExportReport(str(archive), payloads, size_bytes, pins, tuple(left_out))
+    return ExportReport(str(archive), payloads, size_bytes, marked, tuple(left_out))
 
 
 def _add(writer: ArchiveWriter, files: PayloadFiles, name: Name, pinned: bool) -> int:

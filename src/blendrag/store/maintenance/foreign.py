@@ -19,7 +19,9 @@ HEX2 = re.compile(r"[0-9a-f]{2}", re.ASCII)
 _PAYLOAD = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{16}\.kv", re.ASCII)
 _PIN = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{64}", re.ASCII)
 _TEMPORARY = re.compile(r"[0-9a-f]{16}(\.[0-9a-f]{16}\.part|\.writer)", re.ASCII)
-QUARANTINED = re.compile(rf"{_PAYLOAD.pattern}|cache\.db(-wal|-shm)?", re.ASCII)
+QUARANTINED = re.compile(
+    rf"{_PAYLOAD.pattern}|cache\.db(-wal|-shm|-journal)?(\.[0-9a-f]{{16}})?", re.ASCII
+)
 
 #: What a name may be; there, or for the way to it.
 Rule = Callable[[str], object]

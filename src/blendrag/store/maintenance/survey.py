@@ -27,6 +27,8 @@ class NamespaceStats:
     namespace: str
     dtypes: tuple[str, ...]
     """As the headers say; more than one is none of ours."""
+    encodings: tuple[str, ...]
+    """How the KV is stored; likewise."""
     chunks: int
     tokens: int
     size_bytes: int
@@ -104,6 +106,7 @@ def _summed(
     return NamespaceStats(
         namespace=namespace,
         dtypes=tuple(sorted({found.layout.dtype for found in known.values()})),
+        encodings=tuple(sorted({found.layout.encoding for found in known.values()})),
         chunks=counts.total(),
         tokens=sum(counts[size] * found.tokens for size, found in known.items()),
         size_bytes=sum(size * count for size, count in counts.items()),
