@@ -113,6 +113,8 @@ def test_an_index_deleted_while_open_is_rebuilt_by_the_next_put(lab, make_store,
         "DELETE FROM Settings WHERE key = 'sqlite_mmap_size'",
         "INSERT INTO Settings VALUES (CAST(x'ff' AS TEXT), 1)",
         "INSERT INTO Settings VALUES ('more', 1), (x'6d6f7265', 1)",
+        "INSERT INTO Settings VALUES ('more', NULL)",
+        "INSERT INTO Settings VALUES (x'6d6f7265', NULL)",
         "DROP TABLE Cache",
     ],
 )

@@ -99,9 +99,7 @@ def _settings_fault(connection: sqlite3.Connection) -> str | None:
         value = rows.pop(name, None)
         if type(value) is not int or value < 0:
             return f"setting {name} is {value!r}"
-    strange = {
-        name for name in rows.keys() | SETTINGS.keys() if rows.get(name) != SETTINGS.get(name)
-    }
+    strange = {name for name, _ in rows.items() ^ SETTINGS.items()}
     return f"unexpected settings: {_listed(strange)}" if strange else None
 
 
