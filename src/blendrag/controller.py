@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from blendrag.config import Mode
-from blendrag.identity import chunk_key
+from blendrag.identity import NATIVE_ENCODING, chunk_key
 from blendrag.loader import LoadedSpan
 from blendrag.metrics import ChunkOutcome, ChunkReport
 from blendrag.model.adapter import ModelAdapter
@@ -63,12 +63,15 @@ class Controller:
         namespace: str,
         prefix_ids: Sequence[int],
         prefix_min_tokens: int,
+        encoding: str = NATIVE_ENCODING,
     ) -> None:
+        """``encoding``: how what is stored under ``namespace`` is kept."""
         self._adapter = adapter
         self._store = store
         self._namespace = namespace
         self.prefix_ids = tuple(prefix_ids)
         self._prefix_min_tokens = prefix_min_tokens
+        self._encoding = encoding
 
     def plan(
         self,
@@ -146,7 +149,8 @@ class Controller:
     ) -> KVReader | None:
         if key in avoid:
             return None
-        return self._store.open(namespace, key, self._adapter.layout, tokens)
+        layout = self._adapter.layout.encoded(self._encoding)
+        return self._store.open(namespace, key, layout, tokens)
 
 
 def nothing_loaded(plan: PromptPlan, reason: str) -> LoadPlan:

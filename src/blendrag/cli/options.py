@@ -37,6 +37,14 @@ def _mode(text: str | None) -> str | None:
     return text
 
 
+def _encoding(text: str | None) -> str | None:
+    from blendrag.config import KVEncoding
+
+    if text is not None and text not in get_args(KVEncoding):
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(get_args(KVEncoding))}")
+    return text
+
+
 def finite(number: float | None) -> float | None:
     """Refuse ``nan`` and ``inf``, which typer takes for numbers."""
     if number is not None and not math.isfinite(number):
@@ -84,6 +92,15 @@ DiskBytes = Annotated[
         parser=parse_size,
         metavar="SIZE",
         help="Limit of the disk tier: 64GiB, …",
+        show_default=False,
+    ),
+]
+Encoding = Annotated[
+    str | None,
+    typer.Option(
+        "--encoding",
+        callback=_encoding,
+        help="How a new store keeps KV: native, int8 or fp8.",
         show_default=False,
     ),
 ]

@@ -166,7 +166,7 @@ def _controller(resources: Resources, requests: Requests) -> tuple[Controller, s
     adapter = resources.adapter
     adapter.require_blendable()
     with adapter.lock:
-        namespace = adapter.identity.namespace
+        namespace = resources.trust.namespace
         if not resources.trust.stands(namespace):
             raise CorpusError(UNTRUSTED)
         return requests.controller(namespace), namespace

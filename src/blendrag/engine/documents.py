@@ -15,6 +15,7 @@ from blendrag.engine.worker import Worker
 from blendrag.errors import IdentityChangedError, InvalidInputError
 from blendrag.identity import chunk_key
 from blendrag.readers import digest_of
+from blendrag.store.encodings import stored_chunk_bytes
 
 
 def ingest(
@@ -95,6 +96,6 @@ def dry_run(resources: Resources, worker: Worker, inputs: Inputs) -> DryRun:
     worker.run(encode_s)  # the first one warms up
     rate = len(sample) / worker.run(encode_s)
     return DryRun(
-        documents, chunks, tokens, adapter.layout.chunk_bytes(tokens), new / rate,
+        documents, chunks, tokens, stored_chunk_bytes(resources.layout, tokens), new / rate,
         len(totals.failures), tuple(totals.failures), tuple(totals.skipped),
     )  # fmt: skip

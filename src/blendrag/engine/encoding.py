@@ -95,7 +95,7 @@ class Background:
         resources = self._resources
         try:
             with resources.adapter.lock:  # one identity from the look-up to the put
-                namespace = resources.adapter.identity.namespace
+                namespace = resources.trust.namespace
                 key = chunk_key(namespace, prefix, ids)
                 if not resources.store.contains(namespace, key):
                     resources.trust.admit(namespace)

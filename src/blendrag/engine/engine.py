@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from blendrag.calibrate import Step
-from blendrag.config import Mode, settings
+from blendrag.config import KVEncoding, Mode, settings
 from blendrag.engine import calibration as calibrating
 from blendrag.engine import documents
 from blendrag.engine.answers import AnswerIterator, cancel_started, sources_of
@@ -46,6 +46,7 @@ class BlendEngine:
         encode_prefix: ``False`` makes a corpus whose chunks are encoded behind nothing at all, not even
             BOS, to measure what the prefix is worth.
         ram_bytes, disk_bytes: limits of the store's tiers.
+        encoding: how a store made by this engine's ingest keeps KV: native, int8 or fp8.
         lora: directory of a PEFT adapter to load onto the model.
 
     Thread-safe. Close it, or use it as a context manager; :meth:`drain` first if chunks missed by
@@ -73,12 +74,14 @@ class BlendEngine:
         embedder: str | None = None,
         ram_bytes: int | None = None,
         disk_bytes: int | None = None,
+        encoding: KVEncoding | None = None,
         read_only: bool = False,
     ) -> None:
         given = {
             "dtype": dtype, "device": device, "mode": mode, "policy": policy,
             "schedule": schedule, "ratio": ratio, "max_new_tokens": max_new_tokens,
             "top_k": top_k, "embedder": embedder, "ram_bytes": ram_bytes, "disk_bytes": disk_bytes,
+            "kv_encoding": encoding,
         }  # fmt: skip
         changes = {name: value for name, value in given.items() if value is not None}
         self.settings = settings().model_copy(update=changes)
@@ -87,7 +90,7 @@ class BlendEngine:
         self._resources = Resources(
             model if model is not None else self.settings.model,
             tokenizer, root, self.settings, prefix_text, chunk_tokens, embedder, lora,
-            read_only, encode_prefix,
+            read_only, encode_prefix, encoding,
         )  # fmt: skip
         self._worker = Worker("blendrag-engine")
         background = Background(self._resources, self._worker)

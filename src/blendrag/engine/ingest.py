@@ -22,6 +22,7 @@ from blendrag.readers import Document, digest_of, read_documents, scan_inputs
 from blendrag.retriever.corpus import Corpus
 from blendrag.retriever.embedder import Embedder
 from blendrag.store.base import KVStore, PinScope
+from blendrag.store.encodings import stored_chunk_bytes
 
 
 class Encoder(Protocol):
@@ -178,7 +179,7 @@ class Ingest:
         self.totals.encode_s += time.perf_counter() - began
         self.totals.chunks_computed += 1
         self.totals.computed_tokens += len(ids)
-        self.totals.size_bytes += kv.size_bytes
+        self.totals.size_bytes += stored_chunk_bytes(kv.layout, kv.tokens)
 
     def _remember(self, document: Document, digest: str, chunks: Sequence[Chunk]) -> None:
         """Embed what is new, write the document's rows, drop KV that nothing refers to any more."""

@@ -94,7 +94,7 @@ class Measured:
 
         def run() -> T:
             with adapter.lock:
-                if adapter.identity.namespace != self._namespace:
+                if self._resources.trust.namespace != self._namespace:
                     raise IdentityChangedError(
                         f"the weights or adapters of {adapter.model_id} changed during the "
                         "calibration; nothing was kept, start it again"

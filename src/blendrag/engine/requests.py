@@ -26,6 +26,7 @@ from blendrag.errors import InvalidInputError
 from blendrag.prompt import PromptPlan, make_plan
 from blendrag.retriever.corpus import Corpus, StoredChunk
 from blendrag.selection import Schedule, make_policy
+from blendrag.store.encodings import ENCODINGS
 
 UNTRUSTED = (
     "stored KV is not used: the probe stored beside it is damaged, or this machine computes other KV "
@@ -110,7 +111,7 @@ class Requests:
             adapter.require_blendable()
         with adapter.lock:  # one identity from here to the last token
             if task.plan.chunks and task.mode != "full":
-                namespace = adapter.identity.namespace
+                namespace = resources.trust.namespace
                 if resources.trust.stands(namespace):
                     controller = self.controller(namespace)
                     task = self._with_schedule(task, namespace)
@@ -129,6 +130,7 @@ class Requests:
             namespace,
             resources.prefix_ids,
             self._settings.prefix_min_tokens,
+            resources.encoding,
         )
 
     def _with_schedule(self, task: Task, namespace: str) -> Task:
@@ -155,7 +157,11 @@ def _still_there(corpus: Corpus | None, matches: Sequence[Match]) -> dict[str, S
 
 
 def check_defaults(chosen: Settings) -> None:
-    """Raise :class:`InvalidInputError` for settings that no request could be made with."""
+    """Raise :class:`InvalidInputError` for settings that no request or ingest could be made with."""
+    if chosen.kv_encoding not in ENCODINGS:
+        raise InvalidInputError(
+            f"encoding {chosen.kv_encoding!r} is not one of {', '.join(ENCODINGS)}"
+        )
     Options(mode=chosen.mode, ratio=chosen.ratio, max_new_tokens=chosen.max_new_tokens)
     make_policy(chosen.policy)
     Schedule.parse(chosen.schedule)

@@ -20,6 +20,7 @@ from blendrag.config import Settings, absolute_model
 from blendrag.engine.trust import Trust
 from blendrag.errors import CorpusError, InvalidInputError
 from blendrag.fusor import Fusor
+from blendrag.kv import KVLayout
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.loading import load_adapter, load_tokens, model_signature
 from blendrag.model.tokens import Tokens
@@ -61,7 +62,9 @@ class Resources:
         lora: str | None,
         read_only: bool,
         encode_prefix: bool = True,
+        encoding: str | None = None,
     ) -> None:
+        """``encoding``: asked for, and not merely a default."""
         if prefix_text and not encode_prefix:
             raise InvalidInputError(
                 f"prefix_text {prefix_text[:40]!r} with encode_prefix=False, expected one of them: "
@@ -73,6 +76,7 @@ class Resources:
         self.settings = settings
         self._prefix_text = prefix_text
         self._encode_prefix = encode_prefix
+        self._encoding = encoding
         self._chunk_tokens = chunk_tokens
         self._embedder = embedder
         self._lora = lora
@@ -205,6 +209,7 @@ class Resources:
             prefix_ids=self._own_prefix_ids(),
             prefix_text=self._prefix_text or "",
             embedder=self.settings.embedder,
+            encoding=self.settings.kv_encoding,
         )
 
     def _check_owner(self, corpus: Corpus) -> None:
@@ -232,6 +237,11 @@ class Resources:
                 f"store {self.root} was ingested behind another prefix; "
                 "leave --prefix-file out or ingest into another --store"
             )
+        if self._encoding is not None and self._encoding != manifest.encoding:
+            raise InvalidInputError(
+                f"store {self.root} keeps KV in encoding {manifest.encoding}, not {self._encoding}; "
+                "leave --encoding out or ingest into another --store"
+            )
         if not self._encode_prefix and manifest.prefix_ids:
             raise InvalidInputError(
                 f"store {self.root} was ingested behind a prefix of {len(manifest.prefix_ids)} tokens; "
@@ -250,6 +260,17 @@ class Resources:
         if self._prefix_text:
             return tuple(self.tokens.encode_template(self._prefix_text))
         return self.tokens.default_prefix_ids()
+
+    @property
+    def encoding(self) -> str:
+        """How this corpus's KV is stored."""
+        manifest = self._settled()
+        return manifest.encoding if manifest is not None else self.settings.kv_encoding
+
+    @property
+    def layout(self) -> KVLayout:
+        """The model's, as this store keeps it. Loads the model."""
+        return self.adapter.layout.encoded(self.encoding)
 
     @property
     def chunk_tokens(self) -> int:
@@ -292,7 +313,9 @@ class Resources:
     @opened
     def trust(self) -> Trust:
         """Judge of whether stored KV may be used, and the only way to compute KV for storing."""
-        return Trust(self.adapter, self.store, self.root, lambda: self.prefix_ids)
+        return Trust(
+            self.adapter, self.store, self.root, lambda: self.prefix_ids, lambda: self.encoding
+        )
 
     def namespace(self) -> str:
         """Namespace of the model; without loading it if the corpus was made from the same files.
@@ -303,14 +326,15 @@ class Resources:
         corpus = self.corpus
         if not self.is_loaded and corpus is not None and corpus.has_manifest:
             manifest, signature = corpus.manifest, self.signature()
-            if signature and manifest.namespace and manifest.model_signature == signature:
+            same = manifest.model_signature == signature and manifest.encoding == self.encoding
+            if signature and manifest.namespace and same:
                 return manifest.namespace
-        return self.adapter.identity.namespace
+        return self.trust.namespace
 
     def remember_namespace(self) -> None:
         """Write into the manifest whose KV the corpus has now."""
         if self.is_loaded:
-            self._note(self.adapter.identity.namespace, self.signature())
+            self._note(self.trust.namespace, self.signature())
 
     def forget_signature(self) -> None:
         """Make the next ingest load the model and look for itself."""

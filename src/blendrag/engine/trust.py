@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from blendrag.errors import CorruptKVError, IdentityChangedError, UnsupportedModelError
-from blendrag.identity import chunk_key
+from blendrag.identity import NATIVE_ENCODING, chunk_key
 from blendrag.kv import ChunkKV
 from blendrag.model.adapter import ModelAdapter
 from blendrag.store import KVReader, KVStore
+from blendrag.store.encodings import RELATIVE_ERROR
 from blendrag.verify import Verification, remember, remembered, verify
 
 log = logging.getLogger(__name__)
@@ -37,17 +39,27 @@ class Trust:
         store: KVStore,
         root: Path,
         prefix_ids: Callable[[], tuple[int, ...]],
+        encoding: Callable[[], str] = lambda: NATIVE_ENCODING,
     ) -> None:
         self._adapter = adapter
         self._store = store
         self._root = root
         self._prefix_ids = prefix_ids
+        self._encoding = encoding
         self._standing: dict[str, bool] = {}
+
+    @property
+    def namespace(self) -> str:
+        """Where the KV of what is loaded now belongs, encoded as this store's is."""
+        return self._adapter.identity.encoded(self._encoding()).namespace
 
     # -- the gate -------------------------------------------------------------------------------
 
     def verification(self) -> Verification:
-        """The gate's result for the loaded model: remembered, or run now and remembered."""
+        """The gate's result for the loaded model: remembered, or run now and remembered.
+
+        It judges the model, over native KV: one verdict for all encodings of it.
+        """
         if self._adapter.refusal is not None:
             return verify(self._adapter)
         namespace = self._adapter.identity.namespace
@@ -96,14 +108,15 @@ class Trust:
 
     def _probe_agrees(self, namespace: str) -> bool:
         ids = self._probe_ids()
-        layout = self._adapter.layout
+        layout = self._adapter.layout.encoded(self._encoding())
         reader = self._store.open(namespace, self._probe_key(namespace), layout, len(ids))
         if reader is None:
             self._warn("the KV kept to check it by is missing or damaged")
             return False
         try:
             now = self.encode(namespace, ids, self._prefix_ids())
-            if _alike(now, reader, PROBE_TOLERANCE[layout.dtype]):
+            tolerance = PROBE_TOLERANCE[layout.dtype] + RELATIVE_ERROR[layout.encoding]
+            if _alike(now, reader, tolerance):
                 return True
         except CorruptKVError:
             self._warn("the KV kept to check it by is damaged")
@@ -136,12 +149,14 @@ class Trust:
         Raises :class:`IdentityChangedError` when that is not what is loaded any more.
         """
         with self._adapter.lock:
-            if self._adapter.identity.namespace != namespace:
+            encoding = self._encoding()
+            if self._adapter.identity.encoded(encoding).namespace != namespace:
                 raise IdentityChangedError(
                     f"the weights or adapters of {self._adapter.model_id} changed while KV was being "
                     "computed; nothing wrong was stored, start again"
                 )
-            return self._adapter.encode(prefix, ids)
+            kv = self._adapter.encode(prefix, ids)
+            return replace(kv, layout=kv.layout.encoded(encoding))
 
     def admit(self, namespace: str) -> None:
         """Make ``namespace`` ready to be stored under: gate passed, probe entry in place and pinned.

@@ -22,6 +22,7 @@ import numpy as np
 from blendrag.anchors import AnchorIndex, AnchorRow
 from blendrag.chunking import Chunk
 from blendrag.errors import CorpusError, InvalidInputError
+from blendrag.identity import NATIVE_ENCODING
 from blendrag.readers import Document
 from blendrag.retriever import database, passages
 from blendrag.retriever.embedder import same_embedder
@@ -44,6 +45,8 @@ class Manifest:
     prefix_ids: tuple[int, ...]
     prefix_text: str
     embedder: str
+    encoding: str = NATIVE_ENCODING
+    """How the chunks' KV is stored."""
 
 
 class Corpus:
