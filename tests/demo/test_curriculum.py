@@ -10,8 +10,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBas
 
 from blendrag.demo import demo_model_path
 from blendrag.demo.curriculum import DEEP, DEEP_FROM, SHALLOW, STAGES, Stage
+from blendrag.demo.geometry import deepened, demo_config
 from blendrag.demo.samples import Writer
-from blendrag.demo.train import deepened, demo_config
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,8 @@ def test_a_deepened_model_computes_the_same(tokenizer: PreTrainedTokenizerBase) 
     torch.testing.assert_close(deep(ids).logits, model(ids).logits)
     logits = deep(ids).logits
     logits.sum().backward()
-    grown = deep.model.layers[1].self_attn.o_proj.weight.grad
+    first = deep.model(ids, output_hidden_states=True).hidden_states
+    torch.testing.assert_close(model.model.norm(first[SHALLOW]), model.model(ids).last_hidden_state)
+    grown = deep.model.layers[SHALLOW].self_attn.o_proj.weight.grad
     assert grown is not None
     assert float(grown.abs().max()) > 0  # and it learns

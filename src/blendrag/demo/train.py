@@ -1,7 +1,7 @@
 """Trains the demo model: `python -m blendrag.demo.train --out DIR --seed 0 --minutes 90
 [--resume]`.
 
-Owns: the model's geometry, the optimiser, the clock, the checkpoint. Step i draws its samples from
+Owns: the optimiser, the clock, the checkpoint. Step i draws its samples from
 (seed, i) alone, so a run of `--steps` is deterministic and a resumed one continues the same stream;
 with `--minutes` the clock decides where it ends. Supervises answers only; uses a GPU if there is one,
 then under bf16 autocast.
@@ -18,15 +18,11 @@ from pathlib import Path
 
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from blendrag.demo.batching import ATTENTION, Batch, collate
 from blendrag.demo.curriculum import DEEP, DEEP_FROM, SHALLOW, STAGES
+from blendrag.demo.geometry import deepened, demo_config
 from blendrag.demo.samples import Sample, Writer
 from blendrag.demo.tokenizer import train_tokenizer
 
@@ -35,46 +31,7 @@ WARMUP_STEPS = 100
 COOLDOWN = 0.15  # the last part of the run, over which the rate falls linearly
 CURRENT_SHARE = 0.8  # of the steps; the rest keeps the earlier stages alive
 SAVE_EVERY_S = 60.0
-
-
-def demo_config(tokenizer: PreTrainedTokenizerBase, layers: int = DEEP) -> LlamaConfig:
-    """Layers of width 160. A large rotary base, so that positions far beyond the trained ones
-    stay near the known.
-    """
-    return LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=160,
-        intermediate_size=384,
-        num_hidden_layers=layers,
-        num_attention_heads=5,
-        num_key_value_heads=5,
-        head_dim=32,
-        max_position_embeddings=4096,
-        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-
-
-def deepened(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
-    """A model that computes the same with `layers` layers, a multiple of what `model` has: behind
-    each layer copies of it that add nothing yet (LLaMA Pro, §3.2).
-    """
-    config = LlamaConfig(**model.config.to_dict() | {"num_hidden_layers": layers})
-    config.layer_types = None
-    deep = LlamaForCausalLM(config)
-    every = layers // model.config.num_hidden_layers
-    weights = {k: v for k, v in model.state_dict().items() if ".layers." not in k}
-    for name, weight in model.model.layers.state_dict().items():
-        index, rest = name.split(".", 1)
-        for copy in range(every):
-            silent = copy and rest in ("self_attn.o_proj.weight", "mlp.down_proj.weight")
-            key = f"model.layers.{int(index) * every + copy}.{rest}"
-            weights[key] = torch.zeros_like(weight) if silent else weight.clone()
-    deep.load_state_dict(weights)
-    return deep.to(model.device)
+EXIT_WEIGHT = 0.5  # of the loss of answers read off after the first `SHALLOW` of the layers
 
 
 @dataclass
@@ -89,6 +46,7 @@ class Progress:
     last_loss: float = 0.0
     layers: int = SHALLOW
     warm_from: int = 0  # the step from which the optimiser warms up
+    early: float = 0.0  # accuracy of first answer tokens read off after the first `SHALLOW` layers
     by_kind: dict[str, float] = field(default_factory=dict)  # accuracy of the current stage
 
 
@@ -179,21 +137,39 @@ class Run:
             group["lr"] = rate
         # At this width a CPU is faster in float32 than under bf16 autocast.
         on_gpu = self.device.type == "cuda"
+        exits = self.progress.layers > SHALLOW
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=on_gpu):
-            hidden = self.model.model(
+            out = self.model.model(
                 input_ids=batch.tokens,
                 position_ids=batch.positions,
                 attention_mask=batch.mask,
                 use_cache=False,
-            ).last_hidden_state  # [B, T, D]
-            logits = self.model.lm_head(hidden.flatten(0, 1)[batch.rows])  # [N, V]
+                output_hidden_states=exits,
+            )
+            logits = self._read(out.last_hidden_state, batch)
         loss = cross_entropy(logits.float(), batch.targets)
+        if exits:
+            loss = loss + EXIT_WEIGHT * self._early_loss(out.hidden_states[SHALLOW], batch)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         right = (logits.argmax(-1) == batch.targets)[batch.first]
         return float(loss.detach()), right.tolist()
+
+    def _read(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """`hidden` [B, T, D] → logits [N, V] of the rows that predict an answer."""
+        return self.model.lm_head(hidden.flatten(0, 1)[batch.rows])
+
+    def _early_loss(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Of answers read off `hidden` [B, T, D], which the later layers have not seen yet (early exit
+        loss of LayerSkip, §4.1): references are resolved in the first half then, and not as late as the
+        last layers allow.
+        """
+        logits = self._read(self.model.model.norm(hidden), batch)
+        right = (logits.argmax(-1) == batch.targets)[batch.first].float().mean()
+        self.progress.early += 0.05 * (float(right.detach()) - self.progress.early)
+        return cross_entropy(logits.float(), batch.targets)
 
     def _move_on(self, stage: int, loss: float, accuracy: dict[str, float], done: float) -> None:
         progress = self.progress
@@ -258,7 +234,8 @@ def _report(progress: Progress, done: float, n_tokens: int) -> None:
     kinds = ", ".join(f"{k or 'all'} {v:.3f}" for k, v in sorted(progress.by_kind.items()))
     sys.stderr.write(
         f"step {progress.step} {done:5.1%} {progress.elapsed_s / 60:.1f} min, stage {name}: "
-        f"accuracy {kinds}, loss {progress.last_loss:.3f}, {n_tokens} tokens\n"
+        f"accuracy {kinds}, early {progress.early:.3f}, loss {progress.last_loss:.3f}, "
+        f"{n_tokens} tokens\n"
     )
     sys.stderr.flush()
 

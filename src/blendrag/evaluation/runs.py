@@ -32,12 +32,12 @@ LONG_POLICIES = "prefix,reuse,random,boundary(16),hkvd-once,hkvd,offset,query,of
 CALIBRATED_POLICIES = ("hkvd", "query", "blend")
 #: The schedule at which policies meet.
 FAMILY = UNCALIBRATED_SCHEDULE if DEFAULT_SCHEDULE == CALIBRATED else DEFAULT_SCHEDULE
-SCHEDULES = "constant,linear,geometric:0.8,geometric:0.5,first:2,first:4"
+SCHEDULES = "constant,linear,geometric:0.8,geometric:0.5,first:2,first:4,first:6"
 DEVIATION_RATIOS = ("0", "0.02", "0.05", "0.1", "0.15", "0.3", "0.5", "0.75", "1")
 #: Calibration's corpus and its store; names in it are in no test question.
 CORPUS, STORE = "src/blendrag/demo/corpus", "build/arena-store"
 #: Contexts and questions of each: of short prompts and of long ones.
-SHORT, LONG = (20, 10), (6, 8)
+SHORT, LONG = (20, 10), (12, 8)
 
 #: ``blendrag`` and the module it is, so that a run needs no script on the path.
 PROGRAMS = {
