@@ -11,8 +11,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import tiny
-from blendrag.engine import BlendEngine, Options
+from blendrag.engine import BlendEngine, Options, encoding
 from blendrag.engine.exposition import exposition
+from blendrag.identity import chunk_key
 from blendrag.store import StoreStats
 from blendrag.store.base import TierStats
 
@@ -109,6 +110,15 @@ def test_a_path_that_is_no_text_still_gives_text() -> None:
     parsed(text)
 
 
+def test_the_page_on_stores_names_every_family() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "store.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `blendrag_")]
+    named = {name for row in rows for name in re.findall(r"`(?:blendrag_store)?(_[a-z_]+)`", row)}
+    named |= {name for row in rows for name in re.findall(r"`blendrag_store(_[a-z_]+)`", row)}
+    families = re.findall(r"# TYPE blendrag_store(_[a-z_]+) ", exposition(STATS, "/s"))
+    assert named == set(families)
+
+
 def test_a_store_without_tiers_still_parses() -> None:
     assert len(parsed(exposition(replace(STATS, tiers=()), "/s"))) == 5
 
@@ -144,3 +154,23 @@ def test_an_engine_counts_what_its_queries_did(engine: BlendEngine) -> None:
 def test_the_text_names_the_store_by_its_whole_path(engine: BlendEngine, tmp_path: Path) -> None:
     root = engine.resources.root.absolute()
     assert f'store="{root}"' in engine.prometheus()
+
+
+def test_no_more_chunks_wait_to_be_encoded_than_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoding, "QUEUED_CHUNKS", 2)
+    with tiny.engine(tiny.llama(), tmp_path / "store") as engine:
+        assert engine.ingest([tiny.document(i) for i in range(2)]).failed == 0
+        store, namespace = engine.resources.store, engine.adapter.identity.namespace
+        chunks = tiny.chunk_texts(engine, 1)
+        prefix = engine.resources.prefix_ids
+        keys = [chunk_key(namespace, prefix, engine.resources.text_ids(text)) for text in chunks]
+        assert len(keys) > 2
+        for key in keys:
+            assert store.delete(namespace, key)
+        text = "\n\n".join(["Answer.", *chunks, "Question: what?"])
+        for there in (2, min(4, len(keys))):
+            engine.generate(text, Options(mode="blend", ratio=0.2, max_new_tokens=1))
+            engine.drain()
+            assert sum(store.contains(namespace, key) for key in keys) == there

@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 #: Leading parts remembered as seen once; a part is worth an entry when it comes back.
 SEEN_LEADING = 1024
+#: Chunks that may wait to be encoded; what else is missed meanwhile waits until it is missed again.
+QUEUED_CHUNKS = 256
 
 Ids = tuple[int, ...]
 
@@ -79,6 +81,9 @@ class Background:
         if load.leading and self._met_before(load.leading):
             wanted.append((load.leading, ()))
         for ids, behind in wanted:
+            if len(self._queued) >= QUEUED_CHUNKS:
+                log.info("%d chunks wait to be encoded: others are not queued", QUEUED_CHUNKS)
+                return
             if (ids, behind) not in self._queued:
                 self._queued.add((ids, behind))
                 self._worker.submit(partial(self._encode, ids, behind), background=True)
