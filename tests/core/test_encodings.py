@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +17,11 @@ from blendrag.errors import InvalidInputError
 from blendrag.identity import chunk_key
 from blendrag.kv import ChunkKV
 from blendrag.store.encodings import stored_chunk_bytes
-from blendrag.store.encodings.fp8 import Fp8
+from blendrag.store.encodings.codec import Staging
 from blendrag.store.encodings.int8 import Int8
 
 DOCUMENTS = [tiny.document(i) for i in range(3)]
-CODECS = {"int8": Int8, "fp8": Fp8}
+CODECS = ("int8", "fp8")
 REUSE = Options(mode="reuse")
 BLEND = Options(mode="blend", policy="boundary(8)", ratio=0.3)
 #: Largest difference of logits of about 3 to native KV's: an error of 1/254 and of 1/16 of a scale,
@@ -69,24 +70,27 @@ def test_a_blend_over_encoded_kv_is_near_one_over_native_kv(
     assert torch.equal(logits(engines[encoding], Options(mode="full")), full)
 
 
-def without_middles(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [parts[0], torch.zeros_like(parts[1]), *parts[2:]]
+Parts = dict[str, torch.Tensor]
 
 
-def with_the_next_tokens_scale(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [*parts[:-2], parts[-2].roll(5, -1) * 1.5, parts[-1]]
+def without_middles(parts: Parts) -> None:
+    parts[".key_middles"].zero_()
 
 
-def with_the_next_channels_scale(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [parts[0].roll(1, -1), *parts[1:]]
+def with_the_next_tokens_scale(parts: Parts) -> None:
+    parts[".value_scales"].copy_(1.5 * parts[".value_scales"].roll(5, -1))
 
 
-def with_the_heads_swapped(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [*parts[:-1], parts[-1].flip(1)]
+def with_the_next_channels_scale(parts: Parts) -> None:
+    parts[".key_scales"].copy_(parts[".key_scales"].roll(1, -1))
 
 
-def with_keys_for_values(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [*parts[:-1], parts[-1].flip(0)]
+def with_the_heads_swapped(parts: Parts) -> None:
+    parts[""].copy_(parts[""].flip(1))
+
+
+def with_keys_for_values(parts: Parts) -> None:
+    parts[""].copy_(parts[""].flip(0))
 
 
 @pytest.mark.parametrize(
@@ -102,13 +106,19 @@ def with_keys_for_values(parts: list[torch.Tensor]) -> list[torch.Tensor]:
 def test_kv_decoded_wrongly_would_not_be_near(
     engines: dict[str, BlendEngine],
     monkeypatch: pytest.MonkeyPatch,
-    wrong: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+    wrong: Callable[[Parts], None],
 ) -> None:
     """What the test above is worth: each of these mistakes fails it."""
-    native, right = logits(engines["native"], REUSE), Int8._decode
-    monkeypatch.setattr(
-        Int8, "_decode", lambda self, parts, out: right(self, wrong(list(parts)), out)
-    )
+    native, right = logits(engines["native"], REUSE), Staging.read
+
+    def read(self: Staging, layer: int, fill: Callable[[Any], None], out: torch.Tensor) -> None:
+        right(self, layer, fill, out)  # so that there is room, and bytes in it
+        assert self._stored is not None
+        with torch.inference_mode():
+            wrong(self._codec._parts(layer, self._tokens, self._stored))
+        right(self, layer, lambda room: None, out)
+
+    monkeypatch.setattr(Staging, "read", read)
     assert tiny.difference(logits(engines["int8"], REUSE), native) > 1.5 * NEAR["int8"]
 
 
@@ -284,7 +294,7 @@ def test_the_gate_judges_the_model_over_native_kv_whatever_the_store_keeps(
     with made(tmp_path / "s", "int8") as engine:
         with monkeypatch.context() as patch:
             patch.setattr(Int8, "_encode", never)
-            patch.setattr(Int8, "_decode", never)
+            patch.setattr(Int8, "decode", never)
             assert engine.verify().blendable
         (verdict,) = (tmp_path / "s" / "verified").iterdir()
         assert verdict.stem == engine.adapter.identity.namespace

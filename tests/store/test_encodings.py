@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from blendrag.store.encodings import (
     ENCODINGS,
     RELATIVE_ERROR,
     codec_of,
+    staging_of,
     stored_chunk_bytes,
     stored_layer_bytes,
 )
@@ -39,11 +41,18 @@ def one_layer(numbers: torch.Tensor, encoding: str) -> KVLayout:
     return KVLayout((LayerShape(heads, width),), dtype, encoding)
 
 
+def decode(layout: KVLayout, stored: torch.Tensor, out: torch.Tensor) -> None:
+    staging = staging_of(layout, out.shape[2])
+    assert staging is not None
+    staging.read(0, lambda room: ctypes.memmove(room, stored.data_ptr(), stored.numel()), out)
+
+
 def round_trip(numbers: torch.Tensor, encoding: str) -> torch.Tensor:
-    codec = codec_of(one_layer(numbers, encoding))
+    layout = one_layer(numbers, encoding)
+    codec = codec_of(layout)
     assert codec is not None
     out = torch.full_like(numbers, float("nan"))
-    codec.decode(0, codec.encode(0, numbers), out)
+    decode(layout, codec.encode(0, numbers), out)
     return out
 
 
@@ -173,25 +182,25 @@ def test_every_byte_of_fp8_is_read_as_torch_reads_it():
     ones = torch.ones(1 + 256)  # a scale for the one channel, and one for every token
     stored = torch.cat((ones.view(torch.uint8), codes, codes))
     out = torch.empty(2, 1, 256, 1)
-    codec = codec_of(layout)
-    assert codec is not None
-    codec.decode(0, stored, out)
+    decode(layout, stored, out)
     for half in out:
         assert torch.equal(half.flatten()[finite], expected[finite])
 
 
 #: Threads of a process while a new thread of its is at work, less those before.
 COUNT_THREADS = """
-import os, threading, time, torch
+import ctypes, os, threading, time, torch
 from blendrag.kv import KVLayout, LayerShape
-from blendrag.store.encodings import codec_of
+from blendrag.store.encodings import codec_of, staging_of
 torch.set_num_threads(2)
 layer = torch.zeros(2, 4, 1024, 128, dtype=torch.bfloat16)
 def threads():
     return len(os.listdir("/proc/self/task"))
 def code(encoding):
-    codec = codec_of(KVLayout((LayerShape(4, 128),), "bfloat16", encoding))
-    codec.decode(0, codec.encode(0, layer), layer)
+    layout = KVLayout((LayerShape(4, 128),), "bfloat16", encoding)
+    stored = codec_of(layout).encode(0, layer)
+    fill = lambda room: ctypes.memmove(room, stored.data_ptr(), stored.numel())
+    staging_of(layout, 1024).read(0, fill, layer)
 def control():
     layer.add_(1)
 def count(work, *args):

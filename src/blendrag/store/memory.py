@@ -24,7 +24,7 @@ import torch
 from blendrag.errors import InvalidInputError, StoreFullError
 from blendrag.kv import ChunkKV, KVLayout
 from blendrag.store.base import StoreStats, TierStats
-from blendrag.store.encodings import codec_of, stored_layer_bytes
+from blendrag.store.encodings import codec_of, staging_of, stored_layer_bytes
 from blendrag.store.forking import renew_after_fork
 from blendrag.store.raw import all_finite, check_target, on_cpu, pieces, tensor_buffer
 from blendrag.store.root import megabytes
@@ -40,7 +40,7 @@ class Block:
     data: np.ndarray
     """uint8 ``[size]``, never written to once it is in a store."""
     spans: tuple[slice, ...]
-    """Where each layer is; they begin at multiples of four, for the scales among their bytes."""
+    """Where each layer is."""
 
     @staticmethod
     def empty(layout: KVLayout, tokens: int) -> Block:
@@ -49,7 +49,7 @@ class Block:
         for layer in range(len(layout.layers)):
             end = begin + stored_layer_bytes(layout, layer, tokens)
             spans.append(slice(begin, end))
-            begin = -(-end // 4) * 4
+            begin = end
         return Block(layout, tokens, np.empty(begin, dtype=np.uint8), tuple(spans))
 
     def layer(self, layer: int) -> np.ndarray:
@@ -68,7 +68,7 @@ class MemoryReader:
         self._on_read = on_read
         self._block: Block | None = block
         self._dtype = block.layout.torch_dtype
-        self._codec = codec_of(block.layout)
+        self._staging = staging_of(block.layout, block.tokens)
 
     def read_layer(self, layer: int, out: torch.Tensor) -> None:
         """See :meth:`KVReader.read_layer`. Runs no torch operator, unless it is to decode."""
@@ -76,15 +76,15 @@ class MemoryReader:
         if block is None:
             raise ValueError(f"reader of {self.key[:12]}… is closed")
         stored = block.layer(layer)
+        source = int(stored.ctypes.data)
         shape = block.layout.layer_shape(layer, block.tokens)
-        if self._codec is None:
-            source = int(stored.ctypes.data)
+        if self._staging is None:
             for address, size_bytes in pieces(out, shape, self._dtype):
                 ctypes.memmove(address, source, size_bytes)  # releases the GIL
                 source += size_bytes
         else:
             check_target(out, shape, self._dtype)
-            self._codec.decode(layer, torch.from_numpy(stored), out)
+            self._staging.read(layer, lambda room: ctypes.memmove(room, source, stored.nbytes), out)
         self._on_read(stored.nbytes)
 
     def close(self) -> None:

@@ -10,7 +10,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,9 +17,9 @@ import xxhash
 
 from blendrag.errors import CorruptKVError
 from blendrag.kv import KVLayout
-from blendrag.store.encodings import codec_of
+from blendrag.store.encodings import staging_of
 from blendrag.store.format import Frame, layer_seed
-from blendrag.store.raw import buffer_at, check_target, pieces, tensor_buffer
+from blendrag.store.raw import buffer_at, check_target, pieces
 
 #: The kernel takes at most this many buffers in one preadv.
 IOV_MAX = 1024
@@ -59,30 +58,16 @@ class DiskReader:
         self._on_read = on_read
         self._dtype = layout.torch_dtype
         self._lock = threading.Lock()
-        self._codec = codec_of(layout)
-        self._staging: torch.Tensor | None = None
-        self._decoding = threading.Lock()
+        self._staging = staging_of(layout, tokens)
 
     def read_layer(self, layer: int, out: torch.Tensor) -> None:
         """See :meth:`KVReader.read_layer`. Runs no torch operator, unless it is to decode."""
         shape = self.layout.layer_shape(layer, self.tokens)
-        if self._codec is None:
-            self._read(layer, [buffer_at(*piece) for piece in pieces(out, shape, self._dtype)])
-            return
-        check_target(out, shape, self._dtype)
-        with self._decoding:
-            stored = self._staged(layer)
-            self._read(layer, [tensor_buffer(stored)])
-            self._codec.decode(layer, stored, out)
-
-    def _staged(self, layer: int) -> torch.Tensor:
-        """Room for a layer's stored bytes, the same for all layers. Caller holds the lock."""
         if self._staging is None:
-            offsets = self._frame.offsets
-            largest = max(end - begin for begin, end in pairwise(offsets))
-            self._staging = torch.empty(largest, dtype=torch.uint8)
-        begin, end = self._frame.offsets[layer : layer + 2]
-        return self._staging[: end - begin]
+            self._read(layer, [buffer_at(*piece) for piece in pieces(out, shape, self._dtype)])
+        else:
+            check_target(out, shape, self._dtype)
+            self._staging.read(layer, lambda buffer: self._read(layer, [buffer]), out)
 
     def read_layer_bytes(self, layer: int, out: Any) -> None:
         """The layer's verified bytes as they are stored, into one writable buffer of their size."""

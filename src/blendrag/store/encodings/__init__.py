@@ -1,7 +1,7 @@
 """How a layer's KV is stored: as it was computed, or as one byte a number beside scales.
 
 ``base`` holds the parts of a stored layer and what they cost, ``int8`` and ``fp8`` a codec each.
-Nothing here loads torch but :func:`codec_of`.
+Nothing here loads torch but :func:`codec_of` where there is something to encode.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from blendrag.store.encodings.base import (
 )
 
 if TYPE_CHECKING:
-    from blendrag.store.encodings.codec import Codec
+    from blendrag.store.encodings.codec import Codec, Staging
 
 __all__ = [
     "ENCODINGS",
     "RELATIVE_ERROR",
     "Part",
     "codec_of",
+    "staging_of",
     "stored_chunk_bytes",
     "stored_layer_bytes",
     "stored_parts",
@@ -43,3 +44,13 @@ def codec_of(layout: KVLayout) -> Codec | None:
 
         return Fp8(layout)
     return None
+
+
+def staging_of(layout: KVLayout, tokens: int) -> Staging | None:
+    """Where the layers of one chunk are decoded from; ``None`` where there is nothing to decode."""
+    codec = codec_of(layout)
+    if codec is None:
+        return None
+    from blendrag.store.encodings.codec import Staging
+
+    return Staging(codec, tokens)

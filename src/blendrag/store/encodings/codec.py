@@ -3,19 +3,21 @@
 A block has at most :data:`BLOCK_ITEMS` numbers. Up to that size torch starts no threads of its own
 (``at::parallel_for``'s grain size, torch 2.11 to 2.13), so a codec may run in a loader's thread
 without a second OpenMP team, and in a forked child; and a block's intermediate numbers stay in the
-cache. Measured on one core, 2 x 512 x 64 numbers into bfloat16: 0.48 ns each; numpy, which has no
-bfloat16, took 0.88.
+cache. numpy, which is single-threaded, has no bfloat16 and takes twice as long.
 """
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from blendrag.kv import KVLayout
-from blendrag.store.encodings.base import Part, stored_layer_bytes, stored_parts
+from blendrag.kv import KVLayout, LayerShape
+from blendrag.store.encodings.base import stored_layer_bytes, stored_parts
+from blendrag.store.raw import tensor_buffer
 
 #: Numbers worked on at once.
 BLOCK_ITEMS = 1 << 15
@@ -26,96 +28,176 @@ _TORCH = {"F32": torch.float32, "I8": torch.int8, "F8_E4M3": torch.int8}
 #: A little below float32's largest number, so that rounding never leads beyond it.
 _LARGEST = torch.finfo(torch.float32).max * (1 - 2**-22)
 
-Scale = torch.Tensor
+
+class Block(NamedTuple):
+    """Some tokens of one head's keys or values, as they are stored."""
+
+    place: tuple[int, int, slice]
+    """Where it goes: ``out[place]`` is ``[n, D]``."""
+    coded: torch.Tensor
+    """``[n, D]``, one byte each."""
+    scale: torch.Tensor
+    """Of keys ``[D]``, of values ``[n, 1]``."""
+    middle: torch.Tensor | None
+    """``[D]``, where the numbers are counted from, if not from 0."""
+    exact: torch.Tensor | None
+    """float32 ``[n, D]`` to decode into; ``None`` where the place itself is float32."""
 
 
 class Codec(ABC):
     """One encoding of one layout. Stateless; runs no operator on more than a block."""
 
     def __init__(self, layout: KVLayout) -> None:
-        self._layout = layout
+        self.layout = layout
 
     @torch.inference_mode()
     def encode(self, layer: int, numbers: torch.Tensor) -> torch.Tensor:
         """The stored bytes of a finite layer ``[2, Hkv, T, D]`` on the CPU: uint8 ``[n]``."""
         tokens = numbers.shape[2]
-        stored = torch.empty(stored_layer_bytes(self._layout, layer, tokens), dtype=torch.uint8)
-        self._encode(numbers, self._tensors(stored, layer, tokens))
+        stored = torch.empty(stored_layer_bytes(self.layout, layer, tokens), dtype=torch.uint8)
+        parts = self._parts(layer, tokens, stored)
+        coded = parts.pop("")
+        for kv, name in enumerate(("key", "value")):
+            scales, middles = parts[f".{name}_scales"], parts.get(f".{name}_middles")
+            for head, (each, scale) in enumerate(zip(numbers[kv], scales, strict=True)):
+                middle = None if middles is None else middles[head]
+                self._encode(each, scale, middle, coded[kv, head], per_token=kv == 1)
         return stored
 
-    @torch.inference_mode()
-    def decode(self, layer: int, stored: torch.Tensor, out: torch.Tensor) -> None:
-        """Stored bytes, uint8 ``[n]``, into ``out`` ``[2, Hkv, T, D]`` of the compute dtype."""
-        self._decode(self._tensors(stored, layer, out.shape[2]), out)
-
-    def _tensors(self, stored: torch.Tensor, layer: int, tokens: int) -> list[torch.Tensor]:
-        tensors, begin = [], 0
-        for part in stored_parts(self._layout, layer, tokens):
-            tensors.append(_view(stored, begin, part))
+    def _parts(self, layer: int, tokens: int, stored: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The parts of a stored layer as tensors, by name."""
+        tensors, begin = {}, 0
+        for part in stored_parts(self.layout, layer, tokens):
+            piece = stored[begin : begin + part.size_bytes]
+            tensors[part.name] = piece.view(_TORCH[part.dtype]).view(part.shape)
             begin += part.size_bytes
         return tensors
 
-    @abstractmethod
-    def _encode(self, numbers: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-        """Fill ``parts``, in the order of :func:`stored_parts`."""
+    def blocks(
+        self, layer: int, tokens: int, stored: torch.Tensor, scratch: torch.Tensor | None
+    ) -> list[Block]:
+        """A stored layer block by block, to be decoded by way of ``scratch``."""
+        parts = self._parts(layer, tokens, stored)
+        coded, found = parts[""], []
+        _, heads, _, width = coded.shape
+        key_scales, value_scales = parts[".key_scales"], parts[".value_scales"]
+        middles = parts.get(".key_middles")
+        for head in range(heads):
+            middle = None if middles is None else middles[head]
+            for at in stretches(tokens, width):
+                exact = None if scratch is None else scratch[: at.stop - at.start]
+                keys, values = coded[0, head, at], coded[1, head, at]
+                scale = value_scales[head, at, None]
+                found.append(Block((0, head, at), keys, key_scales[head], middle, exact))
+                found.append(Block((1, head, at), values, scale, None, exact))
+        return found
 
     @abstractmethod
-    def _decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Fill ``out`` from ``parts``."""
+    def _encode(
+        self,
+        numbers: torch.Tensor,
+        scale: torch.Tensor,
+        middle: torch.Tensor | None,
+        coded: torch.Tensor,
+        per_token: bool,
+    ) -> None:
+        """Fill ``scale``, ``middle`` and ``coded`` from ``numbers`` ``[T, D]`` of one head."""
+
+    @abstractmethod
+    def decode(self, block: Block, out: torch.Tensor) -> None:
+        """Fill ``out``, float32 ``[n, D]``."""
 
 
-def _view(stored: torch.Tensor, begin: int, part: Part) -> torch.Tensor:
-    piece = stored[begin : begin + part.size_bytes]
-    return piece.view(_TORCH[part.dtype]).view(part.shape)
+class Staging:
+    """Room for one stored layer, used for layer after layer of a chunk. Thread-safe.
+
+    Its blocks are found once for every shape of layer: finding them anew would take as long as decoding.
+    """
+
+    def __init__(self, codec: Codec, tokens: int) -> None:
+        layers = range(len(codec.layout.layers))
+        self._codec, self._tokens = codec, tokens
+        self._sizes = [stored_layer_bytes(codec.layout, i, tokens) for i in layers]
+        self._stored: torch.Tensor | None = None
+        self._blocks: dict[LayerShape, list[Block]] = {}
+        self._lock = threading.Lock()
+
+    def read(self, layer: int, fill: Callable[[Any], object], out: torch.Tensor) -> None:
+        """Decode ``layer`` into ``out`` ``[2, Hkv, T, D]`` of the compute dtype, rounded once.
+
+        ``fill`` puts its stored bytes into the writable buffer of their size that it is given; what it
+        raises is raised here, and ``out`` is untouched.
+        """
+        with self._lock, torch.inference_mode():
+            if self._stored is None:
+                self._stored = torch.empty(max(self._sizes), dtype=torch.uint8)
+            fill(tensor_buffer(self._stored[: self._sizes[layer]]))
+            self._decode(self._blocks_of(layer, self._stored), out)
+
+    def _decode(self, blocks: Sequence[Block], out: torch.Tensor) -> None:
+        decode = self._codec.decode
+        for block in blocks:
+            target = out[block.place]  # [n, D]
+            if block.exact is None:
+                decode(block, target)
+            else:
+                decode(block, block.exact)
+                target.copy_(block.exact)
+
+    def _blocks_of(self, layer: int, stored: torch.Tensor) -> list[Block]:
+        layout = self._codec.layout
+        shape = layout.layers[layer]
+        if shape not in self._blocks:
+            rows = next(stretches(self._tokens, shape.head_dim)).stop
+            direct = layout.torch_dtype == torch.float32
+            scratch = None if direct else torch.empty(rows, shape.head_dim)
+            self._blocks[shape] = self._codec.blocks(layer, self._tokens, stored, scratch)
+        return self._blocks[shape]
 
 
-def blocks(tokens: int, width: int, items: int = BLOCK_ITEMS) -> Iterator[slice]:
+def stretches(tokens: int, width: int, items: int = BLOCK_ITEMS) -> Iterator[slice]:
     """Stretches of tokens of at most ``items`` numbers."""
     step = max(1, items // width)
     return (slice(at, min(at + step, tokens)) for at in range(0, tokens, step))
 
 
-def decoded_blocks(out: torch.Tensor) -> Iterator[tuple[int, int, slice, torch.Tensor]]:
-    """``(key or value, head, tokens, block)`` over all of ``out`` ``[2, Hkv, T, D]``.
-
-    Fill the block, float32 ``[n, D]``: when the next one is asked for, it is rounded once into its
-    place, or was in it all along.
-    """
-    _, heads, tokens, width = out.shape
-    stretches = list(blocks(tokens, width))
-    scratch = torch.empty(stretches[0].stop, width)
-    for kv in (0, 1):
-        for head in range(heads):
-            for at in stretches:
-                target = out[kv, head, at]  # [n, D]
-                if target.dtype == torch.float32:
-                    yield kv, head, at, target
-                else:
-                    block = scratch[: at.stop - at.start]
-                    yield kv, head, at, block
-                    target.copy_(block)
-
-
-def over_tokens(numbers: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor]) -> Scale:
+def over_tokens(
+    numbers: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
     """``reduce`` (``amax`` and the like) over the tokens of ``[T, D]``, in float32 ``[D]``."""
     tokens, width = numbers.shape
-    found = [reduce(numbers[at]) for at in blocks(tokens, width, _REDUCED_ITEMS)]
+    found = [reduce(numbers[at]) for at in stretches(tokens, width, _REDUCED_ITEMS)]
     return reduce(torch.stack(found)).float()
 
 
-def over_channels(numbers: torch.Tensor) -> Scale:
-    """The largest magnitude of every token of ``[T, D]``, in float32 ``[T]``."""
+def largest(numbers: torch.Tensor, per_token: bool) -> torch.Tensor:
+    """The largest magnitudes of ``[T, D]``: of every token ``[T]`` or of every channel ``[D]``."""
+    if not per_token:
+        return over_tokens(numbers, lambda x: x.abs().amax(0))
     tokens, width = numbers.shape
-    found = [numbers[at].abs().amax(1) for at in blocks(tokens, width, _REDUCED_ITEMS)]
+    found = [numbers[at].abs().amax(1) for at in stretches(tokens, width, _REDUCED_ITEMS)]
     return torch.cat(found).float()
 
 
-def scales_of(reach: torch.Tensor, steps: float, middle: torch.Tensor | float = 0.0) -> Scale:
+def scales_of(reach: torch.Tensor, steps: int, middle: torch.Tensor | None) -> torch.Tensor:
     """Scales with which ``steps`` times the scale is ``reach``, and stays finite beside ``middle``."""
-    room = _LARGEST - abs(middle) if isinstance(middle, float) else _LARGEST - middle.abs()
-    return torch.clamp(torch.minimum(reach, torch.as_tensor(room)), min=0) / steps
+    room = torch.full_like(reach, _LARGEST) - (0.0 if middle is None else middle.abs())
+    return torch.minimum(reach, room).clamp_(min=0) / steps
 
 
-def in_steps(numbers: torch.Tensor, scale: Scale) -> torch.Tensor:
-    """``numbers / scale``, 0 where the scale is 0 because all that share it are equal (or nearly)."""
-    return torch.where(scale > 0, numbers / scale, 0.0)
+def in_steps(
+    numbers: torch.Tensor, scale: torch.Tensor, middle: torch.Tensor | None, steps: int
+) -> torch.Tensor:
+    """``[n, D]`` in steps of the scale, at most ``steps`` of them; 0 where the scale is 0, as all that
+    share it are equal (or nearly)."""
+    away = numbers.float() if middle is None else numbers.float() - middle
+    return torch.where(scale > 0, away / scale, 0.0).clamp_(-steps, steps)
+
+
+def coded_stretches(
+    numbers: torch.Tensor, scale: torch.Tensor, per_token: bool
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Stretches of ``[T, D]`` and the scales of each, as they multiply it."""
+    tokens, width = numbers.shape
+    for at in stretches(tokens, width):
+        yield at, scale[at, None] if per_token else scale

@@ -6,17 +6,14 @@ its scale if it is small. There is no NaN among the bytes, as only finite number
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from blendrag.store.encodings.codec import (
+    Block,
     Codec,
-    blocks,
-    decoded_blocks,
+    coded_stretches,
     in_steps,
-    over_channels,
-    over_tokens,
+    largest,
     scales_of,
 )
 
@@ -30,30 +27,23 @@ _WITHOUT_SECOND_SIGN = ~(1 << 14)
 class Fp8(Codec):
     """See the module."""
 
-    def _encode(self, numbers: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-        key_scales, value_scales, coded = parts
-        _, heads, tokens, width = numbers.shape
-        for head in range(heads):
-            keys, values = numbers[0, head], numbers[1, head]  # [T, D]
-            reach = over_tokens(keys, lambda x: x.abs().amax(0))
-            key_scale = key_scales[head].copy_(scales_of(reach, LARGEST))  # [D]
-            value_scale = value_scales[head].copy_(scales_of(over_channels(values), LARGEST))  # [T]
-            for at in blocks(tokens, width):
-                _round(keys[at].float(), key_scale, coded[0, head, at])
-                _round(values[at].float(), value_scale[at, None], coded[1, head, at])
+    def _encode(
+        self,
+        numbers: torch.Tensor,
+        scale: torch.Tensor,
+        middle: torch.Tensor | None,
+        coded: torch.Tensor,
+        per_token: bool,
+    ) -> None:
+        scale.copy_(scales_of(largest(numbers, per_token), LARGEST, middle))
+        for at, each in coded_stretches(numbers, scale, per_token):
+            steps = in_steps(numbers[at], each, middle, LARGEST)
+            coded[at].copy_(steps.to(torch.float8_e4m3fn).view(torch.int8))
 
-    def _decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    def decode(self, block: Block, out: torch.Tensor) -> None:
         # torch converts e4m3 number by number (2.13: 3 ns each). Shifted, its bits are a float16 that
         # is too small by a power of two: sign seeeemmm -> s0eeeemm m0000000, subnormals included.
-        key_scales, value_scales, coded = parts
-        for kv, head, at, block in decoded_blocks(out):
-            bits = coded[kv, head, at].to(torch.int16)
-            bits.bitwise_left_shift_(7).bitwise_and_(_WITHOUT_SECOND_SIGN)
-            block.copy_(bits.view(torch.float16))
-            scale = key_scales[head] if kv == 0 else value_scales[head, at, None]
-            block.mul_(scale * _EXPONENT_GAP)
-
-
-def _round(numbers: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
-    bounded = in_steps(numbers, scale).clamp_(-LARGEST, LARGEST)
-    out.copy_(bounded.to(torch.float8_e4m3fn).view(torch.int8))
+        bits = block.coded.to(torch.int16)
+        bits.bitwise_left_shift_(7).bitwise_and_(_WITHOUT_SECOND_SIGN)
+        out.copy_(bits.view(torch.float16))
+        out.mul_(block.scale * _EXPONENT_GAP)
