@@ -1,6 +1,8 @@
 """Writes the demo corpus: `python -m blendrag.demo.write_corpus --out src/blendrag/demo --seed 11`.
 
-Owns: which documents and questions the demo shows, in `corpus/` and `questions.json` of `--out`.
+Owns: which documents and questions the demo shows, in `corpus/` and `questions.json` of `--out`, and
+which other questions stand in for a user's where a schedule is calibrated on that corpus, in
+`calibration.txt`.
 Documents are of the test split, names no model was trained on. Questions are drawn by seed among those
 that the retrieved chunks can answer; what a model answers plays no part.
 """
@@ -9,7 +11,7 @@ import argparse
 import json
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from blendrag.retriever.retriever import RetrievedChunk
 
 KINDS = ["person"] * 10 + ["organisation"] * 6 + ["place"] * 6 + ["product"] * 4 + ["event"] * 4
 N_QUESTIONS = {"coreference": 7, "direct": 3, "two-hop": 2}
+N_CALIBRATION = {"coreference": 16, "direct": 16, "two-hop": 8}
 # What the tour and what a reader of the README asks for.
 TOP_KS = (6, TOP_K)
 
@@ -78,12 +81,12 @@ def _is_clear(
     return True
 
 
-def draw(questions: Sequence[Question], rng: random.Random) -> list[Question]:
-    """As many of each kind as `N_QUESTIONS` says, no two about one document as long as there are
-    others.
-    """
+def draw(
+    questions: Sequence[Question], rng: random.Random, asked: Mapping[str, int]
+) -> list[Question]:
+    """As many of each kind as `asked` says, no two about one document as long as there are others."""
     drawn: list[Question] = []
-    for kind, n in N_QUESTIONS.items():
+    for kind, n in asked.items():
         left = rng.sample(
             [q for q in questions if q.kind == kind], sum(q.kind == kind for q in questions)
         )
@@ -112,9 +115,12 @@ def main() -> None:
     write_documents(args.out / "corpus", corpus)
     rng = random.Random(args.seed)
     questions = answerable(ask(rng, corpus, 1000), corpus, args.out / "corpus")
-    questions = draw(questions, rng)
-    records = json.dumps([asdict(q) for q in questions], indent=2, ensure_ascii=False)
+    shown = draw(questions, rng, N_QUESTIONS)
+    records = json.dumps([asdict(q) for q in shown], indent=2, ensure_ascii=False)
     (args.out / "questions.json").write_text(records + "\n", encoding="utf-8")
+    others = draw([q for q in questions if q not in shown], rng, N_CALIBRATION)
+    lines = "".join(f"{q.text}\n" for q in others)
+    (args.out / "calibration.txt").write_text(lines, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -36,8 +36,9 @@ SCHEDULES = "constant,linear,geometric:0.8,geometric:0.5,first:2,first:4,first:6
 DEVIATION_RATIOS = ("0", "0.02", "0.05", "0.1", "0.15", "0.3", "0.5", "0.75", "1")
 #: Calibration's corpus and its store; names in it are in no test question.
 CORPUS, STORE = "src/blendrag/demo/corpus", "build/arena-store"
-#: Contexts and questions of each: of short prompts and of long ones.
-SHORT, LONG = (20, 10), (12, 8)
+QUESTIONS = "src/blendrag/demo/calibration.txt"
+#: Contexts and questions of each: of short prompts, of long ones, and of either while their size is varied.
+SHORT, LONG, SIZED = (20, 10), (12, 8), (8, 8)
 
 #: ``blendrag`` and the module it is, so that a run needs no script on the path.
 PROGRAMS = {
@@ -94,7 +95,8 @@ CALIBRATION = Run(
          "--embedder", "minilm-offline", "--json"),
         *(
             ("blendrag", "calibrate", "--store", STORE, "--policy", policy,
-             "--ratio", TARGET_RATIO, "--minutes", "3", "--json")
+             "--ratio", TARGET_RATIO, "--questions", QUESTIONS, "--samples", "33",
+             "--minutes", "3", "--json")
             for policy in CALIBRATED_POLICIES
         ),
     ),
@@ -141,7 +143,7 @@ RUNS = (
         "Number and length of chunks",
         "One of the two is varied while the other stays.",
         tuple(
-            evaluation("reuse,hkvd,query,blend", chunks, tokens, LONG)
+            evaluation("reuse,hkvd,query,blend", chunks, tokens, SIZED)
             for chunks, tokens in ((2, 64), (6, 64), (12, 64), (24, 64), (6, 128), (6, 256))
         ),
     ),
