@@ -91,6 +91,17 @@ class PayloadFiles:
             return False
         return True
 
+    def is_gone(self, name: Name) -> bool:
+        """Whether there is no such payload; unlike :meth:`exists`, sure of it, or ``OSError``."""
+        try:
+            with self._directory(name.namespace, name.key[:2]) as directory:
+                os.stat(name.file, dir_fd=directory, follow_symlinks=False)
+        except OSError as exc:
+            if exc.errno in _NO_DIRECTORY:
+                return True
+            raise
+        return False
+
     def size(self, name: Name) -> int:
         """Bytes of a payload; 0 if it is gone."""
         try:
@@ -178,7 +189,10 @@ class PayloadFiles:
         return [name for name in self._list(namespace, key[:2]) if name.key == key]
 
     def walk(self) -> Iterator[Name]:
-        """Every payload of the store; names that the store never gives are passed over."""
+        """Every payload of the store, in order; names that the store never gives are passed over.
+
+        Holds the names of one directory at a time: there may be millions.
+        """
         for namespace in self._subdirectories(".", is_name):
             yield from self.walk_namespace(namespace)
 
@@ -196,7 +210,7 @@ class PayloadFiles:
                 return []
             raise
         matches = (_FILE_NAME.fullmatch(file) for file in files)
-        return [Name(namespace, m[1], m[2]) for m in matches if m and m[1].startswith(prefix)]
+        return sorted(Name(namespace, m[1], m[2]) for m in matches if m and m[1].startswith(prefix))
 
     def _subdirectories(self, name: str, is_ours: Callable[[str], object]) -> list[str]:
         try:

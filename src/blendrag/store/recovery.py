@@ -30,16 +30,15 @@ def reconcile(files: PayloadFiles, index: Index) -> int:
 
     Caller holds the index lock. Of two files of one key, written by racing processes, one stays.
     Raises ``OSError``, and changes no row, when it cannot see all files; :class:`IndexOdd` when the
-    index cannot be brought in order.
+    index cannot be brought in order. Holds neither all names nor all rows in memory.
     """
     quarantined = 0
-    found = set(files.walk())
     with index.transaction():
-        for name in sorted(found):
+        for name in files.walk():
             row = index.get(name.namespace, name.key)
             if row is not None and row.name == name:
                 continue
-            if row is not None and row.name in found:
+            if row is not None and not files.is_gone(row.name):
                 with contextlib.suppress(OSError):
                     files.remove(name)
                 continue
@@ -51,11 +50,17 @@ def reconcile(files: PayloadFiles, index: Index) -> int:
                 quarantined += 1
                 with contextlib.suppress(OSError):
                     files.quarantine(name)
-        index.drop([row.name for row in index.oldest() if row.name not in found])
-        sizes = [row.size_bytes for row in index.oldest()]
-        if index.totals() != (len(sizes), sum(sizes)):
-            raise IndexOdd("the index miscounts its rows")
+        index.drop([row.name for row in index.oldest() if files.is_gone(row.name)])
+        _require_sums(index)
     return quarantined
+
+
+def _require_sums(index: Index) -> None:
+    entries = size_bytes = 0
+    for row in index.oldest():
+        entries, size_bytes = entries + 1, size_bytes + row.size_bytes
+    if index.totals() != (entries, size_bytes):
+        raise IndexOdd("the index miscounts its rows")
 
 
 def sound_size(files: PayloadFiles, name: Name) -> int | None:
