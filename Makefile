@@ -16,7 +16,7 @@ export TRANSFORMERS_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench arena wheels
+.PHONY: help setup demo test lint bench arena soak wheels
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -55,6 +55,14 @@ bench: $(READY) ## time to first token on the geometry of a 0.5B model
 # An hour on two cores. Interrupted, it goes on where it was: make arena ARENA_ARGS=--keep
 arena: $(READY) ## policies against one another: docs/quality.md, its figures and numbers
 	$(BIN)/python -m blendrag.evaluation.quality_page --out docs $(ARENA_ARGS)
+
+# Of the store, for hours: kills, damage, failing system calls, power cuts. Ctrl-C prints the counts
+# so far. make soak KILLS=1000 MUTATIONS=100000 FAULTS=10 CUTS=1 SEED=7 DIR=/tmp JSON=soak.json
+soak: $(READY) ## kill, damage and starve the KV store: 10,000 kills, 1,000,000 mutations
+	@PYTHONPATH=tests/store:tests $(BIN)/python -m soak \
+	  $(if $(KILLS),--kills $(KILLS)) $(if $(MUTATIONS),--mutations $(MUTATIONS)) \
+	  $(if $(FAULTS),--faults $(FAULTS)) $(if $(CUTS),--cuts $(CUTS)) \
+	  $(if $(SEED),--seed $(SEED)) $(if $(DIR),--dir $(DIR)) $(if $(JSON),--json $(JSON))
 
 wheels: $(READY) ## the three wheels, in dist/
 	rm -rf dist

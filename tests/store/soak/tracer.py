@@ -1,0 +1,271 @@
+"""A forked child, stopped before and after every system call that it makes below one directory.
+
+Owns ptrace, by which the store's own calls are seen as well as SQLite's. Knows nothing of stores.
+The system calls and registers are those of x86-64; :func:`unavailable` says so elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import platform
+import signal
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.ptrace.restype = ctypes.c_long
+_libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+_TRACEME, _POKEUSER, _DETACH, _SYSCALL = 0, 6, 17, 24
+_SETOPTIONS, _SYSCALL_INFO = 0x4200, 0x420E
+_SYSGOOD, _EXITKILL = 1, 1 << 20
+_RAX, _RDX, _ORIG_RAX = 10 * 8, 12 * 8, 15 * 8
+_AT_FDCWD = -100
+_PAGE = 4096
+#: Kind of stop: before a system call, and not behind it.
+_BEFORE = 1
+
+#: Number, and what says which file is meant: ``f`` a descriptor, ``p`` a path, ``d`` a directory and
+#: a path, at these places among the arguments.
+_CALLS: dict[int, tuple[str, str, int]] = {
+    0: ("read", "f", 0),
+    1: ("write", "f", 0),
+    2: ("open", "p", 0),
+    4: ("stat", "p", 0),
+    5: ("fstat", "f", 0),
+    6: ("lstat", "p", 0),
+    9: ("mmap", "f", 4),
+    17: ("pread", "f", 0),
+    18: ("pwrite", "f", 0),
+    20: ("writev", "f", 0),
+    21: ("access", "p", 0),
+    72: ("fcntl", "f", 0),
+    73: ("flock", "f", 0),
+    74: ("fsync", "f", 0),
+    75: ("fdatasync", "f", 0),
+    77: ("ftruncate", "f", 0),
+    82: ("rename", "p", 1),
+    83: ("mkdir", "p", 0),
+    84: ("rmdir", "p", 0),
+    87: ("unlink", "p", 0),
+    90: ("chmod", "p", 0),
+    91: ("fchmod", "f", 0),
+    137: ("statfs", "p", 0),
+    138: ("fstatfs", "f", 0),
+    217: ("getdents", "f", 0),
+    257: ("open", "d", 0),
+    258: ("mkdir", "d", 0),
+    262: ("stat", "d", 0),
+    263: ("unlink", "d", 0),
+    264: ("rename", "d", 2),
+    268: ("chmod", "d", 0),
+    269: ("access", "d", 0),
+    285: ("fallocate", "f", 0),
+    295: ("preadv", "f", 0),
+    296: ("pwritev", "f", 0),
+    316: ("rename", "d", 2),
+    332: ("stat", "d", 0),
+    439: ("access", "d", 0),
+}
+_OPEN_FLAGS_AT = {2: 1, 257: 2}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One system call below the directory."""
+
+    number: int
+    """How many there were before it."""
+    name: str
+    path: str
+    """Relative to the directory."""
+    creates: bool
+    """Whether it may make a file: an ``open`` with ``O_CREAT``."""
+
+    def __str__(self) -> str:
+        return f"#{self.number} {self.name} {self.path}"
+
+
+def unavailable() -> str | None:
+    """Why nothing can be traced on this machine, if it cannot."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return "system calls are traced on Linux for x86-64 only"
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if _libc.ptrace(_TRACEME, 0, None, None) == 0 else 1)
+    return None if os.waitpid(child, 0)[1] == 0 else "this machine allows no ptrace"
+
+
+class Stuck(Exception):
+    """The child did not end in time."""
+
+
+class Traced:
+    """A child that has run ``prepare`` and is stopped before ``action``."""
+
+    def __init__(self, root: Path, prepare: Callable[[], Callable[[], None]]) -> None:
+        """``prepare`` runs untraced in the child and returns the action to trace."""
+        self._root = str(root.resolve())
+        self._calls = 0
+        self._ended: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            _be_traced(prepare)
+        os.waitpid(self.pid, 0)
+        self._ptrace(_SETOPTIONS, None, _SYSGOOD | _EXITKILL)
+
+    def calls(self) -> Iterator[Call]:
+        """Each call, the child stopped before it. After the last one, the child has ended."""
+        while self._next_stop():
+            call = self._current()
+            if call is not None:
+                yield call
+
+    def fail(self, code: int) -> None:
+        """Let the call at hand not happen and return ``code`` as its error."""
+        self._poke(_ORIG_RAX, -1)
+        self._next_stop()
+        self._poke(_RAX, -code)
+        self._ptrace(_DETACH)
+
+    def shorten(self) -> None:
+        """Let the call at hand, a read or write, move half of what it was asked to."""
+        count = self._info()[4]
+        self._poke(_RDX, max(1, count // 2))
+        self._next_stop()
+        self._poke(_RDX, count)  # the kernel leaves this register alone, and callers count on it
+        self._ptrace(_DETACH)
+
+    def finish(self) -> int:
+        """Let the child complete the call at hand; its value, or minus the error."""
+        self._next_stop()
+        (value,) = struct.unpack_from("<q", self._raw_info(), 24)
+        return int(value)
+
+    def kill(self) -> None:
+        """End the child at once, before the call at hand."""
+        if self._ended is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self._ended = os.waitpid(self.pid, 0)[1]
+
+    def wait(self, timeout_s: float) -> int:
+        """Exit status of the child let go by :meth:`fail` or :meth:`shorten`."""
+        deadline = time.monotonic() + timeout_s
+        while self._ended is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._ended = status
+            elif time.monotonic() > deadline:
+                self.kill()
+                raise Stuck(f"the child did not end within {timeout_s} s")
+            else:
+                time.sleep(0.001)
+        return os.waitstatus_to_exitcode(self._ended)
+
+    # -- stops -----------------------------------------------------------------------------------
+
+    def _next_stop(self) -> bool:
+        """Run to the next stop at a system call; ``False`` when the child has ended."""
+        passed_on = 0
+        while self._ended is None:
+            self._ptrace(_SYSCALL, None, passed_on)
+            _, status = os.waitpid(self.pid, 0)
+            if not os.WIFSTOPPED(status):
+                self._ended = status
+            elif os.WSTOPSIG(status) == signal.SIGTRAP | 0x80:
+                return True
+            else:
+                passed_on = os.WSTOPSIG(status)
+        return False
+
+    def _raw_info(self) -> bytes:
+        buffer = ctypes.create_string_buffer(88)
+        self._ptrace(_SYSCALL_INFO, 88, ctypes.addressof(buffer))
+        return buffer.raw
+
+    def _info(self) -> tuple[int, ...]:
+        """Kind of stop, then number and arguments."""
+        info = self._raw_info()
+        return (info[0], *struct.unpack_from("<7Q", info, 24))
+
+    def _current(self) -> Call | None:
+        kind, number, *arguments = self._info()
+        if kind != _BEFORE or number not in _CALLS:
+            return None
+        name, form, place = _CALLS[number]
+        try:
+            path = self._path(form, arguments, place)
+        except OSError:
+            return None
+        if path != self._root and not path.startswith(self._root + "/"):
+            return None
+        flags_at = _OPEN_FLAGS_AT.get(number)
+        creates = flags_at is not None and bool(arguments[flags_at] & os.O_CREAT)
+        if self._unlocks(name, arguments):
+            name = "unlock"
+        self._calls += 1
+        return Call(self._calls - 1, name, os.path.relpath(path, self._root), creates)
+
+    def _unlocks(self, name: str, arguments: list[int]) -> bool:
+        if name == "flock":
+            return bool(arguments[1] & fcntl.LOCK_UN)
+        if name == "fcntl" and arguments[1] in (fcntl.F_SETLK, fcntl.F_SETLKW):
+            (kind,) = struct.unpack("<h", self._memory(arguments[2], 2))
+            return bool(kind == fcntl.F_UNLCK)
+        return False
+
+    def _path(self, form: str, arguments: list[int], place: int) -> str:
+        if form == "f":
+            return os.readlink(f"/proc/{self.pid}/fd/{_signed(arguments[place])}")
+        if form == "p":
+            return os.path.abspath(self._text(arguments[place]))
+        directory, text = _signed(arguments[place]), self._text(arguments[place + 1])
+        if text.startswith("/") or directory == _AT_FDCWD:
+            return os.path.abspath(text)
+        return os.path.join(os.readlink(f"/proc/{self.pid}/fd/{directory}"), text).rstrip("/")
+
+    def _text(self, address: int) -> str:
+        data = self._memory(address, _PAGE - address % _PAGE)
+        if b"\0" not in data:
+            data += self._memory(address + len(data), _PAGE)
+        return os.fsdecode(data.partition(b"\0")[0])
+
+    def _memory(self, address: int, size: int) -> bytes:
+        with open(f"/proc/{self.pid}/mem", "rb", 0) as memory:
+            memory.seek(address)
+            return memory.read(size)
+
+    def _poke(self, register: int, value: int) -> None:
+        self._ptrace(_POKEUSER, register, value & ((1 << 64) - 1))
+
+    def _ptrace(self, request: int, address: int | None = None, data: int | None = None) -> None:
+        if _libc.ptrace(request, self.pid, address, data) < 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+
+
+def _signed(value: int) -> int:
+    return ctypes.c_int(value & 0xFFFF_FFFF).value
+
+
+def _be_traced(prepare: Callable[[], Callable[[], None]]) -> None:
+    """The child's whole life. Status 70 is an exception that nobody expected, a Ctrl-C its parent's."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    status = 70
+    with contextlib.suppress(BaseException):
+        try:
+            action = prepare()
+            _libc.ptrace(_TRACEME, 0, None, None)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            action()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+    os._exit(status)
