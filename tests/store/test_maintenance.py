@@ -1,10 +1,12 @@
 """Survey, check, repair, gc and clear: what they find, what they change, and what they leave alone."""
 
+import errno
 import os
 import shutil
 import sqlite3
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -115,6 +117,17 @@ def test_a_survey_says_what_quarantine_and_tmp_take_and_that_a_limit_is_the_defa
     found = maintenance.survey(filled)
     assert (found.temporary_bytes, found.quarantine_files, found.quarantine_bytes) == (100, 1, 200)
     assert not found.limit_is_remembered
+
+
+def test_a_survey_follows_nothing_and_misses_no_directory_that_is_not_there(lab, filled):
+    path = payload(lab, filled, 1)
+    path.rename(filled.parent / "moved")
+    path.symlink_to(filled.parent / "moved")
+    for name in ("tmp", "quarantine"):
+        (filled / name).rmdir()
+    found = maintenance.survey(filled)
+    assert (found.namespaces[0].chunks, found.namespaces[0].unknown) == (5, 1)
+    assert (found.quarantine_files, found.temporary_bytes) == (0, 0)
 
 
 # -- check --------------------------------------------------------------------------------------
@@ -266,6 +279,29 @@ def test_foreign_files_are_counted_where_they_lie_and_survive_everything(lab, fi
     assert (filled / "kv" / lab.key("linked")).is_symlink()
 
 
+def test_what_is_evicted_during_a_check_is_neither_good_nor_damaged(lab, filled):
+    def evict(done, total):
+        for path in lab.payloads(filled)[1:]:
+            path.unlink()
+
+    report = maintenance.check(filled, watch=evict)
+    assert report.is_good
+    assert (one(report).good, one(report).damaged, one(report).dead_rows) == (1, 0, 4)
+
+
+def test_an_index_that_somebody_holds_to_himself_is_named_after_a_bounded_wait(lab, filled):
+    connection = sqlite3.connect(filled / "index" / "cache.db", isolation_level=None)
+    connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+    connection.execute("BEGIN EXCLUSIVE")
+    began = time.monotonic()
+    report = maintenance.check(filled)
+    assert time.monotonic() - began < 20
+    connection.close()
+    assert "locked" in report.index
+    assert report.is_good
+    assert one(report).dead_rows is None
+
+
 # -- repair -------------------------------------------------------------------------------------
 
 
@@ -294,6 +330,22 @@ def test_a_repair_of_more_than_the_quarantine_holds_keeps_the_newest(lab, root):
     assert len(list((root / "quarantine").iterdir())) == QUARANTINE_FILES
     assert maintenance.check(root).is_good
     assert right(lab, root, range(20)) == [QUARANTINE_FILES + 3]
+
+
+def test_a_disk_that_failed_for_a_moment_costs_no_chunk_in_a_repair(lab, filled, monkeypatch):
+    real, failed = os.preadv, []
+
+    def failing_once(*args):
+        if not failed:
+            failed.append(args)
+            raise OSError(errno.EIO, "Input/output error")
+        return real(*args)
+
+    monkeypatch.setattr(os, "preadv", failing_once)
+    report = maintenance.check(filled, repair=True)
+    assert one(report).damaged == 1
+    assert "Input/output error" in report.faults[0]
+    assert right(lab, filled, range(5)) == [0, 1, 2, 3, 4]
 
 
 def test_a_repair_evicts_nothing(lab, root):

@@ -5,6 +5,7 @@ Links, FIFOs and directories out of place are foreign, too; nothing is followed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
@@ -75,16 +76,10 @@ def _listed(directory: Path) -> list[tuple[str, int]]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     try:
-        with os.scandir(fd) as entries:
-            return [(entry.name, entry.stat(follow_symlinks=False).st_mode) for entry in entries]
-    except FileNotFoundError:  # one was removed between listing and looking
-        return [(name, mode) for name in os.listdir(fd) if (mode := _mode(fd, name))]
+        found = []
+        for name in os.listdir(fd):
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                found.append((name, os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode))
+        return found
     finally:
         os.close(fd)
-
-
-def _mode(directory: int, name: str) -> int:
-    try:
-        return os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode
-    except FileNotFoundError:
-        return 0
