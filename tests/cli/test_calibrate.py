@@ -39,9 +39,10 @@ def test_what_was_found_is_printed_kept_and_used(store: str) -> None:
 def test_the_table_names_families_and_where_the_questions_came_from(
     store: str, tmp_path: Path
 ) -> None:
-    shown = invoke("calibrate", "--store", store, *FEW).stdout
-    assert "first sentences of chunks" in shown
-    assert "constant: " in shown
+    result = invoke("calibrate", "--store", store, *FEW)
+    assert "first sentences of chunks" in result.stdout
+    assert "constant: " in result.stdout
+    assert "used only where --schedule calibrated is said" in " ".join(result.stderr.split())
     questions = tmp_path / "questions.txt"
     questions.write_text("What is the topic of document 1?\n\nWhere is the windmill?\n")
     shown = invoke("calibrate", "--store", store, *FEW, "--questions", str(questions)).stdout

@@ -311,6 +311,17 @@ def test_what_was_found_is_what_calibrated_runs(engine: BlendEngine) -> None:
     assert other.schedule == UNCALIBRATED_SCHEDULE
 
 
+def test_unasked_only_what_was_found_on_questions_runs(engine: BlendEngine) -> None:
+    prompt = "\n\n".join([*tiny.chunk_texts(engine, 0), "What did the company build?"])
+    options = Options(ratio=RATIO)
+    engine.calibrate(calibration())  # on sentences in place of questions
+    assert engine.generate(prompt, options).metrics.schedule == UNCALIBRATED_SCHEDULE
+    kept = engine.calibrate(calibration(questions=("Where is Paragraph 3?",))).calibration
+    metrics = engine.generate(prompt, options).metrics
+    assert metrics.schedule == str(kept.schedule)
+    assert metrics.notes == ()
+
+
 def test_the_calibrated_schedule_decides_how_many_tokens_are_recomputed(
     engine: BlendEngine,
 ) -> None:

@@ -17,6 +17,9 @@ from blendrag.config import UNCALIBRATED_SCHEDULE
 from blendrag.selection import Schedule, make_policy
 from blendrag.selection.schedule import CALIBRATED
 
+GIVEN = "questions given"
+PSEUDO = "first sentences of chunks, in place of questions"
+
 
 @dataclass(frozen=True)
 class Calibration:
@@ -39,6 +42,11 @@ class Calibration:
     @property
     def schedule(self) -> Schedule:
         return Schedule(CALIBRATED, self.weights)
+
+    @property
+    def is_of_questions(self) -> bool:
+        """Whether it was found on questions, and not on sentences in their place."""
+        return self.questions == GIVEN
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -81,12 +89,23 @@ def remember(root: Path, namespace: str, found: Calibration) -> None:
     temporary.replace(target)
 
 
-def resolve(root: Path, namespace: str, schedule: Schedule, policy: str, ratio: float) -> Schedule:
+def resolve(
+    root: Path,
+    namespace: str,
+    schedule: Schedule,
+    policy: str,
+    ratio: float,
+    of_questions: bool = False,
+) -> Schedule:
     """``schedule``, or what ``calibrated`` means: the vector found for this policy at the nearest ratio,
-    else the family that is taken where nothing was found."""
+    else the family that is taken where nothing was found.
+
+    ``of_questions`` leaves out what was found on stand-ins for questions: nobody asked for it, and
+    what suits them may suit questions less than any family."""
     if not schedule.is_open:
         return schedule
-    nearest = _nearest(recall(root, namespace), str(make_policy(policy)), ratio)
+    known = [each for each in recall(root, namespace) if each.is_of_questions or not of_questions]
+    nearest = _nearest(known, str(make_policy(policy)), ratio)
     return Schedule.parse(UNCALIBRATED_SCHEDULE) if nearest is None else nearest.schedule
 
 

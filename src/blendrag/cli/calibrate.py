@@ -53,7 +53,8 @@ def calibrate(
 ) -> int:
     """Find which layers of this model the recompute ratio is best spent in, on a sample of the corpus.
 
-    The schedule found is kept beside the store; --schedule calibrated uses it.
+    The schedule found is kept beside the store. Answers use it from then on if it was found on --questions,
+    else where --schedule calibrated is said.
     """
     quiet.set_up(verbose)
     options.check_environment()
@@ -84,6 +85,13 @@ def calibrate(
     _print_json(report) if json else _print(report)
     if report.out_of_time:
         say("note", f"the search ended after {minutes:g} minutes; --minutes gives it more")
+    if not wanted.questions:
+        say(
+            "note",
+            "first sentences of chunks stood in for questions, and what suits them may not suit those, so "
+            "this is used only where --schedule calibrated is said; --questions FILE calibrates on some "
+            "of yours, one a line, for every answer from then on",
+        )
     if report.interrupted:
         say("interrupted", interrupt.sentence())
         return INTERRUPTED

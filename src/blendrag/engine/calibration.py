@@ -13,6 +13,7 @@ from typing import Any
 
 from blendrag.calibrate import Calibration, Found, Step, Tried, remember, resolve, search
 from blendrag.calibrate.deviation import ANSWER_TOKENS, Sample
+from blendrag.calibrate.record import GIVEN, PSEUDO
 from blendrag.calibrate.sample import Asked, sample_corpus, sample_questions
 from blendrag.controller import Controller
 from blendrag.engine.measured import Measured
@@ -32,9 +33,6 @@ from blendrag.selection import Schedule, SelectionPolicy, make_policy
 from blendrag.selection.schedule import CALIBRATED
 
 Watch = Callable[[Step], None]
-
-GIVEN = "questions given"
-PSEUDO = "first sentences of chunks, in place of questions"
 
 
 @dataclass(frozen=True)

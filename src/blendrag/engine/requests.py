@@ -136,11 +136,14 @@ class Requests:
     def _with_schedule(self, task: Task, namespace: str) -> Task:
         """What ``calibrated`` means for this model, policy and ratio, and a note if it means nothing.
 
-        No note where the schedule was left to the settings, or decides nothing.
+        Left to the settings, it is only what was found on questions, and there is no note; nor where it
+        decides nothing.
         """
-        root = self._resources.root
-        schedule = resolve(root, namespace, task.schedule, task.policy, task.ratio)
-        missed = task.options.schedule is not None and schedule.name != task.schedule.name
+        root, is_asked = self._resources.root, task.options.schedule is not None
+        schedule = resolve(
+            root, namespace, task.schedule, task.policy, task.ratio, of_questions=not is_asked
+        )
+        missed = is_asked and schedule.name != task.schedule.name
         if missed and task.mode == "blend" and make_policy(task.policy).follows_schedule:
             return replace(task, schedule=schedule, notes=(*task.notes, UNCALIBRATED))
         return replace(task, schedule=schedule)
