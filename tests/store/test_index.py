@@ -545,3 +545,24 @@ def test_a_mark_that_cannot_be_looked_for_is_not_taken_for_absent(
         assert all(lab.is_right(store, number) for number in (1, 2, 3))
     store.recover()
     assert store.stats().entries == 3
+
+
+def test_a_damaged_name_that_is_no_text_is_a_rebuild(lab, make_store, root):
+    filled(lab, make_store).close()
+    database = root / "index" / "cache.db"
+    data = database.read_bytes()
+    assert b"tableCacheCache" in data
+    database.write_bytes(data.replace(b"tableCacheCache", b"table\xb3acheCache"))
+    assert_rebuilt(lab, make_store())
+
+
+def test_a_name_damaged_while_the_store_is_open_is_a_rebuild(lab, make_store, root):
+    store = filled(lab, make_store)
+    connection = sqlite3.connect(root / "index" / "cache.db", isolation_level=None)
+    connection.execute("PRAGMA writable_schema = ON")
+    connection.execute("UPDATE sqlite_master SET name = CAST(x'b3ff' AS TEXT), sql = 'x'")
+    connection.execute("PRAGMA schema_version = 99")
+    connection.close()
+    assert lab.is_right(store, 1)
+    lab.put(store, 4)
+    assert_rebuilt(lab, store, (1, 2, 3, 4))

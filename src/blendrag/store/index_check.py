@@ -82,6 +82,8 @@ def fault(directory: Path, busy_timeout_s: float) -> str | None:
         if is_foreign(exc):
             raise
         return str(exc)
+    except UnicodeDecodeError as exc:  # SQLite's message quotes a damaged name
+        return f"unreadable text: {exc}"
     finally:
         connection.close()
 

@@ -56,6 +56,8 @@ def mapped(directory: Path, wait_s: float) -> Iterator[None]:
         raise held(directory, "another process", wait_s) from exc
     except sqlite3.Error as exc:
         raise _ours(exc, directory) from exc
+    except UnicodeDecodeError as exc:  # SQLite's message quotes a damaged name
+        raise IndexOdd(f"index {directory} is odd ({exc})") from exc
 
 
 def _ours(error: sqlite3.Error, directory: Path) -> StoreError:

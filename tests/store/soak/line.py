@@ -39,6 +39,8 @@ class Heard:
     beats: int = 0
     """Signs of life: anything done and told."""
     attempts: int = 0
+    done: int = 0
+    """How much of what was asked for."""
     _rest: bytes = b""
 
     def hear(self, pipe: int) -> None:
@@ -55,6 +57,8 @@ class Heard:
         self.beats += 1
         if kind == "put":
             self.acknowledged.append(int(str(what)))
+        elif kind == "done":
+            self.done = int(str(what))
         elif kind == "attempted":
             self.attempts += 1
         elif kind == "error":

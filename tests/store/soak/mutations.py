@@ -51,14 +51,11 @@ class Fuzzing:
 
     def run(self, report: Report, mutations: int) -> None:
         """So many mutations, most of them of payloads."""
-        done = 0
-        while done < mutations:
-            count = min(BATCH, mutations - done)
+        until = report.done["mutations"] + mutations
+        while (left := until - report.done["mutations"]) > 0:
             on_index = self._batch % INDEX_EVERY == 1
-            self._run_batch(
-                report, count, self._damage_index if on_index else self._damage_payloads
-            )
-            done += count
+            action = self._damage_index if on_index else self._damage_payloads
+            self._run_batch(report, min(BATCH, left), action)
 
     def run_on_payloads(self, report: Report, mutations: int) -> None:
         self._run_batch(report, mutations, self._damage_payloads)
@@ -92,7 +89,8 @@ class Fuzzing:
         wrong = tuple(1 for text in complaints if text.startswith("wrong KV"))
         rest = tuple(text for text in complaints if not text.startswith("wrong KV"))
         circumstances = f"mutations with seed {seed}: {complaints[:3]}"
-        report.note("mutations", circumstances, Verdict((), wrong, rest), count)
+        done = count if failure is None and not rest else max(1, heard.done)
+        report.note("mutations", circumstances, Verdict((), wrong, rest), done)
 
     def _watch(self, child: int, source: int, heard: Heard) -> str | None:
         """Wait for the child's end; what is wrong with it."""
@@ -161,8 +159,8 @@ class Fuzzing:
             self._must_not_lie(store, number, teller)
             self._put_again(store, number, target, teller)
             self._nothing_outside(outside, teller)
-            if i % 50 == 0:
-                teller.say("alive", None)
+            if i % 50 == 49:
+                teller.say("done", i + 1)
         store.close()
 
     def _must_not_lie(self, store: DiskStore, number: int, teller: Teller) -> bool:
@@ -214,7 +212,7 @@ class Fuzzing:
                 self._use(store, root, name, teller)
             self._use(None, root, name, teller)
             self._nothing_outside(outside, teller)
-            teller.say("alive", None)
+            teller.say("done", i + 1)
 
     def _use(self, store: DiskStore | None, root: Path, name: str, teller: Teller) -> None:
         """Everything one does with a store."""
