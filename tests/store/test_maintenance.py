@@ -258,6 +258,7 @@ def strangers_in(lab, root):
     misplaced = root / "kv" / lab.namespace / "zz"
     misplaced.mkdir()
     (misplaced / "inner.txt").write_text("mine", encoding="utf-8")
+    (root / "kv" / lab.namespace / "empty").mkdir()
     elsewhere = root.parent / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "kept.txt").write_text("mine", encoding="utf-8")
@@ -269,14 +270,15 @@ def test_foreign_files_are_counted_where_they_lie_and_survive_everything(lab, fi
     mine = strangers_in(lab, filled)
     report = maintenance.check(filled)
     assert report.is_good
-    assert one(report).foreign_files == 4
-    assert report.foreign_files == 9
+    assert one(report).foreign_files == 5
+    assert report.foreign_files == 10
     maintenance.check(filled, repair=True)
     maintenance.collect(filled, 0)
     maintenance.clear(filled)
     assert set(lab.payloads(filled)) <= set(mine)
     assert [path.read_text(encoding="utf-8") for path in mine] == ["mine"] * len(mine)
     assert (filled / "kv" / lab.key("linked")).is_symlink()
+    assert (filled / "kv" / lab.namespace / "empty").is_dir()
 
 
 def test_what_is_evicted_during_a_check_is_neither_good_nor_damaged(lab, filled):
