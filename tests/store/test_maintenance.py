@@ -13,7 +13,8 @@ import pytest
 from blendrag.errors import InvalidInputError, StoreUnavailableError
 from blendrag.kv import KVLayout
 from blendrag.store import DiskStore, maintenance
-from blendrag.store.files import QUARANTINE_FILES
+from blendrag.store.files import QUARANTINE_FILES, PayloadFiles
+from blendrag.store.maintenance.index_view import IndexView
 
 
 @pytest.fixture
@@ -291,6 +292,25 @@ def test_what_is_evicted_during_a_check_is_neither_good_nor_damaged(lab, filled)
     assert (one(report).good, one(report).damaged, one(report).dead_rows) == (1, 0, 4)
 
 
+def test_what_is_just_being_put_or_evicted_is_looked_at_twice(lab, filled, monkeypatch):
+    knows, exists, asked = IndexView.knows, PayloadFiles.exists, set()
+
+    def at_second_look(real):
+        def look(self, name):
+            if (real, name) in asked:
+                return real(self, name)
+            asked.add((real, name))
+            return False
+
+        return look
+
+    monkeypatch.setattr(IndexView, "knows", at_second_look(knows))
+    monkeypatch.setattr(PayloadFiles, "exists", at_second_look(exists))
+    each = one(maintenance.check(filled))
+    assert (each.missing_rows, each.dead_rows) == (0, 0)
+    assert len(asked) == 10
+
+
 def test_an_index_that_somebody_holds_to_himself_is_named_after_a_bounded_wait(lab, filled):
     connection = sqlite3.connect(filled / "index" / "cache.db", isolation_level=None)
     connection.execute("PRAGMA locking_mode = EXCLUSIVE")
@@ -487,8 +507,6 @@ def test_pinned_entries_are_cleared_last(lab, filled, monkeypatch):
 
 
 def test_a_kill_while_clearing_is_made_good(lab, root, fork, monkeypatch):
-    from blendrag.store.files import PayloadFiles
-
     fill(lab, root, range(6))
     real, removed = PayloadFiles.remove, []
 
