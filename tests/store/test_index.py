@@ -129,6 +129,10 @@ def test_odd_settings_and_schema_are_set_aside_before_diskcache_sees_them(
 @pytest.mark.parametrize("code", ["IOERR_READ", "CANTOPEN", "READONLY", "FULL", "BUSY", "LOCKED"])
 def test_a_disk_that_fails_for_a_moment_costs_no_index(lab, make_store, root, monkeypatch, code):
     filled(lab, make_store).close()
+    access = os.access
+
+    def no_database_to_write(path, mode):
+        return access(path, mode) and not (code == "READONLY" and str(path).endswith("cache.db"))
 
     def fail(connection):
         error = sqlite3.OperationalError("the disk fails")
@@ -136,6 +140,7 @@ def test_a_disk_that_fails_for_a_moment_costs_no_index(lab, make_store, root, mo
         raise error
 
     with monkeypatch.context() as patch:
+        patch.setattr(os, "access", no_database_to_write)
         patch.setattr(index_check, "_schema_fault", fail)
         store = make_store()
         assert all(lab.is_right(store, number) for number in (1, 2, 3))
@@ -566,3 +571,36 @@ def test_a_name_damaged_while_the_store_is_open_is_a_rebuild(lab, make_store, ro
     assert lab.is_right(store, 1)
     lab.put(store, 4)
     assert_rebuilt(lab, store, (1, 2, 3, 4))
+
+
+def test_a_database_that_calls_itself_read_only_is_rebuilt(lab, make_store, root):
+    filled(lab, make_store).close()
+    with open(root / "index" / "cache.db", "r+b") as file:
+        file.seek(18)  # the version of whom it lets write
+        file.write(b"\x07")
+    store = make_store()
+    lab.put(store, 4)
+    assert_rebuilt(lab, store, (1, 2, 3, 4))
+
+
+@pytest.mark.parametrize("event", ["INSERT", "DELETE"])
+def test_a_trigger_planted_while_open_is_not_executed(lab, make_store, root, event):
+    store = filled(lab, make_store)
+    edit(root, (f"CREATE TRIGGER evil AFTER {event} ON Cache BEGIN DELETE FROM Cache; END",))
+    lab.put(store, 4)
+    store.delete(lab.namespace, lab.key(1))
+    assert_rebuilt(lab, store, (2, 3, 4))
+
+
+def test_a_setting_that_is_gone_when_the_next_process_looks_is_a_rebuild(
+    lab, make_store, root, monkeypatch
+):
+    filled(lab, make_store).close()
+    edit(
+        root,
+        ("DELETE FROM Settings WHERE key = 'count'",),
+        ("CREATE TRIGGER gone AFTER INSERT ON Settings BEGIN DELETE FROM Settings; END",),
+    )
+    monkeypatch.setattr(index_check, "_schema_fault", lambda connection: None)  # just before that
+    monkeypatch.setattr(index_check, "_settings_fault", lambda connection: None)
+    assert_rebuilt(lab, make_store())

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
 import sqlite3
 import threading
 import time
@@ -25,10 +24,10 @@ from typing import Any
 import diskcache
 
 from blendrag.errors import StoreError
-from blendrag.store.directories import sync_directory
 from blendrag.store.files import Name
-from blendrag.store.index_check import DATABASE, DATABASE_FILES, JOURNAL, fault
+from blendrag.store.index_check import DATABASE, fault
 from blendrag.store.index_errors import IndexLocked, IndexOdd, mapped, unusable
+from blendrag.store.index_files import UNFINISHED, exists, mark_unfinished, set_aside
 from blendrag.store.index_lock import IndexLock
 from blendrag.store.rows import Row, RowCache, row_key
 
@@ -38,9 +37,6 @@ logger = logging.getLogger("blendrag.store")
 QUERY_WAIT_S = 0.05
 #: What a writer that is done may wait to make its rows durable; otherwise the index is rebuilt.
 _SYNC_WAIT_S = 1.0
-#: There while the index does not know of all files: a rebuild is going on, or was interrupted.
-_UNFINISHED = "unfinished"
-_MARK = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 #: Caches inherited through fork: closing them in the child could disturb the parent's locks.
 _INHERITED: list[diskcache.Cache] = []
 
@@ -57,6 +53,7 @@ class Index:
         self._cache: RowCache | None = None
         self._cache_pid = 0
         self._inode = (0, 0)
+        self._schema_version = 0
         self._transaction_pid = 0
         self._rebuilding = (0, 0)
         """Process and thread within :meth:`unfinished`."""
@@ -76,7 +73,7 @@ class Index:
 
         Changes no row. Caller holds :meth:`exclusive`.
         """
-        if self._has(_UNFINISHED):
+        if exists(self._directory, UNFINISHED):
             self._forget()
             return False
         return self.connect()
@@ -84,7 +81,7 @@ class Index:
     def connect(self) -> bool:
         """Like :meth:`open`, of an index whose rebuild is not finished, too."""
         self._forget()
-        if not self._has(DATABASE):
+        if not exists(self._directory, DATABASE):
             return False
         try:
             with self._mapped():
@@ -99,16 +96,6 @@ class Index:
             logger.warning("index of the store is odd (%s): rebuilt from the files", reason)
         return reason is None
 
-    def _has(self, name: str) -> bool:
-        """Whether there is a file of that name; one that cannot be looked for is no such answer."""
-        try:
-            os.lstat(self._directory / name)
-        except FileNotFoundError:
-            return False
-        except OSError as exc:
-            raise unusable(self._directory, exc.strerror or exc) from exc
-        return True
-
     def create(self) -> None:
         """Begin an empty database in place of whatever is there, within :meth:`unfinished`."""
         self.set_aside()
@@ -120,9 +107,7 @@ class Index:
 
         Caller holds :meth:`exclusive`.
         """
-        mark = self._directory / _UNFINISHED
-        os.close(os.open(mark, _MARK, 0o600))
-        sync_directory(self._directory)
+        mark_unfinished(self._directory)
         self._rebuilding = (os.getpid(), threading.get_ident())
         try:
             yield
@@ -133,19 +118,12 @@ class Index:
             self._rebuilding = (0, 0)
         if self.sync():
             with contextlib.suppress(OSError):
-                os.unlink(mark)
+                os.unlink(self._directory / UNFINISHED)
 
     def set_aside(self) -> None:
         """Move the database to the quarantine. Caller holds :meth:`exclusive`."""
         self._forget()
-        quarantine = self._directory.parent / "quarantine"
-        for name in (*DATABASE_FILES, JOURNAL):
-            try:
-                os.replace(self._directory / name, quarantine / name)
-            except FileNotFoundError:
-                pass
-            except OSError:  # a directory, here or there, is none of SQLite's and stays apart
-                os.replace(self._directory / name, quarantine / f"{name}.{secrets.token_hex(8)}")
+        set_aside(self._directory)
 
     def _connect(self) -> None:
         deadline = time.monotonic() + self._busy_timeout_s
@@ -153,6 +131,7 @@ class Index:
             try:
                 with self._mapped():
                     cache = RowCache(self._directory / DATABASE, self._busy_timeout_s)
+                    self._schema_version = cache.schema_version()
                     status = os.stat(self._directory / DATABASE)
                 self._inode = (status.st_dev, status.st_ino)
                 self._cache, self._cache_pid = cache, os.getpid()
@@ -252,10 +231,7 @@ class Index:
         """Entries and bytes, as SQLite counts them within the same transactions."""
         with self._mapped():
             cache = self._current()
-            try:
-                totals = cache.reset("count"), cache.reset("size")
-            except ValueError as exc:  # there is no such row
-                raise IndexOdd("the index does not count its rows") from exc
+            totals = cache.reset("count"), cache.reset("size")
         if not all(type(total) is int and total >= 0 for total in totals):
             raise IndexOdd("the index does not count its rows")
         return totals
@@ -270,6 +246,8 @@ class Index:
             self._transaction_pid = os.getpid()
             try:
                 with cache.transact():
+                    if cache.schema_version() != self._schema_version:
+                        raise IndexOdd("the schema of the index was changed")  # a trigger would run
                     yield cache
             except BaseException:
                 with contextlib.suppress(sqlite3.Error):

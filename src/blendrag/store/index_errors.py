@@ -6,6 +6,7 @@ Owns what SQLite's, diskcache's and filelock's errors mean for a store.
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import diskcache
 
 from blendrag.errors import StoreError, StoreFullError
 from blendrag.sqlite_errors import is_foreign, is_out_of_space, primary_code
+from blendrag.store.index_check import DATABASE
 
 _IN_USE = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, None)
 
@@ -63,6 +65,12 @@ def mapped(directory: Path, wait_s: float) -> Iterator[None]:
 def _ours(error: sqlite3.Error, directory: Path) -> StoreError:
     if is_out_of_space(error):
         return StoreFullError(f"no space left for index {directory}; free some space", 1 << 20)
-    if is_foreign(error):
+    if is_foreign(error) and not _says_so_itself(error, directory):
         return unusable(directory, error)
     return IndexOdd(f"index {directory} is odd ({error})")
+
+
+def _says_so_itself(error: sqlite3.Error, directory: Path) -> bool:
+    """Whether a database is not to be written for what is in it, and not for what it lies on."""
+    writable = os.access(directory / DATABASE, os.W_OK) and os.access(directory, os.W_OK)
+    return primary_code(error) == sqlite3.SQLITE_READONLY and writable

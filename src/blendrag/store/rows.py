@@ -109,7 +109,15 @@ class RowCache(diskcache.Cache):
         if key.startswith(_PRAGMA):
             setattr(self, key, value)
             return value
-        return super().reset(key, value, update)
+        try:
+            return super().reset(key, value, update)
+        except ValueError as exc:  # diskcache takes apart what it finds
+            raise IndexOdd(f"the index has no setting {key}") from exc
+
+    def schema_version(self) -> int:
+        """Another one as soon as anybody changes a table, an index or a trigger."""
+        ((version,),) = self._sql("PRAGMA schema_version").fetchall()
+        return int(version)
 
     def checkpoint(self) -> bool:
         """fsync every commit so far, into the database itself; whether all of it got there."""
