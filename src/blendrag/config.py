@@ -20,7 +20,7 @@ KVEncoding = Literal["native", "int8", "fp8"]
 #: Name of the model inside the package.
 DEMO_MODEL = "demo"
 
-#: Chosen by what the embedded model answers at r = 0.15 (docs/performance.md).
+#: Chosen by what the embedded model answers (docs/quality.md).
 DEFAULT_POLICY = "query"
 #: What ``blendrag calibrate`` found for the model, policy and nearest ratio.
 DEFAULT_SCHEDULE = "calibrated"

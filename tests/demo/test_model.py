@@ -59,8 +59,9 @@ def test_full_prefill_answers_coreference_and_reuse_fails_it(
 ) -> None:
     scores = evaluate(model, tokenizer, seed=20_261, n_contexts=CONTEXTS)
     accuracy = {(s.mode, s.kind): s.accuracy for s in scores}
-    assert accuracy["full", "direct"] >= 0.85
-    assert accuracy["full", "coreference"] >= 0.85
+    assert accuracy["full", "direct"] >= 0.95
+    assert accuracy["full", "coreference"] >= 0.9
+    assert accuracy["full", "two-hop"] >= 0.85  # .95 of more questions than there are here
     assert accuracy["reuse", "coreference"] <= accuracy["full", "coreference"] - 0.25
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import tiny
+from blendrag.config import DEFAULT_POLICY
 from blendrag.engine import Answer, BlendEngine, Options
 from blendrag.errors import ContextOverflowError, InvalidInputError, UnsupportedModelError
 from blendrag.evaluation.arena import Arena
@@ -35,7 +36,7 @@ def row_of(rows: list[Row], way: Way, kind: str = "all") -> Row:
     (found,) = (
         row for row in rows
         if (row.policy, row.encode_prefix, row.kind) == (way.policy, way.encode_prefix, kind)
-        and way.ratio in (None, row.ratio)
+        and way.ratio in (None, row.ratio) and way.schedule in ("", row.schedule)
     )  # fmt: skip
     return found
 
@@ -139,7 +140,7 @@ def test_prefix_caching_computes_all_but_the_first_chunk_exactly() -> None:
 
 def test_the_embedded_model_needs_attention_across_chunks_and_recomputing_gives_it_back() -> None:
     adapter = load_adapter("demo")
-    dataset = synthetic_dataset(adapter.tokens, n_contexts=3, n_questions=8)
+    dataset = synthetic_dataset(adapter.tokens, n_contexts=6, n_questions=8)
     found = Arena(
         adapter, dataset, make_ways(["reuse", "query"], ["constant"], [1.0], [True])
     ).run()
@@ -156,6 +157,29 @@ def test_the_embedded_model_needs_attention_across_chunks_and_recomputing_gives_
     assert everything.pgr == pytest.approx(1.0)
     assert reuse.pgr is not None
     assert reuse.pgr < 0.75
+
+
+def test_a_twentieth_of_the_tokens_answers_as_full_prefill_does_where_references_are_resolved() -> (
+    None
+):
+    """The embedded model resolves them in layers 1 to 5: nothing spent before is of use, nor later."""
+    adapter = load_adapter("demo")
+    dataset = synthetic_dataset(adapter.tokens, seed=7, n_contexts=6, n_questions=8)
+    schedules = ["constant", "first:3", "first:5"]
+    found = Arena(
+        adapter, dataset, make_ways(["reuse", DEFAULT_POLICY], schedules, [0.05], [True])
+    ).run()
+
+    def score(way: Way, kind: str = "coreference") -> float:
+        return row_of(found, way, kind).score
+
+    full, reuse = score(Way("full")), score(Way("reuse", encode_prefix=True))
+    constant, early, enough = (score(Way(DEFAULT_POLICY, s, 0.05, True)) for s in schedules)
+    assert full >= 0.9
+    assert reuse <= full - 0.25
+    assert min(constant, enough) >= full - 0.15
+    assert early <= reuse + 0.15
+    assert score(Way(DEFAULT_POLICY, "first:5", 0.05, True), "direct") >= 0.85
 
 
 def test_prefix_caching_has_its_chunk_in_memory_from_the_first_question_on(
