@@ -199,6 +199,20 @@ def test_prefix_caching_has_its_chunk_in_memory_from_the_first_question_on(
     assert len(tiers) == 3  # two questions of a context each, and the one that warms up
 
 
+def test_kv_kept_in_eight_bits_is_what_is_read_and_journalled_apart() -> None:
+    ways, cases = make_ways(["reuse"], [], [], [True]), lab.cases(1, 2)
+    native = lab.arena(ways, cases)
+    encoded = Arena(native.adapter, native.dataset, ways, kv_encoding="int8")
+    assert encoded.digest != native.digest
+    of_native, of_encoded = (
+        row_of(arena.run(), Way("reuse", encode_prefix=True)) for arena in (native, encoded)
+    )
+    assert (of_native.kv_encoding, of_encoded.kv_encoding) == ("native", "int8")
+    assert of_native.kl is not None
+    assert of_encoded.kl is not None
+    assert 0 < abs(of_native.kl - of_encoded.kl) < 0.1 * of_native.kl
+
+
 # -- the order of questions -----------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -19,6 +19,7 @@ from blendrag.cli.status import DONE, reporting
 from blendrag.errors import InvalidInputError
 
 if TYPE_CHECKING:
+    from blendrag.config import KVEncoding
     from blendrag.evaluation.arena import Arena
     from blendrag.evaluation.cases import Dataset
     from blendrag.evaluation.rows import Row
@@ -137,6 +138,7 @@ def evaluate(
         str | None,
         typer.Option(help="sentence-transformers model, or minilm-offline.", show_default=False),
     ] = None,
+    encoding: options.Encoding = None,
     dtype: options.Dtype = None,
     device: options.Device = None,
     json: Annotated[bool, typer.Option("--json", help="A list of rows on stdout.")] = False,
@@ -160,7 +162,9 @@ def evaluate(
         embedder=embedder,
         store=store or settings().store,
     )
-    arena = _arena(ways, asked, model, dtype, device, max_new_tokens)
+    arena = _arena(
+        ways, asked, model, dtype, device, max_new_tokens, cast("KVEncoding | None", encoding)
+    )
     rows = _run(arena, out)
     if json:
         output.print_json([row.as_dict() for row in rows])
@@ -178,6 +182,7 @@ def _arena(
     dtype: str | None,
     device: str | None,
     max_new_tokens: int | None,
+    encoding: KVEncoding | None,
 ) -> Arena:
     from blendrag.config import absolute_model, settings
     from blendrag.evaluation.arena import Arena
@@ -188,8 +193,9 @@ def _arena(
     dataset = _dataset(asked, load_tokens(name))
     adapter = load_adapter(name, dtype or settings().dtype, device or settings().device)
     adapter.require_blendable()
-    ways = look_up(ways, asked.store, adapter.identity.namespace)
-    return Arena(adapter, dataset, ways, asked.seed, max_new_tokens)
+    kept_as = encoding or settings().kv_encoding
+    ways = look_up(ways, asked.store, adapter.identity.encoded(kept_as).namespace)
+    return Arena(adapter, dataset, ways, asked.seed, max_new_tokens, kept_as)
 
 
 def _run(arena: Arena, out: Path | None) -> list[Row]:

@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from blendrag import __version__
+from blendrag.config import KVEncoding
 from blendrag.engine import Options
 from blendrag.engine.prompts import SEPARATOR, render
 from blendrag.errors import InvalidInputError
@@ -53,9 +54,10 @@ class Arena:
         ways: Sequence[Way],
         seed: int = 1,
         max_new_tokens: int | None = None,
+        kv_encoding: KVEncoding = "native",
     ) -> None:
         """``seed`` of the bootstrap and of the ways' order; ``max_new_tokens`` ``None``: what the
-        dataset's metric asks for.
+        dataset's metric asks for; ``kv_encoding``: how chunks are kept at rest.
 
         Raises :class:`InvalidInputError` for a prompt that does not fit the model's context and for a
         package that is missing, :class:`UnsupportedModelError` for a model whose KV cannot be reused."""
@@ -68,6 +70,7 @@ class Arena:
         self.dataset = dataset
         self.ways = tuple(ways)
         self.seed = seed
+        self.kv_encoding = kv_encoding
         self._wording = wording_for(adapter.tokens.tokenizer, dataset.metric)
         self.max_new_tokens = max_new_tokens or NEW_TOKENS[dataset.metric]
         self._keys = {case.case_id: self._key(case) for case in dataset.cases}
@@ -86,7 +89,9 @@ class Arena:
         watch(done, total)
         if pending:
             head = self._wording.head(self.adapter.tokens)
-            with open_library(self.adapter, self.ways, head, self._largest_chunk) as library:
+            with open_library(
+                self.adapter, self.ways, head, self._largest_chunk, self.kv_encoding
+            ) as library:
                 for number, cases in enumerate(by_context(pending)):
                     library.hold(cases[0].chunks)
                     if not number:
@@ -95,7 +100,7 @@ class Arena:
                         journal.add(self._ask(library, case, self._missing(case, journal)))
                         done += 1
                         watch(done, total)
-        return make_rows(self.dataset, self._outcomes(journal), self.seed)
+        return make_rows(self.dataset, self._outcomes(journal), self.seed, self.kv_encoding)
 
     def _ask(self, library: Library, case: Case, ways: Sequence[Way]) -> list[Outcome]:
         """Outcomes of ``ways``. Full prefill is asked in any case: the others' measure."""
@@ -165,8 +170,9 @@ class Arena:
     def _key(self, case: Case) -> str:
         """Digest of all that decides how a case is answered, but for the way."""
         fields = (
-            case.digest, self.dataset.metric, self.adapter.identity.namespace,
-            self._wording.template, str(self.max_new_tokens), __version__, source_digest(),
+            case.digest, self.dataset.metric,
+            self.adapter.identity.encoded(self.kv_encoding).namespace, self._wording.template,
+            str(self.max_new_tokens), __version__, source_digest(),
         )  # fmt: skip
         return digest_fields(field.encode() for field in fields)[:32]
 

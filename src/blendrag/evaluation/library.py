@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from blendrag.chunking import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
+from blendrag.config import KVEncoding
 from blendrag.engine import BlendEngine
 from blendrag.errors import InvalidInputError
 from blendrag.evaluation.ways import PREFIX, Way
@@ -116,11 +117,15 @@ def _shelf_of(way: Way) -> bool | str | None:
 
 @contextmanager
 def open_library(
-    adapter: ModelAdapter, ways: Sequence[Way], head: str, largest_chunk: int
+    adapter: ModelAdapter,
+    ways: Sequence[Way],
+    head: str,
+    largest_chunk: int,
+    kv_encoding: KVEncoding = "native",
 ) -> Iterator[Library]:
     """A library for chunks of at most ``largest_chunk`` tokens, removed afterwards.
 
-    ``head``: the rendered prompt up to its first chunk.
+    ``head``: the rendered prompt up to its first chunk. An ideal prefix cache keeps its KV native.
     """
     kinds = dict.fromkeys(kind for way in ways if (kind := _shelf_of(way)) is not None)
     verification = verify(adapter)
@@ -134,6 +139,7 @@ def open_library(
                 chunk_tokens=min(max(largest_chunk, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS),
                 prefix_text=head if kind == PREFIX else None,
                 encode_prefix=bool(kind),
+                encoding="native" if kind == PREFIX else kv_encoding,
                 ram_bytes=IDEAL_RAM_BYTES if kind == PREFIX else 0,
             )
             engine.resources.embedder = _NoEmbedder("none")

@@ -7,7 +7,7 @@ Owns how outcomes of single questions become means, medians and PGR with its int
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
@@ -15,6 +15,7 @@ from blendrag.evaluation.bootstrap import Gain, PairedBootstrap
 from blendrag.evaluation.cases import Dataset
 from blendrag.evaluation.journal import Outcome
 from blendrag.evaluation.ways import FULL, NONE, Way
+from blendrag.kv import NATIVE_ENCODING
 
 ALL = "all"
 
@@ -55,6 +56,8 @@ class Row:
     """Share of answers that are full prefill's, token by token."""
     n_chunks: int
     chunk_tokens: int
+    kv_encoding: str = NATIVE_ENCODING
+    """How the store kept the KV that was loaded; idealised prefix caching keeps it native."""
     schedule_run: str = ""
     """The one that really ran, where that is another."""
     chosen_by: str = ""
@@ -68,7 +71,12 @@ class Row:
         return asdict(self)
 
 
-def make_rows(dataset: Dataset, outcomes: dict[Way, Sequence[Outcome]], seed: int) -> list[Row]:
+def make_rows(
+    dataset: Dataset,
+    outcomes: dict[Way, Sequence[Outcome]],
+    seed: int,
+    kv_encoding: str = NATIVE_ENCODING,
+) -> list[Row]:
     """Rows of every way, kind by kind, ``all`` first; outcomes stand in the order of the cases."""
     rows: dict[tuple[Way, str], Row] = {}
     kinds = (ALL, *dataset.kinds)
@@ -85,7 +93,8 @@ def make_rows(dataset: Dataset, outcomes: dict[Way, Sequence[Outcome]], seed: in
         paired = PairedBootstrap(scores(Way(FULL)), scores(Way(NONE)), contexts, seed)
         for way in outcomes:
             gain, by_context = paired.gain(scores(way)), paired.by_context(scores(way))
-            rows[way, kind] = _row(dataset, way, kind, seed, of(way), gain, by_context)
+            row = _row(dataset, way, kind, seed, of(way), gain, by_context)
+            rows[way, kind] = replace(row, kv_encoding=kv_encoding)
     return [rows[way, kind] for way in outcomes for kind in kinds]
 
 
