@@ -3,6 +3,7 @@ from every folder."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator
@@ -28,13 +29,32 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def pytest_configure() -> None:
-    """Before any test module is imported, and for all of them, those of the plugs included."""
-    unpickling.arm()
+#: Tests of pickling itself: that a wrapper survives being pickled by its user. They load what they
+#: have just written.
+MAY_UNPICKLE = (
+    "test_a_rendered_prompt_survives_pickling",
+    "test_a_wrapper_is_pickled_by_its_names_or_not_at_all",
+    "test_a_named_wrapper_is_made_again_from_what_was_written_of_it",
+)
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_unpickled() -> Iterator[None]:
-    """Fails the test in which something was, even if the exception was swallowed."""
-    with unpickling.nothing_is_unpickled():
+class NothingIsUnpickled:
+    """Fails every test in which something was, its fixtures included, even if the exception was
+    swallowed."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        with unpickling.allowed() if item.name in MAY_UNPICKLE else contextlib.nullcontext():
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Iterator[None]:
         yield
+        unpickling.check()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test module is imported, and for all of them: a hook of a conftest would be called for
+    the tests beside it only, and those of the plugs are elsewhere."""
+    unpickling.arm()
+    config.pluginmanager.register(NothingIsUnpickled())

@@ -1,8 +1,8 @@
 import _pickle
-import contextlib
 import copy
 import io
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +11,9 @@ from diskcache import Cache
 
 import unpickling
 from unpickling import Unpickled
+
+TESTS = Path(unpickling.__file__).parent
+pytest_plugins = ["pytester"]
 
 
 class Innocent:
@@ -81,13 +84,33 @@ def test_diskcache_as_it_comes_is_caught(tmp_path, emptied):
             cache["key"]
 
 
-def test_an_unpickling_whose_exception_is_swallowed_fails_the_test_all_the_same():
-    def swallowing():
-        with unpickling.nothing_is_unpickled(), contextlib.suppress(Exception):
-            pickle.loads(pickle.dumps(1))
+def test_only_what_a_test_may_unpickle_by_name_is_unpickled():
+    with unpickling.allowed():
+        assert isinstance(pickle.loads(pickle.dumps(Innocent())), Innocent)
+    with pytest.raises(Unpickled):
+        pickle.loads(pickle.dumps(1))
+    assert unpickling.caught() == ["pickle.loads"]
 
-    with pytest.raises(Unpickled, match=r"in this test: pickle\.loads"):
-        swallowing()
+
+def test_a_test_that_swallows_what_the_trap_raised_fails(pytester, monkeypatch):
+    pytester.makepyfile(
+        """
+        import contextlib
+        import pickle
+
+        def test_swallows():
+            with contextlib.suppress(Exception):
+                pickle.loads(pickle.dumps(1))
+
+        def test_a_rendered_prompt_survives_pickling():
+            assert pickle.loads(pickle.dumps(1)) == 1
+        """
+    )
+    pytester.makeconftest((TESTS / "conftest.py").read_text())
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(passed=2, errors=1)
+    result.stdout.fnmatch_lines(["*unpickled in this test: pickle.loads*"])
 
 
 def test_pickling_and_copying_go_on():
