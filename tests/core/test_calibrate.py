@@ -317,6 +317,7 @@ def test_unasked_only_what_was_found_on_questions_runs(engine: BlendEngine) -> N
     engine.calibrate(calibration())  # on sentences in place of questions
     assert engine.generate(prompt, options).metrics.schedule == UNCALIBRATED_SCHEDULE
     kept = engine.calibrate(calibration(questions=("Where is Paragraph 3?",))).calibration
+    engine.calibrate(calibration())  # replaces what was found on sentences alone
     metrics = engine.generate(prompt, options).metrics
     assert metrics.schedule == str(kept.schedule)
     assert metrics.notes == ()

@@ -72,14 +72,16 @@ def _calibration(entry: dict[str, Any]) -> Calibration:
 
 
 def remember(root: Path, namespace: str, found: Calibration) -> None:
-    """Keep ``found`` in place of an earlier one of the same policy and ratio.
+    """Keep ``found`` in place of an earlier one of the same policy and ratio, found on the same:
+    what was found on sentences never replaces what was found on questions.
 
     Written beside and renamed, so that the file is whole or absent.
     """
     others = [
         known
         for known in recall(root, namespace)
-        if (known.policy, known.ratio) != (found.policy, found.ratio)
+        if (known.policy, known.ratio, known.is_of_questions)
+        != (found.policy, found.ratio, found.is_of_questions)
     ]
     target = _file(root, namespace)
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -111,7 +113,9 @@ def resolve(
 
 def _nearest(known: Sequence[Calibration], policy: str, ratio: float) -> Calibration | None:
     fitting = [each for each in known if each.policy == policy]
-    return min(fitting, key=lambda each: abs(each.ratio - ratio), default=None)
+    return min(
+        fitting, key=lambda each: (abs(each.ratio - ratio), not each.is_of_questions), default=None
+    )
 
 
 def _file(root: Path, namespace: str) -> Path:
