@@ -19,6 +19,7 @@ from blendrag.model.tokens import Tokens
 
 PASSAGES = [{"title": "", "text": tiny.sentence(i)} for i in range(9)]
 ASKED = {"question": "Who built ships near Place49?", "answers": ["the company"], "ctxs": PASSAGES}
+BODY = "Zagreb is its capital."
 LONG = {
     "input": "Who built ships near Place49?",
     "context": "\n\n".join(tiny.sentence(i) for i in range(20)),
@@ -51,10 +52,16 @@ def test_passages_become_the_nearest_chunks_nearest_first(tmp_path: Path, lines:
 
 
 def test_nested_answers_are_flattened_and_titles_stand_above_their_text(tmp_path: Path) -> None:
-    record = {**ASKED, "answers": [["Croatia"], ["HR"]], "ctxs": [{"title": "T", "text": "Body."}]}
+    record = {**ASKED, "answers": [["Croatia"], ["HR"]], "ctxs": [{"title": "T", "text": BODY}]}
     (case,) = read(tmp_path / "wiki.json", [record]).cases
     assert case.answers == ("Croatia", "HR")
-    assert case.chunks == ("T\nBody.",)
+    assert case.chunks == (f"T\n{BODY}",)
+
+
+def test_what_is_too_short_to_be_recognised_is_no_chunk(tmp_path: Path) -> None:
+    record = {**ASKED, "ctxs": [{"text": "Yes."}, {"text": BODY}, {"text": " "}]}
+    (case,) = read(tmp_path / "short.json", [record]).cases
+    assert case.chunks == (BODY,)
 
 
 def test_a_long_context_is_cut_into_chunks_of_the_models_tokens(tmp_path: Path) -> None:

@@ -141,9 +141,11 @@ def test_a_seed_that_nothing_can_be_drawn_by_is_refused_before_anything_is_asked
 @pytest.mark.parametrize(
     ("record", "sentence"),
     [({"prompt": "x"}, "expected {question, answers, ctxs}"),
-     ({"question": "x", "ctxs": [{"text": "y"}]}, "has no answers"),
+     ({"question": "x", "ctxs": [{"text": "Somebody said why."}]}, "has no answers"),
      ({"question": "x", "answers": ["z"], "ctxs": []}, "empty chunk list"),
-     ({"question": "why " * 3000, "answers": ["z"], "ctxs": ["y"]}, "the question of")],
+     ({"question": "why " * 3000, "answers": ["z"], "ctxs": ["Somebody said why."]},
+      "the question of"),
+     ({"question": "x", "answers": ["z"], "ctxs": ["Yes.", " "]}, "16 characters or more")],
 )  # fmt: skip
 def test_a_bad_dataset_is_one_sentence(
     model: str, tmp_path: Path, record: dict[str, Any], sentence: str

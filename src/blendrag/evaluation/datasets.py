@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from blendrag.anchors import AnchorIndex
 from blendrag.chunking import Chunker
 from blendrag.errors import InvalidInputError
 from blendrag.evaluation.cases import Case, Dataset, Metric
@@ -23,6 +24,8 @@ from blendrag.retriever.embedder import Embedder
 
 Record = Mapping[str, Any]
 
+#: Shorter chunks are recognised in no prompt.
+LEAST_CHARS = AnchorIndex.SHORT_ANCHOR_CHARS
 #: What LongBench calls the tasks whose answers are summaries.
 SUMMARIES = ("multi_news", "multinews", "samsum", "gov_report", "qmsum", "vcsum")
 #: What to look for where nothing is asked.
@@ -53,10 +56,13 @@ def read_dataset(
         texts = passages(record, where)
         question = _question(record, where, metric)
         chunks = [chunk.text for text in texts for chunk in chunker.split(text)]
-        chunks = list(dict.fromkeys(chunks))
+        # What is shorter is never recognised in a prompt, so no way could load it.
+        recognised = (text for text in chunks if len(text.strip()) >= LEAST_CHARS)
+        chunks = list(dict.fromkeys(recognised))
         if not chunks:
             raise InvalidInputError(
-                f"{where} has an empty chunk list, expected some text in its contexts; leave it out"
+                f"{where} has an empty chunk list, expected contexts of {LEAST_CHARS} characters or more; "
+                "leave it out"
             )
         name = str(record.get("id") or record.get("_id") or number)
         kind = str(record.get("type") or ("summary" if metric == "rouge_l" else "question"))
