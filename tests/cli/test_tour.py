@@ -107,7 +107,7 @@ def test_the_demo_shows_the_point() -> None:
         for mode in MODES
     }  # fmt: skip
     asked = Counter(s["kind"] for s in tour["stops"])
-    assert right["full"].total() >= 0.8 * asked.total()
+    assert right["full"].total() >= 0.9 * asked.total()
     # Kernels differ in the last bit from machine to machine, and so may an answer or two.
     assert right["blend"].total() >= 0.75 * asked.total()
     assert right["blend"]["coreference"] >= right["reuse"]["coreference"] + 3
