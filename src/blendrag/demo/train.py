@@ -57,11 +57,12 @@ class Run:
 
     def __init__(self, out: Path, seed: int, resume: bool) -> None:
         self.out = out
+        self.is_stopped = False
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.checkpoint = out / "checkpoint.pt"
         out.mkdir(parents=True, exist_ok=True)
         saved = (
-            torch.load(self.checkpoint, weights_only=True)
+            torch.load(self.checkpoint, map_location=self.device, weights_only=True)
             if resume and self.checkpoint.exists()
             else None
         )
@@ -88,14 +89,15 @@ class Run:
         groups = [{"params": decayed, "weight_decay": 0.01}, {"params": kept, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=FINAL_RATE, betas=(0.9, 0.98), fused=True)
         self.progress.layers = model.config.num_hidden_layers
-        self.progress.warm_from = self.progress.step
 
     def train(self, minutes: float, steps: int | None) -> None:
-        """Runs until `steps`, or else until `minutes` (of all sessions together) are over; saves
-        as it goes.
+        """Runs until `steps`, or else until `minutes` (of all sessions together) are over, or until it
+        is stopped; saves as it goes.
         """
         progress, saved_at, last = self.progress, time.monotonic(), time.monotonic()
         while (done := progress.step / steps if steps else progress.elapsed_s / (60 * minutes)) < 1:
+            if self.is_stopped:
+                break
             rng = random.Random(f"{progress.seed}/{progress.step}")
             stage = _drawn_stage(rng, progress.stage)
             batch = self._batch(rng, stage)
@@ -111,6 +113,10 @@ class Run:
                 self.save()
                 saved_at = now
         self.save()
+
+    def stop(self, *_: object) -> None:
+        """After the step at hand: half of one, or one that is not counted, would be saved otherwise."""
+        self.is_stopped = True
 
     def save(self) -> None:
         """Writes the checkpoint, then the usable bf16 model beside it; each replaces its
@@ -189,6 +195,7 @@ class Run:
             progress.by_kind = {}
             if STAGES[progress.stage].name == DEEP_FROM:
                 self.adopt(deepened(self.model, DEEP))
+                progress.warm_from = progress.step
 
 
 def _by_kind(kinds: Sequence[str], right: Sequence[bool]) -> Iterator[tuple[str, float]]:
@@ -257,13 +264,14 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     args = parser.parse_args()
+    if not args.minutes > 0 or (args.steps is not None and args.steps < 1):
+        parser.error("--minutes and --steps must be above 0")
     torch.set_num_threads(args.threads)
     run = Run(args.out, args.seed, args.resume)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        run.train(args.minutes, args.steps)
-    except KeyboardInterrupt:
-        run.save()
+    for stopping in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stopping, run.stop)
+    run.train(args.minutes, args.steps)
+    if run.is_stopped:
         sys.exit(130)
 
 
