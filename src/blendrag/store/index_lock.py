@@ -12,6 +12,9 @@ import filelock
 
 from blendrag.store.index_errors import held, unusable
 
+#: Locks inherited through fork: filelock before 4 unlocks what a parent holds once its child drops them.
+_INHERITED: list[filelock.BaseFileLock] = []
+
 
 class IndexLock:
     """Held by one thread of one process at a time. Reentrant."""
@@ -19,9 +22,9 @@ class IndexLock:
     def __init__(self, directory: Path, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._directory = directory
-        self._renew()
+        self._begin()
 
-    def _renew(self) -> None:
+    def _begin(self) -> None:
         self._pid = os.getpid()
         self._threads = threading.RLock()
         self._processes = filelock.FileLock(self._directory / "lock", mode=0o600)
@@ -30,7 +33,8 @@ class IndexLock:
     def hold(self, timeout_s: float | None = None) -> Iterator[None]:
         """Raises :class:`IndexLocked` when it is not to be had within ``timeout_s``."""
         if self._pid != os.getpid():
-            self._renew()
+            _INHERITED.append(self._processes)
+            self._begin()
         wait_s = self.timeout_s if timeout_s is None else timeout_s
         if not self._threads.acquire(timeout=wait_s):
             raise held(self._directory, "another thread", wait_s)
