@@ -112,6 +112,12 @@ def test_what_the_file_holds_is_not_asked_again(model: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [(("--policies", "magic"), "policy 'magic' is not one of"),
+     (("--policies", ""), "--policies '' names none"),
+     (("--policies", " , "), "--policies ' , ' names none"),
+     (("--ratio", ""), "--ratio '' names none"),
+     (("--schedules", ","), "--schedules ',' names none"),
+     (("--schedules", "", "--schedules", ""), "--schedules '' --schedules '' names none"),
+     (("--encode-prefix", ""), "--encode-prefix '' names none"),
      (("--ratio", "1.5"), "ratio 1.5 is outside [0, 1]"),
      (("--ratio", "much"), "ratio 'much' is no number"),
      (("--schedules", "steep"), "schedule 'steep'"),

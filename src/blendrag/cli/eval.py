@@ -16,7 +16,6 @@ import typer
 
 from blendrag.cli import interrupt, lists, options, output, quiet
 from blendrag.cli.status import DONE, reporting
-from blendrag.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from blendrag.config import KVEncoding
@@ -244,16 +243,12 @@ def _ways(
     from blendrag.config import settings
     from blendrag.evaluation.ways import default_policies, make_ways
 
-    named = lists.listed([policies]) if policies is not None else default_policies()
-    if not named:
-        raise InvalidInputError(
-            f"--policies {policies!r} names none; leave the option out to compare all of them"
-        )
+    named = lists.given("--policies", None if policies is None else [policies])
     return make_ways(
-        named,
+        named or default_policies(),
         lists.schedules(schedules) or (_uncalibrated(settings().schedule),),
-        [lists.ratio(text) for text in lists.listed(ratios or [])] or (settings().ratio,),
-        [lists.is_on(text) for text in lists.listed([prefix]) or [prefix]],
+        [lists.ratio(text) for text in lists.given("--ratio", ratios)] or (settings().ratio,),
+        [lists.is_on(text) for text in lists.given("--encode-prefix", [prefix])],
     )
 
 

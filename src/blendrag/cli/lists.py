@@ -14,14 +14,33 @@ def listed(texts: Sequence[str]) -> list[str]:
     return [part.strip() for text in texts for part in text.split(",") if part.strip()]
 
 
+def given(option: str, texts: Sequence[str] | None) -> list[str]:
+    """What ``option`` lists; nothing where it is left out.
+
+    Raises :class:`InvalidInputError` where it is there and lists nothing (an unset variable of a
+    script, say): whoever names it does not want the default.
+    """
+    return _something(option, texts, listed(texts or ()))
+
+
+def _something(option: str, texts: Sequence[str] | None, found: list[str]) -> list[str]:
+    if texts and not found:
+        shown = " ".join(f"{option} {text!r}" for text in texts)
+        raise InvalidInputError(f"{shown} names none; name one, or leave the option out")
+    return found
+
+
 def schedules(texts: Sequence[str] | None) -> list[str]:
-    """Names of schedules between commas; numbers between commas are one vector."""
+    """Names of schedules between commas; numbers between commas are one vector.
+
+    Raises as :func:`given` does.
+    """
     found: list[str] = []
     for text in texts or ():
         parts = listed([text.partition(":")[2] if text.startswith("calibrated:") else text])
         is_vector = len(parts) > 1 and all(map(is_number, parts))
         found += [text] if is_vector else listed([text])
-    return found
+    return _something("--schedules", texts, found)
 
 
 def is_number(text: str) -> bool:
