@@ -119,8 +119,10 @@ def test_only_as_many_records_are_read_as_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("records", "sentence"),
     [([], "holds no records"),
-     ([{"prompt": "x"}], "have the fields prompt; expected {question, answers, ctxs}"),
-     (["text"], "record 1 of .* is a str"),
+     ([{"prompt": "x"}], "record 1 of .* has the fields prompt; expected {question, answers, ctxs}"),
+     (["text"], "record 1 of .* is a str,"),
+     ([ASKED, 7], "record 2 of .* is an int,"),
+     ([ASKED, {"question": "Why?", "answers": ["x"]}], "record 2 of .* has the fields question, answers;"),
      ([{**ASKED, "answers": []}], "record 1 of .* has no answers"),
      ([ASKED, {**ASKED, "answers": [[]]}], "record 2 of .* has no answers"),
      ([{k: v for k, v in ASKED.items() if k != "answers"}], "has no answers"),
@@ -130,7 +132,12 @@ def test_only_as_many_records_are_read_as_asked_for(tmp_path: Path) -> None:
      ([{**ASKED, "question": " "}], "empty question"),
      ([{**ASKED, "question": None}], "no text question"),
      ([{**LONG, "context": ["a"]}], "no text context"),
-     ([LONG, {**LONG, "dataset": "samsum"}], "record 2 of .* is scored by rouge_l, .* by f1")],
+     ([LONG, {**LONG, "dataset": "samsum"}], "record 2 of .* is scored by rouge_l, .* by f1"),
+     ([{**LONG, "input": ""}, LONG],
+      "record 2 of .* by f1, as it asks a question, record 1 by rouge_l, as it asks nothing"),
+     ([ASKED, ASKED, {**LONG, "input": ""}],
+      "record 3 of .* by rouge_l, as it asks nothing, record 1 by f1"),
+     ([{**ASKED, "question": ""}, ASKED], "record 1 by rouge_l, as it asks nothing")],
 )  # fmt: skip
 def test_a_bad_record_is_named_in_one_sentence(
     tmp_path: Path, records: list[Any], sentence: str
@@ -140,10 +147,40 @@ def test_a_bad_record_is_named_in_one_sentence(
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_no_json_is_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "x.jsonl").write_text('{"question": ', encoding="utf-8")
-    with pytest.raises(InvalidInputError, match="is no JSON"):
-        read_dataset(tmp_path / "x.jsonl", None, None)  # type: ignore[arg-type]
+def test_a_file_may_hold_records_of_both_forms(tmp_path: Path) -> None:
+    one, other = read(tmp_path / "both.json", [ASKED, LONG], n_chunks=2).cases
+    assert (one.question, other.question) == (ASKED["question"], LONG["input"])
+    assert one.chunks[0] == tiny.sentence(7)
+    assert "Place49" in " ".join(other.chunks)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [('{"question": ', 1),
+     (json.dumps(ASKED) + "\n\n" + json.dumps(ASKED)[:-9] + "\n", 3),
+     (json.dumps(ASKED) + "\n" + json.dumps([ASKED]) + ",\n", 2),
+     (json.dumps([ASKED, ASKED], indent=1)[:-1], len(json.dumps([ASKED, ASKED], indent=1).split("\n"))),
+     (json.dumps(ASKED, indent=1), 1)],
+)  # fmt: skip
+def test_what_is_no_json_is_named_by_file_and_line(tmp_path: Path, text: str, line: int) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(InvalidInputError) as caught:
+        read_dataset(path, None, None)  # type: ignore[arg-type]
+    assert f"line {line} of dataset {path} is no JSON (" in str(caught.value)
+    assert tiny.one_sentence(str(caught.value))
+
+
+def test_questions_alone_are_told_what_is_wanted(tmp_path: Path) -> None:
+    path = tmp_path / "questions.txt"
+    path.write_text("Who built ships?\nWhere?\n", encoding="utf-8")
+    with pytest.raises(
+        InvalidInputError, match=r"is plain text, expected .* calibrate --questions"
+    ):
+        read_dataset(path, None, None)  # type: ignore[arg-type]
+
+
+def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="cannot be read"):
         read_dataset(tmp_path / "absent.json", None, None)  # type: ignore[arg-type]
 

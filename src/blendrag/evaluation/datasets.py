@@ -1,6 +1,6 @@
 """Question files → cases: ``{question, answers, ctxs}`` and ``{context, input, answers}``.
 
-Owns the two forms and how each is recognised from its records: MuSiQue, 2WikiMQA and HotpotQA as
+Owns the two forms and how each is recognised, record by record: MuSiQue, 2WikiMQA and HotpotQA as
 retrievers hand them out (passages), and LongBench (one long text; MultiNews and SAMSum are summaries).
 Passages and texts are cut into chunks of the model's tokens, the nearest to the question by L2
 distance are taken (CacheBlend §7.1), nearest first. Does not know how a prompt is worded.
@@ -8,9 +8,7 @@ distance are taken (CacheBlend §7.1), nearest first. Does not know how a prompt
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,8 @@ from blendrag.anchors import AnchorIndex
 from blendrag.chunking import Chunker
 from blendrag.errors import InvalidInputError
 from blendrag.evaluation.cases import Case, Dataset, Metric
+from blendrag.evaluation.records import FORMS, Record, read_records
 from blendrag.retriever.embedder import Embedder
-
-Record = Mapping[str, Any]
 
 #: Shorter chunks are recognised in no prompt.
 LEAST_CHARS = AnchorIndex.SHORT_ANCHOR_CHARS
@@ -30,7 +27,6 @@ LEAST_CHARS = AnchorIndex.SHORT_ANCHOR_CHARS
 SUMMARIES = ("multi_news", "multinews", "samsum", "gov_report", "qmsum", "vcsum")
 #: What to look for where nothing is asked.
 NO_QUESTION = "Summarise the news."
-FORMS = "{question, answers, ctxs} or {context, input, answers}"
 
 
 def read_dataset(
@@ -45,15 +41,14 @@ def read_dataset(
     Raises :class:`InvalidInputError` for a file that cannot be read, a form nobody knows, and records
     without question, answers or chunks, each by its number.
     """
-    records = list(islice(_records(path), n_cases))
+    records = read_records(path)[:n_cases]
     if not records:
         raise InvalidInputError(f"{path} holds no records, expected at least one of {FORMS}")
-    passages = _form_of(records[0], path)
     metric = _common_metric(records, path)
     cases = []
     for number, record in enumerate(records, 1):
         where = f"record {number} of {path}"
-        texts = passages(record, where)
+        texts = _texts(record, where)
         question = _question(record, where, metric)
         chunks = [chunk.text for text in texts for chunk in chunker.split(text)]
         # What is shorter is never recognised in a prompt, so no way could load it.
@@ -83,64 +78,41 @@ def read_dataset(
 # -- records --------------------------------------------------------------------------------------
 
 
-def _records(path: Path) -> Iterable[Record]:
-    try:
-        text = path.read_text(encoding="utf-8-sig")  # Windows editors begin files with a mark
-    except (OSError, UnicodeDecodeError) as exc:
-        reason = exc.strerror if isinstance(exc, OSError) else "not UTF-8"
-        raise InvalidInputError(
-            f"dataset {path} cannot be read ({reason}); expected synthetic, or a JSON or JSON lines "
-            f"file of {FORMS}"
-        ) from exc
-    try:
-        found = json.loads(text) if text.lstrip().startswith("[") else _lines(text)
-    except ValueError as exc:
-        raise InvalidInputError(
-            f"dataset {path} is no JSON ({exc}); expected a list or lines of {FORMS}"
-        ) from exc
-    for number, record in enumerate(found, 1):
-        if not isinstance(record, Mapping):
-            raise InvalidInputError(
-                f"record {number} of {path} is a {type(record).__name__}, expected {FORMS}"
-            )
-    return list(found)
-
-
-def _lines(text: str) -> list[Any]:
-    # Not splitlines: U+2028 and its like stand unescaped within the strings of many files.
-    return [json.loads(line) for line in text.split("\n") if line.strip()]
-
-
-def _form_of(record: Record, path: Path) -> Callable[[Record, str], list[str]]:
-    """How the texts of a record are found."""
+def _texts(record: Record, where: str) -> list[str]:
+    """Of either form; a file may hold both."""
     if "ctxs" in record:
-        return _passages
+        return _passages(record, where)
     if "context" in record and "input" in record:
-        return _context
+        return [_text(record, "context", where)]
     raise InvalidInputError(
-        f"the records of {path} have the fields {', '.join(map(str, record)) or 'none'}; "
-        f"expected {FORMS}"
+        f"{where} has the fields {', '.join(map(str, record)) or 'none'}; expected {FORMS}"
     )
 
 
 def _common_metric(records: Sequence[Record], path: Path) -> Metric:
-    """Raises :class:`InvalidInputError` where tasks by name are of both kinds: one mean of words found
-    and subsequences means nothing."""
-    metrics = [_metric_of(record, path) for record in records]
-    for number, (record, metric) in enumerate(zip(records, metrics, strict=True), 1):
-        if metric != metrics[0] and "dataset" in record:
+    """Raises :class:`InvalidInputError` where some are summaries and others are not: one mean of words
+    found and subsequences means nothing."""
+    metric, reason = _metric_of(records[0], path)
+    for number, record in enumerate(records, 1):
+        other, why = _metric_of(record, path)
+        if other != metric:
             raise InvalidInputError(
-                f"record {number} of {path} is scored by {metric}, those before it by {metrics[0]}; "
-                "give questions and summaries in files of their own"
+                f"record {number} of {path} is scored by {other}, as {why}, record 1 by {metric}, as "
+                f"{reason}; mend or leave out the odd one, or give questions and summaries in files of "
+                "their own"
             )
-    return metrics[0]
+    return metric
 
 
-def _metric_of(record: Record, path: Path) -> Metric:
-    """Rouge-L for summaries, by the task's name or because nothing is asked; F1 on words else."""
+def _metric_of(record: Record, path: Path) -> tuple[Metric, str]:
+    """Rouge-L for summaries, by the task's name or because nothing is asked; F1 on words else. And why."""
     named = str(record.get("dataset", "")) or path.stem
+    if named.startswith(SUMMARIES):
+        return "rouge_l", f"its task is {named}"
     asked = record.get("question", record.get("input"))
-    return "rouge_l" if asked == "" or named.startswith(SUMMARIES) else "f1"
+    if asked == "":
+        return "rouge_l", "it asks nothing"
+    return "f1", "it asks a question" if asked else "it has no question"
 
 
 def _passages(record: Record, where: str) -> list[str]:
@@ -159,10 +131,6 @@ def _passage(passage: Any, where: str) -> str:
         raise InvalidInputError(f"{where} has a passage without text, expected {{title, text}}")
     title = str(passage.get("title") or "").strip()
     return f"{title}\n{passage['text']}" if title else passage["text"]
-
-
-def _context(record: Record, where: str) -> list[str]:
-    return [_text(record, "context", where)]
 
 
 def _text(record: Record, name: str, where: str) -> str:
@@ -188,7 +156,10 @@ def _answers(record: Record, where: str) -> tuple[str, ...]:
     texts = [str(answer) for answer in flat if isinstance(answer, str | int | float)]
     answers = tuple(text for text in texts if text.strip())
     if not answers:
-        raise InvalidInputError(f"{where} has no answers, expected answers: [text, …]; add them")
+        raise InvalidInputError(
+            f"{where} has no answers, expected answers: [text, …], which what is answered is compared "
+            "with; add them or leave it out"
+        )
     return answers
 
 
