@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -29,7 +30,7 @@ def schedules(draw: st.DrawFn) -> tuple[Schedule, int]:
         return Schedule.parse(draw(named)), layers
     weights = draw(st.lists(st.floats(0.0, 5.0), min_size=layers - 1, max_size=layers - 1))
     weights[0] = max(weights[0], 0.25)
-    return Schedule.parse(weights), layers
+    return Schedule.parse(sorted(weights, reverse=True)), layers
 
 
 @settings(max_examples=300, deadline=None)
@@ -93,9 +94,17 @@ def test_calibrated_is_open_until_it_carries_weights() -> None:
         Schedule.parse("calibrated").shares(0.2, 4)
 
 
-def test_a_vector_that_rises_is_flattened_because_sets_are_nested() -> None:
-    shares = Schedule.parse("1,3,3").shares(0.2, 4)
+@pytest.mark.parametrize("weights", ["3,1,2", "calibrated:3,1,2", [3.0, 1.0, 2.0]])
+def test_a_vector_that_rises_is_refused_because_sets_are_nested(weights: Any) -> None:
+    with pytest.raises(InvalidInputError, match="rises from 1 to 2 at layer 3") as raised:
+        Schedule.parse(weights)
+    assert tiny.one_sentence(str(raised.value))
+
+
+def test_a_rise_of_rounding_alone_is_none() -> None:
+    shares = Schedule.parse([0.1 + 0.2, 0.3, 0.1 + 0.2]).shares(0.2, 4)
     assert shares == pytest.approx([0.2] * 3)
+    assert shares == sorted(shares, reverse=True)
 
 
 def test_one_layer_has_nothing_to_spread() -> None:

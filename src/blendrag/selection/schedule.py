@@ -1,8 +1,8 @@
 """How the recompute ratio r is spread over layers 1…L-1.
 
 A schedule is a vector of L-1 shares, none above 1, none above the one before (selected sets are
-nested), with mean exactly r. The paper asks for r1 > r2 > …; which shape is best is a matter of the
-model and is measured, not assumed.
+nested; weights that rise are refused), with mean exactly r. The paper asks for r1 > r2 > …; which
+shape is best is a matter of the model and is measured, not assumed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from blendrag.errors import InvalidInputError
 
@@ -17,6 +18,8 @@ DEFAULT_GROWTH = 0.8
 CALIBRATED = "calibrated"
 #: Weights smaller than this, relative to the first, count as 0.
 NEGLIGIBLE = 1e-12
+#: A weight may exceed the one before by this share of it: rounding, not a shape.
+ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,9 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str | Sequence[float]) -> Schedule:
-        """``"geometric:0.6"``, ``"first:4"``, ``"0.4,0.2,0.1"``, … or a sequence of weights."""
+        """``"geometric:0.6"``, ``"first:4"``, ``"0.4,0.2,0.1"``, … or a sequence of weights.
+
+        Raises :class:`InvalidInputError` for a name nobody knows and for weights that rise."""
         if not isinstance(text, str):
             return cls("vector", _weights(list(text), repr(text)))
         name, _, argument = text.strip().partition(":")
@@ -126,7 +131,7 @@ class Schedule:
 def _capped(shape: list[float], ratio: float) -> list[float]:
     """Scale ``shape`` to mean ``ratio`` with every entry ≤ 1; what the cap takes is redistributed."""
     n = len(shape)
-    for i in range(1, n):
+    for i in range(1, n):  # what rises by rounding alone
         shape[i] = min(shape[i], shape[i - 1])
     # Weights that vanish beside the first would overflow the scale that is to lift them.
     shape = [weight if weight > NEGLIGIBLE * shape[0] else 0.0 for weight in shape]
@@ -163,6 +168,13 @@ def _vector(text: str, whole: str) -> tuple[float, ...]:
 def _weights(values: list[float], text: str) -> tuple[float, ...]:
     if not values or not all(math.isfinite(v) and v >= 0 for v in values) or max(values) <= 0:
         raise InvalidInputError(f"schedule {text!r}: weights must be 0 or more, and not all 0")
+    for layer, (before, weight) in enumerate(pairwise(values), 2):
+        if weight > before * (1 + ROUNDING):
+            raise InvalidInputError(
+                f"schedule vector rises from {before:g} to {weight:g} at layer {layer}, expected no "
+                "weight above the one before: a token left out of a layer cannot come back later; lower "
+                "it, or raise those before"
+            )
     return tuple(float(v) for v in values)
 
 
