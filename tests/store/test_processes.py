@@ -162,7 +162,7 @@ def test_two_forked_ingests_put_through_the_servers_own_store(lab, root, server,
 
 def locks_of(store):
     """Every lock that some thread of the parent may hold when it forks."""
-    worker = store._worker
+    worker = store._promotion
     return [
         store.memory._lock,
         store.memory._tally._lock,

@@ -10,7 +10,7 @@ from collections import OrderedDict
 import pytest
 
 from blendrag.errors import StoreFullError
-from blendrag.store import DiskStore, MemoryStore, TieredStore, recovery, tiered
+from blendrag.store import DiskStore, MemoryStore, TieredStore, promotion, recovery
 from blendrag.store.files import new_name
 from blendrag.store.format import frame
 from blendrag.store.index import Index
@@ -113,15 +113,15 @@ def test_a_store_without_room_for_anything_still_serves_misses(lab, make_tiers):
 def test_a_full_queue_leaves_chunks_on_disk_and_counts_them(lab, make_tiers, monkeypatch):
     store = make_tiers()
     at_work, go_on = threading.Event(), threading.Event()
-    real = tiered._Worker._promote
+    real = promotion.Promotion._promote
 
     def slow(self, job):
         at_work.set()
         assert go_on.wait(30)
         real(self, job)
 
-    monkeypatch.setattr(tiered._Worker, "_promote", slow)
-    count = tiered.QUEUE_CHUNKS + 9
+    monkeypatch.setattr(promotion.Promotion, "_promote", slow)
+    count = promotion.QUEUE_CHUNKS + 9
     for number in range(count):
         lab.put(store, number)
     assert lab.is_right(store, 0)
@@ -129,11 +129,11 @@ def test_a_full_queue_leaves_chunks_on_disk_and_counts_them(lab, make_tiers, mon
     descriptors = lab.descriptors()
     for number in range(1, count):
         assert lab.is_right(store, number)
-    assert store.stats().queue_drops == count - 1 - tiered.QUEUE_CHUNKS
-    assert lab.descriptors() == descriptors + tiered.QUEUE_CHUNKS  # one of each that waits
+    assert store.stats().queue_drops == count - 1 - promotion.QUEUE_CHUNKS
+    assert lab.descriptors() == descriptors + promotion.QUEUE_CHUNKS  # one of each that waits
     go_on.set()
     store.drain()
-    assert store.stats().promotions == 1 + tiered.QUEUE_CHUNKS
+    assert store.stats().promotions == 1 + promotion.QUEUE_CHUNKS
     assert lab.open(store, count - 1).tier == "disk"
     assert lab.is_right(store, count - 1)
     store.drain()
@@ -142,14 +142,14 @@ def test_a_full_queue_leaves_chunks_on_disk_and_counts_them(lab, make_tiers, mon
 
 def test_closing_drains_the_queue(lab, make_tiers, monkeypatch):
     store = make_tiers()
-    promoted, real = [], tiered._Worker._promote
+    promoted, real = [], promotion.Promotion._promote
 
     def slow(self, job):
         time.sleep(0.02)
         real(self, job)
         promoted.append(job.key)
 
-    monkeypatch.setattr(tiered._Worker, "_promote", slow)
+    monkeypatch.setattr(promotion.Promotion, "_promote", slow)
     for number in range(6):
         lab.put(store, number)
         assert lab.is_right(store, number)

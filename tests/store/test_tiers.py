@@ -7,7 +7,7 @@ import torch
 
 from blendrag.errors import CorruptKVError, InvalidInputError, StoreFullError
 from blendrag.kv import KVLayout
-from blendrag.store import DiskStore, KVReader, MemoryStore, TieredStore, tiered
+from blendrag.store import DiskStore, KVReader, MemoryStore, TieredStore, promotion
 
 CHUNK_BYTES = 3 * 2 * 16 * 24 * 4
 
@@ -201,7 +201,7 @@ def test_delete_reaches_both_tiers(lab, make_tiers):
 
 
 def test_uses_that_cannot_be_noted_do_not_end_the_promotions(lab, make_tiers, monkeypatch):
-    monkeypatch.setattr(tiered, "RECENCY_INTERVAL_S", 0.01)
+    monkeypatch.setattr(promotion, "RECENCY_INTERVAL_S", 0.01)
     store = make_tiers()
     failed = threading.Event()
 
@@ -217,7 +217,7 @@ def test_uses_that_cannot_be_noted_do_not_end_the_promotions(lab, make_tiers, mo
         store.drain()
         assert failed.wait(5)
         time.sleep(0.05)
-        assert store._worker._thread.is_alive()
+        assert store._promotion._thread.is_alive()
     assert lab.is_right(store, 2)
     store.drain()
     assert tier_of(lab, store, 2) == "memory"
