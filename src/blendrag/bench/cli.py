@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,6 +15,9 @@ from rich.table import Table
 from blendrag.chunking import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
 from blendrag.config import DEFAULT_POLICY, UNCALIBRATED_SCHEDULE
 
+if TYPE_CHECKING:
+    from blendrag.bench.store import StoreResult
+
 app = typer.Typer(no_args_is_help=True, help="Measure speed: interleaved modes, medians, ratios.")
 
 Geometry = Annotated[
@@ -21,6 +25,7 @@ Geometry = Annotated[
 ]
 Model = Annotated[str | None, typer.Option(help="Hub id, directory, or demo.")]
 Count = Annotated[int, typer.Option(min=1)]
+Size = Annotated[int | None, typer.Option(min=1, help="Of a KV; not beside --geometry.")]
 CorpusTokens = Annotated[
     int,
     typer.Option(min=MIN_CHUNK_TOKENS, max=MAX_CHUNK_TOKENS, help="Largest chunk of an ingest."),
@@ -170,6 +175,56 @@ def ingest(
         shown = "–" if value is None else str(value)
         table.add_row(name, f"{value:.2f}" if isinstance(value, float) else shown)
     Console().print(table)
+
+
+@app.command()
+def store(
+    geometry: Geometry = None,
+    layers: Size = None,
+    heads: Size = None,
+    dim: Size = None,
+    tokens: Count = 512,
+    chunks: Count = 6,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    rows: Annotated[
+        int, typer.Option(min=1, help="Rows of the index in which a key is missing.")
+    ] = 1_000_000,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="A directory on the disk to measure.")
+    ] = None,
+    rounds: Count = 7,
+    as_json: Json = False,
+) -> None:
+    """Reads, puts, misses and decoding of the store, beside raw preadv, torch.load and safetensors."""
+    from blendrag.bench.store import StoreWorkload, kv_shape, run_store
+
+    shape = kv_shape(geometry, layers, heads, dim)
+    workload = StoreWorkload(*shape, dtype, chunks, tokens, rows, rounds, directory)
+    with _status("starting") as status:
+        result = run_store(workload, lambda text: status.update(text))
+    if as_json:
+        _print_json(asdict(result))
+        return
+    Console().print(_store_table(result))
+    for target in result.targets:
+        said = {True: "met", False: "missed", None: "not measured, the page cache keeps its pages"}
+        bound = f"{'≥' if target.at_least else '≤'} {target.bound:g}"
+        Console().print(
+            f"{target.figure}: {target.value:.3g}, expected {bound}: {said[target.met]}"
+        )
+
+
+def _store_table(result: StoreResult) -> Table:
+    title = f"{result.chunks} × {result.layers} layers of {result.layer_bytes / 1024:.0f} KiB"
+    table = Table(title=f"{title}, {result.directory}, {result.rounds} rounds")
+    for column in ("part", "way", "ms", "lowest", "highest", "GB/s", "speed"):
+        table.add_column(column, justify="left" if column in ("part", "way") else "right")
+    for row in result.rows:
+        rate = f"{row.size_bytes / row.ms / 1e6:.2f}" if row.size_bytes else "–"
+        speed = "–" if row.speed is None else f"{row.speed:.2f}×"
+        times = (f"{ms:.3g}" for ms in (row.ms, row.low_ms, row.high_ms))
+        table.add_row(row.part, row.way, *times, rate, speed)
+    return table
 
 
 def _status(text: str) -> Any:
