@@ -15,6 +15,7 @@
     │   ├── StoreFullError           the disk or the byte limit is reached; says how much is needed
     │   └── CorruptKVError           bytes on disk are not the bytes that were put (a miss, never an answer)
     ├── CorpusError              texts, vectors and anchors beside the store do not fit together
+    ├── RequestTimeout           the request took longer than its timeout, waiting included (a TimeoutError)
     └── RequestCancelled         the caller abandoned the request; no partial state is left
 
 A message is one sentence or two: the value, what was expected, what to do. Foreign errors are
@@ -99,6 +100,17 @@ class CorruptKVError(StoreError):
 
 class CorpusError(BlendragError):
     """The corpus directory beside the store cannot be used."""
+
+
+class RequestTimeout(BlendragError, TimeoutError):
+    """The request did not finish within its ``timeout_s``; nothing of it is left running."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        super().__init__(
+            f"no answer within the timeout of {timeout_s:g} s, time in the queue included; "
+            "allow more, ask for fewer new tokens or send fewer requests at once"
+        )
 
 
 class RequestCancelled(BlendragError):

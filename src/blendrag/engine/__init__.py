@@ -1,13 +1,23 @@
 """The engine: one class an integration needs, and the types it takes and returns."""
 
-from blendrag.engine.answers import AnswerIterator
+from blendrag.engine.answers import AnswerIterator, AsyncAnswerIterator
 from blendrag.engine.calibration import CalibrationOptions, CalibrationReport
 from blendrag.engine.engine import BlendEngine
-from blendrag.engine.types import Answer, DryRun, IngestReport, Message, Options, Prompt, Source
+from blendrag.engine.types import (
+    Answer,
+    DryRun,
+    IngestReport,
+    Message,
+    Options,
+    Prompt,
+    Source,
+    TokenLogprob,
+)
 
 __all__ = [
     "Answer",
     "AnswerIterator",
+    "AsyncAnswerIterator",
     "BlendEngine",
     "CalibrationOptions",
     "CalibrationReport",
@@ -17,4 +27,5 @@ __all__ = [
     "Options",
     "Prompt",
     "Source",
+    "TokenLogprob",
 ]

@@ -1,59 +1,201 @@
-"""An answer on its way: :class:`AnswerIterator`, and what names its sources."""
+"""An answer on its way: waited for, iterated, on threads or on an event loop, and its sources.
+
+Owns what a caller sees of a request under way. Whoever stops waiting, for whatever reason, stops the
+computation too; nobody waits past the request's timeout.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import queue
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
 from blendrag.engine.stream import AnswerStream
 from blendrag.engine.types import Answer, Source
+from blendrag.errors import RequestCancelled, RequestTimeout
 from blendrag.retriever.retriever import RetrievedChunk
+
+T = TypeVar("T")
+
+
+class Started(NamedTuple):
+    """A request that was handed to the worker."""
+
+    stream: AnswerStream
+    future: Future[Answer]
+
+    def wait(self) -> Answer:
+        """Block until it is answered. Raises what the worker raised, or :class:`RequestTimeout`."""
+        try:
+            return self.future.result(self.stream.remaining_s)
+        except TimeoutError:
+            raise self._why_not() from None
+        finally:
+            self.stream.cancel()
+
+    async def awaited(self) -> Answer:
+        """:meth:`wait` without blocking the event loop; a cancelled task cancels the request."""
+        try:
+            async with asyncio.timeout(self.stream.remaining_s):
+                return await asyncio.wrap_future(self.future)
+        except TimeoutError:
+            raise self._why_not() from None
+        finally:
+            self.stream.cancel()
+
+    def _why_not(self) -> BaseException:
+        """After a ``TimeoutError``: what the worker ran into, or that waiting took too long."""
+        future = self.future
+        failed = future.exception() if future.done() and not future.cancelled() else None
+        return failed or self.stream.too_late()
 
 
 class AnswerIterator:
     """Text pieces of one answer; :attr:`answer` once exhausted."""
 
-    def __init__(self, stream: AnswerStream, future: Future[Answer]) -> None:
-        self._stream = stream
-        self._pieces = iter(stream)
-        self._future = future
+    def __init__(self, started: Started) -> None:
+        self._started = started
+        self._over = False
         self.sources: tuple[Source, ...] = ()
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
+        if self._over:
+            raise StopIteration
         try:
-            return next(self._pieces)
-        except StopIteration:
-            self._future.result()  # an error of the worker surfaces here
-            raise
+            piece = self._started.stream.take()
         except BaseException:
             self.abandon()
             raise
+        if piece is not None:
+            return piece
+        self._over = True
+        if not self._started.stream.cancelled:
+            self._started.wait()  # an error of the worker surfaces here
+        raise StopIteration
 
     @property
     def answer(self) -> Answer:
-        """The whole answer; blocks until it is there."""
-        return replace(self._future.result(), sources=self.sources)
+        """The whole answer; blocks until it is there. Raises :class:`RequestCancelled` once closed."""
+        if self._over and not self._started.future.done():
+            self._started.stream.check()
+        return replace(self._started.wait(), sources=self.sources)
 
     def abandon(self) -> None:
         """Stop generation and return at once; the model is free within one layer or token."""
-        self._stream.cancel()
+        self._over = True
+        self._started.stream.cancel()
 
     close = abandon
 
     def __del__(self) -> None:
-        self._stream.cancel()
+        self._started.stream.cancel()
 
 
-def cancel_started(starting: asyncio.Future[tuple[AnswerStream, Future[Answer]]]) -> None:
-    """Abandon a request whose caller left while it was still being planned."""
-    if not starting.cancelled() and starting.exception() is None:
-        stream, _ = starting.result()
-        stream.cancel()
+class AsyncAnswerIterator:
+    """:class:`AnswerIterator` for event loops: no thread waits for a piece. Starts when iterated."""
+
+    def __init__(self, start: Callable[[], Awaitable[Started]]) -> None:
+        self._start = start
+        self._started: Started | None = None
+        self._new = asyncio.Event()
+        self._over = False
+
+    def __aiter__(self) -> AsyncIterator[str]:
+        return self
+
+    async def __anext__(self) -> str:
+        if self._over:
+            raise StopAsyncIteration
+        try:
+            started = self._started or await self._begin()
+            piece = await self._take(started.stream)
+        except BaseException:
+            self.abandon()
+            raise
+        if piece is not None:
+            return piece
+        self._over = True
+        if not started.stream.cancelled:
+            await started.awaited()
+        raise StopAsyncIteration
+
+    async def _begin(self) -> Started:
+        self._started = await self._start()
+        loop = asyncio.get_running_loop()
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop was closed: nobody listens any more
+                loop.call_soon_threadsafe(self._new.set)
+
+        self._started.stream.listen(wake)
+        if self._over:  # closed while it was being planned
+            self._started.stream.cancel()
+        return self._started
+
+    async def _take(self, stream: AnswerStream) -> str | None:
+        while True:
+            self._new.clear()
+            with suppress(queue.Empty):
+                return stream.take(block=False)
+            try:
+                async with asyncio.timeout(stream.remaining_s):
+                    await self._new.wait()
+            except TimeoutError:
+                raise stream.too_late() from None
+
+    @property
+    def answer(self) -> Answer:
+        """The whole answer, once exhausted. Raises :class:`RequestCancelled` before, and once closed."""
+        if self._started is None or not self._started.future.done():
+            raise RequestCancelled(
+                "there is no answer yet; iterate to the end before asking for it"
+            )
+        return self._started.future.result()
+
+    def abandon(self) -> None:
+        """Stop generation and return at once; the model is free within one layer or token."""
+        self._over = True
+        if self._started is not None:
+            self._started.stream.cancel()
+
+    async def aclose(self) -> None:
+        """:meth:`abandon`, under the name that ``contextlib.aclosing`` calls."""
+        self.abandon()
+
+    def __del__(self) -> None:
+        if self._started is not None:
+            self._started.stream.cancel()
+
+
+async def off_loop(begin: Callable[[], T], timeout_s: float | None) -> T:
+    """``begin()`` on another thread. Who leaves before it is done, or is late, abandons what it began."""
+    starting = asyncio.get_running_loop().run_in_executor(None, begin)
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.shield(starting)
+    except BaseException as exc:
+        if starting.done() and not starting.cancelled() and starting.exception() is exc:
+            raise
+        starting.add_done_callback(_abandon)
+        if isinstance(exc, TimeoutError) and timeout_s is not None:
+            raise RequestTimeout(timeout_s) from None
+        raise
+
+
+def _abandon(starting: asyncio.Future[Any]) -> None:
+    if starting.cancelled() or starting.exception() is not None:
+        return
+    begun = starting.result()
+    for one in [begun] if isinstance(begun, Started) else begun:
+        if isinstance(one, Started):
+            one.stream.cancel()
 
 
 def sources_of(chunks: Sequence[RetrievedChunk]) -> tuple[Source, ...]:

@@ -7,21 +7,29 @@ the background. All model work runs on one worker thread.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from blendrag.calibrate import Step
 from blendrag.config import KVEncoding, Mode, settings
 from blendrag.engine import calibration as calibrating
 from blendrag.engine import documents
-from blendrag.engine.answers import AnswerIterator, cancel_started, sources_of
+from blendrag.engine.answers import (
+    AnswerIterator,
+    AsyncAnswerIterator,
+    Started,
+    off_loop,
+    sources_of,
+)
+from blendrag.engine.batch import all_awaited, wait_all
 from blendrag.engine.calibration import CalibrationOptions, CalibrationReport
 from blendrag.engine.encoding import Background
 from blendrag.engine.exposition import exposition
 from blendrag.engine.ingest import Inputs, Watch
+from blendrag.engine.library import Library
 from blendrag.engine.prompts import rag_prompt, render
 from blendrag.engine.requests import Requests, check_defaults
 from blendrag.engine.resources import Resources
@@ -93,6 +101,7 @@ class BlendEngine:
             read_only, encode_prefix, encoding,
         )  # fmt: skip
         self._worker = Worker("blendrag-engine")
+        self.library = Library(self._resources, self._worker)
         background = Background(self._resources, self._worker)
         self._requests = Requests(self._resources, self.settings, self._worker, background.note)
 
@@ -104,44 +113,61 @@ class BlendEngine:
         Raises :class:`InvalidInputError` (also :class:`ContextOverflowError`),
         :class:`UnsupportedModelError` in any mode but full for a model the probe refuses.
         """
-        stream, future = self._requests.start(prompt, options or Options())
-        try:
-            return future.result()
-        except BaseException:
-            stream.cancel()
-            raise
+        return self._requests.start(prompt, options or Options()).wait()
+
+    @overload
+    def batch(self, prompts: Sequence[Prompt], options: Options | None = ...) -> list[Answer]: ...
+    @overload
+    def batch(
+        self, prompts: Sequence[Prompt], options: Options | None = ..., *, return_exceptions: bool
+    ) -> list[Answer | Exception]: ...
+    def batch(
+        self,
+        prompts: Sequence[Prompt],
+        options: Options | None = None,
+        *,
+        return_exceptions: bool = False,
+    ) -> Any:
+        """Answers to several prompts, in order. ``timeout_s`` is that of all of them together.
+
+        All prompts are planned before anything is computed, so that a prompt that cannot be answered
+        costs nothing. The first error ends the batch, names its prompt in a note, and is raised;
+        ``return_exceptions`` puts errors in their places instead.
+        """
+        started = self._requests.start_all(prompts, options or Options(), return_exceptions)
+        return wait_all(started, return_exceptions)
+
+    async def abatch(
+        self,
+        prompts: Sequence[Prompt],
+        options: Options | None = None,
+        *,
+        return_exceptions: bool = False,
+    ) -> Any:
+        """:meth:`batch` without blocking the event loop; cancelling the task stops the work."""
+        options = options or Options()
+        begin = partial(self._requests.start_all, prompts, options, return_exceptions)
+        started = await off_loop(begin, options.timeout_s)
+        return await all_awaited(started, return_exceptions)
 
     def stream(self, prompt: Prompt, options: Options | None = None) -> AnswerIterator:
         """Like :meth:`generate`, piece by piece; ``.answer`` holds the whole once exhausted.
 
         Abandoning the iterator (``close()``, ``break``, garbage collection) stops generation.
         """
-        return AnswerIterator(*self._requests.start(prompt, options or Options()))
+        return AnswerIterator(self._requests.start(prompt, options or Options()))
 
     async def agenerate(self, prompt: Prompt, options: Options | None = None) -> Answer:
         """:meth:`generate` without blocking the event loop; cancelling the task stops the work."""
-        loop = asyncio.get_running_loop()
-        starting = loop.run_in_executor(None, self._requests.start, prompt, options or Options())
-        try:
-            stream, future = await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            starting.add_done_callback(cancel_started)
-            raise
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            stream.cancel()
-            raise
+        return await (await self._start_off_loop(prompt, options or Options())).awaited()
 
-    async def astream(self, prompt: Prompt, options: Options | None = None) -> AsyncIterator[str]:
-        """:meth:`stream` for event loops."""
-        loop = asyncio.get_running_loop()
-        pieces = await loop.run_in_executor(None, self.stream, prompt, options)
-        try:
-            while (piece := await loop.run_in_executor(None, next, pieces, None)) is not None:
-                yield piece
-        finally:
-            pieces.abandon()
+    def astream(self, prompt: Prompt, options: Options | None = None) -> AsyncAnswerIterator:
+        """:meth:`stream` for event loops: ``async for``, then ``.answer``. Starts when iterated."""
+        return AsyncAnswerIterator(partial(self._start_off_loop, prompt, options or Options()))
+
+    async def _start_off_loop(self, prompt: Prompt, options: Options) -> Started:
+        begin = partial(self._requests.start, prompt, options)
+        return await off_loop(begin, options.timeout_s)
 
     def ask(
         self, question: str, top_k: int | None = None, options: Options | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +18,9 @@ from torch import nn
 
 from blendrag.config import Mode
 from blendrag.controller import Controller, LoadPlan, nothing_loaded, report
+from blendrag.engine.decoding import SeededDraws, sampling
 from blendrag.engine.stream import AnswerStream, StopWhenDone, cut_at_stop
-from blendrag.engine.types import ASSISTED, REFUSED, Answer, Options
+from blendrag.engine.types import ASSISTED, REFUSED, Answer, Options, TokenLogprob
 from blendrag.errors import (
     BlendragError,
     ContextOverflowError,
@@ -76,12 +77,22 @@ class Generation:
         """Answer ``task``; ``later(load)`` is told what is worth encoding afterwards.
 
         Raises :class:`ContextOverflowError`, :class:`InvalidInputError` for a checkpoint that asks for
-        assisted decoding, :class:`UnsupportedModelError` in any mode but full,
-        :class:`RequestCancelled` when the stream was cancelled before its first token.
+        assisted decoding and for ``logprobs`` of several sequences, :class:`UnsupportedModelError` in
+        any mode but full, :class:`RequestCancelled` and :class:`RequestTimeout`.
         """
         self._check(task)
         self._refuse_assistance()
         task = replace(task, sequences=self._sequences(task.options))
+        if task.sequences > 1 and task.options.logprobs is not None:
+            raise InvalidInputError(
+                f"logprobs of {task.sequences} beams or sequences, expected one sequence; "
+                "leave one of the two out"
+            )
+        if stream.hidden is not None:
+            stream.hidden = {
+                *stream.hidden,
+                *self._adapter.tokens.special_among(self._end_ids(task)),
+            }
         avoid: set[str] = set()
         with self._adapter.lock, torch.inference_mode():
             for _ in range(MAX_RESTARTS):
@@ -182,24 +193,23 @@ class Generation:
     ) -> torch.Tensor:
         options = task.options
         kwargs: dict[str, Any] = {"max_new_tokens": task.max_new_tokens}
-        kwargs |= _sampling(options) | dict(options.generate)
+        kwargs |= sampling(options) | dict(options.generate)
         if cache is not None:
             kwargs["past_key_values"] = cache
-        if task.sequences == 1:
-            kwargs["streamer"] = stream
         tokenizer = self._adapter.tokens.tokenizer
         config = self._adapter.model.generation_config
         if config.pad_token_id is None:
             pad = tokenizer.pad_token_id
             kwargs.setdefault("pad_token_id", tokenizer.eos_token_id if pad is None else pad)
         try:
-            output = self._adapter.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                stopping_criteria=[StopWhenDone(stream)],
-                return_dict_in_generate=False,
-                **kwargs,
-            )
+            with self._decoding(options, stream):
+                output = self._adapter.model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    stopping_criteria=[StopWhenDone(stream, feeds=task.sequences == 1)],
+                    return_dict_in_generate=False,
+                    **kwargs,
+                )
         except (ValueError, TypeError) as exc:
             if isinstance(exc, BlendragError) or not options.generate:
                 raise
@@ -207,7 +217,18 @@ class Generation:
             first = str(exc).strip().splitlines()[0]
             raise InvalidInputError(f"transformers refuses {given}: {first}") from exc
         stream.check()
+        stream.end()
         return output
+
+    @contextmanager
+    def _decoding(self, options: Options, stream: AnswerStream) -> Iterator[None]:
+        """What watches or steers every step of ``generate``."""
+        with ExitStack() as around:
+            if stream.likely is not None:
+                around.enter_context(stream.likely.watching(self._adapter.model))
+            if options.seed is not None and options.samples:
+                around.enter_context(SeededDraws(options.seed, self._adapter.device))
+            yield
 
     # -- what it was --------------------------------------------------------------------------
 
@@ -250,7 +271,15 @@ class Generation:
             ),
             notes=task.notes,
         )
-        return Answer(texts[0], tuple(texts), finish, metrics)
+        return Answer(
+            texts[0], tuple(texts), finish, metrics, logprobs=self._logprobs(stream, texts[0])
+        )
+
+    def _logprobs(self, stream: AnswerStream, text: str) -> tuple[TokenLogprob, ...] | None:
+        if stream.likely is None:
+            return None
+        tokenizer = self._adapter.tokens.tokenizer
+        return stream.likely.of(text, stream.tokens, tokenizer.decode)
 
     def _end_ids(self, task: Task) -> set[int]:
         eos = task.options.generate.get(
@@ -277,17 +306,6 @@ def _until_end(row: list[int], ends: set[int]) -> list[int]:
     """Token ids up to the end token, without the padding behind it."""
     at = next((i for i, token in enumerate(row) if token in ends), len(row))
     return row[: at + 1]
-
-
-def _sampling(options: Options) -> dict[str, Any]:
-    """Arguments of ``generate`` that say how a token is chosen.
-
-    Who samples gets the checkpoint's defaults for what is not said; who does not would be warned of them.
-    """
-    if not options.samples:
-        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    given = {"temperature": options.temperature or None, "top_p": options.top_p}
-    return {"do_sample": True, **{name: v for name, v in given.items() if v is not None}}
 
 
 def _policy_of(task: Task) -> SelectionPolicy:

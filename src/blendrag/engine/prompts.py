@@ -35,12 +35,13 @@ def prompt_over(question: str, texts: Sequence[str]) -> str:
 
 def render(prompt: Prompt, tokens: Tokens, options: Options) -> str:
     """The text the model reads. Raises :class:`InvalidInputError` for what cannot be rendered."""
+    _check_tools(tokens, options)
     if isinstance(prompt, str):
         if not prompt.strip():
             raise InvalidInputError("the prompt is empty; ask something")
         if not (options.apply_chat_template and tokens.has_template):
             bos = tokens.tokenizer.bos_token if tokens.adds_bos else ""
-            return prompt if prompt.startswith(bos) else f"{bos}{prompt}"
+            return (prompt if prompt.startswith(bos) else f"{bos}{prompt}") + options.opening
         messages: Sequence[Mapping[str, Any]] = [{"role": "user", "content": prompt}]
     else:
         messages = [_flattened(message) for message in prompt]
@@ -51,13 +52,29 @@ def render(prompt: Prompt, tokens: Tokens, options: Options) -> str:
             "this model's tokenizer has no chat template; send a plain string, or set "
             "tokenizer.chat_template"
         )
+    given = dict(options.template) | ({"tools": list(options.tools)} if options.tools else {})
     try:
-        return tokens.render([dict(m) for m in messages], **dict(options.template))
+        return tokens.render([dict(m) for m in messages], **given) + options.opening
     except Exception as exc:  # jinja errors of many kinds, raised by the template's own checks
         roles = ", ".join(str(m.get("role")) for m in messages)
         raise InvalidInputError(
             f"the chat template refuses these messages (roles: {roles}): {exc}"
         ) from exc
+
+
+def _check_tools(tokens: Tokens, options: Options) -> None:
+    if not options.tools:
+        return
+    if not options.apply_chat_template:
+        raise InvalidInputError(
+            f"{len(options.tools)} tools with apply_chat_template=False, which shows them to nobody; "
+            "leave out one of the two"
+        )
+    if not tokens.has_tools:
+        raise InvalidInputError(
+            f"{len(options.tools)} tools for a model whose chat template knows none; take a model whose "
+            "template does, or ask for the call in plain text"
+        )
 
 
 def _flattened(message: Mapping[str, Any]) -> Mapping[str, Any]:

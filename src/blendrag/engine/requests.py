@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from blendrag.anchors import Match
-from blendrag.calibrate import resolve
-from blendrag.config import Settings
+from blendrag.calibrate import nearest
+from blendrag.config import UNCALIBRATED_SCHEDULE, Settings
 from blendrag.controller import Controller, LoadPlan
+from blendrag.engine.answers import Started
+from blendrag.engine.batch import prepared
+from blendrag.engine.decoding import Likelihoods
 from blendrag.engine.generation import Generation, Task
 from blendrag.engine.prompts import chunk_matches, explain_misses, render
 from blendrag.engine.resources import Resources
@@ -24,7 +27,8 @@ from blendrag.engine.types import Answer, Options, Prompt
 from blendrag.engine.worker import Worker
 from blendrag.errors import InvalidInputError
 from blendrag.prompt import PromptPlan, make_plan
-from blendrag.retriever.corpus import Corpus, StoredChunk
+from blendrag.retriever.corpus import Corpus
+from blendrag.retriever.passages import StoredChunk
 from blendrag.selection import Schedule, make_policy
 from blendrag.store.encodings import ENCODINGS
 
@@ -55,12 +59,26 @@ class Requests:
         self._worker = worker
         self._later = later
 
-    def start(self, prompt: Prompt, options: Options) -> tuple[AnswerStream, Future[Answer]]:
+    def start(self, prompt: Prompt, options: Options) -> Started:
         """Plan here, in the caller's thread; answer on the worker. Errors of the plan are raised."""
-        started = time.perf_counter()
-        tokens = self._resources.tokens
-        stream = AnswerStream(tokens.tokenizer, options.stop, started)
-        task = self._task(prompt, options, started)
+        return self.submit(self.prepare(prompt, options))
+
+    def start_all(
+        self, prompts: Sequence[Prompt], options: Options, keep_errors: bool
+    ) -> list[Started | Exception]:
+        """:meth:`start` for each, once all are planned. Errors of the plan are raised, or kept."""
+        return [
+            self.submit(task) if isinstance(task, Task) else task
+            for task in prepared(prompts, partial(self.prepare, options=options), keep_errors)
+        ]
+
+    def prepare(self, prompt: Prompt, options: Options) -> Task:
+        """Plan and check; nothing is computed yet."""
+        return self._task(prompt, options, time.perf_counter())
+
+    def submit(self, task: Task) -> Started:
+        """Have the worker answer ``task`` after what was submitted before."""
+        stream = self._stream(task)
 
         def work() -> Answer:
             try:
@@ -69,7 +87,19 @@ class Requests:
             finally:
                 stream.finish()
 
-        return stream, self._worker.submit(work)
+        return Started(stream, self._worker.submit(work))
+
+    def _stream(self, task: Task) -> AnswerStream:
+        options, tokens = task.options, self._resources.tokens
+        return AnswerStream(
+            tokens.tokenizer,
+            options.stop,
+            task.started,
+            options.timeout_s,
+            # calls are written with control tokens, which are text to whoever reads the calls
+            hidden=tokens.framing_ids if options.tools else None,
+            likely=None if options.logprobs is None else Likelihoods(options.logprobs),
+        )
 
     def _task(self, prompt: Prompt, options: Options, started: float) -> Task:
         s = self._settings
@@ -134,18 +164,22 @@ class Requests:
         )
 
     def _with_schedule(self, task: Task, namespace: str) -> Task:
-        """What ``calibrated`` means for this model, policy and ratio, and a note if it means nothing.
+        """What ``calibrated`` means for this model, policy and ratio; a note if that was found at another
+        ratio, or if it means nothing.
 
-        Left to the settings, it is only what was found on questions, and there is no note; nor where it
-        decides nothing.
+        Left to the settings, it is only what was found on questions, and means nothing without a note; nor
+        is there one where it decides nothing.
         """
+        if not task.schedule.is_open:
+            return task
         root, is_asked = self._resources.root, task.options.schedule is not None
-        schedule = resolve(
-            root, namespace, task.schedule, task.policy, task.ratio, of_questions=not is_asked
-        )
-        missed = is_asked and schedule.name != task.schedule.name
-        if missed and task.mode == "blend" and make_policy(task.policy).follows_schedule:
-            return replace(task, schedule=schedule, notes=(*task.notes, UNCALIBRATED))
+        found = nearest(root, namespace, task.policy, task.ratio, of_questions=not is_asked)
+        if found is None:
+            schedule, note = Schedule.parse(UNCALIBRATED_SCHEDULE), UNCALIBRATED * is_asked
+        else:
+            schedule, note = found.schedule, found.note(task.ratio)
+        if note and task.mode == "blend" and make_policy(task.policy).follows_schedule:
+            return replace(task, schedule=schedule, notes=(*task.notes, note))
         return replace(task, schedule=schedule)
 
 

@@ -24,9 +24,10 @@ from blendrag.kv import KVLayout
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.loading import load_adapter, load_tokens, model_signature
 from blendrag.model.tokens import Tokens
-from blendrag.retriever.corpus import DIRECTORY, Corpus, Manifest
+from blendrag.retriever.corpus import DIRECTORY, Corpus
 from blendrag.retriever.database import FILE_NAME
 from blendrag.retriever.embedder import Embedder, same_embedder
+from blendrag.retriever.manifest import Manifest
 from blendrag.retriever.retriever import Retriever
 from blendrag.store import KVStore, open_store
 

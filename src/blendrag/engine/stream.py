@@ -1,7 +1,8 @@
 """From token ids to text while ``generate`` runs: incremental decoding, stop strings, cancelling.
 
-The worker's thread pushes, the caller's thread pulls. Text that might turn out to be the beginning
-of a stop string is held back until it is known not to be.
+The worker's thread pushes, the caller's thread or event loop pulls. Text that might turn out to be the
+beginning of a stop string is held back until it is known not to be. Owns the request's clock: when it
+began, and when it is too late.
 """
 
 from __future__ import annotations
@@ -9,48 +10,70 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from tokenizers.decoders import DecodeStream
 from transformers import StoppingCriteria
-from transformers.generation.streamers import BaseStreamer
 
-from blendrag.errors import RequestCancelled
+from blendrag.engine.decoding import Likelihoods
+from blendrag.errors import RequestCancelled, RequestTimeout
 
 _END = object()
 
 
-class AnswerStream(BaseStreamer):
-    """Streamer of one sequence; iterate for text pieces, ``cancel()`` to abandon."""
+class AnswerStream:
+    """The answer of one request; iterate for text pieces, ``cancel()`` to abandon."""
 
-    def __init__(self, tokenizer: Any, stop: tuple[str, ...], started: float) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: tuple[str, ...],
+        started: float,
+        timeout_s: float | None = None,
+        hidden: Collection[int] | None = None,
+        likely: Likelihoods | None = None,
+    ) -> None:
+        """``started`` by ``time.perf_counter()``. ``hidden``: ids that make no text, instead of all
+        control tokens. ``likely`` is told of every token."""
         self._backend = tokenizer.backend_tokenizer
-        self._decode = DecodeStream(skip_special_tokens=True)
+        self.hidden = hidden
+        self._decode = self._new_decoder()
         self._stop = tuple(s for s in stop if s)
         self._held = ""
+        self.likely = likely
         self._started = started
+        self._timeout_s = timeout_s
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._wake: Callable[[], None] | None = None
         self._cancelled = threading.Event()
         self.ttft_s = 0.0
         self.stopped_by: str | None = None
         self.text = ""
+        self.tokens: list[tuple[int, str]] = []
+        """Every new token with the text it added."""
+
+    def _new_decoder(self) -> DecodeStream:
+        return DecodeStream(skip_special_tokens=self.hidden is None)
 
     # -- worker's side ------------------------------------------------------------------------
 
     def put(self, value: torch.Tensor) -> None:
-        """Called by ``generate``: first with the prompt, then with each new token."""
-        if value.ndim > 1:  # the prompt; again when a corrupt chunk makes the request start over
-            return
+        """Take the newest token ids ``[n]``."""
         self.mark_first_token()
         for token in value.reshape(-1).tolist():
-            piece = self._step(token)
+            piece = self._step(token) or ""
+            self.tokens.append((token, piece))
+            if self.likely is not None:
+                self.likely.note(token)
             if piece and self.stopped_by is None:
                 self._push(piece)
 
     def _step(self, token: int) -> str | None:
         """Text that ``token`` completes, if any."""
+        if self.hidden is not None and token in self.hidden:
+            return None
         try:
             return self._decode.step(self._backend, token)
         except Exception as exc:
@@ -59,7 +82,7 @@ class AnswerStream(BaseStreamer):
             # Exception (huggingface/tokenizers#1677, vllm-project/vllm#17448). Begin anew from here.
             if not str(exc).startswith("Invalid prefix encountered"):
                 raise
-            self._decode = DecodeStream(skip_special_tokens=True)
+            self._decode = self._new_decoder()
             return self._decode.step(self._backend, token)
 
     def mark_first_token(self) -> None:
@@ -68,14 +91,14 @@ class AnswerStream(BaseStreamer):
             self.ttft_s = time.perf_counter() - self._started
 
     def end(self) -> None:
-        """Called by ``generate`` when done; what was held back is text after all."""
+        """Nothing more is generated: what was held back is text after all."""
         if self.stopped_by is None:
             self._emit(self._held)
         self._held = ""
 
     def finish(self) -> None:
-        """End the iteration; called exactly once, also after an error."""
-        self._queue.put(_END)
+        """End the iteration; also after an error."""
+        self._send(_END)
 
     def _push(self, piece: str) -> None:
         self._held += piece
@@ -92,43 +115,99 @@ class AnswerStream(BaseStreamer):
     def _emit(self, text: str) -> None:
         if text:
             self.text += text
-            self._queue.put(text)
+            self._send(text)
+
+    def _send(self, item: object) -> None:
+        self._queue.put(item)
+        if self._wake is not None:
+            self._wake()
 
     @property
     def done(self) -> bool:
         """Whether generation should stop before its next token."""
-        return self._cancelled.is_set() or self.stopped_by is not None
+        return self.cancelled or self.expired or self.stopped_by is not None
+
+    # -- both sides ---------------------------------------------------------------------------
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds until it is too late, never negative; ``None`` for a request that may take forever."""
+        if self._timeout_s is None:
+            return None
+        return max(0.0, self._started + self._timeout_s - time.perf_counter())
+
+    @property
+    def expired(self) -> bool:
+        return self.remaining_s == 0.0
+
+    def too_late(self) -> RequestTimeout:
+        """The error of a request that ran into its timeout."""
+        assert self._timeout_s is not None
+        return RequestTimeout(self._timeout_s)
+
+    def check(self) -> None:
+        """Raise :class:`RequestCancelled` if the caller has gone, :class:`RequestTimeout` if it is late."""
+        if self.expired:
+            raise self.too_late()
+        if self.cancelled:
+            raise RequestCancelled("the request was abandoned; nothing of it is left running")
 
     # -- caller's side ------------------------------------------------------------------------
 
     def cancel(self) -> None:
-        """Ask the worker to stop at the next layer or token."""
-        self._cancelled.set()
+        """Ask the worker to stop at the next layer or token, and end the iteration."""
+        if not self.cancelled:
+            self._cancelled.set()
+            self._send(_END)
 
     @property
     def cancelled(self) -> bool:
         return self._cancelled.is_set()
 
-    def check(self) -> None:
-        """Raise :class:`RequestCancelled` if the caller has gone."""
-        if self.cancelled:
-            raise RequestCancelled("the request was abandoned; nothing of it is left running")
+    def listen(self, wake: Callable[[], None]) -> None:
+        """Have ``wake()`` called, on another thread, whenever :meth:`take` has something new."""
+        self._wake = wake
+
+    def take(self, block: bool = True) -> str | None:
+        """The next piece, ``None`` at the end and ever after.
+
+        Raises :class:`RequestTimeout`, and :class:`queue.Empty` if not to ``block``.
+        """
+        try:
+            item = self._queue.get(block, self.remaining_s if block else None)
+        except queue.Empty:
+            if not block:
+                raise
+            raise self.too_late() from None
+        if item is _END:
+            self._queue.put(_END)
+            return None
+        piece: str = item
+        return piece
 
     def __iter__(self) -> Iterator[str]:
-        while (item := self._queue.get()) is not _END:
-            yield item
+        while (piece := self.take()) is not None:
+            yield piece
 
 
 class StopWhenDone(StoppingCriteria):
-    """Ends ``generate`` once a stop string was seen or the caller has gone."""
+    """Hands each new token on, and ends ``generate`` once there is nothing more to wait for.
 
-    def __init__(self, stream: AnswerStream) -> None:
+    A streamer would be told of a token only after this was asked, so that a stop string would cost one
+    more forward.
+    """
+
+    def __init__(self, stream: AnswerStream, feeds: bool = True) -> None:
+        """``feeds``: the one sequence generated is the answer; not so with beams."""
         self._stream = stream
+        self._feeds = feeds
 
     def __call__(
         self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any
     ) -> torch.BoolTensor:
         self._stream.mark_first_token()
+        if self._feeds:
+            self._stream.put(input_ids[0, -1:])
         rows = input_ids.shape[0]
         return torch.full((rows,), self._stream.done, device=input_ids.device)  # type: ignore[return-value]
 

@@ -39,6 +39,9 @@ REFUSED = {
     "max_length": "use max_new_tokens",
 }
 
+#: Alternatives that may be asked for at each place, as many as OpenAI's API gives.
+MAX_LOGPROBS = 20
+
 MODES: tuple[Mode, ...] = ("blend", "full", "prefix", "reuse")
 
 
@@ -62,8 +65,19 @@ class Options:
     top_p: float | None = None
     apply_chat_template: bool = True
     template: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of the chat template (``tools``, ``enable_thinking``, …)."""
+    """Further arguments of the chat template (``enable_thinking``, …)."""
     generate: Mapping[str, Any] = field(default_factory=dict)
+    timeout_s: float | None = None
+    """Seconds from being asked to the whole answer, waiting for other requests included."""
+    seed: int | None = None
+    """Makes sampling repeatable, whatever else draws from torch's global generators meanwhile."""
+    logprobs: int | None = None
+    """``None``: none; 0: of the chosen tokens; k: and of the k most likely at each place."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Function schemas as OpenAI writes them, for the chat template. The answer's text then keeps the
+    control tokens that calls are written with (:func:`blendrag.plugs.tools.parse`)."""
+    opening: str = ""
+    """What the answer begins with, put behind the rendered prompt; the answer's text goes on from it."""
 
     def __post_init__(self) -> None:
         if self.mode is not None and self.mode not in MODES:
@@ -81,11 +95,24 @@ class Options:
                 f"top_p {self.top_p} without a temperature, expected both, as decoding is greedy "
                 "without one; add temperature=1.0 to sample from the model's own probabilities"
             )
+        self._check_limits()
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         for name in self.generate:
             if name in REFUSED:
                 raise InvalidInputError(f"generate argument {name}: {REFUSED[name]}; leave it out")
+
+    def _check_limits(self) -> None:
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise InvalidInputError(
+                f"timeout_s {self.timeout_s} is not more than 0; leave it out to wait for as long as "
+                "it takes"
+            )
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise InvalidInputError(f"seed {self.seed} is not a 64-bit integer")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise InvalidInputError(f"logprobs {self.logprobs} is outside [0, {MAX_LOGPROBS}]")
+        object.__setattr__(self, "tools", tuple(self.tools or ()))
 
     @property
     def samples(self) -> bool:
@@ -105,11 +132,26 @@ class Source:
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """One token of an answer and how likely the model's own distribution made it, in nats.
+
+    ``token`` is the text this token added, empty for the first bytes of a character; ``top`` has the
+    most likely tokens at its place, the likeliest first, each as the text it would have added.
+    """
+
+    token: str
+    id: int
+    logprob: float
+    top: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
 class Answer:
     """An answer with what it cost.
 
     ``texts`` has one entry per returned sequence; ``text`` is the first. ``finish_reason`` is
-    ``stop`` (end token or stop string) or ``length``.
+    ``stop`` (end token or stop string) or ``length``. ``logprobs``, where asked for, has one entry per
+    token of ``text``: their texts joined begin with it, and are it unless a stop string cut a token.
     """
 
     text: str
@@ -117,6 +159,7 @@ class Answer:
     finish_reason: str
     metrics: RequestMetrics
     sources: tuple[Source, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ flag lives in state shared with every user of a tokenizer, so the first instance
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -17,9 +17,18 @@ from tokenizers import Tokenizer
 from blendrag.errors import InvalidInputError, ModelLoadError
 from blendrag.identity import digest_fields
 
+_PROBE_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "blendrag_probe",
+        "description": "none",
+        "parameters": {"type": "object", "properties": {}, "required": []},
+    },
+}
+
 
 class Tokens:
-    """Encodes template and chunk text of one model; holds no other state."""
+    """Encodes template and chunk text of one model."""
 
     def __init__(self, tokenizer: Any) -> None:
         if not getattr(tokenizer, "is_fast", False):
@@ -33,6 +42,7 @@ class Tokens:
         special = {index: str(token) for index, token in added.items() if token.special}
         self._special_ids = frozenset((*tokenizer.all_special_ids, *special))
         self._special_texts = sorted({*tokenizer.all_special_tokens, *special.values()})
+        self._tools_shown: tuple[str, bool] | None = None
 
     def encode_template(self, text: str) -> list[int]:
         """Ids of rendered template text: control tokens count, nothing is added."""
@@ -94,6 +104,45 @@ class Tokens:
     @property
     def has_template(self) -> bool:
         return bool(getattr(self.tokenizer, "chat_template", None))
+
+    @property
+    def template_text(self) -> str:
+        """The chat template's source; of several, all of them."""
+        template = getattr(self.tokenizer, "chat_template", None) or ""
+        return template if isinstance(template, str) else "\n".join(template.values())
+
+    @property
+    def special_texts(self) -> Sequence[str]:
+        """How the control tokens are written."""
+        return self._special_texts
+
+    @property
+    def framing_ids(self) -> frozenset[int]:
+        """Control tokens that begin, end and fill, and are never part of what is said."""
+        tokenizer = self.tokenizer
+        ids = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+        return frozenset(i for i in ids if i is not None)
+
+    def special_among(self, ids: Collection[int]) -> frozenset[int]:
+        """Those of ``ids`` that are control tokens."""
+        return self._special_ids.intersection(ids)
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether the chat template shows the model the tools it is given: rendered, not read."""
+        template = self.template_text
+        if self._tools_shown is None or self._tools_shown[0] != template:
+            self._tools_shown = (template, self._shows_tools())
+        return self._tools_shown[1]
+
+    def _shows_tools(self) -> bool:
+        if not self.has_template:
+            return False
+        try:
+            rendered = self.render([{"role": "user", "content": "a"}], tools=[_PROBE_TOOL])
+        except Exception:  # jinja errors of many kinds: a template that refuses tools has none
+            return False
+        return str(_PROBE_TOOL["function"]["name"]) in rendered
 
     def render(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
         """Messages through the model's chat template, ready for an answer."""

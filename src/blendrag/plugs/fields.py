@@ -39,6 +39,11 @@ CALL_OPTIONS = {
     "apply_chat_template": "apply_chat_template",
     "template_kwargs": "template",
     "generate_kwargs": "generate",
+    "timeout": "timeout_s",
+    "seed": "seed",
+    "logprobs": "logprobs",
+    "top_logprobs": "top_logprobs",
+    "tools": "tools",
 }
 
 
@@ -124,6 +129,14 @@ class RequestFields(EngineFields):
     """Further arguments of the chat template (``enable_thinking``, …)."""
     generate_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of transformers' ``generate`` (``num_beams``, ``repetition_penalty``, …)."""
+    timeout: float | None = None
+    """Seconds to the whole answer, waiting for other requests included; ``None`` waits."""
+    seed: int | None = None
+    """Makes sampling repeatable."""
+    logprobs: bool | None = None
+    """Whether answers bring the log probability of each token."""
+    top_logprobs: int | None = None
+    """With ``logprobs``: also those of so many of the most likely tokens at each place."""
 
     @model_validator(mode="after")
     def _check_request(self) -> RequestFields:
@@ -143,13 +156,12 @@ class RequestFields(EngineFields):
         """
         from blendrag.engine import Options
 
-        return Options(
-            stop=_stop_of(self.stop if stop is None else stop),
-            **(_known({name: getattr(self, name) for name in _FIELDS}) | _known(overrides)),
-        )
+        said = _known({name: getattr(self, name) for name in _FIELDS}) | _known(overrides)
+        said["logprobs"] = _logprobs_of(said.get("logprobs"), said.pop("top_logprobs", None))
+        return Options(stop=_stop_of(self.stop if stop is None else stop), **said)
 
 
-_FIELDS = tuple(name for name in CALL_OPTIONS if name != "max_new_tokens")
+_FIELDS = tuple(name for name in CALL_OPTIONS if name not in ("max_new_tokens", "tools"))
 
 
 def _known(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,6 +172,17 @@ def _known(options: Mapping[str, Any]) -> dict[str, Any]:
             f"{', '.join(CALL_OPTIONS)}; arguments of transformers go into generate_kwargs"
         )
     return {CALL_OPTIONS[name]: value for name, value in options.items() if value is not None}
+
+
+def _logprobs_of(logprobs: bool | int | None, top: int | None) -> int | None:
+    """OpenAI's pair of a switch and a number as one: ``None`` is off, 0 the chosen tokens alone."""
+    if logprobs is None or logprobs is False:
+        if top:
+            raise InvalidInputError(
+                f"top_logprobs {top} without logprobs, expected both; add logprobs=True"
+            )
+        return None
+    return top or 0 if logprobs is True else logprobs
 
 
 def _stop_of(stop: Sequence[str] | None) -> tuple[str, ...]:

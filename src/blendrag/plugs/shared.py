@@ -7,10 +7,10 @@ What is made here lives until :func:`close_shared_engines` or the end of the pro
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import threading
 from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -153,15 +153,12 @@ async def astream_pieces(
     engine: BlendEngine, prompt: Prompt, options: Options
 ) -> AsyncGenerator[Piece, None]:
     """:func:`stream_pieces` without blocking the event loop."""
-    pieces = await asyncio.to_thread(engine.stream, prompt, options)
     streamed = False
-    try:
-        while (text := await asyncio.to_thread(next, pieces, None)) is not None:
+    async with aclosing(engine.astream(prompt, options)) as pieces:
+        async for text in pieces:
             streamed = True
             yield Piece(text)
         yield _last(pieces.answer, streamed)
-    finally:
-        pieces.close()
 
 
 def _last(answer: Answer, streamed: bool) -> Piece:
@@ -170,8 +167,7 @@ def _last(answer: Answer, streamed: bool) -> Piece:
 
 
 async def agenerate(engine: BlendEngine, prompt: Prompt, options: Options) -> Answer:
-    """``engine.agenerate``, with what is opened on first use opened off the event loop."""
-    await asyncio.to_thread(warm, engine)
+    """``engine.agenerate``: whatever is opened on first use is opened off the event loop."""
     return await engine.agenerate(prompt, options)
 
 

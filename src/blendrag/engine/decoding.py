@@ -1,0 +1,102 @@
+"""How the next token is chosen, and how likely it was.
+
+Owns the arguments of ``generate`` that say how to choose, draws that a seed repeats, and the log
+probabilities of what was chosen. Does not know prompts or stored KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from blendrag.engine.types import Options, TokenLogprob
+
+#: Tokens before the one at hand that its text is decoded behind: some tokenizers drop a first space.
+CONTEXT_TOKENS = 4
+
+
+def sampling(options: Options) -> dict[str, Any]:
+    """Arguments of ``generate`` that say how a token is chosen.
+
+    Who samples gets the checkpoint's defaults for what is not said; who does not would be warned of them.
+    """
+    if not options.samples:
+        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    given = {"temperature": options.temperature or None, "top_p": options.top_p}
+    return {"do_sample": True, **{name: v for name, v in given.items() if v is not None}}
+
+
+class SeededDraws(TorchFunctionMode):
+    """Within this context, what *this thread* draws comes from a generator of its own.
+
+    torch's global generators are neither read nor moved, so that neither the request nor whoever else
+    draws meanwhile notices the other. ``fork_rng`` would hide the request, but not protect it.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        super().__init__()
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.multinomial, torch.Tensor.multinomial):
+            kwargs = {"generator": self._generator, **kwargs}
+        return func(*args, **kwargs)
+
+
+class Likelihoods:
+    """Log probabilities of one answer's tokens, by the model's logits as they are: before temperature,
+    ``top_p`` and penalties."""
+
+    def __init__(self, top: int) -> None:
+        self._top = top
+        self._logits: torch.Tensor | None = None
+        self._found: list[tuple[float, list[tuple[int, float]]]] = []
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Look at the logits of every forward of ``model``."""
+
+        def look(module: Any, args: Any, out: Any) -> None:
+            self._logits = out.logits[0, -1].detach()  # [V]
+
+        hook = model.register_forward_hook(look)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def note(self, token: int) -> None:
+        """``token`` was chosen after the forward last seen."""
+        assert self._logits is not None
+        likely = torch.log_softmax(self._logits.float(), -1)  # [V]
+        values, ids = likely.topk(self._top)
+        top = list(zip(ids.tolist(), values.tolist(), strict=True))
+        self._found.append((float(likely[token]), top))
+
+    def of(
+        self, text: str, tokens: Sequence[tuple[int, str]], decode: Callable[[list[int]], str]
+    ) -> tuple[TokenLogprob, ...]:
+        """One entry for each of ``tokens`` (id, text) that has a part in ``text``."""
+        entries: list[TokenLogprob] = []
+        length = 0
+        for i, ((token, piece), (logprob, top)) in enumerate(zip(tokens, self._found, strict=True)):
+            if length >= len(text):
+                break
+            length += len(piece)
+            before = [earlier for earlier, _ in tokens[max(0, i - CONTEXT_TOKENS) : i]]
+            alone = decode(before) if top else ""
+            named = tuple((decode([*before, other])[len(alone) :], p) for other, p in top)
+            entries.append(TokenLogprob(piece, token, logprob, named))
+        return tuple(entries)
