@@ -311,6 +311,21 @@ def test_what_was_found_is_what_calibrated_runs(engine: BlendEngine) -> None:
     assert other.schedule == UNCALIBRATED_SCHEDULE
 
 
+@pytest.mark.parametrize("asked", ["calibrated", None])
+def test_what_was_found_at_another_ratio_is_used_with_a_note(
+    engine: BlendEngine, asked: str | None
+) -> None:
+    prompt = "\n\n".join([*tiny.chunk_texts(engine, 0), "What did the company build?"])
+    kept = engine.calibrate(calibration(questions=("Where is Paragraph 3?",))).calibration
+    metrics = engine.generate(prompt, Options(schedule=asked, ratio=0.5)).metrics
+    assert metrics.schedule == str(kept.schedule)
+    (note,) = metrics.notes
+    assert "found at ratio 0.2, the nearest to 0.5" in note
+    assert "blendrag calibrate --policy 'query' --ratio 0.5" in note
+    for other in (Options(schedule="linear", ratio=0.5), Options(schedule=asked, mode="reuse")):
+        assert engine.generate(prompt, other).metrics.notes == ()
+
+
 def test_unasked_only_what_was_found_on_questions_runs(engine: BlendEngine) -> None:
     prompt = "\n\n".join([*tiny.chunk_texts(engine, 0), "What did the company build?"])
     options = Options(ratio=RATIO)

@@ -7,8 +7,8 @@ found nothing yet. Holds one entry per policy and ratio.
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,15 @@ class Calibration:
     def is_of_questions(self) -> bool:
         """Whether it was found on questions, and not on sentences in their place."""
         return self.questions == GIVEN
+
+    def note(self, ratio: float) -> str:
+        """What a user of it at ``ratio`` should know; empty where it was found at that very one."""
+        if math.isclose(ratio, self.ratio):
+            return ""
+        return (
+            f"the calibrated schedule of {self.policy} was found at ratio {self.ratio:g}, the nearest to "
+            f"{ratio:g}; find one for it with blendrag calibrate --policy '{self.policy}' --ratio {ratio:g}"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -106,13 +115,21 @@ def resolve(
     what suits them may suit questions less than any family."""
     if not schedule.is_open:
         return schedule
-    known = [each for each in recall(root, namespace) if each.is_of_questions or not of_questions]
-    nearest = _nearest(known, str(make_policy(policy)), ratio)
-    return Schedule.parse(UNCALIBRATED_SCHEDULE) if nearest is None else nearest.schedule
+    found = nearest(root, namespace, policy, ratio, of_questions)
+    return Schedule.parse(UNCALIBRATED_SCHEDULE) if found is None else found.schedule
 
 
-def _nearest(known: Sequence[Calibration], policy: str, ratio: float) -> Calibration | None:
-    fitting = [each for each in known if each.policy == policy]
+def nearest(
+    root: Path, namespace: str, policy: str, ratio: float, of_questions: bool = False
+) -> Calibration | None:
+    """What was found for this policy at the nearest ratio, on questions rather than on sentences;
+    ``of_questions`` as :func:`resolve` has it."""
+    policy = str(make_policy(policy))
+    fitting = [
+        each
+        for each in recall(root, namespace)
+        if each.policy == policy and (each.is_of_questions or not of_questions)
+    ]
     return min(
         fitting, key=lambda each: (abs(each.ratio - ratio), not each.is_of_questions), default=None
     )
