@@ -93,11 +93,11 @@ def test_an_empty_corpus_is_a_corpus(corpus: Corpus) -> None:
 
 def test_a_full_disk_is_said_in_words_and_costs_nothing_stored(corpus: Corpus) -> None:
     put(corpus, "a", "one")
-    corpus._connection.execute("PRAGMA max_page_count = 1")  # SQLite then reports a full disk
+    corpus._file.connection.execute("PRAGMA max_page_count = 1")  # SQLite then reports a full disk
     with pytest.raises(StoreFullError, match="no space left"):
         put(corpus, "b", *(f"text {i} " * 200 for i in range(50)))
     assert corpus.sources() == ["a"]
-    corpus._connection.execute("PRAGMA max_page_count = 1000000")
+    corpus._file.connection.execute("PRAGMA max_page_count = 1000000")
     put(corpus, "b", "two")
     assert corpus.sources() == ["a", "b"]
 
@@ -269,13 +269,13 @@ def test_a_corpus_that_has_no_id_gets_one_and_is_searched_without_one(tmp_path: 
     older.close()
     with Corpus.open(tmp_path, read_only=True) as corpus:
         assert found_where_it_is(corpus, "one")
-        assert corpus._meta("corpus_id") is None
+        assert corpus._file.meta("corpus_id") is None
     with Corpus.open(tmp_path) as corpus:
-        given = corpus._meta("corpus_id")
+        given = corpus._file.meta("corpus_id")
         assert given
         assert found_where_it_is(corpus, "one")
     with Corpus.open(tmp_path) as corpus:
-        assert corpus._meta("corpus_id") == given
+        assert corpus._file.meta("corpus_id") == given
 
 
 def test_an_emptied_corpus_takes_vectors_of_any_length(corpus: Corpus) -> None:
@@ -325,7 +325,7 @@ def test_a_search_that_fails_halfway_adds_no_vector_twice(
     with pytest.raises(CorpusError, match="disk I/O error"):
         corpus.nearest(vector_of("query"), 9)
     assert len(texts_found(corpus, "query", 9)) == 6
-    assert corpus._vectors._index.ntotal == 6
+    assert corpus.search.index._index.ntotal == 6
 
 
 def test_another_process_sees_changes_at_once(corpus: Corpus, tmp_path: Path) -> None:
@@ -429,7 +429,7 @@ def test_an_error_of_sqlite_is_said_in_a_sentence(
 
 
 def test_a_database_that_turns_read_only_says_so(corpus: Corpus) -> None:
-    corpus._connection.execute("PRAGMA query_only = ON")  # SQLite then reports SQLITE_READONLY
+    corpus._file.connection.execute("PRAGMA query_only = ON")  # SQLite then reports SQLITE_READONLY
     with pytest.raises(CorpusError, match=r"cannot be written.*permission.*--store"):
         put(corpus, "a", "one")
 
@@ -556,9 +556,9 @@ def test_an_unknown_chunk_is_a_key_error(corpus: Corpus) -> None:
 def test_a_killed_writer_leaves_the_last_whole_document(tmp_path: Path) -> None:
     corpus = Corpus.open(tmp_path, create=True)
     put(corpus, "a", "one")
-    corpus._connection.execute("BEGIN IMMEDIATE")
-    corpus._connection.execute("DELETE FROM document")
-    corpus._connection.close()  # as a killed process would: no commit
+    corpus._file.connection.execute("BEGIN IMMEDIATE")
+    corpus._file.connection.execute("DELETE FROM document")
+    corpus._file.connection.close()  # as a killed process would: no commit
     with Corpus.open(tmp_path) as again:
         assert again.sources() == ["a"]
         assert texts_found(again, "one", 1) == ["one"]

@@ -4,8 +4,11 @@ Knows texts, titles, sources and vectors. Does not know models, KV or the store 
 Heavy libraries (sentence-transformers, faiss) are imported when first used.
 """
 
-from blendrag.retriever.corpus import Corpus, Manifest, StoredChunk
+from blendrag.retriever.corpus import Corpus
 from blendrag.retriever.embedder import Embedder
+from blendrag.retriever.entries import Entry
+from blendrag.retriever.manifest import Manifest
+from blendrag.retriever.passages import StoredChunk
 from blendrag.retriever.retriever import RetrievedChunk, Retriever
 
-__all__ = ["Corpus", "Embedder", "Manifest", "RetrievedChunk", "Retriever", "StoredChunk"]
+__all__ = ["Corpus", "Embedder", "Entry", "Manifest", "RetrievedChunk", "Retriever", "StoredChunk"]

@@ -8,12 +8,9 @@ threads may use one :class:`Corpus`.
 
 from __future__ import annotations
 
-import json
 import sqlite3
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 
@@ -22,31 +19,16 @@ import numpy as np
 from blendrag.anchors import AnchorIndex, AnchorRow
 from blendrag.chunking import Chunk
 from blendrag.errors import CorpusError, InvalidInputError
-from blendrag.identity import NATIVE_ENCODING
 from blendrag.readers import Document
 from blendrag.retriever import database, passages
 from blendrag.retriever.embedder import same_embedder
+from blendrag.retriever.entries import EntryTable
+from blendrag.retriever.file import CorpusFile
+from blendrag.retriever.manifest import Manifest
 from blendrag.retriever.passages import StoredChunk
-from blendrag.retriever.vectors import FILE_NAME as VECTORS_FILE
-from blendrag.retriever.vectors import VectorIndex
+from blendrag.retriever.search import VectorSearch
 
 DIRECTORY = "corpus"
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a corpus was ingested with. ``prefix_ids`` stand before every chunk when encoded."""
-
-    model: str
-    model_signature: str
-    tokenizer_fingerprint: str
-    namespace: str
-    chunk_tokens: int
-    prefix_ids: tuple[int, ...]
-    prefix_text: str
-    embedder: str
-    encoding: str = NATIVE_ENCODING
-    """How the chunks' KV is stored."""
 
 
 class Corpus:
@@ -55,15 +37,23 @@ class Corpus:
     def __init__(
         self, directory: Path, connection: sqlite3.Connection, read_only: bool = False
     ) -> None:
-        self.directory = directory
-        self.read_only = read_only
-        self._path = directory / database.FILE_NAME
-        self._connection = connection
-        self._lock = threading.RLock()
-        self._vectors = VectorIndex(directory / VECTORS_FILE)
+        self._file = CorpusFile(directory, connection, read_only)
+        self.search = VectorSearch(self._file)
         self._anchors: AnchorIndex | None = None
         self._anchors_generation = -1
-        self._closed = False
+
+    @property
+    def directory(self) -> Path:
+        return self._file.directory
+
+    @property
+    def read_only(self) -> bool:
+        return self._file.read_only
+
+    @cached_property
+    def entries(self) -> EntryTable:
+        """What came by an id rather than by a path."""
+        return EntryTable(self._file, self.search, self._changed)
 
     @classmethod
     def open(cls, root: Path, create: bool = False, read_only: bool = False) -> Corpus:
@@ -95,18 +85,16 @@ class Corpus:
             ) from exc
         corpus = cls(directory, database.open_database(directory))
         # A backup was brought back: new passages would get ids that the cache has from its future.
-        if corpus._vectors.saved_generation() > corpus._generation():
-            corpus._vectors.drop()
+        if corpus.search.index.saved_generation() > corpus._file.generation():
+            corpus.search.index.drop()
         return corpus
 
     def close(self) -> None:
         """Writes the vector cache and closes the file. Closing twice is no error."""
-        with self._lock:
-            if not self._closed:
-                if not self.read_only:
-                    self._vectors.save()
-                self._connection.close()
-                self._closed = True
+        with self._file.lock:
+            if not self._file.closed and not self.read_only:
+                self.search.index.save()
+            self._file.close()
 
     def __enter__(self) -> Corpus:
         return self
@@ -123,29 +111,28 @@ class Corpus:
 
     @property
     def has_manifest(self) -> bool:
-        return self._meta("manifest") is not None
+        return self._file.meta("manifest") is not None
 
     @property
     def manifest(self) -> Manifest:
         """Raises :class:`CorpusError` where none was set yet (see :attr:`has_manifest`)."""
-        value = self._meta("manifest")
+        value = self._file.meta("manifest")
         if value is None:
             raise CorpusError(
                 f"the corpus at {self.directory} has no manifest, as nothing was ingested; "
                 "ingest first (blendrag ingest PATH…)"
             )
-        fields = json.loads(value)
-        return replace(Manifest(**fields), prefix_ids=tuple(fields["prefix_ids"]))
+        return Manifest.from_json(value)
 
     def set_manifest(self, manifest: Manifest) -> None:
         """Replaces the manifest.
 
         Raises :class:`CorpusError` when vectors of another embedder are already there.
         """
-        with self._writing():
-            if self.has_manifest and len(self):
+        with self._file.writing():
+            if self.has_manifest and self.search.dim() is not None:
                 self._check_embedder(manifest.embedder)
-            self._set_meta("manifest", json.dumps(asdict(manifest)))
+            self._file.set_meta("manifest", manifest.to_json())
 
     def _check_embedder(self, embedder: str) -> None:
         present = self.manifest.embedder
@@ -159,11 +146,11 @@ class Corpus:
 
     def sources(self) -> list[str]:
         """Sources of all documents, sorted."""
-        return [row[0] for row in self._rows("SELECT source FROM document ORDER BY source")]
+        return [row[0] for row in self._file.rows("SELECT source FROM document ORDER BY source")]
 
     def document_digest(self, source: str) -> str | None:
         """The digest given with the document's last version, None where it is not there."""
-        rows = self._rows("SELECT digest FROM document WHERE source = ?", source)
+        rows = self._file.rows("SELECT digest FROM document WHERE source = ?", source)
         return rows[0][0] if rows else None
 
     def put_document(
@@ -174,17 +161,22 @@ class Corpus:
         ``vectors``: float32 [len(chunks), dim], unit length. Returns the ids of chunks that no
         document holds any more. Raises :class:`InvalidInputError` for vectors of another shape.
         """
+        if document.source.startswith(database.ENTRY):
+            raise InvalidInputError(
+                f"source {document.source!r} begins with {database.ENTRY!r}, which names what was "
+                "added by an id; expected another path"
+            )
         vectors = np.ascontiguousarray(vectors, np.float32)
-        with self._writing():
-            self._check_vectors(vectors, len(chunks))
-            suspects = passages.delete_document(self._connection, document.source)
-            passages.insert_document(self._connection, document, digest, chunks, vectors)
+        with self._file.writing():
+            self.search.check(vectors, len(chunks))
+            suspects = passages.delete_document(self._file.connection, document.source)
+            passages.insert_document(self._file.connection, document, digest, chunks, vectors)
             return self._changed(suspects)
 
     def remove_source(self, source: str) -> list[str]:
         """Removes one document; ids of chunks that no document holds any more."""
-        with self._writing():
-            return self._changed(passages.delete_document(self._connection, source))
+        with self._file.writing():
+            return self._changed(passages.delete_document(self._file.connection, source))
 
     def remove_path(self, path: Path | str) -> list[str]:
         """Removes all documents read from a file, or from files below a directory.
@@ -192,10 +184,10 @@ class Corpus:
         Returns the ids of chunks that no document holds any more; nothing found is no error (see
         :meth:`sources_of`).
         """
-        with self._writing():
+        with self._file.writing():
             suspects: list[int] = []
             for source in self.sources_of(path):
-                suspects += passages.delete_document(self._connection, source)
+                suspects += passages.delete_document(self._file.connection, source)
             return self._changed(suspects)
 
     def sources_of(self, path: Path | str) -> list[str]:
@@ -205,22 +197,58 @@ class Corpus:
         return [
             source
             for source in self.sources()
-            if source == name
-            or source.startswith(name + "#")
-            or (source.startswith(below) and not (below == "" and source.startswith(("/", "../"))))
+            if not source.startswith(database.ENTRY)
+            and (
+                source == name
+                or source.startswith(name + "#")
+                or (
+                    source.startswith(below)
+                    and not (below == "" and source.startswith(("/", "../")))
+                )
+            )
         ]
 
     def _changed(self, suspects: Sequence[int]) -> list[str]:
         """Ends a change: drops the suspects that no document holds, and lets every reader know."""
-        orphans = passages.drop_orphans(self._connection, suspects)
-        self._set_meta("generation", str(self._generation() + 1))
+        orphans = passages.drop_orphans(self._file.connection, suspects)
+        self._file.set_meta("generation", str(self._file.generation() + 1))
         return orphans
+
+    # ---- KV that nothing refers to ------------------------------------------------------------
+
+    def dropped(self, before: float = 0.0) -> dict[str, str]:
+        """Ids and texts of chunks that no document holds, though their KV may be stored.
+
+        They were removed, or an addition that began ``before`` (Unix time) never ended.
+        """
+        rows = self._file.rows(
+            "SELECT chunk_id, text FROM dropped WHERE since <= ? AND NOT EXISTS "
+            "(SELECT 1 FROM chunk WHERE chunk.chunk_id = dropped.chunk_id)",
+            before,
+        )
+        return dict(rows)
+
+    def note_beginning(self, chunks: Sequence[Chunk], now: float) -> None:
+        """Before KV is stored for chunks that may never be: they may have to be dropped."""
+        with self._file.writing():
+            self._file.connection.executemany(
+                "INSERT OR REPLACE INTO dropped SELECT ?1, ?2, ?3 "
+                "WHERE NOT EXISTS (SELECT 1 FROM chunk WHERE chunk_id = ?1)",
+                [(chunk.chunk_id, chunk.text, now) for chunk in chunks],
+            )
+
+    def forget_dropped(self, chunk_ids: Sequence[str]) -> None:
+        """Their KV is gone."""
+        with self._file.writing():
+            self._file.connection.executemany(
+                "DELETE FROM dropped WHERE chunk_id = ?", [(chunk_id,) for chunk_id in chunk_ids]
+            )
 
     # ---- chunks -----------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Number of different chunks."""
-        return int(self._rows("SELECT count(*) FROM chunk")[0][0])
+        return int(self._file.rows("SELECT count(*) FROM chunk")[0][0])
 
     def __bool__(self) -> bool:
         """An empty corpus is a corpus."""
@@ -228,11 +256,11 @@ class Corpus:
 
     def chunk_ids(self) -> list[str]:
         """Ids of all chunks, in the order they were first stored."""
-        return [row[0] for row in self._rows("SELECT chunk_id FROM chunk ORDER BY id")]
+        return [row[0] for row in self._file.rows("SELECT chunk_id FROM chunk ORDER BY id")]
 
     def chunks_of(self, source: str) -> list[Chunk]:
         """Chunks of one document, in its order; none where it is not there."""
-        rows = self._rows(
+        rows = self._file.rows(
             "SELECT text, start, end, tokens, chunk_id FROM passage "
             "JOIN chunk ON chunk.id = passage.chunk "
             "JOIN document ON document.id = passage.document WHERE source = ? ORDER BY start",
@@ -242,14 +270,14 @@ class Corpus:
 
     def text(self, chunk_id: str) -> str:
         """Canonical text of a chunk. Raises :class:`KeyError` where it is not there."""
-        rows = self._rows("SELECT text FROM chunk WHERE chunk_id = ?", chunk_id)
+        rows = self._file.rows("SELECT text FROM chunk WHERE chunk_id = ?", chunk_id)
         if not rows:
             raise KeyError(chunk_id)
         return str(rows[0][0])
 
     def chunk(self, chunk_id: str) -> StoredChunk:
         """A chunk at the first place it was stored for. Raises :class:`KeyError`."""
-        rows = self._rows(
+        rows = self._file.rows(
             f"{passages.STORED_CHUNK} WHERE chunk_id = ? ORDER BY passage.id LIMIT 1", chunk_id
         )
         if not rows:
@@ -259,8 +287,8 @@ class Corpus:
     @property
     def anchors(self) -> AnchorIndex:
         """Index of all chunks, loaded on first use and kept up with changes of any process."""
-        with self._lock:
-            generation = self._generation()
+        with self._file.lock:
+            generation = self._file.generation()
             if self._anchors is None:
                 self._anchors = AnchorIndex(self._text_of)
             if self._anchors_generation != generation:
@@ -272,7 +300,7 @@ class Corpus:
         return self.text(chunk_id)
 
     def _refresh_anchors(self, anchors: AnchorIndex) -> None:
-        rows = self._rows("SELECT chunk_id, anchor_hash, length, digest FROM chunk")
+        rows = self._file.rows("SELECT chunk_id, anchor_hash, length, digest FROM chunk")
         present = {row[0] for row in rows}
         for row in anchors.rows():
             if row.chunk_id not in present:
@@ -286,10 +314,10 @@ class Corpus:
         """Vectors already stored for these chunks under this title: no need to embed them again."""
         known = {}
         for chunk_id in dict.fromkeys(chunk_ids):
-            rows = self._rows(
+            rows = self._file.rows(
                 "SELECT vector FROM passage JOIN chunk ON chunk.id = passage.chunk "
                 "JOIN document ON document.id = passage.document "
-                "WHERE chunk_id = ? AND title = ? LIMIT 1",
+                "WHERE chunk_id = ? AND title = ? AND length(vector) > 0 LIMIT 1",
                 chunk_id,
                 title,
             )
@@ -302,97 +330,9 @@ class Corpus:
 
         ``vector``: float32 [dim]. Each chunk comes at the place whose vector is nearest.
         """
-        with self._reading():
-            dim = self._dim()
-            if dim is None or k < 1:
-                return []
-            if vector.shape != (dim,):
-                raise InvalidInputError(
-                    f"a vector of shape {vector.shape}, expected ({dim},); "
-                    "use the embedder that the corpus was ingested with"
-                )
-            self._vectors.refresh(
-                self._connection, self._meta("corpus_id"), self._generation(), dim
-            )
-            return self._distinct(vector, k)
 
-    def _distinct(self, vector: np.ndarray, k: int) -> list[tuple[StoredChunk, float]]:
-        """A chunk that stands in many documents fills many hits: widen until k differ."""
-        count = self._rows("SELECT count(*) FROM passage")[0][0]
-        width = k
-        while True:
-            found: dict[str, tuple[StoredChunk, float]] = {}
-            for passage, distance in self._vectors.search(vector, width):
-                rows = self._rows(f"{passages.STORED_CHUNK} WHERE passage.id = ?", passage)
-                if rows:
-                    found.setdefault(rows[0][0], (passages.stored_chunk(rows[0]), distance))
-            if len(found) >= k or width >= count:
-                return list(found.values())[:k]
-            width *= 4
+        def chunk_of(passage: int) -> tuple[str, StoredChunk] | None:
+            rows = self._file.rows(f"{passages.STORED_CHUNK} WHERE passage.id = ?", passage)
+            return (rows[0][0], passages.stored_chunk(rows[0])) if rows else None
 
-    def _dim(self) -> int | None:
-        """Numbers in each vector, ``None`` while there are no vectors: any will do then."""
-        value = self._meta("dim")
-        empty = not self._rows("SELECT 1 FROM passage LIMIT 1")
-        return None if value is None or empty else int(value)
-
-    def _check_vectors(self, vectors: np.ndarray, chunks: int) -> None:
-        """Inside a transaction: the first vectors decide the corpus's dimension."""
-        if not chunks and not vectors.size:
-            return
-        if vectors.ndim != 2 or len(vectors) != chunks:
-            raise InvalidInputError(
-                f"vectors of shape {vectors.shape} for {chunks} chunks, expected ({chunks}, dim)"
-            )
-        dim = self._dim()
-        if dim is None:
-            self._set_meta("dim", str(vectors.shape[1]))
-        elif dim != vectors.shape[1]:
-            raise InvalidInputError(
-                f"vectors of {vectors.shape[1]} numbers in a corpus of {dim}; "
-                "use the embedder that the corpus was ingested with"
-            )
-
-    # ---- the file ---------------------------------------------------------------------------
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        with self._lock:
-            self._check_open()
-            if self.read_only:
-                raise CorpusError(
-                    f"the corpus at {self.directory} is read-only, expected one that can be "
-                    "written; change its permissions or choose another --store"
-                )
-            with database.transaction(self._connection, self._path):
-                yield
-
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Everything read within is of one state of the file, whoever writes meanwhile."""
-        with self._lock:
-            self._check_open()
-            with database.transaction(self._connection, self._path, reads_only=True):
-                yield
-
-    def _rows(self, query: str, *parameters: str | int) -> list[tuple]:
-        with self._lock:
-            self._check_open()
-            try:
-                return self._connection.execute(query, parameters).fetchall()
-            except sqlite3.Error as exc:
-                raise database.mapped(exc, self._path) from exc
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise CorpusError(f"the corpus at {self.directory} is closed; open it again")
-
-    def _generation(self) -> int:
-        return int(self._meta("generation") or 0)
-
-    def _meta(self, key: str) -> str | None:
-        rows = self._rows("SELECT value FROM meta WHERE key = ?", key)
-        return rows[0][0] if rows else None
-
-    def _set_meta(self, key: str, value: str) -> None:
-        self._connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+        return self.search.nearest(vector, k, chunk_of)

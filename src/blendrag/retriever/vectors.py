@@ -40,21 +40,31 @@ class VectorIndex:
         self._saved_ids = np.zeros(0, np.int64)
 
     def refresh(
-        self, connection: sqlite3.Connection, corpus_id: str | None, generation: int, dim: int
+        self,
+        connection: sqlite3.Connection,
+        corpus_id: str | None,
+        generation: int,
+        dim: int,
+        has_unsearchable: bool = False,
     ) -> None:
         """Makes the index hold exactly the database's passages, of which all vectors have ``dim``.
 
         Caller is in one transaction since it read the other arguments. A database without
-        ``corpus_id`` has no cache.
+        ``corpus_id`` has no cache. With ``has_unsearchable``, some passages have no vector.
         """
         try:
-            self._refresh(connection, corpus_id, generation, dim)
+            self._refresh(connection, corpus_id, generation, dim, has_unsearchable)
         except BaseException:
             self._index = None  # left halfway, it might be given a vector twice
             raise
 
     def _refresh(
-        self, connection: sqlite3.Connection, corpus_id: str | None, generation: int, dim: int
+        self,
+        connection: sqlite3.Connection,
+        corpus_id: str | None,
+        generation: int,
+        dim: int,
+        has_unsearchable: bool,
     ) -> None:
         if self._index is None or self._index.d != dim:
             self._index = self._read(corpus_id, generation, dim)
@@ -63,9 +73,10 @@ class VectorIndex:
         elif self._generation == generation:
             return
         self._corpus_id = corpus_id
-        wanted = np.fromiter(
-            (row[0] for row in connection.execute("SELECT id FROM passage ORDER BY id")), np.int64
-        )
+        wanted = _passages(connection, "")
+        if has_unsearchable:  # two reads of indexes, where one filter would read every vector
+            unsearchable = _passages(connection, "WHERE length(vector) = 0")
+            wanted = np.setdiff1d(wanted, unsearchable, assume_unique=True)
         gone = np.setdiff1d(self._ids, wanted, assume_unique=True)
         new = np.setdiff1d(wanted, self._ids, assume_unique=True)
         if len(gone):
@@ -151,6 +162,12 @@ def _digest(corpus_id: str, generation: int, payload: bytes | memoryview) -> byt
     hashed = xxhash.xxh3_128(f"{corpus_id} {generation} ".encode())
     hashed.update(payload)
     return hashed.digest()
+
+
+def _passages(connection: sqlite3.Connection, which: str) -> np.ndarray:
+    """Ids of passages, ascending.  int64"""
+    rows = connection.execute(f"SELECT id FROM passage {which} ORDER BY id")
+    return np.fromiter((row[0] for row in rows), np.int64)
 
 
 def _ids_of(index: Any) -> np.ndarray:

@@ -1,0 +1,228 @@
+"""Entries: texts that came by an id, each one chunk and never split.
+
+Owns the statements that add, change, remove and find them, each call in one transaction. In the
+tables an entry is a document of one passage, so that everything else finds its chunk as it finds any
+other. Does not know embedders, KV or which framework's ids these are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from blendrag.chunking import Chunk
+from blendrag.readers import Document
+from blendrag.retriever import database, passages
+from blendrag.retriever.file import CorpusFile
+from blendrag.retriever.search import VectorSearch
+
+#: Parameters that one statement is given at most.
+_BATCH = 500
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A text with the id it goes by; ``text`` is given back exactly as it was given.
+
+    ``parent`` names what it was cut out of, ``start`` where it stood there, and ``title`` is embedded
+    before it. ``metadata`` holds JSON values.
+    """
+
+    id: str
+    text: str
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    parent: str = ""
+    title: str = ""
+    start: int = 0
+
+    @property
+    def source(self) -> str:
+        """What a reader is told of where this comes from."""
+        named = self.metadata.get("source")
+        return named if isinstance(named, str) and named else self.parent or self.id
+
+
+class NewEntry(NamedTuple):
+    """An entry to be stored; ``vector`` is float32 [dim], or [0] where no search shall find it."""
+
+    entry: Entry
+    chunk: Chunk
+    digest: str
+    vector: np.ndarray
+
+
+class EntryHit(NamedTuple):
+    """An entry found, or a chunk of an ingested document in the shape of one."""
+
+    entry: Entry
+    vector: np.ndarray
+
+
+_ENTRY = (
+    "SELECT entry.id, coalesce(given, text), metadata, parent, title, start FROM entry "
+    "JOIN document ON document.id = entry.document JOIN passage ON passage.document = document.id "
+    "JOIN chunk ON chunk.id = passage.chunk"
+)
+
+
+class EntryTable:
+    """The entries of one corpus."""
+
+    def __init__(
+        self,
+        file: CorpusFile,
+        search: VectorSearch,
+        changed: Callable[[Sequence[int]], list[str]],
+    ) -> None:
+        """``changed`` ends a change, given the rows of chunks that may have lost their last place."""
+        self._file = file
+        self._search = search
+        self._changed = changed
+
+    @property
+    def _is_there(self) -> bool:
+        return database.has_entries(self._file.connection)
+
+    def __len__(self) -> int:
+        return int(self._file.rows("SELECT count(*) FROM entry")[0][0]) if self._is_there else 0
+
+    def ids(self, parent: str | None = None) -> list[str]:
+        """In the order in which they were added or last changed."""
+        if not self._is_there:
+            return []
+        if parent is None:
+            rows = self._file.rows("SELECT id FROM entry ORDER BY document")
+        else:
+            rows = self._file.rows(
+                "SELECT id FROM entry WHERE parent = ? ORDER BY document", parent
+            )
+        return [row[0] for row in rows]
+
+    def get(self, ids: Sequence[str]) -> dict[str, Entry]:
+        """Those of ``ids`` that are there."""
+        return {row[0]: _entry(row) for row in self._of(_ENTRY, "entry.id", ids)}
+
+    def all(self, parent: str | None = None) -> Iterator[Entry]:
+        """In the order of :meth:`ids`; what is removed meanwhile is left out."""
+        ids = self.ids(parent)
+        for at in range(0, len(ids), _BATCH):
+            batch = ids[at : at + _BATCH]
+            found = self.get(batch)
+            yield from (found[entry_id] for entry_id in batch if entry_id in found)
+
+    def digests(self, ids: Sequence[str]) -> dict[str, str]:
+        """The digest given with each entry's last version."""
+        query = "SELECT entry.id, digest FROM entry JOIN document ON document.id = entry.document"
+        return dict(self._of(query, "entry.id", ids))
+
+    def chunk_texts(self, ids: Sequence[str]) -> dict[str, str]:
+        """Canonical text of each entry."""
+        query = (
+            "SELECT entry.id, text FROM entry JOIN passage ON passage.document = entry.document "
+            "JOIN chunk ON chunk.id = passage.chunk"
+        )
+        return dict(self._of(query, "entry.id", ids))
+
+    def put(self, entries: Sequence[NewEntry]) -> list[str]:
+        """Stores entries in place of those of the same ids, in one transaction.
+
+        Returns the ids of chunks that nothing holds any more. Raises :class:`InvalidInputError` for
+        vectors of another length than the corpus's.
+        """
+        with self._file.writing():
+            suspects = self._delete([new.entry.id for new in entries])
+            for new in entries:
+                vector = np.ascontiguousarray(new.vector, np.float32)
+                self._search.check(vector[None], 1)
+                self._insert(new, vector)
+            return self._changed(suspects)
+
+    def _insert(self, new: NewEntry, vector: np.ndarray) -> None:
+        entry, connection = new.entry, self._file.connection
+        source = passages.entry_source(entry.id, entry.source)
+        document = Document(source, entry.text, entry.title, entry.metadata)
+        row = passages.insert_document(connection, document, new.digest, [new.chunk], vector[None])
+        given = None if entry.text == new.chunk.text else entry.text
+        connection.execute(
+            "INSERT INTO entry VALUES (?, ?, ?, ?)", (entry.id, row, entry.parent, given)
+        )
+
+    def remove(self, ids: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Removes entries: ids of those that were there, and of chunks that nothing holds any more."""
+        with self._file.writing():
+            there = list(self.digests(list(dict.fromkeys(ids))))
+            return there, self._changed(self._delete(there)) if there else []
+
+    def _delete(self, ids: Sequence[str]) -> list[int]:
+        """Rows of the chunks that the entries held."""
+        query = (
+            "SELECT document.id, passage.chunk FROM entry "
+            "JOIN document ON document.id = entry.document "
+            "JOIN passage ON passage.document = document.id"
+        )
+        found = self._of(query, "entry.id", ids)
+        self._file.connection.executemany(
+            "DELETE FROM document WHERE id = ?", [(document,) for document, _ in found]
+        )
+        return [chunk for _, chunk in found]
+
+    def nearest(
+        self, vector: np.ndarray, k: int, where: Callable[[Entry], bool] | None = None
+    ) -> list[tuple[EntryHit, float]]:
+        """The k nearest entries, and chunks of ingested documents, that ``where`` takes.
+
+        With their L2 distance, nearest first. ``vector``: float32 [dim].
+        """
+
+        def accept(passage: int) -> tuple[str, EntryHit] | None:
+            hit = self._hit(passage)
+            if hit is None or not (where is None or where(hit.entry)):
+                return None
+            return hit.entry.id, hit
+
+        return self._search.nearest(vector, k, accept)
+
+    def _hit(self, passage: int) -> EntryHit | None:
+        rows = self._file.rows(
+            "SELECT source, vector FROM passage JOIN document ON document.id = passage.document "
+            "WHERE passage.id = ?",
+            passage,
+        )
+        if not rows:
+            return None
+        source, vector = rows[0]
+        entry_id = passages.entry_id_of(source)
+        entry = self.get([entry_id])[entry_id] if entry_id is not None else self._ingested(passage)
+        return EntryHit(entry, np.frombuffer(vector, np.float32))
+
+    def _ingested(self, passage: int) -> Entry:
+        """A chunk of a document, as an entry: equal chunks are one."""
+        (row,) = self._file.rows(f"{passages.STORED_CHUNK} WHERE passage.id = ?", passage)
+        chunk = passages.stored_chunk(row)
+        place = {
+            "source": chunk.source,
+            "title": chunk.title,
+            "start": chunk.start,
+            "end": chunk.end,
+            "chunk_id": chunk.chunk_id,
+        }
+        metadata = {**chunk.metadata, **place}
+        return Entry(chunk.chunk_id, chunk.text, metadata, chunk.source, chunk.title, chunk.start)
+
+    def _of(self, query: str, column: str, ids: Sequence[str]) -> list[tuple]:
+        """Rows of ``query`` whose ``column`` is one of ``ids``."""
+        rows: list[tuple] = []
+        for at in range(0, len(ids) if self._is_there else 0, _BATCH):
+            batch = ids[at : at + _BATCH]
+            marks = ", ".join("?" * len(batch))
+            rows += self._file.rows(f"{query} WHERE {column} IN ({marks})", *batch)
+        return rows
+
+
+def _entry(row: tuple) -> Entry:
+    entry_id, text, metadata, parent, title, start = row
+    return Entry(entry_id, text, json.loads(metadata), parent, title, start)
