@@ -74,7 +74,7 @@ def test_a_put_that_acknowledges_what_it_could_not_write_is_found_out(tmp_path, 
 
 
 def test_an_error_without_a_name_is_found_out(tmp_path, monkeypatch):
-    monkeypatch.setattr("blendrag.store.root._NO_SPACE", ())
+    monkeypatch.setattr("blendrag.store.disk_errors._NO_SPACE", ())
     monkeypatch.setattr(
         "blendrag.store.writing.named_errors", lambda *args: contextlib.nullcontext()
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blendrag.store.base import KVReader, KVStore, PinScope, StoreStats
-from blendrag.store.root import DEFAULT_DISK_BYTES
+from blendrag.store.limit import DEFAULT_DISK_BYTES
 
 if TYPE_CHECKING:
     from blendrag.store.disk import DiskStore

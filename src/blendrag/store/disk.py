@@ -22,16 +22,18 @@ from blendrag.errors import InvalidInputError, StoreError, StoreUnavailableError
 from blendrag.kv import ChunkKV, KVLayout
 from blendrag.store.base import StoreStats, TierStats
 from blendrag.store.directories import OUT_OF_RESOURCES
+from blendrag.store.disk_errors import named_errors
 from blendrag.store.encodings import codec_of
 from blendrag.store.files import Name, PayloadFiles, new_name, read_at
 from blendrag.store.forking import renew_after_fork
 from blendrag.store.format import Frame, frame, is_name, layer_checksum
 from blendrag.store.index import Index
 from blendrag.store.index_errors import IndexOdd
+from blendrag.store.limit import DEFAULT_DISK_BYTES, settle_limit
 from blendrag.store.pins import Pins, Scope
 from blendrag.store.raw import all_finite, on_cpu, tensor_buffer
 from blendrag.store.reader import DiskReader
-from blendrag.store.root import DEFAULT_DISK_BYTES, named_errors, prepare, settle_limit
+from blendrag.store.root import prepare
 from blendrag.store.tally import Tally
 from blendrag.store.writing import DiskWriter
 

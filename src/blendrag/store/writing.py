@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 
 from blendrag.errors import StoreError, StoreFullError, StoreUnavailableError
 from blendrag.store.directories import sync_directory
+from blendrag.store.disk_errors import megabytes, named_errors
 from blendrag.store.files import Name, PayloadFiles
 from blendrag.store.forking import renew_after_fork
 from blendrag.store.index import QUERY_WAIT_S, Index
 from blendrag.store.index_errors import IndexLocked, IndexOdd
 from blendrag.store.pins import Pins
 from blendrag.store.recovery import reconcile
-from blendrag.store.root import megabytes, named_errors
 from blendrag.store.rows import Row
 from blendrag.store.writers import Writer, leftovers, remove
 

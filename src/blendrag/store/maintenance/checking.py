@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blendrag.errors import CorruptKVError, StoreError
+from blendrag.store.disk_errors import named_errors
 from blendrag.store.files import Name, PayloadFiles
 from blendrag.store.index_errors import IndexOdd
 from blendrag.store.maintenance.foreign import foreign
 from blendrag.store.maintenance.index_view import IndexView
 from blendrag.store.maintenance.opening import changing, looking, require_writable
 from blendrag.store.payload import opened, reader, verified_pieces
-from blendrag.store.root import named_errors
 
 #: Told how many bytes are done, and of how many.
 Watch = Callable[[int, int], None]

@@ -18,11 +18,11 @@ from typing import BinaryIO
 from blendrag.errors import CorruptKVError, InvalidInputError, StoreFullError
 from blendrag.resource_errors import is_out_of_space
 from blendrag.store.directories import sync_directory
+from blendrag.store.disk_errors import named_errors
 from blendrag.store.files import Name, PayloadFiles
 from blendrag.store.maintenance.archive import ArchiveFault, ArchiveReader, ArchiveWriter, Entry
 from blendrag.store.maintenance.opening import looking
 from blendrag.store.payload import opened, reader, verified_pieces
-from blendrag.store.root import named_errors
 
 #: Told how many bytes are written, and of how many.
 Watch = Callable[[int, int], None]

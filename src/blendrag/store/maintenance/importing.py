@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from blendrag.errors import CorruptKVError, InvalidInputError, StoreFullError
+from blendrag.store.disk_errors import named_errors
 from blendrag.store.files import new_name
 from blendrag.store.format import MAX_HEADER_BYTES, Description, describe
+from blendrag.store.limit import DEFAULT_DISK_BYTES, settle_limit
 from blendrag.store.maintenance.archive import ArchiveFault, ArchiveReader, Entry
 from blendrag.store.maintenance.opening import Opened, changing, require_writable
 from blendrag.store.payload import fits, verified_pieces
-from blendrag.store.root import DEFAULT_DISK_BYTES, named_errors, settle_limit
 
 #: Told how many bytes of the archive are read, and of how many.
 Watch = Callable[[int, int], None]

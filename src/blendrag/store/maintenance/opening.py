@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from blendrag.errors import InvalidInputError, StoreUnavailableError
+from blendrag.store.disk_errors import named_errors
 from blendrag.store.files import PayloadFiles
 from blendrag.store.format import is_name
 from blendrag.store.index import Index
 from blendrag.store.index_errors import IndexLocked, IndexOdd
 from blendrag.store.pins import Pins
-from blendrag.store.root import named_errors, prepare
+from blendrag.store.root import prepare
 from blendrag.store.writing import DiskWriter
 
 _T = TypeVar("_T")

@@ -15,11 +15,12 @@ from itertools import islice
 from pathlib import Path
 
 from blendrag.store.directories import DIRECTORY
+from blendrag.store.disk_errors import named_errors
 from blendrag.store.files import Name
 from blendrag.store.format import is_name
+from blendrag.store.limit import DEFAULT_DISK_BYTES, settle_limit
 from blendrag.store.maintenance.foreign import HEX2, QUARANTINED
 from blendrag.store.maintenance.opening import Opened, changing, require_writable
-from blendrag.store.root import DEFAULT_DISK_BYTES, named_errors, settle_limit
 from blendrag.store.rows import Row
 
 #: Told how many bytes are gone, and of how many.
