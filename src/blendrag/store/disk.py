@@ -285,12 +285,14 @@ class DiskStore:
     def _put(self, name: Name, kv: ChunkKV) -> None:
         """Check, encode and sum up the bytes, then write them. Caller holds the put lock."""
         expected = frame(kv.layout, kv.tokens)
-        layers = [on_cpu(layer) for layer in kv.layers]
-        _check_finite(layers, kv, name)
         codec = codec_of(kv.layout)
-        stored = [codec.encode(i, x) for i, x in enumerate(layers)] if codec else layers
+        stored, checksums = [], []
+        for i, tensor in enumerate(kv.layers):  # one after the other, while it is in the cache
+            layer = on_cpu(tensor)
+            _check_finite(layer, i, kv.layout.dtype, name)
+            stored.append(codec.encode(i, layer) if codec else layer)
+            checksums.append(layer_checksum(name.key, i, tensor_buffer(stored[i])))
         buffers = [tensor_buffer(layer) for layer in stored]
-        checksums = [layer_checksum(name.key, i, buffer) for i, buffer in enumerate(buffers)]
         header = expected.header(name.namespace, name.key, checksums)
         self._writing.put(name, [header, *buffers], expected.file_bytes)
 
@@ -320,10 +322,9 @@ def _verified_checksums(fd: int, expected: Frame, name: Name) -> list[int] | Non
     return expected.checksums(header, name.namespace, name.key)
 
 
-def _check_finite(layers: list[torch.Tensor], kv: ChunkKV, name: Name) -> None:
-    for i, layer in enumerate(layers):
-        if not all_finite(layer, kv.layout.dtype):
-            raise InvalidInputError(
-                f"KV {name.key[:12]}… has NaN or infinity in layer {i}, expected finite numbers; "
-                "compute it in bfloat16 or float32, or leave this chunk out"
-            )
+def _check_finite(layer: torch.Tensor, number: int, dtype: str, name: Name) -> None:
+    if not all_finite(layer, dtype):
+        raise InvalidInputError(
+            f"KV {name.key[:12]}… has NaN or infinity in layer {number}, expected finite numbers; "
+            "compute it in bfloat16 or float32, or leave this chunk out"
+        )

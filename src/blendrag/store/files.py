@@ -1,6 +1,6 @@
 """Payload files in their directories: written atomically, opened without following anything.
 
-Owns every path below ``kv/``, ``tmp/`` and ``pinned/`` and the moves between them. Knows neither
+Owns every path below ``kv/`` and ``tmp/`` and the moves between them. Knows neither
 the index nor limits nor what is inside a payload. All access is relative to directory descriptors
 with ``O_NOFOLLOW``, so a symbolic link planted below the root is refused, never followed.
 """
@@ -19,13 +19,12 @@ from typing import Any, NamedTuple
 
 from blendrag.store.directories import DIRECTORY, write_all
 from blendrag.store.format import is_name
+from blendrag.store.marks import Marks
 
 # O_NONBLOCK: opening a FIFO planted under our name must not hang.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_MARK = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _FILE_NAME = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{16})\.kv", re.ASCII)
-_PIN = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{64})", re.ASCII)
 _HEX2 = re.compile(r"[0-9a-f]{2}", re.ASCII)
 #: What opening a directory says where there is none of ours: nothing, a file, a link not followed.
 _NO_DIRECTORY = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
@@ -61,6 +60,7 @@ class PayloadFiles:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self.marks = Marks(root / "pinned")
         self._kv_fd = os.open(root / "kv", DIRECTORY)
         self._durable: set[tuple[str, ...]] = set()
         """Directories below ``kv/`` of whose own entry we know that it is on disk."""
@@ -153,36 +153,6 @@ class PayloadFiles:
                 os.unlink(file, dir_fd=target)
         finally:
             os.close(target)
-
-    def pin(self, namespace: str, key: str) -> None:
-        """Mark a key, durably: an empty file in ``pinned/`` that bears its name."""
-        directory = os.open(self._root / "pinned", DIRECTORY)
-        try:
-            os.close(os.open(f"{namespace}.{key}", _MARK, 0o600, dir_fd=directory))
-            os.fsync(directory)
-        finally:
-            os.close(directory)
-
-    def unpin(self, namespace: str, key: str) -> None:
-        """Remove the mark of :meth:`pin`, if there is one."""
-        with contextlib.suppress(FileNotFoundError):
-            directory = os.open(self._root / "pinned", DIRECTORY)
-            try:
-                os.unlink(f"{namespace}.{key}", dir_fd=directory)
-            finally:
-                os.close(directory)
-
-    def pinned(self) -> set[tuple[str, str]]:
-        """Namespace and key of every mark."""
-        try:
-            directory = os.open(self._root / "pinned", DIRECTORY)
-        except FileNotFoundError:
-            return set()
-        try:
-            marks = map(_PIN.fullmatch, os.listdir(directory))
-            return {(mark[1], mark[2]) for mark in marks if mark}
-        finally:
-            os.close(directory)
 
     def named(self, namespace: str, key: str) -> list[Name]:
         """Files of one key, found by listing its directory."""

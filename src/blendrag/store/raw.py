@@ -15,11 +15,12 @@ import torch
 
 from blendrag.errors import InvalidInputError
 
-#: Dtypes by stored name → the unsigned integer of their width and the mask of their exponent bits.
-_EXPONENTS: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {
-    "float32": (np.uint32, 0x7F80_0000),
-    "float16": (np.uint16, 0x7C00),
-    "bfloat16": (np.uint16, 0x7F80),
+#: Dtypes by stored name → integers of their width, and the bits of infinity. Of either sign, infinity
+#: and the NaNs are the largest patterns there are: signed integers order the positive, unsigned the rest.
+_INFINITY: dict[str, tuple[type[np.signedinteger[Any]], type[np.unsignedinteger[Any]], int]] = {
+    "float32": (np.int32, np.uint32, 0x7F80_0000),
+    "float16": (np.int16, np.uint16, 0x7C00),
+    "bfloat16": (np.int16, np.uint16, 0x7F80),
 }
 
 
@@ -82,7 +83,8 @@ def pieces(
 
 
 def all_finite(layer: torch.Tensor, dtype: str) -> bool:
-    """Whether a contiguous CPU tensor holds neither NaN nor infinity (all exponent bits set)."""
-    unsigned, mask = _EXPONENTS[dtype]
-    bits = np.frombuffer(tensor_buffer(layer), dtype=unsigned)
-    return not bool(((bits & mask) == mask).any())
+    """Whether a contiguous CPU tensor holds neither NaN nor infinity. Makes no copy."""
+    signed, unsigned, infinity = _INFINITY[dtype]
+    bits = np.frombuffer(tensor_buffer(layer), dtype=signed)
+    negative_infinity = infinity | 1 << (8 * bits.itemsize - 1)
+    return bool(bits.max() < infinity and bits.view(unsigned).max() < negative_infinity)

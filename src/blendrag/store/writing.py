@@ -144,7 +144,7 @@ class DiskWriter:
         if excess <= 0:
             return
         self._before_eviction()
-        pinned = self._files.pinned()  # where that fails, rather nothing is evicted
+        pinned = self._files.marks.all()  # where that fails, rather nothing is evicted
         victims: list[Name] = []
         seen_bytes = 0
         for row in self._index.oldest() if needed_bytes <= limit_bytes else ():
@@ -175,7 +175,7 @@ class DiskWriter:
     def pin(self, namespace: str, key: str) -> None:
         """Keep a key out of every eviction, by whichever process."""
         with named_errors(f"writing to store {self._root}", 4096):
-            self._with_index(partial(self._files.pin, namespace, key))
+            self._with_index(partial(self._files.marks.add, namespace, key))
 
     # -- removal and recovery --------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ class DiskWriter:
         """Caller holds the index lock."""
         self._claimed()
         names = self._files.named(namespace, key)
-        self._files.unpin(namespace, key)
+        self._files.marks.remove(namespace, key)
         self._remove(names)
         return bool(names)
 

@@ -57,7 +57,7 @@ def export(
     with looking(root) as files:
         _require_ours(root, archive)
         with named_errors(f"listing store {root}"):
-            pinned = files.pinned()
+            pinned = files.marks.all()
         with _written(archive) as file:
             return _copy(files, namespace, pinned, file, archive, watch)
 

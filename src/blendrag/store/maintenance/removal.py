@@ -64,7 +64,7 @@ def collect(
             removed_bytes += sum(sizes)
             watch(min(removed_bytes, goal), goal)
         entries, size_bytes = store.held(store.index.totals)
-        pinned = store.files.pinned()
+        pinned = store.files.marks.all()
         left_pinned = sum(1 for namespace, key in pinned if store.files.named(namespace, key))
     return Removal(str(root), removed, removed_bytes, entries, size_bytes, max_bytes, left_pinned)
 
@@ -72,7 +72,7 @@ def collect(
 def _evict_batch(store: Opened, max_bytes: int) -> list[int]:
     """Drop up to :data:`BATCH` of the oldest that may go; their sizes. Caller holds the index lock."""
     excess = store.index.totals()[1] - max_bytes
-    pinned = store.files.pinned()
+    pinned = store.files.marks.all()
     victims: list[Row] = []
     for row in store.index.oldest() if excess > 0 else ():
         if excess <= 0 or len(victims) == BATCH:
@@ -104,7 +104,7 @@ def clear(
             store.writer.remove(batch)
             removed, removed_bytes = removed + len(batch), removed_bytes + size_bytes
             watch(removed_bytes, max(total, removed_bytes))
-        for entry in store.files.pinned():
+        for entry in store.files.marks.all():
             if namespace in (None, entry[0]):
                 store.writer.delete(*entry)
         if namespace is None:
@@ -112,7 +112,7 @@ def clear(
         _remove_empty_directories(root, namespace)
         store.writer.recover()
         entries, size_bytes = store.held(store.index.totals)
-        left_pinned = len(store.files.pinned())
+        left_pinned = len(store.files.marks.all())
     return Removal(str(root), removed, removed_bytes, entries, size_bytes, 0, left_pinned)
 
 
@@ -122,7 +122,7 @@ def _names(store: Opened, namespace: str | None) -> Iterator[Name]:
 
 def _batches(store: Opened, namespace: str | None) -> Iterator[list[Name]]:
     """All payloads, those that are pinned in the last batches."""
-    pinned = store.files.pinned()
+    pinned = store.files.marks.all()
     for is_last in (False, True):
         names = (name for name in _names(store, namespace) if (name.entry in pinned) == is_last)
         while batch := list(islice(names, BATCH)):

@@ -82,7 +82,7 @@ def survey(root: Path) -> StoreSurvey:
 def _namespaces(files: PayloadFiles) -> tuple[NamespaceStats, ...]:
     sizes: dict[str, Counter[int]] = defaultdict(Counter)
     headers: dict[tuple[str, int], Description | None] = {}
-    pinned, marks = Counter[str](), files.pinned()
+    pinned, marks = Counter[str](), files.marks.all()
     for name in files.walk():
         size_bytes = files.size(name)
         if not size_bytes and not files.exists(name):
