@@ -15,18 +15,36 @@ from blendrag.store.format import frame, layer_checksum
 from blendrag.store.raw import tensor_buffer
 
 
-class Puts(Way):
+class _Settled(Way):
+    """What is timed begins with nothing left over from before: the journal of most file systems is
+    one for all, and whoever syncs first writes (and, mounted with ``discard``, trims) for everybody."""
+
+    def __init__(self, directory: Path) -> None:
+        self._settling = directory / "settling"
+
+    def prepare(self) -> None:
+        fd = os.open(self._settling, os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            os.write(fd, secrets.token_bytes(16))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+class Puts(_Settled):
     """:meth:`KVStore.put` of a chunk that is not there."""
 
     name = "store"
 
-    def __init__(self, store: KVStore, chunk: ChunkKV) -> None:
+    def __init__(self, directory: Path, store: KVStore, chunk: ChunkKV) -> None:
+        super().__init__(directory)
         self._store, self._chunk = store, chunk
         self._number = 0
         self.size_bytes = frame(chunk.layout, chunk.tokens).file_bytes
 
     def prepare(self) -> None:
         self._number += 1
+        super().prepare()
 
     def run(self) -> None:
         self._store.put(NAMESPACE, key_of(self._number), self._chunk)
@@ -42,13 +60,14 @@ class Puts(Way):
         self._store.delete(NAMESPACE, key_of(self._number))
 
 
-class PlainWrites(Way):
+class PlainWrites(_Settled):
     """The payload's bytes, written, synced and renamed into place; no directory is synced."""
 
     name = "write+fsync+rename"
 
     def __init__(self, directory: Path, chunk: ChunkKV) -> None:
         directory.mkdir()
+        super().__init__(directory)
         self._temporary, self._final = directory / "temporary", directory / "final"
         self._buffers = [_header(chunk), *map(tensor_buffer, chunk.layers)]
         self.size_bytes = sum(len(buffer) for buffer in self._buffers)
@@ -81,7 +100,7 @@ def measure_puts(root: Path, chunk: ChunkKV, rounds: int, tick: Tick) -> list[Ro
     root.mkdir()
     store = open_store(root / "store", ram_bytes=0, disk_bytes=DISK_BYTES)
     try:
-        ways = [Puts(store, chunk), PlainWrites(root / "plain", chunk)]
+        ways = [Puts(root, store, chunk), PlainWrites(root / "plain", chunk)]
         return measure("put", ways, rounds, tick, PlainWrites.name)
     finally:
         store.close()
