@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from blendrag.cli import progress
+from blendrag.cli.output import say_metrics
+from blendrag.metrics import RequestMetrics
 from cli.lab import ingest_args, invoke, said
 
 FEW = ("--samples", "2", "--top-k", "3", "--minutes", "0.3", "--ratio", "0.2", "--policy", "query")
@@ -34,6 +36,27 @@ def test_what_was_found_is_printed_kept_and_used(store: str) -> None:
     ran = json.loads(asked.stdout)["metrics"]["schedule"]
     weights = ",".join(f"{weight:g}" for weight in found["weights"])
     assert ran == f"calibrated:{weights}"
+
+
+def test_in_words_an_answer_names_the_schedule_that_ran(ingested: Path) -> None:
+    ask = ("ask", "What is the topic?", "--store", str(ingested), "--max-new-tokens", "2")
+    for asked in ("first:2", "0.4,0.2"):
+        shown = said(invoke(*ask, "--policy", "query", "--schedule", asked))
+        assert shown.endswith(f"mode blend, query at ratio 0.15, schedule {asked}")
+    for more in (("--policy", "boundary(3)"), ("--mode", "reuse")):  # follow none
+        assert "schedule" not in said(invoke(*ask, *more))
+
+
+def test_a_long_schedule_is_named_by_its_beginning(capsys: pytest.CaptureFixture[str]) -> None:
+    long = "calibrated:" + ",".join(["0.123"] * 40)
+    counts = (0,) * 5
+    say_metrics(
+        RequestMetrics("blend", 0.0, 0.0, 0.0, *counts, 0.1, 0.1, policy="query", schedule=long)
+    )
+    shown = capsys.readouterr().err
+    assert "schedule calibrated:0.123,0.123," in shown
+    assert shown.endswith("0.123,…\n")
+    assert len(shown) < 300
 
 
 def test_the_table_names_families_and_where_the_questions_came_from(

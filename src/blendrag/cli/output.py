@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from blendrag.metrics import RequestMetrics
     from blendrag.verify import Verification
 
+#: Of a schedule's name in the line of metrics.
+SCHEDULE_CHARS = 60
+
 
 def print_json(fields: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
     """An object or a list on one line; a number that JSON has no word for (NaN, infinity) is null."""
@@ -91,10 +94,22 @@ def say_metrics(metrics: RequestMetrics) -> None:
         f"first token after {1e3 * metrics.ttft_s:,.0f} ms (loading {1e3 * metrics.load_s:,.0f} ms), "
         f"{metrics.prompt_tokens} prompt tokens: {metrics.reused_tokens} reused, "
         f"{metrics.recomputed_tokens} of them recomputed, {metrics.fresh_tokens} fresh; "
-        f"mode {metrics.mode}{how}",
+        f"mode {metrics.mode}{how}{_schedule(metrics)}",
     )
     for note in metrics.notes:
         say("note", note)
+
+
+def _schedule(metrics: RequestMetrics) -> str:
+    """That really ran; a long vector by its beginning, whose whole is in the JSON."""
+    from blendrag.selection import make_policy
+
+    if not metrics.policy or not make_policy(metrics.policy).follows_schedule:
+        return ""
+    text = metrics.schedule
+    if len(text) > SCHEDULE_CHARS:
+        text = f"{text[:SCHEDULE_CHARS].rpartition(',')[0]},…"
+    return f", schedule {text}"
 
 
 def print_verification(model: str, result: Verification) -> None:
