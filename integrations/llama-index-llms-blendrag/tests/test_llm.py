@@ -255,7 +255,7 @@ def test_no_messages_are_refused_in_a_sentence(llm: BlendLLM) -> None:
 
 def test_tools_are_refused_in_a_sentence_and_metadata_said_so(llm: BlendLLM) -> None:
     tool = FunctionTool.from_defaults(fn=lambda q: q, name="look_up", description="Looks up.")
-    with pytest.raises(InvalidInputError, match=r"does not call tools \(look_up\); use a ReAct"):
+    with pytest.raises(InvalidInputError, match=r"takes no tools \(look_up\); use a ReAct"):
         llm.chat_with_tools([tool], "Where is Place32?")
 
 

@@ -15,6 +15,7 @@ from llama_index.core.base.llms.types import (
 )
 
 from blendrag.errors import InvalidInputError
+from llama_index.llms.blendrag._tools import arguments
 
 Message = dict[str, Any]
 
@@ -42,7 +43,7 @@ def _to_dict(message: ChatMessage) -> Message:
         if isinstance(block, TextBlock):
             texts.append(block.text)
         elif isinstance(block, ToolCallBlock):
-            function = {"name": block.tool_name, "arguments": block.tool_kwargs}
+            function = {"name": block.tool_name, "arguments": arguments(block)}
             calls.append({"type": "function", "id": block.tool_call_id, "function": function})
         elif not isinstance(block, ThinkingBlock | CachePoint):
             raise InvalidInputError(

@@ -1,4 +1,4 @@
-"""Answers as LlamaIndex's responses, with usage and metrics in ``raw``."""
+"""Answers as LlamaIndex's responses: calls as blocks, log probabilities, usage and metrics in ``raw``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
     CompletionResponse,
+    LogProb,
     MessageRole,
+    TextBlock,
+    ToolCallBlock,
 )
 
 if TYPE_CHECKING:
     from blendrag.engine import Answer
+    from blendrag.plugs.tools import Parsed
 
 
 def raw(answer: Answer, model_name: str) -> dict[str, Any]:
@@ -25,18 +29,50 @@ def raw(answer: Answer, model_name: str) -> dict[str, Any]:
             "prompt_tokens": metrics.prompt_tokens,
             "completion_tokens": metrics.new_tokens,
             "total_tokens": metrics.prompt_tokens + metrics.new_tokens,
+            "prompt_tokens_details": {"cached_tokens": metrics.reused_tokens},
             "reused_tokens": metrics.reused_tokens,
         },
         "blendrag": metrics.as_dict(),
     }
 
 
-def completion(text: str, delta: str | None, about: dict[str, Any] | None) -> CompletionResponse:
-    """``text`` so far, ``delta`` the newest piece of it, ``about`` once the answer is whole."""
-    return CompletionResponse(text=text, delta=delta, raw=about)
+def logprobs(answer: Answer) -> list[list[LogProb]] | None:
+    """Of each token of the answer: itself first, then the likeliest others that were asked for."""
+    if answer.logprobs is None:
+        return None
+    return [
+        [
+            _logprob(chosen.token, chosen.logprob),
+            *(_logprob(token, value) for token, value in chosen.top if token != chosen.token),
+        ]
+        for chosen in answer.logprobs
+    ]
 
 
-def chat(text: str, delta: str | None, about: dict[str, Any] | None) -> ChatResponse:
-    """:func:`completion` as a message of the assistant."""
-    message = ChatMessage(role=MessageRole.ASSISTANT, content=text)
-    return ChatResponse(message=message, delta=delta, raw=about)
+def _logprob(token: str, value: float) -> LogProb:
+    return LogProb(token=token, logprob=value, bytes=list(token.encode("utf-8", "replace")))
+
+
+def calls(parsed: Parsed) -> dict[str, Any]:
+    """A message of the assistant, what it says and then the calls it makes, and what was no call."""
+    blocks: list[Any] = [TextBlock(text=parsed.text)] if parsed.text or not parsed.calls else []
+    blocks += [
+        ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=call.arguments)
+        for call in parsed.calls
+    ]
+    about: dict[str, Any] = {"message": ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks)}
+    if parsed.invalid:
+        invalid = [{"text": call.text, "error": call.error} for call in parsed.invalid]
+        about["additional_kwargs"] = {"invalid_tool_calls": invalid}
+    return about
+
+
+def completion(text: str, delta: str | None, **about: Any) -> CompletionResponse:
+    """``text`` so far, ``delta`` the newest piece of it."""
+    return CompletionResponse(text=text, delta=delta, **about)
+
+
+def chat(text: str, delta: str | None, **about: Any) -> ChatResponse:
+    """:func:`completion` as a message of the assistant, unless ``about`` brings one."""
+    plain = ChatMessage(role=MessageRole.ASSISTANT, content=text)
+    return ChatResponse(**{"message": plain, **about}, delta=delta)

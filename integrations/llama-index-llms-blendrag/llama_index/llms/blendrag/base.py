@@ -7,9 +7,9 @@ the LlamaIndex side only; the engine does the work.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -20,24 +20,26 @@ from llama_index.core.base.llms.types import (
     CompletionResponseAsyncGen,
     CompletionResponseGen,
     LLMMetadata,
+    MessageRole,
 )
+from llama_index.core.instrumentation.span import active_span_id
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 
 from blendrag.errors import InvalidInputError
 from blendrag.plugs.fields import CONFIG, RequestFields
-from blendrag.plugs.shared import agenerate, astream_pieces, context_tokens, stream_pieces
-from llama_index.llms.blendrag import _results
-from llama_index.llms.blendrag._messages import Message, to_dicts
+from blendrag.plugs.shared import context_tokens
+from blendrag.plugs.tool_choice import call_form
+from blendrag.plugs.tools import has_tools
+from llama_index.llms.blendrag import _results, _tools
+from llama_index.llms.blendrag._calls import Asked, Call
+from llama_index.llms.blendrag._messages import to_dicts
 
 if TYPE_CHECKING:
+    from llama_index.core.llms.llm import ToolSelection
     from llama_index.core.tools.types import BaseTool
 
-    from blendrag.engine import Answer, Options
-
-R = TypeVar("R", ChatResponse, CompletionResponse)
-Respond = Callable[[str, str | None, dict[str, Any] | None], R]
-Asked = str | list[Message]
+    from blendrag.engine import Options
 
 
 class BlendLLM(RequestFields, FunctionCallingLLM):
@@ -48,8 +50,11 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
     ``formatted`` already. ``raw`` of every response (of a stream: of its last) holds ``usage``,
     ``finish_reason`` and, under ``blendrag``, the request's metrics.
 
-    Tools are not supported: ``metadata`` says so, agents then ask in plain text (ReAct), and the
-    methods for tools raise :class:`InvalidInputError`.
+    Tools go through the chat template of a model that has a place for them, and only then is
+    ``metadata.is_function_calling_model`` true; with others, agents ask in plain text (ReAct),
+    structured output is asked for as JSON, and the methods for tools raise :class:`InvalidInputError`.
+    What was meant to be a call and cannot be read is in ``additional_kwargs["invalid_tool_calls"]``.
+    A :class:`BlendReuseEvent` is emitted for every answer.
 
     Example:
         ```python
@@ -76,7 +81,7 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
             context_window=context_tokens(engine),
             num_output=self.max_tokens or engine.settings.max_new_tokens,
             is_chat_model=has_template,
-            is_function_calling_model=False,
+            is_function_calling_model=has_template and has_tools(engine.resources.tokens),
             model_name=engine.resources.model_name,
         )
 
@@ -85,61 +90,57 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
         given = {} if self.given_engine is None else {"engine": "BlendEngine"}
         return super().to_dict(**kwargs) | given
 
+    def count_tokens(self, messages: Sequence[ChatMessage]) -> int:
+        """Tokens of ``messages`` as the model reads them, its template's own included."""
+        from blendrag.engine.prompts import render
+
+        options, tokens = self.request_options(), self.engine.resources.tokens
+        asked = self._asked(self._extend_messages(list(messages)), options)
+        return len(tokens.encode_template(render(asked, tokens, options)))
+
     # -- whole answers --------------------------------------------------------------------------
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        options = self.request_options(**kwargs)
-        return self._whole(self._asked(messages, options), options, _results.chat)
+        return self._chat_call(messages, kwargs).whole()
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        options = self._completion_options(formatted, kwargs)
-        return self._whole(self._completed(prompt, formatted), options, _results.completion)
+        return self._completion_call(prompt, formatted, kwargs).whole()
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        options = self.request_options(**kwargs)
-        prompt = await asyncio.to_thread(self._asked, messages, options)
-        answer = await agenerate(self.engine, prompt, options)
-        return _results.chat(answer.text, None, self._raw(answer))
+        return await (await asyncio.to_thread(self._chat_call, messages, kwargs)).awhole()
 
     @llm_completion_callback()
     async def acomplete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponse:
-        options = self._completion_options(formatted, kwargs)
-        answer = await agenerate(self.engine, self._completed(prompt, formatted), options)
-        return _results.completion(answer.text, None, self._raw(answer))
+        return await self._completion_call(prompt, formatted, kwargs).awhole()
 
     # -- answers piece by piece -----------------------------------------------------------------
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        options = self.request_options(**kwargs)
-        return self._pieces(self._asked(messages, options), options, _results.chat)
+        return self._chat_call(messages, kwargs).pieces()
 
     @llm_completion_callback()
     def stream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseGen:
-        options = self._completion_options(formatted, kwargs)
-        return self._pieces(self._completed(prompt, formatted), options, _results.completion)
+        return self._completion_call(prompt, formatted, kwargs).pieces()
 
     @llm_chat_callback()
     async def astream_chat(
         self, messages: Sequence[ChatMessage], **kwargs: Any
     ) -> ChatResponseAsyncGen:
-        options = self.request_options(**kwargs)
-        prompt = await asyncio.to_thread(self._asked, messages, options)
-        return self._apieces(prompt, options, _results.chat)
+        return (await asyncio.to_thread(self._chat_call, messages, kwargs)).apieces()
 
     @llm_completion_callback()
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
-        options = self._completion_options(formatted, kwargs)
-        return self._apieces(self._completed(prompt, formatted), options, _results.completion)
+        return self._completion_call(prompt, formatted, kwargs).apieces()
 
     # -- tools ----------------------------------------------------------------------------------
 
@@ -151,16 +152,81 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
         verbose: bool = False,
         allow_parallel_tool_calls: bool = False,
         tool_required: bool = False,
+        tool_choice: Any = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        raise _no_tools([tool.metadata.get_name() for tool in tools])
+        """Arguments of :meth:`chat`. Raises :class:`InvalidInputError` for a model without tools."""
+        specs = [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools]
+        if specs:
+            self._check_tools(specs, self.request_options())
+        messages = list(chat_history or ())
+        if isinstance(user_msg, str):
+            user_msg = ChatMessage(role=MessageRole.USER, content=user_msg)
+        if user_msg is not None:
+            messages.append(user_msg)
+        if specs:
+            # asked for by LlamaIndex unasked: where a template can't force calls, the model chooses
+            can_force = tool_required and call_form(self.engine.resources.tokens) is not None
+            kwargs |= {
+                "tools": specs,
+                "tool_choice": tool_choice or ("any" if can_force else None),
+                "parallel_tool_calls": allow_parallel_tool_calls,
+            }
+        return {"messages": messages, **kwargs}
 
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
-    ) -> list[Any]:
-        raise _no_tools([])
+    ) -> list[ToolSelection]:
+        """Raises :class:`InvalidInputError` for a response without calls, unless told not to."""
+        return _tools.selections(response, error_on_no_tool_call)
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _chat_call(
+        self, messages: Sequence[ChatMessage], overrides: dict[str, Any]
+    ) -> Call[ChatResponse]:
+        overrides = dict(overrides)
+        offer = _tools.Offer.taken_from(overrides)
+        if offer is not None:
+            overrides["tools"] = offer.tools
+        options = self.request_options(**overrides)
+        if offer is not None:
+            self._check_tools(offer.tools, options)
+            options = replace(options, opening=offer.opening(self.engine.resources.tokens))
+        return Call(
+            self.engine,
+            self._asked(messages, options),
+            options,
+            _results.chat,
+            offer,
+            active_span_id.get(),
+        )
+
+    def _check_tools(self, specs: Sequence[_tools.Spec], options: Options) -> None:
+        given = ", ".join(_tools.names(specs))
+        if not options.apply_chat_template:
+            raise InvalidInputError(
+                f"apply_chat_template=False with tools ({given}), which reach the model through its "
+                "template; leave one of them out"
+            )
+        resources = self.engine.resources
+        if not has_tools(resources.tokens):
+            raise InvalidInputError(
+                f"the chat template of {resources.model_name!r} takes no tools ({given}); use a "
+                "ReActAgent, which asks for them in plain text"
+            )
+
+    def _completion_call(
+        self, prompt: str, formatted: bool, overrides: dict[str, Any]
+    ) -> Call[CompletionResponse]:
+        """Text that is formatted already gets no template."""
+        if formatted:
+            overrides = {"apply_chat_template": False, **overrides}
+        elif self.completion_to_prompt is not None:
+            prompt = self.completion_to_prompt(prompt)
+        options = self.request_options(**overrides)
+        span_id = active_span_id.get()
+        return Call(self.engine, prompt, options, _results.completion, span_id=span_id)
 
     def _asked(self, messages: Sequence[ChatMessage], options: Options) -> Asked:
         """Messages for the model's template; as LlamaIndex flattens them where none is applied."""
@@ -171,47 +237,3 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
             return converted
         assert self.messages_to_prompt is not None  # set when the wrapper was made
         return self.messages_to_prompt(messages)
-
-    def _completed(self, prompt: str, formatted: bool) -> str:
-        if formatted or self.completion_to_prompt is None:
-            return prompt
-        return self.completion_to_prompt(prompt)
-
-    def _completion_options(self, formatted: bool, overrides: dict[str, Any]) -> Options:
-        """Options of a completion: text that is formatted already gets no template."""
-        if formatted:
-            overrides = {"apply_chat_template": False, **overrides}
-        return self.request_options(**overrides)
-
-    def _whole(self, prompt: Asked, options: Options, respond: Respond[R]) -> R:
-        answer = self.engine.generate(prompt, options)
-        return respond(answer.text, None, self._raw(answer))
-
-    def _pieces(
-        self, prompt: Asked, options: Options, respond: Respond[R]
-    ) -> Generator[R, None, None]:
-        text = ""
-        for piece in stream_pieces(self.engine, prompt, options):
-            text += piece.text
-            yield respond(text, piece.text, self._raw(piece.answer))
-
-    async def _apieces(
-        self, prompt: Asked, options: Options, respond: Respond[R]
-    ) -> AsyncGenerator[R, None]:
-        text = ""
-        async with aclosing(astream_pieces(self.engine, prompt, options)) as pieces:
-            async for piece in pieces:
-                text += piece.text
-                yield respond(text, piece.text, self._raw(piece.answer))
-
-    def _raw(self, answer: Answer | None) -> dict[str, Any] | None:
-        if answer is None:
-            return None
-        return _results.raw(answer, self.engine.resources.model_name)
-
-
-def _no_tools(names: Sequence[str | None]) -> InvalidInputError:
-    offered = f" ({', '.join(str(name) for name in names)})" if names else ""
-    return InvalidInputError(
-        f"BlendLLM does not call tools{offered}; use a ReActAgent, which asks for them in plain text"
-    )

@@ -8,16 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.callbacks import CallbackManager
-from llama_index.core.schema import (
-    NodeRelationship,
-    NodeWithScore,
-    QueryBundle,
-    RelatedNodeInfo,
-    TextNode,
-)
+from llama_index.core.schema import NodeWithScore, QueryBundle
 
 from blendrag.errors import InvalidInputError
-from blendrag.plugs.shared import choose_engine
+from blendrag.plugs.fields import EngineFields
+from blendrag.plugs.shared import check_given
+from llama_index.llms.blendrag._nodes import to_node
 
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine
@@ -30,7 +26,7 @@ class BlendRetriever(BaseRetriever):
     Nodes come document by document, the nearest first, and within one in reading order; ``score`` is
     the cosine similarity. Metadata is the document's own plus ``source``, ``title``, ``chunk_id``
     and ``distance`` (L2, in [0, 2]); none of it is written into prompts or embedded unless a node's
-    ``excluded_llm_metadata_keys`` is changed.
+    ``excluded_llm_metadata_keys`` is changed. What came as a node (:class:`BlendVectorStore`) is that node.
 
     Args:
         model, store, dtype, device, embedder: whose engine to use; shared with every wrapper of
@@ -56,22 +52,36 @@ class BlendRetriever(BaseRetriever):
             raise InvalidInputError(
                 f"similarity_top_k is {similarity_top_k}, expected 1 or more; 6 is usual"
             )
-        self.engine = choose_engine(
-            engine, model=model, store=store, dtype=dtype, device=device, embedder=embedder
+        if engine is not None:
+            check_given(
+                engine, model=model, store=store, dtype=dtype, device=device, embedder=embedder
+            )
+        self._engine = EngineFields(
+            model=model,
+            store=None if store is None else Path(store),
+            dtype=dtype,
+            device=device,
+            embedder=embedder,
+            engine=engine,
         )
         self.similarity_top_k = similarity_top_k
         super().__init__(callback_manager=callback_manager, verbose=verbose)
 
+    @property
+    def engine(self) -> BlendEngine:
+        """The engine given, or the shared one of these names. Making it loads no model yet."""
+        return self._engine.engine
+
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         chunks = self.engine.retrieve(query_bundle.query_str, self.similarity_top_k)
-        return [to_node(chunk) for chunk in chunks]
+        return [node_with_score(chunk) for chunk in chunks]
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         return await asyncio.to_thread(self._retrieve, query_bundle)
 
 
-def to_node(chunk: RetrievedChunk) -> NodeWithScore:
-    """``text`` is exactly the stored text: it is what the LLM recognises a chunk by."""
+def node_with_score(chunk: RetrievedChunk) -> NodeWithScore:
+    """A chunk as a node; one that came as a node is that node."""
     metadata: dict[str, Any] = {
         **chunk.metadata,
         "source": chunk.source,
@@ -79,14 +89,12 @@ def to_node(chunk: RetrievedChunk) -> NodeWithScore:
         "chunk_id": chunk.chunk_id,
         "distance": chunk.distance,
     }
-    node = TextNode(
+    node = to_node(
+        chunk.text,
+        metadata,
         id_=chunk.chunk_id,
-        text=chunk.text,
-        metadata=metadata,
-        start_char_idx=chunk.start,
-        end_char_idx=chunk.end,
-        relationships={NodeRelationship.SOURCE: RelatedNodeInfo(node_id=chunk.source)},
-        excluded_llm_metadata_keys=list(metadata),
-        excluded_embed_metadata_keys=list(metadata),
+        source=chunk.source,
+        start=chunk.start,
+        end=chunk.end,
     )
     return NodeWithScore(node=node, score=1 - chunk.distance**2 / 2)

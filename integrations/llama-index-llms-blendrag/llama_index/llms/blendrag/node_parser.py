@@ -1,0 +1,77 @@
+"""``BlendNodeParser``: documents → nodes no longer than a chunk whose KV is stored.
+
+Owns how much of a chunk metadata takes up. Where a text is cut is :mod:`blendrag.chunking`'s, so that
+nodes are cut as ``blendrag ingest`` cuts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llama_index.core.node_parser.interface import MetadataAwareTextSplitter
+
+from blendrag.chunking import MIN_CHUNK_TOKENS, Chunker
+from blendrag.errors import InvalidInputError
+from blendrag.plugs.fields import CONFIG, EngineFields
+
+
+class BlendNodeParser(EngineFields, MetadataAwareTextSplitter):
+    """Splits into pieces of at most ``chunk_tokens`` tokens of the *model's* tokenizer.
+
+    Every piece is an exact substring of its document, without white space at its ends: the form that
+    :class:`BlendLLM` recognises in prompts. Does not load the model's weights.
+
+    Example:
+        ```python
+        nodes = BlendNodeParser(model="Qwen/Qwen2.5-0.5B-Instruct", store="./kv")(documents)
+        ```
+
+    Raises :class:`InvalidInputError` from calls for a limit out of range, and for metadata that leaves
+    too little of it.
+    """
+
+    model_config = CONFIG
+
+    chunk_tokens: int | None = None
+    """``None`` takes the store's: that of its corpus, else of the engine's settings."""
+    count_metadata: bool = True
+    """Whether metadata that LlamaIndex writes before a text counts against the limit. Stored KV is
+    that of the text alone: with ``False``, chunks stay what they are when metadata changes."""
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "BlendNodeParser"
+
+    def to_dict(self, **kwargs: Any) -> dict[str, Any]:
+        """As in LlamaIndex, with limit and tokenizer, which decide what a pipeline may cache."""
+        resources = self.engine.resources
+        described = super().to_dict(**kwargs) | {"chunk_tokens": self._limit()}
+        if self.given_engine is not None:
+            described["engine"] = f"BlendEngine, tokenizer {resources.tokens.fingerprint}"
+        return described
+
+    def split_text(self, text: str) -> list[str]:
+        return self._split(text, self._limit())
+
+    def split_text_metadata_aware(self, text: str, metadata_str: str) -> list[str]:
+        """Pieces that stay within the limit with ``metadata_str`` before them."""
+        limit = self._limit()
+        if not (self.count_metadata and metadata_str):
+            return self._split(text, limit)
+        used = len(self.engine.resources.tokens.encode_text(metadata_str))
+        if limit - used < MIN_CHUNK_TOKENS:
+            raise InvalidInputError(
+                f"metadata takes {used} of a chunk's {limit} tokens, expected it to leave "
+                f"{MIN_CHUNK_TOKENS}; exclude keys from it, raise chunk_tokens or set "
+                "count_metadata=False"
+            )
+        return self._split(text, limit - used)
+
+    def _split(self, text: str, limit: int) -> list[str]:
+        chunker = Chunker(self.engine.resources.tokens.text, limit)
+        return [chunk.text for chunk in chunker.split(text)]
+
+    def _limit(self) -> int:
+        if self.chunk_tokens is None:
+            return self.engine.resources.chunk_tokens
+        return self.chunk_tokens

@@ -1,0 +1,128 @@
+"""Answers over whole chunks: nothing is cut to fill up a prompt, so that all stored KV fits.
+
+LlamaIndex packs prompts by joining texts and splitting the whole again at the prompt's limit, counted
+by a tokenizer that is not the model's. A chunk whose head is cut off has no KV. Here chunks are packed
+whole, in the order given, counted by the model's tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from llama_index.core.bridge.pydantic import PrivateAttr
+from llama_index.core.indices.prompt_helper import PromptHelper
+from llama_index.core.llms.structured_llm import StructuredLLM
+from llama_index.core.response_synthesizers import CompactAndRefine
+
+from blendrag.errors import InvalidInputError
+from llama_index.llms.blendrag.base import BlendLLM
+
+if TYPE_CHECKING:
+    from llama_index.core.llms import LLM
+    from llama_index.core.prompts import BasePromptTemplate
+    from llama_index.core.tools.types import BaseTool
+
+SEPARATOR = "\n\n"
+#: LlamaIndex's own default.
+PADDING = 5
+
+
+class BlendPromptHelper(PromptHelper):
+    """Packs and never cuts. For any synthesizer: ``prompt_helper=``, or ``Settings.prompt_helper``.
+
+    A chunk that alone is longer than the prompt may be stays whole too; the model then says by how
+    many tokens (:class:`ContextOverflowError`).
+
+    Example:
+        ```python
+        engine = RetrieverQueryEngine.from_args(
+            retriever, llm=llm, response_mode="tree_summarize", prompt_helper=BlendPromptHelper(llm)
+        )
+        ```
+    """
+
+    _blend: BlendLLM = PrivateAttr()
+
+    def __init__(self, llm: BlendLLM, **kwargs: Any) -> None:
+        about = llm.metadata
+        super().__init__(
+            context_window=about.context_window,
+            num_output=about.num_output,
+            tokenizer=llm.engine.resources.tokens.encode_text,
+            **kwargs,
+        )
+        self._blend = llm
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "BlendPromptHelper"
+
+    def truncate(
+        self,
+        prompt: BasePromptTemplate,
+        text_chunks: Sequence[str],
+        padding: int = PADDING,
+        llm: LLM | None = None,
+        tools: list[BaseTool] | None = None,
+    ) -> list[str]:
+        """``text_chunks``, whole."""
+        return list(text_chunks)
+
+    def repack(
+        self,
+        prompt: BasePromptTemplate,
+        text_chunks: Sequence[str],
+        padding: int = PADDING,
+        llm: LLM | None = None,
+        tools: list[BaseTool] | None = None,
+    ) -> list[str]:
+        """As few texts as hold all chunks, in order, each as long as ``prompt`` leaves room for."""
+        room = self._room(prompt, llm) - padding
+        between = self._token_counter.get_string_tokens(SEPARATOR)
+        packs: list[list[str]] = []
+        used = 0
+        for chunk in filter(None, (text.strip() for text in text_chunks)):
+            tokens = self._token_counter.get_string_tokens(chunk)
+            if packs and used + between + tokens <= room:
+                packs[-1].append(chunk)
+                used += between + tokens
+            else:
+                packs.append([chunk])
+                used = tokens
+        return [SEPARATOR.join(pack) for pack in packs]
+
+    def _room(self, prompt: BasePromptTemplate, llm: LLM | None) -> int:
+        """Tokens that chunks may take: what the prompt without them, as the model reads it, leaves."""
+        missing = dict.fromkeys(set(prompt.template_vars) - set(prompt.kwargs), "")
+        used = self._blend.count_tokens(prompt.format_messages(llm=self._blend, **missing))
+        if isinstance(llm, StructuredLLM):
+            schema = json.dumps(llm.output_cls.model_json_schema())
+            used += self._token_counter.get_string_tokens(schema)
+        return self.context_window - self.num_output - used
+
+
+class BlendSynthesizer(CompactAndRefine):
+    """LlamaIndex's compact-and-refine over whole chunks in their order; else the same.
+
+    Example:
+        ```python
+        engine = RetrieverQueryEngine(retriever, response_synthesizer=BlendSynthesizer(llm))
+        ```
+
+    Raises :class:`InvalidInputError` for an ``llm`` that is not a :class:`BlendLLM`.
+    """
+
+    def __init__(self, llm: LLM | None = None, **kwargs: Any) -> None:
+        from llama_index.core import Settings
+
+        llm = Settings.llm if llm is None else llm
+        model = llm.llm if isinstance(llm, StructuredLLM) else llm
+        if not isinstance(model, BlendLLM):
+            raise InvalidInputError(
+                f"llm is a {type(model).__name__}, expected a BlendLLM, by whose tokenizer chunks are "
+                "counted; use CompactAndRefine with other models"
+            )
+        kwargs.setdefault("prompt_helper", BlendPromptHelper(model))
+        super().__init__(llm=llm, **kwargs)

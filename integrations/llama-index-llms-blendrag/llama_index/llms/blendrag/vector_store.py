@@ -1,0 +1,212 @@
+"""``BlendVectorStore``: nodes, their vectors and their KV, added, changed and removed together.
+
+Owns the LlamaIndex side; the engine's library keeps texts, vectors and KV in step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from llama_index.core.indices.query.embedding_utils import get_top_k_mmr_embeddings
+from llama_index.core.vector_stores.types import (
+    BasePydanticVectorStore,
+    MetadataFilters,
+    VectorStoreQuery,
+    VectorStoreQueryMode,
+    VectorStoreQueryResult,
+)
+from pydantic import model_validator
+
+from blendrag.errors import InvalidInputError
+from blendrag.plugs.fields import CONFIG, EngineFields
+from llama_index.llms.blendrag._nodes import CONTENT, accepts, to_entry, to_node
+
+if TYPE_CHECKING:
+    from llama_index.core.schema import BaseNode
+
+    from blendrag.engine import BlendEngine
+    from blendrag.engine.library import Entry, Hit
+
+#: Candidates of maximal marginal relevance for every node asked for, as in LlamaIndex.
+MMR_PREFETCH = 4
+
+
+class BlendVectorStore(EngineFields, BasePydanticVectorStore):
+    """The corpus beside a blendrag store, as LlamaIndex's vector store.
+
+    ``add`` computes the KV of every node it does not have yet, and ``delete`` drops it: index methods
+    (``insert``, ``refresh_ref_docs``, ``delete_ref_doc``) and every strategy of an ``IngestionPipeline``
+    with a docstore keep KV in step with vectors. Everything is on disk when a method returns, so
+    ``persist`` has nothing to do. Chunks that ``blendrag ingest`` brought are found, too.
+
+    Vectors are by default those of the corpus's own embedder, whatever the index embeds with
+    (:class:`BlendEmbedding` is that embedder). ``embedding_name=`` keeps the index's instead.
+
+    Example:
+        ```python
+        pipeline = IngestionPipeline(
+            transformations=[BlendNodeParser(**names), BlendEmbedding(**names)],
+            vector_store=BlendVectorStore(**names),
+            docstore=SimpleDocumentStore(),
+            docstore_strategy=DocstoreStrategy.UPSERTS_AND_DELETE,
+        )
+        ```
+    """
+
+    model_config = CONFIG
+
+    stores_text: bool = True
+    is_embedding_query: bool = False
+    embedding_name: str | None = None
+    """Name of the index's embedding model, whose vectors are kept; another name later is an error."""
+
+    @model_validator(mode="after")
+    def _choose_query(self) -> BlendVectorStore:
+        self.is_embedding_query = self.embedding_name is not None
+        return self
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "BlendVectorStore"
+
+    @property
+    def client(self) -> BlendEngine:
+        return self.engine
+
+    # -- changing -------------------------------------------------------------------------------
+
+    def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
+        """Add nodes, or change those whose ids are there; blocks until their KV is stored.
+
+        Raises :class:`InvalidInputError` for nodes that are not text; then nothing was added.
+        """
+        entries = [to_entry(node) for node in nodes]
+        if self.embedding_name is None:
+            self.engine.library.add(entries)
+        else:
+            vectors = [node.get_embedding() for node in nodes]
+            self.engine.library.add(entries, vectors, embedder=self.embedding_name)
+        return [entry.id for entry in entries]
+
+    def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
+        """Remove a document's nodes, vectors and KV; nothing there is no error."""
+        self.engine.library.delete_parents([ref_doc_id])
+
+    def delete_nodes(
+        self,
+        node_ids: list[str] | None = None,
+        filters: MetadataFilters | None = None,
+        **delete_kwargs: Any,
+    ) -> None:
+        """Remove the nodes of these ids that pass ``filters``, and their KV."""
+        if node_ids is None and filters is None:
+            raise InvalidInputError(
+                "delete_nodes got neither node_ids nor filters, expected one of them; clear() removes all"
+            )
+        library = self.engine.library
+        library.delete([entry.id for entry in library.entries(accepts(filters, node_ids))])
+
+    def clear(self) -> None:
+        """Remove every node that was added by id, and no document that was ingested by path."""
+        self.engine.library.clear()
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def get_nodes(
+        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
+    ) -> list[BaseNode]:
+        """Nodes of these ids, in that order, or all, that pass ``filters``."""
+        library, accept = self.engine.library, accepts(filters)
+        entries = library.get(node_ids) if node_ids is not None else library.entries()
+        return [_node_of(entry) for entry in entries if accept is None or accept(entry)]
+
+    def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
+        """The nearest nodes, by the question's text or, with ``embedding_name``, by its vector.
+
+        Raises :class:`InvalidInputError` for a mode other than ``default`` and ``mmr``.
+        """
+        if query.mode not in (VectorStoreQueryMode.DEFAULT, VectorStoreQueryMode.MMR):
+            raise InvalidInputError(
+                f"query mode {query.mode.value!r} is not one of 'default', 'mmr': the corpus is searched "
+                "by vectors alone"
+            )
+        library = self.engine.library
+        asked = self._asked(query)
+        where = accepts(query.filters, query.node_ids, query.doc_ids)
+        if query.mode == VectorStoreQueryMode.DEFAULT:
+            hits = library.search(asked, query.similarity_top_k, where)
+        else:
+            factor = kwargs.get("mmr_prefetch_factor") or MMR_PREFETCH
+            wanted = kwargs.get("mmr_prefetch_k") or int(query.similarity_top_k * factor)
+            vector = library.embed_query(asked) if isinstance(asked, str) else asked
+            near = library.search(vector, wanted, where)
+            threshold = kwargs.get("mmr_threshold", query.mmr_threshold)
+            hits = _diverse(vector, near, query.similarity_top_k, threshold)
+        return VectorStoreQueryResult(
+            nodes=[_node_of(hit.entry) for hit in hits],
+            similarities=[hit.similarity for hit in hits],
+            ids=[hit.entry.id for hit in hits],
+        )
+
+    def _asked(self, query: VectorStoreQuery) -> str | np.ndarray:
+        if self.embedding_name is not None and query.query_embedding is not None:
+            return np.asarray(query.query_embedding, np.float32)
+        if self.embedding_name is None and query.query_str:
+            return query.query_str
+        wanted = "query_str" if self.embedding_name is None else "query_embedding"
+        raise InvalidInputError(f"the query has no {wanted}, by which this store is searched")
+
+    # -- without blocking the event loop --------------------------------------------------------
+
+    async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
+        return await asyncio.to_thread(self.add, nodes, **kwargs)
+
+    async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
+        await asyncio.to_thread(self.delete, ref_doc_id, **delete_kwargs)
+
+    async def adelete_nodes(
+        self,
+        node_ids: list[str] | None = None,
+        filters: MetadataFilters | None = None,
+        **delete_kwargs: Any,
+    ) -> None:
+        await asyncio.to_thread(self.delete_nodes, node_ids, filters, **delete_kwargs)
+
+    async def aclear(self) -> None:
+        await asyncio.to_thread(self.clear)
+
+    async def aget_nodes(
+        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
+    ) -> list[BaseNode]:
+        return await asyncio.to_thread(self.get_nodes, node_ids, filters)
+
+    async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
+        return await asyncio.to_thread(self.query, query, **kwargs)
+
+
+def _node_of(entry: Entry) -> BaseNode:
+    metadata, end = dict(entry.metadata), None
+    if (
+        CONTENT not in metadata
+    ):  # a chunk of an ingested document, whose metadata says where it stands
+        _, end = metadata.pop("start", None), metadata.pop("end", None)
+    source = entry.parent or entry.id
+    return to_node(entry.text, metadata, id_=entry.id, source=source, start=entry.start, end=end)
+
+
+def _diverse(asked: np.ndarray, near: list[Hit], top_k: int, threshold: float | None) -> list[Hit]:
+    """``near``, chosen for being near and unlike one another."""
+    if not near:
+        return []
+    by_place = dict(enumerate(near))
+    _, chosen = get_top_k_mmr_embeddings(
+        asked.tolist(),
+        [hit.vector.tolist() for hit in near],
+        similarity_top_k=top_k,
+        embedding_ids=list(by_place),
+        mmr_threshold=threshold,
+    )
+    return [by_place[place] for place in chosen]
