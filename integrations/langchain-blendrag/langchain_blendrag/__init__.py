@@ -4,7 +4,18 @@ Importing this loads neither torch nor transformers; making a wrapper does.
 """
 
 from blendrag.plugs.shared import close_shared_engines, shared_engine
+from langchain_blendrag.chat_models import ChatBlend
 from langchain_blendrag.llms import BlendLLM
 from langchain_blendrag.retrievers import BlendRetriever
+from langchain_blendrag.text_splitters import BlendTextSplitter
+from langchain_blendrag.vectorstores import BlendVectorStore
 
-__all__ = ["BlendLLM", "BlendRetriever", "close_shared_engines", "shared_engine"]
+__all__ = [
+    "BlendLLM",
+    "BlendRetriever",
+    "BlendTextSplitter",
+    "BlendVectorStore",
+    "ChatBlend",
+    "close_shared_engines",
+    "shared_engine",
+]

@@ -21,6 +21,7 @@ from langchain_core.runnables import RunnableConfig
 
 from blendrag.plugs.fields import CONFIG, RequestFields
 from blendrag.plugs.shared import Piece, agenerate, astream_pieces, stream_pieces, warm
+from langchain_blendrag._identity import identifying_params
 from langchain_blendrag._messages import Message, TemplatedPromptValue, engine_prompt
 from langchain_blendrag._results import generation_info, token_usage
 
@@ -202,20 +203,4 @@ class BlendLLM(RequestFields, BaseLLM):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        """All that decides an answer: the key of LangChain's LLM caches."""
-        options, defaults = self.request_options(), self.engine.settings
-        return {
-            "model_name": self.engine.resources.model_name,
-            "store": str(self.engine.resources.root),
-            "mode": options.mode or defaults.mode,
-            "policy": options.policy or defaults.policy,
-            "schedule": options.schedule or defaults.schedule,
-            "ratio": defaults.ratio if options.ratio is None else options.ratio,
-            "max_tokens": options.max_new_tokens or defaults.max_new_tokens,
-            "temperature": options.temperature,
-            "top_p": options.top_p,
-            "stop": list(options.stop),
-            "apply_chat_template": options.apply_chat_template,
-            "template_kwargs": dict(options.template),
-            "generate_kwargs": dict(options.generate),
-        }
+        return identifying_params(self)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import (
     BaseModel,
@@ -21,7 +21,13 @@ from pydantic import (
 
 from blendrag.config import Mode
 from blendrag.errors import InvalidInputError
-from blendrag.plugs.shared import EngineName, check_given, engine_name, engine_of
+from blendrag.plugs.shared import (
+    EngineName,
+    check_given,
+    close_engine_of,
+    engine_name,
+    engine_of,
+)
 
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine, Options
@@ -97,6 +103,26 @@ class EngineFields(BaseModel):
     @field_serializer("store")
     def _store_as_text(self, store: Path | None) -> str | None:
         return None if store is None else str(store)
+
+    def close(self) -> None:
+        """Close the shared engine of these names, for all its wrappers; the next call opens it again.
+
+        A given engine stays open: it is closed by who made it.
+        """
+        if self._name is not None:
+            close_engine_of(self._name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """A wrapper of the same engine: a model is not copied with what asks it."""
+        kept = {} if memo is None else memo
+        kept[id(self.given_engine)] = self.given_engine
+        return super().__deepcopy__(kept)
 
     def __getstate__(self) -> dict[Any, Any]:
         if self.given_engine is not None:

@@ -80,6 +80,14 @@ def engine_of(name: EngineName) -> BlendEngine:
         return _engines[name]
 
 
+def close_engine_of(name: EngineName) -> None:
+    """Close the process's engine of that name, if there is one; :func:`engine_of` makes it anew."""
+    with _making:
+        engine = _engines.pop(name, None)
+    if engine is not None:
+        engine.close()
+
+
 def choose_engine(engine: BlendEngine | None, **names: Any) -> BlendEngine:
     """The engine given, or else :func:`shared_engine` of ``names``.
 

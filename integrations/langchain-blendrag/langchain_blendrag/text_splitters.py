@@ -1,0 +1,83 @@
+"""``BlendTextSplitter``: documents → pieces that are one chunk each to the model at hand.
+
+Owns LangChain's interface to :mod:`blendrag.chunking`. Pieces are counted in tokens of the model's own
+tokenizer and are exact substrings, so that a prompt that quotes one is recognised.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from langchain_text_splitters import TextSplitter
+
+from blendrag.errors import InvalidInputError
+from blendrag.plugs.fields import EngineFields
+
+if TYPE_CHECKING:
+    from blendrag.engine import BlendEngine
+
+
+class BlendTextSplitter(TextSplitter):
+    """Splits at paragraphs, then sentences, then words, within ``chunk_size`` tokens.
+
+    Args:
+        chunk_size: most tokens of a piece; the corpus's own limit (512 for a new one) unless given.
+        chunk_overlap: 0. Overlapping pieces would be different chunks with KV of the same text.
+        add_start_index: whether ``metadata["start_index"]`` says where a piece begins.
+        model, store, engine: as for :class:`ChatBlend`; of a model only the tokenizer is loaded, and
+            when first needed.
+
+    Example:
+        ```python
+        BlendTextSplitter(model="Qwen/Qwen2.5-0.5B-Instruct", store="./kv").split_documents(documents)
+        ```
+
+    Raises :class:`InvalidInputError` for a size outside [64, 4096] or an overlap.
+    """
+
+    def __init__(
+        self,
+        *,
+        chunk_size: int | None = None,
+        chunk_overlap: int = 0,
+        add_start_index: bool = False,
+        model: str | None = None,
+        store: Path | str | None = None,
+        engine: BlendEngine | None = None,
+    ) -> None:
+        from blendrag.chunking import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
+
+        if chunk_overlap != 0:
+            raise InvalidInputError(
+                f"chunk_overlap is {chunk_overlap}, expected 0, as overlapping pieces are stored and "
+                "computed twice; leave it out"
+            )
+        if chunk_size is not None and not MIN_CHUNK_TOKENS <= chunk_size <= MAX_CHUNK_TOKENS:
+            raise InvalidInputError(
+                f"chunk_size is {chunk_size} tokens, expected {MIN_CHUNK_TOKENS} to "
+                f"{MAX_CHUNK_TOKENS}; 512 suits most corpora"
+            )
+        named: dict[str, Any] = {"model": model, "store": store, "engine": engine}
+        self._fields = EngineFields(**{k: v for k, v in named.items() if v is not None})
+        self._chunk_tokens = chunk_size
+        super().__init__(
+            chunk_size=chunk_size or MAX_CHUNK_TOKENS,
+            chunk_overlap=0,
+            length_function=self.count_tokens,
+            add_start_index=add_start_index,
+        )
+
+    def split_text(self, text: str) -> list[str]:
+        """Pieces of ``text`` in order, without the white space between them."""
+        return [chunk.text for chunk in self._chunker().split(text)]
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens of ``text`` by the model's tokenizer, nothing added."""
+        return self._chunker().count(text)
+
+    def _chunker(self) -> Any:
+        from blendrag.chunking import Chunker
+
+        resources = self._fields.engine.resources
+        return Chunker(resources.tokens.text, self._chunk_tokens or resources.chunk_tokens)

@@ -1,0 +1,311 @@
+"""``BlendVectorStore``: documents with their vectors and their KV, added and deleted together.
+
+Owns LangChain's interface to the engine's library, where one document is one chunk. LangChain's own
+``index(documents, record_manager, vector_store, cleanup=…)`` keeps KV in step with a changing corpus
+through it.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from langchain_core.documents import Document
+from langchain_core.embeddings import Embeddings
+from langchain_core.vectorstores import VectorStore
+from langchain_core.vectorstores.utils import maximal_marginal_relevance
+
+from blendrag.errors import InvalidInputError
+from blendrag.plugs.fields import EngineFields
+
+if TYPE_CHECKING:
+    from blendrag.engine import BlendEngine
+    from blendrag.engine.library import Entry, Hit, Library
+
+#: Which documents may be found: by metadata (a list names several values), or by looking at each.
+Filter = Mapping[str, Any] | Callable[[Document], bool]
+
+
+class CorpusEmbeddings(Embeddings):
+    """The corpus's own embedder (``embedder=`` of the engine), as LangChain asks for vectors."""
+
+    def __init__(self, fields: EngineFields) -> None:
+        self._fields = fields
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        """Unit vectors of ``texts``."""
+        vectors: list[list[float]] = self._fields.engine.library.embed(texts).tolist()
+        return vectors
+
+    def embed_query(self, text: str) -> list[float]:
+        """The unit vector of a question."""
+        vector: list[float] = self._fields.engine.library.embed_query(text).tolist()
+        return vector
+
+
+class BlendVectorStore(VectorStore):
+    """Vectors in FAISS, texts and KV in the blendrag store beside them.
+
+    ``add_documents(ids=…)`` also precomputes the KV, which ``delete`` drops with the last document of
+    the same text. Documents are stored as they are, one chunk each: split them before
+    (:class:`BlendTextSplitter`).
+
+    Args:
+        embedding: LangChain's embeddings to take vectors from; the corpus's own embedder otherwise.
+        model, store, dtype, device, embedder, engine: as for :class:`ChatBlend`.
+
+    Example:
+        ```python
+        store = BlendVectorStore(model="Qwen/Qwen2.5-0.5B-Instruct", store="./kv")
+        store.add_documents(documents, ids=ids)
+        retriever = store.as_retriever(search_kwargs={"k": 6})
+        ```
+    """
+
+    def __init__(
+        self,
+        embedding: Embeddings | None = None,
+        *,
+        model: str | None = None,
+        store: Path | str | None = None,
+        dtype: str | None = None,
+        device: str | None = None,
+        embedder: str | None = None,
+        engine: BlendEngine | None = None,
+    ) -> None:
+        named: dict[str, Any] = {
+            "model": model, "store": store, "dtype": dtype, "device": device,
+            "embedder": embedder, "engine": engine,
+        }  # fmt: skip
+        self._fields = EngineFields(**{k: v for k, v in named.items() if v is not None})
+        self._embedding = embedding
+
+    @property
+    def engine(self) -> BlendEngine:
+        """The engine given, or the shared one of these names. Making it loads no model yet."""
+        return self._fields.engine
+
+    @property
+    def embeddings(self) -> Embeddings:
+        """What documents and questions become vectors by."""
+        return self._embedding or CorpusEmbeddings(self._fields)
+
+    @property
+    def _library(self) -> Library:
+        return self.engine.library
+
+    # -- keeping --------------------------------------------------------------------------------
+
+    def add_documents(
+        self,
+        documents: list[Document],
+        *,
+        ids: Sequence[str | None] | None = None,
+        batch_size: int | None = None,
+        precompute: bool = True,
+        **kwargs: Any,
+    ) -> list[str]:
+        """Add ``documents``, in place of those that had their ids; the ids.
+
+        Ids are those given, else the documents' own, else new ones. An unchanged document costs a
+        look-up. ``batch_size`` documents (all, if not given) are there together or not at all.
+        ``precompute=False`` leaves the KV to be computed after a prompt first misses it.
+        """
+        if kwargs:
+            raise InvalidInputError(
+                f"{', '.join(sorted(kwargs))}: not an option of add_documents; expected ids, "
+                "batch_size, precompute"
+            )
+        named = _ids_of(documents, ids)
+        size = batch_size or max(len(documents), 1)
+        for start in range(0, len(documents), size):
+            batch, names = documents[start : start + size], named[start : start + size]
+            entries = [_entry(name, doc) for name, doc in zip(names, batch, strict=True)]
+            self._library.add(
+                entries,
+                self._vectors_of(batch),
+                embedder=_name_of(self._embedding),
+                precompute=precompute,
+            )
+        return named
+
+    def _vectors_of(self, documents: Sequence[Document]) -> np.ndarray | None:
+        if self._embedding is None:
+            return None
+        texts = [document.page_content for document in documents]
+        return np.asarray(self._embedding.embed_documents(texts), np.float32)
+
+    def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool:
+        """Forget documents with their vectors and KV; without ``ids``, all that were added here.
+
+        An id that is not there is no error.
+        """
+        if ids is None:
+            self._library.clear()
+        else:
+            self._library.delete(ids)
+        return True
+
+    def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
+        """Documents of these ids, in their order; those that are not there are left out."""
+        return [_document(entry) for entry in self._library.get(ids)]
+
+    # -- finding --------------------------------------------------------------------------------
+
+    def similarity_search(
+        self, query: str, k: int = 4, filter: Filter | None = None, **kwargs: Any
+    ) -> list[Document]:
+        """The ``k`` documents nearest to ``query``, the nearest first."""
+        return [_document(hit.entry) for hit in self._hits(query, k, filter)]
+
+    def similarity_search_with_score(
+        self, query: str, k: int = 4, filter: Filter | None = None, **kwargs: Any
+    ) -> list[tuple[Document, float]]:
+        """As :meth:`similarity_search`, with the L2 distance of unit vectors: in [0, 2], 0 is equal."""
+        return [(_document(hit.entry), hit.distance) for hit in self._hits(query, k, filter)]
+
+    def similarity_search_by_vector(
+        self, embedding: list[float], k: int = 4, filter: Filter | None = None, **kwargs: Any
+    ) -> list[Document]:
+        """As :meth:`similarity_search`, from a vector."""
+        return [_document(hit.entry) for hit in self._hits_by_vector(embedding, k, filter)]
+
+    def max_marginal_relevance_search(
+        self,
+        query: str,
+        k: int = 4,
+        fetch_k: int = 20,
+        lambda_mult: float = 0.5,
+        filter: Filter | None = None,
+        **kwargs: Any,
+    ) -> list[Document]:
+        """``k`` of the ``fetch_k`` nearest that repeat one another little; 1 looks at nearness alone."""
+        vector = self.embeddings.embed_query(query)
+        return self.max_marginal_relevance_search_by_vector(
+            vector, k, fetch_k, lambda_mult, filter=filter
+        )
+
+    def max_marginal_relevance_search_by_vector(
+        self,
+        embedding: list[float],
+        k: int = 4,
+        fetch_k: int = 20,
+        lambda_mult: float = 0.5,
+        filter: Filter | None = None,
+        **kwargs: Any,
+    ) -> list[Document]:
+        """:meth:`max_marginal_relevance_search` from a vector."""
+        hits = self._hits_by_vector(embedding, max(fetch_k, k), filter)
+        if not hits:
+            return []
+        chosen = maximal_marginal_relevance(
+            np.asarray(embedding, np.float32), [hit.vector.tolist() for hit in hits], lambda_mult, k
+        )
+        return [_document(hits[i].entry) for i in chosen]
+
+    def _hits(self, query: str, k: int, filter: Filter | None) -> list[Hit]:
+        if self._embedding is not None:
+            return self._hits_by_vector(self._embedding.embed_query(query), k, filter)
+        return self._library.search(query, k, where=_where(filter))
+
+    def _hits_by_vector(self, vector: list[float], k: int, filter: Filter | None) -> list[Hit]:
+        return self._library.search(np.asarray(vector, np.float32), k, where=_where(filter))
+
+    def _select_relevance_score_fn(self) -> Callable[[float], float]:
+        """Cosine similarity, nothing below 0."""
+        return lambda distance: max(0.0, 1.0 - distance**2 / 2)
+
+    # -- making and closing ---------------------------------------------------------------------
+
+    @classmethod
+    def from_texts(
+        cls,
+        texts: list[str],
+        embedding: Embeddings | None = None,
+        metadatas: list[dict[str, Any]] | None = None,
+        *,
+        ids: list[str] | None = None,
+        **kwargs: Any,
+    ) -> BlendVectorStore:
+        """A vector store of ``kwargs`` (``model``, ``store``, …), with ``texts`` added."""
+        made = cls(embedding, **kwargs)
+        made.add_texts(texts, metadatas, ids=ids)
+        return made
+
+    @classmethod
+    def from_documents(
+        cls, documents: list[Document], embedding: Embeddings | None = None, **kwargs: Any
+    ) -> BlendVectorStore:
+        """A vector store of ``kwargs`` (``model``, ``store``, …), with ``documents`` added."""
+        ids = kwargs.pop("ids", None)
+        made = cls(embedding, **kwargs)
+        made.add_documents(documents, ids=ids)
+        return made
+
+    def close(self) -> None:
+        """Close the shared engine of these names; a given one is closed by who made it."""
+        self._fields.close()
+
+    def __enter__(self) -> BlendVectorStore:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _ids_of(documents: Sequence[Document], ids: Sequence[str | None] | None) -> list[str]:
+    if ids is not None and len(ids) != len(documents):
+        raise InvalidInputError(
+            f"{len(ids)} ids for {len(documents)} documents, expected as many; or leave ids out"
+        )
+    given = [doc.id for doc in documents] if ids is None else ids
+    return [name or str(uuid.uuid4()) for name in given]
+
+
+def _entry(name: str, document: Document) -> Entry:
+    from blendrag.engine.library import Entry
+
+    metadata = document.metadata
+    title, start = metadata.get("title"), metadata.get("start_index")
+    return Entry(
+        id=name,
+        text=document.page_content,
+        metadata=metadata,
+        title=title if isinstance(title, str) else "",
+        start=start if isinstance(start, int) else 0,
+    )
+
+
+def _document(entry: Entry) -> Document:
+    return Document(id=entry.id, page_content=entry.text, metadata=dict(entry.metadata))
+
+
+def _where(filter: Filter | None) -> Callable[[Entry], bool] | None:
+    """``filter`` as the library asks it."""
+    if filter is None:
+        return None
+    if callable(filter):
+        return lambda entry: bool(filter(_document(entry)))
+    if not isinstance(filter, Mapping):
+        raise InvalidInputError(
+            f"filter is a {type(filter).__name__}, expected metadata such as {{'source': 'a.txt'}} or "
+            "a function of a document"
+        )
+    return lambda entry: all(_matches(entry.metadata.get(k), v) for k, v in filter.items())
+
+
+def _matches(value: Any, wanted: Any) -> bool:
+    return value in wanted if isinstance(wanted, list | tuple | set) else value == wanted
+
+
+def _name_of(embedding: Embeddings | None) -> str:
+    """What tells one embedding model from another, for the corpus to remember."""
+    if embedding is None:
+        return ""
+    kind = type(embedding)
+    names = (getattr(embedding, name, None) for name in ("model", "model_name", "model_id"))
+    model = next((name for name in names if isinstance(name, str)), "")
+    return f"{kind.__module__}.{kind.__qualname__}" + (f":{model}" if model else "")
