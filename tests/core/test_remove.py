@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 import tiny
-from blendrag.chunking import Chunk
 from blendrag.engine import BlendEngine
 from blendrag.errors import InvalidInputError
 from blendrag.identity import chunk_key
@@ -59,14 +58,16 @@ def test_a_document_ingested_anew_meanwhile_is_removed_all_the_same(
 ) -> None:
     with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
         engine.ingest([tiny.document(0)])
-        real = Corpus.chunks_of
+        real = Corpus.remove_source
 
-        def ingested_anew_after(corpus: Corpus, source: str) -> list[Chunk]:
-            chunks = real(corpus, source)
-            monkeypatch.setattr(Corpus, "chunks_of", real)
+        def ingested_anew_before(corpus: Corpus, source: str) -> list[str]:
+            monkeypatch.setattr(Corpus, "remove_source", real)
             engine.ingest([Document(source, tiny.document(5).text, "title")])
-            return chunks
+            return real(corpus, source)
 
-        monkeypatch.setattr(Corpus, "chunks_of", ingested_anew_after)
+        monkeypatch.setattr(Corpus, "remove_source", ingested_anew_before)
         assert engine.remove(["doc0.txt"]) == 1
         assert engine.resources.require_corpus().sources() == []
+        assert Corpus.remove_source is real
+        assert not has_kv(engine, tiny.document(5).text.split("\n\n")[0])
+        assert engine.stats().entries == 1, "only the probe is left"

@@ -9,11 +9,11 @@ from typing import Any
 
 from blendrag.engine.encoding import Encoder
 from blendrag.engine.ingest import Ingest, Inputs, Totals, Watch, documents_of
+from blendrag.engine.orphans import drop_orphaned_kv
 from blendrag.engine.resources import Resources
 from blendrag.engine.types import DryRun, IngestReport
 from blendrag.engine.worker import Worker
 from blendrag.errors import IdentityChangedError, InvalidInputError
-from blendrag.identity import chunk_key
 from blendrag.readers import digest_of
 from blendrag.store.encodings import stored_chunk_bytes
 
@@ -44,14 +44,13 @@ def ingest(
             raise
         report = run()  # the files looked unchanged but hold other weights: now they are loaded
     resources.remember_namespace()
+    drop_orphaned_kv(resources, corpus)  # of what a crash left behind
     return report
 
 
 def remove(resources: Resources, paths: Sequence[Path | str]) -> int:
     """See :meth:`BlendEngine.remove`."""
     corpus = resources.require_corpus()
-    prefix_ids = corpus.manifest.prefix_ids
-    namespace = corpus.manifest.namespace or resources.namespace()
     sources: dict[str, None] = {}
     for path in paths:
         found = corpus.sources_of(path)
@@ -62,11 +61,8 @@ def remove(resources: Resources, paths: Sequence[Path | str]) -> int:
             )
         sources |= dict.fromkeys(found)
     for source in sources:
-        texts = {chunk.chunk_id: chunk.text for chunk in corpus.chunks_of(source)}
-        for chunk_id in corpus.remove_source(source):
-            if chunk_id in texts:  # else of a version that another process put there just now
-                ids = resources.text_ids(texts[chunk_id])
-                resources.store.delete(namespace, chunk_key(namespace, prefix_ids, ids))
+        corpus.remove_source(source)
+        drop_orphaned_kv(resources, corpus)
     return len(sources)
 
 

@@ -193,7 +193,10 @@ class Ingest:
         before = self._corpus.chunks_of(document.source)
         rows = np.stack([known[c.chunk_id] for c in chunks])
         orphans = set(self._corpus.put_document(document, digest, chunks, rows))
-        self.drop([c for c in before if c.chunk_id in orphans])
+        gone = [c for c in before if c.chunk_id in orphans]
+        self.drop(gone)
+        if gone:
+            self._corpus.forget_dropped([c.chunk_id for c in gone])
 
     def drop(self, chunks: Sequence[Chunk]) -> int:
         """Delete the KV of ``chunks``; how many there were."""
