@@ -111,6 +111,32 @@ def test_a_kill_while_a_crash_is_made_good_leaves_it_to_the_next_one(lab, root, 
     assert_complete(lab, root)
 
 
+def test_a_crash_is_noticed_although_a_child_of_the_crashed_lives_on(lab, root, fork):
+    one, two = lab.kv(1), lab.kv(2)
+    source, sink = os.pipe()
+
+    def crash():
+        store = DiskStore(root, 1 << 30)
+        store.put(lab.namespace, lab.key(1), one)
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        os.write(sink, f"{child}\n".encode())
+        os.rename = die
+        store.put(lab.namespace, lab.key(2), two)
+
+    assert_killed(fork(crash))
+    child = int(os.read(source, 32))
+    try:
+        assert any(name.endswith(".part") for name in temporaries(root))
+        assert_complete(lab, root, [1])
+        os.kill(child, 0)  # it is still there
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.close(source)
+        os.close(sink)
+
+
 def test_a_rebuild_that_fails_is_no_index_for_anybody(lab, root, monkeypatch):
     filled(lab, root)
     running = DiskStore(root, 1 << 30)
@@ -519,7 +545,7 @@ def test_put_is_durable_before_it_is_indexed(lab, make_store, monkeypatch):
     monkeypatch.setattr(store._index, "add", noted("index", add))
     lab.put(store, 2)
     way = ["fsync directory"]  # of the namespace, whose entry for the file's directory is new
-    assert steps == [*way, "fsync file", "rename", "fsync directory", "index"]
+    assert steps == ["fsync file", "rename", "fsync directory", *way, "index"]
 
 
 def test_the_first_put_makes_the_way_to_its_payload_durable(lab, root, monkeypatch):
@@ -563,7 +589,7 @@ def test_recover_brings_strays_and_ghosts_in_order(lab, make_store, root):
     for number in (1, 2, 3):
         lab.put(store, number)
     lab.file(store, 1).unlink()
-    store._index.drop([store._find(lab.namespace, lab.key(2))])
+    store._index.drop([store._reading.find(lab.namespace, lab.key(2))])
     stray = lab.file(store, 3)
     twin = stray.with_name(f"{lab.key(3)}.{'0' * 16}.kv")
     twin.write_bytes(stray.read_bytes())

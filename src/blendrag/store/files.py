@@ -123,6 +123,7 @@ class PayloadFiles:
                     os.close(fd)
                 os.rename(temporary, name.file, dst_dir_fd=directory)
                 os.fsync(directory)
+                self._keep(name.namespace, name.key[:2])
             except BaseException:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary)
@@ -208,7 +209,7 @@ class PayloadFiles:
             os.close(inner)
 
     def _enter(self, parent: int, way: tuple[str, ...], create: bool) -> int:
-        """Descriptor of the last directory of ``way``; if it may be created, durable in the one above."""
+        """Descriptor of the last directory of ``way``, which is made if it may be; see :meth:`_keep`."""
         if create and way not in self._durable:
             self._make(parent, way)
         try:
@@ -220,11 +221,26 @@ class PayloadFiles:
         return os.open(way[-1], DIRECTORY, dir_fd=parent)
 
     def _make(self, parent: int, way: tuple[str, ...]) -> None:
-        """One that is there already is synced, too: whoever made it may not have got to that."""
+        self._durable.discard(way)
         with contextlib.suppress(FileExistsError):
             os.mkdir(way[-1], 0o700, dir_fd=parent)
-        os.fsync(parent)
-        self._durable.add(way)
+
+    def _keep(self, namespace: str, prefix: str) -> None:
+        """Make the directories of a payload durable in those above, once it is itself: by then a file
+        system's journal has them already, and this waits for little.
+
+        One that was there is synced, too: whoever made it may not have got to that.
+        """
+        if (namespace, prefix) not in self._durable:
+            outer = self._enter(self._kv_fd, (namespace,), create=False)
+            try:
+                os.fsync(outer)
+            finally:
+                os.close(outer)
+            self._durable.add((namespace, prefix))
+        if (namespace,) not in self._durable:
+            os.fsync(self._kv_fd)
+            self._durable.add((namespace,))
 
 
 def read_at(fd: int, size_bytes: int, offset: int = 0) -> bytes:
