@@ -1,3 +1,5 @@
+import errno
+import fcntl
 import logging
 import os
 import random
@@ -7,7 +9,7 @@ import pytest
 import torch
 
 from blendrag.errors import CorruptKVError
-from blendrag.store.files import QUARANTINE_FILES
+from blendrag.store.files import QUARANTINE_FILES, Name
 
 
 def assert_miss_with_quarantine(lab, store, number):
@@ -225,3 +227,33 @@ def test_the_quarantine_keeps_only_the_newest_files(lab, make_store, root):
         os.truncate(lab.file(store, number), 10)
         assert lab.open(store, number) is None
     assert len(list((root / "quarantine").glob("*.kv"))) == QUARANTINE_FILES
+
+
+@pytest.mark.parametrize("index", ["free", "held"])
+def test_a_damaged_file_that_cannot_be_set_aside_gives_way_to_the_chunk_put_again(
+    lab, make_store, root, monkeypatch, index
+):
+    store = make_store()
+    lab.put(store, 1)
+    path = lab.file(store, 1)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+    def fail(*args, **kwargs):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch, open(root / "index" / "lock") as lock:
+        patch.setattr(os, "rename", fail)
+        if index == "held":
+            fcntl.flock(lock, fcntl.LOCK_EX)  # nor can its row be dropped
+        with pytest.raises(CorruptKVError):
+            lab.read(lab.open(store, 1))
+    assert path.exists()
+    last = Name(lab.namespace, lab.key(1), "f" * 16)  # a rebuild meets the other one first
+    monkeypatch.setattr("blendrag.store.disk.new_name", lambda namespace, key: last)
+    lab.put(store, 1)
+    assert [path.name for path in lab.payloads(root)] == [last.file]
+    store.close()
+    (root / "index" / "cache.db").unlink()
+    assert lab.is_right(make_store(), 1)

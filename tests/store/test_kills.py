@@ -29,7 +29,7 @@ def test_the_audit_notices_what_is_lost_and_what_is_wrong(lab, root, monkeypatch
     filled(root, 1, 2)
     assert audit(root, [1, 2], [1, 2, 3], fresh=4).is_good
     assert audit(root, [1, 3], [1, 2, 3]).lost == (3,)
-    monkeypatch.setattr("blendrag.store.disk.DiskReader._fill", lambda *args: None)
+    monkeypatch.setattr("blendrag.store.reader.DiskReader._fill", lambda *args: None)
     assert audit(root, [1, 2], []).wrong == (1, 2, 4)[:2]
 
 

@@ -59,7 +59,7 @@ def test_the_fuzzer_notices_a_reader_that_dies(fuzzing, monkeypatch):
 
     report = Report()
     with monkeypatch.context() as patch:
-        patch.setattr("blendrag.store.disk.DiskStore._quarantine", fail)
+        patch.setattr("blendrag.store.reading.DiskReading._doubt", fail)
         fuzzing.run_on_payloads(report, 60)
     assert report.failed["reader crashes"] == 1
     assert "ZeroDivisionError" in report.details[0]

@@ -170,7 +170,7 @@ def locks_of(store):
         store.disk._put_lock,
         store.disk._tally._lock,
         store.disk._pins._lock,
-        store.disk._writing._counters,
+        store.disk._reading._lock,
         store.disk._index._lock._threads,
         worker._start_lock,
         worker.tally._lock,

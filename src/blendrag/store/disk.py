@@ -1,19 +1,16 @@
 """The disk tier: one verified payload file per chunk, a byte limit, least recently used goes first.
 
-Owns reading, and the rule that any doubt is a miss: the file is set aside, counted, warned about.
-What a payload looks like is :mod:`format`, where files lie :mod:`files`, which there are
-:mod:`index`, and how the directory is changed :mod:`writing`.
+Owns the contract, what was used recently, and the bytes that a KV becomes. What a payload looks like
+is :mod:`format`, where files lie :mod:`files`, which there are :mod:`index`, how one is found and
+believed :mod:`reading`, and how the directory is changed :mod:`writing`.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,18 +18,17 @@ import torch
 from blendrag.errors import InvalidInputError, StoreError, StoreUnavailableError
 from blendrag.kv import ChunkKV, KVLayout
 from blendrag.store.base import StoreStats, TierStats
-from blendrag.store.directories import OUT_OF_RESOURCES
 from blendrag.store.disk_errors import named_errors
 from blendrag.store.encodings import codec_of
-from blendrag.store.files import Name, PayloadFiles, new_name, read_at
+from blendrag.store.files import Name, PayloadFiles, new_name
 from blendrag.store.forking import renew_after_fork
-from blendrag.store.format import Frame, frame, is_name, layer_checksum
+from blendrag.store.format import frame, is_name, layer_checksum
 from blendrag.store.index import Index
-from blendrag.store.index_errors import IndexOdd
 from blendrag.store.limit import DEFAULT_DISK_BYTES, settle_limit
 from blendrag.store.pins import Pins, Scope
 from blendrag.store.raw import all_finite, on_cpu, tensor_buffer
 from blendrag.store.reader import DiskReader
+from blendrag.store.reading import DiskReading
 from blendrag.store.root import prepare
 from blendrag.store.tally import Tally
 from blendrag.store.writing import DiskWriter
@@ -41,8 +37,6 @@ logger = logging.getLogger("blendrag.store")
 
 #: Entries whose use is remembered until it is written to the index; older uses are forgotten.
 MAX_RECENT = 4096
-#: Faults of the process, not of the file that could not be opened.
-_NOT_THE_FILE = (*OUT_OF_RESOURCES, errno.EACCES, errno.EBADF)
 
 
 class DiskStore:
@@ -69,7 +63,7 @@ class DiskStore:
         with named_errors(f"opening store {self.root}"):
             self._files = PayloadFiles(self.root)
         self._index = Index(self.root / "index")
-        self._pins = Pins()
+        self._pins, self._tally = Pins(), Tally()
         self._writing = DiskWriter(
             self.root,
             self._files,
@@ -77,11 +71,12 @@ class DiskStore:
             lambda: self.limit_bytes,
             self._pins,
             self.flush_recency,
+            self._tally,
         )
+        writer = None if self.read_only else self._writing
+        self._reading = DiskReading(self._files, self._index, writer, self._tally)
         self._recent: dict[tuple[str, str], None] = {}
-        self._doubtful: set[Name] = set()
-        self._tally = Tally()
-        self._index_is_odd = self._closed = False
+        self._closed = False
         self.renew_locks()
         renew_after_fork(self)
         try:
@@ -111,10 +106,11 @@ class DiskStore:
         self._check(namespace, key)
         self._check_writable()
         with self._put_lock:
-            if self._index_is_odd:
-                self._index_is_odd = False
+            if self._reading.index_is_odd:
+                self._reading.index_is_odd = False
                 self._writing.recover()
-            if not self._has(namespace, key):
+            if not self._reading.has(namespace, key):
+                self._clear_away(namespace, key)
                 self._put(new_name(namespace, key), kv)
                 self._tally.add("puts")
         self._pins.note_put((namespace, key))
@@ -123,7 +119,7 @@ class DiskStore:
     def open(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> DiskReader | None:
         """See :meth:`KVStore.open`."""
         self._check(namespace, key)
-        reader = self._open(namespace, key, layout, tokens)
+        reader = self._reading.open(namespace, key, layout, tokens)
         self._tally.add("misses" if reader is None else "hits")
         if reader is not None:
             self.note_use(namespace, key)
@@ -132,7 +128,7 @@ class DiskStore:
     def contains(self, namespace: str, key: str) -> bool:
         """See :meth:`KVStore.contains`."""
         self._check(namespace, key)
-        return self._has(namespace, key)
+        return self._reading.has(namespace, key)
 
     def delete(self, namespace: str, key: str) -> bool:
         """See :meth:`KVStore.delete`."""
@@ -144,7 +140,7 @@ class DiskStore:
         """See :meth:`KVStore.keys`."""
         with named_errors(f"listing store {self.root}"):
             for name in self._files.walk_namespace(namespace):
-                if self._find(namespace, name.key) == name:
+                if self._reading.find(namespace, name.key) == name:
                     yield name.key
 
     def pin_scope(self) -> AbstractContextManager[Scope]:
@@ -165,7 +161,7 @@ class DiskStore:
             with named_errors(f"listing store {self.root}"):
                 sizes = [self._files.size(name) for name in self._files.walk()]
             entries, size_bytes = len(sizes), sum(sizes)
-        count, evictions = self._tally, self._writing.evictions
+        count = self._tally
         tier = TierStats(
             "disk",
             entries,
@@ -173,15 +169,15 @@ class DiskStore:
             self.limit_bytes,
             count["hits"],
             count["read_bytes"],
-            evictions,
+            count["evictions"],
         )
         return StoreStats(
             entries,
             size_bytes,
             count["hits"],
             count["misses"],
-            evictions,
-            count["quarantined"] + self._writing.quarantined,
+            count["evictions"],
+            count["quarantined"],
             puts=count["puts"],
             tiers=(tier,),
         )
@@ -218,69 +214,13 @@ class DiskStore:
             if len(self._recent) > MAX_RECENT:
                 del self._recent[next(iter(self._recent))]
 
-    # -- reading ---------------------------------------------------------------------------------
-
-    def _find(self, namespace: str, key: str) -> Name | None:
-        """Where a key's payload lies, by the index, or by listing while there is no index."""
-        if not self.read_only:
-            try:
-                row = self._index.get(namespace, key)
-                return None if row is None else row.name
-            except IndexOdd:
-                self._index_is_odd = True  # the next put rebuilds it; a query does not wait
-            except StoreError:
-                pass
-        try:
-            names = self._files.named(namespace, key)
-        except OSError as exc:
-            logger.warning("%s cannot be looked for (%s): a miss", key[:12], exc.strerror)
-            return None
-        return next((name for name in names if name not in self._doubtful), None)
-
-    def _open(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> DiskReader | None:
-        expected = frame(layout, tokens)
-        name = self._find(namespace, key)
-        if name is None or name in self._doubtful:
-            return None
-        try:
-            fd = self._files.open(name)
-        except FileNotFoundError:
-            if not self.read_only:
-                self._writing.drop_row(name)
-            return None
-        except OSError as exc:
-            if exc.errno in _NOT_THE_FILE:
-                logger.warning("%s cannot be opened (%s): a miss", name.file, exc.strerror)
-            else:
-                self._quarantine(name, f"cannot be opened ({exc.strerror or exc})")
-            return None
-        try:
-            checksums = _verified_checksums(fd, expected, name)
-        except OSError as exc:
-            checksums, fault = None, f"cannot be read ({exc.strerror})"
-        else:
-            fault = "its header or size is not what was put"
-        if checksums is None:
-            os.close(fd)
-            self._quarantine(name, fault)
-            return None
-        doubt, counted = partial(self._quarantine, name), partial(self._tally.add, "read_bytes")
-        return DiskReader(fd, key, layout, tokens, expected, checksums, doubt, counted)
-
-    def _quarantine(self, name: Name, fault: str) -> None:
-        """Set a doubtful payload aside. Called from reading threads; waits for nobody long."""
-        self._tally.add("quarantined")
-        with self._lock:
-            self._doubtful.add(name)
-        logger.warning("stored KV %s: %s; set aside, the chunk is a miss", name.file, fault)
-        if not self.read_only:
-            self._writing.quarantine(name)
-
     # -- writing ---------------------------------------------------------------------------------
 
-    def _has(self, namespace: str, key: str) -> bool:
-        name = self._find(namespace, key)
-        return name is not None and name not in self._doubtful and self._files.exists(name)
+    def _clear_away(self, namespace: str, key: str) -> None:
+        """Remove damaged payloads that could not be set aside: the new one would yield to them."""
+        doubtful = self._reading.doubtful(namespace, key)
+        if doubtful:
+            self._writing.remove(doubtful)
 
     def _put(self, name: Name, kv: ChunkKV) -> None:
         """Check, encode and sum up the bytes, then write them. Caller holds the put lock."""
@@ -313,13 +253,6 @@ class DiskStore:
                 f"store {self.root} is read-only, expected one that can be written; "
                 "change its permissions or choose another --store"
             )
-
-
-def _verified_checksums(fd: int, expected: Frame, name: Name) -> list[int] | None:
-    if os.fstat(fd).st_size != expected.file_bytes:
-        return None
-    header = read_at(fd, expected.header_bytes)
-    return expected.checksums(header, name.namespace, name.key)
 
 
 def _check_finite(layer: torch.Tensor, number: int, dtype: str, name: Name) -> None:

@@ -35,7 +35,6 @@ class Writer:
         marker stays. It is asked when the claim ends, also at interpreter exit, so a store that
         nobody closed does not look crashed."""
         self._tmp = tmp
-        self.pid = os.getpid()
         self._id = secrets.token_hex(8)
         marker = tmp / f"{self._id}.writer"
         fd = os.open(marker, _CREATE, 0o600)

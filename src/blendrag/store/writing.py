@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,21 +15,20 @@ from typing import Any, TypeVar
 
 from blendrag.errors import StoreError, StoreFullError, StoreUnavailableError
 from blendrag.store.directories import sync_directory
-from blendrag.store.disk_errors import megabytes, named_errors
+from blendrag.store.disk_errors import named_errors
 from blendrag.store.files import Name, PayloadFiles
 from blendrag.store.forking import renew_after_fork
 from blendrag.store.index import QUERY_WAIT_S, Index
 from blendrag.store.index_errors import IndexLocked, IndexOdd
 from blendrag.store.pins import Pins
 from blendrag.store.recovery import reconcile
+from blendrag.store.room import Room
 from blendrag.store.rows import Row
+from blendrag.store.tally import Tally
 from blendrag.store.writers import Writer, leftovers, remove
 
 logger = logging.getLogger("blendrag.store")
 _T = TypeVar("_T")
-
-#: Left free on the file system for the index and everybody else.
-RESERVE_BYTES = 4 << 20
 
 
 class DiskWriter:
@@ -45,25 +42,21 @@ class DiskWriter:
         limit_bytes: Callable[[], int],
         pins: Pins,
         before_eviction: Callable[[], None],
+        tally: Tally,
     ) -> None:
-        """``limit_bytes`` says how large the store may be now; ``before_eviction`` brings the order
-        of the index up to date."""
-        self.evictions = 0
-        self.quarantined = 0
+        """``limit_bytes``, ``pins`` and ``before_eviction``: see :class:`Room`."""
         self._root = root
         self._tmp = root / "tmp"
         self._files = files
         self._index = index
-        self._limit_bytes = limit_bytes
-        self._pins = pins
-        self._before_eviction = before_eviction
-        self._claim: Writer | None = None
+        self._tally = tally
+        self._room = Room(root, files, index, limit_bytes, pins, before_eviction, tally)
         self.renew_locks()
         renew_after_fork(self)
 
     def renew_locks(self) -> None:
-        """See :mod:`forking`."""
-        self._counters = threading.Lock()
+        """See :mod:`forking`. A child that kept its parent's claim would keep it alive."""
+        self._claim: Writer | None = None
 
     def open(self) -> None:
         """Open the index; rebuild it unless it is sound and complete and no writer has crashed.
@@ -88,7 +81,7 @@ class DiskWriter:
         """Write one payload and index it; on any failure, also of ``buffers``, nothing of it is left."""
         with named_errors(f"writing to store {self._root}", size_bytes):
             claim = self._with_index(partial(self._begin, size_bytes))
-            self._check_free_space(size_bytes)
+            self._room.require_on_disk(size_bytes)
             try:
                 self._files.write(name, claim.temporary(), buffers)
                 self._with_index(partial(self._finish, Row(name, size_bytes)))
@@ -100,77 +93,26 @@ class DiskWriter:
     def _begin(self, size_bytes: int) -> Writer:
         """Claim to be writing and make room. Caller holds the index lock."""
         claim = self._claimed()
-        self._make_room(size_bytes)
+        self._room.make(size_bytes)
         return claim
 
     def _claimed(self) -> Writer:
         """This process's claim: whatever is cut short, somebody will notice. Caller holds the index
         lock."""
-        claim = self._claim
-        if claim is None or claim.pid != os.getpid():
+        if self._claim is None:
             sync_directory(self._root)  # kv/ itself, should whoever made it have been cut short
-            claim = self._claim = Writer(self._tmp, make_durable=self._index.sync)
-        return claim
-
-    def _check_free_space(self, size_bytes: int) -> None:
-        status = os.statvfs(self._root)
-        free_bytes = status.f_bavail * status.f_frsize
-        needed_bytes = size_bytes + RESERVE_BYTES
-        if free_bytes < needed_bytes:
-            raise StoreFullError(
-                f"the disk of store {self._root} has {megabytes(free_bytes)} left, expected "
-                f"{megabytes(needed_bytes)}; free some space or choose another --store",
-                needed_bytes,
-            )
+            self._claim = Writer(self._tmp, make_durable=self._index.sync)
+        return self._claim
 
     def _finish(self, row: Row) -> None:
         """Index what was written, unless somebody was faster. Caller holds the index lock."""
         other = self._index.get(row.name.namespace, row.name.key)
-        if other is not None and other.name != row.name and self._files.exists(other.name):
+        is_ours = other is not None and other.name == row.name  # a recovery elsewhere was faster
+        if other is not None and not is_ours and self._files.exists(other.name):
             self._files.remove(row.name)
             return
-        self._make_room(row.size_bytes, but=row.name)
+        self._room.make(0 if is_ours else row.size_bytes, but=row.name)
         self._index.add(row)
-
-    def _make_room(self, needed_bytes: int, but: Name | None = None) -> None:
-        """Evict the least recently used until ``needed_bytes`` fit. Caller holds the index lock.
-
-        ``but`` is the entry the room is for: a recovery elsewhere may have indexed it already.
-        Evicts nothing, and raises :class:`StoreFullError`, when that cannot be reached.
-        """
-        entries, size_bytes = self._index.totals()
-        limit_bytes = self._limit_bytes()
-        excess = size_bytes + needed_bytes - limit_bytes
-        if excess <= 0:
-            return
-        self._before_eviction()
-        pinned = self._files.marks.all()  # where that fails, rather nothing is evicted
-        victims: list[Name] = []
-        seen_bytes = 0
-        for row in self._index.oldest() if needed_bytes <= limit_bytes else ():
-            if excess <= 0:
-                break
-            seen_bytes += row.size_bytes
-            if row.name == but:
-                excess -= row.size_bytes
-            elif row.name.entry not in pinned and row.name.entry not in self._pins:
-                victims.append(row.name)
-                excess -= row.size_bytes
-        if excess > 0 and seen_bytes != size_bytes and needed_bytes <= limit_bytes:
-            raise IndexOdd("the index miscounts its bytes")
-        if excess > 0:
-            raise StoreFullError(
-                f"the store's limit of {megabytes(limit_bytes)} has no room for "
-                f"{megabytes(needed_bytes)} more beside what must be kept ({entries} entries, "
-                f"{megabytes(size_bytes)}); raise --disk-bytes by {megabytes(excess)} or more",
-                needed_bytes,
-            )
-        self._index.drop(victims)
-        for name in victims:
-            with contextlib.suppress(OSError):
-                self._files.remove(name)
-        with self._counters:
-            self.evictions += len(victims)
 
     def pin(self, namespace: str, key: str) -> None:
         """Keep a key out of every eviction, by whichever process."""
@@ -244,11 +186,9 @@ class DiskWriter:
 
     def _reconcile(self) -> None:
         """Caller holds the index lock."""
-        quarantined = reconcile(self._files, self._index)
-        with self._counters:
-            self.quarantined += quarantined
+        self._tally.add("quarantined", reconcile(self._files, self._index))
         with contextlib.suppress(StoreFullError):
-            self._make_room(0)
+            self._room.make(0)
 
     def _with_index(self, action: Callable[[], _T]) -> _T:
         """Run ``action`` under the index lock, after a rebuild should the index turn out odd."""

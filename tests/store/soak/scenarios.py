@@ -90,7 +90,7 @@ def _crashed(root: Path) -> None:
     """Three chunks, one row missing, one row of nothing, and what two dead writers left."""
     _filled(1, 2, 3)(root)
     store = DiskStore(root, PLENTY)
-    lost = store._find(Lab.namespace, Lab.key(1))
+    lost = store._reading.find(Lab.namespace, Lab.key(1))
     assert lost is not None
     store._index.drop([lost])
     store.close()

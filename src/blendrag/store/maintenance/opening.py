@@ -21,6 +21,7 @@ from blendrag.store.index import Index
 from blendrag.store.index_errors import IndexLocked, IndexOdd
 from blendrag.store.pins import Pins
 from blendrag.store.root import prepare
+from blendrag.store.tally import Tally
 from blendrag.store.writing import DiskWriter
 
 _T = TypeVar("_T")
@@ -81,7 +82,7 @@ def changing(root: Path, limit_bytes: Callable[[], int] = unlimited) -> Iterator
     with named_errors(f"opening store {root}"):
         files = PayloadFiles(root)
     index, pins = Index(root / "index"), Pins()
-    writer = DiskWriter(root, files, index, limit_bytes, pins, lambda: None)
+    writer = DiskWriter(root, files, index, limit_bytes, pins, lambda: None, Tally())
     try:
         writer.open()
         yield Opened(root, files, index, writer, pins)

@@ -21,7 +21,7 @@ from blendrag.store.format import is_name
 from blendrag.store.limit import DEFAULT_DISK_BYTES, settle_limit
 from blendrag.store.maintenance.foreign import HEX2, QUARANTINED
 from blendrag.store.maintenance.opening import Opened, changing, require_writable
-from blendrag.store.rows import Row
+from blendrag.store.room import oldest_first
 
 #: Told how many bytes are gone, and of how many.
 Watch = Callable[[int, int], None]
@@ -72,14 +72,9 @@ def collect(
 def _evict_batch(store: Opened, max_bytes: int) -> list[int]:
     """Drop up to :data:`BATCH` of the oldest that may go; their sizes. Caller holds the index lock."""
     excess = store.index.totals()[1] - max_bytes
-    pinned = store.files.marks.all()
-    victims: list[Row] = []
-    for row in store.index.oldest() if excess > 0 else ():
-        if excess <= 0 or len(victims) == BATCH:
-            break
-        if row.name.entry not in pinned:
-            victims.append(row)
-            excess -= row.size_bytes
+    marked = store.files.marks.all()
+    stays: Callable[[Name], bool] = lambda name: name.entry in marked  # noqa: E731
+    victims = oldest_first(store.index, excess, stays, at_most=BATCH).victims
     if victims:
         store.writer.remove([row.name for row in victims])
     return [row.size_bytes for row in victims]
