@@ -10,23 +10,21 @@ blendrag.demo.check DIR` prints the table of the model card.
 import argparse
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from blendrag.demo.contexts import Context, contexts
 from blendrag.demo.facts import Split
 from blendrag.demo.prompts import FORMS, NATIVE, Entry, Form
 from blendrag.demo.samples import Sample, Writer
+from blendrag.errors import BlendragError
+from blendrag.model import ModelAdapter, load_adapter
 
 Mode = Literal["full", "reuse"]
 MODES: tuple[Mode, ...] = ("full", "reuse")
@@ -128,38 +126,63 @@ def visible(sample: Sample, mode: Mode) -> Tensor:
     return mask
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Accuracy of a demo model by question kind.")
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--split", default="test", choices=get_args(Split))
-    parser.add_argument("--contexts", type=int, default=60)
-    parser.add_argument("--chunks", type=int, default=6)
-    parser.add_argument("--chunk-tokens", type=int, nargs="+", default=[64, 128, 512])
-    parser.add_argument("--forms", nargs="+", default=[NATIVE.name])
-    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
-    args = parser.parse_args()
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    for form in (form for form in FORMS if form.name in args.forms):
-        for chunk_tokens in args.chunk_tokens:
-            scores = evaluate(
-                model,
-                tokenizer,
-                args.seed,
-                args.split,
-                args.contexts,
-                args.chunks,
-                chunk_tokens,
-                form=form,
-                modes=tuple(args.modes),
-            )
-            for score in scores:
-                sys.stdout.write(
-                    f"{form.name}, {args.chunks} chunks of {chunk_tokens}, {score.mode}, "
-                    f"{score.kind}: {score.accuracy:.3f} (n={score.n})\n"
-                )
-                sys.stdout.flush()
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m blendrag.demo.check",
+        description="Accuracy of a demo model by question kind.",
+    )
+    made.add_argument("model", help="its directory, or demo")
+    made.add_argument("--seed", type=int, default=1)
+    made.add_argument("--split", default="test", choices=get_args(Split))
+    made.add_argument("--contexts", type=_count, default=60)
+    made.add_argument("--chunks", type=_count, default=6)
+    made.add_argument("--chunk-tokens", type=_count, nargs="+", default=[64, 128, 512])
+    forms = [form.name for form in FORMS]
+    made.add_argument("--forms", nargs="+", default=[NATIVE.name], choices=forms)
+    made.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
+    return made
+
+
+def _count(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return int(text)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints a line per form, size, mode and kind; exit status 2 and one sentence for what cannot be
+    checked.
+    """
+    args = parser().parse_args(arguments)
+    logging.disable_progress_bar()  # transformers draws one for loading weights
+    try:
+        adapter = load_adapter(args.model, "float32", "cpu")
+        for form in (form for form in FORMS if form.name in args.forms):
+            for chunk_tokens in args.chunk_tokens:
+                _print(adapter, args, form, chunk_tokens)
+    except BlendragError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)
+
+
+def _print(adapter: ModelAdapter, args: argparse.Namespace, form: Form, chunk_tokens: int) -> None:
+    scores = evaluate(
+        adapter.model,
+        adapter.tokens.tokenizer,
+        args.seed,
+        args.split,
+        args.contexts,
+        args.chunks,
+        chunk_tokens,
+        form=form,
+        modes=tuple(args.modes),
+    )
+    for score in scores:
+        sys.stdout.write(
+            f"{form.name}, {args.chunks} chunks of {chunk_tokens}, {score.mode}, "
+            f"{score.kind}: {score.accuracy:.3f} (n={score.n})\n"
+        )
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
