@@ -93,6 +93,15 @@ def test_a_file_is_asked_over_its_own_passages(model: str, tmp_path: Path) -> No
     assert {(row["dataset"], row["metric"], row["n"]) for row in found} == {("asked", "f1", 1)}
 
 
+def test_equal_r_is_not_called_equal_cost(model: str) -> None:
+    found = rows(*small(model, "--policies", "hkvd,query", "--ratio", "0.15"))
+    charged = {row["policy"]: row["charged_ratio"] for row in found if row["kind"] == "all"}
+    assert charged["hkvd"] > 1.2 * charged["query"]
+    words = " ".join(invoke("eval", "--help").stdout.split())
+    assert "equal cost" not in words
+    assert "at equal r (--ratio); what each is charged for that, the entry layer included" in words
+
+
 def test_without_json_there_is_one_table(model: str) -> None:
     result = invoke(*small(model, "--policies", "full,reuse"))
     assert result.exit_code == 0, result.stderr

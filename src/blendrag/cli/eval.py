@@ -143,7 +143,9 @@ def evaluate(
     json: Annotated[bool, typer.Option("--json", help="A list of rows on stdout.")] = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Compare policies by what they answer, at equal cost. Interrupted, it goes on where it was."""
+    """Compare policies by what they answer at equal r (--ratio); what each is charged for that, the
+    entry layer included, and takes stands beside it. Interrupted, it goes on where it was.
+    """
     quiet.set_up(verbose)
     options.check_environment()
     interrupt.expect("nothing was asked yet; repeat the command")

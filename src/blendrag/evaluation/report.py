@@ -13,8 +13,9 @@ from blendrag.evaluation.ways import FULL, NONE
 LEGEND = (
     "PGR: 0 answers as without context, 1 as full prefill does, with the 95% interval of a paired "
     "bootstrap over contexts; – where full prefill gains nothing. charged: share of chunk tokens "
-    "computed over all layers. KL: of the first token, in nats. prefix on/off: chunks encoded behind "
-    "the corpus's prefix or behind nothing. TTFT: median, KV read from disk."
+    "computed over all layers; above r where a policy computes the entry layer for all of them to "
+    "choose. KL: of the first token, in nats. prefix on/off: chunks encoded behind the corpus's prefix "
+    "or behind nothing. TTFT: median, KV read from disk."
 )
 
 
