@@ -110,25 +110,51 @@ def done_bytes(totals: Totals) -> float:
     return min(max(totals.done_bytes, by_tokens), 0.99 * totals.total_bytes)
 
 
+class TimeLeft:
+    """How long a rest takes, by the mean of the steps so far but the first, which warms up.
+
+    The mean and not the median: a step that begins a context pays for encoding it, and so will others.
+    """
+
+    #: Steps after the first before a guess is made.
+    LEAST = 2
+
+    def __init__(self) -> None:
+        self._at_start: int | None = None
+        self._warm: tuple[int, float] | None = None
+
+    def __call__(self, done: int, total: int, now: float) -> float | None:
+        """Seconds; ``None`` while too little is known. The first call is before the first step."""
+        if self._at_start is None:
+            self._at_start = done
+        if self._warm is None and done > self._at_start:
+            self._warm = (done, now)
+        if self._warm is None or done >= total:
+            return None
+        since_done, since = self._warm
+        steps = done - since_done
+        return (now - since) * (total - done) / steps if steps >= self.LEAST else None
+
+
 class QuestionProgress:
     """Called with how many questions are done, and of how many."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
         self._live = console.is_terminal
-        self._said = self._began = time.perf_counter()
-        self._first: int | None = None
+        self._said = time.perf_counter()
+        self._time_left = TimeLeft()
         self._bar = Progress(
             SpinnerColumn(),
             TextColumn("questions"),
             BarColumn(),
             MofNCompleteColumn(),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[left]}"),
             console=console,
             transient=True,
             disable=not self._live,
         )
-        self._task = self._bar.add_task("questions", total=None)
+        self._task = self._bar.add_task("questions", total=None, left="")
 
     def __enter__(self) -> QuestionProgress:
         self._bar.start()
@@ -138,18 +164,13 @@ class QuestionProgress:
         self._bar.stop()
 
     def __call__(self, done: int, total: int) -> None:
-        self._bar.update(self._task, completed=done, total=total)
         now = time.perf_counter()
-        if self._first is None:
-            self._first, self._began = done, now
-        if self._live or now - self._said < LINE_EVERY_S:
-            return
-        self._said = now
-        text = f"{done} of {total} questions"
-        if self._first < done < total:
-            seconds = (now - self._began) * (total - done) / (done - self._first)
-            text += f", about {duration(seconds)} left"
-        say("progress", text)
+        seconds = self._time_left(done, total, now)
+        left = "" if seconds is None else f"about {duration(seconds)} left"
+        self._bar.update(self._task, completed=done, total=total, left=left)
+        if not self._live and now - self._said >= LINE_EVERY_S:
+            self._said = now
+            say("progress", ", ".join([f"{done} of {total} questions", *([left] if left else [])]))
 
 
 class ByteProgress:
