@@ -7,6 +7,7 @@ import hashlib
 import os
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from blendrag.kv import DTYPES, ChunkKV, KVLayout, LayerShape
@@ -37,6 +38,11 @@ class Lab:
             for i in range(len(layout.layers))
         ]
         return ChunkKV(layout, tokens, layers)
+
+    @staticmethod
+    def blank(layer: int) -> np.ndarray:
+        """Somewhere to read a layer to, made without a torch operator."""
+        return np.zeros(Lab.layout.layer_shape(layer, Lab.tokens), dtype=np.float32)
 
     @staticmethod
     def put(store, number: int) -> None:

@@ -61,6 +61,19 @@ _SCHEMA = {
 }
 
 
+def connect_for_reading(directory: Path, busy_timeout_s: float) -> sqlite3.Connection:
+    """A connection that changes nothing.
+
+    SQLite shares a WAL with others even to read, and makes one where there is none. Where it could
+    not, on a disk that cannot be written, there is nobody to share it with.
+    """
+    database = directory / DATABASE
+    has_wal = os.path.lexists(directory / DATABASE_FILES[1])
+    still = "" if has_wal or os.access(directory, os.W_OK) else "&immutable=1"
+    uri = f"file:{quote(str(database.absolute()))}?mode=ro{still}"
+    return sqlite3.connect(uri, uri=True, timeout=busy_timeout_s, isolation_level=None)
+
+
 def fault(directory: Path, busy_timeout_s: float) -> str | None:
     """What is odd about the database in ``directory``; ``None`` if it can be opened.
 
@@ -72,8 +85,7 @@ def fault(directory: Path, busy_timeout_s: float) -> str | None:
         path = directory / name
         if path.is_symlink() or (path.exists() and not stat.S_ISREG(path.lstat().st_mode)):
             return f"{name} is not a regular file"
-    uri = f"file:{quote(str((directory / DATABASE).absolute()))}?mode=ro"
-    connection = sqlite3.connect(uri, uri=True, timeout=busy_timeout_s, isolation_level=None)
+    connection = connect_for_reading(directory, busy_timeout_s)
     try:
         connection.execute("PRAGMA trusted_schema = OFF")
         connection.execute("PRAGMA query_only = ON")

@@ -6,16 +6,14 @@ when it opens, is not asked. Every row has to be of the store's own form: nothin
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from urllib.parse import quote
 
 from blendrag.store.files import Name
 from blendrag.store.index import QUERY_WAIT_S
-from blendrag.store.index_check import DATABASE, fault
+from blendrag.store.index_check import DATABASE, connect_for_reading, fault
 from blendrag.store.index_errors import IndexOdd, mapped
 from blendrag.store.rows import Row, Rows, row_key
 
@@ -38,8 +36,7 @@ class IndexView:
             reason = fault(directory, _WAIT_S)
             if reason is not None:
                 raise IndexOdd(reason)
-            uri = f"file:{quote(str((directory / DATABASE).absolute()))}?mode=ro"
-            self._connection = sqlite3.connect(uri, uri=True, timeout=_WAIT_S, isolation_level=None)
+            self._connection = connect_for_reading(directory, _WAIT_S)
         self._rows = Rows(str(directory))
 
     def __enter__(self) -> IndexView:

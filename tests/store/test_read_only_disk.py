@@ -1,0 +1,226 @@
+"""A store on a disk that cannot be written: what is there is read, the rest is one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import threading
+
+import mounts
+import pytest
+import torch
+
+from blendrag.errors import CorruptKVError, StoreUnavailableError
+from blendrag.store import DiskStore, maintenance, open_store
+
+
+@pytest.fixture
+def on_read_only_mount(root, fork):
+    """Runs a function in a child that sees ``root`` on a mount that cannot be written."""
+
+    def run(action):
+        def child():
+            try:
+                mounts.own_mounts()
+                mounts.bind(root)
+                mounts.remount(root, read_only=True)
+            except OSError:
+                os._exit(77)
+            action()
+
+        status = os.waitstatus_to_exitcode(os.waitpid(fork(child), 0)[1])
+        if status == 77:
+            pytest.skip("this machine lets nobody mount anything")
+        assert status == 0
+
+    return run
+
+
+def in_bytes(kv):
+    return [layer.numpy().tobytes() for layer in kv.layers]
+
+
+def is_read(lab, store, number, expected):
+    """Whether a chunk has these bytes, without torch operators: none may run in a forked child."""
+    reader = lab.open(store, number)
+    if reader is None:
+        return False
+    with contextlib.closing(reader):
+        for layer, data in enumerate(expected):
+            out = torch.from_numpy(lab.blank(layer))
+            reader.read_layer(layer, out)
+            if out.numpy().tobytes() != data:
+                return False
+    return True
+
+
+def fill(lab, root, numbers=range(3)):
+    store = DiskStore(root, 1 << 30)
+    for number in numbers:
+        lab.put(store, number)
+    return store
+
+
+def crash(lab, root, fork):
+    """Like :func:`fill`, but killed: a WAL, a marker and half a payload are left."""
+    kvs = [lab.kv(number) for number in range(3)]
+
+    def child():
+        store = DiskStore(root, 1 << 30)
+        for number, kv in enumerate(kvs):
+            store.put(lab.namespace, lab.key(number), kv)
+        store._writing._claim.temporary().write_bytes(b"half")
+        os.kill(os.getpid(), 9)
+
+    os.waitpid(fork(child), 0)
+
+
+@pytest.mark.parametrize("left", ["closed", "crashed", "without index"])
+def test_a_store_on_a_read_only_mount_is_read_with_one_warning(
+    lab, root, fork, on_read_only_mount, caplog, left
+):
+    if left == "crashed":
+        crash(lab, root, fork)
+    else:
+        fill(lab, root).close()
+    if left == "without index":
+        (root / "index" / "cache.db").unlink()
+    expected = [in_bytes(lab.kv(number)) for number in range(3)]
+    new = lab.kv(9)
+    before = sorted(root.rglob("*"))
+
+    def use():
+        with caplog.at_level(logging.WARNING, "blendrag.store"):
+            store = open_store(root, 1 << 20, None)
+            assert store.read_only
+            for _ in range(2):  # from disk, then from memory
+                assert all(is_read(lab, store, n, data) for n, data in enumerate(expected))
+                store.drain()
+            assert store.stats().tiers[0].entries == 3
+            assert lab.open(store, 9) is None
+            assert not lab.has(store, 9)
+            assert len(list(store.keys(lab.namespace))) == store.stats().entries == 3
+            for change in (
+                lambda: store.put(lab.namespace, lab.key(9), new),
+                lambda: store.delete(lab.namespace, lab.key(1)),
+                lambda: store.pin(lab.namespace, lab.key(1)),
+            ):
+                with pytest.raises(StoreUnavailableError, match="is read-only, expected"):
+                    change()
+            store.close()
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "cannot be written: reads work" in caplog.text
+
+    on_read_only_mount(use)
+    assert sorted(root.rglob("*")) == before
+    store = DiskStore(root, 1 << 30)  # and once it can be written again
+    assert all(lab.is_right(store, number) for number in range(3))
+    store.close()
+
+
+@pytest.mark.parametrize("left", ["closed", "crashed"])
+def test_a_store_on_a_read_only_mount_is_looked_at_and_not_changed(
+    lab, root, fork, tmp_path, on_read_only_mount, left
+):
+    crash(lab, root, fork) if left == "crashed" else fill(lab, root).close()
+    before = sorted(root.rglob("*"))
+    archive = tmp_path / "kv.tar"
+
+    def use():
+        assert maintenance.survey(root).chunks == 3
+        report = maintenance.check(root)
+        (namespace,) = report.namespaces
+        assert (report.index, report.is_good, namespace.good) == ("sound", True, 3)
+        assert (namespace.missing_rows, namespace.dead_rows) == (0, 0)
+        assert maintenance.export(root, archive).payloads == 3
+        for change in (
+            lambda: maintenance.check(root, repair=True),
+            lambda: maintenance.collect(root, 0),
+            lambda: maintenance.clear(root),
+            lambda: maintenance.take_in(root, archive),
+        ):
+            with pytest.raises(StoreUnavailableError, match="is read-only, expected"):
+                change()
+
+    on_read_only_mount(use)
+    assert sorted(root.rglob("*")) == before
+
+
+def test_no_store_is_made_on_a_read_only_mount(root, on_read_only_mount):
+    root.mkdir(mode=0o700)
+
+    def use():
+        with pytest.raises(StoreUnavailableError, match="holds no store and cannot be written"):
+            DiskStore(root, 1 << 30)
+        with pytest.raises(StoreUnavailableError, match="Read-only file system while creating"):
+            DiskStore(root / "below", 1 << 30)
+
+    on_read_only_mount(use)
+    assert list(root.iterdir()) == []
+
+
+@pytest.fixture
+def disk_turns_read_only(root, monkeypatch):
+    """From here on every call that changes something below ``root`` fails, as after a disk's error.
+
+    Faked: a mount that somebody writes to cannot be made read-only.
+    """
+    changes = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+    def refusing(real, is_change):
+        def call(*args, **kwargs):
+            if is_change(*args):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            return real(*args, **kwargs)
+
+        return call
+
+    def turn():
+        monkeypatch.setattr(os, "open", refusing(os.open, lambda path, flags, *_: flags & changes))
+        for name in ("rename", "replace", "unlink", "mkdir", "fsync"):
+            monkeypatch.setattr(os, name, refusing(getattr(os, name), lambda *_: True))
+        real = os.access
+        monkeypatch.setattr(
+            os, "access", lambda path, mode, **kw: not mode & os.W_OK and real(path, mode, **kw)
+        )
+
+    return turn
+
+
+def test_a_disk_that_turns_read_only_under_an_open_store_costs_no_query(
+    lab, root, disk_turns_read_only, monkeypatch
+):
+    store = fill(lab, root)
+    damaged = bytearray(lab.file(store, 2).read_bytes())
+    damaged[-1] ^= 1
+    lab.file(store, 2).write_bytes(damaged)
+    disk_turns_read_only()
+    right = []
+    thread = threading.Thread(target=lambda: right.append(lab.is_right(store, 0)))
+    thread.start()
+    thread.join()
+    assert right == [True]
+    assert lab.is_right(store, 1)
+    with pytest.raises(CorruptKVError):
+        lab.is_right(store, 2)
+    assert lab.open(store, 2) is None  # not to be set aside, and not believed again
+    assert lab.open(store, 9) is None
+    for change in (
+        lambda: lab.put(store, 9),
+        lambda: lab.put(store, 2),
+        lambda: store.delete(lab.namespace, lab.key(1)),
+        lambda: store.pin(lab.namespace, lab.key(1)),
+        store.recover,
+    ):
+        with pytest.raises(StoreUnavailableError, match="Read-only file system") as caught:
+            change()
+        assert "\n" not in str(caught.value)
+    assert all(lab.is_right(store, number) for number in (0, 1))
+    store.close()
+    monkeypatch.undo()
+    store = DiskStore(root, 1 << 30)
+    assert all(lab.is_right(store, number) for number in (0, 1))
+    assert not (root / "quarantine" / "cache.db").exists()
+    store.close()
