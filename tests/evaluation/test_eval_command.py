@@ -109,6 +109,23 @@ def test_without_json_there_is_one_table(model: str) -> None:
     assert "reuse" in result.stdout
 
 
+@pytest.mark.parametrize("json_", [(), ("--json",)])
+def test_prompts_of_one_chunk_are_said_to_be_such(model: str, json_: tuple[str, ...]) -> None:
+    args = small(model, "--policies", "reuse", "--questions", "20")
+    alone = invoke(*args, "--chunks", "1", "--contexts", "3", *json_).stderr
+    (note,) = [line for line in alone.splitlines() if "one chunk alone" in line]
+    assert note.startswith("note: prompts of one chunk alone: ")
+    assert "one chunk alone" not in invoke(*args, *json_).stderr
+
+
+def test_few_questions_are_said_to_leave_wide_intervals_in_words_only(model: str) -> None:
+    few, many = small(model, "--policies", "reuse"), ("--contexts", "10", "--questions", "3")
+    result = invoke(*few)
+    assert said(result).startswith("note: 4 questions leave wide intervals")
+    assert invoke(*few, "--json").stderr == ""
+    assert "wide intervals" not in invoke(*few, *many).stderr
+
+
 def test_what_the_file_holds_is_not_asked_again(model: str, tmp_path: Path) -> None:
     args = small(model, "--policies", "reuse", "--out", str(tmp_path / "kept.jsonl"))
     first = rows(*args)

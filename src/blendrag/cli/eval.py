@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from blendrag.cli import interrupt, lists, options, output, quiet
-from blendrag.cli.status import DONE, reporting
+from blendrag.cli.status import DONE, reporting, say
 
 if TYPE_CHECKING:
     from blendrag.config import KVEncoding
@@ -173,7 +173,16 @@ def evaluate(
         from blendrag.evaluation.report import print_rows
 
         print_rows(rows)
+    _say_notes(arena.dataset, in_words=not json)
     return DONE
+
+
+def _say_notes(dataset: Dataset, in_words: bool) -> None:
+    from blendrag.evaluation.notes import few_questions, lone_chunks
+
+    for note in (lone_chunks(dataset), few_questions(dataset) if in_words else ""):
+        if note:
+            say("note", note)
 
 
 def _arena(
