@@ -128,11 +128,11 @@ class AsyncAnswerIterator:
 
     async def _begin(self) -> Started:
         self._started = await self._start()
-        loop = asyncio.get_running_loop()
+        loop, new = asyncio.get_running_loop(), self._new
 
-        def wake() -> None:
+        def wake() -> None:  # holds no reference to this iterator: dropping that ends the request
             with suppress(RuntimeError):  # the loop was closed: nobody listens any more
-                loop.call_soon_threadsafe(self._new.set)
+                loop.call_soon_threadsafe(new.set)
 
         self._started.stream.listen(wake)
         if self._over:  # closed while it was being planned

@@ -110,9 +110,7 @@ class Generation:
         return max(int(options.generate.get(n) or getattr(config, n, None) or 1) for n in names)
 
     def _check(self, task: Task) -> None:
-        tokens = len(task.plan.ids)
-        if tokens + task.max_new_tokens > self._adapter.context_tokens:
-            raise ContextOverflowError(tokens, task.max_new_tokens, self._adapter.context_tokens)
+        check_fits(task.plan, task.max_new_tokens, self._adapter)
         if task.mode != "full":
             self._adapter.require_blendable()
 
@@ -144,6 +142,7 @@ class Generation:
         later: Callable[[LoadPlan], None],
         avoid: frozenset[str],
     ) -> Answer:
+        stream.check()
         load = nothing_loaded(task.plan, task.why_computed)
         if controller is not None:
             reserve = 1 if task.sequences == 1 else 2
@@ -300,6 +299,13 @@ class Generation:
             for row in rows
         ]
         return [text for text, _ in cut], "stop" if cut[0][1] or ended else "length"
+
+
+def check_fits(plan: PromptPlan, max_new_tokens: int, adapter: ModelAdapter) -> None:
+    """Raise :class:`ContextOverflowError` for a prompt without room for its answer."""
+    tokens = len(plan.ids)
+    if tokens + max_new_tokens > adapter.context_tokens:
+        raise ContextOverflowError(tokens, max_new_tokens, adapter.context_tokens)
 
 
 def _until_end(row: list[int], ends: set[int]) -> list[int]:

@@ -93,6 +93,20 @@ def _flattened(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "content": "".join(texts)}
 
 
+def explain_bos(prompt: Prompt, tokens: Tokens, options: Options) -> tuple[str, ...]:
+    """A sentence for the metrics when text that was rendered before goes through the template again."""
+    bos = tokens.tokenizer.bos_token
+    if not (bos and options.apply_chat_template and tokens.has_template):
+        return ()
+    contents = [prompt] if isinstance(prompt, str) else [m.get("content") for m in prompt]
+    if not any(isinstance(text, str) and text.startswith(bos) for text in contents):
+        return ()
+    return (
+        f"a message begins with {bos}, as if it had been through a chat template before; send rendered "
+        "text with apply_chat_template=False",
+    )
+
+
 def chunk_matches(corpus: Corpus | None, rendered: str) -> list[Match]:
     """Known chunks in ``rendered``, ascending and disjoint."""
     return corpus.anchors.find(rendered) if corpus is not None else []

@@ -19,8 +19,9 @@ from blendrag.controller import Controller, LoadPlan
 from blendrag.engine.answers import Started
 from blendrag.engine.batch import prepared
 from blendrag.engine.decoding import Likelihoods
-from blendrag.engine.generation import Generation, Task
-from blendrag.engine.prompts import chunk_matches, explain_misses, render
+from blendrag.engine.generation import Generation, Task, check_fits
+from blendrag.engine.prompts import chunk_matches, explain_bos, explain_misses, render
+from blendrag.engine.request_log import log_answer, log_failure
 from blendrag.engine.resources import Resources
 from blendrag.engine.stream import AnswerStream
 from blendrag.engine.types import Answer, Options, Prompt
@@ -83,9 +84,14 @@ class Requests:
         def work() -> Answer:
             try:
                 stream.check()
-                return self._work(task, stream)
+                answer = self._work(task, stream)
+            except BaseException as exc:
+                log_failure(exc, task.started)
+                raise
             finally:
                 stream.finish()
+            log_answer(answer.metrics)
+            return answer
 
         return Started(stream, self._worker.submit(work))
 
@@ -107,12 +113,17 @@ class Requests:
         policy, schedule = options.policy or s.policy, options.schedule or s.schedule
         make_policy(policy)  # fail before any work
         parsed = Schedule.parse(schedule)
-        plan, source_of, notes = self.plan_text(render(prompt, self._resources.tokens, options))
+        tokens = self._resources.tokens
+        plan, source_of, notes = self.plan_text(render(prompt, tokens, options))
+        notes += explain_bos(prompt, tokens, options)
         if not plan.ids:
             raise InvalidInputError("the prompt is empty; ask something")
+        new_tokens = options.max_new_tokens or s.max_new_tokens
+        if self._resources.is_loaded:  # else the worker looks, once it has loaded the model
+            check_fits(plan, new_tokens, self._resources.adapter)
         return Task(
             plan, mode, policy, parsed, s.ratio if options.ratio is None else options.ratio,
-            options.max_new_tokens or s.max_new_tokens, options, started, source_of, notes,
+            new_tokens, options, started, source_of, notes,
         )  # fmt: skip
 
     def plan_text(self, rendered: str) -> tuple[PromptPlan, dict[str, str], tuple[str, ...]]:

@@ -102,9 +102,9 @@ class AnswerStream:
 
     def _push(self, piece: str) -> None:
         self._held += piece
-        found = [(self._held.find(s), s) for s in self._stop if s in self._held]
-        if found:
-            at, self.stopped_by = min(found)
+        found = first_stop(self._held, self._stop)
+        if found is not None:
+            at, self.stopped_by = found
             self._emit(self._held[:at])
             self._held = ""
             return
@@ -214,8 +214,17 @@ class StopWhenDone(StoppingCriteria):
 
 def cut_at_stop(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:
     """``text`` up to the first stop string, and whether there was one."""
-    found = [text.find(s) for s in stop if s and s in text]
-    return (text[: min(found)], True) if found else (text, False)
+    found = first_stop(text, tuple(s for s in stop if s))
+    return (text, False) if found is None else (text[: found[0]], True)
+
+
+def first_stop(text: str, stop: tuple[str, ...]) -> tuple[int, str] | None:
+    """Where the stop string that is complete first begins, and which it is; of several, the longest.
+
+    By its end, so that it does not matter how the text was cut into tokens.
+    """
+    found = [(text.find(s) + len(s), text.find(s), s) for s in stop if s in text]
+    return min(found)[1:] if found else None
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -6,10 +6,12 @@ encoding of missing chunks wait until nobody asks anything.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from blendrag.errors import InvalidInputError
@@ -27,6 +29,7 @@ class Worker:
         self._changed = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
 
     def submit(self, call: Callable[[], T], background: bool = False) -> Future[T]:
         """Queue ``call``; its result or exception arrives in the future.
@@ -35,6 +38,7 @@ class Worker:
         background calls always wait, and are cancelled once the worker is closed.
         """
         future: Future[T] = Future()
+        self._check_process()
         if threading.current_thread() is self._thread and not background:
             _settle(future, call)
             return future
@@ -47,9 +51,22 @@ class Worker:
             (self._background if background else self._foreground).append((future, call))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._pid = os.getpid()
                 self._thread.start()
             self._changed.notify_all()
         return future
+
+    def _check_process(self) -> None:
+        """A fork has no worker thread, and perhaps a lock that nobody will release: never wait there."""
+        if self._is_elsewhere:
+            raise InvalidInputError(
+                f"this engine works in process {self._pid}, from which this one ({os.getpid()}) was "
+                "forked; make a new BlendEngine here, or start processes by spawn"
+            )
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        return self._thread is not None and self._pid != os.getpid()
 
     def run(self, call: Callable[[], T]) -> T:
         """Submit and wait."""
@@ -61,14 +78,19 @@ class Worker:
 
     def drain(self) -> None:
         """Block until everything queued so far, background work included, is done."""
+        self._check_process()
         with self._changed:
             pending = [future for future, _ in (*self._foreground, *self._background)]
         for future in pending:
-            future.exception()
+            with suppress(CancelledError):
+                future.exception()
         self.submit(lambda: None).result()
 
     def close(self) -> None:
         """Finish the foreground, drop the background, end the thread. Idempotent."""
+        if self._is_elsewhere:
+            self._closed = True
+            return
         with self._changed:
             self._closed = True
             for future, _ in self._background:

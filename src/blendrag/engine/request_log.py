@@ -1,0 +1,66 @@
+"""One line per request, on logger ``blendrag`` at INFO: what was reused, what was not and why.
+
+Owns the wording only; every figure is in :class:`RequestMetrics`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from blendrag.errors import RequestCancelled, RequestTimeout
+from blendrag.metrics import ChunkReport, RequestMetrics
+
+log = logging.getLogger(__name__)
+
+#: Chunks named per reason; of more it is only said how many.
+NAMED = 8
+
+
+def log_answer(metrics: RequestMetrics) -> None:
+    """Say what an answered request reused."""
+    if log.isEnabledFor(logging.INFO):
+        log.info("%s", wording(metrics))
+
+
+def log_failure(exc: BaseException, started: float) -> None:
+    """Say that a request ended without an answer, and after how long."""
+    after = time.perf_counter() - started
+    if isinstance(exc, RequestTimeout):
+        log.info("no answer: stopped by its timeout of %g s, after %.3f s", exc.timeout_s, after)
+    elif isinstance(exc, RequestCancelled):
+        log.info("no answer: abandoned by its caller after %.3f s", after)
+    else:
+        log.info("no answer: %s after %.3f s", type(exc).__name__, after)
+
+
+def wording(metrics: RequestMetrics) -> str:
+    """The line of an answered request."""
+    m = metrics
+    said = (
+        f"mode {m.mode}: {m.prompt_tokens} prompt tokens, {m.reused_tokens} reused "
+        f"({m.recomputed_tokens} of them recomputed), {m.fresh_tokens} fresh; "
+        f"first token after {m.ttft_s:.3f} s, {m.new_tokens} new in {m.total_s:.3f} s"
+    )
+    missed = [chunk for chunk in m.chunks if chunk.outcome == "computed"]
+    if missed:
+        said += f"; {len(missed)} of {len(m.chunks)} chunks not reused: {_reasons(missed)}"
+    return "; ".join((said, *m.notes))
+
+
+def _reasons(missed: Sequence[ChunkReport]) -> str:
+    named: dict[str, list[str]] = {}
+    for chunk in missed:
+        named.setdefault(chunk.reason, []).append(_name(chunk))
+    return ", ".join(f"{_some(names)} ({reason})" for reason, names in named.items())
+
+
+def _name(chunk: ChunkReport) -> str:
+    short = chunk.chunk_id[:12]
+    return f"{chunk.source}#{short}" if chunk.source else short
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = " ".join(names[:NAMED])
+    return shown if len(names) <= NAMED else f"{shown} and {len(names) - NAMED} more"
