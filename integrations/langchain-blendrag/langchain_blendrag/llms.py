@@ -18,9 +18,10 @@ from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPromptValue
 from langchain_core.runnables import RunnableConfig
+from langchain_core.runnables.config import get_config_list
 
 from blendrag.plugs.fields import CONFIG, RequestFields
-from blendrag.plugs.shared import Piece, agenerate, astream_pieces, stream_pieces, warm
+from blendrag.plugs.shared import Piece, astream_pieces, stream_pieces, warm
 from langchain_blendrag._identity import identifying_params
 from langchain_blendrag._messages import Message, TemplatedPromptValue, engine_prompt
 from langchain_blendrag._results import generation_info, token_usage
@@ -61,7 +62,7 @@ class BlendLLM(RequestFields, BaseLLM):
         **kwargs: Any,
     ) -> LLMResult:
         options = self.request_options(stop, **kwargs)
-        answers = [self.engine.generate(engine_prompt(prompt), options) for prompt in prompts]
+        answers = self.engine.batch([engine_prompt(prompt) for prompt in prompts], options)
         return self._result(answers)
 
     async def _agenerate(
@@ -72,8 +73,8 @@ class BlendLLM(RequestFields, BaseLLM):
         **kwargs: Any,
     ) -> LLMResult:
         options = self.request_options(stop, **kwargs)
-        calls = (agenerate(self.engine, engine_prompt(prompt), options) for prompt in prompts)
-        return self._result(await asyncio.gather(*calls))
+        answers = await self.engine.abatch([engine_prompt(p) for p in prompts], options)
+        return self._result(answers)
 
     def _stream(
         self,
@@ -104,6 +105,30 @@ class BlendLLM(RequestFields, BaseLLM):
                 if run_manager:
                     await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk
+
+    def batch(
+        self,
+        inputs: list[LanguageModelInput],
+        config: RunnableConfig | list[RunnableConfig] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> list[str]:
+        """As in ``BaseLLM``, which puts one prompt's error in every place of a batch."""
+        config = _one_by_one(inputs, config) if return_exceptions else config
+        return super().batch(inputs, config, return_exceptions=return_exceptions, **kwargs)
+
+    async def abatch(
+        self,
+        inputs: list[LanguageModelInput],
+        config: RunnableConfig | list[RunnableConfig] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> list[str]:
+        """:meth:`batch`, awaited."""
+        config = _one_by_one(inputs, config) if return_exceptions else config
+        return await super().abatch(inputs, config, return_exceptions=return_exceptions, **kwargs)
 
     # -- prompts --------------------------------------------------------------------------------
 
@@ -204,3 +229,11 @@ class BlendLLM(RequestFields, BaseLLM):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         return identifying_params(self)
+
+
+def _one_by_one(
+    inputs: Sequence[Any], config: RunnableConfig | list[RunnableConfig] | None
+) -> list[RunnableConfig]:
+    """``config`` of each input, in batches of one, so that an error is its own prompt's alone."""
+    configs = get_config_list(config, len(inputs))
+    return [{**each, "max_concurrency": 1} for each in configs] if len(inputs) > 1 else configs

@@ -7,8 +7,7 @@ through it.
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,30 +19,19 @@ from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
 from blendrag.errors import InvalidInputError
 from blendrag.plugs.fields import EngineFields
+from langchain_blendrag._documents import (
+    CorpusEmbeddings,
+    Filter,
+    embedding_name,
+    ids_of,
+    to_document,
+    to_entry,
+    where_of,
+)
 
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine
-    from blendrag.engine.library import Entry, Hit, Library
-
-#: Which documents may be found: by metadata (a list names several values), or by looking at each.
-Filter = Mapping[str, Any] | Callable[[Document], bool]
-
-
-class CorpusEmbeddings(Embeddings):
-    """The corpus's own embedder (``embedder=`` of the engine), as LangChain asks for vectors."""
-
-    def __init__(self, fields: EngineFields) -> None:
-        self._fields = fields
-
-    def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        """Unit vectors of ``texts``."""
-        vectors: list[list[float]] = self._fields.engine.library.embed(texts).tolist()
-        return vectors
-
-    def embed_query(self, text: str) -> list[float]:
-        """The unit vector of a question."""
-        vector: list[float] = self._fields.engine.library.embed_query(text).tolist()
-        return vector
+    from blendrag.engine.library import Hit, Library
 
 
 class BlendVectorStore(VectorStore):
@@ -119,15 +107,15 @@ class BlendVectorStore(VectorStore):
                 f"{', '.join(sorted(kwargs))}: not an option of add_documents; expected ids, "
                 "batch_size, precompute"
             )
-        named = _ids_of(documents, ids)
+        named = ids_of(documents, ids)
         size = batch_size or max(len(documents), 1)
         for start in range(0, len(documents), size):
             batch, names = documents[start : start + size], named[start : start + size]
-            entries = [_entry(name, doc) for name, doc in zip(names, batch, strict=True)]
+            entries = [to_entry(name, doc) for name, doc in zip(names, batch, strict=True)]
             self._library.add(
                 entries,
                 self._vectors_of(batch),
-                embedder=_name_of(self._embedding),
+                embedder=embedding_name(self._embedding),
                 precompute=precompute,
             )
         return named
@@ -151,7 +139,7 @@ class BlendVectorStore(VectorStore):
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
         """Documents of these ids, in their order; those that are not there are left out."""
-        return [_document(entry) for entry in self._library.get(ids)]
+        return [to_document(entry) for entry in self._library.get(ids)]
 
     # -- finding --------------------------------------------------------------------------------
 
@@ -159,19 +147,19 @@ class BlendVectorStore(VectorStore):
         self, query: str, k: int = 4, filter: Filter | None = None, **kwargs: Any
     ) -> list[Document]:
         """The ``k`` documents nearest to ``query``, the nearest first."""
-        return [_document(hit.entry) for hit in self._hits(query, k, filter)]
+        return [to_document(hit.entry) for hit in self._hits(query, k, filter)]
 
     def similarity_search_with_score(
         self, query: str, k: int = 4, filter: Filter | None = None, **kwargs: Any
     ) -> list[tuple[Document, float]]:
         """As :meth:`similarity_search`, with the L2 distance of unit vectors: in [0, 2], 0 is equal."""
-        return [(_document(hit.entry), hit.distance) for hit in self._hits(query, k, filter)]
+        return [(to_document(hit.entry), hit.distance) for hit in self._hits(query, k, filter)]
 
     def similarity_search_by_vector(
         self, embedding: list[float], k: int = 4, filter: Filter | None = None, **kwargs: Any
     ) -> list[Document]:
         """As :meth:`similarity_search`, from a vector."""
-        return [_document(hit.entry) for hit in self._hits_by_vector(embedding, k, filter)]
+        return [to_document(hit.entry) for hit in self._hits_by_vector(embedding, k, filter)]
 
     def max_marginal_relevance_search(
         self,
@@ -204,15 +192,15 @@ class BlendVectorStore(VectorStore):
         chosen = maximal_marginal_relevance(
             np.asarray(embedding, np.float32), [hit.vector.tolist() for hit in hits], lambda_mult, k
         )
-        return [_document(hits[i].entry) for i in chosen]
+        return [to_document(hits[i].entry) for i in chosen]
 
     def _hits(self, query: str, k: int, filter: Filter | None) -> list[Hit]:
         if self._embedding is not None:
             return self._hits_by_vector(self._embedding.embed_query(query), k, filter)
-        return self._library.search(query, k, where=_where(filter))
+        return self._library.search(query, k, where=where_of(filter))
 
     def _hits_by_vector(self, vector: list[float], k: int, filter: Filter | None) -> list[Hit]:
-        return self._library.search(np.asarray(vector, np.float32), k, where=_where(filter))
+        return self._library.search(np.asarray(vector, np.float32), k, where=where_of(filter))
 
     def _select_relevance_score_fn(self) -> Callable[[float], float]:
         """Cosine similarity, nothing below 0."""
@@ -254,58 +242,3 @@ class BlendVectorStore(VectorStore):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _ids_of(documents: Sequence[Document], ids: Sequence[str | None] | None) -> list[str]:
-    if ids is not None and len(ids) != len(documents):
-        raise InvalidInputError(
-            f"{len(ids)} ids for {len(documents)} documents, expected as many; or leave ids out"
-        )
-    given = [doc.id for doc in documents] if ids is None else ids
-    return [name or str(uuid.uuid4()) for name in given]
-
-
-def _entry(name: str, document: Document) -> Entry:
-    from blendrag.engine.library import Entry
-
-    metadata = document.metadata
-    title, start = metadata.get("title"), metadata.get("start_index")
-    return Entry(
-        id=name,
-        text=document.page_content,
-        metadata=metadata,
-        title=title if isinstance(title, str) else "",
-        start=start if isinstance(start, int) else 0,
-    )
-
-
-def _document(entry: Entry) -> Document:
-    return Document(id=entry.id, page_content=entry.text, metadata=dict(entry.metadata))
-
-
-def _where(filter: Filter | None) -> Callable[[Entry], bool] | None:
-    """``filter`` as the library asks it."""
-    if filter is None:
-        return None
-    if callable(filter):
-        return lambda entry: bool(filter(_document(entry)))
-    if not isinstance(filter, Mapping):
-        raise InvalidInputError(
-            f"filter is a {type(filter).__name__}, expected metadata such as {{'source': 'a.txt'}} or "
-            "a function of a document"
-        )
-    return lambda entry: all(_matches(entry.metadata.get(k), v) for k, v in filter.items())
-
-
-def _matches(value: Any, wanted: Any) -> bool:
-    return value in wanted if isinstance(wanted, list | tuple | set) else value == wanted
-
-
-def _name_of(embedding: Embeddings | None) -> str:
-    """What tells one embedding model from another, for the corpus to remember."""
-    if embedding is None:
-        return ""
-    kind = type(embedding)
-    names = (getattr(embedding, name, None) for name in ("model", "model_name", "model_id"))
-    model = next((name for name in names if isinstance(name, str)), "")
-    return f"{kind.__module__}.{kind.__qualname__}" + (f":{model}" if model else "")

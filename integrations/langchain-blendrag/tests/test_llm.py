@@ -225,6 +225,18 @@ def test_calls_from_many_threads_get_their_own_answers(llm: BlendLLM) -> None:
     assert llm.batch(questions) == expected
 
 
+async def test_one_bad_prompt_of_a_batch_does_not_lose_the_others(llm: BlendLLM) -> None:
+    prompts = ["Where is Place32?", "", "And Place11?"]
+    for out in (
+        llm.batch(prompts, return_exceptions=True),
+        await llm.abatch(prompts, return_exceptions=True),
+    ):
+        assert [type(o) for o in out] == [str, InvalidInputError, str]
+        assert out[0] == llm.invoke(prompts[0])
+    with pytest.raises(InvalidInputError, match="the prompt is empty"):
+        llm.batch(prompts)
+
+
 def test_a_call_may_override_the_fields(llm: BlendLLM) -> None:
     result = llm.generate(["Where is Place32?"], mode="full", max_tokens=3)
     metrics = result.generations[0][0].generation_info["blendrag"]

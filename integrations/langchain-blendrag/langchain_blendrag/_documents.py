@@ -1,0 +1,91 @@
+"""Between LangChain's documents and the library's entries: ids, filters, embeddings."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from langchain_core.documents import Document
+from langchain_core.embeddings import Embeddings
+
+from blendrag.errors import InvalidInputError
+from blendrag.plugs.fields import EngineFields
+
+if TYPE_CHECKING:
+    from blendrag.engine.library import Entry
+
+#: Which documents may be found: by metadata (a list names several values), or by looking at each.
+Filter = Mapping[str, Any] | Callable[[Document], bool]
+
+
+class CorpusEmbeddings(Embeddings):
+    """The corpus's own embedder (``embedder=`` of the engine), as LangChain asks for vectors."""
+
+    def __init__(self, fields: EngineFields) -> None:
+        self._fields = fields
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        """Unit vectors of ``texts``."""
+        vectors: list[list[float]] = self._fields.engine.library.embed(texts).tolist()
+        return vectors
+
+    def embed_query(self, text: str) -> list[float]:
+        """The unit vector of a question."""
+        vector: list[float] = self._fields.engine.library.embed_query(text).tolist()
+        return vector
+
+
+def ids_of(documents: Sequence[Document], ids: Sequence[str | None] | None) -> list[str]:
+    if ids is not None and len(ids) != len(documents):
+        raise InvalidInputError(
+            f"{len(ids)} ids for {len(documents)} documents, expected as many; or leave ids out"
+        )
+    given = [doc.id for doc in documents] if ids is None else ids
+    return [name or str(uuid.uuid4()) for name in given]
+
+
+def to_entry(name: str, document: Document) -> Entry:
+    from blendrag.engine.library import Entry
+
+    metadata = document.metadata
+    title, start = metadata.get("title"), metadata.get("start_index")
+    return Entry(
+        id=name,
+        text=document.page_content,
+        metadata=metadata,
+        title=title if isinstance(title, str) else "",
+        start=start if isinstance(start, int) else 0,
+    )
+
+
+def to_document(entry: Entry) -> Document:
+    return Document(id=entry.id, page_content=entry.text, metadata=dict(entry.metadata))
+
+
+def where_of(filter: Filter | None) -> Callable[[Entry], bool] | None:
+    """``filter`` as the library asks it."""
+    if filter is None:
+        return None
+    if callable(filter):
+        return lambda entry: bool(filter(to_document(entry)))
+    if not isinstance(filter, Mapping):
+        raise InvalidInputError(
+            f"filter is a {type(filter).__name__}, expected metadata such as {{'source': 'a.txt'}} or "
+            "a function of a document"
+        )
+    return lambda entry: all(_matches(entry.metadata.get(k), v) for k, v in filter.items())
+
+
+def _matches(value: Any, wanted: Any) -> bool:
+    return value in wanted if isinstance(wanted, list | tuple | set) else value == wanted
+
+
+def embedding_name(embedding: Embeddings | None) -> str:
+    """What tells one embedding model from another, for the corpus to remember."""
+    if embedding is None:
+        return ""
+    kind = type(embedding)
+    names = (getattr(embedding, name, None) for name in ("model", "model_name", "model_id"))
+    model = next((name for name in names if isinstance(name, str)), "")
+    return f"{kind.__module__}.{kind.__qualname__}" + (f":{model}" if model else "")

@@ -1,0 +1,243 @@
+"""``ChatBlend`` beyond the standard suites: what it sends, reports, streams and refuses."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+from langchain_core.caches import InMemoryCache
+from langchain_core.messages import (
+    AIMessage,
+    AIMessageChunk,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+)
+from langchain_core.runnables import ConfigurableField
+from langchain_core.tools import tool
+from pydantic import BaseModel
+
+from blendrag.engine import BlendEngine
+from blendrag.errors import InvalidInputError
+from langchain_blendrag import ChatBlend, close_shared_engines
+
+MESSAGES = [SystemMessage("Be brief."), HumanMessage("Where is Place32?")]
+DICTS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Where is Place32?"},
+]
+
+
+@tool
+def get_weather(location: str) -> str:
+    """The weather."""
+    return f"sunny in {location}"
+
+
+class Joke(BaseModel):
+    """A joke."""
+
+    setup: str
+    punchline: str
+
+
+@pytest.fixture
+def llm(engine: BlendEngine) -> ChatBlend:
+    return ChatBlend(engine=engine)
+
+
+@pytest.fixture
+def talker(talkative: BlendEngine) -> ChatBlend:
+    return ChatBlend(engine=talkative)
+
+
+def whole(chunks: Any) -> AIMessageChunk:
+    """All chunks added up."""
+    full = None
+    for chunk in chunks:
+        full = chunk if full is None else full + chunk
+    assert isinstance(full, AIMessageChunk)
+    return full
+
+
+def seen_by(engine: BlendEngine) -> str:
+    """The prompt that the scripted model was given last."""
+    return str(engine.adapter.model.prompts[-1])
+
+
+# -- prompts -----------------------------------------------------------------------------------------
+
+
+def test_messages_go_through_the_models_template_once(llm: ChatBlend, engine: BlendEngine) -> None:
+    expected = engine.generate(DICTS)
+    answer = llm.invoke(MESSAGES)
+    assert answer.content == expected.text
+    assert answer.usage_metadata is not None
+    assert answer.usage_metadata["input_tokens"] == expected.metrics.prompt_tokens
+    assert llm.get_num_tokens_from_messages(MESSAGES) == expected.metrics.prompt_tokens
+
+
+def test_the_prompt_begins_with_one_bos(talker: ChatBlend) -> None:
+    talker.invoke(MESSAGES)
+    assert seen_by(talker.engine).count("<|bos|>") == 1
+
+
+def test_turns_calls_and_results_keep_their_roles(talker: ChatBlend) -> None:
+    call = {"name": "get_weather", "args": {"location": "Rome"}, "id": "1", "type": "tool_call"}
+    turns = [
+        HumanMessage("Look it up."),
+        AIMessage([{"type": "text", "text": "I will."}], tool_calls=[call]),
+        ToolMessage("sunny", tool_call_id="1"),
+    ]
+    talker.bind_tools([get_weather]).invoke(turns)
+    sent = seen_by(talker.engine)
+    assert '"name": "get_weather", "description": "The weather."' in sent
+    assert 'I will.<tool_call>\n{"name": "get_weather", "arguments": {"location": "Rome"}}' in sent
+    assert "<tool_response>\nsunny\n</tool_response>" in sent
+
+
+def test_without_the_template_messages_arrive_as_langchain_flattens_them(
+    talker: ChatBlend,
+) -> None:
+    talker.invoke(MESSAGES, apply_chat_template=False)
+    assert seen_by(talker.engine).endswith("System: Be brief.\nHuman: Where is Place32?")
+
+
+# -- what an answer reports --------------------------------------------------------------------------
+
+
+def test_usage_and_metadata_say_what_was_reused(llm: ChatBlend, engine: BlendEngine) -> None:
+    chunk = engine.retrieve("Place32")[0].text
+    question = HumanMessage(f"{chunk}\n\nWhere is Place32?")
+    for answer in (llm.invoke([question]), whole(llm.stream([question]))):
+        usage, told = answer.usage_metadata, answer.response_metadata
+        assert usage is not None
+        details = usage["input_token_details"]
+        assert details["cache_read"] >= len(engine.resources.text_ids(chunk))
+        assert details["cache_read"] + details["cache_creation"] == usage["input_tokens"]
+        assert usage["output_tokens"] == 8
+        assert told["model_name"] == engine.resources.model_name
+        assert told["ttft_s"] > 0
+        assert told["finish_reason"] == "length"
+        assert [c["outcome"] for c in told["blendrag"]["chunks"]] == ["blended"]
+
+
+def test_in_mode_full_nothing_is_read(llm: ChatBlend, engine: BlendEngine) -> None:
+    chunk = engine.retrieve("Place32")[0].text
+    usage = llm.invoke(f"{chunk}\n\nWhere is Place32?", mode="full").usage_metadata
+    assert usage is not None
+    assert usage["input_token_details"] == {
+        "cache_read": 0, "cache_creation": usage["input_tokens"],
+    }  # fmt: skip
+
+
+def test_logprobs_have_openais_shape(llm: ChatBlend) -> None:
+    for answer in (
+        llm.invoke("Where is Place32?", logprobs=True, top_logprobs=2),
+        whole(llm.stream("Where is Place32?", logprobs=True, top_logprobs=2)),
+    ):
+        places = answer.response_metadata["logprobs"]["content"]
+        assert "".join(place["token"] for place in places) == answer.content
+        for place in places:
+            best = place["top_logprobs"]
+            assert len(best) == 2
+            assert place["logprob"] == best[0]["logprob"] >= best[1]["logprob"]
+    assert "logprobs" not in llm.invoke("Where is Place32?").response_metadata
+
+
+def test_a_seed_makes_sampling_repeatable(llm: ChatBlend) -> None:
+    sampled = [llm.invoke("x", temperature=2.0, seed=seed).content for seed in (1, 1, 2, 3)]
+    assert sampled[0] == sampled[1]
+    assert len(set(sampled)) > 1
+
+
+def test_stop_ends_the_answer_in_every_way_of_asking(talker: ChatBlend) -> None:
+    config: dict[str, Any] = {"stop": ["to y"]}  # across tokens
+    answers = [
+        talker.invoke("hi", **config).content,
+        whole(talker.stream("hi", **config)).content,
+        talker.bind(**config).invoke("hi").content,
+        ChatBlend(engine=talker.engine, **config).invoke("hi").content,
+    ]
+    assert answers == ["Hello "] * 4
+
+
+def test_a_token_is_told_to_callbacks_before_it_is_yielded(llm: ChatBlend, seen: Any) -> None:
+    count = 0
+    for chunk in llm.stream("Where is Place32?", config={"callbacks": [seen]}):
+        count += 1
+        assert len(seen.tokens) == count
+        is_last = chunk.chunk_position == "last"
+    assert is_last
+    assert count > 2
+
+
+def test_streaming_makes_invoke_tell_of_tokens(engine: BlendEngine, seen: Any) -> None:
+    plain, streaming = ChatBlend(engine=engine), ChatBlend(engine=engine, streaming=True)
+    first = plain.invoke("Where is Place32?", config={"callbacks": [seen]})
+    assert not seen.tokens
+    second = streaming.invoke("Where is Place32?", config={"callbacks": [seen]})
+    assert "".join(seen.tokens) == second.content == first.content
+
+
+# -- engines, caches, copies -------------------------------------------------------------------------
+
+
+def test_langchains_cache_tells_options_apart(engine: BlendEngine) -> None:
+    cache = InMemoryCache()
+    blend, full = (ChatBlend(engine=engine, cache=cache, mode=m) for m in ("blend", "full"))
+    first, again, other = (m.invoke("Where is Place32?") for m in (blend, blend, full))
+    assert first.id != other.id
+    assert again.response_metadata["ttft_s"] == first.response_metadata["ttft_s"]
+    assert other.response_metadata["ttft_s"] != first.response_metadata["ttft_s"]
+
+
+def test_langsmith_is_told_the_model_and_its_options(engine: BlendEngine) -> None:
+    llm = ChatBlend(engine=engine, temperature=0.5, max_tokens=9, stop=["x"])
+    assert llm._get_ls_params() == {
+        "ls_provider": "blendrag",
+        "ls_model_name": engine.resources.model_name,
+        "ls_model_type": "chat",
+        "ls_temperature": 0.5,
+        "ls_max_tokens": 9,
+        "ls_stop": ["x"],
+    }
+
+
+def test_a_configurable_field_rebuilds_a_wrapper_of_a_given_engine(llm: ChatBlend) -> None:
+    made: Any = llm.configurable_fields(mode=ConfigurableField(id="mode"))
+    full, _ = made.with_config(configurable={"mode": "full"}).prepare()
+    assert (full.mode, full.engine is llm.engine) == ("full", True)
+
+
+def test_copies_ask_the_same_engine(llm: ChatBlend) -> None:
+    for made in (copy.copy(llm), copy.deepcopy(llm), llm.model_copy(deep=True)):
+        assert made.engine is llm.engine
+        assert made == llm
+
+
+def test_a_wrapper_is_pickled_by_its_names_or_not_at_all(llm: ChatBlend, tmp_path: Any) -> None:
+    try:
+        named = ChatBlend(store=tmp_path / "a")
+        assert pickle.loads(pickle.dumps(named)).engine is named.engine
+    finally:
+        close_shared_engines()
+    with pytest.raises(InvalidInputError, match="made with engine= cannot be pickled"):
+        pickle.dumps(llm)
+
+
+def test_closing_a_wrapper_closes_the_engine_it_named_and_no_other(
+    llm: ChatBlend, tmp_path: Any
+) -> None:
+    try:
+        with ChatBlend(store=tmp_path / "a") as named:
+            first = named.engine
+        assert first.closed
+        assert named.engine is not first  # opened again when it is needed
+    finally:
+        close_shared_engines()
+    with llm:
+        pass
+    assert not llm.engine.closed

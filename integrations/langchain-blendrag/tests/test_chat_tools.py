@@ -1,0 +1,169 @@
+"""``ChatBlend`` with tools and structured output: calls written, forced, streamed, refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from langchain_core.messages import (
+    AIMessage,
+    AIMessageChunk,
+    HumanMessage,
+)
+from langchain_core.tools import tool
+from pydantic import BaseModel
+
+from blendrag.engine import BlendEngine
+from blendrag.errors import InvalidInputError
+from langchain_blendrag import ChatBlend
+
+
+@tool
+def get_weather(location: str) -> str:
+    """The weather."""
+    return f"sunny in {location}"
+
+
+class Joke(BaseModel):
+    """A joke."""
+
+    setup: str
+    punchline: str
+
+
+@pytest.fixture
+def llm(engine: BlendEngine) -> ChatBlend:
+    return ChatBlend(engine=engine)
+
+
+@pytest.fixture
+def talker(talkative: BlendEngine) -> ChatBlend:
+    return ChatBlend(engine=talkative)
+
+
+def whole(chunks: Any) -> AIMessageChunk:
+    """All chunks added up."""
+    full = None
+    for chunk in chunks:
+        full = chunk if full is None else full + chunk
+    assert isinstance(full, AIMessageChunk)
+    return full
+
+
+def seen_by(engine: BlendEngine) -> str:
+    """The prompt that the scripted model was given last."""
+    return str(engine.adapter.model.prompts[-1])
+
+
+# -- tools -------------------------------------------------------------------------------------------
+
+
+def test_a_choice_begins_the_call_in_the_templates_words(talker: ChatBlend) -> None:
+    bound = talker.bind_tools([get_weather, Joke], tool_choice="Joke")
+    assert [call["name"] for call in bound.invoke("x").tool_calls] == ["Joke"]
+    assert seen_by(talker.engine).endswith('<tool_call>\n{"name": "Joke", "arguments":')
+    talker.bind_tools([get_weather, Joke], tool_choice="any").invoke("x")
+    assert seen_by(talker.engine).endswith('<tool_call>\n{"name": "')
+    talker.bind_tools([get_weather], tool_choice="auto").invoke("x")
+    assert seen_by(talker.engine).endswith("<|start|>assistant\n")
+    talker.bind_tools([get_weather], tool_choice="none").invoke("x")
+    assert "get_weather" not in seen_by(talker.engine)
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", True, {"type": "function", "function": {"name": "Joke"}}]
+)
+def test_a_choice_may_be_spelt_as_openai_does(talker: ChatBlend, choice: Any) -> None:
+    assert talker.bind_tools([Joke], tool_choice=choice).invoke("x").tool_calls[0]["name"] == "Joke"
+
+
+def test_text_before_a_call_is_streamed_and_the_call_comes_whole(talker: ChatBlend) -> None:
+    chunks = list(talker.bind_tools([get_weather]).stream("What is the weather?"))
+    assert "".join(str(chunk.content) for chunk in chunks) == "I will look."
+    assert not any(chunk.tool_call_chunks for chunk in chunks[:-1])
+    assert chunks[-1].tool_call_chunks[0]["args"] == '{"location": "San Francisco, CA"}'
+    assert chunks[-1].response_metadata["finish_reason"] == "tool_calls"
+    invoked = talker.bind_tools([get_weather]).invoke("What is the weather?")
+    assert (invoked.content, invoked.tool_calls[0]["args"]) == (
+        "I will look.",
+        {"location": "San Francisco, CA"},
+    )
+
+
+def test_what_cannot_be_read_as_a_call_is_an_invalid_one(
+    talker: ChatBlend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = '<tool_call>\n{"name": "get_weather", "arguments": {"location": '
+    monkeypatch.setattr(talker.engine.adapter.model, "script", lambda prompt: broken)
+    bound = talker.bind_tools([get_weather])
+    for answer in (bound.invoke("x"), whole(bound.stream("x"))):
+        assert not answer.tool_calls
+        assert "get_weather" in str(answer.invalid_tool_calls[0]["args"])
+    # the model is shown what it wrote
+    bound.invoke([HumanMessage("x"), bound.invoke("x"), HumanMessage("That was no JSON.")])
+    assert '"arguments": {"location":' in seen_by(talker.engine)
+
+
+def test_an_answer_of_json_is_no_call(talker: ChatBlend) -> None:
+    answer = talker.bind_tools([get_weather]).invoke("Answer in JSON.")
+    assert not answer.tool_calls
+    assert str(answer.content).startswith('{"setup"')
+    assert (
+        whole(talker.bind_tools([get_weather]).stream("Answer in JSON.")).content == answer.content
+    )
+
+
+def test_tools_on_a_model_without_tools_are_refused(llm: ChatBlend) -> None:
+    with pytest.raises(
+        InvalidInputError, match=r"1 tools for .* has no place for tools; take a model"
+    ):
+        llm.bind_tools([get_weather])
+    with pytest.raises(InvalidInputError, match="chat template knows none"):
+        llm.invoke("x", tools=[{"type": "function", "function": {"name": "f"}}])
+
+
+def test_a_choice_that_is_no_tool_is_refused(talker: ChatBlend) -> None:
+    with pytest.raises(InvalidInputError, match=r"tool_choice 'other' is not .*\(get_weather\)"):
+        talker.bind_tools([get_weather], tool_choice="other")
+
+
+# -- structured output -------------------------------------------------------------------------------
+
+
+def test_structured_output_is_a_forced_call_where_there_are_tools(talker: ChatBlend) -> None:
+    assert isinstance(talker.with_structured_output(Joke).invoke("A joke."), Joke)
+    assert seen_by(talker.engine).endswith('{"name": "Joke", "arguments":')
+
+
+def test_structured_output_is_asked_for_in_words_where_there_are_none(
+    talker: ChatBlend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(talker.engine.resources.tokens), "has_tools", False)
+    made = talker.with_structured_output(Joke)
+    assert made.invoke("A joke.") == Joke(setup="Why did the cat sit?", punchline="It could.")
+    assert '"punchline"' in seen_by(talker.engine)
+    assert "<tool_call>" not in seen_by(talker.engine)
+
+
+@pytest.mark.parametrize(
+    ("method", "reply"),
+    [("function_calling", ' {"setup": 1}}'), ("json_schema", '{"setup": 1}')],
+)
+def test_what_does_not_follow_the_schema_is_an_error_or_raw(
+    talker: ChatBlend, monkeypatch: pytest.MonkeyPatch, method: Any, reply: str
+) -> None:
+    monkeypatch.setattr(talker.engine.adapter.model, "script", lambda prompt: reply)
+    raw = talker.with_structured_output(Joke, method=method, include_raw=True).invoke("A joke.")
+    assert raw["parsed"] is None
+    assert raw["parsing_error"] is not None
+    assert isinstance(raw["raw"], AIMessage)
+    with pytest.raises(Exception, match="punchline"):
+        talker.with_structured_output(Joke, method=method).invoke("A joke.")
+
+
+def test_a_wrong_method_is_named(talker: ChatBlend) -> None:
+    made: Any = talker
+    with pytest.raises(InvalidInputError, match="method 'grammar' is not one of"):
+        made.with_structured_output(Joke, method="grammar")
+    with pytest.raises(InvalidInputError, match="needs a schema"):
+        talker.with_structured_output(None, method="json_schema")
