@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tiny
+from blendrag.errors import InvalidInputError
+from blendrag.evaluation.journal import BEGINNING, Journal, Outcome
 from cli.lab import LLAMA, invoke, said, save_model, start
 
 ROW = {
@@ -124,6 +127,26 @@ def test_few_questions_are_said_to_leave_wide_intervals_in_words_only(model: str
     assert said(result).startswith("note: 4 questions leave wide intervals")
     assert invoke(*few, "--json").stderr == ""
     assert "wide intervals" not in invoke(*few, *many).stderr
+
+
+@pytest.mark.parametrize(("whole", "left"), [(0, 0), (1, 1)])
+def test_only_a_failed_run_that_has_answers_leaves_a_journal(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: int, left: int
+) -> None:
+    add, calls = Journal.add, iter(range(9))
+
+    def full_disk(self: Journal, outcomes: Sequence[Outcome]) -> None:
+        if next(calls) < whole:
+            return add(self, outcomes)
+        assert self.path is not None
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(BEGINNING)  # as much as there was room for
+        raise InvalidInputError("no room")
+
+    monkeypatch.setattr(Journal, "add", full_disk)
+    assert invoke(*small(model, "--policies", "reuse")).exit_code == 2
+    assert len(list((tmp_path / "cache").rglob("*.jsonl"))) == left
 
 
 def test_what_the_file_holds_is_not_asked_again(model: str, tmp_path: Path) -> None:

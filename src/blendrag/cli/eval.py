@@ -210,7 +210,7 @@ def _arena(
 
 def _run(arena: Arena, out: Path | None) -> list[Row]:
     from blendrag.cli.progress import QuestionProgress
-    from blendrag.evaluation.journal import Journal
+    from blendrag.evaluation.journal import Journal, drop_without_lines
 
     path = out if out is not None else _cache() / f"eval-{arena.digest}.jsonl"
     with QuestionProgress() as progress:
@@ -220,7 +220,12 @@ def _run(arena: Arena, out: Path | None) -> list[Row]:
             interrupt.expect(kept, grace_s=10.0)
             progress(done, total)
 
-        rows = arena.run(Journal(path), watch)
+        try:
+            rows = arena.run(Journal(path), watch)
+        except BaseException:
+            if out is None:
+                drop_without_lines(path)
+            raise
     if out is None:
         path.unlink(missing_ok=True)
     return rows

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,13 @@ class Journal:
                 else:
                     file.seek(0, os.SEEK_END)
                     file.write(b"\n")
+
+
+def drop_without_lines(path: Path) -> None:
+    """Remove the journal at ``path`` if not one line of it is whole: there is nothing to go on from."""
+    with suppress(OSError):
+        if b"\n" not in path.read_bytes():
+            path.unlink()
 
 
 def _outcome(line: str) -> Outcome | None:
