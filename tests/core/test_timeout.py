@@ -108,10 +108,9 @@ def test_a_request_that_waits_in_the_queue_counts_its_timeout(engine: BlendEngin
 
 def test_a_stream_gives_what_there_was_and_then_says_that_it_is_late(engine: BlendEngine) -> None:
     pieces = engine.stream("talk", Options(timeout_s=0.5))
-    heard = []
+    heard: list[str] = []
     with pytest.raises(RequestTimeout):
-        for piece in pieces:
-            heard.append(piece)
+        heard.extend(iter(pieces.__next__, None))
     assert heard
     assert LONG.startswith("".join(heard))
     with pytest.raises(StopIteration):
@@ -124,10 +123,14 @@ def test_a_stream_gives_what_there_was_and_then_says_that_it_is_late(engine: Ble
 async def test_timeouts_on_an_event_loop(engine: BlendEngine) -> None:
     with pytest.raises(RequestTimeout):
         await engine.agenerate("talk", Options(timeout_s=0.3))
-    heard = []
-    with pytest.raises(RequestTimeout):
+    heard: list[str] = []
+
+    async def listen() -> None:
         async for piece in engine.astream("talk", Options(timeout_s=0.5)):
             heard.append(piece)
+
+    with pytest.raises(RequestTimeout):
+        await listen()
     assert heard
     await asyncio.to_thread(assert_free, engine)
 

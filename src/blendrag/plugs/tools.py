@@ -92,6 +92,7 @@ Format = Callable[[str], tuple[str, list[Read]]]
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _MISTRAL = "[TOOL_CALLS]"
 _MISTRAL_CALL = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(?=\{)")
+_BROKEN_CALL = re.compile(r'\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:')
 _PYTHON_TAG = "<|python_tag|>"
 
 
@@ -123,13 +124,19 @@ def _bare_json(text: str) -> tuple[str, list[Read]]:
     said, tag, after = text.partition(_PYTHON_TAG)
     if tag:
         return said, list(_read_many(after))
-    if not re.match(r'\s*\{\s*"(?:name|type|function|parameters)"', text):
-        return text, []
-    calls = list(_read_many(text))
-    # An answer that is some other JSON is an answer.
-    if all(isinstance(call, InvalidCall) for call in calls) and '"parameters"' not in text:
-        return text, []
-    return "", calls
+    return ("", list(_read_many(text))) if _is_call(text.lstrip()) else (text, [])
+
+
+def _is_call(text: str) -> bool:
+    """Whether ``text`` begins with the JSON of a call, whole or broken off; other JSON is an answer."""
+    try:
+        found, _ = json.JSONDecoder(strict=False).raw_decode(text)
+    except ValueError:
+        return bool(_BROKEN_CALL.match(text))
+    if not isinstance(found, dict):
+        return False
+    has_arguments = "arguments" in found or "parameters" in found
+    return ("name" in found and has_arguments) or isinstance(found.get("function"), dict)
 
 
 def _format_of(tokens: Tokens) -> Format:

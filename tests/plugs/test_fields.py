@@ -1,0 +1,82 @@
+"""What wrappers are told in the frameworks' words becomes the engine's options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+import tiny
+from blendrag.engine import Options
+from blendrag.errors import InvalidInputError
+from blendrag.plugs import CONFIG, RequestFields
+
+TOOL = {"type": "function", "function": {"name": "search"}}
+
+
+class Wrapper(RequestFields):
+    model_config = CONFIG
+
+
+def wrapper(**fields: Any) -> Wrapper:
+    return Wrapper(model="demo", **fields)
+
+
+def test_a_wrapper_told_nothing_leaves_everything_to_the_engine() -> None:
+    assert wrapper().request_options() == Options()
+
+
+def test_fields_become_options_and_a_call_overrides_them() -> None:
+    made = wrapper(timeout=30, seed=7, temperature=0.5, max_tokens=9, logprobs=True, stop=["END"])
+    expected = Options(
+        timeout_s=30, seed=7, temperature=0.5, max_new_tokens=9, logprobs=0, stop=("END",)
+    )
+    assert made.request_options() == expected
+    options = made.request_options(stop=["STOP"], timeout=5, seed=8, tools=[TOOL], top_logprobs=3)
+    assert (options.stop, options.timeout_s, options.seed) == (("STOP",), 5, 8)
+    assert options.tools == (TOOL,)
+    assert options.logprobs == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, None),
+        ({"logprobs": False}, None),
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 5}, 5),
+        ({"logprobs": True, "top_logprobs": 0}, 0),
+        ({"logprobs": 4}, 4),
+        ({"logprobs": False, "top_logprobs": 0}, None),
+    ],
+)
+def test_openais_two_arguments_for_logprobs_are_one(
+    given: dict[str, Any], expected: int | None
+) -> None:
+    assert wrapper().request_options(**given).logprobs == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"timeout": 0}, "timeout_s"),
+        ({"seed": 2**64}, "seed"),
+        ({"top_logprobs": 3}, "add logprobs=True"),
+        ({"logprobs": True, "top_logprobs": 21}, r"outside \[0, 20\]"),
+    ],
+)
+def test_a_bad_value_is_refused_when_the_wrapper_is_made_and_in_a_call(
+    fields: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ValidationError, match=says):
+        wrapper(**fields)
+    with pytest.raises(InvalidInputError, match=says) as raised:
+        wrapper().request_options(**fields)
+    assert tiny.one_sentence(str(raised.value))
+
+
+def test_a_word_that_is_no_option_is_named_with_those_that_are() -> None:
+    with pytest.raises(InvalidInputError, match="presence_penalty") as raised:
+        wrapper().request_options(presence_penalty=1)
+    assert "timeout" in str(raised.value)
