@@ -21,7 +21,7 @@ KVEncoding = Literal["native", "int8", "fp8"]
 DEMO_MODEL = "demo"
 
 #: Chosen by what the embedded model answers (docs/quality.md).
-DEFAULT_POLICY = "query"
+DEFAULT_POLICY = "offset+query"
 #: What ``blendrag calibrate`` found for the model, policy and nearest ratio.
 DEFAULT_SCHEDULE = "calibrated"
 #: What that means for a model and policy that nobody has calibrated.
@@ -54,8 +54,8 @@ class Settings(BaseSettings):
 
     mode: Mode = "blend"
     policy: str = DEFAULT_POLICY
-    """Selection policy of mode ``blend``: ``query``, ``hkvd`` (the paper's), ``boundary(k)``, …
-    (:mod:`blendrag.selection`)."""
+    """Selection policy of mode ``blend``: ``offset+query``, ``query``, ``hkvd`` (the paper's),
+    ``boundary(k)``, … (:mod:`blendrag.selection`)."""
     ratio: float = Field(default=0.15, ge=0.0, le=1.0)
     """r: mean share of chunk tokens recomputed in layers 1…L-1 (CacheBlend §4.3, figure 16)."""
     schedule: str = DEFAULT_SCHEDULE
