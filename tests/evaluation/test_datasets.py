@@ -113,6 +113,20 @@ def test_only_as_many_records_are_read_as_asked_for(tmp_path: Path) -> None:
     assert len(read(tmp_path / "x.json", [ASKED] * 5, n_cases=2).cases) == 2
 
 
+def test_a_record_without_texts_is_asked_over_what_is_retrieved_for_it(tmp_path: Path) -> None:
+    records = [{"question": "Who sailed?", "answers": ["she"]}, ASKED]
+    sought: list[str] = []
+
+    def retrieve(question: str) -> list[str]:
+        sought.append(question)
+        return [tiny.sentence(3), "Yes.", tiny.sentence(1)]
+
+    bare, whole = read(tmp_path / "own.json", records, retrieve=retrieve).cases
+    assert bare.chunks == (tiny.sentence(3), tiny.sentence(1))  # in the order retrieved
+    assert sought == ["Who sailed?"]
+    assert len(whole.chunks) == 6  # its own passages
+
+
 # -- bad files ------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ import pytest
 import tiny
 from blendrag.errors import InvalidInputError
 from blendrag.evaluation.journal import BEGINNING, Journal, Outcome
-from cli.lab import LLAMA, invoke, said, save_model, start
+from cli.lab import LLAMA, ingest_args, invoke, said, save_model, start, write_documents
 
 ROW = {
     "dataset", "seed", "policy", "schedule", "encode_prefix", "ratio", "charged_ratio", "kind", "n",
@@ -103,6 +103,21 @@ def test_equal_r_is_not_called_equal_cost(model: str) -> None:
     words = " ".join(invoke("eval", "--help").stdout.split())
     assert "equal cost" not in words
     assert "at equal r (--ratio); what each is charged for that, the entry layer included" in words
+
+
+def test_questions_are_asked_over_an_ingested_corpus(model: str, tmp_path: Path) -> None:
+    store, docs = tmp_path / "store", write_documents(tmp_path / "docs")
+    assert invoke(*ingest_args(docs, model, store)).exit_code == 0
+    asked = tmp_path / "own.jsonl"
+    asked.write_text(json.dumps({"question": "What is topic 7?", "answers": ["x"]}) + "\n")
+    args = ["eval", "--dataset", str(asked), "--policies", "reuse", "--max-new-tokens", "2"]
+    found = rows(*args, "--store", str(store), "--chunks", "3")  # --model is the store's
+    assert {(row["dataset"], row["n"], row["n_chunks"]) for row in found} == {("own", 1, 3)}
+    assert {row["chunk_tokens"] for row in found} == {64}
+    missing = invoke(*args, "--model", model)
+    assert missing.exit_code == 2
+    assert "has the fields question, answers; expected" in said(missing)
+    assert "or {question, answers} with --store" in said(missing)
 
 
 def test_without_json_there_is_one_table(model: str) -> None:

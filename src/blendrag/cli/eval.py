@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from blendrag.cli import interrupt, lists, options, output, quiet
+from blendrag.cli.eval_dataset import SYNTHETIC, Asked, make_dataset
 from blendrag.cli.status import DONE, reporting, say
 
 if TYPE_CHECKING:
@@ -23,29 +23,11 @@ if TYPE_CHECKING:
     from blendrag.evaluation.cases import Dataset
     from blendrag.evaluation.rows import Row
     from blendrag.evaluation.ways import Way
-    from blendrag.model.tokens import Tokens
 
-SYNTHETIC = "synthetic"
 #: Contexts of generated documents, or records of a file.
 CONTEXTS, QUICK_CONTEXTS = 20, 4
 #: Of a generated context.
 QUICK_QUESTIONS = 10
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The dataset as the options name it."""
-
-    name: str
-    split: str
-    seed: int
-    contexts: int
-    questions: int | None
-    chunks: int
-    chunk_tokens: int
-    embedder: str | None
-    store: Path
-    """Whose calibrated schedules are meant."""
 
 
 @reporting
@@ -53,8 +35,8 @@ def evaluate(
     dataset: Annotated[
         str,
         typer.Option(
-            help="synthetic, or a JSON or JSON lines file of {question, answers, ctxs} or "
-            "{context, input, answers}."
+            help="synthetic, or a JSON or JSON lines file of {question, answers, ctxs}, "
+            "{context, input, answers} or, with --store, {question, answers}."
         ),
     ] = SYNTHETIC,
     model: Annotated[
@@ -62,7 +44,7 @@ def evaluate(
         typer.Option(
             "--model",
             "-m",
-            help="Hub id or directory of a causal LM, or demo. [default: demo]",
+            help="Hub id or directory of a causal LM, or demo. [default: that of --store, else demo]",
             show_default=False,
         ),
     ] = None,
@@ -89,7 +71,9 @@ def evaluate(
     store: Annotated[
         Path | None,
         typer.Option(
-            help="KV store whose calibration the schedule calibrated means.", show_default=False
+            help="KV store whose calibration the schedule calibrated means, and among whose documents "
+            "chunks are looked up for {question, answers}.",
+            show_default=False,
         ),
     ] = None,
     encode_prefix: Annotated[
@@ -149,8 +133,6 @@ def evaluate(
     quiet.set_up(verbose)
     options.check_environment()
     interrupt.expect("nothing was asked yet; repeat the command")
-    from blendrag.config import settings
-
     ways = _ways(policies, schedules, ratio, encode_prefix)
     asked = Asked(
         name=dataset,
@@ -159,9 +141,9 @@ def evaluate(
         contexts=contexts or (QUICK_CONTEXTS if quick else CONTEXTS),
         questions=questions or (QUICK_QUESTIONS if quick else None),
         chunks=chunks,
-        chunk_tokens=chunk_tokens or (64 if dataset == SYNTHETIC else 512),
+        chunk_tokens=chunk_tokens,
         embedder=embedder,
-        store=store or settings().store,
+        store=store,
     )
     arena = _arena(
         ways, asked, model, dtype, device, max_new_tokens, cast("KVEncoding | None", encoding)
@@ -199,12 +181,16 @@ def _arena(
     from blendrag.evaluation.ways import look_up
     from blendrag.model.loading import load_adapter, load_tokens
 
+    if asked.store is not None:
+        model = options.model_for(model, asked.store)
     name = absolute_model(model or settings().model)
-    dataset = _dataset(asked, load_tokens(name))
+    dataset = make_dataset(asked, load_tokens(name))
     adapter = load_adapter(name, dtype or settings().dtype, device or settings().device)
     adapter.require_blendable()
     kept_as = encoding or settings().kv_encoding
-    ways = look_up(ways, asked.store, adapter.identity.encoded(kept_as).namespace)
+    ways = look_up(
+        ways, asked.store or settings().store, adapter.identity.encoded(kept_as).namespace
+    )
     return Arena(adapter, dataset, ways, asked.seed, max_new_tokens, kept_as)
 
 
@@ -229,28 +215,6 @@ def _run(arena: Arena, out: Path | None) -> list[Row]:
     if out is None:
         path.unlink(missing_ok=True)
     return rows
-
-
-def _dataset(asked: Asked, tokens: Tokens) -> Dataset:
-    """Without the model's weights: what is wrong with a dataset is said before they are loaded."""
-    from blendrag.chunking import Chunker
-    from blendrag.config import settings
-    from blendrag.evaluation.datasets import read_dataset
-    from blendrag.evaluation.synthetic import synthetic_dataset
-    from blendrag.retriever.embedder import Embedder
-
-    if asked.name == SYNTHETIC:
-        return synthetic_dataset(
-            tokens, asked.seed, asked.split, asked.contexts, asked.chunks, asked.chunk_tokens,
-            asked.questions,
-        )  # fmt: skip
-    return read_dataset(
-        Path(asked.name),
-        Chunker(tokens.text, asked.chunk_tokens),
-        Embedder(asked.embedder or settings().embedder),
-        asked.contexts,
-        asked.chunks,
-    )
 
 
 def _ways(

@@ -8,7 +8,7 @@ distance are taken (CacheBlend §7.1), nearest first. Does not know how a prompt
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ from blendrag.errors import InvalidInputError
 from blendrag.evaluation.cases import Case, Dataset, Metric
 from blendrag.evaluation.records import FORMS, Record, read_records
 from blendrag.retriever.embedder import Embedder
+
+#: Chunks for a question, in the order of the prompt.
+Retrieve = Callable[[str], Sequence[str]]
 
 #: Shorter chunks are recognised in no prompt.
 LEAST_CHARS = AnchorIndex.SHORT_ANCHOR_CHARS
@@ -35,8 +38,11 @@ def read_dataset(
     embedder: Embedder,
     n_cases: int | None = None,
     n_chunks: int = 6,
+    retrieve: Retrieve | None = None,
 ) -> Dataset:
     """Cases of the first ``n_cases`` records of a JSON list or of JSON lines.
+
+    ``retrieve`` gives the chunks of a question whose record brings no texts of its own.
 
     Raises :class:`InvalidInputError` for a file that cannot be read, a form nobody knows, and records
     without question, answers or chunks, each by its number.
@@ -48,20 +54,18 @@ def read_dataset(
     cases = []
     for number, record in enumerate(records, 1):
         where = f"record {number} of {path}"
-        texts = _texts(record, where)
+        texts = _texts(record, where) if retrieve is None or _has_texts(record) else None
         question = _question(record, where, metric)
-        chunks = [chunk.text for text in texts for chunk in chunker.split(text)]
-        # What is shorter is never recognised in a prompt, so no way could load it.
-        recognised = (text for text in chunks if len(text.strip()) >= LEAST_CHARS)
-        chunks = list(dict.fromkeys(recognised))
-        if not chunks:
-            raise InvalidInputError(
-                f"{where} has an empty chunk list, expected contexts of {LEAST_CHARS} characters or more; "
-                "leave it out"
-            )
+        if texts is not None:
+            chunks = [chunk.text for text in texts for chunk in chunker.split(text)]
+        else:
+            assert retrieve is not None
+            chunks = list(retrieve(question or NO_QUESTION))
+        chunks = _recognised(chunks, where)
         name = str(record.get("id") or record.get("_id") or number)
         kind = str(record.get("type") or ("summary" if metric == "rouge_l" else "question"))
-        nearest = _nearest(embedder, question or NO_QUESTION, chunks, n_chunks)
+        if texts is not None:
+            chunks = _nearest(embedder, question or NO_QUESTION, chunks, n_chunks)
         cases.append(
             Case(
                 f"{path.stem}/{number}/{name}",
@@ -69,23 +73,39 @@ def read_dataset(
                 kind,
                 question,
                 _answers(record, where),
-                tuple(nearest),
+                tuple(chunks),
             )
         )
     return Dataset(path.stem, metric, tuple(cases), n_chunks, chunker.chunk_tokens)
 
 
+def _recognised(chunks: Sequence[str], where: str) -> list[str]:
+    """Each once, but for those too short to be recognised in a prompt: no way could load them."""
+    left = list(dict.fromkeys(text for text in chunks if len(text.strip()) >= LEAST_CHARS))
+    if not left:
+        raise InvalidInputError(
+            f"{where} has an empty chunk list, expected contexts of {LEAST_CHARS} characters or more; "
+            "leave it out"
+        )
+    return left
+
+
 # -- records --------------------------------------------------------------------------------------
+
+
+def _has_texts(record: Record) -> bool:
+    return "ctxs" in record or ("context" in record and "input" in record)
 
 
 def _texts(record: Record, where: str) -> list[str]:
     """Of either form; a file may hold both."""
     if "ctxs" in record:
         return _passages(record, where)
-    if "context" in record and "input" in record:
+    if _has_texts(record):
         return [_text(record, "context", where)]
     raise InvalidInputError(
-        f"{where} has the fields {', '.join(map(str, record)) or 'none'}; expected {FORMS}"
+        f"{where} has the fields {', '.join(map(str, record)) or 'none'}; expected {FORMS}, or "
+        "{question, answers} with --store of the documents they are about"
     )
 
 
