@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blendrag.anchors import AnchorIndex, AnchorRow, Match
+from blendrag.anchors import AnchorIndex, AnchorRow, Match, row_of
 from blendrag.chunking import canonical
 
 PROSE = (
@@ -125,13 +125,19 @@ def reference_hash(text: str) -> int:
 
 
 def test_hashes_are_the_same_in_every_release() -> None:
-    row = AnchorIndex.row_of("a", PROSE + CJK)
-    assert row == ("a", reference_hash(PROSE[:32]), len(PROSE + CJK), reference_hash(PROSE + CJK))
+    text = PROSE + CJK
+    row = row_of("a", text)
+    heads = tuple(reference_hash(text[:level]) for level in (64, 128, 256))
+    assert 256 <= len(text) < 512
+    assert row == ("a", reference_hash(PROSE[:32]), len(text), reference_hash(text), heads)
+    short = row_of("b", PROSE[:30])
+    assert short == ("b", reference_hash(PROSE[:16]), 30, reference_hash(PROSE[:30]), ())
+    assert row_of("c", PROSE[:14]) == ("c", 0, 14, reference_hash(PROSE[:14]), ())
     assert row.anchor_hash == 7630423335740412062
 
 
 def test_a_chunk_that_is_gone_or_whose_hash_lies_matches_nothing() -> None:
-    row = AnchorIndex.row_of("a", PROSE)
+    row = row_of("a", PROSE)
     assert index_of_rows([row], {}).find(PROSE) == []
     assert index_of_rows([row], {"a": OTHER}).find(PROSE) == []
 
@@ -169,7 +175,7 @@ def test_a_prompt_made_of_one_anchor_takes_bounded_time() -> None:
 def test_twenty_thousand_chunks_are_searched_in_milliseconds() -> None:
     rng = random.Random(1)
     texts = {f"c{i}": f"{rng.random()} " + PROSE * 8 for i in range(20_000)}
-    rows = [AnchorIndex.row_of(chunk_id, text) for chunk_id, text in texts.items()]
+    rows = [row_of(chunk_id, text) for chunk_id, text in texts.items()]
     index = index_of_rows(rows, texts)
     prompt = "\n\n".join(texts[f"c{i}"] for i in range(0, 20_000, 1250))[:25_000]
     seconds = []

@@ -426,7 +426,11 @@ def as_version_1(root: Path) -> None:
         for statement in (
             "DROP TABLE entry",
             "DROP TABLE dropped",
+            "DROP TABLE anchor",
             "DROP INDEX passage_unsearchable",
+            "ALTER TABLE chunk ADD COLUMN anchor_hash INTEGER NOT NULL DEFAULT 0",
+            "ALTER TABLE chunk ADD COLUMN length INTEGER NOT NULL DEFAULT 0",
+            "ALTER TABLE chunk ADD COLUMN digest INTEGER NOT NULL DEFAULT 0",
             "PRAGMA user_version = 1",
         ):
             older.execute(statement)
@@ -442,6 +446,7 @@ def test_a_corpus_of_the_first_format_is_read_as_it_is_and_gains_entries(
     with tiny.engine(model, tmp_path / "s", read_only=True) as engine:
         assert len(engine.library.search(tiny.sentence(0), 2)) == 2
         assert (engine.library.ids(), engine.library.get(["a"])) == ([], [])
+        assert reused(engine, tiny.chunk_texts(engine, 0)[0]) > 20
     with tiny.engine(model, tmp_path / "s") as engine:
         engine.library.add([entry(1)])
         assert engine.library.ids() == ["id1"]

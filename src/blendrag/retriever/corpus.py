@@ -16,7 +16,7 @@ from types import TracebackType
 
 import numpy as np
 
-from blendrag.anchors import AnchorIndex, AnchorRow
+from blendrag.anchors import AnchorIndex
 from blendrag.chunking import Chunk
 from blendrag.errors import CorpusError, InvalidInputError
 from blendrag.readers import Document
@@ -26,6 +26,7 @@ from blendrag.retriever.entries import EntryTable
 from blendrag.retriever.file import CorpusFile
 from blendrag.retriever.manifest import Manifest
 from blendrag.retriever.passages import StoredChunk
+from blendrag.retriever.recognition import Anchors
 from blendrag.retriever.search import VectorSearch
 
 DIRECTORY = "corpus"
@@ -39,8 +40,8 @@ class Corpus:
     ) -> None:
         self._file = CorpusFile(directory, connection, read_only)
         self.search = VectorSearch(self._file)
-        self._anchors: AnchorIndex | None = None
-        self._anchors_generation = -1
+        self._begun: Manifest | None = None
+        self._anchors = Anchors(self._file)
 
     @property
     def directory(self) -> Path:
@@ -53,7 +54,7 @@ class Corpus:
     @cached_property
     def entries(self) -> EntryTable:
         """What came by an id rather than by a path."""
-        return EntryTable(self._file, self.search, self._changed)
+        return EntryTable(self._file, self.search, self._require_begun, self._changed)
 
     @classmethod
     def open(cls, root: Path, create: bool = False, read_only: bool = False) -> Corpus:
@@ -124,6 +125,30 @@ class Corpus:
             )
         return Manifest.from_json(value)
 
+    def begin(self, manifest: Manifest) -> None:
+        """Sets the manifest unless something is there already, under one that holds then.
+
+        What is put from here on has to be of that one: of two processes that begin one corpus at
+        once, the later one's manifest holds, and the other may not mix its own chunks in.
+        """
+        with self._file.writing():
+            if not self.has_manifest or not len(self):
+                self._file.set_meta("manifest", manifest.to_json())
+            self._begun = self.manifest
+
+    def _require_begun(self) -> None:
+        """Inside the transaction of a put."""
+        differences = self.manifest.differences(self._begun) if self._begun is not None else {}
+        if differences:
+            told = ", ".join(
+                f"{name} {theirs!r:.40} instead of {ours!r:.40}"
+                for name, (theirs, ours) in differences.items()
+            )
+            raise CorpusError(
+                f"the corpus at {self.directory} was begun by another process at the same time, "
+                f"with {told}; repeat the command to go on with that, or choose another --store"
+            )
+
     def set_manifest(self, manifest: Manifest) -> None:
         """Replaces the manifest.
 
@@ -159,7 +184,8 @@ class Corpus:
         """Stores a document in place of its earlier version, in one transaction.
 
         ``vectors``: float32 [len(chunks), dim], unit length. Returns the ids of chunks that no
-        document holds any more. Raises :class:`InvalidInputError` for vectors of another shape.
+        document holds any more. Raises :class:`InvalidInputError` for vectors of another shape,
+        :class:`CorpusError` where the corpus is another's by now (see :meth:`begin`).
         """
         if document.source.startswith(database.ENTRY):
             raise InvalidInputError(
@@ -168,6 +194,7 @@ class Corpus:
             )
         vectors = np.ascontiguousarray(vectors, np.float32)
         with self._file.writing():
+            self._require_begun()
             self.search.check(vectors, len(chunks))
             suspects = passages.delete_document(self._file.connection, document.source)
             passages.insert_document(self._file.connection, document, digest, chunks, vectors)
@@ -287,26 +314,7 @@ class Corpus:
     @property
     def anchors(self) -> AnchorIndex:
         """Index of all chunks, loaded on first use and kept up with changes of any process."""
-        with self._file.lock:
-            generation = self._file.generation()
-            if self._anchors is None:
-                self._anchors = AnchorIndex(self._text_of)
-            if self._anchors_generation != generation:
-                self._refresh_anchors(self._anchors)
-                self._anchors_generation = generation
-            return self._anchors
-
-    def _text_of(self, chunk_id: str) -> str:
-        return self.text(chunk_id)
-
-    def _refresh_anchors(self, anchors: AnchorIndex) -> None:
-        rows = self._file.rows("SELECT chunk_id, anchor_hash, length, digest FROM chunk")
-        present = {row[0] for row in rows}
-        for row in anchors.rows():
-            if row.chunk_id not in present:
-                anchors.discard(row.chunk_id)
-        for values in rows:
-            anchors.add_row(AnchorRow(*values))
+        return self._anchors.refreshed()
 
     # ---- vectors ----------------------------------------------------------------------------
 

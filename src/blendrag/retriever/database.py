@@ -12,6 +12,7 @@ Invariants of the tables:
   knows the same ids is the same index.
 - ``generation`` grows with every transaction that changes passages.
 - ``corpus_id`` is random and never changes: a file made anew at the same place is another corpus.
+- ``anchor`` has a row for each chunk: what the chunk is recognised by in a prompt.
 - ``entry`` names those documents that came by an id and are one chunk each; their source is
   :data:`ENTRY` before the id. A passage's vector is empty where nothing is to be found by search.
 - ``dropped`` remembers texts whose KV may be stored though no document holds them: since a removal
@@ -29,10 +30,12 @@ from pathlib import Path
 from urllib.parse import quote
 
 from blendrag.errors import CorpusError, StoreFullError
+from blendrag.retriever import anchor_rows
 from blendrag.sqlite_errors import is_out_of_space, primary_code
 
 APPLICATION_ID = 0x424C5247  # "BLRG"
-#: 2: entries, and texts whose KV is to be dropped. A file of version 1 gains empty tables.
+#: 2: entries, texts whose KV is to be dropped, and anchors in a table of their own, which a file of
+#: version 1 gains when it is opened to be written.
 SCHEMA_VERSION = 2
 FILE_NAME = "corpus.sqlite"
 #: How the source of a document that came by an id begins.
@@ -79,6 +82,18 @@ CREATE TABLE entry (
     given TEXT
 ) WITHOUT ROWID;
 CREATE INDEX entry_by_parent ON entry(parent);
+CREATE TABLE anchor (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    chunk INTEGER NOT NULL UNIQUE REFERENCES chunk(id) ON DELETE CASCADE,
+    chunk_id TEXT NOT NULL,
+    anchor_hash INTEGER NOT NULL,
+    length INTEGER NOT NULL,
+    digest INTEGER NOT NULL,
+    heads BLOB NOT NULL
+);
+ALTER TABLE chunk DROP COLUMN anchor_hash;
+ALTER TABLE chunk DROP COLUMN length;
+ALTER TABLE chunk DROP COLUMN digest;
 CREATE INDEX passage_unsearchable ON passage(id) WHERE length(vector) = 0;
 CREATE TABLE dropped (
     chunk_id TEXT PRIMARY KEY,
@@ -159,6 +174,10 @@ def _upgrade(connection: sqlite3.Connection, path: Path) -> None:
             missing.append(_SCHEMA_2)
         for statement in ";".join(missing).split(";"):
             connection.execute(statement)
+        if _SCHEMA_2 in missing:
+            anchor_rows.insert(
+                connection, connection.execute("SELECT id, chunk_id, text FROM chunk")
+            )
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         connection.execute("COMMIT")

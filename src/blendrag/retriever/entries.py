@@ -76,11 +76,14 @@ class EntryTable:
         self,
         file: CorpusFile,
         search: VectorSearch,
+        before_put: Callable[[], None],
         changed: Callable[[Sequence[int]], list[str]],
     ) -> None:
-        """``changed`` ends a change, given the rows of chunks that may have lost their last place."""
+        """``before_put`` may refuse; ``changed`` ends a change, given the rows of chunks that may have
+        lost their last place."""
         self._file = file
         self._search = search
+        self._before_put = before_put
         self._changed = changed
 
     @property
@@ -134,6 +137,7 @@ class EntryTable:
         vectors of another length than the corpus's.
         """
         with self._file.writing():
+            self._before_put()
             suspects = self._delete([new.entry.id for new in entries])
             for new in entries:
                 vector = np.ascontiguousarray(new.vector, np.float32)

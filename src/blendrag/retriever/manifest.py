@@ -7,6 +7,9 @@ from dataclasses import asdict, dataclass, replace
 
 from blendrag.identity import NATIVE_ENCODING
 
+#: What chunks are cut by, and their KV kept under. Whose KV it is, is renewed as models change.
+_BINDING = ("encoding", "chunk_tokens", "prefix_ids", "tokenizer_fingerprint")
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -22,6 +25,14 @@ class Manifest:
     embedder: str
     encoding: str = NATIVE_ENCODING
     """How the chunks' KV is stored."""
+
+    def differences(self, other: Manifest) -> dict[str, tuple[object, object]]:
+        """Settings that chunks and their KV depend on, by name, where this one's are not the other's."""
+        return {
+            name: (getattr(self, name), getattr(other, name))
+            for name in _BINDING
+            if getattr(self, name) != getattr(other, name)
+        }
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from blendrag.anchors import AnchorIndex
 from blendrag.chunking import Chunk
 from blendrag.readers import Document, MetadataValue
+from blendrag.retriever import anchor_rows
 from blendrag.retriever.database import ENTRY
 
 
@@ -88,12 +88,11 @@ def _chunk_row(connection: sqlite3.Connection, chunk: Chunk) -> int:
         "SELECT id FROM chunk WHERE chunk_id = ?", (chunk.chunk_id,)
     ).fetchone()
     if found is None:
-        _, *anchor = AnchorIndex.row_of(chunk.chunk_id, chunk.text)
         found = connection.execute(
-            "INSERT INTO chunk (chunk_id, text, tokens, anchor_hash, length, digest) "
-            "VALUES (?, ?, ?, ?, ?, ?) RETURNING id",
-            (chunk.chunk_id, chunk.text, chunk.tokens, *anchor),
+            "INSERT INTO chunk (chunk_id, text, tokens) VALUES (?, ?, ?) RETURNING id",
+            (chunk.chunk_id, chunk.text, chunk.tokens),
         ).fetchone()
+        anchor_rows.insert(connection, [(found[0], chunk.chunk_id, chunk.text)])
         connection.execute("DELETE FROM dropped WHERE chunk_id = ?", (chunk.chunk_id,))
     return int(found[0])
 

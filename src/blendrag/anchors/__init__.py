@@ -1,0 +1,23 @@
+"""Finding known chunks in a prompt that nobody marked up.
+
+Owns the anchor index: hashes of how every chunk begins, and how a prompt is searched with them. Does
+not know what renders prompts, how they are tokenised or where chunk texts are kept (it asks for a text
+when it needs one).
+
+How a chunk is found: the hash of the 32 characters at *every* position of the prompt (Chinese has no
+word starts) is looked up among the chunks' beginnings; where it is known, the hashes of 64, 128, 256, …
+characters are, until one is not. That tells chunks apart whose first pages are the same. A chunk that
+may stand there whole is compared by its length and hash, in constant time from prefix sums, and at last
+by its text, so a hash collision costs time and never a wrong match.
+
+What is recognised: whole chunks of at least 32 characters; chunks of 16 to 31 characters by a shorter
+beginning; chunks whose tail is cut off, if enough is left. What is not, and is computed as ordinary
+text: chunks under 16 characters, and chunks whose head is cut off.
+"""
+
+from blendrag.anchors.escapes import unescaped
+from blendrag.anchors.index import AnchorIndex
+from blendrag.anchors.rows import AnchorRow, row_of
+from blendrag.anchors.spans import Match
+
+__all__ = ["AnchorIndex", "AnchorRow", "Match", "row_of", "unescaped"]

@@ -1,0 +1,200 @@
+"""Known chunks, and finding them in a prompt.
+
+Owns what is taken where several chunks may stand, and how the index grows: most chunks are in one
+segment, what came lately in a small one beside it, which is made anew when more comes.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from blendrag.anchors.escapes import unescaped
+from blendrag.anchors.hashing import PrefixSums
+from blendrag.anchors.rows import ANCHOR, SHORT, AnchorRow, row_of
+from blendrag.anchors.segment import Beginning, Heads, Segment, Whole
+from blendrag.anchors.spans import Match, Spans, common_prefix, matched_chars
+from blendrag.chunking import canonical
+
+#: Candidates for a chunk whose tail is cut off whose texts are compared at one position, and how many
+#: comparisons one prompt may cost.
+MAX_TAIL_CUT_CANDIDATES = 16
+MAX_TAIL_CUT_TRIES = 512
+#: What must be left of a chunk whose tail is cut off: characters, and share of the chunk.
+MIN_TAIL_CUT_CHARS = 64
+MIN_TAIL_CUT_SHARE = 0.25
+#: Chunks that came lately, before they join the others: so many, or this share of those.
+RECENT = 1024
+RECENT_SHARE = 1 / 16
+
+
+class AnchorIndex:
+    """Chunks by how they begin. Safe for use from several threads."""
+
+    ANCHOR_CHARS = ANCHOR
+    SHORT_ANCHOR_CHARS = SHORT
+
+    def __init__(self, text_of: Callable[[str], str]) -> None:
+        """``text_of`` gives a chunk's canonical text; it raises where the chunk is gone."""
+        self._text_of = text_of
+        self._lock = threading.Lock()
+        self._settled = Segment([])
+        self._recent: dict[str, AnchorRow] = {}
+        self._recent_segment: Segment | None = None
+
+    def __len__(self) -> int:
+        return len(self._settled) + len(self._recent)
+
+    def __contains__(self, chunk_id: object) -> bool:
+        return chunk_id in self._recent or chunk_id in self._settled.slots
+
+    def rows(self) -> Iterator[AnchorRow]:
+        with self._lock:
+            return iter([*self._settled.rows(), *self._recent.values()])
+
+    def ids(self) -> list[str]:
+        with self._lock:
+            return [*self._settled.slots, *self._recent]
+
+    def add(self, chunk_id: str, text: str) -> None:
+        """Makes a chunk findable. Adding it again changes nothing."""
+        if chunk_id not in self:
+            self.add_row(row_of(chunk_id, text))
+
+    def add_row(self, row: AnchorRow) -> None:
+        self.add_rows([row])
+
+    def add_rows(self, rows: Iterable[AnchorRow]) -> None:
+        """Makes chunks findable; those that are there stay as they are."""
+        with self._lock:
+            for row in rows:
+                if row.chunk_id not in self:
+                    self._recent[row.chunk_id] = row
+                    self._recent_segment = None
+
+    def discard(self, chunk_id: str) -> None:
+        """Forgets a chunk; one that is not known is no error."""
+        with self._lock:
+            if self._recent.pop(chunk_id, None) is not None:
+                self._recent_segment = None
+            elif chunk_id in self._settled.slots:
+                self._settled.discard(chunk_id)
+
+    def find(self, prompt: str) -> list[Match]:
+        """Chunks in ``prompt``, without overlap, by start.
+
+        Whole chunks come first, the longest first; tail-cut ones fill what is left.
+        """
+        if not len(self) or len(prompt) < SHORT:
+            return []
+        sums = PrefixSums(prompt)
+        with self._lock:
+            found = [_Found(segment, *segment.search(sums)) for segment in self._segments()]
+        # Texts are asked for outside the lock: who gives them may hold a lock of its own.
+        texts = _Texts(self._text_of)
+        taken = Spans()
+        whole = [hit for each in found for hit in each.whole]
+        for chunk_id, start, length in sorted(
+            whole, key=lambda w: (-w.length, w.start, w.chunk_id)
+        ):
+            end = start + length
+            if taken.free(start, end) and prompt[start:end] == texts[chunk_id]:
+                taken.add(Match(chunk_id, start, end, complete=True))
+        self._fill_up(prompt, found, taken, texts)
+        return taken.matches()
+
+    def _segments(self) -> list[Segment]:
+        """Under the lock: all chunks, what came lately in order again."""
+        changes = len(self._recent) + self._settled.gone
+        if changes > max(RECENT, RECENT_SHARE * len(self._settled)):
+            self._settled = self._settled.merged(list(self._recent.values()))
+            self._recent, self._recent_segment = {}, None
+        if self._recent_segment is None:
+            self._recent_segment = Segment(list(self._recent.values()))
+        return [segment for segment in (self._settled, self._recent_segment) if len(segment)]
+
+    def _fill_up(self, prompt: str, found: list[_Found], taken: Spans, texts: _Texts) -> None:
+        """Adds chunks whose tail is cut off, first come first served."""
+        tries = MAX_TAIL_CUT_TRIES
+        for start in sorted({start for each in found for start in each.beginnings()}):
+            room = taken.room(start, len(prompt))
+            if tries <= 0 or room < MIN_TAIL_CUT_CHARS:
+                continue
+            candidates = [each for at in found for each in at.candidates(start, room)]
+            tries -= len(candidates)
+            if match := _tail_cut(prompt, start, room, candidates, texts):
+                taken.add(match)
+
+    def looks_escaped(self, prompt: str, matches: list[Match] | None = None) -> bool:
+        """Whether chunks stand in ``prompt`` only as ``repr`` or JSON would write them.
+
+        Such text cannot be matched (its tokens are others); the caller warns once and says why.
+        ``matches``: what :meth:`find` found, if it was asked.
+        """
+        plain = unescaped(prompt)
+        if plain == prompt:
+            return False
+        found = self.find(prompt) if matches is None else matches
+        return matched_chars(self.find(plain)) > matched_chars(found)
+
+
+class _Found(NamedTuple):
+    """What one segment has for one prompt."""
+
+    segment: Segment
+    whole: list[Whole]
+    heads: list[Heads]
+
+    def beginnings(self) -> list[int]:
+        """Where a chunk may begin whose tail is cut off."""
+        for heads in self.heads:
+            if heads.level == MIN_TAIL_CUT_CHARS:
+                starts: list[int] = heads.starts.tolist()
+                return starts
+        return []
+
+    def candidates(self, start: int, room: int) -> list[Beginning]:
+        """Chunks that may share enough of the ``room`` from ``start`` on, those that share most first."""
+        known: dict[Beginning, None] = {}
+        for heads in reversed(self.heads):
+            at = bisect.bisect_left(heads.starts, start)
+            is_here = at < len(heads.starts) and heads.starts[at] == start
+            if is_here and MIN_TAIL_CUT_CHARS <= heads.level <= room:
+                # what shares twice as much was found at the next level
+                longest = int(min(room, 2 * heads.level) / MIN_TAIL_CUT_SHARE)
+                most = MAX_TAIL_CUT_CANDIDATES - len(known)
+                known |= dict.fromkeys(self.segment.beginning(heads, at, longest, most))
+        return list(known)
+
+
+class _Texts(dict[str, str]):
+    """Texts asked for once per prompt; a chunk that is gone has no text and matches nothing."""
+
+    def __init__(self, text_of: Callable[[str], str]) -> None:
+        super().__init__()
+        self._text_of = text_of
+
+    def __missing__(self, chunk_id: str) -> str:
+        try:
+            text = canonical(self._text_of(chunk_id))
+        except LookupError:
+            text = ""
+        self[chunk_id] = text
+        return text
+
+
+def _tail_cut(
+    prompt: str, start: int, room: int, candidates: list[Beginning], texts: _Texts
+) -> Match | None:
+    """The candidate that shares the longest prefix with the prompt, if it is long enough."""
+    best: Match | None = None
+    for chunk_id, length in candidates:
+        needed = max(MIN_TAIL_CUT_CHARS, int(length * MIN_TAIL_CUT_SHARE))
+        if room < needed:
+            continue
+        shared = common_prefix(prompt, start, start + room, texts[chunk_id])
+        if needed <= shared < length and (best is None or shared > best.end - start):
+            best = Match(chunk_id, start, start + shared, complete=False)
+    return best

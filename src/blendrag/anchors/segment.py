@@ -1,0 +1,198 @@
+"""Many chunks in sorted arrays, searched with a whole prompt at once.
+
+Owns the arrays. Does not know texts: what it finds are candidates, by their hashes. A segment is made
+once; only which of its chunks are still there changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from blendrag.anchors.hashing import U64, Filter, PrefixSums
+from blendrag.anchors.rows import ANCHOR, LEVELS, SHORT, AnchorRow, head_lengths
+
+#: Whole chunks compared in one prompt; beyond that chunks stay unrecognised (computed), never wrong.
+MAX_COMPARED = 250_000
+
+
+class Whole(NamedTuple):
+    """A chunk that stands at ``start`` by its hash."""
+
+    chunk_id: str
+    start: int
+    length: int
+
+
+class Heads(NamedTuple):
+    """Where the prompt holds the first ``level`` characters of chunks: ``slots[low:high]``."""
+
+    level: int
+    starts: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+class Beginning(NamedTuple):
+    """A chunk that begins as the prompt does somewhere."""
+
+    chunk_id: str
+    length: int
+
+
+class _Level:
+    """Chunks of at least so many characters, by the hash of that beginning."""
+
+    def __init__(
+        self, hashes: np.ndarray, slots: np.ndarray, lengths: np.ndarray, end: int
+    ) -> None:
+        order = np.lexsort((lengths[slots], hashes))
+        self.hashes, self.slots = hashes[order], slots[order]
+        self.lengths = lengths[self.slots]
+        # What may stand whole: pairs of hash and length, of chunks that do not reach the next level.
+        ends_here = self.lengths < end
+        keys, sizes = self.hashes[ends_here], self.lengths[ends_here]
+        first = np.ones(len(keys), np.bool_)
+        first[1:] = (keys[1:] != keys[:-1]) | (sizes[1:] != sizes[:-1])
+        self.whole_hashes, self.whole_lengths = keys[first], sizes[first]
+
+
+class Segment:
+    """Chunks, by slot; :attr:`slots` of a chunk id."""
+
+    def __init__(self, rows: Sequence[AnchorRow]) -> None:
+        lengths = np.array([row.length for row in rows], np.intp)
+        heads = np.zeros((len(rows), len(LEVELS)), U64)
+        for slot, row in enumerate(rows):
+            if row.length >= ANCHOR:
+                heads[slot, 1 : 2 + len(row.heads)] = (row.anchor_hash, *row.heads)
+            else:
+                heads[slot, 0] = row.anchor_hash
+        digests = np.array([row.digest for row in rows], U64)
+        self._fill([row.chunk_id for row in rows], lengths, digests, heads)
+
+    def _fill(
+        self, ids: list[str], lengths: np.ndarray, digests: np.ndarray, heads: np.ndarray
+    ) -> None:
+        self.ids, self._lengths, self._digests, self._heads = ids, lengths, digests, heads
+        self.slots = {chunk_id: slot for slot, chunk_id in enumerate(ids)}
+        self._levels: dict[int, _Level] = {}
+        for column, level in enumerate(LEVELS):
+            end = (*LEVELS, np.iinfo(np.intp).max)[column + 1]
+            at = (lengths >= level) & ((lengths < end) if level == SHORT else True)
+            if len(slots := np.flatnonzero(at)):
+                self._levels[level] = _Level(heads[slots, column], slots, lengths, end)
+        self._filters = {
+            level: Filter(self._levels[level].hashes)
+            for level in (SHORT, ANCHOR)
+            if level in self._levels
+        }
+        self._by_digest = np.argsort(digests)
+        self._sorted_digests = digests[self._by_digest]
+        self._digest_filter = Filter(digests)
+
+    def __len__(self) -> int:
+        """Chunks still there."""
+        return len(self.slots)
+
+    @property
+    def gone(self) -> int:
+        """Chunks not there any more, which still cost time."""
+        return len(self.ids) - len(self.slots)
+
+    def merged(self, rows: Sequence[AnchorRow]) -> Segment:
+        """A segment of the chunks still there, and more."""
+        more = Segment(rows)
+        kept = np.fromiter(self.slots.values(), np.intp, len(self.slots))
+        made = Segment.__new__(Segment)
+        made._fill(
+            [*self.slots, *more.ids],
+            np.concatenate([self._lengths[kept], more._lengths]),
+            np.concatenate([self._digests[kept], more._digests]),
+            np.concatenate([self._heads[kept], more._heads]),
+        )
+        return made
+
+    def rows(self) -> list[AnchorRow]:
+        """Of the chunks still there."""
+        made = []
+        for chunk_id, slot in self.slots.items():
+            length = int(self._lengths[slot])
+            heads = self._heads[slot, 0 if length < ANCHOR else 1 :].tolist()
+            known = heads[: len(head_lengths(length))] or [0]
+            digest = int(self._digests[slot])
+            made.append(AnchorRow(chunk_id, known[0], length, digest, tuple(known[1:])))
+        return made
+
+    def discard(self, chunk_id: str) -> None:
+        del self.slots[chunk_id]
+
+    def search(self, sums: PrefixSums) -> tuple[list[Whole], list[Heads]]:
+        """Chunks that may stand in the prompt whole, and where beginnings stand, the short first."""
+        whole: list[Whole] = []
+        heads: list[Heads] = []
+        for first, filtered in self._filters.items():
+            hashes = sums.windows(first)
+            starts = filtered.maybe(hashes)
+            hashes = hashes[starts]
+            for level in (first,) if first == SHORT else LEVELS[1:]:
+                if level not in self._levels:
+                    break
+                if level != first:
+                    starts = starts[starts + level <= sums.size]
+                    hashes = sums.hashes(starts, level)
+                table = self._levels[level]
+                low = np.searchsorted(table.hashes, hashes, "left")
+                found = table.hashes[np.minimum(low, len(table.hashes) - 1)] == hashes
+                starts, hashes, low = starts[found], hashes[found], low[found]
+                if not len(starts):
+                    break
+                high = np.searchsorted(table.hashes, hashes, "right")
+                whole += self._whole(sums, table, starts, hashes)
+                heads.append(Heads(level, starts, low, high))
+        return whole, heads
+
+    def _whole(
+        self, sums: PrefixSums, table: _Level, starts: np.ndarray, hashes: np.ndarray
+    ) -> list[Whole]:
+        """Chunks that end before the next level and whose length and hash are the prompt's."""
+        low = np.searchsorted(table.whole_hashes, hashes, "left")
+        counts = np.searchsorted(table.whole_hashes, hashes, "right") - low
+        counts[np.cumsum(counts) > MAX_COMPARED] = 0
+        total = int(counts.sum())
+        if not total:
+            return []
+        # each start beside each length that a chunk beginning so has
+        begins = np.repeat(np.cumsum(counts) - counts, counts)
+        lengths = table.whole_lengths[np.repeat(low, counts) + np.arange(total) - begins]
+        at = np.repeat(starts, counts)
+        fits = at + lengths <= sums.size
+        at, lengths = at[fits], lengths[fits]
+        digests = sums.hashes(at, lengths)
+        maybe = self._digest_filter.maybe(digests)
+        return self._equal(at[maybe], lengths[maybe], digests[maybe])
+
+    def _equal(self, at: np.ndarray, lengths: np.ndarray, digests: np.ndarray) -> list[Whole]:
+        low = np.searchsorted(self._sorted_digests, digests, "left").tolist()
+        high = np.searchsorted(self._sorted_digests, digests, "right").tolist()
+        return [
+            Whole(self.ids[slot], start, length)
+            for start, length, i, j in zip(at.tolist(), lengths.tolist(), low, high, strict=True)
+            for slot in self._by_digest[i:j].tolist()
+            if self._lengths[slot] == length and self.ids[slot] in self.slots
+        ]
+
+    def beginning(self, heads: Heads, at: int, longest: int, most: int) -> Iterator[Beginning]:
+        """Chunks no longer than that which begin as the prompt does there, the longest first.
+
+        Of many, at most so many are looked at.
+        """
+        table = self._levels[heads.level]
+        low, high = int(heads.low[at]), int(heads.high[at])
+        # of the array's own type: else all of it is converted first
+        high = low + int(table.lengths[low:high].searchsorted(np.intp(longest), "right"))
+        for slot in table.slots[max(low, high - most) : high][::-1].tolist():
+            if self.ids[slot] in self.slots:
+                yield Beginning(self.ids[slot], int(self._lengths[slot]))
