@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from blendrag.engine import BlendEngine
 from llama_index.llms.blendrag import BlendLLM, BlendRetriever
+
+HERE = Path(__file__).resolve().parent
+#: The suite beside this file, and the scripted model of blendrag's own tests.
+sys.path[:0] = [str(HERE), str(HERE.parents[2] / "tests")]
 
 TEMPLATE = (
     "<|bos|>{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"

@@ -19,8 +19,6 @@ from llama_index.core.vector_stores.utils import (
     node_to_metadata_dict,
 )
 
-from blendrag.errors import InvalidInputError
-
 if TYPE_CHECKING:
     from blendrag.engine.library import Entry
 
@@ -29,16 +27,9 @@ CONTENT = "_node_content"
 
 
 def to_entry(node: BaseNode) -> Entry:
-    """The node under its id; its document is the parent. Does not modify ``node``.
-
-    Raises :class:`InvalidInputError` for a node that is not text.
-    """
+    """The node's text under its id; its document is the parent. Does not modify ``node``."""
     from blendrag.engine.library import Entry
 
-    if not isinstance(node, TextNode):
-        raise InvalidInputError(
-            f"node {node.node_id} is a {type(node).__name__}, expected a TextNode, as only text has KV"
-        )
     return Entry(
         id=node.node_id,
         text=node.get_content(metadata_mode=MetadataMode.NONE),
@@ -46,7 +37,7 @@ def to_entry(node: BaseNode) -> Entry:
         parent=node.ref_doc_id or "",
         # as LlamaIndex's own embedding models see it: metadata, then text
         title=node.get_metadata_str(mode=MetadataMode.EMBED).strip(),
-        start=node.start_char_idx or 0,
+        start=getattr(node, "start_char_idx", None) or 0,
     )
 
 
@@ -58,16 +49,14 @@ def to_node(
     source: str,
     start: int,
     end: int | None,
-) -> TextNode:
+) -> BaseNode:
     """The node an entry was made of; for a chunk of an ingested document, one that says where it is from.
 
     ``text`` is exactly the stored text: it is what the LLM recognises a chunk by. Metadata of ingested
     documents is neither embedded nor written into prompts.
     """
     if CONTENT in metadata:
-        node = metadata_dict_to_node(dict(metadata), text=text)
-        assert isinstance(node, TextNode)  # no other was ever stored
-        return node
+        return metadata_dict_to_node(dict(metadata), text=text)
     return TextNode(
         id_=id_,
         text=text,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from llama_index.core.base.llms.types import (
@@ -16,7 +17,7 @@ from llama_index.core.base.llms.types import (
 
 if TYPE_CHECKING:
     from blendrag.engine import Answer
-    from blendrag.plugs.tools import Parsed
+    from blendrag.plugs.tools import Parsed, ToolCall
 
 
 def raw(answer: Answer, model_name: str) -> dict[str, Any]:
@@ -60,11 +61,19 @@ def calls(parsed: Parsed) -> dict[str, Any]:
         ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=call.arguments)
         for call in parsed.calls
     ]
-    about: dict[str, Any] = {"message": ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks)}
+    # where LlamaIndex looks for calls when it streams structured output
+    known = {"tool_calls": [_as_openai(call) for call in parsed.calls]} if parsed.calls else {}
+    message = ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks, additional_kwargs=known)
+    about: dict[str, Any] = {"message": message}
     if parsed.invalid:
         invalid = [{"text": call.text, "error": call.error} for call in parsed.invalid]
         about["additional_kwargs"] = {"invalid_tool_calls": invalid}
     return about
+
+
+def _as_openai(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def completion(text: str, delta: str | None, **about: Any) -> CompletionResponse:

@@ -50,6 +50,12 @@ class BlendNodeParser(EngineFields, MetadataAwareTextSplitter):
             described["engine"] = f"BlendEngine, tokenizer {resources.tokens.fingerprint}"
         return described
 
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> BlendNodeParser:
+        """Where ids came from a function other than LlamaIndex's, pass ``id_func=`` again."""
+        # a function is written down as its name, which LlamaIndex does not read again
+        return super().from_dict({k: v for k, v in data.items() if k != "id_func"}, **kwargs)
+
     def split_text(self, text: str) -> list[str]:
         return self._split(text, self._limit())
 

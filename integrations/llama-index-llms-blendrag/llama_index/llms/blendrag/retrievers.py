@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.callbacks import CallbackManager
@@ -71,6 +71,16 @@ class BlendRetriever(BaseRetriever):
     def engine(self) -> BlendEngine:
         """The engine given, or the shared one of these names. Making it loads no model yet."""
         return self._engine.engine
+
+    def close(self) -> None:
+        """Close the shared engine of these names, for all its wrappers; a given one stays open."""
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         chunks = self.engine.retrieve(query_bundle.query_str, self.similarity_top_k)

@@ -81,7 +81,7 @@ class BlendVectorStore(EngineFields, BasePydanticVectorStore):
     def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
         """Add nodes, or change those whose ids are there; blocks until their KV is stored.
 
-        Raises :class:`InvalidInputError` for nodes that are not text; then nothing was added.
+        Raises :class:`InvalidInputError` for metadata that is not JSON; then nothing was added.
         """
         entries = [to_entry(node) for node in nodes]
         if self.embedding_name is None:
@@ -135,7 +135,8 @@ class BlendVectorStore(EngineFields, BasePydanticVectorStore):
             )
         library = self.engine.library
         asked = self._asked(query)
-        where = accepts(query.filters, query.node_ids, query.doc_ids)
+        # an index whose store keeps the texts asks with no ids at all when it means any
+        where = accepts(query.filters, query.node_ids or None, query.doc_ids or None)
         if query.mode == VectorStoreQueryMode.DEFAULT:
             hits = library.search(asked, query.similarity_top_k, where)
         else:

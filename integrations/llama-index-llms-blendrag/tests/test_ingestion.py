@@ -1,0 +1,321 @@
+"""Nodes, vectors and KV stay in step, whatever LlamaIndex changes them by."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_index.core import StorageContext, VectorStoreIndex
+from llama_index.core.embeddings import MockEmbedding
+from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
+from llama_index.core.schema import Document, ImageNode, MediaResource, Node, TextNode
+from llama_index.core.storage.docstore import SimpleDocumentStore
+from llama_index.core.vector_stores.types import (
+    FilterOperator,
+    MetadataFilter,
+    MetadataFilters,
+    VectorStoreQuery,
+    VectorStoreQueryMode,
+)
+
+import scripted
+from blendrag.engine import BlendEngine
+from blendrag.errors import CorpusError, InvalidInputError
+from llama_index.llms.blendrag import (
+    BlendEmbedding,
+    BlendNodeParser,
+    BlendPrecompute,
+    BlendRetriever,
+    BlendVectorStore,
+    close_shared_engines,
+)
+
+
+def text_about(place: str) -> str:
+    return " ".join(f"The company of {place} built {n} ships near the town." for n in range(12))
+
+
+def document(place: str, text: str | None = None, **metadata: Any) -> Document:
+    return Document(text=text or text_about(place), doc_id=place, metadata=metadata)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[BlendEngine]:
+    with scripted.engine((), tmp_path / "kv", chunk_tokens=64) as engine:
+        yield engine
+
+
+@pytest.fixture
+def store(engine: BlendEngine) -> BlendVectorStore:
+    return BlendVectorStore(engine=engine)
+
+
+@pytest.fixture
+def index(engine: BlendEngine, store: BlendVectorStore) -> VectorStoreIndex:
+    return VectorStoreIndex.from_vector_store(
+        store,
+        embed_model=BlendEmbedding(engine=engine),
+        transformations=[BlendNodeParser(engine=engine, count_metadata=False)],
+    )
+
+
+def pipeline(engine: BlendEngine, strategy: DocstoreStrategy, **more: Any) -> IngestionPipeline:
+    parts = [BlendNodeParser(engine=engine, count_metadata=False), BlendEmbedding(engine=engine)]
+    given = {"vector_store": BlendVectorStore(engine=engine), **more}
+    return IngestionPipeline(
+        transformations=parts,
+        docstore=SimpleDocumentStore(),
+        docstore_strategy=strategy,
+        **given,
+    )
+
+
+def entries_of(engine: BlendEngine, place: str) -> list[str]:
+    return [entry.id for entry in engine.library.entries(parent=place)]
+
+
+def keys(engine: BlendEngine) -> int:
+    """Chunks whose KV is stored, and the one that the engine checks itself by."""
+    return engine.stats().entries
+
+
+# -- pipelines ----------------------------------------------------------------------------------
+
+
+def test_a_pipeline_stores_nodes_vectors_and_kv(engine: BlendEngine) -> None:
+    nodes = pipeline(engine, DocstoreStrategy.UPSERTS).run(documents=[document("Bay")])
+    assert len(nodes) > 2
+    assert engine.library.ids() == [node.node_id for node in nodes]
+    assert all(engine.library.has_kv(engine.library.ids()).values())
+    (hit,) = engine.library.search("ships of Bay", 1)
+    assert hit.entry.parent == "Bay"
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_upserts_change_kv_and_keep_what_is_gone(engine: BlendEngine, is_async: bool) -> None:
+    made = pipeline(engine, DocstoreStrategy.UPSERTS)
+
+    async def run(*documents: Document) -> Sequence[Any]:
+        given = list(documents)
+        return await made.arun(documents=given) if is_async else made.run(documents=given)
+
+    await run(document("Bay"), document("Cape"))
+    before, kept = entries_of(engine, "Bay"), entries_of(engine, "Cape")
+    held = keys(engine)
+    assert await run(document("Bay"), document("Cape")) == []  # unchanged: nothing is run
+    await run(document("Bay", "Now the company of Bay builds no ships at all any more."))
+    assert entries_of(engine, "Cape") == kept
+    after = entries_of(engine, "Bay")
+    assert len(after) == 1
+    assert not set(after) & set(before)
+    assert engine.library.has_kv(after) == {after[0]: True}
+    assert keys(engine) == held - len(before) + 1  # the KV of the old text is gone
+
+
+def test_upserts_and_delete_removes_the_kv_of_what_is_gone(engine: BlendEngine) -> None:
+    made = pipeline(engine, DocstoreStrategy.UPSERTS_AND_DELETE)
+    made.run(documents=[document("Bay"), document("Cape")])
+    held, gone = keys(engine), len(entries_of(engine, "Cape"))
+    made.run(documents=[document("Bay")])
+    assert entries_of(engine, "Cape") == []
+    assert keys(engine) == held - gone
+    assert engine.library.search("ships of Cape", 3)[0].entry.parent == "Bay"
+
+
+def test_kv_of_a_text_that_another_document_has_too_stays(engine: BlendEngine) -> None:
+    made = pipeline(engine, DocstoreStrategy.UPSERTS_AND_DELETE)
+    made.run(documents=[document("Bay"), document("Cape", text_about("Bay"))])
+    held = keys(engine)
+    made.run(documents=[document("Bay")])
+    assert keys(engine) == held
+    assert all(engine.library.has_kv(entries_of(engine, "Bay")).values())
+
+
+# -- indexes ------------------------------------------------------------------------------------
+
+
+def test_an_index_adds_refreshes_and_deletes_kv(
+    engine: BlendEngine, index: VectorStoreIndex
+) -> None:
+    index.insert(document("Bay"))
+    index.insert(document("Cape"))
+    held, gone = keys(engine), len(entries_of(engine, "Bay"))
+    changed = document("Bay", "Now the company of Bay builds no ships at all any more.")
+    assert index.refresh_ref_docs([changed, document("Cape")]) == [True, False]
+    assert keys(engine) == held - gone + 1
+    index.delete_ref_doc("Bay")
+    assert entries_of(engine, "Bay") == []
+    assert keys(engine) == held - gone
+
+
+def test_an_index_is_made_from_documents(engine: BlendEngine, store: BlendVectorStore) -> None:
+    made = VectorStoreIndex.from_documents(
+        [document("Bay"), document("Cape")],
+        storage_context=StorageContext.from_defaults(vector_store=store),
+        embed_model=BlendEmbedding(engine=engine),
+        transformations=[BlendNodeParser(engine=engine)],
+    )
+    nodes = made.as_retriever(similarity_top_k=2).retrieve("What did Cape build?")
+    assert {found.node.ref_doc_id for found in nodes} == {"Cape"}
+    assert all(-1 <= (found.score or 0) <= 1.0001 for found in nodes)
+
+
+# -- the vector store ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def filled(store: BlendVectorStore) -> BlendVectorStore:
+    for place, year in (("Bay", 1), ("Cape", 2), ("Dale", 3)):
+        store.add([TextNode(id_=place, text=text_about(place), metadata={"year": year})])
+    return store
+
+
+def ids(store: BlendVectorStore, **query: Any) -> list[str]:
+    asked = {"query_str": "ships", "similarity_top_k": 9, **query}
+    return sorted(store.query(VectorStoreQuery(**asked)).ids or [])
+
+
+def test_a_node_comes_back_as_it_was(store: BlendVectorStore, engine: BlendEngine) -> None:
+    parser = BlendNodeParser(engine=engine, count_metadata=False)
+    nodes = parser.get_nodes_from_documents([document("Bay", year=1, tags=["a", "b"])])
+    store.add(nodes)
+    (found,) = store.get_nodes([nodes[0].node_id])
+    assert found == nodes[0]
+    (hit,) = BlendRetriever(engine=engine, similarity_top_k=1).retrieve(nodes[0].text)
+    assert hit.node in nodes
+
+
+def test_a_node_of_any_kind_comes_back_as_it_was(store: BlendVectorStore) -> None:
+    nodes = [
+        ImageNode(text=text_about("Bay"), image_url="http://localhost/x.png"),
+        Node(text_resource=MediaResource(text=text_about("Cape"))),
+    ]
+    store.add(nodes)
+    assert store.get_nodes([node.node_id for node in nodes]) == nodes
+
+
+def test_filters_by_metadata_nest(filled: BlendVectorStore) -> None:
+    late = MetadataFilter(key="year", value=2, operator=FilterOperator.GTE)
+    either = MetadataFilters(
+        filters=[MetadataFilter(key="year", value=1), MetadataFilter(key="year", value=3)],
+        condition="or",
+    )
+    assert ids(filled) == ["Bay", "Cape", "Dale"]
+    assert ids(filled, filters=MetadataFilters(filters=[late])) == ["Cape", "Dale"]
+    assert ids(filled, filters=either) == ["Bay", "Dale"]
+    assert ids(filled, filters=MetadataFilters(filters=[late, either])) == ["Dale"]
+    assert ids(filled, filters=MetadataFilters(filters=[late], condition="not")) == ["Bay"]
+    assert ids(filled, node_ids=["Bay"]) == ["Bay"]
+
+
+def test_nodes_are_deleted_by_id_and_filter(filled: BlendVectorStore, engine: BlendEngine) -> None:
+    filled.delete_nodes(["Bay"])
+    filled.delete_nodes(filters=MetadataFilters(filters=[MetadataFilter(key="year", value=2)]))
+    assert ids(filled) == ["Dale"]
+    with pytest.raises(InvalidInputError, match="neither node_ids nor filters"):
+        filled.delete_nodes()
+    filled.clear()
+    assert ids(filled) == []
+    assert filled.get_nodes() == []
+
+
+async def test_the_async_twins_do_the_same(store: BlendVectorStore) -> None:
+    await store.async_add([TextNode(id_="Bay", text=text_about("Bay"))])
+    asked = VectorStoreQuery(query_str="ships", similarity_top_k=1)
+    assert (await store.aquery(asked)).ids == ["Bay"]
+    assert [node.node_id for node in await store.aget_nodes(["Bay", "none"])] == ["Bay"]
+    await store.adelete_nodes(["Bay"])
+    await store.adelete("Bay")
+    await store.aclear()
+    assert (await store.aquery(asked)).ids == []
+
+
+def test_mmr_prefers_what_is_unlike(store: BlendVectorStore) -> None:
+    same = text_about("Bay")
+    store.add([TextNode(id_=str(n), text=f"{same} {n}") for n in range(3)])
+    store.add([TextNode(id_="other", text="The sister of the founder wrote about a fox.")])
+    mmr = {"mode": VectorStoreQueryMode.MMR, "similarity_top_k": 2, "mmr_threshold": 0.2}
+    assert "other" in ids(store, query_str=same, **mmr)
+    assert "other" not in ids(store, query_str=same, similarity_top_k=2)
+
+
+def test_the_indexs_own_vectors_are_kept_where_it_is_named(engine: BlendEngine) -> None:
+    own = BlendVectorStore(engine=engine, embedding_name="mine")
+    index = VectorStoreIndex.from_vector_store(own, embed_model=MockEmbedding(embed_dim=7))
+    index.insert_nodes([TextNode(id_="Bay", text=text_about("Bay"))])
+    assert engine.library.search([1.0] * 7, 1)[0].vector.shape == (7,)
+    assert index.as_retriever().retrieve("ships")[0].node_id == "Bay"
+    with pytest.raises(CorpusError):
+        BlendVectorStore(engine=engine, embedding_name="other").add(
+            [TextNode(text=text_about("Cape"), embedding=[1.0] * 7)]
+        )
+
+
+def test_wrong_input_is_refused_in_a_sentence(store: BlendVectorStore) -> None:
+    with pytest.raises(InvalidInputError, match="surrogate"):
+        store.add([TextNode(id_="Bay", text=text_about("Bay") + "\ud800")])
+    assert store.get_nodes() == []
+    with pytest.raises(InvalidInputError, match="'hybrid' is not one of 'default', 'mmr'"):
+        store.query(VectorStoreQuery(query_str="x", mode=VectorStoreQueryMode.HYBRID))
+    with pytest.raises(InvalidInputError, match="has no query_str"):
+        store.query(VectorStoreQuery(query_embedding=[1.0]))
+
+
+# -- precomputing for other vector stores -------------------------------------------------------
+
+
+def test_precomputing_hands_nodes_on_and_stores_their_kv(engine: BlendEngine) -> None:
+    nodes = [TextNode(text=text_about(place)) for place in ("Bay", "Cape")]
+    before = [node.model_copy(deep=True) for node in nodes]
+    assert list(BlendPrecompute(engine=engine)(nodes)) == nodes == before
+    assert all(engine.library.has_kv([node.node_id for node in nodes]).values())
+    assert engine.library.search("ships", 3) == []  # someone else's vector store finds them
+
+
+async def test_precomputing_again_drops_the_earlier_version(engine: BlendEngine) -> None:
+    step = BlendPrecompute(engine=engine)
+    parser = BlendNodeParser(engine=engine)
+    step(parser([document("Bay"), document("Cape")]))
+    held, old = keys(engine), entries_of(engine, "Bay")
+    await step.acall(parser([document("Bay", "The company of Bay builds no ships any more.")]))
+    assert keys(engine) == held - len(old) + 1
+    assert len(step.delete_ref_doc("Bay")) == 1
+    assert entries_of(engine, "Bay") == []
+    keeps = BlendPrecompute(engine=engine, whole_documents=False)
+    keeps(parser([document("Cape", "Another part of the document about the town of Cape.")]))
+    assert len(entries_of(engine, "Cape")) > 2
+
+
+def test_a_pipelines_cache_does_not_hide_missing_kv(engine: BlendEngine) -> None:
+    step = BlendPrecompute(engine=engine)
+    nodes = [TextNode(id_="Bay", text=text_about("Bay"))]
+    made = IngestionPipeline(transformations=[step])
+    made.run(nodes=nodes)
+    engine.library.delete(["Bay"])
+    made.run(nodes=nodes)
+    assert engine.library.has_kv(["Bay"]) == {"Bay": True}
+
+
+# -- written down -------------------------------------------------------------------------------
+
+
+def test_a_wrapper_is_pickled_by_its_names_or_not_at_all(
+    engine: BlendEngine, tmp_path: Path
+) -> None:
+    kinds: list[Any] = [BlendNodeParser, BlendEmbedding, BlendPrecompute, BlendVectorStore]
+    try:
+        for kind in kinds:
+            named = kind(model="demo", store=tmp_path / "named")
+            again = [pickle.loads(pickle.dumps(named)), kind.from_dict(named.to_dict())]
+            again.append(kind.from_json(named.to_json()))
+            for copy in again:
+                assert copy.engine is named.engine
+            assert json.loads(named.to_json())["class_name"] == kind.__name__
+            with pytest.raises(InvalidInputError, match="made with engine= cannot be pickled"):
+                pickle.dumps(kind(engine=engine))
+    finally:
+        close_shared_engines()

@@ -1,0 +1,142 @@
+"""``BlendLLM`` does what a LlamaIndex LLM must: with a model that calls tools, and with one that does not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llm_standard_tests import (
+    LLMAnswerTests,
+    LLMConductTests,
+    LLMInstrumentationTests,
+    LLMStructuredStreamTests,
+    LLMStructuredTests,
+    LLMToolTests,
+    LLMUnitTests,
+    LLMWithoutToolsTests,
+)
+from llm_standard_tests.instrumentation import events
+
+import scripted
+from blendrag.engine import BlendEngine
+from llama_index.llms.blendrag import BlendLLM, close_shared_engines
+
+__all__ = ["events"]
+
+PLACE = {"name": "harbour", "year": 1874, "builders": ["the company"]}
+CALL_PLACE = f'<tool_call>{{"name": "Place", "arguments": {json.dumps(PLACE)}}}</tool_call>'
+LONG = "Tell a long story."
+MULTIPLY = scripted.call("multiply", a=6, b=7)
+LOOK_UP = scripted.call("look_up", query="Café 東京")
+REACT = 'Thought: I need a tool.\nAction: multiply\nAction Input: {"a": 6, "b": 7}'
+
+
+def reply(prompt: str) -> str:
+    """What a capable model would say."""
+    opened = prompt.rpartition("<|start|>assistant\n")[2].split()
+    reply = _reply(prompt)
+    for word in opened:  # a forced call is begun already
+        reply = reply.lstrip().removeprefix(word)
+    return reply
+
+
+def _reply(prompt: str) -> str:
+    has_tools = "<tools>" in prompt
+    if LONG in prompt:
+        return "and then they built a ship " * 400
+    if "<tool_response>" in prompt or "Observation: 42" in prompt:
+        return "Thought: I know.\nAnswer: It is 42." if "Observation" in prompt else "It is 42."
+    if "as a Place" in prompt:
+        return CALL_PLACE if has_tools else json.dumps(PLACE)
+    if "6 times 7" in prompt and not has_tools:
+        return REACT if "Action Input" in prompt else "I cannot multiply."
+    for question, calls in (
+        ("and look up Café", f"Both.\n{MULTIPLY}\n{LOOK_UP}"),
+        ("6 times 7", MULTIPLY),
+        ("Look up Café", LOOK_UP),
+        ("What time", scripted.call("clock")),
+    ):
+        if question in prompt:
+            return calls
+    return "The harbour is near the town, by the river bank."
+
+
+@pytest.fixture(scope="module")
+def named(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield tmp_path_factory.mktemp("named") / "kv"
+    close_shared_engines()
+
+
+@pytest.fixture(scope="module")
+def capable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
+    with scripted.engine(reply, tmp_path_factory.mktemp("capable")) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
+    """The same model behind a chat template that knows no tools."""
+    from scripted import tiny
+
+    words = tiny.tokenizer()
+    root = tmp_path_factory.mktemp("plain")
+    with scripted.engine(reply, root, tokenizer=words) as engine:
+        yield engine
+
+
+class TestUnit(LLMUnitTests):
+    """Made by names, as it is written down; of the demo model, whose template knows no tools."""
+
+    has_tool_calling = False
+
+    @pytest.fixture(autouse=True)
+    def _store(self, named: Path) -> None:
+        self.store = named
+
+    @property
+    def llm_class(self) -> type[BlendLLM]:
+        return BlendLLM
+
+    @property
+    def llm_params(self) -> dict[str, Any]:
+        return {"model": "demo", "store": self.store}
+
+
+class TestWithTools(
+    LLMAnswerTests,
+    LLMConductTests,
+    LLMInstrumentationTests,
+    LLMToolTests,
+    LLMStructuredTests,
+    LLMStructuredStreamTests,
+):
+    long_question = LONG
+
+    @pytest.fixture(autouse=True)
+    def _engine(self, capable: BlendEngine) -> None:
+        self.engine = capable
+
+    @property
+    def llm_class(self) -> type[BlendLLM]:
+        return BlendLLM
+
+    @property
+    def llm_params(self) -> dict[str, Any]:
+        return {"engine": self.engine}
+
+
+class TestWithoutTools(LLMWithoutToolsTests, LLMStructuredTests):
+    @pytest.fixture(autouse=True)
+    def _engine(self, plain: BlendEngine) -> None:
+        self.engine = plain
+
+    @property
+    def llm_class(self) -> type[BlendLLM]:
+        return BlendLLM
+
+    @property
+    def llm_params(self) -> dict[str, Any]:
+        return {"engine": self.engine}
