@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blendrag.errors import InvalidInputError
-from blendrag.model.tokens import Tokens
+
+if TYPE_CHECKING:
+    from blendrag.model.tokens import Tokens
 
 #: A name no template writes by itself, and an id that the strictest (Mistral's nine characters) takes.
 _NAME, _ID = "name_of_the_tool", "a1b2c3d4e"

@@ -13,9 +13,10 @@ import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from blendrag.model.tokens import Tokens
+if TYPE_CHECKING:
+    from blendrag.model.tokens import Tokens
 
 
 @dataclass(frozen=True)
