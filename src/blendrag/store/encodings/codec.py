@@ -32,16 +32,20 @@ _LARGEST = torch.finfo(torch.float32).max * (1 - 2**-22)
 class Block(NamedTuple):
     """Some tokens of one head's keys or values, as they are stored."""
 
-    place: tuple[int, int, slice]
-    """Where it goes: ``out[place]`` is ``[n, D]``."""
+    head: int
+    """Which ``[T, D]`` of a layer's ``[2, Hkv, T, D]``, keys first."""
+    at: slice | None
+    """Which tokens of it, if not all."""
     coded: torch.Tensor
-    """``[n, D]``, one byte each."""
+    """``[n, D]``, one byte each, or what a codec has unpacked them into."""
     scale: torch.Tensor
     """Of keys ``[D]``, of values ``[n, 1]``."""
     middle: torch.Tensor | None
     """``[D]``, where the numbers are counted from, if not from 0."""
     exact: torch.Tensor | None
-    """float32 ``[n, D]`` to decode into; ``None`` where the place itself is float32."""
+    """float32 ``[n, D]`` to decode into; ``None`` where the target itself is float32."""
+    unpack: Callable[[], None] | None = None
+    """To be called before this block and those behind it are decoded, up to the next that has one."""
 
 
 class Codec(ABC):
@@ -76,20 +80,23 @@ class Codec(ABC):
     def blocks(
         self, layer: int, tokens: int, stored: torch.Tensor, scratch: torch.Tensor | None
     ) -> list[Block]:
-        """A stored layer block by block, to be decoded by way of ``scratch``."""
+        """A stored layer block by block, in this order, to be decoded by way of ``scratch``."""
         parts = self._parts(layer, tokens, stored)
         coded, found = parts[""], []
         _, heads, _, width = coded.shape
-        key_scales, value_scales = parts[".key_scales"], parts[".value_scales"]
-        middles = parts.get(".key_middles")
-        for head in range(heads):
+        for number in range(2 * heads):
+            kv, head = divmod(number, heads)
+            name = ("key", "value")[kv]
+            scale, middles = parts[f".{name}_scales"][head], parts.get(f".{name}_middles")
             middle = None if middles is None else middles[head]
             for at in stretches(tokens, width):
                 exact = None if scratch is None else scratch[: at.stop - at.start]
-                keys, values = coded[0, head, at], coded[1, head, at]
-                scale = value_scales[head, at, None]
-                found.append(Block((0, head, at), keys, key_scales[head], middle, exact))
-                found.append(Block((1, head, at), values, scale, None, exact))
+                whole = at.stop - at.start == tokens
+                each = scale[at, None] if kv else scale
+                block = Block(
+                    number, None if whole else at, coded[kv, head, at], each, middle, exact
+                )
+                found.append(block)
         return found
 
     @abstractmethod
@@ -136,8 +143,11 @@ class Staging:
 
     def _decode(self, blocks: Sequence[Block], out: torch.Tensor) -> None:
         decode = self._codec.decode
+        heads = [each for kv in out.unbind(0) for each in kv.unbind(0)]  # [T, D]
         for block in blocks:
-            target = out[block.place]  # [n, D]
+            target = heads[block.head] if block.at is None else heads[block.head][block.at]
+            if block.unpack is not None:
+                block.unpack()
             if block.exact is None:
                 decode(block, target)
             else:

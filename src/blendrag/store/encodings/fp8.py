@@ -6,9 +6,14 @@ its scale if it is small. There is no NaN among the bytes, as only finite number
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 
+from blendrag.store.encodings.base import stored_parts
 from blendrag.store.encodings.codec import (
+    BLOCK_ITEMS,
     Block,
     Codec,
     coded_stretches,
@@ -20,8 +25,13 @@ from blendrag.store.encodings.codec import (
 LARGEST = 448
 #: What turns float16's smallest exponent into that of e4m3: 2^(15 - 7).
 _EXPONENT_GAP = 256.0
-#: All bits of an int16 but the one below its sign.
-_WITHOUT_SECOND_SIGN = ~(1 << 14)
+#: Numbers of 16 bits that one of 64 has room for.
+_LANES = 4
+#: Sign and the seven bits of each, without the bit below the sign and what is not of it.
+_WITHOUT_SECOND_SIGN = torch.tensor(0xBF80_BF80_BF80_BF80 - (1 << 64))
+_SEVEN = torch.tensor(7)
+#: Unpacked at once: as many operations of 64 bits as start no thread.
+UNPACKED_ITEMS = _LANES * BLOCK_ITEMS
 
 
 class Fp8(Codec):
@@ -40,10 +50,62 @@ class Fp8(Codec):
             steps = in_steps(numbers[at], each, middle, LARGEST)
             coded[at].copy_(steps.to(torch.float8_e4m3fn).view(torch.int8))
 
+    def blocks(
+        self, layer: int, tokens: int, stored: torch.Tensor, scratch: torch.Tensor | None
+    ) -> list[Block]:
+        """See :meth:`Codec.blocks`. They share the room that they are unpacked into."""
+        blocks = super().blocks(layer, tokens, stored, scratch)
+        scale_bytes = sum(part.size_bytes for part in stored_parts(self.layout, layer, tokens)[:-1])
+        scales = stored[:scale_bytes].view(torch.float32).split(BLOCK_ITEMS)
+        at_once = max(1, UNPACKED_ITEMS // max(block.coded.numel() for block in blocks))
+        portions = [blocks[i : i + at_once] for i in range(0, len(blocks), at_once)]
+        largest_items = max(sum(block.coded.numel() for block in portion) for portion in portions)
+        room = torch.empty(-(-largest_items // _LANES) * _LANES, dtype=torch.int16)
+        found: list[Block] = []
+        for portion in portions:
+            found += _unpacked(portion, room, () if found else scales)
+        return found
+
     def decode(self, block: Block, out: torch.Tensor) -> None:
-        # torch converts e4m3 number by number (2.13: 3 ns each). Shifted, its bits are a float16 that
-        # is too small by a power of two: sign seeeemmm -> s0eeeemm m0000000, subnormals included.
-        bits = block.coded.to(torch.int16)
-        bits.bitwise_left_shift_(7).bitwise_and_(_WITHOUT_SECOND_SIGN)
-        out.copy_(bits.view(torch.float16))
-        out.mul_(block.scale * _EXPONENT_GAP)
+        out.copy_(block.coded)
+        out.mul_(block.scale)
+
+
+@dataclass(frozen=True)
+class _Unpack:
+    """Bytes of some blocks into float16 numbers that are too small by a power of two.
+
+    torch converts e4m3 number by number (2.13: 3 ns each). Shifted, its bits are such a float16: sign
+    seeeemmm -> s0eeeemm m0000000, subnormals included. Four are shifted at once, and what moves from
+    one to the next then is cut off together with the second sign.
+    """
+
+    bits: list[tuple[torch.Tensor, torch.Tensor]]
+    """int16 and the bytes that it is filled from, ``[n, D]`` each."""
+    lanes: torch.Tensor
+    """int64, all that is filled."""
+    scales: Sequence[torch.Tensor]
+    """Of the layer, if these are its first blocks: what is too small is made up for in them."""
+
+    def __call__(self) -> None:
+        for wide, coded in self.bits:
+            wide.copy_(coded)
+        self.lanes.bitwise_left_shift_(_SEVEN).bitwise_and_(_WITHOUT_SECOND_SIGN)
+        for scale in self.scales:
+            scale.mul_(_EXPONENT_GAP)
+
+
+def _unpacked(
+    blocks: list[Block], room: torch.Tensor, scales: Sequence[torch.Tensor]
+) -> list[Block]:
+    """The blocks as numbers in ``room``, where the first of them puts them all."""
+    bits, found, begin = [], [], 0
+    for block in blocks:
+        end = begin + block.coded.numel()
+        wide = room[begin:end].view(block.coded.shape)
+        bits.append((wide, block.coded))
+        found.append(block._replace(coded=wide.view(torch.float16)))
+        begin = end
+    lanes = room[: -(-begin // _LANES) * _LANES].view(torch.int64)
+    found[0] = found[0]._replace(unpack=_Unpack(bits, lanes, scales))
+    return found
