@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from blendrag.anchors.escapes import unescaped
@@ -127,7 +127,7 @@ class AnchorIndex:
             if match := _tail_cut(prompt, start, room, candidates, texts):
                 taken.add(match)
 
-    def looks_escaped(self, prompt: str, matches: list[Match] | None = None) -> bool:
+    def looks_escaped(self, prompt: str, matches: Sequence[Match] | None = None) -> bool:
         """Whether chunks stand in ``prompt`` only as ``repr`` or JSON would write them.
 
         Such text cannot be matched (its tokens are others); the caller warns once and says why.

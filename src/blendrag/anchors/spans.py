@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -46,7 +47,7 @@ class Spans:
         return self._matches
 
 
-def matched_chars(matches: list[Match]) -> int:
+def matched_chars(matches: Sequence[Match]) -> int:
     return sum(match.end - match.start for match in matches)
 
 

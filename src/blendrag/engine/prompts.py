@@ -115,12 +115,14 @@ def chunk_matches(corpus: Corpus | None, rendered: str) -> list[Match]:
 def explain_misses(
     corpus: Corpus | None, rendered: str, matches: Sequence[Match]
 ) -> tuple[str, ...]:
-    """Sentences for the metrics when nothing was recognised."""
-    if matches or corpus is None or not len(corpus):
+    """Sentences for the metrics when nothing was recognised, or less than there is."""
+    if corpus is None or not len(corpus):
         return ()
-    if corpus.anchors.looks_escaped(rendered):
+    if corpus.anchors.looks_escaped(rendered, matches):
         return (
-            "chunk text arrived escaped (as JSON or a Python repr), so it could not be recognised; "
+            "chunk text arrived escaped (as JSON or a Python repr), so not all of it could be recognised; "
             "pass texts, not their representation",
         )
+    if matches:
+        return ()
     return ("no known chunk was recognised in this prompt; it was prefilled normally",)
