@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.lab import ingest_args, invoke, said
+from cli.lab import ingest_args, invoke, said, start
 
 QUESTION = "What is the topic of document 2?"
 
@@ -59,3 +59,23 @@ def test_an_unknown_encoding_is_refused_before_anything_is_made(
     assert result.exit_code == 2
     assert "BLENDRAG_KV_ENCODING=zip" in said(result)
     assert not store.exists()
+
+
+def test_two_ingests_that_begin_a_store_in_two_encodings_at_once_leave_one(
+    model_dir: Path, docs: Path, ingested: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    both = [
+        start(*ingest_args(docs, model_dir, store, "--encoding", encoding, "--json"))
+        for encoding in ("int8", "fp8")
+    ]
+    ended = [(process.communicate(timeout=200), process.returncode) for process in both]
+    assert sorted(code for _, code in ended) == [0, 2], ended
+    for (_, stderr), code in ended:
+        if code:
+            (line,) = stderr.strip().splitlines()
+            assert "encoding" in line
+            assert "--store" in line
+    assert ask(store)["reused_tokens"] == ask(ingested)["reused_tokens"]
+    again = invoke(*ingest_args(docs, model_dir, store, "--json"))
+    assert json.loads(again.stdout)["chunks_computed"] == 0

@@ -40,6 +40,7 @@ def ingest(
     try:
         report = run()
     except IdentityChangedError:
+        corpus.require_begun()  # it was not the model that changed, but how the store keeps KV
         if not unloaded:
             raise
         report = run()  # the files looked unchanged but hold other weights: now they are loaded

@@ -187,8 +187,7 @@ class Resources:
                 self.__dict__["_corpus"] = Corpus.open(self.root, create=True)
         corpus = self.corpus
         assert corpus is not None
-        if self._settled() is None:
-            corpus.set_manifest(self._new_manifest())
+        corpus.begin(self._settled() or self._new_manifest())
         self._check_owner(corpus)
         self._check_settings(corpus.manifest)
         return corpus

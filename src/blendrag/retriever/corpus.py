@@ -54,7 +54,7 @@ class Corpus:
     @cached_property
     def entries(self) -> EntryTable:
         """What came by an id rather than by a path."""
-        return EntryTable(self._file, self.search, self._require_begun, self._changed)
+        return EntryTable(self._file, self.search, self.require_begun, self._changed)
 
     @classmethod
     def open(cls, root: Path, create: bool = False, read_only: bool = False) -> Corpus:
@@ -136,8 +136,8 @@ class Corpus:
                 self._file.set_meta("manifest", manifest.to_json())
             self._begun = self.manifest
 
-    def _require_begun(self) -> None:
-        """Inside the transaction of a put."""
+    def require_begun(self) -> None:
+        """Raises :class:`CorpusError` where another's manifest holds by now. Asked within every put."""
         differences = self.manifest.differences(self._begun) if self._begun is not None else {}
         if differences:
             told = ", ".join(
@@ -194,7 +194,7 @@ class Corpus:
             )
         vectors = np.ascontiguousarray(vectors, np.float32)
         with self._file.writing():
-            self._require_begun()
+            self.require_begun()
             self.search.check(vectors, len(chunks))
             suspects = passages.delete_document(self._file.connection, document.source)
             passages.insert_document(self._file.connection, document, digest, chunks, vectors)
