@@ -86,6 +86,9 @@ class StoreResult:
     index_rows: int
     rounds: int
     threads: int
+    load_average: tuple[float, float]
+    """Of the last minute, before and after: on a machine with other work, more than its cores, times are
+    those of waiting."""
     cold_cached_share: float
     """Of the pages that a cold read found in the page cache after all, the largest share."""
     rows: tuple[Row, ...]
@@ -123,6 +126,7 @@ def run_store(workload: StoreWorkload, tick: Tick = lambda text: None) -> StoreR
     """
     _check(workload)
     layout, tokens, rounds = workload.layout, workload.chunk_tokens, workload.rounds
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="blendrag-bench-", dir=workload.directory) as name:
         root = Path(name)
         tick("making chunks")
@@ -143,6 +147,7 @@ def run_store(workload: StoreWorkload, tick: Tick = lambda text: None) -> StoreR
         index_rows=workload.rows,
         rounds=rounds,
         threads=torch.get_num_threads(),
+        load_average=(load, os.getloadavg()[0]),
         cold_cached_share=share,
         rows=tuple(rows),
         targets=_targets(rows, share),
