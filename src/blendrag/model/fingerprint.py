@@ -8,7 +8,7 @@ or changed in place since.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -81,18 +81,19 @@ def change_token(model: Any) -> tuple[int, tuple[object, ...], str, str]:
     """
     versions = 0
     places = []
-    for _, tensor in named_tensors(model):
+    tensors = [tensor for _, tensor in named_tensors(model)]  # walking a deep model costs most of this
+    for tensor in tensors:
         if not tensor.is_inference():
             versions += tensor._version
         places.append((tensor.data_ptr(), tuple(tensor.shape)))
     loaded_as = f"{model.dtype} {model.config._attn_implementation}"
-    return versions, tuple(places), _sampled(model), adapters_of(model) + loaded_as
+    return versions, tuple(places), _sampled(tensors), adapters_of(model) + loaded_as
 
 
-def _sampled(model: nn.Module) -> str:
+def _sampled(tensors: Sequence[torch.Tensor]) -> str:
     """xxh3-128 hex over :data:`SAMPLES` values of every tensor; one copy per device."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for _, tensor in named_tensors(model):
+    for tensor in tensors:
         if tensor.numel() and tensor.device.type != "meta":
             flat = tensor.detach()
             # A row of what is not contiguous: flattening it would copy the whole.
