@@ -118,15 +118,15 @@ def test_a_crash_is_noticed_although_a_child_of_the_crashed_lives_on(lab, root, 
     def crash():
         store = DiskStore(root, 1 << 30)
         store.put(lab.namespace, lab.key(1), one)
-        child = os.fork()
-        if child == 0:
+        if os.fork() == 0:
+            os.write(sink, b"%d" % os.getpid())
             signal.pause()
-        os.write(sink, f"{child}\n".encode())
         os.rename = die
         store.put(lab.namespace, lab.key(2), two)
 
-    assert_killed(fork(crash))
+    crashed = fork(crash)
     child = int(os.read(source, 32))
+    assert_killed(crashed)
     try:
         assert any(name.endswith(".part") for name in temporaries(root))
         assert_complete(lab, root, [1])
