@@ -16,7 +16,7 @@ export TRANSFORMERS_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench arena soak coverage-store wheels
+.PHONY: help setup demo test test-oldest test-newest lint bench arena soak coverage-store reuse-table wheels
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -70,6 +70,21 @@ coverage-store: $(READY) ## branch coverage of the KV store by its tests, at lea
 	$(BIN)/python -m coverage run --source=src/blendrag/store -m pytest tests/store
 	$(BIN)/python -m coverage combine --quiet 2>build/coverage/not-whole
 	$(BIN)/python -m coverage report --fail-under=95
+
+# Each end in a virtual environment of its own, with the versions of integrations/*.txt and otherwise
+# those of the constraints. What is new in the suites that newer versions bring is not run at the old end.
+test-oldest: ## the framework packages over the oldest versions they promise to work with
+test-newest: ## the same over the newest they were tested with
+test-oldest test-newest: test-%: integrations/%.txt
+	$(PYTHON) -m venv .venv-$*
+	sed -n 's/==.*//p' $< | sed 's/.*/^&==/' > .venv-$*/named
+	grep -vif .venv-$*/named constraints.txt > .venv-$*/constraints.txt
+	.venv-$*/bin/python -m pip install --quiet -c constraints.txt torch==2.13.0 $(TORCH_ARGS)
+	.venv-$*/bin/python -m pip install --quiet -c .venv-$*/constraints.txt -r $< -e . $(PLUGS:%=-e %)
+	.venv-$*/bin/python -m pytest $(PLUGS:%=%/tests) $(ENDS_ARGS)
+
+reuse-table: $(READY) ## what stock chains and query engines reuse: the table of docs/integrations.md
+	$(BIN)/python examples/reuse_table.py --write docs/integrations.md
 
 wheels: $(READY) ## the three wheels, in dist/
 	rm -rf dist

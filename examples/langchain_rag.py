@@ -9,7 +9,7 @@ from langchain_core.prompts import PromptTemplate
 
 from blendrag import BlendEngine
 from blendrag.demo import demo_corpus_path
-from langchain_blendrag import BlendLLM, BlendRetriever
+from langchain_blendrag import BlendRetriever, ChatBlend
 
 QUESTION = "Which sport does Anna Bell enjoy?"
 PROMPT = PromptTemplate.from_template(
@@ -19,10 +19,10 @@ PROMPT = PromptTemplate.from_template(
 
 
 class Usage(BaseCallbackHandler):
-    """Prints what each answer took: ``reused_tokens`` of the prompt were loaded, not computed."""
+    """Prints what each answer took: ``cache_read`` tokens of the prompt were loaded, not computed."""
 
     def on_llm_end(self, response, **kwargs):
-        print(response.llm_output["token_usage"])
+        print(response.generations[0][0].message.usage_metadata)
 
 
 with (
@@ -30,7 +30,7 @@ with (
     BlendEngine("demo", store, chunk_tokens=64, embedder="minilm-offline") as engine,
 ):
     engine.ingest([demo_corpus_path()])
-    llm, retriever = BlendLLM(engine=engine, max_tokens=16), BlendRetriever(engine=engine, k=6)
+    llm, retriever = ChatBlend(engine=engine, max_tokens=16), BlendRetriever(engine=engine, k=6)
 
     chain = create_retrieval_chain(retriever, create_stuff_documents_chain(llm, PROMPT))
     print(chain.invoke({"input": QUESTION}, config={"callbacks": [Usage()]})["answer"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -42,7 +43,13 @@ def ids_of(documents: Sequence[Document], ids: Sequence[str | None] | None) -> l
             f"{len(ids)} ids for {len(documents)} documents, expected as many; or leave ids out"
         )
     given = [doc.id for doc in documents] if ids is None else ids
-    return [name or str(uuid.uuid4()) for name in given]
+    return [name or _made_of(doc) for name, doc in zip(given, documents, strict=True)]
+
+
+def _made_of(document: Document) -> str:
+    """An id of its text and metadata: an app that adds its documents at every start adds them once."""
+    content = [document.page_content, document.metadata]
+    return str(uuid.uuid5(uuid.NAMESPACE_OID, json.dumps(content, sort_keys=True, default=str)))
 
 
 def to_entry(name: str, document: Document) -> Entry:

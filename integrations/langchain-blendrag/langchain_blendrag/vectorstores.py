@@ -98,9 +98,10 @@ class BlendVectorStore(VectorStore):
     ) -> list[str]:
         """Add ``documents``, in place of those that had their ids; the ids.
 
-        Ids are those given, else the documents' own, else new ones. An unchanged document costs a
-        look-up. ``batch_size`` documents (all, if not given) are there together or not at all.
-        ``precompute=False`` leaves the KV to be computed after a prompt first misses it.
+        Ids are those given, else the documents' own, else made of text and metadata, so that adding
+        the same document again changes nothing and costs a look-up. ``batch_size`` documents (all, if
+        not given) are there together or not at all. ``precompute=False`` leaves the KV to be computed
+        after a prompt first misses it.
         """
         if kwargs:
             raise InvalidInputError(

@@ -13,7 +13,7 @@ from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.runnables import RunnablePassthrough
 
 from blendrag.engine import BlendEngine
-from langchain_blendrag import BlendLLM, BlendRetriever
+from langchain_blendrag import BlendLLM, BlendRetriever, ChatBlend
 
 QUESTION = "What does document 3 say about the town of Place32?"
 TEXT = PromptTemplate.from_template("Answer from this.\n\n{context}\n\nQuestion: {input}")
@@ -22,9 +22,9 @@ CHAT = ChatPromptTemplate.from_messages(
 )
 
 
-@pytest.fixture
-def llm(engine: BlendEngine) -> BlendLLM:
-    return BlendLLM(engine=engine)
+@pytest.fixture(params=[BlendLLM, ChatBlend])
+def llm(engine: BlendEngine, request: pytest.FixtureRequest) -> Any:
+    return request.param(engine=engine)
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def assert_reused(metrics: dict[str, Any], engine: BlendEngine, documents: list[
 
 @pytest.mark.parametrize("prompt", [TEXT, CHAT], ids=["text", "chat"])
 def test_a_retrieval_chain_with_a_stuff_chain_reuses_every_chunk(
-    llm: BlendLLM, retriever: BlendRetriever, engine: BlendEngine, seen: Any, prompt: Any
+    llm: Any, retriever: BlendRetriever, engine: BlendEngine, seen: Any, prompt: Any
 ) -> None:
     chain = create_retrieval_chain(retriever, create_stuff_documents_chain(llm, prompt))
     out = chain.invoke({"input": QUESTION}, config={"callbacks": [seen]})
@@ -57,7 +57,7 @@ def test_a_retrieval_chain_with_a_stuff_chain_reuses_every_chunk(
 
 
 def test_a_stuff_chain_with_a_document_prompt_reuses_every_chunk(
-    llm: BlendLLM, retriever: BlendRetriever, engine: BlendEngine, seen: Any
+    llm: Any, retriever: BlendRetriever, engine: BlendEngine, seen: Any
 ) -> None:
     around = PromptTemplate.from_template("[{title}] {page_content} (from {source})")
     documents = retriever.invoke(QUESTION)
@@ -68,7 +68,7 @@ def test_a_stuff_chain_with_a_document_prompt_reuses_every_chunk(
 
 @pytest.mark.parametrize("prompt", [TEXT, CHAT], ids=["text", "chat"])
 async def test_an_lcel_chain_reuses_every_chunk_sync_and_async(
-    llm: BlendLLM, retriever: BlendRetriever, engine: BlendEngine, seen: Any, prompt: Any
+    llm: Any, retriever: BlendRetriever, engine: BlendEngine, seen: Any, prompt: Any
 ) -> None:
     def format_docs(documents: list[Document]) -> str:
         return "\n\n".join(d.page_content for d in documents)
@@ -88,8 +88,10 @@ async def test_an_lcel_chain_reuses_every_chunk_sync_and_async(
         assert_reused(metrics, engine, retriever.invoke(QUESTION))
 
 
-def test_a_system_message_stays_a_system_message_in_a_chain(llm: BlendLLM, seen: Any) -> None:
-    (CHAT | llm).invoke({"context": "nothing", "input": "x"}, config={"callbacks": [seen]})
+def test_a_system_message_stays_a_system_message_in_a_chain(engine: BlendEngine, seen: Any) -> None:
+    (CHAT | BlendLLM(engine=engine)).invoke(
+        {"context": "nothing", "input": "x"}, config={"callbacks": [seen]}
+    )
     assert seen.prompts == [
         "<|bos|><|system|>Answer from this.\n\nnothing\n<|user|>x\n<|assistant|>"
     ]
@@ -109,7 +111,7 @@ def test_full_mode_loads_nothing_and_ratio_one_answers_the_same(
     assert seen.metrics[1]["reused_tokens"] > 200
 
 
-def test_a_prompt_without_a_known_chunk_is_prefilled_and_says_so(llm: BlendLLM, seen: Any) -> None:
+def test_a_prompt_without_a_known_chunk_is_prefilled_and_says_so(llm: Any, seen: Any) -> None:
     llm.invoke("Tell me something.", config={"callbacks": [seen]})
     assert seen.metrics[0]["chunks"] == ()
     assert "no known chunk was recognised" in seen.metrics[0]["notes"][0]

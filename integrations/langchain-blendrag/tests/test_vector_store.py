@@ -78,6 +78,14 @@ def test_a_changed_document_has_new_kv_and_loses_the_old(
     assert [d.page_content for d in store.get_by_ids(["1"])] == [CHANGED]
 
 
+def test_documents_without_ids_are_added_once_however_often(store: BlendVectorStore) -> None:
+    given = [*documents(CATS, SHIPS), *documents(CATS, source="other")]
+    first, again = store.add_documents(given), store.add_documents(given)
+    assert first == again
+    assert len(set(first)) == 3
+    assert len(store.similarity_search("harbour", k=9)) == 3
+
+
 def test_without_precompute_kv_comes_after_a_prompt_missed_it(
     store: BlendVectorStore, engine: BlendEngine
 ) -> None:

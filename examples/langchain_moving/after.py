@@ -1,0 +1,27 @@
+"""A question over a folder of texts, with a local model. The same app before blendrag: before.py."""
+
+import os
+import sys
+from pathlib import Path
+
+from langchain_classic.chains import create_retrieval_chain
+from langchain_classic.chains.combine_documents import create_stuff_documents_chain
+from langchain_core.documents import Document
+from langchain_core.prompts import ChatPromptTemplate
+
+from langchain_blendrag import BlendTextSplitter, BlendVectorStore, ChatBlend
+
+MODEL = os.environ.get("MODEL", "Qwen/Qwen2.5-0.5B-Instruct")
+PROMPT = ChatPromptTemplate.from_messages(
+    [("system", "Answer the question from the context.\n\n{context}"), ("human", "{input}")]
+)
+
+splitter = BlendTextSplitter(model=MODEL, store="kv")
+files = [Document(p.read_text(), metadata={"source": p.name}) for p in Path(sys.argv[1]).iterdir()]
+pieces = splitter.split_documents(files)
+vectors = BlendVectorStore.from_documents(pieces, model=MODEL, store="kv")
+
+llm = ChatBlend(model=MODEL, store="kv")
+retriever = vectors.as_retriever(search_kwargs={"k": 6})
+chain = create_retrieval_chain(retriever, create_stuff_documents_chain(llm, PROMPT))
+print(chain.invoke({"input": sys.argv[2]})["answer"])

@@ -1,0 +1,195 @@
+"""How much of what stock LangChain chains retrieve has its KV loaded. Runs offline; see reuse_table.py."""
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from langchain.agents import create_agent
+from langchain_classic.chains import (
+    ConversationalRetrievalChain,
+    RetrievalQA,
+    create_history_aware_retriever,
+    create_retrieval_chain,
+)
+from langchain_classic.chains.combine_documents import create_stuff_documents_chain
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.messages import HumanMessage
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
+from langchain_core.runnables import RunnableConfig, RunnablePassthrough
+from langchain_core.tools import create_retriever_tool, tool
+
+from blendrag import BlendEngine
+from blendrag.demo import demo_corpus_path, demo_questions
+from langchain_blendrag import BlendRetriever, BlendVectorStore, ChatBlend
+
+QUESTIONS = [question.text for question in demo_questions()[:3]]
+LOADED = {"exact", "blended", "reused"}
+PROMPT = ChatPromptTemplate.from_messages(
+    [("system", "Answer from this.\n\n{context}"), ("human", "{input}")]
+)
+HISTORY = ChatPromptTemplate.from_messages(
+    [MessagesPlaceholder("chat_history"), ("human", "{input}"), ("human", "Make it one question.")]
+)
+
+
+class Watch(BaseCallbackHandler):
+    """Which chunks were retrieved, and how many tokens of each were loaded in some call."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.retrieved = {}
+        self.loaded = {}
+        self.notes = []
+
+    def on_retriever_end(self, documents, **kwargs):
+        for document in documents:
+            ids = self.engine.resources.text_ids(document.page_content)
+            self.retrieved[document.metadata["chunk_id"]] = len(ids)
+
+    def on_llm_end(self, response, **kwargs):
+        metrics = response.generations[0][0].generation_info["blendrag"]
+        self.notes += metrics["notes"] if self.retrieved else ()
+        for chunk in metrics["chunks"]:
+            if chunk["outcome"] in LOADED:
+                most = max(chunk["tokens"], self.loaded.get(chunk["chunk_id"], 0))
+                self.loaded[chunk["chunk_id"]] = most
+
+    def counted(self):
+        """Tokens loaded, and tokens retrieved."""
+        loaded = sum(min(self.loaded.get(c, 0), n) for c, n in self.retrieved.items())
+        return loaded, sum(self.retrieved.values())
+
+
+def join(documents):
+    return "\n\n".join(document.page_content for document in documents)
+
+
+def stuff(llm, retriever):
+    chain = create_stuff_documents_chain(llm, PROMPT)
+    return lambda q, config: chain.invoke(
+        {"input": q, "context": retriever.invoke(q, config)}, config
+    )
+
+
+def lcel(llm, retriever):
+    sources = {"context": retriever | join, "input": RunnablePassthrough()}
+    return (sources | PROMPT | llm | StrOutputParser()).invoke
+
+
+def retrieval_chain(llm, retriever):
+    chain = create_retrieval_chain(retriever, create_stuff_documents_chain(llm, PROMPT))
+    return lambda q, config: chain.invoke({"input": q}, config)
+
+
+def document_prompt(llm, retriever):
+    around = PromptTemplate.from_template("Source: {source}\nTitle: {title}\n{page_content}")
+    documents = create_stuff_documents_chain(llm, PROMPT, document_prompt=around)
+    chain = create_retrieval_chain(retriever, documents)
+    return lambda q, config: chain.invoke({"input": q}, config)
+
+
+def history_aware(llm, retriever):
+    aware = create_history_aware_retriever(llm, retriever, HISTORY)
+    chain = create_retrieval_chain(aware, create_stuff_documents_chain(llm, PROMPT))
+    history = [HumanMessage("Good morning.")]
+    return lambda q, config: chain.invoke({"input": q, "chat_history": history}, config)
+
+
+def conversational(llm, retriever):
+    chain = ConversationalRetrievalChain.from_llm(llm, retriever)
+    return lambda q, config: chain.invoke({"question": q, "chat_history": []}, config)
+
+
+def legacy(chain_type):
+    def made(llm, retriever):
+        chain = RetrievalQA.from_chain_type(llm, chain_type=chain_type, retriever=retriever)
+        return lambda q, config: chain.invoke({"query": q}, config)
+
+    return made
+
+
+PATHS: dict[str, Callable] = {
+    "stuff (`create_stuff_documents_chain`)": stuff,
+    "LCEL": lcel,
+    "`create_retrieval_chain`": retrieval_chain,
+    "`document_prompt` with metadata": document_prompt,
+    "`create_history_aware_retriever`": history_aware,
+    "`ConversationalRetrievalChain`": conversational,
+    "`RetrievalQA`, stuff": legacy("stuff"),
+    "`RetrievalQA`, map_reduce": legacy("map_reduce"),
+    "`RetrievalQA`, refine": legacy("refine"),
+}
+
+
+def share(engine, ask, questions=QUESTIONS):
+    """Loaded tokens of all retrieved, over some questions; and why not all of them."""
+    watches = [Watch(engine) for _ in questions]
+    for question, watch in zip(questions, watches, strict=True):
+        ask(question, {"callbacks": [watch]})
+    loaded, retrieved = (sum(n) for n in zip(*(w.counted() for w in watches), strict=True))
+    notes = dict.fromkeys(note for watch in watches for note in watch.notes)
+    return loaded / retrieved, "; ".join(notes) if loaded < retrieved else ""
+
+
+@contextmanager
+def demo_engine() -> Iterator[BlendEngine]:
+    """The embedded model over its corpus."""
+    with (
+        tempfile.TemporaryDirectory() as store,
+        BlendEngine("demo", store, chunk_tokens=64, embedder="minilm-offline") as engine,
+    ):
+        engine.ingest([demo_corpus_path()])
+        yield engine
+
+
+@contextmanager
+def tooled_engine() -> Iterator[BlendEngine]:
+    """A model that calls a tool and then answers: the embedded one has no place for tools."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+    import scripted
+
+    def script(prompt):
+        asked = prompt.rpartition("<|start|>user\n")[2].partition("<|end|>")[0]
+        return "So." if "<tool_response>" in asked else scripted.call("search", query=asked)
+
+    with (
+        tempfile.TemporaryDirectory() as store,
+        scripted.engine(script, store, chunk_tokens=128) as engine,
+    ):
+        engine.ingest([demo_corpus_path()])
+        yield engine
+
+
+def agent(llm, retriever):
+    search = create_retriever_tool(retriever, "search", "Searches the documents.")
+    graph = create_agent(llm, [search])
+    return lambda q, config: graph.invoke({"messages": [HumanMessage(q)]}, config)
+
+
+def agent_of_json(llm, retriever):
+    @tool
+    def search(query: str, config: RunnableConfig) -> list[dict]:
+        """Searches the documents."""
+        found = retriever.invoke(query, config)
+        return [{"title": d.metadata["title"], "text": f"“{d.page_content}”\n"} for d in found]
+
+    graph = create_agent(llm, [search])
+    return lambda q, config: graph.invoke({"messages": [HumanMessage(q)]}, config)
+
+
+def rows() -> list[tuple[str, float, str]]:
+    """Path, share, and why it is not all."""
+    with demo_engine() as engine:
+        llm, retriever = ChatBlend(engine=engine, max_tokens=8), BlendRetriever(engine=engine, k=4)
+        found = [(name, *share(engine, make(llm, retriever))) for name, make in PATHS.items()]
+        own = BlendVectorStore(engine=engine).as_retriever(search_kwargs={"k": 4})
+        found.append(("`BlendVectorStore.as_retriever`, LCEL", *share(engine, lcel(llm, own))))
+    with tooled_engine() as engine:
+        llm, retriever = ChatBlend(engine=engine), BlendRetriever(engine=engine, k=4)
+        found.append(("agent with a retriever tool", *share(engine, agent(llm, retriever))))
+        name = "agent with a tool that returns JSON"
+        found.append((name, *share(engine, agent_of_json(llm, retriever))))
+    return found
