@@ -64,7 +64,8 @@ class BlendNodeParser(EngineFields, MetadataAwareTextSplitter):
         limit = self._limit()
         if not (self.count_metadata and metadata_str):
             return self._split(text, limit)
-        used = len(self.engine.resources.tokens.encode_text(metadata_str))
+        # as LlamaIndex's text_template joins them
+        used = len(self.engine.resources.tokens.encode_text(f"{metadata_str}\n\n"))
         if limit - used < MIN_CHUNK_TOKENS:
             raise InvalidInputError(
                 f"metadata takes {used} of a chunk's {limit} tokens, expected it to leave "

@@ -16,7 +16,7 @@ from llama_index.core.indices.prompt_helper import PromptHelper
 from llama_index.core.llms.structured_llm import StructuredLLM
 from llama_index.core.response_synthesizers import CompactAndRefine
 
-from blendrag.errors import InvalidInputError
+from blendrag.errors import ContextOverflowError, InvalidInputError
 from llama_index.llms.blendrag.base import BlendLLM
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ PADDING = 5
 class BlendPromptHelper(PromptHelper):
     """Packs and never cuts. For any synthesizer: ``prompt_helper=``, or ``Settings.prompt_helper``.
 
-    A chunk that alone is longer than the prompt may be stays whole too; the model then says by how
-    many tokens (:class:`ContextOverflowError`).
+    A chunk that does not fit alone is an error that says by how many tokens. Window, room for the answer
+    and tokenizer are those of ``llm`` unless given.
 
     Example:
         ```python
@@ -47,12 +47,10 @@ class BlendPromptHelper(PromptHelper):
 
     def __init__(self, llm: BlendLLM, **kwargs: Any) -> None:
         about = llm.metadata
-        super().__init__(
-            context_window=about.context_window,
-            num_output=about.num_output,
-            tokenizer=llm.engine.resources.tokens.encode_text,
-            **kwargs,
-        )
+        kwargs.setdefault("context_window", about.context_window)
+        kwargs.setdefault("num_output", about.num_output)
+        kwargs.setdefault("tokenizer", llm.engine.resources.tokens.encode_text)
+        super().__init__(**kwargs)
         self._blend = llm
 
     @classmethod
@@ -78,13 +76,20 @@ class BlendPromptHelper(PromptHelper):
         llm: LLM | None = None,
         tools: list[BaseTool] | None = None,
     ) -> list[str]:
-        """As few texts as hold all chunks, in order, each as long as ``prompt`` leaves room for."""
+        """As few texts as hold all chunks, in order, each as long as ``prompt`` leaves room for.
+
+        Raises :class:`ContextOverflowError` for a chunk that does not fit alone: synthesizers take the
+        same error from the model for an empty answer.
+        """
         room = self._room(prompt, llm) - padding
         between = self._token_counter.get_string_tokens(SEPARATOR)
         packs: list[list[str]] = []
         used = 0
         for chunk in filter(None, (text.strip() for text in text_chunks)):
             tokens = self._token_counter.get_string_tokens(chunk)
+            if tokens > room + padding:
+                asked = self.context_window - self.num_output - (room + padding) + tokens
+                raise ContextOverflowError(asked, self.num_output, self.context_window)
             if packs and used + between + tokens <= room:
                 packs[-1].append(chunk)
                 used += between + tokens

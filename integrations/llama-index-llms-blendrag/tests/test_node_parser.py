@@ -1,0 +1,116 @@
+"""``BlendNodeParser``: pieces no longer than a chunk, and exactly what the document says."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from llama_index.core.ingestion.pipeline import get_transformation_hash
+from llama_index.core.schema import Document, MetadataMode, NodeRelationship
+
+from blendrag.engine import BlendEngine
+from blendrag.errors import InvalidInputError
+from llama_index.llms.blendrag import BlendNodeParser
+
+WORDS = [
+    "town",
+    "Place32",
+    "quite",
+    "lovely.",
+    "東京に港があります。",
+    "أين الميناء؟",
+    "🚢",
+    "<|end|>",
+    "x" * 90,
+]
+JOINTS = [" ", "\n", "\n\n", "\t", "  \n ", " "]
+
+
+def random_text(seed: int, words: int = 300) -> str:
+    draw = random.Random(seed)
+    return "".join(draw.choice(WORDS) + draw.choice(JOINTS) for _ in range(words))
+
+
+@pytest.fixture
+def parser(engine: BlendEngine) -> BlendNodeParser:
+    return BlendNodeParser(engine=engine)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pieces_are_exact_substrings_within_the_limit(
+    parser: BlendNodeParser, engine: BlendEngine, seed: int
+) -> None:
+    text = random_text(seed)
+    nodes = parser.get_nodes_from_documents([Document(text=text)])
+    assert len(nodes) > 3
+    assert "".join("".join(n.text for n in nodes).split()) == "".join(text.split())
+    for node in nodes:
+        assert node.text == text[node.start_char_idx : node.end_char_idx] == node.text.strip()
+        assert len(engine.resources.tokens.encode_text(node.text)) <= 64
+
+
+def test_documents_are_cut_as_ingest_cuts_them(
+    parser: BlendNodeParser, engine: BlendEngine
+) -> None:
+    corpus = engine.resources.corpus
+    assert corpus is not None
+    source = corpus.sources()[0]
+    with open(source, encoding="utf-8") as file:
+        pieces = parser.split_text(file.read())
+    assert pieces == [chunk.text for chunk in corpus.chunks_of(source)]
+
+
+def test_metadata_counts_against_the_limit(engine: BlendEngine) -> None:
+    document = Document(text=random_text(9), metadata={"file": "a town called Place32"})
+    encode = engine.resources.tokens.encode_text
+    nodes = BlendNodeParser(engine=engine, chunk_tokens=128)([document])
+    lengths = [len(encode(node.get_content(MetadataMode.LLM))) for node in nodes]
+    assert max(lengths) <= 128
+    without = BlendNodeParser(engine=engine, chunk_tokens=128, count_metadata=False)([document])
+    assert max(len(encode(n.get_content(MetadataMode.LLM))) for n in without) > 128
+    assert max(len(encode(n.text)) for n in without) <= 128
+
+
+def test_cuts_do_not_depend_on_metadata_that_does_not_count(engine: BlendEngine) -> None:
+    parser = BlendNodeParser(engine=engine, count_metadata=False)
+    cut = {
+        tuple(node.text for node in parser([Document(text=random_text(3), metadata=metadata)]))
+        for metadata in ({}, {"date": "today"}, {"date": "the day after tomorrow" * 9})
+    }
+    assert len(cut) == 1
+
+
+def test_metadata_that_leaves_no_room_is_refused_in_a_sentence(parser: BlendNodeParser) -> None:
+    document = Document(text="x", metadata={"file": "a town called Place32"})
+    with pytest.raises(
+        InvalidInputError, match=r"takes \d+ of a chunk's 64 tokens, expected it to"
+    ):
+        parser([document])
+
+
+def test_a_limit_out_of_range_is_refused(engine: BlendEngine) -> None:
+    with pytest.raises(InvalidInputError, match="chunk_tokens is 3, expected 64 to"):
+        BlendNodeParser(engine=engine, chunk_tokens=3).split_text("x")
+
+
+def test_an_empty_document_has_no_nodes(parser: BlendNodeParser) -> None:
+    assert parser([Document(text=" \n ")]) == []
+
+
+async def test_nodes_know_their_document_and_neighbours(parser: BlendNodeParser) -> None:
+    document = Document(text=random_text(1), metadata={"a": 1}, excluded_llm_metadata_keys=["a"])
+    document.excluded_embed_metadata_keys = ["a"]
+    nodes = await parser.acall([document])
+    assert {node.ref_doc_id for node in nodes} == {document.doc_id}
+    assert all(node.metadata == {"a": 1} for node in nodes)
+    assert nodes[0].relationships[NodeRelationship.NEXT].node_id == nodes[1].node_id
+
+
+def test_a_pipelines_cache_tells_limits_apart(engine: BlendEngine) -> None:
+    document = Document(text="x")
+    same, other = (BlendNodeParser(engine=engine, chunk_tokens=n) for n in (64, 128))
+    hashes = {
+        get_transformation_hash([document], p) for p in (same, BlendNodeParser(engine=engine))
+    }
+    assert len(hashes) == 1
+    assert get_transformation_hash([document], other) not in hashes
