@@ -589,10 +589,11 @@ def test_a_store_of_another_user_is_refused_for_changing_only(lab, filled, actio
 
 
 def test_an_index_held_by_somebody_is_a_sentence_and_never_a_hang(lab, filled, monkeypatch):
-    from blendrag.store import index
+    from blendrag.store import index_database
     from blendrag.store.index_lock import IndexLock
 
-    monkeypatch.setattr(index, "IndexLock", lambda directory, timeout_s: IndexLock(directory, 0.05))
+    briefly = lambda directory, timeout_s: IndexLock(directory, 0.05)  # noqa: E731
+    monkeypatch.setattr(index_database, "IndexLock", briefly)
     with IndexLock(filled / "index", 1.0).hold():
         for action in CHANGING[:2]:
             assert_refused(action, filled, "is held by")

@@ -18,7 +18,8 @@ from blendrag.store.directories import sync_directory
 from blendrag.store.disk_errors import named_errors
 from blendrag.store.files import Name, PayloadFiles
 from blendrag.store.forking import renew_after_fork
-from blendrag.store.index import QUERY_WAIT_S, Index
+from blendrag.store.index import Index
+from blendrag.store.index_database import QUERY_WAIT_S
 from blendrag.store.index_errors import IndexLocked, IndexOdd
 from blendrag.store.pins import Pins
 from blendrag.store.recovery import reconcile

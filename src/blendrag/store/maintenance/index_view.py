@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any
 
 from blendrag.store.files import Name
-from blendrag.store.index import QUERY_WAIT_S
 from blendrag.store.index_check import DATABASE, connect_for_reading, fault
+from blendrag.store.index_database import QUERY_WAIT_S
 from blendrag.store.index_errors import IndexOdd, mapped
 from blendrag.store.rows import Row, Rows, row_key
 
