@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from blendrag.errors import StoreUnavailableError
+from blendrag.errors import InvalidInputError, StoreUnavailableError
 from blendrag.store import DiskStore, MemoryStore, TieredStore, maintenance
 
 #: What a spawned process runs: nothing of its parent is there.
@@ -102,6 +104,37 @@ def test_two_spawned_ingests_and_a_server_share_a_store(lab, root):
     (namespace,) = report.namespaces
     assert (namespace.good, namespace.missing_rows, namespace.dead_rows) == (45, 0, 0)
     assert list((root / "tmp").iterdir()) == []
+
+
+NEIGHBOUR = """
+assert Lab.is_right(store, 0)
+Lab.put(store, int(sys.argv[2]))
+store.close()
+"""
+
+
+def test_a_process_spawned_beside_an_open_store_opens_its_own(lab, root):
+    store = TieredStore(MemoryStore(1 << 20), DiskStore(root, 1 << 30))
+    lab.put(store, 0)
+    assert lab.is_right(store, 0)
+    processes = [spawn(NEIGHBOUR, root, n) for n in (1, 2)]
+    for process in processes:
+        _, stderr = process.communicate(timeout=200)
+        assert process.returncode == 0, stderr
+    assert all(lab.is_right(store, number) for number in range(3))
+    store.close()
+    assert maintenance.check(root).is_good
+
+
+@pytest.mark.parametrize("kind", ["disk", "memory", "tiers"])
+@pytest.mark.parametrize("send", [pickle.dumps, copy.deepcopy, copy.copy])
+def test_an_open_store_is_not_sent_to_another_process_but_its_path_is(root, kind, send):
+    disk, memory = DiskStore(root, 1 << 30), MemoryStore(1 << 20)
+    store = {"disk": disk, "memory": memory, "tiers": TieredStore(memory, disk)}[kind]
+    with pytest.raises(InvalidInputError, match="expected its path; open it there"):
+        send(store)
+    store.close()
+    disk.close()
 
 
 # -- fork ---------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from blendrag.store.base import StoreStats, TierStats
 from blendrag.store.disk_errors import named_errors
 from blendrag.store.encodings import codec_of
 from blendrag.store.files import Name, PayloadFiles, new_name
-from blendrag.store.forking import renew_after_fork
+from blendrag.store.forking import StaysHere, renew_after_fork
 from blendrag.store.format import frame, is_name, layer_checksum
 from blendrag.store.index import Index
 from blendrag.store.limit import DEFAULT_DISK_BYTES, settle_limit
@@ -39,7 +39,7 @@ logger = logging.getLogger("blendrag.store")
 MAX_RECENT = 4096
 
 
-class DiskStore:
+class DiskStore(StaysHere):
     """A :class:`KVStore` on a directory. Thread-safe; several processes may share the directory."""
 
     def __init__(

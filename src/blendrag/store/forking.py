@@ -1,14 +1,16 @@
-"""What a child process must not inherit: locks held by threads that are not there to release them.
+"""What another process must not get: locks held by threads that are not there to release them.
 
-An object that has locks says how it renews them; in a child they are renewed before anything else
-runs there. Objects are held weakly.
+An object that has locks says how it renews them; in a forked child they are renewed before anything
+else runs there. Objects are held weakly. To a spawned process nothing is sent.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from typing import Protocol
+from typing import Any, NoReturn, Protocol
+
+from blendrag.errors import InvalidInputError
 
 
 class Renewable(Protocol):
@@ -16,6 +18,16 @@ class Renewable(Protocol):
 
     def renew_locks(self) -> None:
         """Replace every lock. Called in a child, while it has one thread."""
+
+
+class StaysHere:
+    """An open store, or a part of one: neither pickled nor copied."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise InvalidInputError(
+            f"an open {type(self).__name__} cannot be copied or sent to another process, expected its "
+            "path; open it there"
+        )
 
 
 _objects: weakref.WeakSet[Renewable] = weakref.WeakSet()

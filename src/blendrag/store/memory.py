@@ -26,7 +26,7 @@ from blendrag.kv import ChunkKV, KVLayout
 from blendrag.store.base import StoreStats, TierStats
 from blendrag.store.disk_errors import megabytes
 from blendrag.store.encodings import codec_of, staging_of, stored_layer_bytes
-from blendrag.store.forking import renew_after_fork
+from blendrag.store.forking import StaysHere, renew_after_fork
 from blendrag.store.raw import all_finite, check_target, on_cpu, pieces, tensor_buffer
 from blendrag.store.tally import Tally
 
@@ -92,7 +92,7 @@ class MemoryReader:
         self._block = None
 
 
-class MemoryStore:
+class MemoryStore(StaysHere):
     """What a query needs of a :class:`KVStore`. Thread-safe; gone with the process.
 
     Keeps no pins and lists no keys: a chunk in memory comes and goes, what stays is on disk.

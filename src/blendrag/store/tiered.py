@@ -13,12 +13,13 @@ from blendrag.kv import ChunkKV, KVLayout
 from blendrag.store.base import KVReader, StoreStats
 from blendrag.store.disk import DiskStore
 from blendrag.store.encodings import stored_chunk_bytes
+from blendrag.store.forking import StaysHere
 from blendrag.store.memory import MemoryStore
 from blendrag.store.pins import Scope
 from blendrag.store.promotion import PromotingReader, Promotion
 
 
-class TieredStore:
+class TieredStore(StaysHere):
     """The :class:`KVStore` the engine uses. Thread-safe."""
 
     def __init__(self, memory: MemoryStore, disk: DiskStore) -> None:
