@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from blendrag.store.directories import DIRECTORY, write_all
+from blendrag.store.directories import DIRECTORY, begin_sync, write_all
 from blendrag.store.format import is_name
 from blendrag.store.marks import Marks
 
@@ -118,6 +118,7 @@ class PayloadFiles:
                 try:
                     for buffer in buffers:
                         write_all(fd, buffer)
+                        begin_sync(fd)
                     os.fsync(fd)
                 finally:
                     os.close(fd)
