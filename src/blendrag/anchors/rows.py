@@ -36,6 +36,27 @@ def row_of(chunk_id: str, text: str) -> AnchorRow:
     return AnchorRow(chunk_id, hashes[0] if heads else 0, sums.size, digest, tuple(hashes[1:]))
 
 
+#: Numbers of a packed row: length, digest, and the hash of the beginning at every level.
+_PACKED = 2 + len(LEVELS)
+
+
+def packed(row: AnchorRow) -> bytes:
+    """Everything but the id, in as many bytes for every row."""
+    numbers = np.zeros(_PACKED, "<i8")
+    numbers[:2] = row.length, row.digest
+    if row.length >= SHORT:
+        first = 2 + (row.length >= ANCHOR)
+        numbers[first : first + 1 + len(row.heads)] = (row.anchor_hash, *row.heads)
+    return numbers.tobytes()
+
+
+def unpacked(rows: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Lengths [n], digests [n] and hashes [n, levels] of packed rows, one behind the other."""
+    numbers = np.frombuffer(rows, "<i8").reshape(-1, _PACKED)
+    hashes = numbers.astype(np.uint64)
+    return numbers[:, 0].astype(np.intp), hashes[:, 1].copy(), hashes[:, 2:].copy()
+
+
 def head_lengths(length: int) -> tuple[int, ...]:
     """Lengths of the beginnings that are hashed of a text so long."""
     if length < ANCHOR:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from blendrag.anchors.hashing import U64, Filter, PrefixSums
-from blendrag.anchors.rows import ANCHOR, LEVELS, SHORT, AnchorRow, head_lengths
+from blendrag.anchors.hashing import Filter, PrefixSums
+from blendrag.anchors.rows import ANCHOR, LEVELS, SHORT, AnchorRow, head_lengths, unpacked
 
 #: Whole chunks compared in one prompt; beyond that chunks stay unrecognised (computed), never wrong.
 MAX_COMPARED = 250_000
@@ -27,12 +27,13 @@ class Whole(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Where the prompt holds the first ``level`` characters of chunks: ``slots[low:high]``."""
+    """Where the prompt holds the first ``level`` characters of chunks.
+
+    For each start, the part of the level's arrays where those chunks are.
+    """
 
     level: int
-    starts: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
+    ranges: dict[int, tuple[int, int]]
 
 
 class Beginning(NamedTuple):
@@ -62,16 +63,9 @@ class _Level:
 class Segment:
     """Chunks, by slot; :attr:`slots` of a chunk id."""
 
-    def __init__(self, rows: Sequence[AnchorRow]) -> None:
-        lengths = np.array([row.length for row in rows], np.intp)
-        heads = np.zeros((len(rows), len(LEVELS)), U64)
-        for slot, row in enumerate(rows):
-            if row.length >= ANCHOR:
-                heads[slot, 1 : 2 + len(row.heads)] = (row.anchor_hash, *row.heads)
-            else:
-                heads[slot, 0] = row.anchor_hash
-        digests = np.array([row.digest for row in rows], U64)
-        self._fill([row.chunk_id for row in rows], lengths, digests, heads)
+    def __init__(self, ids: Sequence[str] = (), rows: bytes = b"") -> None:
+        """``rows``: packed, one behind the other, in the order of ``ids``."""
+        self._fill(list(ids), *unpacked(rows))
 
     def _fill(
         self, ids: list[str], lengths: np.ndarray, digests: np.ndarray, heads: np.ndarray
@@ -102,9 +96,8 @@ class Segment:
         """Chunks not there any more, which still cost time."""
         return len(self.ids) - len(self.slots)
 
-    def merged(self, rows: Sequence[AnchorRow]) -> Segment:
-        """A segment of the chunks still there, and more."""
-        more = Segment(rows)
+    def merged(self, more: Segment) -> Segment:
+        """A segment of the chunks still there, and of another segment's."""
         kept = np.fromiter(self.slots.values(), np.intp, len(self.slots))
         made = Segment.__new__(Segment)
         made._fill(
@@ -151,7 +144,8 @@ class Segment:
                     break
                 high = np.searchsorted(table.hashes, hashes, "right")
                 whole += self._whole(sums, table, starts, hashes)
-                heads.append(Heads(level, starts, low, high))
+                ranges = zip(low.tolist(), high.tolist(), strict=True)
+                heads.append(Heads(level, dict(zip(starts.tolist(), ranges, strict=True))))
         return whole, heads
 
     def _whole(
@@ -184,13 +178,13 @@ class Segment:
             if self._lengths[slot] == length and self.ids[slot] in self.slots
         ]
 
-    def beginning(self, heads: Heads, at: int, longest: int, most: int) -> Iterator[Beginning]:
+    def beginning(self, heads: Heads, start: int, longest: int, most: int) -> Iterator[Beginning]:
         """Chunks no longer than that which begin as the prompt does there, the longest first.
 
         Of many, at most so many are looked at.
         """
         table = self._levels[heads.level]
-        low, high = int(heads.low[at]), int(heads.high[at])
+        low, high = heads.ranges.get(start, (0, 0))
         # of the array's own type: else all of it is converted first
         high = low + int(table.lengths[low:high].searchsorted(np.intp(longest), "right"))
         for slot in table.slots[max(low, high - most) : high][::-1].tolist():

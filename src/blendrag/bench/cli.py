@@ -227,6 +227,37 @@ def _store_table(result: StoreResult) -> Table:
     return table
 
 
+@app.command()
+def recognise(
+    chunks: Count = 100_000,
+    prompt_chars: Annotated[int, typer.Option(min=4000, help="Characters of a prompt.")] = 32_000,
+    rounds: Count = 21,
+    as_json: Json = False,
+) -> None:
+    """Finding known chunks in a prompt, over a corpus of many; loading its index, and keeping up."""
+    from blendrag.bench.recognise import RecogniseWorkload, run_recognise
+
+    with _status("starting") as status:
+        workload = RecogniseWorkload(chunks, prompt_chars, rounds)
+        result = run_recognise(workload, lambda text: status.update(text))
+    if as_json:
+        _print_json(asdict(result))
+        return
+    table = Table(title=f"{chunks} chunks, prompts of {prompt_chars} characters, {rounds} rounds")
+    for column in ("corpus and prompt", "ms", "lowest", "highest", "CPU ms"):
+        table.add_column(column, justify="left" if column == "corpus and prompt" else "right")
+    for row, cpu_ms in zip(result.rows, result.cpu_ms, strict=True):
+        times = (row.ms, row.low_ms, row.high_ms, cpu_ms)
+        table.add_row(row.way, *(f"{ms:.2f}" for ms in times))
+    Console().print(table)
+    for load in result.loads:
+        memory = "–" if load.memory_bytes is None else f"{load.memory_bytes / 1e6:.0f} MB"
+        Console().print(
+            f"{load.corpus}: added in {load.add_s:.1f} s, loaded in {load.load_s:.2f} s and {memory}, "
+            f"followed a change in {load.follow_s * 1e3:.0f} ms"
+        )
+
+
 def _status(text: str) -> Any:
     return Console(stderr=True).status(text)
 

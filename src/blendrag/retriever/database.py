@@ -86,10 +86,7 @@ CREATE TABLE anchor (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     chunk INTEGER NOT NULL UNIQUE REFERENCES chunk(id) ON DELETE CASCADE,
     chunk_id TEXT NOT NULL,
-    anchor_hash INTEGER NOT NULL,
-    length INTEGER NOT NULL,
-    digest INTEGER NOT NULL,
-    heads BLOB NOT NULL
+    packed BLOB NOT NULL
 );
 ALTER TABLE chunk DROP COLUMN anchor_hash;
 ALTER TABLE chunk DROP COLUMN length;

@@ -6,7 +6,7 @@ Owns when it is read. Does not know how a prompt is searched (:mod:`blendrag.anc
 from __future__ import annotations
 
 from blendrag.anchors import AnchorIndex
-from blendrag.retriever import anchor_rows, database
+from blendrag.retriever import database
 from blendrag.retriever.file import CorpusFile
 
 
@@ -35,13 +35,15 @@ class Anchors:
             for chunk_id, text in self._file.rows("SELECT chunk_id, text FROM chunk"):
                 self._index.add(chunk_id, text)
             return
-        rows = self._file.rows(f"{anchor_rows.ANCHOR} WHERE id > ? ORDER BY id", self._last)
+        rows = self._file.rows(
+            "SELECT id, chunk_id, packed FROM anchor WHERE id > ? ORDER BY id", self._last
+        )
         if self._last and self._removed(len(rows)):
             present = {row[0] for row in self._file.rows("SELECT chunk_id FROM chunk")}
             for chunk_id in self._index.ids():
                 if chunk_id not in present:
                     self._index.discard(chunk_id)
-        self._index.add_rows(map(anchor_rows.anchor_row, rows))
+        self._index.add_packed([row[1] for row in rows], [row[2] for row in rows])
         self._last = rows[-1][0] if rows else self._last
 
     def _removed(self, added: int) -> bool:
