@@ -32,6 +32,10 @@ _LARGEST = torch.finfo(torch.float32).max * (1 - 2**-22)
 class Block(NamedTuple):
     """Some tokens of one head's keys or values, as they are stored."""
 
+    head: int
+    """Which ``[T, D]`` of a layer's ``[2, Hkv, T, D]``, keys first."""
+    at: slice | None
+    """Which tokens of it, if not all."""
     coded: torch.Tensor
     """``[n, D]``, one byte each, or what a codec has unpacked them into."""
     scale: torch.Tensor
@@ -76,18 +80,23 @@ class Codec(ABC):
     def blocks(
         self, layer: int, tokens: int, stored: torch.Tensor, scratch: torch.Tensor | None
     ) -> list[Block]:
-        """A stored layer as blocks in the order of :func:`targets`, to be decoded by way of ``scratch``."""
+        """A stored layer block by block, in this order, to be decoded by way of ``scratch``."""
         parts = self._parts(layer, tokens, stored)
         coded, found = parts[""], []
         _, heads, _, width = coded.shape
-        for at in stretches(tokens, width):
-            exact = None if scratch is None else scratch[: at.stop - at.start]
-            for kv, name in enumerate(("key", "value")):
-                scales, middles = parts[f".{name}_scales"], parts.get(f".{name}_middles")
-                for head in range(heads):
-                    scale = scales[head, at, None] if kv else scales[head]
-                    middle = None if middles is None else middles[head]
-                    found.append(Block(coded[kv, head, at], scale, middle, exact))
+        for number in range(2 * heads):
+            kv, head = divmod(number, heads)
+            name = ("key", "value")[kv]
+            scale, middles = parts[f".{name}_scales"][head], parts.get(f".{name}_middles")
+            middle = None if middles is None else middles[head]
+            for at in stretches(tokens, width):
+                exact = None if scratch is None else scratch[: at.stop - at.start]
+                whole = at.stop - at.start == tokens
+                each = scale[at, None] if kv else scale
+                block = Block(
+                    number, None if whole else at, coded[kv, head, at], each, middle, exact
+                )
+                found.append(block)
         return found
 
     @abstractmethod
@@ -134,7 +143,9 @@ class Staging:
 
     def _decode(self, blocks: Sequence[Block], out: torch.Tensor) -> None:
         decode = self._codec.decode
-        for block, target in zip(blocks, targets(out), strict=True):
+        heads = [each for kv in out.unbind(0) for each in kv.unbind(0)]  # [T, D]
+        for block in blocks:
+            target = heads[block.head] if block.at is None else heads[block.head][block.at]
             if block.unpack is not None:
                 block.unpack()
             if block.exact is None:
@@ -158,15 +169,6 @@ def stretches(tokens: int, width: int, items: int = BLOCK_ITEMS) -> Iterator[sli
     """Stretches of tokens of at most ``items`` numbers."""
     step = max(1, items // width)
     return (slice(at, min(at + step, tokens)) for at in range(0, tokens, step))
-
-
-def targets(out: torch.Tensor) -> list[torch.Tensor]:
-    """Where the blocks of a layer go, views ``[n, D]`` of ``out`` ``[2, Hkv, T, D]``: by stretches of tokens,
-    within each keys first, by head. Made with as few operations as there are: each takes its time."""
-    _, _, tokens, width = out.shape
-    rows = max(1, BLOCK_ITEMS // width)
-    parts = (out,) if rows >= tokens else out.split(rows, dim=2)
-    return [head for part in parts for kv in part.unbind(0) for head in kv.unbind(0)]
 
 
 def over_tokens(
