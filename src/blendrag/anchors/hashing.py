@@ -43,17 +43,24 @@ class PrefixSums:
 
 
 class Filter:
-    """Which of many hashes are surely not among a few: tells most apart by one look."""
+    """Which of many hashes are surely not among a few: tells most apart by one look, the rest by two."""
 
     def __init__(self, hashes: np.ndarray) -> None:
         bits = max(16, min(24, (16 * max(1, len(hashes))).bit_length()))
         self._mask = U64((1 << bits) - 1)
-        self._bits = np.zeros(1 << bits, np.bool_)
-        self._bits[hashes & self._mask] = True
+        self._tables = tuple(np.zeros(1 << bits, np.bool_) for _ in _SHIFTS)
+        for table, shift in zip(self._tables, _SHIFTS, strict=True):
+            table[(hashes >> shift) & self._mask] = True
 
     def maybe(self, hashes: np.ndarray) -> np.ndarray:
         """Places of those that may be among them, ascending."""
-        return np.flatnonzero(self._bits[hashes & self._mask])
+        first, second = self._tables
+        places = np.flatnonzero(first[hashes & self._mask])
+        return places[second[(hashes[places] >> _SHIFTS[1]) & self._mask]]
+
+
+#: Which bits of a hash each table looks at.
+_SHIFTS = (U64(0), U64(32))
 
 
 class _Powers:

@@ -52,12 +52,24 @@ class _Level:
         order = np.lexsort((lengths[slots], hashes))
         self.hashes, self.slots = hashes[order], slots[order]
         self.lengths = lengths[self.slots]
+        self.run_end = _run_ends(self.hashes)
         # What may stand whole: pairs of hash and length, of chunks that do not reach the next level.
-        ends_here = self.lengths < end
-        keys, sizes = self.hashes[ends_here], self.lengths[ends_here]
-        first = np.ones(len(keys), np.bool_)
-        first[1:] = (keys[1:] != keys[:-1]) | (sizes[1:] != sizes[:-1])
-        self.whole_hashes, self.whole_lengths = keys[first], sizes[first]
+        first = self.lengths < end
+        first[1:] &= (self.hashes[1:] != self.hashes[:-1]) | (self.lengths[1:] != self.lengths[:-1])
+        self.whole_lengths = self.lengths[first]
+        self.whole_before = np.concatenate([[0], np.cumsum(first)]).astype(np.int32)
+
+    def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which of the hashes are here, and for those the place of the first chunk that has it."""
+        low = np.searchsorted(self.hashes, hashes, "left")
+        is_here = self.hashes[np.minimum(low, len(self.hashes) - 1)] == hashes
+        return is_here, low[is_here]
+
+
+def _run_ends(values: np.ndarray) -> np.ndarray:
+    """For each place in a sorted array, where the run of equal values ends.  [n] int32"""
+    ends = np.append(np.flatnonzero(values[1:] != values[:-1]) + 1, len(values))
+    return np.repeat(ends, np.diff(ends, prepend=0)).astype(np.int32)
 
 
 class Segment:
@@ -137,30 +149,32 @@ class Segment:
                     starts = starts[starts + level <= sums.size]
                     hashes = sums.hashes(starts, level)
                 table = self._levels[level]
-                low = np.searchsorted(table.hashes, hashes, "left")
-                found = table.hashes[np.minimum(low, len(table.hashes) - 1)] == hashes
-                starts, hashes, low = starts[found], hashes[found], low[found]
+                is_here, low = table.find(hashes)
+                starts = starts[is_here]
                 if not len(starts):
                     break
-                high = np.searchsorted(table.hashes, hashes, "right")
-                whole += self._whole(sums, table, starts, hashes)
+                high = table.run_end[low]
+                whole += self._whole(sums, table, starts, low, high)
                 ranges = zip(low.tolist(), high.tolist(), strict=True)
                 heads.append(Heads(level, dict(zip(starts.tolist(), ranges, strict=True))))
         return whole, heads
 
     def _whole(
-        self, sums: PrefixSums, table: _Level, starts: np.ndarray, hashes: np.ndarray
+        self, sums: PrefixSums, table: _Level, starts: np.ndarray, low: np.ndarray, high: np.ndarray
     ) -> list[Whole]:
-        """Chunks that end before the next level and whose length and hash are the prompt's."""
-        low = np.searchsorted(table.whole_hashes, hashes, "left")
-        counts = np.searchsorted(table.whole_hashes, hashes, "right") - low
+        """Chunks that end before the next level and whose length and hash are the prompt's.
+
+        ``low`` and ``high``: for each start, where in the table are the chunks that begin so.
+        """
+        first = table.whole_before[low]
+        counts = table.whole_before[high] - first
         counts[np.cumsum(counts) > MAX_COMPARED] = 0
         total = int(counts.sum())
         if not total:
             return []
         # each start beside each length that a chunk beginning so has
         begins = np.repeat(np.cumsum(counts) - counts, counts)
-        lengths = table.whole_lengths[np.repeat(low, counts) + np.arange(total) - begins]
+        lengths = table.whole_lengths[np.repeat(first, counts) + np.arange(total) - begins]
         at = np.repeat(starts, counts)
         fits = at + lengths <= sums.size
         at, lengths = at[fits], lengths[fits]
