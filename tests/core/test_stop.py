@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import scripted
 import tiny
 from blendrag.engine import BlendEngine, Options
-from blendrag.engine.stream import AnswerStream, cut_at_stop
+from blendrag.engine.stream import AnswerStream, StopWhenDone, cut_at_stop
 
 SAID = "It was built in 1874.\nObservation: none\nDas war früher 日本語 so."
 
@@ -87,6 +87,17 @@ def test_how_text_is_cut_into_tokens_does_not_matter(
 ) -> None:
     expected, _ = cut_at_stop(text, tuple(stop))
     assert streamed(text, tuple(stop), cuts) == (expected, expected)
+
+
+def test_a_loop_that_stops_one_forward_late_adds_nothing() -> None:
+    """As transformers (seen in 5.23) does on mps, where it does not wait for the device."""
+    stream = AnswerStream(tiny.tokenizer(), ("b",), 0.0)
+    asked = StopWhenDone(stream)
+    ids = tiny.tokenizer()("a b c")["input_ids"]
+    ends = [bool(asked(torch.tensor([ids[: i + 1]]), torch.empty(0))) for i in range(len(ids))]
+    assert ends[-2:] == [True, True]
+    assert stream.text == "a "
+    assert len(stream.tokens) == ends.index(True) + 1
 
 
 def test_tokens_after_a_stop_string_are_not_part_of_the_answer() -> None:
