@@ -35,6 +35,7 @@ MAY_UNPICKLE = (
     "test_a_rendered_prompt_survives_pickling",
     "test_a_wrapper_is_pickled_by_its_names_or_not_at_all",
     "test_a_named_wrapper_is_made_again_from_what_was_written_of_it",
+    "test_it_survives_pickling",
 )
 
 

@@ -75,6 +75,12 @@ class LLMToolTests(LLMTests):
         stream = await llm.astream_chat_with_tools(TOOLS, MULTIPLY)
         self.assert_multiplies(llm, [response async for response in stream][-1])
 
+    def test_usage_comes_with_calls_too(self, llm: FunctionCallingLLM) -> None:
+        *_, last = llm.stream_chat_with_tools(TOOLS, MULTIPLY)
+        for response in (llm.chat_with_tools(TOOLS, MULTIPLY), last):
+            assert response.raw["usage"]["completion_tokens"] > 0
+            assert response.raw["finish_reason"] == "tool_calls"
+
     def test_a_call_is_no_text(self, llm: FunctionCallingLLM) -> None:
         responses = list(llm.stream_chat_with_tools(TOOLS, MULTIPLY))
         assert "multiply" not in "".join(response.delta or "" for response in responses)

@@ -78,6 +78,8 @@ class Call(Generic[R]):
             parsed = self.offer.parse(self.options.opening + text, self.engine.resources.tokens)
             text = parsed.text
             about |= _results.calls(parsed)
+            if parsed.calls and answer.finish_reason == "stop":
+                about["raw"]["finish_reason"] = "tool_calls"
         if said is not None:
             delta = (delta or "") + text.removeprefix(said.text)
         return self.respond(text, delta, **about)
