@@ -25,7 +25,7 @@ from blendrag.bench.store_rounds import Row, Tick
 from blendrag.bench.store_writes import measure_puts
 from blendrag.errors import InvalidInputError
 from blendrag.kv import DTYPES, KVLayout, LayerShape
-from blendrag.store.root import megabytes
+from blendrag.store.disk_errors import megabytes
 
 #: What one row of the index takes on disk, its share of the write-ahead log included.
 _ROW_BYTES = 1200

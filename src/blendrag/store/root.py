@@ -16,7 +16,7 @@ from pathlib import Path
 from blendrag.errors import StoreUnavailableError
 from blendrag.identity import FORMAT_VERSION
 from blendrag.store.directories import sync_directory
-from blendrag.store.disk_errors import megabytes, store_error  # noqa: F401
+from blendrag.store.disk_errors import store_error
 from blendrag.store.small_files import read_text, replace
 
 logger = logging.getLogger("blendrag.store")

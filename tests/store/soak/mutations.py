@@ -25,7 +25,8 @@ from blendrag.errors import CorruptKVError, StoreError
 from blendrag.store import DiskStore
 from soak.audit import PATIENCE_S, PLENTY, Verdict, make_chunks, put, read, summary
 from soak.damage import PAYLOAD, Target, put_right
-from soak.index_damage import INDEX, REFUSABLE, WHILE_OPEN, IndexTarget
+from soak.index_damage import INDEX, REFUSABLE, WHILE_OPEN
+from soak.index_target import IndexTarget
 from soak.line import Heard, Teller
 from soak.report import Report
 

@@ -1,7 +1,7 @@
 """A forked child, stopped before and after every system call that it makes below one directory.
 
 Owns ptrace, by which the store's own calls are seen as well as SQLite's. Knows nothing of stores.
-The system calls and registers are those of x86-64; :func:`unavailable` says so elsewhere.
+The registers are those of x86-64; :func:`unavailable` says so elsewhere.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from soak.calls import CALLS, OPEN_FLAGS_AT
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.ptrace.restype = ctypes.c_long
 _libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
@@ -31,50 +33,6 @@ _AT_FDCWD = -100
 _PAGE = 4096
 #: Kind of stop: before a system call, and not behind it.
 _BEFORE = 1
-
-#: Number, and what says which file is meant: ``f`` a descriptor, ``p`` a path, ``d`` a directory and
-#: a path, at these places among the arguments.
-_CALLS: dict[int, tuple[str, str, int]] = {
-    0: ("read", "f", 0),
-    1: ("write", "f", 0),
-    2: ("open", "p", 0),
-    4: ("stat", "p", 0),
-    5: ("fstat", "f", 0),
-    6: ("lstat", "p", 0),
-    9: ("mmap", "f", 4),
-    17: ("pread", "f", 0),
-    18: ("pwrite", "f", 0),
-    20: ("writev", "f", 0),
-    21: ("access", "p", 0),
-    72: ("fcntl", "f", 0),
-    73: ("flock", "f", 0),
-    74: ("fsync", "f", 0),
-    75: ("fdatasync", "f", 0),
-    77: ("ftruncate", "f", 0),
-    82: ("rename", "p", 1),
-    83: ("mkdir", "p", 0),
-    84: ("rmdir", "p", 0),
-    87: ("unlink", "p", 0),
-    90: ("chmod", "p", 0),
-    91: ("fchmod", "f", 0),
-    137: ("statfs", "p", 0),
-    138: ("fstatfs", "f", 0),
-    217: ("getdents", "f", 0),
-    257: ("open", "d", 0),
-    258: ("mkdir", "d", 0),
-    262: ("stat", "d", 0),
-    263: ("unlink", "d", 0),
-    264: ("rename", "d", 2),
-    268: ("chmod", "d", 0),
-    269: ("access", "d", 0),
-    285: ("fallocate", "f", 0),
-    295: ("preadv", "f", 0),
-    296: ("pwritev", "f", 0),
-    316: ("rename", "d", 2),
-    332: ("stat", "d", 0),
-    439: ("access", "d", 0),
-}
-_OPEN_FLAGS_AT = {2: 1, 257: 2}
 
 
 @dataclass(frozen=True)
@@ -197,16 +155,16 @@ class Traced:
 
     def _current(self) -> Call | None:
         kind, number, *arguments = self._info()
-        if kind != _BEFORE or number not in _CALLS:
+        if kind != _BEFORE or number not in CALLS:
             return None
-        name, form, place = _CALLS[number]
+        name, form, place = CALLS[number]
         try:
             path = self._path(form, arguments, place)
         except OSError:
             return None
         if path != self._root and not path.startswith(self._root + "/"):
             return None
-        flags_at = _OPEN_FLAGS_AT.get(number)
+        flags_at = OPEN_FLAGS_AT.get(number)
         creates = flags_at is not None and bool(arguments[flags_at] & os.O_CREAT)
         if self._unlocks(name, arguments):
             name = "unlock"
