@@ -19,7 +19,8 @@ from blendrag.errors import CorpusError, InvalidInputError, StoreFullError
 from blendrag.readers import Document, digest_of
 from blendrag.retriever import Corpus, Manifest
 from blendrag.retriever import vectors as vector_index
-from blendrag.retriever.database import FILE_NAME, mapped
+from blendrag.retriever.database import FILE_NAME
+from blendrag.retriever.database_errors import mapped
 
 DIM = 8
 MANIFEST = Manifest("m", "sig", "tok", "ns", 512, (1, 2), "<s>\n", "minilm-offline")

@@ -196,7 +196,7 @@ class Ingest:
         gone = [c for c in before if c.chunk_id in orphans]
         self.drop(gone)
         if gone:
-            self._corpus.forget_dropped([c.chunk_id for c in gone])
+            self._corpus.dropped.forget([c.chunk_id for c in gone])
 
     def drop(self, chunks: Sequence[Chunk]) -> int:
         """Delete the KV of ``chunks``; how many there were."""

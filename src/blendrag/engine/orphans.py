@@ -30,12 +30,12 @@ def drop_orphaned_kv(resources: Resources, corpus: Corpus, within_s: float = ABA
 
     Additions that began less than ``within_s`` ago may still be going on in another process.
     """
-    dropped = corpus.dropped(time.time() - within_s)
+    dropped = corpus.dropped.texts(time.time() - within_s)
     if not dropped:
         return 0
     if resources.store.stats().entries:
         for text in dropped.values():
             for namespace, key in kv_keys(resources, corpus, text):
                 resources.store.delete(namespace, key)
-    corpus.forget_dropped(list(dropped))
+    corpus.dropped.forget(list(dropped))
     return len(dropped)

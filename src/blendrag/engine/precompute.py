@@ -48,7 +48,7 @@ def compute_kv(
     with resources.store.pin_scope() as scope:
         missing = _missing(resources, encoder, list(wanted.values()), scope)
         if missing:
-            corpus.note_beginning(missing, time.time())
+            corpus.dropped.note(missing, time.time())
             resources.remember_namespace()
         for chunk in missing:
             _compute(resources, encoder, chunk, computed)
@@ -57,7 +57,7 @@ def compute_kv(
 
 def take_back(resources: Resources, corpus: Corpus, chunks: Sequence[Chunk]) -> None:
     """Drop the KV of those chunks that were not added after all."""
-    corpus.note_beginning(chunks, 0.0)  # as if they had been removed
+    corpus.dropped.note(chunks, 0.0)  # as if they had been removed
     drop_orphaned_kv(resources, corpus)
 
 

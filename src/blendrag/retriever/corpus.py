@@ -21,6 +21,8 @@ from blendrag.chunking import Chunk
 from blendrag.errors import CorpusError, InvalidInputError
 from blendrag.readers import Document
 from blendrag.retriever import database, passages
+from blendrag.retriever.chunks import StoredChunks
+from blendrag.retriever.dropped import Dropped
 from blendrag.retriever.embedder import same_embedder
 from blendrag.retriever.entries import EntryTable
 from blendrag.retriever.file import CorpusFile
@@ -32,13 +34,14 @@ from blendrag.retriever.search import VectorSearch
 DIRECTORY = "corpus"
 
 
-class Corpus:
+class Corpus(StoredChunks):
     """Made by :meth:`open`. Each change is one transaction: it is there whole or not at all."""
 
     def __init__(
         self, directory: Path, connection: sqlite3.Connection, read_only: bool = False
     ) -> None:
-        self._file = CorpusFile(directory, connection, read_only)
+        super().__init__(CorpusFile(directory, connection, read_only))
+        self.dropped = Dropped(self._file)
         self.search = VectorSearch(self._file)
         self._begun: Manifest | None = None
         self._anchors = Anchors(self._file)
@@ -241,97 +244,12 @@ class Corpus:
         self._file.set_meta("generation", str(self._file.generation() + 1))
         return orphans
 
-    # ---- KV that nothing refers to ------------------------------------------------------------
-
-    def dropped(self, before: float = 0.0) -> dict[str, str]:
-        """Ids and texts of chunks that no document holds, though their KV may be stored.
-
-        They were removed, or an addition that began ``before`` (Unix time) never ended.
-        """
-        rows = self._file.rows(
-            "SELECT chunk_id, text FROM dropped WHERE since <= ? AND NOT EXISTS "
-            "(SELECT 1 FROM chunk WHERE chunk.chunk_id = dropped.chunk_id)",
-            before,
-        )
-        return dict(rows)
-
-    def note_beginning(self, chunks: Sequence[Chunk], now: float) -> None:
-        """Before KV is stored for chunks that may never be: they may have to be dropped."""
-        with self._file.writing():
-            self._file.connection.executemany(
-                "INSERT OR REPLACE INTO dropped SELECT ?1, ?2, ?3 "
-                "WHERE NOT EXISTS (SELECT 1 FROM chunk WHERE chunk_id = ?1)",
-                [(chunk.chunk_id, chunk.text, now) for chunk in chunks],
-            )
-
-    def forget_dropped(self, chunk_ids: Sequence[str]) -> None:
-        """Their KV is gone."""
-        with self._file.writing():
-            self._file.connection.executemany(
-                "DELETE FROM dropped WHERE chunk_id = ?", [(chunk_id,) for chunk_id in chunk_ids]
-            )
-
-    # ---- chunks -----------------------------------------------------------------------------
-
-    def __len__(self) -> int:
-        """Number of different chunks."""
-        return int(self._file.rows("SELECT count(*) FROM chunk")[0][0])
-
-    def __bool__(self) -> bool:
-        """An empty corpus is a corpus."""
-        return True
-
-    def chunk_ids(self) -> list[str]:
-        """Ids of all chunks, in the order they were first stored."""
-        return [row[0] for row in self._file.rows("SELECT chunk_id FROM chunk ORDER BY id")]
-
-    def chunks_of(self, source: str) -> list[Chunk]:
-        """Chunks of one document, in its order; none where it is not there."""
-        rows = self._file.rows(
-            "SELECT text, start, end, tokens, chunk_id FROM passage "
-            "JOIN chunk ON chunk.id = passage.chunk "
-            "JOIN document ON document.id = passage.document WHERE source = ? ORDER BY start",
-            source,
-        )
-        return [Chunk(*row) for row in rows]
-
-    def text(self, chunk_id: str) -> str:
-        """Canonical text of a chunk. Raises :class:`KeyError` where it is not there."""
-        rows = self._file.rows("SELECT text FROM chunk WHERE chunk_id = ?", chunk_id)
-        if not rows:
-            raise KeyError(chunk_id)
-        return str(rows[0][0])
-
-    def chunk(self, chunk_id: str) -> StoredChunk:
-        """A chunk at the first place it was stored for. Raises :class:`KeyError`."""
-        rows = self._file.rows(
-            f"{passages.STORED_CHUNK} WHERE chunk_id = ? ORDER BY passage.id LIMIT 1", chunk_id
-        )
-        if not rows:
-            raise KeyError(chunk_id)
-        return passages.stored_chunk(rows[0])
+    # ---- finding ----------------------------------------------------------------------------
 
     @property
     def anchors(self) -> AnchorIndex:
         """Index of all chunks, loaded on first use and kept up with changes of any process."""
         return self._anchors.refreshed()
-
-    # ---- vectors ----------------------------------------------------------------------------
-
-    def known_vectors(self, title: str, chunk_ids: Sequence[str]) -> dict[str, np.ndarray]:
-        """Vectors already stored for these chunks under this title: no need to embed them again."""
-        known = {}
-        for chunk_id in dict.fromkeys(chunk_ids):
-            rows = self._file.rows(
-                "SELECT vector FROM passage JOIN chunk ON chunk.id = passage.chunk "
-                "JOIN document ON document.id = passage.document "
-                "WHERE chunk_id = ? AND title = ? AND length(vector) > 0 LIMIT 1",
-                chunk_id,
-                title,
-            )
-            if rows:
-                known[chunk_id] = np.frombuffer(rows[0][0], np.float32)
-        return known
 
     def nearest(self, vector: np.ndarray, k: int) -> list[tuple[StoredChunk, float]]:
         """The k nearest different chunks with their L2 distance, nearest first.

@@ -29,9 +29,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
-from blendrag.errors import CorpusError, StoreFullError
+from blendrag.errors import CorpusError
 from blendrag.retriever import anchor_rows
-from blendrag.sqlite_errors import is_out_of_space, primary_code
+from blendrag.retriever.database_errors import BUSY_TIMEOUT_S, mapped
 
 APPLICATION_ID = 0x424C5247  # "BLRG"
 #: 2: entries, texts whose KV is to be dropped, and anchors in a table of their own, which a file of
@@ -40,8 +40,6 @@ SCHEMA_VERSION = 2
 FILE_NAME = "corpus.sqlite"
 #: How the source of a document that came by an id begins.
 ENTRY = "entry:"
-#: How long one process waits for another's transaction.
-BUSY_TIMEOUT_S = 30.0
 
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -233,41 +231,3 @@ def transaction(
             raise
     except sqlite3.Error as exc:
         raise mapped(exc, path) from exc
-
-
-def mapped(error: sqlite3.Error, path: Path) -> CorpusError | StoreFullError:
-    """SQLite's error in our words."""
-    primary = primary_code(error)
-    if is_out_of_space(error):
-        return StoreFullError(
-            f"no space left to write {path}; free some, what was stored before is intact"
-        )
-    if primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        return CorpusError(
-            f"{path} is locked by another process for over {BUSY_TIMEOUT_S:.0f} s; "
-            "wait for it to finish, then try again"
-        )
-    if primary in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
-        return CorpusError(
-            f"{path} or its directory cannot be written, expected write permission; "
-            "change its permissions or choose another --store"
-        )
-    if primary == sqlite3.SQLITE_CANTOPEN:
-        return CorpusError(
-            f"{path} cannot be opened, expected a file and a directory that this user may read and "
-            "write; change their permissions or choose another --store"
-        )
-    if primary == sqlite3.SQLITE_IOERR:
-        return CorpusError(
-            f"{path} cannot be read or written ({error}), expected a working disk; check it, then "
-            "try again"
-        )
-    if primary == sqlite3.SQLITE_NOTADB:
-        return CorpusError(
-            f"{path} is not a corpus database; give --store another directory or delete the file"
-        )
-    if primary == sqlite3.SQLITE_CORRUPT:
-        return CorpusError(
-            f"{path} is damaged ({error}); delete the directory {path.parent} and ingest again"
-        )
-    return CorpusError(f"{path} cannot be used ({error}); check the path and its permissions")

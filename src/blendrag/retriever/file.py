@@ -14,6 +14,7 @@ from pathlib import Path
 
 from blendrag.errors import CorpusError
 from blendrag.retriever import database
+from blendrag.retriever.database_errors import mapped
 
 
 class CorpusFile:
@@ -62,7 +63,7 @@ class CorpusFile:
             try:
                 return self.connection.execute(query, parameters).fetchall()
             except sqlite3.Error as exc:
-                raise database.mapped(exc, self.path) from exc
+                raise mapped(exc, self.path) from exc
 
     def check_open(self) -> None:
         if self.closed:

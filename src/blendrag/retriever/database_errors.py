@@ -1,0 +1,50 @@
+"""SQLite's errors about a corpus, in a sentence each."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+from blendrag.errors import CorpusError, StoreFullError
+from blendrag.sqlite_errors import is_out_of_space, primary_code
+
+#: How long one process waits for another's transaction.
+BUSY_TIMEOUT_S = 30.0
+
+
+def mapped(error: sqlite3.Error, path: Path) -> CorpusError | StoreFullError:
+    """SQLite's error in our words."""
+    primary = primary_code(error)
+    if is_out_of_space(error):
+        return StoreFullError(
+            f"no space left to write {path}; free some, what was stored before is intact"
+        )
+    if primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return CorpusError(
+            f"{path} is locked by another process for over {BUSY_TIMEOUT_S:.0f} s; "
+            "wait for it to finish, then try again"
+        )
+    if primary in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
+        return CorpusError(
+            f"{path} or its directory cannot be written, expected write permission; "
+            "change its permissions or choose another --store"
+        )
+    if primary == sqlite3.SQLITE_CANTOPEN:
+        return CorpusError(
+            f"{path} cannot be opened, expected a file and a directory that this user may read and "
+            "write; change their permissions or choose another --store"
+        )
+    if primary == sqlite3.SQLITE_IOERR:
+        return CorpusError(
+            f"{path} cannot be read or written ({error}), expected a working disk; check it, then "
+            "try again"
+        )
+    if primary == sqlite3.SQLITE_NOTADB:
+        return CorpusError(
+            f"{path} is not a corpus database; give --store another directory or delete the file"
+        )
+    if primary == sqlite3.SQLITE_CORRUPT:
+        return CorpusError(
+            f"{path} is damaged ({error}); delete the directory {path.parent} and ingest again"
+        )
+    return CorpusError(f"{path} cannot be used ({error}); check the path and its permissions")
