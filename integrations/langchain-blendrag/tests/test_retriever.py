@@ -10,8 +10,9 @@ from langchain_core.retrievers import BaseRetriever
 from langchain_tests.integration_tests import RetrieversIntegrationTests
 from pydantic import ValidationError
 
+import tiny
 from blendrag.engine import BlendEngine
-from blendrag.errors import InvalidInputError
+from blendrag.errors import BlendragError, InvalidInputError
 from langchain_blendrag import BlendRetriever
 
 QUESTION = "What does document 3 say about the town of Place32?"
@@ -62,3 +63,12 @@ def test_wrong_arguments_are_refused(engine: BlendEngine, tmp_path: Any) -> None
         BlendRetriever(engine=engine, search_kwargs={"k": 3})
     with pytest.raises(InvalidInputError, match="the question is empty"):
         BlendRetriever(engine=engine).invoke("  ")
+
+
+async def test_an_empty_corpus_is_said_to_be_empty(tmp_path: Path) -> None:
+    with tiny.engine(tiny.llama(), tmp_path / "store") as engine:
+        retriever = BlendRetriever(engine=engine)
+        with pytest.raises(BlendragError, match="ingest first"):
+            retriever.invoke("Where?")
+        with pytest.raises(BlendragError, match="ingest first"):
+            await retriever.ainvoke("Where?")
