@@ -50,7 +50,7 @@ def test_chunks_are_packed_whole_in_order_and_fill_the_window(
         assert llm.count_tokens(asked) + 8 <= 1000
     first = "\n\n".join([packs[0], packs[1].split("\n\n")[0]])
     fuller = template.format_messages(llm=llm, context_str=first)
-    assert llm.count_tokens(fuller) + 8 > 1000 - 64  # a whole chunk more would not have fitted
+    assert llm.count_tokens(fuller) + 8 > 1000 - 250  # with a quarter free for an answer so far
 
 
 def test_tokens_are_counted_as_the_model_reads_them(llm: BlendLLM) -> None:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 SEPARATOR = "\n\n"
 #: LlamaIndex's own default.
 PADDING = 5
+#: Tokens kept free for an answer that is refined, as newer versions of LlamaIndex do.
+ANSWER_SO_FAR = 500
 
 
 class BlendPromptHelper(PromptHelper):
@@ -81,14 +83,16 @@ class BlendPromptHelper(PromptHelper):
         Raises :class:`ContextOverflowError` for a chunk that does not fit alone: synthesizers take the
         same error from the model for an empty answer.
         """
-        room = self._room(prompt, llm) - padding
+        most = self._room(prompt, llm)
+        # texts are packed once and asked for in turn in several prompts, some with an answer so far
+        room = most - max(padding, min(ANSWER_SO_FAR, self.context_window // 4))
         between = self._token_counter.get_string_tokens(SEPARATOR)
         packs: list[list[str]] = []
         used = 0
         for chunk in filter(None, (text.strip() for text in text_chunks)):
             tokens = self._token_counter.get_string_tokens(chunk)
-            if tokens > room + padding:
-                asked = self.context_window - self.num_output - (room + padding) + tokens
+            if tokens > most:
+                asked = self.context_window - self.num_output - most + tokens
                 raise ContextOverflowError(asked, self.num_output, self.context_window)
             if packs and used + between + tokens <= room:
                 packs[-1].append(chunk)
