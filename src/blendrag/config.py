@@ -9,13 +9,16 @@ from __future__ import annotations
 import os
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 Mode = Literal["blend", "full", "prefix", "reuse"]
 KVEncoding = Literal["native", "int8", "fp8"]
+#: A share, or ``auto``: what the loading controller makes of a profile (``blendrag profile``).
+Ratio = float | Literal["auto"]
+AUTO: Literal["auto"] = "auto"
 
 #: Name of the model inside the package.
 DEMO_MODEL = "demo"
@@ -56,8 +59,11 @@ class Settings(BaseSettings):
     policy: str = DEFAULT_POLICY
     """Selection policy of mode ``blend``: ``offset+query``, ``query``, ``hkvd`` (the paper's),
     ``boundary(k)``, … (:mod:`blendrag.selection`)."""
-    ratio: float = Field(default=0.15, ge=0.0, le=1.0)
-    """r: mean share of chunk tokens recomputed in layers 1…L-1 (CacheBlend §4.3, figure 16)."""
+    ratio: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["auto"] = 0.15
+    """r: mean share of chunk tokens recomputed in layers 1…L-1 (CacheBlend §4.3, figure 16); ``auto``: the
+    largest that costs no time, by a profile of this machine, but never less than ``min_ratio``."""
+    min_ratio: float = Field(default=0.15, ge=0.0, le=1.0)
+    """The smallest ratio that keeps quality: what ``auto`` takes where more would cost time."""
     schedule: str = DEFAULT_SCHEDULE
     """How r is spread over the layers: calibrated (what ``blendrag calibrate`` found for the model, and
     before that :data:`UNCALIBRATED_SCHEDULE`), constant, linear, geometric[:g], first:m or a
@@ -73,6 +79,11 @@ class Settings(BaseSettings):
     store that holds something has its own."""
     prefix_min_tokens: int = Field(default=8, ge=1)
     """Leading parts shorter than this are computed afresh rather than cached as exact prefix."""
+
+    @property
+    def fixed_ratio(self) -> float:
+        """The ratio where one number is needed: of an automatic one, the smallest."""
+        return self.min_ratio if self.ratio == AUTO else self.ratio
 
 
 def absolute_model(model: str | Path) -> str:

@@ -61,6 +61,15 @@ class RequestMetrics:
     chunks: tuple[ChunkReport, ...] = field(default_factory=tuple)
     notes: tuple[str, ...] = field(default_factory=tuple)
     """Sentences a user should see: why nothing was reused, what was switched or refused."""
+    predicted_ttft_s: float | None = None
+    """What the loading controller expected ``ttft_s`` to be when it had planned the loads; ``None`` without
+    a profile of this machine."""
+    predicted_load_s: float | None = None
+    """Of that, what ``load_s`` was expected to be."""
+    predicted_compute_s: float | None = None
+    """Of that, computing; the two overlap."""
+    decision: str = ""
+    """Why this ratio and these loads, where the ratio was ``auto``."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON-ready dictionary."""

@@ -201,10 +201,7 @@ def ask(
             show_default=False,
         ),
     ] = None,
-    ratio: Annotated[
-        float | None,
-        typer.Option(min=0.0, max=1.0, help="Share of tokens recomputed.", show_default=False),
-    ] = None,
+    ratio: options.AutoRatio = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="Longest answer.", show_default=False)
     ] = None,

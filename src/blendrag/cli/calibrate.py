@@ -66,7 +66,7 @@ def calibrate(
     defaults = settings()
     wanted = CalibrationOptions(
         policy=policy or defaults.policy,
-        ratio=defaults.ratio if ratio is None else ratio,
+        ratio=defaults.fixed_ratio if ratio is None else ratio,
         samples=samples,
         seed=seed,
         minutes=minutes,

@@ -227,7 +227,7 @@ def _ways(
     return make_ways(
         named or default_policies(),
         lists.schedules(schedules) or (_uncalibrated(settings().schedule),),
-        [lists.ratio(text) for text in lists.given("--ratio", ratios)] or (settings().ratio,),
+        [lists.ratio(text) for text in lists.given("--ratio", ratios)] or (settings().fixed_ratio,),
         [lists.is_on(text) for text in lists.given("--encode-prefix", [prefix])],
     )
 

@@ -52,6 +52,21 @@ def finite(number: float | None) -> float | None:
     return number
 
 
+def parse_ratio(text: str) -> float | str:
+    """``0.2`` or ``auto``."""
+    from blendrag.config import AUTO
+
+    if text == AUTO:
+        return text
+    try:
+        ratio = float(text)
+    except ValueError:
+        ratio = math.nan
+    if not 0.0 <= ratio <= 1.0:
+        raise typer.BadParameter(f"{text!r} is no share in the range 0.0<=x<=1.0, and not {AUTO}")
+    return ratio
+
+
 Model = Annotated[
     str | None,
     typer.Option(
@@ -108,6 +123,16 @@ Mode = Annotated[
     str | None,
     typer.Option(
         "--mode", callback=_mode, help="blend, full, prefix or reuse.", show_default=False
+    ),
+]
+AutoRatio = Annotated[
+    float | None,
+    typer.Option(
+        "--ratio",
+        parser=parse_ratio,
+        metavar="SHARE|auto",
+        help="Share of tokens recomputed; auto: as many as cost no time (see blendrag profile).",
+        show_default=False,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")]

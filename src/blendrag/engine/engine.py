@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from blendrag.calibrate import Step
-from blendrag.config import KVEncoding, Mode, settings
+from blendrag.config import KVEncoding, Mode, Ratio, settings
 from blendrag.engine import calibration as calibrating
 from blendrag.engine import documents
 from blendrag.engine.answers import (
@@ -50,6 +50,7 @@ class BlendEngine:
             needed too) or a :class:`ModelAdapter`. Loaded on first use.
         store: directory of the KV store and the corpus beside it; made by the first ingest.
         mode, policy, schedule, ratio, max_new_tokens, top_k: defaults of every request.
+        min_ratio: the least that ratio ``auto`` takes.
         chunk_tokens, prefix_text, embedder: settings of a corpus made by this engine's ingest.
         encode_prefix: ``False`` makes a corpus whose chunks are encoded behind nothing at all, not even
             BOS, to measure what the prefix is worth.
@@ -73,7 +74,8 @@ class BlendEngine:
         mode: Mode | None = None,
         policy: str | None = None,
         schedule: str | None = None,
-        ratio: float | None = None,
+        ratio: Ratio | None = None,
+        min_ratio: float | None = None,
         max_new_tokens: int | None = None,
         top_k: int | None = None,
         chunk_tokens: int | None = None,
@@ -87,7 +89,7 @@ class BlendEngine:
     ) -> None:
         given = {
             "dtype": dtype, "device": device, "mode": mode, "policy": policy,
-            "schedule": schedule, "ratio": ratio, "max_new_tokens": max_new_tokens,
+            "schedule": schedule, "ratio": ratio, "min_ratio": min_ratio, "max_new_tokens": max_new_tokens,
             "top_k": top_k, "embedder": embedder, "ram_bytes": ram_bytes, "disk_bytes": disk_bytes,
             "kv_encoding": encoding,
         }  # fmt: skip
@@ -245,7 +247,7 @@ class BlendEngine:
         :class:`CorpusError` and :class:`StoreUnavailableError` for a store that cannot be written.
         """
         s = self.settings
-        options = options or CalibrationOptions(s.policy, s.ratio, top_k=s.top_k)
+        options = options or CalibrationOptions(s.policy, s.fixed_ratio, top_k=s.top_k)
         return calibrating.calibrate(self._resources, self._requests, self._worker, options, watch)
 
     def stats(self) -> StoreStats:

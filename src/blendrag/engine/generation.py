@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from blendrag.config import Mode
-from blendrag.controller import Controller, LoadPlan, nothing_loaded, report
+from blendrag.controller import Asked, Controller, Decided, LoadPlan, decide, nothing_loaded, report
 from blendrag.engine.decoding import SeededDraws, sampling
 from blendrag.engine.stream import AnswerStream, StopWhenDone, cut_at_stop
 from blendrag.engine.types import ASSISTED, REFUSED, Answer, Options, TokenLogprob
@@ -27,6 +27,7 @@ from blendrag.errors import (
     InvalidInputError,
     UnsupportedModelError,
 )
+from blendrag.estimates import Profile
 from blendrag.fusor import BlendRequest, Fusion, Fusor
 from blendrag.loader import SpanCorruptError
 from blendrag.metrics import RequestMetrics
@@ -58,6 +59,12 @@ class Task:
     """What a chunk's report says when nothing may be loaded."""
     sequences: int = 1
     """Rows ``generate`` runs with: beams or returned sequences."""
+    is_auto: bool = False
+    """Whether ``ratio`` is only the least, and the loading controller decides."""
+    follows_load: bool = False
+    """Whether it may bring a schedule, too."""
+    profile: Profile | None = None
+    """What this machine takes for what, if that was measured."""
 
 
 class Generation:
@@ -148,6 +155,8 @@ class Generation:
             reserve = 1 if task.sequences == 1 else 2
             load = controller.plan(task.plan, task.mode, avoid, reserve)
         try:
+            load, decided = self._decide(task, load)
+            task = _as_decided(task, decided)
             if load.spans:
                 self._check_length(task)
             ids = torch.tensor([task.plan.ids], device=self._adapter.device)
@@ -160,9 +169,24 @@ class Generation:
             else:
                 output, fusion = self._two_step(task, stream, ids, load)
             later(load)
-            return self._answer(task, stream, load, fusion, output[:, ids.shape[1] :])
+            answer = self._answer(task, stream, load, fusion, output[:, ids.shape[1] :])
+            return replace(answer, metrics=_with_forecast(answer.metrics, decided))
         finally:
             load.close()
+
+    def _decide(self, task: Task, load: LoadPlan) -> tuple[LoadPlan, Decided]:
+        """What is loaded after all, and how; the time predicted is that since the request began."""
+        asked = Asked(
+            task.mode, _policy_of(task), task.schedule, task.ratio, task.is_auto, task.follows_load
+        )
+        if task.profile is None or not task.plan.chunks:
+            return load, Decided(task.ratio, task.schedule)
+        layout = self._adapter.layout
+        load, decided = decide(load, len(task.plan.ids), layout, asked, task.profile)
+        if decided.forecast is None:
+            return load, decided
+        ttft_s = time.perf_counter() - task.started + decided.forecast.ttft_s
+        return load, replace(decided, forecast=replace(decided.forecast, ttft_s=ttft_s))
 
     # -- three ways into generate ---------------------------------------------------------------
 
@@ -299,6 +323,29 @@ class Generation:
             for row in rows
         ]
         return [text for text, _ in cut], "stop" if cut[0][1] or ended else "length"
+
+
+def _as_decided(task: Task, decided: Decided) -> Task:
+    return replace(
+        task,
+        ratio=decided.ratio,
+        schedule=decided.schedule,
+        notes=(*task.notes, *decided.notes),
+    )
+
+
+def _with_forecast(metrics: RequestMetrics, decided: Decided) -> RequestMetrics:
+    """Predicted times beside the measured ones."""
+    predicted = decided.forecast
+    if predicted is None:
+        return metrics
+    return replace(
+        metrics,
+        predicted_ttft_s=predicted.ttft_s,
+        predicted_load_s=predicted.load_s,
+        predicted_compute_s=predicted.compute_s,
+        decision=decided.reason,
+    )
 
 
 def check_fits(plan: PromptPlan, max_new_tokens: int, adapter: ModelAdapter) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 
 from blendrag.anchors import Match
 from blendrag.calibrate import nearest
-from blendrag.config import UNCALIBRATED_SCHEDULE, Settings
+from blendrag.config import AUTO, UNCALIBRATED_SCHEDULE, Settings
 from blendrag.controller import Controller, LoadPlan
 from blendrag.engine.answers import Started
 from blendrag.engine.batch import prepared
@@ -42,6 +42,10 @@ UNCALIBRATED = (
     "no schedule is calibrated for this model and policy, so a fixed one was taken; find one with "
     "blendrag calibrate"
 )
+
+NO_PROFILE = "ratio auto needs to know what this machine takes for what, and nobody measured that"
+OTHER_PROFILE = "the profile kept for ratio auto was measured elsewhere ({})"
+PROFILE_COMMAND = "blendrag profile --model {} --store {}"
 
 
 class Requests:
@@ -121,9 +125,11 @@ class Requests:
         new_tokens = options.max_new_tokens or s.max_new_tokens
         if self._resources.is_loaded:  # else the worker looks, once it has loaded the model
             check_fits(plan, new_tokens, self._resources.adapter)
+        ratio = s.ratio if options.ratio is None else options.ratio
+        is_auto = ratio == AUTO
         return Task(
-            plan, mode, policy, parsed, s.ratio if options.ratio is None else options.ratio,
-            new_tokens, options, started, source_of, notes,
+            plan, mode, policy, parsed, s.min_ratio if ratio == AUTO else ratio,
+            new_tokens, options, started, source_of, notes, is_auto=is_auto,
         )  # fmt: skip
 
     def plan_text(self, rendered: str) -> tuple[PromptPlan, dict[str, str], tuple[str, ...]]:
@@ -155,7 +161,7 @@ class Requests:
                 namespace = resources.trust.namespace
                 if resources.trust.stands(namespace):
                     controller = self.controller(namespace)
-                    task = self._with_schedule(task, namespace)
+                    task = self._with_profile(self._with_schedule(task, namespace), namespace)
                 else:
                     resources.forget_signature()
                     task = replace(task, notes=(*task.notes, UNTRUSTED), why_computed=UNTRUSTED)
@@ -189,9 +195,20 @@ class Requests:
             schedule, note = Schedule.parse(UNCALIBRATED_SCHEDULE), UNCALIBRATED * is_asked
         else:
             schedule, note = found.schedule, found.note(task.ratio)
+        task = replace(task, follows_load=task.is_auto and found is None and not is_asked)
         if note and task.mode == "blend" and make_policy(task.policy).follows_schedule:
             return replace(task, schedule=schedule, notes=(*task.notes, note))
         return replace(task, schedule=schedule)
+
+    def _with_profile(self, task: Task, namespace: str) -> Task:
+        """What this machine takes for what; a note where a ratio was to be found by it and cannot."""
+        profile, differences = self._resources.profile_of(namespace)
+        if profile is not None or not task.is_auto or task.mode != "blend":
+            return replace(task, profile=profile)
+        why = OTHER_PROFILE.format(differences) if differences else NO_PROFILE
+        command = PROFILE_COMMAND.format(self._resources.model_name, self._resources.root)
+        note = f"{why}, so ratio {task.ratio:g} was taken; measure with {command}"
+        return replace(task, notes=(*task.notes, note))
 
 
 def _still_there(corpus: Corpus | None, matches: Sequence[Match]) -> dict[str, StoredChunk]:
@@ -211,6 +228,8 @@ def check_defaults(chosen: Settings) -> None:
             f"encoding {chosen.kv_encoding!r} is not one of {', '.join(ENCODINGS)}"
         )
     Options(mode=chosen.mode, ratio=chosen.ratio, max_new_tokens=chosen.max_new_tokens)
+    if not 0.0 <= chosen.min_ratio <= 1.0:
+        raise InvalidInputError(f"min_ratio {chosen.min_ratio} is outside [0, 1]")
     make_policy(chosen.policy)
     Schedule.parse(chosen.schedule)
     if chosen.top_k < 1:

@@ -19,11 +19,14 @@ from blendrag.chunking import Chunker
 from blendrag.config import Settings, absolute_model
 from blendrag.engine.trust import Trust
 from blendrag.errors import CorpusError, InvalidInputError
+from blendrag.estimates import Profile
 from blendrag.fusor import Fusor
 from blendrag.kv import KVLayout
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.loading import load_adapter, load_tokens, model_signature
 from blendrag.model.tokens import Tokens
+from blendrag.profile import conditions_of
+from blendrag.profile.record import Remembered
 from blendrag.retriever.corpus import DIRECTORY, Corpus
 from blendrag.retriever.database import FILE_NAME
 from blendrag.retriever.embedder import Embedder, same_embedder
@@ -316,6 +319,14 @@ class Resources:
         return Trust(
             self.adapter, self.store, self.root, lambda: self.prefix_ids, lambda: self.encoding
         )
+
+    @opened
+    def _remembered(self) -> Remembered:
+        return Remembered(self.root, lambda namespace: conditions_of(self.adapter, namespace))
+
+    def profile_of(self, namespace: str) -> tuple[Profile | None, str]:
+        """What was measured of this model on this machine; else ``None``, and how what there is differs."""
+        return self._remembered(namespace)
 
     def namespace(self) -> str:
         """Namespace of the model; without loading it if the corpus was made from the same files.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from blendrag.config import Mode
+from blendrag.config import AUTO, Mode, Ratio
 from blendrag.errors import InvalidInputError, StoreFullError
 from blendrag.metrics import RequestMetrics
 
@@ -45,6 +45,16 @@ MAX_LOGPROBS = 20
 MODES: tuple[Mode, ...] = ("blend", "full", "prefix", "reuse")
 
 
+def check_ratio(ratio: Ratio | None) -> None:
+    """Raise :class:`InvalidInputError` unless it is in [0, 1], ``auto`` or left out."""
+    if ratio is None or ratio == AUTO:
+        return
+    if isinstance(ratio, str):
+        raise InvalidInputError(f"ratio {ratio!r} is not a number in [0, 1] or {AUTO!r}")
+    if not 0.0 <= ratio <= 1.0:
+        raise InvalidInputError(f"ratio {ratio} is outside [0, 1]; expected a share, or {AUTO!r}")
+
+
 @dataclass(frozen=True)
 class Options:
     """How to answer one request; ``None`` takes the engine's default.
@@ -57,7 +67,8 @@ class Options:
     mode: Mode | None = None
     policy: str | None = None
     schedule: str | None = None
-    ratio: float | None = None
+    ratio: Ratio | None = None
+    """In [0, 1]; ``auto`` leaves it, and what is loaded at all, to the loading controller."""
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
     """Texts that end the answer; a single string is one of them."""
@@ -82,8 +93,7 @@ class Options:
     def __post_init__(self) -> None:
         if self.mode is not None and self.mode not in MODES:
             raise InvalidInputError(f"mode {self.mode!r} is not one of {', '.join(MODES)}")
-        if self.ratio is not None and not 0.0 <= self.ratio <= 1.0:
-            raise InvalidInputError(f"ratio {self.ratio} is outside [0, 1]")
+        check_ratio(self.ratio)
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise InvalidInputError(f"max_new_tokens {self.max_new_tokens} is not 1 or more")
         if self.temperature is not None and self.temperature < 0:

@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from blendrag.config import Mode
+from blendrag.config import Mode, Ratio
 from blendrag.errors import InvalidInputError
 from blendrag.plugs.shared import (
     EngineName,
@@ -141,8 +141,8 @@ class RequestFields(EngineFields):
     policy: str | None = None
     """Selection policy of mode ``blend``: ``offset+query``, ``query``, ``hkvd``, ``boundary(k)``, …"""
     schedule: str | None = None
-    ratio: float | None = None
-    """Mean share of chunk tokens recomputed, in [0, 1]."""
+    ratio: Ratio | None = None
+    """Mean share of chunk tokens recomputed, in [0, 1]; ``auto`` leaves it to the loading controller."""
     max_tokens: int | None = Field(default=None, alias="max_new_tokens")
     temperature: float | None = None
     """0 or ``None`` decodes greedily."""

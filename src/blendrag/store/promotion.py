@@ -64,6 +64,10 @@ class PromotingReader:
             raise
         self._was_read = True
 
+    def is_cached(self) -> bool:
+        """See :meth:`DiskReader.is_cached`."""
+        return self._reader.is_cached()
+
     def close(self) -> None:
         """See :meth:`KVReader.close`."""
         if self._closed:

@@ -108,6 +108,20 @@ class DiskReader:
             return "the bytes are not those that were put"
         return None
 
+    def is_cached(self) -> bool:
+        """Whether the operating system holds the file's middle in memory; ``True`` where it cannot be asked.
+
+        Asking may begin reading ahead, so ask of what is to be read.
+        """
+        middle = (self._frame.offsets[0] + self._frame.offsets[-1]) // 2
+        try:
+            with self._lock:
+                return bool(os.preadv(self._fd, [bytearray(1)], middle, os.RWF_NOWAIT))
+        except BlockingIOError:
+            return False
+        except (OSError, AttributeError):  # a file system or system without such a question
+            return True
+
     def is_unlinked(self) -> bool:
         """Whether the file is gone from its directory."""
         with self._lock:

@@ -1,20 +1,17 @@
-"""What to load and what to compute for one prompt: the loading controller's place.
+"""What can be loaded of one prompt, opened: spans, with a reason for every chunk.
 
-Turns a :class:`PromptPlan` into loaded spans, with a reason for every chunk. A chunk is loaded iff its
-KV is stored for this model, behind this corpus's prefix; anything in doubt is computed. Estimating
-times and choosing the ratio from them (CacheBlend §5.1) will live here; today ratio and policy come
-from the caller.
+A chunk can be loaded iff its KV is stored for this model, behind this corpus's prefix; anything in doubt is
+computed. Whether it pays is decided afterwards, from estimates (:mod:`blendrag.controller.decide`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from blendrag.config import Mode
 from blendrag.identity import NATIVE_ENCODING, chunk_key
 from blendrag.loader import LoadedSpan
-from blendrag.metrics import ChunkOutcome, ChunkReport
 from blendrag.model.adapter import ModelAdapter
 from blendrag.prompt import PromptPlan, Segment
 from blendrag.store.base import KVReader, KVStore
@@ -42,6 +39,9 @@ class LoadPlan:
     """Ids of whole chunks without stored KV."""
     leading: tuple[int, ...]
     """Leading ids that are worth an exact-prefix entry and have none."""
+
+    encoding: str = NATIVE_ENCODING
+    """How what is to be loaded is stored."""
 
     @property
     def reused_tokens(self) -> int:
@@ -101,7 +101,7 @@ class Controller:
                 spans.append(decision.span)
             elif decision.reason is NO_KV:
                 missing.append(segment.stored_ids)
-        return LoadPlan(tuple(spans), tuple(decisions), tuple(missing), leading)
+        return LoadPlan(tuple(spans), tuple(decisions), tuple(missing), leading, self._encoding)
 
     def _leading(
         self, plan: PromptPlan, namespace: str, avoid: frozenset[str], last: int
@@ -169,34 +169,3 @@ def _reason(segment: Segment, span: LoadedSpan) -> str:
     if not segment.complete:
         return f"tail cut off: {len(segment.ids)} of {len(segment.stored_ids)} tokens, {moved}"
     return moved
-
-
-def report(
-    decisions: Sequence[ChunkDecision], recomputed: Sequence[float], source_of: dict[str, str]
-) -> tuple[ChunkReport, ...]:
-    """Chunk reports; ``recomputed`` has the mean recomputed tokens of each blended span, in order."""
-    shares = iter(recomputed)
-    reports = []
-    for decision in decisions:
-        segment, span = decision.segment, decision.span
-        assert segment.chunk_id is not None
-        base = ChunkReport(
-            chunk_id=segment.chunk_id,
-            source=source_of.get(segment.chunk_id, ""),
-            tokens=len(segment.ids),
-            outcome="computed",
-            recomputed_tokens=len(segment.ids),
-            reason=decision.reason,
-        )
-        if span is not None:
-            share = 0.0 if span.exact else next(shares, 0.0)
-            tokens = round(share)
-            outcome: ChunkOutcome = "blended" if share > 0 else "reused"
-            base = replace(
-                base,
-                outcome="exact" if span.exact else outcome,
-                recomputed_tokens=tokens,
-                tier=span.reader.tier,
-            )
-        reports.append(base)
-    return tuple(reports)

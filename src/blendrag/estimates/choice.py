@@ -1,0 +1,193 @@
+"""Ratio, schedule, and what to compute instead of loading: the loading controller's decisions.
+
+CacheBlend §5.1 takes the larger of two ratios: the one whose recompute just hides behind the load, and the
+smallest that keeps quality. So here, with two things on top. A stored chunk may be computed afresh where
+waiting for it would take longer; that is decided first, at the smallest ratio. And where the budget may
+differ between layers, it follows the load: no layer gets more than hides, none more than the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from blendrag.estimates.forecast import Estimator, Forecast, Part, Prompt
+from blendrag.estimates.pipeline import hidden_extra
+from blendrag.estimates.profile import Profile
+
+#: A prefill may take this much longer than at the smallest ratio, and the recompute still counts as hidden:
+#: estimates are no better, and the last layer's is never behind any load.
+HIDDEN_SLACK = 0.03
+#: Of the compute that a larger ratio adds, this share must hide: what merely fits the slack is no gain.
+HIDDEN_SHARE = 0.5
+#: Computing what could be loaded must make the prompt faster by this share: estimates are no better.
+WORTH = 0.05
+#: Steps in which ratios are tried.
+STEP = 0.01
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a caller leaves open, and what not."""
+
+    min_ratio: float
+    """The smallest that keeps quality."""
+    counts: Callable[[float, int], Sequence[float]]
+    """Tokens recomputed in layers 1…L-1 at a ratio, of so many candidates."""
+    is_budgeted: bool = True
+    """Whether the policy spends the budget it is given; otherwise the ratio decides nothing."""
+    follows_load: bool = False
+    """Whether the budget may be spread over the layers as the load leaves room."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to do. ``loaded`` are indices into the prompt's parts."""
+
+    loaded: tuple[int, ...]
+    ratio: float
+    shares: tuple[float, ...]
+    """Of layers 1…L-1 where the budget follows the load; empty where the schedule stays as it was."""
+    forecast: Forecast
+    load_all_s: float
+    """Predicted time to first token with everything loaded, at the smallest ratio."""
+    reason: str
+
+
+def choose(profile: Profile, prompt: Prompt, wish: Wish) -> Choice:
+    """The fastest set of parts to load, then the largest ratio that costs nothing over it.
+
+    Raises :class:`KeyError` for a part in a tier that was not measured.
+    """
+    loaded, load_all_s = _what_to_load(profile, prompt, wish)
+    estimator = Estimator(profile, prompt, [prompt.parts[i] for i in loaded])
+    at_least = estimator.at(wish.counts(wish.min_ratio, estimator.candidates))
+    kept = Choice(loaded, wish.min_ratio, (), at_least, load_all_s, _kept(wish, estimator))
+    if not estimator.candidates or not wish.is_budgeted:
+        return kept
+    limit = _Limit(at_least)
+    best = _largest_ratio(estimator, wish, limit)
+    if wish.follows_load:
+        best = max(best, _following_load(estimator, wish, limit), key=lambda found: found[0])
+    ratio, shares = best
+    if ratio <= wish.min_ratio:
+        return kept
+    counts = [share * estimator.candidates for share in shares] or wish.counts(
+        ratio, estimator.candidates
+    )
+    reason = f"ratio {ratio:.2f}: the largest whose recompute hides behind the load"
+    reason += ", layer by layer" * bool(shares)
+    return Choice(loaded, ratio, shares, estimator.at(counts), load_all_s, reason)
+
+
+def _kept(wish: Wish, estimator: Estimator) -> str:
+    if not estimator.candidates:
+        return "nothing is loaded that could be recomputed"
+    if not wish.is_budgeted:
+        return "the policy recomputes what it recomputes, whatever the ratio"
+    return f"ratio {wish.min_ratio:.2f}: the smallest that keeps quality; more would not hide behind the load"
+
+
+# -- load or compute ------------------------------------------------------------------------------
+
+
+def _what_to_load(profile: Profile, prompt: Prompt, wish: Wish) -> tuple[tuple[int, ...], float]:
+    """Indices to load, and the time with all of them.
+
+    Parts are given up one after the other, those first whose loading takes longest for a token, and the
+    best of these sets is taken: exact for parts of one length, whatever tiers they lie in.
+    """
+    every = tuple(range(len(prompt.parts)))
+
+    def seconds(chosen: Sequence[int]) -> float:
+        estimator = Estimator(profile, prompt, [prompt.parts[i] for i in chosen])
+        counts = wish.counts(wish.min_ratio, estimator.candidates)
+        return estimator.at(counts).ttft_s
+
+    slowest = sorted(
+        every, key=lambda i: -_load_s(profile, prompt.parts[i]) / prompt.parts[i].tokens
+    )
+    sets = [tuple(sorted(slowest[given_up:])) for given_up in range(len(every) + 1)]
+    if not _waits(profile, prompt, wish):
+        sets = [sets[0], sets[-1]]  # a part that nobody waits for is not worth computing by itself
+    times = [seconds(chosen) for chosen in sets]
+    best = min(range(len(sets)), key=times.__getitem__)
+    if times[best] > (1 - WORTH) * times[0]:
+        best = 0
+    return sets[best], times[0]
+
+
+def _waits(profile: Profile, prompt: Prompt, wish: Wish) -> bool:
+    """Whether loads that took no time would make the prompt faster by as much as is worth it."""
+    estimator = Estimator(profile, prompt, prompt.parts)
+    counts = wish.counts(wish.min_ratio, estimator.candidates)
+    return estimator.waiting_s(counts) > WORTH * estimator.at(counts).ttft_s
+
+
+def _load_s(profile: Profile, part: Part) -> float:
+    tier = profile.tier(part.tier)
+    if tier is None:
+        raise KeyError(part.tier)
+    return tier.seconds(sum(part.layer_bytes), len(part.layer_bytes))
+
+
+# -- how much -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Limit:
+    """What may be added to a prefill at the smallest ratio."""
+
+    least: Forecast
+
+    @property
+    def bound_s(self) -> float:
+        return (1 + HIDDEN_SLACK) * self.least.ttft_s
+
+    def allows(self, more: Forecast) -> bool:
+        longer = more.ttft_s - self.least.ttft_s
+        added = more.compute_s - self.least.compute_s
+        rounding = 1e-9 * self.bound_s
+        in_time = more.ttft_s <= self.bound_s + rounding
+        return in_time and longer <= (1 - HIDDEN_SHARE) * added + rounding
+
+
+def _largest_ratio(
+    estimator: Estimator, wish: Wish, limit: _Limit
+) -> tuple[float, tuple[float, ...]]:
+    """The largest ratio, in steps, that that costs no time; the smallest one is known to."""
+    low, high = 0, round((1 - wish.min_ratio) / STEP)
+    while low < high:
+        middle = (low + high + 1) // 2
+        counts = wish.counts(_stepped(wish, middle), estimator.candidates)
+        fits = limit.allows(estimator.at(counts))
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return _stepped(wish, low), ()
+
+
+def _stepped(wish: Wish, steps: int) -> float:
+    return min(1.0, wish.min_ratio + steps * STEP)
+
+
+def _following_load(
+    estimator: Estimator, wish: Wish, limit: _Limit
+) -> tuple[float, tuple[float, ...]]:
+    """The mean share, and the shares, that fill what each layer's load leaves."""
+    counts = wish.counts(wish.min_ratio, estimator.candidates)
+    first = 1 if estimator.looks else 0  # layer 0 is computed whole by a policy that looks
+    extra = hidden_extra(
+        estimator.arrived, estimator.computes(counts), limit.bound_s - estimator.before_s, first
+    )[1 - first :]
+    most = estimator.candidates
+    chosen: list[int] = []
+    for count, added in zip(counts, extra, strict=True):
+        most = min(most, estimator.most_within(estimator.layer_s(count) + added))
+        chosen.append(max(most, int(count)))
+        most = chosen[-1]
+    if not chosen or any(b > a for a, b in pairwise(chosen)):
+        return wish.min_ratio, ()
+    if not limit.allows(estimator.at(chosen)):
+        return wish.min_ratio, ()
+    shares = tuple(count / estimator.candidates for count in chosen)
+    return sum(shares) / len(shares), shares

@@ -1,0 +1,193 @@
+"""What computing costs: stock prefill by length, and one layer through the fusor by rows and context.
+
+Every figure is taken from a whole ``generate`` of one token, as a request runs it, with the clock read
+where its decoder layers begin and end; what lies outside of them is a figure of its own. Stored KV is in
+place before the clock starts, so that no loading is in these times.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from blendrag.errors import InvalidInputError
+from blendrag.estimates.curve import Point
+from blendrag.fusor import BlendRequest, Fusor
+from blendrag.kv import ChunkKV
+from blendrag.loader import LoadedSpan
+from blendrag.model.adapter import ModelAdapter
+from blendrag.selection import Schedule, make_policy
+from blendrag.verify import HeldKV
+
+#: One measurement is repeated for about so long, after a first run that warms up.
+REPEAT_S = 0.6
+MAX_REPEATS = 5
+SHORTEST = 64
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One kind of prefill: seconds of its passes through the layers, and outside of them."""
+
+    passes: tuple[float, ...]
+    outside_s: float
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.passes) + self.outside_s
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A prompt to time: equal chunks, then ``fresh`` tokens."""
+
+    chunks: int
+    chunk_tokens: int
+    fresh: int
+
+    @property
+    def candidates(self) -> int:
+        return self.chunks * self.chunk_tokens
+
+    @property
+    def tokens(self) -> int:
+        return self.candidates + self.fresh
+
+    def point(self, chosen: float, placed: float, seconds: float) -> Point:
+        """Of the fresh tokens and ``chosen`` ones spread over the chunks."""
+        rows = self.fresh + chosen
+        fresh_keys = self.fresh * (self.candidates + (self.fresh + 1) / 2)
+        chosen_keys = chosen * (self.candidates + 1) / 2
+        return Point(rows, (fresh_keys + chosen_keys) / rows, placed, seconds)
+
+
+class ModelTimes:
+    """Times prefills of one model. The caller holds the model's lock."""
+
+    def __init__(self, adapter: ModelAdapter, fusor: Fusor, prefix_ids: Sequence[int]) -> None:
+        self._adapter = adapter
+        self._fusor = fusor
+        self._prefix_ids = tuple(prefix_ids)
+        self._events: list[tuple[bool, float]] = []
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt that can be blended with a token after it."""
+        limit = min(
+            self._adapter.context_tokens,
+            self._adapter.blend_limit_tokens or self._adapter.context_tokens,
+        )
+        if limit < 2 * SHORTEST:
+            raise InvalidInputError(
+                f"{self._adapter.model_id} takes {limit} tokens, expected {2 * SHORTEST} or more to "
+                "measure anything by"
+            )
+        return limit - len(self._prefix_ids) - 2
+
+    def chunk(self, tokens: int) -> ChunkKV:
+        """KV of a chunk of random ids behind the corpus's prefix."""
+        return self._adapter.encode(self._prefix_ids, self._ids(tokens)[0].tolist())
+
+    def stock(self, tokens: int) -> Timed:
+        """A stock prefill and its first token."""
+        ids = self._ids(tokens)
+        return self._repeated(lambda: self._generate(ids, None))
+
+    def blended(self, shape: Shape, kv: ChunkKV, policy: str, ratio: float) -> Timed:
+        """A blended prefill over loaded KV, which is in place when the clock starts."""
+        ids = self._ids(shape.tokens)
+        spans = tuple(
+            LoadedSpan(
+                i * kv.tokens, (i + 1) * kv.tokens, HeldKV(kv), len(self._prefix_ids), exact=False
+            )
+            for i in range(shape.chunks)
+        )
+        asked = BlendRequest(
+            shape.tokens, spans, make_policy(policy), Schedule.parse("constant"), ratio
+        )
+
+        def run() -> float:
+            began = time.perf_counter()
+            cache = self._fusor.new_cache(shape.tokens, 1)
+            with self._fusor.fuse(cache, asked) as fusion:
+                prepared_s = time.perf_counter() - began
+                fusion.loader.synchronize(len(self._adapter.layout.layers) - 1)
+                return prepared_s + self._generate(ids, cache)
+
+        return self._repeated(run)
+
+    # -- one prefill --------------------------------------------------------------------------
+
+    def _ids(self, tokens: int) -> torch.Tensor:
+        vocab = self._adapter.model.get_input_embeddings().num_embeddings
+        generator = torch.Generator().manual_seed(tokens)
+        return torch.randint(0, vocab, (1, tokens), generator=generator).to(self._adapter.device)
+
+    def _generate(self, ids: torch.Tensor, cache: Any) -> float:
+        """Seconds of ``generate`` to its first token; the layers report to the events."""
+        began = self._now()
+        more = {} if cache is None else {"past_key_values": cache}
+        self._adapter.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=1,
+            do_sample=False,
+            pad_token_id=0,
+            **more,
+        )
+        return self._now() - began
+
+    def _now(self) -> float:
+        if self._adapter.device.type == "cuda":
+            torch.cuda.synchronize(self._adapter.device)
+        return time.perf_counter()
+
+    def _repeated(self, run: Any) -> Timed:
+        """Of some runs after one that warms up, which alone counts where it takes long, the mean of the
+        faster half: what else runs on the machine only ever adds."""
+        found: list[Timed] = []
+        with self._watched(), torch.inference_mode():
+            while True:
+                self._events.clear()
+                total_s = run()
+                passes = self._passes()
+                found.append(Timed(passes, max(0.0, total_s - sum(passes))))
+                kept = found[1:] or found
+                spent = sum(each.total_s for each in found)
+                if spent > REPEAT_S * (1 + len(kept) / MAX_REPEATS) or len(kept) >= MAX_REPEATS:
+                    break
+        passes = tuple(_usual(column) for column in zip(*(k.passes for k in kept), strict=True))
+        return Timed(passes, _usual([each.outside_s for each in kept]))
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Note when the first layer is entered and the last one left."""
+        layers = self._adapter.decoder_layers
+        handles = [
+            layers[0].register_forward_pre_hook(lambda *_: self._note(True)),
+            layers[-1].register_forward_hook(lambda *_: self._note(False)),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _note(self, is_begin: bool) -> None:
+        self._events.append((is_begin, self._now()))
+
+    def _passes(self) -> tuple[float, ...]:
+        begins = [at for is_begin, at in self._events if is_begin]
+        ends = [at for is_begin, at in self._events if not is_begin]
+        return tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+
+
+def _usual(seconds: Sequence[float]) -> float:
+    """Mean of the faster half."""
+    return statistics.fmean(sorted(seconds)[: (len(seconds) + 1) // 2])

@@ -1,0 +1,153 @@
+"""Profiles remembered beside the store, where the gate's verdict is kept, and what each holds for.
+
+One file per namespace (model, weights, dtype, encoding), in it one profile per machine, device, thread
+count and library versions: a store that several machines share keeps one for each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import transformers
+
+from blendrag.errors import InvalidInputError
+from blendrag.estimates import Conditions, Profile
+from blendrag.model.adapter import ModelAdapter
+
+#: Profiles kept of one namespace; the oldest goes first.
+KEPT = 16
+
+
+def conditions_of(adapter: ModelAdapter, namespace: str) -> Conditions:
+    """What a profile made now would hold for."""
+    return Conditions(
+        namespace=namespace,
+        model=adapter.model_id,
+        dtype=adapter.layout.dtype,
+        device=_device_name(adapter.device),
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        blendrag=_own_version(),
+        machine=f"{platform.node() or 'unnamed'} ({cores()} cores)",
+    )
+
+
+def cores() -> int:
+    """That this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _own_version() -> str:
+    try:
+        return version("blendrag")
+    except PackageNotFoundError:  # run from its sources
+        return "unknown"
+
+
+def recall(root: Path, wanted: Conditions) -> Profile | None:
+    """The profile measured under exactly these conditions."""
+    kept = _kept(root, wanted.namespace)
+    return next((p for p in kept if p.conditions == wanted), None)
+
+
+def recall_any(root: Path, wanted: Conditions) -> Profile | None:
+    """The one of this namespace that differs least, whatever it was measured under."""
+    kept = _kept(root, wanted.namespace)
+    return min(kept, key=lambda p: len(wanted.differences(p.conditions)), default=None)
+
+
+def remember(root: Path, profile: Profile) -> None:
+    """Keep ``profile`` in place of an earlier one of the same conditions. Raises :class:`OSError`.
+
+    Written beside and renamed, so that the file is whole or absent.
+    """
+    wanted = profile.conditions
+    others = [p for p in _kept(root, wanted.namespace) if p.conditions != wanted]
+    target = path_of(root, wanted.namespace)
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    temporary = target.with_suffix(f".{os.getpid()}.tmp")
+    entries = [p.as_dict() for p in (*others, profile)[-KEPT:]]
+    try:
+        temporary.write_text(json.dumps({"profiles": entries}, allow_nan=False), encoding="utf-8")
+        temporary.replace(target)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+class Remembered:
+    """The profile of what is loaded, looked up again only when the file has changed.
+
+    Not thread-safe: for the one thread that works on the model.
+    """
+
+    def __init__(self, root: Path, conditions: Callable[[str], Conditions]) -> None:
+        self._root = root
+        self._conditions = conditions
+        self._known: tuple[object, Profile | None, str] = (None, None, "")
+
+    def __call__(self, namespace: str) -> tuple[Profile | None, str]:
+        """The profile for now, or ``None`` and what is wrong with the one there is, if there is one."""
+        stamp = (namespace, torch.get_num_threads(), _stamp(path_of(self._root, namespace)))
+        if self._known[0] != stamp:
+            self._known = (stamp, *self._look(namespace))
+        return self._known[1:]
+
+    def _look(self, namespace: str) -> tuple[Profile | None, str]:
+        wanted = self._conditions(namespace)
+        found = recall_any(self._root, wanted)
+        if found is None:
+            return None, ""
+        differences = wanted.differences(found.conditions)
+        return (None, ", ".join(differences)) if differences else (found, "")
+
+
+def path_of(root: Path, namespace: str) -> Path:
+    """Where the profiles of ``namespace`` are kept."""
+    return Path(root) / "verified" / f"{namespace}.profiles.json"
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ino
+
+
+def _kept(root: Path, namespace: str) -> list[Profile]:
+    """Whatever is whole of what the file holds; nothing where it is missing or damaged."""
+    try:
+        entries = json.loads(path_of(root, namespace).read_text(encoding="utf-8"))["profiles"]
+        found = []
+        for entry in entries:
+            with suppress(ValueError, TypeError, KeyError, AttributeError, InvalidInputError):
+                found.append(Profile.of(entry))
+        return [p for p in found if p.conditions.namespace == namespace]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return _cpu_name() if device.type == "cpu" else device.type
+
+
+def _cpu_name() -> str:
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,208 @@
+"""What reading costs: from memory, from disk, from any directory, and from host to device.
+
+Owns a scratch store of its own in the directory that is measured: the real tiers, their checksums and
+decoding, over chunks of the model's own KV; the store that is in use gains nothing. Layers are read as
+the loader reads them, layer by layer of all chunks, into buffers such as a prompt's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from blendrag.errors import InvalidInputError, StoreError
+from blendrag.estimates import Tier
+from blendrag.estimates.profile import COLD, DISK, MEMORY
+from blendrag.kv import ChunkKV, KVLayout
+from blendrag.store import DiskStore, KVReader, MemoryStore
+from blendrag.store.encodings import stored_chunk_bytes
+
+#: Bytes read at a time, about, if so many chunks are not too many.
+READ_BYTES = 64 << 20
+MAX_CHUNKS = 8
+ROUNDS = 3
+SCRATCH = ".profile-"
+#: A scratch directory this old is left over from a process that was killed.
+STALE_S = 3600.0
+COPIED_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One way of reading, timed: ``reads`` layers of chunks, in ``seconds``, ``busy_s`` of them on a core."""
+
+    size_bytes: int
+    reads: int
+    seconds: float
+    busy_s: float
+
+
+def tier_of(name: str, readings: Sequence[Reading]) -> Tier:
+    """Throughput and cost of a read, by least squares, from readings of long and of short chunks."""
+    import numpy as np
+    from scipy.optimize import nnls
+
+    seconds = np.array([each.seconds for each in readings])
+    terms = np.array([[float(each.size_bytes), float(each.reads)] for each in readings])
+    scale = terms.max(axis=0)
+    (byte_s, read_s), _ = nnls(terms / scale / seconds[:, None], np.ones(len(readings)))
+    largest = max(readings, key=lambda each: each.size_bytes)
+    # Where all of the time goes into reads, bytes still take some.
+    byte_s = max(byte_s / scale[0], 1e-3 * largest.seconds / largest.size_bytes)
+    busy = sum(each.busy_s for each in readings) / sum(each.seconds for each in readings)
+    return Tier(name, float(1 / byte_s), float(read_s / scale[1]), min(1.0, busy))
+
+
+def measure_memory(kvs: Sequence[ChunkKV], pinned: bool) -> Tier:
+    """The memory tier; ``kvs`` are a long chunk and a short one, laid out as the store keeps them."""
+    readings = []
+    for kv in kvs:
+        count = _count(kv.layout, kv.tokens)
+        store = MemoryStore(2 * count * stored_chunk_bytes(kv.layout, kv.tokens) + 1)
+        with contextlib.closing(store):
+            _fill(store.put, kv, count)
+            readings.append(_median(store.open, kv, count, pinned))
+    return tier_of(MEMORY, readings)
+
+
+def measure_directory(
+    directory: Path, kvs: Sequence[ChunkKV], pinned: bool, name: str = DISK, cold_name: str = COLD
+) -> tuple[Tier, ...]:
+    """The disk tier in ``directory``: with its files in the operating system's cache, and without.
+
+    Raises :class:`InvalidInputError` for a directory that cannot be written, :class:`StoreFullError`.
+    """
+    warm, cold = [], []
+    for kv in kvs:
+        count = _count(kv.layout, kv.tokens)
+        with _scratch(directory) as scratch, contextlib.closing(DiskStore(scratch, None)) as store:
+            _fill(store.put, kv, count)
+            files = [path for path in (scratch / "kv").rglob("*") if path.is_file()]
+            cold.append(_median(store.open, kv, count, pinned, partial(_forget, files)))
+            warm.append(_median(store.open, kv, count, pinned))
+    found = tier_of(name, warm)
+    return (found, tier_of(cold_name, cold)) if hasattr(os, "posix_fadvise") else (found,)
+
+
+def measure_device(device: torch.device) -> float | None:
+    """Bytes per second from pinned host memory to ``device``; ``None`` where that is the host."""
+    if device.type != "cuda":
+        return None
+    there = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
+    here = torch.empty(COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
+    times = []
+    for _ in range(1 + ROUNDS):
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        there.copy_(here, non_blocking=True)
+        torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - began)
+    return COPIED_BYTES / statistics.median(times[1:])
+
+
+# -- the pieces -----------------------------------------------------------------------------------
+
+Open = Callable[[str, str, KVLayout, int], KVReader | None]
+NAMESPACE = hashlib.sha256(b"profile").hexdigest()
+
+
+def _key(number: int) -> str:
+    return hashlib.sha256(f"profile {number}".encode()).hexdigest()
+
+
+def _count(layout: KVLayout, tokens: int) -> int:
+    return max(2, min(MAX_CHUNKS, READ_BYTES // stored_chunk_bytes(layout, tokens)))
+
+
+def _fill(put: Callable[[str, str, ChunkKV], None], kv: ChunkKV, count: int) -> None:
+    for number in range(count):
+        put(NAMESPACE, _key(number), kv)
+
+
+def _median(
+    open_: Open, kv: ChunkKV, count: int, pinned: bool, before: Callable[[], None] = lambda: None
+) -> Reading:
+    """The median of some rounds, after one that is not counted."""
+    found = []
+    for _ in range(1 + ROUNDS):
+        before()
+        found.append(_read(open_, kv, count, pinned))
+    return sorted(found[1:], key=lambda each: each.seconds)[ROUNDS // 2]
+
+
+def _read(open_: Open, kv: ChunkKV, count: int, pinned: bool) -> Reading:
+    targets = _targets(kv, count, pinned)
+    readers = [open_(NAMESPACE, _key(number), kv.layout, kv.tokens) for number in range(count)]
+    try:
+        began, worked = time.perf_counter(), time.thread_time()
+        for layer, row in enumerate(targets):
+            for reader, target in zip(readers, row, strict=True):
+                if reader is None:
+                    raise StoreError("a chunk written a moment ago cannot be read; profile again")
+                reader.read_layer(layer, target)
+        seconds, busy_s = time.perf_counter() - began, time.thread_time() - worked
+    finally:
+        for reader in readers:
+            if reader is not None:
+                reader.close()
+    size = count * stored_chunk_bytes(kv.layout, kv.tokens)
+    return Reading(size, count * len(targets), seconds, min(busy_s, seconds))
+
+
+def _targets(kv: ChunkKV, count: int, pinned: bool) -> list[list[torch.Tensor]]:
+    """Per layer, where each chunk goes: fresh memory, as a prompt's buffers are, or pinned staging."""
+    rows = []
+    for layer in range(len(kv.layout.layers)):
+        two, heads, tokens, width = kv.layout.layer_shape(layer, kv.tokens)
+        dtype = kv.layout.torch_dtype
+        if pinned:
+            shape = (two, heads, tokens, width)
+            rows.append([torch.empty(shape, dtype=dtype, pin_memory=True) for _ in range(count)])
+            continue
+        buffer = torch.empty((two, heads, count * tokens, width), dtype=dtype)
+        rows.append([buffer[:, :, i * tokens : (i + 1) * tokens] for i in range(count)])
+    return rows
+
+
+def _forget(files: Sequence[Path]) -> None:
+    """Ask that these files leave the operating system's cache; they are on disk already."""
+    for path in files:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+@contextlib.contextmanager
+def _scratch(directory: Path) -> Iterator[Path]:
+    """A directory in ``directory`` that is gone afterwards, and others' that should have been."""
+    try:
+        for left in directory.glob(f"{SCRATCH}*"):
+            if left.is_dir() and time.time() - left.stat().st_mtime > STALE_S:
+                shutil.rmtree(left, ignore_errors=True)
+        made = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=directory))
+    except OSError as exc:
+        raise InvalidInputError(
+            f"directory {directory} cannot be written ({exc.strerror}), expected one in which reading can "
+            "be timed; choose another --dir"
+        ) from exc
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+__all__ = ["Reading", "measure_device", "measure_directory", "measure_memory", "tier_of"]

@@ -1,0 +1,205 @@
+"""Curves, pipelines and forecasts against cases worked out by hand."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from blendrag.errors import InvalidInputError
+from blendrag.estimates import Curve, Part, Profile, Tier, forecast
+from blendrag.estimates.curve import Point, fit
+from blendrag.estimates.pipeline import arrivals, finish, hidden_extra
+from profiles.invented import CHUNK, LAYERS, evenly, line, profile, prompt
+
+# -- curves -----------------------------------------------------------------------------------------
+
+
+def test_a_fit_finds_the_terms_that_times_were_made_of() -> None:
+    points = [
+        Point(rows, context, placed, 2e-3 + 1e-4 * rows + 3e-8 * rows * context + 1e-6 * placed)
+        for rows in (10, 50, 200, 800)
+        for context, placed in ((500, 900), (1000, 400), (1500, 3000))
+    ]
+    curve = fit(points)
+    assert curve.pair_s == pytest.approx(3e-8, rel=1e-3)
+    assert curve.placed_s == pytest.approx(1e-6, rel=1e-3)
+    for point in points:
+        assert curve(*point[:3]) == pytest.approx(point.seconds, rel=1e-3)
+    expected = 2e-3 + 1e-4 * 1600 + 3e-8 * 1600 * 800
+    assert curve(1600, 800) == pytest.approx(expected, rel=1e-2)  # beyond what was measured
+
+
+def test_a_fit_of_noise_never_falls_and_has_no_negative_term() -> None:
+    draw = random.Random(3)
+    for _ in range(50):
+        points = [
+            Point(rows, context, 0, draw.uniform(0.001, 0.1))
+            for rows in (8, 32, 128, 512)
+            for context in (100, 1000)
+        ]
+        curve = fit(points)
+        assert min(curve.row_s, curve.pair_s, curve.placed_s) >= 0
+        times = [curve(rows, 500) for rows in range(0, 2000, 7)]
+        assert times == sorted(times)
+
+
+def test_a_flat_beginning_is_kept_flat() -> None:
+    """As on a GPU: few rows cost what many do."""
+    flat = [Point(rows, 1, 0, max(1e-3, 1e-5 * rows)) for rows in (1, 30, 100, 400, 800)]
+    curve = fit(flat)
+    assert curve(30, 1) == pytest.approx(1e-3, rel=0.02)
+    assert curve(100, 1) == pytest.approx(1e-3, rel=0.02)
+    assert curve(600, 1) == pytest.approx(6e-3, rel=0.02)
+
+
+def test_a_curve_without_points_falling_or_endless_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="no time was measured"):
+        fit([Point(10, 10, 0, 0.0)])
+    for rows, seconds in (((), ()), ((1.0, 2.0), (2.0, 1.0)), ((2.0, 1.0), (1.0, 2.0))):
+        with pytest.raises(InvalidInputError, match="measure again"):
+            Curve(rows, seconds, 0.0)
+    with pytest.raises(InvalidInputError, match="finite"):
+        Curve((1.0,), (float("nan"),), 0.0)
+
+
+def test_no_rows_cost_nothing_but_the_moving() -> None:
+    assert line(1e-3, placed_s=1e-6)(0, 0, 100) == pytest.approx(1e-4)
+    assert line(1e-3)(0, 0) == 0.0
+
+
+# -- pipelines --------------------------------------------------------------------------------------
+
+
+def test_a_layer_begins_when_its_load_and_the_layer_before_are_done() -> None:
+    assert finish(arrivals([1, 1, 1]), [2, 2, 2]) == 7  # waits for the first load alone
+    assert finish(arrivals([2, 2, 2]), [1, 1, 1]) == 7  # waits for the last load
+    assert finish(arrivals([5, 0, 0]), [1, 1, 1]) == 8
+    assert finish(arrivals([0, 0, 5]), [1, 1, 1]) == 6
+    assert finish(arrivals([0, 0, 0]), [1, 1, 1]) == 3
+
+
+def test_copies_are_a_stage_of_their_own() -> None:
+    assert arrivals([1, 1, 1], [2, 2, 2]) == [3, 5, 7]
+    assert arrivals([2, 2, 2], [1, 1, 1]) == [3, 5, 7]
+
+
+def test_what_hides_behind_a_steady_load_is_all_but_the_last_layer() -> None:
+    """Loads of 4 each, computes of 1: by 17 = 16 + 1 three layers have 3 left each, the last none."""
+    assert hidden_extra(arrivals([4, 4, 4, 4]), [1, 1, 1, 1], 17) == pytest.approx([3, 3, 3, 0])
+    assert hidden_extra(arrivals([4, 4, 4, 4]), [1, 1, 1, 1], 19) == pytest.approx([3, 3, 3, 2])
+    assert hidden_extra(arrivals([0, 0, 0, 0]), [1, 1, 1, 1], 4) == pytest.approx([0] * 4)
+    assert hidden_extra(arrivals([4, 4, 4, 4]), [1, 1, 1, 1], 16) == [0] * 4  # too late as it is
+
+
+def test_no_schedule_hides_more_than_the_hull() -> None:
+    """Against all non-increasing extras in halves, on random loads."""
+    draw = random.Random(7)
+    for _ in range(40):
+        reads = [draw.choice((0, 1, 2, 4)) for _ in range(4)]
+        computes = [draw.choice((0.5, 1, 2)) for _ in range(4)]
+        there = arrivals(reads)
+        bound = finish(there, computes) + draw.choice((0, 0.5, 1, 2))
+        extra = hidden_extra(there, computes, bound)
+        assert extra == sorted(extra, reverse=True)
+        total = [c + e for c, e in zip(computes, extra, strict=True)]
+        assert finish(there, total) <= bound + 1e-9
+        best = 0.0
+        steps = [x / 2 for x in range(13)]
+        for a in steps:
+            for b in (s for s in steps if s <= a):
+                for c in (s for s in steps if s <= b):
+                    for d in (s for s in steps if s <= c):
+                        tried = [x + y for x, y in zip(computes, (a, b, c, d), strict=True)]
+                        if finish(there, tried) <= bound + 1e-9:
+                            best = max(best, a + b + c + d)
+        assert sum(extra) >= best - 1e-9
+
+
+# -- forecasts ----------------------------------------------------------------------------------------
+
+
+def test_a_policy_that_neither_looks_nor_asks_computes_its_rows_in_every_layer() -> None:
+    """3 chunks of 100 and 20 fresh, a tenth recomputed: 50 ms a layer; 3 ms of load a layer."""
+    asked = prompt()
+    predicted = forecast(profile(1e6), asked, asked.parts, evenly(0.1, 300))
+    assert predicted.load_s == pytest.approx(LAYERS * 3 * 1e-3)
+    assert predicted.compute_s == pytest.approx(LAYERS * 0.05)
+    assert predicted.ttft_s == pytest.approx(0.003 + LAYERS * 0.05)
+
+
+def test_behind_a_slow_load_only_the_last_layer_shows() -> None:
+    asked = prompt()
+    predicted = forecast(profile(1e4), asked, asked.parts, evenly(0.1, 300))
+    assert predicted.ttft_s == pytest.approx(LAYERS * 0.3 + 0.05)
+
+
+def test_a_policy_that_looks_computes_the_entry_whole_and_does_not_load_it() -> None:
+    asked = prompt(looks=True)
+    predicted = forecast(profile(1e4, peek_s=1e-4), asked, asked.parts, evenly(0.1, 300))
+    # layer 0: 320 rows while 0.9 s of loads run; the last of three loads is awaited, then 50 ms
+    assert predicted.load_s == pytest.approx(3 * 0.3)
+    assert predicted.compute_s == pytest.approx(0.32 + 0.032 + 3 * 0.05)
+    assert predicted.ttft_s == pytest.approx(0.9 + 0.05)
+
+
+def test_a_policy_that_asks_recomputes_when_everything_is_there() -> None:
+    asked = prompt(asks=True)
+    predicted = forecast(profile(1e4, fixed_s=0.5), asked, asked.parts, evenly(0.1, 300))
+    scout = LAYERS * 0.3 + 0.02
+    assert predicted.ttft_s == pytest.approx(0.5 + scout + LAYERS * 0.05)
+
+
+def test_an_exact_part_is_loaded_and_never_recomputed() -> None:
+    asked = prompt()
+    exact = tuple(Part(p.start, p.end, p.tier, p.layer_bytes, exact=True) for p in asked.parts)
+    predicted = forecast(profile(1e9), asked, exact, [])
+    assert predicted.compute_s == pytest.approx(LAYERS * 0.02)
+
+
+def test_with_nothing_loaded_it_is_a_stock_prefill() -> None:
+    assert forecast(profile(), prompt(), (), []).ttft_s == pytest.approx(LAYERS * 0.32)
+
+
+def test_where_cores_are_shared_reading_delays_computing() -> None:
+    asked = prompt()
+    tiers = (Tier("disk", 1e6, busy=0.5),)
+    alone, shared = (
+        forecast(profile(tiers=tiers, is_shared=s), asked, asked.parts, evenly(0.1, 300))
+        for s in (False, True)
+    )
+    assert shared.ttft_s - alone.ttft_s == pytest.approx(LAYERS * 0.0015)
+
+
+def test_copies_to_a_device_are_waited_for() -> None:
+    asked = prompt()
+    slow = profile(1e9, device_bytes_per_s=1e4)
+    assert forecast(slow, asked, asked.parts, evenly(0.1, 300)).ttft_s == pytest.approx(1.25, 1e-3)
+
+
+def test_rows_at_the_end_of_a_prompt_see_more() -> None:
+    made = profile(layer=line(0.0, pair_s=1e-6))
+    asked = prompt(chunks=2)
+    first, last = (forecast(made, asked, [p], evenly(0, CHUNK)).compute_s for p in asked.parts)
+    assert first > last > 0  # to compute the later chunk costs more than the earlier one
+
+
+def test_a_read_costs_its_latency_and_its_bytes() -> None:
+    assert Tier("disk", 1e6, read_s=1e-3).seconds(1e6, 3) == pytest.approx(1.003)
+
+
+def test_a_profile_survives_its_json() -> None:
+    import json
+
+    made = profile(device_bytes_per_s=1e10)
+    assert Profile.of(json.loads(json.dumps(made.as_dict()))) == made
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"peek_s": -1.0}, {"fixed_s": float("inf")}, {"layer_bytes": []}, {"version": 0}, {"tiers": []},
+     {"device_bytes_per_s": 0.0}, {"layer": {"rows": [1], "seconds": [], "row_s": 0}}],
+)  # fmt: skip
+def test_a_damaged_profile_is_no_profile(change: dict[str, object]) -> None:
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        Profile.of({**profile().as_dict(), **change})
