@@ -1,8 +1,8 @@
 """A stock LlamaIndex chat engine over a `VectorStoreIndex`: every turn loads the KV of what it quotes.
 
 The embedded model has not learnt to read a system message, where this engine puts what it retrieves, and
-answers "unknown"; chat models read it. Documents come through an `IngestionPipeline`; what changes in them changes in the store, KV included.
-Runs offline.
+answers "unknown"; chat models read it. Documents come through an `IngestionPipeline`; what changes in
+them changes in the store, KV included. Runs offline.
 """
 
 import tempfile
