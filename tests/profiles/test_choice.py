@@ -24,7 +24,7 @@ def ttft_s(
     return at(made, asked, ratio, asked.parts if parts is None else parts).ttft_s
 
 
-# -- ratio ----------------------------------------------------------------------------------------------
+# -- ratio -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bytes_per_s", [2e4, 3e4, 5e4, 1e5, 1e6, 1e9])
@@ -92,7 +92,7 @@ def test_a_policy_without_budget_is_left_alone() -> None:
     assert "whatever the ratio" in found.reason
 
 
-# -- load or compute ------------------------------------------------------------------------------------
+# -- load or compute ---------------------------------------------------------------------------------
 
 
 def test_a_fast_disk_has_everything_loaded() -> None:

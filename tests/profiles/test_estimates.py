@@ -12,7 +12,7 @@ from blendrag.estimates.curve import Point, fit
 from blendrag.estimates.pipeline import arrivals, finish, hidden_extra
 from profiles.invented import CHUNK, LAYERS, evenly, line, profile, prompt
 
-# -- curves -----------------------------------------------------------------------------------------
+# -- curves ------------------------------------------------------------------------------------------
 
 
 def test_a_fit_finds_the_terms_that_times_were_made_of() -> None:
@@ -68,7 +68,7 @@ def test_no_rows_cost_nothing_but_the_moving() -> None:
     assert line(1e-3)(0, 0) == 0.0
 
 
-# -- pipelines --------------------------------------------------------------------------------------
+# -- pipelines ---------------------------------------------------------------------------------------
 
 
 def test_a_layer_begins_when_its_load_and_the_layer_before_are_done() -> None:
@@ -116,7 +116,7 @@ def test_no_schedule_hides_more_than_the_hull() -> None:
         assert sum(extra) >= best - 1e-9
 
 
-# -- forecasts ----------------------------------------------------------------------------------------
+# -- forecasts ---------------------------------------------------------------------------------------
 
 
 def test_a_policy_that_neither_looks_nor_asks_computes_its_rows_in_every_layer() -> None:

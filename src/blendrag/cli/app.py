@@ -11,6 +11,7 @@ from blendrag import __version__
 from blendrag.cli import interrupt, options, output, quiet
 from blendrag.cli.calibrate import calibrate
 from blendrag.cli.eval import evaluate
+from blendrag.cli.profile import profile
 from blendrag.cli.status import (
     DONE,
     FAILED,
@@ -340,6 +341,7 @@ def bench(context: typer.Context) -> int:
 
 
 app.command()(calibrate)
+app.command()(profile)
 app.add_typer(store_commands)
 
 

@@ -57,7 +57,7 @@ def decide(
     if profile is None:
         return load, kept
     prompt = prompt_of(load, prompt_tokens, layout, asked.policy)
-    counts = counts_of(asked.policy, asked.schedule, profile.layers, len(prompt.parts))
+    counts = counts_of(asked.policy, asked.schedule, profile.layers, _blended(prompt))
     try:
         if not (asked.is_auto and asked.mode == "blend"):
             candidates = sum(part.tokens for part in prompt.parts if not part.exact)
@@ -91,7 +91,8 @@ def prompt_of(
 def counts_of(
     policy: SelectionPolicy, schedule: Schedule, layers: int, chunks: int
 ) -> Callable[[float, int], Sequence[float]]:
-    """Tokens that ``policy`` recomputes in layers 1…L-1 at a ratio, of so many candidates."""
+    """Tokens that ``policy`` recomputes in layers 1…L-1 at a ratio, of so many candidates; ``chunks`` are
+    those that could be blended."""
     if policy.budgeted:
         followed = policy.schedule or schedule
         return lambda ratio, candidates: followed.counts(ratio, layers, candidates)
@@ -111,6 +112,10 @@ def _part(span: LoadedSpan, stored: KVLayout) -> Part:
         stored_layer_bytes(stored, i, span.reader.tokens) for i in range(len(stored.layers))
     )
     return Part(span.start, span.end, _tier(span), sizes, span.exact)
+
+
+def _blended(prompt: Prompt) -> int:
+    return sum(not part.exact for part in prompt.parts)
 
 
 def _tier(span: LoadedSpan) -> str:

@@ -16,7 +16,7 @@ from typing import Any, overload
 from blendrag.calibrate import Step
 from blendrag.config import KVEncoding, Mode, Ratio, settings
 from blendrag.engine import calibration as calibrating
-from blendrag.engine import documents
+from blendrag.engine import documents, profiling
 from blendrag.engine.answers import (
     AnswerIterator,
     AsyncAnswerIterator,
@@ -30,6 +30,7 @@ from blendrag.engine.encoding import Background
 from blendrag.engine.exposition import exposition
 from blendrag.engine.ingest import Inputs, Watch
 from blendrag.engine.library import Library
+from blendrag.engine.profiling import ProfileReport
 from blendrag.engine.prompts import rag_prompt, render
 from blendrag.engine.requests import Requests, check_defaults
 from blendrag.engine.resources import Resources
@@ -249,6 +250,20 @@ class BlendEngine:
         s = self.settings
         options = options or CalibrationOptions(s.policy, s.fixed_ratio, top_k=s.top_k)
         return calibrating.calibrate(self._resources, self._requests, self._worker, options, watch)
+
+    def profile(
+        self,
+        directories: Sequence[Path] = (),
+        again: bool = False,
+        watch: profiling.Watch = lambda what, done, steps: None,
+    ) -> ProfileReport:
+        """Measure what loading and computing take here, for ratio ``auto``; once, then remembered.
+
+        ``directories`` are measured as places to keep KV, beside the store's own. ``again`` measures
+        although a profile is kept. Interrupted, it keeps nothing. Raises :class:`InvalidInputError`,
+        :class:`UnsupportedModelError`, :class:`StoreFullError`.
+        """
+        return profiling.profile(self._resources, self._worker, directories, again, watch)
 
     def stats(self) -> StoreStats:
         """What the store holds, and what this engine's use of it was so far. Opens the store."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from blendrag.controller import Asked
 from blendrag.controller.decide import counts_of
 from blendrag.engine.resources import Resources
 from blendrag.engine.worker import Worker
@@ -107,10 +106,12 @@ def usual_prompt(found: Profile, policy: str, chunks: int) -> Prompt:
     return Prompt(chunks * tokens + QUESTION_TOKENS, parts, asked.looks, asked.asks, asked.shifts)
 
 
-def counter(found: Profile, asked: Asked, chunks: int) -> Callable[[int], Sequence[float]]:
-    """Tokens recomputed in layers 1…L-1, of so many candidates."""
-    counts = counts_of(asked.policy, asked.schedule, found.layers, chunks)
-    return lambda candidates: counts(asked.ratio, candidates)
+def counts_for(
+    found: Profile, policy: str, ratio: float, chunks: int
+) -> Callable[[int], Sequence[float]]:
+    """Tokens recomputed in layers 1…L-1 at ``ratio``, of so many candidates."""
+    counts = counts_of(make_policy(policy), Schedule.parse("constant"), found.layers, chunks)
+    return lambda candidates: counts(ratio, candidates)
 
 
 def storage_choice(
@@ -122,6 +123,6 @@ def storage_choice(
     chunks: int,
 ) -> StorageChoice:
     """The cheapest of ``devices`` that adds no latency to a usual prompt at that ratio."""
-    asked = Asked("blend", make_policy(policy), Schedule.parse("constant"), ratio)
     prompt = usual_prompt(found, policy, chunks)
-    return choose_storage(found, prompt, counter(found, asked, chunks), devices, corpus_bytes)
+    counts = counts_for(found, policy, ratio, chunks)
+    return choose_storage(found, prompt, counts, devices, corpus_bytes)

@@ -49,19 +49,18 @@ class Reading:
 
 
 def tier_of(name: str, readings: Sequence[Reading]) -> Tier:
-    """Throughput and cost of a read, by least squares, from readings of long and of short chunks."""
-    import numpy as np
-    from scipy.optimize import nnls
+    """Throughput and cost of a read, from a reading of long chunks and one of short ones.
 
-    seconds = np.array([each.seconds for each in readings])
-    terms = np.array([[float(each.size_bytes), float(each.reads)] for each in readings])
-    scale = terms.max(axis=0)
-    (byte_s, read_s), _ = nnls(terms / scale / seconds[:, None], np.ones(len(readings)))
-    largest = max(readings, key=lambda each: each.size_bytes)
-    # Where all of the time goes into reads, bytes still take some.
-    byte_s = max(byte_s / scale[0], 1e-3 * largest.seconds / largest.size_bytes)
+    Long chunks take what they took; of that, reads are at most half: times that differ by chance alone
+    would else make a tier of endless throughput.
+    """
+    long, short = sorted(readings, key=lambda each: -each.size_bytes)
+    spread = long.size_bytes / long.reads - short.size_bytes / short.reads
+    byte_s = (long.seconds / long.reads - short.seconds / short.reads) / spread if spread else 0.0
+    whole = long.seconds / long.size_bytes
+    byte_s = min(max(byte_s, whole / 2), whole)
     busy = sum(each.busy_s for each in readings) / sum(each.seconds for each in readings)
-    return Tier(name, float(1 / byte_s), float(read_s / scale[1]), min(1.0, busy))
+    return Tier(name, 1 / byte_s, (whole - byte_s) * long.size_bytes / long.reads, min(1.0, busy))
 
 
 def measure_memory(kvs: Sequence[ChunkKV], pinned: bool) -> Tier:

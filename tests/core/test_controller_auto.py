@@ -1,0 +1,302 @@
+"""Ratio ``auto`` through the engine: what is decided by a profile is what is done, and is explained."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from blendrag.config import Settings
+from blendrag.engine import Answer, BlendEngine, Options
+from blendrag.errors import InvalidInputError
+from blendrag.estimates import Curve, Profile, Tier
+from blendrag.profile import conditions_of, remember
+from blendrag.profile.record import path_of
+from blendrag.store.base import KVReader
+
+LAYERS = 4
+AUTO = Options(ratio="auto", policy="random", max_new_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
+    # No memory tier, so that everything lies on disk, whatever was asked before.
+    root = tmp_path_factory.mktemp("auto") / "store"
+    with tiny.engine(tiny.llama(), root, ram_bytes=0) as made:
+        made.ingest([tiny.document(i) for i in range(3)])
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _forgotten(engine: BlendEngine) -> Iterator[None]:
+    yield
+    path_of(engine.resources.root, engine.resources.trust.namespace).unlink(missing_ok=True)
+
+
+def prompt(engine: BlendEngine) -> str:
+    texts = [text for number in (0, 1, 2) for text in tiny.chunk_texts(engine, number)]
+    return "Answer from the context.\n\n" + "\n\n".join(texts) + "\n\nQuestion: What was built?"
+
+
+def line(row_s: float) -> Curve:
+    return Curve((1.0, 4096.0), (row_s, 4096 * row_s), row_s)
+
+
+def profiled(engine: BlendEngine, bytes_per_s: float, row_s: float = 1e-6, **changes: Any) -> None:
+    """Have the engine remember an invented profile: one disk, and so much a row and layer."""
+    layout = engine.resources.layout
+    made = Profile(
+        conditions=conditions_of(engine.adapter, engine.resources.trust.namespace),
+        prefill=line(LAYERS * row_s),
+        layer=line(row_s),
+        scout=line(row_s),
+        peek_s=0.0,
+        shift_s=0.0,
+        fixed_s=0.0,
+        tiers=(Tier("disk", bytes_per_s),),
+        device_bytes_per_s=None,
+        is_shared=False,
+        chunk_tokens=64,
+        layer_bytes=tuple(layout.layer_bytes(i, 64) for i in range(LAYERS)),
+        took_s=1.0,
+        measured={},
+    )
+    remember(engine.resources.root, replace(made, **changes))
+
+
+def token_bytes(engine: BlendEngine) -> int:
+    """Of one token in one layer."""
+    return engine.resources.layout.layer_bytes(0, 1)
+
+
+def ask(engine: BlendEngine, options: Options = AUTO) -> Answer:
+    answer = engine.generate(prompt(engine), options)
+    engine.drain()
+    return answer
+
+
+class Throttled:
+    """A reader that sleeps by bytes."""
+
+    def __init__(self, reader: KVReader, bytes_per_s: float) -> None:
+        self._reader, self._bytes_per_s = reader, bytes_per_s
+        self.key, self.tokens, self.tier = reader.key, reader.tokens, reader.tier
+
+    def read_layer(self, layer: int, out: torch.Tensor) -> None:
+        time.sleep(out.numel() * out.element_size() / self._bytes_per_s)
+        self._reader.read_layer(layer, out)
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+# -- the ratio ---------------------------------------------------------------------------------------
+
+
+def test_behind_a_throttled_reader_the_larger_ratio_that_hides_is_taken(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token loads twice as long as it computes: with the last layer left at the least, what is between
+    .15 and everything hides."""
+    row_s = 5e-6
+    bytes_per_s = token_bytes(engine) / (2 * row_s)
+    profiled(engine, bytes_per_s, row_s)
+    store, open_ = engine.resources.store, engine.resources.store.open
+
+    def throttled(*args: Any) -> KVReader | None:
+        reader = open_(*args)
+        return None if reader is None else Throttled(reader, bytes_per_s)
+
+    monkeypatch.setattr(store, "open", throttled)
+    # A prefill is faster than this disk; what is loaded is not the question here.
+    monkeypatch.setattr("blendrag.estimates.choice.WORTH", 1.0)
+    metrics = ask(engine).metrics
+    assert metrics.ratio > 0.3
+    assert "hides behind the load" in metrics.decision
+    assert metrics.reused_tokens > 0
+    shares = [float(share) for share in metrics.schedule.split(",")]
+    assert shares == sorted(shares, reverse=True)
+    assert sum(shares) / len(shares) == pytest.approx(metrics.ratio, abs=0.01)
+    assert metrics.predicted_load_s is not None
+    assert metrics.load_s >= 0.99 * metrics.predicted_load_s  # it slept for that long
+    least = ask(engine, replace(AUTO, ratio=0.15)).metrics
+    assert least.ratio == pytest.approx(0.15, abs=0.01)
+
+
+def test_from_a_fast_store_the_least_ratio_is_taken(engine: BlendEngine) -> None:
+    profiled(engine, 1e12)
+    metrics = ask(engine).metrics
+    assert metrics.ratio == pytest.approx(0.15, abs=0.01)
+    assert "smallest that keeps quality" in metrics.decision
+    assert metrics.schedule == "constant"
+    assert not metrics.notes
+
+
+def test_a_schedule_asked_for_stays(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("blendrag.estimates.choice.WORTH", 1.0)
+    profiled(engine, token_bytes(engine) / 1e-5, 5e-6)
+    metrics = ask(engine, replace(AUTO, schedule="linear")).metrics
+    assert metrics.schedule == "linear"
+
+
+def test_the_least_ratio_is_a_setting(tmp_path: Path) -> None:
+    with tiny.engine(
+        tiny.llama(), tmp_path / "s", ratio="auto", min_ratio=0.4, policy="random"
+    ) as e:
+        e.ingest([tiny.document(i) for i in range(3)])
+        assert ask(e, Options(max_new_tokens=2)).metrics.ratio == pytest.approx(0.4, abs=0.01)
+        profiled(e, 1e12, tiers=(Tier("disk", 1e12), Tier("memory", 1e12)))
+        assert ask(e, Options(max_new_tokens=2)).metrics.ratio == pytest.approx(0.4, abs=0.01)
+
+
+# -- load or compute ---------------------------------------------------------------------------------
+
+
+def test_a_store_slower_than_computing_is_not_read_and_the_answer_says_so(
+    engine: BlendEngine,
+) -> None:
+    profiled(engine, 1e3)
+    answer = ask(engine)
+    metrics = answer.metrics
+    assert metrics.reused_tokens == 0
+    assert metrics.load_s == 0.0
+    assert {chunk.outcome for chunk in metrics.chunks} == {"computed"}
+    assert all("faster here than waiting" in chunk.reason for chunk in metrics.chunks)
+    (note,) = metrics.notes
+    assert note.startswith("the store is slower than computing here")
+    assert "computed afresh" in metrics.decision
+    assert answer.text == ask(engine, Options(mode="full", max_new_tokens=4)).text
+
+
+def test_what_was_computed_by_choice_is_not_stored_again(engine: BlendEngine) -> None:
+    before = engine.stats()
+    profiled(engine, 1e3)
+    ask(engine)
+    after = engine.stats()
+    assert (after.entries, after.puts) == (before.entries, before.puts)
+
+
+def test_in_between_a_part_is_loaded_and_the_answer_is_a_blend_of_both(engine: BlendEngine) -> None:
+    row_s = 5e-6
+    profiled(engine, token_bytes(engine) / (0.8 * row_s), row_s)
+    metrics = ask(engine).metrics
+    outcomes = [chunk.outcome for chunk in metrics.chunks]
+    assert "computed" in outcomes
+    assert "blended" in outcomes
+    assert "stored parts computed afresh" in metrics.decision
+    assert metrics.prompt_tokens == metrics.reused_tokens + metrics.fresh_tokens
+
+
+def test_a_ratio_that_was_given_is_kept_and_everything_is_loaded(engine: BlendEngine) -> None:
+    profiled(engine, 1e3)
+    metrics = ask(engine, replace(AUTO, ratio=0.5)).metrics
+    assert metrics.ratio == pytest.approx(0.5, abs=0.01)
+    assert metrics.reused_tokens > 0
+    assert metrics.decision == ""
+
+
+# -- predictions -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ratio", [0.3, "auto"])
+@pytest.mark.parametrize(
+    "policy", ["random", "hkvd", "query", "offset+query", "boundary(4)", "full"]
+)
+def test_predicted_times_are_stored_beside_measured_ones(
+    engine: BlendEngine, policy: str, ratio: Any
+) -> None:
+    profiled(engine, 1e9)
+    metrics = ask(engine, Options(policy=policy, ratio=ratio, max_new_tokens=2)).metrics
+    assert metrics.predicted_ttft_s is not None
+    assert metrics.predicted_ttft_s > 0
+    assert metrics.predicted_compute_s is not None
+    assert metrics.predicted_load_s is not None
+    assert metrics.as_dict()["predicted_ttft_s"] == metrics.predicted_ttft_s
+
+
+def test_the_rows_predicted_are_the_rows_computed(engine: BlendEngine) -> None:
+    """At a microsecond a row and layer the predicted compute counts them."""
+    profiled(engine, 1e12, row_s=1e-6)
+    for policy in ("random", "boundary(4)"):
+        metrics = ask(engine, Options(policy=policy, ratio=0.3, max_new_tokens=2)).metrics
+        blended = sum(c.tokens for c in metrics.chunks if c.outcome == "blended")
+        rows = LAYERS * metrics.fresh_tokens + LAYERS * metrics.charged_ratio * blended
+        assert metrics.predicted_compute_s == pytest.approx(rows * 1e-6, rel=0.02)
+
+
+def test_without_a_profile_nothing_is_predicted(engine: BlendEngine) -> None:
+    metrics = ask(engine, replace(AUTO, ratio=0.2)).metrics
+    assert metrics.predicted_ttft_s is None
+    assert metrics.decision == ""
+    assert not metrics.notes
+
+
+# -- without a profile to go by ----------------------------------------------------------------------
+
+
+def test_without_a_profile_auto_is_the_least_ratio_and_names_the_command(
+    engine: BlendEngine,
+) -> None:
+    metrics = ask(engine).metrics
+    assert metrics.ratio == pytest.approx(0.15, abs=0.01)
+    (note,) = metrics.notes
+    assert f"blendrag profile --model {engine.resources.model_name}" in note
+    assert str(engine.resources.root) in note
+    assert "ratio 0.15 was taken" in note
+    assert tiny.one_sentence(note)
+
+
+def test_a_profile_of_another_machine_is_not_gone_by(engine: BlendEngine) -> None:
+    conditions = conditions_of(engine.adapter, engine.resources.trust.namespace)
+    profiled(engine, 1e3, conditions=replace(conditions, machine="another"))
+    metrics = ask(engine).metrics
+    assert metrics.reused_tokens > 0
+    (note,) = metrics.notes
+    assert "measured elsewhere (machine another)" in note
+
+
+def test_a_tier_that_was_never_timed_is_named(engine: BlendEngine) -> None:
+    profiled(engine, 1e9, tiers=(Tier("memory", 1e9),))
+    metrics = ask(engine).metrics
+    assert metrics.reused_tokens > 0
+    (note,) = metrics.notes
+    assert note.startswith("reading from disk was never timed")
+
+
+@pytest.mark.parametrize("mode", ["full", "reuse", "prefix"])
+def test_in_other_modes_auto_decides_nothing_and_says_nothing(
+    engine: BlendEngine, mode: Any
+) -> None:
+    assert not ask(engine, replace(AUTO, mode=mode)).metrics.notes
+
+
+# -- bad input ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ratio", ["fast", "0.2", "", 1.01, -0.1, float("nan")])
+def test_a_ratio_that_is_none_is_refused(ratio: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"ratio .*\[0, 1\]"):
+        Options(ratio=ratio)
+
+
+def test_settings_take_auto_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BLENDRAG_RATIO", "auto")
+    assert Settings().ratio == "auto"
+    assert Settings().fixed_ratio == 0.15
+    monkeypatch.setenv("BLENDRAG_RATIO", "0.25")
+    assert Settings().ratio == Settings().fixed_ratio == 0.25
+    for wrong in ("1.5", "automatic"):
+        monkeypatch.setenv("BLENDRAG_RATIO", wrong)
+        with pytest.raises(ValueError):
+            Settings()
+
+
+def test_a_least_ratio_outside_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"min_ratio 1\.5"):
+        BlendEngine("demo", tmp_path, min_ratio=1.5)
