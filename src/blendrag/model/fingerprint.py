@@ -81,7 +81,8 @@ def change_token(model: Any) -> tuple[int, tuple[object, ...], str, str]:
     """
     versions = 0
     places = []
-    tensors = [tensor for _, tensor in named_tensors(model)]  # walking a deep model costs most of this
+    # Once: walking a deep model costs most of this.
+    tensors = [tensor for _, tensor in named_tensors(model)]
     for tensor in tensors:
         if not tensor.is_inference():
             versions += tensor._version
