@@ -1,8 +1,8 @@
 """The disk tier: one verified payload file per chunk, a byte limit, least recently used goes first.
 
-Owns the contract, what was used recently, and the bytes that a KV becomes. What a payload looks like
-is :mod:`format`, where files lie :mod:`files`, which there are :mod:`index`, how one is found and
-believed :mod:`reading`, and how the directory is changed :mod:`writing`.
+Owns the contract and what was used recently. What a KV becomes is :mod:`sealing`, where files lie
+:mod:`files`, which there are :mod:`index`, how one is found and believed :mod:`reading`, and how the
+directory is changed :mod:`writing`.
 """
 
 from __future__ import annotations
@@ -13,23 +13,20 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-import torch
-
 from blendrag.errors import InvalidInputError, StoreError, StoreUnavailableError
 from blendrag.kv import ChunkKV, KVLayout
 from blendrag.store.base import StoreStats, TierStats
 from blendrag.store.disk_errors import named_errors
-from blendrag.store.encodings import codec_of
-from blendrag.store.files import Name, PayloadFiles, new_name
+from blendrag.store.files import PayloadFiles, new_name
 from blendrag.store.forking import StaysHere, renew_after_fork
-from blendrag.store.format import frame, is_name, layer_checksum
+from blendrag.store.format import is_name
 from blendrag.store.index import Index
 from blendrag.store.limit import DEFAULT_DISK_BYTES, settle_limit
 from blendrag.store.pins import Pins, Scope
-from blendrag.store.raw import all_finite, on_cpu, tensor_buffer
 from blendrag.store.reader import DiskReader
 from blendrag.store.reading import DiskReading
 from blendrag.store.root import prepare
+from blendrag.store.sealing import sealed
 from blendrag.store.tally import Tally
 from blendrag.store.writing import DiskWriter
 
@@ -109,9 +106,12 @@ class DiskStore(StaysHere):
             if self._reading.index_is_odd:
                 self._reading.index_is_odd = False
                 self._writing.recover()
-            if not self._reading.has(namespace, key):
+            there = self._reading.sound(namespace, key)
+            if there is None or not self._writing.keep(there):
                 self._clear_away(namespace, key)
-                self._put(new_name(namespace, key), kv)
+                name = new_name(namespace, key)
+                payload = sealed(name, kv)
+                self._writing.put(name, payload.buffers, payload.size_bytes)
                 self._tally.add("puts")
         self._pins.note_put((namespace, key))
         self.note_use(namespace, key)
@@ -128,7 +128,7 @@ class DiskStore(StaysHere):
     def contains(self, namespace: str, key: str) -> bool:
         """See :meth:`KVStore.contains`."""
         self._check(namespace, key)
-        return self._reading.has(namespace, key)
+        return self._reading.sound(namespace, key) is not None
 
     def delete(self, namespace: str, key: str) -> bool:
         """See :meth:`KVStore.delete`."""
@@ -222,20 +222,6 @@ class DiskStore(StaysHere):
         if doubtful:
             self._writing.remove(doubtful)
 
-    def _put(self, name: Name, kv: ChunkKV) -> None:
-        """Check, encode and sum up the bytes, then write them. Caller holds the put lock."""
-        expected = frame(kv.layout, kv.tokens)
-        codec = codec_of(kv.layout)
-        stored, checksums = [], []
-        for i, tensor in enumerate(kv.layers):  # one after the other, while it is in the cache
-            layer = on_cpu(tensor)
-            _check_finite(layer, i, kv.layout.dtype, name)
-            stored.append(codec.encode(i, layer) if codec else layer)
-            checksums.append(layer_checksum(name.key, i, tensor_buffer(stored[i])))
-        buffers = [tensor_buffer(layer) for layer in stored]
-        header = expected.header(name.namespace, name.key, checksums)
-        self._writing.put(name, [header, *buffers], expected.file_bytes)
-
     def _check(self, namespace: str, key: str) -> None:
         """Refuse malformed names and closed stores."""
         for text in (namespace, key):
@@ -253,11 +239,3 @@ class DiskStore(StaysHere):
                 f"store {self.root} is read-only, expected one that can be written; "
                 "change its permissions or choose another --store"
             )
-
-
-def _check_finite(layer: torch.Tensor, number: int, dtype: str, name: Name) -> None:
-    if not all_finite(layer, dtype):
-        raise InvalidInputError(
-            f"KV {name.key[:12]}… has NaN or infinity in layer {number}, expected finite numbers; "
-            "compute it in bfloat16 or float32, or leave this chunk out"
-        )

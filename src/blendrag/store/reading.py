@@ -68,10 +68,11 @@ class DiskReading:
             return None
         return next((name for name in names if name not in self._doubtful), None)
 
-    def has(self, namespace: str, key: str) -> bool:
-        """Whether there is a payload that nobody doubts yet."""
+    def sound(self, namespace: str, key: str) -> Name | None:
+        """A key's payload, provided that it is there and nobody doubts it yet."""
         name = self.find(namespace, key)
-        return name is not None and name not in self._doubtful and self._files.exists(name)
+        is_there = name is not None and name not in self._doubtful and self._files.exists(name)
+        return name if is_there else None
 
     def doubtful(self, namespace: str, key: str) -> list[Name]:
         """Payloads of a key that were set aside, or could not be."""

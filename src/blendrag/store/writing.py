@@ -91,6 +91,18 @@ class DiskWriter:
                     self._files.remove(name)
                 raise
 
+    def keep(self, name: Name) -> bool:
+        """Make durable what somebody else may still be putting; whether it is there to be kept."""
+        with named_errors(f"writing to store {self._root}"):
+            return self._keep(name)
+
+    def _keep(self, name: Name) -> bool:
+        try:
+            self._files.sync(name)
+        except FileNotFoundError:
+            return False
+        return self._files.exists(name)
+
     def _begin(self, size_bytes: int) -> Writer:
         """Claim to be writing and make room. Caller holds the index lock."""
         claim = self._claimed()
@@ -109,7 +121,7 @@ class DiskWriter:
         """Index what was written, unless somebody was faster. Caller holds the index lock."""
         other = self._index.get(row.name.namespace, row.name.key)
         is_ours = other is not None and other.name == row.name  # a recovery elsewhere was faster
-        if other is not None and not is_ours and self._files.exists(other.name):
+        if other is not None and not is_ours and self._keep(other.name):
             self._files.remove(row.name)
             return
         self._room.make(0 if is_ours else row.size_bytes, but=row.name)

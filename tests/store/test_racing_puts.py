@@ -1,0 +1,87 @@
+"""Puts beside those who put or clear the same: what is acknowledged is durable, whoever wrote it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from blendrag.store import DiskStore
+
+
+@pytest.fixture
+def synced(monkeypatch):
+    """Inodes of what was synced so far."""
+    inodes = set()
+    monkeypatch.setattr(os, "fsync", lambda fd: inodes.add(os.fstat(fd).st_ino))
+    return inodes
+
+
+def way_to(payload, root):
+    """Inodes of the directories that have to be durable for a payload to be there."""
+    way = [parent for parent in payload.parents if parent.is_relative_to(root / "kv")]
+    return {path.stat().st_ino for path in way}
+
+
+def test_a_chunk_that_is_there_is_acknowledged_once_it_is_durable(lab, make_store, root, synced):
+    lab.put(make_store(), 1)
+    store = make_store()
+    synced.clear()  # as if the other one had only come to that
+    lab.put(store, 1)
+    assert way_to(lab.file(store, 1), root) <= synced
+    assert len(lab.payloads(root)) == 1
+
+
+def test_who_finds_another_ones_chunk_indexed_in_the_end_keeps_that_one_durably(
+    lab, make_store, root, monkeypatch, synced
+):
+    store, other = make_store(), make_store()
+    write = store._files.write
+
+    def slowly(*args):
+        write(*args)
+        lab.put(other, 1)
+        synced.clear()
+
+    monkeypatch.setattr(store._files, "write", slowly)
+    lab.put(store, 1)
+    assert lab.file(store, 1).parent.stat().st_ino in synced
+    assert lab.is_right(store, 1)
+
+
+def test_a_chunk_that_is_gone_before_it_is_kept_is_put_again(lab, make_store, monkeypatch):
+    lab.put(make_store(), 1)
+    store = make_store()
+    sync = store._files.sync
+
+    def too_late(name):
+        monkeypatch.setattr(store._files, "sync", sync)
+        directory = lab.file(store, 1).parent
+        lab.file(store, 1).unlink()
+        directory.rmdir()
+        sync(name)
+
+    monkeypatch.setattr(store._files, "sync", too_late)
+    lab.put(store, 1)
+    assert lab.is_right(store, 1)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_directory_that_is_cleared_away_just_before_a_payload_gets_there_is_made_again(
+    lab, root, monkeypatch, times
+):
+    rename, left = os.rename, [times]
+
+    def after_a_clear(source, target, *, dst_dir_fd):
+        if left[0]:
+            left[0] -= 1
+            os.rmdir(f"/proc/self/fd/{dst_dir_fd}/../{target[:2]}")
+        return rename(source, target, dst_dir_fd=dst_dir_fd)
+
+    store = DiskStore(root, None)
+    monkeypatch.setattr(os, "rename", after_a_clear)
+    lab.put(store, 1)
+    assert lab.is_right(store, 1)
+    assert left == [0]
+    assert not list((root / "tmp").glob("*.part"))
+    store.close()
