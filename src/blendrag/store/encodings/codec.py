@@ -51,6 +51,9 @@ class Block(NamedTuple):
 class Codec(ABC):
     """One encoding of one layout. Stateless; runs no operator on more than a block."""
 
+    steps: int
+    """Of its scale, the largest number that is coded."""
+
     def __init__(self, layout: KVLayout) -> None:
         self.layout = layout
 
@@ -99,7 +102,6 @@ class Codec(ABC):
                 found.append(block)
         return found
 
-    @abstractmethod
     def _encode(
         self,
         numbers: torch.Tensor,
@@ -109,6 +111,20 @@ class Codec(ABC):
         per_token: bool,
     ) -> None:
         """Fill ``scale``, ``middle`` and ``coded`` from ``numbers`` ``[T, D]`` of one head."""
+        if middle is None:
+            reach = _largest(numbers, per_token)
+        else:
+            low, high = _over_tokens(numbers, _lowest), _over_tokens(numbers, _highest)
+            middle.copy_(low / 2 + high / 2)  # halves do not overflow
+            reach = torch.maximum(high - middle, middle - low)
+        scale.copy_(_scales_of(reach, self.steps, middle))
+        for at in stretches(*numbers.shape):
+            each = scale[at, None] if per_token else scale
+            coded[at].copy_(self.code(_in_steps(numbers[at], each, middle, self.steps)))
+
+    @abstractmethod
+    def code(self, steps: torch.Tensor) -> torch.Tensor:
+        """Each byte, as an integer, of numbers in steps: float32 ``[n, D]``, which may be overwritten."""
 
     @abstractmethod
     def decode(self, block: Block, out: torch.Tensor) -> None:
@@ -171,7 +187,7 @@ def stretches(tokens: int, width: int, items: int = BLOCK_ITEMS) -> Iterator[sli
     return (slice(at, min(at + step, tokens)) for at in range(0, tokens, step))
 
 
-def over_tokens(
+def _over_tokens(
     numbers: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
     """``reduce`` (``amax`` and the like) over the tokens of ``[T, D]``, in float32 ``[D]``."""
@@ -180,22 +196,22 @@ def over_tokens(
     return reduce(torch.stack(found)).float()
 
 
-def largest(numbers: torch.Tensor, per_token: bool) -> torch.Tensor:
+def _largest(numbers: torch.Tensor, per_token: bool) -> torch.Tensor:
     """The largest magnitudes of ``[T, D]``: of every token ``[T]`` or of every channel ``[D]``."""
     if not per_token:
-        return over_tokens(numbers, lambda x: x.abs().amax(0))
+        return _over_tokens(numbers, lambda x: x.abs().amax(0))
     tokens, width = numbers.shape
     found = [numbers[at].abs().amax(1) for at in stretches(tokens, width, _REDUCED_ITEMS)]
     return torch.cat(found).float()
 
 
-def scales_of(reach: torch.Tensor, steps: int, middle: torch.Tensor | None) -> torch.Tensor:
+def _scales_of(reach: torch.Tensor, steps: int, middle: torch.Tensor | None) -> torch.Tensor:
     """Scales with which ``steps`` times the scale is ``reach``, and stays finite beside ``middle``."""
     room = torch.full_like(reach, _LARGEST) - (0.0 if middle is None else middle.abs())
     return torch.minimum(reach, room).clamp_(min=0) / steps
 
 
-def in_steps(
+def _in_steps(
     numbers: torch.Tensor, scale: torch.Tensor, middle: torch.Tensor | None, steps: int
 ) -> torch.Tensor:
     """``[n, D]`` in steps of the scale, at most ``steps`` of them; 0 where the scale is 0, as all that
@@ -204,10 +220,9 @@ def in_steps(
     return torch.where(scale > 0, away / scale, 0.0).clamp_(-steps, steps)
 
 
-def coded_stretches(
-    numbers: torch.Tensor, scale: torch.Tensor, per_token: bool
-) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Stretches of ``[T, D]`` and the scales of each, as they multiply it."""
-    tokens, width = numbers.shape
-    for at in stretches(tokens, width):
-        yield at, scale[at, None] if per_token else scale
+def _lowest(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.amin(0)
+
+
+def _highest(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.amax(0)

@@ -12,17 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from blendrag.store.encodings.base import stored_parts
-from blendrag.store.encodings.codec import (
-    BLOCK_ITEMS,
-    Block,
-    Codec,
-    coded_stretches,
-    in_steps,
-    largest,
-    scales_of,
-)
+from blendrag.store.encodings.codec import BLOCK_ITEMS, Block, Codec
 
-LARGEST = 448
 #: What turns float16's smallest exponent into that of e4m3: 2^(15 - 7).
 _EXPONENT_GAP = 256.0
 #: Numbers of 16 bits that one of 64 has room for.
@@ -37,18 +28,10 @@ UNPACKED_ITEMS = _LANES * BLOCK_ITEMS
 class Fp8(Codec):
     """See the module."""
 
-    def _encode(
-        self,
-        numbers: torch.Tensor,
-        scale: torch.Tensor,
-        middle: torch.Tensor | None,
-        coded: torch.Tensor,
-        per_token: bool,
-    ) -> None:
-        scale.copy_(scales_of(largest(numbers, per_token), LARGEST, middle))
-        for at, each in coded_stretches(numbers, scale, per_token):
-            steps = in_steps(numbers[at], each, middle, LARGEST)
-            coded[at].copy_(steps.to(torch.float8_e4m3fn).view(torch.int8))
+    steps = 448
+
+    def code(self, steps: torch.Tensor) -> torch.Tensor:
+        return steps.to(torch.float8_e4m3fn).view(torch.int8)
 
     def blocks(
         self, layer: int, tokens: int, stored: torch.Tensor, scratch: torch.Tensor | None
