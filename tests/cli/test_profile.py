@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from blendrag.profile import measure, model_times
+from blendrag.profile import measure
 from cli.lab import invoke, said
 
 DEVICES = """
@@ -32,7 +32,7 @@ price_per_gb_month = 0.001
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "LENGTHS", (64, 128))
     monkeypatch.setattr(measure, "QUESTIONS", (8,))
-    monkeypatch.setattr(model_times, "MAX_REPEATS", 1)
+    monkeypatch.setattr(measure, "ROUNDS", 1)
 
 
 @pytest.fixture
@@ -69,6 +69,9 @@ def test_figures_are_printed_and_kept_and_ask_goes_by_them(store: str) -> None:
     assert after["predicted_ttft_s"] > 0
     assert after["decision"]
     assert not [note for note in after["notes"] if "blendrag profile" in note]
+    shown = invoke(*ask).stderr
+    assert " predicted (loading " in shown
+    assert "\ndecision: " in shown
     second = invoke("profile", "--store", store)
     assert "remembered" in said(second)
     assert second.stdout == first.stdout
@@ -124,7 +127,7 @@ def test_interrupted_it_keeps_nothing_and_says_so(
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(measure.Measure, "_prefill", interrupt)
+    monkeypatch.setattr(measure.Measure, "_in_rounds", interrupt)
     result = invoke("profile", "--store", store)
     assert result.exit_code == 130
     assert "nothing was kept" in said(result)

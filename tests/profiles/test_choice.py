@@ -160,6 +160,12 @@ def test_chunks_of_any_length_are_chosen_nearly_as_well_as_by_trying_all_sets() 
         assert chosen <= 1.15 * best
 
 
+def test_a_prompt_of_nothing_stored_is_prefilled() -> None:
+    found = choose(profile(), Prompt(50, ()), wish())
+    assert (found.loaded, found.shares) == ((), ())
+    assert found.forecast.ttft_s == pytest.approx(profile().prefill_s(50))
+
+
 def test_a_tier_that_was_not_measured_is_named() -> None:
     with pytest.raises(KeyError, match="tape"):
         choose(profile(), prompt(tier="tape"), wish())

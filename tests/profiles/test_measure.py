@@ -14,7 +14,7 @@ import tiny
 from blendrag.engine import BlendEngine
 from blendrag.errors import InvalidInputError
 from blendrag.estimates import Profile
-from blendrag.profile import conditions_of, measure, model_times, recall, remember
+from blendrag.profile import conditions_of, measure, recall, remember
 from blendrag.profile.record import Remembered, path_of
 from blendrag.profile.tier_times import Reading, tier_of
 
@@ -24,7 +24,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured is not looked at here, so little is enough."""
     monkeypatch.setattr(measure, "LENGTHS", (64, 128))
     monkeypatch.setattr(measure, "QUESTIONS", (8,))
-    monkeypatch.setattr(model_times, "MAX_REPEATS", 1)
+    monkeypatch.setattr(measure, "ROUNDS", 1)
 
 
 @pytest.fixture

@@ -91,13 +91,21 @@ def say_metrics(metrics: RequestMetrics) -> None:
     how = f", {metrics.policy} at ratio {metrics.ratio:.2f}" if metrics.policy else ""
     say(
         "metrics",
-        f"first token after {1e3 * metrics.ttft_s:,.0f} ms (loading {1e3 * metrics.load_s:,.0f} ms), "
+        f"first token after {1e3 * metrics.ttft_s:,.0f} ms{_predicted(metrics)} "
+        f"(loading {1e3 * metrics.load_s:,.0f} ms), "
         f"{metrics.prompt_tokens} prompt tokens: {metrics.reused_tokens} reused, "
         f"{metrics.recomputed_tokens} of them recomputed, {metrics.fresh_tokens} fresh; "
         f"mode {metrics.mode}{how}{_schedule(metrics)}",
     )
+    if metrics.decision:
+        say("decision", metrics.decision)
     for note in metrics.notes:
         say("note", note)
+
+
+def _predicted(metrics: RequestMetrics) -> str:
+    predicted = metrics.predicted_ttft_s
+    return "" if predicted is None else f", {1e3 * predicted:,.0f} predicted"
 
 
 def _schedule(metrics: RequestMetrics) -> str:

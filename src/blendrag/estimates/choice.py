@@ -22,7 +22,7 @@ HIDDEN_SLACK = 0.03
 #: Of the compute that a larger ratio adds, this share must hide: what merely fits the slack is no gain.
 HIDDEN_SHARE = 0.5
 #: Computing what could be loaded must make the prompt faster by this share: estimates are no better.
-WORTH = 0.05
+WORTH = 0.1
 #: Steps in which ratios are tried.
 STEP = 0.01
 
@@ -96,7 +96,8 @@ def _what_to_load(profile: Profile, prompt: Prompt, wish: Wish) -> tuple[tuple[i
     """Indices to load, and the time with all of them.
 
     Parts are given up one after the other, those first whose loading takes longest for a token, and the
-    best of these sets is taken: exact for parts of one length, whatever tiers they lie in.
+    best of these sets is taken: exact for parts of one length, whatever tiers they lie in. For others it is
+    mended by the best change of one part.
     """
     every = tuple(range(len(prompt.parts)))
 
@@ -105,17 +106,20 @@ def _what_to_load(profile: Profile, prompt: Prompt, wish: Wish) -> tuple[tuple[i
         counts = wish.counts(wish.min_ratio, estimator.candidates)
         return estimator.at(counts).ttft_s
 
+    waits = _waits(profile, prompt, wish)
     slowest = sorted(
         every, key=lambda i: -_load_s(profile, prompt.parts[i]) / prompt.parts[i].tokens
     )
-    sets = [tuple(sorted(slowest[given_up:])) for given_up in range(len(every) + 1)]
-    if not _waits(profile, prompt, wish):
-        sets = [sets[0], sets[-1]]  # a part that nobody waits for is not worth computing by itself
-    times = [seconds(chosen) for chosen in sets]
-    best = min(range(len(sets)), key=times.__getitem__)
-    if times[best] > (1 - WORTH) * times[0]:
-        best = 0
-    return sets[best], times[0]
+    # A part that nobody waits for is not worth computing by itself.
+    given_up = range(len(every) + 1) if waits else (0, len(every))
+    times = {chosen: seconds(chosen) for chosen in (tuple(sorted(slowest[n:])) for n in given_up)}
+    if waits and len({part.tokens for part in prompt.parts}) > 1:
+        fastest = min(times, key=times.__getitem__)
+        for changed in (tuple(sorted({*fastest} ^ {i})) for i in every):
+            times[changed] = seconds(changed)
+    best_set = min(times, key=times.__getitem__)
+    is_worth = times[best_set] <= (1 - WORTH) * times[every]
+    return best_set if is_worth else every, times[every]
 
 
 def _waits(profile: Profile, prompt: Prompt, wish: Wish) -> bool:

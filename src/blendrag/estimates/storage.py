@@ -74,7 +74,9 @@ def choose_storage(
         raise InvalidInputError("the list of devices is empty, expected one at least; add one")
     rated = tuple(_rate(profile, prompt, counts, device, corpus_bytes) for device in devices)
     hiding = [each for each in rated if each.hides]
-    cheapest = min(hiding, key=lambda each: (each.device.price_per_gb_month, each.ttft_s), default=None)
+    cheapest = min(
+        hiding, key=lambda each: (each.device.price_per_gb_month, each.ttft_s), default=None
+    )
     return StorageChoice(rated, cheapest, min(rated, key=lambda each: each.ttft_s))
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -20,7 +20,7 @@ from blendrag.estimates.curve import Point, fit
 from blendrag.fusor import Fusor
 from blendrag.kv import ChunkKV
 from blendrag.model.adapter import ModelAdapter
-from blendrag.profile.model_times import SHORTEST, ModelTimes, Shape, Timed
+from blendrag.profile.model_times import SHORTEST, ModelTimes, Shape, Timed, usual
 from blendrag.profile.record import cores
 from blendrag.profile.tier_times import measure_device, measure_directory, measure_memory
 from blendrag.store.encodings import stored_layer_bytes
@@ -37,6 +37,16 @@ FRESH = 24
 #: Fresh tokens of the scout passes that are timed.
 QUESTIONS = (16, 64, 256)
 USUAL_RATIO = 0.15
+LOOKS, SHIFTS = "hkvd", "offset+random"
+#: Policies that cost more than their rows.
+EXTRAS = (LOOKS, SHIFTS)
+#: Every prefill is timed so often, the first time to warm up, unless that takes longer than the seconds.
+ROUNDS = 6
+ROUNDS_S = 25.0
+
+
+#: Times by what was timed.
+Found = Mapping[Any, Timed]
 
 
 class Runner(Protocol):
@@ -45,18 +55,12 @@ class Runner(Protocol):
     def __call__(self, call: Callable[[], T], /) -> T: ...
 
 
-@dataclass
-class _Found:
-    """What the steps done so far have measured."""
+@dataclass(frozen=True)
+class _Job:
+    """One prefill to time, several times."""
 
-    prefill: list[Point] = field(default_factory=list)
-    layer: list[Point] = field(default_factory=list)
-    scout: list[Point] = field(default_factory=list)
-    outside: list[float] = field(default_factory=list)
-    peek_s: float = 0.0
-    shift_s: float = 0.0
-    tiers: list[Tier] = field(default_factory=list)
-    device_bytes_per_s: float | None = None
+    what: str
+    run: Callable[[], Timed]
 
 
 class Measure:
@@ -86,31 +90,35 @@ class Measure:
     ) -> Profile:
         """All of it: tiers below ``root`` and in ``directories``, then the model. Well under a minute for
         a small one. Raises what the model, the store or a directory raises."""
-        began, found = time.monotonic(), _Found()
+        began = time.monotonic()
         lengths = [n for n in LENGTHS if n <= self._times.longest] or [SHORTEST]
-        self._begin(len(lengths) + 2 * len(RATIOS) + 2 * len(QUESTIONS) + 2 + 3 + len(directories))
-        self._read(found, root, directories)
-        longest = self._prefill(found, lengths)
-        shapes = self._shapes(longest)
-        self._blend(found, shapes)
-        self._ask(found, shapes)
-        layer, scout = fit(found.layer), fit(found.scout)
-        self._extras(found, shapes[0], layer)
+        jobs = 2 * len(RATIOS) + 2 * len(QUESTIONS) + 2 * len(EXTRAS)
+        self._begin(3 + len(directories) + len(lengths) + ROUNDS * (len(lengths) + jobs))
+        tiers, device_bytes_per_s = self._read(root, directories)
+        lengths = self._bearable(lengths)
+        shapes = self._shapes(lengths[-1])
+        found = self._in_rounds(self._jobs(lengths, shapes))
+        layer = fit(self._layer_points(found, shapes))
+        peek_s, shift_s = self._extras(found, shapes, layer)
         return Profile(
             conditions=conditions,
-            prefill=fit(found.prefill),
+            prefill=fit(Point(n, n / 2, 0, found["prefill", n].total_s) for n in lengths),
             layer=layer,
-            scout=scout,
-            peek_s=found.peek_s,
-            shift_s=found.shift_s,
-            fixed_s=statistics.median(found.outside),
-            tiers=tuple(found.tiers),
-            device_bytes_per_s=found.device_bytes_per_s,
+            scout=fit(self._scout_points(found, shapes)),
+            peek_s=peek_s,
+            shift_s=shift_s,
+            fixed_s=self._outside(found, shapes),
+            tiers=tiers,
+            device_bytes_per_s=device_bytes_per_s,
             is_shared=self._adapter.device.type == "cpu" and torch.get_num_threads() >= cores(),
             chunk_tokens=self._chunk_tokens,
             layer_bytes=tuple(self._layer_bytes()),
             took_s=time.monotonic() - began,
-            measured=_points(found),
+            measured={
+                "prefill": [[n, found["prefill", n].total_s] for n in lengths],
+                "layer": [list(point) for point in self._layer_points(found, shapes)],
+                "scout": [list(point) for point in self._scout_points(found, shapes)],
+            },
         )
 
     def with_directories(self, known: Profile, directories: Sequence[Path]) -> Profile:
@@ -138,15 +146,17 @@ class Measure:
         made = [self._model(partial(self._times.chunk, n)) for n in lengths]
         return [replace(kv, layout=kv.layout.encoded(self._encoding)) for kv in made]
 
-    def _read(self, found: _Found, root: Path, directories: Sequence[Path]) -> None:
+    def _read(
+        self, root: Path, directories: Sequence[Path]
+    ) -> tuple[tuple[Tier, ...], float | None]:
         kvs = self._chunks()
         self._step("reading from memory")
-        found.tiers.append(measure_memory(kvs, self._pinned))
+        tiers = [measure_memory(kvs, self._pinned)]
         self._step("reading from disk")
-        found.tiers += measure_directory(root, kvs, self._pinned)
+        tiers += measure_directory(root, kvs, self._pinned)
         for path in directories:
-            found.tiers += self._directory(path, kvs)
-        found.device_bytes_per_s = self._model(lambda: measure_device(self._adapter.device))
+            tiers += self._directory(path, kvs)
+        return tuple(tiers), self._model(lambda: measure_device(self._adapter.device))
 
     def _directory(self, path: Path, kvs: Sequence[ChunkKV]) -> Iterable[Tier]:
         self._step(f"reading from {path}")
@@ -157,17 +167,16 @@ class Measure:
     def _pinned(self) -> bool:
         return self._adapter.device.type == "cuda"
 
-    def _prefill(self, found: _Found, lengths: Sequence[int]) -> int:
-        """Stock prefills, the shortest first; the longest length that did not take too long."""
-        longest, took_s = lengths[0], 0.0
+    def _bearable(self, lengths: Sequence[int]) -> list[int]:
+        """Lengths whose prefill does not take too long, the shortest at any rate."""
+        bearable, took_s = [], 0.0
         for tokens in lengths:
             self._step(f"prefill of {tokens} tokens")
             if took_s > LONG_S / 2:  # the next is twice as long, and takes more than twice the time
                 continue
-            timed = self._model(partial(self._times.stock, tokens))
-            took_s, longest = timed.total_s, tokens
-            found.prefill.append(Point(tokens, tokens / 2, 0, took_s))
-        return longest
+            took_s = self._model(partial(self._times.stock, tokens)).total_s
+            bearable.append(tokens)
+        return bearable
 
     def _shapes(self, longest: int) -> tuple[Shape, Shape]:
         """A long prompt and one half as long."""
@@ -175,44 +184,81 @@ class Measure:
         chunks = max(2, (longest - FRESH) // chunk)
         return Shape(chunks, chunk, FRESH), Shape(max(1, chunks // 2), chunk, FRESH)
 
-    def _blend(self, found: _Found, shapes: Iterable[Shape]) -> None:
-        for shape in shapes:
-            for ratio in RATIOS:
-                self._step(f"blending {shape.tokens} tokens at ratio {ratio:g}")
-                timed = self._blended(shape, "random", ratio)
-                chosen = round(ratio * shape.candidates)
-                each = timed.passes[0] / self._layers
-                found.layer.append(shape.point(chosen, shape.candidates, each))
-                found.outside.append(timed.outside_s)
+    def _jobs(self, lengths: Sequence[int], shapes: Sequence[Shape]) -> dict[Any, _Job]:
+        """By what they measure; blended ones by policy, ratio and shape."""
+        jobs: dict[Any, _Job] = {
+            ("prefill", n): _Job(f"prefill of {n} tokens", partial(self._times.stock, n))
+            for n in lengths
+        }
+        asked = [("random", ratio, shape) for shape in shapes for ratio in RATIOS]
+        asked += [("query", 0.0, shape) for shape in self._asking(shapes)]
+        asked += [(policy, USUAL_RATIO, shape) for policy in EXTRAS for shape in shapes]
+        for policy, ratio, shape in asked:
+            what = f"{policy} at ratio {ratio:g} over {shape.tokens} tokens"
+            run = partial(self._times.blended, shape, policy, ratio)
+            jobs[policy, ratio, shape] = _Job(what, run)
+        return jobs
 
-    def _ask(self, found: _Found, shapes: Iterable[Shape]) -> None:
-        for shape in shapes:
-            for fresh in QUESTIONS:
-                self._step(f"scouting {shape.tokens} tokens with {fresh}")
-                asked = self._fitting(replace(shape, fresh=fresh))
-                timed = self._blended(asked, "query", 0.0)
-                each = timed.passes[0] / self._layers
-                found.scout.append(asked.point(0, asked.candidates, each))
+    def _in_rounds(self, jobs: dict[Any, _Job]) -> dict[Any, Timed]:
+        """Every job once a round, so that what disturbs the machine for a while disturbs all alike. The
+        first round warms up; long ones are fewer."""
+        runs: dict[Any, list[Timed]] = {key: [] for key in jobs}
+        began = time.monotonic()
+        for number in range(ROUNDS):
+            if number > 1 and (time.monotonic() - began) * (number + 1) / number > ROUNDS_S:
+                break
+            for key, job in jobs.items():
+                self._step(job.what)
+                runs[key].append(self._model(job.run))
+        return {key: usual(timed[1:] or timed) for key, timed in runs.items()}
+
+    def _asking(self, shapes: Sequence[Shape]) -> list[Shape]:
+        """Prompts whose fresh tokens ask what the others are worth."""
+        return [self._fitting(replace(s, fresh=fresh)) for s in shapes for fresh in QUESTIONS]
 
     def _fitting(self, shape: Shape) -> Shape:
         over = shape.tokens - self._times.longest
         return shape if over <= 0 else replace(shape, fresh=max(1, shape.fresh - over))
 
-    def _extras(self, found: _Found, shape: Shape, layer: Curve) -> None:
-        """What looking and shifting cost on top, as what is left of a whole run's time."""
-        chosen = round(USUAL_RATIO * shape.candidates)
-        placed = float(shape.candidates)
-        self._step("peeking")
-        looked = self._blended(shape, "hkvd", USUAL_RATIO)
-        rows = shape.point(chosen, placed, 0.0)
-        whole = shape.point(placed, 0.0, 0.0)
-        expected = layer(whole.rows, whole.context) + (self._layers - 1) * layer(*rows[:3])
-        found.peek_s = max(0.0, looked.passes[0] - expected) / shape.tokens
-        self._step("shifting")
-        shifted = self._blended(shape, "offset+random", USUAL_RATIO)
-        plain = self._blended(shape, "random", USUAL_RATIO)
-        left = shifted.passes[0] - plain.passes[0]
-        found.shift_s = max(0.0, left) / (max(1, self._layers - 1) * shape.candidates)
+    # -- what was measured --------------------------------------------------------------------------
+
+    def _layer_points(self, found: Found, shapes: Sequence[Shape]) -> list[Point]:
+        return [
+            s.point(
+                round(r * s.candidates), s.candidates, self._each(found["random", r, s].passes[0])
+            )
+            for s in shapes
+            for r in RATIOS
+        ]
+
+    def _scout_points(self, found: Found, shapes: Sequence[Shape]) -> list[Point]:
+        return [
+            s.point(0, s.candidates, self._each(found["query", 0.0, s].passes[0]))
+            for s in self._asking(shapes)
+        ]
+
+    def _each(self, seconds: float) -> float:
+        """Of one layer."""
+        return seconds / self._layers
+
+    def _outside(self, found: Found, shapes: Sequence[Shape]) -> float:
+        """What a usual blended prefill takes outside of its layers."""
+        return statistics.median(found["random", r, s].outside_s for s in shapes for r in RATIOS)
+
+    def _extras(self, found: Found, shapes: Sequence[Shape], layer: Curve) -> tuple[float, float]:
+        """What looking and shifting cost on top, by token: what is left of whole runs' times."""
+        looking, shifting = [], []
+        for shape in shapes:
+            rows = shape.point(round(USUAL_RATIO * shape.candidates), shape.candidates, 0.0)
+            whole = shape.point(shape.candidates, 0.0, 0.0)
+            plain = found["random", USUAL_RATIO, shape].passes[0]
+            # layer 0 is computed whole there, and is not moved to its place
+            entry = layer(*whole[:3]) - layer(*rows[:3])
+            left = found[LOOKS, USUAL_RATIO, shape].passes[0] - plain - entry
+            looking.append(left / shape.tokens)
+            left = found[SHIFTS, USUAL_RATIO, shape].passes[0] - plain
+            shifting.append(left / (max(1, self._layers - 1) * shape.candidates))
+        return max(0.0, statistics.fmean(looking)), max(0.0, statistics.fmean(shifting))
 
     # -- on the worker ----------------------------------------------------------------------------
 
@@ -223,12 +269,6 @@ class Measure:
 
         return self._run(locked)
 
-    def _blended(self, shape: Shape, policy: str, ratio: float) -> Timed:
-        def timed() -> Timed:
-            return self._times.blended(shape, self._times.chunk(shape.chunk_tokens), policy, ratio)
-
-        return self._model(timed)
-
     def _layer_bytes(self) -> list[int]:
         layout = self._adapter.layout.encoded(self._encoding)
         return [stored_layer_bytes(layout, i, self._chunk_tokens) for i in range(self._layers)]
@@ -237,12 +277,3 @@ class Measure:
 def directory_tier(path: Path) -> str:
     """The name of a directory's tier."""
     return str(path.expanduser().resolve())
-
-
-def _points(found: _Found) -> dict[str, Any]:
-    return {
-        "prefill": [list(p) for p in found.prefill],
-        "layer": [list(p) for p in found.layer],
-        "scout": [list(p) for p in found.scout],
-        "outside_s": found.outside,
-    }

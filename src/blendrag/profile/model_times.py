@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +25,6 @@ from blendrag.model.adapter import ModelAdapter
 from blendrag.selection import Schedule, make_policy
 from blendrag.verify import HeldKV
 
-#: One measurement is repeated for about so long, after a first run that warms up.
-REPEAT_S = 0.6
-MAX_REPEATS = 5
 SHORTEST = 64
 
 
@@ -74,6 +71,7 @@ class ModelTimes:
         self._adapter = adapter
         self._fusor = fusor
         self._prefix_ids = tuple(prefix_ids)
+        self._kv: dict[int, ChunkKV] = {}
         self._events: list[tuple[bool, float]] = []
 
     @property
@@ -91,16 +89,20 @@ class ModelTimes:
         return limit - len(self._prefix_ids) - 2
 
     def chunk(self, tokens: int) -> ChunkKV:
-        """KV of a chunk of random ids behind the corpus's prefix."""
-        return self._adapter.encode(self._prefix_ids, self._ids(tokens)[0].tolist())
+        """KV of a chunk of random ids behind the corpus's prefix, the same for as many tokens."""
+        if tokens not in self._kv:
+            ids = self._ids(tokens)[0].tolist()
+            self._kv[tokens] = self._adapter.encode(self._prefix_ids, ids)
+        return self._kv[tokens]
 
     def stock(self, tokens: int) -> Timed:
         """A stock prefill and its first token."""
         ids = self._ids(tokens)
-        return self._repeated(lambda: self._generate(ids, None))
+        return self._timed(lambda: self._generate(ids, None))
 
-    def blended(self, shape: Shape, kv: ChunkKV, policy: str, ratio: float) -> Timed:
+    def blended(self, shape: Shape, policy: str, ratio: float) -> Timed:
         """A blended prefill over loaded KV, which is in place when the clock starts."""
+        kv = self.chunk(shape.chunk_tokens)
         ids = self._ids(shape.tokens)
         spans = tuple(
             LoadedSpan(
@@ -120,7 +122,7 @@ class ModelTimes:
                 fusion.loader.synchronize(len(self._adapter.layout.layers) - 1)
                 return prepared_s + self._generate(ids, cache)
 
-        return self._repeated(run)
+        return self._timed(run)
 
     # -- one prefill --------------------------------------------------------------------------
 
@@ -148,22 +150,12 @@ class ModelTimes:
             torch.cuda.synchronize(self._adapter.device)
         return time.perf_counter()
 
-    def _repeated(self, run: Any) -> Timed:
-        """Of some runs after one that warms up, which alone counts where it takes long, the mean of the
-        faster half: what else runs on the machine only ever adds."""
-        found: list[Timed] = []
+    def _timed(self, run: Callable[[], float]) -> Timed:
         with self._watched(), torch.inference_mode():
-            while True:
-                self._events.clear()
-                total_s = run()
-                passes = self._passes()
-                found.append(Timed(passes, max(0.0, total_s - sum(passes))))
-                kept = found[1:] or found
-                spent = sum(each.total_s for each in found)
-                if spent > REPEAT_S * (1 + len(kept) / MAX_REPEATS) or len(kept) >= MAX_REPEATS:
-                    break
-        passes = tuple(_usual(column) for column in zip(*(k.passes for k in kept), strict=True))
-        return Timed(passes, _usual([each.outside_s for each in kept]))
+            self._events.clear()
+            total_s = run()
+        passes = self._passes()
+        return Timed(passes, max(0.0, total_s - sum(passes)))
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -188,6 +180,11 @@ class ModelTimes:
         return tuple(end - begin for begin, end in zip(begins, ends, strict=True))
 
 
-def _usual(seconds: Sequence[float]) -> float:
-    """Mean of the faster half."""
+def usual(runs: Sequence[Timed]) -> Timed:
+    """Of several runs, the mean of the faster half: what else runs on a machine only ever adds."""
+    passes = tuple(_faster(column) for column in zip(*(run.passes for run in runs), strict=True))
+    return Timed(passes, _faster([run.outside_s for run in runs]))
+
+
+def _faster(seconds: Sequence[float]) -> float:
     return statistics.fmean(sorted(seconds)[: (len(seconds) + 1) // 2])
