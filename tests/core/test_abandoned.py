@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -257,6 +258,46 @@ async def test_waiting_streams_take_no_threads_from_the_event_loop(engine: Blend
     assert await asyncio.gather(*waiting) == ["Y"] * 6
     for pieces in streams:
         await pieces.aclose()
+
+
+def test_an_abandoned_stream_keeps_nothing_of_what_was_computed(engine: BlendEngine) -> None:
+    """Although its iterator is kept, and with it the error that ended the request."""
+    made: list[weakref.ref[Any]] = []
+
+    def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        made.append(weakref.ref(kwargs["past_key_values"]))
+
+    hook = engine.adapter.model.model.register_forward_pre_hook(note, with_kwargs=True)
+    pieces = engine.stream("talk")
+    next(pieces)
+    pieces.close()
+    hook.remove()
+    engine.drain()
+    gc.collect()
+    assert made
+    assert [cache() for cache in made if cache() is not None] == []
+    with pytest.raises(RequestCancelled):
+        _ = pieces.answer
+
+
+def test_an_idle_worker_holds_on_to_nothing_of_a_call_that_failed() -> None:
+    class Computed:
+        pass
+
+    made: list[weakref.ref[Computed]] = []
+
+    def fail() -> None:
+        computed = Computed()
+        made.append(weakref.ref(computed))
+        raise MemoryError("none left")
+
+    worker = Worker("test")
+    with pytest.raises(MemoryError):
+        worker.run(fail)
+    time.sleep(0.1)
+    gc.collect()
+    assert made[0]() is None
+    worker.close()
 
 
 def test_draining_while_a_queued_request_is_cancelled_is_no_error() -> None:

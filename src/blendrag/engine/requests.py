@@ -26,7 +26,7 @@ from blendrag.engine.resources import Resources
 from blendrag.engine.stream import AnswerStream
 from blendrag.engine.types import Answer, Options, Prompt
 from blendrag.engine.worker import Worker
-from blendrag.errors import InvalidInputError
+from blendrag.errors import InvalidInputError, RequestCancelled, RequestTimeout
 from blendrag.prompt import PromptPlan, make_plan
 from blendrag.retriever.corpus import Corpus
 from blendrag.retriever.passages import StoredChunk
@@ -91,6 +91,9 @@ class Requests:
                 answer = self._work(task, stream)
             except BaseException as exc:
                 log_failure(exc, task.started)
+                if isinstance(exc, RequestCancelled | RequestTimeout):
+                    # its frames hold the KV cache, for as long as an iterator that was left is kept
+                    exc.__traceback__ = None
                 raise
             finally:
                 stream.finish()

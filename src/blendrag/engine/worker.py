@@ -110,6 +110,8 @@ class Worker:
                     return
                 future, call = queue.popleft()
             _settle(future, call)
+            # an idle worker holds on to no request: the error of one keeps all that it had computed
+            del future, call
 
 
 def _settle(future: Future[Any], call: Callable[[], Any]) -> None:
