@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -102,6 +103,57 @@ def test_draws_of_other_threads_are_not_seeded() -> None:
     assert elsewhere == [int(torch.multinomial(probabilities, 1))]
     with SeededDraws(0, torch.device("cpu")):
         assert int(torch.multinomial(probabilities, 1)) == here
+
+
+def test_a_forwards_operations_are_not_looked_at_one_by_one(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the few operations that choose a token are; a forward has many, and draws nothing."""
+    looked: list[bool] = []
+    inside: list[bool] = []
+    real = SeededDraws.__torch_function__
+
+    def look(self: SeededDraws, *args: Any, **kwargs: Any) -> Any:
+        looked.append(bool(inside))
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(SeededDraws, "__torch_function__", look)
+    layer = engine.adapter.decoder_layers[0]
+    hooks = [
+        layer.register_forward_pre_hook(lambda *_: inside.append(True)),
+        layer.register_forward_hook(lambda *_: inside.clear()),
+    ]
+    try:
+        ask(engine, 7)
+        ask(engine, 7, mode="blend")
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert looked
+    assert not any(looked)
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_draws_are_seeded_again_after_a_forward_even_one_that_failed(failing: bool) -> None:
+    class Failing(torch.nn.Module):
+        def forward(self) -> None:
+            if failing:
+                raise MemoryError
+
+    model, probabilities = Failing(), torch.full((1000,), 0.001)
+    drawn = []
+    for _ in range(2):
+        with SeededDraws(0, torch.device("cpu")).between_forwards(model):
+            with suppress(MemoryError):
+                model()
+            drawn.append(int(torch.multinomial(probabilities, 1)))
+    assert drawn[0] == drawn[1]
+    torch.manual_seed(1)
+    first = int(torch.multinomial(probabilities, 1))
+    torch.manual_seed(1)
+    assert int(torch.multinomial(probabilities, 1)) == first  # and no longer once it is over
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
 
 
 @pytest.mark.parametrize("seed", [2**64, -(2**63) - 1])

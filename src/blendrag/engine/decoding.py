@@ -7,7 +7,7 @@ probabilities of what was chosen. Does not know prompts or stored KV.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ class SeededDraws(TorchFunctionMode):
 
     torch's global generators are neither read nor moved, so that neither the request nor whoever else
     draws meanwhile notices the other. ``fork_rng`` would hide the request, but not protect it.
+
+    Every operation within costs a call of Python: see :meth:`between_forwards`.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -53,6 +55,26 @@ class SeededDraws(TorchFunctionMode):
         if func in (torch.multinomial, torch.Tensor.multinomial):
             kwargs = {"generator": self._generator, **kwargs}
         return func(*args, **kwargs)
+
+    @contextmanager
+    def between_forwards(self, model: nn.Module) -> Iterator[None]:
+        """Within this context, but not in the forwards of ``model``: many operations, and none draws."""
+        with ExitStack() as around:
+            active = around.enter_context(ExitStack())
+
+            def enter_forward(*_: Any) -> None:
+                active.close()
+
+            def leave_forward(*_: Any) -> None:
+                active.close()
+                active.enter_context(self)
+
+            before = model.register_forward_pre_hook(enter_forward)
+            around.callback(before.remove)
+            after = model.register_forward_hook(leave_forward, always_call=True)
+            around.callback(after.remove)
+            active.enter_context(self)
+            yield
 
 
 class Likelihoods:

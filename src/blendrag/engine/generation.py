@@ -250,7 +250,8 @@ class Generation:
             if stream.likely is not None:
                 around.enter_context(stream.likely.watching(self._adapter.model))
             if options.seed is not None and options.samples:
-                around.enter_context(SeededDraws(options.seed, self._adapter.device))
+                draws = SeededDraws(options.seed, self._adapter.device)
+                around.enter_context(draws.between_forwards(self._adapter.model))
             yield
 
     # -- what it was --------------------------------------------------------------------------
