@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 import tiny
-from blendrag.engine import Options
+from blendrag.engine import BlendEngine, Options
+from blendrag.engine.library import Entry
 from blendrag.errors import InvalidInputError
-from blendrag.plugs import CONFIG, RequestFields
+from blendrag.plugs import CONFIG, RequestFields, close_shared_engines
 
 TOOL = {"type": "function", "function": {"name": "search"}}
 
@@ -80,3 +82,19 @@ def test_a_word_that_is_no_option_is_named_with_those_that_are() -> None:
     with pytest.raises(InvalidInputError, match="presence_penalty") as raised:
         wrapper().request_options(presence_penalty=1)
     assert "timeout" in str(raised.value)
+
+
+def test_a_default_embedder_is_not_held_against_a_corpus_of_another(tmp_path: Path) -> None:
+    with BlendEngine("demo", tmp_path, embedder="another/embedder") as other:
+        other.library.add([Entry(id="1", text="one")], embed=False, precompute=False)
+    try:
+        with wrapper(store=tmp_path) as made:
+            made.engine.library.add([Entry(id="2", text="two")], embed=False, precompute=False)
+            assert [entry.id for entry in made.engine.library.entries()] == ["1", "2"]
+        with (
+            wrapper(store=tmp_path, embedder="minilm-offline") as made,
+            pytest.raises(InvalidInputError, match="another/embedder"),
+        ):
+            made.engine.library.add([Entry(id="3", text="three")], embed=False, precompute=False)
+    finally:
+        close_shared_engines()

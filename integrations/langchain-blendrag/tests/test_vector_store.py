@@ -293,3 +293,21 @@ def test_an_overlap_or_a_wrong_size_is_refused(engine: BlendEngine) -> None:
 def test_a_splitter_is_copied_without_its_engine(engine: BlendEngine) -> None:
     splitter = BlendTextSplitter(engine=engine)
     assert copy.deepcopy(splitter)._fields.engine is engine
+
+
+@pytest.mark.parametrize("embedder", [None, "minilm-offline"])
+def test_vectors_of_langchains_embeddings_are_added_again_and_again(
+    tmp_path: Path, embedder: str | None
+) -> None:
+    names: dict[str, Any] = {"model": "demo", "store": tmp_path, "embedder": embedder}
+    try:
+        for text in (CATS, SHIPS, FOXES):
+            made = BlendVectorStore(DeterministicFakeEmbedding(size=8), **names)
+            made.add_documents(documents(text), precompute=False)
+        assert len(made.similarity_search("cats", k=5)) == 3
+        with pytest.raises(InvalidInputError, match="9 numbers in a corpus of 8"):
+            BlendVectorStore(DeterministicFakeEmbedding(size=9), **names).add_documents(
+                documents(CHANGED)
+            )
+    finally:
+        close_shared_engines()

@@ -29,7 +29,7 @@ from blendrag.profile import conditions_of
 from blendrag.profile.record import Remembered
 from blendrag.retriever.corpus import DIRECTORY, Corpus
 from blendrag.retriever.database import FILE_NAME
-from blendrag.retriever.embedder import Embedder, same_embedder
+from blendrag.retriever.embedder import GIVEN, Embedder, same_embedder
 from blendrag.retriever.manifest import Manifest
 from blendrag.retriever.retriever import Retriever
 from blendrag.store import KVStore, open_store
@@ -230,7 +230,12 @@ class Resources:
                 f"store {self.root} holds chunks of {manifest.chunk_tokens} tokens, not {wanted}; "
                 "leave --chunk-tokens out or ingest into another --store"
             )
-        if self._embedder is not None and not same_embedder(self._embedder, manifest.embedder):
+        given = manifest.embedder.startswith(GIVEN)  # compared with the vectors that are given
+        if (
+            self._embedder is not None
+            and not given
+            and not same_embedder(self._embedder, manifest.embedder)
+        ):
             raise InvalidInputError(
                 f"store {self.root} was embedded with {manifest.embedder!r}, not "
                 f"{self._embedder!r}; leave --embedder out or ingest into another --store"

@@ -75,7 +75,8 @@ def engine_of(name: EngineName) -> BlendEngine:
                 name.store,
                 dtype=name.dtype,
                 device=name.device,
-                embedder=name.embedder,
+                # a corpus remembers its own: a default that nobody asked for must not be held against it
+                embedder=None if name.embedder == settings().embedder else name.embedder,
             )
         return _engines[name]
 
