@@ -604,3 +604,12 @@ def test_a_setting_that_is_gone_when_the_next_process_looks_is_a_rebuild(
     monkeypatch.setattr(index_check, "_schema_fault", lambda connection: None)  # just before that
     monkeypatch.setattr(index_check, "_settings_fault", lambda connection: None)
     assert_rebuilt(lab, make_store())
+
+
+def test_that_an_index_is_odd_is_said_once(lab, root, make_store, caplog):
+    lab.put(make_store(), 1)
+    (root / "index" / "cache.db").write_bytes(b"no database" * 500)
+    make_store()
+    assert [r.getMessage() for r in caplog.records if "is odd" in r.getMessage()] == [
+        "index of the store is odd (file is not a database): rebuilt from the files"
+    ]

@@ -66,25 +66,30 @@ class IndexDatabase:
         if exists(self._directory, UNFINISHED):
             self._forget()
             return False
-        return self.connect()
+        return self._oddity() is None
 
     def connect(self) -> bool:
-        """Like :meth:`open`, of an index whose rebuild is not finished, too."""
+        """Like :meth:`open`, of an index whose rebuild is not finished, too; says what is odd about it."""
+        reason = self._oddity()
+        if reason:
+            logger.warning("index of the store is odd (%s): rebuilt from the files", reason)
+        return reason is None
+
+    def _oddity(self) -> str | None:
+        """Connect; why that is not to be, empty where there is no database."""
         self._forget()
         if not exists(self._directory, DATABASE):
-            return False
+            return ""
         try:
             with self._mapped():
                 reason = fault(self._directory, self._busy_timeout_s)
             if reason is None:
                 self._connect()
         except IndexOdd as exc:
-            reason = str(exc)
+            return str(exc)
         except OSError as exc:
             raise unusable(self._directory, exc.strerror or exc) from exc
-        if reason is not None:
-            logger.warning("index of the store is odd (%s): rebuilt from the files", reason)
-        return reason is None
+        return reason
 
     def create(self) -> None:
         """Begin an empty database in place of whatever is there, within :meth:`unfinished`."""
