@@ -491,3 +491,15 @@ def test_an_import_into_an_empty_directory_makes_a_store_there(lab, archive, tar
     target.mkdir()
     assert maintenance.take_in(target, archive).is_complete
     assert right(lab, target) == [0, 1, 2, 3]
+
+
+def test_a_pipe_is_no_archive_and_is_not_waited_for(lab, filled, target, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    before = lab.descriptors()
+    with pytest.raises(InvalidInputError, match=r"cannot be read \(it is no regular file\)"):
+        maintenance.take_in(target, pipe)
+    assert not target.exists()
+    with pytest.raises(InvalidInputError, match="no archive of an earlier export"):
+        maintenance.export(filled, pipe)
+    assert lab.descriptors() == before

@@ -14,11 +14,14 @@ stores make equal archives: no time, user or host is written down.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import stat
 import tarfile
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from blendrag.identity import FORMAT_VERSION
@@ -48,6 +51,19 @@ class Entry(NamedTuple):
     @property
     def member(self) -> str:
         return f"{'pinned' if self.pinned else 'kv'}/{self.namespace}/{self.key}.kv"
+
+
+def open_archive(path: Path) -> BinaryIO:
+    """Open to be read. Raises ``OSError`` also for what has no size of its own: a pipe nobody writes
+    to would be waited for, and one that somebody does looks cut short."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.ESPIPE, "it is no regular file")
+    except BaseException:
+        os.close(fd)
+        raise
+    return os.fdopen(fd, "rb")
 
 
 class ArchiveWriter:

@@ -20,7 +20,13 @@ from blendrag.resource_errors import is_out_of_space
 from blendrag.store.directories import sync_directory
 from blendrag.store.disk_errors import named_errors
 from blendrag.store.files import Name, PayloadFiles
-from blendrag.store.maintenance.archive import ArchiveFault, ArchiveReader, ArchiveWriter, Entry
+from blendrag.store.maintenance.archive import (
+    ArchiveFault,
+    ArchiveReader,
+    ArchiveWriter,
+    Entry,
+    open_archive,
+)
 from blendrag.store.maintenance.opening import looking
 from blendrag.store.payload import opened, reader, verified_pieces
 
@@ -123,7 +129,7 @@ def _require_ours(root: Path, archive: Path) -> None:
             f"{archive} lies in store {root}, expected a file elsewhere; choose another FILE"
         )
     try:
-        with open(archive, "rb") as file:
+        with open_archive(archive) as file:
             ArchiveReader(file)
     except FileNotFoundError:
         return

@@ -21,7 +21,7 @@ from blendrag.store.disk_errors import named_errors
 from blendrag.store.files import new_name
 from blendrag.store.format import MAX_HEADER_BYTES, Description, describe
 from blendrag.store.limit import DEFAULT_DISK_BYTES, settle_limit
-from blendrag.store.maintenance.archive import ArchiveFault, ArchiveReader, Entry
+from blendrag.store.maintenance.archive import ArchiveFault, ArchiveReader, Entry, open_archive
 from blendrag.store.maintenance.opening import Opened, changing, require_writable
 from blendrag.store.payload import fits, verified_pieces
 
@@ -87,7 +87,7 @@ def take_in(
 
 def _opened(archive: Path) -> BinaryIO:
     try:
-        return open(archive, "rb")
+        return open_archive(archive)
     except OSError as exc:
         raise InvalidInputError(
             f"{archive} cannot be read ({exc.strerror or exc}), expected a file made by blendrag store "
