@@ -110,6 +110,8 @@ def test_check_repair_mends_and_the_store_answers(store: Path) -> None:
     report = fields("check", "--repair", "--store", store, status=1)
     assert report["repaired"]
     assert report["namespaces"][0]["damaged"] == 1
+    again = invoke("store", "check", "--repair", "--store", str(store)).stdout
+    assert "0 damaged chunks set aside" in again
     after = fields("check", "--store", store)
     assert after["good"]
     assert after["namespaces"][0]["good"] == CHUNKS - 1

@@ -195,5 +195,6 @@ def _check(workload: StoreWorkload) -> None:
     if free_bytes < workload.disk_bytes:
         raise InvalidInputError(
             f"--dir {directory} has {megabytes(free_bytes)} left, expected "
-            f"{megabytes(workload.disk_bytes)}; name another one, or take fewer --rows or --chunks"
+            f"{megabytes(workload.disk_bytes)}; name another one, or "
+            "take fewer --rows or --chunks or --tokens"
         )

@@ -80,7 +80,8 @@ def print_check(report: CheckReport) -> None:
         typer.echo(f"  index: {report.index}")
     verdict = "every byte is the one that was put" if report.is_good else "some of it is damaged"
     if report.repaired:
-        verdict += "; damaged chunks were set aside and the index was mended"
+        aside = sum(each.damaged for each in report.namespaces)
+        verdict += f"; {aside} damaged chunks set aside, the index is in order"
     typer.echo(
         f"{report.root}: {megabytes(report.read_bytes)} read in {duration(report.seconds)}, "
         f"{report.foreign_files} foreign files; {verdict}"

@@ -42,7 +42,7 @@ def settle_limit(root: Path, given: int | None, default: int, read_only: bool) -
     if match is None:
         raise StoreUnavailableError(
             f"{root / _LIMIT_FILE} reads {text[:32]!r}, expected the store's limit in bytes; "
-            f"give --disk-bytes, as the default might evict what is stored in {root}"
+            f"give it to blendrag ingest by --disk-bytes, as the default might evict what is stored in {root}"
         )
     return int(match[1])
 
