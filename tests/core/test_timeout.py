@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -149,6 +150,37 @@ async def test_a_timeout_while_the_prompt_is_planned_frees_the_caller_and_starts
     assert time.perf_counter() - began < 0.55
     await asyncio.sleep(0.8)
     assert len(engine.adapter.model.prompts) == prompts
+
+
+@pytest.mark.parametrize("way", ["agenerate", "astream", "abatch"])
+async def test_waiting_for_a_thread_to_plan_in_counts(engine: BlendEngine, way: str) -> None:
+    """A busy default executor does not give a request its time anew."""
+    loop, options = asyncio.get_running_loop(), Options(timeout_s=0.6)
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    busy = loop.run_in_executor(None, time.sleep, 0.4)
+    began = time.perf_counter()
+    with pytest.raises(RequestTimeout):
+        if way == "astream":
+            _ = [piece async for piece in engine.astream("talk", options)]
+        elif way == "abatch":
+            await engine.abatch(["talk"], options)
+        else:
+            await engine.agenerate("talk", options)
+    assert time.perf_counter() - began < 0.85
+    await busy
+    await asyncio.to_thread(assert_free, engine)
+
+
+def test_a_batchs_timeout_counts_from_before_its_first_prompt_was_planned(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan_slowly(*args: Any) -> str:
+        time.sleep(0.1)
+        return "short"
+
+    monkeypatch.setattr("blendrag.engine.requests.render", plan_slowly)
+    found = engine.batch(["short"] * 4, Options(timeout_s=0.35), return_exceptions=True)
+    assert [type(one) for one in found] == [RequestTimeout] * 4
 
 
 def test_an_error_that_is_a_timeout_of_something_else_stays_what_it_is(

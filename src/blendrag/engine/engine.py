@@ -7,6 +7,7 @@ the background. All model work runs on one worker thread.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -137,7 +138,8 @@ class BlendEngine:
         costs nothing. The first error ends the batch, names its prompt in a note, and is raised;
         ``return_exceptions`` puts errors in their places instead.
         """
-        started = self._requests.start_all(prompts, options or Options(), return_exceptions)
+        options, asked = options or Options(), time.perf_counter()
+        started = self._requests.start_all(prompts, options, return_exceptions, asked)
         return wait_all(started, return_exceptions)
 
     async def abatch(
@@ -148,8 +150,8 @@ class BlendEngine:
         return_exceptions: bool = False,
     ) -> Any:
         """:meth:`batch` without blocking the event loop; cancelling the task stops the work."""
-        options = options or Options()
-        begin = partial(self._requests.start_all, prompts, options, return_exceptions)
+        options, asked = options or Options(), time.perf_counter()
+        begin = partial(self._requests.start_all, prompts, options, return_exceptions, asked)
         started = await off_loop(begin, options.timeout_s)
         return await all_awaited(started, return_exceptions)
 
@@ -169,7 +171,7 @@ class BlendEngine:
         return AsyncAnswerIterator(partial(self._start_off_loop, prompt, options or Options()))
 
     async def _start_off_loop(self, prompt: Prompt, options: Options) -> Started:
-        begin = partial(self._requests.start, prompt, options)
+        begin = partial(self._requests.start, prompt, options, time.perf_counter())
         return await off_loop(begin, options.timeout_s)
 
     def ask(

@@ -64,22 +64,26 @@ class Requests:
         self._worker = worker
         self._later = later
 
-    def start(self, prompt: Prompt, options: Options) -> Started:
-        """Plan here, in the caller's thread; answer on the worker. Errors of the plan are raised."""
-        return self.submit(self.prepare(prompt, options))
+    def start(self, prompt: Prompt, options: Options, asked: float | None = None) -> Started:
+        """Plan here, in the caller's thread; answer on the worker. Errors of the plan are raised.
+
+        ``asked``: when, by ``time.perf_counter()``, if that was not now.
+        """
+        return self.submit(self.prepare(prompt, options, asked))
 
     def start_all(
-        self, prompts: Sequence[Prompt], options: Options, keep_errors: bool
+        self, prompts: Sequence[Prompt], options: Options, keep_errors: bool, asked: float
     ) -> list[Started | Exception]:
         """:meth:`start` for each, once all are planned. Errors of the plan are raised, or kept."""
+        prepare = partial(self.prepare, options=options, asked=asked)
         return [
             self.submit(task) if isinstance(task, Task) else task
-            for task in prepared(prompts, partial(self.prepare, options=options), keep_errors)
+            for task in prepared(prompts, prepare, keep_errors)
         ]
 
-    def prepare(self, prompt: Prompt, options: Options) -> Task:
+    def prepare(self, prompt: Prompt, options: Options, asked: float | None = None) -> Task:
         """Plan and check; nothing is computed yet."""
-        return self._task(prompt, options, time.perf_counter())
+        return self._task(prompt, options, time.perf_counter() if asked is None else asked)
 
     def submit(self, task: Task) -> Started:
         """Have the worker answer ``task`` after what was submitted before."""
