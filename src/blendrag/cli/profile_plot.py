@@ -52,6 +52,8 @@ def latencies(found: Profile, policy: str, chunks: int) -> Figure:
         lines.append(Line(f"load, {_short(tier.name)}", look, sizes, loads))
     draw(by_size, lines)
     by_size.set(xlabel="stored KV of the prompt's chunks, MB", xscale="log", yscale="log")
+    by_size.set_xticks(sizes, [f"{size:.3g}" for size in sizes])
+    by_size.set_xticks([], minor=True)
     title(by_size, f"recompute at r = {USUAL_RATIO}")
     legend(figure, [by_ratio, by_size])
     return figure
