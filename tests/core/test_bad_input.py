@@ -52,6 +52,9 @@ BAD: dict[str, tuple[Callable[[BlendEngine], Any], str]] = {
         lambda e: e.generate("hi", Options(generate={"generation_config": GenerationConfig()})),
         "leave it out",
     ),
+    "a prompt that is none": (lambda e: e.generate(5), "a text or a list of messages"),  # type: ignore[arg-type]
+    "a message that is none": (lambda e: e.generate(["hi", 5]), "a text or a list"),  # type: ignore[list-item]
+    "a question that is none": (lambda e: e.retrieve(None), "expected a text"),  # type: ignore[arg-type]
     "top p alone": (lambda e: e.generate("hi", Options(top_p=0.9)), "add temperature"),
     "top k": (lambda e: e.ask("what?", top_k=0), "1 or more"),
     "remove": (lambda e: e.remove(["never/there.txt"]), "not in the corpus"),

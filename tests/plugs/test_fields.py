@@ -78,6 +78,30 @@ def test_a_bad_value_is_refused_when_the_wrapper_is_made_and_in_a_call(
     assert tiny.one_sentence(str(raised.value))
 
 
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ({"max_tokens": "5"}, "max_new_tokens '5' \\(str\\), expected a whole number"),
+        ({"max_tokens": 1.5}, "whole number"),
+        ({"temperature": "hot"}, "expected a number"),
+        ({"temperature": float("nan")}, "temperature nan, expected a number"),
+        ({"top_p": "x", "temperature": 1.0}, "expected a number"),
+        ({"seed": "x"}, "whole number"),
+        ({"timeout": "1"}, "number of seconds"),
+        ({"logprobs": "yes"}, "whole number"),
+        ({"stop": 5}, "a text or a list of texts"),
+        ({"stop": [1]}, "expected texts"),
+        ({"generate_kwargs": 5}, "a dictionary"),
+        ({"template_kwargs": 5}, "a dictionary"),
+        ({"apply_chat_template": "no"}, "True or False"),
+    ],
+)
+def test_an_option_of_the_wrong_kind_is_one_sentence(option: dict[str, Any], expected: str) -> None:
+    with pytest.raises(InvalidInputError, match=expected) as raised:
+        wrapper().request_options(**option)
+    assert tiny.one_sentence(str(raised.value))
+
+
 def test_a_word_that_is_no_option_is_named_with_those_that_are() -> None:
     with pytest.raises(InvalidInputError, match="presence_penalty") as raised:
         wrapper().request_options(presence_penalty=1)

@@ -43,8 +43,13 @@ def render(prompt: Prompt, tokens: Tokens, options: Options) -> str:
             bos = tokens.tokenizer.bos_token if tokens.adds_bos else ""
             return (prompt if prompt.startswith(bos) else f"{bos}{prompt}") + options.opening
         messages: Sequence[Mapping[str, Any]] = [{"role": "user", "content": prompt}]
-    else:
+    elif isinstance(prompt, Sequence) and all(isinstance(m, Mapping) for m in prompt):
         messages = [_flattened(message) for message in prompt]
+    else:
+        raise InvalidInputError(
+            f"a prompt that is a {type(prompt).__name__}, expected a text or a list of messages with "
+            "role and content; send one of them"
+        )
     if not messages:
         raise InvalidInputError("no messages; send at least one")
     if not tokens.has_template:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 from blendrag.config import AUTO, Mode, Ratio
@@ -42,7 +44,29 @@ REFUSED = {
 #: Alternatives that may be asked for at each place, as many as OpenAI's API gives.
 MAX_LOGPROBS = 20
 
+#: What options of a request have to be, and what that is called; numpy's numbers are numbers, too.
+_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "max_new_tokens": (Integral, "a whole number"),
+    "temperature": (Real, "a number"),
+    "top_p": (Real, "a number"),
+    "timeout_s": (Real, "a number of seconds"),
+    "seed": (Integral, "a whole number"),
+    "logprobs": (Integral, "a whole number"),
+    "stop": ((str, list, tuple, set, frozenset), "a text or a list of texts"),
+    "template": (Mapping, "a dictionary"),
+    "generate": (Mapping, "a dictionary"),
+    "apply_chat_template": (bool, "True or False"),
+}
+
 MODES: tuple[Mode, ...] = ("blend", "full", "prefix", "reuse")
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, Real) and math.isnan(value)
+
+
+def _shown(value: Any) -> str:
+    return "nan" if _is_nan(value) else f"{value!r:.60} ({type(value).__name__})"
 
 
 def check_ratio(ratio: Ratio | None) -> None:
@@ -91,6 +115,7 @@ class Options:
     """What the answer begins with, put behind the rendered prompt; the answer's text goes on from it."""
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         if self.mode is not None and self.mode not in MODES:
             raise InvalidInputError(f"mode {self.mode!r} is not one of {', '.join(MODES)}")
         check_ratio(self.ratio)
@@ -111,6 +136,21 @@ class Options:
         for name in self.generate:
             if name in REFUSED:
                 raise InvalidInputError(f"generate argument {name}: {REFUSED[name]}; leave it out")
+
+    def _check_kinds(self) -> None:
+        for name, (kind, called) in _KINDS.items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not isinstance(value, kind) or _is_nan(value):
+                raise InvalidInputError(
+                    f"{name} {_shown(value)}, expected {called}; give one or leave it out"
+                )
+        for text in () if isinstance(self.stop, str) else self.stop or ():
+            if not isinstance(text, str):
+                raise InvalidInputError(
+                    f"stop holds {_shown(text)}, expected texts; write it as one"
+                )
 
     def _check_limits(self) -> None:
         if self.timeout_s is not None and not self.timeout_s > 0:

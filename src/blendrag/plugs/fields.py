@@ -214,4 +214,9 @@ def _logprobs_of(logprobs: bool | int | None, top: int | None) -> int | None:
 def _stop_of(stop: Sequence[str] | None) -> tuple[str, ...]:
     if isinstance(stop, str):
         return (stop,)
+    if stop is not None and not isinstance(stop, list | tuple | set | frozenset):
+        raise InvalidInputError(
+            f"stop {stop!r:.60} is a {type(stop).__name__}, expected a text or a list of texts; give one "
+            "or leave it out"
+        )
     return tuple(stop or ())

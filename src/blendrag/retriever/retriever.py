@@ -42,6 +42,10 @@ class Retriever:
 
         Raises :class:`InvalidInputError` for an empty question, an empty corpus or ``top_k`` < 1.
         """
+        if not isinstance(question, str):
+            raise InvalidInputError(
+                f"the question {question!r:.60} is a {type(question).__name__}, expected a text; ask in words"
+            )
         if not question.strip():
             raise InvalidInputError("the question is empty, expected some words; ask something")
         if top_k < 1:
