@@ -322,6 +322,33 @@ def test_an_error_halfway_adds_nothing_and_leaves_no_kv(
     assert engine.library.has_kv(["id0"]) == {"id0": True}
 
 
+def test_a_disk_too_full_to_take_kv_back_does_not_hide_that_the_store_is_full(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.library.add([entry(0)])
+    corpus = engine.resources.require_corpus()
+    note, compute = corpus.dropped.note, precomputing._compute
+
+    def until_full(chunks: Any, now: float) -> None:
+        if now == 0.0:
+            raise CorpusError("no space left")
+        note(chunks, now)
+
+    def fails_second(*args: Any) -> None:
+        if stored(engine) == 2:
+            raise StoreFullError("full")
+        compute(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus.dropped, "note", until_full)
+        patch.setattr(precomputing, "_compute", fails_second)
+        with pytest.raises(StoreFullError):
+            engine.library.add([entry(i) for i in range(4)])
+    assert stored(engine) == 2
+    orphans.drop_orphaned_kv(engine.resources, corpus, within_s=0.0)
+    assert stored(engine) == 1
+
+
 def test_kv_that_the_store_lost_is_computed_again(engine: BlendEngine) -> None:
     engine.library.add([entry(0), entry(1)])
     corpus = engine.resources.require_corpus()

@@ -6,6 +6,7 @@ not know ids, vectors or rows.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from blendrag.engine.encoding import Encoder
 from blendrag.engine.orphans import drop_orphaned_kv
 from blendrag.engine.resources import Resources
 from blendrag.engine.worker import Worker
-from blendrag.errors import InvalidInputError
+from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.identity import chunk_key
 from blendrag.retriever.corpus import Corpus
 from blendrag.store.base import PinScope
@@ -56,9 +57,14 @@ def compute_kv(
 
 
 def take_back(resources: Resources, corpus: Corpus, chunks: Sequence[Chunk]) -> None:
-    """Drop the KV of those chunks that were not added after all."""
-    corpus.dropped.note(chunks, 0.0)  # as if they had been removed
-    drop_orphaned_kv(resources, corpus)
+    """Drop the KV of those chunks that were not added after all.
+
+    What keeps it from that, as a full disk may, hides no error that it is called for: the note that
+    :func:`compute_kv` left has it dropped later.
+    """
+    with contextlib.suppress(BlendragError):
+        corpus.dropped.note(chunks, 0.0)  # as if they had been removed
+        drop_orphaned_kv(resources, corpus)
 
 
 def _missing(
