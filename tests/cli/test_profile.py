@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
 from blendrag.profile import measure
-from cli.lab import invoke, said
+from cli.lab import invoke, said, start
 
 DEVICES = """
 [[devices]]
@@ -132,6 +133,24 @@ def test_interrupted_it_keeps_nothing_and_says_so(
     assert result.exit_code == 130
     assert "nothing was kept" in said(result)
     assert not list(Path(store, "verified").glob("*.profiles.json"))
+
+
+def test_ctrl_c_while_prefills_are_timed_ends_the_command_and_keeps_nothing(store: str) -> None:
+    every_step = "import blendrag.cli.profile as p; p.LINE_EVERY_S = 0.0"
+    process = start("profile", "--store", store, before=every_step)
+    assert process.stderr is not None
+    try:
+        for line in process.stderr:
+            if "over " in line:  # in the rounds
+                break
+        process.send_signal(signal.SIGINT)
+        _, rest = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "interrupted: nothing was kept" in rest
+    assert not list(Path(store, "verified").glob("*.profiles.json*"))
+    assert not list(Path(store).glob(".profile-*"))
 
 
 @pytest.mark.parametrize(
