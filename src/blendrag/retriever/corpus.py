@@ -222,21 +222,7 @@ class Corpus(StoredChunks):
 
     def sources_of(self, path: Path | str) -> list[str]:
         """Sources that :meth:`remove_path` would remove: the file's, or all below the directory."""
-        name = Path(path).as_posix()
-        below = "" if name == "." else name.rstrip("/") + "/"
-        return [
-            source
-            for source in self.sources()
-            if not source.startswith(database.ENTRY)
-            and (
-                source == name
-                or source.startswith(name + "#")
-                or (
-                    source.startswith(below)
-                    and not (below == "" and source.startswith(("/", "../")))
-                )
-            )
-        ]
+        return [source for source in self.sources() if passages.is_of(source, path)]
 
     def _changed(self, suspects: Sequence[int]) -> list[str]:
         """Ends a change: drops the suspects that no document holds, and lets every reader know."""

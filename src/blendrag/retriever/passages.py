@@ -10,6 +10,7 @@ import json
 import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -60,6 +61,16 @@ def shown_source(source: str) -> str:
 def entry_id_of(source: str) -> str | None:
     """The id of the entry whose document this is, None for any other document."""
     return str(json.loads(source[len(ENTRY) :])[0]) if source.startswith(ENTRY) else None
+
+
+def is_of(source: str, path: Path | str) -> bool:
+    """Whether a document was read from that file, or from one below that directory."""
+    if source.startswith(ENTRY):
+        return False
+    name = Path(path).as_posix()
+    if name == ".":
+        return not source.startswith(("/", "../"))
+    return source == name or source.startswith((f"{name}#", f"{name.rstrip('/')}/"))
 
 
 def insert_document(
