@@ -37,7 +37,31 @@ class CorpusEmbeddings(Embeddings):
         return vector
 
 
+def refuse_options(of: str, given: Mapping[str, Any], *expected: str) -> None:
+    """Raise :class:`InvalidInputError` for options that nobody would read."""
+    if given:
+        raise InvalidInputError(
+            f"{', '.join(sorted(given))}: not an option of {of}; expected {', '.join(expected)}"
+        )
+
+
+def refuse_text(name: str, given: Any) -> None:
+    """Raise :class:`InvalidInputError` for one text, which Python would take for a list of letters."""
+    if isinstance(given, str):
+        raise InvalidInputError(
+            f"{name} is the text {given!r:.40}, expected a list of texts; write [{given!r:.40}]"
+        )
+
+
 def ids_of(documents: Sequence[Document], ids: Sequence[str | None] | None) -> list[str]:
+    refuse_text("ids", ids)
+    other = next((doc for doc in documents if not isinstance(doc, Document)), None)
+    if isinstance(documents, Document) or other is not None:
+        found = documents if other is None else other
+        raise InvalidInputError(
+            f"documents hold a {type(found).__name__}, expected a list of Document; "
+            "use add_texts for texts"
+        )
     if ids is not None and len(ids) != len(documents):
         raise InvalidInputError(
             f"{len(ids)} ids for {len(documents)} documents, expected as many; or leave ids out"
@@ -81,6 +105,12 @@ def where_of(filter: Filter | None) -> Callable[[Entry], bool] | None:
             f"filter is a {type(filter).__name__}, expected metadata such as {{'source': 'a.txt'}} or "
             "a function of a document"
         )
+    for key, wanted in filter.items():
+        if str(key).startswith("$") or isinstance(wanted, Mapping):
+            raise InvalidInputError(
+                f"filter {key!r}: {wanted!r:.60} has operators, expected a value or a list of values; "
+                "give a function of a document for anything else"
+            )
     return lambda entry: all(_matches(entry.metadata.get(k), v) for k, v in filter.items())
 
 

@@ -7,7 +7,7 @@ through it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ from langchain_blendrag._documents import (
     Filter,
     embedding_name,
     ids_of,
+    refuse_options,
+    refuse_text,
     to_document,
     to_entry,
     where_of,
@@ -32,6 +34,20 @@ from langchain_blendrag._documents import (
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine
     from blendrag.engine.library import Hit, Library
+
+_MMR_OPTIONS = ("k", "filter", "fetch_k", "lambda_mult")
+
+
+def _refuse_unread(options: dict[str, Any]) -> None:
+    refuse_options(
+        "this search", options, "k", "filter",
+        "or search_type='similarity_score_threshold' for score_threshold",
+    )  # fmt: skip
+
+
+def _check_k(k: Any) -> None:
+    if not isinstance(k, int | np.integer) or k < 0:
+        raise InvalidInputError(f"k is {k!r}, expected a whole number, 0 or more; 4 is usual")
 
 
 class BlendVectorStore(VectorStore):
@@ -69,6 +85,11 @@ class BlendVectorStore(VectorStore):
             "embedder": embedder, "engine": engine,
         }  # fmt: skip
         self._fields = EngineFields(**{k: v for k, v in named.items() if v is not None})
+        if isinstance(embedding, str):
+            raise InvalidInputError(
+                f"embedding is the text {embedding!r:.60}, expected LangChain's Embeddings; name a model "
+                "as model=, an embedder as embedder="
+            )
         self._embedding = embedding
 
     @property
@@ -103,11 +124,7 @@ class BlendVectorStore(VectorStore):
         not given) are there together or not at all. ``precompute=False`` leaves the KV to be computed
         after a prompt first misses it.
         """
-        if kwargs:
-            raise InvalidInputError(
-                f"{', '.join(sorted(kwargs))}: not an option of add_documents; expected ids, "
-                "batch_size, precompute"
-            )
+        refuse_options("add_documents", kwargs, "ids", "batch_size", "precompute")
         named = ids_of(documents, ids)
         size = batch_size or max(len(documents), 1)
         for start in range(0, len(documents), size):
@@ -121,6 +138,18 @@ class BlendVectorStore(VectorStore):
             )
         return named
 
+    def add_texts(
+        self,
+        texts: Iterable[str],
+        metadatas: list[dict[str, Any]] | None = None,
+        *,
+        ids: list[str] | None = None,
+        **kwargs: Any,
+    ) -> list[str]:
+        """As :meth:`add_documents`, of texts with their metadata."""
+        refuse_text("texts", texts)
+        return super().add_texts(texts, metadatas, ids=ids, **kwargs)
+
     def _vectors_of(self, documents: Sequence[Document]) -> np.ndarray | None:
         if self._embedding is None:
             return None
@@ -132,6 +161,7 @@ class BlendVectorStore(VectorStore):
 
         An id that is not there is no error.
         """
+        refuse_text("ids", ids)
         if ids is None:
             self._library.clear()
         else:
@@ -140,6 +170,7 @@ class BlendVectorStore(VectorStore):
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
         """Documents of these ids, in their order; those that are not there are left out."""
+        refuse_text("ids", ids)
         return [to_document(entry) for entry in self._library.get(ids)]
 
     # -- finding --------------------------------------------------------------------------------
@@ -148,18 +179,21 @@ class BlendVectorStore(VectorStore):
         self, query: str, k: int = 4, filter: Filter | None = None, **kwargs: Any
     ) -> list[Document]:
         """The ``k`` documents nearest to ``query``, the nearest first."""
+        _refuse_unread(kwargs)
         return [to_document(hit.entry) for hit in self._hits(query, k, filter)]
 
     def similarity_search_with_score(
         self, query: str, k: int = 4, filter: Filter | None = None, **kwargs: Any
     ) -> list[tuple[Document, float]]:
         """As :meth:`similarity_search`, with the L2 distance of unit vectors: in [0, 2], 0 is equal."""
+        _refuse_unread(kwargs)
         return [(to_document(hit.entry), hit.distance) for hit in self._hits(query, k, filter)]
 
     def similarity_search_by_vector(
         self, embedding: list[float], k: int = 4, filter: Filter | None = None, **kwargs: Any
     ) -> list[Document]:
         """As :meth:`similarity_search`, from a vector."""
+        _refuse_unread(kwargs)
         return [to_document(hit.entry) for hit in self._hits_by_vector(embedding, k, filter)]
 
     def max_marginal_relevance_search(
@@ -172,6 +206,7 @@ class BlendVectorStore(VectorStore):
         **kwargs: Any,
     ) -> list[Document]:
         """``k`` of the ``fetch_k`` nearest that repeat one another little; 1 looks at nearness alone."""
+        refuse_options("this search", kwargs, *_MMR_OPTIONS)
         vector = self.embeddings.embed_query(query)
         return self.max_marginal_relevance_search_by_vector(
             vector, k, fetch_k, lambda_mult, filter=filter
@@ -187,6 +222,7 @@ class BlendVectorStore(VectorStore):
         **kwargs: Any,
     ) -> list[Document]:
         """:meth:`max_marginal_relevance_search` from a vector."""
+        refuse_options("this search", kwargs, *_MMR_OPTIONS)
         hits = self._hits_by_vector(embedding, max(fetch_k, k), filter)
         if not hits:
             return []
@@ -196,11 +232,18 @@ class BlendVectorStore(VectorStore):
         return [to_document(hits[i].entry) for i in chosen]
 
     def _hits(self, query: str, k: int, filter: Filter | None) -> list[Hit]:
+        if not isinstance(query, str):
+            raise InvalidInputError(
+                f"the query {query!r:.60} is a {type(query).__name__}, expected a text; use "
+                "similarity_search_by_vector for a vector"
+            )
         if self._embedding is not None:
             return self._hits_by_vector(self._embedding.embed_query(query), k, filter)
+        _check_k(k)
         return self._library.search(query, k, where=where_of(filter))
 
     def _hits_by_vector(self, vector: list[float], k: int, filter: Filter | None) -> list[Hit]:
+        _check_k(k)
         return self._library.search(np.asarray(vector, np.float32), k, where=where_of(filter))
 
     def _select_relevance_score_fn(self) -> Callable[[float], float]:

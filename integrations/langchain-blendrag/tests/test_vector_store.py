@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -311,3 +311,41 @@ def test_vectors_of_langchains_embeddings_are_added_again_and_again(
             )
     finally:
         close_shared_engines()
+
+
+WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a text for texts": (lambda v: v.add_texts("hello"), "a list of texts"),
+    "a text for ids": (lambda v: v.delete("ab"), "a list of texts"),
+    "a text to get by": (lambda v: v.get_by_ids("ab"), "a list of texts"),
+    "a text for a document": (lambda v: v.add_documents(["x"]), "use add_texts"),
+    "one document": (lambda v: v.add_documents(Document("x")), "a list of Document"),
+    "no query": (lambda v: v.similarity_search(None), "expected a text"),
+    "k as text": (lambda v: v.similarity_search("x", k="2"), "whole number"),
+    "a negative k": (lambda v: v.similarity_search("x", k=-1), "0 or more"),
+    "a misspelt option": (lambda v: v.similarity_search("x", top_k=2), "top_k: not an option"),
+    "a misspelt option of a retriever": (
+        lambda v: v.as_retriever(search_kwargs={"score_threshold": 0.5}).invoke("x"),
+        "similarity_score_threshold",
+    ),
+    "a misspelt option of mmr": (
+        lambda v: v.max_marginal_relevance_search("x", lambda_=1),
+        "lambda_mult",
+    ),
+    "an operator": (
+        lambda v: v.similarity_search("x", filter={"source": {"$in": ["a"]}}),
+        "a function of a document",
+    ),
+    "embedding": (lambda v: type(v)("demo"), "model="),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_python_would_take_for_something_else_is_refused(
+    store: BlendVectorStore, case: str
+) -> None:
+    store.add_documents(documents(CATS), ids=["a"])
+    wrong, says = WRONG[case]
+    with pytest.raises(InvalidInputError, match=says) as raised:
+        wrong(store)
+    assert tiny.one_sentence(str(raised.value))
+    assert [doc.id for doc in store.similarity_search("cats", k=9)] == ["a"]
