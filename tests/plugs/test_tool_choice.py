@@ -9,30 +9,9 @@ import pytest
 import scripted
 import tiny
 from blendrag.errors import InvalidInputError
-from blendrag.model.tokens import Tokens
 from blendrag.plugs.tool_choice import CallForm, call_form, chosen_tool, forced_opening
 from blendrag.plugs.tools import parse
-
-HEAD = "<|bos|>{% if tools %}{{ tools | tojson }}{% endif %}"
-LLAMA = HEAD + (
-    "{% for m in messages %}<|start|>{{ m.role }}\n{% if m.tool_calls %}"
-    '{"name": "{{ m.tool_calls[0].function.name }}", '
-    '"parameters": {{ m.tool_calls[0].function.arguments | tojson }}}'
-    "{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
-)
-MISTRAL = HEAD + (
-    "{% for m in messages %}{% if m.tool_calls %}[TOOL_CALLS][{% for c in m.tool_calls %}"
-    "{% if c.id|length != 9 %}{{ raise_exception('nine characters') }}{% endif %}"
-    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, '
-    '"id": "{{ c.id }}"}{% endfor %}]{% else %}[INST] {{ m.content }}[/INST]{% endif %}{% endfor %}'
-)
-
-
-def tokens(template: str) -> Tokens:
-    made = tiny.tokenizer()
-    made.chat_template = template
-    return Tokens(made)
+from templates import LLAMA, MISTRAL, XML, tokens
 
 
 @pytest.mark.parametrize(
@@ -72,13 +51,8 @@ def test_a_template_that_writes_no_calls_is_refused(template: str) -> None:
 
 
 def test_where_arguments_are_not_json_only_the_name_is_begun() -> None:
-    xml = LLAMA.replace(
-        '{"name": "{{ m.tool_calls[0].function.name }}", '
-        '"parameters": {{ m.tool_calls[0].function.arguments | tojson }}}',
-        "<function={{ m.tool_calls[0].function.name }}>\n</function>",
-    )
-    assert call_form(tokens(xml)) == CallForm("<function=", "")
-    assert forced_opening(tokens(xml), "search") == "<function=search"
+    assert call_form(tokens(XML)) == CallForm("<function=", "")
+    assert forced_opening(tokens(XML), "search") == "<function=search"
 
 
 @pytest.mark.parametrize(

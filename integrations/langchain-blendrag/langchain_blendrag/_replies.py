@@ -6,7 +6,6 @@ Text that may turn out to be a tool call is held back until the answer is comple
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.messages import AIMessage, AIMessageChunk
@@ -14,8 +13,8 @@ from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.utils.json import parse_partial_json
 
+from blendrag.plugs.said import Said
 from blendrag.plugs.shared import Piece
-from blendrag.plugs.tool_choice import call_form
 from blendrag.plugs.tools import Parsed, parse
 from langchain_blendrag._requests import ChatRequest
 from langchain_blendrag._results import generation_info, token_usage, usage_metadata
@@ -69,34 +68,21 @@ class Reply:
     def __init__(self, request: ChatRequest, engine: BlendEngine) -> None:
         self._request = request
         self._engine = engine
-        self._markers = _markers(engine, request) if request.options.tools else None
-        self._held = ""
-        self._sent = ""
+        offers = bool(request.options.tools)
+        tokens = engine.resources.tokens if offers else None
+        self._said = Said(tokens, request.options.opening)
 
     def chunks(self, piece: Piece) -> list[ChatGenerationChunk]:
         """What is to be told of ``piece`` now; nothing where all of it is held back."""
-        text = piece.text if self._markers is None else self._released(piece.text)
+        text = self._said.add(piece.text)
         if piece.answer is not None:
             return [self._last(text, piece.answer)]
         return [ChatGenerationChunk(message=AIMessageChunk(content=text))] if text else []
 
-    def _released(self, text: str) -> str:
-        assert self._markers is not None
-        self._held += text
-        found = [at for at in (self._held.find(m) for m in self._markers) if at >= 0]
-        end = min(found, default=len(self._held) - _begun(self._held, self._markers))
-        out = self._held[:end].rstrip()  # what stands before a call has no white space behind it
-        self._held = self._held[len(out) :]
-        self._sent += out
-        return out
-
     def _last(self, text: str, answer: Answer) -> ChatGenerationChunk:
-        parsed = Parsed("")
-        if self._markers is not None:
-            parsed = _parsed(self._sent + self._held, self._request, self._engine)
-            text += parsed.text.lstrip()[len(self._sent.lstrip()) :]
+        parsed = _parsed(answer.text, self._request, self._engine)
         message = AIMessageChunk(
-            content=text,
+            content=text + self._said.rest(parsed.text),
             tool_call_chunks=_call_chunks(parsed),
             usage_metadata=usage_metadata(answer),
             chunk_position="last",
@@ -127,24 +113,3 @@ def _unreadable(text: str) -> str:
         return json.dumps(text) if isinstance(parse_partial_json(text), dict) else text
     except ValueError:
         return text
-
-
-def _markers(engine: BlendEngine, request: ChatRequest) -> tuple[str, ...]:
-    """How a call may begin in this model's text: anyhow, where it has been begun already."""
-    if request.options.opening:
-        return ("",)
-    tokens = engine.resources.tokens
-    form = call_form(tokens)
-    first = form.before.split()[:1] if form is not None else []
-    # bare JSON is written with more or less white space: its bracket must do
-    own = [word[0] if word[0] in "{[" else word for word in first]
-    return (*own, *(text for text in tokens.special_texts if text))
-
-
-def _begun(text: str, markers: Sequence[str]) -> int:
-    """Length of the longest end of ``text`` that begins a marker."""
-    longest = max(map(len, markers), default=0)
-    for n in range(min(len(text), longest - 1), 0, -1):
-        if any(marker.startswith(text[-n:]) for marker in markers):
-            return n
-    return 0

@@ -14,7 +14,7 @@ from langchain_core.messages import BaseMessage, get_buffer_string
 
 from blendrag.errors import InvalidInputError
 from blendrag.plugs.fields import RequestFields
-from blendrag.plugs.tool_choice import chosen_tool, forced_opening, json_instruction
+from blendrag.plugs.tool_choice import chosen_tool, json_instruction, opening_for
 from langchain_blendrag._messages import Message, to_dicts
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def make_request(
     response_format: Mapping[str, Any] | None = None,
     **call: Any,
 ) -> ChatRequest:
-    """May open the tokenizer, for a call that is forced. Does not modify ``messages``.
+    """May open the tokenizer, where there are tools. Does not modify ``messages``.
 
     Raises :class:`InvalidInputError` for what cannot be asked of this model.
     """
@@ -52,12 +52,8 @@ def make_request(
     instruction = _instruction(response_format)
     if instruction:
         asked = with_instruction(asked, instruction)
-    if choice not in (None, "auto", "none"):
-        name = None if choice == "any" else choice
-        # with one tool on offer, any is that one
-        if name is None and len(offered) == 1:
-            name = offered[0]["function"]["name"]
-        opening = forced_opening(fields.engine.resources.tokens, name)
+    if offered:
+        opening = opening_for(fields.engine.resources.tokens, choice, offered)
         options = replace(options, opening=opening)
     return ChatRequest(tuple(asked), options)
 

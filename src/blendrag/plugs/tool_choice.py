@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from blendrag.errors import InvalidInputError
 
@@ -45,8 +46,20 @@ class CallForm:
         return text.rstrip()
 
 
+#: By tokenizer: its template, and how that writes a call. Asked several times in a request.
+_known: WeakKeyDictionary[Tokens, tuple[str, CallForm | None]] = WeakKeyDictionary()
+
+
 def call_form(tokens: Tokens) -> CallForm | None:
     """How this model's template writes a call; ``None`` where it writes none behind its prompt."""
+    template = tokens.template_text
+    known = _known.get(tokens)
+    if known is None or known[0] != template:
+        known = _known[tokens] = (template, _rendered_form(tokens))
+    return known[1]
+
+
+def _rendered_form(tokens: Tokens) -> CallForm | None:
     try:
         asked = tokens.render([_USER], tools=[_TOOL])
         called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
@@ -74,6 +87,20 @@ def forced_opening(tokens: Tokens, name: str | None = None) -> str:
     return form.opening(name)
 
 
+def opening_for(tokens: Tokens, choice: str | None, tools: Sequence[Mapping[str, Any]]) -> str:
+    """:func:`forced_opening` of what :func:`chosen_tool` said; nothing for a call that need not be made."""
+    if choice in (None, "auto", "none"):
+        return ""
+    if choice == "any":  # of one tool, that one
+        return forced_opening(tokens, tool_names(tools)[0] if len(tools) == 1 else None)
+    return forced_opening(tokens, choice)
+
+
+def tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of function schemas, in OpenAI's nesting or without it."""
+    return [str(tool.get("function", tool).get("name")) for tool in tools]
+
+
 def chosen_tool(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str | None:
     """A ``tool_choice`` in OpenAI's spellings as ``auto``, ``none``, ``any`` or a tool's name.
 
@@ -86,7 +113,7 @@ def chosen_tool(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str | None:
     if isinstance(choice, Mapping):
         function = choice.get("function")
         choice = function.get("name") if isinstance(function, Mapping) else choice.get("name")
-    names = [str(tool.get("function", tool).get("name")) for tool in tools]
+    names = tool_names(tools)
     if isinstance(choice, str) and choice in ("auto", "none", "any", *names):
         return choice
     raise InvalidInputError(

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from llama_index.core.base.llms.types import ChatResponse, CompletionResponse
 
+from blendrag.plugs.said import Said
 from blendrag.plugs.shared import agenerate, astream_pieces, stream_pieces
 from llama_index.llms.blendrag import _results, events
-from llama_index.llms.blendrag._tools import Offer, Said
+from llama_index.llms.blendrag._tools import Offer
 
 if TYPE_CHECKING:
     from blendrag.engine import Answer, BlendEngine, Options
@@ -61,9 +62,9 @@ class Call(Generic[R]):
                     yield self._response(piece.answer, said, delta)
 
     def _nothing_said(self) -> Said:
-        said = Said(self.offer, self.engine.resources.tokens)
-        said.add(self.options.opening)
-        return said
+        if self.offer is None:
+            return Said()
+        return Said(self.engine.resources.tokens, self.options.opening)
 
     def _response(self, answer: Answer, said: Said | None = None, delta: str | None = None) -> R:
         """The whole answer; at the end of a stream, ``delta`` is what was not ``said`` before."""
@@ -81,5 +82,5 @@ class Call(Generic[R]):
             if parsed.calls and answer.finish_reason == "stop":
                 about["raw"]["finish_reason"] = "tool_calls"
         if said is not None:
-            delta = (delta or "") + text.removeprefix(said.text)
+            delta = (delta or "") + said.rest(text)
         return self.respond(text, delta, **about)

@@ -1,10 +1,9 @@
-"""Tools offered to a model: as its template takes them, and what of its answer is said and not called."""
+"""Tools offered to a model, and the calls of its answer as LlamaIndex wants them."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,15 +11,13 @@ from llama_index.core.base.llms.types import ChatResponse, ToolCallBlock
 from llama_index.core.llms.llm import ToolSelection
 
 from blendrag.errors import InvalidInputError
-from blendrag.plugs.tool_choice import call_form, chosen_tool, forced_opening
+from blendrag.plugs.tool_choice import chosen_tool, opening_for
 from blendrag.plugs.tools import Parsed, parse
 
 if TYPE_CHECKING:
     from blendrag.model.tokens import Tokens
 
 Spec = Mapping[str, Any]
-#: What a call begins with in a model's template, before its name: a tag, or JSON.
-_OPENER = re.compile(r"\s*(<[^<>]+>|\[[A-Z_]+\]|\{)")
 
 
 @dataclass(frozen=True)
@@ -46,11 +43,7 @@ class Offer:
 
         Raises :class:`InvalidInputError` where the template shows no way to begin one.
         """
-        if self.choice in (None, "auto"):
-            return ""
-        if self.choice == "any":  # of one tool, that one
-            return forced_opening(tokens, names(self.tools)[0] if len(self.tools) == 1 else None)
-        return forced_opening(tokens, self.choice)
+        return opening_for(tokens, self.choice, self.tools)
 
     def parse(self, text: str, tokens: Tokens) -> Parsed:
         """``text`` taken apart; of several calls where one was allowed, the first."""
@@ -58,44 +51,6 @@ class Offer:
         if self.parallel:
             return parsed
         return Parsed(parsed.text, parsed.calls[:1], parsed.invalid)
-
-
-class Said:
-    """The text of a streamed answer that is certainly no part of a call, as it grows."""
-
-    def __init__(self, offer: Offer | None, tokens: Tokens) -> None:
-        self.text = ""
-        self._raw = ""
-        self._bare = False
-        self._marks: tuple[str, ...] | None = None if offer is None else self._marks_of(tokens)
-
-    def _marks_of(self, tokens: Tokens) -> tuple[str, ...]:
-        """What calls begin with, and control tokens, which are never said."""
-        form = call_form(tokens)
-        found = _OPENER.match(form.before) if form is not None else None
-        self._bare = found is not None and found[1] == "{"
-        own = (found[1],) if found is not None and not self._bare else ()
-        return (*own, *(text for text in tokens.special_texts if text))
-
-    def add(self, piece: str) -> str:
-        """What ``piece`` adds to it."""
-        self._raw += piece
-        before = self.text
-        self.text = self._raw if self._marks is None else self._certain(self._marks)
-        return self.text[len(before) :]
-
-    def _certain(self, marks: Sequence[str]) -> str:
-        """Up to the first mark, or what may become one; white space may stand before a call."""
-        if self._bare and self._raw.lstrip()[:1] in ("", "{"):
-            return ""  # a call without marks is the whole answer
-        found = [at for at in map(self._raw.find, marks) if at >= 0]
-        if found:
-            return self._raw[: min(found)].rstrip()
-        longest = max(map(len, marks), default=0)
-        for length in range(min(longest - 1, len(self._raw)), 0, -1):
-            if any(mark.startswith(self._raw[-length:]) for mark in marks):
-                return self._raw[:-length].rstrip()
-        return self._raw.rstrip()
 
 
 def selections(response: ChatResponse, error_on_no_tool_call: bool) -> list[ToolSelection]:
@@ -128,7 +83,3 @@ def arguments(block: ToolCallBlock) -> dict[str, Any]:
     except ValueError:
         return {}
     return read if isinstance(read, dict) else {}
-
-
-def names(specs: Sequence[Spec]) -> list[str]:
-    return [str(spec.get("function", spec).get("name")) for spec in specs]

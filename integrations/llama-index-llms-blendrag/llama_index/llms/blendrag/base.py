@@ -29,7 +29,7 @@ from llama_index.core.llms.function_calling import FunctionCallingLLM
 from blendrag.errors import InvalidInputError
 from blendrag.plugs.fields import CONFIG, RequestFields
 from blendrag.plugs.shared import context_tokens
-from blendrag.plugs.tool_choice import call_form
+from blendrag.plugs.tool_choice import call_form, tool_names
 from blendrag.plugs.tools import has_tools
 from llama_index.llms.blendrag import _results, _tools
 from llama_index.llms.blendrag._calls import Asked, Call
@@ -203,7 +203,7 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
         )
 
     def _check_tools(self, specs: Sequence[_tools.Spec], options: Options) -> None:
-        given = ", ".join(_tools.names(specs))
+        given = ", ".join(tool_names(specs))
         if not options.apply_chat_template:
             raise InvalidInputError(
                 f"apply_chat_template=False with tools ({given}), which reach the model through its "
