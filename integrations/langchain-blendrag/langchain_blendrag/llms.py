@@ -165,7 +165,7 @@ class BlendLLM(RequestFields, BaseLLM):
     async def agenerate_prompt(
         self, prompts: list[PromptValue], *args: Any, **kwargs: Any
     ) -> LLMResult:
-        """:meth:`generate_prompt`; prompts are rendered off the event loop."""
+        """:meth:`generate_prompt`, with the tokenizer opened off the event loop."""
         await asyncio.to_thread(warm, self.engine)
         values = [self._templated(p, kwargs) for p in prompts]
         return await super().agenerate_prompt(values, *args, **kwargs)
