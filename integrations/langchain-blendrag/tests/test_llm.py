@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import pickle
-import threading
-import time
 from typing import Any
 
 import pytest
-from langchain_core.caches import InMemoryCache
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.prompt_values import ChatPromptValue
-from langchain_core.runnables import ConfigurableField
 from pydantic import ValidationError
 
 from blendrag.engine import BlendEngine
@@ -161,82 +156,6 @@ def test_several_sequences_are_several_generations_and_stream_as_one_piece(
     assert "".join(two.stream("Where is Place32?")) == two.invoke("Where is Place32?")
 
 
-def test_an_abandoned_stream_frees_the_model(llm: BlendLLM, seen: Any) -> None:
-    for _ in llm.stream("Where is Place32?", config={"callbacks": [seen]}, max_tokens=3000):
-        break
-    began = time.perf_counter()
-    assert llm.invoke("And Place11?", max_tokens=2)
-    assert time.perf_counter() - began < 2
-    assert isinstance(seen.errors[0], GeneratorExit)
-
-
-async def test_async_answers_equal_sync_answers_inside_a_running_loop(llm: BlendLLM) -> None:
-    expected = llm.invoke(MESSAGES)
-    assert await llm.ainvoke(MESSAGES) == expected
-    assert "".join([piece async for piece in llm.astream(MESSAGES)]) == expected
-    assert await llm.abatch([MESSAGES, MESSAGES]) == [expected, expected]
-    assert llm.invoke(MESSAGES) == expected  # sync, with a loop already running
-
-
-async def test_the_event_loop_turns_while_the_model_works(llm: BlendLLM) -> None:
-    turns = 0
-
-    async def tick() -> None:
-        nonlocal turns
-        while True:
-            await asyncio.sleep(0.005)
-            turns += 1
-
-    ticking = asyncio.create_task(tick())
-    began = time.perf_counter()
-    await llm.ainvoke("Where is Place32?", max_tokens=150)
-    elapsed = time.perf_counter() - began
-    ticking.cancel()
-    assert turns > elapsed / 0.005 / 5
-
-
-async def test_a_cancelled_call_frees_the_model(llm: BlendLLM) -> None:
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(llm.ainvoke("Where is Place32?", max_tokens=3000), 0.3)
-    assert await asyncio.wait_for(llm.ainvoke("And Place11?", max_tokens=2), 2)
-
-
-async def test_an_abandoned_async_stream_frees_the_model(llm: BlendLLM) -> None:
-    stream = llm.astream("Where is Place32?", max_tokens=3000)
-    async for _ in stream:
-        break
-    await stream.aclose()  # type: ignore[attr-defined]
-    assert await asyncio.wait_for(llm.ainvoke("And Place11?", max_tokens=2), 2)
-
-
-def test_calls_from_many_threads_get_their_own_answers(llm: BlendLLM) -> None:
-    questions = [f"Where is Place{i}1?" for i in range(4)]
-    expected = [llm.invoke(q) for q in questions]
-    answers: dict[int, str] = {}
-    threads = [
-        threading.Thread(target=lambda i=i: answers.update({i: llm.invoke(questions[i])}))
-        for i in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [answers[i] for i in range(4)] == expected
-    assert llm.batch(questions) == expected
-
-
-async def test_one_bad_prompt_of_a_batch_does_not_lose_the_others(llm: BlendLLM) -> None:
-    prompts = ["Where is Place32?", "", "And Place11?"]
-    for out in (
-        llm.batch(prompts, return_exceptions=True),
-        await llm.abatch(prompts, return_exceptions=True),
-    ):
-        assert [type(o) for o in out] == [str, InvalidInputError, str]
-        assert out[0] == llm.invoke(prompts[0])
-    with pytest.raises(InvalidInputError, match="the prompt is empty"):
-        llm.batch(prompts)
-
-
 def test_a_call_may_override_the_fields(llm: BlendLLM) -> None:
     result = llm.generate(["Where is Place32?"], mode="full", max_tokens=3)
     metrics = result.generations[0][0].generation_info["blendrag"]
@@ -276,75 +195,6 @@ def test_an_image_is_refused_in_a_sentence(llm: BlendLLM) -> None:
     image = HumanMessage([{"type": "image_url", "image_url": {"url": "data:,x"}}])
     with pytest.raises(InvalidInputError, match="only text can be read"):
         llm.invoke([image])
-
-
-def test_wrappers_of_the_same_names_share_one_engine(tmp_path: Any) -> None:
-    from langchain_blendrag import BlendRetriever, close_shared_engines
-
-    try:
-        a, b = BlendLLM(store=tmp_path / "a"), BlendLLM(store=tmp_path / "b")
-        again = BlendRetriever(model="demo", store=tmp_path / "x" / ".." / "a", k=2)
-        assert a.engine is again.engine
-        assert a.engine is not b.engine
-        assert not (tmp_path / "a").exists()
-    finally:
-        close_shared_engines()
-
-
-def test_a_configurable_field_rebuilds_a_named_wrapper_over_the_same_engine(tmp_path: Any) -> None:
-    from langchain_blendrag import BlendRetriever, close_shared_engines
-
-    try:
-        llm = BlendLLM(store=tmp_path / "a", max_tokens=3)
-        made: Any = llm.configurable_fields(
-            mode=ConfigurableField(id="mode"), store=ConfigurableField(id="store")
-        )
-        full, _ = made.with_config(configurable={"mode": "full"}).prepare()
-        assert (full.mode, full.max_tokens, full.engine is llm.engine) == ("full", 3, True)
-        other, _ = made.with_config(configurable={"store": tmp_path / "b"}).prepare()
-        assert other.engine.resources.root == tmp_path / "b"
-        retriever: Any = BlendRetriever(store=tmp_path / "a", k=2).configurable_fields(
-            k=ConfigurableField(id="k")
-        )
-        more, _ = retriever.with_config(configurable={"k": 5}).prepare()
-        assert (more.k, more.engine is llm.engine) == (5, True)
-    finally:
-        close_shared_engines()
-
-
-def test_a_configurable_field_rebuilds_a_wrapper_of_a_given_engine(llm: BlendLLM) -> None:
-    made: Any = llm.configurable_fields(mode=ConfigurableField(id="mode"))
-    full, _ = made.with_config(configurable={"mode": "full"}).prepare()
-    assert (full.mode, full.engine is llm.engine) == ("full", True)
-
-
-def test_a_wrapper_is_pickled_by_its_names_or_not_at_all(llm: BlendLLM, tmp_path: Any) -> None:
-    from langchain_blendrag import close_shared_engines
-
-    try:
-        named = BlendLLM(store=tmp_path / "a")
-        assert pickle.loads(pickle.dumps(named)).engine is named.engine
-    finally:
-        close_shared_engines()
-    with pytest.raises(InvalidInputError, match="made with engine= cannot be pickled"):
-        pickle.dumps(llm)
-
-
-def test_the_engine_is_not_part_of_the_wrappers_description(llm: BlendLLM) -> None:
-    assert "engine" not in llm.model_dump()
-    assert "engine" not in repr(llm)
-    assert llm._identifying_params["mode"] == "blend"
-
-
-def test_langchains_cache_tells_modes_apart(engine: BlendEngine) -> None:
-    cache = InMemoryCache()
-    blend, full = (BlendLLM(engine=engine, cache=cache, mode=m) for m in ("blend", "full"))
-    first = blend.generate(["Where is Place32?"])
-    again = blend.generate(["Where is Place32?"])
-    other = full.generate(["Where is Place32?"])
-    assert first.llm_output
-    assert not again.llm_output
-    assert other.llm_output
 
 
 def test_tokens_are_counted_by_the_models_own_tokenizer(llm: BlendLLM, tokenizer: Any) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import pickle
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,14 +11,13 @@ from typing import Any
 import pytest
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, TextBlock
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
-from llama_index.core.llms import LLM
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from pydantic import ValidationError
 
 from blendrag.engine import BlendEngine, Options
 from blendrag.errors import ContextOverflowError, InvalidInputError
-from llama_index.llms.blendrag import BlendLLM, BlendRetriever, close_shared_engines
+from llama_index.llms.blendrag import BlendLLM, close_shared_engines
 
 QUESTION = "Where is Place32?"
 MESSAGES = [
@@ -257,62 +254,3 @@ def test_tools_are_refused_in_a_sentence_and_metadata_said_so(llm: BlendLLM) -> 
     tool = FunctionTool.from_defaults(fn=lambda q: q, name="look_up", description="Looks up.")
     with pytest.raises(InvalidInputError, match=r"takes no tools \(look_up\); use a ReAct"):
         llm.chat_with_tools([tool], "Where is Place32?")
-
-
-def test_wrappers_of_the_same_names_share_one_engine(tmp_path: Path) -> None:
-    try:
-        llm = BlendLLM(store=tmp_path / "a")
-        assert llm.engine is BlendRetriever("demo", tmp_path / "x" / ".." / "a").engine
-        assert llm.engine is not BlendRetriever(store=tmp_path / "b").engine
-        assert not (tmp_path / "a").exists()
-    finally:
-        close_shared_engines()
-
-
-def test_the_engine_is_only_mentioned_in_the_wrappers_description(llm: BlendLLM) -> None:
-    assert isinstance(llm, LLM)
-    described = json.loads(llm.to_json())
-    assert described["engine"] == "BlendEngine"
-    assert "engine" not in repr(llm)
-    assert described["class_name"] == "BlendLLM"
-
-
-def test_a_named_wrapper_is_made_again_from_what_was_written_of_it(named: BlendLLM) -> None:
-    copies = [
-        BlendLLM.from_json(named.to_json()),
-        BlendLLM.from_dict(named.to_dict()),
-        pickle.loads(pickle.dumps(named)),
-    ]
-    assert json.loads(named.to_json())["store"] == str(named.store)
-    for copy in copies:
-        assert copy.engine is named.engine
-
-
-def test_a_wrapper_of_a_given_engine_is_not_made_again_with_another(llm: BlendLLM) -> None:
-    with pytest.raises(InvalidInputError, match="made with engine= cannot be pickled"):
-        pickle.dumps(llm)
-    with pytest.raises(ValidationError, match="give it again, or model= and store= instead"):
-        BlendLLM.from_dict(llm.to_dict())
-    assert BlendLLM.from_dict(llm.to_dict(), engine=llm.engine).engine is llm.engine
-
-
-def test_a_closed_shared_engine_is_made_anew(named: BlendLLM) -> None:
-    engine = named.engine
-    close_shared_engines()
-    assert engine.closed
-    assert not named.engine.closed
-
-
-def test_a_model_directory_is_the_same_by_relative_and_absolute_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "models" / "mine").mkdir(parents=True)
-    (tmp_path / "demo").mkdir()
-    monkeypatch.chdir(tmp_path)
-    try:
-        relative = BlendLLM(model="models/mine", store="kv")
-        assert relative.engine is BlendLLM(model=f"{tmp_path}/models/mine", store="kv").engine
-        assert relative.engine.resources.model_name == f"{tmp_path}/models/mine"
-        assert BlendLLM(model="demo", store="kv").engine.resources.model_name == "demo"
-    finally:
-        close_shared_engines()
