@@ -194,10 +194,10 @@ def test_a_corpus_of_before_there_were_encodings_is_native(tmp_path: Path) -> No
     with made(tmp_path / "s") as engine:
         engine.ingest(DOCUMENTS)
         corpus = engine.resources.require_corpus()
-        fields = json.loads(corpus._meta("manifest") or "")
+        fields = json.loads(corpus._file.meta("manifest") or "")
         del fields["encoding"]
-        with corpus._writing():
-            corpus._set_meta("manifest", json.dumps(fields))
+        with corpus._file.writing():
+            corpus._file.set_meta("manifest", json.dumps(fields))
     with made(tmp_path / "s") as engine:
         assert engine.resources.encoding == "native"
         assert engine.ingest(DOCUMENTS).chunks_computed == 0

@@ -195,8 +195,7 @@ def test_an_abandoned_stream_is_told_so(engine: BlendEngine) -> None:
     pieces.close()
     with pytest.raises(RequestCancelled):
         _ = pieces.answer
-    with pytest.raises(RequestCancelled):
-        list(pieces)
+    assert list(pieces) == []  # as any closed generator
 
 
 @pytest.mark.parametrize("generate", [{}, {"num_beams": 2}])

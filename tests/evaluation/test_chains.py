@@ -29,15 +29,19 @@ def engine(tmp_path: Path) -> Iterator[BlendEngine]:
 def scripted(monkeypatch: pytest.MonkeyPatch, replies: list[str]) -> list[Any]:
     """The engine measures as ever but says ``replies``; what it was asked."""
     asked: list[Any] = []
-    real = BlendEngine.generate
+    real = BlendEngine.batch
 
-    def speak(self: BlendEngine, prompt: Any, options: Options | None = None) -> Answer:
-        text = replies[len(asked)]
-        asked.append((prompt, options))
-        answer = real(self, prompt, options)
-        return Answer(text, (text,), "stop", answer.metrics)
+    def speak(
+        self: BlendEngine, prompts: list[Any], options: Options | None = None, **kwargs: Any
+    ) -> list[Answer]:
+        said = []
+        for prompt, answer in zip(prompts, real(self, prompts, options, **kwargs), strict=True):
+            text = replies[len(asked)]
+            asked.append((prompt, options))
+            said.append(Answer(text, (text,), "stop", answer.metrics))
+        return said
 
-    monkeypatch.setattr(BlendEngine, "generate", speak)
+    monkeypatch.setattr(BlendEngine, "batch", speak)
     return asked
 
 

@@ -44,7 +44,7 @@ def render(prompt: Prompt, tokens: Tokens, options: Options) -> str:
             return (prompt if prompt.startswith(bos) else f"{bos}{prompt}") + options.opening
         messages: Sequence[Mapping[str, Any]] = [{"role": "user", "content": prompt}]
     elif isinstance(prompt, Sequence) and all(isinstance(m, Mapping) for m in prompt):
-        messages = [_flattened(message) for message in prompt]
+        messages = [_flattened(message) for message in prompt if isinstance(message, Mapping)]
     else:
         raise InvalidInputError(
             f"a prompt that is a {type(prompt).__name__}, expected a text or a list of messages with "
