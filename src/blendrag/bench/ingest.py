@@ -22,7 +22,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from blendrag.bench.ttft import PREFIX_IDS, interleaved
+from blendrag.bench.rounds import interleaved
+from blendrag.bench.workload import PREFIX_IDS
 from blendrag.engine import BlendEngine
 from blendrag.engine.types import IngestReport
 from blendrag.errors import BlendragError

@@ -2,27 +2,28 @@
 
 Rounds are interleaved (full, prefix, reuse, blend, full, …) and medians taken, so that a machine
 that slows down slows everybody down. Inside the time: looking up, opening, reading and verifying the
-chunks in the store on disk (page cache warm, no memory tier), re-positioning, selecting, recomputing,
-the last logits and the choice of the token. Outside is the rest of a query's way: retrieval, the chat
-template, finding the chunks in the prompt and tokenising (the prompt is cut once, before the first
-round), the check of the model's identity, and the way to the engine's thread and back.
+chunks in the store (on disk with a warm page cache, unless another tier is asked for), re-positioning,
+selecting, recomputing, the last logits and the choice of the token. Outside is the rest of a query's
+way: retrieval, the chat template, finding the chunks in the prompt and tokenising (the prompt is cut
+once, before the first round), the check of the model's identity, and the way to the engine's thread and
+back.
 """
 
 from __future__ import annotations
 
-import statistics
-import tempfile
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import DynamicCache
 
 from blendrag.bench.memory import peak_bytes
-from blendrag.config import DEFAULT_POLICY, UNCALIBRATED_SCHEDULE, Mode
-from blendrag.controller import Controller
+from blendrag.bench.rounds import interleaved
+from blendrag.bench.tiers import ON_DISK, BenchTier, TierStore, tier_store
+from blendrag.bench.workload import NEW_TOKENS, PREFIX_IDS, Workload, random_plan
+from blendrag.config import Mode
+from blendrag.controller import Controller, LoadPlan
 from blendrag.errors import InvalidInputError
 from blendrag.fusor import BlendRequest, Fusor
 from blendrag.fusor.fusion import FusionCounts
@@ -30,38 +31,12 @@ from blendrag.identity import chunk_key
 from blendrag.kv import ChunkKV
 from blendrag.loader import LoadedSpan
 from blendrag.model import ModelAdapter
-from blendrag.prompt import PromptPlan, Segment
 from blendrag.selection import Schedule, make_policy
-from blendrag.store import KVReader, KVStore, MemoryStore, open_store
+from blendrag.store import KVReader, KVStore, MemoryStore
+from blendrag.store.encodings import stored_chunk_bytes
 
-#: Behind what the bench's chunks are encoded; the prompt begins with a chunk, so none of them is exact.
-PREFIX_IDS = (1,)
-#: Headroom of a blended cache, in tokens of the answer.
-NEW_TOKENS = 32
 #: Ways to prefill behind a cached first chunk; the faster one is the baseline.
 PREFIX_WAYS = ("prefix_stock", "prefix_fused")
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A prompt of chunks and a question, and how it is blended."""
-
-    chunks: int = 6
-    chunk_tokens: int = 512
-    question_tokens: int = 32
-    ratio: float = 0.15
-    policy: str = DEFAULT_POLICY
-    schedule: str = UNCALIBRATED_SCHEDULE
-    rounds: int = 5
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Milliseconds over the rounds."""
-
-    median: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -96,6 +71,8 @@ class TtftResult:
     schedule: str
     rounds: int
     threads: int
+    tier: str
+    encoding: str
 
 
 class TtftBench:
@@ -106,12 +83,13 @@ class TtftBench:
         self.adapter = adapter
         self.workload = workload
         self._store = store
-        self._fusor = Fusor(adapter)
+        self.fusor = Fusor(adapter)
+        self._namespace = adapter.identity.encoded(workload.encoding).namespace
         self._controller = Controller(
-            adapter, store, adapter.identity.namespace, PREFIX_IDS, prefix_min_tokens=1
+            adapter, store, self._namespace, PREFIX_IDS, 1, workload.encoding
         )
-        self._plan = _plan(adapter, workload)
-        self._ids = torch.tensor([self._plan.ids], device=adapter.device)
+        self._plan = random_plan(adapter, workload)
+        self.ids = torch.tensor([self._plan.ids], device=adapter.device)
         self._put_chunks()
         kv = adapter.encode((), self._plan.ids[: workload.chunk_tokens])  # exact: nothing before it
         self._first = _on_device(kv, adapter.device)
@@ -121,10 +99,16 @@ class TtftBench:
     def prompt_tokens(self) -> int:
         return len(self._plan.ids)
 
+    @property
+    def kv_bytes(self) -> int:
+        """Of all chunks, as they are stored."""
+        layout = self.adapter.layout.encoded(self.workload.encoding)
+        return self.workload.chunks * stored_chunk_bytes(layout, self.workload.chunk_tokens)
+
     def full(self) -> int:
         """Stock prefill of the unmodified model, last logits only."""
         model = self.adapter.model
-        out = model(input_ids=self._ids, use_cache=True, logits_to_keep=1)
+        out = model(input_ids=self.ids, use_cache=True, logits_to_keep=1)
         return int(out.logits[0, -1].argmax())
 
     def prefix_stock(self) -> int:
@@ -132,7 +116,7 @@ class TtftBench:
         cache = DynamicCache()
         for i, (keys, values) in enumerate(self._first):
             cache.update(keys, values, i)
-        rest = self._ids[:, self.workload.chunk_tokens :]
+        rest = self.ids[:, self.workload.chunk_tokens :]
         out = self.adapter.model(
             input_ids=rest, past_key_values=cache, use_cache=True, logits_to_keep=1
         )
@@ -145,23 +129,30 @@ class TtftBench:
         request = BlendRequest(
             self.prompt_tokens, (span,), make_policy("full"), Schedule("constant"), 1.0
         )
-        logits, _, _ = self._fusor.prefill(self._ids, request, NEW_TOKENS)
+        logits, _, _ = self.fusor.prefill(self.ids, request, NEW_TOKENS)
         return int(logits[0, -1].argmax())
 
     def blended(self, mode: Mode, policy: str, ratio: float) -> tuple[int, FusionCounts]:
         """Load from the store, fuse, choose the first token."""
+        with self.opened(mode) as load:
+            request = self.request(load, policy, ratio)
+            logits, _, fusion = self.fusor.prefill(self.ids, request, NEW_TOKENS)
+            return int(logits[0, -1].argmax()), fusion.counts()
+
+    @contextmanager
+    def opened(self, mode: Mode = "blend") -> Iterator[LoadPlan]:
+        """Every chunk of the prompt, opened in the store."""
         load = self._controller.plan(self._plan, mode)
         try:
             if len(load.spans) != self.workload.chunks:
                 raise InvalidInputError("a bench chunk is not in the store any more; run again")
-            schedule = Schedule.parse(self.workload.schedule)
-            request = BlendRequest(
-                self.prompt_tokens, load.spans, make_policy(policy), schedule, ratio
-            )
-            logits, _, fusion = self._fusor.prefill(self._ids, request, NEW_TOKENS)
-            return int(logits[0, -1].argmax()), fusion.counts()
+            yield load
         finally:
             load.close()
+
+    def request(self, load: LoadPlan, policy: str, ratio: float) -> BlendRequest:
+        schedule = Schedule.parse(self.workload.schedule)
+        return BlendRequest(self.prompt_tokens, load.spans, make_policy(policy), schedule, ratio)
 
     def reuse(self) -> int:
         """Load from the store, compute the question only."""
@@ -179,28 +170,30 @@ class TtftBench:
         return len(counts.rows) * self.prompt_tokens / sum(counts.rows)
 
     def _put_chunks(self) -> None:
-        namespace = self.adapter.identity.namespace
         for segment in self._plan.chunks:
-            key = chunk_key(namespace, PREFIX_IDS, segment.stored_ids)
-            self._store.put(namespace, key, self.adapter.encode(PREFIX_IDS, segment.stored_ids))
+            kv = self.adapter.encode(PREFIX_IDS, segment.stored_ids)
+            kept = replace(kv, layout=kv.layout.encoded(self.workload.encoding))
+            key = chunk_key(self._namespace, PREFIX_IDS, segment.stored_ids)
+            self._store.put(self._namespace, key, kept)
 
 
 def run_ttft(
-    adapter: ModelAdapter, workload: Workload, tick: Callable[[str], None] = lambda text: None
+    adapter: ModelAdapter,
+    workload: Workload,
+    tick: Callable[[str], None] = lambda text: None,
+    tier: BenchTier = ON_DISK,
 ) -> TtftResult:
     """Measure one workload; ``tick(text)`` reports progress."""
-    with tempfile.TemporaryDirectory(prefix="blendrag-bench-") as root:
-        store = open_store(Path(root) / "store", ram_bytes=0, disk_bytes=1 << 40)
-        try:
-            tick("encoding the chunks")
-            bench = TtftBench(adapter, workload, store)
-            return measure(bench, tick)
-        finally:
-            store.close()
+    with tier_store(tier) as there:
+        tick("encoding the chunks")
+        bench = TtftBench(adapter, workload, there.store)
+        return measure(bench, there, tick)
 
 
 @torch.inference_mode()
-def measure(bench: TtftBench, tick: Callable[[str], None] = lambda text: None) -> TtftResult:
+def measure(
+    bench: TtftBench, there: TierStore, tick: Callable[[str], None] = lambda text: None
+) -> TtftResult:
     """Interleaved rounds of every mode, then each mode's peak memory."""
     workload, adapter = bench.workload, bench.adapter
     ways: dict[str, Callable[[], int]] = {
@@ -213,7 +206,8 @@ def measure(bench: TtftBench, tick: Callable[[str], None] = lambda text: None) -
     tick("warming up")
     for way in ways.values():
         way()
-    timings = interleaved(ways, workload.rounds, adapter.device, tick)
+    there.settle()
+    timings = interleaved(ways, workload.rounds, adapter.device, tick, lambda name: there.prepare())
     tick("measuring memory")
     peaks = {name: peak_bytes(way, adapter.device) for name, way in ways.items()}
     faster = min(PREFIX_WAYS, key=lambda name: timings[name].median)
@@ -237,66 +231,16 @@ def measure(bench: TtftBench, tick: Callable[[str], None] = lambda text: None) -
         reuse_speedup=full / timings["reuse"].median,
         prefix_speedup=full / timings["prefix"].median,
         floor_speedup=bench.floor_speedup(counts),
-        kv_bytes=adapter.layout.chunk_bytes(workload.chunks * workload.chunk_tokens),
+        kv_bytes=bench.kv_bytes,
         peak_bytes=peaks,
         spread_ms={name: (t.low, t.high) for name, t in timings.items()},
         policy=workload.policy,
         schedule=str(Schedule.parse(workload.schedule)),
         rounds=workload.rounds,
         threads=torch.get_num_threads(),
+        tier=there.tier.name,
+        encoding=workload.encoding,
     )
-
-
-def interleaved(
-    ways: dict[str, Callable[[], object]] | dict[str, Callable[[], int]],
-    rounds: int,
-    device: torch.device,
-    tick: Callable[[str], None] = lambda text: None,
-) -> dict[str, Timing]:
-    """Median, lowest and highest milliseconds of each way over ``rounds`` alternating rounds."""
-    samples: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds):
-        tick(f"round {number + 1} of {rounds}")
-        for name, way in ways.items():
-            samples[name].append(_milliseconds(way, device))
-    return {n: Timing(statistics.median(s), min(s), max(s)) for n, s in samples.items()}
-
-
-def _milliseconds(way: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    way()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - began) * 1e3
-
-
-def _plan(adapter: ModelAdapter, workload: Workload) -> PromptPlan:
-    """Chunks of random ids, back to back, and a question of random ids."""
-    counts = (workload.chunks, workload.chunk_tokens, workload.question_tokens, workload.rounds)
-    if min(counts) < 1:
-        raise InvalidInputError(
-            "chunks, chunk-tokens, question-tokens and rounds must be 1 or more, not "
-            f"{', '.join(map(str, counts))}"
-        )
-    total = workload.chunks * workload.chunk_tokens + workload.question_tokens
-    if total > adapter.context_tokens:
-        raise InvalidInputError(
-            f"a prompt of {total} tokens passes the context of {adapter.context_tokens}; "
-            "take fewer or shorter chunks"
-        )
-    vocab = adapter.model.get_input_embeddings().num_embeddings
-    generator = torch.Generator().manual_seed(0)
-    segments: list[Segment] = []
-    position = 0
-    lengths: Sequence[int] = [workload.chunk_tokens] * workload.chunks
-    for number, length in enumerate([*lengths, workload.question_tokens]):
-        ids = tuple(torch.randint(2, vocab, (length,), generator=generator).tolist())
-        chunk = f"chunk-{number}" if number < workload.chunks else None
-        segments.append(Segment("", ids, position, chunk, ids if chunk else ()))
-        position += length
-    return PromptPlan(tuple(segments))
 
 
 def _on_device(kv: ChunkKV, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -143,7 +143,7 @@ def _device(entry: Any, number: int, path: Path) -> Device:
     name = entry[NAME]
     if not isinstance(name, str) or not name.strip():
         raise InvalidInputError(f"{where} has {NAME} {name!r}, expected a text; name it")
-    speed = _bytes_per_s(entry[THROUGHPUT])
+    speed = throughput_of(entry[THROUGHPUT])
     if speed is None or not 0 < speed < math.inf:
         raise InvalidInputError(
             f"{where} ({name}) has {THROUGHPUT} {entry[THROUGHPUT]!r}, expected bytes per second above 0, "
@@ -161,7 +161,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _bytes_per_s(value: Any) -> float | None:
+def throughput_of(value: Any) -> float | None:
+    """Bytes per second: a number, or a text such as ``"500 MB/s"``; ``None`` for what is neither."""
     if _is_number(value):
         return float(value)
     match = _SPEED.fullmatch(value) if isinstance(value, str) else None

@@ -1,0 +1,25 @@
+"""``blendrag bench``: parse, measure, print a table or JSON; a file for each command.
+
+Imports torch only inside commands.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from blendrag.bench.cli.ingest import ingest
+from blendrag.bench.cli.recognise import recognise
+from blendrag.bench.cli.store import store
+from blendrag.bench.cli.sweep import sweep
+from blendrag.bench.cli.ttft import ttft
+
+app = typer.Typer(no_args_is_help=True, help="Measure speed: interleaved modes, medians, ratios.")
+
+
+@app.callback()
+def bench() -> None:
+    """Measure speed: interleaved modes, medians, ratios."""
+
+
+for command in (ttft, sweep, ingest, store, recognise):
+    app.command()(command)

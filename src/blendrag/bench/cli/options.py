@@ -1,0 +1,41 @@
+"""Options that several benches share, and how their results are printed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from blendrag.chunking import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
+
+Geometry = Annotated[
+    str | None, typer.Option(help="Random weights of a known shape, e.g. qwen2.5-0.5b.")
+]
+Model = Annotated[str | None, typer.Option(help="Hub id, directory, or demo.")]
+Count = Annotated[int, typer.Option(min=1)]
+Size = Annotated[int | None, typer.Option(min=1, help="Of a KV; not beside --geometry.")]
+CorpusTokens = Annotated[
+    int,
+    typer.Option(min=MIN_CHUNK_TOKENS, max=MAX_CHUNK_TOKENS, help="Largest chunk of an ingest."),
+]
+Policy = Annotated[str, typer.Option(help="query, hkvd, boundary(k), reuse or full.")]
+Schedule = Annotated[str, typer.Option(help="constant, linear, geometric[:g] or one per layer.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Tier = Annotated[
+    str, typer.Option(help="memory, disk, cold (page cache dropped) or a throughput, e.g. 0.5GB/s.")
+]
+Encoding = Annotated[str, typer.Option(help="How KV is stored: native, int8 or fp8.")]
+
+
+def status(text: str) -> Any:
+    """Says on stderr what is under way."""
+    return Console(stderr=True).status(text)
+
+
+def print_json(fields: Mapping[str, Any]) -> None:
+    typer.echo(json.dumps(fields, indent=2))
