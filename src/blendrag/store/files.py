@@ -111,6 +111,14 @@ class PayloadFiles:
         except OSError:
             return 0
 
+    def written_ns(self, name: Name) -> int:
+        """When a payload was written, by the clock of then; 0 if it is gone."""
+        try:
+            with self._shards.entered(*name.shard) as directory:
+                return os.stat(name.file, dir_fd=directory, follow_symlinks=False).st_mtime_ns
+        except OSError:
+            return 0
+
     def write(self, name: Name, temporary: Path, buffers: Iterable[Any]) -> None:
         """Write, fsync, rename into place, fsync the directory; on failure nothing is left."""
         try:

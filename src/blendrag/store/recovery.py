@@ -3,6 +3,9 @@
 The files are the truth: each carries its own key, and its name is never reused. Headers are read
 only of files the index does not know. Layers are not read: they are verified whenever they are
 used. Nothing that the store's naming did not produce is touched.
+
+What the index did not know comes after what it knew, the youngest file last: how it was used is
+forgotten, but a chunk just acknowledged must not be the first that an eviction takes.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sqlite3
+from collections.abc import Iterator
 
 from blendrag.store.directories import OUT_OF_RESOURCES
 from blendrag.store.files import Name, PayloadFiles
@@ -34,10 +39,8 @@ def reconcile(files: PayloadFiles, index: Index) -> int:
     """
     quarantined = 0
     with index.transaction():
-        for name in files.walk():
+        for name in _by_age(files, _unknown(files, index)):
             row = index.get(name.namespace, name.key)
-            if row is not None and row.name == name:
-                continue
             if row is not None and not files.is_gone(row.name):
                 with contextlib.suppress(OSError):
                     files.remove(name)
@@ -53,6 +56,25 @@ def reconcile(files: PayloadFiles, index: Index) -> int:
         index.drop([row.name for row in index.oldest() if files.is_gone(row.name)])
         _require_sums(index)
     return quarantined
+
+
+def _unknown(files: PayloadFiles, index: Index) -> Iterator[Name]:
+    for name in files.walk():
+        row = index.get(name.namespace, name.key)
+        if row is None or row.name != name:
+            yield name
+
+
+def _by_age(files: PayloadFiles, names: Iterator[Name]) -> Iterator[Name]:
+    """Those written first come first. Sorted by SQLite, on disk where there are many."""
+    with contextlib.closing(sqlite3.connect("")) as database:
+        database.execute("CREATE TABLE file (written_ns, namespace, key, nonce)")
+        rows = ((files.written_ns(name), *name) for name in names)
+        database.executemany("INSERT INTO file VALUES (?, ?, ?, ?)", rows)
+        for row in database.execute(
+            "SELECT namespace, key, nonce FROM file ORDER BY written_ns, key"
+        ):
+            yield Name(*row)
 
 
 def _require_sums(index: Index) -> None:

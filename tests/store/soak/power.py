@@ -27,6 +27,7 @@ class Disk:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._files: dict[int, bytes] = {}
+        self._written_ns: dict[int, int] = {}
         self._listings: dict[int, Listing] = {}
         for path in [root, *root.rglob("*")]:
             self.sync(path)
@@ -38,6 +39,7 @@ class Disk:
             self._listings[status.st_ino] = _listing(path)
         elif stat.S_ISREG(status.st_mode):
             self._files[status.st_ino] = path.read_bytes()
+            self._written_ns[status.st_ino] = status.st_mtime_ns
 
     def cut(self, target: Path, survives: Choose) -> None:
         """Write to ``target`` what is found when the power is back."""
@@ -59,6 +61,8 @@ class Disk:
         durable_bytes = self._files.get(inode)
         present_bytes = durable_bytes if path is None else path.read_bytes()
         target.write_bytes(_torn(durable_bytes or b"", present_bytes or b"", survives))
+        written_ns = self._written_ns.get(inode, 0) if path is None else path.stat().st_mtime_ns
+        os.utime(target, ns=(written_ns, written_ns))
 
 
 def _listing(directory: Path) -> Listing:
