@@ -17,6 +17,7 @@ import torch
 
 from blendrag.errors import CorruptKVError
 from blendrag.store.base import KVReader
+from blendrag.timeline import LOAD, Timeline, noted
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,12 @@ class LayerLoader:
     """
 
     def __init__(
-        self, buffers: Sequence[torch.Tensor], wanted: Sequence[Sequence[LoadedSpan]]
+        self,
+        buffers: Sequence[torch.Tensor],
+        wanted: Sequence[Sequence[LoadedSpan]],
+        timeline: Timeline | None = None,
     ) -> None:
+        self._timeline = timeline
         self.load_s = 0.0
         """Seconds spent reading and verifying so far."""
         self._failure: BaseException | None = None
@@ -92,10 +97,11 @@ class LayerLoader:
     def _run(self) -> None:
         try:
             for layer, work in enumerate(self._work):
-                for span, target in work:
-                    if self._stop.is_set():
-                        return
-                    self.fetch_kv(span, layer, target)
+                with noted(self._timeline if work else None, LOAD, layer):
+                    for span, target in work:
+                        if self._stop.is_set():
+                            return
+                        self.fetch_kv(span, layer, target)
                 self._ready[layer].set()
         except BaseException as exc:
             self._failure = exc

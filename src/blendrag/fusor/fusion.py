@@ -31,6 +31,7 @@ from blendrag.fusor.shift import ChunkShift
 from blendrag.loader import LayerLoader, LoadedSpan
 from blendrag.positions import Repositioner
 from blendrag.selection import LayerView, PromptGeometry, make_policy
+from blendrag.timeline import REPOSITION, SELECT, WAIT, Timeline, noted
 
 Fetch = Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
 
@@ -48,8 +49,11 @@ class Fusion:
         cache: BlendCache,
         repositioner: Repositioner,
         force_masks: bool = False,
+        timeline: Timeline | None = None,
     ) -> None:
+        """``timeline`` is told what is done when."""
         self._force_masks = force_masks
+        self.timeline = timeline
         n = request.prompt_tokens
         self.request = request
         self._cache = cache
@@ -81,7 +85,7 @@ class Fusion:
         self._peeking = False
         self._placed = [False] * self._layers
         self._rotation = Rotation(request.spans, repositioner, device)
-        self.loader = LayerLoader(self._buffers, self._wanted())
+        self.loader = LayerLoader(self._buffers, self._wanted(), timeline)
 
     def _entry(self) -> torch.Tensor:
         """Candidates computed in layer 0: all of them where fresh KV is compared with loaded."""
@@ -103,10 +107,14 @@ class Fusion:
         damped = self._layers if self.policy.damps else 0
         scout = Scout(n, n - self.geometry.query_span[0], device, damped)
         self.is_scouting = True
+        if self.timeline is not None:
+            self.timeline.pass_name = "scout"
         try:
             yield scout
         finally:
             self.is_scouting = False
+            if self.timeline is not None:
+                self.timeline.pass_name = ""
         self.scouts, self._scouted_rows = False, self.rows.count
         for layer in self._cache.layers:
             layer.show(0)
@@ -207,8 +215,10 @@ class Fusion:
         """Stored KV of ``layer`` into place and to its positions, once."""
         if self._placed[layer]:
             return
-        self.loader.synchronize(layer)
-        self._rotation.apply(self._buffers[layer][0], layer, only_exact=self._skips_load(layer))
+        with noted(self.timeline, WAIT, layer):
+            self.loader.synchronize(layer)
+        with noted(self.timeline, REPOSITION, layer):
+            self._rotation.apply(self._buffers[layer][0], layer, self._skips_load(layer))
         self._placed[layer] = True
 
     def _choose(self, layer: int, keys: torch.Tensor, values: torch.Tensor, seen: int) -> None:
@@ -219,7 +229,8 @@ class Fusion:
             at = torch.searchsorted(computed.positions, alive)
             return keys[:, at], values[:, at], buffer[0][:, alive], buffer[1][:, alive]
 
-        chosen = self.policy.select(layer, self._view(alive, fetch), self._budgets[layer - 1])
+        with noted(self.timeline, SELECT, seen):
+            chosen = self.policy.select(layer, self._view(alive, fetch), self._budgets[layer - 1])
         if chosen.numel() != alive.numel():
             self._alive = chosen
             self._next_rows = self._rows_of(chosen)

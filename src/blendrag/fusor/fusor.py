@@ -22,6 +22,7 @@ from blendrag.fusor.narrow import narrow_kwargs, refuse_positional
 from blendrag.fusor.rows import Rows
 from blendrag.fusor.scout import scouting
 from blendrag.model.adapter import ModelAdapter
+from blendrag.timeline import Timeline
 
 #: Attention implementations that take an arbitrary mask, so that any rows can be selected.
 MASKABLE = ("sdpa", "eager")
@@ -60,14 +61,15 @@ class Fusor:
         cache: BlendCache,
         request: BlendRequest,
         check: Callable[[], None] | None = None,
+        timeline: Timeline | None = None,
     ) -> Iterator[Fusion]:
         """Within this context the model's first forward with ``cache`` is blended, later ones stock.
 
         Caller holds the adapter's lock. Raises :class:`SpanCorruptError` out of the forward when a
         chunk's bytes are not what was put; the cache is then unusable. ``check()`` is called before
-        each layer and may raise to abandon the forward.
+        each layer and may raise to abandon the forward. ``timeline`` is told what is done when.
         """
-        fusion = Fusion(request, cache, self.adapter.repositioner, self._force_masks)
+        fusion = Fusion(request, cache, self.adapter.repositioner, self._force_masks, timeline)
         with ExitStack() as armed:
             armed.callback(fusion.loader.close)
             cache.merge = fusion.merge
@@ -77,6 +79,9 @@ class Fusor:
             for index, layer in enumerate(self.adapter.stack.layers):
                 hook = _LayerHook(fusion, index, not self.fast_attention, check)
                 armed.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
+                if timeline is not None:
+                    end = _LayerEnd(timeline, index)
+                    armed.callback(layer.register_forward_hook(end).remove)
             if fusion.scouts:
                 before = self.adapter.stack.base.register_forward_pre_hook(
                     self._scout_hook(fusion), with_kwargs=True
@@ -104,12 +109,13 @@ class Fusor:
         new_tokens: int = 0,
         logits_to_keep: int | torch.Tensor = 1,
         check: Callable[[], None] | None = None,
+        timeline: Timeline | None = None,
     ) -> tuple[torch.Tensor, BlendCache, Fusion]:
         """Blended prefill of ``ids`` ``[1, N]``; logits ``[1, n, V]`` of the last ``logits_to_keep``
         rows computed in the last layer (0: all of them), or of the rows at these indices.
         """
         cache = self.new_cache(request.prompt_tokens, new_tokens)
-        with self.adapter.lock, self.fuse(cache, request, check) as fusion:
+        with self.adapter.lock, self.fuse(cache, request, check, timeline) as fusion:
             out = self.adapter.model(
                 input_ids=ids,
                 past_key_values=cache,
@@ -135,6 +141,8 @@ class _LayerHook:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self._check is not None:
             self._check()
+        if self._fusion.timeline is not None:
+            self._fusion.timeline.enter(self._index)
         hidden = args[0] if args else kwargs["hidden_states"]
         if hidden.shape[0] != 1:
             raise UnsupportedModelError(
@@ -161,6 +169,17 @@ class _LayerHook:
             module.forward(*peek_args, **peek_kwargs)
 
         return arguments(*self._fusion.enter_layer(self._index, peek))
+
+
+class _LayerEnd:
+    """Forward hook of one decoder layer: its span of a timeline ends here."""
+
+    def __init__(self, timeline: Timeline, index: int) -> None:
+        self._timeline = timeline
+        self._index = index
+
+    def __call__(self, *args: Any) -> None:
+        self._timeline.leave(self._index)
 
 
 def _disarm(cache: BlendCache) -> None:

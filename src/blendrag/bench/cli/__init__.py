@@ -11,6 +11,7 @@ from blendrag.bench.cli.ingest import ingest
 from blendrag.bench.cli.recognise import recognise
 from blendrag.bench.cli.store import store
 from blendrag.bench.cli.sweep import sweep
+from blendrag.bench.cli.trace import trace
 from blendrag.bench.cli.ttft import ttft
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed: interleaved modes, medians, ratios.")
@@ -21,5 +22,5 @@ def bench() -> None:
     """Measure speed: interleaved modes, medians, ratios."""
 
 
-for command in (ttft, sweep, ingest, store, recognise):
+for command in (ttft, sweep, trace, ingest, store, recognise):
     app.command()(command)
