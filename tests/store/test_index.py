@@ -82,6 +82,20 @@ def test_after_a_rebuild_what_was_written_last_goes_last(lab, make_store, root, 
     assert [lab.has(make_store(), number) for number in order] == [False, False, True]
 
 
+def test_a_file_that_is_back_although_it_was_evicted_goes_before_younger_ones(
+    lab, make_store, root
+):
+    store = filled(lab, make_store)
+    for age, number in enumerate((1, 2, 3)):
+        (path,) = root.glob(f"kv/*/*/{lab.key(number)}.*.kv")
+        os.utime(path, ns=(age, age))
+    found = store._reading.find(lab.namespace, lab.key(1))
+    store._index.drop([found])
+    store.close()
+    make_store(2 * lab.entry_bytes).recover()
+    assert [lab.has(make_store(), number) for number in (1, 2, 3)] == [False, True, True]
+
+
 @pytest.mark.parametrize(
     "garbage", [b"", b"not a database" * 500, b"SQLite format 3\0" + b"x" * 9000]
 )

@@ -4,8 +4,9 @@ The files are the truth: each carries its own key, and its name is never reused.
 only of files the index does not know. Layers are not read: they are verified whenever they are
 used. Nothing that the store's naming did not produce is touched.
 
-What the index did not know comes after what it knew, the youngest file last: how it was used is
-forgotten, but a chunk just acknowledged must not be the first that an eviction takes.
+Files that the index did not know count as used when they were written, and so do those written later
+than the oldest of them: one that had been evicted, and is back after a power cut, must not outlive a
+chunk just acknowledged.
 """
 
 from __future__ import annotations
@@ -39,8 +40,11 @@ def reconcile(files: PayloadFiles, index: Index) -> int:
     """
     quarantined = 0
     with index.transaction():
-        for name in _by_age(files, _unknown(files, index)):
+        for name in _by_age(files, index):
             row = index.get(name.namespace, name.key)
+            if row is not None and row.name == name:
+                index.touch([name.entry])
+                continue
             if row is not None and not files.is_gone(row.name):
                 with contextlib.suppress(OSError):
                     files.remove(name)
@@ -58,23 +62,32 @@ def reconcile(files: PayloadFiles, index: Index) -> int:
     return quarantined
 
 
-def _unknown(files: PayloadFiles, index: Index) -> Iterator[Name]:
-    for name in files.walk():
-        row = index.get(name.namespace, name.key)
-        if row is None or row.name != name:
-            yield name
+def _by_age(files: PayloadFiles, index: Index) -> Iterator[Name]:
+    """What the index does not know, and what was written since; the oldest first.
 
-
-def _by_age(files: PayloadFiles, names: Iterator[Name]) -> Iterator[Name]:
-    """Those written first come first. Sorted by SQLite, on disk where there are many."""
+    Sorted by SQLite, on disk where there are many.
+    """
     with contextlib.closing(sqlite3.connect("")) as database:
         database.execute("CREATE TABLE file (written_ns, namespace, key, nonce)")
-        rows = ((files.written_ns(name), *name) for name in names)
-        database.executemany("INSERT INTO file VALUES (?, ?, ?, ?)", rows)
+
+        def keep(names: Iterator[Name], since_ns: int) -> None:
+            rows = ((files.written_ns(name), *name) for name in names)
+            new = (row for row in rows if row[0] >= since_ns)
+            database.executemany("INSERT INTO file VALUES (?, ?, ?, ?)", new)
+
+        keep((name for name in files.walk() if not _knows(index, name)), 0)
+        ((oldest_ns,),) = database.execute("SELECT min(written_ns) FROM file")
+        if oldest_ns is not None:
+            keep((row.name for row in index.oldest() if files.exists(row.name)), oldest_ns)
         for row in database.execute(
             "SELECT namespace, key, nonce FROM file ORDER BY written_ns, key"
         ):
             yield Name(*row)
+
+
+def _knows(index: Index, name: Name) -> bool:
+    row = index.get(name.namespace, name.key)
+    return row is not None and row.name == name
 
 
 def _require_sums(index: Index) -> None:
