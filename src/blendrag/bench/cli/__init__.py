@@ -8,6 +8,7 @@ from __future__ import annotations
 import typer
 
 from blendrag.bench.cli.ingest import ingest
+from blendrag.bench.cli.load import load
 from blendrag.bench.cli.recognise import recognise
 from blendrag.bench.cli.store import store
 from blendrag.bench.cli.sweep import sweep
@@ -22,5 +23,5 @@ def bench() -> None:
     """Measure speed: interleaved modes, medians, ratios."""
 
 
-for command in (ttft, sweep, trace, ingest, store, recognise):
+for command in (ttft, sweep, trace, load, ingest, store, recognise):
     app.command()(command)

@@ -1,0 +1,85 @@
+"""``blendrag bench load``: first tokens under Poisson arrivals."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from blendrag.bench.cli import options
+from blendrag.config import DEFAULT_POLICY, UNCALIBRATED_SCHEDULE
+
+if TYPE_CHECKING:
+    from blendrag.bench.load import LoadResult
+
+
+def load(
+    geometry: options.Geometry = None,
+    model: options.Model = None,
+    requests: options.Count = 60,
+    warm_requests: Annotated[
+        int, typer.Option(min=0, help="Answered first, to fill what is kept; not counted.")
+    ] = 20,
+    corpus_chunks: options.Count = 100,
+    store_chunks: Annotated[
+        int, typer.Option(min=1, help="Room of the prefix cache and of the KV store, in chunks.")
+    ] = 40,
+    skew: Annotated[float, typer.Option(min=0.0, max=10.0, help="Exponent of Zipf's law.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the requests and of their arrivals.")] = 0,
+    chunks: options.Count = 6,
+    chunk_tokens: options.Count = 512,
+    question_tokens: options.Count = 32,
+    ratio: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Recompute ratio r in [0, 1].")
+    ] = 0.15,
+    policy: options.Policy = DEFAULT_POLICY,
+    schedule: options.Schedule = UNCALIBRATED_SCHEDULE,
+    tier: options.Tier = "disk",
+    encoding: options.Encoding = "native",
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    as_json: options.Json = False,
+) -> None:
+    """Poisson arrivals over a skewed corpus: TTFT and throughput of full, prefix and blend by rate."""
+    from blendrag.bench.geometry import bench_adapter
+    from blendrag.bench.load import LoadWorkload, run_load
+    from blendrag.bench.tiers import parse_tier
+    from blendrag.bench.workload import Workload
+
+    wanted = parse_tier(tier)
+    prompt = Workload(chunks, chunk_tokens, question_tokens, ratio, policy, schedule, 1, encoding)
+    workload = LoadWorkload(
+        prompt, corpus_chunks, store_chunks, skew, requests, warm_requests, seed
+    )
+    adapter = bench_adapter(geometry, model, dtype, device)
+    with options.status("loading") as status:
+        result = run_load(adapter, workload, wanted, lambda text: status.update(text))
+    if as_json:
+        options.print_json(asdict(result))
+    else:
+        _print(result)
+
+
+def _print(result: LoadResult) -> None:
+    names = [way.way for way in result.ways]
+    table = Table(title=f"{result.model}, {result.requests} requests, mean TTFT ms (p95) by rate")
+    table.add_column("requests/s", justify="right")
+    for name in names:
+        table.add_column(name, justify="right")
+    by_rate = [result.rows[i : i + len(names)] for i in range(0, len(result.rows), len(names))]
+    for rows in by_rate:
+        cells = (f"{row.mean_ttft_ms:.0f} ({row.p95_ttft_ms:.0f})" for row in rows)
+        table.add_row(f"{rows[0].requests_per_s:.3g}", *cells)
+    Console().print(table)
+    for way in result.ways:
+        Console().print(
+            f"{way.way}: {way.service_ms:.0f} ms without load, {way.reused:.0%} of the tokens reused, "
+            f"{way.equal_ttft_per_s:.3g} requests/s at {result.doubled_ttft_ms:.0f} ms"
+        )
+    Console().print(
+        f"where full prefill's TTFT has doubled, blend sustains {result.blend_rate_ratio:.2f}× its rate, "
+        f"prefix {result.prefix_rate_ratio:.2f}×"
+    )

@@ -1,0 +1,262 @@
+"""Load: first tokens under Poisson arrivals over a skewed corpus, full, prefix and blend beside each other.
+
+Every request is answered by all three, one after the other, so that what disturbs the machine disturbs
+all alike; only first tokens are computed. From the times each took follows what a queue before one model
+does at any rate: requests arrive when they arrive (open loop, exponential gaps, the same for all three),
+wait for those before them, and take what they took. The queue is computed, not waited for: with one worker
+that answers in order the two are the same, and every rate is judged by the same measurements.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+
+import numpy as np
+import torch
+
+from blendrag.bench.load_servers import BlendServer, FullServer, PrefixServer, Served, Server
+from blendrag.bench.tiers import BenchTier, tier_store
+from blendrag.bench.workload import Workload
+from blendrag.errors import InvalidInputError
+from blendrag.model import ModelAdapter
+from blendrag.prompt import PromptPlan, Segment
+from blendrag.store.encodings import stored_chunk_bytes
+
+#: Request rates in the table, as shares of what full prefill can answer at most.
+RATES = (0.2, 0.4, 0.6, 0.8, 1.0, 2.0, 3.0, 4.0, 6.0)
+#: Arrivals in a computed queue; the requests measured are repeated in their order.
+ARRIVALS = 2000
+
+
+@dataclass(frozen=True)
+class LoadWorkload:
+    """Requests of ``prompt.chunks`` chunks each, out of a corpus that is asked for by Zipf's law."""
+
+    prompt: Workload
+    corpus_chunks: int = 100
+    store_chunks: int = 40
+    """Room in ``prefix``'s cache and in ``blend``'s store, in chunks as the model computes them."""
+    skew: float = 1.0
+    """The chunk of rank k is asked for in proportion to k to the power of -skew."""
+    requests: int = 60
+    warm_requests: int = 20
+    """Answered first, to fill what is kept, and not counted."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class RateRow:
+    """One way at one rate; milliseconds from arrival to first token."""
+
+    way: str
+    requests_per_s: float
+    of_full: float
+    """The rate as a share of what full prefill can answer at most."""
+    mean_ttft_ms: float
+    p95_ttft_ms: float
+    throughput_per_s: float
+
+
+@dataclass(frozen=True)
+class WayResult:
+    """One way, whatever the rate."""
+
+    way: str
+    service_ms: float
+    """Median to the first token, without waiting."""
+    busy_ms: float
+    """Mean time that a request keeps the model from the next."""
+    reused: float
+    """Share of prompt tokens that were not computed anew."""
+    equal_ttft_per_s: float
+    """The rate at which its mean TTFT is what full prefill's has doubled to."""
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """One run."""
+
+    model: str
+    tier: str
+    encoding: str
+    policy: str
+    ratio: float
+    limit_bytes: int
+    full_doubles_per_s: float
+    """The rate at which full prefill's mean TTFT is twice what it is without load."""
+    doubled_ttft_ms: float
+    blend_rate_ratio: float
+    """Blend's rate at that TTFT over full prefill's."""
+    prefix_rate_ratio: float
+    ways: tuple[WayResult, ...]
+    rows: tuple[RateRow, ...]
+    requests: int
+
+
+# -- the queue ------------------------------------------------------------------------------------
+
+
+class Queue:
+    """One worker that answers in order, and the times its requests take."""
+
+    def __init__(self, served: Sequence[Served], seed: int = 0) -> None:
+        self._served = list(islice(cycle(served), ARRIVALS))
+        self._gaps = np.random.default_rng(seed).exponential(size=ARRIVALS)
+        self.busy_s = statistics.fmean(s.first_s + s.after_s for s in served)
+        self.alone_s = statistics.fmean(s.first_s for s in served)
+
+    def at(self, rate: float) -> tuple[list[float], float]:
+        """Seconds from arrival to first token of every request at ``rate`` a second; and the throughput."""
+        arrived = free = 0.0
+        found = []
+        for gap, served in zip(self._gaps, self._served, strict=True):
+            arrived += gap / rate
+            begun = max(arrived, free)
+            found.append(begun + served.first_s - arrived)
+            free = begun + served.first_s + served.after_s
+        return found, len(found) / free
+
+    def mean(self, rate: float) -> float:
+        return statistics.fmean(self.at(rate)[0])
+
+    def rate_of(self, ttft_s: float) -> float:
+        """The largest rate at which the mean TTFT is at most that; 0 where no rate is slow enough."""
+        if self.alone_s > ttft_s:
+            return 0.0
+        low, high = 0.0, 4.0 / self.busy_s
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.mean(middle) <= ttft_s else (low, middle)
+        return low
+
+
+# -- the requests -----------------------------------------------------------------------------------
+
+
+def make_requests(adapter: ModelAdapter, workload: LoadWorkload) -> list[PromptPlan]:
+    """Prompts, those that warm up included. Raises :class:`InvalidInputError`."""
+    prompt = workload.prompt
+    _check(adapter, workload)
+    vocab = adapter.model.get_input_embeddings().num_embeddings
+    rng = np.random.default_rng(workload.seed)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(rng.integers(2, vocab, count).tolist())
+
+    corpus = [ids(prompt.chunk_tokens) for _ in range(workload.corpus_chunks)]
+    weights = np.arange(1, len(corpus) + 1, dtype=float) ** -workload.skew
+    weights /= weights.sum()
+    plans = []
+    for _ in range(workload.warm_requests + workload.requests):
+        chosen = rng.choice(len(corpus), prompt.chunks, replace=False, p=weights)
+        segments = [
+            Segment("", corpus[c], i * prompt.chunk_tokens, f"chunk-{c}", corpus[c])
+            for i, c in enumerate(chosen)
+        ]
+        at = prompt.chunks * prompt.chunk_tokens
+        plans.append(PromptPlan((*segments, Segment("", ids(prompt.question_tokens), at))))
+    return plans
+
+
+def _check(adapter: ModelAdapter, workload: LoadWorkload) -> None:
+    prompt = workload.prompt
+    if workload.corpus_chunks < prompt.chunks:
+        raise InvalidInputError(
+            f"a corpus of {workload.corpus_chunks} chunks cannot fill prompts of {prompt.chunks}; make it "
+            "larger (--corpus-chunks)"
+        )
+    if workload.store_chunks <= prompt.chunks:
+        raise InvalidInputError(
+            f"room for {workload.store_chunks} chunks holds no more than one prompt of {prompt.chunks}; "
+            "allow more (--store-chunks)"
+        )
+    total = prompt.chunks * prompt.chunk_tokens + prompt.question_tokens
+    if total > adapter.context_tokens:
+        raise InvalidInputError(
+            f"a prompt of {total} tokens passes the context of {adapter.context_tokens}; "
+            "take fewer or shorter chunks"
+        )
+
+
+# -- the run ------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def run_load(
+    adapter: ModelAdapter,
+    workload: LoadWorkload,
+    tier: BenchTier,
+    tick: Callable[[str], None] = lambda text: None,
+) -> LoadResult:
+    """Answer every request in every way, then compute the queues."""
+    adapter.require_blendable()
+    plans = make_requests(adapter, workload)
+    limit = workload.store_chunks * stored_chunk_bytes(adapter.layout, workload.prompt.chunk_tokens)
+    with tier_store(tier, limit) as there:
+        servers: dict[str, Server] = {
+            "full": FullServer(adapter),
+            "prefix": PrefixServer(adapter, limit),
+            "blend": BlendServer(adapter, there, workload.prompt),
+        }
+        served: dict[str, list[Served]] = {name: [] for name in servers}
+        for number, plan in enumerate(plans):
+            tick(f"request {number + 1} of {len(plans)}")
+            for name, server in servers.items():
+                served[name].append(server.serve(plan))
+            there.settle()
+    counted = {name: each[workload.warm_requests :] for name, each in served.items()}
+    return _result(adapter, workload, tier, limit, counted)
+
+
+def _result(
+    adapter: ModelAdapter,
+    workload: LoadWorkload,
+    tier: BenchTier,
+    limit: int,
+    served: dict[str, list[Served]],
+) -> LoadResult:
+    queues = {name: Queue(each, workload.seed) for name, each in served.items()}
+    full = queues["full"]
+    doubled_s = 2 * full.alone_s
+    equal = {name: queue.rate_of(doubled_s) for name, queue in queues.items()}
+    prompt = workload.prompt
+    tokens = prompt.chunks * prompt.chunk_tokens + prompt.question_tokens
+    ways = tuple(
+        WayResult(
+            name,
+            1e3 * statistics.median(s.first_s for s in each),
+            1e3 * queues[name].busy_s,
+            statistics.fmean(s.reused_tokens for s in each) / tokens,
+            equal[name],
+        )
+        for name, each in served.items()
+    )
+    rows = tuple(
+        _row(name, queue, share / full.busy_s, share)
+        for share in RATES
+        for name, queue in queues.items()
+    )
+    return LoadResult(
+        model=adapter.model_id,
+        tier=tier.name,
+        encoding=prompt.encoding,
+        policy=prompt.policy,
+        ratio=prompt.ratio,
+        limit_bytes=limit,
+        full_doubles_per_s=equal["full"],
+        doubled_ttft_ms=1e3 * doubled_s,
+        blend_rate_ratio=equal["blend"] / equal["full"],
+        prefix_rate_ratio=equal["prefix"] / equal["full"],
+        ways=ways,
+        rows=rows,
+        requests=workload.requests,
+    )
+
+
+def _row(name: str, queue: Queue, rate: float, share: float) -> RateRow:
+    ttfts, throughput = queue.at(rate)
+    p95 = float(np.quantile(ttfts, 0.95))
+    return RateRow(name, rate, share, 1e3 * statistics.fmean(ttfts), 1e3 * p95, throughput)
