@@ -94,7 +94,7 @@ def _case(factor: str, value: str, base: Case) -> Case:
     if factor == "encoding":
         changed = replace(workload, encoding=value)
     elif factor == "ratio":
-        changed = replace(workload, ratio=_ratio(value))
+        changed = replace(workload, ratio=parse_ratio(value))
     elif factor == "chunks":
         changed = replace(workload, chunks=_count(factor, value))
     elif factor == "chunk-tokens":
@@ -110,7 +110,8 @@ def _case(factor: str, value: str, base: Case) -> Case:
     return replace(base, value=value, workload=changed)
 
 
-def _ratio(value: str) -> float:
+def parse_ratio(value: str) -> float:
+    """A number in [0, 1]; raises :class:`InvalidInputError`."""
     try:
         ratio = float(value)
     except ValueError as exc:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import typer
 
+from blendrag.bench.cli.auto import auto
 from blendrag.bench.cli.ingest import ingest
 from blendrag.bench.cli.load import load
 from blendrag.bench.cli.recognise import recognise
@@ -23,5 +24,5 @@ def bench() -> None:
     """Measure speed: interleaved modes, medians, ratios."""
 
 
-for command in (ttft, sweep, trace, load, ingest, store, recognise):
+for command in (ttft, sweep, trace, load, auto, ingest, store, recognise):
     app.command()(command)

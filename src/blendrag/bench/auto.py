@@ -1,0 +1,283 @@
+"""``ratio="auto"`` against every fixed ratio, tier by tier; and predicted beside measured times.
+
+The profile is measured in the same process, by what ``blendrag profile`` measures; a throttled tier enters
+it as what it is. Fixed ratios and the automatic one are interleaved, each from opening the chunks to the
+first token of ``generate``, as a request runs it. The best fixed ratio is the fastest of those swept, none
+below the smallest that the automatic one may take.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blendrag.bench.tiers import BenchTier, TierStore, tier_store
+from blendrag.bench.ttft import TtftBench
+from blendrag.bench.workload import PREFIX_IDS, Workload
+from blendrag.controller import Asked, Decided, LoadPlan, decide
+from blendrag.errors import InvalidInputError
+from blendrag.estimates import Profile, Tier
+from blendrag.estimates.profile import DISK
+from blendrag.fusor import BlendRequest
+from blendrag.model import ModelAdapter
+from blendrag.profile import Measure, conditions_of
+from blendrag.selection import Schedule, make_policy
+
+Tick = Callable[[str], None]
+#: A prediction is good if it is off by no more than this share of what was measured.
+CLOSE = 0.15
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One request: measured and predicted seconds, and the ratio it ran at."""
+
+    seconds: float
+    predicted_s: float
+    ratio: float
+    loaded: int
+    """Chunks that were loaded, not computed."""
+
+    @property
+    def is_close(self) -> bool:
+        return abs(self.predicted_s - self.seconds) <= CLOSE * self.seconds
+
+
+@dataclass(frozen=True)
+class AutoRow:
+    """One ratio from one tier; medians."""
+
+    asked: str
+    """A ratio, or ``"auto"``."""
+    ratio: float
+    loaded: int
+    ms: float
+    spread_ms: tuple[float, float]
+    predicted_ms: float
+
+
+@dataclass(frozen=True)
+class TierResult:
+    """One tier."""
+
+    tier: str
+    rows: tuple[AutoRow, ...]
+    auto_ms: float
+    best_ms: float
+    best_ratio: float
+    relative: float
+    """The automatic ratio's time over the best fixed one's."""
+    close: float
+    """Share of requests whose prediction was within :data:`CLOSE`."""
+
+
+@dataclass(frozen=True)
+class AutoResult:
+    """One run."""
+
+    model: str
+    device: str
+    policy: str
+    encoding: str
+    prompt_tokens: int
+    min_ratio: float
+    tiers: tuple[TierResult, ...]
+    close: float
+    """Over all tiers."""
+    requests: int
+    rounds: int
+
+
+class AutoBench:
+    """Requests over one tier, decided by a profile."""
+
+    def __init__(
+        self, bench: TtftBench, profile: Profile, tier: BenchTier, min_ratio: float
+    ) -> None:
+        self._bench, self._min_ratio = bench, min_ratio
+        self._profile = with_tier(profile, tier)
+
+    def run(self, ratio: float | None) -> Run:
+        """At a fixed ratio, or at the automatic one (``None``)."""
+        bench = self._bench
+        policy = make_policy(bench.workload.policy)
+        asked = Asked(
+            "blend",
+            policy,
+            Schedule.parse(bench.workload.schedule),
+            self._min_ratio if ratio is None else ratio,
+            is_auto=ratio is None,
+            follows_load=ratio is None,
+        )
+        began = self._now()
+        with bench.opened() as opened:
+            load, decided = decide(
+                opened, bench.prompt_tokens, bench.adapter.layout, asked, self._profile
+            )
+            self._first_token(load, decided, asked)
+        seconds = self._now() - began
+        if decided.forecast is None:
+            raise InvalidInputError(f"nothing was predicted: {' '.join(decided.notes)}")
+        return Run(seconds, decided.forecast.ttft_s, decided.ratio, len(load.spans))
+
+    def _first_token(self, load: LoadPlan, decided: Decided, asked: Asked) -> None:
+        bench = self._bench
+        if not load.spans:
+            self._generate()
+            return
+        request = BlendRequest(
+            bench.prompt_tokens, load.spans, asked.policy, decided.schedule, decided.ratio
+        )
+        cache = bench.fusor.new_cache(bench.prompt_tokens, 1)
+        with bench.adapter.lock, bench.fusor.fuse(cache, request):
+            self._generate(past_key_values=cache)
+
+    def _generate(self, **more: Any) -> None:
+        bench = self._bench
+        bench.adapter.model.generate(
+            bench.ids,
+            attention_mask=torch.ones_like(bench.ids),
+            max_new_tokens=1,
+            do_sample=False,
+            pad_token_id=0,
+            **more,
+        )
+
+    def _now(self) -> float:
+        if self._bench.adapter.device.type == "cuda":
+            torch.cuda.synchronize(self._bench.adapter.device)
+        return time.perf_counter()
+
+
+def with_tier(profile: Profile, tier: BenchTier) -> Profile:
+    """``profile``, in which a throttled tier is one of those measured."""
+    if tier.bytes_per_s is None:
+        return profile
+    disk = profile.tier(DISK)
+    assert disk is not None
+    # The read itself is a warm disk's, and is over before the device has delivered.
+    busy = disk.busy * min(1.0, tier.bytes_per_s / disk.bytes_per_s)
+    slow = Tier(tier.profiled, min(tier.bytes_per_s, disk.bytes_per_s), busy=busy)
+    return replace(profile, tiers=(*profile.tiers, slow))
+
+
+@torch.inference_mode()
+def run_auto(
+    adapter: ModelAdapter,
+    workload: Workload,
+    tiers: Sequence[BenchTier],
+    ratios: Sequence[float],
+    min_ratio: float,
+    tick: Tick = lambda text: None,
+) -> AutoResult:
+    """Measure a profile, then every tier. Raises :class:`InvalidInputError` without a ratio to compare."""
+    swept = sorted({ratio for ratio in ratios if ratio >= min_ratio})
+    if not swept or not tiers:
+        raise InvalidInputError(
+            f"ratios {', '.join(map(str, ratios)) or 'none'} hold none of {min_ratio} or more; name some "
+            "that the automatic ratio could be compared with"
+        )
+    asked: list[float | None] = [*swept, None]
+    with ExitStack() as stores:
+        benches: list[tuple[AutoBench, TierStore]] = []
+        profile, tokens = None, 0
+        for tier in tiers:
+            tick(f"encoding the chunks for tier {tier.name}")
+            there = stores.enter_context(tier_store(tier))
+            bench = TtftBench(adapter, workload, there.store)
+            profile = profile or measure_profile(bench, tick)
+            tokens = bench.prompt_tokens
+            benches.append((AutoBench(bench, profile, tier, min_ratio), there))
+        runs = _rounds(benches, asked, workload.rounds, tick)
+    found = tuple(
+        _tier(tier, [(ratio, runs[i, ratio]) for ratio in asked]) for i, tier in enumerate(tiers)
+    )
+    every = [run for each in runs.values() for run in each]
+    return AutoResult(
+        model=adapter.model_id,
+        device=str(adapter.device),
+        policy=workload.policy,
+        encoding=workload.encoding,
+        prompt_tokens=tokens,
+        min_ratio=min_ratio,
+        tiers=found,
+        close=statistics.fmean(run.is_close for run in every),
+        requests=len(every),
+        rounds=workload.rounds,
+    )
+
+
+def measure_profile(bench: TtftBench, tick: Tick) -> Profile:
+    """What ``blendrag profile`` measures, of this model and of the disk of the scratch store."""
+    adapter, workload = bench.adapter, bench.workload
+    namespace = adapter.identity.encoded(workload.encoding).namespace
+    measure = Measure(
+        adapter,
+        bench.fusor,
+        workload.encoding,
+        PREFIX_IDS,
+        workload.chunk_tokens,
+        lambda call: call(),
+        lambda what, done, steps: tick(f"profile: {what}, {done} of {steps} steps done"),
+    )
+    with tempfile.TemporaryDirectory(prefix="blendrag-bench-") as root:
+        return measure.profile(conditions_of(adapter, namespace), Path(root))
+
+
+def _rounds(
+    benches: Sequence[tuple[AutoBench, TierStore]],
+    asked: Sequence[float | None],
+    rounds: int,
+    tick: Tick,
+) -> dict[tuple[int, float | None], list[Run]]:
+    """Every tier and ratio once a round, after one that warms up."""
+    ways = [(i, ratio) for i in range(len(benches)) for ratio in asked]
+    runs: dict[tuple[int, float | None], list[Run]] = {way: [] for way in ways}
+    for number in range(rounds + 1):
+        tick(f"round {number} of {rounds}" if number else "warming up")
+        for i, ratio in ways:
+            bench, there = benches[i]
+            there.prepare()
+            run = bench.run(ratio)
+            if number:
+                runs[i, ratio].append(run)
+        for _, there in benches:
+            there.settle()
+    return runs
+
+
+def _tier(tier: BenchTier, found: Sequence[tuple[float | None, list[Run]]]) -> TierResult:
+    rows = tuple(_row(ratio, runs) for ratio, runs in found)
+    auto = next(row for row in rows if row.asked == AUTO)
+    best = min((row for row in rows if row.asked != AUTO), key=lambda row: row.ms)
+    every = [run for _, runs in found for run in runs]
+    return TierResult(
+        tier=tier.name,
+        rows=rows,
+        auto_ms=auto.ms,
+        best_ms=best.ms,
+        best_ratio=best.ratio,
+        relative=auto.ms / best.ms,
+        close=statistics.fmean(run.is_close for run in every),
+    )
+
+
+def _row(ratio: float | None, runs: Sequence[Run]) -> AutoRow:
+    times = [1e3 * run.seconds for run in runs]
+    return AutoRow(
+        asked=AUTO if ratio is None else f"{ratio:g}",
+        ratio=statistics.median(run.ratio for run in runs),
+        loaded=min(run.loaded for run in runs),
+        ms=statistics.median(times),
+        spread_ms=(min(times), max(times)),
+        predicted_ms=1e3 * statistics.median(run.predicted_s for run in runs),
+    )

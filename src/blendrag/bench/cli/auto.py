@@ -1,0 +1,81 @@
+"""``blendrag bench auto``: the automatic ratio against fixed ones, predictions beside measurements."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from blendrag.bench.cli import options
+from blendrag.config import DEFAULT_POLICY, UNCALIBRATED_SCHEDULE
+
+if TYPE_CHECKING:
+    from blendrag.bench.auto import AutoResult
+
+
+def auto(
+    geometry: options.Geometry = None,
+    model: options.Model = None,
+    tiers: Annotated[
+        str, typer.Option(help="Comma-separated: memory, disk, cold or throughputs.")
+    ] = "memory,disk,cold,1GB/s,0.5GB/s",
+    ratios: Annotated[
+        str, typer.Option(help="Fixed ratios to compare with, comma-separated.")
+    ] = "0.15,0.2,0.3,0.5,0.7,1.0",
+    min_ratio: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="The least that is ever recomputed.")
+    ] = 0.15,
+    chunks: options.Count = 6,
+    chunk_tokens: options.Count = 512,
+    question_tokens: options.Count = 32,
+    policy: options.Policy = DEFAULT_POLICY,
+    schedule: options.Schedule = UNCALIBRATED_SCHEDULE,
+    rounds: options.Count = 5,
+    encoding: options.Encoding = "native",
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    as_json: options.Json = False,
+) -> None:
+    """Ratio auto against the best fixed ratio on each tier, and its predictions beside what was measured."""
+    from blendrag.bench.auto import run_auto
+    from blendrag.bench.geometry import bench_adapter
+    from blendrag.bench.sweep import parse_ratio
+    from blendrag.bench.tiers import parse_tier
+    from blendrag.bench.workload import Workload
+
+    wanted = [parse_tier(text.strip()) for text in tiers.split(",")]
+    fixed = [parse_ratio(text.strip()) for text in ratios.split(",")]
+    workload = Workload(
+        chunks, chunk_tokens, question_tokens, min_ratio, policy, schedule, rounds, encoding
+    )
+    adapter = bench_adapter(geometry, model, dtype, device)
+    with options.status("loading") as status:
+        result = run_auto(
+            adapter, workload, wanted, fixed, min_ratio, lambda text: status.update(text)
+        )
+    if as_json:
+        options.print_json(asdict(result))
+    else:
+        _print(result)
+
+
+def _print(result: AutoResult) -> None:
+    table = Table(
+        title=f"{result.model}, {result.prompt_tokens} tokens, {result.policy}, {result.encoding} KV"
+    )
+    for column in ("tier", "asked", "ratio", "loaded", "TTFT ms", "lowest", "highest", "predicted"):
+        table.add_column(column, justify="left" if column == "tier" else "right")
+    for tier in result.tiers:
+        for row in tier.rows:
+            times = (f"{ms:.1f}" for ms in (row.ms, *row.spread_ms, row.predicted_ms))
+            table.add_row(tier.tier, row.asked, f"{row.ratio:.2f}", str(row.loaded), *times)
+    Console().print(table)
+    for tier in result.tiers:
+        Console().print(
+            f"{tier.tier}: auto takes {tier.relative:.2f} of the best fixed ratio, {tier.best_ratio:.2f}; "
+            f"{tier.close:.0%} of predictions within 15%"
+        )
+    Console().print(f"{result.close:.0%} of {result.requests} predictions within 15%")
