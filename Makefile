@@ -16,7 +16,7 @@ export TRANSFORMERS_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-oldest test-newest lint bench arena soak coverage-store reuse-table wheels
+.PHONY: help setup demo test test-oldest test-newest lint bench bench-all arena soak coverage-store reuse-table wheels
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -51,6 +51,21 @@ lint: $(READY) ## style, types, layers
 bench: $(READY) ## time to first token on the geometry of a 0.5B model
 	$(BIN)/blendrag bench ttft --geometry qwen2.5-0.5b --chunks 6 --chunk-tokens 512 \
 	  --question-tokens 32 --ratio 0.15
+
+# Hours on two cores; each factor of the sweep by itself: make bench-all FACTORS="tier encoding"
+FACTORS  ?= ratio chunks chunk-tokens context tier encoding
+GEOMETRY ?= qwen2.5-0.5b
+bench-all: bench ## sweeps, trace, load and auto of docs/performance.md, into build/bench
+	mkdir -p build/bench
+	for factor in $(FACTORS); do \
+	  $(BIN)/blendrag bench sweep --geometry $(GEOMETRY) --factor $$factor --json \
+	    > build/bench/$$factor.json || exit 1; \
+	done
+	$(BIN)/blendrag bench sweep --factor geometry --json > build/bench/geometry.json
+	$(BIN)/blendrag bench trace --geometry $(GEOMETRY) --out build/bench/trace.json \
+	  --plot build/bench/trace.png
+	$(BIN)/blendrag bench load --geometry $(GEOMETRY) --json > build/bench/load.json
+	$(BIN)/blendrag bench auto --geometry $(GEOMETRY) --json > build/bench/auto.json
 
 # An hour on two cores. Interrupted, it goes on where it was: make arena ARENA_ARGS=--keep
 arena: $(READY) ## policies against one another: docs/quality.md, its figures and numbers

@@ -11,6 +11,9 @@ from cli.lab import invoke, said
     ("command", "option", "value"),
     [("ttft", "--rounds", "0"), ("ttft", "--chunks", "0"), ("ttft", "--chunk-tokens", "0"),
      ("ttft", "--question-tokens", "-1"), ("ttft", "--ratio", "1.5"), ("sweep", "--rounds", "0"),
+     ("trace", "--rounds", "0"), ("trace", "--ratio", "-0.1"), ("load", "--requests", "0"),
+     ("load", "--skew", "-1"), ("load", "--skew", "nan"), ("auto", "--min-ratio", "nan"),
+     ("load", "--warm-requests", "-1"), ("auto", "--min-ratio", "1.1"),
      ("ingest", "--chunks", "0"), ("ingest", "--chunk-tokens", "-1"),
      ("ingest", "--reingest-chunks", "-1"), ("ingest", "--reingest-chunk-tokens", "5000")],
 )  # fmt: skip
@@ -21,7 +24,7 @@ def test_a_number_out_of_range_names_its_option(command: str, option: str, value
     assert result.stdout == ""
 
 
-@pytest.mark.parametrize("command", ["ttft", "sweep", "ingest"])
+@pytest.mark.parametrize("command", ["ttft", "sweep", "trace", "load", "auto", "ingest"])
 @pytest.mark.parametrize("dtype", ["foo", "int8", "nn"])
 def test_a_dtype_that_no_kv_has_is_refused_as_for_a_model(command: str, dtype: str) -> None:
     result = invoke("bench", command, "--geometry", "tiny", "--dtype", dtype, "--json")

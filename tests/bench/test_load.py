@@ -16,6 +16,7 @@ from blendrag.bench.load import LoadWorkload, Queue, make_requests
 from blendrag.bench.load_servers import BlendServer, FullServer, PrefixServer, Served
 from blendrag.bench.tiers import ON_DISK, tier_store
 from blendrag.bench.workload import Workload
+from blendrag.errors import InvalidInputError
 from blendrag.model import ModelAdapter
 from blendrag.prompt import PromptPlan, Segment
 from blendrag.store.encodings import stored_chunk_bytes
@@ -106,6 +107,12 @@ def test_a_skewed_corpus_is_asked_for_its_first_chunks_most(adapter: ModelAdapte
         assert len({segment.chunk_id for segment in plan.chunks}) == PROMPT.chunks
     again = make_requests(adapter, LoadWorkload(PROMPT, 30, 10, 1.0, 20, 5))
     assert [plan.ids for plan in plans] == [plan.ids for plan in again]
+
+
+@pytest.mark.parametrize("skew", [-1.0, float("inf"), float("nan")])
+def test_a_skew_that_is_none_is_refused(adapter: ModelAdapter, skew: float) -> None:
+    with pytest.raises(InvalidInputError, match="skew"):
+        make_requests(adapter, LoadWorkload(PROMPT, 30, 10, skew))
 
 
 # -- the three ways -------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import torch
 
 from blendrag.bench.load_servers import BlendServer, FullServer, PrefixServer, Served, Server
 from blendrag.bench.tiers import BenchTier, tier_store
-from blendrag.bench.workload import Workload
+from blendrag.bench.workload import Workload, check
 from blendrag.errors import InvalidInputError
 from blendrag.model import ModelAdapter
 from blendrag.prompt import PromptPlan, Segment
@@ -173,12 +173,9 @@ def _check(adapter: ModelAdapter, workload: LoadWorkload) -> None:
             f"room for {workload.store_chunks} chunks holds no more than one prompt of {prompt.chunks}; "
             "allow more (--store-chunks)"
         )
-    total = prompt.chunks * prompt.chunk_tokens + prompt.question_tokens
-    if total > adapter.context_tokens:
-        raise InvalidInputError(
-            f"a prompt of {total} tokens passes the context of {adapter.context_tokens}; "
-            "take fewer or shorter chunks"
-        )
+    if not 0.0 <= workload.skew < float("inf"):
+        raise InvalidInputError(f"skew {workload.skew}: expected a number of 0 or more")
+    check(adapter, prompt)
 
 
 # -- the run ------------------------------------------------------------------------------------------

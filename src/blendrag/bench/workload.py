@@ -36,6 +36,22 @@ class Workload:
 
 def random_plan(adapter: ModelAdapter, workload: Workload) -> PromptPlan:
     """Chunks of random ids, back to back, and a question of random ids."""
+    check(adapter, workload)
+    vocab = adapter.model.get_input_embeddings().num_embeddings
+    generator = torch.Generator().manual_seed(0)
+    segments: list[Segment] = []
+    position = 0
+    lengths: Sequence[int] = [workload.chunk_tokens] * workload.chunks
+    for number, length in enumerate([*lengths, workload.question_tokens]):
+        ids = tuple(torch.randint(2, vocab, (length,), generator=generator).tolist())
+        chunk = f"chunk-{number}" if number < workload.chunks else None
+        segments.append(Segment("", ids, position, chunk, ids if chunk else ()))
+        position += length
+    return PromptPlan(tuple(segments))
+
+
+def check(adapter: ModelAdapter, workload: Workload) -> None:
+    """Raise :class:`InvalidInputError` for a workload that cannot be measured on this model."""
     counts = (workload.chunks, workload.chunk_tokens, workload.question_tokens, workload.rounds)
     if min(counts) < 1:
         raise InvalidInputError(
@@ -52,14 +68,5 @@ def random_plan(adapter: ModelAdapter, workload: Workload) -> PromptPlan:
             f"a prompt of {total} tokens passes the context of {adapter.context_tokens}; "
             "take fewer or shorter chunks"
         )
-    vocab = adapter.model.get_input_embeddings().num_embeddings
-    generator = torch.Generator().manual_seed(0)
-    segments: list[Segment] = []
-    position = 0
-    lengths: Sequence[int] = [workload.chunk_tokens] * workload.chunks
-    for number, length in enumerate([*lengths, workload.question_tokens]):
-        ids = tuple(torch.randint(2, vocab, (length,), generator=generator).tolist())
-        chunk = f"chunk-{number}" if number < workload.chunks else None
-        segments.append(Segment("", ids, position, chunk, ids if chunk else ()))
-        position += length
-    return PromptPlan(tuple(segments))
+    if not 0.0 <= workload.ratio <= 1.0:
+        raise InvalidInputError(f"ratio {workload.ratio} is outside [0, 1]")
