@@ -8,7 +8,8 @@ import pytest
 
 from bench.lab import measured
 from blendrag.bench import auto
-from blendrag.bench.auto import Run, with_tier
+from blendrag.bench.auto import with_tier
+from blendrag.bench.auto_results import Run
 from blendrag.bench.tiers import parse_tier
 from blendrag.bench.ttft import TtftBench
 from blendrag.estimates import Curve, Profile, Tier

@@ -13,7 +13,7 @@ from blendrag.bench.cli import options
 from blendrag.config import DEFAULT_POLICY, UNCALIBRATED_SCHEDULE
 
 if TYPE_CHECKING:
-    from blendrag.bench.auto import AutoResult
+    from blendrag.bench.auto_results import AutoResult
 
 
 def auto(
