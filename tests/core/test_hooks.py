@@ -196,6 +196,7 @@ def test_an_abandoned_stream_is_told_so(engine: BlendEngine) -> None:
     with pytest.raises(RequestCancelled):
         _ = pieces.answer
     assert list(pieces) == []  # as any closed generator
+    engine.drain()
 
 
 @pytest.mark.parametrize("generate", [{}, {"num_beams": 2}])
@@ -203,6 +204,7 @@ def test_an_abandoned_stream_is_told_so(engine: BlendEngine) -> None:
 def test_cancelling_during_prefill_stops_at_the_next_layer(
     engine: BlendEngine, mode: Mode, generate: dict[str, Any]
 ) -> None:
+    engine.drain()
     state = State(engine.adapter)
     entered, go_on = threading.Event(), threading.Event()
     ran: list[int] = []
