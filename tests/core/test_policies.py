@@ -301,7 +301,10 @@ def test_a_shift_is_what_a_loop_over_chunks_does_and_touches_nothing_else(
             off = sum(fresh[:, :, at.index(p)] - stored[:, :, p] for p in own) / len(own)
             expected[:, :, a:b] += off[:, :, None]  # type: ignore[index]
     rows = Rows(positions, n)
-    ChunkShift(geometry, tokens).apply(buffer, rows, fresh[0], fresh[1], probes)
+    shift = ChunkShift(geometry, tokens)
+    shift.look(rows.positions, lambda *_: probes[:0])
+    shift.look(tokens, lambda *_: probes)
+    shift.apply(buffer, rows, fresh[0], fresh[1])
     assert tiny.difference(buffer, expected) < 1e-5
     outside = torch.ones(n, dtype=torch.bool)
     outside[tokens] = False

@@ -180,8 +180,8 @@ class Fusion:
         if self.is_scouting:
             return self._scatter(layer, self.rows, keys[0], values[0])
         if self._shift is not None and self._is_stale(layer):
-            probes = self.policy.probes(self.geometry, self._alive)
-            self._shift.apply(self._buffers[layer], self.rows, keys[0], values[0], probes)
+            self._shift.look(self._alive, self.policy.probes)
+            self._shift.apply(self._buffers[layer], self.rows, keys[0], values[0])
         if layer + 1 < self._layers and not (layer == 0 and self._peeks):
             self._choose(layer + 1, keys[0], values[0], seen=layer)
         return self._scatter(layer, *self._computed(layer, keys[0], values[0]))

@@ -5,6 +5,8 @@ Owns the arithmetic, in float32 and rounded once. Which tokens are probes is the
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from blendrag.fusor.rows import Rows
@@ -19,6 +21,23 @@ class ChunkShift:
         self._geometry = geometry
         self._candidates = candidates
         self._chunk = places(geometry, candidates).chunk  # [C]
+        self._chunks = len(geometry.chunk_spans)
+        self._computed: torch.Tensor | None = None
+
+    def look(
+        self,
+        computed: torch.Tensor,
+        probes_of: Callable[[PromptGeometry, torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Take the probes among the tokens ``computed`` ``[S]`` in this layer, most often those of the
+        layer before.
+        """
+        if computed is self._computed:
+            return
+        self._computed = computed
+        self._probes = probes_of(self._geometry, computed)  # [p]
+        self._probed = places(self._geometry, self._probes).chunk  # [p]
+        self._counts = torch.bincount(self._probed, minlength=self._chunks).clamp_min(1)
 
     def apply(
         self,
@@ -26,21 +45,19 @@ class ChunkShift:
         rows: Rows,
         keys: torch.Tensor,
         values: torch.Tensor,
-        probes: torch.Tensor,
     ) -> None:
-        """Add to ``buffer`` ``[2, Hkv, N, D]``, per chunk, the mean of fresh - loaded over ``probes``.
+        """Add to ``buffer`` ``[2, Hkv, N, D]``, per chunk, the mean of fresh - loaded over its probes.
 
         ``keys``/``values`` ``[Hkv, S, D]`` are fresh, of ``rows``, which hold every probe. All tokens of
         a chunk are moved, computed ones too: those are overwritten next. A chunk without probes stays.
         """
+        probes = self._probes
         if not probes.numel():
             return
         at = torch.searchsorted(rows.positions, probes)
         fresh = torch.stack((keys[:, at], values[:, at])).float()  # [2, Hkv, p, D]
         off = fresh - buffer[:, :, probes].float()
-        chunk, chunks = places(self._geometry, probes).chunk, len(self._geometry.chunk_spans)
-        sums = off.new_zeros((*off.shape[:2], chunks, off.shape[-1])).index_add_(2, chunk, off)
-        counts = torch.bincount(chunk, minlength=chunks).clamp_min(1)
-        shift = sums / counts[:, None]  # [2, Hkv, chunks, D]
+        sums = off.new_zeros((*off.shape[:2], self._chunks, off.shape[-1]))
+        shift = sums.index_add_(2, self._probed, off) / self._counts[:, None]  # [2, Hkv, chunks, D]
         moved = buffer[:, :, self._candidates].float() + shift[:, :, self._chunk]
         buffer[:, :, self._candidates] = moved.to(buffer.dtype)
