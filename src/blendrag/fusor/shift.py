@@ -55,9 +55,10 @@ class ChunkShift:
         if not probes.numel():
             return
         at = torch.searchsorted(rows.positions, probes)
-        fresh = torch.stack((keys[:, at], values[:, at])).float()  # [2, Hkv, p, D]
-        off = fresh - buffer[:, :, probes].float()
+        fresh = torch.stack((keys.index_select(1, at), values.index_select(1, at))).float()
+        off = fresh - buffer.index_select(2, probes).float()  # [2, Hkv, p, D]
         sums = off.new_zeros((*off.shape[:2], self._chunks, off.shape[-1]))
         shift = sums.index_add_(2, self._probed, off) / self._counts[:, None]  # [2, Hkv, chunks, D]
-        moved = buffer[:, :, self._candidates].float() + shift[:, :, self._chunk]
-        buffer[:, :, self._candidates] = moved.to(buffer.dtype)
+        moved = buffer.index_select(2, self._candidates).float()
+        moved += shift.index_select(2, self._chunk)
+        buffer.index_copy_(2, self._candidates, moved.to(buffer.dtype))
