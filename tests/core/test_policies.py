@@ -301,7 +301,7 @@ def test_a_shift_is_what_a_loop_over_chunks_does_and_touches_nothing_else(
             off = sum(fresh[:, :, at.index(p)] - stored[:, :, p] for p in own) / len(own)
             expected[:, :, a:b] += off[:, :, None]  # type: ignore[index]
     rows = Rows(positions, n)
-    shift = ChunkShift(geometry, tokens)
+    shift = ChunkShift(geometry)
     shift.look(rows.positions, lambda *_: probes[:0])
     shift.look(tokens, lambda *_: probes)
     shift.apply(buffer, rows, fresh[0], fresh[1])

@@ -76,7 +76,7 @@ class Fusion:
         self._budgets = self.schedule.counts(request.ratio, self._layers, candidates.numel())
         self._enter(candidates[:0] if self.scouts else self._entry())
         self._all_enter = self._alive.numel() == candidates.numel()
-        self._shift = ChunkShift(self.geometry, candidates) if self.policy.shifts else None
+        self._shift = ChunkShift(self.geometry) if self.policy.shifts else None
         self._candidate_rows: list[int] = []
         self._row_counts: list[int] = []
         self._recomputed = torch.zeros(n, dtype=torch.int32, device=device)

@@ -15,12 +15,10 @@ from blendrag.selection.places import places
 
 
 class ChunkShift:
-    """Made once per request; ``candidates`` ``[C]`` are the tokens of its blended chunks."""
+    """Made once per request, of the blended chunks of ``geometry``."""
 
-    def __init__(self, geometry: PromptGeometry, candidates: torch.Tensor) -> None:
+    def __init__(self, geometry: PromptGeometry) -> None:
         self._geometry = geometry
-        self._candidates = candidates
-        self._chunk = places(geometry, candidates).chunk  # [C]
         self._chunks = len(geometry.chunk_spans)
         self._computed: torch.Tensor | None = None
 
@@ -59,6 +57,5 @@ class ChunkShift:
         off = fresh - buffer.index_select(2, probes).float()  # [2, Hkv, p, D]
         sums = off.new_zeros((*off.shape[:2], self._chunks, off.shape[-1]))
         shift = sums.index_add_(2, self._probed, off) / self._counts[:, None]  # [2, Hkv, chunks, D]
-        moved = buffer.index_select(2, self._candidates).float()
-        moved += shift.index_select(2, self._chunk)
-        buffer.index_copy_(2, self._candidates, moved.to(buffer.dtype))
+        for chunk, (start, end) in enumerate(self._geometry.chunk_spans):
+            buffer[:, :, start:end] += shift[:, :, chunk, None]  # added up in float32
