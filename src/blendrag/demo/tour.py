@@ -30,7 +30,7 @@ EMBEDDER = "minilm-offline"
 LEGEND = (
     "full prefills the whole prompt; reuse loads every chunk's KV as it was stored; blend loads it and "
     "recomputes a small share. TTFT: time to first token. This model is so small that "
-    "fixed costs hide most of what is saved: blendrag bench ttft measures it on a bigger one."
+    "fixed costs eat what blending saves: blendrag bench ttft measures it on a bigger one."
 )
 #: What an engine retrieves by default, and contexts of the size that the model was trained on.
 TOP_K = 6
@@ -209,7 +209,7 @@ def totals(tour: Tour) -> str:
     right = ", ".join(f"{mode} {tour.correct(mode)}/{n}" for mode in MODES)
     times = ", ".join(f"{mode} {1e3 * tour.ttft_s(mode):.0f} ms" for mode in MODES)
     return (
-        f"correct: {right}; median TTFT: {times}; faster than full prefill: "
+        f"correct: {right}; median TTFT: {times}; speed over full prefill: "
         f"reuse {tour.speedup('reuse'):.1f}×, blend {tour.speedup('blend'):.1f}×"
     )
 
