@@ -1,8 +1,8 @@
 """Brings layer i+1 of all chunks into place while layer i computes (CacheBlend §5, §6).
 
 Owns one thread per request that only reads, verifies and decodes: torch operators there, on more than
-a block at a time, would start a second OpenMP team. Layers land straight in the prompt's KV buffers;
-nothing but encoded bytes is staged on a CPU. Does not know which tokens are recomputed, nor how keys
+a block at a time, would start a second OpenMP team. Layers land straight in the prompt's KV buffers
+where a reader can write there. Does not know which tokens are recomputed, nor how keys
 are re-positioned.
 """
 
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from blendrag.errors import CorruptKVError
+from blendrag.staging import Transfer, staging_ring
 from blendrag.store.base import KVReader
 from blendrag.timeline import LOAD, Timeline, noted
 
@@ -56,8 +57,8 @@ class SpanCorruptError(CorruptKVError):
 class LayerLoader:
     """Reads the spans layer by layer in a background thread; the paper's ``fetch_kv``.
 
-    ``buffers[i]`` is layer i's ``[2, Hkv, N, D]``; ``wanted[i]`` the spans needed there. On a CPU the
-    bytes are read in place; elsewhere into pinned memory and copied in :meth:`synchronize`.
+    ``buffers[i]`` is layer i's ``[2, Hkv, N, D]``; ``wanted[i]`` the spans needed there. On a CPU whole
+    chunks are read in place; all else goes through a :class:`StagingRing` of two layers.
     """
 
     def __init__(
@@ -72,36 +73,35 @@ class LayerLoader:
         self._failure: BaseException | None = None
         self._stop = threading.Event()
         self._ready = [threading.Event() for _ in buffers]
-        self._copies: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in buffers]
+        self._in_place = 0
+        """Layers that :meth:`synchronize` has seen in place, from the first on."""
         self._work = [
-            [(span, self._target(layer, buffer, span)) for span in spans]
-            for layer, (buffer, spans) in enumerate(zip(buffers, wanted, strict=True))
+            [(span, buffer[:, :, span.start : span.end]) for span in spans]
+            for buffer, spans in zip(buffers, wanted, strict=True)
         ]
+        transfers = [
+            [_transfer(span, view) for span, view in work if not _reads_in_place(span, view)]
+            for work in self._work
+        ]
+        self._ring = staging_ring(transfers, buffers[0].device)
         self._thread = threading.Thread(target=self._run, name="blendrag-loader", daemon=True)
 
-    def _target(self, layer: int, buffer: torch.Tensor, span: LoadedSpan) -> torch.Tensor:
-        """Where the reader writes: the buffer itself, or a staging tensor copied afterwards."""
-        view = buffer[:, :, span.start : span.end]  # [2, Hkv, n, D]
-        whole = span.tokens == span.reader.tokens
-        if buffer.device.type == "cpu" and whole:
-            return view
-        shape = (2, buffer.shape[1], span.reader.tokens, buffer.shape[3])
-        pinned = buffer.device.type == "cuda"
-        staging = torch.empty(shape, dtype=buffer.dtype, pin_memory=pinned)
-        self._copies[layer].append((view, staging[:, :, : span.tokens]))
-        return staging
-
     def start(self) -> None:
+        self._ring.start()
         self._thread.start()
 
     def _run(self) -> None:
         try:
             for layer, work in enumerate(self._work):
+                slots = self._ring.fill(layer)
+                staged = iter(slots)
                 with noted(self._timeline if work else None, LOAD, layer):
-                    for span, target in work:
+                    for span, view in work:
                         if self._stop.is_set():
                             return
+                        target = view if _reads_in_place(span, view) else next(staged)
                         self.fetch_kv(span, layer, target)
+                self._ring.send(layer, slots)
                 self._ready[layer].set()
         except BaseException as exc:
             self._failure = exc
@@ -120,16 +120,29 @@ class LayerLoader:
             self.load_s += time.perf_counter() - began
 
     def synchronize(self, layer: int) -> None:
-        """Block until ``layer`` is in place; raise what the reading thread met."""
-        self._ready[layer].wait()
-        if self._failure is not None:
-            raise self._failure
-        copies, self._copies[layer] = self._copies[layer], []
-        for view, staging in copies:
-            view.copy_(staging, non_blocking=True)
+        """Block until ``layer`` and those before it are in place; raise what the reading thread met.
+
+        On a GPU it is the stream that waits, for what is queued on it from now on.
+        """
+        while self._in_place <= layer:
+            self._ready[self._in_place].wait()
+            if self._failure is not None:
+                raise self._failure
+            self._ring.receive(self._in_place)
+            self._in_place += 1
 
     def close(self) -> None:
         """Stop reading; blocks until the thread has left the buffers alone. Idempotent."""
         self._stop.set()
+        self._ring.stop()
         if self._thread.is_alive():
             self._thread.join()
+        self._ring.close()
+
+
+def _reads_in_place(span: LoadedSpan, view: torch.Tensor) -> bool:
+    return view.device.type == "cpu" and span.tokens == span.reader.tokens
+
+
+def _transfer(span: LoadedSpan, view: torch.Tensor) -> Transfer:
+    return Transfer(view, (*view.shape[:2], span.reader.tokens, view.shape[3]))

@@ -1,0 +1,178 @@
+"""Host memory for KV on its way from a reader to where the model computes (CacheBlend §5, §6).
+
+Owns a ring of slots with room for one layer each, and the way out of them. Needed where a reader
+cannot write into the prompt's buffers: on another device, and for a chunk cut off at its tail. The
+reading thread fills a slot while those before it are copied out, and waits when all are full, so that
+a query takes two layers of memory beside the prompt's own, however deep the model. Knows neither
+chunks nor positions, and nothing of what a layer's bytes mean.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+#: One is filled while the other is copied.
+SLOTS = 2
+
+
+class Transfer(NamedTuple):
+    """A tensor to be staged, and where its head goes."""
+
+    target: torch.Tensor
+    """``[2, Hkv, n, D]`` of the prompt's buffer."""
+    shape: tuple[int, ...]
+    """``[2, Hkv, T, D]`` with ``T >= n``: what the reader writes, of the target's dtype."""
+
+    @property
+    def size_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.target.element_size()
+
+
+class StagingRing(ABC):
+    """The transfers of every layer, taken layer by layer. One thread fills, one receives.
+
+    What is staged of a layer lies in one slot, one transfer behind another.
+    """
+
+    pinned = False
+
+    def __init__(self, transfers: Sequence[Sequence[Transfer]]) -> None:
+        self._transfers = transfers
+        self._slot_bytes = max((sum(t.size_bytes for t in each) for each in transfers), default=0)
+        self._slots: list[torch.Tensor] = []
+        self._used = 0
+        self._closed = False
+
+    def fill(self, layer: int) -> list[torch.Tensor]:
+        """Where the reader writes, in the order of the layer's transfers; none once it is closed.
+
+        Blocks until a slot is free.
+        """
+        if not self._transfers[layer]:
+            return []
+        at = self._used % SLOTS
+        self._used += 1
+        if at == len(self._slots):
+            self._slots.append(
+                torch.empty(self._slot_bytes, dtype=torch.uint8, pin_memory=self.pinned)
+            )
+        else:
+            self._wait_until_free(at)
+        return [] if self._closed else self._parts(layer, self._slots[at])
+
+    def _parts(self, layer: int, slot: torch.Tensor) -> list[torch.Tensor]:
+        parts, begin = [], 0
+        for transfer in self._transfers[layer]:
+            end = begin + transfer.size_bytes
+            parts.append(slot[begin:end].view(transfer.target.dtype).view(transfer.shape))
+            begin = end
+        return parts
+
+    def start(self) -> None:  # noqa: B027 - only a device has anything to wait for
+        """To be called by the receiving thread, before the first slot is filled."""
+
+    @abstractmethod
+    def _wait_until_free(self, slot: int) -> None:
+        """Block until what ``slot`` held last has left it, or the ring is closed."""
+
+    @abstractmethod
+    def send(self, layer: int, filled: Sequence[torch.Tensor]) -> None:
+        """What :meth:`fill` gave for ``layer`` is filled. Called by the filling thread."""
+
+    @abstractmethod
+    def receive(self, layer: int) -> None:
+        """``layer``, which was sent, is in place for all that the calling thread does after it.
+
+        Layers are received in ascending order.
+        """
+
+    def stop(self) -> None:
+        """Wake a thread that waits for a slot."""
+        self._closed = True
+
+    def close(self) -> None:  # noqa: B027 - likewise
+        """Leave the targets alone; the filling thread has ended. Idempotent."""
+
+
+class HostRing(StagingRing):
+    """The receiving thread copies: torch operators in the reader's would start a second team of threads."""
+
+    def __init__(self, transfers: Sequence[Sequence[Transfer]]) -> None:
+        super().__init__(transfers)
+        self._sent: list[Sequence[torch.Tensor]] = [()] * len(transfers)
+        self._free = threading.Semaphore(0)
+        """One for every slot that was left, in the order in which they were filled."""
+
+    def _wait_until_free(self, slot: int) -> None:
+        self._free.acquire()
+
+    def send(self, layer: int, filled: Sequence[torch.Tensor]) -> None:
+        self._sent[layer] = filled
+
+    def receive(self, layer: int) -> None:
+        filled, self._sent[layer] = self._sent[layer], ()
+        if not filled:
+            return
+        for (target, _), staged in zip(self._transfers[layer], filled, strict=True):
+            target.copy_(staged[:, :, : target.shape[2]])
+        self._free.release()
+
+    def stop(self) -> None:
+        super().stop()
+        self._free.release()
+
+
+class CudaRing(StagingRing):
+    """Pinned slots, copied on a stream of their own as soon as they are full; one event a layer.
+
+    Neither side waits for the device as a whole: the receiving thread's stream waits for the layer's
+    event, and the filling thread for the event of the copy that last used the slot.
+    """
+
+    pinned = True
+
+    def __init__(self, transfers: Sequence[Sequence[Transfer]], device: torch.device) -> None:
+        super().__init__(transfers)
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        # A waiting thread sleeps rather than spins beside the one that queues kernels.
+        self._arrived = [torch.cuda.Event(blocking=True) for _ in transfers]
+        self._last: dict[int, int] = {}
+        """Slot → the layer that was last sent from it."""
+
+    def start(self) -> None:
+        # Memory of the targets may still be read by what was queued before them.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def _wait_until_free(self, slot: int) -> None:
+        self._arrived[self._last[slot]].synchronize()
+
+    def send(self, layer: int, filled: Sequence[torch.Tensor]) -> None:
+        if not filled:
+            return
+        with torch.cuda.stream(self._stream):
+            for (target, _), staged in zip(self._transfers[layer], filled, strict=True):
+                # Whole to the device and from there into its stripes: the only copy of this shape
+                # that is asynchronous and needs no second one in host memory.
+                arrived = staged.to(self._device, non_blocking=True)
+                target.copy_(arrived[:, :, : target.shape[2]])
+            self._arrived[layer].record(self._stream)
+        self._last[(self._used - 1) % SLOTS] = layer
+
+    def receive(self, layer: int) -> None:
+        if self._transfers[layer]:
+            torch.cuda.current_stream(self._device).wait_event(self._arrived[layer])
+
+    def close(self) -> None:
+        # The targets' memory may be given to something else: not before the last copy is through.
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+def staging_ring(transfers: Sequence[Sequence[Transfer]], device: torch.device) -> StagingRing:
+    """The ring for targets on ``device``."""
+    return CudaRing(transfers, device) if device.type == "cuda" else HostRing(transfers)
