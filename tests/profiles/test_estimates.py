@@ -143,6 +143,37 @@ def test_a_policy_that_looks_computes_the_entry_whole_and_does_not_load_it() -> 
     assert predicted.ttft_s == pytest.approx(0.9 + 0.05)
 
 
+@pytest.mark.parametrize(("entering", "layers"), [(299, LAYERS), (300, LAYERS - 1)])
+def test_where_all_candidates_enter_layer_0_their_kv_is_not_loaded_there(
+    entering: int, layers: int
+) -> None:
+    made, asked = profile(1e4), prompt()
+    predicted = forecast(made, asked, asked.parts, [entering, 30, 30])
+    assert predicted.load_s == pytest.approx(layers * 0.3)
+    scouting = prompt(asks=True)  # the scout pass reads every layer before anything is chosen
+    predicted = forecast(made, scouting, scouting.parts, [entering, 30, 30])
+    assert predicted.load_s == pytest.approx(LAYERS * 0.3)
+
+
+def test_what_is_not_loaded_in_layer_0_is_neither_waited_for_nor_moved_there() -> None:
+    made = profile(1e3, layer=line(1e-6, placed_s=1e-4))
+    asked = prompt()
+    few, all_enter = (forecast(made, asked, asked.parts, [entering, 0, 0]) for entering in (0, 300))
+    computed = 2 * 300e-6  # in layer 0 and in layer 1, by the policy whose budget is all of them
+    assert all_enter.compute_s - few.compute_s == pytest.approx(computed - 300 * 1e-4)
+    assert few.ttft_s - all_enter.ttft_s == pytest.approx(
+        3.0
+    )  # of loading, one layer of twelve seconds
+
+
+def test_an_exact_part_is_loaded_in_layer_0_also_where_all_candidates_enter_it() -> None:
+    asked = prompt(chunks=2)
+    first, second = asked.parts
+    exact = Part(first.start, first.end, first.tier, first.layer_bytes, exact=True)
+    predicted = forecast(profile(1e4), asked, (exact, second), [CHUNK, 0, 0])
+    assert predicted.load_s == pytest.approx((2 * LAYERS - 1) * 0.1)
+
+
 def test_a_policy_that_asks_recomputes_when_everything_is_there() -> None:
     asked = prompt(asks=True)
     predicted = forecast(profile(1e4, fixed_s=0.5), asked, asked.parts, evenly(0.1, 300))

@@ -8,6 +8,7 @@ differ between layers, it follows the load: no layer gets more than hides, none 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -160,8 +161,12 @@ class _Limit:
 def _largest_ratio(
     estimator: Estimator, wish: Wish, limit: _Limit
 ) -> tuple[float, tuple[float, ...]]:
-    """The largest ratio, in steps, that that costs no time; the smallest one is known to."""
-    low, high = 0, round((1 - wish.min_ratio) / STEP)
+    """The largest ratio, in steps, that costs no time; the smallest one is known to.
+
+    The more, the longer: but for a ratio of 1, where layer 0 need not be loaded, and nothing that is loaded
+    is of use. It is taken where what is just below it costs nothing either.
+    """
+    low, high = 0, math.ceil((1 - wish.min_ratio) / STEP)
     while low < high:
         middle = (low + high + 1) // 2
         counts = wish.counts(_stepped(wish, middle), estimator.candidates)
@@ -180,9 +185,9 @@ def _following_load(
     """The mean share, and the shares, that fill what each layer's load leaves."""
     counts = wish.counts(wish.min_ratio, estimator.candidates)
     first = 1 if estimator.looks else 0  # layer 0 is computed whole by a policy that looks
-    extra = hidden_extra(
-        estimator.arrived, estimator.computes(counts), limit.bound_s - estimator.before_s, first
-    )[1 - first :]
+    left_s = limit.bound_s - estimator.before_s
+    extra = hidden_extra(estimator.arrived(counts), estimator.computes(counts), left_s, first)
+    extra = extra[1 - first :]
     most = estimator.candidates
     chosen: list[int] = []
     for count, added in zip(counts, extra, strict=True):

@@ -2,8 +2,8 @@
 
 Follows the fusor pass by pass. A policy that *asks* first runs the fresh tokens over all that is loaded
 (the scout): loading hides behind that pass, and recompute begins when everything is there. A policy that
-*looks* computes layer 0 for all candidates, does not load them there, and peeks at layer 1. Any other
-computes its chosen tokens in every layer while the next one loads.
+*looks* computes layer 0 for all candidates, and peeks at layer 1. Any other computes its chosen tokens in
+every layer while the next one loads. Candidates that are all computed in layer 0 are not loaded there.
 """
 
 from __future__ import annotations
@@ -57,6 +57,21 @@ class Forecast:
     compute_s: float
 
 
+@dataclass(frozen=True)
+class Loading:
+    """Seconds of each layer: of reading, of a core's work at that, and of copying to the device."""
+
+    reads: tuple[float, ...]
+    busy: tuple[float, ...]
+    copies: tuple[float, ...]
+    """Empty where computing is on the host."""
+
+    @property
+    def arrived(self) -> list[float]:
+        """When each layer is there, from the start."""
+        return arrivals(self.reads, self.copies)
+
+
 class Estimator:
     """One prompt with what is loaded of it, for any number of recomputed tokens.
 
@@ -66,7 +81,7 @@ class Estimator:
     def __init__(self, profile: Profile, prompt: Prompt, loaded: Sequence[Part]) -> None:
         self.profile = profile
         self._prompt = prompt
-        self._is_plain = not loaded
+        self._loaded = tuple(loaded)
         blended = [part for part in loaded if not part.exact]
         self.candidates = sum(part.tokens for part in blended)
         self._placed = sum(part.tokens for part in loaded)
@@ -77,58 +92,54 @@ class Estimator:
         self._fresh_keys = all_keys - sum(part.keys for part in loaded)
         self._asks = prompt.asks and self.candidates > 0
         self.looks = prompt.looks and self.candidates > 0
-        self._reads, self._busy, self._copies = _loads(profile, loaded, self.looks)
-        self.arrived = [0.0] * profile.layers if self._asks else arrivals(self._reads, self._copies)
-        """When the layers are there, by the clock of the pass that recomputes."""
-        self.before_s = profile.fixed_s + (self._scouted() if self._asks else 0.0)
-        """Until that pass begins, and what comes after it."""
-        self.load_s = sum(self._reads)
-        self.first_load_s = next(
-            (arrived for arrived in arrivals(self._reads, self._copies) if arrived), 0.0
-        )
-        """Until the first layer that is loaded at all is there: nothing can hide that."""
-        self._layer_s: dict[tuple[float, bool], float] = {}
+        self._loading: dict[bool, Loading] = {}
+        self._layer_s: dict[tuple[float, float], float] = {}
+        self._scout_s, scouted_s = self._scouting() if self._asks else (0.0, 0.0)
+        self.before_s = profile.fixed_s + scouted_s
+        """Until the pass that recomputes begins, and what comes after it."""
 
     def at(self, counts: Sequence[float]) -> Forecast:
         """With ``counts`` candidates recomputed in layers 1…L-1."""
-        if self._is_plain:
+        if not self._loaded:
             seconds = self.profile.prefill_s(self._prompt.tokens)
             return Forecast(seconds, 0.0, seconds)
         computes = self.computes(counts)
-        ttft_s = self.before_s + finish(self.arrived, computes)
-        scout_s = sum(self._scout_computes()) if self._asks else 0.0
-        return Forecast(ttft_s, self.load_s, sum(computes) + scout_s + self.profile.fixed_s)
+        ttft_s = self.before_s + finish(self.arrived(counts), computes)
+        compute_s = sum(computes) + self._scout_s + self.profile.fixed_s
+        return Forecast(ttft_s, sum(self._of(counts).reads), compute_s)
 
     def waiting_s(self, counts: Sequence[float]) -> float:
         """How much longer it takes than if all were in place from the start."""
         predicted = self.at(counts)
         return predicted.ttft_s - predicted.compute_s
 
+    def arrived(self, counts: Sequence[float]) -> list[float]:
+        """When the layers are there, by the clock of the pass that recomputes."""
+        return [0.0] * self.profile.layers if self._asks else self._of(counts).arrived
+
+    def first_load_s(self, counts: Sequence[float]) -> float:
+        """Until the first layer that is loaded at all is there: nothing can hide that."""
+        return next((there for there in self._of(counts).arrived if there), 0.0)
+
     def computes(self, counts: Sequence[float]) -> list[float]:
         """Seconds of each layer of the pass that recomputes."""
         profile = self.profile
         if not self.candidates:  # no policy is asked
             counts = [0.0] * (profile.layers - 1)
-        entry = self.candidates if self.looks else (counts[0] if counts else self.candidates)
-        seconds = [self.layer_s(chosen) for chosen in (entry, *counts)]
+        first = self._layer(self._entering(counts), self._skips_first(counts))
+        seconds = [first, *(self.layer_s(chosen) for chosen in counts)]
         if self.looks and len(seconds) > 1:
             seconds[1] += profile.peek_s * (self._fresh + self.candidates)
         if self._prompt.shifts:
             shift_s = profile.shift_s * self.candidates
             seconds = [s + shift_s * (layer > 0) for layer, s in enumerate(seconds)]
         if profile.is_shared and not self._asks:
-            seconds = [s + busy for s, busy in zip(seconds, self._busy, strict=True)]
+            seconds = [s + busy for s, busy in zip(seconds, self._of(counts).busy, strict=True)]
         return seconds
 
     def layer_s(self, chosen: float) -> float:
         """T_recompute of one layer: of the fresh tokens and ``chosen`` candidates."""
-        known = self._layer_s.get((chosen, self._asks))
-        if known is None:
-            rows = self._fresh + chosen
-            context = (self._fresh_keys + chosen * self._keys) / rows if rows else 0.0
-            placed = 0 if self._asks else self._placed
-            known = self._layer_s[chosen, self._asks] = self.profile.layer(rows, context, placed)
-        return known
+        return self._layer(chosen, skips_load=False)
 
     def most_within(self, seconds: float) -> int:
         """The largest number of chosen candidates that a layer computes within ``seconds``."""
@@ -138,14 +149,47 @@ class Estimator:
             low, high = (middle, high) if self.layer_s(middle) <= seconds else (low, middle - 1)
         return low
 
-    def _scout_computes(self) -> list[float]:
+    # -- computing --------------------------------------------------------------------------------
+
+    def _layer(self, chosen: float, skips_load: bool) -> float:
+        placed = self._placed - skips_load * self.candidates
+        if self._asks:  # the scout pass found everything moved to its place
+            placed = 0
+        known = self._layer_s.get((chosen, placed))
+        if known is None:
+            rows = self._fresh + chosen
+            context = (self._fresh_keys + chosen * self._keys) / rows if rows else 0.0
+            known = self._layer_s[chosen, placed] = self.profile.layer(rows, context, placed)
+        return known
+
+    def _entering(self, counts: Sequence[float]) -> float:
+        """Candidates computed in layer 0."""
+        if self.looks or not counts:
+            return self.candidates
+        return counts[0]
+
+    def _scouting(self) -> tuple[float, float]:
+        """Of the scout pass: seconds of computing, and with the waits for what it reads."""
+        loading = self._of_layers(skips_first=False)
         context = self._fresh_keys / self._fresh if self._fresh else 0.0
         each = self.profile.scout(self._fresh, context, self._placed)
-        busy = self._busy if self.profile.is_shared else [0.0] * self.profile.layers
-        return [each + b for b in busy]
+        computes = [each + busy * self.profile.is_shared for busy in loading.busy]
+        return sum(computes), finish(loading.arrived, computes)
 
-    def _scouted(self) -> float:
-        return finish(arrivals(self._reads, self._copies), self._scout_computes())
+    # -- loading ----------------------------------------------------------------------------------
+
+    def _skips_first(self, counts: Sequence[float]) -> bool:
+        """Whether layer 0 of what is blended is not loaded, as all of it is computed there anyway. After a
+        scout pass it has been."""
+        return not self._asks and self._entering(counts) >= self.candidates > 0
+
+    def _of(self, counts: Sequence[float]) -> Loading:
+        return self._of_layers(self._skips_first(counts))
+
+    def _of_layers(self, skips_first: bool) -> Loading:
+        if skips_first not in self._loading:
+            self._loading[skips_first] = _loading(self.profile, self._loaded, skips_first)
+        return self._loading[skips_first]
 
 
 def forecast(
@@ -155,10 +199,8 @@ def forecast(
     return Estimator(profile, prompt, loaded).at(counts)
 
 
-def _loads(
-    profile: Profile, loaded: Sequence[Part], looks: bool
-) -> tuple[list[float], list[float], list[float]]:
-    """Seconds of reading, busy with it, and of copying, per layer."""
+def _loading(profile: Profile, loaded: Sequence[Part], skips_first: bool) -> Loading:
+    """``skips_first``: without layer 0 of what is not exact."""
     layers = profile.layers
     reads, busy, sizes = [0.0] * layers, [0.0] * layers, [0.0] * layers
     for part in loaded:
@@ -166,11 +208,12 @@ def _loads(
         if tier is None:
             raise KeyError(part.tier)
         for layer, size_bytes in enumerate(part.layer_bytes):
-            if layer == 0 and looks and not part.exact:
-                continue  # computed whole there
+            if layer == 0 and skips_first and not part.exact:
+                continue
             seconds = tier.seconds(size_bytes)
             reads[layer] += seconds
             busy[layer] += tier.busy * seconds
             sizes[layer] += size_bytes
     speed = profile.device_bytes_per_s
-    return reads, busy, [size / speed for size in sizes] if speed else []
+    copies = tuple(size / speed for size in sizes) if speed else ()
+    return Loading(tuple(reads), tuple(busy), copies)

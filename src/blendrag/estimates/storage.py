@@ -93,7 +93,7 @@ def _rate(
     estimator = Estimator(there, prompt, parts)
     recomputed = counts(estimator.candidates)
     predicted, waiting_s = estimator.at(recomputed), estimator.waiting_s(recomputed)
-    allowed_s = estimator.first_load_s + HIDDEN_SLACK * predicted.compute_s
+    allowed_s = estimator.first_load_s(recomputed) + HIDDEN_SLACK * predicted.compute_s
     cost = corpus_bytes / 1e9 * device.price_per_gb_month
     return Rated(device, predicted.ttft_s, waiting_s, waiting_s <= allowed_s, cost)
 
