@@ -55,8 +55,12 @@ class Filter:
     def maybe(self, hashes: np.ndarray) -> np.ndarray:
         """Places of those that may be among them, ascending."""
         first, second = self._tables
-        places = np.flatnonzero(first[hashes & self._mask])
-        return places[second[(hashes[places] >> _SHIFTS[1]) & self._mask]]
+        places = np.flatnonzero(self._look(first, hashes))
+        return places[self._look(second, hashes[places] >> _SHIFTS[1])]
+
+    def _look(self, table: np.ndarray, hashes: np.ndarray) -> np.ndarray:
+        # clip: no bounds to check, which takes half of the time (numpy 2.4); an index's sign bit is 0
+        return table.take((hashes & self._mask).view(np.int64), mode="clip")
 
 
 #: Which bits of a hash each table looks at.
