@@ -6,63 +6,11 @@ they are no signature.
 
 from __future__ import annotations
 
-import json
 import os
-import random
-import shutil
-import struct
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from blendrag.store.format import ALIGNMENT_BYTES as PAGE
-
-
-@dataclass(frozen=True)
-class Target:
-    """The file to be damaged, and what else there is to do it with."""
-
-    path: Path
-    data: bytes
-    """What is in it, and right."""
-    others: list[bytes]
-    """Payloads of other chunks, of another namespace, of another length."""
-    outside: Path
-    """A file beside the store that nobody may touch."""
-    chance: random.Random
-
-    def write(self, data: bytes | bytearray) -> None:
-        self.path.write_bytes(data)
-
-    def somewhere(self, size: int = 1) -> int:
-        return self.chance.randrange(max(1, len(self.data) - size))
-
-
-Damage = Callable[[Target], object]
-
-#: What headers are given in place of their numbers and names.
-HOSTILE: list[Any] = [
-    2**63,
-    2**64 - 1,
-    2**31,
-    -1,
-    0,
-    1,
-    1e308,
-    None,
-    True,
-    "",
-    "0",
-    "9" * 5000,
-    "../../../outside",
-    "F64",
-    [],
-    {},
-    [2, 2, 24, 8],
-    [0, 2**63],
-    "\ud800",
-]
+from soak import header_damage
+from soak.payload_target import Damage, Target
 
 
 def _flip(target: Target, begin: int, end: int, count: int) -> None:
@@ -140,57 +88,6 @@ def _layer_of_another(target: Target) -> None:
     )
 
 
-def _length(target: Target) -> None:
-    lengths = [0, 1, 7, PAGE - 9, PAGE - 7, 1 << 20, (1 << 20) + 1, 1 << 31, 1 << 63, (1 << 64) - 1]
-    target.write(struct.pack("<Q", target.chance.choice(lengths)) + target.data[8:])
-
-
-def _with_header(target: Target, header: bytes) -> None:
-    """This header, padded or not, its length right or not."""
-    if target.chance.random() < 0.7 and len(header) < PAGE - 8:
-        header = header.ljust(PAGE - 8)
-    length = len(header) if target.chance.random() < 0.9 else target.chance.randrange(1 << 40)
-    target.write(struct.pack("<Q", length) + header + target.data[PAGE:])
-
-
-def _edit_header(target: Target) -> None:
-    fields = json.loads(target.data[8:PAGE])
-    place = fields
-    while True:
-        name = target.chance.choice(list(place))
-        if isinstance(place[name], dict) and target.chance.random() < 0.8:
-            place = place[name]
-            continue
-        break
-    action = target.chance.randrange(3)
-    if action == 0:
-        place[name] = target.chance.choice(HOSTILE)
-    elif action == 1:
-        del place[name]
-    else:
-        place[f"{name}x"] = target.chance.choice(HOSTILE)
-    _with_header(target, json.dumps(fields, separators=(",", ":")).encode())
-
-
-def _duplicate_names(target: Target) -> None:
-    text = target.data[8:PAGE].rstrip()
-    name = target.chance.choice([b"__metadata__", b"l0000", b"l0002"])
-    _with_header(target, text[:-1] + b',"' + name + b'":{}}')
-
-
-def _deep_json(target: Target) -> None:
-    depth = target.chance.choice([100, 1000, 100_000])
-    opening = target.chance.choice([b"[", b'{"a":'])
-    _with_header(target, opening * depth)
-
-
-def _no_json(target: Target) -> None:
-    _with_header(
-        target,
-        target.chance.choice([b"", b"null", b"[]", b'"', b"\xff\xfe" * 99, b"{", b"1e999", b"NaN"]),
-    )
-
-
 def _vanish(target: Target) -> None:
     target.path.unlink()
 
@@ -236,11 +133,11 @@ PAYLOAD: dict[str, Damage] = {
         _header_of_another,
         _data_of_another,
         _layer_of_another,
-        _length,
-        _edit_header,
-        _duplicate_names,
-        _deep_json,
-        _no_json,
+        header_damage.length,
+        header_damage.edit_header,
+        header_damage.duplicate_names,
+        header_damage.deep_json,
+        header_damage.no_json,
         _vanish,
         _link,
         _linked_copy,
@@ -248,11 +145,3 @@ PAYLOAD: dict[str, Damage] = {
         _directory,
     )
 }
-
-
-def put_right(path: Path, data: bytes) -> None:
-    """The payload as it was, whatever lies there now."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    path.unlink(missing_ok=True)
-    path.write_bytes(data)

@@ -1,21 +1,17 @@
 """The fuzzer: damage a store, then read it. Exact bytes or a miss, in bounded time, and no crash.
 
 Owns how damage is applied in bulk and what is looked at afterwards. Damage is done and read in a
-child, which says beforehand what it is about to do, so that a hang or a death has a name.
+child (:mod:`watched`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import mmap
 import os
 import random
-import select
 import shutil
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from lab import Lab
@@ -23,12 +19,14 @@ from lab import Lab
 import unpickling
 from blendrag.errors import CorruptKVError, StoreError
 from blendrag.store import DiskStore
-from soak.audit import PATIENCE_S, PLENTY, Verdict, make_chunks, put, read, summary
-from soak.damage import PAYLOAD, Target, put_right
+from soak.audit import PLENTY, Verdict, make_chunks, put, read
+from soak.damage import PAYLOAD
 from soak.index_damage import INDEX, REFUSABLE, WHILE_OPEN
 from soak.index_target import IndexTarget
-from soak.line import Heard, Teller
+from soak.line import Teller
+from soak.payload_target import Target, put_right
 from soak.report import Report
+from soak.watched import Action, Watched
 
 #: Damage done by one child.
 BATCH = 500
@@ -46,7 +44,7 @@ class Fuzzing:
         self._place = place
         self._seed = seed
         self._batch = 0
-        self._notes = mmap.mmap(-1, 4096)
+        self._child = Watched()
         make_chunks([*_NUMBERS, _FRESH, *_OTHERS])
         self._make_originals()
 
@@ -64,79 +62,20 @@ class Fuzzing:
     def run_on_index(self, report: Report, mutations: int) -> None:
         self._run_batch(report, mutations, self._damage_index)
 
-    # -- the child and its watch -----------------------------------------------------------------
-
-    def _run_batch(
-        self, report: Report, count: int, action: Callable[[random.Random, int, Teller], None]
-    ) -> None:
+    def _run_batch(self, report: Report, count: int, action: Action) -> None:
         seed = f"{self._seed}/{self._batch}"
         self._batch += 1
-        source, sink = os.pipe()
-        os.set_blocking(source, False)
-        child = os.fork()
-        if child == 0:
-            os.close(source)
-            self._live(action, random.Random(seed), count, Teller(sink))
-        os.close(sink)
-        heard = Heard()
-        try:
-            failure = self._watch(child, source, heard)
-        finally:
-            os.close(source)
-        about = self._notes[:].rstrip(b"\0").decode()
-        if failure is None and heard.attempts != 1:
-            failure = "crash: the reader died"
-        complaints = (*heard.complaints, *([f"{failure} at {about}"] if failure else []))
+        heard, failure = self._child.run(action, seed, count)
+        died = [f"{failure} at {self._about()}"] if failure else []
+        complaints = (*heard.complaints, *died)
         wrong = tuple(1 for text in complaints if text.startswith("wrong KV"))
         rest = tuple(text for text in complaints if not text.startswith("wrong KV"))
         circumstances = f"mutations with seed {seed}: {complaints[:3]}"
         done = count if failure is None and not rest else max(1, heard.done)
         report.note("mutations", circumstances, Verdict((), wrong, rest), done)
 
-    def _watch(self, child: int, source: int, heard: Heard) -> str | None:
-        """Wait for the child's end; what is wrong with it."""
-        try:
-            deadline, beats = time.monotonic() + PATIENCE_S, 0
-            while not os.waitpid(child, os.WNOHANG)[0]:
-                select.select([source], [], [], 0.05)
-                heard.hear(source)
-                if heard.beats > beats:
-                    deadline, beats = time.monotonic() + PATIENCE_S, heard.beats
-                if time.monotonic() > deadline:
-                    return f"hang: nothing read within {PATIENCE_S} s"
-            child = 0
-            heard.hear(source)
-            return None
-        finally:
-            if child:
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-
-    def _live(
-        self,
-        action: Callable[[random.Random, int, Teller], None],
-        chance: random.Random,
-        count: int,
-        teller: Teller,
-    ) -> None:
-        """The child's whole life."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        logging.disable(logging.CRITICAL)
-        unpickling.arm()
-        try:
-            action(chance, count, teller)
-            teller.say("attempted", None)
-        except BaseException as exc:
-            teller.say("complaint", f"crash: {summary(exc)} at {self._about()}")
-            teller.say("attempted", None)
-        finally:
-            os._exit(0)
-
     def _about(self) -> str:
-        return self._notes[:].rstrip(b"\0").decode()
-
-    def _note(self, number: int, name: str) -> None:
-        self._notes[:] = f"number {number}, {name}".encode().ljust(4096, b"\0")
+        return self._child.about()
 
     # -- payloads --------------------------------------------------------------------------------
 
@@ -148,7 +87,7 @@ class Fuzzing:
         others = [path.read_bytes() for path in Lab.payloads(self._place / "other")]
         for i in range(count):
             number, name = chance.choice(_NUMBERS), chance.choice(names)
-            self._note(i, name)
+            self._child.note(f"number {i}, {name}")
             path = Lab.file(store, number)
             target = Target(path, path.read_bytes(), others, outside, chance)
             while_open = Lab.open(store, number) if chance.random() < 0.1 else None
@@ -203,7 +142,7 @@ class Fuzzing:
             )
             is_open = chance.random() < 0.3
             name = chance.choice(WHILE_OPEN if is_open else list(INDEX))
-            self._note(i, f"{name}{', while open' if is_open else ''}")
+            self._child.note(f"number {i}, {name}{', while open' if is_open else ''}")
             with contextlib.ExitStack() as stack:
                 store = None
                 if is_open:
