@@ -107,7 +107,8 @@ def gc(
         done = maintenance.collect(root, max_bytes, progress)
     output.print_json(asdict(done)) if json else store_output.print_removal(done, "evicted")
     if done.left_bytes > done.limit_bytes:
-        say("note", f"{done.pinned} pinned entries stay, which are more than was asked for")
+        stay = "1 pinned chunk stays" if done.pinned == 1 else f"{done.pinned:,} pinned chunks stay"
+        say("note", f"{stay}, which is more than was asked for")
     return DONE
 
 
@@ -144,7 +145,8 @@ def _agreed(root: Path, namespace: str | None) -> bool:
     found = maintenance.survey(root).namespaces
     chosen = [each for each in found if namespace in (None, each.namespace)]
     chunks, size_bytes = sum(e.chunks for e in chosen), sum(e.size_bytes for e in chosen)
-    what = f"{chunks} chunks, {output.megabytes(size_bytes)}, of store {root}"
+    counted = store_output.count(chunks, "chunk")
+    what = f"{counted}, {output.megabytes(size_bytes)}, of store {root}"
     try:
         return typer.confirm(f"Remove {what}?", err=True)
     except typer.Abort as exc:
@@ -152,7 +154,7 @@ def _agreed(root: Path, namespace: str | None) -> bool:
             raise KeyboardInterrupt from exc
         typer.echo(err=True)  # the question has no end of line yet
         raise InvalidInputError(
-            f"{what} were to be removed and nobody could be asked; add --yes to do it"
+            f"nobody could be asked whether to remove {what}; add --yes to do it"
         ) from exc
 
 

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 SHOWN_DIGITS = 12
 
 
+def count(number: int, noun: str) -> str:
+    """``"1 chunk"``, ``"2,000 chunks"``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def stats_fields(found: StoreSurvey, corpus: CorpusFacts | None) -> dict[str, Any]:
     """The JSON of ``store stats``."""
     fields = {**asdict(found), "corpus": asdict(corpus) if corpus else None}
@@ -34,15 +39,15 @@ def stats_fields(found: StoreSurvey, corpus: CorpusFacts | None) -> dict[str, An
 def print_stats(found: StoreSurvey, corpus: CorpusFacts | None) -> None:
     whose = "" if found.limit_is_remembered else " (the default)"
     typer.echo(
-        f"{found.root}: {found.chunks} chunks, {found.tokens:,} tokens, {megabytes(found.size_bytes)} "
-        f"of {megabytes(found.limit_bytes)}{whose}"
+        f"{found.root}: {count(found.chunks, 'chunk')}, {count(found.tokens, 'token')}, "
+        f"{megabytes(found.size_bytes)} of {megabytes(found.limit_bytes)}{whose}"
     )
     for each in found.namespaces:
         model = _model(each.namespace, corpus) or "model unknown"
         kind = ", ".join([*each.dtypes, *each.encodings]) or "no header of ours"
         typer.echo(
-            f"  {each.namespace[:SHOWN_DIGITS]}  {model}, {kind}: {each.chunks} chunks "
-            f"({each.pinned} pinned), {each.tokens:,} tokens, {megabytes(each.size_bytes)}"
+            f"  {each.namespace[:SHOWN_DIGITS]}  {model}, {kind}: {count(each.chunks, 'chunk')} "
+            f"({each.pinned} pinned), {count(each.tokens, 'token')}, {megabytes(each.size_bytes)}"
             + f"; {each.unknown} with a header that is not ours"
             * bool(each.unknown)
         )
@@ -50,12 +55,13 @@ def print_stats(found: StoreSurvey, corpus: CorpusFacts | None) -> None:
         typer.echo(f"  corpus: {megabytes(corpus.size_bytes)}; {corpus.fault}")
     elif corpus is not None:
         typer.echo(
-            f"  corpus: {corpus.documents} documents, {corpus.chunks} chunks, "
+            f"  corpus: {count(corpus.documents, 'document')}, {count(corpus.chunks, 'chunk')}, "
             f"{megabytes(corpus.size_bytes)}"
         )
     if found.quarantine_files:
         typer.echo(
-            f"  quarantine: {found.quarantine_files} files, {megabytes(found.quarantine_bytes)}"
+            f"  quarantine: {count(found.quarantine_files, 'file')}, "
+            f"{megabytes(found.quarantine_bytes)}"
         )
     if found.temporary_bytes:
         typer.echo(f"  being written, or left by a crash: {megabytes(found.temporary_bytes)}")
@@ -70,40 +76,40 @@ def print_check(report: CheckReport) -> None:
     for each in report.namespaces:
         rows = ""
         if each.missing_rows is not None:
-            rows = f"; index: {each.missing_rows} rows missing, {each.dead_rows} dead"
+            rows = f"; index: {count(each.missing_rows, 'row')} missing, {each.dead_rows} dead"
         typer.echo(
             f"  {each.namespace[:SHOWN_DIGITS]}  {each.good} good ({megabytes(each.good_bytes)}), "
             f"{each.damaged} damaged, {each.unreadable} unreadable{rows}; "
-            f"{each.foreign_files} foreign files"
+            f"{count(each.foreign_files, 'foreign file')}"
         )
     if report.index != "sound":
         typer.echo(f"  index: {report.index}")
     verdict = "every byte is the one that was put" if report.is_good else "some of it is damaged"
     if report.repaired:
         aside = sum(each.damaged for each in report.namespaces)
-        verdict += f"; {aside} damaged chunks set aside, the index is in order"
+        verdict += f"; {count(aside, 'damaged chunk')} set aside, the index is in order"
     typer.echo(
         f"{report.root}: {megabytes(report.read_bytes)} read in {duration(report.seconds)}, "
-        f"{report.foreign_files} foreign files; {verdict}"
+        f"{count(report.foreign_files, 'foreign file')}; {verdict}"
     )
 
 
 def print_removal(done: Removal, verb: str) -> None:
     typer.echo(
-        f"{done.removed} chunks {verb}, {megabytes(done.removed_bytes)}; {done.left} left, "
+        f"{count(done.removed, 'chunk')} {verb}, {megabytes(done.removed_bytes)}; {done.left:,} left, "
         f"{megabytes(done.left_bytes)}"
     )
 
 
 def print_export(report: ExportReport) -> None:
     typer.echo(
-        f"{report.payloads} chunks ({report.pinned} pinned), {megabytes(report.size_bytes)}, written "
-        f"to {report.archive}; {len(report.left_out)} left out"
+        f"{count(report.payloads, 'chunk')} ({report.pinned} pinned), "
+        f"{megabytes(report.size_bytes)}, written to {report.archive}; {len(report.left_out)} left out"
     )
 
 
 def print_import(report: ImportReport) -> None:
     typer.echo(
-        f"{report.imported} chunks taken in, {megabytes(report.imported_bytes)}; "
-        f"{report.already_there} already there, {len(report.rejected)} rejected"
+        f"{count(report.imported, 'chunk')} taken in, {megabytes(report.imported_bytes)}; "
+        f"{report.already_there:,} already there, {len(report.rejected)} rejected"
     )
