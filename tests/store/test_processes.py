@@ -244,6 +244,72 @@ def test_a_lock_held_at_the_fork_holds_up_nothing_in_the_child(lab, server, fork
     assert lab.is_right(server, 0)
 
 
+@pytest.mark.parametrize("encoding", ["native", "int8"])
+def test_a_child_reads_and_closes_what_a_thread_of_its_parent_is_reading_at_the_fork(
+    lab, make_store, fork, monkeypatch, encoding
+):
+    layout, store = lab.layout.encoded(encoding), make_store()
+    store.put(lab.namespace, lab.key(1), lab.kv(1, layout))
+    reader = store.open(lab.namespace, lab.key(1), layout, lab.tokens)
+    expected = lab.read(reader, layout)
+    parent, preadv = os.getpid(), os.preadv
+    is_inside, release = threading.Event(), threading.Event()
+
+    def held_up(*args):
+        if os.getpid() == parent:
+            is_inside.set()
+            release.wait(60)
+        return preadv(*args)
+
+    def read_on():
+        assert not reader.is_unlinked()
+        for layer, right in enumerate(expected):
+            out = torch.from_numpy(right.numpy() * 0)
+            reader.read_layer(layer, out)
+            assert out.numpy().tobytes() == right.numpy().tobytes()
+        reader.close()
+
+    monkeypatch.setattr(os, "preadv", held_up)
+    out = torch.zeros_like(expected[0])
+    thread = threading.Thread(target=reader.read_layer, args=(0, out))
+    thread.start()
+    try:
+        assert is_inside.wait(10)
+        assert succeeded(fork(read_on), within_s=20)
+    finally:
+        release.set()
+        thread.join()
+    assert torch.equal(out, expected[0])
+    reader.close()
+
+
+def test_a_child_decodes_from_memory_what_a_thread_of_its_parent_is_decoding_at_the_fork(lab, fork):
+    layout, store = lab.layout.encoded("int8"), MemoryStore(1 << 20)
+    store.put(lab.namespace, lab.key(1), lab.kv(1, layout))
+    reader = store.open(lab.namespace, lab.key(1), layout, lab.tokens)
+    expected = lab.read(reader, layout)
+    is_inside, release = threading.Event(), threading.Event()
+
+    def hold():
+        with reader._staging._lock:
+            is_inside.set()
+            release.wait(60)
+
+    def read_on():
+        out = torch.from_numpy(expected[0].numpy() * 0)
+        reader.read_layer(0, out)
+        assert out.numpy().tobytes() == expected[0].numpy().tobytes()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        assert is_inside.wait(10)
+        assert succeeded(fork(read_on), within_s=20)
+    finally:
+        release.set()
+        thread.join()
+
+
 def test_what_a_child_counts_is_its_own(lab, server, fork):
     before = server.stats()
 

@@ -18,6 +18,7 @@ import xxhash
 from blendrag.errors import CorruptKVError
 from blendrag.kv import KVLayout
 from blendrag.store.encodings import staging_of
+from blendrag.store.forking import renew_after_fork
 from blendrag.store.format import Frame, layer_seed
 from blendrag.store.raw import check_target, target_buffers
 
@@ -60,8 +61,13 @@ class DiskReader:
         self._on_corrupt = on_corrupt
         self._on_read = on_read
         self._dtype = layout.torch_dtype
-        self._lock = threading.Lock()
         self._staging = staging_of(layout, tokens)
+        self.renew_locks()
+        renew_after_fork(self)
+
+    def renew_locks(self) -> None:
+        """See :mod:`forking`. A thread of the parent may have been about to read or to close."""
+        self._lock = threading.Lock()
 
     def read_layer(self, layer: int, out: torch.Tensor) -> None:
         """See :meth:`KVReader.read_layer`. Runs no torch operator, unless it is to decode."""

@@ -17,6 +17,7 @@ import torch
 
 from blendrag.kv import KVLayout, LayerShape
 from blendrag.store.encodings.base import stored_layer_bytes, stored_parts
+from blendrag.store.forking import renew_after_fork
 from blendrag.store.raw import tensor_buffer
 
 #: Numbers worked on at once.
@@ -143,6 +144,11 @@ class Staging:
         self._sizes = [stored_layer_bytes(codec.layout, i, tokens) for i in layers]
         self._stored: torch.Tensor | None = None
         self._blocks: dict[LayerShape, list[Block]] = {}
+        self.renew_locks()
+        renew_after_fork(self)
+
+    def renew_locks(self) -> None:
+        """See :mod:`forking`. What a thread of the parent left half done is done anew."""
         self._lock = threading.Lock()
 
     def read(self, layer: int, fill: Callable[[Any], object], out: torch.Tensor) -> None:
