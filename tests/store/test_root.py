@@ -315,3 +315,14 @@ def test_small_files_are_written_whole_or_not_at_all(lab, root, monkeypatch):
     assert not (root / "format").exists()
     assert_no_temporaries(root)
     assert keep(lab, root, [2], None) == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["kv", "tmp", "index", "quarantine", "pinned"])
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_subdirectory_that_anyone_can_write_is_refused(lab, make_store, root, name, read_only):
+    lab.put(make_store(), 1)
+    make_store().close()
+    (root / name).chmod(0o777)
+    assert_refused(root, f"{name} can be written by every user (mode 0777)", read_only)
+    (root / name).chmod(0o700)
+    assert lab.is_right(make_store(), 1)

@@ -85,15 +85,19 @@ def _make(root: Path) -> None:
 def _check_trusted(root: Path, read_only: bool) -> None:
     """Refuse a directory in which others could plant files."""
     status = root.stat()
-    if status.st_mode & stat.S_IWOTH:
-        raise StoreUnavailableError(
-            f"store {root} can be written by every user (mode {stat.S_IMODE(status.st_mode):04o}), "
-            "expected 0700; run chmod o-w on it or choose another --store"
-        )
+    _refuse_if_shared(f"store {root}", status.st_mode)
     if status.st_uid != os.geteuid() and not read_only:
         raise StoreUnavailableError(
             f"store {root} is owned by user {status.st_uid}, expected {os.geteuid()}; "
             "change its owner, open it read-only or choose another --store"
+        )
+
+
+def _refuse_if_shared(what: str, mode: int) -> None:
+    if mode & stat.S_IWOTH:
+        raise StoreUnavailableError(
+            f"{what} can be written by every user (mode {stat.S_IMODE(mode):04o}), expected 0700; "
+            "run chmod o-w on it or choose another --store"
         )
 
 
@@ -119,6 +123,7 @@ def _prepare_subdirectory(path: Path, read_only: bool) -> None:
             f"{path} is {kind}, expected a directory made by the store; "
             "move it away or choose another --store"
         )
+    _refuse_if_shared(str(path), mode)
 
 
 def _check_version(root: Path) -> None:
