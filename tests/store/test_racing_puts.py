@@ -6,7 +6,9 @@ import os
 
 import pytest
 
-from blendrag.store import DiskStore
+from blendrag.errors import StoreUnavailableError
+from blendrag.store import DiskStore, maintenance
+from blendrag.store.files import PayloadFiles
 
 
 @pytest.fixture
@@ -85,3 +87,88 @@ def test_a_directory_that_is_cleared_away_just_before_a_payload_gets_there_is_ma
     assert left == [0]
     assert not list((root / "tmp").glob("*.part"))
     store.close()
+
+
+@pytest.fixture
+def cleared_meanwhile(root, monkeypatch):
+    """``cleared_meanwhile(times)``: between writing and indexing, a payload is cleared away so often."""
+    write = PayloadFiles.write
+
+    def begin(times):
+        left = [times]
+
+        def cleared(files, *args):
+            write(files, *args)
+            if left[0]:
+                left[0] -= 1
+                maintenance.clear(root)
+
+        monkeypatch.setattr(PayloadFiles, "write", cleared)
+
+    return begin
+
+
+@pytest.mark.parametrize("times", [1, 4])
+def test_a_chunk_cleared_away_before_it_is_indexed_is_put_again(
+    lab, make_store, root, cleared_meanwhile, times
+):
+    store = make_store()
+    cleared_meanwhile(times)
+    lab.put(store, 1)
+    assert lab.is_right(store, 1)
+    assert len(lab.payloads(root)) == store.stats().entries == store.stats().puts == 1
+
+
+def test_a_chunk_that_is_cleared_away_every_time_is_not_acknowledged(
+    lab, make_store, root, cleared_meanwhile
+):
+    store = make_store()
+    cleared_meanwhile(100)
+    with pytest.raises(StoreUnavailableError, match="expected nobody to clear the store meanwhile"):
+        lab.put(store, 1)
+    assert not lab.has(store, 1)
+    assert store.stats().entries == store.stats().puts == 0
+
+
+def test_a_copy_that_a_recovery_removed_as_one_too_many_is_put_again_if_the_other_goes(
+    lab, make_store, root, monkeypatch
+):
+    store, other = make_store(), make_store()
+    write = store._files.write
+
+    def meanwhile(*args):
+        monkeypatch.setattr(store._files, "write", write)
+        lab.put(other, 1)
+        write(*args)
+        other.recover()
+        other.delete(lab.namespace, lab.key(1))
+
+    monkeypatch.setattr(store._files, "write", meanwhile)
+    lab.put(store, 1)
+    assert lab.is_right(store, 1)
+
+
+@pytest.fixture
+def archive(lab, tmp_path):
+    """Of chunk 1."""
+    store = DiskStore(tmp_path / "elsewhere", None)
+    lab.put(store, 1)
+    store.close()
+    maintenance.export(tmp_path / "elsewhere", tmp_path / "kv.tar")
+    return tmp_path / "kv.tar"
+
+
+def test_an_import_that_is_cleared_away_meanwhile_says_so(lab, root, archive, cleared_meanwhile):
+    cleared_meanwhile(1)
+    with pytest.raises(StoreUnavailableError, match=r"removed from store .* repeat the command"):
+        maintenance.take_in(root, archive)
+    assert maintenance.take_in(root, archive).imported == 1
+    assert maintenance.check(root).is_good
+
+
+def test_an_import_makes_durable_what_it_finds_there(lab, root, archive, synced):
+    maintenance.take_in(root, archive)
+    synced.clear()
+    assert maintenance.take_in(root, archive).already_there == 1
+    (payload,) = lab.payloads(root)
+    assert way_to(payload, root) <= synced

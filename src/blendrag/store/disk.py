@@ -25,6 +25,7 @@ from blendrag.store.limit import DEFAULT_DISK_BYTES, settle_limit
 from blendrag.store.pins import Pins, Scope
 from blendrag.store.reader import DiskReader
 from blendrag.store.reading import DiskReading
+from blendrag.store.room import Room
 from blendrag.store.root import prepare
 from blendrag.store.sealing import sealed
 from blendrag.store.tally import Tally
@@ -34,6 +35,8 @@ logger = logging.getLogger("blendrag.store")
 
 #: Entries whose use is remembered until it is written to the index; older uses are forgotten.
 MAX_RECENT = 4096
+#: How often a payload may be cleared away, by others, before it is indexed.
+_TRIES = 5
 
 
 class DiskStore(StaysHere):
@@ -61,7 +64,7 @@ class DiskStore(StaysHere):
             self._files = PayloadFiles(self.root)
         self._index = Index(self.root / "index")
         self._pins, self._tally = Pins(), Tally()
-        self._writing = DiskWriter(
+        room = Room(
             self.root,
             self._files,
             self._index,
@@ -70,6 +73,7 @@ class DiskStore(StaysHere):
             self.flush_recency,
             self._tally,
         )
+        self._writing = DiskWriter(self.root, self._files, self._index, room, self._tally)
         writer = None if self.read_only else self._writing
         self._reading = DiskReading(self._files, self._index, writer, self._tally)
         self._recent: dict[tuple[str, str], None] = {}
@@ -108,10 +112,7 @@ class DiskStore(StaysHere):
                 self._writing.recover()
             there = self._reading.sound(namespace, key)
             if there is None or not self._writing.keep(there):
-                self._clear_away(namespace, key)
-                name = new_name(namespace, key)
-                payload = sealed(name, kv)
-                self._writing.put(name, payload.buffers, payload.size_bytes)
+                self._write(namespace, key, kv)
                 self._tally.add("puts")
         self._pins.note_put((namespace, key))
         self.note_use(namespace, key)
@@ -162,21 +163,14 @@ class DiskStore(StaysHere):
                 sizes = [self._files.size(name) for name in self._files.walk()]
             entries, size_bytes = len(sizes), sum(sizes)
         count = self._tally
-        tier = TierStats(
-            "disk",
-            entries,
-            size_bytes,
-            self.limit_bytes,
-            count["hits"],
-            count["read_bytes"],
-            count["evictions"],
-        )
+        hits, read_bytes, evictions = count["hits"], count["read_bytes"], count["evictions"]
+        tier = TierStats("disk", entries, size_bytes, self.limit_bytes, hits, read_bytes, evictions)
         return StoreStats(
             entries,
             size_bytes,
-            count["hits"],
+            hits,
             count["misses"],
-            count["evictions"],
+            evictions,
             count["quarantined"],
             puts=count["puts"],
             tiers=(tier,),
@@ -216,11 +210,20 @@ class DiskStore(StaysHere):
 
     # -- writing ---------------------------------------------------------------------------------
 
-    def _clear_away(self, namespace: str, key: str) -> None:
-        """Remove damaged payloads that could not be set aside: the new one would yield to them."""
+    def _write(self, namespace: str, key: str, kv: ChunkKV) -> None:
+        """Damaged payloads that could not be set aside go first: the new one would yield to them."""
+        payload = sealed(namespace, key, kv)
         doubtful = self._reading.doubtful(namespace, key)
         if doubtful:
             self._writing.remove(doubtful)
+        for _ in range(_TRIES):
+            name = new_name(namespace, key)
+            if self._writing.put(name, payload.buffers, payload.size_bytes):
+                return
+        raise StoreUnavailableError(
+            f"KV {key[:12]}… was removed from store {self.root} {_TRIES} times while it was put, "
+            "expected nobody to clear the store meanwhile; put it again afterwards"
+        )
 
     def _check(self, namespace: str, key: str) -> None:
         """Refuse malformed names and closed stores."""

@@ -25,8 +25,9 @@ from blendrag.store.shards import NO_DIRECTORY, Shards
 # O_NONBLOCK: opening a FIFO planted under our name must not hang.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_FILE_NAME = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{16})\.kv", re.ASCII)
-_HEX2 = re.compile(r"[0-9a-f]{2}", re.ASCII)
+#: Of a payload, and of the directory below its namespace's.
+FILE_NAME = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{16})\.kv", re.ASCII)
+PREFIX = re.compile(r"[0-9a-f]{2}", re.ASCII)
 #: How often a directory may be removed, empty as it is, just as a payload is to be moved there.
 _TRIES = 5
 #: Quarantined payloads kept for inspection; older ones make room.
@@ -84,10 +85,13 @@ class PayloadFiles:
             raise
         return fd
 
+    def _status(self, name: Name) -> os.stat_result:
+        with self._shards.entered(*name.shard) as directory:
+            return os.stat(name.file, dir_fd=directory, follow_symlinks=False)
+
     def exists(self, name: Name) -> bool:
         try:
-            with self._shards.entered(*name.shard) as directory:
-                os.stat(name.file, dir_fd=directory, follow_symlinks=False)
+            self._status(name)
         except OSError:
             return False
         return True
@@ -95,8 +99,7 @@ class PayloadFiles:
     def is_gone(self, name: Name) -> bool:
         """Whether there is no such payload; unlike :meth:`exists`, sure of it, or ``OSError``."""
         try:
-            with self._shards.entered(*name.shard) as directory:
-                os.stat(name.file, dir_fd=directory, follow_symlinks=False)
+            self._status(name)
         except OSError as exc:
             if exc.errno in NO_DIRECTORY:
                 return True
@@ -106,16 +109,14 @@ class PayloadFiles:
     def size(self, name: Name) -> int:
         """Bytes of a payload; 0 if it is gone."""
         try:
-            with self._shards.entered(*name.shard) as directory:
-                return os.stat(name.file, dir_fd=directory, follow_symlinks=False).st_size
+            return self._status(name).st_size
         except OSError:
             return 0
 
     def written_ns(self, name: Name) -> int:
         """When a payload was written, by the clock of then; 0 if it is gone."""
         try:
-            with self._shards.entered(*name.shard) as directory:
-                return os.stat(name.file, dir_fd=directory, follow_symlinks=False).st_mtime_ns
+            return self._status(name).st_mtime_ns
         except OSError:
             return 0
 
@@ -155,9 +156,17 @@ class PayloadFiles:
 
         Whoever gave it that may have been cut short before, or may be about to.
         """
-        with self._shards.entered(*name.shard) as directory:
+        self.sync_shard(name.shard)
+
+    def sync_shard(self, shard: tuple[str, str]) -> None:
+        """:meth:`sync` of every payload that has a name there by now."""
+        with self._shards.entered(*shard) as directory:
             os.fsync(directory)
-        self._shards.keep(*name.shard)
+        self._shards.keep(*shard)
+
+    def forget_directories(self) -> None:
+        """Let the next :meth:`sync` make the whole way to a payload durable, as the first one did."""
+        self._shards.forget()
 
     def remove(self, name: Name) -> None:
         """Unlink a payload; one that is gone already is no error."""
@@ -166,6 +175,11 @@ class PayloadFiles:
             self._shards.entered(*name.shard) as directory,
         ):
             os.unlink(name.file, dir_fd=directory)
+
+    def remove_empty_directories(self, namespace: str | None) -> None:
+        """Those of a namespace, or of all. Caller is the only one who writes."""
+        for name in self._shards.below(".", is_name) if namespace is None else [namespace]:
+            self._shards.remove_empty(name, self._shards.below(name, PREFIX.fullmatch))
 
     def quarantine(self, name: Name) -> None:
         """Move a payload to ``quarantine/``, of which the newest few files are kept."""
@@ -176,7 +190,7 @@ class PayloadFiles:
             ages = [
                 (os.stat(file, dir_fd=target, follow_symlinks=False).st_ctime_ns, file)
                 for file in os.listdir(target)
-                if _FILE_NAME.fullmatch(file)
+                if FILE_NAME.fullmatch(file)
             ]
             for _, file in sorted(ages)[:-QUARANTINE_FILES]:
                 os.unlink(file, dir_fd=target)
@@ -197,7 +211,7 @@ class PayloadFiles:
 
     def walk_namespace(self, namespace: str) -> Iterator[Name]:
         """Every payload of one namespace."""
-        for prefix in self._shards.below(namespace, _HEX2.fullmatch):
+        for prefix in self._shards.below(namespace, PREFIX.fullmatch):
             yield from self._list(namespace, prefix)
 
     def _list(self, namespace: str, prefix: str) -> list[Name]:
@@ -208,7 +222,7 @@ class PayloadFiles:
             if exc.errno in NO_DIRECTORY:
                 return []
             raise
-        matches = (_FILE_NAME.fullmatch(file) for file in files)
+        matches = (FILE_NAME.fullmatch(file) for file in files)
         return sorted(Name(namespace, m[1], m[2]) for m in matches if m and m[1].startswith(prefix))
 
 

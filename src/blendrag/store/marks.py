@@ -13,7 +13,7 @@ from pathlib import Path
 from blendrag.store.directories import DIRECTORY
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_MARK = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{64})", re.ASCII)
+MARK = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{64})", re.ASCII)
 
 
 class Marks:
@@ -47,7 +47,7 @@ class Marks:
         except FileNotFoundError:
             return set()
         try:
-            marks = map(_MARK.fullmatch, os.listdir(directory))
+            marks = map(MARK.fullmatch, os.listdir(directory))
             return {(mark[1], mark[2]) for mark in marks if mark}
         finally:
             os.close(directory)

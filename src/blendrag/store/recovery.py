@@ -4,9 +4,9 @@ The files are the truth: each carries its own key, and its name is never reused.
 only of files the index does not know. Layers are not read: they are verified whenever they are
 used. Nothing that the store's naming did not produce is touched.
 
-Files that the index did not know count as used when they were written, and so do those written later
-than the oldest of them: one that had been evicted, and is back after a power cut, must not outlive a
-chunk just acknowledged.
+Files that the index did not know go before all that were written later, and these keep the order in
+which they were used: one that had been evicted, and is back after a power cut, must not outlive a
+chunk just acknowledged. A clock that was wrong costs order, nothing else.
 """
 
 from __future__ import annotations
@@ -29,60 +29,71 @@ logger = logging.getLogger("blendrag.store")
 #: How often a header is read before its file counts as one that cannot be: a disk, or a network in
 #: front of it, may fail for a moment, and what is set aside is lost.
 _TRIES = 2
+#: SQLite knows no larger number; file systems do, and anybody may date a file as he likes.
+_LAST_NS = (1 << 63) - 1
 
 
 def reconcile(files: PayloadFiles, index: Index) -> int:
-    """Index every sound file, drop rows without file; number of files set aside.
+    """Index every sound file, durably there by then; drop rows without file; number of files set aside.
 
     Caller holds the index lock. Of two files of one key, written by racing processes, one stays.
     Raises ``OSError``, and changes no row, when it cannot see all files; :class:`IndexOdd` when the
     index cannot be brought in order. Holds neither all names nor all rows in memory.
     """
     quarantined = 0
+    shards: set[tuple[str, str]] = set()
     with index.transaction():
-        for name in _by_age(files, index):
-            row = index.get(name.namespace, name.key)
+        for name in _in_order(files, index):
+            row = index.get(*name.entry)
             if row is not None and row.name == name:
                 index.touch([name.entry])
-                continue
-            if row is not None and not files.is_gone(row.name):
+            elif row is not None and not files.is_gone(row.name):
                 with contextlib.suppress(OSError):
                     files.remove(name)
-                continue
-            size_bytes = sound_size(files, name)
-            if size_bytes is not None:
+            elif (size_bytes := sound_size(files, name)) is not None:
                 index.add(Row(name, size_bytes))
+                shards.add(name.shard)
             elif files.exists(name):
                 logger.warning("%s is not a payload of this store: set aside", name.file)
                 quarantined += 1
                 with contextlib.suppress(OSError):
                     files.quarantine(name)
+        # Whoever wrote them may not have got to that, and a row is believed to be of what stays.
+        for shard in sorted(shards):
+            with contextlib.suppress(FileNotFoundError):
+                files.sync_shard(shard)
         index.drop([row.name for row in index.oldest() if files.is_gone(row.name)])
         _require_sums(index)
     return quarantined
 
 
-def _by_age(files: PayloadFiles, index: Index) -> Iterator[Name]:
-    """What the index does not know, and what was written since; the oldest first.
+def _in_order(files: PayloadFiles, index: Index) -> Iterator[Name]:
+    """What the index does not know, the oldest first, and all that then has to move behind it.
 
-    Sorted by SQLite, on disk where there are many.
+    Sorted by SQLite, on disk where there are many. The index may be changed meanwhile: rows that are
+    added or moved to its end are not looked at again.
     """
     with contextlib.closing(sqlite3.connect("")) as database:
         database.execute("CREATE TABLE file (written_ns, namespace, key, nonce)")
+        unknown = (name for name in files.walk() if not _knows(index, name))
+        rows = ((_written_ns(files, name), *name) for name in unknown)
+        database.executemany("INSERT INTO file VALUES (?, ?, ?, ?)", rows)
+        found = database.execute("SELECT * FROM file ORDER BY written_ns, key, nonce")
+        first = next(found, None)
+        has_moved = False
+        for row in index.oldest() if first is not None else ():
+            while first is not None and first[0] <= _written_ns(files, row.name):
+                yield Name(*first[1:])
+                first, has_moved = next(found, None), True
+            if has_moved:
+                yield row.name
+        while first is not None:
+            yield Name(*first[1:])
+            first = next(found, None)
 
-        def keep(names: Iterator[Name], since_ns: int) -> None:
-            rows = ((files.written_ns(name), *name) for name in names)
-            new = (row for row in rows if row[0] >= since_ns)
-            database.executemany("INSERT INTO file VALUES (?, ?, ?, ?)", new)
 
-        keep((name for name in files.walk() if not _knows(index, name)), 0)
-        ((oldest_ns,),) = database.execute("SELECT min(written_ns) FROM file")
-        if oldest_ns is not None:
-            keep((row.name for row in index.oldest() if files.exists(row.name)), oldest_ns)
-        for row in database.execute(
-            "SELECT namespace, key, nonce FROM file ORDER BY written_ns, key"
-        ):
-            yield Name(*row)
+def _written_ns(files: PayloadFiles, name: Name) -> int:
+    return max(-_LAST_NS, min(files.written_ns(name), _LAST_NS))
 
 
 def _knows(index: Index, name: Name) -> bool:

@@ -13,7 +13,6 @@ import torch
 from blendrag.errors import InvalidInputError
 from blendrag.kv import ChunkKV
 from blendrag.store.encodings import codec_of
-from blendrag.store.files import Name
 from blendrag.store.format import frame, layer_checksum
 from blendrag.store.raw import all_finite, on_cpu, tensor_buffer
 
@@ -29,23 +28,23 @@ class Sealed:
     """What the buffers are of, and live no longer than."""
 
 
-def sealed(name: Name, kv: ChunkKV) -> Sealed:
-    """The payload of ``name``. Raises :class:`InvalidInputError` for NaN and infinity."""
+def sealed(namespace: str, key: str, kv: ChunkKV) -> Sealed:
+    """The payload of a key. Raises :class:`InvalidInputError` for NaN and infinity."""
     expected = frame(kv.layout, kv.tokens)
     codec = codec_of(kv.layout)
     layers, checksums = [], []
     for i, tensor in enumerate(kv.layers):  # one after the other, while it is in the cache
         layer = on_cpu(tensor)
-        _check_finite(layer, i, kv.layout.dtype, name)
+        _check_finite(layer, i, kv.layout.dtype, key)
         layers.append(codec.encode(i, layer) if codec else layer)
-        checksums.append(layer_checksum(name.key, i, tensor_buffer(layers[i])))
-    header = expected.header(name.namespace, name.key, checksums)
+        checksums.append(layer_checksum(key, i, tensor_buffer(layers[i])))
+    header = expected.header(namespace, key, checksums)
     return Sealed([header, *map(tensor_buffer, layers)], expected.file_bytes, layers)
 
 
-def _check_finite(layer: torch.Tensor, number: int, dtype: str, name: Name) -> None:
+def _check_finite(layer: torch.Tensor, number: int, dtype: str, key: str) -> None:
     if not all_finite(layer, dtype):
         raise InvalidInputError(
-            f"KV {name.key[:12]}… has NaN or infinity in layer {number}, expected finite numbers; "
+            f"KV {key[:12]}… has NaN or infinity in layer {number}, expected finite numbers; "
             "compute it in bfloat16 or float32, or leave this chunk out"
         )

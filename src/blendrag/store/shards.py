@@ -1,7 +1,8 @@
-"""The directories that payloads lie in, ``kv/<namespace>/<ab>``: entered, made, kept.
+"""The directories that payloads lie in, ``kv/<namespace>/<ab>``: entered, made, kept, removed.
 
-Owns what is known of their durability. Knows no files. All access is relative to descriptors with
-``O_NOFOLLOW``: a symbolic link planted on the way is refused, never followed. Raises plain ``OSError``.
+Owns what is known of their durability, which is true for as long as nobody removes one. Knows no
+files. All access is relative to descriptors with ``O_NOFOLLOW``: a symbolic link planted on the way
+is refused, never followed. Raises plain ``OSError``.
 """
 
 from __future__ import annotations
@@ -91,3 +92,23 @@ class Shards:
             return sorted(entry for entry in os.listdir(fd) if is_ours(entry))
         finally:
             os.close(fd)
+
+    def forget(self) -> None:
+        """Believe nothing to be durable any more: others may have removed directories and made them anew."""
+        self._durable.clear()
+
+    def remove_empty(self, namespace: str, prefixes: list[str]) -> None:
+        """Remove those of a namespace, and its own, that have nothing in them.
+
+        Caller is the only one who writes: see :meth:`forget`.
+        """
+        self.forget()
+        for prefix in prefixes:
+            with contextlib.suppress(OSError):
+                outer = self._enter(self._kv_fd, (namespace,), create=False)
+                try:
+                    os.rmdir(prefix, dir_fd=outer)
+                finally:
+                    os.close(outer)
+        with contextlib.suppress(OSError):
+            os.rmdir(namespace, dir_fd=self._kv_fd)

@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 from blendrag.store.directories import sync_directory
 
-_MARKER = re.compile(r"([0-9a-f]{16})\.writer", re.ASCII)
-_PART = re.compile(r"([0-9a-f]{16})\.[0-9a-f]{16}\.part", re.ASCII)
+MARKER = re.compile(r"([0-9a-f]{16})\.writer", re.ASCII)
+PART = re.compile(r"([0-9a-f]{16})\.[0-9a-f]{16}\.part", re.ASCII)
 #: What opening a marker says where there is none of ours: it is gone, a directory, a link, a socket.
-_NO_MARKER = (errno.ENOENT, errno.EISDIR, errno.ELOOP, errno.ENXIO)
+_NOMARKER = (errno.ENOENT, errno.EISDIR, errno.ELOOP, errno.ENXIO)
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -50,6 +50,12 @@ class Writer:
     def temporary(self) -> Path:
         """A fresh path to write to."""
         return _part(self._tmp, self._id)
+
+    def is_alone(self) -> bool:
+        """Whether nobody else is writing, nor will before the index lock is let go. Caller holds it."""
+        markers = filter(None, map(MARKER.fullmatch, os.listdir(self._tmp)))
+        others = (marker[0] for marker in markers if marker[1] != self._id)
+        return not any(_is_locked(self._tmp / other) for other in others)
 
     def close(self) -> None:
         """Say that all that was begun is finished. Idempotent."""
@@ -88,12 +94,12 @@ def leftovers(tmp: Path) -> Leftovers:
     names = os.listdir(tmp)
     alive: set[str] = set()
     markers: list[Path] = []
-    for match in filter(None, map(_MARKER.fullmatch, names)):
+    for match in filter(None, map(MARKER.fullmatch, names)):
         if _is_locked(tmp / match[0]):
             alive.add(match[1])
         else:
             markers.append(tmp / match[0])
-    parts = filter(None, map(_PART.fullmatch, names))
+    parts = filter(None, map(PART.fullmatch, names))
     return Leftovers(markers, [tmp / part[0] for part in parts if part[1] not in alive])
 
 
@@ -109,7 +115,7 @@ def _is_locked(marker: Path) -> bool:
     try:
         fd = os.open(marker, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as exc:
-        if exc.errno in _NO_MARKER:
+        if exc.errno in _NOMARKER:
             return False
         raise
     try:

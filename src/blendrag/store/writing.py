@@ -21,7 +21,6 @@ from blendrag.store.forking import renew_after_fork
 from blendrag.store.index import Index
 from blendrag.store.index_database import QUERY_WAIT_S
 from blendrag.store.index_errors import IndexLocked, IndexOdd
-from blendrag.store.pins import Pins
 from blendrag.store.recovery import reconcile
 from blendrag.store.room import Room
 from blendrag.store.rows import Row
@@ -40,18 +39,15 @@ class DiskWriter:
         root: Path,
         files: PayloadFiles,
         index: Index,
-        limit_bytes: Callable[[], int],
-        pins: Pins,
-        before_eviction: Callable[[], None],
+        room: Room,
         tally: Tally,
     ) -> None:
-        """``limit_bytes``, ``pins`` and ``before_eviction``: see :class:`Room`."""
         self._root = root
         self._tmp = root / "tmp"
         self._files = files
         self._index = index
         self._tally = tally
-        self._room = Room(root, files, index, limit_bytes, pins, before_eviction, tally)
+        self._room = room
         self.renew_locks()
         renew_after_fork(self)
 
@@ -78,14 +74,16 @@ class DiskWriter:
 
     # -- put -------------------------------------------------------------------------------------
 
-    def put(self, name: Name, buffers: Iterable[Any], size_bytes: int) -> None:
-        """Write one payload and index it; on any failure, also of ``buffers``, nothing of it is left."""
+    def put(self, name: Name, buffers: Iterable[Any], size_bytes: int) -> bool:
+        """Write one payload and index it; on any failure, also of ``buffers``, nothing of it is left.
+
+        ``False`` where others, who cleared or mended the store, removed it before it was indexed."""
         with named_errors(f"writing to store {self._root}", size_bytes):
             claim = self._with_index(partial(self._begin, size_bytes))
             self._room.require_on_disk(size_bytes)
             try:
                 self._files.write(name, claim.temporary(), buffers)
-                self._with_index(partial(self._finish, Row(name, size_bytes)))
+                return self._with_index(partial(self._finish, Row(name, size_bytes)))
             except BaseException:
                 with contextlib.suppress(OSError):
                     self._files.remove(name)
@@ -94,6 +92,8 @@ class DiskWriter:
     def keep(self, name: Name) -> bool:
         """Make durable what somebody else may still be putting; whether it is there to be kept."""
         with named_errors(f"writing to store {self._root}"):
+            if self._claim is None:
+                self._files.forget_directories()
             return self._keep(name)
 
     def _keep(self, name: Name) -> bool:
@@ -110,26 +110,34 @@ class DiskWriter:
         return claim
 
     def _claimed(self) -> Writer:
-        """This process's claim: whatever is cut short, somebody will notice. Caller holds the index
-        lock."""
+        """This process's claim: whatever is cut short, somebody will notice, and no directory is
+        removed that is known to be durable; what was known before is not. Caller holds the index lock.
+        """
         if self._claim is None:
-            sync_directory(self._root)  # kv/ itself, should whoever made it have been cut short
-            self._claim = Writer(self._tmp, make_durable=self._index.sync)
+            sync_directory(self._root)  # kv/ and pinned/: whoever made them may not have
+            claim = Writer(self._tmp, make_durable=self._index.sync)
+            self._files.forget_directories()
+            self._claim = claim
         return self._claim
 
-    def _finish(self, row: Row) -> None:
-        """Index what was written, unless somebody was faster. Caller holds the index lock."""
+    def _finish(self, row: Row) -> bool:
+        """Index what was written, unless somebody was faster; whether there is one now. Caller holds
+        the index lock."""
         other = self._index.get(row.name.namespace, row.name.key)
         is_ours = other is not None and other.name == row.name  # a recovery elsewhere was faster
         if other is not None and not is_ours and self._keep(other.name):
             self._files.remove(row.name)
-            return
+            return True
+        if self._files.is_gone(row.name):
+            return False
         self._room.make(0 if is_ours else row.size_bytes, but=row.name)
         self._index.add(row)
+        return True
 
     def pin(self, namespace: str, key: str) -> None:
         """Keep a key out of every eviction, by whichever process."""
         with named_errors(f"writing to store {self._root}", 4096):
+            self._with_index(self._claimed)  # pinned/ itself is durable then
             self._with_index(partial(self._files.marks.add, namespace, key))
 
     # -- removal and recovery --------------------------------------------------------------------
@@ -159,6 +167,20 @@ class DiskWriter:
         for name in names:
             self._files.remove(name)
 
+    def remove_empty_directories(self, namespace: str | None) -> None:
+        """Of a namespace or of all, unless somebody else is writing: see :meth:`_claimed`.
+
+        What is written meanwhile could else lie in a directory that was made anew, taken for the
+        durable one it replaces, and be acknowledged.
+        """
+        with named_errors(f"deleting from store {self._root}"):
+            self._with_index(partial(self._remove_empty_directories, namespace))
+
+    def _remove_empty_directories(self, namespace: str | None) -> None:
+        """Caller holds the index lock."""
+        if self._claimed().is_alone():
+            self._files.remove_empty_directories(namespace)
+
     def quarantine(self, name: Name) -> None:
         """Set a payload aside. Called while a query runs: waits for nobody long, never fails."""
         with contextlib.suppress(OSError):
@@ -186,6 +208,7 @@ class DiskWriter:
         next. Caller holds the index lock."""
         left = leftovers(self._tmp)
         remove(left.parts)
+        self._files.forget_directories()
         with self._index.unfinished():
             try:
                 if not self._index.connect():

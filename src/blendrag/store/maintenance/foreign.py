@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from blendrag.store.directories import DIRECTORY
+from blendrag.store.files import FILE_NAME, PREFIX
 from blendrag.store.format import is_name
+from blendrag.store.index_check import DATABASE_FILES, JOURNAL
+from blendrag.store.marks import MARK
+from blendrag.store.writers import MARKER, PART
 
-HEX2 = re.compile(r"[0-9a-f]{2}", re.ASCII)
-_PAYLOAD = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{16}\.kv", re.ASCII)
-_PIN = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{64}", re.ASCII)
-_TEMPORARY = re.compile(r"[0-9a-f]{16}(\.[0-9a-f]{16}\.part|\.writer)", re.ASCII)
+#: Of what was set aside: payloads, and all that SQLite keeps, by their own names or beside others.
 QUARANTINED = re.compile(
-    rf"{_PAYLOAD.pattern}|cache\.db(-wal|-shm|-journal)?(\.[0-9a-f]{{16}})?", re.ASCII
+    rf"{FILE_NAME.pattern}|({'|'.join(map(re.escape, (*DATABASE_FILES, JOURNAL)))})(\.[0-9a-f]{{16}})?",
+    re.ASCII,
 )
 
 #: What a name may be; there, or for the way to it.
@@ -42,9 +44,9 @@ def foreign(root: Path) -> Iterator[Foreign]:
 
     A directory out of place counts once, whatever is in it. Raises ``OSError``.
     """
-    yield from _below(root, "kv", (is_name, HEX2.fullmatch, _PAYLOAD.fullmatch))
-    yield from _below(root, "tmp", (_TEMPORARY.fullmatch,))
-    yield from _below(root, "pinned", (_PIN.fullmatch,))
+    yield from _below(root, "kv", (is_name, PREFIX.fullmatch, FILE_NAME.fullmatch))
+    yield from _below(root, "tmp", (lambda name: MARKER.fullmatch(name) or PART.fullmatch(name),))
+    yield from _below(root, "pinned", (MARK.fullmatch,))
     yield from _below(root, "quarantine", (QUARANTINED.fullmatch,))
 
 

@@ -16,7 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from blendrag.errors import CorruptKVError, InvalidInputError, StoreFullError
+from blendrag.errors import (
+    CorruptKVError,
+    InvalidInputError,
+    StoreFullError,
+    StoreUnavailableError,
+)
 from blendrag.store.disk_errors import named_errors
 from blendrag.store.files import new_name
 from blendrag.store.format import MAX_HEADER_BYTES, Description, describe
@@ -115,23 +120,23 @@ def _take_all(
 def _take(store: Opened, reader: ArchiveReader, entry: Entry, report: ImportReport) -> None:
     """Put one payload unless it is there. Raises :class:`CorruptKVError`; nothing is put then."""
     namespace, key = entry.namespace, entry.key
-    if store.held(partial(_is_there, store, namespace, key)):
+    there = store.held(partial(store.index.get, namespace, key))
+    if there is not None and store.writer.keep(there.name):
         report.already_there += 1
     else:
         header, found = _header(reader, entry)
         pieces = _pieces(header, found, reader)
-        store.writer.put(new_name(namespace, key), pieces, entry.size_bytes)
+        if not store.writer.put(new_name(namespace, key), pieces, entry.size_bytes):
+            raise StoreUnavailableError(
+                f"{entry.member} was removed from store {store.root} while it was taken in, expected "
+                "nobody to clear the store meanwhile; repeat the command"
+            )
         report.imported += 1
         report.imported_bytes += entry.size_bytes
     store.pins.note_put((namespace, key))
     if entry.pinned:
         store.writer.pin(namespace, key)
         report.pinned += 1
-
-
-def _is_there(store: Opened, namespace: str, key: str) -> bool:
-    row = store.index.get(namespace, key)
-    return row is not None and store.files.exists(row.name)
 
 
 def _header(reader: ArchiveReader, entry: Entry) -> tuple[bytes, Description]:

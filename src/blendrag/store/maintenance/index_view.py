@@ -15,6 +15,7 @@ from blendrag.store.files import Name
 from blendrag.store.index_check import DATABASE, connect_for_reading, fault
 from blendrag.store.index_database import QUERY_WAIT_S
 from blendrag.store.index_errors import IndexOdd, mapped
+from blendrag.store.index_files import UNFINISHED
 from blendrag.store.rows import Row, Rows, row_key
 
 _COLUMNS = "rowid, key, raw, mode, filename, value"
@@ -30,7 +31,7 @@ class IndexView:
         self._directory = directory
         if not (directory / DATABASE).exists():
             raise IndexOdd("there is none")
-        if (directory / "unfinished").exists():
+        if (directory / UNFINISHED).exists():
             raise IndexOdd("its rebuild was not finished")
         with mapped(directory, _WAIT_S):
             reason = fault(directory, _WAIT_S)

@@ -20,6 +20,7 @@ from blendrag.store.format import is_name
 from blendrag.store.index import Index
 from blendrag.store.index_errors import IndexLocked, IndexOdd
 from blendrag.store.pins import Pins
+from blendrag.store.room import Room
 from blendrag.store.root import prepare
 from blendrag.store.tally import Tally
 from blendrag.store.writing import DiskWriter
@@ -81,8 +82,9 @@ def changing(root: Path, limit_bytes: Callable[[], int] = unlimited) -> Iterator
         raise _read_only(root)
     with named_errors(f"opening store {root}"):
         files = PayloadFiles(root)
-    index, pins = Index(root / "index"), Pins()
-    writer = DiskWriter(root, files, index, limit_bytes, pins, lambda: None, Tally())
+    index, pins, tally = Index(root / "index"), Pins(), Tally()
+    room = Room(root, files, index, limit_bytes, pins, lambda: None, tally)
+    writer = DiskWriter(root, files, index, room, tally)
     try:
         writer.open()
         yield Opened(root, files, index, writer, pins)

@@ -17,9 +17,8 @@ from pathlib import Path
 from blendrag.store.directories import DIRECTORY
 from blendrag.store.disk_errors import named_errors
 from blendrag.store.files import Name
-from blendrag.store.format import is_name
 from blendrag.store.limit import DEFAULT_DISK_BYTES, settle_limit
-from blendrag.store.maintenance.foreign import HEX2, QUARANTINED
+from blendrag.store.maintenance.foreign import QUARANTINED
 from blendrag.store.maintenance.opening import Opened, changing, require_writable
 from blendrag.store.room import oldest_first
 
@@ -104,7 +103,7 @@ def clear(
                 store.writer.delete(*entry)
         if namespace is None:
             _empty_quarantine(root)
-        _remove_empty_directories(root, namespace)
+        store.writer.remove_empty_directories(namespace)
         store.writer.recover()
         entries, size_bytes = store.held(store.index.totals)
         left_pinned = len(store.files.marks.all())
@@ -133,17 +132,3 @@ def _empty_quarantine(root: Path) -> None:
                 os.unlink(file, dir_fd=directory)
     finally:
         os.close(directory)
-
-
-def _remove_empty_directories(root: Path, namespace: str | None) -> None:
-    """Of namespaces that are gone; one with a file in it, ours or not, stays."""
-    kv = root / "kv"
-    for name in sorted(os.listdir(kv)) if namespace is None else [namespace]:
-        if not is_name(name) or (kv / name).is_symlink() or not (kv / name).is_dir():
-            continue
-        for prefix in sorted(os.listdir(kv / name)):
-            if HEX2.fullmatch(prefix):
-                with contextlib.suppress(OSError):
-                    os.rmdir(kv / name / prefix)
-        with contextlib.suppress(OSError):
-            os.rmdir(kv / name)
