@@ -1,10 +1,6 @@
 """How much of what stock LangChain chains retrieve has its KV loaded. Runs offline; see reuse_table.py."""
 
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 
 from langchain.agents import create_agent
 from langchain_classic.chains import (
@@ -20,13 +16,21 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
 from langchain_core.runnables import RunnableConfig, RunnablePassthrough
 from langchain_core.tools import create_retriever_tool, tool
+from reuse_counts import (
+    QUESTIONS,
+    Counts,
+    demo_engine,
+    question_in,
+    scripted_models,
+    share_of,
+    tooled_engine,
+)
 
-from blendrag import BlendEngine
-from blendrag.demo import demo_corpus_path, demo_questions
 from langchain_blendrag import BlendRetriever, BlendVectorStore, ChatBlend
 
-QUESTIONS = [question.text for question in demo_questions()[:3]]
-LOADED = {"exact", "blended", "reused"}
+CHUNK_TOKENS = 64
+TOOLED_CHUNK_TOKENS = 128
+
 PROMPT = ChatPromptTemplate.from_messages(
     [("system", "Answer from this.\n\n{context}"), ("human", "{input}")]
 )
@@ -36,31 +40,18 @@ HISTORY = ChatPromptTemplate.from_messages(
 
 
 class Watch(BaseCallbackHandler):
-    """Which chunks were retrieved, and how many tokens of each were loaded in some call."""
+    """Counts what callbacks are told."""
 
     def __init__(self, engine):
-        self.engine = engine
-        self.retrieved = {}
-        self.loaded = {}
-        self.notes = []
+        self.counts = Counts(engine)
 
     def on_retriever_end(self, documents, **kwargs):
         for document in documents:
-            ids = self.engine.resources.text_ids(document.page_content)
-            self.retrieved[document.metadata["chunk_id"]] = len(ids)
+            self.counts.was_retrieved(document.page_content)
 
     def on_llm_end(self, response, **kwargs):
         metrics = response.generations[0][0].generation_info["blendrag"]
-        self.notes += metrics["notes"] if self.retrieved else ()
-        for chunk in metrics["chunks"]:
-            if chunk["outcome"] in LOADED:
-                most = max(chunk["tokens"], self.loaded.get(chunk["chunk_id"], 0))
-                self.loaded[chunk["chunk_id"]] = most
-
-    def counted(self):
-        """Tokens loaded, and tokens retrieved."""
-        loaded = sum(min(self.loaded.get(c, 0), n) for c, n in self.retrieved.items())
-        return loaded, sum(self.retrieved.values())
+        self.counts.was_answered(metrics["chunks"], metrics["notes"])
 
 
 def join(documents):
@@ -129,38 +120,15 @@ def share(engine, ask, questions=QUESTIONS):
     watches = [Watch(engine) for _ in questions]
     for question, watch in zip(questions, watches, strict=True):
         ask(question, {"callbacks": [watch]})
-    loaded, retrieved = (sum(n) for n in zip(*(w.counted() for w in watches), strict=True))
-    notes = dict.fromkeys(note for watch in watches for note in watch.notes)
-    return loaded / retrieved, "; ".join(notes) if loaded < retrieved else ""
+    return share_of([watch.counts for watch in watches])
 
 
-@contextmanager
-def demo_engine() -> Iterator[BlendEngine]:
-    """The embedded model over its corpus."""
-    with (
-        tempfile.TemporaryDirectory() as store,
-        BlendEngine("demo", store, chunk_tokens=64, embedder="minilm-offline") as engine,
-    ):
-        engine.ingest([demo_corpus_path()])
-        yield engine
-
-
-@contextmanager
-def tooled_engine() -> Iterator[BlendEngine]:
-    """A model that calls a tool and then answers: the embedded one has no place for tools."""
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-    import scripted
-
-    def script(prompt):
-        asked = prompt.rpartition("<|start|>user\n")[2].partition("<|end|>")[0]
-        return "So." if "<tool_response>" in asked else scripted.call("search", query=asked)
-
-    with (
-        tempfile.TemporaryDirectory() as store,
-        scripted.engine(script, store, chunk_tokens=128) as engine,
-    ):
-        engine.ingest([demo_corpus_path()])
-        yield engine
+def searches(prompt):
+    """A model that calls a tool and then answers."""
+    asked = question_in(prompt)
+    if "<tool_response>" in asked:
+        return "So."
+    return scripted_models().call("search", query=asked)
 
 
 def agent(llm, retriever):
@@ -182,12 +150,12 @@ def agent_of_json(llm, retriever):
 
 def rows() -> list[tuple[str, float, str]]:
     """Path, share, and why it is not all."""
-    with demo_engine() as engine:
+    with demo_engine(CHUNK_TOKENS) as engine:
         llm, retriever = ChatBlend(engine=engine, max_tokens=8), BlendRetriever(engine=engine, k=4)
         found = [(name, *share(engine, make(llm, retriever))) for name, make in PATHS.items()]
         own = BlendVectorStore(engine=engine).as_retriever(search_kwargs={"k": 4})
         found.append(("`BlendVectorStore.as_retriever`, LCEL", *share(engine, lcel(llm, own))))
-    with tooled_engine() as engine:
+    with tooled_engine(searches, TOOLED_CHUNK_TOKENS) as engine:
         llm, retriever = ChatBlend(engine=engine), BlendRetriever(engine=engine, k=4)
         found.append(("agent with a retriever tool", *share(engine, agent(llm, retriever))))
         name = "agent with a tool that returns JSON"

@@ -1,11 +1,8 @@
 """How much of what stock LlamaIndex engines retrieve has its KV loaded. Runs offline; see reuse_table.py."""
 
 import asyncio
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from llama_index.core import PromptHelper, VectorStoreIndex
 from llama_index.core.agent.workflow import FunctionAgent
@@ -22,11 +19,16 @@ from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.query_engine import CitationQueryEngine, RetrieverQueryEngine
 from llama_index.core.schema import MetadataMode
 from llama_index.core.tools import FunctionTool, QueryEngineTool, RetrieverTool
-from pydantic import Field
+from reuse_counts import (
+    QUESTIONS,
+    Counts,
+    demo_engine,
+    question_in,
+    scripted_models,
+    share_of,
+    tooled_engine,
+)
 
-from blendrag import BlendEngine
-from blendrag.chunking import chunk_id_of
-from blendrag.demo import demo_corpus_path, demo_questions
 from llama_index.llms.blendrag import (
     BlendEmbedding,
     BlendLLM,
@@ -37,8 +39,6 @@ from llama_index.llms.blendrag import (
     BlendVectorStore,
 )
 
-QUESTIONS = [question.text for question in demo_questions()[:3]]
-LOADED = {"exact", "blended", "reused"}
 HISTORY = [ChatMessage(role="user", content="Hi."), ChatMessage(role="assistant", content="Hello.")]
 #: Long enough to hold line breaks and quotes, which lists and JSON escape.
 CHUNK_TOKENS = 256
@@ -47,38 +47,24 @@ NARROW = {"context_window": 900, "num_output": 8}
 
 
 class Watch(BaseEventHandler, arbitrary_types_allowed=True):
-    """Which chunks were retrieved, and how many tokens of each were loaded in some call."""
+    """Counts what LlamaIndex's instrumentation is told."""
 
-    engine: BlendEngine
-    retrieved: dict[str, int] = Field(default_factory=dict)
-    loaded: dict[str, int] = Field(default_factory=dict)
-    notes: list[str] = Field(default_factory=list)
+    counts: Counts
 
     def handle(self, event, **kwargs):
         if isinstance(event, RetrievalEndEvent):
             for found in event.nodes:
-                text = found.node.get_content(MetadataMode.NONE).strip()
-                tokens = len(self.engine.resources.text_ids(text))
-                self.retrieved[chunk_id_of(text)] = tokens
+                self.counts.was_retrieved(found.node.get_content(MetadataMode.NONE))
         if isinstance(event, BlendReuseEvent):
-            self.notes += event.notes if self.retrieved else []
-            for chunk in event.chunks:
-                if chunk["outcome"] in LOADED:
-                    most = max(chunk["tokens"], self.loaded.get(chunk["chunk_id"], 0))
-                    self.loaded[chunk["chunk_id"]] = most
-
-    def counted(self):
-        """Tokens loaded, and tokens retrieved."""
-        loaded = sum(min(self.loaded.get(c, 0), n) for c, n in self.retrieved.items())
-        return loaded, sum(self.retrieved.values())
+            self.counts.was_answered(event.chunks, event.notes)
 
 
 @contextmanager
-def watched(engine: BlendEngine) -> Iterator[Watch]:
-    dispatcher, watch = get_dispatcher(), Watch(engine=engine)
+def watched(engine) -> Iterator[Counts]:
+    dispatcher, watch = get_dispatcher(), Watch(counts=Counts(engine))
     dispatcher.add_event_handler(watch)
     try:
-        yield watch
+        yield watch.counts
     finally:
         dispatcher.event_handlers.remove(watch)
 
@@ -168,50 +154,25 @@ AGENTS: dict[str, Callable] = {
 
 def share(engine, ask, questions=QUESTIONS):
     """Loaded tokens of all retrieved, over some questions; and why not all of them."""
-    counts, notes = [], {}
+    found = []
     for question in questions:
-        with watched(engine) as watch:
+        with watched(engine) as counts:
             ask(question)
-        counts.append(watch.counted())
-        notes |= dict.fromkeys(watch.notes)
-    loaded, retrieved = (sum(n) for n in zip(*counts, strict=True))
-    return loaded / retrieved, "; ".join(notes) if loaded < retrieved else ""
+        found.append(counts)
+    return share_of(found)
 
 
-@contextmanager
-def demo_engine() -> Iterator[BlendEngine]:
-    """The embedded model over its corpus."""
-    with (
-        tempfile.TemporaryDirectory() as store,
-        BlendEngine("demo", store, chunk_tokens=CHUNK_TOKENS, embedder="minilm-offline") as engine,
-    ):
-        engine.ingest([demo_corpus_path()])
-        yield engine
-
-
-@contextmanager
-def tooled_engine() -> Iterator[BlendEngine]:
-    """A model that calls a tool and then answers: the embedded one has no place for tools."""
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-    import scripted
-
-    def script(prompt):
-        asked = prompt.rpartition("<|start|>user\n")[2].partition("<|end|>")[0]
-        if "<tools>" not in prompt or "<tool_response>" in asked:
-            return "So."
-        return scripted.call("search", input=asked)
-
-    with (
-        tempfile.TemporaryDirectory() as store,
-        scripted.engine(script, store, chunk_tokens=CHUNK_TOKENS) as engine,
-    ):
-        engine.ingest([demo_corpus_path()])
-        yield engine
+def searches(prompt):
+    """A model that calls a tool and then answers."""
+    asked = question_in(prompt)
+    if "<tools>" not in prompt or "<tool_response>" in asked:
+        return "So."
+    return scripted_models().call("search", input=asked)
 
 
 def rows() -> list[tuple[str, float, str]]:
     """Path, share, and why it is not all."""
-    with demo_engine() as engine:
+    with demo_engine(CHUNK_TOKENS) as engine:
         llm = BlendLLM(engine=engine, max_tokens=8)
         retriever = BlendRetriever(engine=engine, similarity_top_k=4)
         found = [(name, *share(engine, make(llm, retriever))) for name, make in PATHS.items()]
@@ -220,7 +181,7 @@ def rows() -> list[tuple[str, float, str]]:
         )
         own = index.as_query_engine(llm=llm, similarity_top_k=4).query
         found.append(("`BlendVectorStore` in a `VectorStoreIndex`, compact", *share(engine, own)))
-    with tooled_engine() as engine:
+    with tooled_engine(searches, CHUNK_TOKENS) as engine:
         llm = BlendLLM(engine=engine)
         retriever = BlendRetriever(engine=engine, similarity_top_k=4)
         found += [(name, *share(engine, make(llm, retriever))) for name, make in AGENTS.items()]

@@ -68,9 +68,12 @@ class Chunker:
     def __init__(self, tokenizer: Tokenizer, chunk_tokens: int) -> None:
         from semantic_text_splitter import TextSplitter
 
-        if not MIN_CHUNK_TOKENS <= chunk_tokens <= MAX_CHUNK_TOKENS:
+        if (
+            not isinstance(chunk_tokens, int)
+            or not MIN_CHUNK_TOKENS <= chunk_tokens <= MAX_CHUNK_TOKENS
+        ):
             raise InvalidInputError(
-                f"chunk_tokens is {chunk_tokens}, expected {MIN_CHUNK_TOKENS} to "
+                f"chunk_tokens is {chunk_tokens!r}, expected a whole number, {MIN_CHUNK_TOKENS} to "
                 f"{MAX_CHUNK_TOKENS}; 512 suits most corpora"
             )
         self.chunk_tokens = chunk_tokens
@@ -80,14 +83,16 @@ class Chunker:
 
     def count(self, text: str) -> int:
         """Tokens of ``text`` without special tokens."""
+        _check_text(text)
         return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def split(self, text: str) -> list[Chunk]:
         """Chunks of ``text`` in order, white space between them dropped.
 
         Time is linear in the text's length. Raises :class:`InvalidInputError` for text that is
-        not valid Unicode (lone surrogates).
+        not valid Unicode (lone surrogates), and for what is no text.
         """
+        _check_text(text)
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as exc:
@@ -147,6 +152,14 @@ class Chunker:
             return [(start, end, tokens)] if start < end else []
         middle = (start + end) // 2
         return self._halved(text, start, middle) + self._halved(text, middle, end)
+
+
+def _check_text(text: str) -> None:
+    if not isinstance(text, str):
+        raise InvalidInputError(
+            f"the text to split is {text!r:.40}, a {type(text).__name__}, expected a str; decode bytes, "
+            "and leave out documents without text"
+        )
 
 
 def _pieces(splitter: TextSplitter, text: str, start: int, end: int) -> Iterator[tuple[int, int]]:

@@ -4,6 +4,7 @@
 
     BlendragError
     ├── InvalidInputError        the caller's value is wrong; the message says value, expectation, remedy
+    │   ├── InvalidOptionError       one option of a request, which wrappers may know by another name
     │   ├── ContextOverflowError     prompt + new tokens do not fit the model's context
     │   └── UnreadableDocumentError  one input file could not be read; ingest goes on with the next
     ├── ModelError
@@ -25,14 +26,37 @@ mapped once, where they enter, with ``raise … from exc``.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 
 class BlendragError(Exception):
     """Base of every error this package raises on purpose."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled by its message, not made again: a pool's results never arrive after an error that cannot
+        be unpickled, and some of these take other arguments than their message."""
+        return _restored, (type(self), self.args), self.__dict__
+
+
+def _restored(kind: type[BlendragError], args: tuple[Any, ...]) -> BlendragError:
+    return kind.__new__(kind, *args)
+
 
 class InvalidInputError(BlendragError, ValueError):
     """A value given by the caller cannot be used."""
+
+
+class InvalidOptionError(InvalidInputError):
+    """An option of a request is out of range, or of the wrong kind."""
+
+    def __init__(self, name: str, wrong: str) -> None:
+        self.name = name
+        self.wrong = wrong
+        super().__init__(f"{name} {wrong}")
+
+    def called(self, name: str) -> InvalidOptionError:
+        """The same error for a caller who knows the option by that name."""
+        return InvalidOptionError(name, self.wrong)
 
 
 class ContextOverflowError(InvalidInputError):

@@ -62,7 +62,7 @@ def test_openais_two_arguments_for_logprobs_are_one(
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"timeout": 0}, "timeout_s"),
+        ({"timeout": 0}, "timeout 0"),
         ({"seed": 2**64}, "seed"),
         ({"top_logprobs": 3}, "add logprobs=True"),
         ({"logprobs": True, "top_logprobs": 21}, r"outside \[0, 20\]"),
@@ -81,7 +81,7 @@ def test_a_bad_value_is_refused_when_the_wrapper_is_made_and_in_a_call(
 @pytest.mark.parametrize(
     ("option", "expected"),
     [
-        ({"max_tokens": "5"}, "max_new_tokens '5' \\(str\\), expected a whole number"),
+        ({"max_tokens": "5"}, "max_tokens '5' \\(str\\), expected a whole number"),
         ({"max_tokens": 1.5}, "whole number"),
         ({"temperature": "hot"}, "expected a number"),
         ({"temperature": float("nan")}, "temperature nan, expected a number"),

@@ -80,11 +80,10 @@ def to_dicts(messages: Sequence[BaseMessage]) -> list[Message]:
 
     Raises :class:`InvalidInputError` for content that is not text, and where nothing is said at all.
     """
+    from blendrag.engine.prompts import refuse_silence
+
     converted = [_to_dict(message) for message in messages]
-    if converted and not any(m["content"].strip() or "tool_calls" in m for m in converted):
-        raise InvalidInputError(
-            f"all {len(converted)} messages are empty, expected some text; ask something"
-        )
+    refuse_silence(converted)
     return converted
 
 

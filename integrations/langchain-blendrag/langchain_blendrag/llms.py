@@ -23,7 +23,12 @@ from langchain_core.runnables.config import get_config_list
 from blendrag.plugs.fields import CONFIG, RequestFields
 from blendrag.plugs.shared import Piece, astream_pieces, stream_pieces, warm
 from langchain_blendrag._identity import identifying_params
-from langchain_blendrag._messages import Message, TemplatedPromptValue, engine_prompt
+from langchain_blendrag._messages import (
+    Message,
+    TemplatedPromptValue,
+    engine_prompt,
+    to_dicts,
+)
 from langchain_blendrag._results import generation_info, token_usage
 
 if TYPE_CHECKING:
@@ -149,7 +154,9 @@ class BlendLLM(RequestFields, BaseLLM):
         if options.apply_chat_template:
             render = partial(self._render, options=options)
             return TemplatedPromptValue(messages=value.to_messages(), render=render)
-        flat = ChatPromptValue(messages=value.to_messages())
+        messages = value.to_messages()
+        to_dicts(messages)  # refuses what is not text, and nothing at all
+        flat = ChatPromptValue(messages=messages)
         return StringPromptValue(text=flat.to_string())
 
     def _render(self, messages: Sequence[Message], options: Options) -> str:

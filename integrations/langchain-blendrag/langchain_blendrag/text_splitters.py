@@ -6,13 +6,16 @@ tokenizer and are exact substrings, so that a prompt that quotes one is recognis
 
 from __future__ import annotations
 
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from langchain_core.documents import Document
 from langchain_text_splitters import TextSplitter
 
 from blendrag.errors import InvalidInputError
 from blendrag.plugs.fields import EngineFields
+from langchain_blendrag._documents import refuse_text
 
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine
@@ -33,7 +36,7 @@ class BlendTextSplitter(TextSplitter):
         BlendTextSplitter(model="Qwen/Qwen2.5-0.5B-Instruct", store="./kv").split_documents(documents)
         ```
 
-    Raises :class:`InvalidInputError` for a size outside [64, 4096] or an overlap.
+    Raises :class:`InvalidInputError` for a size outside [64, 4096] or an overlap, and for what is no text.
     """
 
     def __init__(
@@ -50,12 +53,15 @@ class BlendTextSplitter(TextSplitter):
 
         if chunk_overlap != 0:
             raise InvalidInputError(
-                f"chunk_overlap is {chunk_overlap}, expected 0, as overlapping pieces are stored and "
+                f"chunk_overlap is {chunk_overlap!r}, expected 0, as overlapping pieces are stored and "
                 "computed twice; leave it out"
             )
-        if chunk_size is not None and not MIN_CHUNK_TOKENS <= chunk_size <= MAX_CHUNK_TOKENS:
+        if chunk_size is not None and (
+            not isinstance(chunk_size, Integral)
+            or not MIN_CHUNK_TOKENS <= chunk_size <= MAX_CHUNK_TOKENS
+        ):
             raise InvalidInputError(
-                f"chunk_size is {chunk_size} tokens, expected {MIN_CHUNK_TOKENS} to "
+                f"chunk_size is {chunk_size!r}, expected a whole number of tokens, {MIN_CHUNK_TOKENS} to "
                 f"{MAX_CHUNK_TOKENS}; 512 suits most corpora"
             )
         named: dict[str, Any] = {"model": model, "store": store, "engine": engine}
@@ -71,6 +77,13 @@ class BlendTextSplitter(TextSplitter):
     def split_text(self, text: str) -> list[str]:
         """Pieces of ``text`` in order, without the white space between them."""
         return [chunk.text for chunk in self._chunker().split(text)]
+
+    def create_documents(
+        self, texts: list[str], metadatas: list[dict[Any, Any]] | None = None
+    ) -> list[Document]:
+        """As in LangChain; one text, which Python would take for a list of letters, is refused."""
+        refuse_text("texts", texts)
+        return super().create_documents(texts, metadatas)
 
     def count_tokens(self, text: str) -> int:
         """Tokens of ``text`` by the model's tokenizer, nothing added."""

@@ -17,8 +17,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from blendrag.engine import BlendEngine
+from langchain_blendrag import ChatBlend
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import scripted
 import tiny
@@ -164,6 +166,16 @@ def talkative(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]
     """An engine whose model has tools and says :func:`said`."""
     with scripted.engine(said, tmp_path_factory.mktemp("scripted") / "store") as engine:
         yield engine
+
+
+@pytest.fixture
+def llm(engine: BlendEngine) -> ChatBlend:
+    return ChatBlend(engine=engine)
+
+
+@pytest.fixture
+def talker(talkative: BlendEngine) -> ChatBlend:
+    return ChatBlend(engine=talkative)
 
 
 @pytest.fixture(scope="session")

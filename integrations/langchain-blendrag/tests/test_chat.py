@@ -7,17 +7,15 @@ import pickle
 from typing import Any
 
 import pytest
+from chats import get_weather, seen_by, whole
 from langchain_core.caches import InMemoryCache
 from langchain_core.messages import (
     AIMessage,
-    AIMessageChunk,
     HumanMessage,
     SystemMessage,
     ToolMessage,
 )
 from langchain_core.runnables import ConfigurableField
-from langchain_core.tools import tool
-from pydantic import BaseModel
 
 from blendrag.engine import BlendEngine
 from blendrag.errors import InvalidInputError
@@ -28,43 +26,6 @@ DICTS = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Where is Place32?"},
 ]
-
-
-@tool
-def get_weather(location: str) -> str:
-    """The weather."""
-    return f"sunny in {location}"
-
-
-class Joke(BaseModel):
-    """A joke."""
-
-    setup: str
-    punchline: str
-
-
-@pytest.fixture
-def llm(engine: BlendEngine) -> ChatBlend:
-    return ChatBlend(engine=engine)
-
-
-@pytest.fixture
-def talker(talkative: BlendEngine) -> ChatBlend:
-    return ChatBlend(engine=talkative)
-
-
-def whole(chunks: Any) -> AIMessageChunk:
-    """All chunks added up."""
-    full = None
-    for chunk in chunks:
-        full = chunk if full is None else full + chunk
-    assert isinstance(full, AIMessageChunk)
-    return full
-
-
-def seen_by(engine: BlendEngine) -> str:
-    """The prompt that the scripted model was given last."""
-    return str(engine.adapter.model.prompts[-1])
 
 
 # -- prompts -----------------------------------------------------------------------------------------

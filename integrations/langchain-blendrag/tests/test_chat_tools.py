@@ -5,55 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from chats import Joke, get_weather, seen_by, whole
 from langchain_core.messages import (
     AIMessage,
-    AIMessageChunk,
     HumanMessage,
 )
-from langchain_core.tools import tool
-from pydantic import BaseModel
 
-from blendrag.engine import BlendEngine
 from blendrag.errors import InvalidInputError
 from langchain_blendrag import ChatBlend
-
-
-@tool
-def get_weather(location: str) -> str:
-    """The weather."""
-    return f"sunny in {location}"
-
-
-class Joke(BaseModel):
-    """A joke."""
-
-    setup: str
-    punchline: str
-
-
-@pytest.fixture
-def llm(engine: BlendEngine) -> ChatBlend:
-    return ChatBlend(engine=engine)
-
-
-@pytest.fixture
-def talker(talkative: BlendEngine) -> ChatBlend:
-    return ChatBlend(engine=talkative)
-
-
-def whole(chunks: Any) -> AIMessageChunk:
-    """All chunks added up."""
-    full = None
-    for chunk in chunks:
-        full = chunk if full is None else full + chunk
-    assert isinstance(full, AIMessageChunk)
-    return full
-
-
-def seen_by(engine: BlendEngine) -> str:
-    """The prompt that the scripted model was given last."""
-    return str(engine.adapter.model.prompts[-1])
-
 
 # -- tools -------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from blendrag.demo import demo_corpus_path
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = ROOT / "examples"
+sys.path.append(str(EXAMPLES))  # what the two halves of the table of reuse share
 OFFLINE = {
     **os.environ, "HF_HUB_OFFLINE": "1", "MODEL": "demo", "BLENDRAG_EMBEDDER": "minilm-offline",
     "BLENDRAG_CHUNK_TOKENS": "64", "OMP_NUM_THREADS": "1",
@@ -95,7 +96,7 @@ def test_moving_an_app_over_takes_the_lines_that_the_page_shows() -> None:
 
 def test_the_table_counts_what_is_loaded_and_not_what_is_computed() -> None:
     table = module(EXAMPLES / "reuse_langchain.py")
-    with table.demo_engine() as engine:
+    with table.demo_engine(table.CHUNK_TOKENS) as engine:
         retriever = table.BlendRetriever(engine=engine, k=2)
 
         def share(make: Any, **options: Any) -> float:

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.prompt_values import ChatPromptValue
-from pydantic import ValidationError
 
 from blendrag.engine import BlendEngine
-from blendrag.errors import ContextOverflowError, InvalidInputError
 from langchain_blendrag import BlendLLM
 from langchain_blendrag._messages import RenderedPrompt
 
@@ -160,41 +158,6 @@ def test_a_call_may_override_the_fields(llm: BlendLLM) -> None:
     result = llm.generate(["Where is Place32?"], mode="full", max_tokens=3)
     metrics = result.generations[0][0].generation_info["blendrag"]
     assert (metrics["mode"], metrics["new_tokens"]) == ("full", 3)
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"temperatur": 0.5}, "Extra inputs are not permitted"),
-        ({"ratio": 1.5}, r"ratio 1.5 is outside \[0, 1\]"),
-        ({"mode": "fast"}, "'blend', 'full', 'prefix' or 'reuse'"),
-        ({"policy": "best"}, "policy 'best' is not one of"),
-        ({"max_tokens": 0}, "max_new_tokens 0 is not 1 or more"),
-        ({"temperature": -1}, "temperature -1.0 is not 0 or more"),
-        ({"model": "demo"}, "leave model out"),
-    ],
-)
-def test_a_wrong_option_is_refused_when_the_wrapper_is_made(
-    engine: BlendEngine, options: dict[str, Any], sentence: str
-) -> None:
-    with pytest.raises(ValidationError, match=sentence):
-        BlendLLM(engine=engine, **options)
-
-
-def test_a_wrong_option_of_a_call_is_named(llm: BlendLLM) -> None:
-    with pytest.raises(InvalidInputError, match=r"max_length: not an option of a call; expected"):
-        llm.invoke("Where?", max_length=3)
-
-
-def test_a_prompt_longer_than_the_context_says_by_how_much(llm: BlendLLM) -> None:
-    with pytest.raises(ContextOverflowError, match=r"over the model's context of 4096"):
-        llm.invoke("Place32 " * 3000)
-
-
-def test_an_image_is_refused_in_a_sentence(llm: BlendLLM) -> None:
-    image = HumanMessage([{"type": "image_url", "image_url": {"url": "data:,x"}}])
-    with pytest.raises(InvalidInputError, match="only text can be read"):
-        llm.invoke([image])
 
 
 def test_tokens_are_counted_by_the_models_own_tokenizer(llm: BlendLLM, tokenizer: Any) -> None:

@@ -1,10 +1,10 @@
-"""``BlendVectorStore`` and ``BlendTextSplitter``: KV comes and goes with the documents."""
+"""``BlendVectorStore``: KV comes and goes with the documents."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +12,17 @@ import pytest
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.indexing import InMemoryRecordManager, index
-from pydantic import ValidationError
+from texts import CATS, CHANGED, FOXES, SHIPS, documents
 
 import tiny
 from blendrag.engine import BlendEngine
 from blendrag.errors import CorpusError, InvalidInputError
 from blendrag.identity import chunk_key
 from langchain_blendrag import (
-    BlendTextSplitter,
     BlendVectorStore,
     ChatBlend,
     close_shared_engines,
 )
-
-CATS = "The cats of the harbour sleep on the warm stones beside the old fish market."
-SHIPS = "The ships that were built here in the year 1874 are still in the harbour."
-FOXES = "The quick brown fox jumps over the lazy dog near the bank of the river."
-CHANGED = "The ships that were built here in the year 1875 were all of them sold."
 
 
 @pytest.fixture
@@ -48,10 +42,6 @@ def has_kv(engine: BlendEngine, text: str) -> bool:
     namespace = resources.namespace()
     key = chunk_key(namespace, resources.prefix_ids, resources.text_ids(text))
     return bool(resources.store.contains(namespace, key))
-
-
-def documents(*texts: str, source: str = "") -> list[Document]:
-    return [Document(text, metadata={"source": source or text[4:8]}) for text in texts]
 
 
 # -- KV in step -------------------------------------------------------------------------------------
@@ -221,17 +211,6 @@ def test_vectors_of_langchains_embeddings_are_remembered_by_name(engine: BlendEn
         BlendVectorStore(engine=engine).add_texts([SHIPS])
 
 
-def test_wrong_arguments_are_named(store: BlendVectorStore, engine: BlendEngine) -> None:
-    with pytest.raises(InvalidInputError, match="1 ids for 2 documents"):
-        store.add_documents(documents(CATS, SHIPS), ids=["1"])
-    with pytest.raises(InvalidInputError, match="batchsize: not an option of add_documents"):
-        store.add_documents([], batchsize=3)
-    with pytest.raises(InvalidInputError, match="metadata"):
-        store.add_documents([Document(CATS, metadata={"x": object()})], ids=["1"])
-    with pytest.raises(ValidationError, match="leave model out"):
-        BlendVectorStore(model="demo", engine=engine)
-
-
 def test_copies_share_the_engine_and_a_wrapper_is_pickled_by_names_only(
     store: BlendVectorStore,
 ) -> None:
@@ -250,51 +229,6 @@ def test_a_wrapper_is_pickled_by_its_names_or_not_at_all(tmp_path: Path) -> None
         close_shared_engines()
 
 
-# -- splitting --------------------------------------------------------------------------------------
-
-
-def test_pieces_are_substrings_within_the_limit(engine: BlendEngine) -> None:
-    text = "\n\n".join(
-        f"{CATS} {SHIPS} {FOXES} 港の猫は温かい石の上で眠る。 {i}" for i in range(30)
-    )
-    splitter = BlendTextSplitter(engine=engine, chunk_size=96, add_start_index=True)
-    pieces = splitter.split_documents([Document(text, metadata={"source": "a"})])
-    assert len(pieces) > 10
-    for piece in pieces:
-        start = piece.metadata["start_index"]
-        assert text[start : start + len(piece.page_content)] == piece.page_content
-        assert splitter.count_tokens(piece.page_content) <= 96
-        assert piece.metadata["source"] == "a"
-    together = "".join("".join(p.page_content.split()) for p in pieces)
-    assert together == "".join(text.split())
-
-
-def test_every_piece_is_recognised_in_a_prompt(
-    engine: BlendEngine, store: BlendVectorStore
-) -> None:
-    text = "\n\n".join(f"{CATS} {SHIPS} {FOXES} {i}" for i in range(6))
-    pieces = BlendTextSplitter(engine=engine).create_documents([text])
-    store.add_documents(pieces)
-    told = (
-        ChatBlend(engine=engine)
-        .invoke("\n\n".join(p.page_content for p in pieces))
-        .response_metadata["blendrag"]
-    )
-    assert len(told["chunks"]) == len(pieces)
-
-
-def test_an_overlap_or_a_wrong_size_is_refused(engine: BlendEngine) -> None:
-    with pytest.raises(InvalidInputError, match="chunk_overlap is 20, expected 0"):
-        BlendTextSplitter(engine=engine, chunk_overlap=20)
-    with pytest.raises(InvalidInputError, match="chunk_size is 10 tokens, expected 64 to 4096"):
-        BlendTextSplitter(engine=engine, chunk_size=10)
-
-
-def test_a_splitter_is_copied_without_its_engine(engine: BlendEngine) -> None:
-    splitter = BlendTextSplitter(engine=engine)
-    assert copy.deepcopy(splitter)._fields.engine is engine
-
-
 @pytest.mark.parametrize("embedder", [None, "minilm-offline"])
 def test_vectors_of_langchains_embeddings_are_added_again_and_again(
     tmp_path: Path, embedder: str | None
@@ -311,41 +245,3 @@ def test_vectors_of_langchains_embeddings_are_added_again_and_again(
             )
     finally:
         close_shared_engines()
-
-
-WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "a text for texts": (lambda v: v.add_texts("hello"), "a list of texts"),
-    "a text for ids": (lambda v: v.delete("ab"), "a list of texts"),
-    "a text to get by": (lambda v: v.get_by_ids("ab"), "a list of texts"),
-    "a text for a document": (lambda v: v.add_documents(["x"]), "use add_texts"),
-    "one document": (lambda v: v.add_documents(Document("x")), "a list of Document"),
-    "no query": (lambda v: v.similarity_search(None), "expected a text"),
-    "k as text": (lambda v: v.similarity_search("x", k="2"), "whole number"),
-    "a negative k": (lambda v: v.similarity_search("x", k=-1), "0 or more"),
-    "a misspelt option": (lambda v: v.similarity_search("x", top_k=2), "top_k: not an option"),
-    "a misspelt option of a retriever": (
-        lambda v: v.as_retriever(search_kwargs={"score_threshold": 0.5}).invoke("x"),
-        "similarity_score_threshold",
-    ),
-    "a misspelt option of mmr": (
-        lambda v: v.max_marginal_relevance_search("x", lambda_=1),
-        "lambda_mult",
-    ),
-    "an operator": (
-        lambda v: v.similarity_search("x", filter={"source": {"$in": ["a"]}}),
-        "a function of a document",
-    ),
-    "embedding": (lambda v: type(v)("demo"), "model="),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_what_python_would_take_for_something_else_is_refused(
-    store: BlendVectorStore, case: str
-) -> None:
-    store.add_documents(documents(CATS), ids=["a"])
-    wrong, says = WRONG[case]
-    with pytest.raises(InvalidInputError, match=says) as raised:
-        wrong(store)
-    assert tiny.one_sentence(str(raised.value))
-    assert [doc.id for doc in store.similarity_search("cats", k=9)] == ["a"]

@@ -17,6 +17,7 @@ from blendrag.engine import BlendEngine
 from llama_index.llms.blendrag import BlendLLM, BlendRetriever
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+sys.path.append(str(EXAMPLES))  # what the two halves of the table of reuse share
 OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 #: In these at least 95% of the retrieved tokens must be loaded.
 REUSING = [
@@ -79,7 +80,7 @@ def table() -> Any:
 
 @pytest.fixture(scope="module")
 def demo(table: Any) -> Iterator[BlendEngine]:
-    with table.demo_engine() as engine:
+    with table.demo_engine(table.CHUNK_TOKENS) as engine:
         yield engine
 
 

@@ -124,7 +124,9 @@ def test_blocks_of_text_are_joined_and_roles_are_what_templates_know(
 
 def test_an_image_is_refused_in_a_sentence(llm: BlendLLM) -> None:
     image = ChatMessage(role="user", blocks=[ImageBlock(url="http://localhost/x.png")])
-    with pytest.raises(InvalidInputError, match="type 'image': only text can be read"):
+    with pytest.raises(
+        InvalidInputError, match="type 'image', and only text can be read; say it in words"
+    ):
         llm.chat([image])
 
 
@@ -224,7 +226,7 @@ def test_llamaindexs_token_counter_reads_our_usage(engine: BlendEngine) -> None:
         ({"ratio": 1.5}, r"ratio 1.5 is outside \[0, 1\]"),
         ({"mode": "fast"}, "'blend', 'full', 'prefix' or 'reuse'"),
         ({"policy": "best"}, "policy 'best' is not one of"),
-        ({"max_tokens": 0}, "max_new_tokens 0 is not 1 or more"),
+        ({"max_tokens": 0}, "max_tokens 0 is not 1 or more"),
         ({"model": "demo"}, "leave model out"),
     ],
 )

@@ -89,7 +89,9 @@ def test_metadata_that_leaves_no_room_is_refused_in_a_sentence(parser: BlendNode
 
 
 def test_a_limit_out_of_range_is_refused(engine: BlendEngine) -> None:
-    with pytest.raises(InvalidInputError, match="chunk_tokens is 3, expected 64 to"):
+    with pytest.raises(
+        InvalidInputError, match="chunk_tokens is 3, expected a whole number, 64 to"
+    ):
         BlendNodeParser(engine=engine, chunk_tokens=3).split_text("x")
 
 

@@ -18,6 +18,7 @@ from llm_standard_tests import (
     LLMUnitTests,
     LLMWithoutToolsTests,
 )
+from llm_standard_tests.base import LLMTests
 from llm_standard_tests.instrumentation import events
 
 import scripted
@@ -105,7 +106,22 @@ class TestUnit(LLMUnitTests):
         return {"model": "demo", "store": self.store}
 
 
+class OverAnEngine(LLMTests):
+    """Made with an engine."""
+
+    engine: BlendEngine
+
+    @property
+    def llm_class(self) -> type[BlendLLM]:
+        return BlendLLM
+
+    @property
+    def llm_params(self) -> dict[str, Any]:
+        return {"engine": self.engine}
+
+
 class TestWithTools(
+    OverAnEngine,
     LLMAnswerTests,
     LLMConductTests,
     LLMInstrumentationTests,
@@ -119,24 +135,8 @@ class TestWithTools(
     def _engine(self, capable: BlendEngine) -> None:
         self.engine = capable
 
-    @property
-    def llm_class(self) -> type[BlendLLM]:
-        return BlendLLM
 
-    @property
-    def llm_params(self) -> dict[str, Any]:
-        return {"engine": self.engine}
-
-
-class TestWithoutTools(LLMWithoutToolsTests, LLMStructuredTests):
+class TestWithoutTools(OverAnEngine, LLMWithoutToolsTests, LLMStructuredTests):
     @pytest.fixture(autouse=True)
     def _engine(self, plain: BlendEngine) -> None:
         self.engine = plain
-
-    @property
-    def llm_class(self) -> type[BlendLLM]:
-        return BlendLLM
-
-    @property
-    def llm_params(self) -> dict[str, Any]:
-        return {"engine": self.engine}

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from blendrag.engine.answers import Started
 from blendrag.engine.types import Answer, Prompt
+from blendrag.errors import RequestTimeout
 
 T = TypeVar("T")
 
@@ -66,6 +67,16 @@ async def all_awaited(
     finally:
         _abandon_all(started)
     return answers
+
+
+def all_late(prompts: Sequence[Prompt], timeout_s: float) -> list[Answer | Exception]:
+    """For prompts that were still being planned when their time was up: an error in the place of each."""
+    late: list[Answer | Exception] = []
+    for i in range(len(prompts)):
+        error = RequestTimeout(timeout_s)
+        _name(error, i, len(prompts))
+        late.append(error)
+    return late
 
 
 def _abandon_all(started: Sequence[Started | Exception]) -> None:

@@ -17,10 +17,10 @@ from blendrag.calibrate.record import GIVEN, PSEUDO
 from blendrag.calibrate.sample import Asked, sample_corpus, sample_questions
 from blendrag.controller import Controller
 from blendrag.engine.measured import Measured
+from blendrag.engine.options import Options
 from blendrag.engine.prompts import prompt_over, render
 from blendrag.engine.requests import UNTRUSTED, Requests
 from blendrag.engine.resources import Resources
-from blendrag.engine.types import Options
 from blendrag.engine.worker import Worker
 from blendrag.errors import (
     ContextOverflowError,

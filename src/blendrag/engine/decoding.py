@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from blendrag.engine.types import Options, TokenLogprob
+from blendrag.engine.options import Options
+from blendrag.engine.types import TokenLogprob
 
 #: Tokens before the one at hand that its text is decoded behind: some tokenizers drop a first space.
 CONTEXT_TOKENS = 4

@@ -25,18 +25,21 @@ from blendrag.engine.answers import (
     off_loop,
     sources_of,
 )
-from blendrag.engine.batch import all_awaited, wait_all
+from blendrag.engine.batch import all_awaited, all_late, wait_all
 from blendrag.engine.calibration import CalibrationOptions, CalibrationReport
 from blendrag.engine.encoding import Background
 from blendrag.engine.exposition import exposition
 from blendrag.engine.ingest import Inputs, Watch
 from blendrag.engine.library import Library
+from blendrag.engine.options import Options
 from blendrag.engine.profiling import ProfileReport
 from blendrag.engine.prompts import rag_prompt, render
 from blendrag.engine.requests import Requests, check_defaults
 from blendrag.engine.resources import Resources
-from blendrag.engine.types import Answer, DryRun, IngestReport, Options, Prompt
+from blendrag.engine.types import Answer, DryRun, IngestReport, Prompt
+from blendrag.engine.wanted import Wanted
 from blendrag.engine.worker import Worker
+from blendrag.errors import RequestTimeout
 from blendrag.model.adapter import ModelAdapter
 from blendrag.prompt import PromptPlan
 from blendrag.retriever.retriever import RetrievedChunk
@@ -101,9 +104,13 @@ class BlendEngine:
         root = Path(store if store is not None else self.settings.store)
         self._resources = Resources(
             model if model is not None else self.settings.model,
-            tokenizer, root, self.settings, prefix_text, chunk_tokens, embedder, lora,
-            read_only, encode_prefix, encoding,
-        )  # fmt: skip
+            tokenizer,
+            root,
+            self.settings,
+            Wanted(prefix_text, encode_prefix, chunk_tokens, embedder, encoding),
+            lora,
+            read_only,
+        )
         self._worker = Worker("blendrag-engine")
         self.library = Library(self._resources, self._worker)
         background = Background(self._resources, self._worker)
@@ -152,7 +159,12 @@ class BlendEngine:
         """:meth:`batch` without blocking the event loop; cancelling the task stops the work."""
         options, asked = options or Options(), time.perf_counter()
         begin = partial(self._requests.start_all, prompts, options, return_exceptions, asked)
-        started = await off_loop(begin, options.timeout_s)
+        try:
+            started = await off_loop(begin, options.timeout_s)
+        except RequestTimeout as late:
+            if not return_exceptions:
+                raise
+            return all_late(prompts, late.timeout_s)
         return await all_awaited(started, return_exceptions)
 
     def stream(self, prompt: Prompt, options: Options | None = None) -> AnswerIterator:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from blendrag.engine.adding import Adding, check_entries, given_vectors, unit_ve
 from blendrag.engine.orphans import drop_orphaned_kv, kv_keys
 from blendrag.engine.precompute import Computed, compute_kv, take_back
 from blendrag.engine.resources import Resources
+from blendrag.engine.types import Added, Hit
 from blendrag.engine.worker import Worker
 from blendrag.errors import IdentityChangedError, InvalidInputError
 from blendrag.retriever.corpus import Corpus
@@ -29,38 +30,6 @@ from blendrag.retriever.entries import Entry
 __all__ = ["Added", "Entry", "Hit", "Library"]
 
 Where = Callable[[Entry], bool]
-
-
-@dataclass(frozen=True)
-class Hit:
-    """An entry found by search.
-
-    ``distance`` is L2 between unit vectors, in [0, 2]; ``vector`` is the entry's, float32 [dim].
-    """
-
-    entry: Entry
-    distance: float
-    vector: np.ndarray
-
-    @property
-    def similarity(self) -> float:
-        """Cosine of the angle between the vectors, in [-1, 1]."""
-        return 1.0 - self.distance**2 / 2.0
-
-
-@dataclass(frozen=True)
-class Added:
-    """What one :meth:`Library.add` did, in entries and in KV."""
-
-    added: int = 0
-    changed: int = 0
-    unchanged: int = 0
-    computed: int = 0
-    """Chunks whose KV was computed in this call."""
-    tokens: int = 0
-    """Tokens of those."""
-    bytes: int = 0
-    seconds: float = 0.0
 
 
 class Library:

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from blendrag.anchors import Match
-from blendrag.engine.types import Options, Prompt
+from blendrag.engine.options import Options
+from blendrag.engine.types import Prompt
 from blendrag.errors import InvalidInputError
 from blendrag.model.tokens import Tokens
 from blendrag.retriever.corpus import Corpus
@@ -67,6 +68,25 @@ def render(prompt: Prompt, tokens: Tokens, options: Options) -> str:
         ) from exc
 
 
+def refuse_silence(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise :class:`InvalidInputError` where there are messages and none says or calls anything."""
+    if messages and not any(_says(m.get("content")) or m.get("tool_calls") for m in messages):
+        raise InvalidInputError(
+            f"all {len(messages)} messages are empty, expected some text; ask something"
+        )
+
+
+def _says(content: Any) -> bool:
+    """Whether there is more than white space in it; parts that are no text are :func:`render`'s to refuse."""
+    if isinstance(content, str):
+        return bool(content.strip())
+    if not isinstance(content, list):
+        return content is not None
+    return any(
+        _says(p.get("text") if isinstance(p, Mapping) and "text" in p else p) for p in content
+    )
+
+
 def _check_tools(tokens: Tokens, options: Options) -> None:
     if not options.tools:
         return
@@ -94,7 +114,10 @@ def _flattened(message: Mapping[str, Any]) -> Mapping[str, Any]:
             texts.append(str(part["text"]))
         else:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise InvalidInputError(f"content part of type {kind!r}: only text can be read")
+            raise InvalidInputError(
+                f"a content part of type {kind!r}, and only text can be read; say it in words or leave "
+                "it out"
+            )
     return {**message, "content": "".join(texts)}
 
 

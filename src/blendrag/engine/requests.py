@@ -20,11 +20,18 @@ from blendrag.engine.answers import Started
 from blendrag.engine.batch import prepared
 from blendrag.engine.decoding import Likelihoods
 from blendrag.engine.generation import Generation, Task, check_fits
-from blendrag.engine.prompts import chunk_matches, explain_bos, explain_misses, render
+from blendrag.engine.options import Options
+from blendrag.engine.prompts import (
+    chunk_matches,
+    explain_bos,
+    explain_misses,
+    refuse_silence,
+    render,
+)
 from blendrag.engine.request_log import log_answer, log_failure
 from blendrag.engine.resources import Resources
 from blendrag.engine.stream import AnswerStream
-from blendrag.engine.types import Answer, Options, Prompt
+from blendrag.engine.types import Answer, Prompt
 from blendrag.engine.worker import Worker
 from blendrag.errors import InvalidInputError, RequestCancelled, RequestTimeout
 from blendrag.prompt import PromptPlan, make_plan
@@ -83,7 +90,10 @@ class Requests:
 
     def prepare(self, prompt: Prompt, options: Options, asked: float | None = None) -> Task:
         """Plan and check; nothing is computed yet."""
-        return self._task(prompt, options, time.perf_counter() if asked is None else asked)
+        asked = time.perf_counter() if asked is None else asked
+        if options.timeout_s is not None and time.perf_counter() - asked > options.timeout_s:
+            raise RequestTimeout(options.timeout_s)  # those of a batch before it took all the time
+        return self._task(prompt, options, asked)
 
     def submit(self, task: Task) -> Started:
         """Have the worker answer ``task`` after what was submitted before."""
@@ -125,7 +135,10 @@ class Requests:
         make_policy(policy)  # fail before any work
         parsed = Schedule.parse(schedule)
         tokens = self._resources.tokens
-        plan, source_of, notes = self.plan_text(render(prompt, tokens, options))
+        rendered = render(prompt, tokens, options)
+        if not isinstance(prompt, str):
+            refuse_silence(prompt)
+        plan, source_of, notes = self.plan_text(rendered)
         notes += explain_bos(prompt, tokens, options)
         if not plan.ids:
             raise InvalidInputError("the prompt is empty; ask something")

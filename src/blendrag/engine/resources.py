@@ -1,57 +1,36 @@
-"""What an engine holds open: model, store, corpus, embedder; each loaded on first use.
+"""What an engine holds open: model, store, corpus, embedder; each opened on first use.
 
-Owns loading and the question "which model is this corpus of?". Many
-wrappers share one engine, so nothing is loaded twice and nothing before it is needed.
+Owns opening and the question "which model is this corpus of?". Many wrappers share one engine, so
+nothing is opened twice, nothing before it is needed, and nothing once the engine is closed.
 """
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
-from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
-import transformers
+from typing import Any
 
 from blendrag.chunking import Chunker
-from blendrag.config import Settings, absolute_model
+from blendrag.config import Settings
+from blendrag.engine.model_parts import ModelParts
+from blendrag.engine.opened import opened
 from blendrag.engine.trust import Trust
+from blendrag.engine.wanted import Wanted
+from blendrag.engine.worker import CLOSED
 from blendrag.errors import CorpusError, InvalidInputError
 from blendrag.estimates import Profile
-from blendrag.fusor import Fusor
 from blendrag.kv import KVLayout
-from blendrag.model.adapter import ModelAdapter
-from blendrag.model.loading import load_adapter, load_tokens, model_signature
-from blendrag.model.tokens import Tokens
 from blendrag.profile import conditions_of
 from blendrag.profile.record import Remembered
 from blendrag.retriever.corpus import DIRECTORY, Corpus
 from blendrag.retriever.database import FILE_NAME
-from blendrag.retriever.embedder import GIVEN, Embedder, same_embedder
+from blendrag.retriever.embedder import Embedder
 from blendrag.retriever.manifest import Manifest
 from blendrag.retriever.retriever import Retriever
 from blendrag.store import KVStore, open_store
 
-T = TypeVar("T")
 
-
-class opened(cached_property[T]):
-    """A part opened by the first thread that asks for it, while others who ask wait.
-
-    ``functools.cached_property`` alone lets two threads open it twice since Python 3.12. Each part
-    has a lock of its own: a loading model keeps nobody from the tokenizer or the corpus.
-    """
-
-    def __get__(self, instance: Any, owner: type[Any] | None = None) -> Any:
-        if instance is None:
-            return self
-        with instance._opening(self.attrname):
-            return super().__get__(instance, owner)
-
-
-class Resources:
+class Resources(ModelParts):
     """Lazily opened parts of one engine. Opening is thread-safe, using them is the engine's care."""
 
     def __init__(
@@ -60,80 +39,25 @@ class Resources:
         tokenizer: Any,
         root: Path,
         settings: Settings,
-        prefix_text: str | None,
-        chunk_tokens: int | None,
-        embedder: str | None,
-        lora: str | None,
-        read_only: bool,
-        encode_prefix: bool = True,
-        encoding: str | None = None,
+        wanted: Wanted,
+        lora: str | None = None,
+        read_only: bool = False,
     ) -> None:
-        """``encoding``: asked for, and not merely a default."""
-        if prefix_text and not encode_prefix:
-            raise InvalidInputError(
-                f"prefix_text {prefix_text[:40]!r} with encode_prefix=False, expected one of them: "
-                "leave prefix_text out to encode chunks behind nothing"
-            )
-        self._given_model = absolute_model(model) if isinstance(model, str | Path) else model
-        self._given_tokenizer = tokenizer
+        super().__init__(model, tokenizer, settings, lora)
         self.root = root
-        self.settings = settings
-        self._prefix_text = prefix_text
-        self._encode_prefix = encode_prefix
-        self._encoding = encoding
-        self._chunk_tokens = chunk_tokens
-        self._embedder = embedder
-        self._lora = lora
+        self._wanted = wanted
         self.read_only = read_only
-        self._locks: dict[str, threading.RLock] = {}
         self._closed = False
 
-    def _opening(self, part: str) -> threading.RLock:
-        return self._locks.setdefault(part, threading.RLock())
-
-    # -- model ----------------------------------------------------------------------------------
-
-    @property
-    def model_name(self) -> str:
-        given = self._given_model
-        if isinstance(given, str):
-            return given
-        return given.model_id if isinstance(given, ModelAdapter) else self.adapter.model_id
-
-    @property
-    def is_loaded(self) -> bool:
-        """Whether the model's weights are in memory."""
-        return "adapter" in self.__dict__ or not isinstance(self._given_model, str)
-
-    @opened
-    def adapter(self) -> ModelAdapter:
-        given, settings = self._given_model, self.settings
-        if isinstance(given, ModelAdapter):
-            return given
-        if isinstance(given, str):
-            return load_adapter(given, settings.dtype, settings.device, self._lora)
-        if self._given_tokenizer is None:
-            raise InvalidInputError(
-                f"a loaded {type(given).__name__} needs its tokenizer too: "
-                "BlendEngine(model, tokenizer=…)"
-            )
-        return ModelAdapter(given, self._given_tokenizer)
-
-    @opened
-    def tokens(self) -> Tokens:
-        """The model's tokenizers, without its weights where those are not loaded yet."""
-        if not self.is_loaded:
-            return load_tokens(self._given_model)
-        return self.adapter.tokens
-
-    @opened
-    def fusor(self) -> Fusor:
-        return Fusor(self.adapter)
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise InvalidInputError(CLOSED)
 
     # -- store and corpus -----------------------------------------------------------------------
 
     @opened
     def store(self) -> KVStore:
+        self._refuse_closed()
         s = self.settings
         return open_store(self.root, s.ram_bytes, s.disk_bytes, read_only=self.read_only)
 
@@ -154,7 +78,11 @@ class Resources:
 
     @property
     def corpus(self) -> Corpus | None:
-        """The corpus beside the store, ``None`` before the first ingest."""
+        """The corpus beside the store, ``None`` before the first ingest.
+
+        Raises :class:`InvalidInputError` once the engine is closed.
+        """
+        self._refuse_closed()
         found: Corpus | None = self.__dict__.get("_corpus")
         if found is None:
             with self._opening("_corpus"):
@@ -184,15 +112,17 @@ class Resources:
 
     def create_corpus(self) -> Corpus:
         """The corpus to ingest into, made with this engine's settings if there is none."""
+        self._refuse_closed()
         _ = self.store  # makes the root, with its checks
         with self._opening("_corpus"):
             if self.corpus is None:
                 self.__dict__["_corpus"] = Corpus.open(self.root, create=True)
         corpus = self.corpus
         assert corpus is not None
-        corpus.begin(self._settled() or self._new_manifest())
+        new = self._settled() or self._wanted.manifest(self.model_name, self.tokens, self.settings)
+        corpus.begin(new)
         self._check_owner(corpus)
-        self._check_settings(corpus.manifest)
+        self._wanted.check(corpus.manifest, self.root)
         return corpus
 
     def _settled(self) -> Manifest | None:
@@ -200,19 +130,6 @@ class Resources:
         corpus = self.corpus
         return (
             corpus.manifest if corpus is not None and corpus.has_manifest and len(corpus) else None
-        )
-
-    def _new_manifest(self) -> Manifest:
-        return Manifest(
-            model=self.model_name,
-            model_signature="",
-            tokenizer_fingerprint=self.tokens.fingerprint,
-            namespace="",
-            chunk_tokens=self._chunk_tokens or self.settings.chunk_tokens,
-            prefix_ids=self._own_prefix_ids(),
-            prefix_text=self._prefix_text or "",
-            embedder=self.settings.embedder,
-            encoding=self.settings.kv_encoding,
         )
 
     def _check_owner(self, corpus: Corpus) -> None:
@@ -223,51 +140,11 @@ class Resources:
                 f"{self.model_name!r}; ask with --model {manifest.model}, or ingest into another --store"
             )
 
-    def _check_settings(self, manifest: Manifest) -> None:
-        wanted = self._chunk_tokens
-        if wanted is not None and wanted != manifest.chunk_tokens:
-            raise InvalidInputError(
-                f"store {self.root} holds chunks of {manifest.chunk_tokens} tokens, not {wanted}; "
-                "leave --chunk-tokens out or ingest into another --store"
-            )
-        given = manifest.embedder.startswith(GIVEN)  # compared with the vectors that are given
-        if (
-            self._embedder is not None
-            and not given
-            and not same_embedder(self._embedder, manifest.embedder)
-        ):
-            raise InvalidInputError(
-                f"store {self.root} was embedded with {manifest.embedder!r}, not "
-                f"{self._embedder!r}; leave --embedder out or ingest into another --store"
-            )
-        if self._prefix_text is not None and self._prefix_text != manifest.prefix_text:
-            raise InvalidInputError(
-                f"store {self.root} was ingested behind another prefix; "
-                "leave --prefix-file out or ingest into another --store"
-            )
-        if self._encoding is not None and self._encoding != manifest.encoding:
-            raise InvalidInputError(
-                f"store {self.root} keeps KV in encoding {manifest.encoding}, not {self._encoding}; "
-                "leave --encoding out or ingest into another --store"
-            )
-        if not self._encode_prefix and manifest.prefix_ids:
-            raise InvalidInputError(
-                f"store {self.root} was ingested behind a prefix of {len(manifest.prefix_ids)} tokens; "
-                "leave encode_prefix=False out or ingest into another --store"
-            )
-
     @property
     def prefix_ids(self) -> tuple[int, ...]:
         """What this corpus's chunks are encoded behind."""
         manifest = self._settled()
-        return manifest.prefix_ids if manifest is not None else self._own_prefix_ids()
-
-    def _own_prefix_ids(self) -> tuple[int, ...]:
-        if not self._encode_prefix:
-            return ()
-        if self._prefix_text:
-            return tuple(self.tokens.encode_template(self._prefix_text))
-        return self.tokens.default_prefix_ids()
+        return manifest.prefix_ids if manifest is not None else self._wanted.prefix_ids(self.tokens)
 
     @property
     def encoding(self) -> str:
@@ -286,7 +163,7 @@ class Resources:
         manifest = self._settled()
         if manifest is not None:
             return manifest.chunk_tokens
-        return self._chunk_tokens or self.settings.chunk_tokens
+        return self._wanted.chunk_tokens or self.settings.chunk_tokens
 
     def chunker(self) -> Chunker:
         return Chunker(self.tokens.text, self.chunk_tokens)
@@ -300,21 +177,6 @@ class Resources:
 
     def retriever(self) -> Retriever:
         return Retriever(self.require_corpus(), self.embedder)
-
-    # -- chunks by content ----------------------------------------------------------------------
-
-    @opened
-    def _ids_of_text(self) -> Any:
-        @lru_cache(maxsize=4096)
-        def ids_of(text: str) -> tuple[int, ...]:
-            return tuple(self.tokens.encode_text(text))
-
-        return ids_of
-
-    def text_ids(self, text: str) -> tuple[int, ...]:
-        """Ids of chunk text, remembered for the chunks used most recently."""
-        ids: tuple[int, ...] = self._ids_of_text(text)
-        return ids
 
     # -- whose KV -------------------------------------------------------------------------------
 
@@ -368,14 +230,6 @@ class Resources:
         )
         if renewed != manifest:
             corpus.set_manifest(renewed)
-
-    def signature(self) -> str:
-        """Signature of the checkpoint's files and of how they are loaded; empty if unknown."""
-        given, s = self._given_model, self.settings
-        files = model_signature(given) if isinstance(given, str) and not self._lora else ""
-        if not files:
-            return ""
-        return f"{files}|{s.dtype}|{s.device}|{torch.__version__}|{transformers.__version__}"
 
     def close(self) -> None:
         """Close what was opened. Idempotent."""

@@ -1,173 +1,36 @@
-"""What goes into a request and what comes out of it."""
+"""What goes into a request and what comes out of it, and out of a change to the corpus."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from numbers import Integral, Real
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from blendrag.config import AUTO, Mode, Ratio
-from blendrag.errors import InvalidInputError, StoreFullError
+from blendrag.engine.options import ASSISTED, REFUSED, Options
+from blendrag.errors import StoreFullError
 from blendrag.metrics import RequestMetrics
+from blendrag.retriever.entries import Entry
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = [
+    "ASSISTED",
+    "REFUSED",
+    "Added",
+    "Answer",
+    "DryRun",
+    "Hit",
+    "IngestReport",
+    "Message",
+    "Options",
+    "Prompt",
+    "Source",
+    "TokenLogprob",
+]
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]
-
-_OWN = "the engine sets it itself"
-_NOT_ASSISTED = "assisted decoding cannot be combined with blending"
-_CACHE = "blending brings its own cache"
-#: Settings of a generation config that turn on assisted decoding.
-ASSISTED = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
-#: Arguments of ``model.generate`` a request may not carry, and why.
-REFUSED = {
-    "assistant_model": _NOT_ASSISTED,
-    **dict.fromkeys(ASSISTED, _NOT_ASSISTED),
-    "generation_config": "its settings are given one by one, so that each can be looked at",
-    "prefill_chunk_size": "a blended prompt is prefilled in one forward",
-    "past_key_values": _CACHE,
-    "cache_implementation": _CACHE,
-    "cache_config": _CACHE,
-    "use_cache": _CACHE,
-    "inputs": _OWN,
-    "input_ids": _OWN,
-    "inputs_embeds": _OWN,
-    "attention_mask": _OWN,
-    "position_ids": _OWN,
-    "streamer": _OWN,
-    "stopping_criteria": _OWN,
-    "return_dict_in_generate": _OWN,
-    "max_length": "use max_new_tokens",
-}
-
-#: Alternatives that may be asked for at each place, as many as OpenAI's API gives.
-MAX_LOGPROBS = 20
-
-#: What options of a request have to be, and what that is called; numpy's numbers are numbers, too.
-_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
-    "max_new_tokens": (Integral, "a whole number"),
-    "temperature": (Real, "a number"),
-    "top_p": (Real, "a number"),
-    "timeout_s": (Real, "a number of seconds"),
-    "seed": (Integral, "a whole number"),
-    "logprobs": (Integral, "a whole number"),
-    "stop": ((str, list, tuple, set, frozenset), "a text or a list of texts"),
-    "template": (Mapping, "a dictionary"),
-    "generate": (Mapping, "a dictionary"),
-    "apply_chat_template": (bool, "True or False"),
-}
-
-MODES: tuple[Mode, ...] = ("blend", "full", "prefix", "reuse")
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, Real) and math.isnan(value)
-
-
-def _shown(value: Any) -> str:
-    return "nan" if _is_nan(value) else f"{value!r:.60} ({type(value).__name__})"
-
-
-def check_ratio(ratio: Ratio | None) -> None:
-    """Raise :class:`InvalidInputError` unless it is in [0, 1], ``auto`` or left out."""
-    if ratio is None or ratio == AUTO:
-        return
-    if isinstance(ratio, str):
-        raise InvalidInputError(f"ratio {ratio!r} is not a number in [0, 1] or {AUTO!r}")
-    if not 0.0 <= ratio <= 1.0:
-        raise InvalidInputError(f"ratio {ratio} is outside [0, 1]; expected a share, or {AUTO!r}")
-
-
-@dataclass(frozen=True)
-class Options:
-    """How to answer one request; ``None`` takes the engine's default.
-
-    ``temperature`` 0 or ``None`` decodes greedily; ``top_p`` asks for one beside it. ``generate``
-    holds further keyword arguments for ``model.generate`` (``num_beams``, ``num_return_sequences``,
-    ``repetition_penalty``, …); ``do_sample`` there samples as the checkpoint's generation config says.
-    """
-
-    mode: Mode | None = None
-    policy: str | None = None
-    schedule: str | None = None
-    ratio: Ratio | None = None
-    """In [0, 1]; ``auto`` leaves it, and what is loaded at all, to the loading controller."""
-    max_new_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    """Texts that end the answer; a single string is one of them."""
-    temperature: float | None = None
-    top_p: float | None = None
-    apply_chat_template: bool = True
-    template: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of the chat template (``enable_thinking``, …)."""
-    generate: Mapping[str, Any] = field(default_factory=dict)
-    timeout_s: float | None = None
-    """Seconds from being asked to the whole answer, waiting for other requests included."""
-    seed: int | None = None
-    """Makes sampling repeatable, whatever else draws from torch's global generators meanwhile."""
-    logprobs: int | None = None
-    """``None``: none; 0: of the chosen tokens; k: and of the k most likely at each place."""
-    tools: tuple[Mapping[str, Any], ...] = ()
-    """Function schemas as OpenAI writes them, for the chat template. The answer's text then keeps the
-    control tokens that calls are written with (:func:`blendrag.plugs.tools.parse`)."""
-    opening: str = ""
-    """What the answer begins with, put behind the rendered prompt; the answer's text goes on from it."""
-
-    def __post_init__(self) -> None:
-        self._check_kinds()
-        if self.mode is not None and self.mode not in MODES:
-            raise InvalidInputError(f"mode {self.mode!r} is not one of {', '.join(MODES)}")
-        check_ratio(self.ratio)
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise InvalidInputError(f"max_new_tokens {self.max_new_tokens} is not 1 or more")
-        if self.temperature is not None and self.temperature < 0:
-            raise InvalidInputError(f"temperature {self.temperature} is not 0 or more")
-        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
-            raise InvalidInputError(f"top_p {self.top_p} is outside (0, 1]")
-        if self.top_p is not None and self.temperature is None and not self.samples:
-            raise InvalidInputError(
-                f"top_p {self.top_p} without a temperature, expected both, as decoding is greedy "
-                "without one; add temperature=1.0 to sample from the model's own probabilities"
-            )
-        self._check_limits()
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        for name in self.generate:
-            if name in REFUSED:
-                raise InvalidInputError(f"generate argument {name}: {REFUSED[name]}; leave it out")
-
-    def _check_kinds(self) -> None:
-        for name, (kind, called) in _KINDS.items():
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if not isinstance(value, kind) or _is_nan(value):
-                raise InvalidInputError(
-                    f"{name} {_shown(value)}, expected {called}; give one or leave it out"
-                )
-        for text in () if isinstance(self.stop, str) else self.stop or ():
-            if not isinstance(text, str):
-                raise InvalidInputError(
-                    f"stop holds {_shown(text)}, expected texts; write it as one"
-                )
-
-    def _check_limits(self) -> None:
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise InvalidInputError(
-                f"timeout_s {self.timeout_s} is not more than 0; leave it out to wait for as long as "
-                "it takes"
-            )
-        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
-            raise InvalidInputError(f"seed {self.seed} is not a 64-bit integer")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise InvalidInputError(f"logprobs {self.logprobs} is outside [0, {MAX_LOGPROBS}]")
-        object.__setattr__(self, "tools", tuple(self.tools or ()))
-
-    @property
-    def samples(self) -> bool:
-        """Whether tokens are drawn, not the likeliest taken."""
-        return bool(self.generate.get("do_sample", self.temperature))
 
 
 @dataclass(frozen=True)
@@ -256,3 +119,35 @@ class DryRun:
     failed: int
     failures: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Hit:
+    """An entry found by search.
+
+    ``distance`` is L2 between unit vectors, in [0, 2]; ``vector`` is the entry's, float32 [dim].
+    """
+
+    entry: Entry
+    distance: float
+    vector: np.ndarray
+
+    @property
+    def similarity(self) -> float:
+        """Cosine of the angle between the vectors, in [-1, 1]."""
+        return 1.0 - self.distance**2 / 2.0
+
+
+@dataclass(frozen=True)
+class Added:
+    """What one addition to the library did, in entries and in KV."""
+
+    added: int = 0
+    changed: int = 0
+    unchanged: int = 0
+    computed: int = 0
+    """Chunks whose KV was computed in this call."""
+    tokens: int = 0
+    """Tokens of those."""
+    bytes: int = 0
+    seconds: float = 0.0

@@ -18,6 +18,8 @@ from blendrag.errors import InvalidInputError
 
 T = TypeVar("T")
 
+CLOSED = "this engine is closed; make a new BlendEngine"
+
 
 class Worker:
     """Runs foreground calls in order of arrival, background calls only in between."""
@@ -47,7 +49,7 @@ class Worker:
                 future.cancel()
                 return future
             if self._closed:
-                raise InvalidInputError("this engine is closed; make a new BlendEngine")
+                raise InvalidInputError(CLOSED)
             (self._background if background else self._foreground).append((future, call))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)

@@ -48,7 +48,8 @@ class Tokens:
         """Ids of rendered template text: control tokens count, nothing is added."""
         if not text:
             return []
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        # too long a prompt is told by its own error, so no warning of the tokenizer comes before it
+        return list(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of document text: whatever looks like a control token stays text."""

@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from blendrag.config import Mode, Ratio
-from blendrag.errors import InvalidInputError
+from blendrag.errors import InvalidInputError, InvalidOptionError
 from blendrag.plugs.shared import (
     EngineName,
     check_given,
@@ -183,8 +183,12 @@ class RequestFields(EngineFields):
         from blendrag.engine import Options
 
         said = _known({name: getattr(self, name) for name in _FIELDS}) | _known(overrides)
-        said["logprobs"] = _logprobs_of(said.get("logprobs"), said.pop("top_logprobs", None))
-        return Options(stop=_stop_of(self.stop if stop is None else stop), **said)
+        top = said.pop("top_logprobs", None)
+        said["logprobs"] = _logprobs_of(said.get("logprobs"), top)
+        try:
+            return Options(stop=_stop_of(self.stop if stop is None else stop), **said)
+        except InvalidOptionError as exc:
+            raise exc.called(_spelling(exc.name, overrides, top)) from None
 
 
 _FIELDS = tuple(name for name in CALL_OPTIONS if name not in ("max_new_tokens", "tools"))
@@ -198,6 +202,15 @@ def _known(options: Mapping[str, Any]) -> dict[str, Any]:
             f"{', '.join(CALL_OPTIONS)}; arguments of transformers go into generate_kwargs"
         )
     return {CALL_OPTIONS[name]: value for name, value in options.items() if value is not None}
+
+
+def _spelling(option: str, call: Mapping[str, Any], top_logprobs: int | None) -> str:
+    """What the caller calls one of the engine's options: as this call spells it, else as the fields do."""
+    if option == "logprobs" and top_logprobs is not None:
+        return "top_logprobs"
+    names = [name for name, known in CALL_OPTIONS.items() if known == option]
+    said = [name for name in names if call.get(name) is not None]
+    return next(iter((*said, *names, option)))
 
 
 def _logprobs_of(logprobs: bool | int | None, top: int | None) -> int | None:

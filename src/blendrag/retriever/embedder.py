@@ -39,6 +39,9 @@ MAX_TITLE_TOKENS = 32
 OVERLAP_TOKENS = 32
 #: Tokens kept free, as cutting a word in two may lengthen its tokens.
 SPARE_TOKENS = 4
+#: Windows that a question is embedded by at most, from both its ends: what is asked stands at one of them,
+#: and a prompt far too long for any model must not take a minute to be found so.
+MAX_QUESTION_WINDOWS = 8
 
 
 #: How the embedder of a corpus is called whose vectors the application gave.
@@ -92,10 +95,14 @@ class Embedder:
             return self._pooled(model.encode_document, windows)
 
     def embed_query(self, text: str) -> np.ndarray:
-        """Unit vector of a question.  float32 [dim]"""
+        """Unit vector of a question, of a long one by its beginning and its end.  float32 [dim]"""
         with self._lock:
             model = self._loaded()
-            return self._pooled(model.encode_query, [self._windows(text, "")])[0]
+            windows = self._windows(text, "")
+            if len(windows) > MAX_QUESTION_WINDOWS:
+                half = MAX_QUESTION_WINDOWS // 2
+                windows = windows[:half] + windows[-half:]
+            return self._pooled(model.encode_query, [windows])[0]
 
     def _pooled(self, encode: Any, windows: list[list[str]]) -> np.ndarray:
         """Mean over each text's windows, back to unit length.  float32 [n, dim]"""

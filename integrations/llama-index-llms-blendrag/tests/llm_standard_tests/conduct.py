@@ -61,6 +61,18 @@ class LLMConductTests(LLMTests):
         with pytest.raises(self.refusal):
             await llm.achat([])
 
+    @pytest.mark.parametrize("texts", [[""], [" \n", ""]], ids=["one", "two"])
+    async def test_messages_that_say_nothing_are_refused(self, llm: LLM, texts: list[str]) -> None:
+        messages = [ChatMessage(role="user", content=text) for text in texts]
+        with pytest.raises(self.refusal, match="empty"):
+            llm.chat(messages)
+        with pytest.raises(self.refusal, match="empty"):
+            list(llm.stream_chat(messages))
+        with pytest.raises(self.refusal, match="empty"):
+            await llm.achat(messages)
+        with pytest.raises(self.refusal, match="empty"):
+            _ = [response async for response in await llm.astream_chat(messages)]
+
     async def test_an_empty_completion_is_refused(self, llm: LLM) -> None:
         with pytest.raises(self.refusal):
             llm.complete(" ")
@@ -127,10 +139,13 @@ class LLMConductTests(LLMTests):
             await llm.achat(long_messages, timeout=0.2, **self.long_params)
         self.answers_soon(llm)
 
-    def test_an_exhausted_stream_stays_exhausted(self, llm: LLM) -> None:
+    async def test_an_exhausted_stream_stays_exhausted(self, llm: LLM) -> None:
         stream = llm.stream_chat(MESSAGES)
         assert list(stream)
         assert list(stream) == []
+        awaited = await llm.astream_chat(MESSAGES)
+        assert [response async for response in awaited]
+        assert [response async for response in awaited] == []
 
     # -- event loops ----------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from llama_index.core.agent.react import ReActChatFormatter, ReActOutputParser
 from llama_index.core.agent.workflow import AgentStream, FunctionAgent, ReActAgent
@@ -35,6 +37,13 @@ def clock() -> str:
 
 TOOLS = [FunctionTool.from_defaults(fn=fn) for fn in (multiply, look_up, clock)]
 ONE = TOOLS[:1]
+
+
+async def refuses_no_tools(llm: FunctionCallingLLM, refusal: Any) -> None:
+    with pytest.raises(refusal, match="no tools"):
+        llm.predict_and_call([], HELLO)
+    with pytest.raises(refusal, match="no tools"):
+        await llm.apredict_and_call([], HELLO)
 
 
 class LLMToolTests(LLMTests):
@@ -169,6 +178,9 @@ class LLMToolTests(LLMTests):
         response = llm.predict_and_call(TOOLS, BOTH, allow_parallel_tool_calls=True)
         assert len(response.sources) == 2
 
+    async def test_predict_and_call_of_no_tools_is_refused(self, llm: FunctionCallingLLM) -> None:
+        await refuses_no_tools(llm, self.refusal)
+
     # -- agents ---------------------------------------------------------------------------------
 
     async def test_a_function_agent_calls_and_answers(self, llm: FunctionCallingLLM) -> None:
@@ -221,9 +233,26 @@ class LLMWithoutToolsTests(LLMTests):
             await FunctionAgent(tools=ONE, llm=llm).run(MULTIPLY)
 
     def test_predict_and_call_asks_in_plain_text(self, llm: FunctionCallingLLM) -> None:
-        # LlamaIndex 0.14.25 refuses the None that it passes for these itself
+        assert "42" in llm.predict_and_call(ONE, MULTIPLY).response
+
+    async def test_apredict_and_call_asks_in_plain_text(self, llm: FunctionCallingLLM) -> None:
+        assert "42" in (await llm.apredict_and_call(ONE, MULTIPLY)).response
+
+    def test_predict_and_call_takes_a_formatter_and_a_parser(self, llm: FunctionCallingLLM) -> None:
         given = {"react_chat_formatter": ReActChatFormatter(), "output_parser": ReActOutputParser()}
         assert "42" in llm.predict_and_call(ONE, MULTIPLY, **given).response
+
+    async def test_predict_and_call_that_calls_nothing_is_refused(
+        self, llm: FunctionCallingLLM
+    ) -> None:
+        with pytest.raises(self.refusal, match="multiply"):
+            llm.predict_and_call(ONE, HELLO)
+        with pytest.raises(self.refusal, match="multiply"):
+            await llm.apredict_and_call(ONE, HELLO)
+        assert llm.predict_and_call(ONE, HELLO, error_on_no_tool_call=False).sources == []
+
+    async def test_predict_and_call_of_no_tools_is_refused(self, llm: FunctionCallingLLM) -> None:
+        await refuses_no_tools(llm, self.refusal)
 
     async def test_agents_that_ask_in_plain_text_work(self, llm: FunctionCallingLLM) -> None:
         assert "42" in str(await ReActAgent(tools=ONE, llm=llm).run(MULTIPLY))

@@ -47,7 +47,8 @@ def _to_dict(message: ChatMessage) -> Message:
             calls.append({"type": "function", "id": block.tool_call_id, "function": function})
         elif not isinstance(block, ThinkingBlock | CachePoint):
             raise InvalidInputError(
-                f"content block of type {block.block_type!r}: only text can be read"
+                f"a content block of type {block.block_type!r}, and only text can be read; say it in words "
+                "or leave it out"
             )
     converted: Message = {
         "role": _ROLES.get(message.role, message.role.value),

@@ -20,29 +20,23 @@ from llama_index.core.base.llms.types import (
     CompletionResponseAsyncGen,
     CompletionResponseGen,
     LLMMetadata,
-    MessageRole,
 )
 from llama_index.core.instrumentation.span import active_span_id
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-from llama_index.core.llms.function_calling import FunctionCallingLLM
 
-from blendrag.errors import InvalidInputError
-from blendrag.plugs.fields import CONFIG, RequestFields
+from blendrag.plugs.fields import CONFIG
 from blendrag.plugs.shared import context_tokens
-from blendrag.plugs.tool_choice import call_form, tool_names
 from blendrag.plugs.tools import has_tools
 from llama_index.llms.blendrag import _results, _tools
 from llama_index.llms.blendrag._calls import Asked, Call
 from llama_index.llms.blendrag._messages import to_dicts
+from llama_index.llms.blendrag._tool_calling import ToolCalling
 
 if TYPE_CHECKING:
-    from llama_index.core.llms.llm import ToolSelection
-    from llama_index.core.tools.types import BaseTool
-
     from blendrag.engine import Options
 
 
-class BlendLLM(RequestFields, FunctionCallingLLM):
+class BlendLLM(ToolCalling):
     """A local Hugging Face causal LM over a blendrag store.
 
     Messages go through the model's own chat template, or through ``messages_to_prompt`` where there is
@@ -142,49 +136,14 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
     ) -> CompletionResponseAsyncGen:
         return self._completion_call(prompt, formatted, kwargs).apieces()
 
-    # -- tools ----------------------------------------------------------------------------------
-
-    def _prepare_chat_with_tools(
-        self,
-        tools: Sequence[BaseTool],
-        user_msg: str | ChatMessage | None = None,
-        chat_history: list[ChatMessage] | None = None,
-        verbose: bool = False,
-        allow_parallel_tool_calls: bool = False,
-        tool_required: bool = False,
-        tool_choice: Any = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """Arguments of :meth:`chat`. Raises :class:`InvalidInputError` for a model without tools."""
-        specs = [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools]
-        if specs:
-            self._check_tools(specs, self.request_options())
-        messages = list(chat_history or ())
-        if isinstance(user_msg, str):
-            user_msg = ChatMessage(role=MessageRole.USER, content=user_msg)
-        if user_msg is not None:
-            messages.append(user_msg)
-        if specs:
-            # asked for by LlamaIndex unasked: where a template can't force calls, the model chooses
-            can_force = tool_required and call_form(self.engine.resources.tokens) is not None
-            kwargs |= {
-                "tools": specs,
-                "tool_choice": tool_choice or ("any" if can_force else None),
-                "parallel_tool_calls": allow_parallel_tool_calls,
-            }
-        return {"messages": messages, **kwargs}
-
-    def get_tool_calls_from_response(
-        self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
-    ) -> list[ToolSelection]:
-        """Raises :class:`InvalidInputError` for a response without calls, unless told not to."""
-        return _tools.selections(response, error_on_no_tool_call)
-
     # -- inside ---------------------------------------------------------------------------------
 
     def _chat_call(
         self, messages: Sequence[ChatMessage], overrides: dict[str, Any]
     ) -> Call[ChatResponse]:
+        from blendrag.engine.prompts import refuse_silence
+
+        refuse_silence(to_dicts(messages))
         overrides = dict(overrides)
         offer = _tools.Offer.taken_from(overrides)
         if offer is not None:
@@ -201,20 +160,6 @@ class BlendLLM(RequestFields, FunctionCallingLLM):
             offer,
             active_span_id.get(),
         )
-
-    def _check_tools(self, specs: Sequence[_tools.Spec], options: Options) -> None:
-        given = ", ".join(tool_names(specs))
-        if not options.apply_chat_template:
-            raise InvalidInputError(
-                f"apply_chat_template=False with tools ({given}), which reach the model through its "
-                "template; leave one of them out"
-            )
-        resources = self.engine.resources
-        if not has_tools(resources.tokens):
-            raise InvalidInputError(
-                f"the chat template of {resources.model_name!r} takes no tools ({given}); use a "
-                "ReActAgent, which asks for them in plain text"
-            )
 
     def _completion_call(
         self, prompt: str, formatted: bool, overrides: dict[str, Any]

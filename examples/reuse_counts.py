@@ -1,0 +1,85 @@
+"""What the table of reuse counts, and over which models, whichever the framework; see reuse_table.py."""
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from blendrag import BlendEngine
+from blendrag.chunking import chunk_id_of
+from blendrag.demo import demo_corpus_path, demo_questions
+
+QUESTIONS = [question.text for question in demo_questions()[:3]]
+LOADED = {"exact", "blended", "reused"}
+
+
+class Counts:
+    """Of one question: which chunks were retrieved, and how many tokens of each some call loaded."""
+
+    def __init__(self, engine):
+        self._engine = engine
+        self.retrieved = {}
+        self.loaded = {}
+        self.notes = []
+
+    def was_retrieved(self, text):
+        tokens = len(self._engine.resources.text_ids(text.strip()))
+        self.retrieved[chunk_id_of(text)] = tokens
+
+    def was_answered(self, chunks, notes):
+        self.notes += notes if self.retrieved else ()
+        for chunk in chunks:
+            if chunk["outcome"] in LOADED:
+                most = max(chunk["tokens"], self.loaded.get(chunk["chunk_id"], 0))
+                self.loaded[chunk["chunk_id"]] = most
+
+    def tokens(self):
+        """Tokens loaded, and tokens retrieved."""
+        loaded = sum(min(self.loaded.get(c, 0), n) for c, n in self.retrieved.items())
+        return loaded, sum(self.retrieved.values())
+
+
+def share_of(counts: list[Counts]) -> tuple[float, str]:
+    """Loaded tokens of all retrieved, over some questions; and why not all of them."""
+    loaded, retrieved = (sum(n) for n in zip(*(c.tokens() for c in counts), strict=True))
+    notes = dict.fromkeys(note for c in counts for note in c.notes)
+    return loaded / retrieved, "; ".join(notes) if loaded < retrieved else ""
+
+
+@contextmanager
+def demo_engine(chunk_tokens: int) -> Iterator[BlendEngine]:
+    """The embedded model over its corpus."""
+    with (
+        tempfile.TemporaryDirectory() as store,
+        BlendEngine("demo", store, chunk_tokens=chunk_tokens, embedder="minilm-offline") as engine,
+    ):
+        engine.ingest([demo_corpus_path()])
+        yield engine
+
+
+@contextmanager
+def tooled_engine(script: Callable[[str], str], chunk_tokens: int) -> Iterator[BlendEngine]:
+    """A model that says what ``script`` says of a prompt: the embedded one has no place for tools."""
+    scripted = scripted_models()
+    with (
+        tempfile.TemporaryDirectory() as store,
+        scripted.engine(script, store, chunk_tokens=chunk_tokens) as engine,
+    ):
+        engine.ingest([demo_corpus_path()])
+        yield engine
+
+
+def scripted_models():
+    """The module of blendrag's tests that makes them."""
+    tests = str(Path(__file__).resolve().parent.parent / "tests")
+    if tests not in sys.path:
+        sys.path.insert(0, tests)
+    import scripted
+
+    return scripted
+
+
+def question_in(prompt: str) -> str:
+    """What the last message of a prompt of theirs says."""
+    return prompt.rpartition("<|start|>user\n")[2].partition("<|end|>")[0]

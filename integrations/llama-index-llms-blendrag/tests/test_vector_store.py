@@ -1,0 +1,163 @@
+"""``BlendVectorStore``: nodes come back as they were, are found, filtered and removed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_index.core import VectorStoreIndex
+from llama_index.core.embeddings import MockEmbedding
+from llama_index.core.schema import ImageNode, MediaResource, Node, TextNode
+from llama_index.core.vector_stores.types import (
+    FilterOperator,
+    MetadataFilter,
+    MetadataFilters,
+    VectorStoreQuery,
+    VectorStoreQueryMode,
+)
+from places import document, text_about
+
+import scripted
+from blendrag.engine import BlendEngine
+from blendrag.errors import BlendragError, CorpusError, InvalidInputError
+from llama_index.llms.blendrag import (
+    BlendEmbedding,
+    BlendNodeParser,
+    BlendPrecompute,
+    BlendRetriever,
+    BlendVectorStore,
+)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[BlendEngine]:
+    with scripted.engine((), tmp_path / "kv", chunk_tokens=64) as engine:
+        yield engine
+
+
+@pytest.fixture
+def store(engine: BlendEngine) -> BlendVectorStore:
+    return BlendVectorStore(engine=engine)
+
+
+@pytest.fixture
+def filled(store: BlendVectorStore) -> BlendVectorStore:
+    for place, year in (("Bay", 1), ("Cape", 2), ("Dale", 3)):
+        store.add([TextNode(id_=place, text=text_about(place), metadata={"year": year})])
+    return store
+
+
+def ids(store: BlendVectorStore, **query: Any) -> list[str]:
+    asked = {"query_str": "ships", "similarity_top_k": 9, **query}
+    return sorted(store.query(VectorStoreQuery(**asked)).ids or [])
+
+
+def test_a_node_comes_back_as_it_was(store: BlendVectorStore, engine: BlendEngine) -> None:
+    parser = BlendNodeParser(engine=engine, count_metadata=False)
+    nodes = parser.get_nodes_from_documents([document("Bay", year=1, tags=["a", "b"])])
+    store.add(nodes)
+    (found,) = store.get_nodes([nodes[0].node_id])
+    assert found == nodes[0]
+    (hit,) = BlendRetriever(engine=engine, similarity_top_k=1).retrieve(nodes[0].text)
+    assert hit.node in nodes
+
+
+def test_a_node_of_any_kind_comes_back_as_it_was(store: BlendVectorStore) -> None:
+    nodes = [
+        ImageNode(text=text_about("Bay"), image_url="http://localhost/x.png"),
+        Node(text_resource=MediaResource(text=text_about("Cape"))),
+    ]
+    store.add(nodes)
+    assert store.get_nodes([node.node_id for node in nodes]) == nodes
+
+
+def test_filters_by_metadata_nest(filled: BlendVectorStore) -> None:
+    late = MetadataFilter(key="year", value=2, operator=FilterOperator.GTE)
+    either = MetadataFilters(
+        filters=[MetadataFilter(key="year", value=1), MetadataFilter(key="year", value=3)],
+        condition="or",
+    )
+    assert ids(filled) == ["Bay", "Cape", "Dale"]
+    assert ids(filled, filters=MetadataFilters(filters=[late])) == ["Cape", "Dale"]
+    assert ids(filled, filters=either) == ["Bay", "Dale"]
+    assert ids(filled, filters=MetadataFilters(filters=[late, either])) == ["Dale"]
+    assert ids(filled, filters=MetadataFilters(filters=[late], condition="not")) == ["Bay"]
+    assert ids(filled, node_ids=["Bay"]) == ["Bay"]
+
+
+def test_nodes_are_deleted_by_id_and_filter(filled: BlendVectorStore, engine: BlendEngine) -> None:
+    filled.delete_nodes(["Bay"])
+    filled.delete_nodes(filters=MetadataFilters(filters=[MetadataFilter(key="year", value=2)]))
+    assert ids(filled) == ["Dale"]
+    with pytest.raises(InvalidInputError, match="neither node_ids nor filters"):
+        filled.delete_nodes()
+    filled.clear()
+    assert ids(filled) == []
+    assert filled.get_nodes() == []
+
+
+async def test_the_async_twins_do_the_same(store: BlendVectorStore) -> None:
+    await store.async_add([TextNode(id_="Bay", text=text_about("Bay"))])
+    asked = VectorStoreQuery(query_str="ships", similarity_top_k=1)
+    assert (await store.aquery(asked)).ids == ["Bay"]
+    assert [node.node_id for node in await store.aget_nodes(["Bay", "none"])] == ["Bay"]
+    await store.adelete_nodes(["Bay"])
+    await store.adelete("Bay")
+    await store.aclear()
+    assert (await store.aquery(asked)).ids == []
+
+
+def test_mmr_prefers_what_is_unlike(store: BlendVectorStore) -> None:
+    same = text_about("Bay")
+    store.add([TextNode(id_=str(n), text=f"{same} {n}") for n in range(3)])
+    store.add([TextNode(id_="other", text="The sister of the founder wrote about a fox.")])
+    mmr = {"mode": VectorStoreQueryMode.MMR, "similarity_top_k": 2, "mmr_threshold": 0.2}
+    assert "other" in ids(store, query_str=same, **mmr)
+    assert "other" not in ids(store, query_str=same, similarity_top_k=2)
+
+
+def test_the_indexs_own_vectors_are_kept_where_it_is_named(engine: BlendEngine) -> None:
+    own = BlendVectorStore(engine=engine, embedding_name="mine")
+    index = VectorStoreIndex.from_vector_store(own, embed_model=MockEmbedding(embed_dim=7))
+    index.insert_nodes([TextNode(id_="Bay", text=text_about("Bay"))])
+    assert engine.library.search([1.0] * 7, 1)[0].vector.shape == (7,)
+    assert index.as_retriever().retrieve("ships")[0].node_id == "Bay"
+    with pytest.raises(CorpusError):
+        BlendVectorStore(engine=engine, embedding_name="other").add(
+            [TextNode(text=text_about("Cape"), embedding=[1.0] * 7)]
+        )
+
+
+def test_wrong_input_is_refused_in_a_sentence(store: BlendVectorStore) -> None:
+    with pytest.raises(InvalidInputError, match="surrogate"):
+        store.add([TextNode(id_="Bay", text=text_about("Bay") + "\ud800")])
+    assert store.get_nodes() == []
+    with pytest.raises(InvalidInputError, match="'hybrid' is not one of 'default', 'mmr'"):
+        store.query(VectorStoreQuery(query_str="x", mode=VectorStoreQueryMode.HYBRID))
+    with pytest.raises(InvalidInputError, match="has no query_str"):
+        store.query(VectorStoreQuery(query_embedding=[1.0]))
+
+
+SEARCHES: dict[str, Callable[[BlendEngine], Any]] = {
+    "retriever": lambda e: BlendRetriever(engine=e).retrieve("ships"),
+    "query": lambda e: ids(BlendVectorStore(engine=e)),
+    "add": lambda e: BlendVectorStore(engine=e).add([TextNode(text=text_about("Cape"))]),
+    "delete": lambda e: BlendVectorStore(engine=e).delete("Bay"),
+    "embedding": lambda e: BlendEmbedding(engine=e).get_text_embedding("ships"),
+    "question": lambda e: BlendEmbedding(engine=e).get_query_embedding("ships"),
+    "precompute": lambda e: BlendPrecompute(engine=e)([TextNode(text=text_about("Cape"))]),
+    "parser": lambda e: BlendNodeParser(engine=e).split_text("ships"),
+}
+
+
+@pytest.mark.parametrize("way", SEARCHES)
+def test_using_a_given_engine_after_it_was_closed_is_one_sentence(
+    filled: BlendVectorStore, engine: BlendEngine, way: str
+) -> None:
+    SEARCHES[way](engine)
+    engine.close()
+    with pytest.raises(BlendragError) as raised:
+        SEARCHES[way](engine)
+    assert str(raised.value) == "this engine is closed; make a new BlendEngine"
