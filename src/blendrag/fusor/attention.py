@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from blendrag.fusor.packed_rows import AnyRows
 from blendrag.fusor.rows import Rows
 from blendrag.model.layers import DecoderStack
 
@@ -44,22 +45,40 @@ def blend_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """``query`` ``[1, H, S, D]`` over ``key``/``value`` ``[1, Hkv, N, D]`` → ``[1, S, H, D]``."""
-    rows: Rows | None = kwargs.get(ROWS_KEYWORD)
+    rows: AnyRows | None = kwargs.get(ROWS_KEYWORD)
     if rows is None or attention_mask is not None:
         raise NotServedError("layer does not pass the selected rows on to its attention")
     if any(kwargs.get(name) is not None for name in UNSERVED):
         raise NotServedError("attention asks for more than scaled dot products")
     rows.attended = True
+    if isinstance(rows, Rows):
+        return _attend(rows, query, key, value, scaling, sliding_window), None
+    out = query.new_empty((1, query.shape[2], query.shape[1], value.shape[-1]))
+    for part in rows.parts:  # several prompts: each over its own keys
+        keys, values = (kv[:, :, part.lo : part.hi] for kv in (key, value))
+        asked = query[:, :, part.a : part.b]
+        out[:, part.a : part.b] = _attend(part.rows, asked, keys, values, scaling, sliding_window)
+    return out, None
+
+
+def _attend(
+    rows: Rows,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
     grouped = query.shape[1] != key.shape[1]
-    if sliding_window is not None and sliding_window >= rows.prompt_tokens:
-        sliding_window = None
-    if rows.covers_prompt and sliding_window is None:
+    if window is not None and window >= rows.prompt_tokens:
+        window = None
+    if rows.covers_prompt and window is None:
         out = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
         )
-        return out.transpose(1, 2), None
+        return out.transpose(1, 2)
     out = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1]))
-    for a, b, lo, hi, bias in rows.blocks(sliding_window, query.dtype):
+    for a, b, lo, hi, bias in rows.blocks(window, query.dtype):
         part = F.scaled_dot_product_attention(
             query[:, :, a:b],
             key[:, :, lo:hi],
@@ -69,7 +88,7 @@ def blend_attention(
             enable_gqa=grouped,
         )
         out[:, a:b] = part.transpose(1, 2)
-    return out, None
+    return out
 
 
 @contextmanager

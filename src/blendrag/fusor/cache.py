@@ -7,7 +7,7 @@ Every layer keeps all its tokens: windows are a matter of masks here, not of for
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -71,19 +71,32 @@ class BlendCache(DynamicCache):
 
     def __init__(self, layout: KVLayout, capacity: int, device: torch.device) -> None:
         with torch.inference_mode(False):  # the loader's thread writes them outside inference mode
-            layers = [
-                BlendLayer(
-                    torch.empty(
-                        (2, 1, shape.kv_heads, capacity, shape.head_dim),
-                        dtype=layout.torch_dtype,
-                        device=device,
-                    )
+            buffers = [
+                torch.empty(
+                    (2, 1, shape.kv_heads, capacity, shape.head_dim),
+                    dtype=layout.torch_dtype,
+                    device=device,
                 )
                 for shape in layout.layers
             ]
-        Cache.__init__(self, layers=layers)
+        self._keep_in(buffers)
+
+    def _keep_in(self, buffers: Sequence[torch.Tensor]) -> None:
+        Cache.__init__(self, layers=[BlendLayer(buffer) for buffer in buffers])
         self.merge: Merge | None = None
         """Set while a fusion owns the first forward."""
+
+    def part(self, start: int, capacity: int) -> BlendCache:
+        """A cache of its own in a stretch of this one's buffers; grown past it, it has its own."""
+        made = BlendCache.__new__(BlendCache)
+        with torch.inference_mode(False):
+            made._keep_in([la.buffer[..., start : start + capacity, :] for la in self.layers])
+        return made
+
+    def show(self, length: int) -> None:
+        """Make the first ``length`` tokens of every layer the cache's content."""
+        for layer in self.layers:
+            layer.show(length)
 
     def buffers(self, tokens: int) -> list[torch.Tensor]:
         """Per layer ``[2, Hkv, tokens, D]``, views."""

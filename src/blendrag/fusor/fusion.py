@@ -18,11 +18,12 @@ layer; the paper leaves it open.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
 from blendrag.fusor.cache import BlendCache
+from blendrag.fusor.packed_rows import AnyRows
 from blendrag.fusor.request import BlendRequest, FusionCounts, query_span, split_tokens
 from blendrag.fusor.rotation import Rotation
 from blendrag.fusor.rows import Rows
@@ -34,6 +35,8 @@ from blendrag.selection import LayerView, PromptGeometry, make_policy
 from blendrag.timeline import REPOSITION, SELECT, WAIT, Timeline, noted
 
 Fetch = Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
+Peek = Callable[[AnyRows, torch.Tensor | None], None]
+"""Runs a layer on the rows, at these indices among those that arrive (``None``: all), until its K/V exist."""
 
 
 class Peeked(Exception):
@@ -87,6 +90,23 @@ class Fusion:
         self._rotation = Rotation(request.spans, repositioner, device)
         self.loader = LayerLoader(self._buffers, self._wanted(), timeline)
 
+    @property
+    def prompt_tokens(self) -> int:
+        return self.request.prompt_tokens
+
+    @property
+    def takes_masks(self) -> bool:
+        """Whether the forward under way needs masks whatever attention the model has."""
+        return self.is_scouting
+
+    def start(self) -> None:
+        """Begin to load."""
+        self.loader.start()
+
+    def close(self) -> None:
+        """Stop loading; blocks until the buffers are left alone. Idempotent."""
+        self.loader.close()
+
     def _entry(self) -> torch.Tensor:
         """Candidates computed in layer 0: all of them where fresh KV is compared with loaded."""
         if self.policy.looks:
@@ -103,21 +123,29 @@ class Fusion:
     @contextmanager
     def scouting(self) -> Iterator[Scout]:
         """A forward within computes the fresh tokens over stored KV; after it the choice is made."""
-        n, device = self.request.prompt_tokens, self._candidates.device
-        damped = self._layers if self.policy.damps else 0
-        scout = Scout(n, n - self.geometry.query_span[0], device, damped)
-        self.is_scouting = True
         if self.timeline is not None:
             self.timeline.pass_name = "scout"
         try:
+            scout = self.begin_scouting()
             yield scout
         finally:
             self.is_scouting = False
             if self.timeline is not None:
                 self.timeline.pass_name = ""
+        self.end_scouting(scout)
+
+    def begin_scouting(self) -> Scout:
+        """What the pass that follows reports to."""
+        n, device = self.request.prompt_tokens, self._candidates.device
+        damped = self._layers if self.policy.damps else 0
+        self.is_scouting = True
+        return Scout(n, n - self.geometry.query_span[0], device, damped)
+
+    def end_scouting(self, scout: Scout) -> None:
+        """The pass is over: choose what layer 0 computes by what ``scout`` saw."""
+        self.is_scouting = False
         self.scouts, self._scouted_rows = False, self.rows.count
-        for layer in self._cache.layers:
-            layer.show(0)
+        self._cache.show(0)
         if scout.layers:
             self._question = scout.attention
         else:  # attention of this model's own making: nothing was seen
@@ -126,20 +154,21 @@ class Fusion:
 
     # -- before a layer -----------------------------------------------------------------------
 
-    def enter_layer(
-        self, layer: int, peek: Callable[[Rows], None]
-    ) -> tuple[Rows, torch.Tensor | None]:
-        """Rows of ``layer`` and their indices among the rows that arrive (``None``: all of them).
+    def enter_layer(self, layer: int, peek: Peek) -> tuple[Rows, torch.Tensor | None]:
+        """Rows of ``layer`` and their indices among the rows that arrive (``None``: all of them)."""
+        if self.peeks_before(layer):
+            with suppress(Peeked):
+                peek(self.begin_peek(), None)
+            self.end_peek()
+        return self.advance(layer)
 
-        ``peek(rows)`` runs the layer on ``rows`` until its K/V exist.
-        """
+    def advance(self, layer: int) -> tuple[Rows, torch.Tensor | None]:
+        """:meth:`enter_layer` after the peek, if there was one."""
         if self.is_scouting:
             return self.rows, self.rows.positions if layer == 0 else None
         if layer == 0:
             self._count()
             return self.rows, None if self.rows.covers_prompt else self.rows.positions
-        if layer == 1 and self._peeks:
-            self._peek(peek)
         arriving, self.rows = self.rows, self._next_rows
         self._count()
         self._recomputed[self._alive] += 1
@@ -147,19 +176,23 @@ class Fusion:
             return self.rows, None
         return self.rows, torch.searchsorted(arriving.positions, self.rows.positions)
 
+    def peeks_before(self, layer: int) -> bool:
+        """Whether K/V of ``layer`` must be seen for all rows that arrive before it is entered."""
+        return layer == 1 and not self.is_scouting and self._peeks
+
     @property
     def _peeks(self) -> bool:
         return self.policy.looks and self._candidates.numel() > 0 and self._layers > 1
 
-    def _peek(self, peek: Callable[[Rows], None]) -> None:
+    def begin_peek(self) -> Rows:
+        """The rows to peek at: the next :meth:`merge` keeps their K/V and raises :class:`Peeked`."""
         self._peek_rows = self.rows
         self._peeking = True
-        try:
-            peek(self.rows)
-        except Peeked:
-            pass
-        finally:
-            self._peeking = False
+        return self.rows
+
+    def end_peek(self) -> None:
+        """Choose by the K/V that were seen."""
+        self._peeking = False
         assert self._peeked_kv is not None
         self._choose(1, *self._peeked_kv, seen=1)
 

@@ -1,25 +1,27 @@
 """Blending inside an unmodified model: forward pre-hooks on its decoder layers, and a cache.
 
-Owns the hooks. They shrink each layer's arguments to the rows the fusion selects, serve exactly one
-forward of one sequence, and are gone afterwards, whatever happens. Hooks are global to the model:
-the caller holds the adapter's lock from :meth:`Fusor.fuse` to the last token.
+Owns when the hooks are there. They shrink each layer's arguments to the rows the fusion selects, serve
+exactly one forward, and are gone afterwards, whatever happens. Hooks are global to the model: the caller
+holds the adapter's lock from :meth:`Fusor.fuse` to the last token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from blendrag.errors import UnsupportedModelError
-from blendrag.fusor.attention import NAME, ROWS_KEYWORD, implementation, serves
+from blendrag.fusor.attention import NAME, implementation, serves
 from blendrag.fusor.cache import BlendCache
 from blendrag.fusor.fusion import BlendRequest, Fusion
-from blendrag.fusor.narrow import narrow_kwargs, refuse_positional
-from blendrag.fusor.rows import Rows
+from blendrag.fusor.hooks import Blending, LastRows, LayerEnd, LayerHook
+from blendrag.fusor.pack import NobodyLeft
+from blendrag.fusor.pack_scout import scouting_together
+from blendrag.fusor.packing import Packing, Prefilled, Prompt, replayed
 from blendrag.fusor.scout import scouting
 from blendrag.model.adapter import ModelAdapter
 from blendrag.timeline import Timeline
@@ -51,9 +53,16 @@ class Fusor:
                 "attn_implementation='sdpa' or 'eager', or use mode full"
             )
 
+    @property
+    def packs(self) -> bool:
+        """Whether :meth:`prefill_together` can be used: a mask would have to span all prompts' keys."""
+        return self.fast_attention
+
     def new_cache(self, prompt_tokens: int, new_tokens: int) -> BlendCache:
         """A cache with room for the prompt and the answer."""
         return BlendCache(self.adapter.layout, prompt_tokens + new_tokens + 1, self.adapter.device)
+
+    # -- one prompt ---------------------------------------------------------------------------
 
     @contextmanager
     def fuse(
@@ -70,36 +79,14 @@ class Fusor:
         each layer and may raise to abandon the forward. ``timeline`` is told what is done when.
         """
         fusion = Fusion(request, cache, self.adapter.repositioner, self._force_masks, timeline)
-        with ExitStack() as armed:
-            armed.callback(fusion.loader.close)
-            cache.merge = fusion.merge
-            armed.callback(_disarm, cache)
-            if self.fast_attention:
-                armed.enter_context(implementation(self.adapter.stack, NAME))
-            for index, layer in enumerate(self.adapter.stack.layers):
-                hook = _LayerHook(fusion, index, not self.fast_attention, check)
-                armed.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
-                if timeline is not None:
-                    end = _LayerEnd(timeline, index)
-                    armed.callback(layer.register_forward_hook(end).remove)
-            if fusion.scouts:
-                before = self.adapter.stack.base.register_forward_pre_hook(
-                    self._scout_hook(fusion), with_kwargs=True
-                )
-                armed.callback(before.remove)
-            done = self.adapter.stack.base.register_forward_hook(lambda *_: armed.close())
-            armed.callback(done.remove)
-            fusion.loader.start()
-            yield fusion
 
-    def _scout_hook(self, fusion: Fusion) -> Callable[..., None]:
-        """Runs the decoder once over stored KV before the blended forward."""
-
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        @contextmanager
+        def scout_pass() -> Iterator[None]:
             with fusion.scouting() as scout, scouting(self.adapter.stack, scout):
-                module.forward(*args, **kwargs)
+                yield
 
-        return hook
+        with self._armed(fusion, cache, scout_pass, check):
+            yield fusion
 
     @torch.inference_mode()
     def prefill(
@@ -124,62 +111,92 @@ class Fusor:
             )
         return out.logits, cache, fusion
 
+    # -- several prompts ----------------------------------------------------------------------
 
-class _LayerHook:
-    """Forward pre-hook of one decoder layer."""
+    @torch.inference_mode()
+    def prefill_together(self, prompts: Sequence[Prompt]) -> list[Prefilled | Exception]:
+        """Blended prefill of several prompts in one forward of the decoder, its LM head left out.
 
-    def __init__(
-        self, fusion: Fusion, index: int, masked: bool, check: Callable[[], None] | None
-    ) -> None:
-        self._fusion = fusion
-        self._index = index
-        self._masked = masked
-        self._check = check
+        Each gets what it would get alone, or what would be raised alone (:class:`SpanCorruptError`, its
+        check's own errors): an error of one is no other's. Raises what concerns all of them.
+        """
+        assert self.packs, "see Fusor.packs"
+        packing = Packing(self.adapter, prompts)
+        pack, cache = packing.pack, packing.cache
 
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self._check is not None:
-            self._check()
-        if self._fusion.timeline is not None:
-            self._fusion.timeline.enter(self._index)
-        hidden = args[0] if args else kwargs["hidden_states"]
-        if hidden.shape[0] != 1:
-            raise UnsupportedModelError(
-                f"a batch of {hidden.shape[0]} sequences cannot be blended in one forward; "
-                "blend one prompt at a time"
-            )
-        refuse_positional(args[1:], self._fusion.request.prompt_tokens)
+        @contextmanager
+        def scout_pass() -> Iterator[None]:
+            with pack.scouting() as scouts, scouting_together(self.adapter.stack, scouts):
+                yield
 
-        def arguments(
-            rows: Rows, indices: torch.Tensor | None
-        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            masked = self._masked or self._fusion.is_scouting
-            narrowed = narrow_kwargs(kwargs, rows, masked)
-            if not masked:
-                narrowed[ROWS_KEYWORD] = rows
-            states = hidden if indices is None else hidden[:, indices]
-            if args:
-                return (states, *args[1:]), narrowed
-            narrowed["hidden_states"] = states
-            return args, narrowed
+        base = self.adapter.stack.base
+        with self.adapter.lock, ExitStack() as armed:
+            last = self.adapter.stack.layers[-1].register_forward_hook(LastRows(pack.last_rows))
+            armed.callback(last.remove)
+            armed.enter_context(self._armed(pack, cache, scout_pass))
+            try:
+                out = base(
+                    input_ids=packing.ids,
+                    position_ids=packing.position_ids,
+                    past_key_values=cache,
+                    use_cache=True,
+                )
+            except NobodyLeft:
+                out = None
+        return packing.outcomes(out)
 
-        def peek(rows: Rows) -> None:
-            peek_args, peek_kwargs = arguments(rows, None)
-            module.forward(*peek_args, **peek_kwargs)
+    @torch.inference_mode()
+    def first_logits(self, prefilled: Sequence[Prefilled]) -> torch.Tensor:
+        """Logits ``[n, V]`` of the first new token of each, by one run of the LM head."""
+        hidden = torch.cat([one.output.last_hidden_state for one in prefilled], dim=1)
+        output = type(prefilled[0].output)(last_hidden_state=hidden)
+        ids = torch.zeros((1, len(prefilled)), dtype=torch.long, device=hidden.device)
+        with self.adapter.lock, replayed(self.adapter.stack.base, output):
+            logits: torch.Tensor = self.adapter.model(input_ids=ids, logits_to_keep=0).logits
+        return logits[0]
 
-        return arguments(*self._fusion.enter_layer(self._index, peek))
+    # -- the hooks ----------------------------------------------------------------------------
+
+    @contextmanager
+    def _armed(
+        self,
+        blending: Blending,
+        cache: BlendCache,
+        scouting_pass: Callable[[], AbstractContextManager[None]],
+        check: Callable[[], None] | None = None,
+    ) -> Iterator[None]:
+        """Within this context the decoder's first forward is ``blending``'s."""
+        stack = self.adapter.stack
+        with ExitStack() as armed:
+            armed.callback(blending.close)
+            cache.merge = blending.merge
+            armed.callback(_disarm, cache)
+            if self.fast_attention:
+                armed.enter_context(implementation(stack, NAME))
+            for index, layer in enumerate(stack.layers):
+                hook = LayerHook(blending, index, not self.fast_attention, check)
+                armed.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
+                if blending.timeline is not None:
+                    end = LayerEnd(blending.timeline, index)
+                    armed.callback(layer.register_forward_hook(end).remove)
+            if blending.scouts:
+                scout = _scout_hook(scouting_pass)
+                before = stack.base.register_forward_pre_hook(scout, with_kwargs=True)
+                armed.callback(before.remove)
+            done = stack.base.register_forward_hook(lambda *_: armed.close())
+            armed.callback(done.remove)
+            blending.start()
+            yield
 
 
-class _LayerEnd:
-    """Forward hook of one decoder layer: its span of a timeline ends here."""
+def _scout_hook(scouting_pass: Callable[[], AbstractContextManager[None]]) -> Callable[..., None]:
+    """Runs the decoder once over stored KV before the blended forward."""
 
-    def __init__(self, timeline: Timeline, index: int) -> None:
-        self._timeline = timeline
-        self._index = index
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with scouting_pass():
+            module.forward(*args, **kwargs)
 
-    def __call__(self, *args: Any) -> None:
-        self._timeline.leave(self._index)
+    return hook
 
 
 def _disarm(cache: BlendCache) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from blendrag.errors import UnsupportedModelError
-from blendrag.fusor.rows import Rows
+from blendrag.fusor.packed_rows import AnyRows
 
 #: Tensor arguments indexed by token in their last dimension (``[…, N]``).
 BY_TOKEN = ("position_ids", "cache_position")
@@ -19,7 +19,7 @@ BY_TOKEN = ("position_ids", "cache_position")
 UNTOUCHED = ("hidden_states", "past_key_values", "past_key_value", "layer_past")
 
 
-def narrow_kwargs(kwargs: dict[str, Any], rows: Rows, masked: bool) -> dict[str, Any]:
+def narrow_kwargs(kwargs: dict[str, Any], rows: AnyRows, masked: bool) -> dict[str, Any]:
     """Keyword arguments of a layer for ``rows`` only.
 
     ``masked``: the model's own attention runs, so the mask rows are gathered, or built where the model
@@ -48,7 +48,7 @@ def refuse_positional(args: tuple[Any, ...], prompt_tokens: int) -> None:
         _refuse_token_length(f"#{index + 1}", value, prompt_tokens)
 
 
-def _mask_rows(mask: torch.Tensor | None, rows: Rows) -> torch.Tensor:
+def _mask_rows(mask: torch.Tensor | None, rows: AnyRows) -> torch.Tensor:
     if mask is None:
         return rows.mask()
     if mask.ndim != 4 or mask.shape[-2] != rows.prompt_tokens:
@@ -59,7 +59,7 @@ def _mask_rows(mask: torch.Tensor | None, rows: Rows) -> torch.Tensor:
     return mask[:, :, rows.positions] if rows.count < rows.prompt_tokens else mask
 
 
-def _embedding_rows(value: Any, rows: Rows) -> Any:
+def _embedding_rows(value: Any, rows: AnyRows) -> Any:
     if isinstance(value, torch.Tensor):  # [1, N, D]
         return value[..., rows.positions, :]
     if isinstance(value, tuple | list):

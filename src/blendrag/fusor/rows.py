@@ -40,7 +40,7 @@ class Rows:
         """Whether the fast attention really ran over them."""
         self._force_masks = force_masks
         self._blocks: dict[tuple[int | None, torch.dtype], list[Block]] = {}
-        self._mask: torch.Tensor | None = None
+        self._masks: dict[int | None, torch.Tensor] = {}
 
     @property
     def covers_prompt(self) -> bool:
@@ -56,10 +56,18 @@ class Rows:
 
     def mask(self) -> torch.Tensor:
         """The same as one boolean mask ``[1, 1, S, N]``, True = visible: the slow reference."""
-        if self._mask is None:
+        return self.visible(None)
+
+    def visible(self, window: int | None) -> torch.Tensor:
+        """:meth:`mask` of a layer with that sliding window."""
+        if window not in self._masks:
             keys = torch.arange(self.prompt_tokens, device=self.positions.device)
-            self._mask = (keys[None, :] <= self.positions[:, None])[None, None]
-        return self._mask
+            rows = self.positions[:, None]
+            seen = keys[None, :] <= rows
+            if window is not None:
+                seen &= rows - keys[None, :] < window
+            self._masks[window] = seen[None, None]
+        return self._masks[window]
 
     def _cut(self, window: int | None, dtype: torch.dtype) -> list[Block]:
         step = RUN_ROWS if self.count > 0.6 * self.prompt_tokens else BLOCK_ROWS

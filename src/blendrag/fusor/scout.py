@@ -60,10 +60,16 @@ def scouting(stack: DecoderStack, scout: Scout) -> Iterator[None]:
     """Forwards of ``stack`` within this context and thread report to ``scout``."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, scout_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
+    with reporting_to(scout), implementation(stack, NAME):
+        yield
+
+
+@contextmanager
+def reporting_to(scout: Scout) -> Iterator[None]:
+    """:func:`scout_attention` within this context and thread reports to ``scout``."""
     token = _current.set(scout)
     try:
-        with implementation(stack, NAME):
-            yield
+        yield
     finally:
         _current.reset(token)
 

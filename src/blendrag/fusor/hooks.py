@@ -1,0 +1,129 @@
+"""Forward hooks on the decoder layers of an unmodified model, for one forward.
+
+They know nothing of policies or stores: :class:`Blending` says which rows a layer computes, and they cut
+the layer's arguments down to those. Who registers them removes them (:mod:`blendrag.fusor.fusor`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from blendrag.errors import UnsupportedModelError
+from blendrag.fusor.attention import ROWS_KEYWORD
+from blendrag.fusor.fusion import Peek
+from blendrag.fusor.narrow import narrow_kwargs, refuse_positional
+from blendrag.fusor.packed_rows import AnyRows
+from blendrag.timeline import Timeline
+
+
+class Blending(Protocol):
+    """One prompt's fusion, or several prompts' in one forward."""
+
+    timeline: Timeline | None
+    scouts: bool
+    """Whether a scout pass must come first."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the sequence that the model is given."""
+        ...
+
+    @property
+    def takes_masks(self) -> bool:
+        """Whether the forward under way needs masks whatever attention the model has."""
+        ...
+
+    def enter_layer(self, layer: int, peek: Peek) -> tuple[AnyRows, torch.Tensor | None]:
+        """Rows of ``layer`` and their indices among those that arrive (``None``: all)."""
+        ...
+
+    def merge(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take a layer's new K/V ``[1, Hkv, S, D]``; what the rows attend to."""
+        ...
+
+    def start(self) -> None:
+        """Begin to load."""
+        ...
+
+    def close(self) -> None:
+        """Stop loading. Idempotent."""
+        ...
+
+
+class LayerHook:
+    """Forward pre-hook of one decoder layer."""
+
+    def __init__(
+        self, blending: Blending, index: int, masked: bool, check: Callable[[], None] | None
+    ) -> None:
+        self._blending = blending
+        self._index = index
+        self._masked = masked
+        self._check = check
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._check is not None:
+            self._check()
+        if self._blending.timeline is not None:
+            self._blending.timeline.enter(self._index)
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if hidden.shape[0] != 1:
+            raise UnsupportedModelError(
+                f"a batch of {hidden.shape[0]} sequences cannot be blended in one forward; "
+                "blend one prompt at a time"
+            )
+        refuse_positional(args[1:], self._blending.prompt_tokens)
+
+        def arguments(
+            rows: AnyRows, indices: torch.Tensor | None
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            masked = self._masked or self._blending.takes_masks
+            narrowed = narrow_kwargs(kwargs, rows, masked)
+            if not masked:
+                narrowed[ROWS_KEYWORD] = rows
+            states = hidden if indices is None else hidden[:, indices]
+            if args:
+                return (states, *args[1:]), narrowed
+            narrowed["hidden_states"] = states
+            return args, narrowed
+
+        def peek(rows: AnyRows, indices: torch.Tensor | None) -> None:
+            peek_args, peek_kwargs = arguments(rows, indices)
+            module.forward(*peek_args, **peek_kwargs)
+
+        return arguments(*self._blending.enter_layer(self._index, peek))
+
+
+class LayerEnd:
+    """Forward hook of one decoder layer: its span of a timeline ends here."""
+
+    def __init__(self, timeline: Timeline, index: int) -> None:
+        self._timeline = timeline
+        self._index = index
+
+    def __call__(self, *args: Any) -> None:
+        self._timeline.leave(self._index)
+
+
+class LastRows:
+    """Forward hook of the last decoder layer: only some of its rows go on to the final norm."""
+
+    def __init__(self, wanted: Callable[[], list[int] | None]) -> None:
+        """``wanted()``: their indices, ``None`` for all."""
+        self._wanted = wanted
+
+    def __call__(self, module: nn.Module, args: Any, out: Any) -> Any:
+        indices = self._wanted()
+        if indices is None:
+            return out
+        if isinstance(out, tuple):
+            return (out[0][:, indices], *out[1:])
+        return out[:, indices]
