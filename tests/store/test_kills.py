@@ -1,10 +1,11 @@
 import os
+import random
 import signal
 import time
 
 import pytest
 from soak.audit import PLENTY, audit, in_child, make_chunks, put
-from soak.kills import Killing
+from soak.kills import Killing, Worker
 from soak.report import Report, checked
 
 from blendrag.store import DiskStore
@@ -54,3 +55,22 @@ def test_a_hang_and_a_crash_of_the_reader_are_told_apart(action, said):
     answer, failure = in_child(action, timeout_s=0.5)
     assert answer is None
     assert failure.startswith(said)
+
+
+class _Dropped:
+    """Signals its own process while Python is in a place from where no exception comes out."""
+
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupt_that_python_swallows_comes_once_more():
+    def work(teller):
+        dropped = _Dropped()
+        del dropped
+        while True:
+            time.sleep(0.01)
+
+    worker = Worker(work, interruptible=True)
+    worker.interrupt(0, random.Random(0))
+    assert worker.kill().complaints == []

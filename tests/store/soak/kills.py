@@ -133,6 +133,7 @@ class Worker:
 def _live(work: Callable[[Teller], None], teller: Teller, interruptible: bool) -> None:
     """A worker's whole life. Unless interrupted, it ends only by being killed."""
     signal.signal(signal.SIGINT, _interrupted if interruptible else signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, _interrupted)
     try:
         _in_the_storm(work, teller)
     except KeyboardInterrupt:
@@ -150,10 +151,21 @@ def _in_the_storm(work: Callable[[Teller], None], teller: Teller) -> None:
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
+    is_swallowed = False
     while frame is not None:
         if frame.f_code is _in_the_storm.__code__:
-            raise KeyboardInterrupt
+            if not is_swallowed:
+                raise KeyboardInterrupt
+            signal.setitimer(signal.ITIMER_REAL, 0.001)  # once more, a little later
+        is_swallowed |= _swallows(frame)
         frame = frame.f_back
+
+
+def _swallows(frame: FrameType) -> bool:
+    """Whether Python prints what is raised there and goes on: callbacks of weak references and
+    ``__del__``."""
+    file = Path(frame.f_code.co_filename).name
+    return frame.f_code.co_name == "__del__" or file in ("weakref.py", "_weakrefset.py")
 
 
 class Killing:
