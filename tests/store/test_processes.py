@@ -275,7 +275,7 @@ def test_a_child_reads_and_closes_what_a_thread_of_its_parent_is_reading_at_the_
     thread.start()
     try:
         assert is_inside.wait(10)
-        assert succeeded(fork(read_on), within_s=20)
+        assert succeeded(fork(read_on))
     finally:
         release.set()
         thread.join()
@@ -304,7 +304,7 @@ def test_a_child_decodes_from_memory_what_a_thread_of_its_parent_is_decoding_at_
     thread.start()
     try:
         assert is_inside.wait(10)
-        assert succeeded(fork(read_on), within_s=20)
+        assert succeeded(fork(read_on))
     finally:
         release.set()
         thread.join()

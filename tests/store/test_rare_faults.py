@@ -357,6 +357,29 @@ def test_a_store_without_marks_has_no_pinned_chunks(lab, store, root):
     reader.close()
 
 
+def test_what_is_evicted_while_a_survey_goes_on_is_not_counted(lab, store, root, monkeypatch):
+    walk = PayloadFiles.walk
+
+    def walk_beside_an_eviction(files):
+        for name in walk(files):
+            if name.key == lab.key(2):
+                files.remove(name)
+            yield name
+
+    monkeypatch.setattr(PayloadFiles, "walk", walk_beside_an_eviction)
+    found = maintenance.survey(root)
+    assert (found.chunks, found.size_bytes) == (2, 2 * lab.entry_bytes)
+
+
+def test_a_store_without_some_of_its_directories_is_checked_all_the_same(store, root):
+    store.close()
+    for name in ("pinned", "quarantine", "tmp"):
+        (root / name).rmdir()
+    report = maintenance.check(root)
+    assert report.is_good
+    assert report.foreign_files == 0
+
+
 @pytest.mark.parametrize("call", ["open", "pread"])
 def test_a_survey_counts_what_it_cannot_describe(store, root, failing, call):
     store.close()

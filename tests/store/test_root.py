@@ -1,3 +1,4 @@
+import errno
 import logging
 import os
 import signal
@@ -326,3 +327,35 @@ def test_a_subdirectory_that_anyone_can_write_is_refused(lab, make_store, root, 
     assert_refused(root, f"{name} can be written by every user (mode 0777)", read_only)
     (root / name).chmod(0o700)
     assert lab.is_right(make_store(), 1)
+
+
+def test_a_path_that_no_file_system_takes_is_refused(tmp_path):
+    assert_refused(tmp_path / ("x" * 300), "File name too long while creating store")
+
+
+@pytest.mark.parametrize("times", [1, 19])
+def test_a_temporary_that_others_take_for_a_leftover_is_written_again(root, monkeypatch, times):
+    """Whoever opens the store clears away what nobody claims; a small file is claimed by nobody."""
+    real, left = os.replace, [times]
+
+    def cleared_away(source, target):
+        if left[0]:
+            left[0] -= 1
+            os.unlink(source)
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", cleared_away)
+    DiskStore(root, 1 << 30).close()
+    assert left == [0]
+    assert (root / "format").read_text() == "blendrag-kv 1\n"
+    assert_no_temporaries(root)
+
+
+def test_a_temporary_that_is_taken_away_every_time_is_an_error_with_a_name(root, monkeypatch):
+    def cleared_away(source, target):
+        os.unlink(source)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    monkeypatch.setattr(os, "replace", cleared_away)
+    assert_refused(root, "No such file or directory while writing")
+    assert_no_temporaries(root)
