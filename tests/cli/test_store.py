@@ -128,6 +128,10 @@ def test_gc_reaches_a_size_and_says_what_is_pinned(store: Path) -> None:
     assert result.exit_code == 0
     assert "1 pinned chunk stays, which is more than was asked for" in said(result)
     assert len(payloads(store)) == 1
+    shown = invoke("store", "stats", "--store", str(store)).stdout
+    assert ": 1 chunk, " in shown
+    assert ": 1 chunk (1 pinned), " in shown
+    assert "1 chunks" not in shown
     assert reused_tokens(store) >= 0
 
 

@@ -23,7 +23,7 @@ from blendrag.store.directories import sync_directory
 MARKER = re.compile(r"([0-9a-f]{16})\.writer", re.ASCII)
 PART = re.compile(r"([0-9a-f]{16})\.[0-9a-f]{16}\.part", re.ASCII)
 #: What opening a marker says where there is none of ours: it is gone, a directory, a link, a socket.
-_NOMARKER = (errno.ENOENT, errno.EISDIR, errno.ELOOP, errno.ENXIO)
+_NO_MARKER = (errno.ENOENT, errno.EISDIR, errno.ELOOP, errno.ENXIO)
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -115,7 +115,7 @@ def _is_locked(marker: Path) -> bool:
     try:
         fd = os.open(marker, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as exc:
-        if exc.errno in _NOMARKER:
+        if exc.errno in _NO_MARKER:
             return False
         raise
     try:
