@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -74,6 +76,34 @@ def test_fast_attention_equals_the_explicit_mask(
 ) -> None:
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     assert run(random_rows(n, s, seed=s), n, window, dtype, kv_heads) < tolerance
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_heads_that_share_kv_are_folded_into_rows_of_one(
+    kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def spied(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        asked.append((tuple(query.shape[1:3]), kwargs["enable_gqa"]))
+        return sdpa(query, *args, **kwargs)
+
+    sdpa = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spied)
+    assert run(random_rows(300, 40, seed=1), 300, None, torch.float32, kv_heads) < 1e-5
+    assert asked == [((kv_heads, 40 * 4 // kv_heads), False)]
+
+
+def test_where_folding_takes_too_much_memory_heads_stay_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = Rows(random_rows(300, 40, seed=1), 300)
+    (folded,), (plain,) = rows.blocks(None, torch.float32, 2), rows.blocks(None, torch.float32)
+    assert torch.equal(folded.bias, torch.cat((plain.bias, plain.bias)))
+    monkeypatch.setattr("blendrag.fusor.rows.FOLDED_BYTES", 2 * plain.bias.nbytes - 1)
+    (unfolded,) = Rows(rows.positions, 300).blocks(None, torch.float32, 2)
+    assert torch.equal(unfolded.bias, plain.bias)
+    assert run(rows.positions, 300, None, torch.float32, 2) < 1e-5
 
 
 @settings(max_examples=60, deadline=None)

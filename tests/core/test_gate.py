@@ -81,13 +81,15 @@ def test_sliding_window_ignored_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     adapter = tiny.adapter(tiny.family("mistral", initializer_range=0.2))
     blocks = rows_module.Rows.blocks
     monkeypatch.setattr(
-        rows_module.Rows, "blocks", lambda self, window, dtype: blocks(self, None, dtype)
+        rows_module.Rows, "blocks", lambda self, window, *how: blocks(self, None, *how)
     )
     assert verify(adapter).verdict == "refused"
 
 
 def test_triangular_mask_aligned_bottom_right_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def triangular(self: rows_module.Rows, window: int | None, dtype: torch.dtype) -> list:
+    def triangular(
+        self: rows_module.Rows, window: int | None, dtype: torch.dtype, sharing: int
+    ) -> list:
         n, s = self.prompt_tokens, self.count
         hidden = ~torch.ones(s, n).tril(n - s).bool()
         bias = torch.zeros(s, n, dtype=dtype).masked_fill_(hidden, float("-inf"))

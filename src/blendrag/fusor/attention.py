@@ -69,25 +69,29 @@ def _attend(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    grouped = query.shape[1] != key.shape[1]
+    heads, kv_heads = query.shape[1], key.shape[1]
     if window is not None and window >= rows.prompt_tokens:
         window = None
     if rows.covers_prompt and window is None:
         out = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=heads != kv_heads
         )
         return out.transpose(1, 2)
-    out = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1]))
-    for a, b, lo, hi, bias in rows.blocks(window, query.dtype):
+    out = query.new_empty((1, query.shape[2], heads, value.shape[-1]))
+    for a, b, lo, hi, bias in rows.blocks(window, query.dtype, heads // kv_heads):
+        asked = query[:, :, a:b]
+        if bias.shape[0] != b - a:
+            # torch's CPU kernel (2.13) would pack K and V anew for every head that shares them.
+            asked = asked.reshape(1, kv_heads, -1, asked.shape[-1])  # [1, Hkv, G·s, D]
         part = F.scaled_dot_product_attention(
-            query[:, :, a:b],
+            asked,
             key[:, :, lo:hi],
             value[:, :, lo:hi],
             attn_mask=bias,
             scale=scaling,
-            enable_gqa=grouped,
+            enable_gqa=asked.shape[1] != kv_heads,
         )
-        out[:, a:b] = part.transpose(1, 2)
+        out[:, a:b] = part.reshape(1, heads, b - a, -1).transpose(1, 2)
     return out
 
 

@@ -15,16 +15,25 @@ import torch
 BLOCK_ROWS = 96
 #: In a long contiguous run the calls are big anyway.
 RUN_ROWS = 512
+#: What the biases of a prompt may take, folded.
+FOLDED_BYTES = 64 << 20
 
 
 class Block(NamedTuple):
-    """Rows ``[a, b)`` attending keys ``[lo, hi)`` under ``bias`` ``[b-a, hi-lo]`` (0 or -inf)."""
+    """Rows ``[a, b)`` attending keys ``[lo, hi)`` under ``bias`` ``[b-a, hi-lo]`` (0 or -inf).
+
+    Folded, ``bias`` is ``[G·(b-a), hi-lo]``: for G query heads that share a KV head, one's rows behind
+    another's.
+    """
 
     a: int
     b: int
     lo: int
     hi: int
     bias: torch.Tensor
+
+    def folded(self, sharing: int) -> Block:
+        return self._replace(bias=self.bias.repeat(sharing, 1))
 
 
 class Rows:
@@ -39,7 +48,7 @@ class Rows:
         self.attended = False
         """Whether the fast attention really ran over them."""
         self._force_masks = force_masks
-        self._blocks: dict[tuple[int | None, torch.dtype], list[Block]] = {}
+        self._blocks: dict[tuple[int | None, torch.dtype, int], list[Block]] = {}
         self._masks: dict[int | None, torch.Tensor] = {}
 
     @property
@@ -47,11 +56,19 @@ class Rows:
         """Whether plain causality describes these rows; never while masks are forced."""
         return self.count == self.prompt_tokens and not self._force_masks
 
-    def blocks(self, window: int | None, dtype: torch.dtype) -> list[Block]:
-        """The attention calls of a layer with that sliding window (``None``: full attention)."""
-        key = (window, dtype)
+    def blocks(self, window: int | None, dtype: torch.dtype, sharing: int = 1) -> list[Block]:
+        """The attention calls of a layer with that sliding window (``None``: full attention).
+
+        Folded where ``sharing`` query heads share a KV head, unless the prompt is so long that the
+        biases would take more than :data:`FOLDED_BYTES`.
+        """
+        key = (window, dtype, sharing)
         if key not in self._blocks:
-            self._blocks[key] = self._cut(window, dtype)
+            blocks = self._cut(window, dtype)
+            folded_bytes = sharing * sum(block.bias.nbytes for block in blocks)
+            if sharing > 1 and folded_bytes <= FOLDED_BYTES:
+                blocks = [block.folded(sharing) for block in blocks]
+            self._blocks[key] = blocks
         return self._blocks[key]
 
     def mask(self) -> torch.Tensor:
