@@ -102,14 +102,13 @@ def scout_attention(
         n = asked.shape[1]
         # KV heads are shared by groups of query heads, never repeated.
         grouped = asked.reshape(kv_heads, -1, width)  # [Hkv, G·s, D]
-        logits = (grouped @ key[0].mT).float().view(heads, n, tokens) * scale
-        if softcap is not None:
-            logits = torch.tanh(logits / softcap) * softcap
+        logits = (grouped @ key[0].mT).view(heads, n, tokens)
         mask = attention_mask[0, :, a : a + step]
-        if mask.dtype == torch.bool:
-            logits = logits.masked_fill(~mask, torch.finfo(torch.float32).min)
+        bias = _additive(mask) if mask.dtype == torch.bool else mask.float()
+        if softcap is None:
+            logits = torch.add(bias, logits, alpha=scale)  # float32, in one pass over them
         else:
-            logits = logits + mask
+            logits = torch.tanh(logits.float() * (scale / softcap)).mul_(softcap).add_(bias)
         if s_aux is not None:
             sinks = s_aux.float().view(heads, 1, 1).expand(-1, n, 1)
             logits = torch.cat((logits, sinks), dim=-1)
@@ -119,3 +118,9 @@ def scout_attention(
         out[0, a : a + step] = mixed.view(heads, n, -1).transpose(0, 1)
     scout.layers += 1
     return out, None
+
+
+def _additive(visible: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(visible.shape, device=visible.device).masked_fill_(
+        ~visible, torch.finfo(torch.float32).min
+    )
