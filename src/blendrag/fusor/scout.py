@@ -102,13 +102,14 @@ def scout_attention(
         n = asked.shape[1]
         # KV heads are shared by groups of query heads, never repeated.
         grouped = asked.reshape(kv_heads, -1, width)  # [Hkv, G·s, D]
-        logits = (grouped @ key[0].mT).view(heads, n, tokens)
+        logits = (grouped @ key[0].mT).float().view(heads, n, tokens).mul_(scale)
+        if softcap is not None:
+            logits.div_(softcap).tanh_().mul_(softcap)
         mask = attention_mask[0, :, a : a + step]
-        bias = _additive(mask) if mask.dtype == torch.bool else mask.float()
-        if softcap is None:
-            logits = torch.add(bias, logits, alpha=scale)  # float32, in one pass over them
+        if mask.dtype == torch.bool:
+            logits.masked_fill_(~mask, torch.finfo(torch.float32).min)
         else:
-            logits = torch.tanh(logits.float() * (scale / softcap)).mul_(softcap).add_(bias)
+            logits.add_(mask)
         if s_aux is not None:
             sinks = s_aux.float().view(heads, 1, 1).expand(-1, n, 1)
             logits = torch.cat((logits, sinks), dim=-1)
@@ -118,9 +119,3 @@ def scout_attention(
         out[0, a : a + step] = mixed.view(heads, n, -1).transpose(0, 1)
     scout.layers += 1
     return out, None
-
-
-def _additive(visible: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(visible.shape, device=visible.device).masked_fill_(
-        ~visible, torch.finfo(torch.float32).min
-    )
