@@ -487,6 +487,17 @@ def test_clear_of_one_namespace_leaves_the_others(lab, filled):
     assert list((filled / "pinned").iterdir()) == []
 
 
+@pytest.mark.parametrize("namespace", ["", ".", "../..", "/", "0" * 63, "x" * 64, "A" * 64])
+def test_nothing_is_cleared_or_exported_by_a_name_that_is_no_namespace(filled, namespace):
+    others = filled.parent / "ab"
+    others.mkdir()
+    for action in (maintenance.clear, lambda *args: maintenance.export(args[0], others, args[1])):
+        with pytest.raises(InvalidInputError, match="is no namespace, expected 64"):
+            action(filled, namespace)
+    assert list(others.iterdir()) == []
+    assert maintenance.survey(filled).chunks == 5
+
+
 def test_pinned_entries_are_cleared_last(lab, filled, monkeypatch):
     class Enough(Exception):
         pass

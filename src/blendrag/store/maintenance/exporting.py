@@ -27,7 +27,7 @@ from blendrag.store.maintenance.archive import (
     Entry,
     open_archive,
 )
-from blendrag.store.maintenance.opening import looking
+from blendrag.store.maintenance.opening import looking, require_namespace
 from blendrag.store.payload import opened, reader, verified_pieces
 
 #: Told how many bytes are written, and of how many.
@@ -60,6 +60,7 @@ def export(
     store; what is damaged is left out. Raises :class:`InvalidInputError`, :class:`StoreFullError` and
     :class:`StoreUnavailableError`.
     """
+    require_namespace(namespace)
     with looking(root) as files:
         _require_ours(root, archive)
         with named_errors(f"listing store {root}"):

@@ -112,6 +112,15 @@ def require_writable(root: Path) -> None:
         raise _read_only(root)  # of another owner, opening says whose it is
 
 
+def require_namespace(namespace: str | None) -> None:
+    """Refuse what is no whole name of a namespace; ``None`` is all of them."""
+    if namespace is not None and not is_name(namespace):
+        raise InvalidInputError(
+            f"{namespace[:64]!r} is no namespace, expected 64 lowercase hex digits; "
+            "find_namespace gives the one that begins with fewer"
+        )
+
+
 def find_namespace(root: Path, prefix: str) -> str:
     """The namespace of the store at ``root`` that begins with ``prefix``.
 

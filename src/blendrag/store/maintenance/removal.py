@@ -19,7 +19,12 @@ from blendrag.store.disk_errors import named_errors
 from blendrag.store.files import Name
 from blendrag.store.limit import DEFAULT_DISK_BYTES, settle_limit
 from blendrag.store.maintenance.foreign import QUARANTINED
-from blendrag.store.maintenance.opening import Opened, changing, require_writable
+from blendrag.store.maintenance.opening import (
+    Opened,
+    changing,
+    require_namespace,
+    require_writable,
+)
 from blendrag.store.room import oldest_first
 
 #: Told how many bytes are gone, and of how many.
@@ -87,8 +92,9 @@ def clear(
     The store stays a store: its format and limit are kept, and so are the corpus beside it, what
     ``verify`` and ``calibrate`` remember, and every file that the store did not write. Pinned entries
     go last: chunks without the one they are checked by would not be trusted. Raises
-    :class:`StoreUnavailableError`.
+    :class:`StoreUnavailableError`, and :class:`InvalidInputError` for what is no namespace.
     """
+    require_namespace(namespace)
     require_writable(root)
     removed = removed_bytes = 0
     with changing(root) as store, named_errors(f"clearing store {root}"):
