@@ -69,6 +69,9 @@ class Settings(BaseSettings):
     before that :data:`UNCALIBRATED_SCHEDULE`), constant, linear, geometric[:g], first:m or a
     comma-separated vector."""
     max_new_tokens: int = Field(default=128, ge=1)
+    batch_bytes: int = Field(default=2 * 1024**3, ge=0)
+    """Limit of the memory that prompts of one batch take which are prefilled together: their KV and
+    activations. 0: one after another."""
 
     ram_bytes: int = Field(default=2 * 1024**3, ge=0)
     """Limit of the store's memory tier."""

@@ -70,6 +70,9 @@ class RequestMetrics:
     """Of that, computing; the two overlap."""
     decision: str = ""
     """Why this ratio and these loads, where the ratio was ``auto``."""
+    batch_size: int = 1
+    """Prompts that were prefilled in the same forward; more than one only in a batch. ``ttft_s`` then ends
+    with this request's own first token all the same, which comes after the answers before it."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON-ready dictionary."""

@@ -13,8 +13,9 @@ import tiny
 from blendrag.config import Mode
 from blendrag.controller import Controller
 from blendrag.engine import Answer, BlendEngine, Options
-from blendrag.engine.generation import Generation, Task
+from blendrag.engine.generation import Generation
 from blendrag.engine.stream import AnswerStream
+from blendrag.engine.task import Task
 from blendrag.identity import chunk_key
 from blendrag.kv import ChunkKV
 from blendrag.prompt import PromptPlan, Segment

@@ -19,8 +19,9 @@ from blendrag.controller import Controller
 from blendrag.engine.measured import Measured
 from blendrag.engine.options import Options
 from blendrag.engine.prompts import prompt_over, render
-from blendrag.engine.requests import UNTRUSTED, Requests
+from blendrag.engine.requests import Requests
 from blendrag.engine.resources import Resources
+from blendrag.engine.stored import UNTRUSTED
 from blendrag.engine.worker import Worker
 from blendrag.errors import (
     ContextOverflowError,

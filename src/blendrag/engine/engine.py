@@ -142,8 +142,9 @@ class BlendEngine:
         """Answers to several prompts, in order. ``timeout_s`` is that of all of them together.
 
         All prompts are planned before anything is computed, so that a prompt that cannot be answered
-        costs nothing. The first error ends the batch, names its prompt in a note, and is raised;
-        ``return_exceptions`` puts errors in their places instead.
+        costs nothing; those over stored KV are prefilled together where that is faster. The first error
+        ends the batch, names its prompt in a note, and is raised; ``return_exceptions`` puts errors in
+        their places instead.
         """
         options, asked = options or Options(), time.perf_counter()
         started = self._requests.start_all(prompts, options, return_exceptions, asked)

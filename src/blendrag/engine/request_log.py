@@ -43,6 +43,8 @@ def wording(metrics: RequestMetrics) -> str:
         f"({m.recomputed_tokens} of them recomputed), {m.fresh_tokens} fresh; "
         f"first token after {m.ttft_s:.3f} s, {m.new_tokens} new in {m.total_s:.3f} s"
     )
+    if m.batch_size > 1:
+        said += f"; prefilled together with {m.batch_size - 1} of its batch"
     missed = [chunk for chunk in m.chunks if chunk.outcome == "computed"]
     if missed:
         said += f"; {len(missed)} of {len(m.chunks)} chunks not reused: {_reasons(missed)}"

@@ -9,17 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 
 from blendrag.anchors import Match
-from blendrag.calibrate import nearest
-from blendrag.config import AUTO, UNCALIBRATED_SCHEDULE, Settings
+from blendrag.config import AUTO, Settings
 from blendrag.controller import Controller, LoadPlan
 from blendrag.engine.answers import Started
 from blendrag.engine.batch import prepared
 from blendrag.engine.decoding import Likelihoods
-from blendrag.engine.generation import Generation, Task, check_fits
+from blendrag.engine.generation import Generation
 from blendrag.engine.options import Options
 from blendrag.engine.prompts import (
     chunk_matches,
@@ -30,7 +28,10 @@ from blendrag.engine.prompts import (
 )
 from blendrag.engine.request_log import log_answer, log_failure
 from blendrag.engine.resources import Resources
+from blendrag.engine.stored import Stored
 from blendrag.engine.stream import AnswerStream
+from blendrag.engine.task import Task, check_fits
+from blendrag.engine.together import Batch, Entry
 from blendrag.engine.types import Answer, Prompt
 from blendrag.engine.worker import Worker
 from blendrag.errors import InvalidInputError, RequestCancelled, RequestTimeout
@@ -39,20 +40,6 @@ from blendrag.retriever.corpus import Corpus
 from blendrag.retriever.passages import StoredChunk
 from blendrag.selection import Schedule, make_policy
 from blendrag.store.encodings import ENCODINGS
-
-UNTRUSTED = (
-    "stored KV is not used: the probe stored beside it is damaged, or this machine computes other KV "
-    "for it than when the corpus was ingested; ingest again to renew it"
-)
-
-UNCALIBRATED = (
-    "no schedule is calibrated for this model and policy, so a fixed one was taken; find one with "
-    "blendrag calibrate"
-)
-
-NO_PROFILE = "ratio auto needs to know what this machine takes for what, and nobody measured that"
-OTHER_PROFILE = "the profile kept for ratio auto was measured elsewhere ({})"
-PROFILE_COMMAND = "blendrag profile --model {} --store {}"
 
 
 class Requests:
@@ -70,6 +57,7 @@ class Requests:
         self._settings = settings
         self._worker = worker
         self._later = later
+        self._stored = Stored(resources, settings)
 
     def start(self, prompt: Prompt, options: Options, asked: float | None = None) -> Started:
         """Plan here, in the caller's thread; answer on the worker. Errors of the plan are raised.
@@ -81,11 +69,17 @@ class Requests:
     def start_all(
         self, prompts: Sequence[Prompt], options: Options, keep_errors: bool, asked: float
     ) -> list[Started | Exception]:
-        """:meth:`start` for each, once all are planned. Errors of the plan are raised, or kept."""
+        """:meth:`start` for each, once all are planned; prefilled together where that is faster.
+
+        Errors of the plan are raised, or kept.
+        """
         prepare = partial(self.prepare, options=options, asked=asked)
+        made = prepared(prompts, prepare, keep_errors)
+        tasks = [task for task in made if isinstance(task, Task)]
+        batch = Batch([Entry(task, self._stream(task)) for task in tasks])
+        places = iter(range(len(tasks)))
         return [
-            self.submit(task) if isinstance(task, Task) else task
-            for task in prepared(prompts, prepare, keep_errors)
+            self._submit(batch, next(places)) if isinstance(task, Task) else task for task in made
         ]
 
     def prepare(self, prompt: Prompt, options: Options, asked: float | None = None) -> Task:
@@ -97,12 +91,15 @@ class Requests:
 
     def submit(self, task: Task) -> Started:
         """Have the worker answer ``task`` after what was submitted before."""
-        stream = self._stream(task)
+        return self._submit(Batch([Entry(task, self._stream(task))]), 0)
+
+    def _submit(self, batch: Batch, number: int) -> Started:
+        task, stream = batch.entries[number]
 
         def work() -> Answer:
             try:
                 stream.check()
-                answer = self._work(task, stream)
+                answer = self._work(batch, number)
             except BaseException as exc:
                 log_failure(exc, task.started)
                 if isinstance(exc, RequestCancelled | RequestTimeout):
@@ -110,6 +107,7 @@ class Requests:
                     exc.__traceback__ = None
                 raise
             finally:
+                batch.leave(number)
                 stream.finish()
             log_answer(answer.metrics)
             return answer
@@ -170,65 +168,21 @@ class Requests:
         )
         return plan, {c.chunk_id: c.source for c in chunks.values()}, notes
 
-    def _work(self, task: Task, stream: AnswerStream) -> Answer:
+    def controller(self, namespace: str) -> Controller:
+        """Plans loads of what is stored under ``namespace``."""
+        return self._stored.controller(namespace)
+
+    def _work(self, batch: Batch, number: int) -> Answer:
+        task, stream = batch.entries[number]
         resources = self._resources
-        controller: Controller | None = None
         adapter = resources.adapter
         if task.mode != "full":
             adapter.require_blendable()
         with adapter.lock:  # one identity from here to the last token
-            if task.plan.chunks and task.mode != "full":
-                namespace = resources.trust.namespace
-                if resources.trust.stands(namespace):
-                    controller = self.controller(namespace)
-                    task = self._with_profile(self._with_schedule(task, namespace), namespace)
-                else:
-                    resources.forget_signature()
-                    task = replace(task, notes=(*task.notes, UNTRUSTED), why_computed=UNTRUSTED)
+            ahead = batch.take(number, self._stored.together)
+            task, controller = self._stored.resolve(task)
             generation = Generation(adapter, lambda: resources.fusor)
-            return generation.run(task, controller, stream, self._later)
-
-    def controller(self, namespace: str) -> Controller:
-        """Plans loads of what is stored under ``namespace``."""
-        resources = self._resources
-        return Controller(
-            resources.adapter,
-            resources.store,
-            namespace,
-            resources.prefix_ids,
-            self._settings.prefix_min_tokens,
-            resources.encoding,
-        )
-
-    def _with_schedule(self, task: Task, namespace: str) -> Task:
-        """What ``calibrated`` means for this model, policy and ratio; a note if that was found at another
-        ratio, or if it means nothing.
-
-        Left to the settings, it is only what was found on questions, and means nothing without a note; nor
-        is there one where it decides nothing.
-        """
-        if not task.schedule.is_open:
-            return task
-        root, is_asked = self._resources.root, task.options.schedule is not None
-        found = nearest(root, namespace, task.policy, task.ratio, of_questions=not is_asked)
-        if found is None:
-            schedule, note = Schedule.parse(UNCALIBRATED_SCHEDULE), UNCALIBRATED * is_asked
-        else:
-            schedule, note = found.schedule, found.note(task.ratio)
-        task = replace(task, follows_load=task.is_auto and found is None and not is_asked)
-        if note and task.mode == "blend" and make_policy(task.policy).follows_schedule:
-            return replace(task, schedule=schedule, notes=(*task.notes, note))
-        return replace(task, schedule=schedule)
-
-    def _with_profile(self, task: Task, namespace: str) -> Task:
-        """What this machine takes for what; a note where a ratio was to be found by it and cannot."""
-        profile, differences = self._resources.profile_of(namespace)
-        if profile is not None or not task.is_auto or task.mode != "blend":
-            return replace(task, profile=profile)
-        why = OTHER_PROFILE.format(differences) if differences else NO_PROFILE
-        command = PROFILE_COMMAND.format(self._resources.model_name, self._resources.root)
-        note = f"{why}, so ratio {task.ratio:g} was taken; measure with {command}"
-        return replace(task, notes=(*task.notes, note))
+            return generation.run(task, controller, stream, self._later, ahead)
 
 
 def _still_there(corpus: Corpus | None, matches: Sequence[Match]) -> dict[str, StoredChunk]:

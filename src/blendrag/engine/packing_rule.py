@@ -1,0 +1,85 @@
+"""Which prompts are prefilled together: those that share out weights, and fit into memory.
+
+A layer reads its weights once, however many rows it computes. While rows are few that is most of what it
+takes, and prompts that share a forward share it; once a layer computes as fast as the machine can, a
+second prompt takes as long as the first and only keeps it waiting. Where that turns is read off the
+profile of the machine if there is one, else assumed by the kind of device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from blendrag.controller.decide import counts_of
+from blendrag.engine.task import Prepared
+from blendrag.estimates import Profile
+from blendrag.model.adapter import ModelAdapter
+
+#: Rows a layer computes for all prompts together, where nothing was measured.
+ROWS = {"cpu": 256, "cuda": 4096}
+#: Share of the time of two forwards that one for both may take, where it was measured.
+WORTHWHILE = 0.9
+#: Activations of a row while a layer is computed, in hidden states: a gated MLP holds the most.
+ROW_STATES = 16
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one prompt brings into a forward."""
+
+    rows: float
+    """Per layer, in the mean; a scout pass counts beside."""
+    size_bytes: int
+    """KV of prompt and answer, and activations of the layer with most rows."""
+
+    @classmethod
+    def of(cls, prepared: Prepared, adapter: ModelAdapter) -> Load:
+        """Of a prompt that is opened and decided."""
+        rows = _rows_by_layer(prepared, len(adapter.layout.layers))
+        task = prepared.task
+        tokens = len(task.plan.ids) + task.max_new_tokens + 1
+        width = adapter.layout.torch_dtype.itemsize
+        kv = sum(2 * layer.kv_heads * layer.head_dim for layer in adapter.layout.layers)
+        hidden = int(adapter.stack.config.hidden_size)
+        activations = max(rows) * hidden * ROW_STATES
+        return cls(sum(rows) / len(rows), int((tokens * kv + activations) * width))
+
+
+@dataclass(frozen=True)
+class PackingRule:
+    """How much goes into one forward."""
+
+    device: torch.device
+    limit_bytes: int
+
+    def admits(self, packed: Sequence[Load], load: Load, profile: Profile | None) -> bool:
+        """Whether ``load`` should go with those that are ``packed``."""
+        together = sum(one.size_bytes for one in packed) + load.size_bytes
+        if together > self.limit_bytes:
+            return False
+        rows = sum(one.rows for one in packed)
+        if profile is None:
+            return rows + load.rows <= ROWS.get(self.device.type, ROWS["cpu"])
+        apart = profile.layer.base(rows) + profile.layer.base(load.rows)
+        return profile.layer.base(rows + load.rows) <= WORTHWHILE * apart
+
+
+def _rows_by_layer(prepared: Prepared, layers: int) -> list[float]:
+    """Rows computed in each layer, those of a scout pass included."""
+    spans = prepared.load.spans
+    blended = [span for span in spans if not span.exact]
+    candidates = sum(span.tokens for span in blended)
+    fresh = len(prepared.task.plan.ids) - sum(span.tokens for span in spans)
+    if not candidates:
+        return [float(fresh)] * layers
+    policy = prepared.task.new_policy()
+    counts = list(
+        counts_of(policy, prepared.task.schedule, layers, len(blended))(
+            prepared.task.ratio, candidates
+        )
+    )
+    entry = candidates if policy.looks or not counts else counts[0]
+    return [fresh * (1 + policy.asks) + count for count in (entry, *counts)]

@@ -1,0 +1,111 @@
+"""Whether stored KV may be used for a request, with what, and what was loaded of it ahead of its turn.
+
+Owns what a task takes over from the store's side: trust in it, the calibrated schedule, the profile of the
+machine. Does not know how tokens are made.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+
+from blendrag.calibrate import nearest
+from blendrag.config import UNCALIBRATED_SCHEDULE, Settings
+from blendrag.controller import Controller
+from blendrag.engine.packing_rule import PackingRule
+from blendrag.engine.resources import Resources
+from blendrag.engine.task import Task
+from blendrag.engine.together import PrefillTogether
+from blendrag.errors import UnsupportedModelError
+from blendrag.selection import Schedule, make_policy
+
+UNTRUSTED = (
+    "stored KV is not used: the probe stored beside it is damaged, or this machine computes other KV "
+    "for it than when the corpus was ingested; ingest again to renew it"
+)
+
+UNCALIBRATED = (
+    "no schedule is calibrated for this model and policy, so a fixed one was taken; find one with "
+    "blendrag calibrate"
+)
+
+NO_PROFILE = "ratio auto needs to know what this machine takes for what, and nobody measured that"
+OTHER_PROFILE = "the profile kept for ratio auto was measured elsewhere ({})"
+PROFILE_COMMAND = "blendrag profile --model {} --store {}"
+
+
+class Stored:
+    """The KV store as requests see it. Caller holds the model's lock."""
+
+    def __init__(self, resources: Resources, settings: Settings) -> None:
+        self._resources = resources
+        self._settings = settings
+
+    def resolve(self, task: Task) -> tuple[Task, Controller | None]:
+        """With schedule, profile and controller where stored KV may be used, else with the reason."""
+        resources = self._resources
+        if not task.plan.chunks or task.mode == "full":
+            return task, None
+        namespace = resources.trust.namespace
+        if resources.trust.stands(namespace):
+            task = self._with_profile(self._with_schedule(task, namespace), namespace)
+            return task, self.controller(namespace)
+        resources.forget_signature()
+        return replace(task, notes=(*task.notes, UNTRUSTED), why_computed=UNTRUSTED), None
+
+    def together(self) -> PrefillTogether | None:
+        """How prompts over stored KV are prefilled together; ``None`` for a model that cannot."""
+        resources = self._resources
+        with suppress(UnsupportedModelError):
+            if resources.adapter.refusal is None and resources.fusor.packs:
+                device, limit_bytes = resources.adapter.device, self._settings.batch_bytes
+                return PrefillTogether(
+                    resources.adapter,
+                    resources.fusor,
+                    resources.trust.namespace,
+                    self.resolve,
+                    PackingRule(device, limit_bytes),
+                )
+        return None
+
+    def controller(self, namespace: str) -> Controller:
+        """Plans loads of what is stored under ``namespace``."""
+        resources = self._resources
+        return Controller(
+            resources.adapter,
+            resources.store,
+            namespace,
+            resources.prefix_ids,
+            self._settings.prefix_min_tokens,
+            resources.encoding,
+        )
+
+    def _with_schedule(self, task: Task, namespace: str) -> Task:
+        """What ``calibrated`` means for this model, policy and ratio; a note if that was found at another
+        ratio, or if it means nothing.
+
+        Left to the settings, it is only what was found on questions, and means nothing without a note; nor
+        is there one where it decides nothing.
+        """
+        if not task.schedule.is_open:
+            return task
+        root, is_asked = self._resources.root, task.options.schedule is not None
+        found = nearest(root, namespace, task.policy, task.ratio, of_questions=not is_asked)
+        if found is None:
+            schedule, note = Schedule.parse(UNCALIBRATED_SCHEDULE), UNCALIBRATED * is_asked
+        else:
+            schedule, note = found.schedule, found.note(task.ratio)
+        task = replace(task, follows_load=task.is_auto and found is None and not is_asked)
+        if note and task.mode == "blend" and make_policy(task.policy).follows_schedule:
+            return replace(task, schedule=schedule, notes=(*task.notes, note))
+        return replace(task, schedule=schedule)
+
+    def _with_profile(self, task: Task, namespace: str) -> Task:
+        """What this machine takes for what; a note where a ratio was to be found by it and cannot."""
+        profile, differences = self._resources.profile_of(namespace)
+        if profile is not None or not task.is_auto or task.mode != "blend":
+            return replace(task, profile=profile)
+        why = OTHER_PROFILE.format(differences) if differences else NO_PROFILE
+        command = PROFILE_COMMAND.format(self._resources.model_name, self._resources.root)
+        note = f"{why}, so ratio {task.ratio:g} was taken; measure with {command}"
+        return replace(task, notes=(*task.notes, note))
