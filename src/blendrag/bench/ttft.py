@@ -13,14 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from transformers import DynamicCache
 
+from blendrag.bench.compiled import Compiled, compiled_prefill
 from blendrag.bench.memory import peak_bytes
 from blendrag.bench.rounds import interleaved
 from blendrag.bench.tiers import ON_DISK, BenchTier, TierStore, tier_store
+from blendrag.bench.ttft_results import TtftResult
 from blendrag.bench.workload import NEW_TOKENS, PREFIX_IDS, Workload, random_plan
 from blendrag.config import Mode
 from blendrag.controller import Controller, LoadPlan
@@ -37,42 +39,6 @@ from blendrag.store.encodings import stored_chunk_bytes
 
 #: Ways to prefill behind a cached first chunk; the faster one is the baseline.
 PREFIX_WAYS = ("prefix_stock", "prefix_fused")
-
-
-@dataclass(frozen=True)
-class TtftResult:
-    """One run; times in milliseconds, sizes in bytes, speedups against ``full_ms``."""
-
-    model: str
-    dtype: str
-    device: str
-    prompt_tokens: int
-    ratio: float
-    charged_ratio: float
-    full_ms: float
-    prefix_ms: float
-    """The faster of the two below."""
-    prefix_stock_ms: float
-    """Stock forward over a stock cache."""
-    prefix_fused_ms: float
-    """Through the fusor, as the engine's mode ``prefix`` goes."""
-    reuse_ms: float
-    blend_ms: float
-    speedup: float
-    reuse_speedup: float
-    prefix_speedup: float
-    floor_speedup: float
-    kv_bytes: int
-    peak_bytes: dict[str, int | None]
-    """By mode, over its own start; ``None`` where the system does not say."""
-    spread_ms: dict[str, tuple[float, float]]
-    """Lowest and highest, by mode."""
-    policy: str
-    schedule: str
-    rounds: int
-    threads: int
-    tier: str
-    encoding: str
 
 
 class TtftBench:
@@ -182,17 +148,21 @@ def run_ttft(
     workload: Workload,
     tick: Callable[[str], None] = lambda text: None,
     tier: BenchTier = ON_DISK,
+    with_compiled: bool = False,
 ) -> TtftResult:
-    """Measure one workload; ``tick(text)`` reports progress."""
+    """Measure one workload; ``tick(text)`` reports progress. ``with_compiled``: and a compiled model."""
     with tier_store(tier) as there:
         tick("encoding the chunks")
         bench = TtftBench(adapter, workload, there.store)
-        return measure(bench, there, tick)
+        return measure(bench, there, tick, with_compiled)
 
 
 @torch.inference_mode()
 def measure(
-    bench: TtftBench, there: TierStore, tick: Callable[[str], None] = lambda text: None
+    bench: TtftBench,
+    there: TierStore,
+    tick: Callable[[str], None] = lambda text: None,
+    with_compiled: bool = False,
 ) -> TtftResult:
     """Interleaved rounds of every mode, then each mode's peak memory."""
     workload, adapter = bench.workload, bench.adapter
@@ -203,6 +173,12 @@ def measure(
         "reuse": bench.reuse,
         "blend": bench.blend,
     }
+    compiled = Compiled(None)
+    if with_compiled:
+        tick("compiling the stock prefill")
+        compiled = compiled_prefill(adapter.model, bench.ids)
+        if compiled.way is not None:
+            ways["full_compiled"] = compiled.way
     tick("warming up")
     for way in ways.values():
         way()
@@ -240,6 +216,9 @@ def measure(
         threads=torch.get_num_threads(),
         tier=there.tier.name,
         encoding=workload.encoding,
+        full_compiled_ms=timings["full_compiled"].median if compiled.way else None,
+        compile_s=compiled.compile_s if compiled.way else None,
+        notes=(compiled.refusal,) if compiled.refusal else (),
     )
 
 
