@@ -24,8 +24,11 @@ class Blending(Protocol):
     """One prompt's fusion, or several prompts' in one forward."""
 
     timeline: Timeline | None
-    scouts: bool
-    """Whether a scout pass must come first."""
+
+    @property
+    def scouts(self) -> bool:
+        """Whether a scout pass must come first."""
+        ...
 
     @property
     def prompt_tokens(self) -> int:
