@@ -156,7 +156,7 @@ def test_a_pin_in_a_new_store_survives_a_power_cut(lab, tmp_path, power):
     here = tmp_path / "here"
     here.mkdir()
     watched = power(here)
-    with contextlib.closing(DiskStore(here / "store", PLENTY)) as store:
+    with contextlib.closing(DiskStore(here / "store", None)) as store:
         store.pin(lab.namespace, lab.key(1))
         after = watched.cut()
     assert PayloadFiles(after / "store").marks.all() == {(lab.namespace, lab.key(1))}
