@@ -117,7 +117,7 @@ class ToolCalling(RequestFields, FunctionCallingLLM):
         return _called(response, tools) if error_on_no_tool_call else response
 
     def _asking(self, tools: Sequence[BaseTool], given: dict[str, Any]) -> dict[str, Any]:
-        """``given``, and how to ask in plain text: LlamaIndex (0.14.5 to 0.14.25) passes its agent ``None``
+        """``given``, and how to ask in plain text: LlamaIndex (seen to 0.14.25) passes its agent ``None``
         for what it was not given there, which the agent refuses."""
         if not tools:
             raise InvalidInputError(
