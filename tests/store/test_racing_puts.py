@@ -68,7 +68,7 @@ def test_a_chunk_that_is_gone_before_it_is_kept_is_put_again(lab, make_store, mo
     assert lab.is_right(store, 1)
 
 
-@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("times", [1, 3, 4])
 def test_a_directory_that_is_cleared_away_just_before_a_payload_gets_there_is_made_again(
     lab, root, monkeypatch, times
 ):

@@ -10,6 +10,7 @@ import torch
 
 from blendrag.errors import CorruptKVError
 from blendrag.kv import KVLayout, LayerShape
+from blendrag.store import MemoryStore, TieredStore
 from blendrag.store.reader import PORTION_BYTES, portions
 
 LAYOUT = KVLayout((LayerShape(4, 64), LayerShape(4, 64)), "float32")
@@ -103,13 +104,15 @@ def test_a_file_just_written_is_in_the_page_cache(lab, put):
     assert reader.is_cached()  # of a file that is closed nothing is known
 
 
+@pytest.mark.parametrize("in_tiers", [False, True])
 @pytest.mark.parametrize(
     ("code", "is_cached"), [(errno.EAGAIN, False), (errno.EOPNOTSUPP, True), (errno.EIO, True)]
 )
 def test_only_a_kernel_that_would_have_to_wait_says_that_a_file_is_not_cached(
-    lab, put, monkeypatch, code, is_cached
+    lab, put, monkeypatch, code, is_cached, in_tiers
 ):
-    reader = opened(lab, put[1])
+    store = TieredStore(MemoryStore(1 << 24), put[1]) if in_tiers else put[1]
+    reader = opened(lab, store)
     asked = []
 
     def answer(fd, buffers, offset, flags=0):
