@@ -29,13 +29,14 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-#: Tests of pickling itself: that a wrapper survives being pickled by its user. They load what they
-#: have just written.
+#: Tests of pickling itself: that a wrapper, or an error, survives being pickled by its user. They load
+#: what they have just written.
 MAY_UNPICKLE = (
     "test_a_rendered_prompt_survives_pickling",
     "test_a_wrapper_is_pickled_by_its_names_or_not_at_all",
     "test_a_named_wrapper_is_made_again_from_what_was_written_of_it",
     "test_it_survives_pickling",
+    "test_an_error_that_was_pickled_is_the_same",
 )
 
 

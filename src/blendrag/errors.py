@@ -39,7 +39,9 @@ class BlendragError(Exception):
 
 
 def _restored(kind: type[BlendragError], args: tuple[Any, ...]) -> BlendragError:
-    return kind.__new__(kind, *args)
+    made = kind.__new__(kind, *args)
+    made.args = args  # an OSError, as RequestTimeout is, takes them when it is initialised
+    return made
 
 
 class InvalidInputError(BlendragError, ValueError):

@@ -32,10 +32,25 @@ BAD: dict[str, tuple[Callable[[BlendEngine], Any], str]] = {
     "empty prompt": (lambda e: e.generate(""), "ask something"),
     "blank prompt": (lambda e: e.generate(" \n\t"), "ask something"),
     "no messages": (lambda e: e.generate([]), "at least one"),
+    "a message that says nothing": (
+        lambda e: e.generate([{"role": "user", "content": ""}]),
+        "all 1 messages are empty",
+    ),
+    "messages that say nothing": (
+        lambda e: e.generate(
+            [
+                {"role": "system", "content": " \n"},
+                {"role": "user", "content": [{"type": "text", "text": ""}]},
+            ]
+        ),
+        "all 2 messages are empty",
+    ),
+    "empty stop": (lambda e: e.generate("hi", Options(stop=("",))), "holds an empty text"),
+    "one empty stop": (lambda e: e.generate("hi", Options(stop=("x", ""))), "holds an empty text"),
     "empty question": (lambda e: e.ask("  "), "ask something"),
     "an image": (
         lambda e: e.generate([{"role": "user", "content": [{"type": "image", "url": "x"}]}]),
-        "only text",
+        "only text can be read; say it in words",
     ),
     "ratio": (lambda e: e.generate("hi", Options(ratio=1.5)), "outside"),
     "nan ratio": (lambda e: e.generate("hi", Options(ratio=float("nan"))), "outside"),
@@ -189,8 +204,27 @@ def test_a_closed_engine_says_so(tmp_path: Path) -> None:
     engine.ingest([tiny.document(0)])
     engine.close()
     engine.close()
-    with pytest.raises(BlendragError, match="closed"):
-        engine.generate("hi")
+    for use in (
+        lambda: engine.generate("hi"),
+        lambda: engine.retrieve("hi"),
+        lambda: engine.ask("hi"),
+        lambda: engine.ingest([tiny.document(1)]),
+        lambda: engine.remove(["a.txt"]),
+        lambda: engine.library.search("hi", 1),
+        lambda: engine.library.ids(),
+    ):
+        with pytest.raises(InvalidInputError) as raised:
+            use()
+        assert str(raised.value) == "this engine is closed; make a new BlendEngine"
+
+
+def test_an_engine_that_was_closed_before_its_first_use_opens_nothing(tmp_path: Path) -> None:
+    engine = tiny.engine(tiny.llama(), tmp_path / "s")
+    engine.close()
+    for use in (lambda: engine.ingest([tiny.document(0)]), engine.stats):
+        with pytest.raises(InvalidInputError, match="closed"):
+            use()
+    assert not (tmp_path / "s").exists()
 
 
 def test_other_chunk_sizes_for_a_corpus_that_has_one_are_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import scripted
 import tiny
-from blendrag.engine import Answer, BlendEngine, Options
+from blendrag.engine import Answer, BlendEngine, Options, prompts, requests
 from blendrag.errors import ContextOverflowError, InvalidInputError, RequestTimeout
 
 pytestmark = pytest.mark.timeout(60)
@@ -111,6 +111,27 @@ def test_the_timeout_is_that_of_the_whole_batch(engine: BlendEngine, way: str) -
     assert isinstance(found[-1], RequestTimeout)
     with pytest.raises(RequestTimeout):
         run(engine, way, PROMPTS * 10, Options(timeout_s=0.3))
+
+
+@WAYS
+def test_a_timeout_while_prompts_are_planned_may_stand_in_their_places(
+    engine: BlendEngine, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*args: Any) -> str:
+        time.sleep(0.2)
+        return prompts.render(*args)
+
+    monkeypatch.setattr(requests, "render", slow)
+    options = Options(timeout_s=0.3)
+    found = run(engine, way, PROMPTS, options, return_exceptions=True)
+    assert [type(one) for one in found] == [RequestTimeout] * 4
+    assert [one.__notes__ for one in found] == [
+        [f"prompt {i} of 4 of this batch"] for i in (1, 2, 3, 4)
+    ]
+    with pytest.raises(RequestTimeout):
+        run(engine, way, PROMPTS, options)
+    monkeypatch.undo()
+    assert run(engine, way, PROMPTS[:1], options)[0].text == "two"
 
 
 async def test_a_cancelled_batch_stops(engine: BlendEngine) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from blendrag.errors import InvalidInputError, ModelLoadError
 from blendrag.retriever import Embedder
-from blendrag.retriever.embedder import MINILM, same_embedder
+from blendrag.retriever.embedder import MAX_QUESTION_WINDOWS, MINILM, same_embedder
 
 FILLER = (
     "The keeper wrote about the weather, the gulls and the state of the stairs in the log book. "
@@ -80,6 +80,31 @@ def test_windows_cover_the_chunk_and_fit_the_model(embedder: Embedder) -> None:
         for window in windows:
             ids = model.tokenizer(window, truncation=False, verbose=False)["input_ids"]
             assert len(ids) <= model.max_seq_length
+
+
+def test_a_question_far_too_long_is_embedded_by_its_ends(
+    embedder: Embedder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, encoded = embedder._loaded().encode_query, []
+
+    def counting(texts: list[str], **options: Any) -> np.ndarray:
+        encoded.extend(texts)
+        return encode(texts, **options)
+
+    monkeypatch.setattr(embedder._loaded(), "encode_query", counting)
+    asked = "Where is the password of the Zanzibar vault written?"
+    for text in (f"{asked} {FILLER * 400}".strip(), f"{FILLER * 400} {asked}"):
+        encoded.clear()
+        vector = embedder.embed_query(text)
+        assert len(encoded) == MAX_QUESTION_WINDOWS < len(embedder._windows(text, ""))
+        assert text.startswith(encoded[0])
+        assert text.endswith(encoded[-1])
+        near, far = embedder.embed([asked, "The price of wool went up in March."])
+        assert vector @ near > vector @ far
+    encoded.clear()
+    whole = long_chunk(1)  # not too long: all of it counts
+    embedder.embed_query(whole)
+    assert encoded == embedder._windows(whole, "")
 
 
 def test_a_title_tells_apart_chunks_that_only_say_she(embedder: Embedder) -> None:

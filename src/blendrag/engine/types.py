@@ -6,28 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from blendrag.engine.options import ASSISTED, REFUSED, Options
 from blendrag.errors import StoreFullError
 from blendrag.metrics import RequestMetrics
 from blendrag.retriever.entries import Entry
 
 if TYPE_CHECKING:
     import numpy as np
-
-__all__ = [
-    "ASSISTED",
-    "REFUSED",
-    "Added",
-    "Answer",
-    "DryRun",
-    "Hit",
-    "IngestReport",
-    "Message",
-    "Options",
-    "Prompt",
-    "Source",
-    "TokenLogprob",
-]
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]

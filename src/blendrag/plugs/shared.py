@@ -8,6 +8,7 @@ What is made here lives until :func:`close_shared_engines` or the end of the pro
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
@@ -32,7 +33,20 @@ class EngineName(NamedTuple):
 
 
 _engines: dict[EngineName, BlendEngine] = {}
+#: Of the process that this one was forked from: their threads, locks and connections are not for here.
+_inherited: dict[EngineName, BlendEngine] = {}
 _making = threading.Lock()
+
+
+def _after_fork() -> None:
+    global _making
+    _making = threading.Lock()
+    _inherited.update(_engines)
+    _engines.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def shared_engine(
@@ -65,10 +79,18 @@ def engine_name(
 
 
 def engine_of(name: EngineName) -> BlendEngine:
-    """The process's engine of that name, made anew if it was closed. Loads no model yet."""
+    """The process's engine of that name, made anew if it was closed. Loads no model yet.
+
+    Raises :class:`InvalidInputError` in a fork of the process that made it.
+    """
     from blendrag.engine import BlendEngine
 
     with _making:
+        if name in _inherited:
+            raise InvalidInputError(
+                f"the engine of {name.model!r} was made in the process that this one ({os.getpid()}) was "
+                "forked from, and cannot be used in both; start processes by spawn, or do without them"
+            )
         if name not in _engines or _engines[name].closed:
             _engines[name] = BlendEngine(
                 name.model,
