@@ -7,47 +7,32 @@ the background. All model work runs on one worker thread.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from blendrag.calibrate import Step
 from blendrag.config import KVEncoding, Mode, Ratio, settings
 from blendrag.engine import calibration as calibrating
 from blendrag.engine import documents, profiling
-from blendrag.engine.answers import (
-    AnswerIterator,
-    AsyncAnswerIterator,
-    Started,
-    off_loop,
-    sources_of,
-)
-from blendrag.engine.batch import all_awaited, all_late, wait_all
+from blendrag.engine.answering import Answering
 from blendrag.engine.calibration import CalibrationOptions, CalibrationReport
 from blendrag.engine.encoding import Background
 from blendrag.engine.exposition import exposition
 from blendrag.engine.ingest import Inputs, Watch
 from blendrag.engine.library import Library
-from blendrag.engine.options import Options
 from blendrag.engine.profiling import ProfileReport
-from blendrag.engine.prompts import rag_prompt, render
 from blendrag.engine.requests import Requests, check_defaults
 from blendrag.engine.resources import Resources
-from blendrag.engine.types import Answer, DryRun, IngestReport, Prompt
+from blendrag.engine.types import DryRun, IngestReport
 from blendrag.engine.wanted import Wanted
 from blendrag.engine.worker import Worker
-from blendrag.errors import RequestTimeout
 from blendrag.model.adapter import ModelAdapter
-from blendrag.prompt import PromptPlan
-from blendrag.retriever.retriever import RetrievedChunk
 from blendrag.store import StoreStats
 from blendrag.verify import Verification
 
 
-class BlendEngine:
+class BlendEngine(Answering):
     """Answers prompts with one model over one store.
 
     Args:
@@ -115,104 +100,6 @@ class BlendEngine:
         self.library = Library(self._resources, self._worker)
         background = Background(self._resources, self._worker)
         self._requests = Requests(self._resources, self.settings, self._worker, background.note)
-
-    # -- answering ------------------------------------------------------------------------------
-
-    def generate(self, prompt: Prompt, options: Options | None = None) -> Answer:
-        """Answer ``prompt``: a string (one user message, through the chat template) or messages.
-
-        Raises :class:`InvalidInputError` (also :class:`ContextOverflowError`),
-        :class:`UnsupportedModelError` in any mode but full for a model the probe refuses.
-        """
-        return self._requests.start(prompt, options or Options()).wait()
-
-    @overload
-    def batch(self, prompts: Sequence[Prompt], options: Options | None = ...) -> list[Answer]: ...
-    @overload
-    def batch(
-        self, prompts: Sequence[Prompt], options: Options | None = ..., *, return_exceptions: bool
-    ) -> list[Answer | Exception]: ...
-    def batch(
-        self,
-        prompts: Sequence[Prompt],
-        options: Options | None = None,
-        *,
-        return_exceptions: bool = False,
-    ) -> Any:
-        """Answers to several prompts, in order. ``timeout_s`` is that of all of them together.
-
-        All prompts are planned before anything is computed, so that a prompt that cannot be answered
-        costs nothing; those over stored KV are prefilled together where that is faster. The first error
-        ends the batch, names its prompt in a note, and is raised; ``return_exceptions`` puts errors in
-        their places instead.
-        """
-        options, asked = options or Options(), time.perf_counter()
-        started = self._requests.start_all(prompts, options, return_exceptions, asked)
-        return wait_all(started, return_exceptions)
-
-    async def abatch(
-        self,
-        prompts: Sequence[Prompt],
-        options: Options | None = None,
-        *,
-        return_exceptions: bool = False,
-    ) -> Any:
-        """:meth:`batch` without blocking the event loop; cancelling the task stops the work."""
-        options, asked = options or Options(), time.perf_counter()
-        begin = partial(self._requests.start_all, prompts, options, return_exceptions, asked)
-        try:
-            started = await off_loop(begin, options.timeout_s)
-        except RequestTimeout as late:
-            if not return_exceptions:
-                raise
-            return all_late(prompts, late.timeout_s)
-        return await all_awaited(started, return_exceptions)
-
-    def stream(self, prompt: Prompt, options: Options | None = None) -> AnswerIterator:
-        """Like :meth:`generate`, piece by piece; ``.answer`` holds the whole once exhausted.
-
-        Abandoning the iterator (``close()``, ``break``, garbage collection) stops generation.
-        """
-        return AnswerIterator(self._requests.start(prompt, options or Options()))
-
-    async def agenerate(self, prompt: Prompt, options: Options | None = None) -> Answer:
-        """:meth:`generate` without blocking the event loop; cancelling the task stops the work."""
-        return await (await self._start_off_loop(prompt, options or Options())).awaited()
-
-    def astream(self, prompt: Prompt, options: Options | None = None) -> AsyncAnswerIterator:
-        """:meth:`stream` for event loops: ``async for``, then ``.answer``. Starts when iterated."""
-        return AsyncAnswerIterator(partial(self._start_off_loop, prompt, options or Options()))
-
-    async def _start_off_loop(self, prompt: Prompt, options: Options) -> Started:
-        begin = partial(self._requests.start, prompt, options, time.perf_counter())
-        return await off_loop(begin, options.timeout_s)
-
-    def ask(
-        self, question: str, top_k: int | None = None, options: Options | None = None
-    ) -> Answer:
-        """Retrieve the nearest chunks and answer over them; the answer names its sources."""
-        chunks = self.retrieve(question, top_k)
-        answer = self.generate(rag_prompt(question, chunks), options)
-        return replace(answer, sources=sources_of(chunks))
-
-    def ask_stream(
-        self, question: str, top_k: int | None = None, options: Options | None = None
-    ) -> AnswerIterator:
-        """:meth:`ask`, piece by piece."""
-        chunks = self.retrieve(question, top_k)
-        pieces = self.stream(rag_prompt(question, chunks), options)
-        pieces.sources = sources_of(chunks)
-        return pieces
-
-    def retrieve(self, question: str, top_k: int | None = None) -> list[RetrievedChunk]:
-        """The ``top_k`` chunks nearest to ``question`` by L2, in reading order."""
-        wanted = self.settings.top_k if top_k is None else top_k
-        return self._resources.retriever().retrieve(question, wanted)
-
-    def plan(self, prompt: Prompt, options: Options | None = None) -> PromptPlan:
-        """How ``prompt`` is cut; ``plan.ids`` is what mode ``full`` prefills."""
-        options = options or Options()
-        return self._requests.plan_text(render(prompt, self._resources.tokens, options))[0]
 
     # -- the corpus -----------------------------------------------------------------------------
 
