@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import signal
 import sys
@@ -56,6 +58,28 @@ def make_store(root: Path):
     yield make
     for store in opened:
         store.close()
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """``with failing("listdir", about="kv"):``, every such call of ``os`` fails."""
+
+    @contextlib.contextmanager
+    def fail(name, about="", code=errno.EIO, times=1 << 30):
+        real, left = getattr(os, name), [times]
+
+        def call(what, *args, **kwargs):
+            path = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else str(what)
+            if about in path and left[0]:
+                left[0] -= 1
+                raise OSError(code, os.strerror(code))
+            return real(what, *args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, call)
+            yield
+
+    return fail
 
 
 @pytest.fixture

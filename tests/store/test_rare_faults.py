@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import logging
@@ -22,28 +21,6 @@ from blendrag.store.index_errors import IndexLocked, IndexOdd
 from blendrag.store.maintenance.archive import ArchiveFault, ArchiveReader, ArchiveWriter
 from blendrag.store.pins import Pins
 from blendrag.store.rows import Row, RowCache, Rows, row_key
-
-
-@pytest.fixture
-def failing(monkeypatch):
-    """``with failing("listdir", about="kv"):``, every such call of ``os`` fails."""
-
-    @contextlib.contextmanager
-    def fail(name, about="", code=errno.EIO, times=1 << 30):
-        real, left = getattr(os, name), [times]
-
-        def call(what, *args, **kwargs):
-            path = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else str(what)
-            if about in path and left[0]:
-                left[0] -= 1
-                raise OSError(code, os.strerror(code))
-            return real(what, *args, **kwargs)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, name, call)
-            yield
-
-    return fail
 
 
 @pytest.fixture
