@@ -193,3 +193,27 @@ def test_what_covers_the_prompt_is_handed_on_and_the_rest_is_gathered() -> None:
     assert torch.equal(part["position_embeddings"][1], cos[:, some])
     assert part["position_ids"].tolist() == [[1, 4]]
     assert part["attention_mask"].shape == (1, 1, 2, n)
+
+
+def test_what_every_layer_passes_is_cut_to_its_rows_once() -> None:
+    n, rows = 12, Rows(torch.tensor([3, 7, 11]), 12)
+    tables = (torch.randn(1, n, 4), torch.randn(1, n, 4))
+    kwargs = {
+        "attention_mask": None,
+        "position_embeddings": tables,
+        "position_ids": torch.arange(n),
+    }
+    first, second = (narrow_kwargs(kwargs, rows, masked=True) for _ in range(2))
+    for name in kwargs:
+        assert second[name] is first[name]
+    assert torch.equal(first["position_embeddings"][1], tables[1][:, [3, 7, 11]])
+    other = {**kwargs, "position_embeddings": (tables[1], tables[0])}
+    cut = narrow_kwargs(other, rows, masked=True)["position_embeddings"]
+    assert torch.equal(cut[0], first["position_embeddings"][1])
+
+
+def test_nothing_in_one_argument_is_not_taken_for_nothing_in_another() -> None:
+    rows = Rows(torch.tensor([3, 7, 11]), 12)
+    cut = narrow_kwargs({"attention_mask": None, "position_embeddings": None}, rows, masked=True)
+    assert cut["attention_mask"].shape == (1, 1, 3, 12)
+    assert cut["position_embeddings"] is None

@@ -17,22 +17,22 @@ layer; the paper leaves it open.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch
 
 from blendrag.fusor.cache import BlendCache
 from blendrag.fusor.packed_rows import AnyRows
-from blendrag.fusor.request import BlendRequest, FusionCounts, query_span, split_tokens
-from blendrag.fusor.rotation import Rotation
+from blendrag.fusor.placing import Placing
+from blendrag.fusor.request import BlendRequest, FusionCounts, Tally, query_span, split_tokens
 from blendrag.fusor.rows import Rows
 from blendrag.fusor.scout import Scout
 from blendrag.fusor.shift import ChunkShift
-from blendrag.loader import LayerLoader, LoadedSpan
+from blendrag.loader import LayerLoader
 from blendrag.positions import Repositioner
 from blendrag.selection import LayerView, PromptGeometry, make_policy
-from blendrag.timeline import REPOSITION, SELECT, WAIT, Timeline, noted
+from blendrag.timeline import SELECT, Timeline, noted
 
 Fetch = Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
 Peek = Callable[[AnyRows, torch.Tensor | None], None]
@@ -60,7 +60,6 @@ class Fusion:
         n = request.prompt_tokens
         self.request = request
         self._cache = cache
-        self._repositioner = repositioner
         self._buffers = cache.buffers(n)
         self._layers = len(self._buffers)
         device = self._buffers[0].device
@@ -73,26 +72,27 @@ class Fusion:
         self.scouts = self.policy.asks and candidates.numel() > 0
         """Whether a forward within :meth:`scouting` must come before the blended one."""
         self.is_scouting = False
-        self._scouted_rows = 0
         self._question: torch.Tensor | None = None
         self.schedule = self.policy.schedule or request.schedule
         self._budgets = self.schedule.counts(request.ratio, self._layers, candidates.numel())
         self._enter(candidates[:0] if self.scouts else self._entry())
         self._all_enter = self._alive.numel() == candidates.numel()
         self._shift = ChunkShift(self.geometry) if self.policy.shifts else None
-        self._candidate_rows: list[int] = []
-        self._row_counts: list[int] = []
-        self._recomputed = torch.zeros(n, dtype=torch.int32, device=device)
+        self._tally = Tally(n, self._layers, device)
         self._peeked_kv: tuple[torch.Tensor, torch.Tensor] | None = None
         self._peek_rows: Rows | None = None
         self._peeking = False
-        self._placed = [False] * self._layers
-        self._rotation = Rotation(request.spans, repositioner, device)
-        self.loader = LayerLoader(self._buffers, self._wanted(), timeline)
+        self._placing = Placing(
+            request.spans, self._buffers, repositioner, self._all_enter, timeline
+        )
 
     @property
     def prompt_tokens(self) -> int:
         return self.request.prompt_tokens
+
+    @property
+    def loader(self) -> LayerLoader:
+        return self._placing.loader
 
     @property
     def takes_masks(self) -> bool:
@@ -144,7 +144,7 @@ class Fusion:
     def end_scouting(self, scout: Scout) -> None:
         """The pass is over: choose what layer 0 computes by what ``scout`` saw."""
         self.is_scouting = False
-        self.scouts, self._scouted_rows = False, self.rows.count
+        self.scouts, self._tally.scouted_rows = False, self.rows.count
         self._cache.show(0)
         if scout.layers:
             self._question = scout.attention
@@ -167,11 +167,10 @@ class Fusion:
         if self.is_scouting:
             return self.rows, self.rows.positions if layer == 0 else None
         if layer == 0:
-            self._count()
+            self._tally.add(layer, self._alive, self.rows.count)
             return self.rows, None if self.rows.covers_prompt else self.rows.positions
         arriving, self.rows = self.rows, self._next_rows
-        self._count()
-        self._recomputed[self._alive] += 1
+        self._tally.add(layer, self._alive, self.rows.count)
         if self.rows is arriving:
             return self.rows, None
         return self.rows, torch.searchsorted(arriving.positions, self.rows.positions)
@@ -196,17 +195,13 @@ class Fusion:
         assert self._peeked_kv is not None
         self._choose(1, *self._peeked_kv, seen=1)
 
-    def _count(self) -> None:
-        self._candidate_rows.append(self._alive.numel())
-        self._row_counts.append(self.rows.count)
-
     # -- inside a layer -----------------------------------------------------------------------
 
     def merge(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Scatter fresh ``keys``/``values`` ``[1, Hkv, S, D]`` into the loaded; returns all ``N``."""
-        self._place(layer)
+        self._placing.place(layer)
         if self._peeking:
             self._peeked_kv = (keys[0], values[0])
             raise Peeked
@@ -244,16 +239,6 @@ class Fusion:
             return self._peek_rows, *peeked
         return self.rows, keys, values
 
-    def _place(self, layer: int) -> None:
-        """Stored KV of ``layer`` into place and to its positions, once."""
-        if self._placed[layer]:
-            return
-        with noted(self.timeline, WAIT, layer):
-            self.loader.synchronize(layer)
-        with noted(self.timeline, REPOSITION, layer):
-            self._rotation.apply(self._buffers[layer][0], layer, self._skips_load(layer))
-        self._placed[layer] = True
-
     def _choose(self, layer: int, keys: torch.Tensor, values: torch.Tensor, seen: int) -> None:
         """Ask the policy for the tokens of ``layer``; K/V ``[Hkv, S, D]`` are those of layer ``seen``."""
         buffer, alive, computed = self._buffers[seen], self._alive, self.rows
@@ -278,24 +263,9 @@ class Fusion:
         positions = torch.cat((self._always, chosen)).sort().values
         return Rows(positions, self.request.prompt_tokens, self._force_masks)
 
-    def _skips_load(self, layer: int) -> bool:
-        """Layer 0 of a looking policy is computed whole; loading it would be thrown away."""
-        return layer == 0 and self._all_enter
-
-    def _wanted(self) -> list[Sequence[LoadedSpan]]:
-        exact = [span for span in self.request.spans if span.exact]
-        return [exact if self._skips_load(i) else self.request.spans for i in range(self._layers)]
-
     def counts(self) -> FusionCounts:
         """What was computed; call after the forward."""
-        recomputed = self._recomputed.tolist()
-        layers = max(self._layers - 1, 1)
-        return FusionCounts(
-            tuple(self._candidate_rows),
-            tuple(rows + self._scouted_rows for rows in self._row_counts),
-            tuple(sum(recomputed[s.start : s.end]) / layers for s in self.request.blended),
-            self.request.candidates,
-        )
+        return self._tally.counts(self.request)
 
 
 def _nothing_yet() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

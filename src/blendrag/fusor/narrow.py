@@ -6,6 +6,7 @@ is refused rather than passed on whole.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from blendrag.fusor.packed_rows import AnyRows
 
 #: Tensor arguments indexed by token in their last dimension (``[…, N]``).
 BY_TOKEN = ("position_ids", "cache_position")
+#: Arguments of which the rows are kept: a model with windows passes two tables and two masks in turn.
+KEPT = 6
 #: Arguments that travel as they are.
 UNTOUCHED = ("hidden_states", "past_key_values", "past_key_value", "layer_past")
 
@@ -30,11 +33,11 @@ def narrow_kwargs(kwargs: dict[str, Any], rows: AnyRows, masked: bool) -> dict[s
     fewer = rows.count < rows.prompt_tokens
     for name, value in kwargs.items():
         if name == "attention_mask":
-            out[name] = _mask_rows(value, rows) if masked else None
+            out[name] = _once(value, rows, _mask_rows) if masked else None
         elif name == "position_embeddings":
-            out[name] = _embedding_rows(value, rows) if fewer else value
+            out[name] = _once(value, rows, _embedding_rows) if fewer else value
         elif name in BY_TOKEN and isinstance(value, torch.Tensor):
-            out[name] = value[..., rows.positions] if fewer else value
+            out[name] = _once(value, rows, _token_rows) if fewer else value
         elif name not in UNTOUCHED:
             _refuse_token_length(name, value, rows.prompt_tokens)
     if masked and "attention_mask" not in kwargs:
@@ -46,6 +49,21 @@ def refuse_positional(args: tuple[Any, ...], prompt_tokens: int) -> None:
     """Positional arguments behind the hidden states must not depend on the prompt's length."""
     for index, value in enumerate(args):
         _refuse_token_length(f"#{index + 1}", value, prompt_tokens)
+
+
+def _once(value: Any, rows: AnyRows, gather: Callable[[Any, AnyRows], Any]) -> Any:
+    """``gather(value, rows)``, of what one layer after the other passes only the first time."""
+    for known, how, gathered in rows.gathered:
+        if known is value and how is gather:
+            return gathered
+    gathered = gather(value, rows)
+    rows.gathered.append((value, gather, gathered))
+    del rows.gathered[:-KEPT]
+    return gathered
+
+
+def _token_rows(value: torch.Tensor, rows: AnyRows) -> torch.Tensor:
+    return value[..., rows.positions]
 
 
 def _mask_rows(mask: torch.Tensor | None, rows: AnyRows) -> torch.Tensor:

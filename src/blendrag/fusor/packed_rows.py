@@ -7,7 +7,7 @@ for the attention a list of which rows see which keys. Rows of one prompt never 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,6 +43,7 @@ class PackedRows:
     def __init__(self, rows: dict[int, Rows], places: Sequence[Place], prompt_tokens: int) -> None:
         self.prompt_tokens = prompt_tokens
         self.attended = False
+        self.gathered: list[tuple[Any, Any, Any]] = []
         self.parts: list[Part] = []
         at = 0
         for member, own in rows.items():

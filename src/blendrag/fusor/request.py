@@ -59,6 +59,36 @@ class FusionCounts:
         return sum(self.candidate_rows) / (len(self.candidate_rows) * self.candidates)
 
 
+class Tally:
+    """Counts what is computed while a fusion goes on."""
+
+    def __init__(self, prompt_tokens: int, layers: int, device: torch.device) -> None:
+        self.scouted_rows = 0
+        """Rows that a scout pass computed in every layer."""
+        self._layers = layers
+        self._candidate_rows: list[int] = []
+        self._rows: list[int] = []
+        self._recomputed = torch.zeros(prompt_tokens, dtype=torch.int32, device=device)
+
+    def add(self, layer: int, candidates: torch.Tensor, rows: int) -> None:
+        """``layer`` computes ``rows`` rows, of which these are tokens of blended chunks."""
+        self._candidate_rows.append(candidates.numel())
+        self._rows.append(rows)
+        if layer > 0:
+            self._recomputed[candidates] += 1
+
+    def counts(self, request: BlendRequest) -> FusionCounts:
+        """All of it."""
+        recomputed = self._recomputed.tolist()
+        layers = max(self._layers - 1, 1)
+        return FusionCounts(
+            tuple(self._candidate_rows),
+            tuple(rows + self.scouted_rows for rows in self._rows),
+            tuple(sum(recomputed[s.start : s.end]) / layers for s in request.blended),
+            request.candidates,
+        )
+
+
 def split_tokens(request: BlendRequest, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions always computed (fresh) and candidates (tokens of blended chunks), ascending."""
     state = torch.zeros(request.prompt_tokens, dtype=torch.int8)

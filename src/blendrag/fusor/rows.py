@@ -7,7 +7,7 @@ future. Built once per selection and shared by every layer that keeps it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,6 +47,8 @@ class Rows:
         self.count = positions.numel()
         self.attended = False
         """Whether the fast attention really ran over them."""
+        self.gathered: list[tuple[Any, Any, Any]] = []
+        """Arguments of layers, how rows of them are taken, and what they are for these rows alone."""
         self._force_masks = force_masks
         self._blocks: dict[tuple[int | None, torch.dtype, int], list[Block]] = {}
         self._masks: dict[int | None, torch.Tensor] = {}
