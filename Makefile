@@ -59,12 +59,14 @@ bench-all: bench ## sweeps, trace, load and auto of docs/performance.md, into bu
 	mkdir -p build/bench
 	for factor in $(FACTORS); do \
 	  $(BIN)/blendrag bench sweep --geometry $(GEOMETRY) --factor $$factor --json \
-	    > build/bench/$$factor.json || exit 1; \
+	    --plot build/bench/$$factor.png > build/bench/$$factor.json || exit 1; \
 	done
-	$(BIN)/blendrag bench sweep --factor geometry --json > build/bench/geometry.json
+	$(BIN)/blendrag bench sweep --factor geometry --json \
+	  --plot build/bench/geometry.png > build/bench/geometry.json
 	$(BIN)/blendrag bench trace --geometry $(GEOMETRY) --out build/bench/trace.json \
 	  --plot build/bench/trace.png
-	$(BIN)/blendrag bench load --geometry $(GEOMETRY) --json > build/bench/load.json
+	$(BIN)/blendrag bench load --geometry $(GEOMETRY) --json \
+	  --plot build/bench/load.png > build/bench/load.json
 	$(BIN)/blendrag bench auto --geometry $(GEOMETRY) --json > build/bench/auto.json
 
 # An hour on two cores. Interrupted, it goes on where it was: make arena ARENA_ARGS=--keep

@@ -12,8 +12,9 @@ import torch
 from bench.lab import measured
 from bench.test_ttft import _let_context_matter
 from blendrag.bench.geometry import bench_adapter
-from blendrag.bench.load import LoadWorkload, Queue, make_requests
+from blendrag.bench.load import LoadWorkload, make_requests
 from blendrag.bench.load_servers import BlendServer, FullServer, PrefixServer, Served
+from blendrag.bench.queue import Queue
 from blendrag.bench.tiers import ON_DISK, tier_store
 from blendrag.bench.workload import Workload
 from blendrag.errors import InvalidInputError

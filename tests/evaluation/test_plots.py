@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from blendrag.evaluation import plots
-from blendrag.evaluation.figures import COLOURS, looks, save
+from blendrag.figures import COLOURS, looks, save
 from evaluation import invented_rows
 
 ROWS = invented_rows.sweep()

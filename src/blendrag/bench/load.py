@@ -2,22 +2,20 @@
 
 Every request is answered by all three, one after the other, so that what disturbs the machine disturbs
 all alike; only first tokens are computed. From the times each took follows what a queue before one model
-does at any rate: requests arrive when they arrive (open loop, exponential gaps, the same for all three),
-wait for those before them, and take what they took. The queue is computed, not waited for: with one worker
-that answers in order the two are the same, and every rate is judged by the same measurements.
+does at any rate (:mod:`blendrag.bench.queue`), the arrivals being the same for all three.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import cycle, islice
 
 import numpy as np
 import torch
 
 from blendrag.bench.load_servers import BlendServer, FullServer, PrefixServer, Served, Server
+from blendrag.bench.queue import Queue
 from blendrag.bench.tiers import BenchTier, tier_store
 from blendrag.bench.workload import Workload, check
 from blendrag.errors import InvalidInputError
@@ -27,8 +25,6 @@ from blendrag.store.encodings import stored_chunk_bytes
 
 #: Request rates in the table, as shares of what full prefill can answer at most.
 RATES = (0.2, 0.4, 0.6, 0.8, 1.0, 2.0, 3.0, 4.0, 6.0)
-#: Arrivals in a computed queue; the requests measured are repeated in their order.
-ARRIVALS = 2000
 
 
 @dataclass(frozen=True)
@@ -94,43 +90,6 @@ class LoadResult:
     ways: tuple[WayResult, ...]
     rows: tuple[RateRow, ...]
     requests: int
-
-
-# -- the queue ------------------------------------------------------------------------------------
-
-
-class Queue:
-    """One worker that answers in order, and the times its requests take."""
-
-    def __init__(self, served: Sequence[Served], seed: int = 0) -> None:
-        self._served = list(islice(cycle(served), ARRIVALS))
-        self._gaps = np.random.default_rng(seed).exponential(size=ARRIVALS)
-        self.busy_s = statistics.fmean(s.first_s + s.after_s for s in served)
-        self.alone_s = statistics.fmean(s.first_s for s in served)
-
-    def at(self, rate: float) -> tuple[list[float], float]:
-        """Seconds from arrival to first token of every request at ``rate`` a second; and the throughput."""
-        arrived = free = 0.0
-        found = []
-        for gap, served in zip(self._gaps, self._served, strict=True):
-            arrived += gap / rate
-            begun = max(arrived, free)
-            found.append(begun + served.first_s - arrived)
-            free = begun + served.first_s + served.after_s
-        return found, len(found) / free
-
-    def mean(self, rate: float) -> float:
-        return statistics.fmean(self.at(rate)[0])
-
-    def rate_of(self, ttft_s: float) -> float:
-        """The largest rate at which the mean TTFT is at most that; 0 where no rate is slow enough."""
-        if self.alone_s > ttft_s:
-            return 0.0
-        low, high = 0.0, 4.0 / self.busy_s
-        for _ in range(40):
-            middle = (low + high) / 2
-            low, high = (middle, high) if self.mean(middle) <= ttft_s else (low, middle)
-        return low
 
 
 # -- the requests -----------------------------------------------------------------------------------

@@ -65,9 +65,11 @@ class SweepRow:
     ms: float
     """Of blend."""
     spread_ms: tuple[float, float]
-    """Lowest and highest."""
+    """Lowest and highest, here and of the others."""
     full_ms: float
+    full_spread_ms: tuple[float, float]
     reuse_ms: float
+    reuse_spread_ms: tuple[float, float]
     speedup: float
     reuse_speedup: float
     floor_speedup: float
@@ -189,8 +191,8 @@ def _row(factor: str, case: Case, bench: TtftBench, timings: dict[str, Timing]) 
     workload = case.workload
     counts = bench.blended("blend", workload.policy, workload.ratio)[1]
     blend = timings[_name("blend", case)]
-    full = timings[_name("full", case.prompt)].median
-    reuse = timings[_name("reuse", case.place)].median
+    full = timings[_name("full", case.prompt)]
+    reuse = timings[_name("reuse", case.place)]
     return SweepRow(
         factor=factor,
         value=case.value,
@@ -199,10 +201,12 @@ def _row(factor: str, case: Case, bench: TtftBench, timings: dict[str, Timing]) 
         charged_ratio=counts.charged_ratio,
         ms=blend.median,
         spread_ms=(blend.low, blend.high),
-        full_ms=full,
-        reuse_ms=reuse,
-        speedup=full / blend.median,
-        reuse_speedup=full / reuse,
+        full_ms=full.median,
+        full_spread_ms=(full.low, full.high),
+        reuse_ms=reuse.median,
+        reuse_spread_ms=(reuse.low, reuse.high),
+        speedup=full.median / blend.median,
+        reuse_speedup=full.median / reuse.median,
         floor_speedup=bench.floor_speedup(counts),
         kv_bytes=bench.kv_bytes,
     )

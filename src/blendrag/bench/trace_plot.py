@@ -7,29 +7,32 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from blendrag.bench.trace import TraceResult
+from blendrag.figures import COLOURS, PANEL_HEIGHT, panels, title, write_png
 from blendrag.timeline import COMPUTE, LOAD, REPOSITION, SELECT, WAIT
 
+#: Of the picture, in inches.
+WIDTH = 10.0
 LANES = (LOAD, WAIT, REPOSITION, SELECT, COMPUTE)
-#: Okabe and Ito 2008, which colour-blind readers can tell apart; two shades, so that layers can be told.
-COLOURS = {
-    LOAD: ("#0072B2", "#56B4E9"),
+BLUE, _, GREEN, PINK, ORANGE, SKY, _ = COLOURS
+#: Two shades of each, so that layers can be told apart.
+SHADES = {
+    LOAD: (BLUE, SKY),
     WAIT: ("#c0c0c0", "#dddddd"),
-    REPOSITION: ("#CC79A7", "#e3b3cd"),
-    SELECT: ("#E69F00", "#f3cd7a"),
-    COMPUTE: ("#009E73", "#7fceb8"),
+    REPOSITION: (PINK, "#e3b3cd"),
+    SELECT: (ORANGE, "#f3cd7a"),
+    COMPUTE: (GREEN, "#7fceb8"),
 }
-DPI = 144
 
 
 def timeline(result: TraceResult) -> Figure:
     """Lanes over milliseconds; a scout pass is hatched."""
-    figure = Figure(figsize=(10, 2.9), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = panels(1, legend=False)
+    figure.set_size_inches(WIDTH, PANEL_HEIGHT)
     for span in result.spans:
         axes.broken_barh(
             [(1e3 * span.began_s, 1e3 * span.seconds)],
             (LANES.index(span.what) - 0.4, 0.8),
-            facecolors=COLOURS[span.what][span.layer % 2],
+            facecolors=SHADES[span.what][span.layer % 2],
             hatch="////" if span.pass_name else None,
             edgecolor="white" if span.pass_name else "none",
             linewidth=0,
@@ -40,15 +43,14 @@ def timeline(result: TraceResult) -> Figure:
         "milliseconds of one request; shades alternate by layer, the scout pass is hatched"
     )
     axes.set_xlim(0, None)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(
+    title(
+        axes,
         f"{result.model}, {result.prompt_tokens} tokens, {result.policy} at r = {result.ratio:g}, KV from "
         f"{result.tier}: overlap {result.overlap:.2f}",
-        fontsize=9,
     )
     return figure
 
 
 def write_plot(path: Path, result: TraceResult) -> None:
     """Draw into ``path``, a PNG."""
-    timeline(result).savefig(path, dpi=DPI, metadata={"Software": None})
+    write_png(timeline(result), path)

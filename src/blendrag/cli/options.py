@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -50,6 +50,11 @@ def finite(number: float | None) -> float | None:
     if number is not None and not math.isfinite(number):
         raise typer.BadParameter(f"{number} is no finite number")
     return number
+
+
+def unset(text: str, **more: Any) -> Any:
+    """An option that is ``None`` where it is left out; ``text`` is its help."""
+    return typer.Option(help=text, show_default=False, **more)
 
 
 def parse_ratio(text: str) -> float | str:

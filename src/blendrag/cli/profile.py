@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blendrag.cli import interrupt, options, output, quiet
+from blendrag.cli import interrupt, options, output
+from blendrag.cli.starting import begin, engine_for
 from blendrag.cli.status import DONE, reporting, say
+from blendrag.drawing import require_plot
 
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine
@@ -35,33 +37,18 @@ def profile(
     ] = None,
     devices: Annotated[
         Path | None,
-        typer.Option(
-            help="JSON or TOML list of devices (name, throughput, price_per_gb_month): name the cheapest "
-            "that adds no latency.",
-            show_default=False,
+        options.unset(
+            "JSON or TOML list of devices (name, throughput, price_per_gb_month): name the cheapest "
+            "that adds no latency."
         ),
     ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="Draw the two latencies into this PNG.", show_default=False),
-    ] = None,
-    policy: Annotated[
-        str | None,
-        typer.Option(help="Policy that plot and devices are for.", show_default=False),
-    ] = None,
+    plot: Annotated[Path | None, options.unset("Draw the two latencies into this PNG.")] = None,
+    policy: Annotated[str | None, options.unset("Policy that plot and devices are for.")] = None,
     ratio: Annotated[
         float | None,
-        typer.Option(
-            min=0.0,
-            max=1.0,
-            callback=options.finite,
-            help="Ratio of --devices.",
-            show_default=False,
-        ),
+        options.unset("Ratio of --devices.", min=0.0, max=1.0, callback=options.finite),
     ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(min=1, help="Chunks in a usual prompt.", show_default=False)
-    ] = None,
+    top_k: Annotated[int | None, options.unset("Chunks in a usual prompt.", min=1)] = None,
     again: Annotated[
         bool, typer.Option("--again", help="Measure, although a profile is kept.")
     ] = False,
@@ -72,11 +59,8 @@ def profile(
     verbose: options.Verbose = False,
 ) -> int:
     """Measure what loading and computing take on this machine, for --ratio auto. Once; it is remembered."""
-    quiet.set_up(verbose)
-    options.check_environment()
-    interrupt.expect("nothing was kept; a profile is whole or is not used")
+    begin(verbose, "nothing was kept; a profile is whole or is not used")
     from blendrag.config import settings
-    from blendrag.engine import BlendEngine
     from blendrag.selection import make_policy
 
     listed = _devices(devices)
@@ -86,27 +70,22 @@ def profile(
         top_k or settings().top_k,
     )
     make_policy(usual.policy)  # fail before any work
-    draw = _plotter(plot)
-    engine = BlendEngine(
-        options.model_for(model, store),
-        store,
-        dtype=dtype,
-        device=device,
-        lora=str(lora) if lora else None,
-    )
-    with engine:
+    require_plot(plot)
+    with engine_for(model, store, lora, dtype=dtype, device=device) as engine:
         report = engine.profile(directories or (), again, Steps())
         _say(report)
         choice = _choice(engine, report.profile, listed, usual)
-    interrupt.expect("the profile is kept")
-    if draw is not None:
-        draw(report.profile, usual.policy, usual.chunks)
+    interrupt.expect("the profile is kept" if report.kept else "nothing was kept")
     if json:
         output.print_json(_fields(report, choice))
     else:
         _print(report.profile)
         if choice is not None:
             _print_choice(choice, usual)
+    if plot is not None:
+        from blendrag.cli.profile_plot import write_plot
+
+        write_plot(plot, report.profile, usual.policy, usual.chunks)
     return DONE
 
 
@@ -139,27 +118,6 @@ def _devices(path: Path | None) -> tuple[Device, ...]:
     from blendrag.estimates.storage import read_devices
 
     return read_devices(path) if path is not None else ()
-
-
-def _plotter(path: Path | None) -> Any:
-    """What draws into ``path``; looked for before anything is measured."""
-    if path is None:
-        return None
-    from functools import partial
-
-    from blendrag.errors import InvalidInputError
-
-    if path.suffix.lower() != ".png" or not path.absolute().parent.is_dir():
-        raise InvalidInputError(
-            f"--plot {path} cannot be drawn, expected a file that ends in .png in a directory that exists"
-        )
-    try:
-        from blendrag.cli.profile_plot import plot_profile
-    except ImportError as exc:
-        raise InvalidInputError(
-            f"--plot {path} needs matplotlib, which is not installed; pip install 'blendrag[plots]'"
-        ) from exc
-    return partial(plot_profile, path)
 
 
 def _choice(

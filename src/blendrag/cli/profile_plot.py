@@ -8,23 +8,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
 from matplotlib.figure import Figure
 
 from blendrag.engine.profiling import counts_for, usual_prompt
 from blendrag.estimates import Part, Profile
 from blendrag.estimates.forecast import Estimator
-from blendrag.evaluation.figures import COLOURS, DPI, STYLE, Line, Look, draw, legend, panels, title
+from blendrag.figures import COLOURS, Line, Look, draw, legend, panels, title, write_png
 
 RATIOS = tuple(i / 20 for i in range(21))
 USUAL_RATIO = 0.15
 
 
-def plot_profile(path: Path, found: Profile, policy: str, chunks: int) -> None:
+def write_plot(path: Path, found: Profile, policy: str, chunks: int) -> None:
     """Draw into ``path``, a PNG."""
-    figure = latencies(found, policy, chunks)
-    with matplotlib.rc_context(STYLE):
-        figure.savefig(path, dpi=DPI, metadata={"Software": None})
+    write_png(latencies(found, policy, chunks), path)
 
 
 def latencies(found: Profile, policy: str, chunks: int) -> Figure:

@@ -32,7 +32,7 @@ def head(run: Run, result: Result) -> str:
 
 def picture(folder: Path, name: str, text: str, draw: Draw, data: object) -> str:
     """Draw it into ``folder``, and the lines that show it; behind the PNG is the SVG."""
-    from blendrag.evaluation.figures import save
+    from blendrag.figures import save
 
     png, svg = save(draw(data), folder, name)
     return f"[![{text}]({FOLDER}/{png.name})]({FOLDER}/{svg.name})\n\n*{text}*"

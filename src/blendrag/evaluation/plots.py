@@ -3,7 +3,7 @@
 Owns which numbers stand on which axis. Rows are those of ``blendrag eval --json``, deviations those of
 :mod:`blendrag.evaluation.deviation_report`, both as plain mappings, so that kept files can be drawn
 again. Quality is PGR (0: no context, 1: full prefill) with its bootstrap interval; rows whose PGR is
-undefined are left out. Does not know how figures look (:mod:`blendrag.evaluation.figures`).
+undefined are left out. Does not know how figures look (:mod:`blendrag.figures`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from blendrag.evaluation.figures import (
+from blendrag.figures import (
     BANDS,
     COLOURS,
     DASHES,

@@ -10,15 +10,16 @@ from rich.console import Console
 from rich.table import Table
 
 from blendrag.bench.cli import options
-from blendrag.config import DEFAULT_POLICY, UNCALIBRATED_SCHEDULE
+from blendrag.bench.cli.spread import spread
 
 if TYPE_CHECKING:
     from blendrag.bench.auto_results import AutoResult
 
 
+@spread
 def auto(
-    geometry: options.Geometry = None,
-    model: options.Model = None,
+    timed: options.Timed,
+    work: options.Work,
     tiers: Annotated[
         str, typer.Option(help="Comma-separated: memory, disk, cold or throughputs.")
     ] = "memory,disk,cold,1GB/s,0.5GB/s",
@@ -28,33 +29,20 @@ def auto(
     min_ratio: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="The least that is ever recomputed.")
     ] = 0.15,
-    chunks: options.Count = 6,
-    chunk_tokens: options.Count = 512,
-    question_tokens: options.Count = 32,
-    policy: options.Policy = DEFAULT_POLICY,
-    schedule: options.Schedule = UNCALIBRATED_SCHEDULE,
     rounds: options.Count = 5,
-    encoding: options.Encoding = "native",
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
     as_json: options.Json = False,
 ) -> None:
     """Ratio auto against the best fixed ratio on each tier, and its predictions beside what was measured."""
     from blendrag.bench.auto import run_auto
-    from blendrag.bench.geometry import bench_adapter
     from blendrag.bench.sweep import parse_ratio
     from blendrag.bench.tiers import parse_tier
-    from blendrag.bench.workload import Workload
 
     wanted = [parse_tier(text.strip()) for text in tiers.split(",")]
     fixed = [parse_ratio(text.strip()) for text in ratios.split(",")]
-    workload = Workload(
-        chunks, chunk_tokens, question_tokens, min_ratio, policy, schedule, rounds, encoding
-    )
-    adapter = bench_adapter(geometry, model, dtype, device)
+    adapter = timed.adapter()
     with options.status("loading") as status:
         result = run_auto(
-            adapter, workload, wanted, fixed, min_ratio, lambda text: status.update(text)
+            adapter, work.at(min_ratio, rounds), wanted, fixed, min_ratio, status.update
         )
     if as_json:
         options.print_json(asdict(result))
@@ -76,6 +64,9 @@ def _print(result: AutoResult) -> None:
     for tier in result.tiers:
         Console().print(
             f"{tier.tier}: auto takes {tier.relative:.2f} of the best fixed ratio, {tier.best_ratio:.2f}; "
-            f"{tier.close:.0%} of predictions within 15%"
+            f"{tier.close:.0%} of predictions within 15%, {tier.auto_close:.0%} of those at ratio auto"
         )
-    Console().print(f"{result.close:.0%} of {result.requests} predictions within 15%")
+    Console().print(
+        f"{result.close:.0%} of {result.requests} predictions within 15%, {result.auto_close:.0%} of those "
+        "at ratio auto"
+    )

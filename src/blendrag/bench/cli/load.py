@@ -10,15 +10,17 @@ from rich.console import Console
 from rich.table import Table
 
 from blendrag.bench.cli import options
-from blendrag.config import DEFAULT_POLICY, UNCALIBRATED_SCHEDULE
+from blendrag.bench.cli.spread import spread
+from blendrag.drawing import require_plot
 
 if TYPE_CHECKING:
     from blendrag.bench.load import LoadResult
 
 
+@spread
 def load(
-    geometry: options.Geometry = None,
-    model: options.Model = None,
+    timed: options.Timed,
+    work: options.Work,
     requests: options.Count = 60,
     warm_requests: Annotated[
         int, typer.Option(min=0, help="Answered first, to fill what is kept; not counted.")
@@ -29,38 +31,31 @@ def load(
     ] = 40,
     skew: Annotated[float, typer.Option(min=0.0, max=10.0, help="Exponent of Zipf's law.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Of the requests and of their arrivals.")] = 0,
-    chunks: options.Count = 6,
-    chunk_tokens: options.Count = 512,
-    question_tokens: options.Count = 32,
-    ratio: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Recompute ratio r in [0, 1].")
-    ] = 0.15,
-    policy: options.Policy = DEFAULT_POLICY,
-    schedule: options.Schedule = UNCALIBRATED_SCHEDULE,
+    ratio: options.Ratio = 0.15,
     tier: options.Tier = "disk",
-    encoding: options.Encoding = "native",
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
+    plot: options.Plot = None,
     as_json: options.Json = False,
 ) -> None:
     """Poisson arrivals over a skewed corpus: TTFT and throughput of full, prefix and blend by rate."""
-    from blendrag.bench.geometry import bench_adapter
     from blendrag.bench.load import LoadWorkload, run_load
     from blendrag.bench.tiers import parse_tier
-    from blendrag.bench.workload import Workload
 
     wanted = parse_tier(tier)
-    prompt = Workload(chunks, chunk_tokens, question_tokens, ratio, policy, schedule, 1, encoding)
+    require_plot(plot)
     workload = LoadWorkload(
-        prompt, corpus_chunks, store_chunks, skew, requests, warm_requests, seed
+        work.at(ratio), corpus_chunks, store_chunks, skew, requests, warm_requests, seed
     )
-    adapter = bench_adapter(geometry, model, dtype, device)
+    adapter = timed.adapter()
     with options.status("loading") as status:
-        result = run_load(adapter, workload, wanted, lambda text: status.update(text))
+        result = run_load(adapter, workload, wanted, status.update)
     if as_json:
         options.print_json(asdict(result))
     else:
         _print(result)
+    if plot is not None:
+        from blendrag.bench.load_plot import write_plot
+
+        write_plot(plot, result)
 
 
 def _print(result: LoadResult) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from blendrag.bench.cli import options
-from blendrag.config import DEFAULT_POLICY, UNCALIBRATED_SCHEDULE
+from blendrag.bench.cli.spread import spread
+from blendrag.drawing import require_plot
+from blendrag.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from blendrag.bench.sweep import SweepRow
 
 FactorOption = Annotated[
     str,
@@ -18,67 +24,72 @@ FactorOption = Annotated[
 ]
 
 
+@spread
 def sweep(
+    timed: options.Timed,
+    work: options.Work,
     factor: FactorOption = "ratio",
     values: Annotated[
         str | None, typer.Option(help="Of the factor, comma-separated.", show_default=False)
     ] = None,
-    geometry: options.Geometry = None,
-    model: options.Model = None,
     ratios: Annotated[
         str | None, typer.Option(help="Values of the factor ratio.", show_default=False)
     ] = None,
     ratio: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Where it is not the factor.")
     ] = 0.15,
-    chunks: options.Count = 6,
-    chunk_tokens: options.Count = 512,
-    question_tokens: options.Count = 32,
-    policy: options.Policy = DEFAULT_POLICY,
-    schedule: options.Schedule = UNCALIBRATED_SCHEDULE,
-    rounds: options.Count = 3,
     tier: options.Tier = "disk",
-    encoding: options.Encoding = "native",
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
+    rounds: options.Count = 3,
+    plot: options.Plot = None,
     as_json: options.Json = False,
 ) -> None:
     """Time to first token over one factor, all its values in one run."""
     from blendrag.bench.geometry import bench_adapter
     from blendrag.bench.sweep import Case, make_cases, run_sweep
     from blendrag.bench.tiers import parse_tier
-    from blendrag.bench.workload import Workload
-    from blendrag.errors import InvalidInputError
 
+    _check(timed, factor, values, ratios)
+    require_plot(plot)
+    base = Case("", work.at(ratio, rounds), parse_tier(tier), timed.geometry)
+    cases = make_cases(factor, values if ratios is None else ratios, base)
+    with options.status("loading") as status:
+        rows = run_sweep(
+            lambda name: bench_adapter(name, timed.model, timed.dtype, timed.device),
+            factor,
+            cases,
+            status.update,
+        )
+    about = (
+        f"{timed.model or timed.geometry or 'by geometry'}, "
+        f"{work.chunks} × {work.chunk_tokens} + {work.question_tokens} tokens",
+        f"{work.policy} at r = {ratio:g}, {work.encoding} KV from {tier}",
+    )
+    if as_json:
+        options.print_json({"rows": [asdict(row) for row in rows]})
+    else:
+        _print(rows, f"{', '.join(about)}, but for the factor")
+    if plot is not None:
+        from blendrag.bench.sweep_plot import write_plot
+
+        write_plot(plot, rows, "\n".join(about))
+
+
+def _check(timed: options.Timed, factor: str, values: str | None, ratios: str | None) -> None:
     if ratios is not None and (factor != "ratio" or values is not None):
         raise InvalidInputError(
             f"--ratios {ratios!r} beside --factor {factor} and --values; name the values of one factor"
         )
-    if factor == "geometry" and (geometry, model) != (None, None):
+    if factor == "geometry" and (timed.geometry, timed.model) != (None, None):
         raise InvalidInputError(
             "--factor geometry beside --geometry or --model; name geometries by --values"
         )
-    workload = Workload(
-        chunks, chunk_tokens, question_tokens, ratio, policy, schedule, rounds, encoding
-    )
-    base = Case("", workload, parse_tier(tier), geometry)
-    cases = make_cases(factor, values if ratios is None else ratios, base)
-    with options.status("loading") as status:
-        rows = run_sweep(
-            lambda name: bench_adapter(name, model, dtype, device),
-            factor,
-            cases,
-            lambda text: status.update(text),
-        )
-    if as_json:
-        options.print_json({"rows": [asdict(row) for row in rows]})
-        return
-    table = Table(
-        title=f"{model or geometry or 'by geometry'}, {chunks} × {chunk_tokens} + {question_tokens} tokens, "
-        f"{policy}, {encoding} KV from {tier}, but for the factor"
-    )
+
+
+def _print(rows: Sequence[SweepRow], title: str) -> None:
+    table = Table(title=title)
     for column in (
-        factor, "tokens", "charged", "TTFT ms", "lowest", "highest", "speedup", "floor", "of floor", "reuse",
+        rows[0].factor, "tokens", "charged", "TTFT ms", "lowest", "highest", "speedup", "floor", "of floor",
+        "reuse",
     ):  # fmt: skip
         table.add_column(column, justify="right")
     for row in rows:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,31 +11,30 @@ from rich.console import Console
 from rich.table import Table
 
 from blendrag.bench.cli import options
-from blendrag.config import UNCALIBRATED_SCHEDULE
-from blendrag.errors import InvalidInputError
+from blendrag.bench.cli.spread import spread
+from blendrag.drawing import require_place, require_plot
 
 if TYPE_CHECKING:
     from blendrag.bench.trace import TraceResult
 
 
+@dataclass(frozen=True)
+class Layered(options.Work):
+    """By default of a policy whose layers overlap one by one."""
+
+    policy: options.Policy = "random"
+
+
+@spread
 def trace(
-    geometry: options.Geometry = None,
-    model: options.Model = None,
+    timed: options.Timed,
+    work: Layered,
     out: Annotated[
         Path | None,
         typer.Option(help="Write a Chrome/Perfetto trace (JSON) here.", show_default=False),
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw the timeline into this PNG.", show_default=False)
-    ] = None,
-    chunks: options.Count = 6,
-    chunk_tokens: options.Count = 512,
-    question_tokens: options.Count = 32,
-    ratio: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Recompute ratio r in [0, 1].")
-    ] = 0.15,
-    policy: options.Policy = "random",
-    schedule: options.Schedule = UNCALIBRATED_SCHEDULE,
+    plot: options.Plot = None,
+    ratio: options.Ratio = 0.15,
     rounds: options.Count = 5,
     tier: Annotated[
         str,
@@ -44,58 +42,30 @@ def trace(
             help="memory, disk, cold, a throughput, or balanced: loading takes as long as computing."
         ),
     ] = "balanced",
-    encoding: options.Encoding = "native",
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
     as_json: options.Json = False,
 ) -> None:
     """One request per layer: load, re-position, select, compute; and how much of them overlaps."""
-    from blendrag.bench.geometry import bench_adapter
     from blendrag.bench.tiers import parse_tier
     from blendrag.bench.trace import BALANCED, run_trace, write_trace
-    from blendrag.bench.workload import Workload
 
     if tier != BALANCED:
         parse_tier(tier)  # fail before anything is loaded
     if out is not None:
-        _require_directory("--out", out, ".json")
-    draw = _plotter(plot)
-    workload = Workload(
-        chunks, chunk_tokens, question_tokens, ratio, policy, schedule, rounds, encoding
-    )
-    adapter = bench_adapter(geometry, model, dtype, device)
+        require_place("--out", out, ".json")
+    require_plot(plot)
+    adapter = timed.adapter()
     with options.status("loading") as status:
-        result = run_trace(adapter, workload, tier, lambda text: status.update(text))
+        result = run_trace(adapter, work.at(ratio, rounds), tier, status.update)
     if out is not None:
         write_trace(out, result)
-    if plot is not None and draw is not None:
-        draw(plot, result)
+    if plot is not None:
+        from blendrag.bench.trace_plot import write_plot
+
+        write_plot(plot, result)
     if as_json:
         options.print_json(asdict(result))
     else:
         _print(result)
-
-
-def _plotter(path: Path | None) -> Callable[[Path, TraceResult], None] | None:
-    """What draws; looked for before anything is measured."""
-    if path is None:
-        return None
-    _require_directory("--plot", path, ".png")
-    try:
-        from blendrag.bench.trace_plot import write_plot
-    except ImportError as exc:
-        raise InvalidInputError(
-            f"--plot {path} needs matplotlib, which is not installed; pip install 'blendrag[plots]'"
-        ) from exc
-    return write_plot
-
-
-def _require_directory(option: str, path: Path, suffix: str) -> None:
-    if path.suffix.lower() != suffix or not path.absolute().parent.is_dir():
-        raise InvalidInputError(
-            f"{option} {path} cannot be written, expected a file that ends in {suffix} in a directory that "
-            "exists"
-        )
 
 
 def _print(result: TraceResult) -> None:

@@ -16,6 +16,7 @@ import matplotlib
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter, StrMethodFormatter
 from matplotlib.transforms import ScaledTranslation, Transform
 
 #: Dots per inch of the PNG.
@@ -182,6 +183,13 @@ def from_zero(axes: Axes) -> None:
     axes.set_xlim(-0.06 * axes.get_xlim()[1], None)
 
 
+def log_times(axes: Axes) -> None:
+    """Times upwards on a logarithmic scale, written out as numbers."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
+
+
 def legend(figure: Figure, axes: Sequence[Axes]) -> None:
     """One legend for all panels, to their right; every label once."""
     handles: dict[str, Any] = {}
@@ -193,11 +201,17 @@ def legend(figure: Figure, axes: Sequence[Axes]) -> None:
             figure.legend(list(handles.values()), list(handles), loc="outside right center")
 
 
+def write_png(figure: Figure, path: Path) -> None:
+    """``figure`` alone, for a command's ``--plot``."""
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(path, dpi=DPI, metadata={"Software": None})
+
+
 def save(figure: Figure, directory: Path, name: str) -> tuple[Path, Path]:
     """``name.png`` and ``name.svg`` in ``directory``, which is made if need be."""
     directory.mkdir(parents=True, exist_ok=True)
     png, svg = directory / f"{name}.png", directory / f"{name}.svg"
+    write_png(figure, png)
     with matplotlib.rc_context(STYLE):
-        figure.savefig(png, dpi=DPI, metadata={"Software": None})
         figure.savefig(svg, metadata={"Date": None, "Creator": None})
     return png, svg

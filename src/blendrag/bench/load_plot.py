@@ -1,0 +1,54 @@
+"""Load as a picture: TTFT by request rate, of every way. Needs matplotlib."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from blendrag.bench.load import LoadResult
+from blendrag.figures import (
+    BASELINES,
+    GREY,
+    Line,
+    draw,
+    legend,
+    log_times,
+    looks,
+    panels,
+    title,
+    write_png,
+)
+
+LOOKS = {**BASELINES, **looks(["blend"])}
+
+
+def by_rate(result: LoadResult) -> Figure:
+    """Mean TTFT, with the 95th percentile above it; and the TTFT at which the ways are compared."""
+    figure, (axes,) = panels(1)
+    draw(axes, [_line(result, way.way) for way in result.ways])
+    axes.axhline(
+        result.doubled_ttft_ms, color=GREY, linestyle=":", label="twice full's\nwithout load"
+    )
+    axes.set(xlabel="requests per second", ylabel="mean milliseconds to the first token")
+    axes.set_xscale("log")
+    log_times(axes)
+    title(
+        axes,
+        f"{result.model}, {result.requests} requests\n{result.policy} at r = {result.ratio:g}, "
+        f"{result.encoding} KV from {result.tier}",
+    )
+    legend(figure, [axes])
+    return figure
+
+
+def _line(result: LoadResult, way: str) -> Line:
+    rows = [row for row in result.rows if row.way == way]
+    mean = [row.mean_ttft_ms for row in rows]
+    p95 = [row.p95_ttft_ms for row in rows]
+    return Line(way, LOOKS[way], [row.requests_per_s for row in rows], mean, mean, p95)
+
+
+def write_plot(path: Path, result: LoadResult) -> None:
+    """Draw into ``path``, a PNG."""
+    write_png(by_rate(result), path)

@@ -1,0 +1,69 @@
+"""A sweep as a picture: TTFT of full prefill, reuse and blend by the factor's value. Needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from blendrag.bench.sweep import SweepRow
+from blendrag.figures import (
+    BASELINES,
+    Line,
+    draw,
+    legend,
+    log_times,
+    looks,
+    panels,
+    title,
+    write_png,
+)
+
+#: Factors whose values are numbers; the values of others stand side by side.
+NUMBERS = ("ratio", "chunks", "chunk-tokens", "context")
+#: Of these, the ones whose values double.
+DOUBLING = ("chunk-tokens", "context")
+
+
+def by_value(rows: Sequence[SweepRow], about: str) -> Figure:
+    """Medians with the lowest and highest time; ``about`` says what else was as it was."""
+    figure, (axes,) = panels(1)
+    factor = rows[0].factor
+    x = [float(row.value) if factor in NUMBERS else i for i, row in enumerate(rows)]
+    draw(axes, _lines(rows, x, joined=factor in NUMBERS))
+    if factor in DOUBLING:
+        axes.set_xscale("log", base=2)
+    if factor != "ratio":  # of which there may be too many, too close to one another
+        axes.set_xticks(x, [row.value for row in rows])
+        axes.set_xticks([], minor=True)
+    axes.set(xlabel=factor, ylabel="milliseconds to the first token")
+    log_times(axes)
+    title(axes, about)
+    legend(figure, [axes])
+    return figure
+
+
+def _lines(rows: Sequence[SweepRow], x: Sequence[float], joined: bool) -> list[Line]:
+    found = [
+        ("full prefill", BASELINES["full"], [(row.full_ms, row.full_spread_ms) for row in rows]),
+        ("reuse", BASELINES["reuse"], [(row.reuse_ms, row.reuse_spread_ms) for row in rows]),
+        ("blend", looks(["blend"])["blend"], [(row.ms, row.spread_ms) for row in rows]),
+    ]
+    return [
+        Line(
+            label,
+            look if joined else replace(look, dash="none"),
+            x,
+            [ms for ms, _ in times],
+            [low for _, (low, _) in times],
+            [high for _, (_, high) in times],
+        )
+        for label, look, times in found
+    ]
+
+
+def write_plot(path: Path, rows: Sequence[SweepRow], about: str) -> None:
+    """Draw into ``path``, a PNG."""
+    write_png(by_value(rows, about), path)
