@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from bench.lab import measured
 from blendrag.bench import auto
 from blendrag.bench.auto import with_tier
-from blendrag.bench.auto_results import Run
+from blendrag.bench.auto_results import Run, tier_result
 from blendrag.bench.tiers import parse_tier
 from blendrag.bench.ttft import TtftBench
 from blendrag.estimates import Curve, Profile, Tier
@@ -91,6 +92,28 @@ def test_a_throttled_tier_is_in_the_profile_under_its_name_and_no_faster_than_th
     fast = with_tier(profile, parse_tier("5TB/s")).tier("5TB/s")
     assert fast == Tier("5TB/s", 1e12, busy=1.0)
     assert with_tier(profile, parse_tier("disk")) is profile
+
+
+def test_what_opening_and_deciding_took_is_in_the_prediction_as_in_an_engines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    quick = measured("auto", *SMALL, "--tiers", "disk", "--ratios", "0.15")["tiers"][0]["rows"][0]
+    decide = auto.decide
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(0.2)
+        return decide(*args)
+
+    monkeypatch.setattr(auto, "decide", slowly)
+    slow = measured("auto", *SMALL, "--tiers", "disk", "--ratios", "0.15")["tiers"][0]["rows"][0]
+    assert slow["predicted_ms"] >= 200
+    assert slow["ms"] >= slow["predicted_ms"] > quick["predicted_ms"]
+
+
+def test_how_close_predictions_are_is_said_of_all_requests_and_of_the_automatic_ones() -> None:
+    near, far = Run(1.0, 1.1, 0.15, 2), Run(1.0, 2.0, 0.15, 2)
+    found = tier_result(parse_tier("disk"), [(0.15, [near, far]), (None, [near, near])])
+    assert (found.close, found.auto_close) == (0.75, 1.0)
 
 
 @pytest.mark.parametrize(

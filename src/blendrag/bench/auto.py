@@ -8,7 +8,6 @@ below the smallest that the automatic one may take.
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-from blendrag.bench.auto_results import AutoResult, Run, tier_result
+from blendrag.bench.auto_results import AutoResult, Run, share_close, tier_result
 from blendrag.bench.tiers import BenchTier, TierStore, tier_store
 from blendrag.bench.ttft import TtftBench
 from blendrag.bench.workload import PREFIX_IDS, Workload
@@ -61,11 +60,15 @@ class AutoBench:
             load, decided = decide(
                 opened, bench.prompt_tokens, bench.adapter.layout, asked, self._profile
             )
+            decided_s = self._now() - began
             self._first_token(load, decided, asked)
         seconds = self._now() - began
         if decided.forecast is None:
             raise InvalidInputError(f"nothing was predicted: {' '.join(decided.notes)}")
-        return Run(seconds, decided.forecast.ttft_s, decided.ratio, len(load.spans))
+        predicted_s = (
+            decided_s + decided.forecast.ttft_s
+        )  # from opening the chunks on, as an engine predicts
+        return Run(seconds, predicted_s, decided.ratio, len(load.spans))
 
     def _first_token(self, load: LoadPlan, decided: Decided, asked: Asked) -> None:
         bench = self._bench
@@ -141,6 +144,7 @@ def run_auto(
         for i, tier in enumerate(tiers)
     )
     every = [run for each in runs.values() for run in each]
+    automatic = [run for (_, ratio), each in runs.items() if ratio is None for run in each]
     return AutoResult(
         model=adapter.model_id,
         device=str(adapter.device),
@@ -149,7 +153,8 @@ def run_auto(
         prompt_tokens=tokens,
         min_ratio=min_ratio,
         tiers=found,
-        close=statistics.fmean(run.is_close for run in every),
+        close=share_close(every),
+        auto_close=share_close(automatic),
         requests=len(every),
         rounds=workload.rounds,
     )

@@ -54,6 +54,8 @@ class TierResult:
     """The automatic ratio's time over the best fixed one's."""
     close: float
     """Share of requests whose prediction was within :data:`CLOSE`."""
+    auto_close: float
+    """The same of those at the automatic ratio alone."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class AutoResult:
     tiers: tuple[TierResult, ...]
     close: float
     """Over all tiers."""
+    auto_close: float
     requests: int
     rounds: int
 
@@ -85,8 +88,13 @@ def tier_result(tier: BenchTier, found: Sequence[tuple[float | None, list[Run]]]
         best_ms=best.ms,
         best_ratio=best.ratio,
         relative=auto.ms / best.ms,
-        close=statistics.fmean(run.is_close for run in every),
+        close=share_close(every),
+        auto_close=share_close([run for ratio, runs in found if ratio is None for run in runs]),
     )
+
+
+def share_close(runs: Sequence[Run]) -> float:
+    return statistics.fmean(run.is_close for run in runs)
 
 
 def _row(ratio: float | None, runs: Sequence[Run]) -> AutoRow:
