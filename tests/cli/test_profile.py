@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from blendrag.profile import measure
+from blendrag.profile import measure, prefills
 from cli.lab import invoke, said, start
 
 DEVICES = """
@@ -32,7 +32,7 @@ price_per_gb_month = 0.001
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "LENGTHS", (64, 128))
-    monkeypatch.setattr(measure, "QUESTIONS", (8,))
+    monkeypatch.setattr(prefills, "QUESTIONS", (8,))
     monkeypatch.setattr(measure, "ROUNDS", 1)
 
 
@@ -185,7 +185,7 @@ def test_without_matplotlib_the_plot_is_refused(
 ) -> None:
     monkeypatch.delitem(sys.modules, "blendrag.cli.profile_plot", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "blendrag.evaluation.figures", raising=False)
+    monkeypatch.delitem(sys.modules, "blendrag.figures", raising=False)
     result = invoke("profile", "--store", store, "--plot", str(tmp_path / "p.png"))
     assert result.exit_code == 2
     assert "blendrag[plots]" in said(result)

@@ -14,7 +14,7 @@ import tiny
 from blendrag.engine import BlendEngine
 from blendrag.errors import InvalidInputError
 from blendrag.estimates import Profile
-from blendrag.profile import conditions_of, measure, recall, remember
+from blendrag.profile import conditions_of, measure, prefills, recall, remember
 from blendrag.profile.record import Remembered, path_of
 from blendrag.profile.tier_times import Reading, tier_of
 
@@ -23,7 +23,7 @@ from blendrag.profile.tier_times import Reading, tier_of
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured is not looked at here, so little is enough."""
     monkeypatch.setattr(measure, "LENGTHS", (64, 128))
-    monkeypatch.setattr(measure, "QUESTIONS", (8,))
+    monkeypatch.setattr(prefills, "QUESTIONS", (8,))
     monkeypatch.setattr(measure, "ROUNDS", 1)
 
 

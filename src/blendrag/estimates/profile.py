@@ -13,7 +13,7 @@ from blendrag.errors import InvalidInputError
 from blendrag.estimates.curve import Curve
 
 #: Of this form of the figures; others are measured again.
-VERSION = 1
+VERSION = 2
 MEMORY = "memory"
 DISK = "disk"
 #: The disk tier where the operating system does not hold the file in its cache.

@@ -181,10 +181,7 @@ class ModelTimes:
 
 
 def usual(runs: Sequence[Timed]) -> Timed:
-    """Of several runs, the mean of the faster half: what else runs on a machine only ever adds."""
-    passes = tuple(_faster(column) for column in zip(*(run.passes for run in runs), strict=True))
-    return Timed(passes, _faster([run.outside_s for run in runs]))
-
-
-def _faster(seconds: Sequence[float]) -> float:
-    return statistics.fmean(sorted(seconds)[: (len(seconds) + 1) // 2])
+    """Of several runs, the medians: what a request may expect of this machine as it is."""
+    columns = zip(*(run.passes for run in runs), strict=True)
+    passes = tuple(statistics.median(column) for column in columns)
+    return Timed(passes, statistics.median(run.outside_s for run in runs))
