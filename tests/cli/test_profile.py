@@ -191,6 +191,20 @@ def test_without_matplotlib_the_plot_is_refused(
     assert "blendrag[plots]" in said(result)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("BLENDRAG_RATIO", "1.5"), ("BLENDRAG_RATIO", "automatic"), ("BLENDRAG_MIN_RATIO", "auto")],
+)
+def test_a_ratio_of_the_environment_that_is_none_is_named_as_it_is_spelled(
+    store: str, name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    result = invoke("ask", "Who?", "--store", store)
+    assert result.exit_code == 2
+    assert said(result).startswith(f"error: {name}={value} cannot be used (Input should be ")
+    assert ("'auto'" in said(result)) == (name == "BLENDRAG_RATIO")
+
+
 @pytest.mark.parametrize("ratio", ["1.5", "-0.1", "nan", "automatic", ""])
 def test_ask_refuses_a_ratio_that_is_none(store: str, ratio: str) -> None:
     result = invoke("ask", "Who?", "--store", store, "--ratio", ratio)

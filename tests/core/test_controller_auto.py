@@ -155,6 +155,7 @@ def test_a_store_slower_than_computing_is_not_read_and_the_answer_says_so(
     assert all("faster here than waiting" in chunk.reason for chunk in metrics.chunks)
     (note,) = metrics.notes
     assert note.startswith("the store is slower than computing here")
+    assert metrics.decision.endswith("with everything loaded)")  # and no word on a ratio
     assert "computed afresh" in metrics.decision
     assert answer.text == ask(engine, Options(mode="full", max_new_tokens=4)).text
 

@@ -102,6 +102,9 @@ GOOD = '"name": "a", "throughput": 1, "price_per_gb_month": 1'
         ('[{"name": "a", "throughput": 1, "price_per_gb_month": -1}]', "0 or more"),
         ('[{"name": "a", "throughput": 1, "price_per_gb_month": "cheap"}]', "0 or more"),
         ('[{"name": "a", "throughput": 1, "price_per_gb_month": NaN}]', "0 or more"),
+        (f'[{{"name": "a", "throughput": {"9" * 400}, "price_per_gb_month": 1}}]', "above 0"),
+        (f'[{{"name": "a", "throughput": 1, "price_per_gb_month": -{"9" * 400}}}]', "0 or more"),
+        ('[{"name": "a\\nb", "throughput": 1, "price_per_gb_month": 1}]', "on one line"),
     ],
 )  # fmt: skip
 def test_a_list_that_makes_no_sense_is_refused_in_a_sentence(

@@ -182,9 +182,10 @@ def check_environment() -> None:
         settings()
     except ValidationError as exc:
         first = exc.errors()[0]
-        name = f"BLENDRAG_{'_'.join(str(part) for part in first['loc']).upper()}"
+        field = first["loc"][0]
+        why = " or ".join(each["msg"] for each in exc.errors() if each["loc"][0] == field)
         raise InvalidInputError(
-            f"{name}={first['input']} cannot be used ({first['msg']}); change or unset it"
+            f"BLENDRAG_{str(field).upper()}={first['input']} cannot be used ({why}); change or unset it"
         ) from exc
 
 

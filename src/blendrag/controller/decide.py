@@ -158,9 +158,8 @@ def _decided(asked: Asked, prompt: Prompt, choice: Choice) -> Decided:
             f"{1e3 * choice.forecast.ttft_s:,.0f} ms predicted, against "
             f"{1e3 * choice.load_all_s:,.0f} ms with everything loaded"
         )
-        reason = (
-            f"{given_up} of {len(prompt.parts)} stored parts computed afresh ({gain}); {reason}"
-        )
+        afresh = f"{given_up} of {len(prompt.parts)} stored parts computed afresh ({gain})"
+        reason = f"{afresh}; {reason}" if choice.loaded else afresh
         if not choice.loaded:
             notes = (f"the store is slower than computing here, so nothing of it was read: {gain}",)
     return Decided(choice.ratio, schedule, choice.forecast, reason, notes)

@@ -24,6 +24,8 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 _SPEED = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([kmgt]?i?b)/s\s*", re.IGNORECASE)
 NAME, THROUGHPUT, PRICE = "name", "throughput", "price_per_gb_month"
+#: Characters of a value that makes no sense, in the sentence that refuses it.
+SHOWN = 40
 EXPECTED = f"{NAME}, {THROUGHPUT} (bytes per second, or '500 MB/s') and {PRICE}"
 
 
@@ -141,29 +143,44 @@ def _device(entry: Any, number: int, path: Path) -> Device:
             f"{where} has {shown or 'nothing'}, expected {EXPECTED}, and no more"
         )
     name = entry[NAME]
-    if not isinstance(name, str) or not name.strip():
-        raise InvalidInputError(f"{where} has {NAME} {name!r}, expected a text; name it")
+    if not isinstance(name, str) or not name.strip() or not name.isprintable():
+        raise InvalidInputError(
+            f"{where} has {NAME} {_short(name)}, expected a text on one line; name it"
+        )
     speed = throughput_of(entry[THROUGHPUT])
     if speed is None or not 0 < speed < math.inf:
         raise InvalidInputError(
-            f"{where} ({name}) has {THROUGHPUT} {entry[THROUGHPUT]!r}, expected bytes per second above 0, "
-            "or a text such as '500 MB/s'"
+            f"{where} ({name}) has {THROUGHPUT} {_short(entry[THROUGHPUT])}, expected bytes per second "
+            "above 0, or a text such as '500 MB/s'"
         )
-    price = entry[PRICE]
-    if not _is_number(price) or not 0 <= price < math.inf:
+    price = _number(entry[PRICE])
+    if price is None or not 0 <= price < math.inf:
         raise InvalidInputError(
-            f"{where} ({name}) has {PRICE} {price!r}, expected a number of 0 or more"
+            f"{where} ({name}) has {PRICE} {_short(entry[PRICE])}, expected a number of 0 or more"
         )
-    return Device(name, speed, float(price))
+    return Device(name, speed, price)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _number(value: Any) -> float | None:
+    """Of JSON or TOML, whose integers may be longer than any float; ``None`` for what is none."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, int) and abs(value) >= 10**SHOWN:  # too long for repr, perhaps
+        return f"a number of more than {SHOWN} digits"
+    shown = repr(value)
+    return shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}…"
 
 
 def throughput_of(value: Any) -> float | None:
     """Bytes per second: a number, or a text such as ``"500 MB/s"``; ``None`` for what is neither."""
-    if _is_number(value):
-        return float(value)
-    match = _SPEED.fullmatch(value) if isinstance(value, str) else None
+    if not isinstance(value, str):
+        return _number(value)
+    match = _SPEED.fullmatch(value)
     return float(match[1]) * _UNITS[match[2].upper()] if match else None
