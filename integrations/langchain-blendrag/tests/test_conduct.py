@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from langchain_core.messages import HumanMessage, SystemMessage
 
+import loops
 from blendrag.engine import BlendEngine
 from blendrag.errors import InvalidInputError, RequestTimeout
 from langchain_blendrag import BlendLLM, ChatBlend
@@ -51,20 +52,19 @@ def test_it_serves_one_event_loop_after_another(llm: Any) -> None:
 
 
 async def test_the_event_loop_turns_while_the_model_works(llm: Any) -> None:
-    turns = 0
+    model = llm.engine.adapter.model
+    assert await loops.turns_while(model, llm.ainvoke(QUESTION))
 
-    async def tick() -> None:
-        nonlocal turns
-        while True:
-            await asyncio.sleep(0.005)
-            turns += 1
+    async def streamed() -> None:
+        _ = [piece async for piece in llm.astream(QUESTION)]
 
-    ticking = asyncio.create_task(tick())
-    began = time.perf_counter()
-    await llm.ainvoke(QUESTION, max_tokens=150)
-    elapsed = time.perf_counter() - began
-    ticking.cancel()
-    assert turns > elapsed / 0.005 / 5
+    async def blocking() -> None:
+        llm.invoke(QUESTION)
+
+    assert await loops.turns_while(model, streamed())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loops, "BLOCKED_S", 0.2)
+        assert not await loops.turns_while(model, blocking())
 
 
 def test_calls_from_many_threads_get_their_own_answers(llm: Any) -> None:

@@ -18,8 +18,9 @@ from llm_standard_tests.answers import LLMAnswerTests
 from llm_standard_tests.conduct import LLMConductTests
 from llm_standard_tests.instrumentation import LLMInstrumentationTests
 from llm_standard_tests.structured import LLMStructuredStreamTests, LLMStructuredTests
-from llm_standard_tests.tools import LLMToolTests, LLMWithoutToolsTests
+from llm_standard_tests.tools import LLMToolTests
 from llm_standard_tests.unit import LLMUnitTests
+from llm_standard_tests.without_tools import LLMWithoutToolsTests
 
 __all__ = [
     "LLMAnswerTests",
