@@ -55,7 +55,7 @@ bench: $(READY) ## time to first token on the geometry of a 0.5B model
 # Hours on two cores; each factor of the sweep by itself: make bench-all FACTORS="tier encoding"
 FACTORS  ?= ratio chunks chunk-tokens context tier encoding
 GEOMETRY ?= qwen2.5-0.5b
-bench-all: bench ## sweeps, trace, load and auto of docs/performance.md, into build/bench
+bench-all: bench ## sweeps, trace, throughput, load and auto of docs/performance.md, into build/bench
 	mkdir -p build/bench
 	for factor in $(FACTORS); do \
 	  $(BIN)/blendrag bench sweep --geometry $(GEOMETRY) --factor $$factor --json \
@@ -65,6 +65,7 @@ bench-all: bench ## sweeps, trace, load and auto of docs/performance.md, into bu
 	  --plot build/bench/geometry.png > build/bench/geometry.json
 	$(BIN)/blendrag bench trace --geometry $(GEOMETRY) --out build/bench/trace.json \
 	  --plot build/bench/trace.png
+	$(BIN)/blendrag bench throughput --geometry $(GEOMETRY) --json > build/bench/throughput.json
 	$(BIN)/blendrag bench load --geometry $(GEOMETRY) --json \
 	  --plot build/bench/load.png > build/bench/load.json
 	$(BIN)/blendrag bench auto --geometry $(GEOMETRY) --json > build/bench/auto.json

@@ -105,3 +105,44 @@ def test_blend_recomputes_its_share_and_reuse_nothing(bench: TtftBench) -> None:
     reused = bench.blended("reuse", "reuse", 0.0)[1]
     assert reused.candidate_rows == (0,) * LAYERS
     assert reused.rows == (PROMPT_TOKENS - CHUNK_TOKENS,) * LAYERS
+
+
+# -- the compiled row ---------------------------------------------------------------------------
+
+
+def test_a_compiled_stock_prefill_is_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+
+    def compile_(forward: Any, **options: Any) -> Any:
+        compiled.append(options)
+        return forward
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    assert measured("ttft", *SMALL)["full_compiled_ms"] is None
+    assert compiled == []
+    fields = measured("ttft", *SMALL, "--compiled")
+    assert compiled == [{"dynamic": False}]
+    assert fields["full_compiled_ms"] > 0
+    assert fields["compile_s"] > 0
+    assert fields["notes"] == []
+    assert {"full", "full_compiled"} <= fields["spread_ms"].keys()
+    assert fields["speedup"] == pytest.approx(fields["full_ms"] / fields["blend_ms"])
+
+
+def test_where_no_compiler_works_the_row_is_left_out_with_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def compile_(forward: Any, **options: Any) -> Any:
+        def broken(*args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("no C++ compiler found\nwith a long trace")
+
+        return broken
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    fields = measured("ttft", *SMALL, "--compiled")
+    assert fields["full_compiled_ms"] is None
+    assert "full_compiled" not in fields["spread_ms"]
+    (note,) = fields["notes"]
+    assert "no C++ compiler found" in note
+    assert "\n" not in note
+    assert len(note) < 400

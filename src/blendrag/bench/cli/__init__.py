@@ -13,6 +13,7 @@ from blendrag.bench.cli.load import load
 from blendrag.bench.cli.recognise import recognise
 from blendrag.bench.cli.store import store
 from blendrag.bench.cli.sweep import sweep
+from blendrag.bench.cli.throughput import throughput
 from blendrag.bench.cli.trace import trace
 from blendrag.bench.cli.ttft import ttft
 
@@ -24,5 +25,5 @@ def bench() -> None:
     """Measure speed: interleaved modes, medians, ratios."""
 
 
-for command in (ttft, sweep, trace, load, auto, ingest, store, recognise):
+for command in (ttft, sweep, throughput, trace, load, auto, ingest, store, recognise):
     app.command()(command)

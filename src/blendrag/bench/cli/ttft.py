@@ -63,5 +63,7 @@ def ttft(
         f"floor at these rows {result.floor_speedup:.2f}×, charged ratio "
         f"{result.charged_ratio:.3f}, KV {result.kv_bytes / 1e6:.0f} MB, {result.rounds} rounds"
     )
+    if result.compile_s is not None:
+        Console().print(f"compiled in {result.compile_s:.0f} s, before the clock started")
     for note in result.notes:
         Console().print(note)
