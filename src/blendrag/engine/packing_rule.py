@@ -18,9 +18,9 @@ from blendrag.engine.task import Prepared
 from blendrag.estimates import Profile
 from blendrag.model.adapter import ModelAdapter
 
-#: Rows a layer computes for all prompts together, where nothing was measured. On a CPU with bf16 arithmetic the
-#: matrices of a 0.5B geometry took as long to read as 25 rows to compute, so that beyond 200 rows a forward
-#: for all takes more than :data:`WORTHWHILE`; what a GPU reads meanwhile is assumed, not measured.
+#: Rows a layer computes for all prompts together, where nothing was measured. On a CPU with bf16 arithmetic
+#: reading the matrices of a 0.5B geometry took as long as computing 25 rows, so that beyond 200 rows one
+#: forward for all takes more than :data:`WORTHWHILE`. Of GPUs it is assumed, not measured.
 ROWS = {"cpu": 192, "cuda": 4096}
 #: Share of the time of two forwards that one for both may take, where it was measured.
 WORTHWHILE = 0.9
