@@ -282,7 +282,9 @@ def test_in_other_modes_auto_decides_nothing_and_says_nothing(
 # -- bad input ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ratio", ["fast", "0.2", "", 1.01, -0.1, float("nan")])
+@pytest.mark.parametrize(
+    "ratio", ["fast", "0.2", "", 1.01, -0.1, float("nan"), True, [0.1], b"auto"]
+)
 def test_a_ratio_that_is_none_is_refused(ratio: Any) -> None:
     with pytest.raises(InvalidInputError, match=r"ratio .*\[0, 1\]"):
         Options(ratio=ratio)
@@ -300,6 +302,7 @@ def test_settings_take_auto_from_the_environment(monkeypatch: pytest.MonkeyPatch
             Settings()
 
 
-def test_a_least_ratio_outside_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match=r"min_ratio 1\.5"):
-        BlendEngine("demo", tmp_path, min_ratio=1.5)
+@pytest.mark.parametrize("least", [1.5, -0.1, float("nan"), "auto", True])
+def test_a_least_ratio_outside_is_refused(tmp_path: Path, least: Any) -> None:
+    with pytest.raises(InvalidInputError, match=rf"min_ratio {least!r} is outside"):
+        BlendEngine("demo", tmp_path, min_ratio=least)

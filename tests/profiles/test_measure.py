@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -175,6 +176,20 @@ def test_a_store_that_cannot_be_written_is_measured_and_keeps_nothing(tmp_path: 
 def test_a_directory_that_is_none_is_refused(engine: BlendEngine, tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="is no directory"):
         engine.profile([tmp_path / "none"])
+    for texts in (str(tmp_path / "none"), [str(tmp_path / "none")]):
+        with pytest.raises(InvalidInputError, match="none is no directory"):
+            engine.profile(texts)
+
+
+def test_what_a_killed_measurement_left_behind_is_gone_after_the_next(engine: BlendEngine) -> None:
+    root = engine.resources.root
+    old, young = root / ".profile-killed", root / ".profile-running"
+    for left in (old, young):
+        (left / "kv").mkdir(parents=True)
+    os.utime(old, (0, 0))
+    engine.profile()
+    assert not old.exists()
+    assert young.exists()  # it may be another process that is measuring now
 
 
 def test_the_store_gains_nothing_by_being_measured(engine: BlendEngine) -> None:

@@ -155,7 +155,7 @@ class BlendEngine(Answering):
 
     def profile(
         self,
-        directories: Sequence[Path] = (),
+        directories: Sequence[str | Path] = (),
         again: bool = False,
         watch: profiling.Watch = lambda what, done, steps: None,
     ) -> ProfileReport:

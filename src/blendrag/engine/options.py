@@ -69,11 +69,16 @@ def _shown(value: Any) -> str:
     return "nan" if _is_nan(value) else f"{value!r:.60} ({type(value).__name__})"
 
 
+def is_number(value: Any) -> bool:
+    """Whether it is a real number, and not merely ``True`` or ``False``."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def check_ratio(ratio: Ratio | None) -> None:
     """Raise :class:`InvalidInputError` unless it is in [0, 1], ``auto`` or left out."""
-    if ratio is None or ratio == AUTO:
+    if ratio is None or (isinstance(ratio, str) and ratio == AUTO):
         return
-    if isinstance(ratio, str):
+    if not is_number(ratio):
         raise InvalidInputError(f"ratio {ratio!r} is not a number in [0, 1] or {AUTO!r}")
     if not 0.0 <= ratio <= 1.0:
         raise InvalidInputError(f"ratio {ratio} is outside [0, 1]; expected a share, or {AUTO!r}")

@@ -41,12 +41,13 @@ class ProfileReport:
 def profile(
     resources: Resources,
     worker: Worker,
-    directories: Sequence[Path] = (),
+    directories: Sequence[str | Path] = (),
     again: bool = False,
     watch: Watch = lambda what, done, steps: None,
 ) -> ProfileReport:
     """See :meth:`BlendEngine.profile`."""
-    for directory in directories:
+    places = _paths(directories)
+    for directory in places:
         if not directory.is_dir():
             raise InvalidInputError(
                 f"--dir {directory} is no directory, expected one in which reading can be timed; make it "
@@ -57,7 +58,7 @@ def profile(
     namespace = worker.run(lambda: _namespace(resources))
     conditions = conditions_of(resources.adapter, namespace)
     known = None if again else recall(root, conditions)
-    missing = [d for d in directories if known is None or known.tier(directory_tier(d)) is None]
+    missing = [d for d in places if known is None or known.tier(directory_tier(d)) is None]
     if known is not None and not missing:
         return ProfileReport(known, is_new=False, kept=True)
     other = None if again or known else recall_any(root, conditions)
@@ -74,8 +75,14 @@ def profile(
     if known is not None:
         found = measure.with_directories(known, missing)
     else:
-        found = measure.profile(conditions, root, directories)
+        found = measure.profile(conditions, root, places)
     return ProfileReport(found, True, _keep(resources, found), differs)
+
+
+def _paths(directories: Sequence[str | Path]) -> list[Path]:
+    if isinstance(directories, str | Path):  # a text is a sequence of texts, too
+        directories = [directories]
+    return [Path(directory) for directory in directories]
 
 
 def _namespace(resources: Resources) -> str:

@@ -18,7 +18,7 @@ from blendrag.engine.answers import Started
 from blendrag.engine.batch import prepared
 from blendrag.engine.decoding import Likelihoods
 from blendrag.engine.generation import Generation
-from blendrag.engine.options import Options
+from blendrag.engine.options import Options, is_number
 from blendrag.engine.prompts import (
     chunk_matches,
     explain_bos,
@@ -202,8 +202,10 @@ def check_defaults(chosen: Settings) -> None:
             f"encoding {chosen.kv_encoding!r} is not one of {', '.join(ENCODINGS)}"
         )
     Options(mode=chosen.mode, ratio=chosen.ratio, max_new_tokens=chosen.max_new_tokens)
-    if not 0.0 <= chosen.min_ratio <= 1.0:
-        raise InvalidInputError(f"min_ratio {chosen.min_ratio} is outside [0, 1]")
+    if not is_number(chosen.min_ratio) or not 0.0 <= chosen.min_ratio <= 1.0:
+        raise InvalidInputError(
+            f"min_ratio {chosen.min_ratio!r} is outside [0, 1]; expected the least share that keeps quality"
+        )
     make_policy(chosen.policy)
     Schedule.parse(chosen.schedule)
     if chosen.top_k < 1:
