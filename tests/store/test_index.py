@@ -17,6 +17,8 @@ from blendrag.store.index import Index
 from blendrag.store.index_errors import IndexOdd, mapped
 from blendrag.store.rows import Row, row_key
 
+pytestmark = pytest.mark.alone
+
 
 class Trap:
     """Unpickling this would set a flag."""

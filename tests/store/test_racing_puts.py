@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from blendrag.errors import StoreUnavailableError
 from blendrag.store import DiskStore, maintenance
 from blendrag.store.files import PayloadFiles
+from blendrag.store.index_errors import IndexLocked
 
 
 @pytest.fixture
@@ -32,6 +34,29 @@ def test_a_chunk_that_is_there_is_acknowledged_once_it_is_durable(lab, make_stor
     lab.put(store, 1)
     assert way_to(lab.file(store, 1), root) <= synced
     assert len(lab.payloads(root)) == 1
+
+
+def test_what_is_there_only_by_listing_is_made_durable_before_it_is_said_to_be_there(
+    lab, make_store, root, monkeypatch, synced
+):
+    lab.put(make_store(), 1)
+    store = make_store()
+    synced.clear()
+    assert lab.has(store, 1)
+    assert not synced  # the index knows only what is durable
+
+    def is_locked(*args):
+        raise IndexLocked("the index is held")
+
+    def fail(fd):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(store._index, "get", is_locked)
+    assert lab.has(store, 1)
+    assert way_to(lab.file(store, 1), root) <= synced
+    assert not lab.has(store, 2)
+    monkeypatch.setattr(os, "fsync", fail)
+    assert not lab.has(store, 1)
 
 
 def test_who_finds_another_ones_chunk_indexed_in_the_end_keeps_that_one_durably(

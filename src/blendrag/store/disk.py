@@ -129,7 +129,7 @@ class DiskStore(StaysHere):
     def contains(self, namespace: str, key: str) -> bool:
         """See :meth:`KVStore.contains`."""
         self._check(namespace, key)
-        return self._reading.sound(namespace, key) is not None
+        return self._reading.contains(namespace, key)
 
     def delete(self, namespace: str, key: str) -> bool:
         """See :meth:`KVStore.delete`."""

@@ -53,10 +53,14 @@ class DiskReading:
 
     def find(self, namespace: str, key: str) -> Name | None:
         """Where a key's payload lies, by the index, or by listing while there is no index."""
+        return self._found(namespace, key)[0]
+
+    def _found(self, namespace: str, key: str) -> tuple[Name | None, bool]:
+        """:meth:`find`, and whether by the index, which knows only what is durable."""
         if self._writer is not None:
             try:
                 row = self._index.get(namespace, key)
-                return None if row is None else row.name
+                return None if row is None else row.name, True
             except IndexOdd:
                 self.index_is_odd = True
             except StoreError:
@@ -65,14 +69,29 @@ class DiskReading:
             names = self._files.named(namespace, key)
         except OSError as exc:
             logger.warning("%s cannot be looked for (%s): a miss", key[:12], exc.strerror)
-            return None
-        return next((name for name in names if name not in self._doubtful), None)
+            return None, False
+        return next((name for name in names if name not in self._doubtful), None), False
 
     def sound(self, namespace: str, key: str) -> Name | None:
         """A key's payload, provided that it is there and nobody doubts it yet."""
-        name = self.find(namespace, key)
+        return self._unless_doubtful(self.find(namespace, key))
+
+    def _unless_doubtful(self, name: Name | None) -> Name | None:
         is_there = name is not None and name not in self._doubtful and self._files.exists(name)
         return name if is_there else None
+
+    def contains(self, namespace: str, key: str) -> bool:
+        """See :meth:`KVStore.contains`. What is only listed may be another one's who is about to sync
+        it, and nobody puts what is there."""
+        found, is_durable = self._found(namespace, key)
+        name = self._unless_doubtful(found)
+        if name is None or is_durable or self._writer is None:
+            return name is not None
+        try:
+            return self._writer.keep(name)
+        except StoreError as exc:
+            logger.warning("%s cannot be made durable (%s): a miss", name.file, exc)
+            return False
 
     def doubtful(self, namespace: str, key: str) -> list[Name]:
         """Payloads of a key that were set aside, or could not be."""
