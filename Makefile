@@ -37,8 +37,10 @@ $(READY): pyproject.toml constraints.txt $(PLUGS:%=%/pyproject.toml)
 demo: $(READY) ## ingest the demo corpus, ask it questions in three modes, print one table
 	@$(BIN)/blendrag demo
 
+# In two processes, but for what says how soon something has to come.
 test: lint ## everything: style, types, layers, tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not alone"
+	$(BIN)/python -m pytest -m alone
 
 lint: $(READY) ## style, types, layers
 	$(BIN)/ruff check .

@@ -167,9 +167,9 @@ def test_a_header_shared_by_thousands_of_chunks_hides_none_of_them() -> None:
 
 def test_a_prompt_made_of_one_anchor_takes_bounded_time() -> None:
     index = index_of(**{f"c{i}": "=" * 40 + "x" * i for i in range(1, 1000)})
-    started = time.perf_counter()
+    started = time.process_time()
     index.find("=" * 20_000)
-    assert time.perf_counter() - started < 10
+    assert time.process_time() - started < 10
 
 
 def test_twenty_thousand_chunks_are_searched_in_milliseconds() -> None:
@@ -180,7 +180,7 @@ def test_twenty_thousand_chunks_are_searched_in_milliseconds() -> None:
     prompt = "\n\n".join(texts[f"c{i}"] for i in range(0, 20_000, 1250))[:25_000]
     seconds = []
     for _ in range(10):
-        started = time.perf_counter()
+        started = time.process_time()
         assert len(index.find(prompt)) >= 10
         seconds.append(time.perf_counter() - started)
     assert min(seconds) < 0.02

@@ -60,9 +60,9 @@ def test_every_chunk_is_an_exact_substring_within_the_limit(text: str) -> None:
 def test_a_long_line_is_split_in_linear_time(unit: str) -> None:
     chunker = Chunker(TOKENIZER, 512)
     text = unit * (300_000 // len(unit))
-    started = time.perf_counter()
+    started = time.process_time()
     chunks = chunker.split(text)
-    assert time.perf_counter() - started < 20
+    assert time.process_time() - started < 20
     assert sum(chunk.end - chunk.start for chunk in chunks) >= len(text.replace(" ", "")) * 0.9
     assert all(chunk.tokens <= 512 for chunk in chunks)
     assert all(text[chunk.start : chunk.end] == chunk.text for chunk in chunks)

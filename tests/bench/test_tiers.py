@@ -21,6 +21,8 @@ from blendrag.kv import ChunkKV
 from blendrag.model import ModelAdapter
 from blendrag.store.encodings import stored_chunk_bytes
 
+pytestmark = pytest.mark.alone
+
 NAMESPACE, KEY = "a" * 64, "b" * 64
 LAYERS, TOKENS = 4, 30
 

@@ -22,7 +22,7 @@ from blendrag.engine.worker import Worker
 from blendrag.errors import InvalidInputError, RequestCancelled
 from blendrag.plugs.shared import astream_pieces, stream_pieces
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.alone]
 LONG = "one two three four five six seven eight nine ten " * 6
 
 

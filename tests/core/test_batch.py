@@ -14,7 +14,7 @@ import tiny
 from blendrag.engine import Answer, BlendEngine, Options, prompts, requests
 from blendrag.errors import ContextOverflowError, InvalidInputError, RequestTimeout
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.alone]
 SCRIPT = [(f"say {word}", word) for word in ("one", "two", "three")]
 PROMPTS = [f"say {word}" for word in ("two", "three", "one", "two")]
 

@@ -18,6 +18,8 @@ from blendrag.engine.worker import Worker
 from blendrag.errors import BlendragError
 from blendrag.model.tokens import Tokens
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:

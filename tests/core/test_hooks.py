@@ -19,6 +19,8 @@ from blendrag.fusor import Fusor
 from blendrag.loader import LoadedSpan, SpanCorruptError
 from blendrag.model import ModelAdapter
 
+pytestmark = pytest.mark.alone
+
 IDS = tiny.random_ids(80)
 
 

@@ -16,7 +16,7 @@ import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.errors import InvalidInputError, RequestTimeout
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.alone]
 LONG = "one two three four five six seven eight nine ten " * 6
 
 

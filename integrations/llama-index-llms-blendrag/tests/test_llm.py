@@ -17,6 +17,8 @@ import loops
 from blendrag.engine import BlendEngine, Options
 from llama_index.llms.blendrag import BlendLLM, close_shared_engines
 
+pytestmark = pytest.mark.alone
+
 QUESTION = "Where is Place32?"
 MESSAGES = [
     ChatMessage(role="system", content="Be brief."),
