@@ -183,11 +183,12 @@ def from_zero(axes: Axes) -> None:
     axes.set_xlim(-0.06 * axes.get_xlim()[1], None)
 
 
-def log_times(axes: Axes) -> None:
-    """Times upwards on a logarithmic scale, written out as numbers."""
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
-    axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
+def log_scale(axes: Axes, of: Literal["x", "y"] = "y") -> None:
+    """A logarithmic scale whose ticks are written out as numbers."""
+    axis = axes.yaxis if of == "y" else axes.xaxis
+    axes.set(**{f"{of}scale": "log"})
+    axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    axis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
 
 
 def legend(figure: Figure, axes: Sequence[Axes]) -> None:

@@ -126,6 +126,20 @@ def test_equal_rows_give_equal_files(tmp_path: Path) -> None:
     assert len(once.read_bytes()) > 5000
 
 
+@pytest.mark.parametrize(
+    ("factor", "values", "about"),
+    [("ratio", "0.1,0.5", "tiny, 2 × 32 + 8 tokens, offset+query at r = …, native KV from disk"),
+     ("chunks", "1,2", "tiny, … × 32 + 8 tokens, offset+query at r = 0.15, native KV from disk"),
+     ("tier", "memory,disk", "tiny, 2 × 32 + 8 tokens, offset+query at r = 0.15, native KV from …")],
+)  # fmt: skip
+def test_a_sweep_says_what_was_as_it_is_for_all_values(
+    factor: str, values: str, about: str
+) -> None:
+    result = invoke("bench", "sweep", *SMALL, "--factor", factor, "--values", values)
+    assert result.exit_code == 0, result.stderr
+    assert about in " ".join(result.stdout.split())
+
+
 # -- the commands -----------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from blendrag.figures import (
     Line,
     draw,
     legend,
-    log_times,
+    log_scale,
     looks,
     panels,
     title,
@@ -31,8 +31,8 @@ def by_rate(result: LoadResult) -> Figure:
         result.doubled_ttft_ms, color=GREY, linestyle=":", label="twice full's\nwithout load"
     )
     axes.set(xlabel="requests per second", ylabel="mean milliseconds to the first token")
-    axes.set_xscale("log")
-    log_times(axes)
+    log_scale(axes, "x")
+    log_scale(axes)
     title(
         axes,
         f"{result.model}, {result.requests} requests\n{result.policy} at r = {result.ratio:g}, "

@@ -14,7 +14,7 @@ from blendrag.figures import (
     Line,
     draw,
     legend,
-    log_times,
+    log_scale,
     looks,
     panels,
     title,
@@ -39,7 +39,7 @@ def by_value(rows: Sequence[SweepRow], about: str) -> Figure:
         axes.set_xticks(x, [row.value for row in rows])
         axes.set_xticks([], minor=True)
     axes.set(xlabel=factor, ylabel="milliseconds to the first token")
-    log_times(axes)
+    log_scale(axes)
     title(axes, about)
     legend(figure, [axes])
     return figure

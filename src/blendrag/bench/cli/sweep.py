@@ -22,6 +22,8 @@ FactorOption = Annotated[
     str,
     typer.Option(help="ratio, chunks, chunk-tokens, context, geometry, tier or encoding."),
 ]
+#: In place of what differs from row to row.
+OPEN = "…"
 
 
 @spread
@@ -59,15 +61,11 @@ def sweep(
             cases,
             status.update,
         )
-    about = (
-        f"{timed.model or timed.geometry or 'by geometry'}, "
-        f"{work.chunks} × {work.chunk_tokens} + {work.question_tokens} tokens",
-        f"{work.policy} at r = {ratio:g}, {work.encoding} KV from {tier}",
-    )
+    about = _about(timed, work, factor, f"{ratio:g}", tier)
     if as_json:
         options.print_json({"rows": [asdict(row) for row in rows]})
     else:
-        _print(rows, f"{', '.join(about)}, but for the factor")
+        _print(rows, ", ".join(about))
     if plot is not None:
         from blendrag.bench.sweep_plot import write_plot
 
@@ -83,6 +81,22 @@ def _check(timed: options.Timed, factor: str, values: str | None, ratios: str | 
         raise InvalidInputError(
             "--factor geometry beside --geometry or --model; name geometries by --values"
         )
+
+
+def _about(
+    timed: options.Timed, work: options.Work, factor: str, ratio: str, tier: str
+) -> tuple[str, str]:
+    """What was as it is for all values; the factor's own is left open."""
+    chunks, chunk_tokens, encoding = str(work.chunks), str(work.chunk_tokens), work.encoding
+    chunks = OPEN if factor in ("chunks", "context") else chunks
+    chunk_tokens = OPEN if factor == "chunk-tokens" else chunk_tokens
+    ratio = OPEN if factor == "ratio" else ratio
+    encoding = OPEN if factor == "encoding" else encoding
+    tier = OPEN if factor == "tier" else tier
+    return (
+        f"{timed.model or timed.geometry or OPEN}, {chunks} × {chunk_tokens} + {work.question_tokens} tokens",
+        f"{work.policy} at r = {ratio}, {encoding} KV from {tier}",
+    )
 
 
 def _print(rows: Sequence[SweepRow], title: str) -> None:
