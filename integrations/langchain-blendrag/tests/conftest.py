@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.outputs import LLMResult
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from blendrag.engine import BlendEngine
 from langchain_blendrag import ChatBlend
@@ -22,74 +20,21 @@ from langchain_blendrag import ChatBlend
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import paragraphs
 import scripted
 import tiny
-
-TEMPLATE = (
-    "<|bos|>{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-QUESTION = "What does document 3 say about the town of Place32?"
-
-
-def paragraph(i: int, j: int) -> str:
-    return (
-        f"Paragraph {j} of document {i} talks about topic number {i * 7 + j} in the town of "
-        f"Place{i}{j}, which is quite lovely."
-    )
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    texts = [paragraph(i, j) for i in range(5) for j in range(6)] + [QUESTION]
-    trainer = trainers.BpeTrainer(
-        vocab_size=500,
-        special_tokens=["<|bos|>", "<|end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    bpe.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        bos_token="<|bos|>",
-        eos_token="<|end|>",
-        pad_token="<|end|>",
-        chat_template=TEMPLATE,
-    )
+    return paragraphs.tokenizer()
 
 
 @pytest.fixture(scope="session")
 def engine(
     tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[BlendEngine]:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-    )
-    model = LlamaForCausalLM(config).eval()
-    root: Path = tmp_path_factory.mktemp("blendrag")
-    docs = root / "docs"
-    docs.mkdir()
-    for i in range(5):
-        (docs / f"d{i}.txt").write_text("\n\n".join(paragraph(i, j) for j in range(6)))
-    with BlendEngine(
-        model,
-        root / "store",
-        tokenizer=tokenizer,
-        chunk_tokens=64,
-        embedder="minilm-offline",
-        max_new_tokens=8,
-        top_k=4,
-    ) as engine:
-        engine.ingest([docs])
+    with paragraphs.engine(tokenizer, tmp_path_factory.mktemp("blendrag")) as engine:
         yield engine
 
 
