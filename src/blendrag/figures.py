@@ -183,12 +183,19 @@ def from_zero(axes: Axes) -> None:
     axes.set_xlim(-0.06 * axes.get_xlim()[1], None)
 
 
+class WrittenOut(LogFormatter):
+    """Labels where a logarithmic scale has room for them: 0.6, not a power of ten."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return f"{x:,g}" if super().__call__(x, pos) else ""
+
+
 def log_scale(axes: Axes, of: Literal["x", "y"] = "y") -> None:
     """A logarithmic scale whose ticks are written out as numbers."""
     axis = axes.yaxis if of == "y" else axes.xaxis
     axes.set(**{f"{of}scale": "log"})
     axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
-    axis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
+    axis.set_minor_formatter(WrittenOut(minor_thresholds=(1.5, 0.5)))
 
 
 def legend(figure: Figure, axes: Sequence[Axes]) -> None:
