@@ -9,7 +9,7 @@ import pytest
 
 from bench.lab import measured
 from blendrag.bench import auto
-from blendrag.bench.auto import with_tier
+from blendrag.bench.auto import AutoBench, with_tier
 from blendrag.bench.auto_results import Run, tier_result
 from blendrag.bench.tiers import parse_tier
 from blendrag.bench.ttft import TtftBench
@@ -108,6 +108,20 @@ def test_what_opening_and_deciding_took_is_in_the_prediction_as_in_an_engines(
     slow = measured("auto", *SMALL, "--tiers", "disk", "--ratios", "0.15")["tiers"][0]["rows"][0]
     assert slow["predicted_ms"] >= 200
     assert slow["ms"] >= slow["predicted_ms"] > quick["predicted_ms"]
+
+
+def test_every_round_begins_with_another_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, order = AutoBench.run, []
+
+    def noting(self: AutoBench, ratio: float | None) -> Run:
+        order.append(ratio)
+        return run(self, ratio)
+
+    monkeypatch.setattr(AutoBench, "run", noting)
+    fields = measured("auto", *SMALL, "--rounds", "2", "--tiers", "disk", "--ratios", "0.15,0.5")
+    assert order == [0.15, 0.5, None, 0.5, None, 0.15, None, 0.15, 0.5]
+    assert fields["requests"] == 6  # the first round warms up
+    assert fields["profile"]["layer"]["row_s"] == 1e-6
 
 
 def test_how_close_predictions_are_is_said_of_all_requests_and_of_the_automatic_ones() -> None:

@@ -130,7 +130,8 @@ def run_auto(
     asked: list[float | None] = [*swept, None]
     with ExitStack() as stores:
         benches: list[tuple[AutoBench, TierStore]] = []
-        profile, tokens = None, 0
+        profile: Profile | None = None
+        tokens = 0
         for tier in tiers:
             tick(f"encoding the chunks for tier {tier.name}")
             there = stores.enter_context(tier_store(tier))
@@ -139,6 +140,7 @@ def run_auto(
             tokens = bench.prompt_tokens
             benches.append((AutoBench(bench, profile, tier, min_ratio), there))
         runs = _rounds(benches, asked, workload.rounds, tick)
+    assert profile is not None  # there is a tier
     found = tuple(
         tier_result(tier, [(ratio, runs[i, ratio]) for ratio in asked])
         for i, tier in enumerate(tiers)
@@ -157,6 +159,7 @@ def run_auto(
         auto_close=share_close(automatic),
         requests=len(every),
         rounds=workload.rounds,
+        profile=profile.as_dict(),
     )
 
 
@@ -183,17 +186,22 @@ def _rounds(
     rounds: int,
     tick: Tick,
 ) -> dict[tuple[int, float | None], list[Run]]:
-    """Every tier and ratio once a round, after one that warms up."""
-    ways = [(i, ratio) for i in range(len(benches)) for ratio in asked]
-    runs: dict[tuple[int, float | None], list[Run]] = {way: [] for way in ways}
+    """Every tier and ratio once a round, after one that warms up.
+
+    Each round begins with another ratio, so that the automatic one is not always last.
+    """
+    runs: dict[tuple[int, float | None], list[Run]] = {
+        (i, ratio): [] for i in range(len(benches)) for ratio in asked
+    }
     for number in range(rounds + 1):
         tick(f"round {number} of {rounds}" if number else "warming up")
-        for i, ratio in ways:
-            bench, there = benches[i]
-            there.prepare()
-            run = bench.run(ratio)
-            if number:
-                runs[i, ratio].append(run)
+        first = number % len(asked)
+        for i, (bench, there) in enumerate(benches):
+            for ratio in (*asked[first:], *asked[:first]):
+                there.prepare()
+                run = bench.run(ratio)
+                if number:
+                    runs[i, ratio].append(run)
         for _, there in benches:
             there.settle()
     return runs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from blendrag.bench.tiers import BenchTier
 
@@ -74,6 +75,8 @@ class AutoResult:
     auto_close: float
     requests: int
     rounds: int
+    profile: dict[str, Any]
+    """What was measured before, and predictions follow from."""
 
 
 def tier_result(tier: BenchTier, found: Sequence[tuple[float | None, list[Run]]]) -> TierResult:
