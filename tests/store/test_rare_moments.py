@@ -196,3 +196,14 @@ def test_files_are_closed_once(root, store):
     files.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         list(files.walk())
+
+
+def test_what_is_gone_between_listing_and_opening_is_a_miss_for_who_only_reads(
+    lab, store, make_store, monkeypatch
+):
+    reading = make_store(read_only=True)
+    found = reading._reading.find(lab.namespace, lab.key(1))
+    monkeypatch.setattr(reading._files, "named", lambda *_: [found])
+    lab.file(store, 1).unlink()
+    assert lab.open(reading, 1) is None
+    assert reading.stats().quarantined == 0
