@@ -182,7 +182,7 @@ def test_twenty_thousand_chunks_are_searched_in_milliseconds() -> None:
     for _ in range(10):
         started = time.process_time()
         assert len(index.find(prompt)) >= 10
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.process_time() - started)
     assert min(seconds) < 0.02
 
 

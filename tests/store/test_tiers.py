@@ -286,16 +286,17 @@ def test_stats_count_a_hit_in_either_tier(lab, make_tiers):
 
 
 def test_close_finishes_promotions_and_releases_every_descriptor(lab, make_tiers):
-    before = lab.descriptors()
+    before, others = lab.descriptors(), set(threading.enumerate())
     store = make_tiers()
     for number in range(20):
         lab.put(store, number)
     for number in range(20):
         assert lab.is_right(store, number)
+    assert set(threading.enumerate()) > others
     store.close()
     store.close()
     assert lab.descriptors() == before
-    assert "blendrag-promotion" not in {thread.name for thread in threading.enumerate()}
+    assert set(threading.enumerate()) <= others
 
 
 def test_an_abandoned_reader_releases_its_descriptor(lab, make_tiers):
