@@ -19,9 +19,9 @@ from blendrag.estimates import Profile
 from blendrag.model.adapter import ModelAdapter
 
 #: Rows a layer computes for all prompts together, where nothing was measured. On a CPU with bf16 arithmetic
-#: reading the matrices of a 0.5B geometry took as long as computing 25 rows, so that beyond 200 rows one
-#: forward for all takes more than :data:`WORTHWHILE`. Of GPUs it is assumed, not measured.
-ROWS = {"cpu": 192, "cuda": 4096}
+#: and a 0.5B geometry one forward over 560 rows took 0.72 of two over half of them, and one over 720 rows
+#: 0.89 (docs/performance.md, "Several prompts at once"). Of GPUs it is assumed, not measured.
+ROWS = {"cpu": 640, "cuda": 4096}
 #: Share of the time of two forwards that one for both may take, where it was measured.
 WORTHWHILE = 0.9
 #: Activations of a row while a layer is computed, in hidden states: a gated MLP holds the most.
