@@ -15,7 +15,6 @@ import torch
 import tiny
 from blendrag.controller import Controller, LoadPlan
 from blendrag.engine import Answer, BlendEngine, Options, packing_rule
-from blendrag.engine.packing_rule import ROWS
 from blendrag.fusor import Fusor
 from blendrag.identity import chunk_key
 
@@ -160,7 +159,7 @@ def test_no_memory_for_it_means_one_after_another(
 def test_a_prompt_of_many_rows_goes_alone(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(ROWS, "cpu", 192)
+    monkeypatch.setitem(packing_rule.ROWS, "cpu", 192)
     many = "What do you know of the harbour and of the town? " * 30
     prompts = [prompt(engine, 0), prompt(engine, 1, ask=many), prompt(engine, 2), prompt(engine, 3)]
     sizes = [answer.metrics.batch_size for answer in engine.batch(prompts, REUSE)]
