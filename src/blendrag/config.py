@@ -44,7 +44,8 @@ class Settings(BaseSettings):
     store: Path = Path("blendrag-store")
     """Root directory of the KV store and the corpus beside it."""
     dtype: str = "auto"
-    """Compute and storage dtype: ``auto`` (the checkpoint's), float32, float16 or bfloat16."""
+    """Compute and storage dtype: float32, float16, bfloat16 or ``auto``: the checkpoint's, and float32 on a
+    CPU that has no fast products in it."""
     device: str = "auto"
     """``auto`` (CUDA if there is one), ``cpu``, ``cuda``, ``cuda:1``."""
     embedder: str = "sentence-transformers/all-MiniLM-L6-v2"

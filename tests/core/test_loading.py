@@ -16,7 +16,7 @@ import tiny
 from blendrag.config import absolute_model
 from blendrag.engine import BlendEngine
 from blendrag.errors import ModelLoadError
-from blendrag.model import loading
+from blendrag.model import loading, precision
 from blendrag.model.loading import load_adapter, load_context_tokens, load_tokens
 
 #: What torch 2.13 says on the CPU where malloc fails.
@@ -182,3 +182,61 @@ def test_a_device_that_refuses_the_model_is_not_the_models_fault(
     monkeypatch.setattr(transformers.LlamaForCausalLM, "to", refuse)
     with pytest.raises(ModelLoadError, match="cannot be moved to cpu: CUDA error"):
         load_adapter(str(model_dir), device="cpu")
+
+
+# -- the dtype nobody named ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "has_fast_products", lambda dtype, device: dtype.itemsize > 2)
+
+
+@pytest.fixture
+def fast_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "has_fast_products", lambda dtype, device: True)
+
+
+@pytest.fixture
+def half_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "half"
+    tiny.llama().to(torch.bfloat16).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.usefixtures("fast_bfloat16")
+def test_auto_is_the_dtype_of_the_checkpoint(half_dir: Path) -> None:
+    assert load_adapter(str(half_dir)).identity.compute_dtype == "bfloat16"
+
+
+@pytest.mark.usefixtures("slow_bfloat16")
+def test_auto_is_float32_where_the_cpu_has_no_fast_products(
+    half_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "blendrag.model.precision"):
+        adapter = load_adapter(str(half_dir))
+    assert "no fast products in bfloat16" in caplog.text
+    named = load_adapter(str(half_dir), dtype="float32")
+    assert adapter.identity == named.identity
+    assert adapter.model.dtype == adapter.model.config.dtype == torch.float32
+    assert load_adapter(str(half_dir), dtype="bfloat16").identity.compute_dtype == "bfloat16"
+
+
+def test_on_cpu_fast_products_are_asked_of_the_library_that_computes_them() -> None:
+    cpu = torch.device("cpu")
+    assert precision.has_fast_products(torch.float32, cpu)
+    assert precision.has_fast_products(torch.bfloat16, torch.device("cuda"))
+    supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert precision.has_fast_products(torch.bfloat16, cpu) == supported
+
+
+def test_an_ingest_on_a_cpu_of_another_kind_is_not_taken_for_the_same(
+    half_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signatures = set()
+    for fast in (True, False):
+        monkeypatch.setattr(precision, "has_fast_products", lambda *a, fast=fast: fast)
+        with BlendEngine(str(half_dir), store=half_dir / "store", device="cpu") as engine:
+            signatures.add(engine._resources.signature())
+    assert len(signatures) == 2

@@ -14,6 +14,7 @@ from blendrag.errors import InvalidInputError
 from blendrag.kv import DTYPES
 from blendrag.model import ModelAdapter, load_adapter
 from blendrag.model.loading import load_tokens, resolve_device
+from blendrag.model.precision import automatic_dtype
 
 #: Names → Qwen2 config values.
 GEOMETRIES: dict[str, dict[str, Any]] = {
@@ -75,6 +76,6 @@ def bench_adapter(geometry: str | None, model: str | None, dtype: str, device: s
     assert geometry is not None
     if dtype != "auto" and dtype not in DTYPES:
         raise InvalidInputError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
-    kind = torch.bfloat16 if dtype == "auto" else DTYPES[dtype]
+    kind = automatic_dtype(torch.bfloat16, target) if dtype == "auto" else DTYPES[dtype]
     loaded = random_model(geometry, kind, target)
     return ModelAdapter(loaded, load_tokens("demo").tokenizer, model_id=geometry)

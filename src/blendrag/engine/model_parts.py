@@ -17,7 +17,8 @@ from blendrag.engine.opened import OpenedParts, opened
 from blendrag.errors import InvalidInputError
 from blendrag.fusor import Fusor
 from blendrag.model.adapter import ModelAdapter
-from blendrag.model.loading import load_adapter, load_tokens, model_signature
+from blendrag.model.loading import load_adapter, load_tokens, model_signature, resolve_device
+from blendrag.model.precision import precision_signature
 from blendrag.model.tokens import Tokens
 
 
@@ -87,4 +88,5 @@ class ModelParts(OpenedParts):
         files = model_signature(given) if isinstance(given, str) and not self._lora else ""
         if not files:
             return ""
-        return f"{files}|{s.dtype}|{s.device}|{torch.__version__}|{transformers.__version__}"
+        dtype = precision_signature(s.dtype, resolve_device(s.device))
+        return f"{files}|{dtype}|{s.device}|{torch.__version__}|{transformers.__version__}"

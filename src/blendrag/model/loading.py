@@ -19,6 +19,7 @@ from blendrag.config import DEMO_MODEL
 from blendrag.errors import BlendragError, InvalidInputError, ModelLoadError
 from blendrag.kv import DTYPES
 from blendrag.model.adapter import ModelAdapter, context_tokens_of
+from blendrag.model.precision import widened
 from blendrag.model.tokens import Tokens
 from blendrag.resource_errors import is_out_of_memory, is_out_of_space
 
@@ -35,7 +36,8 @@ def load_adapter(
 ) -> ModelAdapter:
     """Load ``name`` (hub id, directory or ``demo``) and probe it.
 
-    ``dtype``: ``auto`` or a key of :data:`blendrag.kv.DTYPES`; ``lora``: directory of a PEFT adapter.
+    ``dtype``: ``auto`` (the checkpoint's, or float32 on a CPU without fast products in it) or a key of
+    :data:`blendrag.kv.DTYPES`; ``lora``: directory of a PEFT adapter.
     Raises :class:`ModelLoadError` or :class:`InvalidInputError`; what is raised when memory or disk run
     out passes as it is.
     """
@@ -51,6 +53,7 @@ def load_adapter(
         tokenizer = AutoTokenizer.from_pretrained(path)
     with _mapped(lambda exc: f"model {name!r} cannot be moved to {target}: {_first_line(exc)}"):
         model = model.to(target)
+        model = widened(model, name) if dtype == "auto" else model
     if lora is not None:
         model = _with_lora(model, lora)
     return ModelAdapter(model, tokenizer, model_id=name)
