@@ -103,6 +103,15 @@ class Controller:
                 missing.append(segment.stored_ids)
         return LoadPlan(tuple(spans), tuple(decisions), tuple(missing), leading, self._encoding)
 
+    def missing(self, plan: PromptPlan) -> list[tuple[int, ...]]:
+        """Ids of the whole chunks in ``plan`` that no tier has, each once; nothing is opened."""
+        wanted = dict.fromkeys(segment.stored_ids for segment in plan.chunks if segment.complete)
+        return [ids for ids in wanted if not self._has(ids)]
+
+    def _has(self, ids: tuple[int, ...]) -> bool:
+        key = chunk_key(self._namespace, self.prefix_ids, ids)
+        return self._store.contains(self._namespace, key)
+
     def _leading(
         self, plan: PromptPlan, namespace: str, avoid: frozenset[str], last: int
     ) -> tuple[LoadedSpan | None, tuple[int, ...]]:

@@ -1,14 +1,14 @@
 """Computing KV for the store: for an ingest run, and for what queries missed.
 
 Both go through :class:`Trust`, so nothing is stored under another model's name. Chunks a query missed
-are encoded alone, after the answer, when nobody asks anything: KV computed in the context of a query is
-never written back.
+are encoded alone, as KV computed in the context of a query is never written back: after the answer, when
+nobody asks anything; and before it where others wait, who would otherwise wait for two computations of it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from blendrag.controller import LoadPlan
@@ -63,7 +63,7 @@ class Encoder:
 
 
 class Background:
-    """Encodes what queries missed, on the worker, in between requests."""
+    """Encodes what queries missed, on the worker: in between requests, or ahead of a busy one."""
 
     def __init__(self, resources: Resources, worker: Worker) -> None:
         self._resources = resources
@@ -88,6 +88,24 @@ class Background:
                 self._queued.add((ids, behind))
                 self._worker.submit(partial(self._encode, ids, behind), background=True)
 
+    @property
+    def is_late(self) -> bool:
+        """Whether requests wait already, so that there may be no time in between them."""
+        return self._worker.is_waited_for and not self._full and self._resources.is_writable
+
+    def first(self, missing: Sequence[Ids], check: Callable[[], None]) -> int:
+        """Encode chunks that a request is about to miss, on the worker; how many of them are stored now.
+
+        ``check`` is called before each, and raises for a request that is over.
+        """
+        stored = 0
+        for ids in missing:
+            check()
+            stored += self._encode(ids, self._resources.prefix_ids)
+            if self._full:
+                break
+        return stored
+
     def _met_before(self, leading: Ids) -> bool:
         if leading in self._seen:
             return True
@@ -96,7 +114,8 @@ class Background:
             del self._seen[next(iter(self._seen))]
         return False
 
-    def _encode(self, ids: Ids, prefix: Ids) -> None:
+    def _encode(self, ids: Ids, prefix: Ids) -> bool:
+        """Whether they are stored now."""
         resources = self._resources
         try:
             with resources.adapter.lock:  # one identity from the look-up to the put
@@ -106,6 +125,7 @@ class Background:
                     resources.trust.admit(namespace)
                     kv = resources.trust.encode(namespace, ids, prefix)
                     resources.store.put(namespace, key, kv)
+            return True
         except StoreFullError as full:
             self._full = True
             log.warning("chunks missed by queries are not stored any more: %s", full)
@@ -113,3 +133,4 @@ class Background:
             log.warning("a chunk of %d tokens was not stored: %s", len(ids), error)
         finally:
             self._queued.discard((ids, prefix))
+        return False

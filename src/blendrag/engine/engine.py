@@ -99,7 +99,7 @@ class BlendEngine(Answering):
         self._worker = Worker("blendrag-engine")
         self.library = Library(self._resources, self._worker)
         background = Background(self._resources, self._worker)
-        self._requests = Requests(self._resources, self.settings, self._worker, background.note)
+        self._requests = Requests(self._resources, self.settings, self._worker, background)
 
     # -- the corpus -----------------------------------------------------------------------------
 

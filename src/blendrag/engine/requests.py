@@ -7,16 +7,17 @@ it. Does not know how tokens are made (:mod:`blendrag.engine.generation`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
 from blendrag.anchors import Match
 from blendrag.config import AUTO, Settings
-from blendrag.controller import Controller, LoadPlan
+from blendrag.controller import Controller
 from blendrag.engine.answers import Started
 from blendrag.engine.batch import prepared
 from blendrag.engine.decoding import Likelihoods
+from blendrag.engine.encoding import Background
 from blendrag.engine.generation import Generation
 from blendrag.engine.options import Options, is_number
 from blendrag.engine.prompts import (
@@ -50,14 +51,14 @@ class Requests:
         resources: Resources,
         settings: Settings,
         worker: Worker,
-        later: Callable[[LoadPlan], None],
+        background: Background,
     ) -> None:
-        """``later`` hears what was missed, once the answer is there."""
+        """``background`` hears what was missed, once the answer is there."""
         self._resources = resources
         self._settings = settings
         self._worker = worker
-        self._later = later
-        self._stored = Stored(resources, settings)
+        self._later = background.note
+        self._stored = Stored(resources, settings, background)
 
     def start(self, prompt: Prompt, options: Options, asked: float | None = None) -> Started:
         """Plan here, in the caller's thread; answer on the worker. Errors of the plan are raised.
@@ -180,7 +181,7 @@ class Requests:
             adapter.require_blendable()
         with adapter.lock:  # one identity from here to the last token
             ahead = batch.take(number, self._stored.together)
-            task, controller = self._stored.resolve(task)
+            task, controller = self._stored.resolve(task, stream.check)
             generation = Generation(adapter, lambda: resources.fusor)
             return generation.run(task, controller, stream, self._later, ahead)
 

@@ -6,12 +6,14 @@ machine. Does not know how tokens are made.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
 from blendrag.calibrate import nearest
 from blendrag.config import UNCALIBRATED_SCHEDULE, Settings
 from blendrag.controller import Controller
+from blendrag.engine.encoding import Background
 from blendrag.engine.packing_rule import PackingRule
 from blendrag.engine.resources import Resources
 from blendrag.engine.task import Task
@@ -29,6 +31,8 @@ UNCALIBRATED = (
     "blendrag calibrate"
 )
 
+ENCODED_FIRST = "chunks encoded before the answer instead of after it, as other requests waited: {}"
+
 NO_PROFILE = "ratio auto needs to know what this machine takes for what, and nobody measured that"
 OTHER_PROFILE = "the profile kept for ratio auto was measured elsewhere ({})"
 PROFILE_COMMAND = "blendrag profile --model {} --store {}"
@@ -37,19 +41,25 @@ PROFILE_COMMAND = "blendrag profile --model {} --store {}"
 class Stored:
     """The KV store as requests see it. Caller holds the model's lock."""
 
-    def __init__(self, resources: Resources, settings: Settings) -> None:
+    def __init__(self, resources: Resources, settings: Settings, background: Background) -> None:
         self._resources = resources
         self._settings = settings
+        self._background = background
 
-    def resolve(self, task: Task) -> tuple[Task, Controller | None]:
-        """With schedule, profile and controller where stored KV may be used, else with the reason."""
+    def resolve(self, task: Task, check: Callable[[], None]) -> tuple[Task, Controller | None]:
+        """With schedule, profile and controller where stored KV may be used, else with the reason.
+
+        Where requests wait, chunks without KV are encoded before they are needed instead of afterwards;
+        ``check`` raises once this one is over.
+        """
         resources = self._resources
         if not task.plan.chunks or task.mode == "full":
             return task, None
         namespace = resources.trust.namespace
         if resources.trust.stands(namespace):
             task = self._with_profile(self._with_schedule(task, namespace), namespace)
-            return task, self.controller(namespace)
+            controller = self.controller(namespace)
+            return self._with_missing(task, controller, check), controller
         resources.forget_signature()
         return replace(task, notes=(*task.notes, UNTRUSTED), why_computed=UNTRUSTED), None
 
@@ -79,6 +89,15 @@ class Stored:
             self._settings.prefix_min_tokens,
             resources.encoding,
         )
+
+    def _with_missing(self, task: Task, controller: Controller, check: Callable[[], None]) -> Task:
+        """With what it misses encoded and stored now, if others wait."""
+        if task.mode == "prefix" or not self._background.is_late:
+            return task
+        encoded = self._background.first(controller.missing(task.plan), check)
+        if not encoded:
+            return task
+        return replace(task, notes=(*task.notes, ENCODED_FIRST.format(encoded)))
 
     def _with_schedule(self, task: Task, namespace: str) -> Task:
         """What ``calibrated`` means for this model, policy and ratio; a note if that was found at another

@@ -100,8 +100,9 @@ class PrefillTogether:
     adapter: ModelAdapter
     fusor: Fusor
     namespace: str
-    resolve: Callable[[Task], tuple[Task, Controller | None]]
-    """With which schedule, and with which controller if stored KV may be used."""
+    resolve: Callable[[Task, Callable[[], None]], tuple[Task, Controller | None]]
+    """With which schedule, and with which controller if stored KV may be used; the second argument
+    raises once the request is over."""
     rule: PackingRule
 
     def __call__(self, entries: Sequence[Entry], first: int) -> tuple[Mapping[int, Ahead], int]:
@@ -110,12 +111,12 @@ class PrefillTogether:
         loads: list[Load] = []
         behind = len(entries)
         for number in range(first, len(entries)):
-            prepared = self._prepared(entries[number])
-            if prepared is None:
+            made = self._prepared(entries[number])
+            if made is None:
                 if number == first:
                     return {}, number + 1
                 continue  # answered alone when its turn comes
-            load = Load.of(prepared, self.adapter)
+            prepared, load = made
             if chosen and not self.rule.admits(loads, load, prepared.task.profile):
                 prepared.load.close()
                 behind = number
@@ -135,33 +136,33 @@ class PrefillTogether:
         with suppress(Exception):
             task = preparation.checked(task)
             if task.sequences == 1:
-                return preparation.prepare(*self.resolve(task))
+                return preparation.prepare(*self.resolve(task, stream.check))
         return None
 
     def _prefilled(
         self, entries: Sequence[Entry], chosen: Mapping[int, Prepared]
     ) -> dict[int, Ahead]:
-        device = self.adapter.device
-        prompts = [
-            Prompt(
-                torch.tensor([prepared.task.plan.ids], device=device),
-                prepared.request(len(prepared.task.plan.ids)),
-                prepared.task.max_new_tokens,
-                entries[number].stream.check,
-            )
-            for number, prepared in chosen.items()
-        ]
         try:
-            outcomes = self.fusor.prefill_together(prompts)
+            outcomes = self.fusor.prefill_together(
+                [
+                    self._prompt(prepared, entries[number].stream)
+                    for number, prepared in chosen.items()
+                ]
+            )
         except Exception as exc:
-            log.warning("%d prompts are answered one after another: %s", len(prompts), exc)
+            log.warning("%d prompts are answered one after another: %s", len(chosen), exc)
             for prepared in chosen.values():
                 prepared.load.close()
             return {}
         return {
-            number: self._ahead(prepared, outcome, len(prompts))
+            number: self._ahead(prepared, outcome, len(chosen))
             for (number, prepared), outcome in zip(chosen.items(), outcomes, strict=True)
         }
+
+    def _prompt(self, prepared: Prepared, stream: AnswerStream) -> Prompt:
+        task = prepared.task
+        ids = torch.tensor([task.plan.ids], device=self.adapter.device)
+        return Prompt(ids, prepared.request(ids.shape[1]), task.max_new_tokens, stream.check)
 
     def _ahead(self, prepared: Prepared, outcome: Prefilled | Exception, size: int) -> Ahead:
         """Those that failed are prepared again in their turn, and raise again what must be raised."""

@@ -75,6 +75,11 @@ class Worker:
         return self.submit(call).result()
 
     @property
+    def is_waited_for(self) -> bool:
+        """Whether a foreground call waits, besides one that runs."""
+        return bool(self._foreground)
+
+    @property
     def closed(self) -> bool:
         return self._closed
 
