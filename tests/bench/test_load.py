@@ -37,8 +37,8 @@ def adapter() -> ModelAdapter:
     return made
 
 
-def served(first_s: float, after_s: float = 0.0) -> Served:
-    return Served(0, first_s, after_s, 0)
+def served(first_s: float) -> Served:
+    return Served(0, first_s, 0)
 
 
 def prompt_of(adapter: ModelAdapter, *chunks: int) -> PromptPlan:
@@ -77,13 +77,6 @@ def test_beyond_what_it_can_answer_the_throughput_stays_and_the_ttft_grows() -> 
     assert queue.mean(5.0) > 100
 
 
-def test_what_follows_the_first_token_keeps_the_next_request_waiting_not_its_own() -> None:
-    plain, busy = Queue([served(1.0)]), Queue([served(1.0, 0.5)])
-    assert busy.alone_s == plain.alone_s
-    assert busy.mean(0.5) > plain.mean(0.5)
-    assert busy.at(5.0)[1] == pytest.approx(1 / 1.5, rel=0.01)
-
-
 def test_the_rate_at_a_ttft_gives_that_ttft_and_half_the_time_gives_twice_the_rate() -> None:
     slow, fast = Queue([served(1.0)]), Queue([served(0.5)])
     rate = slow.rate_of(2.0)
@@ -98,15 +91,15 @@ def test_the_rate_at_a_ttft_gives_that_ttft_and_half_the_time_gives_twice_the_ra
 
 def test_a_skewed_corpus_is_asked_for_its_first_chunks_most(adapter: ModelAdapter) -> None:
     def asked(skew: float) -> Counter[str]:
-        plans = make_requests(adapter, LoadWorkload(PROMPT, 30, 10, skew, 200, 0))
+        plans = make_requests(adapter, LoadWorkload(PROMPT, 30, 10, skew, 200, 0)).plans
         return Counter(str(segment.chunk_id) for plan in plans for segment in plan.chunks)
 
     assert asked(1.5)["chunk-0"] > 3 * asked(0.0)["chunk-0"]
-    plans = make_requests(adapter, LoadWorkload(PROMPT, 30, 10, 1.0, 20, 5))
+    plans = make_requests(adapter, LoadWorkload(PROMPT, 30, 10, 1.0, 20, 5)).plans
     assert len(plans) == 25
     for plan in plans:
         assert len({segment.chunk_id for segment in plan.chunks}) == PROMPT.chunks
-    again = make_requests(adapter, LoadWorkload(PROMPT, 30, 10, 1.0, 20, 5))
+    again = make_requests(adapter, LoadWorkload(PROMPT, 30, 10, 1.0, 20, 5)).plans
     assert [plan.ids for plan in plans] == [plan.ids for plan in again]
 
 
@@ -161,7 +154,7 @@ def test_a_full_prefix_cache_forgets_what_was_used_longest_ago(adapter: ModelAda
 
 
 @torch.inference_mode()
-def test_a_store_of_the_same_size_forgets_too_and_a_missing_chunk_is_stored_after_the_answer(
+def test_a_store_of_the_same_size_forgets_too_and_what_it_misses_is_encoded_before_the_answer(
     adapter: ModelAdapter,
 ) -> None:
     limit = room(adapter, 5)
@@ -170,10 +163,20 @@ def test_a_store_of_the_same_size_forgets_too_and_a_missing_chunk_is_stored_afte
         for number in range(1, 9, 2):
             missed = blend.serve(prompt_of(adapter, number, number + 1))
             assert missed.reused_tokens == 0
-            assert missed.after_s > 0
             assert there.store.stats().size_bytes <= limit
         assert there.store.stats().evictions > 0
         assert blend.serve(prompt_of(adapter, 7, 8)).reused_tokens == 32
+
+
+@torch.inference_mode()
+def test_a_corpus_that_was_ingested_is_reused_from_the_first_request_on(
+    adapter: ModelAdapter,
+) -> None:
+    plan = prompt_of(adapter, 1, 2, 3)
+    with tier_store(ON_DISK) as there:
+        blend = BlendServer(adapter, there, PROMPT)
+        blend.ingest(segment.stored_ids for segment in plan.chunks)
+        assert blend.serve(plan).reused_tokens == 48
 
 
 # -- the command ----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ does at any rate (:mod:`blendrag.bench.queue`), the arrivals being the same for 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +33,7 @@ class LoadWorkload:
 
     prompt: Workload
     corpus_chunks: int = 100
-    store_chunks: int = 40
+    store_chunks: int = 100
     """Room in ``prefix``'s cache and in ``blend``'s store, in chunks as the model computes them."""
     skew: float = 1.0
     """The chunk of rank k is asked for in proportion to k to the power of -skew."""
@@ -64,9 +64,9 @@ class WayResult:
     service_ms: float
     """Median to the first token, without waiting."""
     busy_ms: float
-    """Mean time that a request keeps the model from the next."""
+    """Mean of the same: what a request keeps the model from the next."""
     reused: float
-    """Share of prompt tokens that were not computed anew."""
+    """Share of prompt tokens whose KV was there."""
     equal_ttft_per_s: float
     """The rate at which its mean TTFT is what full prefill's has doubled to."""
 
@@ -95,8 +95,18 @@ class LoadResult:
 # -- the requests -----------------------------------------------------------------------------------
 
 
-def make_requests(adapter: ModelAdapter, workload: LoadWorkload) -> list[PromptPlan]:
-    """Prompts, those that warm up included. Raises :class:`InvalidInputError`."""
+@dataclass(frozen=True)
+class Requests:
+    """What is asked of all three ways."""
+
+    corpus: tuple[tuple[int, ...], ...]
+    """Ids of its chunks, those asked for most first."""
+    plans: tuple[PromptPlan, ...]
+    """In order, those that warm up first."""
+
+
+def make_requests(adapter: ModelAdapter, workload: LoadWorkload) -> Requests:
+    """A corpus, and prompts over it. Raises :class:`InvalidInputError`."""
     prompt = workload.prompt
     _check(adapter, workload)
     vocab = adapter.model.get_input_embeddings().num_embeddings
@@ -117,7 +127,7 @@ def make_requests(adapter: ModelAdapter, workload: LoadWorkload) -> list[PromptP
         ]
         at = prompt.chunks * prompt.chunk_tokens
         plans.append(PromptPlan((*segments, Segment("", ids(prompt.question_tokens), at))))
-    return plans
+    return Requests(tuple(corpus), tuple(plans))
 
 
 def _check(adapter: ModelAdapter, workload: LoadWorkload) -> None:
@@ -149,13 +159,17 @@ def run_load(
 ) -> LoadResult:
     """Answer every request in every way, then compute the queues."""
     adapter.require_blendable()
-    plans = make_requests(adapter, workload)
+    requests = make_requests(adapter, workload)
+    plans = requests.plans
     limit = workload.store_chunks * stored_chunk_bytes(adapter.layout, workload.prompt.chunk_tokens)
     with tier_store(tier, limit) as there:
+        blend = BlendServer(adapter, there, workload.prompt)
+        tick(f"encoding the corpus of {len(requests.corpus)} chunks")
+        blend.ingest(_shuffled(requests.corpus, workload.seed))
         servers: dict[str, Server] = {
             "full": FullServer(adapter),
             "prefix": PrefixServer(adapter, limit),
-            "blend": BlendServer(adapter, there, workload.prompt),
+            "blend": blend,
         }
         served: dict[str, list[Served]] = {name: [] for name in servers}
         for number, plan in enumerate(plans):
@@ -165,6 +179,12 @@ def run_load(
             there.settle()
     counted = {name: each[workload.warm_requests :] for name, each in served.items()}
     return _result(adapter, workload, tier, limit, counted)
+
+
+def _shuffled(corpus: Sequence[tuple[int, ...]], seed: int) -> list[tuple[int, ...]]:
+    """In an order that knows nothing of what will be asked for."""
+    order = np.random.default_rng(seed + 1).permutation(len(corpus))
+    return [corpus[i] for i in order]
 
 
 def _result(
@@ -184,14 +204,14 @@ def _result(
         WayResult(
             name,
             1e3 * statistics.median(s.first_s for s in each),
-            1e3 * queues[name].busy_s,
+            1e3 * queues[name].alone_s,
             statistics.fmean(s.reused_tokens for s in each) / tokens,
             equal[name],
         )
         for name, each in served.items()
     )
     rows = tuple(
-        _row(name, queue, share / full.busy_s, share)
+        _row(name, queue, share / full.alone_s, share)
         for share in RATES
         for name, queue in queues.items()
     )

@@ -2,14 +2,14 @@
 
 ``full`` keeps nothing. ``prefix`` is idealised prefix caching: KV of whole chunks behind exactly the
 chunks before them, in memory, least recently used goes first; taking it in costs nothing. ``blend`` is a
-KV store of that size in some tier, through the controller and the fusor; chunks that were missing are
-encoded and stored once the first token is there, which keeps the model busy, and is counted.
+KV store of that size in some tier, through the controller and the fusor, as an ingest of the corpus left
+it; chunks that are missing are encoded and stored before the answer, as an engine does while others wait.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -30,11 +30,10 @@ from blendrag.store import MemoryStore
 
 @dataclass(frozen=True)
 class Served:
-    """One request: seconds to its first token, seconds the model was busy with it after that."""
+    """One request: its token, seconds to it, and prompt tokens whose KV was there."""
 
     token: int
     first_s: float
-    after_s: float
     reused_tokens: int
 
 
@@ -57,7 +56,7 @@ class FullServer:
         began = _now(adapter)
         out = adapter.model(input_ids=ids, use_cache=True, logits_to_keep=1)
         token = int(out.logits[0, -1].argmax())
-        return Served(token, _now(adapter) - began, 0.0, 0)
+        return Served(token, _now(adapter) - began, 0)
 
 
 class PrefixServer:
@@ -81,7 +80,7 @@ class PrefixServer:
         for span in spans:
             span.reader.close()
         self._keep(plan, cache.buffers(tokens))
-        return Served(token, first_s, 0.0, sum(span.tokens for span in spans))
+        return Served(token, first_s, sum(span.tokens for span in spans))
 
     def _open(self, plan: PromptPlan) -> tuple[LoadedSpan, ...]:
         depth = 0
@@ -124,12 +123,19 @@ class BlendServer:
             adapter, there.store, self._namespace, PREFIX_IDS, 1, workload.encoding
         )
 
+    def ingest(self, corpus: Iterable[tuple[int, ...]]) -> None:
+        """Encode and store its chunks in that order; of a store too small for all, the last are left."""
+        for ids in corpus:
+            self._encode(ids)
+
     def serve(self, plan: PromptPlan) -> Served:
         """See :class:`Server`."""
         adapter, workload = self._adapter, self._workload
         ids = torch.tensor([plan.ids], device=adapter.device)
         self._there.prepare()
         began = _now(adapter)
+        missing = self._controller.missing(plan)
+        self.ingest(missing)
         load = self._controller.plan(plan, "blend")
         try:
             schedule = Schedule.parse(workload.schedule)
@@ -140,10 +146,7 @@ class BlendServer:
             first_s = _now(adapter) - began
         finally:
             load.close()
-        began = _now(adapter)
-        for missing in load.missing:
-            self._encode(missing)
-        return Served(token, first_s, _now(adapter) - began, load.reused_tokens)
+        return Served(token, first_s, load.reused_tokens - sum(map(len, missing)))
 
     def _encode(self, ids: tuple[int, ...]) -> None:
         kv = self._adapter.encode(PREFIX_IDS, ids)

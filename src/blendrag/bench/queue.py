@@ -25,7 +25,6 @@ class Queue:
     def __init__(self, served: Sequence[Served], seed: int = 0) -> None:
         self._served = list(islice(cycle(served), ARRIVALS))
         self._gaps = np.random.default_rng(seed).exponential(size=ARRIVALS)
-        self.busy_s = statistics.fmean(s.first_s + s.after_s for s in served)
         self.alone_s = statistics.fmean(s.first_s for s in served)
 
     def at(self, rate: float) -> tuple[list[float], float]:
@@ -34,9 +33,8 @@ class Queue:
         found = []
         for gap, served in zip(self._gaps, self._served, strict=True):
             arrived += gap / rate
-            begun = max(arrived, free)
-            found.append(begun + served.first_s - arrived)
-            free = begun + served.first_s + served.after_s
+            free = max(arrived, free) + served.first_s
+            found.append(free - arrived)
         return found, len(found) / free
 
     def mean(self, rate: float) -> float:
@@ -46,7 +44,7 @@ class Queue:
         """The largest rate at which the mean TTFT is at most that; 0 where no rate is slow enough."""
         if self.alone_s > ttft_s:
             return 0.0
-        low, high = 0.0, 4.0 / self.busy_s
+        low, high = 0.0, 4.0 / self.alone_s
         for _ in range(40):
             middle = (low + high) / 2
             low, high = (middle, high) if self.mean(middle) <= ttft_s else (low, middle)
