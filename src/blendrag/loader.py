@@ -137,6 +137,7 @@ class LayerLoader:
         self._ring.stop()
         if self._thread.is_alive():
             self._thread.join()
+        self._failure = None  # its frames hold this loader, and with it the prompt's buffers
         self._ring.close()
 
 

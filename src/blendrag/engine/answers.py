@@ -41,11 +41,24 @@ class Started(NamedTuple):
         """:meth:`wait` without blocking the event loop; a cancelled task cancels the request."""
         try:
             async with asyncio.timeout(self.stream.remaining_s):
-                return await asyncio.wrap_future(self.future)
+                await self._done()
+            return self.future.result()
         except TimeoutError:
             raise self._why_not() from None
         finally:
             self.stream.cancel()
+
+    async def _done(self) -> None:
+        """Until the worker is through with it. ``asyncio.wrap_future`` would take a request that is left
+        while it waits out of the worker's queue, and nobody would release what is there ahead of it."""
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake(future: Future[Answer]) -> None:
+            with suppress(RuntimeError):  # the loop was closed: nobody listens any more
+                loop.call_soon_threadsafe(done.set)
+
+        self.future.add_done_callback(wake)
+        await done.wait()
 
     def _why_not(self) -> BaseException:
         """After a ``TimeoutError``: what the worker ran into, or that waiting took too long."""

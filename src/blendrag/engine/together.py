@@ -127,17 +127,30 @@ class PrefillTogether:
             return {first: Ahead(self.namespace, chosen[first])}, behind
         return self._prefilled(entries, chosen), behind
 
-    def _prepared(self, entry: Entry) -> Prepared | None:
+    def _prepared(self, entry: Entry) -> tuple[Prepared, Load] | None:
         """``None`` for what cannot be prefilled with others; what is wrong with it is said in its turn."""
         task, stream = entry
-        if task.mode == "full" or stream.done:
+        if task.mode == "full" or stream.done or self._changes_tables(task):
             return None
         preparation = Preparation(self.adapter)
         with suppress(Exception):
             task = preparation.checked(task)
             if task.sequences == 1:
-                return preparation.prepare(*self.resolve(task, stream.check))
+                prepared = preparation.prepare(*self.resolve(task, stream.check))
+                return prepared, self._load(prepared)
         return None
+
+    def _changes_tables(self, task: Task) -> bool:
+        """Whether a prompt is so long that every row of its forward is rotated by another table."""
+        limit = self.adapter.blend_limit_tokens
+        return limit is not None and len(task.plan.ids) > limit
+
+    def _load(self, prepared: Prepared) -> Load:
+        try:
+            return Load.of(prepared, self.adapter)
+        except Exception:
+            prepared.load.close()
+            raise
 
     def _prefilled(
         self, entries: Sequence[Entry], chosen: Mapping[int, Prepared]

@@ -62,7 +62,8 @@ class Pack:
         try:
             yield
         except Exception as exc:
-            self.failures[member] = exc
+            # its frames hold this pack, and with it the buffers of all until garbage is collected
+            self.failures[member] = exc.with_traceback(None)
             self.fusions[member].close()
 
     def _still_there(self) -> list[int]:
