@@ -64,16 +64,24 @@ class InvalidOptionError(InvalidInputError):
 class ContextOverflowError(InvalidInputError):
     """The prompt and the tokens asked for do not fit the model's context window."""
 
-    def __init__(self, prompt_tokens: int, max_new_tokens: int, context_tokens: int) -> None:
+    def __init__(
+        self, prompt_tokens: int, max_new_tokens: int, context_tokens: int, option: str = ""
+    ) -> None:
         self.prompt_tokens = prompt_tokens
         self.max_new_tokens = max_new_tokens
         self.context_tokens = context_tokens
         self.over_tokens = prompt_tokens + max_new_tokens - context_tokens
+        by = f" ({option})" if option else ""
         super().__init__(
             f"prompt of {prompt_tokens} tokens plus {max_new_tokens} new tokens is "
             f"{self.over_tokens} over the model's context of {context_tokens}; "
-            "shorten the question, retrieve fewer chunks (--top-k) or ask for fewer new tokens"
+            f"shorten the question, retrieve fewer chunks{by} or ask for fewer new tokens"
         )
+
+    def by(self, option: str) -> ContextOverflowError:
+        """The same error for a caller who sets the number of chunks by that option."""
+        sizes = self.prompt_tokens, self.max_new_tokens, self.context_tokens
+        return ContextOverflowError(*sizes, option)
 
 
 class UnreadableDocumentError(InvalidInputError):

@@ -124,6 +124,7 @@ def test_a_question_longer_than_the_context_says_by_how_much(ingested: Path) -> 
     result = invoke("ask", "word " * 2000, "--store", str(ingested), "--json")
     assert result.exit_code == 2
     assert "over the model's context of 1024" in said(result)
+    assert "retrieve fewer chunks (--top-k) or" in said(result)
     assert result.stdout == ""
     still_answers(ingested)
 

@@ -73,6 +73,13 @@ def test_dry_run_counts_and_writes_nothing(model_dir: Path, docs: Path, tmp_path
     assert sorted(p.name for p in tmp_path.iterdir()) == ["docs"]
 
 
+def test_one_chunk_is_not_called_chunks(model_dir: Path, tmp_path: Path) -> None:
+    docs = write_documents(tmp_path / "docs", documents=1, paragraphs=1)
+    args = ingest_args(docs, model_dir, tmp_path / "store")
+    assert invoke(*args, "--dry-run").stdout.startswith("1 document, 1 chunk, ")
+    assert invoke(*args).stdout.startswith("1 document (0 unchanged), 1 chunk: 1 computed, ")
+
+
 def test_dry_run_foretells_the_bytes_of_the_ingest(
     model_dir: Path, docs: Path, tmp_path: Path
 ) -> None:

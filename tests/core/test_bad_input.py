@@ -34,7 +34,7 @@ BAD: dict[str, tuple[Callable[[BlendEngine], Any], str]] = {
     "no messages": (lambda e: e.generate([]), "at least one"),
     "a message that says nothing": (
         lambda e: e.generate([{"role": "user", "content": ""}]),
-        "all 1 messages are empty",
+        "the message is empty",
     ),
     "messages that say nothing": (
         lambda e: e.generate(

@@ -483,5 +483,5 @@ def test_prompts_longer_than_the_context_are_refused(tmp_path: Path) -> None:
     model = tiny.llama(max_position_embeddings=256)
     with tiny.engine(model, tmp_path / "s") as engine:
         engine.ingest([tiny.document(i) for i in range(3)])
-        with pytest.raises(ContextOverflowError, match="--top-k"):
+        with pytest.raises(ContextOverflowError, match="fewer chunks or"):
             engine.calibrate(calibration(top_k=9))

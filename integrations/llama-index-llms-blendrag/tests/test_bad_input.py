@@ -42,7 +42,7 @@ async def refusals(llm: BlendLLM, messages: list[ChatMessage], **options: Any) -
 @pytest.mark.parametrize(
     ("messages", "sentence"),
     [
-        ([ChatMessage(content="")], "all 1 messages are empty, expected some text; ask something"),
+        ([ChatMessage(content="")], "the message is empty, expected some text; ask something"),
         (
             [ChatMessage(role="system", content=" "), ChatMessage(content=None)],
             "all 2 messages are empty",
@@ -101,9 +101,12 @@ async def test_a_wrong_option_of_a_call_is_named_as_the_call_does(
         assert tiny.one_sentence(said)
 
 
-def test_a_prompt_longer_than_the_context_says_by_how_much(llm: BlendLLM) -> None:
-    with pytest.raises(ContextOverflowError, match="over the model's context of 4096"):
+def test_a_prompt_longer_than_the_context_says_by_how_much_and_names_no_option_of_the_shell(
+    llm: BlendLLM,
+) -> None:
+    with pytest.raises(ContextOverflowError, match="over the model's context of 4096") as raised:
         llm.complete("Place32 " * 3000)
+    assert "--" not in str(raised.value)
 
 
 def test_tools_are_refused_in_a_sentence_and_metadata_said_so(llm: BlendLLM) -> None:

@@ -135,5 +135,5 @@ def remove(
     if json:
         output.print_json({"documents": removed, "failed": [str(path) for path in unknown]})
     else:
-        typer.echo(f"{removed} document{'' if removed == 1 else 's'} removed")
+        typer.echo(f"{output.count(removed, 'document')} removed")
     return FAILED if unknown else DONE

@@ -37,6 +37,11 @@ def _finite(value: Any) -> Any:
     return value
 
 
+def count(number: int, noun: str) -> str:
+    """``"1 chunk"``, ``"2,000 chunks"``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def megabytes(size_bytes: float) -> str:
     return f"{size_bytes / 1e6:,.1f} MB"
 
@@ -51,9 +56,9 @@ def duration(seconds: float) -> str:
 
 def print_ingest(report: IngestReport) -> None:
     typer.echo(
-        f"{report.documents} documents ({report.documents_unchanged} unchanged), "
-        f"{report.chunks} chunks: {report.chunks_computed} computed, "
-        f"{report.chunks_skipped} already there; {report.failed} failed; "
+        f"{count(report.documents, 'document')} ({report.documents_unchanged:,} unchanged), "
+        f"{count(report.chunks, 'chunk')}: {report.chunks_computed:,} computed, "
+        f"{report.chunks_skipped:,} already there; {report.failed} failed; "
         f"{megabytes(report.bytes)} at {report.tokens_per_s:,.0f} tokens/s "
         f"in {duration(report.seconds)}"
     )
@@ -61,7 +66,8 @@ def print_ingest(report: IngestReport) -> None:
 
 def print_dry_run(plan: DryRun) -> None:
     typer.echo(
-        f"{plan.documents} documents, {plan.chunks} chunks, {plan.tokens:,} tokens: "
+        f"{count(plan.documents, 'document')}, {count(plan.chunks, 'chunk')}, "
+        f"{count(plan.tokens, 'token')}: "
         f"{megabytes(plan.bytes)} of KV, about {duration(plan.seconds)}; {plan.failed} failed; "
         "nothing was written"
     )

@@ -18,7 +18,7 @@ from rich.progress import (
 )
 
 from blendrag.cli import interrupt
-from blendrag.cli.output import duration, megabytes
+from blendrag.cli.output import count, duration, megabytes
 from blendrag.cli.status import say
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class IngestProgress:
     def __call__(self, totals: Totals) -> None:
         self._name_failures(totals)
         done = done_bytes(totals)
-        text = f"{totals.chunks} chunks, {totals.tokens_per_s:,.0f} tokens/s"
+        text = f"{count(totals.chunks, 'chunk')}, {totals.tokens_per_s:,.0f} tokens/s"
         self._bar.update(
             self._task, description=text, completed=done, total=totals.total_bytes or None
         )

@@ -14,6 +14,7 @@ import typer
 from blendrag.cli import interrupt
 from blendrag.errors import (
     BlendragError,
+    ContextOverflowError,
     CorruptKVError,
     RequestCancelled,
     StoreFullError,
@@ -60,6 +61,8 @@ def reporting(command: Callable[P, int]) -> Callable[P, None]:
             if interrupt.requested():  # whatever broke, it broke because of Ctrl-C
                 status = _interrupted()
             elif isinstance(error, BlendragError):
+                if isinstance(error, ContextOverflowError):
+                    error = error.by("--top-k")
                 say("error", str(error))
                 status = status_of(error)
             elif (sentence := _foreign(error)) is not None:

@@ -145,7 +145,7 @@ def _agreed(root: Path, namespace: str | None) -> bool:
     found = maintenance.survey(root).namespaces
     chosen = [each for each in found if namespace in (None, each.namespace)]
     chunks, size_bytes = sum(e.chunks for e in chosen), sum(e.size_bytes for e in chosen)
-    counted = store_output.count(chunks, "chunk")
+    counted = output.count(chunks, "chunk")
     what = f"{counted}, {output.megabytes(size_bytes)}, of store {root}"
     try:
         return typer.confirm(f"Remove {what}?", err=True)

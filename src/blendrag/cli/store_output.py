@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from blendrag.cli.output import duration, megabytes
+from blendrag.cli.output import count, duration, megabytes
 
 if TYPE_CHECKING:
     from blendrag.cli.store_corpus import CorpusFacts
@@ -21,11 +21,6 @@ if TYPE_CHECKING:
 
 #: Digits of a namespace that are shown; ``--namespace`` takes as few as tell it apart.
 SHOWN_DIGITS = 12
-
-
-def count(number: int, noun: str) -> str:
-    """``"1 chunk"``, ``"2,000 chunks"``."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def stats_fields(found: StoreSurvey, corpus: CorpusFacts | None) -> dict[str, Any]:

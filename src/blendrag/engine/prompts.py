@@ -71,9 +71,8 @@ def render(prompt: Prompt, tokens: Tokens, options: Options) -> str:
 def refuse_silence(messages: Sequence[Mapping[str, Any]]) -> None:
     """Raise :class:`InvalidInputError` where there are messages and none says or calls anything."""
     if messages and not any(_says(m.get("content")) or m.get("tool_calls") for m in messages):
-        raise InvalidInputError(
-            f"all {len(messages)} messages are empty, expected some text; ask something"
-        )
+        empty = "the message is" if len(messages) == 1 else f"all {len(messages)} messages are"
+        raise InvalidInputError(f"{empty} empty, expected some text; ask something")
 
 
 def _says(content: Any) -> bool:
