@@ -50,27 +50,31 @@ lint: $(READY) ## style, types, layers
 	cd integrations/llama-index-llms-blendrag && ../../$(BIN)/mypy -p llama_index.llms.blendrag
 	$(BIN)/lint-imports
 
-bench: $(READY) ## time to first token on the geometry of a 0.5B model
-	$(BIN)/blendrag bench ttft --geometry qwen2.5-0.5b --chunks 6 --chunk-tokens 512 \
-	  --question-tokens 32 --ratio 0.15
+# Into build/bench/NAME.json, which is whole or not there; from all that are there, docs/performance.md.
+# Further arguments for all of them: make bench GEOMETRY=tiny BENCH_ARGS="--chunks 2 --chunk-tokens 64"
+BENCH_ARGS ?=
+measure = mkdir -p build/bench && $(BIN)/blendrag bench $(2) $(BENCH_ARGS) --json > build/bench/$(1).part \
+  && mv build/bench/$(1).part build/bench/$(1).json
+page = $(BIN)/python -m blendrag.bench.page --from build/bench --out docs
+
+bench: $(READY) ## time to first token on the geometry of a 0.5B model: docs/performance.md
+	$(call measure,ttft,ttft --geometry $(GEOMETRY) --chunks 6 --chunk-tokens 512 \
+	  --question-tokens 32 --ratio 0.15)
+	$(page)
 
 # Hours on two cores; each factor of the sweep by itself: make bench-all FACTORS="tier encoding"
-FACTORS  ?= ratio chunks chunk-tokens context tier encoding
+FACTORS  ?= ratio chunks chunk-tokens context tier encoding geometry
 GEOMETRY ?= qwen2.5-0.5b
-bench-all: bench ## sweeps, trace, throughput, load and auto of docs/performance.md, into build/bench
-	mkdir -p build/bench
+bench-all: bench ## sweeps, trace, throughput, load and auto: tables and plots of docs/performance.md
 	for factor in $(FACTORS); do \
-	  $(BIN)/blendrag bench sweep --geometry $(GEOMETRY) --factor $$factor --json \
-	    --plot build/bench/$$factor.png > build/bench/$$factor.json || exit 1; \
+	  case $$factor in geometry) on= ;; *) on="--geometry $(GEOMETRY)" ;; esac; \
+	  $(call measure,sweep-$$factor,sweep $$on --factor $$factor) || exit 1; \
 	done
-	$(BIN)/blendrag bench sweep --factor geometry --json \
-	  --plot build/bench/geometry.png > build/bench/geometry.json
-	$(BIN)/blendrag bench trace --geometry $(GEOMETRY) --out build/bench/trace.json \
-	  --plot build/bench/trace.png
-	$(BIN)/blendrag bench throughput --geometry $(GEOMETRY) --json > build/bench/throughput.json
-	$(BIN)/blendrag bench load --geometry $(GEOMETRY) --json \
-	  --plot build/bench/load.png > build/bench/load.json
-	$(BIN)/blendrag bench auto --geometry $(GEOMETRY) --json > build/bench/auto.json
+	$(call measure,trace,trace --geometry $(GEOMETRY) --out build/bench/timeline.json)
+	$(call measure,throughput,throughput --geometry $(GEOMETRY))
+	$(call measure,load,load --geometry $(GEOMETRY))
+	$(call measure,auto,auto --geometry $(GEOMETRY))
+	$(page)
 
 # An hour on two cores. Interrupted, it goes on where it was: make arena ARENA_ARGS=--keep
 arena: $(READY) ## policies against one another: docs/quality.md, its figures and numbers

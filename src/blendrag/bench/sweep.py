@@ -77,6 +77,17 @@ class SweepRow:
     """Of the prompt's chunks, as stored."""
 
 
+@dataclass(frozen=True)
+class SweepResult:
+    """One run over one factor."""
+
+    factor: str
+    about: tuple[str, str]
+    """What was as it is for all values, in words."""
+    rounds: int
+    rows: tuple[SweepRow, ...]
+
+
 def make_cases(factor: str, values: str | None, base: Case) -> list[Case]:
     """Cases for comma-separated ``values``, the usual ones by default; raises :class:`InvalidInputError`."""
     if factor not in FACTORS:

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from blendrag.bench.cli import options
+from blendrag.bench.cli import options, output
 from blendrag.bench.cli.spread import spread
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 @spread
 def auto(
+    context: typer.Context,
     timed: options.Timed,
     work: options.Work,
     tiers: Annotated[
@@ -45,7 +46,7 @@ def auto(
             adapter, work.at(min_ratio, rounds), wanted, fixed, min_ratio, status.update
         )
     if as_json:
-        options.print_json(asdict(result))
+        output.print_json(asdict(result), context, adapter)
     else:
         _print(result)
 

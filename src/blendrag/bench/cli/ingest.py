@@ -9,10 +9,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from blendrag.bench.cli import options
+from blendrag.bench.cli import options, output
 
 
 def ingest(
+    context: typer.Context,
     geometry: options.Geometry = None,
     model: options.Model = None,
     chunks: options.Count = 12,
@@ -42,7 +43,7 @@ def ingest(
     with options.status("loading") as status:
         result = run_ingest(adapter, workload, lambda text: status.update(text))
     if as_json:
-        options.print_json(asdict(result))
+        output.print_json(asdict(result), context, adapter)
         return
     table = Table(title=f"{adapter.model_id}, chunks of {chunk_tokens} tokens")
     table.add_column("figure")

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from blendrag.bench.cli import options
+from blendrag.bench.cli import options, output
 from blendrag.bench.cli.spread import spread
 from blendrag.drawing import require_plot
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 @spread
 def load(
+    context: typer.Context,
     timed: options.Timed,
     work: options.Work,
     requests: options.Count = 60,
@@ -28,7 +29,7 @@ def load(
     corpus_chunks: options.Count = 100,
     store_chunks: Annotated[
         int, typer.Option(min=1, help="Room of the prefix cache and of the KV store, in chunks.")
-    ] = 40,
+    ] = 100,
     skew: Annotated[float, typer.Option(min=0.0, max=10.0, help="Exponent of Zipf's law.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Of the requests and of their arrivals.")] = 0,
     ratio: options.Ratio = 0.15,
@@ -49,7 +50,7 @@ def load(
     with options.status("loading") as status:
         result = run_load(adapter, workload, wanted, status.update)
     if as_json:
-        options.print_json(asdict(result))
+        output.print_json(asdict(result), context, adapter)
     else:
         _print(result)
     if plot is not None:

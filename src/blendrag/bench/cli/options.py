@@ -1,9 +1,7 @@
-"""Options that several benches share, and how their results are printed."""
+"""Options that several benches share, and how they say what is under way."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -79,7 +77,3 @@ class Work:
 def status(text: str) -> Any:
     """Says on stderr what is under way."""
     return Console(stderr=True).status(text)
-
-
-def print_json(fields: Mapping[str, Any]) -> None:
-    typer.echo(json.dumps(fields, indent=2))

@@ -9,10 +9,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from blendrag.bench.cli import options
+from blendrag.bench.cli import options, output
 
 
 def recognise(
+    context: typer.Context,
     chunks: options.Count = 100_000,
     prompt_chars: Annotated[int, typer.Option(min=4000, help="Characters of a prompt.")] = 32_000,
     rounds: options.Count = 21,
@@ -25,7 +26,7 @@ def recognise(
         workload = RecogniseWorkload(chunks, prompt_chars, rounds)
         result = run_recognise(workload, lambda text: status.update(text))
     if as_json:
-        options.print_json(asdict(result))
+        output.print_json(asdict(result), context)
         return
     table = Table(title=f"{chunks} chunks, prompts of {prompt_chars} characters, {rounds} rounds")
     for column in ("corpus and prompt", "ms", "lowest", "highest", "CPU ms"):

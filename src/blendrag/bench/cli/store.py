@@ -10,13 +10,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from blendrag.bench.cli import options
+from blendrag.bench.cli import options, output
 
 if TYPE_CHECKING:
     from blendrag.bench.store import StoreResult
 
 
 def store(
+    context: typer.Context,
     geometry: options.Geometry = None,
     layers: options.Size = None,
     heads: options.Size = None,
@@ -41,7 +42,7 @@ def store(
     with options.status("starting") as status:
         result = run_store(workload, lambda text: status.update(text))
     if as_json:
-        options.print_json(asdict(result))
+        output.print_json(asdict(result), context)
         return
     Console().print(_store_table(result))
     for target in result.targets:

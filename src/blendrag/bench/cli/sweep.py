@@ -10,13 +10,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from blendrag.bench.cli import options
+from blendrag.bench.cli import options, output
 from blendrag.bench.cli.spread import spread
 from blendrag.drawing import require_plot
 from blendrag.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from blendrag.bench.sweep import SweepRow
+    from blendrag.model import ModelAdapter
 
 FactorOption = Annotated[
     str,
@@ -28,6 +29,7 @@ OPEN = "…"
 
 @spread
 def sweep(
+    context: typer.Context,
     timed: options.Timed,
     work: options.Work,
     factor: FactorOption = "ratio",
@@ -47,29 +49,32 @@ def sweep(
 ) -> None:
     """Time to first token over one factor, all its values in one run."""
     from blendrag.bench.geometry import bench_adapter
-    from blendrag.bench.sweep import Case, make_cases, run_sweep
+    from blendrag.bench.sweep import Case, SweepResult, make_cases, run_sweep
     from blendrag.bench.tiers import parse_tier
 
     _check(timed, factor, values, ratios)
     require_plot(plot)
     base = Case("", work.at(ratio, rounds), parse_tier(tier), timed.geometry)
     cases = make_cases(factor, values if ratios is None else ratios, base)
+    loaded: list[ModelAdapter] = []
+
+    def adapter_of(name: str | None) -> ModelAdapter:
+        loaded.append(bench_adapter(name, timed.model, timed.dtype, timed.device))
+        return loaded[-1]
+
     with options.status("loading") as status:
-        rows = run_sweep(
-            lambda name: bench_adapter(name, timed.model, timed.dtype, timed.device),
-            factor,
-            cases,
-            status.update,
-        )
-    about = _about(timed, work, factor, f"{ratio:g}", tier)
+        rows = run_sweep(adapter_of, factor, cases, status.update)
+    result = SweepResult(
+        factor, _about(timed, work, factor, f"{ratio:g}", tier), rounds, tuple(rows)
+    )
     if as_json:
-        options.print_json({"rows": [asdict(row) for row in rows]})
+        output.print_json(asdict(result), context, loaded[0])
     else:
-        _print(rows, ", ".join(about))
+        _print(rows, ", ".join(result.about))
     if plot is not None:
         from blendrag.bench.sweep_plot import write_plot
 
-        write_plot(plot, rows, "\n".join(about))
+        write_plot(plot, rows, "\n".join(result.about))
 
 
 def _check(timed: options.Timed, factor: str, values: str | None, ratios: str | None) -> None:

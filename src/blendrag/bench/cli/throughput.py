@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from blendrag.bench.cli import options
+from blendrag.bench.cli import options, output
 from blendrag.bench.cli.spread import spread
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 @spread
 def throughput(
+    context: typer.Context,
     timed: options.Timed,
     work: options.Work,
     batch_size: Annotated[
@@ -37,7 +38,7 @@ def throughput(
     with options.status("loading") as status:
         result = run_throughput(adapter, work.at(ratio, rounds), sizes, status.update, wanted)
     if as_json:
-        options.print_json(asdict(result))
+        output.print_json(asdict(result), context, adapter)
     else:
         _print(result)
 

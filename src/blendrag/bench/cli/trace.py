@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from blendrag.bench.cli import options
+from blendrag.bench.cli import options, output
 from blendrag.bench.cli.spread import spread
 from blendrag.drawing import require_place, require_plot
 
@@ -27,6 +27,7 @@ class Layered(options.Work):
 
 @spread
 def trace(
+    context: typer.Context,
     timed: options.Timed,
     work: Layered,
     out: Annotated[
@@ -63,7 +64,7 @@ def trace(
 
         write_plot(plot, result)
     if as_json:
-        options.print_json(asdict(result))
+        output.print_json(asdict(result), context, adapter)
     else:
         _print(result)
 

@@ -9,12 +9,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from blendrag.bench.cli import options
+from blendrag.bench.cli import options, output
 from blendrag.bench.cli.spread import spread
 
 
 @spread
 def ttft(
+    context: typer.Context,
     timed: options.Timed,
     work: options.Work,
     ratio: options.Ratio = 0.15,
@@ -34,7 +35,7 @@ def ttft(
     with options.status("loading") as status:
         result = run_ttft(adapter, work.at(ratio, rounds), status.update, wanted, compiled)
     if as_json:
-        options.print_json(asdict(result))
+        output.print_json(asdict(result), context, adapter)
         return
     rows = [
         ("full (stock prefill)", result.full_ms, "full"),
