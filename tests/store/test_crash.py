@@ -137,6 +137,33 @@ def test_a_crash_is_noticed_although_a_child_of_the_crashed_lives_on(lab, root, 
         os.close(sink)
 
 
+def test_what_the_crashed_held_is_free_although_a_child_of_the_crashed_lives_on(
+    lab, make_store, root, fork
+):
+    """It inherits the lock's descriptor, which filelock closes there from version 4 on."""
+    lab.put(make_store(), 1)
+    source, sink = os.pipe()
+
+    def crash():
+        store = DiskStore(root, 1 << 30)
+        with store._index.exclusive():
+            if os.fork() == 0:
+                os.write(sink, b"%d" % os.getpid())
+                signal.pause()
+            die()
+
+    crashed = fork(crash)
+    child = int(os.read(source, 32))
+    assert_killed(crashed)
+    try:
+        with Index(root / "index", lock_timeout_s=0.5).exclusive():
+            os.kill(child, 0)  # it is still there
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.close(source)
+        os.close(sink)
+
+
 def test_a_rebuild_that_fails_is_no_index_for_anybody(lab, root, monkeypatch):
     filled(lab, root)
     running = DiskStore(root, 1 << 30)
