@@ -50,6 +50,15 @@ def test_what_cannot_be_measured_is_one_sentence(wrong: tuple[str, ...], sentenc
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize("command", ["ttft", "sweep", "throughput", "trace", "load"])
+def test_a_tier_that_nobody_could_wait_for_is_refused_before_anything_is_loaded(
+    command: str,
+) -> None:
+    result = invoke("bench", command, "--geometry", "none such", "--tier", "1e-300B/s")
+    assert result.exit_code == 2
+    assert said(result).startswith("error: tier '1e-300B/s' is slower than any disk")
+
+
 @pytest.mark.parametrize("ratios", ["", "0.1,much", "1.5", "nan"])
 def test_ratios_outside_0_to_1_are_refused(ratios: str) -> None:
     result = invoke("bench", "sweep", "--geometry", "tiny", "--ratios", ratios)

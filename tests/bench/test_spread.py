@@ -16,6 +16,8 @@ from blendrag.bench.cli.sweep import sweep
 from blendrag.bench.cli.trace import trace
 from blendrag.bench.cli.ttft import ttft
 from blendrag.config import DEFAULT_POLICY
+from blendrag.selection import COUNTED, POLICIES
+from cli.lab import invoke
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,15 @@ def test_what_an_option_allows_and_its_help_stay() -> None:
 
 def test_a_default_may_differ_from_command_to_command() -> None:
     assert run(other) == (0, f"{Larger(30)}\n")
+
+
+@pytest.mark.parametrize("command", ["ttft", "trace"])
+def test_the_help_of_policy_names_every_policy(command: str) -> None:
+    helped = invoke("bench", command, "--help").stdout.replace("│", " ")
+    listed = " ".join(helped.split()).partition("--policy")[2].partition("--schedule")[0]
+    for name in POLICIES:
+        assert f"{name}(k)" in listed if name in COUNTED else f"{name}," in listed, name
+    assert "offset+ and one of them" in listed
 
 
 @pytest.mark.parametrize("command", [ttft, sweep, trace, load])

@@ -13,7 +13,14 @@ import torch
 import tiny
 from blendrag.bench import tiers
 from blendrag.bench.geometry import bench_adapter
-from blendrag.bench.tiers import Throttle, ThrottledStore, TierStore, parse_tier, tier_store
+from blendrag.bench.tiers import (
+    MIN_BYTES_PER_S,
+    Throttle,
+    ThrottledStore,
+    TierStore,
+    parse_tier,
+    tier_store,
+)
 from blendrag.bench.ttft import TtftBench
 from blendrag.bench.workload import Workload
 from blendrag.errors import InvalidInputError
@@ -122,6 +129,16 @@ def test_what_is_no_tier_is_one_sentence(text: str) -> None:
     with pytest.raises(InvalidInputError, match="is none of memory, disk, cold") as caught:
         parse_tier(text)
     assert tiny.one_sentence(str(caught.value))
+
+
+@pytest.mark.parametrize("text", ["1e-300B/s", "1B/s", "0.9KB/s"])
+def test_a_disk_from_which_a_read_takes_hours_is_refused_in_one_sentence(text: str) -> None:
+    with pytest.raises(
+        InvalidInputError, match="expected a throughput of 1 KB/s or more"
+    ) as caught:
+        parse_tier(text)
+    assert tiny.one_sentence(str(caught.value))
+    assert parse_tier("1KB/s").bytes_per_s == MIN_BYTES_PER_S
 
 
 # -- where a bench reads from ---------------------------------------------------------------------

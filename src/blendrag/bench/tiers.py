@@ -30,6 +30,8 @@ from blendrag.store.tiered import TieredStore
 #: Room for any workload; the free space of the disk still counts.
 AMPLE_BYTES = 1 << 40
 TIERS = ("memory", "disk", "cold")
+#: The slowest device that is simulated: from anything slower, KV takes hours.
+MIN_BYTES_PER_S = 1e3
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,10 @@ def parse_tier(text: str) -> BenchTier:
         raise InvalidInputError(
             f"tier {text!r} is none of {', '.join(TIERS)}; expected one of them or a throughput such as "
             "0.5GB/s"
+        )
+    if bytes_per_s < MIN_BYTES_PER_S:
+        raise InvalidInputError(
+            f"tier {text!r} is slower than any disk, expected a throughput of 1 KB/s or more; check its unit"
         )
     return BenchTier(text.strip(), bytes_per_s)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import typer
 
 from blendrag.bench.cli.auto import auto
+from blendrag.bench.cli.command import BenchCommand
 from blendrag.bench.cli.ingest import ingest
 from blendrag.bench.cli.load import load
 from blendrag.bench.cli.recognise import recognise
@@ -26,4 +27,4 @@ def bench() -> None:
 
 
 for command in (ttft, sweep, throughput, trace, load, auto, ingest, store, recognise):
-    app.command()(command)
+    app.command(cls=BenchCommand)(command)

@@ -26,8 +26,11 @@ CorpusTokens = Annotated[
     int,
     typer.Option(min=MIN_CHUNK_TOKENS, max=MAX_CHUNK_TOKENS, help="Largest chunk of an ingest."),
 ]
-Policy = Annotated[str, typer.Option(help="query, hkvd, boundary(k), reuse or full.")]
-Schedule = Annotated[str, typer.Option(help="constant, linear, geometric[:g] or one per layer.")]
+#: Its help is of :class:`blendrag.bench.cli.command.BenchCommand`.
+Policy = Annotated[str, typer.Option()]
+Schedule = Annotated[
+    str, typer.Option(help="constant, linear, geometric[:g], first:m or one per layer.")
+]
 Dtype = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
