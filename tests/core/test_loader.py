@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -142,6 +144,28 @@ def test_a_corrupt_layer_is_raised_where_it_is_waited_for_and_names_its_span(kv:
         loader.synchronize(2)
     assert raised.value.span is bad
     loader.close()
+
+
+def test_a_loader_that_met_a_corrupt_layer_holds_no_buffers_once_it_is_dropped(kv: ChunkKV) -> None:
+    """Its error's frames hold the loader: until garbage is collected, were it to keep the error."""
+
+    class Corrupt(tiny.Held):
+        def read_layer(self, layer: int, out: torch.Tensor) -> None:
+            raise CorruptKVError("another checksum")
+
+    gc.collect()
+    gc.disable()
+    try:
+        loader = LayerLoader(buffers(), [[LoadedSpan(0, 30, Corrupt(kv), 0, False)]] * LAYERS)
+        loader.start()
+        with pytest.raises(SpanCorruptError):
+            loader.synchronize(0)
+        loader.close()
+        dropped = weakref.ref(loader)
+        del loader
+        assert dropped() is None
+    finally:
+        gc.enable()
 
 
 def test_an_unexpected_error_in_the_reading_thread_surfaces_and_never_hangs(kv: ChunkKV) -> None:

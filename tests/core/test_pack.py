@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 
 import tiny
 from blendrag.errors import CorruptKVError, RequestCancelled
-from blendrag.fusor import Fusor, Prefilled, Prompt
+from blendrag.fusor import BlendCache, Fusor, Prefilled, Prompt
 from blendrag.loader import LoadedSpan, SpanCorruptError
 from blendrag.model import ModelAdapter
 from blendrag.selection import LayerView
@@ -254,6 +255,25 @@ def leaving(after: int) -> Callable[[], None]:
             raise RequestCancelled("gone")
 
     return check
+
+
+def test_who_leaves_a_batch_keeps_nobodys_kv(adapter: ModelAdapter, fusor: Fusor) -> None:
+    """Not even until garbage is collected: what holds the error holds no frame of the forward."""
+    gc.collect()
+    gc.disable()
+    try:
+        gone = prompt(adapter, VARIED[3])
+        prompts = [
+            prompt(adapter, VARIED[0]),
+            Prompt(gone.ids, gone.request, 0, leaving(2)),
+            damaged(adapter, VARIED[1], 2),
+        ]
+        failed = fusor.prefill_together(prompts)[1:]
+        assert [type(one) for one in failed] == [RequestCancelled, SpanCorruptError]
+        del failed
+        assert not [one for one in gc.get_objects() if isinstance(one, BlendCache)]
+    finally:
+        gc.enable()
 
 
 class Failing(HKVDPolicy):

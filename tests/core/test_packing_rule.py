@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -58,6 +59,13 @@ def test_memory_ends_it_however_much_faster_it_would_be() -> None:
     assert not PackingRule(CPU, 0).admits([load(1, 1)], load(1, 1), MEASURED)
 
 
+def test_no_more_files_are_open_at_once_than_half_of_those_allowed() -> None:
+    rule = PackingRule(CPU, 1 << 40, limit_files=10)
+    assert rule.admits([Load(1, 0, 4), Load(1, 0, 3)], Load(1, 0, 3), None)
+    assert not rule.admits([Load(1, 0, 4), Load(1, 0, 3)], Load(1, 0, 4), None)
+    assert 0 < AMPLE.limit_files <= os.sysconf("SC_OPEN_MAX") // 2
+
+
 def prepared(
     adapter: ModelAdapter, policy: str, ratio: float, new_tokens: int = 6, mode: Any = "blend"
 ) -> Prepared:
@@ -88,7 +96,9 @@ def prepared(
 def test_rows_are_those_that_the_policy_computes_in_a_layer(
     adapter: ModelAdapter, policy: str, ratio: float, rows: float
 ) -> None:
-    assert Load.of(prepared(adapter, policy, ratio), adapter).rows == pytest.approx(rows)
+    load = Load.of(prepared(adapter, policy, ratio), adapter)
+    assert load.rows == pytest.approx(rows)
+    assert load.files == 3
 
 
 def test_memory_grows_with_the_answer_and_with_the_rows_of_the_fullest_layer(

@@ -8,8 +8,9 @@ profile of the machine if there is one, else assumed by the kind of device.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -36,6 +37,8 @@ class Load:
     """Per layer, in the mean; a scout pass counts beside."""
     size_bytes: int
     """KV of prompt and answer, and activations of the layer with most rows."""
+    files: int = 0
+    """Stored parts that are read, each a file that stays open meanwhile."""
 
     @classmethod
     def of(cls, prepared: Prepared, adapter: ModelAdapter) -> Load:
@@ -47,7 +50,14 @@ class Load:
         kv = sum(2 * layer.kv_heads * layer.head_dim for layer in adapter.layout.layers)
         hidden = int(adapter.stack.config.hidden_size)
         activations = max(rows) * hidden * ROW_STATES
-        return cls(sum(rows) / len(rows), int((tokens * kv + activations) * width))
+        size_bytes = int((tokens * kv + activations) * width)
+        return cls(sum(rows) / len(rows), size_bytes, len(prepared.load.spans))
+
+
+def _half_of_all_files() -> int:
+    """Half of what the process may have open; stored KV that cannot be opened would be computed."""
+    allowed = os.sysconf("SC_OPEN_MAX")
+    return allowed // 2 if allowed > 0 else 1 << 20  # -1: as many as there is memory for
 
 
 @dataclass(frozen=True)
@@ -56,11 +66,14 @@ class PackingRule:
 
     device: torch.device
     limit_bytes: int
+    limit_files: int = field(default_factory=_half_of_all_files)
 
     def admits(self, packed: Sequence[Load], load: Load, profile: Profile | None) -> bool:
         """Whether ``load`` should go with those that are ``packed``."""
         together = sum(one.size_bytes for one in packed) + load.size_bytes
         if together > self.limit_bytes:
+            return False
+        if sum(one.files for one in packed) + load.files > self.limit_files:
             return False
         rows = sum(one.rows for one in packed)
         if profile is None:
