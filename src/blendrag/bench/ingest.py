@@ -7,13 +7,8 @@ storing and the corpus's rows; only embedding is left out.
 
 from __future__ import annotations
 
-import json
-import random
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,17 +17,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from blendrag.bench.ingest_twice import NOTHING, Tick, ingest_twice, write_corpus
 from blendrag.bench.rounds import interleaved
 from blendrag.bench.workload import PREFIX_IDS
 from blendrag.engine import BlendEngine
-from blendrag.engine.types import IngestReport
-from blendrag.errors import BlendragError
 from blendrag.identity import chunk_key
 from blendrag.model import ModelAdapter
-from blendrag.retriever.embedder import MINILM_OFFLINE, Embedder
+from blendrag.retriever.embedder import Embedder
 from blendrag.store import open_store
 
-Tick = Callable[[str], None]
 #: Length of MiniLM's vectors.
 VECTOR_DIM = 384
 #: Room for any workload; the free space of the disk still counts.
@@ -84,9 +77,16 @@ def run_ingest(
     """
     with tempfile.TemporaryDirectory(prefix="blendrag-bench-") as root:
         rates = _rates(adapter, workload, Path(root) / "rate", tick)
-        twice = _Twice(0, 0.0, 0.0, None)
+        twice = NOTHING
         if workload.corpus_chunks:
-            twice = _twice(adapter, workload, Path(root) / "twice", tick)
+            twice = ingest_twice(
+                adapter,
+                Path(root) / "twice",
+                workload.corpus_chunks,
+                workload.corpus_chunk_tokens,
+                workload.from_shell,
+                tick,
+            )
     return IngestResult(
         prefill_tokens_per_s=rates.prefill,
         encode_tokens_per_s=rates.encode,
@@ -125,7 +125,7 @@ def _rates(adapter: ModelAdapter, workload: IngestWorkload, root: Path, tick: Ti
     vocab = adapter.model.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(0)
     namespace = adapter.identity.namespace
-    files = iter(_write_corpus(adapter, root / "documents", workload.chunks + 1, tokens))
+    files = iter(write_corpus(adapter, root / "documents", workload.chunks + 1, tokens))
     ingested: list[int] = []
     store = open_store(root / "store", ram_bytes=0, disk_bytes=DISK_BYTES)
     engine = BlendEngine(adapter, root / "engine", chunk_tokens=tokens, disk_bytes=DISK_BYTES)
@@ -159,106 +159,3 @@ def _rates(adapter: ModelAdapter, workload: IngestWorkload, root: Path, tick: Ti
         tokens / timings["encode"].median * 1e3,
         statistics.fmean(ingested[1:]) / timings["ingest"].median * 1e3,
     )
-
-
-# -- the same corpus twice ----------------------------------------------------------------------
-
-
-class _Twice(NamedTuple):
-    chunks: int
-    first_s: float
-    second_s: float
-    loaded: bool | None
-
-
-class _Corpus(NamedTuple):
-    """What both ingests of a corpus are given."""
-
-    documents: Path
-    checkpoint: Path
-    store: Path
-    chunk_tokens: int
-    dtype: str
-    device: str
-
-
-def _twice(adapter: ModelAdapter, workload: IngestWorkload, root: Path, tick: Tick) -> _Twice:
-    """Ingest a corpus, forget everything loaded, ingest it again from the saved checkpoint."""
-    tokens = workload.corpus_chunk_tokens
-    corpus = _Corpus(
-        root / "documents", root / "model", root / "store", tokens,
-        adapter.layout.dtype, str(adapter.device),
-    )  # fmt: skip
-    tick("saving the checkpoint")
-    adapter.model.save_pretrained(corpus.checkpoint)
-    adapter.tokens.tokenizer.save_pretrained(corpus.checkpoint)
-    tick("writing the corpus")
-    _write_corpus(adapter, corpus.documents, workload.corpus_chunks, tokens)
-    return _from_shell(corpus, tick) if workload.from_shell else _in_process(corpus, tick)
-
-
-def _in_process(corpus: _Corpus, tick: Tick) -> _Twice:
-    """Two engines one after the other; loading the model is not part of the first one's time."""
-
-    def open_engine() -> BlendEngine:
-        return BlendEngine(
-            str(corpus.checkpoint), corpus.store, chunk_tokens=corpus.chunk_tokens,
-            embedder=MINILM_OFFLINE, dtype=corpus.dtype, device=corpus.device,
-        )  # fmt: skip
-
-    def ingest(engine: BlendEngine) -> tuple[int, float]:
-        began = time.perf_counter()
-        report = engine.ingest(
-            [corpus.documents],
-            lambda t: tick(f"{t.chunks} chunks, {t.tokens_per_s:.0f} tokens/s"),
-        )
-        return report.whole().chunks, time.perf_counter() - began
-
-    with open_engine() as engine:
-        _ = engine.adapter
-        chunks, first_s = ingest(engine)
-    with open_engine() as engine:
-        _, second_s = ingest(engine)
-        loaded = engine.resources.is_loaded
-    return _Twice(chunks, first_s, second_s, loaded)
-
-
-def _from_shell(corpus: _Corpus, tick: Tick) -> _Twice:
-    """``blendrag ingest`` twice, from the start of the process to its end."""
-    command = [
-        sys.executable, "-m", "blendrag.cli.main", "ingest", str(corpus.documents),
-        "--model", str(corpus.checkpoint), "--store", str(corpus.store),
-        "--chunk-tokens", str(corpus.chunk_tokens), "--embedder", MINILM_OFFLINE,
-        "--dtype", corpus.dtype, "--device", corpus.device, "--json",
-    ]  # fmt: skip
-
-    def ingest(text: str) -> tuple[int, float]:
-        tick(text)
-        began = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        seconds = time.perf_counter() - began
-        if not done.stdout:
-            said = done.stderr.strip().splitlines() or ["it said nothing"]
-            raise BlendragError(f"ingest in a process of its own failed: {said[-1]}")
-        return IngestReport(**json.loads(done.stdout)).whole().chunks, seconds
-
-    chunks, first_s = ingest("first ingest, in a process of its own")
-    _, second_s = ingest("second ingest, in a process of its own")
-    return _Twice(chunks, first_s, second_s, None)
-
-
-def _write_corpus(adapter: ModelAdapter, folder: Path, count: int, tokens: int) -> list[Path]:
-    """``count`` text files of random words, each a little under ``tokens`` tokens."""
-    folder.mkdir(parents=True)
-    words = Path(random.__file__).read_text(encoding="utf-8").split()
-    rng = random.Random(0)
-    files = []
-    for number in range(count):
-        text = f"Document {number}."
-        while len(adapter.tokens.encode_text(text)) < tokens * 0.9:
-            text += " " + " ".join(rng.choices(words, k=max(4, tokens // 16)))
-        while len(adapter.tokens.encode_text(text)) > tokens:
-            text = text.rsplit(" ", 1)[0]
-        files.append(folder / f"{number:05}.txt")
-        files[-1].write_text(text, encoding="utf-8")
-    return files

@@ -11,7 +11,7 @@ from typing import Any
 from blendrag.bench.auto_results import AutoResult
 from blendrag.bench.load import LoadResult
 from blendrag.bench.sweep import SweepResult
-from blendrag.bench.throughput import ThroughputResult
+from blendrag.bench.throughput_results import ThroughputResult
 from blendrag.bench.trace import TraceResult
 from blendrag.bench.ttft_results import TtftResult
 

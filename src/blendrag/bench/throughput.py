@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from blendrag.bench.rounds import Timing, interleaved
+from blendrag.bench.throughput_results import ThroughputResult, ThroughputRow
 from blendrag.bench.tiers import ON_DISK, BenchTier, tier_store
 from blendrag.bench.workload import NEW_TOKENS, PREFIX_IDS, Workload, random_plan
 from blendrag.config import Mode
@@ -32,43 +33,6 @@ from blendrag.store import KVStore
 #: Questions differ in length by up to this share, so that padding has something to pad.
 SHORTER = 0.5
 WAYS = ("full", "reuse", "blend")
-
-
-@dataclass(frozen=True)
-class ThroughputRow:
-    """One way at one batch size."""
-
-    way: str
-    batch_size: int
-    first_tokens_per_s: float
-    """Of the median round."""
-    spread: tuple[float, float]
-    """Lowest and highest."""
-    batch_ms: float
-    """Until a batch has its first tokens, all of them at once."""
-    over_full: float
-    """Against stock prefill one by one."""
-    over_alone: float
-    """Against the same way one by one."""
-
-
-@dataclass(frozen=True)
-class ThroughputResult:
-    """One run."""
-
-    model: str
-    dtype: str
-    device: str
-    threads: int
-    requests: int
-    prompt_tokens: tuple[int, int]
-    """Of the shortest and the longest prompt."""
-    policy: str
-    ratio: float
-    tier: str
-    encoding: str
-    rounds: int
-    rows: tuple[ThroughputRow, ...]
 
 
 class ThroughputBench:

@@ -13,7 +13,7 @@ from blendrag.bench.cli import options, output
 from blendrag.bench.cli.spread import spread
 
 if TYPE_CHECKING:
-    from blendrag.bench.throughput import ThroughputResult
+    from blendrag.bench.throughput_results import ThroughputResult
 
 
 @spread
