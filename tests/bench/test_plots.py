@@ -13,8 +13,9 @@ from matplotlib.lines import Line2D
 from bench.lab import SMALL, measured
 from blendrag.bench.load import LoadResult, RateRow, WayResult
 from blendrag.bench.load_plot import by_rate
-from blendrag.bench.sweep import SweepRow
-from blendrag.bench.sweep_plot import by_value, write_plot
+from blendrag.bench.pictures import write_picture
+from blendrag.bench.sweep import SweepResult, SweepRow
+from blendrag.bench.sweep_plot import by_value
 from cli.lab import invoke, said
 
 LOADED = (
@@ -36,8 +37,9 @@ def row(factor: str, value: str, number: int) -> SweepRow:
     )  # fmt: skip
 
 
-def rows_of(factor: str, values: Sequence[str]) -> list[SweepRow]:
-    return [row(factor, value, number) for number, value in enumerate(values)]
+def swept(factor: str, values: Sequence[str]) -> SweepResult:
+    rows = tuple(row(factor, value, number) for number, value in enumerate(values))
+    return SweepResult(factor, ("about", "it"), 3, rows)
 
 
 def line(axes: Axes, label: str) -> Line2D:
@@ -67,8 +69,9 @@ def loaded() -> LoadResult:
 def test_factors_that_are_numbers_are_drawn_at_their_values(
     factor: str, values: tuple[str, ...]
 ) -> None:
-    rows = rows_of(factor, values)
-    (axes,) = by_value(rows, "about").axes
+    result = swept(factor, values)
+    rows = result.rows
+    (axes,) = by_value(result).axes
     expected = {
         "full prefill": [r.full_ms for r in rows],
         "reuse": [r.reuse_ms for r in rows],
@@ -80,13 +83,12 @@ def test_factors_that_are_numbers_are_drawn_at_their_values(
         assert list(drawn.get_xdata()) == [float(value) for value in values]
         assert list(drawn.get_ydata()) == times
         assert drawn.get_linestyle() != "None"
-    assert axes.get_title() == "about"
+    assert axes.get_title() == "about\nit"
     assert axes.get_xlabel() == factor
 
 
 def test_factors_that_are_names_stand_side_by_side_and_are_not_joined() -> None:
-    rows = rows_of("tier", ("memory", "disk", "1GB/s"))
-    (axes,) = by_value(rows, "").axes
+    (axes,) = by_value(swept("tier", ("memory", "disk", "1GB/s"))).axes
     assert [text.get_text() for text in axes.get_xticklabels()] == ["memory", "disk", "1GB/s"]
     for label in WAYS:
         assert list(line(axes, label).get_xdata()) == [0, 1, 2]
@@ -94,14 +96,14 @@ def test_factors_that_are_names_stand_side_by_side_and_are_not_joined() -> None:
 
 
 def test_the_spread_of_every_way_is_drawn_from_the_lowest_to_the_highest() -> None:
-    rows = rows_of("tier", ("memory", "disk"))
-    (axes,) = by_value(rows, "").axes
+    result = swept("tier", ("memory", "disk"))
+    (axes,) = by_value(result).axes
     drawn = {
         (path.vertices[0][1], path.vertices[1][1])
         for collection in axes.collections
         for path in collection.get_paths()
     }
-    for each in rows:
+    for each in result.rows:
         assert {each.spread_ms, each.full_spread_ms, each.reuse_spread_ms} <= drawn
 
 
@@ -118,10 +120,10 @@ def test_load_is_drawn_by_rate_with_the_ttft_that_ways_are_compared_at() -> None
 
 
 def test_equal_rows_give_equal_files(tmp_path: Path) -> None:
-    rows = rows_of("chunks", ("2", "4", "8"))
+    result = swept("chunks", ("2", "4", "8"))
     once, twice = tmp_path / "once.png", tmp_path / "twice.png"
-    write_plot(once, rows, "about")
-    write_plot(twice, rows, "about")
+    write_picture(once, result)
+    write_picture(twice, result)
     assert once.read_bytes() == twice.read_bytes()
     assert len(once.read_bytes()) > 5000
 

@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from matplotlib.figure import Figure
 
+from blendrag import figures
 from blendrag.bench.load import LoadResult
-from blendrag.figures import (
-    BASELINES,
-    GREY,
-    Line,
-    draw,
-    legend,
-    log_scale,
-    looks,
-    panels,
-    title,
-    write_png,
-)
+from blendrag.figures import Line, log_scale
 
-LOOKS = {**BASELINES, **looks(["blend"])}
+LOOKS = {**figures.BASELINES, **figures.looks(["blend"])}
 
 
 def by_rate(result: LoadResult) -> Figure:
     """Mean TTFT, with the 95th percentile above it; and the TTFT at which the ways are compared."""
-    figure, (axes,) = panels(1)
-    draw(axes, [_line(result, way.way) for way in result.ways])
+    figure, (axes,) = figures.panels(1)
+    figures.draw(axes, [_line(result, way.way) for way in result.ways])
     axes.axhline(
-        result.doubled_ttft_ms, color=GREY, linestyle=":", label="twice full's\nwithout load"
+        result.doubled_ttft_ms,
+        color=figures.GREY,
+        linestyle=":",
+        label="twice full's\nwithout load",
     )
     axes.set(xlabel="requests per second", ylabel="mean milliseconds to the first token")
     log_scale(axes, "x")
     log_scale(axes)
-    title(
+    figures.title(
         axes,
         f"{result.model}, {result.requests} requests\n{result.policy} at r = {result.ratio:g}, "
         f"{result.encoding} KV from {result.tier}",
     )
-    legend(figure, [axes])
+    figures.legend(figure, [axes])
     return figure
 
 
@@ -47,8 +38,3 @@ def _line(result: LoadResult, way: str) -> Line:
     mean = [row.mean_ttft_ms for row in rows]
     p95 = [row.p95_ttft_ms for row in rows]
     return Line(way, LOOKS[way], [row.requests_per_s for row in rows], mean, mean, p95)
-
-
-def write_plot(path: Path, result: LoadResult) -> None:
-    """Draw into ``path``, a PNG."""
-    write_png(by_rate(result), path)

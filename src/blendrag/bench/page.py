@@ -11,22 +11,25 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from blendrag.bench.page_tables import TEXTS
+from blendrag.bench.pictures import figure_of
 from blendrag.bench.results import RESULTS, Measured, read_result
 from blendrag.bench.sweep import FACTORS, SweepResult
 from blendrag.errors import BlendragError, InvalidInputError
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 PAGE = "performance.md"
 #: Folder beside the page for its pictures.
 FOLDER = "performance"
+#: Benches whose results are drawn → what stands under the picture.
+CAPTIONS = {
+    "sweep": "Time to first token by the factor's value",
+    "load": "Time to first token by request rate",
+    "trace": "The request's timeline",
+}
 
 _OPENING = re.compile(r"^<!-- bench:(\S+) -->$", re.MULTILINE)
 _REGION = re.compile(
@@ -123,19 +126,19 @@ def _written(region: Region, folder: Path) -> str:
     measured = region.measured
     try:
         text = TEXTS[region.bench](measured.result)
-        drawn = region.bench in PICTURES and PICTURES[region.bench][1](measured.result)
+        drawn = figure_of(measured.result)
     except (LookupError, ArithmeticError, ValueError) as exc:
         raise InvalidInputError(
             f"{region.path} is not whole ({exc!r}), expected all that blendrag bench {region.bench} --json "
             "prints; measure again"
         ) from exc
     parts = [f"```console\n$ {measured.command}\n```", text, _made_on(measured)]
-    if drawn:
+    if drawn is not None:
         from blendrag.figures import write_png
 
         folder.mkdir(parents=True, exist_ok=True)
         write_png(drawn, folder / f"{region.name}.png")
-        parts.append(f"![{PICTURES[region.bench][0]}]({FOLDER}/{region.name}.png)")
+        parts.append(f"![{CAPTIONS[region.bench]}]({FOLDER}/{region.name}.png)")
     return "\n" + "\n\n".join(parts) + "\n\n"
 
 
@@ -147,33 +150,7 @@ def _made_on(measured: Measured) -> str:
     )
 
 
-# -- pictures ---------------------------------------------------------------------------------------
-
-
-def _sweep(result: SweepResult) -> Figure:
-    from blendrag.bench.sweep_plot import by_value
-
-    return by_value(result.rows, "\n".join(result.about))
-
-
-def _load(result: Any) -> Figure:
-    from blendrag.bench.load_plot import by_rate
-
-    return by_rate(result)
-
-
-def _trace(result: Any) -> Figure:
-    from blendrag.bench.trace_plot import timeline
-
-    return timeline(result)
-
-
-#: Benches whose results are drawn → caption, and how.
-PICTURES: dict[str, tuple[str, Callable[[Any], Figure]]] = {
-    "sweep": ("Time to first token by the factor's value", _sweep),
-    "load": ("Time to first token by request rate", _load),
-    "trace": ("The request's timeline", _trace),
-}
+# -- the command ------------------------------------------------------------------------------------
 
 
 def _require_matplotlib() -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from blendrag.bench.sweep import SweepRow
+from blendrag.bench.sweep import SweepResult, SweepRow
 from blendrag.figures import (
     BASELINES,
     Line,
@@ -18,7 +17,6 @@ from blendrag.figures import (
     looks,
     panels,
     title,
-    write_png,
 )
 
 #: Factors whose values are numbers; the values of others stand side by side.
@@ -27,10 +25,10 @@ NUMBERS = ("ratio", "chunks", "chunk-tokens", "context")
 DOUBLING = ("chunk-tokens", "context")
 
 
-def by_value(rows: Sequence[SweepRow], about: str) -> Figure:
-    """Medians with the lowest and highest time; ``about`` says what else was as it was."""
+def by_value(result: SweepResult) -> Figure:
+    """Medians with the lowest and highest time; the title says what else was as it was."""
     figure, (axes,) = panels(1)
-    factor = rows[0].factor
+    factor, rows = result.factor, result.rows
     x = [float(row.value) if factor in NUMBERS else i for i, row in enumerate(rows)]
     draw(axes, _lines(rows, x, joined=factor in NUMBERS))
     if factor in DOUBLING:
@@ -40,7 +38,7 @@ def by_value(rows: Sequence[SweepRow], about: str) -> Figure:
         axes.set_xticks([], minor=True)
     axes.set(xlabel=factor, ylabel="milliseconds to the first token")
     log_scale(axes)
-    title(axes, about)
+    title(axes, "\n".join(result.about))
     legend(figure, [axes])
     return figure
 
@@ -62,8 +60,3 @@ def _lines(rows: Sequence[SweepRow], x: Sequence[float], joined: bool) -> list[L
         )
         for label, look, times in found
     ]
-
-
-def write_plot(path: Path, rows: Sequence[SweepRow], about: str) -> None:
-    """Draw into ``path``, a PNG."""
-    write_png(by_value(rows, about), path)

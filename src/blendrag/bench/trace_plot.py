@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from matplotlib.figure import Figure
 
 from blendrag.bench.trace import TraceResult
-from blendrag.figures import COLOURS, PANEL_HEIGHT, panels, title, write_png
+from blendrag.figures import COLOURS, PANEL_HEIGHT, panels, title
 from blendrag.timeline import COMPUTE, LOAD, REPOSITION, SELECT, WAIT
 
 #: Of the picture, in inches.
@@ -49,8 +47,3 @@ def timeline(result: TraceResult) -> Figure:
         f"{result.tier}: overlap {result.overlap:.2f}",
     )
     return figure
-
-
-def write_plot(path: Path, result: TraceResult) -> None:
-    """Draw into ``path``, a PNG."""
-    write_png(timeline(result), path)

@@ -54,9 +54,9 @@ def load(
     else:
         _print(result)
     if plot is not None:
-        from blendrag.bench.load_plot import write_plot
+        from blendrag.bench.pictures import write_picture
 
-        write_plot(plot, result)
+        write_picture(plot, result)
 
 
 def _print(result: LoadResult) -> None:

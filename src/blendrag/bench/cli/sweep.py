@@ -72,9 +72,9 @@ def sweep(
     else:
         _print(rows, ", ".join(result.about))
     if plot is not None:
-        from blendrag.bench.sweep_plot import write_plot
+        from blendrag.bench.pictures import write_picture
 
-        write_plot(plot, rows, "\n".join(result.about))
+        write_picture(plot, result)
 
 
 def _check(timed: options.Timed, factor: str, values: str | None, ratios: str | None) -> None:

@@ -60,9 +60,9 @@ def trace(
     if out is not None:
         write_trace(out, result)
     if plot is not None:
-        from blendrag.bench.trace_plot import write_plot
+        from blendrag.bench.pictures import write_picture
 
-        write_plot(plot, result)
+        write_picture(plot, result)
     if as_json:
         output.print_json(asdict(result), context, adapter)
     else:
