@@ -308,7 +308,7 @@ def test_a_chunk_whose_kv_is_not_finite_is_rejected_with_its_source_named(tmp_pa
 
 
 def _gate_ids(engine: BlendEngine) -> torch.Tensor:
-    from blendrag import verify as gate
+    from blendrag.verify import gate
 
     return gate._gate_prompt(engine.adapter)
 

@@ -8,19 +8,15 @@ b. the same with the loaded values disturbed must differ, or the test sees nothi
 c. both on a prompt at least twice the smallest sliding window;
 d. r = 1.0 through the scatter and explicit-mask path, and greedy decoding over it, equal stock.
 
-The result is remembered per namespace (:func:`remembered`, :func:`remember`).
+Owns what is run and what is refused by it. Does not know that verdicts are kept
+(:mod:`blendrag.verify.record`).
 """
 
 from __future__ import annotations
 
-import json
-import os
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
-import transformers
 
 from blendrag.errors import CorruptKVError, UnsupportedModelError
 from blendrag.fusor import BlendRequest, Fusor
@@ -28,8 +24,7 @@ from blendrag.kv import ChunkKV
 from blendrag.loader import LoadedSpan
 from blendrag.model.adapter import ModelAdapter
 from blendrag.selection import LayerView, Schedule, SelectionPolicy, make_policy
-
-Verdict = Literal["blendable", "refused"]
+from blendrag.verify.record import Verification
 
 #: Largest difference of logits, relative to the largest logit, that counts as equal.
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2}
@@ -43,31 +38,6 @@ COMPARED_ROWS = 256
 CONSTANT = Schedule("constant")
 #: Longest prompt the gate will build for (c); windows beyond are checked as far as this goes.
 MAX_PROMPT_TOKENS = 16384
-
-
-@dataclass(frozen=True)
-class Verification:
-    """What the gate measured; differences are absolute, of logits.
-
-    ``greedy_equal``: the first :data:`GREEDY_TOKENS` greedy tokens over the blended cache equal stock.
-    """
-
-    verdict: Verdict
-    reason: str
-    layers: tuple[str, ...]
-    max_logit_diff: float | None = None
-    subset_logit_diff: float | None = None
-    perturbed_logit_diff: float | None = None
-    greedy_equal: bool | None = None
-    prompt_tokens: int = 0
-    fast_attention: bool = False
-
-    @property
-    def blendable(self) -> bool:
-        return self.verdict == "blendable"
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class FixedRows(SelectionPolicy):
@@ -267,36 +237,3 @@ def _disturbed(layer: torch.Tensor, size: float, generator: torch.Generator) -> 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.float() - b.float()).abs().max())
-
-
-# -- memory of past runs ------------------------------------------------------------------------
-
-
-def environment(device: torch.device) -> str:
-    """What a verdict holds for beside the model: another library or device is another verdict."""
-    return f"torch {torch.__version__}, transformers {transformers.__version__}, {device.type}"
-
-
-def remembered(root: Path, namespace: str, device: torch.device) -> Verification | None:
-    """The verification of ``namespace`` kept in the store at ``root`` for this environment."""
-    try:
-        fields = json.loads(_file(root, namespace).read_text(encoding="utf-8"))
-        if fields.pop("environment") != environment(device):
-            return None
-        return Verification(**{**fields, "layers": tuple(fields["layers"])})
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None
-
-
-def remember(root: Path, namespace: str, device: torch.device, result: Verification) -> None:
-    """Keep ``result``; written beside and renamed, so that it is whole or absent."""
-    target = _file(root, namespace)
-    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    temporary = target.with_suffix(f".{os.getpid()}.tmp")
-    fields = {**result.as_dict(), "environment": environment(device)}
-    temporary.write_text(json.dumps(fields), encoding="utf-8")
-    temporary.replace(target)
-
-
-def _file(root: Path, namespace: str) -> Path:
-    return Path(root) / "verified" / f"{namespace}.json"
