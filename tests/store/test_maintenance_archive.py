@@ -144,6 +144,33 @@ def test_a_damaged_payload_is_left_out_and_the_archive_is_whole(
     assert right(lab, target) == [0, 2, 3]
 
 
+def test_an_archive_is_whole_although_reads_are_cut_short(lab, filled, archive, monkeypatch):
+    short, whole = os.pread, archive.read_bytes()
+    monkeypatch.setattr(os, "pread", lambda fd, size, offset: short(fd, min(size, 100), offset))
+    maintenance.export(filled, archive)
+    assert archive.read_bytes() == whole
+
+
+def test_a_header_that_fails_when_it_is_copied_is_a_damaged_payload_and_no_fault_of_the_archive(
+    lab, filled, tmp_path, monkeypatch
+):
+    real, failing = os.pread, payload(lab, filled, 1)
+    seen = []
+
+    def pread(fd, size, offset):
+        if os.readlink(f"/proc/self/fd/{fd}") == str(failing):
+            seen.append(offset)
+            if seen.count(0) == 3:  # after its length, and all of it
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, size, offset)
+
+    monkeypatch.setattr(os, "pread", pread)
+    report = maintenance.export(filled, tmp_path / "kv.tar")
+    assert report.payloads == 3
+    (fault,) = report.left_out
+    assert "cannot be read (Input/output error)" in fault
+
+
 @pytest.mark.parametrize("content", [b"", b"a letter", bytes(2048)])
 def test_a_file_that_is_no_earlier_export_is_not_replaced(filled, tmp_path, content):
     letter = tmp_path / "letter"

@@ -70,6 +70,17 @@ def described(fd: int, name: Name) -> Description | None:
     return found if fits(found, name.namespace, name.key, os.fstat(fd).st_size) else None
 
 
+def header_of(fd: int, found: Description) -> bytes:
+    """The bytes before the first layer, read again. Raises :class:`CorruptKVError`."""
+    try:
+        header = read_at(fd, found.frame.header_bytes)
+    except OSError as exc:
+        raise _unreadable(exc) from exc
+    if describe(header) != found:
+        raise CorruptKVError("its header is not what it was a moment ago")
+    return header
+
+
 def fits(found: Description | None, namespace: str, key: str, size_bytes: int) -> bool:
     """Whether a header is that of this entry and of a file of this size."""
     return found is not None and (found.namespace, found.key, found.file_bytes) == (

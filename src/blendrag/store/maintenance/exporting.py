@@ -28,7 +28,7 @@ from blendrag.store.maintenance.archive import (
     open_archive,
 )
 from blendrag.store.maintenance.opening import looking, require_namespace
-from blendrag.store.payload import opened, reader, verified_pieces
+from blendrag.store.payload import header_of, opened, reader, verified_pieces
 
 #: Told how many bytes are written, and of how many.
 Watch = Callable[[int, int], None]
@@ -116,7 +116,7 @@ def _copy(
 def _add(writer: ArchiveWriter, files: PayloadFiles, name: Name, pinned: bool) -> int:
     """Append one payload; its bytes. Raises :class:`CorruptKVError`, and then nothing is appended."""
     with opened(files, name) as (fd, found):
-        header = os.pread(fd, found.frame.header_bytes, 0)
+        header = header_of(fd, found)
         pieces = verified_pieces(found, reader(fd, found.frame.header_bytes))
         entry = Entry(name.namespace, name.key, pinned, found.file_bytes)
         writer.add(entry, chain([header], pieces))
