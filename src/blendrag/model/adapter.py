@@ -18,9 +18,10 @@ from transformers import DynamicCache
 
 from blendrag.errors import InvalidInputError, UnsupportedModelError
 from blendrag.identity import ModelIdentity
-from blendrag.kv import DTYPES, ChunkKV, KVLayout, LayerShape, dtype_name
+from blendrag.kv import ChunkKV, KVLayout, dtype_name
 from blendrag.model import fingerprint
 from blendrag.model.layers import DecoderStack, find_stack
+from blendrag.model.layout import layout_of
 from blendrag.model.tokens import Tokens
 from blendrag.positions import PROBE_OFFSETS, Repositioner, classify
 
@@ -203,7 +204,7 @@ class ModelAdapter:
                 f"{type(self.model).__name__} takes no position_ids, so its KV cannot be placed; "
                 "use mode full"
             ) from exc
-        self._layout = _layout_of(first, len(stack.layers), PROBE_TOKENS, type(self.model).__name__)
+        self._layout = layout_of(first, len(stack.layers), PROBE_TOKENS, type(self.model).__name__)
 
         def keys_at(offset: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
             cache = self.prefill_at(ids, offset)
@@ -232,29 +233,3 @@ def _learns_prompt(model: Any) -> bool:
     """Whether ``model`` is wrapped in a PEFT adapter of learned prompt tokens."""
     config = getattr(model, "active_peft_config", None) if hasattr(model, "peft_type") else None
     return bool(getattr(config, "is_prompt_learning", False))
-
-
-def _layout_of(cache: DynamicCache, layers: int, tokens: int, name: str) -> KVLayout:
-    """Layout read off a real prefill; refuses shared, missing and unequal K/V."""
-    if len(cache.layers) != layers:
-        raise UnsupportedModelError(
-            f"{name} keeps KV for {len(cache.layers)} of {layers} layers (shared or recurrent layers), "
-            "which cannot be blended; use mode full"
-        )
-    shapes = []
-    for i, layer in enumerate(cache.layers):
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if not isinstance(keys, torch.Tensor) or not isinstance(values, torch.Tensor):
-            raise UnsupportedModelError(f"layer {i} of {name} keeps no KV; use mode full")
-        if keys.shape != values.shape or keys.ndim != 4 or keys.shape[-2] != tokens:
-            raise UnsupportedModelError(
-                f"layer {i} of {name} keeps keys {tuple(keys.shape)} and values "
-                f"{tuple(values.shape)}; blending needs the same shape for both; use mode full"
-            )
-        shapes.append(LayerShape(int(keys.shape[1]), int(keys.shape[3])))
-    dtype = dtype_name(cache.layers[0].keys.dtype)
-    if dtype not in DTYPES:
-        raise UnsupportedModelError(
-            f"KV of dtype {dtype} is not one of {sorted(DTYPES)}; use mode full"
-        )
-    return KVLayout(tuple(shapes), dtype)
