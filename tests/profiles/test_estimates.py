@@ -53,6 +53,26 @@ def test_a_flat_beginning_is_kept_flat() -> None:
     assert curve(600, 1) == pytest.approx(6e-3, rel=0.02)
 
 
+def test_times_of_one_length_alone_are_taken_for_proportional_to_it() -> None:
+    curve = fit([Point(128, 64, 0, 1.0), Point(128, 64, 0, 1.2)])
+    assert curve(128, 64) == pytest.approx(1.1)
+    assert curve(1280, 640) == pytest.approx(11.0)
+
+
+def test_two_lengths_and_what_attention_costs_say_what_a_long_prefill_takes() -> None:
+    def seconds(n: int) -> float:
+        return 0.1 + 7e-3 * n + 2e-6 * n * n / 2
+
+    points = [Point(n, n / 2, 0, seconds(n)) for n in (128, 256)]
+    curve = fit(points, 2e-6)
+    assert curve.pair_s == 2e-6
+    assert curve(4096, 2048) == pytest.approx(seconds(4096), rel=0.02)
+    assert fit(points)(4096, 2048) > 2 * seconds(4096)  # two lengths alone do not say it
+    slow = fit(points, 1.0)  # attention that would take longer than all there is
+    assert slow.row_s > 0
+    assert slow(128, 64) == pytest.approx(points[0].seconds, rel=0.1)
+
+
 def test_a_curve_without_points_falling_or_endless_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="no time was measured"):
         fit([Point(10, 10, 0, 0.0)])

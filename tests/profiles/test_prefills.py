@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from blendrag.estimates import Curve
+from blendrag.profile.measure import Measure
 from blendrag.profile.model_times import Shape, Timed, usual
 from blendrag.profile.prefills import FAR_TOKENS, FRESH, RATIOS, Prefills
 
@@ -51,3 +53,31 @@ def test_no_prompt_passes_the_context_or_what_was_set(bearable: int, context: in
 def test_what_was_timed_often_counts_by_its_medians() -> None:
     runs = [Timed((1.0, 5.0), 0.1), Timed((9.0, 4.0), 0.9), Timed((2.0, 6.0), 0.2)]
     assert usual(runs) == Timed((2.0, 5.0), 0.2)
+
+
+@pytest.mark.parametrize(
+    ("times_s", "bearable"),
+    [
+        ((9.0, 3.0, 7.0), [128, 256]),  # the first is slow even warm: two lengths all the same
+        ((9.0, 0.4, 0.9, 2.0), [128, 256, 512]),  # that it was slow cold says nothing
+        ((9.0, 0.1, 0.2, 0.3, 0.6, 0.9), [128, 256, 512, 1024, 2048]),
+    ],
+)
+def test_lengths_end_where_they_take_too_long_and_there_are_two_at_least(
+    times_s: tuple[float, ...], bearable: list[int]
+) -> None:
+    left = list(times_s)
+    measuring: Any = SimpleNamespace(
+        _stock_s=lambda tokens: left.pop(0) if left else 99.0, _step=lambda what: None
+    )
+    assert (
+        Measure._bearable(measuring, [128, 256, 512, 1024, 2048][: len(bearable) + 1]) == bearable
+    )
+
+
+def test_the_curve_of_a_prefill_timed_at_two_lengths_takes_attention_from_the_layers() -> None:
+    layer = Curve((1.0,), (1e-3,), 1e-4, pair_s=5e-7)
+    for lengths, expected in ((2, LAYERS * 5e-7), (6, 0.0)):
+        made = prefills(64 * 2 ** (lengths - 1))
+        found: Any = {("prefill", n): Timed((1e-2 * n,), 0.1) for n in made.lengths}
+        assert made.prefill_curve(found, layer).pair_s == pytest.approx(expected, abs=1e-9)

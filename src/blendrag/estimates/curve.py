@@ -15,6 +15,9 @@ from typing import NamedTuple
 
 from blendrag.errors import InvalidInputError
 
+#: The column of rows times context among a fit's terms.
+PAIRS = 2
+
 
 class Point(NamedTuple):
     """One measurement: ``rows`` that see ``context`` keys on average, ``placed`` loaded tokens moved."""
@@ -63,11 +66,12 @@ class Curve:
         return moved + (self.base(rows) + self.pair_s * rows * context if rows > 0 else 0.0)
 
 
-def fit(points: Iterable[Point]) -> Curve:
+def fit(points: Iterable[Point], pair_s: float | None = None) -> Curve:
     """The curve through ``points``: none of its terms negative, errors weighed relative to the time.
 
-    Least squares give the linear terms; what they leave is made monotone over the rows (isotonic
-    regression) and kept as the broken line. Raises :class:`InvalidInputError` without points.
+    Least squares give the linear terms, ``pair_s`` too unless it is known; what they leave is made monotone
+    over the rows (isotonic regression) and kept as the broken line. Points of one row count alone are taken
+    for proportional to it. Raises :class:`InvalidInputError` without points.
     """
     import numpy as np
     from scipy.optimize import isotonic_regression, nnls
@@ -78,11 +82,19 @@ def fit(points: Iterable[Point]) -> Curve:
     terms = np.array([[1.0, p.rows, p.rows * p.context, p.placed] for p in known])
     seconds = np.array([p.seconds for p in known])
     scale = np.maximum(terms.max(axis=0), 1e-12)
-    found, _ = nnls(terms / scale / seconds[:, None], np.ones(len(known)))
-    _, row_s, pair_s, placed_s = (float(x) for x in found / scale)
+    target = np.ones(len(known))
+    if pair_s is not None:  # no more of it than leaves half of every time to the rows
+        pair_s = min(pair_s, float((seconds / 2 / np.maximum(terms[:, PAIRS], 1e-12)).min()))
+        target -= pair_s * terms[:, PAIRS] / seconds
+        terms[:, PAIRS] = 0.0
+    found, _ = nnls(terms / scale / seconds[:, None], target)
+    _, row_s, own_pair_s, placed_s = (float(x) for x in found / scale)
+    pair_s = own_pair_s if pair_s is None else pair_s
     rows = sorted({p.rows for p in known})
     left = [_mean_left([p for p in known if p.rows == r], pair_s, placed_s) for r in rows]
     smooth = np.maximum(isotonic_regression(left).x, 1e-9)
+    if len(rows) == 1:
+        row_s = float(smooth[0]) / rows[0]
     return Curve(tuple(rows), tuple(float(x) for x in smooth), row_s, pair_s, placed_s)
 
 

@@ -31,7 +31,7 @@ Watch = Callable[[str, int, int], None]
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 #: No longer prefill is timed than the first that takes as long as this.
-LONG_S = 2.0
+LONG_S, LEAST_LENGTHS = 2.0, 2
 #: Every prefill is timed so often, the first time to warm up; less often, but no less than at least, where
 #: that takes longer than the seconds.
 ROUNDS, LEAST_ROUNDS = 6, 4
@@ -83,7 +83,7 @@ class Measure:
         peek_s, shift_s = prefills.extras(found, layer)
         return Profile(
             conditions=conditions,
-            prefill=fit(prefills.prefill_points(found)),
+            prefill=prefills.prefill_curve(found, layer),
             layer=layer,
             scout=fit(scouts),
             peek_s=peek_s,
@@ -149,15 +149,23 @@ class Measure:
         return self._adapter.device.type == "cuda"
 
     def _bearable(self, lengths: Sequence[int]) -> list[int]:
-        """Lengths whose prefill does not take too long, the shortest at any rate."""
-        bearable, took_s = [], 0.0
+        """Lengths whose prefill does not take too long, and the two shortest at any rate: of one alone
+        nothing could be said of longer ones."""
+        bearable: list[int] = []
+        took_s = 0.0
         for tokens in lengths:
             self._step(f"prefill of {tokens} tokens")
-            if took_s > LONG_S / 2:  # the next is twice as long, and takes more than twice the time
+            # the next is twice as long, and takes more than twice the time
+            if len(bearable) >= LEAST_LENGTHS and took_s > LONG_S / 2:
                 continue
-            took_s = self._model(partial(self._times.stock, tokens)).total_s
+            if not bearable:
+                self._stock_s(tokens)  # warms up
+            took_s = self._stock_s(tokens)
             bearable.append(tokens)
         return bearable
+
+    def _stock_s(self, tokens: int) -> float:
+        return self._model(partial(self._times.stock, tokens)).total_s
 
     def _prefills(self, lengths: Sequence[int]) -> Prefills:
         return Prefills(self._times, self._layers, self._chunk_tokens, lengths)

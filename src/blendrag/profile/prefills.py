@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from blendrag.estimates import Curve
-from blendrag.estimates.curve import Point
+from blendrag.estimates.curve import Point, fit
 from blendrag.profile.model_times import ModelTimes, Shape, Timed
 
 RATIOS = (0.0, 0.05, 0.15, 0.3, 0.6, 1.0)
@@ -26,6 +26,9 @@ EXTRAS = (LOOKS, SHIFTS)
 #: The longest prompt is so many times as long as the longest stock prefill, and of no more tokens than these:
 #: what is loaded of it costs little, and questions are asked over such prompts, not over short ones.
 FAR, FAR_TOKENS = 6, 8192
+
+#: Lengths of stock prefills that are too few for a fit of their own.
+FEW = 3
 
 Key = tuple[str, float, Shape] | tuple[str, int]
 """A blended prefill's policy, ratio and prompt; or ``"prefill"`` and a length."""
@@ -87,6 +90,12 @@ class Prefills:
 
     def prefill_points(self, found: Found) -> list[Point]:
         return [Point(n, n / 2, 0, found["prefill", n].total_s) for n in self.lengths]
+
+    def prefill_curve(self, found: Found, layer: Curve) -> Curve:
+        """Of a stock prefill. Few lengths do not tell what grows with the length from what grows with its
+        square: there the latter is as measured of the layers, whose contexts differ more."""
+        points = self.prefill_points(found)
+        return fit(points, self._layers * layer.pair_s if len(points) <= FEW else None)
 
     def layer_points(self, found: Found) -> list[Point]:
         return [
