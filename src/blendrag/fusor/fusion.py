@@ -1,8 +1,9 @@
 """One fusion: selective recompute of a prompt over loaded chunk KV, layer by layer (CacheBlend §4).
 
-Holds the state of a single blended forward. The hooks (:mod:`blendrag.fusor.fusor`) ask it, before
-each layer, which rows to run (:meth:`Fusion.enter_layer`); the cache hands it each layer's new K/V
-(:meth:`Fusion.merge`). Per layer:
+Holds the state of a single blended forward, but for what its policy chooses by
+(:mod:`blendrag.fusor.choice`). The hooks (:mod:`blendrag.fusor.fusor`) ask it, before each layer, which
+rows to run (:meth:`Fusion.enter_layer`); the cache hands it each layer's new K/V (:meth:`Fusion.merge`).
+Per layer:
 
 1. wait until the layer's stored KV is in place, rotate its keys to their prompt positions,
 2. let the policy choose the next layer's tokens from fresh against loaded KV,
@@ -23,18 +24,18 @@ from contextlib import contextmanager, suppress
 import torch
 
 from blendrag.fusor.cache import BlendCache
+from blendrag.fusor.choice import Choice
 from blendrag.fusor.packed_rows import AnyRows
 from blendrag.fusor.placing import Placing
-from blendrag.fusor.request import BlendRequest, FusionCounts, Tally, query_span, split_tokens
+from blendrag.fusor.request import BlendRequest, FusionCounts, Tally
 from blendrag.fusor.rows import Rows
 from blendrag.fusor.scout import Scout
 from blendrag.fusor.shift import ChunkShift
 from blendrag.loader import LayerLoader
 from blendrag.positions import Repositioner
-from blendrag.selection import LayerView, PromptGeometry, make_policy
+from blendrag.selection import SelectionPolicy
 from blendrag.timeline import SELECT, Timeline, noted
 
-Fetch = Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
 Peek = Callable[[AnyRows, torch.Tensor | None], None]
 """Runs a layer on the rows, at these indices among those that arrive (``None``: all), until its K/V exist."""
 
@@ -57,38 +58,34 @@ class Fusion:
         """``timeline`` is told what is done when."""
         self._force_masks = force_masks
         self.timeline = timeline
-        n = request.prompt_tokens
         self.request = request
         self._cache = cache
-        self._buffers = cache.buffers(n)
+        self._buffers = cache.buffers(request.prompt_tokens)
         self._layers = len(self._buffers)
         device = self._buffers[0].device
-        self.geometry = PromptGeometry(
-            n, tuple((s.start, s.end) for s in request.blended), query_span(request)
-        )
-        self._always, self._candidates = split_tokens(request, device)
-        candidates = self._candidates
-        self.policy = request.policy
-        self.scouts = self.policy.asks and candidates.numel() > 0
+        self._choice = Choice(request, self._layers, device)
+        self.geometry, self.schedule = self._choice.geometry, self._choice.schedule
+        self.scouts = self._choice.asks
         """Whether a forward within :meth:`scouting` must come before the blended one."""
         self.is_scouting = False
-        self._question: torch.Tensor | None = None
-        self.schedule = self.policy.schedule or request.schedule
-        self._budgets = self.schedule.counts(request.ratio, self._layers, candidates.numel())
-        self._enter(candidates[:0] if self.scouts else self._entry())
-        self._all_enter = self._alive.numel() == candidates.numel()
+        candidates = self._choice.candidates
+        self._enter(candidates[:0] if self.scouts else self._choice.entry())
+        all_enter = self._alive.numel() == candidates.numel()
         self._shift = ChunkShift(self.geometry) if self.policy.shifts else None
-        self._tally = Tally(n, self._layers, device)
+        self._tally = Tally(self.prompt_tokens, self._layers, device)
         self._peeked_kv: tuple[torch.Tensor, torch.Tensor] | None = None
         self._peek_rows: Rows | None = None
         self._peeking = False
-        self._placing = Placing(
-            request.spans, self._buffers, repositioner, self._all_enter, timeline
-        )
+        self._placing = Placing(request.spans, self._buffers, repositioner, all_enter, timeline)
 
     @property
     def prompt_tokens(self) -> int:
         return self.request.prompt_tokens
+
+    @property
+    def policy(self) -> SelectionPolicy:
+        """The request's, or what it left the choice to once a scout pass saw nothing."""
+        return self._choice.policy
 
     @property
     def loader(self) -> LayerLoader:
@@ -106,13 +103,6 @@ class Fusion:
     def close(self) -> None:
         """Stop loading; blocks until the buffers are left alone. Idempotent."""
         self.loader.close()
-
-    def _entry(self) -> torch.Tensor:
-        """Candidates computed in layer 0: all of them where fresh KV is compared with loaded."""
-        if self.policy.looks:
-            return self._candidates
-        budget = self._budgets[0] if self._budgets else self._candidates.numel()
-        return self.policy.select(0, self._view(self._candidates, _nothing_yet), budget)
 
     def _enter(self, chosen: torch.Tensor) -> None:
         self._alive = chosen
@@ -136,21 +126,16 @@ class Fusion:
 
     def begin_scouting(self) -> Scout:
         """What the pass that follows reports to."""
-        n, device = self.request.prompt_tokens, self._candidates.device
-        damped = self._layers if self.policy.damps else 0
         self.is_scouting = True
-        return Scout(n, n - self.geometry.query_span[0], device, damped)
+        return self._choice.new_scout()
 
     def end_scouting(self, scout: Scout) -> None:
         """The pass is over: choose what layer 0 computes by what ``scout`` saw."""
         self.is_scouting = False
         self.scouts, self._tally.scouted_rows = False, self.rows.count
         self._cache.show(0)
-        if scout.layers:
-            self._question = scout.attention
-        else:  # attention of this model's own making: nothing was seen
-            self.policy = make_policy(self.policy.unseen)
-        self._enter(self._entry())
+        self._choice.hear(scout)
+        self._enter(self._choice.entry())
 
     # -- before a layer -----------------------------------------------------------------------
 
@@ -177,11 +162,7 @@ class Fusion:
 
     def peeks_before(self, layer: int) -> bool:
         """Whether K/V of ``layer`` must be seen for all rows that arrive before it is entered."""
-        return layer == 1 and not self.is_scouting and self._peeks
-
-    @property
-    def _peeks(self) -> bool:
-        return self.policy.looks and self._candidates.numel() > 0 and self._layers > 1
+        return layer == 1 and not self.is_scouting and self._choice.peeks
 
     def begin_peek(self) -> Rows:
         """The rows to peek at: the next :meth:`merge` keeps their K/V and raises :class:`Peeked`."""
@@ -210,7 +191,7 @@ class Fusion:
         if self._shift is not None and self._is_stale(layer):
             self._shift.look(self._alive, self.policy.probes)
             self._shift.apply(self._buffers[layer], self.rows, keys[0], values[0])
-        if layer + 1 < self._layers and not (layer == 0 and self._peeks):
+        if layer + 1 < self._layers and not (layer == 0 and self._choice.peeks):
             self._choose(layer + 1, keys[0], values[0], seen=layer)
         return self._scatter(layer, *self._computed(layer, keys[0], values[0]))
 
@@ -248,28 +229,20 @@ class Fusion:
             return keys[:, at], values[:, at], buffer[0][:, alive], buffer[1][:, alive]
 
         with noted(self.timeline, SELECT, seen):
-            chosen = self.policy.select(layer, self._view(alive, fetch), self._budgets[layer - 1])
+            chosen = self._choice.tokens(layer, alive, fetch)
         if chosen.numel() != alive.numel():
             self._alive = chosen
             self._next_rows = self._rows_of(chosen)
 
-    def _view(self, tokens: torch.Tensor, fetch: Fetch) -> LayerView:
-        question = self._question[tokens] if self._question is not None else None
-        return LayerView(self.geometry, tokens, fetch, question)
-
     # -- helpers ------------------------------------------------------------------------------
 
     def _rows_of(self, chosen: torch.Tensor) -> Rows:
-        positions = torch.cat((self._always, chosen)).sort().values
+        positions = torch.cat((self._choice.always, chosen)).sort().values
         return Rows(positions, self.request.prompt_tokens, self._force_masks)
 
     def counts(self) -> FusionCounts:
         """What was computed; call after the forward."""
         return self._tally.counts(self.request)
-
-
-def _nothing_yet() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    raise RuntimeError("nothing is computed before layer 0: there is no deviation to look at")
 
 
 __all__ = ["BlendRequest", "Fusion", "FusionCounts", "Peeked"]
