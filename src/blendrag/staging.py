@@ -95,8 +95,9 @@ class StagingRing(ABC):
         """Wake a thread that waits for a slot."""
         self._closed = True
 
-    def close(self) -> None:  # noqa: B027 - likewise
-        """Leave the targets alone; the filling thread has ended. Idempotent."""
+    def close(self) -> None:
+        """Leave the targets alone and let go of the slots; the filling thread has ended. Idempotent."""
+        self._slots = []
 
 
 class HostRing(StagingRing):
@@ -125,6 +126,10 @@ class HostRing(StagingRing):
     def stop(self) -> None:
         super().stop()
         self._free.release()
+
+    def close(self) -> None:
+        self._sent = [()] * len(self._sent)
+        super().close()
 
 
 class CudaRing(StagingRing):
@@ -171,6 +176,8 @@ class CudaRing(StagingRing):
     def close(self) -> None:
         # The targets' memory may be given to something else: not before the last copy is through.
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        # torch gives pinned memory to nobody else before the copies that were queued from it are through.
+        super().close()
 
 
 def staging_ring(transfers: Sequence[Sequence[Transfer]], device: torch.device) -> StagingRing:

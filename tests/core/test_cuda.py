@@ -51,8 +51,9 @@ def test_layers_arrive_on_the_device_through_two_pinned_slots(here: ModelAdapter
         for span in asked:
             stored = span.reader.kv.layers[layer][:, :, : span.tokens]
             assert torch.equal(buffer[:, :, span.start : span.end].cpu(), stored)
-    loader.close()
     assert [slot.is_pinned() for slot in loader._ring._slots] == [True, True]
+    loader.close()
+    assert loader._ring._slots == []
 
 
 def test_a_slow_copy_is_waited_for_by_the_stream_and_not_by_the_host(here: ModelAdapter) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -75,9 +76,26 @@ def test_two_slots_hold_what_is_staged_of_the_largest_layer(kv: ChunkKV) -> None
     loader = LayerLoader(buffers(), [pair, pair[:1], [], pair])
     loader.start()
     loader.synchronize(3)
-    loader.close()
     one = 2 * 2 * 30 * 8 * 4
     assert [slot.numel() for slot in loader._ring._slots] == [2 * one] * staging.SLOTS
+    loader.close()
+
+
+@pytest.mark.parametrize("seen", [0, 1, 4])
+def test_slots_are_let_go_of_once_loading_is_over_although_the_loader_is_kept(
+    kv: ChunkKV, seen: int
+) -> None:
+    """Of a prompt prefilled with others it is kept until its answer is there."""
+    reader = tiny.Held(kv)
+    loader = LayerLoader(buffers(), [[cut(kv, reader)]] * LAYERS)
+    loader.start()
+    for layer in range(seen):
+        loader.synchronize(layer)
+    assert settles_at(reader, min(LAYERS, 2 + seen))
+    slots = [weakref.ref(slot) for slot in loader._ring._slots]
+    assert len(slots) == staging.SLOTS
+    loader.close()
+    assert [slot() for slot in slots] == [None] * staging.SLOTS
 
 
 def test_layers_without_anything_to_stage_take_no_slot(kv: ChunkKV) -> None:
