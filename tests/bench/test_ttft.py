@@ -20,7 +20,7 @@ CHUNK_TOKENS, PROMPT_TOKENS, LAYERS = 64, 72, 4
 
 @pytest.fixture(scope="module")
 def ttft() -> dict[str, Any]:
-    return measured("ttft", *SMALL)
+    return measured("ttft", *SMALL, "--dtype", "bfloat16")
 
 
 @pytest.fixture
