@@ -21,6 +21,7 @@ from blendrag.store.directories import DIRECTORY, begin_sync, write_all
 from blendrag.store.format import is_name
 from blendrag.store.marks import Marks
 from blendrag.store.shards import NO_DIRECTORY, Shards
+from blendrag.store.writers import stray_temporary
 
 # O_NONBLOCK: opening a FIFO planted under our name must not hang.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -72,6 +73,10 @@ class PayloadFiles:
     def close(self) -> None:
         """Release the directory. Idempotent."""
         self._shards.close()
+
+    def temporary(self) -> Path:
+        """See :func:`stray_temporary`."""
+        return stray_temporary(self._root / "tmp")
 
     def open(self, name: Name) -> int:
         """Descriptor of a payload; ``OSError`` unless it is a regular file."""

@@ -16,6 +16,7 @@ import logging
 import os
 import sqlite3
 from collections.abc import Iterator
+from pathlib import Path
 
 from blendrag.store.directories import OUT_OF_RESOURCES
 from blendrag.store.files import Name, PayloadFiles
@@ -73,12 +74,19 @@ def _in_order(files: PayloadFiles, index: Index) -> Iterator[Name]:
     Sorted by SQLite, on disk where there are many. The index may be changed meanwhile: rows that are
     added or moved to its end are not looked at again.
     """
-    with contextlib.closing(sqlite3.connect("")) as database:
-        database.execute("CREATE TABLE file (written_ns, namespace, key, nonce)")
+    with _scratch(files.temporary()) as database:
+        database.execute(
+            "CREATE TABLE file (written_ns, key, nonce, namespace, "
+            "PRIMARY KEY (written_ns, key, nonce, namespace)) WITHOUT ROWID"
+        )
         unknown = (name for name in files.walk() if not _knows(index, name))
         rows = ((_written_ns(files, name), *name) for name in unknown)
-        database.executemany("INSERT INTO file VALUES (?, ?, ?, ?)", rows)
-        found = database.execute("SELECT * FROM file ORDER BY written_ns, key, nonce")
+        database.executemany(
+            "INSERT INTO file (written_ns, namespace, key, nonce) VALUES (?, ?, ?, ?)", rows
+        )
+        found = database.execute(
+            "SELECT written_ns, namespace, key, nonce FROM file ORDER BY written_ns, key, nonce, namespace"
+        )
         first = next(found, None)
         has_moved = False
         for row in index.oldest() if first is not None else ():
@@ -90,6 +98,24 @@ def _in_order(files: PayloadFiles, index: Index) -> Iterator[Name]:
         while first is not None:
             yield Name(*first[1:])
             first = next(found, None)
+
+
+@contextlib.contextmanager
+def _scratch(path: Path) -> Iterator[sqlite3.Connection]:
+    """A database for as long as the block lasts, at ``path`` once it is too large for memory.
+
+    Not one of SQLite's own: there may be no room for it, nor a directory that can be written, where the
+    system has its temporary files. For the same reason nothing is to be sorted but by an index.
+    """
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
+        try:
+            database.execute("PRAGMA journal_mode = OFF")
+            database.execute("PRAGMA synchronous = OFF")
+            database.execute("BEGIN")  # never ended: nothing is written that fits into memory
+            yield database
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
 
 
 def _written_ns(files: PayloadFiles, name: Name) -> int:
