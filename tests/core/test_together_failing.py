@@ -15,7 +15,7 @@ import torch
 
 import tiny
 from blendrag.controller import Controller, LoadPlan
-from blendrag.engine import Answer, BlendEngine, Options
+from blendrag.engine import Answer, BlendEngine, Options, requests
 from blendrag.errors import InvalidInputError
 from blendrag.fusor import BlendCache, Fusor
 from blendrag.identity import chunk_key
@@ -148,6 +148,33 @@ def test_every_reader_is_closed_whatever_happens(engine: BlendEngine, loads: Loa
     engine.drain()
     assert len(loads.opened) > 10
     assert loads.are_closed()
+
+
+def test_where_not_all_can_be_submitted_those_that_were_are_left_and_nothing_stays_open(
+    engine: BlendEngine, loads: Loads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, answered = engine._worker.submit, []
+    submitted: list[Any] = []
+
+    def failing(call: Any, background: bool = False) -> Any:
+        if len(submitted) == 2:
+            answering.wait(60)  # the first is answered, and all four are prefilled
+            raise KeyboardInterrupt
+        submitted.append(submit(call, background))
+        return submitted[-1]
+
+    answering = threading.Event()
+    hook = engine.adapter.model.lm_head.register_forward_pre_hook(lambda *_: answering.set())
+    monkeypatch.setattr(engine._worker, "submit", failing)
+    monkeypatch.setattr(requests, "log_answer", answered.append)
+    with pytest.raises(KeyboardInterrupt):
+        engine.batch([prompt(engine, i) for i in range(4)], REUSE)
+    hook.remove()
+    monkeypatch.undo()
+    assert len(loads.opened) == 4
+    assert loads.are_closed()
+    assert len(answered) < 2
+    assert engine.generate(prompt(engine, 0), REUSE).text
 
 
 def test_a_prompt_that_is_left_while_it_waits_releases_what_is_there_of_it(

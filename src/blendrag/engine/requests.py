@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import wait
 from contextlib import suppress
 from functools import partial
 
@@ -79,9 +80,21 @@ class Requests:
         tasks = [task for task in made if isinstance(task, Task)]
         batch = Batch([Entry(task, self._stream(task)) for task in tasks])
         places = iter(range(len(tasks)))
-        return [
-            self._submit(batch, next(places)) if isinstance(task, Task) else task for task in made
-        ]
+        started: list[Started | Exception] = []
+        try:
+            for task in made:
+                if isinstance(task, Task):
+                    started.append(self._submit(batch, next(places)))
+                else:
+                    started.append(task)
+        except BaseException:  # closed, or interrupted: nobody will ask for those that began
+            begun = [each for each in started if isinstance(each, Started)]
+            for each in begun:
+                each.stream.cancel()
+            wait([each.future for each in begun])
+            batch.close()
+            raise
+        return started
 
     def prepare(self, prompt: Prompt, options: Options, asked: float | None = None) -> Task:
         """Plan and check; nothing is computed yet."""

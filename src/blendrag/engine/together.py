@@ -92,6 +92,11 @@ class Batch:
         if ahead is not None:
             ahead.close()
 
+    def close(self) -> None:
+        """Let go of whatever no turn took; the worker must be done with it. Idempotent."""
+        for number in list(self._ahead):
+            self.leave(number)
+
 
 @dataclass(frozen=True)
 class PrefillTogether:
