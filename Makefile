@@ -39,7 +39,7 @@ demo: $(READY) ## ingest the demo corpus, ask it questions in three modes, print
 
 # In two processes, but for what says how soon something has to come.
 test: lint ## everything: style, types, layers, tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not alone"
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone"
 	$(BIN)/python -m pytest -m alone
 
 lint: $(READY) ## style, types, layers

@@ -29,6 +29,11 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files marked ``early`` first; all else stays in order."""
+    items.sort(key=lambda item: item.get_closest_marker("early") is None)
+
+
 #: Tests of pickling itself: that a wrapper, or an error, survives being pickled by its user. They load
 #: what they have just written.
 MAY_UNPICKLE = (

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.early
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "BLENDRAG_EMBEDDER": "minilm-offline"}

@@ -24,6 +24,7 @@ from blendrag.evaluation.ways import Way, make_ways
 from blendrag.model.loading import load_adapter
 from evaluation import lab
 
+pytestmark = pytest.mark.early
 WAYS = make_ways(["reuse", "query"], ["constant"], [0.3, 1.0], [True, False])
 
 

@@ -11,6 +11,8 @@ import torch
 from blendrag.errors import CorruptKVError
 from blendrag.store.files import QUARANTINE_FILES, Name
 
+pytestmark = pytest.mark.early
+
 
 def assert_miss_with_quarantine(lab, store, number):
     """Opening misses, or reading raises; either way the file is set aside and put heals."""
