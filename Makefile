@@ -73,6 +73,7 @@ bench-all: bench ## sweeps, trace, throughput, load and auto: tables and plots o
 	$(call measure,trace,trace --geometry $(GEOMETRY) --out build/bench/timeline.json)
 	$(call measure,throughput,throughput --geometry $(GEOMETRY))
 	$(call measure,load,load --geometry $(GEOMETRY))
+	$(call measure,load-smaller-store,load --geometry $(GEOMETRY) --store-chunks 40)
 	$(call measure,auto,auto --geometry $(GEOMETRY))
 	$(page)
 
