@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tiny
-from blendrag.engine import Answer, BlendEngine, Options
+from blendrag.engine import Answer, BlendEngine, Options, packing_rule
 from blendrag.engine.encoding import Background
 from blendrag.errors import RequestCancelled, StoreFullError
 from blendrag.identity import chunk_key
@@ -112,6 +112,24 @@ def test_of_a_batch_too(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) ->
     assert len(encoded) == len(keys)
 
 
+def test_what_is_open_ahead_of_its_turn_is_not_looked_up_again(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    first = Background.encode_first
+
+    def noting(background: Background, missing: Any, check: Any) -> int:
+        asked.append(len(missing))
+        return first(background, missing, check)
+
+    keys = lose(engine)
+    monkeypatch.setattr(Background, "encode_first", noting)
+    monkeypatch.setitem(packing_rule.ROWS, "cpu", 10_000)
+    found = engine.batch([prompt(engine)] * 3, BLEND)
+    assert {answer.metrics.batch_size for answer in found} == {3}
+    assert asked == [len(keys), 0, 0]  # once a prompt
+
+
 def test_a_full_store_costs_no_answer(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     lose(engine)
     encoded = encodings(engine, monkeypatch)
@@ -139,7 +157,7 @@ def test_a_request_that_is_over_encodes_nothing_more(engine: BlendEngine) -> Non
             raise RequestCancelled
 
     with pytest.raises(RequestCancelled):
-        engine._worker.run(lambda: background.first(missing, check))
+        engine._worker.run(lambda: background.encode_first(missing, check))
     store, namespace = engine.resources.store, engine.adapter.identity.namespace
     assert sum(store.contains(namespace, key) for key in keys) == 1
 

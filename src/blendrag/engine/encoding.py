@@ -89,11 +89,12 @@ class Background:
                 self._worker.submit(partial(self._encode, ids, behind), background=True)
 
     @property
-    def is_late(self) -> bool:
-        """Whether requests wait already, so that there may be no time in between them."""
+    def goes_first(self) -> bool:
+        """Whether a request's missing chunks are better encoded before it: others wait behind it already,
+        so that there may be no time in between."""
         return self._worker.is_waited_for and not self._full and self._resources.is_writable
 
-    def first(self, missing: Sequence[Ids], check: Callable[[], None]) -> int:
+    def encode_first(self, missing: Sequence[Ids], check: Callable[[], None]) -> int:
         """Encode chunks that a request is about to miss, on the worker; how many of them are stored now.
 
         ``check`` is called before each, and raises for a request that is over.

@@ -194,7 +194,8 @@ class Requests:
             adapter.require_blendable()
         with adapter.lock:  # one identity from here to the last token
             ahead = batch.take(number, self._stored.together)
-            task, controller = self._stored.resolve(task, stream.check)
+            is_open = ahead is not None and ahead.prepared is not None
+            task, controller = self._stored.resolve(task, None if is_open else stream.check)
             generation = Generation(adapter, lambda: resources.fusor)
             return generation.run(task, controller, stream, self._later, ahead)
 

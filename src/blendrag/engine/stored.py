@@ -46,11 +46,13 @@ class Stored:
         self._settings = settings
         self._background = background
 
-    def resolve(self, task: Task, check: Callable[[], None]) -> tuple[Task, Controller | None]:
+    def resolve(
+        self, task: Task, check: Callable[[], None] | None
+    ) -> tuple[Task, Controller | None]:
         """With schedule, profile and controller where stored KV may be used, else with the reason.
 
         Where requests wait, chunks without KV are encoded before they are needed instead of afterwards;
-        ``check`` raises once this one is over.
+        ``check`` raises once this one is over. ``None``: its KV is open already, and nothing is encoded.
         """
         resources = self._resources
         if not task.plan.chunks or task.mode == "full":
@@ -59,7 +61,9 @@ class Stored:
         if resources.trust.stands(namespace):
             task = self._with_profile(self._with_schedule(task, namespace), namespace)
             controller = self.controller(namespace)
-            return self._with_missing(task, controller, check), controller
+            if check is not None:
+                task = self._with_missing(task, controller, check)
+            return task, controller
         resources.forget_signature()
         return replace(task, notes=(*task.notes, UNTRUSTED), why_computed=UNTRUSTED), None
 
@@ -92,9 +96,9 @@ class Stored:
 
     def _with_missing(self, task: Task, controller: Controller, check: Callable[[], None]) -> Task:
         """With what it misses encoded and stored now, if others wait."""
-        if task.mode == "prefix" or not self._background.is_late:
+        if task.mode == "prefix" or not self._background.goes_first:
             return task
-        encoded = self._background.first(controller.missing(task.plan), check)
+        encoded = self._background.encode_first(controller.missing(task.plan), check)
         if not encoded:
             return task
         return replace(task, notes=(*task.notes, ENCODED_FIRST.format(encoded)))

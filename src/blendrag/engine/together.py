@@ -106,8 +106,7 @@ class PrefillTogether:
     fusor: Fusor
     namespace: str
     resolve: Callable[[Task, Callable[[], None]], tuple[Task, Controller | None]]
-    """With which schedule, and with which controller if stored KV may be used; the second argument
-    raises once the request is over."""
+    """See :meth:`blendrag.engine.stored.Stored.resolve`."""
     rule: PackingRule
 
     def __call__(self, entries: Sequence[Entry], first: int) -> tuple[Mapping[int, Ahead], int]:
