@@ -12,7 +12,7 @@ import torch
 from bench.lab import measured
 from bench.test_ttft import _let_context_matter
 from blendrag.bench.geometry import bench_adapter
-from blendrag.bench.load import LoadWorkload, make_requests
+from blendrag.bench.load import LoadWorkload, make_requests, run_load
 from blendrag.bench.load_servers import BlendServer, FullServer, PrefixServer, Served
 from blendrag.bench.queue import Queue
 from blendrag.bench.tiers import ON_DISK, tier_store
@@ -177,6 +177,14 @@ def test_a_corpus_that_was_ingested_is_reused_from_the_first_request_on(
         blend = BlendServer(adapter, there, PROMPT)
         blend.ingest(segment.stored_ids for segment in plan.chunks)
         assert blend.serve(plan).reused_tokens == 48
+
+
+def test_with_room_for_the_corpus_nothing_of_it_is_missed(adapter: ModelAdapter) -> None:
+    workload = LoadWorkload(PROMPT, 9, 9, 1.0, 4, 0)
+    result = run_load(adapter, workload, ON_DISK)
+    blend = next(way for way in result.ways if way.way == "blend")
+    tokens = PROMPT.chunks * PROMPT.chunk_tokens
+    assert blend.reused == pytest.approx(tokens / (tokens + PROMPT.question_tokens))
 
 
 # -- the command ----------------------------------------------------------------------------------

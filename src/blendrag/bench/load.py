@@ -21,7 +21,7 @@ from blendrag.bench.workload import Workload, check
 from blendrag.errors import InvalidInputError
 from blendrag.model import ModelAdapter
 from blendrag.prompt import PromptPlan, Segment
-from blendrag.store.encodings import stored_chunk_bytes
+from blendrag.store.format import frame
 
 #: Request rates in the table, as shares of what full prefill can answer at most.
 RATES = (0.2, 0.4, 0.6, 0.8, 1.0, 2.0, 3.0, 4.0, 6.0)
@@ -34,7 +34,7 @@ class LoadWorkload:
     prompt: Workload
     corpus_chunks: int = 100
     store_chunks: int = 100
-    """Room in ``prefix``'s cache and in ``blend``'s store, in chunks as the model computes them."""
+    """Room in ``prefix``'s cache and in ``blend``'s store, in files of chunks as the model computes them."""
     skew: float = 1.0
     """The chunk of rank k is asked for in proportion to k to the power of -skew."""
     requests: int = 60
@@ -161,7 +161,7 @@ def run_load(
     adapter.require_blendable()
     requests = make_requests(adapter, workload)
     plans = requests.plans
-    limit = workload.store_chunks * stored_chunk_bytes(adapter.layout, workload.prompt.chunk_tokens)
+    limit = workload.store_chunks * frame(adapter.layout, workload.prompt.chunk_tokens).file_bytes
     with tier_store(tier, limit) as there:
         blend = BlendServer(adapter, there, workload.prompt)
         tick(f"encoding the corpus of {len(requests.corpus)} chunks")
