@@ -88,5 +88,7 @@ class ModelParts(OpenedParts):
         files = model_signature(given) if isinstance(given, str) and not self._lora else ""
         if not files:
             return ""
-        dtype = precision_signature(s.dtype, resolve_device(s.device))
+        dtype = s.dtype
+        if not s.device.startswith("cuda"):  # whether there is one is not asked before it is needed
+            dtype = precision_signature(dtype, resolve_device(s.device))
         return f"{files}|{dtype}|{s.device}|{torch.__version__}|{transformers.__version__}"
