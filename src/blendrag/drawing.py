@@ -30,9 +30,14 @@ def require_plot(path: Path | None) -> None:
     if path is None:
         return
     require_place("--plot", path, ".png")
+    require_matplotlib(f"--plot {path}")
+
+
+def require_matplotlib(what: str) -> None:
+    """Raise :class:`InvalidInputError` where it is not installed; ``what`` needs it."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as exc:
         raise InvalidInputError(
-            f"--plot {path} needs matplotlib, which is not installed; pip install 'blendrag[plots]'"
+            f"{what} needs matplotlib, which is not installed; pip install 'blendrag[plots]'"
         ) from exc

@@ -19,6 +19,7 @@ from blendrag.bench.page_tables import TEXTS
 from blendrag.bench.pictures import figure_of
 from blendrag.bench.results import RESULTS, Measured, read_result
 from blendrag.bench.sweep import FACTORS, SweepResult
+from blendrag.drawing import require_matplotlib
 from blendrag.errors import BlendragError, InvalidInputError
 
 PAGE = "performance.md"
@@ -153,15 +154,6 @@ def _made_on(measured: Measured) -> str:
 # -- the command ------------------------------------------------------------------------------------
 
 
-def _require_matplotlib() -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as exc:
-        raise InvalidInputError(
-            "the page's pictures need matplotlib, which is not installed; pip install 'blendrag[plots]'"
-        ) from exc
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Exit status 2 and one sentence for what does not work."""
     parser = argparse.ArgumentParser(
@@ -178,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("docs"), help="where the page is")
     args = parser.parse_args(arguments)
     try:
-        _require_matplotlib()
+        require_matplotlib("the page")
         names = write_page(args.out, args.source)
     except BlendragError as error:
         sys.stderr.write(f"error: {error}\n")
