@@ -30,7 +30,7 @@ T = TypeVar("T")
 Watch = Callable[[str, int, int], None]
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
-#: No longer prefill is timed than the first that takes as long as this.
+#: No longer prefill is timed than the first that takes as long as this; but so many lengths at least.
 LONG_S, LEAST_LENGTHS = 2.0, 2
 #: Every prefill is timed so often, the first time to warm up; less often, but no less than at least, where
 #: that takes longer than the seconds.
