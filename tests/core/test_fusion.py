@@ -264,7 +264,7 @@ def test_counts_are_the_rows_the_model_really_ran(
 ) -> None:
     spans = exact_spans(adapter, 1.0)
     with mlp_rows(adapter) as seen:
-        _, _, fusion = tiny.fuse(fusor, IDS, spans, policy, 0.2)
+        _, _, fusion = tiny.fuse(fusor, IDS, spans, policy, 0.2, all_rows=True)
     assert [seen[i] for i in range(LAYERS)] == [[rows] for rows in fusion.counts().rows]
 
 

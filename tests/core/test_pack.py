@@ -71,12 +71,12 @@ def prompt(adapter: ModelAdapter, asked: Asked, spans: Sequence[Any] | None = No
 
 
 def assert_as_alone(fusor: Fusor, asked: Asked, got: Prefilled | Exception) -> None:
-    """Logits, KV and what was counted, against a forward of this prompt alone."""
+    """Logits, KV and what was counted, against a forward of this prompt alone, all its rows to the end."""
     assert isinstance(got, Prefilled), got
     alone = prompt(fusor.adapter, asked)
-    logits, cache, fusion = fusor.prefill(alone.ids, alone.request, NEW_TOKENS)
+    logits, cache, fusion = fusor.prefill(alone.ids, alone.request, NEW_TOKENS, logits_to_keep=0)
     scale = max(1.0, float(logits.abs().max()))
-    assert tiny.difference(fusor.first_logits([got])[0], logits[0, 0]) < 1e-4 * scale
+    assert tiny.difference(fusor.first_logits([got])[0], logits[0, -1]) < 1e-4 * scale
     for one, other in zip(got.cache.layers, cache.layers, strict=True):
         assert one.keys.shape == other.keys.shape
         assert tiny.difference(one.keys, other.keys) < 1e-3

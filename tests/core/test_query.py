@@ -108,7 +108,7 @@ def test_layer_zero_is_not_computed_for_all_and_the_scout_is_counted(
         layer.mlp.register_forward_hook(lambda module, args, out: seen.append(args[0].shape[1]))
         for layer in adapter.stack.layers
     ]
-    _, _, fusion = tiny.fuse(fusor, IDS, loaded, "query", 0.2, "constant")
+    _, _, fusion = tiny.fuse(fusor, IDS, loaded, "query", 0.2, "constant", all_rows=True)
     for hook in hooks:
         hook.remove()
     counts = fusion.counts()

@@ -79,7 +79,7 @@ class AutoBench:
             bench.prompt_tokens, load.spans, asked.policy, decided.schedule, decided.ratio
         )
         cache = bench.fusor.new_cache(bench.prompt_tokens, 1)
-        with bench.adapter.lock, bench.fusor.fuse(cache, request):
+        with bench.adapter.lock, bench.fusor.fuse(cache, request, last_row_only=True):
             self._generate(past_key_values=cache)
 
     def _generate(self, **more: Any) -> None:

@@ -104,7 +104,8 @@ class Pieces:
         with bench.opened() as load:
             request = bench.request(load, bench.workload.policy, bench.workload.ratio)
             cache = bench.fusor.new_cache(bench.prompt_tokens, NEW_TOKENS)
-            with bench.adapter.lock, bench.fusor.fuse(cache, request) as fusion:
+            alone = bench.fusor.fuse(cache, request, last_row_only=True)
+            with bench.adapter.lock, alone as fusion:
                 _in_place(fusion, len(cache.layers))
                 began = self._now()
                 out = bench.adapter.model(

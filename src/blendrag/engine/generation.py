@@ -110,7 +110,8 @@ class Generation:
         """The first forward inside ``generate`` is the fusion."""
         fusor = self._fusor()
         cache = fusor.new_cache(ids.shape[1], prepared.task.max_new_tokens)
-        with fusor.fuse(cache, prepared.request(ids.shape[1]), stream.check) as fusion:
+        asked = prepared.request(ids.shape[1])
+        with fusor.fuse(cache, asked, stream.check, last_row_only=True) as fusion:
             return self._generate(prepared.task, stream, ids, cache), fusion
 
     def _continued(

@@ -36,6 +36,17 @@ class BlendLayer(DynamicLayer):
         self.values = self.buffer[1, :, :, :length]
         return self.keys, self.values
 
+    def scatter(
+        self, at: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor, length: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write K and V ``[Hkv, S, D]`` at tokens ``at`` (``None``: all of ``length``), then :meth:`show`."""
+        for buffer, fresh in zip(self.buffer[:, 0, :, :length], (keys, values), strict=True):
+            if at is None:
+                buffer.copy_(fresh)
+            else:
+                buffer.index_copy_(1, at, fresh)
+        return self.show(length)
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,9 @@ Before layer 1 a policy that looks at deviations gets a *peek*: the layer is ent
 left again as soon as its K/V exist, so only its QKV projections are paid. The peeked K/V are exact
 (layer 0 was computed in full), so they are kept. CacheBlend's released code computes that whole
 layer; the paper leaves it open.
+
+Of the last layer nothing but its K/V goes on, save for the row whose logits are wanted: where that is the
+last row alone, all others leave the layer likewise.
 """
 
 from __future__ import annotations
@@ -54,9 +57,14 @@ class Fusion:
         repositioner: Repositioner,
         force_masks: bool = False,
         timeline: Timeline | None = None,
+        last_row_only: bool = False,
     ) -> None:
-        """``timeline`` is told what is done when."""
+        """``timeline`` is told what is done when. ``last_row_only``: of what the last layer makes of the
+        rows, nobody wants more than the prompt's last token's."""
         self._force_masks = force_masks
+        self._last_row_only = last_row_only
+        self._only_kv = self._is_over = False
+        """In the last layer: whether its K/V are all that is wanted yet, and whether they are in place."""
         self.timeline = timeline
         self.request = request
         self._cache = cache
@@ -145,7 +153,14 @@ class Fusion:
             with suppress(Peeked):
                 peek(self.begin_peek(), None)
             self.end_peek()
-        return self.advance(layer)
+        rows, indices = self.advance(layer)
+        if not self._last_row_only or self.is_scouting or layer < self._layers - 1:
+            return rows, indices
+        self._only_kv = True
+        with suppress(Peeked):
+            peek(rows, indices)
+        self._only_kv = False
+        return self.keep_last(), rows.positions.new_full((1,), -1)
 
     def advance(self, layer: int) -> tuple[Rows, torch.Tensor | None]:
         """:meth:`enter_layer` after the peek, if there was one."""
@@ -176,6 +191,12 @@ class Fusion:
         assert self._peeked_kv is not None
         self._choose(1, *self._peeked_kv, seen=1)
 
+    def keep_last(self) -> Rows:
+        """The row that goes on, of the last layer, once K/V of all its rows are in place."""
+        self._is_over = True
+        self.rows = Rows(self.rows.positions[-1:], self.prompt_tokens, self._force_masks)
+        return self.rows
+
     # -- inside a layer -----------------------------------------------------------------------
 
     def merge(
@@ -186,14 +207,17 @@ class Fusion:
         if self._peeking:
             self._peeked_kv = (keys[0], values[0])
             raise Peeked
-        if self.is_scouting:
+        if self.is_scouting or self._is_over:
             return self._scatter(layer, self.rows, keys[0], values[0])
         if self._shift is not None and self._is_stale(layer):
             self._shift.look(self._alive, self.policy.probes)
             self._shift.apply(self._buffers[layer], self.rows, keys[0], values[0])
         if layer + 1 < self._layers and not (layer == 0 and self._choice.peeks):
             self._choose(layer + 1, keys[0], values[0], seen=layer)
-        return self._scatter(layer, *self._computed(layer, keys[0], values[0]))
+        merged = self._scatter(layer, *self._computed(layer, keys[0], values[0]))
+        if self._only_kv:
+            raise Peeked
+        return merged
 
     def _is_stale(self, layer: int) -> bool:
         """Whether loaded K/V are used that may be wrong: those of layer 0 depend on the token alone."""
@@ -202,14 +226,8 @@ class Fusion:
     def _scatter(
         self, layer: int, rows: Rows, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        buffer = self._buffers[layer]  # [2, Hkv, N, D]
-        if rows.covers_prompt:
-            buffer[0].copy_(keys)
-            buffer[1].copy_(values)
-        else:
-            buffer[0].index_copy_(1, rows.positions, keys)
-            buffer[1].index_copy_(1, rows.positions, values)
-        return self._cache.layers[layer].show(self.request.prompt_tokens)
+        at = None if rows.covers_prompt else rows.positions
+        return self._cache.layers[layer].scatter(at, keys, values, self.prompt_tokens)
 
     def _computed(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor

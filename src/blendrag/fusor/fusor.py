@@ -18,7 +18,7 @@ from blendrag.errors import UnsupportedModelError
 from blendrag.fusor.attention import NAME, implementation, serves
 from blendrag.fusor.cache import BlendCache
 from blendrag.fusor.fusion import BlendRequest, Fusion
-from blendrag.fusor.hooks import Blending, LastRows, LayerEnd, LayerHook
+from blendrag.fusor.hooks import Blending, LayerEnd, LayerHook
 from blendrag.fusor.pack import NobodyLeft
 from blendrag.fusor.pack_scout import scouting_together
 from blendrag.fusor.packing import Packing, Prefilled, Prompt, replayed
@@ -71,14 +71,19 @@ class Fusor:
         request: BlendRequest,
         check: Callable[[], None] | None = None,
         timeline: Timeline | None = None,
+        last_row_only: bool = False,
     ) -> Iterator[Fusion]:
         """Within this context the model's first forward with ``cache`` is blended, later ones stock.
 
         Caller holds the adapter's lock. Raises :class:`SpanCorruptError` out of the forward when a
         chunk's bytes are not what was put; the cache is then unusable. ``check()`` is called before
         each layer and may raise to abandon the forward. ``timeline`` is told what is done when.
+        ``last_row_only``: the decoder returns the hidden state of the prompt's last token alone, for which
+        the last layer costs little more than its K/V.
         """
-        fusion = Fusion(request, cache, self.adapter.repositioner, self._force_masks, timeline)
+        fusion = Fusion(
+            request, cache, self.adapter.repositioner, self._force_masks, timeline, last_row_only
+        )
 
         @contextmanager
         def scout_pass() -> Iterator[None]:
@@ -102,7 +107,8 @@ class Fusor:
         rows computed in the last layer (0: all of them), or of the rows at these indices.
         """
         cache = self.new_cache(request.prompt_tokens, new_tokens)
-        with self.adapter.lock, self.fuse(cache, request, check, timeline) as fusion:
+        last = isinstance(logits_to_keep, int) and logits_to_keep == 1
+        with self.adapter.lock, self.fuse(cache, request, check, timeline, last) as fusion:
             out = self.adapter.model(
                 input_ids=ids,
                 past_key_values=cache,
@@ -130,10 +136,7 @@ class Fusor:
                 yield
 
         base = self.adapter.stack.base
-        with self.adapter.lock, ExitStack() as armed:
-            last = self.adapter.stack.layers[-1].register_forward_hook(LastRows(pack.last_rows))
-            armed.callback(last.remove)
-            armed.enter_context(self._armed(pack, cache, scout_pass))
+        with self.adapter.lock, self._armed(pack, cache, scout_pass):
             try:
                 out = base(
                     input_ids=packing.ids,

@@ -114,19 +114,3 @@ class LayerEnd:
 
     def __call__(self, *args: Any) -> None:
         self._timeline.leave(self._index)
-
-
-class LastRows:
-    """Forward hook of the last decoder layer: only some of its rows go on to the final norm."""
-
-    def __init__(self, wanted: Callable[[], list[int] | None]) -> None:
-        """``wanted()``: their indices, ``None`` for all."""
-        self._wanted = wanted
-
-    def __call__(self, module: nn.Module, args: Any, out: Any) -> Any:
-        indices = self._wanted()
-        if indices is None:
-            return out
-        if isinstance(out, tuple):
-            return (out[0][:, indices], *out[1:])
-        return out[:, indices]

@@ -86,10 +86,6 @@ class Pack:
         assert self._rows is not None
         return [part.member for part in self._rows.parts]
 
-    def last_rows(self) -> list[int] | None:
-        """The last row of each prompt in the layer under way; ``None`` in a scout pass."""
-        return None if self._scouts is not None or self._rows is None else self._rows.last
-
     # -- before the first layer ---------------------------------------------------------------
 
     @property
@@ -135,6 +131,8 @@ class Pack:
                 rows[member], indices[member] = self.fusions[member].advance(layer)
         packed = self._packed(rows)
         among = self._among_arriving(indices)
+        if self._scouts is None and layer == len(self._cache.layers) - 1:
+            packed, among = self._keep_last(packed, among, peek)
         self._arriving = {part.member: (part.a, part.b) for part in packed.parts}
         return packed, among
 
@@ -160,6 +158,19 @@ class Pack:
             if member not in self.failures:
                 with self._leaving(member):
                     self.fusions[member].end_peek()
+
+    def _keep_last(
+        self, rows: PackedRows, among: torch.Tensor | None, peek: Peek
+    ) -> tuple[PackedRows, torch.Tensor]:
+        """Of the last layer the K/V of all rows; beyond them the last row of each prompt."""
+        self._peeked = rows
+        with suppress(Peeked):
+            peek(rows, among)
+        self._peeked = None
+        there = self._still_there()
+        ends = [self._arriving[member][1] - 1 for member in there]
+        last = {member: self.fusions[member].keep_last() for member in there}
+        return self._packed(last), torch.tensor(ends, device=rows.positions.device)
 
     def _packed(self, rows: dict[int, Rows]) -> PackedRows:
         if not rows:

@@ -61,11 +61,6 @@ class PackedRows:
         """Whether these are all rows of all prompts."""
         return self.count == self.prompt_tokens and all(p.rows.covers_prompt for p in self.parts)
 
-    @property
-    def last(self) -> list[int]:
-        """The last row of each part."""
-        return [part.b - 1 for part in self.parts]
-
     def mask(self) -> torch.Tensor:
         """There is none: see :attr:`Fusor.packs`."""
         raise NotImplementedError("prompts are packed only where attention takes rows, not masks")

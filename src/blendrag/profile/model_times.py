@@ -117,7 +117,7 @@ class ModelTimes:
         def run() -> float:
             began = time.perf_counter()
             cache = self._fusor.new_cache(shape.tokens, 1)
-            with self._fusor.fuse(cache, asked) as fusion:
+            with self._fusor.fuse(cache, asked, last_row_only=True) as fusion:
                 prepared_s = time.perf_counter() - began
                 fusion.loader.synchronize(len(self._adapter.layout.layers) - 1)
                 return prepared_s + self._generate(ids, cache)
