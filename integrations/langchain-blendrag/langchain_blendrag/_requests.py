@@ -61,7 +61,7 @@ def make_request(
 def _flattened(messages: Sequence[BaseMessage], tools: Sequence[Any]) -> str:
     if tools:
         raise InvalidInputError(
-            f"apply_chat_template=False with {len(tools)} tools, which reach a model through its "
+            f"apply_chat_template=False with tools ({len(tools)}), which reach a model through its "
             "chat template; leave one of them out"
         )
     to_dicts(messages)  # refuses what is not text

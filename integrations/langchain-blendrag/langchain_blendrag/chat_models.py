@@ -136,7 +136,7 @@ class ChatBlend(RequestFields, BaseChatModel):
         schemas = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
         if schemas and not has_tools(self.engine.resources.tokens):
             raise InvalidInputError(
-                f"{len(schemas)} tools for {self.engine.resources.model_name!r}, whose chat template "
+                f"tools given ({len(schemas)}) to {self.engine.resources.model_name!r}, whose chat template "
                 "has no place for tools; take a model with one, or leave the tools out"
             )
         choice = chosen_tool(tool_choice, schemas)

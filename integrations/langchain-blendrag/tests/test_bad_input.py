@@ -92,7 +92,7 @@ async def test_a_prompt_longer_than_the_context_says_by_how_much_and_nothing_els
 
 async def test_tools_on_a_model_without_tools_are_refused(llm: ChatBlend) -> None:
     for said in await refusals(llm, "Where?", tools=[TOOL]):
-        assert "1 tools for a model whose chat template knows none; take a model" in said
+        assert "tools given (1) to a model whose chat template knows none; take a model" in said
         assert tiny.one_sentence(said)
 
 

@@ -74,7 +74,7 @@ def test_an_answer_of_json_is_no_call(talker: ChatBlend) -> None:
 
 def test_tools_on_a_model_without_tools_are_refused(llm: ChatBlend) -> None:
     with pytest.raises(
-        InvalidInputError, match=r"1 tools for .* has no place for tools; take a model"
+        InvalidInputError, match=r"tools given \(1\) to .* has no place for tools; take a model"
     ):
         llm.bind_tools([get_weather])
     with pytest.raises(InvalidInputError, match="chat template knows none"):

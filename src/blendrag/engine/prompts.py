@@ -91,13 +91,13 @@ def _check_tools(tokens: Tokens, options: Options) -> None:
         return
     if not options.apply_chat_template:
         raise InvalidInputError(
-            f"{len(options.tools)} tools with apply_chat_template=False, which shows them to nobody; "
+            f"tools given ({len(options.tools)}) with apply_chat_template=False, which shows them to nobody; "
             "leave out one of the two"
         )
     if not tokens.has_tools:
         raise InvalidInputError(
-            f"{len(options.tools)} tools for a model whose chat template knows none; take a model whose "
-            "template does, or ask for the call in plain text"
+            f"tools given ({len(options.tools)}) to a model whose chat template knows none; take a model "
+            "whose template does, or ask for the call in plain text"
         )
 
 

@@ -12,9 +12,6 @@ import filelock
 
 from blendrag.store.index_errors import held, unusable
 
-#: Locks inherited through fork: filelock before 4 unlocks what a parent holds once its child drops them.
-_INHERITED: list[filelock.BaseFileLock] = []
-
 
 class IndexLock:
     """Held by one thread of one process at a time. Reentrant."""
@@ -32,8 +29,7 @@ class IndexLock:
     @contextlib.contextmanager
     def hold(self, timeout_s: float | None = None) -> Iterator[None]:
         """Raises :class:`IndexLocked` when it is not to be had within ``timeout_s``."""
-        if self._pid != os.getpid():
-            _INHERITED.append(self._processes)
+        if self._pid != os.getpid():  # filelock leaves alone what the parent holds
             self._begin()
         wait_s = self.timeout_s if timeout_s is None else timeout_s
         if not self._threads.acquire(timeout=wait_s):
