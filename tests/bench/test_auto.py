@@ -35,6 +35,7 @@ def invented(bench: TtftBench, tick: Any, row_s: float = 1e-6) -> Profile:
         conditions=conditions_of(adapter, adapter.identity.namespace),
         prefill=line(LAYERS * row_s),
         layer=line(row_s),
+        last=line(row_s),
         scout=line(row_s),
         peek_s=0.0,
         shift_s=0.0,

@@ -54,6 +54,7 @@ def profiled(engine: BlendEngine, bytes_per_s: float, row_s: float = 1e-6, **cha
         conditions=conditions_of(engine.adapter, engine.resources.trust.namespace),
         prefill=line(LAYERS * row_s),
         layer=line(row_s),
+        last=line(row_s),
         scout=line(row_s),
         peek_s=0.0,
         shift_s=0.0,

@@ -25,6 +25,7 @@ def profile(bytes_per_s: float = 1e9, **changes: Any) -> Profile:
         "conditions": CONDITIONS,
         "prefill": line(LAYERS * 1e-3),
         "layer": line(1e-3),
+        "last": changes.get("layer", line(1e-3)),
         "scout": line(1e-3),
         "peek_s": 0.0,
         "shift_s": 0.0,

@@ -148,6 +148,16 @@ def test_a_policy_that_neither_looks_nor_asks_computes_its_rows_in_every_layer()
     assert predicted.ttft_s == pytest.approx(0.003 + LAYERS * 0.05)
 
 
+def test_the_last_layer_is_predicted_by_a_curve_of_its_own() -> None:
+    alike, cheap = profile(), profile(last=line(1e-4))
+    counts = evenly(0.1, 300)
+    for policy in ({}, {"asks": True}, {"looks": True}):
+        asked = prompt(**policy)
+        one, other = (forecast(p, asked, asked.parts, counts) for p in (alike, cheap))
+        assert one.ttft_s - other.ttft_s == pytest.approx((20 + counts[-1]) * 9e-4)
+        assert one.compute_s - other.compute_s == pytest.approx((20 + counts[-1]) * 9e-4)
+
+
 def test_behind_a_slow_load_only_the_last_layer_shows() -> None:
     asked = prompt()
     predicted = forecast(profile(1e4), asked, asked.parts, evenly(0.1, 300))

@@ -58,6 +58,7 @@ def test_all_of_a_profile_is_measured(engine: BlendEngine, tmp_path: Path) -> No
     assert times == sorted(times)
     assert times[0] > 0
     assert found.layer(64, 64) > 0 < found.scout(8, 64)
+    assert found.last(64, 64) > 0
     assert [done for _, done, _ in steps] == list(range(len(steps)))
     assert {total for _, _, total in steps} == {len(steps)}
 

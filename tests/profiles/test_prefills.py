@@ -51,8 +51,27 @@ def test_no_prompt_passes_the_context_or_what_was_set(bearable: int, context: in
 
 
 def test_what_was_timed_often_counts_by_its_medians() -> None:
-    runs = [Timed((1.0, 5.0), 0.1), Timed((9.0, 4.0), 0.9), Timed((2.0, 6.0), 0.2)]
-    assert usual(runs) == Timed((2.0, 5.0), 0.2)
+    runs = [
+        Timed((1.0, 5.0), (0.1, 0.5), 0.1),
+        Timed((9.0, 4.0), (0.9, 0.1), 0.9),
+        Timed((2.0, 6.0), (0.2, 0.9), 0.2),
+    ]
+    assert usual(runs) == Timed((2.0, 5.0), (0.2, 0.5), 0.2)
+
+
+def test_the_last_layer_is_no_layer_like_the_others() -> None:
+    made = prefills(256)
+    found: Any = {key: Timed((3 * 0.2 + 0.05,), (0.05,), 0.1) for key in made.jobs()}
+    points = made.layer_points(found)
+    assert [point.seconds for point in points] == pytest.approx([0.2] * len(points))
+    assert {point.seconds for point in made.last_points(found)} == {0.05}
+
+
+def test_of_a_model_of_one_layer_it_is_the_only_one() -> None:
+    times: Any = SimpleNamespace(longest=4096, stock=print, blended=print)
+    made = Prefills(times, 1, 512, [64, 128])
+    found: Any = {key: Timed((0.05,), (0.05,), 0.1) for key in made.jobs()}
+    assert {point.seconds for point in made.layer_points(found)} == {0.05}
 
 
 @pytest.mark.parametrize(
@@ -79,5 +98,5 @@ def test_the_curve_of_a_prefill_timed_at_two_lengths_takes_attention_from_the_la
     layer = Curve((1.0,), (1e-3,), 1e-4, pair_s=5e-7)
     for lengths, expected in ((2, LAYERS * 5e-7), (6, 0.0)):
         made = prefills(64 * 2 ** (lengths - 1))
-        found: Any = {("prefill", n): Timed((1e-2 * n,), 0.1) for n in made.lengths}
+        found: Any = {("prefill", n): Timed((1e-2 * n,), (2e-3 * n,), 0.1) for n in made.lengths}
         assert made.prefill_curve(found, layer).pair_s == pytest.approx(expected, abs=1e-9)

@@ -93,7 +93,7 @@ class Estimator:
         self._asks = prompt.asks and self.candidates > 0
         self.looks = prompt.looks and self.candidates > 0
         self._loading: dict[bool, Loading] = {}
-        self._layer_s: dict[tuple[float, float], float] = {}
+        self._layer_s: dict[tuple[float, float, bool], float] = {}
         self._scout_s, scouted_s = self._scouting() if self._asks else (0.0, 0.0)
         self.before_s = profile.fixed_s + scouted_s
         """Until the pass that recomputes begins, and what comes after it."""
@@ -126,8 +126,11 @@ class Estimator:
         profile = self.profile
         if not self.candidates:  # no policy is asked
             counts = [0.0] * (profile.layers - 1)
-        first = self._layer(self._entering(counts), self._skips_first(counts))
-        seconds = [first, *(self.layer_s(chosen) for chosen in counts)]
+        skips = self._skips_first(counts)
+        seconds = [
+            self._layer(chosen, skips and layer == 0, layer == profile.layers - 1)
+            for layer, chosen in enumerate((self._entering(counts), *counts))
+        ]
         if self.looks and len(seconds) > 1:
             seconds[1] += profile.peek_s * (self._fresh + self.candidates)
         if self._prompt.shifts:
@@ -138,7 +141,7 @@ class Estimator:
         return seconds
 
     def layer_s(self, chosen: float) -> float:
-        """T_recompute of one layer: of the fresh tokens and ``chosen`` candidates."""
+        """T_recompute of one layer but the last: of the fresh tokens and ``chosen`` candidates."""
         return self._layer(chosen, skips_load=False)
 
     def most_within(self, seconds: float) -> int:
@@ -151,15 +154,17 @@ class Estimator:
 
     # -- computing --------------------------------------------------------------------------------
 
-    def _layer(self, chosen: float, skips_load: bool) -> float:
+    def _layer(self, chosen: float, skips_load: bool, is_last: bool = False) -> float:
         placed = self._placed - skips_load * self.candidates
         if self._asks:  # the scout pass found everything moved to its place
             placed = 0
-        known = self._layer_s.get((chosen, placed))
+        key = (chosen, placed, is_last)
+        known = self._layer_s.get(key)
         if known is None:
             rows = self._fresh + chosen
             context = (self._fresh_keys + chosen * self._keys) / rows if rows else 0.0
-            known = self._layer_s[chosen, placed] = self.profile.layer(rows, context, placed)
+            curve = self.profile.last if is_last else self.profile.layer
+            known = self._layer_s[key] = curve(rows, context, placed)
         return known
 
     def _entering(self, counts: Sequence[float]) -> float:

@@ -13,7 +13,7 @@ from blendrag.errors import InvalidInputError
 from blendrag.estimates.curve import Curve
 
 #: Of this form of the figures; others are measured again.
-VERSION = 2
+VERSION = 3
 MEMORY = "memory"
 DISK = "disk"
 #: The disk tier where the operating system does not hold the file in its cache.
@@ -71,13 +71,15 @@ class Tier:
 
 @dataclass(frozen=True)
 class Profile:
-    """Seconds, bytes and rows of one model on one machine. Layers are taken to be alike."""
+    """Seconds, bytes and rows of one model on one machine. Layers are taken to be alike, but for the last."""
 
     conditions: Conditions
     prefill: Curve
     """Stock prefill over tokens; a row's context is half of them."""
     layer: Curve
     """One decoder layer over computed rows, through the fusor."""
+    last: Curve
+    """The last one, which computes K and V of the rows and the rest of one."""
     scout: Curve
     """The same in the scout pass, whose attention is written out."""
     peek_s: float
@@ -128,7 +130,7 @@ class Profile:
         if entry["version"] != VERSION:
             raise ValueError(f"version {entry['version']}")
         rest = {k: v for k, v in entry.items() if k != "version"}
-        rest |= {name: _curve(entry[name]) for name in ("prefill", "layer", "scout")}
+        rest |= {name: _curve(entry[name]) for name in ("prefill", "layer", "last", "scout")}
         rest["conditions"] = Conditions(**entry["conditions"])
         rest["tiers"] = tuple(Tier(**tier) for tier in entry["tiers"])
         rest["layer_bytes"] = tuple(int(size) for size in entry["layer_bytes"])

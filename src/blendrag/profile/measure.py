@@ -78,13 +78,15 @@ class Measure:
         tiers, device_bytes_per_s = self._read(root, directories)
         prefills = self._prefills(self._bearable(lengths))
         found = self._in_rounds(prefills.jobs())
-        layers, scouts = prefills.layer_points(found), prefills.scout_points(found)
+        layers, lasts = prefills.layer_points(found), prefills.last_points(found)
+        scouts = prefills.scout_points(found)
         layer = fit(layers)
         peek_s, shift_s = prefills.extras(found, layer)
         return Profile(
             conditions=conditions,
             prefill=prefills.prefill_curve(found, layer),
             layer=layer,
+            last=fit(lasts),
             scout=fit(scouts),
             peek_s=peek_s,
             shift_s=shift_s,
@@ -98,6 +100,7 @@ class Measure:
             measured={
                 "prefill": [list(point) for point in prefills.prefill_points(found)],
                 "layer": [list(point) for point in layers],
+                "last": [list(point) for point in lasts],
                 "scout": [list(point) for point in scouts],
             },
         )

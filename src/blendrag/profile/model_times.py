@@ -26,6 +26,8 @@ from blendrag.selection import Schedule, make_policy
 from blendrag.verify import HeldKV
 
 SHORTEST = 64
+#: What is noted of a pass.
+BEGIN, LAST, END = "begin", "last", "end"
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Timed:
     """One kind of prefill: seconds of its passes through the layers, and outside of them."""
 
     passes: tuple[float, ...]
+    lasts: tuple[float, ...]
+    """What the last layer took of each pass."""
     outside_s: float
 
     @property
@@ -72,7 +76,7 @@ class ModelTimes:
         self._fusor = fusor
         self._prefix_ids = tuple(prefix_ids)
         self._kv: dict[int, ChunkKV] = {}
-        self._events: list[tuple[bool, float]] = []
+        self._events: list[tuple[str, float]] = []
 
     @property
     def longest(self) -> int:
@@ -154,16 +158,19 @@ class ModelTimes:
         with self._watched(), torch.inference_mode():
             self._events.clear()
             total_s = run()
-        passes = self._passes()
-        return Timed(passes, max(0.0, total_s - sum(passes)))
+        begins, lasts, ends = (self._at(event) for event in (BEGIN, LAST, END))
+        passes = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+        in_last = tuple(end - last for last, end in zip(lasts, ends, strict=True))
+        return Timed(passes, in_last, max(0.0, total_s - sum(passes)))
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Note when the first layer is entered and the last one left."""
+        """Note when the first layer is entered, and the last one entered and left."""
         layers = self._adapter.decoder_layers
         handles = [
-            layers[0].register_forward_pre_hook(lambda *_: self._note(True)),
-            layers[-1].register_forward_hook(lambda *_: self._note(False)),
+            layers[0].register_forward_pre_hook(lambda *_: self._note(BEGIN)),
+            layers[-1].register_forward_pre_hook(lambda *_: self._note(LAST)),
+            layers[-1].register_forward_hook(lambda *_: self._note(END)),
         ]
         try:
             yield
@@ -171,17 +178,19 @@ class ModelTimes:
             for handle in handles:
                 handle.remove()
 
-    def _note(self, is_begin: bool) -> None:
-        self._events.append((is_begin, self._now()))
+    def _note(self, event: str) -> None:
+        self._events.append((event, self._now()))
 
-    def _passes(self) -> tuple[float, ...]:
-        begins = [at for is_begin, at in self._events if is_begin]
-        ends = [at for is_begin, at in self._events if not is_begin]
-        return tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+    def _at(self, event: str) -> list[float]:
+        return [at for what, at in self._events if what == event]
 
 
 def usual(runs: Sequence[Timed]) -> Timed:
     """Of several runs, the medians: what a request may expect of this machine as it is."""
-    columns = zip(*(run.passes for run in runs), strict=True)
-    passes = tuple(statistics.median(column) for column in columns)
-    return Timed(passes, statistics.median(run.outside_s for run in runs))
+    passes = _medians([run.passes for run in runs])
+    lasts = _medians([run.lasts for run in runs])
+    return Timed(passes, lasts, statistics.median(run.outside_s for run in runs))
+
+
+def _medians(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    return tuple(statistics.median(column) for column in zip(*rows, strict=True))

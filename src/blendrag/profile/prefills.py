@@ -98,22 +98,27 @@ class Prefills:
         return fit(points, self._layers * layer.pair_s if len(points) <= FEW else None)
 
     def layer_points(self, found: Found) -> list[Point]:
-        return [
-            s.point(
-                round(r * s.candidates), s.candidates, self._each(found["random", r, s].passes[0])
-            )
-            for r, s in self._random
-        ]
+        """Of the layers before the last, but in a model of one layer."""
+        points = []
+        for ratio, shape in self._random:
+            timed = found["random", ratio, shape]
+            before_s = timed.passes[0] - timed.lasts[0]
+            each = before_s / (self._layers - 1) if self._layers > 1 else timed.lasts[0]
+            points.append(self._point(ratio, shape, each))
+        return points
+
+    def last_points(self, found: Found) -> list[Point]:
+        """Of the last layer, which computes K and V of all rows and the rest of one."""
+        return [self._point(r, s, found["random", r, s].lasts[0]) for r, s in self._random]
+
+    def _point(self, ratio: float, shape: Shape, seconds: float) -> Point:
+        return shape.point(round(ratio * shape.candidates), shape.candidates, seconds)
 
     def scout_points(self, found: Found) -> list[Point]:
         return [
-            s.point(0, s.candidates, self._each(found["query", 0.0, s].passes[0]))
+            s.point(0, s.candidates, found["query", 0.0, s].passes[0] / self._layers)
             for s in self._asking
         ]
-
-    def _each(self, seconds: float) -> float:
-        """Of one layer."""
-        return seconds / self._layers
 
     def outside_s(self, found: Found) -> float:
         """What a usual blended prefill takes outside of its layers."""
