@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,14 @@ def test_what_is_open_ahead_of_its_turn_is_not_looked_up_again(
     keys = lose(engine)
     monkeypatch.setattr(Background, "encode_first", noting)
     monkeypatch.setitem(packing_rule.ROWS, "cpu", 10_000)
-    found = engine.batch([prompt(engine)] * 3, BLEND)
+    with ThreadPoolExecutor(1) as pool:
+        held = threading.Event()
+        engine._worker.submit(held.wait)
+        batch = pool.submit(engine.batch, [prompt(engine)] * 3, BLEND)
+        while len(engine._worker._foreground) < 3:
+            time.sleep(0.001)
+        held.set()
+        found = batch.result(60)
     assert {answer.metrics.batch_size for answer in found} == {3}
     assert asked == [len(keys), 0, 0]  # once a prompt
 

@@ -98,12 +98,15 @@ def test_the_model_is_untouched_after_an_exception_in_a_layer(
     state.check()
 
 
+@pytest.mark.parametrize("corrupt", [1, 3])
 def test_the_model_is_untouched_after_corrupt_bytes(
-    adapter: ModelAdapter, fusor: Fusor, state: State
+    adapter: ModelAdapter, fusor: Fusor, state: State, corrupt: int
 ) -> None:
     class Corrupt(tiny.Held):
         def read_layer(self, layer: int, out: torch.Tensor) -> None:
-            raise CorruptKVError("flipped bit")
+            if layer == corrupt:
+                raise CorruptKVError("flipped bit")
+            super().read_layer(layer, out)
 
     good = spans(adapter)[0]
     bad = LoadedSpan(5, 60, Corrupt(good.reader.kv), 1, False)  # type: ignore[attr-defined]

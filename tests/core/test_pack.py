@@ -222,9 +222,12 @@ def test_a_prompt_whose_kv_is_corrupt_leaves_and_the_others_get_theirs(
         assert_as_alone(fusor, one, outcome)
 
 
-def test_a_batch_that_everybody_left_is_given_up(adapter: ModelAdapter, fusor: Fusor) -> None:
+@pytest.mark.parametrize("layer", [1, 3])
+def test_a_batch_that_everybody_left_is_given_up(
+    adapter: ModelAdapter, fusor: Fusor, layer: int
+) -> None:
     for asked in (VARIED[3], VARIED[1]):
-        prompts = [damaged(adapter, asked, 1) for _ in range(3)]
+        prompts = [damaged(adapter, asked, layer) for _ in range(3)]
         with layer_forwards(adapter, 3) as last:
             got = fusor.prefill_together(prompts)
         assert [type(one) for one in got] == [SpanCorruptError] * 3

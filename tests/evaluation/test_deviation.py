@@ -65,6 +65,7 @@ def test_forward_attention_equals_the_models_own_eager_weights(adapter, prompts)
         weights = eager(input_ids=ids, output_attentions=True).attentions
     for own, kept in zip(weights, prompts[0].full.attention, strict=True):
         asking = kept.shape[1]
+        assert asking == ids.shape[1] - (prompts[0].tokens.max() + 1)  # the last layer's, too
         assert tiny.difference(own[0, :, -asking:, prompts[0].tokens], kept) < 1e-5
 
 

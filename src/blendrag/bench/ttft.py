@@ -132,7 +132,8 @@ class TtftBench:
         return self.blended("blend", self.workload.policy, self.workload.ratio)[1]
 
     def floor_speedup(self, counts: FusionCounts) -> float:
-        """L·N / Σ_l rows computed in layer l: what the row counts alone allow."""
+        """L·N / Σ_l rows computed in layer l: what the row counts alone allow, were the last layer computed
+        whole, too."""
         return len(counts.rows) * self.prompt_tokens / sum(counts.rows)
 
     def _put_chunks(self) -> None:

@@ -138,7 +138,7 @@ class StoredPrompt:
         seen = ForwardAttention(n, n - max(s.end for s in self._spans), columns)
         request = BlendRequest(n, spans, make_policy(policy), schedule, ratio)
         with self.adapter.lock, scouting(self.adapter.stack, seen):
-            _, cache, fusion = self._fusor.prefill(self._ids, request)
+            _, cache, fusion = self._fusor.prefill(self._ids, request, logits_to_keep=0)
         kv = [buffer[:, :, columns].cpu() for buffer in cache.buffers(n)]
         counts = fusion.counts()
         return Prefilled(kv, seen.matrices(), counts.ratio, counts.charged_ratio)

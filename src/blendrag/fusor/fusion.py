@@ -194,7 +194,8 @@ class Fusion:
     def keep_last(self) -> Rows:
         """The row that goes on, of the last layer, once K/V of all its rows are in place."""
         self._is_over = True
-        self.rows = Rows(self.rows.positions[-1:], self.prompt_tokens, self._force_masks)
+        last = self.rows.positions[-1:]
+        self.rows = Rows(last, self.prompt_tokens, self._force_masks, is_last=True)
         return self.rows
 
     # -- inside a layer -----------------------------------------------------------------------

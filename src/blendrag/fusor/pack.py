@@ -5,7 +5,8 @@ prompt has a :class:`Fusion` and a cache of its own, as if it were alone: it is 
 handed the K/V of its rows, and its rows attend to its own keys only. Positions are each prompt's own.
 
 A prompt that fails, or whose caller has gone, leaves: its rows are computed to the end of the layer that
-is under way, over whatever its buffers hold, and no further; no other prompt sees them.
+is under way (of the last layer, to its K/V), over whatever its buffers hold, and no further; no other
+prompt sees them.
 """
 
 from __future__ import annotations
@@ -168,9 +169,9 @@ class Pack:
             peek(rows, among)
         self._peeked = None
         there = self._still_there()
-        ends = [self._arriving[member][1] - 1 for member in there]
+        ends = torch.tensor([self._arriving[member][1] - 1 for member in there])
         last = {member: self.fusions[member].keep_last() for member in there}
-        return self._packed(last), torch.tensor(ends, device=rows.positions.device)
+        return self._packed(last), ends.to(rows.positions.device, non_blocking=True)
 
     def _packed(self, rows: dict[int, Rows]) -> PackedRows:
         if not rows:

@@ -38,7 +38,8 @@ class FusionCounts:
     candidate_rows: tuple[int, ...]
     """Chunk tokens computed in each layer."""
     rows: tuple[int, ...]
-    """All rows computed in each layer: fresh ones included, twice where a scout pass was run."""
+    """All rows computed in each layer: fresh ones included, twice where a scout pass was run. Of the last
+    layer, rows whose K/V were computed."""
     recomputed_per_span: tuple[float, ...]
     """Mean over layers 1…L-1 of the tokens recomputed in each blended span."""
     candidates: int

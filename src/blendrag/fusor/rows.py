@@ -40,8 +40,13 @@ class Rows:
     """Prompt positions ``[S]`` computed in a layer, ascending, out of ``prompt_tokens`` keys."""
 
     def __init__(
-        self, positions: torch.Tensor, prompt_tokens: int, force_masks: bool = False
+        self,
+        positions: torch.Tensor,
+        prompt_tokens: int,
+        force_masks: bool = False,
+        is_last: bool = False,
     ) -> None:
+        """``is_last``: they are the prompt's last token, so that the device need not be asked."""
         self.positions = positions
         self.prompt_tokens = prompt_tokens
         self.count = positions.numel()
@@ -50,6 +55,7 @@ class Rows:
         self.gathered: list[tuple[Any, Any, Any]] = []
         """Arguments of layers, how rows of them are taken, and what they are for these rows alone."""
         self._force_masks = force_masks
+        self._is_last = is_last
         self._blocks: dict[tuple[int | None, torch.dtype, int], list[Block]] = {}
         self._masks: dict[int | None, torch.Tensor] = {}
 
@@ -89,6 +95,10 @@ class Rows:
         return self._masks[window]
 
     def _cut(self, window: int | None, dtype: torch.dtype) -> list[Block]:
+        if self._is_last:  # sees all that its window lets it
+            lo, hi = max(0, self.prompt_tokens - (window or self.prompt_tokens)), self.prompt_tokens
+            seen = torch.zeros((1, hi - lo), dtype=dtype, device=self.positions.device)
+            return [Block(0, 1, lo, hi, seen)]
         step = RUN_ROWS if self.count > 0.6 * self.prompt_tokens else BLOCK_ROWS
         starts = list(range(0, self.count, step))
         ends = [*starts[1:], self.count]

@@ -164,11 +164,13 @@ def _full_recompute(
     """(d): r = 1.0 over scatter and explicit masks, then greedy decoding over that cache."""
     fusor = Fusor(adapter, fast_attention=False, force_masks=True)
     request = _request(ids.shape[1], HeldKV(kv), make_policy("full"))
-    logits, cache, _ = fusor.prefill(ids, request, GREEDY_TOKENS, logits_to_keep=seen)
-    own = _greedy(adapter, int(logits[0, -1].argmax()), cache)
+    logits, _, _ = fusor.prefill(ids, request, logits_to_keep=seen)
+    last, cache, _ = fusor.prefill(ids, request, GREEDY_TOKENS)  # as requests run it
+    own = _greedy(adapter, int(last[0, -1].argmax()), cache)
     stock_out = adapter.model(input_ids=ids, use_cache=True, logits_to_keep=1)
     theirs = _greedy(adapter, int(stock[-1].argmax()), stock_out.past_key_values)
-    return _difference(logits[0], stock), own == theirs
+    difference = max(_difference(logits[0], stock), _difference(last[0], stock[-1:]))
+    return difference, own == theirs
 
 
 def _greedy(adapter: ModelAdapter, first: int, cache: Any) -> list[int]:
