@@ -137,8 +137,10 @@ class StoredPrompt:
         columns = self.tokens.to(self.adapter.device)
         seen = ForwardAttention(n, n - max(s.end for s in self._spans), columns)
         request = BlendRequest(n, spans, make_policy(policy), schedule, ratio)
+        # by its index: asked for as a number, the last row would be the only one to be attended
+        last = torch.tensor([-1], device=self.adapter.device)
         with self.adapter.lock, scouting(self.adapter.stack, seen):
-            _, cache, fusion = self._fusor.prefill(self._ids, request, logits_to_keep=0)
+            _, cache, fusion = self._fusor.prefill(self._ids, request, logits_to_keep=last)
         kv = [buffer[:, :, columns].cpu() for buffer in cache.buffers(n)]
         counts = fusion.counts()
         return Prefilled(kv, seen.matrices(), counts.ratio, counts.charged_ratio)

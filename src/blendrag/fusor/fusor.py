@@ -104,7 +104,8 @@ class Fusor:
         timeline: Timeline | None = None,
     ) -> tuple[torch.Tensor, BlendCache, Fusion]:
         """Blended prefill of ``ids`` ``[1, N]``; logits ``[1, n, V]`` of the last ``logits_to_keep``
-        rows computed in the last layer (0: all of them), or of the rows at these indices.
+        rows computed in the last layer (0: all of them), or of the rows at these indices. With 1, the
+        last layer computes no other row beyond its K/V.
         """
         cache = self.new_cache(request.prompt_tokens, new_tokens)
         last = isinstance(logits_to_keep, int) and logits_to_keep == 1
