@@ -81,7 +81,7 @@ class Profile:
     last: Curve
     """The last one, which computes K and V of the rows and the rest of one."""
     scout: Curve
-    """The same in the scout pass, whose attention is written out."""
+    """One layer in the scout pass, whose attention is written out."""
     peek_s: float
     """Per row: K and V of layer 1 before a policy that looks has chosen, and its looking."""
     shift_s: float
