@@ -10,7 +10,7 @@ import pytest
 
 from blendrag.estimates import Forecast, Part, Profile, Prompt, Tier, choose, forecast
 from blendrag.estimates.choice import HIDDEN_SLACK, STEP, WORTH
-from profiles.invented import CHUNK, LAYER_BYTES, LAYERS, evenly, profile, prompt, wish
+from profiles.invented import CHUNK, LAYER_BYTES, LAYERS, evenly, line, profile, prompt, wish
 
 
 def at(made: Profile, asked: Prompt, ratio: float, loaded: tuple[Part, ...]) -> Forecast:
@@ -79,6 +79,18 @@ def test_a_schedule_that_follows_the_load_recomputes_more_in_the_same_time() -> 
     assert sum(following.shares) / (LAYERS - 1) == pytest.approx(following.ratio)
     assert min(following.shares) >= 0.15
     assert following.forecast.ttft_s <= (1 + HIDDEN_SLACK) * ttft_s(made, asked, 0.15) + 1e-9
+
+
+def test_the_last_layer_is_filled_at_what_its_own_rows_cost() -> None:
+    asked = prompt(fresh=1)
+    dear, cheap = (
+        choose(profile(2.2e4, last=line(row_s)), asked, wish(follows_load=True))
+        for row_s in (1e-3, 5e-4)
+    )
+    assert cheap.shares[:-1] == dear.shares[:-1]
+    more, fewer = (choice.shares[-1] - 0.15 for choice in (cheap, dear))
+    assert more == pytest.approx(2 * fewer)  # the slack buys twice as many rows
+    assert cheap.forecast.ttft_s <= dear.forecast.ttft_s
 
 
 def test_a_fast_store_leaves_the_schedule_alone() -> None:

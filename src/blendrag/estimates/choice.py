@@ -190,8 +190,8 @@ def _following_load(
     extra = extra[1 - first :]
     most = estimator.candidates
     chosen: list[int] = []
-    for count, added in zip(counts, extra, strict=True):
-        most = min(most, estimator.most_within(estimator.layer_s(count) + added))
+    for layer, (count, added) in enumerate(zip(counts, extra, strict=True), start=1):
+        most = min(most, estimator.most_within(layer, estimator.layer_s(layer, count) + added))
         chosen.append(max(most, int(count)))
         most = chosen[-1]
     if not chosen or any(b > a for a, b in pairwise(chosen)):

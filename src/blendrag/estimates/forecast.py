@@ -140,16 +140,17 @@ class Estimator:
             seconds = [s + busy for s, busy in zip(seconds, self._of(counts).busy, strict=True)]
         return seconds
 
-    def layer_s(self, chosen: float) -> float:
-        """T_recompute of one layer but the last: of the fresh tokens and ``chosen`` candidates."""
-        return self._layer(chosen, skips_load=False)
+    def layer_s(self, layer: int, chosen: float) -> float:
+        """T_recompute of one layer: of the fresh tokens and ``chosen`` candidates."""
+        return self._layer(chosen, False, layer == self.profile.layers - 1)
 
-    def most_within(self, seconds: float) -> int:
-        """The largest number of chosen candidates that a layer computes within ``seconds``."""
+    def most_within(self, layer: int, seconds: float) -> int:
+        """The largest number of chosen candidates that ``layer`` computes within ``seconds``."""
         low, high = 0, self.candidates
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.layer_s(middle) <= seconds else (low, middle - 1)
+            fits = self.layer_s(layer, middle) <= seconds
+            low, high = (middle, high) if fits else (low, middle - 1)
         return low
 
     # -- computing --------------------------------------------------------------------------------
