@@ -32,22 +32,29 @@ def run(arguments: list[str], directory: Path) -> subprocess.CompletedProcess[st
     )
 
 
-def test_python_examples_run_one_after_another(tmp_path: Path) -> None:
-    examples = blocks("python")
-    assert len(examples) >= 3
-    for number, example in enumerate(examples):
-        script = tmp_path / f"example{number}.py"
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What each Python example printed, run one after another in one directory."""
+    directory = tmp_path_factory.mktemp("python")
+    outputs = []
+    for number, example in enumerate(blocks("python")):
+        script = directory / f"example{number}.py"
         script.write_text(example, encoding="utf-8")
-        done = run([sys.executable, str(script)], tmp_path)
+        done = run([sys.executable, str(script)], directory)
         assert done.returncode == 0, f"{example}\n{done.stderr[-2000:]}"
-        assert "skating" in done.stdout, example  # only a paragraph that says "she" has it
+        outputs.append(done.stdout)
+    return outputs
 
 
-def test_python_example_reuses_tokens(tmp_path: Path) -> None:
-    (tmp_path / "first.py").write_text(blocks("python")[0], encoding="utf-8")
-    done = run([sys.executable, "first.py"], tmp_path)
-    reused = re.search(r"(\d+) tokens reused", done.stdout)
-    assert reused is not None, done.stderr[-2000:]
+def test_python_examples_run_one_after_another(printed: list[str]) -> None:
+    assert len(printed) >= 3
+    for example, output in zip(blocks("python"), printed, strict=True):
+        assert "skating" in output, example  # only a paragraph that says "she" has it
+
+
+def test_python_example_reuses_tokens(printed: list[str]) -> None:
+    reused = re.search(r"(\d+) tokens reused", printed[0])
+    assert reused is not None, printed[0]
     assert int(reused[1]) > 0
 
 
