@@ -13,11 +13,14 @@ import pytest
 import tiny
 from blendrag.bench.tiers import Throttle, ThrottledStore
 from blendrag.config import Settings
+from blendrag.controller import Controller
 from blendrag.engine import Answer, BlendEngine, Options
 from blendrag.errors import InvalidInputError
 from blendrag.estimates import Curve, Profile, Tier
 from blendrag.profile import conditions_of, remember
 from blendrag.profile.record import path_of
+from blendrag.prompt import PromptPlan, Segment
+from blendrag.selection import PromptGeometry
 
 LAYERS = 4
 AUTO = Options(ratio="auto", policy="random", max_new_tokens=4)
@@ -307,3 +310,34 @@ def test_settings_take_auto_from_the_environment(monkeypatch: pytest.MonkeyPatch
 def test_a_least_ratio_outside_is_refused(tmp_path: Path, least: Any) -> None:
     with pytest.raises(InvalidInputError, match=rf"min_ratio {least!r} is outside"):
         BlendEngine("demo", tmp_path, min_ratio=least)
+
+
+# -- what asks ----------------------------------------------------------------------------------------
+
+
+def test_the_question_begins_behind_the_last_chunk_though_that_is_computed(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[PromptGeometry] = []
+
+    def noted(*given: Any) -> PromptGeometry:
+        seen.append(PromptGeometry(*given))
+        return seen[-1]
+
+    monkeypatch.setattr("blendrag.fusor.choice.PromptGeometry", noted)
+    options = replace(AUTO, ratio=0.2, policy="query", max_new_tokens=1)
+    ask(engine, options)
+    decide = Controller._decide
+
+    def computed_if_last(self: Controller, segment: Segment, plan: PromptPlan, *rest: Any) -> Any:
+        decision = decide(self, segment, plan, *rest)
+        if segment != plan.chunks[-1] or decision.span is None:
+            return decision
+        decision.span.reader.close()
+        return replace(decision, span=None, reason="computed")
+
+    monkeypatch.setattr(Controller, "_decide", computed_if_last)
+    ask(engine, options)
+    loaded, computed = seen
+    assert len(computed.chunk_spans) == len(loaded.chunk_spans) - 1
+    assert computed.query_span == loaded.query_span

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,16 @@ def test_over_exact_kv_the_scout_sees_what_eager_attention_pays(name: str) -> No
     policy = Recording()
     tiny.fuse(Fusor(tiny.adapter(model)), IDS, exact_spans(tiny.adapter(model)), policy, 0.3)
     expected = attention_paid(model)
+    assert tiny.difference(policy.question[0], expected) < 1e-2 * float(expected.std())
+
+
+def test_a_last_chunk_that_is_computed_asks_nothing() -> None:
+    model = tiny.family("llama", initializer_range=0.3)
+    adapter, policy = tiny.adapter(model), Recording()
+    spans = exact_spans(adapter)[:-1]
+    asked = replace(tiny.request(IDS, spans, policy, 0.3), question_start=QUESTION)
+    Fusor(adapter).prefill(IDS, asked)
+    expected = attention_paid(model)[: sum(span.tokens for span in spans)]
     assert tiny.difference(policy.question[0], expected) < 1e-2 * float(expected.std())
 
 

@@ -44,6 +44,11 @@ class LoadPlan:
     """How what is to be loaded is stored."""
 
     @property
+    def chunks_end(self) -> int:
+        """Behind the last chunk, loaded or not: where the prompt's own question begins."""
+        return max((decision.segment.end for decision in self.decisions), default=0)
+
+    @property
     def reused_tokens(self) -> int:
         return sum(span.tokens for span in self.spans)
 

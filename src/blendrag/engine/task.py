@@ -64,7 +64,14 @@ class Prepared:
         task = self.task
         # one that is open means something only where there is something to blend
         schedule = Schedule("constant") if task.schedule.is_open else task.schedule
-        return BlendRequest(prompt_tokens, self.load.spans, task.new_policy(), schedule, task.ratio)
+        return BlendRequest(
+            prompt_tokens,
+            self.load.spans,
+            task.new_policy(),
+            schedule,
+            task.ratio,
+            self.load.chunks_end,
+        )
 
 
 def check_fits(plan: PromptPlan, max_new_tokens: int, adapter: ModelAdapter) -> None:

@@ -20,6 +20,8 @@ class BlendRequest:
     policy: SelectionPolicy
     schedule: Schedule
     ratio: float
+    question_start: int = 0
+    """Behind the prompt's last chunk, which may be computed; what is loaded may end before."""
 
     @property
     def blended(self) -> tuple[LoadedSpan, ...]:
@@ -100,5 +102,7 @@ def split_tokens(request: BlendRequest, device: torch.device) -> tuple[torch.Ten
 
 
 def query_span(request: BlendRequest) -> tuple[int, int]:
-    last = max((span.end for span in request.spans), default=0)
-    return (last, request.prompt_tokens)
+    """What asks: the tokens behind the last chunk, loaded or not, at least the prompt's last one."""
+    loaded = max((span.end for span in request.spans), default=0)
+    computed = min(request.question_start, request.prompt_tokens - 1)
+    return (max(loaded, computed), request.prompt_tokens)

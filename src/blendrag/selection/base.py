@@ -26,7 +26,7 @@ class PromptGeometry:
     chunk_spans: tuple[tuple[int, int], ...]
     """Blended chunks: stored KV loaded, candidates for recompute."""
     query_span: tuple[int, int]
-    """Fresh tokens behind the last chunk."""
+    """Fresh tokens behind the last chunk, loaded or computed."""
 
 
 @dataclass(frozen=True)
