@@ -17,6 +17,7 @@ from torch import nn
 from blendrag.errors import UnsupportedModelError
 from blendrag.fusor.attention import NAME, implementation, serves
 from blendrag.fusor.cache import BlendCache
+from blendrag.fusor.freed import keep_freed_blocks
 from blendrag.fusor.fusion import BlendRequest, Fusion
 from blendrag.fusor.hooks import Blending, LayerEnd, LayerHook
 from blendrag.fusor.pack import NobodyLeft
@@ -46,6 +47,8 @@ class Fusor:
         self.adapter = adapter
         self.fast_attention = serves(adapter.stack) if fast_attention is None else fast_attention
         self._force_masks = force_masks
+        if adapter.device.type == "cpu":
+            keep_freed_blocks()
         own = adapter.stack.config._attn_implementation
         if not self.fast_attention and own not in MASKABLE:
             raise UnsupportedModelError(
