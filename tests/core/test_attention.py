@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from blendrag.fusor.attention import ROWS_KEYWORD, NotServedError, blend_attention
 from blendrag.fusor.narrow import narrow_kwargs
-from blendrag.fusor.rows import Rows
+from blendrag.fusor.rows import ALIGNED, Rows
 
 
 def visible(positions: torch.Tensor, n: int, window: int | None) -> torch.Tensor:
@@ -104,6 +104,41 @@ def test_where_folding_takes_too_much_memory_heads_stay_apart(
     (unfolded,) = Rows(rows.positions, 300).blocks(None, torch.float32, 2)
     assert torch.equal(unfolded.bias, plain.bias)
     assert run(rows.positions, 300, None, torch.float32, 2) < 1e-5
+
+
+def test_as_many_blocks_are_folded_as_there_is_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    positions = random_rows(900, 250, seed=3)
+    plain = Rows(positions, 900).blocks(None, torch.float32)
+    assert len(plain) == 3
+    room = 2 * (plain[0].bias.nbytes + plain[1].bias.nbytes)
+    monkeypatch.setattr("blendrag.fusor.rows.FOLDED_BYTES", room)
+    blocks = Rows(positions, 900).blocks(None, torch.float32, 2)
+    assert [len(block.bias) // (block.b - block.a) for block in blocks] == [2, 2, 1]
+    assert run(positions, 900, None, torch.float32, 2) < 1e-5
+
+
+def test_on_a_gpu_a_bias_is_folded_whatever_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel of a GPU takes a mask and shared KV heads, but the unfused one."""
+    asked = []
+
+    def spied(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        asked.append(kwargs["enable_gqa"])
+        return sdpa(query, *args, **kwargs)
+
+    sdpa = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spied)
+    monkeypatch.setattr("blendrag.fusor.rows.FOLDED_BYTES", 0)
+    monkeypatch.setattr("blendrag.fusor.attention.FOLDS_ANYWAY", ("cpu",))
+    assert run(random_rows(300, 40, seed=1), 300, None, torch.float32, 2) < 1e-5
+    assert asked == [False]
+
+
+@pytest.mark.parametrize("sharing", [1, 2])
+@pytest.mark.parametrize("window", [None, 50])
+def test_rows_of_a_bias_are_aligned(sharing: int, window: int | None) -> None:
+    for block in Rows(random_rows(301, 120, seed=1), 301).blocks(window, torch.bfloat16, sharing):
+        assert block.bias.stride(0) % ALIGNED == 0
+        assert block.bias.stride(1) == 1
 
 
 @settings(max_examples=60, deadline=None)

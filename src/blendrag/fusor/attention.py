@@ -25,6 +25,9 @@ from blendrag.model.layers import DecoderStack
 NAME = "blendrag"
 #: Keyword by which the rows travel through the decoder layer to the attention function.
 ROWS_KEYWORD = "blend_rows"
+#: Where folding a bias for one call is cheaper than not to: a GPU has no fused kernel for a mask
+#: over KV heads that are shared.
+FOLDS_ANYWAY = ("cuda",)
 #: Things an attention implementation may be asked for that this one does not do.
 UNSERVED = ("softcap", "s_aux", "position_bias", "cache")
 
@@ -78,8 +81,12 @@ def _attend(
         )
         return out.transpose(1, 2)
     out = query.new_empty((1, query.shape[2], heads, value.shape[-1]))
-    for a, b, lo, hi, bias in rows.blocks(window, query.dtype, heads // kv_heads):
+    sharing = heads // kv_heads
+    for block in rows.blocks(window, query.dtype, sharing):
+        a, b, lo, hi, bias = block
         asked = query[:, :, a:b]
+        if sharing > 1 and bias.shape[0] == b - a and query.device.type in FOLDS_ANYWAY:
+            bias = block.folded(sharing).bias
         if bias.shape[0] != b - a:
             # torch's CPU kernel (2.13) would pack K and V anew for every head that shares them.
             asked = asked.reshape(1, kv_heads, -1, asked.shape[-1])  # [1, Hkv, G·s, D]

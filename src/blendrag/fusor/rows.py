@@ -17,6 +17,9 @@ BLOCK_ROWS = 96
 RUN_ROWS = 512
 #: What the biases of a prompt may take, folded.
 FOLDED_BYTES = 64 << 20
+#: Elements from one row of a bias to the next are a multiple of this: a GPU's kernels take no other, and
+#: torch would copy it for every call.
+ALIGNED = 16
 
 
 class Block(NamedTuple):
@@ -33,7 +36,10 @@ class Block(NamedTuple):
     bias: torch.Tensor
 
     def folded(self, sharing: int) -> Block:
-        return self._replace(bias=self.bias.repeat(sharing, 1))
+        rows, keys = self.bias.shape
+        bias = _new_bias(sharing * rows, keys, self.bias)
+        bias.unflatten(0, (sharing, rows)).copy_(self.bias)
+        return self._replace(bias=bias)
 
 
 class Rows:
@@ -67,15 +73,18 @@ class Rows:
     def blocks(self, window: int | None, dtype: torch.dtype, sharing: int = 1) -> list[Block]:
         """The attention calls of a layer with that sliding window (``None``: full attention).
 
-        Folded where ``sharing`` query heads share a KV head, unless the prompt is so long that the
-        biases would take more than :data:`FOLDED_BYTES`.
+        Folded where ``sharing`` query heads share a KV head: of a long prompt, as many as take no more
+        than :data:`FOLDED_BYTES`.
         """
         key = (window, dtype, sharing)
         if key not in self._blocks:
             blocks = self._cut(window, dtype)
-            folded_bytes = sharing * sum(block.bias.nbytes for block in blocks)
-            if sharing > 1 and folded_bytes <= FOLDED_BYTES:
-                blocks = [block.folded(sharing) for block in blocks]
+            left = FOLDED_BYTES
+            for i, block in enumerate(blocks):
+                left -= sharing * block.bias.nbytes
+                if sharing == 1 or left < 0:
+                    break
+                blocks[i] = block.folded(sharing)
             self._blocks[key] = blocks
         return self._blocks[key]
 
@@ -114,5 +123,11 @@ class Rows:
             hidden = keys[None, lo:hi] > rows
             if window is not None:
                 hidden |= rows - keys[None, lo:hi] >= window
-            blocks.append(Block(a, b, lo, hi, torch.where(hidden, masked, seen)))
+            bias = _new_bias(b - a, hi - lo, seen)
+            blocks.append(Block(a, b, lo, hi, torch.where(hidden, masked, seen, out=bias)))
         return blocks
+
+
+def _new_bias(rows: int, keys: int, like: torch.Tensor) -> torch.Tensor:
+    """``[rows, keys]``, uninitialised, its rows :data:`ALIGNED`."""
+    return like.new_empty((rows, -(-keys // ALIGNED) * ALIGNED))[:, :keys]
