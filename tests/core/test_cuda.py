@@ -13,6 +13,7 @@ import tiny
 from blendrag.demo import demo_corpus_path
 from blendrag.engine import BlendEngine, Options
 from blendrag.fusor import Fusor
+from blendrag.fusor.packing import Prefilled, Prompt
 from blendrag.loader import LayerLoader, LoadedSpan
 from blendrag.model import ModelAdapter
 from blendrag.staging import CudaRing
@@ -93,6 +94,36 @@ def test_a_blended_prefill_equals_that_of_the_cpu(
     assert tiny.difference(got.cpu(), expected) < 1e-3
     for a, b in zip(cache.layers, moved.layers, strict=True):
         assert tiny.difference(b.keys.cpu(), a.keys) < 1e-3
+
+
+@pytest.mark.parametrize("folded_bytes", [0, 1 << 20])
+def test_prompts_packed_on_the_device_get_what_they_get_alone_on_the_cpu(
+    here: ModelAdapter,
+    there: ModelAdapter,
+    folded_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("blendrag.fusor.rows.FOLDED_BYTES", folded_bytes)
+    asked = spans(here)
+    policies = ("hkvd", "offset+query", "random")
+    prompts = [
+        Prompt(IDS.to(there.device), tiny.request(IDS, asked, policy, 0.3, "constant"), 4)
+        for policy in policies
+    ]
+    fusor = Fusor(there)
+    for policy, got in zip(policies, fusor.prefill_together(prompts), strict=True):
+        assert isinstance(got, Prefilled), got
+        expected, cache, _ = tiny.fuse(Fusor(here), IDS, asked, policy, 0.3, "constant")
+        assert tiny.difference(fusor.first_logits([got]).cpu()[0], expected[0, -1]) < 1e-3
+        for a, b in zip(cache.layers, got.cache.layers, strict=True):
+            assert tiny.difference(b.keys.cpu(), a.keys) < 1e-3
+
+
+def test_a_profile_is_measured_and_predicts(there: ModelAdapter, tmp_path: Path) -> None:
+    with tiny.engine(there.model, tmp_path / "kv") as engine:
+        measured = engine.profile().profile
+    assert measured.device_bytes_per_s
+    assert measured.prefill_s(200) > 0
 
 
 def test_the_gate_holds(there: ModelAdapter) -> None:
