@@ -111,6 +111,23 @@ def test_what_opening_and_deciding_took_is_in_the_prediction_as_in_an_engines(
     assert slow["ms"] >= slow["predicted_ms"] > quick["predicted_ms"]
 
 
+@pytest.mark.parametrize("given", [(), ("--schedule", "constant"), ("--schedule", "linear")])
+def test_a_schedule_that_is_given_stays_also_at_the_automatic_ratio(
+    monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...]
+) -> None:
+    decide, asked = auto.decide, []
+
+    def noting(*args: Any) -> Any:
+        asked.append(args[3])
+        return decide(*args)
+
+    monkeypatch.setattr(auto, "decide", noting)
+    measured("auto", *SMALL, *given, "--tiers", "disk", "--ratios", "0.15")
+    assert {each.follows_load for each in asked if each.is_auto} == {not given}
+    expected = given[1] if given else "constant"
+    assert {str(each.schedule_at(each.ratio)) for each in asked} == {expected}
+
+
 def test_every_round_begins_with_another_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
     run, order = AutoBench.run, []
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import tiny
+from blendrag import calibrate
 from blendrag.bench.tiers import Throttle, ThrottledStore
 from blendrag.config import Settings
 from blendrag.controller import Controller
@@ -39,6 +40,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
 def _forgotten(engine: BlendEngine) -> Iterator[None]:
     yield
     path_of(engine.resources.root, engine.resources.trust.namespace).unlink(missing_ok=True)
+    for calibrated in (engine.resources.root / "verified").glob("*.schedules.json"):
+        calibrated.unlink()
 
 
 def prompt(engine: BlendEngine) -> str:
@@ -132,6 +135,27 @@ def test_a_schedule_asked_for_stays(engine: BlendEngine, monkeypatch: pytest.Mon
     profiled(engine, token_bytes(engine) / 1e-5, 5e-6)
     metrics = ask(engine, replace(AUTO, schedule="linear")).metrics
     assert metrics.schedule == "linear"
+
+
+def test_a_calibrated_schedule_is_the_one_found_nearest_to_the_ratio_decided(
+    engine: BlendEngine,
+) -> None:
+    root, namespace = engine.resources.root, engine.resources.trust.namespace
+    near, far = (
+        calibrate.Calibration("random", ratio, weights, 0, "", 0, 1, 4, 0, calibrate.record.GIVEN)
+        for ratio, weights in ((0.15, (0.45, 0.0, 0.0)), (0.9, (1.0, 1.0, 0.7)))
+    )
+    calibrate.remember(root, namespace, near)
+    calibrate.remember(root, namespace, far)
+    flat = Curve((1.0, 4096.0), (1e-3, 1e-3), 0.0)  # as on a GPU, to which all these rows are few
+    profiled(engine, 1e12, layer=flat, last=flat, prefill=line(1.0))
+    metrics = ask(engine).metrics
+    assert metrics.ratio > 0.6
+    assert metrics.schedule == str(far.schedule)
+    ran = [note for note in metrics.notes if "found at ratio 0.9, the nearest to" in note]
+    assert len(ran) == len(metrics.notes) == (metrics.ratio != 0.9)
+    fixed = ask(engine, replace(AUTO, ratio=0.15)).metrics
+    assert (fixed.schedule, fixed.notes) == (str(near.schedule), ())
 
 
 def test_the_least_ratio_is_a_setting(tmp_path: Path) -> None:

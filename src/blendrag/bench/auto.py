@@ -38,9 +38,15 @@ class AutoBench:
     """Requests over one tier, decided by a profile."""
 
     def __init__(
-        self, bench: TtftBench, profile: Profile, tier: BenchTier, min_ratio: float
+        self,
+        bench: TtftBench,
+        profile: Profile,
+        tier: BenchTier,
+        min_ratio: float,
+        keeps_schedule: bool,
     ) -> None:
         self._bench, self._min_ratio = bench, min_ratio
+        self._keeps_schedule = keeps_schedule
         self._profile = with_tier(profile, tier)
 
     def run(self, ratio: float | None) -> Run:
@@ -50,10 +56,10 @@ class AutoBench:
         asked = Asked(
             "blend",
             policy,
-            Schedule.parse(bench.workload.schedule),
+            lambda _: Schedule.parse(bench.workload.schedule),
             self._min_ratio if ratio is None else ratio,
             is_auto=ratio is None,
-            follows_load=ratio is None,
+            follows_load=ratio is None and not self._keeps_schedule,
         )
         began = self._now()
         with bench.opened() as opened:
@@ -118,9 +124,11 @@ def run_auto(
     tiers: Sequence[BenchTier],
     ratios: Sequence[float],
     min_ratio: float,
+    keeps_schedule: bool,
     tick: Tick = lambda text: None,
 ) -> AutoResult:
-    """Measure a profile, then every tier. Raises :class:`InvalidInputError` without a ratio to compare."""
+    """Measure a profile, then every tier. ``keeps_schedule``: also at the automatic ratio, as where an
+    engine is asked for one. Raises :class:`InvalidInputError` without a ratio to compare."""
     swept = sorted({ratio for ratio in ratios if ratio >= min_ratio})
     if not swept or not tiers:
         raise InvalidInputError(
@@ -138,7 +146,7 @@ def run_auto(
             bench = TtftBench(adapter, workload, there.store)
             profile = profile or measure_profile(bench, tick)
             tokens = bench.prompt_tokens
-            benches.append((AutoBench(bench, profile, tier, min_ratio), there))
+            benches.append((AutoBench(bench, profile, tier, min_ratio, keeps_schedule), there))
         runs = _rounds(benches, asked, workload.rounds, tick)
     assert profile is not None  # there is a tier
     found = tuple(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -115,23 +116,26 @@ def resolve(
     what suits them may suit questions less than any family."""
     if not schedule.is_open:
         return schedule
-    found = nearest(root, namespace, policy, ratio, of_questions)
+    found = nearest(fitting(root, namespace, policy, of_questions), ratio)
     return Schedule.parse(UNCALIBRATED_SCHEDULE) if found is None else found.schedule
 
 
-def nearest(
-    root: Path, namespace: str, policy: str, ratio: float, of_questions: bool = False
-) -> Calibration | None:
-    """What was found for this policy at the nearest ratio, on questions rather than on sentences;
-    ``of_questions`` as :func:`resolve` has it."""
+def fitting(
+    root: Path, namespace: str, policy: str, of_questions: bool = False
+) -> tuple[Calibration, ...]:
+    """What was found for this policy; ``of_questions`` as :func:`resolve` has it."""
     policy = str(make_policy(policy))
-    fitting = [
+    return tuple(
         each
         for each in recall(root, namespace)
         if each.policy == policy and (each.is_of_questions or not of_questions)
-    ]
+    )
+
+
+def nearest(found: Iterable[Calibration], ratio: float) -> Calibration | None:
+    """The one at the nearest ratio, on questions rather than on sentences."""
     return min(
-        fitting, key=lambda each: (abs(each.ratio - ratio), not each.is_of_questions), default=None
+        found, key=lambda each: (abs(each.ratio - ratio), not each.is_of_questions), default=None
     )
 
 

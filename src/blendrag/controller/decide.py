@@ -28,7 +28,8 @@ class Asked:
 
     mode: Mode
     policy: SelectionPolicy
-    schedule: Schedule
+    schedule_at: Callable[[float], Schedule]
+    """What spreads the budget at a ratio: each may have one that was calibrated for it."""
     ratio: float
     """Of an automatic one, the smallest that keeps quality."""
     is_auto: bool = False
@@ -53,11 +54,16 @@ def decide(
     load: LoadPlan, prompt_tokens: int, layout: KVLayout, asked: Asked, profile: Profile | None
 ) -> tuple[LoadPlan, Decided]:
     """``load`` without what is faster computed, whose readers are closed; and how to blend the rest."""
-    kept = Decided(asked.ratio, asked.schedule)
+    kept = Decided(asked.ratio, asked.schedule_at(asked.ratio))
     if profile is None:
         return load, kept
     prompt = prompt_of(load, prompt_tokens, layout, asked.policy)
-    counts = counts_of(asked.policy, asked.schedule, profile.layers, _blended(prompt))
+    chunks = _blended(prompt)
+
+    def counts(ratio: float, candidates: int) -> Sequence[float]:
+        schedule = asked.schedule_at(ratio)
+        return counts_of(asked.policy, schedule, profile.layers, chunks)(ratio, candidates)
+
     try:
         if not (asked.is_auto and asked.mode == "blend"):
             candidates = sum(part.tokens for part in prompt.parts if not part.exact)
@@ -149,7 +155,9 @@ def _why_computed(part: Part) -> str:
 
 
 def _decided(asked: Asked, prompt: Prompt, choice: Choice) -> Decided:
-    schedule = Schedule("vector", choice.shares) if choice.shares else asked.schedule
+    schedule = (
+        Schedule("vector", choice.shares) if choice.shares else asked.schedule_at(choice.ratio)
+    )
     reason = choice.reason
     notes: tuple[str, ...] = ()
     given_up = len(prompt.parts) - len(choice.loaded)

@@ -67,7 +67,7 @@ class Preparation:
             load = controller.plan(task.plan, task.mode, avoid, reserve)
         try:
             kept, decided = self._decide(task, load)
-            notes = (*task.notes, *decided.notes)
+            notes = (*task.notes, *task.calibration_notes(decided.ratio), *decided.notes)
             task = replace(task, ratio=decided.ratio, schedule=decided.schedule, notes=notes)
             if kept.spans:
                 self._check_length(task)
@@ -79,7 +79,9 @@ class Preparation:
     def _decide(self, task: Task, load: LoadPlan) -> tuple[LoadPlan, Decided]:
         """What is loaded after all, and how; the time predicted is that since the request began."""
         policy = task.new_policy()
-        asked = Asked(task.mode, policy, task.schedule, task.ratio, task.is_auto, task.follows_load)
+        asked = Asked(
+            task.mode, policy, task.schedule_at, task.ratio, task.is_auto, task.follows_load
+        )
         if task.profile is None or not task.plan.chunks:
             return load, Decided(task.ratio, task.schedule)
         layout = self._adapter.layout

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from blendrag.calibrate import nearest
+from blendrag.calibrate import fitting, nearest
 from blendrag.config import UNCALIBRATED_SCHEDULE, Settings
 from blendrag.controller import Controller
 from blendrag.engine.encoding import Background
@@ -104,8 +104,8 @@ class Stored:
         return replace(task, notes=(*task.notes, ENCODED_FIRST.format(encoded)))
 
     def _with_schedule(self, task: Task, namespace: str) -> Task:
-        """What ``calibrated`` means for this model, policy and ratio; a note if that was found at another
-        ratio, or if it means nothing.
+        """What ``calibrated`` means for this model, policy and ratio, and may mean at another one; a note
+        if it means nothing.
 
         Left to the settings, it is only what was found on questions, and means nothing without a note; nor
         is there one where it decides nothing.
@@ -113,15 +113,17 @@ class Stored:
         if not task.schedule.is_open:
             return task
         root, is_asked = self._resources.root, task.options.schedule is not None
-        found = nearest(root, namespace, task.policy, task.ratio, of_questions=not is_asked)
-        if found is None:
-            schedule, note = Schedule.parse(UNCALIBRATED_SCHEDULE), UNCALIBRATED * is_asked
-        else:
-            schedule, note = found.schedule, found.note(task.ratio)
-        task = replace(task, follows_load=task.is_auto and found is None and not is_asked)
-        if note and task.mode == "blend" and make_policy(task.policy).follows_schedule:
-            return replace(task, schedule=schedule, notes=(*task.notes, note))
-        return replace(task, schedule=schedule)
+        known = fitting(root, namespace, task.policy, of_questions=not is_asked)
+        found = nearest(known, task.ratio)
+        decides = task.mode == "blend" and make_policy(task.policy).follows_schedule
+        if found is not None:
+            return replace(task, schedule=found.schedule, calibrated=known if decides else ())
+        return replace(
+            task,
+            schedule=Schedule.parse(UNCALIBRATED_SCHEDULE),
+            follows_load=task.is_auto and not is_asked,
+            notes=(*task.notes, UNCALIBRATED) if is_asked and decides else task.notes,
+        )
 
     def _with_profile(self, task: Task, namespace: str) -> Task:
         """What this machine takes for what; a note where a ratio was to be found by it and cannot."""

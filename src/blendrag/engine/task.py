@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from blendrag.calibrate import Calibration, nearest
 from blendrag.config import Mode
 from blendrag.controller import Decided, LoadPlan
 from blendrag.engine.options import Options
@@ -39,8 +40,21 @@ class Task:
     """Whether ``ratio`` is only the least, and the loading controller decides."""
     follows_load: bool = False
     """Whether it may bring a schedule, too."""
+    calibrated: tuple[Calibration, ...] = ()
+    """What was found for its policy, where the schedule is left to that: the nearest to its ratio runs."""
     profile: Profile | None = None
     """What this machine takes for what, if that was measured."""
+
+    def schedule_at(self, ratio: float) -> Schedule:
+        """The one that runs if that ratio is taken."""
+        found = nearest(self.calibrated, ratio)
+        return self.schedule if found is None else found.schedule
+
+    def calibration_notes(self, ratio: float) -> tuple[str, ...]:
+        """What is to be said of a schedule that was found at another ratio than that."""
+        found = nearest(self.calibrated, ratio)
+        note = "" if found is None else found.note(ratio)
+        return (note,) if note else ()
 
     def new_policy(self) -> SelectionPolicy:
         """The one that chooses what is recomputed, for one fusion."""

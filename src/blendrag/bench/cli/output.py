@@ -34,12 +34,18 @@ def command_line(context: typer.Context) -> str:
     return shlex.join(["blendrag", "bench", context.info_name or "", *_given(context)])
 
 
+def is_given(context: typer.Context, parameter: str) -> bool:
+    """Whether it was typed, be it as its default is."""
+    source = context.get_parameter_source(parameter)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def _given(context: typer.Context) -> Iterator[str]:
     for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        if source is None or source.name != "COMMANDLINE" or parameter.name in PLACES:
+        name = parameter.name or ""
+        if not is_given(context, name) or name in PLACES:
             continue
         yield max(parameter.opts, key=len)
-        value = context.params[parameter.name]
+        value = context.params[name]
         if not isinstance(value, bool):
             yield str(value)
