@@ -168,7 +168,7 @@ def test_what_was_written_is_gone_and_was_where_it_was_asked_for(
 ) -> None:
     made = []
     real = tempfile.mkdtemp
-    monkeypatch.setattr(tempfile, "mkdtemp", lambda *a: made.append(real(*a)) or made[-1])
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **a: made.append(real(**a)) or made[-1])
     fields = measured("store", *SMALL, "--dir", str(tmp_path))
     assert fields["directory"] == str(tmp_path)
     assert [Path(path).parent for path in made] == [tmp_path]

@@ -8,17 +8,16 @@ below the smallest that the automatic one may take.
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from blendrag.bench.auto_results import AutoResult, Run, share_close, tier_result
+from blendrag.bench.scratch import scratch
 from blendrag.bench.tiers import BenchTier, TierStore, tier_store
 from blendrag.bench.ttft import TtftBench
 from blendrag.bench.workload import PREFIX_IDS, Workload
@@ -184,8 +183,8 @@ def measure_profile(bench: TtftBench, tick: Tick) -> Profile:
         lambda call: call(),
         lambda what, done, steps: tick(f"profile: {what}, {done} of {steps} steps done"),
     )
-    with tempfile.TemporaryDirectory(prefix="blendrag-bench-") as root:
-        return measure.profile(conditions_of(adapter, namespace), Path(root))
+    with scratch() as root:
+        return measure.profile(conditions_of(adapter, namespace), root)
 
 
 def _rounds(

@@ -8,7 +8,6 @@ storing and the corpus's rows; only embedding is left out.
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 
 from blendrag.bench.ingest_twice import NOTHING, Tick, ingest_twice, write_corpus
 from blendrag.bench.rounds import interleaved
+from blendrag.bench.scratch import scratch
 from blendrag.bench.workload import PREFIX_IDS
 from blendrag.engine import BlendEngine
 from blendrag.identity import chunk_key
@@ -75,13 +75,13 @@ def run_ingest(
 
     Raises :class:`KeyboardInterrupt` and :class:`StoreFullError` for an ingest that was cut short.
     """
-    with tempfile.TemporaryDirectory(prefix="blendrag-bench-") as root:
-        rates = _rates(adapter, workload, Path(root) / "rate", tick)
+    with scratch() as root:
+        rates = _rates(adapter, workload, root / "rate", tick)
         twice = NOTHING
         if workload.corpus_chunks:
             twice = ingest_twice(
                 adapter,
-                Path(root) / "twice",
+                root / "twice",
                 workload.corpus_chunks,
                 workload.corpus_chunk_tokens,
                 workload.from_shell,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ import torch
 
 from blendrag.anchors import Match
 from blendrag.bench.memory import peak_bytes
+from blendrag.bench.scratch import scratch
 from blendrag.bench.store_rounds import MeasuredNothingError, Row, Tick, Way, measure
 from blendrag.chunking import Chunk, chunk_id_of
 from blendrag.readers import Document
@@ -75,12 +75,12 @@ def run_recognise(workload: RecogniseWorkload, tick: Tick = lambda text: None) -
     """Build both corpora in a directory of their own, which is removed, and search them in turn."""
     loads: list[Loaded] = []
     ways: list[_Find] = []
-    with tempfile.TemporaryDirectory(prefix="blendrag-recognise-") as directory:
+    with scratch() as directory:
         opened = []
         try:
             for name, shared in (("distinct", 0), (f"first {SHARED_CHARS} shared", SHARED_CHARS)):
                 tick(f"{name}: adding {workload.chunks} chunks")
-                root = Path(directory, str(shared))
+                root = directory / str(shared)
                 with _timed() as adding:
                     texts = _fill(root, workload.chunks, shared)
                 corpus = Corpus.open(root)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from blendrag.bench.scratch import scratch
 from blendrag.bench.store_chunks import Prompt, random_chunk
 from blendrag.bench.store_cold import is_cold
 from blendrag.bench.store_decoding import DISK_BYTES_PER_S, ENCODINGS, measure_decoding
@@ -127,8 +128,7 @@ def run_store(workload: StoreWorkload, tick: Tick = lambda text: None) -> StoreR
     _check(workload)
     layout, tokens, rounds = workload.layout, workload.chunk_tokens, workload.rounds
     load = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory(prefix="blendrag-bench-", dir=workload.directory) as name:
-        root = Path(name)
+    with scratch(workload.directory) as root:
         tick("making chunks")
         chunks = [random_chunk(layout, tokens, seed) for seed in range(workload.chunks)]
         rows, share = measure_reads(root / "reads", Prompt(chunks), rounds, tick)

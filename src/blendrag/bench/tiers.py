@@ -7,7 +7,6 @@ of that throughput would: all its readers share the device, and what the read it
 
 from __future__ import annotations
 
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from blendrag.bench.scratch import scratch
 from blendrag.bench.store_cold import cached_share, drop, is_cold
 from blendrag.errors import InvalidInputError
 from blendrag.estimates.profile import COLD, DISK, MEMORY
@@ -152,8 +152,8 @@ class TierStore:
 @contextmanager
 def tier_store(tier: BenchTier, limit_bytes: int = AMPLE_BYTES) -> Iterator[TierStore]:
     """A scratch store of at most ``limit_bytes``, which is removed afterwards."""
-    with tempfile.TemporaryDirectory(prefix="blendrag-bench-") as scratch:
-        root = Path(scratch) / "store"
+    with scratch() as directory:
+        root = directory / "store"
         ram_bytes = limit_bytes if tier.name == MEMORY else 0
         store = open_store(root, ram_bytes=ram_bytes, disk_bytes=limit_bytes)
         try:
