@@ -12,7 +12,7 @@ import torch
 from bench.lab import measured
 from bench.test_ttft import _let_context_matter
 from blendrag.bench.geometry import bench_adapter
-from blendrag.bench.load import LoadWorkload, make_requests, run_load
+from blendrag.bench.load import RATES, LoadWorkload, make_requests, run_load
 from blendrag.bench.load_servers import BlendServer, FullServer, PrefixServer, Served
 from blendrag.bench.queue import Queue
 from blendrag.bench.tiers import ON_DISK, tier_store
@@ -202,6 +202,13 @@ def test_one_object_holds_every_way_at_every_rate() -> None:
     assert fields["full_doubles_per_s"] == by_way["full"]["equal_ttft_per_s"] > 0
     ratio = by_way["blend"]["equal_ttft_per_s"] / fields["full_doubles_per_s"]
     assert fields["blend_rate_ratio"] == pytest.approx(ratio)
+
+
+def test_throughput_by_rate_is_printed_beside_ttft() -> None:
+    result = invoke("bench", "load", *SMALL)
+    assert result.exit_code == 0, result.stderr
+    assert "first tokens/s by rate" in " ".join(result.stdout.split())
+    assert result.stdout.count("/s") >= 3 * len(RATES)
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,11 @@ LOADED = (
 WAYS = ("full prefill", "reuse", "blend")
 
 
-def row(factor: str, value: str, number: int) -> SweepRow:
+def row(factor: str, value: str, number: int, tokens: int = 100) -> SweepRow:
     """Times that tell every value and way apart: blend's end in 0, full's in 1, reuse's in 2."""
     ms = 100.0 * (number + 1)
     return SweepRow(
-        factor=factor, value=value, prompt_tokens=100, ratio=0.15, charged_ratio=0.15,
+        factor=factor, value=value, prompt_tokens=tokens, ratio=0.15, charged_ratio=0.15,
         ms=ms, spread_ms=(ms - 10, ms + 20),
         full_ms=ms + 1001, full_spread_ms=(ms + 991, ms + 1021),
         reuse_ms=ms / 10 + 2, reuse_spread_ms=(ms / 10 + 1, ms / 10 + 4),
@@ -64,7 +64,7 @@ def loaded() -> LoadResult:
 
 @pytest.mark.parametrize(
     ("factor", "values"),
-    [("ratio", ("0.05", "0.15", "1.0")), ("context", ("1024", "2048")), ("chunks", ("2", "4"))],
+    [("ratio", ("0.05", "0.15", "1.0")), ("chunk-tokens", ("256", "512")), ("chunks", ("2", "4"))],
 )
 def test_factors_that_are_numbers_are_drawn_at_their_values(
     factor: str, values: tuple[str, ...]
@@ -85,6 +85,15 @@ def test_factors_that_are_numbers_are_drawn_at_their_values(
         assert drawn.get_linestyle() != "None"
     assert axes.get_title() == "about\nit"
     assert axes.get_xlabel() == factor
+
+
+def test_a_context_is_drawn_at_the_tokens_of_its_prompt() -> None:
+    rows = (row("context", "1024", 0, 544), row("context", "2048", 1, 1568))
+    (axes,) = by_value(SweepResult("context", ("about", "it"), 3, rows)).axes
+    for label in WAYS:
+        assert list(line(axes, label).get_xdata()) == [544, 1568]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["544", "1568"]
+    assert axes.get_xlabel() == "tokens of the prompt"
 
 
 def test_factors_that_are_names_stand_side_by_side_and_are_not_joined() -> None:

@@ -40,6 +40,13 @@ def test_the_prompt_follows_the_factor(factor: str, values: str, tokens: list[in
     assert rows[0]["full_ms"] != rows[1]["full_ms"]  # each prompt has its own
 
 
+def test_the_value_of_a_context_is_called_a_limit() -> None:
+    result = invoke("bench", "sweep", *SMALL, "--factor", "context", "--values", "80")
+    assert result.exit_code == 0, result.stderr
+    (row,) = (line.split("│") for line in result.stdout.splitlines() if "≤" in line)
+    assert [cell.strip() for cell in row[1:3]] == ["≤ 80", "72"]
+
+
 def test_every_tier_reads_the_same_prompt() -> None:
     values = ("--factor", "tier", "--values", "memory,disk,9GB/s")
     rows = measured("sweep", *SMALL, *BFLOAT16, *values)["rows"]

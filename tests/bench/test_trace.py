@@ -171,6 +171,16 @@ def test_the_trace_opens_in_a_viewer_and_says_what_it_is_of(tmp_path: Path) -> N
     assert plot.read_bytes().startswith(b"\x89PNG")
     expected = overlap(fields["wall_ms"], fields["load_ms"], fields["compute_ms"])
     assert fields["overlap"] == pytest.approx(expected)
+    assert fields["bound_ms"] == max(fields["load_ms"], fields["compute_ms"])
+    assert fields["bound_share"] == pytest.approx(fields["bound_ms"] / fields["wall_ms"])
+    assert made["otherData"]["bound_share"] == fields["bound_share"]
+
+
+def test_the_bound_is_printed_beside_what_was_measured() -> None:
+    result = invoke("bench", "trace", *SMALL)
+    assert result.exit_code == 0, result.stderr
+    assert "bound: the longer of the two" in result.stdout
+    assert "bound over request" in result.stdout
 
 
 def test_a_balanced_disk_is_one_of_a_throughput() -> None:

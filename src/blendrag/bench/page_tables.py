@@ -61,7 +61,7 @@ def sweep(result: SweepResult) -> str:
     """A row for each value of the factor."""
     rows = [
         (
-            row.value,
+            row.label,
             f"{row.prompt_tokens:,}",
             f"{row.charged_ratio:.3f}",
             _spread(row.ms, row.spread_ms),
@@ -105,7 +105,7 @@ def throughput(result: ThroughputResult) -> str:
 
 
 def trace(result: TraceResult) -> str:
-    """A row for each of the three times, and the overlap."""
+    """A row for each of the three times, and what the request could take at best; the overlap."""
     names = {"wall": "the request", "load": "loading alone", "compute": "computing alone"}
     rows = [
         (name, _spread(getattr(result, f"{key}_ms"), result.spread_ms[key]))
@@ -119,12 +119,15 @@ def trace(result: TraceResult) -> str:
     hint = (
         "" if result.comparable else "; one of loading and computing is more than twice the other"
     )
-    overlap = f"Overlap **{result.overlap:.2f}**{hint}."
+    rows.append(("bound: the longer of the two", _figure(result.bound_ms)))
+    overlap = (
+        f"Overlap **{result.overlap:.2f}**{hint}. Bound over request **{result.bound_share:.2f}**."
+    )
     return "\n\n".join([about, _table(("what", "ms (lowest to highest)"), rows), overlap])
 
 
 def load(result: LoadResult) -> str:
-    """What each way takes and sustains, and TTFT by rate."""
+    """What each way takes and sustains; TTFT and throughput by rate."""
     names = [way.way for way in result.ways]
     ways = [
         (
@@ -140,7 +143,7 @@ def load(result: LoadResult) -> str:
         (
             f"{rate:.3g}",
             *(
-                f"{_figure(row.mean_ttft_ms)} ({_figure(row.p95_ttft_ms)})"
+                f"{_figure(row.mean_ttft_ms)} ({_figure(row.p95_ttft_ms)}), {row.throughput_per_s:.3g}/s"
                 for row in (found[rate, name] for name in names)
             ),
         )
@@ -154,7 +157,7 @@ def load(result: LoadResult) -> str:
     )
     sustained = f"requests/s at {_figure(result.doubled_ttft_ms)} ms"
     head = ("way", "median TTFT ms without load", "tokens reused", sustained)
-    by_rate = "Mean TTFT in ms (95th percentile) by rate:"
+    by_rate = "Mean TTFT in ms (95th percentile) and first tokens per second, by rate:"
     return "\n\n".join([about, _table(head, ways), by_rate, _table(("requests/s", *names), rates)])
 
 

@@ -31,6 +31,10 @@ FACTORS = {
 }
 
 
+#: Factors whose value is the most that a prompt may have, not what it has.
+LIMITS = ("context",)
+
+
 @dataclass(frozen=True)
 class Case:
     """One value of the factor, and everything else as it is for all of them."""
@@ -75,6 +79,11 @@ class SweepRow:
     floor_speedup: float
     kv_bytes: int
     """Of the prompt's chunks, as stored."""
+
+    @property
+    def label(self) -> str:
+        """The value as it stands in tables."""
+        return f"≤ {self.value}" if self.factor in LIMITS else self.value
 
 
 @dataclass(frozen=True)

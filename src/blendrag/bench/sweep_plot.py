@@ -1,4 +1,7 @@
-"""A sweep as a picture: TTFT of full prefill, reuse and blend by the factor's value. Needs matplotlib."""
+"""A sweep as a picture: TTFT of full prefill, reuse and blend by the factor's value. Needs matplotlib.
+
+Of a factor whose values are limits, by the tokens that the prompts have.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import replace
 
 from matplotlib.figure import Figure
 
-from blendrag.bench.sweep import SweepResult, SweepRow
+from blendrag.bench.sweep import LIMITS, SweepResult, SweepRow
 from blendrag.figures import (
     BASELINES,
     Line,
@@ -29,14 +32,18 @@ def by_value(result: SweepResult) -> Figure:
     """Medians with the lowest and highest time; the title says what else was as it was."""
     figure, (axes,) = panels(1)
     factor, rows = result.factor, result.rows
-    x = [float(row.value) if factor in NUMBERS else i for i, row in enumerate(rows)]
+    values = [str(row.prompt_tokens) if factor in LIMITS else row.value for row in rows]
+    x = [float(value) if factor in NUMBERS else i for i, value in enumerate(values)]
     draw(axes, _lines(rows, x, joined=factor in NUMBERS))
     if factor in DOUBLING:
         axes.set_xscale("log", base=2)
     if factor != "ratio":  # of which there may be too many, too close to one another
-        axes.set_xticks(x, [row.value for row in rows])
+        axes.set_xticks(x, values)
         axes.set_xticks([], minor=True)
-    axes.set(xlabel=factor, ylabel="milliseconds to the first token")
+    axes.set(
+        xlabel="tokens of the prompt" if factor in LIMITS else factor,
+        ylabel="milliseconds to the first token",
+    )
     log_scale(axes)
     title(axes, "\n".join(result.about))
     legend(figure, [axes])

@@ -59,6 +59,20 @@ class TraceResult:
     rounds: int
     spans: tuple[Span, ...]
 
+    @property
+    def bound_ms(self) -> float:
+        """The longer of loading and computing: no request is faster that needs both."""
+        return max(self.load_ms, self.compute_ms)
+
+    @property
+    def bound_share(self) -> float:
+        """Bound over wall: 1 where the request takes no longer than it must."""
+        return self.bound_ms / self.wall_ms
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, what follows from the rest included."""
+        return {**asdict(self), "bound_ms": self.bound_ms, "bound_share": self.bound_share}
+
 
 def overlap(wall: float, load: float, compute: float) -> float:
     """1 − (wall − max(load, compute)) / min(load, compute); above 1 only by noise."""
@@ -225,7 +239,7 @@ def chrome_trace(result: TraceResult) -> dict[str, Any]:
                 "args": {"layer": span.layer, "pass": span.pass_name or "blend"},
             }
         )
-    about = {k: v for k, v in asdict(result).items() if k != "spans"}
+    about = {k: v for k, v in result.as_dict().items() if k != "spans"}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 

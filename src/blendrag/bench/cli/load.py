@@ -61,13 +61,18 @@ def load(
 
 def _print(result: LoadResult) -> None:
     names = [way.way for way in result.ways]
-    table = Table(title=f"{result.model}, {result.requests} requests, mean TTFT ms (p95) by rate")
+    table = Table(
+        title=f"{result.model}, {result.requests} requests, mean TTFT ms (p95) and first tokens/s by rate"
+    )
     table.add_column("requests/s", justify="right")
     for name in names:
         table.add_column(name, justify="right")
     by_rate = [result.rows[i : i + len(names)] for i in range(0, len(result.rows), len(names))]
     for rows in by_rate:
-        cells = (f"{row.mean_ttft_ms:.0f} ({row.p95_ttft_ms:.0f})" for row in rows)
+        cells = (
+            f"{row.mean_ttft_ms:.0f} ({row.p95_ttft_ms:.0f}), {row.throughput_per_s:.3g}/s"
+            for row in rows
+        )
         table.add_row(f"{rows[0].requests_per_s:.3g}", *cells)
     Console().print(table)
     for way in result.ways:

@@ -113,7 +113,7 @@ def _print(rows: Sequence[SweepRow], title: str) -> None:
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
-            row.value, str(row.prompt_tokens), f"{row.charged_ratio:.3f}", f"{row.ms:.0f}",
+            row.label, str(row.prompt_tokens), f"{row.charged_ratio:.3f}", f"{row.ms:.0f}",
             *(f"{ms:.0f}" for ms in row.spread_ms), f"{row.speedup:.2f}×",
             f"{row.floor_speedup:.2f}×", f"{row.speedup / row.floor_speedup:.2f}",
             f"{row.reuse_speedup:.2f}×",

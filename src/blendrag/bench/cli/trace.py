@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -64,7 +64,7 @@ def trace(
 
         write_picture(plot, result)
     if as_json:
-        output.print_json(asdict(result), context, adapter)
+        output.print_json(result.as_dict(), context, adapter)
     else:
         _print(result)
 
@@ -80,6 +80,9 @@ def _print(result: TraceResult) -> None:
     times = {"wall": result.wall_ms, "load": result.load_ms, "compute": result.compute_ms}
     for key, name in names.items():
         table.add_row(name, *(f"{ms:.1f}" for ms in (times[key], *result.spread_ms[key])))
+    table.add_row("bound: the longer of the two", f"{result.bound_ms:.1f}", "", "")
     Console().print(table)
     hint = "" if result.comparable else "; one of the two is more than twice the other"
-    Console().print(f"overlap {result.overlap:.2f}{hint}")
+    Console().print(
+        f"overlap {result.overlap:.2f}{hint}; bound over request {result.bound_share:.2f}"
+    )
