@@ -51,30 +51,35 @@ lint: $(READY) ## style, types, layers
 	$(BIN)/lint-imports
 
 # Into build/bench/NAME.json, which is whole or not there; from all that are there, docs/performance.md.
-# Further arguments for all of them: make bench GEOMETRY=tiny BENCH_ARGS="--chunks 2 --chunk-tokens 64"
+# Further arguments: make bench GEOMETRY=tiny BENCH_ARGS="--chunks 2 --chunk-tokens 64". They are of all benches
+# but load, which counts no --rounds, and auto, which has no --ratio and no --tier: LOAD_ARGS and AUTO_ARGS.
 BENCH_ARGS ?=
-measure = mkdir -p build/bench && $(BIN)/blendrag bench $(2) $(BENCH_ARGS) --json > build/bench/$(1).part \
+LOAD_ARGS  ?=
+AUTO_ARGS  ?=
+measure = mkdir -p build/bench && $(BIN)/blendrag bench $(2) --json > build/bench/$(1).part \
   && mv build/bench/$(1).part build/bench/$(1).json
 page = $(BIN)/python -m blendrag.bench.page --from build/bench --out docs
 
 bench: $(READY) ## time to first token on the geometry of a 0.5B model: docs/performance.md
 	$(call measure,ttft,ttft --geometry $(GEOMETRY) --chunks 6 --chunk-tokens 512 \
-	  --question-tokens 32 --ratio 0.15)
+	  --question-tokens 32 --ratio 0.15 $(BENCH_ARGS))
 	$(page)
 
 # Hours on two cores; each factor of the sweep by itself: make bench-all FACTORS="tier encoding"
 FACTORS  ?= ratio chunks chunk-tokens context tier encoding geometry
 GEOMETRY ?= qwen2.5-0.5b
-bench-all: bench ## sweeps, trace, throughput, load and auto: tables and plots of docs/performance.md
+bench-all: bench ## compiled prefill, sweeps, trace, throughput, load, auto: docs/performance.md, its plots
+	$(call measure,ttft-compiled,ttft --geometry $(GEOMETRY) --chunks 4 --chunk-tokens 256 \
+	  --question-tokens 32 --ratio 0.15 --compiled $(BENCH_ARGS))
 	for factor in $(FACTORS); do \
 	  case $$factor in geometry) on= ;; *) on="--geometry $(GEOMETRY)" ;; esac; \
-	  $(call measure,sweep-$$factor,sweep $$on --factor $$factor) || exit 1; \
+	  $(call measure,sweep-$$factor,sweep $$on --factor $$factor $(BENCH_ARGS)) || exit 1; \
 	done
-	$(call measure,trace,trace --geometry $(GEOMETRY) --out build/bench/timeline.json)
-	$(call measure,throughput,throughput --geometry $(GEOMETRY))
-	$(call measure,load,load --geometry $(GEOMETRY))
-	$(call measure,load-smaller-store,load --geometry $(GEOMETRY) --store-chunks 40)
-	$(call measure,auto,auto --geometry $(GEOMETRY))
+	$(call measure,trace,trace --geometry $(GEOMETRY) --out build/bench/timeline.json $(BENCH_ARGS))
+	$(call measure,throughput,throughput --geometry $(GEOMETRY) $(BENCH_ARGS))
+	$(call measure,load,load --geometry $(GEOMETRY) $(LOAD_ARGS))
+	$(call measure,load-smaller-store,load --geometry $(GEOMETRY) --store-chunks 40 $(LOAD_ARGS))
+	$(call measure,auto,auto --geometry $(GEOMETRY) $(AUTO_ARGS))
 	$(page)
 
 # An hour on two cores. Interrupted, it goes on where it was: make arena ARENA_ARGS=--keep

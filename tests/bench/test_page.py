@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +178,42 @@ def test_the_numbers_of_every_bench_are_in_its_table(results: Path, tmp_path: Pa
         assert cells(text_of(docs, "auto"), tier["tier"])[1] == f"{tier['relative']:.2f}"
 
 
+def test_a_context_is_a_limit_beside_the_tokens_that_were_measured(
+    results: Path, tmp_path: Path
+) -> None:
+    docs = page_of(tmp_path, "sweep-context")
+    made = json.loads((results / "sweep-tier.json").read_text())
+    (row, *_) = made["rows"]
+    row |= {"factor": "context", "value": "1024", "prompt_tokens": 544}
+    write(tmp_path, "sweep-context", {**made, "factor": "context", "rows": [row]})
+    write_page(docs, tmp_path)
+    text = text_of(docs, "sweep-context")
+    assert cells(text, "context")[:2] == ["context", "tokens"]
+    assert cells(text, "≤")[:2] == ["≤ 1024", "544"]
+
+
+def test_a_load_says_throughput_beside_ttft_by_rate(results: Path, tmp_path: Path) -> None:
+    docs = page_of(tmp_path, "load")
+    write_page(docs, results)
+    rows = json.loads((results / "load.json").read_text())["rows"]
+    for row in rows:
+        shown = cells(text_of(docs, "load"), f"{row['requests_per_s']:.3g}")[1:]
+        assert any(cell.endswith(f", {row['throughput_per_s']:.3g}/s") for cell in shown)
+    assert "first tokens per second" in text_of(docs, "load")
+
+
+def test_a_trace_says_its_bound_and_how_near_the_request_is_to_it(tmp_path: Path) -> None:
+    docs = page_of(tmp_path, "trace")
+    made = measured(*COMMANDS["trace"])
+    made |= {"wall_ms": 500.0, "load_ms": 400.0, "compute_ms": 300.0}
+    older = {name: value for name, value in made.items() if not name.startswith("bound")}
+    for fields in (made, older):
+        write(tmp_path, "trace", fields)
+        write_page(docs, tmp_path)
+        assert cells(text_of(docs, "trace"), "bound")[1] == "400"
+        assert "Bound over request **0.80**" in text_of(docs, "trace")
+
+
 def test_equal_files_give_an_equal_page(results: Path, tmp_path: Path) -> None:
     docs = page_of(tmp_path, *COMMANDS)
 
@@ -262,6 +301,34 @@ def test_a_page_without_its_regions_is_one_sentence(
 
 
 # -- this repository --------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_what_make_measures_takes_the_further_arguments_it_is_given() -> None:
+    further = {
+        "BENCH_ARGS": "--rounds 3 --ratio 0.2 --tier disk",
+        "LOAD_ARGS": "--requests 20",
+        "AUTO_ARGS": "--rounds 3 --min-ratio 0.2",
+    }
+    planned = subprocess.run(
+        ["make", "-n", "bench-all", *(f"{name}={args}" for name, args in further.items())],
+        cwd=ROOT, env={k: v for k, v in os.environ.items() if not k.startswith("MAKE")},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    commands = re.findall(r"/blendrag (bench .*?) --json >", planned.stdout.replace("\\\n", " "))
+    assert {command.split()[1] for command in commands} == set(RESULTS)
+    for command in commands:
+        named = {"load": "LOAD_ARGS", "auto": "AUTO_ARGS"}.get(command.split()[1], "BENCH_ARGS")
+        assert command.endswith(f" {further[named]}")
+        typed = command.replace("$on", "").replace("$factor", "ratio")  # of the loop over factors
+        shown = invoke(*shlex.split(typed), "--help")
+        assert shown.exit_code == 0, shown.stderr
+
+
+def test_make_times_a_compiled_prefill_of_its_own() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    (compiled,) = re.findall(r"\$\(call measure,ttft-compiled,(.*)\)", makefile)
+    assert "--compiled" in compiled
 
 
 def test_what_make_measures_has_a_region_in_the_page() -> None:
