@@ -207,6 +207,18 @@ def test_in_between_a_part_is_loaded_and_the_answer_is_a_blend_of_both(engine: B
     assert metrics.prompt_tokens == metrics.reused_tokens + metrics.fresh_tokens
 
 
+def test_the_heads_of_chunks_that_are_not_loaded_are_not_counted_as_recomputed(
+    engine: BlendEngine,
+) -> None:
+    row_s = 5e-6
+    profiled(engine, token_bytes(engine) / (0.8 * row_s), row_s)
+    metrics = ask(engine, replace(AUTO, policy="boundary(16)")).metrics
+    outcomes = [chunk.outcome for chunk in metrics.chunks]
+    assert {"computed", "blended"} <= {*outcomes}
+    rows = metrics.fresh_tokens + 16 * outcomes.count("blended")
+    assert metrics.predicted_compute_s == pytest.approx(LAYERS * rows * row_s)
+
+
 def test_a_ratio_that_was_given_is_kept_and_everything_is_loaded(engine: BlendEngine) -> None:
     profiled(engine, 1e3)
     metrics = ask(engine, replace(AUTO, ratio=0.5)).metrics

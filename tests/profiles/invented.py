@@ -48,13 +48,13 @@ def prompt(chunks: int = 3, fresh: int = 20, tier: str = "disk", **policy: bool)
     return Prompt(chunks * CHUNK + fresh, parts, **policy)
 
 
-def evenly(ratio: float, candidates: int) -> Sequence[float]:
+def evenly(ratio: float, candidates: int, chunks: int = 0) -> Sequence[float]:
     return [round(ratio * candidates)] * (LAYERS - 1)
 
 
 def wish(
     min_ratio: float = 0.15,
     follows_load: bool = False,
-    counts: Callable[[float, int], Sequence[float]] = evenly,
+    counts: Callable[[float, int, int], Sequence[float]] = evenly,
 ) -> Wish:
     return Wish(min_ratio, counts, follows_load=follows_load)

@@ -98,7 +98,7 @@ def test_a_fast_store_leaves_the_schedule_alone() -> None:
 
 
 def test_a_policy_without_budget_is_left_alone() -> None:
-    asked = replace(wish(counts=lambda ratio, candidates: [30] * (LAYERS - 1)), is_budgeted=False)
+    asked = replace(wish(counts=lambda *of: [30] * (LAYERS - 1)), is_budgeted=False)
     found = choose(profile(2.2e4), prompt(fresh=1), asked)
     assert found.ratio == 0.15
     assert "whatever the ratio" in found.reason
@@ -170,6 +170,50 @@ def test_chunks_of_any_length_are_chosen_nearly_as_well_as_by_trying_all_sets() 
             ttft_s(made, asked, 0.15, some) for n in range(6) for some in combinations(parts, n)
         )
         assert chosen <= 1.15 * best
+
+
+def what_to_load_slowly(made: Profile, asked: Prompt) -> tuple[int, ...]:
+    """The same sets, each forecast from its parts alone."""
+
+    def seconds(chosen: tuple[int, ...]) -> float:
+        return ttft_s(made, asked, 0.15, tuple(asked.parts[i] for i in chosen))
+
+    def load_s(part: Part) -> float:
+        tier = made.tier(part.tier)
+        assert tier is not None
+        return tier.seconds(sum(part.layer_bytes), LAYERS) / part.tokens
+
+    every = tuple(range(len(asked.parts)))
+    least, tried = at(made, asked, 0.15, asked.parts), [every, ()]
+    if least.ttft_s - least.compute_s > WORTH * least.ttft_s:
+        slowest = sorted(every, key=lambda i: -load_s(asked.parts[i]))
+        tried = [tuple(sorted(slowest[n:])) for n in range(len(every) + 1)]
+        fastest = min(tried, key=seconds)
+        tried += [tuple(sorted({*fastest} ^ {i})) for i in every]
+    best = min(tried, key=seconds)
+    return best if seconds(best) <= (1 - WORTH) * seconds(every) else every
+
+
+@pytest.mark.parametrize("flags", [{}, {"looks": True}, {"asks": True}])
+def test_the_parts_chosen_by_sums_are_those_chosen_from_the_parts_themselves(
+    flags: dict[str, bool],
+) -> None:
+    draw = random.Random(17)
+    found = []
+    for _ in range(40):
+        tiers = tuple(Tier(name, 10 ** draw.uniform(3.5, 6)) for name in ("memory", "disk"))
+        made = profile(tiers=tiers, layer=line(1e-3, pair_s=1e-6))
+        position, parts = 0, []
+        for _ in range(12):
+            tokens = draw.randint(20, 200)
+            sizes = (LAYER_BYTES * tokens // CHUNK + draw.randint(0, 200),) * LAYERS
+            tier = draw.choice(tiers).name
+            parts.append(Part(position, position + tokens, tier, sizes))
+            position += tokens
+        asked = Prompt(position + 10, tuple(parts), **flags)
+        found.append(choose(made, asked, wish()).loaded)
+        assert found[-1] == what_to_load_slowly(made, asked)
+    assert len({len(loaded) for loaded in found}) > 2
 
 
 def test_a_prompt_of_nothing_stored_is_prefilled() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import astuple
 
 import pytest
 
 from blendrag.errors import InvalidInputError
-from blendrag.estimates import Curve, Part, Profile, Tier, forecast
+from blendrag.estimates import Curve, Forecast, Part, Profile, Prompt, Tier, forecast
 from blendrag.estimates.curve import Point, fit
+from blendrag.estimates.forecast import Estimator
+from blendrag.estimates.parts import Loaded
 from blendrag.estimates.pipeline import arrivals, finish, hidden_extra
 from profiles.invented import CHUNK, LAYERS, evenly, line, profile, prompt
 
@@ -236,6 +239,47 @@ def test_copies_to_a_device_are_waited_for() -> None:
     asked = prompt()
     slow = profile(1e9, device_bytes_per_s=1e4)
     assert forecast(slow, asked, asked.parts, evenly(0.1, 300)).ttft_s == pytest.approx(1.25, 1e-3)
+
+
+@pytest.mark.parametrize(
+    "policy", [{}, {"asks": True}, {"looks": True}, {"shifts": True}], ids=lambda flags: str(*flags)
+)
+def test_sums_with_parts_added_and_taken_away_forecast_what_the_parts_themselves_do(
+    policy: dict[str, bool],
+) -> None:
+    draw = random.Random(13)
+    tiers = (Tier("disk", 1e5, read_s=1e-3, busy=0.4), Tier("memory", 1e8))
+    made = profile(
+        tiers=tiers, layer=line(1e-3, 1e-6, 1e-5), device_bytes_per_s=1e6, is_shared=True,
+        shift_s=1e-5, peek_s=1e-4,
+    )  # fmt: skip
+    for _ in range(50):
+        at, parts = 0, []
+        for _ in range(6):
+            tokens, tier = draw.randint(20, 200), draw.choice(("disk", "memory"))
+            sizes = tuple(draw.randint(100, 5000) for _ in range(LAYERS))
+            parts.append(Part(at, at + tokens, tier, sizes, exact=draw.random() < 0.3))
+            at += tokens
+        asked = Prompt(at + 10, tuple(parts), **policy)
+        some = draw.sample(parts, draw.randint(0, 6))
+        summed = Loaded.of(made, parts)
+        for part in parts:
+            if part not in some:
+                summed = summed.minus(Loaded.of(made, [part]))
+        added = Loaded.of(made, ())
+        for part in some:
+            added = added.plus(Loaded.of(made, [part]))
+        plain = Estimator(made, asked, some)
+        for fast in (Estimator(made, asked, summed), Estimator(made, asked, added)):
+            assert (fast.candidates, fast.chunks) == (plain.candidates, plain.chunks)
+            for share in (0.0, 0.15, 1.0):
+                counts = evenly(share, plain.candidates)
+                assert fast.at(counts) == approx(plain.at(counts))
+                assert fast.waiting_s(counts) == pytest.approx(plain.waiting_s(counts), abs=1e-9)
+
+
+def approx(made: Forecast) -> Forecast:
+    return Forecast(*(pytest.approx(seconds, abs=1e-9) for seconds in astuple(made)))
 
 
 def test_rows_at_the_end_of_a_prompt_see_more() -> None:

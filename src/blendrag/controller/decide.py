@@ -58,16 +58,16 @@ def decide(
     if profile is None:
         return load, kept
     prompt = prompt_of(load, prompt_tokens, layout, asked.policy)
-    chunks = _blended(prompt)
 
-    def counts(ratio: float, candidates: int) -> Sequence[float]:
+    def counts(ratio: float, candidates: int, chunks: int) -> Sequence[float]:
         schedule = asked.schedule_at(ratio)
         return counts_of(asked.policy, schedule, profile.layers, chunks)(ratio, candidates)
 
     try:
         if not (asked.is_auto and asked.mode == "blend"):
-            candidates = sum(part.tokens for part in prompt.parts if not part.exact)
-            predicted = forecast(profile, prompt, prompt.parts, counts(asked.ratio, candidates))
+            blended = [part.tokens for part in prompt.parts if not part.exact]
+            recomputed = counts(asked.ratio, sum(blended), len(blended))
+            predicted = forecast(profile, prompt, prompt.parts, recomputed)
             return load, replace(kept, forecast=predicted)
         wish = Wish(
             asked.ratio,
@@ -97,8 +97,8 @@ def prompt_of(
 def counts_of(
     policy: SelectionPolicy, schedule: Schedule, layers: int, chunks: int
 ) -> Callable[[float, int], Sequence[float]]:
-    """Tokens that ``policy`` recomputes in layers 1…L-1 at a ratio, of so many candidates; ``chunks`` are
-    those that could be blended."""
+    """Tokens that ``policy`` recomputes in layers 1…L-1 at a ratio, of so many candidates, which stand in
+    ``chunks`` chunks."""
     if policy.budgeted:
         followed = policy.schedule or schedule
         return lambda ratio, candidates: followed.counts(ratio, layers, candidates)
@@ -118,10 +118,6 @@ def _part(span: LoadedSpan, stored: KVLayout) -> Part:
         stored_layer_bytes(stored, i, span.reader.tokens) for i in range(len(stored.layers))
     )
     return Part(span.start, span.end, _tier(span), sizes, span.exact)
-
-
-def _blended(prompt: Prompt) -> int:
-    return sum(not part.exact for part in prompt.parts)
 
 
 def _tier(span: LoadedSpan) -> str:

@@ -2,13 +2,14 @@
 
 Pure arithmetic over a :class:`Profile` of measured figures: no tensors, no files, no clocks. ``curve``
 and ``profile`` hold the figures, ``pipeline`` the times of a prefill whose loads overlap its compute,
-``forecast`` one prompt's, ``choice`` ratio, schedule and what to compute instead of loading, ``storage``
-the paper's question which device to buy.
+``parts`` what the stored parts of a prompt add up to, ``forecast`` one prompt's times, ``choice`` ratio,
+schedule and what to compute instead of loading, ``storage`` the paper's question which device to buy.
 """
 
 from blendrag.estimates.choice import Choice, Wish, choose
 from blendrag.estimates.curve import Curve
-from blendrag.estimates.forecast import Forecast, Part, Prompt, forecast
+from blendrag.estimates.forecast import Forecast, Prompt, forecast
+from blendrag.estimates.parts import Part
 from blendrag.estimates.profile import Conditions, Profile, Tier
 
 __all__ = [

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from blendrag.estimates.forecast import Estimator, Forecast, Part, Prompt
+from blendrag.estimates.forecast import Estimator, Forecast, Prompt
+from blendrag.estimates.parts import Loaded, Part
 from blendrag.estimates.pipeline import hidden_extra
 from blendrag.estimates.profile import Profile
 
@@ -34,12 +35,16 @@ class Wish:
 
     min_ratio: float
     """The smallest that keeps quality."""
-    counts: Callable[[float, int], Sequence[float]]
-    """Tokens recomputed in layers 1…L-1 at a ratio, of so many candidates."""
+    counts: Callable[[float, int, int], Sequence[float]]
+    """Tokens recomputed in layers 1…L-1 at a ratio, of so many candidates in so many chunks."""
     is_budgeted: bool = True
     """Whether the policy spends the budget it is given; otherwise the ratio decides nothing."""
     follows_load: bool = False
     """Whether the budget may be spread over the layers as the load leaves room."""
+
+    def counts_at(self, ratio: float, estimator: Estimator) -> Sequence[float]:
+        """Of what is loaded there."""
+        return self.counts(ratio, estimator.candidates, estimator.chunks)
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ def choose(profile: Profile, prompt: Prompt, wish: Wish) -> Choice:
     """
     loaded, load_all_s = _what_to_load(profile, prompt, wish)
     estimator = Estimator(profile, prompt, [prompt.parts[i] for i in loaded])
-    at_least = estimator.at(wish.counts(wish.min_ratio, estimator.candidates))
+    at_least = estimator.at(wish.counts_at(wish.min_ratio, estimator))
     kept = Choice(loaded, wish.min_ratio, (), at_least, load_all_s, _kept(wish, estimator))
     if not estimator.candidates or not wish.is_budgeted:
         return kept
@@ -74,9 +79,7 @@ def choose(profile: Profile, prompt: Prompt, wish: Wish) -> Choice:
     ratio, shares = best
     if ratio <= wish.min_ratio:
         return kept
-    counts = [share * estimator.candidates for share in shares] or wish.counts(
-        ratio, estimator.candidates
-    )
+    counts = [share * estimator.candidates for share in shares] or wish.counts_at(ratio, estimator)
     reason = f"ratio {ratio:.2f}: the largest whose recompute hides behind the load"
     reason += ", layer by layer" * bool(shares)
     return Choice(loaded, ratio, shares, estimator.at(counts), load_all_s, reason)
@@ -98,36 +101,59 @@ def _what_to_load(profile: Profile, prompt: Prompt, wish: Wish) -> tuple[tuple[i
 
     Parts are given up one after the other, those first whose loading takes longest for a token, and the
     best of these sets is taken: exact for parts of one length, whatever tiers they lie in. For others it is
-    mended by the best change of one part.
+    mended by the best change of one part. Each set's sums are those of another and one part more or less.
     """
-    every = tuple(range(len(prompt.parts)))
+    parts = prompt.parts
 
-    def seconds(chosen: Sequence[int]) -> float:
-        estimator = Estimator(profile, prompt, [prompt.parts[i] for i in chosen])
-        counts = wish.counts(wish.min_ratio, estimator.candidates)
-        return estimator.at(counts).ttft_s
+    def seconds(loaded: Loaded) -> float:
+        estimator = Estimator(profile, prompt, loaded)
+        return estimator.at(wish.counts_at(wish.min_ratio, estimator)).ttft_s
 
-    waits = _waits(profile, prompt, wish)
-    slowest = sorted(
-        every, key=lambda i: -_load_s(profile, prompt.parts[i]) / prompt.parts[i].tokens
-    )
+    every = frozenset(range(len(parts)))
+    sets = {every: Loaded.of(profile, parts), frozenset[int](): Loaded.of(profile, ())}
     # A part that nobody waits for is not worth computing by itself.
-    given_up = range(len(every) + 1) if waits else (0, len(every))
-    times = {chosen: seconds(chosen) for chosen in (tuple(sorted(slowest[n:])) for n in given_up)}
-    if waits and len({part.tokens for part in prompt.parts}) > 1:
+    waits = _waits(Estimator(profile, prompt, sets[every]), wish)
+    ones = [Loaded.of(profile, [part]) for part in parts] if waits else []
+    if waits:
+        sets = _given_up_in_turn(profile, parts, ones)
+    times = {chosen: seconds(loaded) for chosen, loaded in sets.items()}
+    if waits and len({part.tokens for part in parts}) > 1:
         fastest = min(times, key=times.__getitem__)
-        for changed in (tuple(sorted({*fastest} ^ {i})) for i in every):
-            times[changed] = seconds(changed)
+        changed = _changed_in_one(fastest, sets[fastest], ones)
+        times |= {chosen: seconds(loaded) for chosen, loaded in changed.items()}
     best_set = min(times, key=times.__getitem__)
     is_worth = times[best_set] <= (1 - WORTH) * times[every]
-    return best_set if is_worth else every, times[every]
+    return tuple(sorted(best_set if is_worth else every)), times[every]
 
 
-def _waits(profile: Profile, prompt: Prompt, wish: Wish) -> bool:
+def _given_up_in_turn(
+    profile: Profile, parts: Sequence[Part], ones: Sequence[Loaded]
+) -> dict[frozenset[int], Loaded]:
+    """Sets of some of ``parts``, the largest first."""
+    slowest = sorted(range(len(parts)), key=lambda i: -_load_s(profile, parts[i]) / parts[i].tokens)
+    sets = {frozenset[int](): Loaded.of(profile, ())}
+    for i in reversed(
+        slowest
+    ):  # from none on, so that few parts have no rounding of many in their sums
+        chosen, loaded = next(reversed(sets.items()))
+        sets[chosen | {i}] = loaded.plus(ones[i])
+    return dict(reversed(sets.items()))
+
+
+def _changed_in_one(
+    chosen: frozenset[int], loaded: Loaded, ones: Sequence[Loaded]
+) -> dict[frozenset[int], Loaded]:
+    """The sets that differ from ``chosen`` in one part."""
+    return {
+        chosen ^ {i}: loaded.minus(one) if i in chosen else loaded.plus(one)
+        for i, one in enumerate(ones)
+    }
+
+
+def _waits(everything: Estimator, wish: Wish) -> bool:
     """Whether loads that took no time would make the prompt faster by as much as is worth it."""
-    estimator = Estimator(profile, prompt, prompt.parts)
-    counts = wish.counts(wish.min_ratio, estimator.candidates)
-    return estimator.waiting_s(counts) > WORTH * estimator.at(counts).ttft_s
+    counts = wish.counts_at(wish.min_ratio, everything)
+    return everything.waiting_s(counts) > WORTH * everything.at(counts).ttft_s
 
 
 def _load_s(profile: Profile, part: Part) -> float:
@@ -169,8 +195,7 @@ def _largest_ratio(
     low, high = 0, math.ceil((1 - wish.min_ratio) / STEP)
     while low < high:
         middle = (low + high + 1) // 2
-        counts = wish.counts(_stepped(wish, middle), estimator.candidates)
-        fits = limit.allows(estimator.at(counts))
+        fits = limit.allows(estimator.at(wish.counts_at(_stepped(wish, middle), estimator)))
         low, high = (middle, high) if fits else (low, middle - 1)
     return _stepped(wish, low), ()
 
@@ -183,7 +208,7 @@ def _following_load(
     estimator: Estimator, wish: Wish, limit: _Limit
 ) -> tuple[float, tuple[float, ...]]:
     """The mean share, and the shares, that fill what each layer's load leaves."""
-    counts = wish.counts(wish.min_ratio, estimator.candidates)
+    counts = wish.counts_at(wish.min_ratio, estimator)
     first = 1 if estimator.looks else 0  # layer 0 is computed whole by a policy that looks
     left_s = limit.bound_s - estimator.before_s
     extra = hidden_extra(estimator.arrived(counts), estimator.computes(counts), left_s, first)

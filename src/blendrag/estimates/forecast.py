@@ -11,30 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from blendrag.estimates.parts import Loaded, Part
 from blendrag.estimates.pipeline import arrivals, finish
 from blendrag.estimates.profile import Profile
-
-
-@dataclass(frozen=True)
-class Part:
-    """A stretch of the prompt whose KV is stored: a chunk, or the leading part."""
-
-    start: int
-    end: int
-    tier: str
-    layer_bytes: tuple[int, ...]
-    """As stored, the whole chunk's: its tail is read too where it is cut off."""
-    exact: bool = False
-    """Never recomputed."""
-
-    @property
-    def tokens(self) -> int:
-        return self.end - self.start
-
-    @property
-    def keys(self) -> float:
-        """Σ over its tokens of the keys that each sees, itself included."""
-        return (self.end * (self.end + 1) - self.start * (self.start + 1)) / 2
 
 
 @dataclass(frozen=True)
@@ -78,18 +57,18 @@ class Estimator:
     Raises :class:`KeyError` for a part in a tier that was not measured.
     """
 
-    def __init__(self, profile: Profile, prompt: Prompt, loaded: Sequence[Part]) -> None:
+    def __init__(self, profile: Profile, prompt: Prompt, loaded: Loaded | Sequence[Part]) -> None:
+        if not isinstance(loaded, Loaded):
+            loaded = Loaded.of(profile, loaded)
         self.profile = profile
         self._prompt = prompt
-        self._loaded = tuple(loaded)
-        blended = [part for part in loaded if not part.exact]
-        self.candidates = sum(part.tokens for part in blended)
-        self._placed = sum(part.tokens for part in loaded)
-        keys = sum(part.keys for part in blended)
-        self._keys = keys / self.candidates if self.candidates else 0.0
+        self._loaded = loaded
+        self.candidates, self.chunks = loaded.candidates, loaded.chunks
+        self._placed = loaded.tokens
+        self._keys = loaded.candidate_keys / self.candidates if self.candidates else 0.0
         self._fresh = prompt.tokens - self._placed
         all_keys = prompt.tokens * (prompt.tokens + 1) / 2
-        self._fresh_keys = all_keys - sum(part.keys for part in loaded)
+        self._fresh_keys = all_keys - loaded.keys
         self._asks = prompt.asks and self.candidates > 0
         self.looks = prompt.looks and self.candidates > 0
         self._loading: dict[bool, Loading] = {}
@@ -100,7 +79,7 @@ class Estimator:
 
     def at(self, counts: Sequence[float]) -> Forecast:
         """With ``counts`` candidates recomputed in layers 1…L-1."""
-        if not self._loaded:
+        if not self._loaded.parts:
             seconds = self.profile.prefill_s(self._prompt.tokens)
             return Forecast(seconds, 0.0, seconds)
         computes = self.computes(counts)
@@ -194,7 +173,7 @@ class Estimator:
 
     def _of_layers(self, skips_first: bool) -> Loading:
         if skips_first not in self._loading:
-            self._loading[skips_first] = _loading(self.profile, self._loaded, skips_first)
+            self._loading[skips_first] = _loading(self._loaded, skips_first, self.profile)
         return self._loading[skips_first]
 
 
@@ -205,21 +184,12 @@ def forecast(
     return Estimator(profile, prompt, loaded).at(counts)
 
 
-def _loading(profile: Profile, loaded: Sequence[Part], skips_first: bool) -> Loading:
+def _loading(loaded: Loaded, skips_first: bool, profile: Profile) -> Loading:
     """``skips_first``: without layer 0 of what is not exact."""
-    layers = profile.layers
-    reads, busy, sizes = [0.0] * layers, [0.0] * layers, [0.0] * layers
-    for part in loaded:
-        tier = profile.tier(part.tier)
-        if tier is None:
-            raise KeyError(part.tier)
-        for layer, size_bytes in enumerate(part.layer_bytes):
-            if layer == 0 and skips_first and not part.exact:
-                continue
-            seconds = tier.seconds(size_bytes)
-            reads[layer] += seconds
-            busy[layer] += tier.busy * seconds
-            sizes[layer] += size_bytes
+    reads, busy, sizes = loaded.reading
+    if skips_first:
+        first = zip(loaded.exact_first, loaded.reading, strict=True)
+        reads, busy, sizes = ((exact, *every[1:]) for exact, every in first)
     speed = profile.device_bytes_per_s
     copies = tuple(size / speed for size in sizes) if speed else ()
-    return Loading(tuple(reads), tuple(busy), copies)
+    return Loading(reads, busy, copies)
