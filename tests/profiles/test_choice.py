@@ -8,7 +8,7 @@ from itertools import combinations
 
 import pytest
 
-from blendrag.estimates import Forecast, Part, Profile, Prompt, Tier, choose, forecast
+from blendrag.estimates import Curve, Forecast, Part, Profile, Prompt, Tier, choose, forecast
 from blendrag.estimates.choice import HIDDEN_SLACK, STEP, WORTH
 from profiles.invented import CHUNK, LAYER_BYTES, LAYERS, evenly, line, profile, prompt, wish
 
@@ -58,6 +58,21 @@ def test_a_slow_load_hides_more_than_the_least_ratio_and_a_fast_one_does_not() -
     fast = choose(profile(1e9), asked, wish())
     assert fast.ratio == 0.15
     assert "smallest that keeps quality" in fast.reason
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_where_few_rows_take_as_long_as_many_nothing_is_said_of_a_load_they_hide_behind(
+    asks: bool,
+) -> None:
+    """Flat up to 146 rows: 20 are fresh, and .42 of 300 are 126."""
+    flat = Curve((146.0, 147.0), (0.1, 0.2), 1e-3)
+    for bytes_per_s in (1e12, 1e6):
+        made = profile(bytes_per_s, layer=flat, prefill=line(1.0))
+        found = choose(made, prompt(asks=asks), wish())
+        assert found.ratio == pytest.approx(0.42)
+        assert found.reason == (
+            "ratio 0.42: the largest that is computed in no more time than the smallest"
+        )
 
 
 def test_where_loading_is_over_before_recompute_begins_nothing_hides() -> None:

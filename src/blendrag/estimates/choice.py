@@ -27,6 +27,8 @@ HIDDEN_SHARE = 0.5
 WORTH = 0.1
 #: Steps in which ratios are tried.
 STEP = 0.01
+HIDDEN = "the largest whose recompute hides behind the load"
+FREE = "the largest that is computed in no more time than the smallest"
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,10 @@ def choose(profile: Profile, prompt: Prompt, wish: Wish) -> Choice:
     if ratio <= wish.min_ratio:
         return kept
     counts = [share * estimator.candidates for share in shares] or wish.counts_at(ratio, estimator)
-    reason = f"ratio {ratio:.2f}: the largest whose recompute hides behind the load"
+    more = estimator.at(counts)
+    reason = f"ratio {ratio:.2f}: {FREE if limit.is_free(more) else HIDDEN}"
     reason += ", layer by layer" * bool(shares)
-    return Choice(loaded, ratio, shares, estimator.at(counts), load_all_s, reason)
+    return Choice(loaded, ratio, shares, more, load_all_s, reason)
 
 
 def _kept(wish: Wish, estimator: Estimator) -> str:
@@ -176,12 +179,21 @@ class _Limit:
     def bound_s(self) -> float:
         return (1 + HIDDEN_SLACK) * self.least.ttft_s
 
+    @property
+    def rounding_s(self) -> float:
+        return 1e-9 * self.bound_s
+
     def allows(self, more: Forecast) -> bool:
         longer = more.ttft_s - self.least.ttft_s
-        added = more.compute_s - self.least.compute_s
-        rounding = 1e-9 * self.bound_s
-        in_time = more.ttft_s <= self.bound_s + rounding
-        return in_time and longer <= (1 - HIDDEN_SHARE) * added + rounding
+        in_time = more.ttft_s <= self.bound_s + self.rounding_s
+        return in_time and longer <= (1 - HIDDEN_SHARE) * self._added_s(more) + self.rounding_s
+
+    def is_free(self, more: Forecast) -> bool:
+        """Whether there is nothing to hide: few rows take as long as many, as on a GPU."""
+        return self._added_s(more) <= 2 * self.rounding_s
+
+    def _added_s(self, more: Forecast) -> float:
+        return more.compute_s - self.least.compute_s
 
 
 def _largest_ratio(
