@@ -85,12 +85,14 @@ class ModelTimes:
             self._adapter.context_tokens,
             self._adapter.blend_limit_tokens or self._adapter.context_tokens,
         )
-        if limit < 2 * SHORTEST:
+        longest = limit - len(self._prefix_ids) - 2
+        if longest < SHORTEST:
             raise InvalidInputError(
-                f"{self._adapter.model_id} takes {limit} tokens, expected {2 * SHORTEST} or more to "
-                "measure anything by"
+                f"{self._adapter.model_id} takes {limit} tokens, {longest} of them in a prompt behind the "
+                f"corpus's prefix, expected {SHORTEST} or more to measure anything by; ingest behind a "
+                "shorter prefix, or take a model of a longer context"
             )
-        return limit - len(self._prefix_ids) - 2
+        return longest
 
     def chunk(self, tokens: int) -> ChunkKV:
         """KV of a chunk of random ids behind the corpus's prefix, the same for as many tokens."""
