@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import sys
@@ -93,6 +94,52 @@ def test_a_profile_of_another_machine_is_replaced_with_one_line(store: str) -> N
         "note: the profile kept is of machine another (64 cores), so this machine was measured now"
     )
     assert json.loads(result.stdout)["is_new"]
+
+
+def test_a_profile_of_an_earlier_form_is_named_and_left_there(store: str) -> None:
+    assert invoke("profile", "--store", store).exit_code == 0
+    (path,) = Path(store, "verified").glob("*.profiles.json")
+    kept = json.loads(path.read_text())
+    kept["profiles"][0]["version"] -= 1
+    path.write_text(json.dumps(kept))
+    result = invoke("profile", "--store", store)
+    assert said(result) == (
+        "note: the profile kept is of a form that this version cannot read, so this machine was "
+        "measured now"
+    )
+    assert json.loads(path.read_text())["profiles"][0] == kept["profiles"][0]
+
+
+def test_a_store_of_another_model_is_refused_before_anything_is_measured(
+    store: str, other_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure.Measure, "profile", None)
+    result = invoke("profile", "--store", store, "--model", str(other_model_dir))
+    assert result.exit_code == 2
+    assert "was ingested with model" in said(result)
+
+
+def test_a_store_that_cannot_be_written_is_measured_without_its_disk(
+    store: str, devices: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    access = os.access
+    monkeypatch.setattr(
+        os,
+        "access",
+        lambda path, mode: access(path, mode) and not (str(path) == store and mode & os.W_OK),
+    )
+    picture = tmp_path / "latencies.png"
+    result = invoke("profile", "--store", store, "--devices", devices, "--plot", str(picture))
+    assert result.exit_code == 0, result.stderr
+    assert (
+        "note: the store cannot be written, so reading from its disk is not timed, the profile is not "
+        "kept and ratio auto does without it"
+    ) in result.stderr
+    assert "  memory: " in result.stdout
+    assert "  disk: " not in result.stdout
+    assert "cheap: first token after" in result.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert not list(Path(store, "verified").glob("*.profiles.json"))
 
 
 def test_the_cheapest_device_that_adds_no_latency_is_named(store: str, devices: str) -> None:

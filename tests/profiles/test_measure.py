@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 import tiny
-from blendrag.engine import BlendEngine
+from blendrag.engine import BlendEngine, Options
+from blendrag.engine.wanted import Wanted
 from blendrag.errors import InvalidInputError
 from blendrag.estimates import Profile
-from blendrag.profile import conditions_of, measure, prefills, recall, remember
-from blendrag.profile.record import Remembered, path_of
+from blendrag.profile import (
+    UNREADABLE,
+    conditions_of,
+    measure,
+    page_cache,
+    prefills,
+    recall,
+    remember,
+)
+from blendrag.profile.model_times import SHORTEST
+from blendrag.profile.record import Remembered, cores, path_of
 from blendrag.profile.tier_times import Reading, tier_of
 
 
@@ -26,6 +41,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "LENGTHS", (64, 128))
     monkeypatch.setattr(prefills, "QUESTIONS", (8,))
     monkeypatch.setattr(measure, "ROUNDS", 1)
+    monkeypatch.setattr(page_cache, "cached_share", lambda files: 0.0)  # wherever the tests run
 
 
 @pytest.fixture
@@ -84,6 +100,71 @@ def test_again_measures_again(engine: BlendEngine) -> None:
     assert second.is_new
     assert second.replaces == ""
     assert second.profile != first.profile
+
+
+def test_again_keeps_the_directories_measured_before(engine: BlendEngine, tmp_path: Path) -> None:
+    there, away = tmp_path / "there", tmp_path / "away"
+    for directory in (there, away):
+        directory.mkdir()
+    first = engine.profile([there, away]).profile
+    away.rmdir()
+    steps: list[str] = []
+    second = engine.profile(again=True, watch=lambda what, *_: steps.append(what)).profile
+    assert [tier.name for tier in second.tiers] == [tier.name for tier in first.tiers]
+    assert second.tier(str(there)) != first.tier(str(there))  # measured anew
+    assert second.tier(str(away)) == first.tier(str(away))  # nothing else is known of it
+    assert [what for what in steps if str(tmp_path) in what] == [f"reading from {there}"]
+
+
+def test_a_directory_that_is_named_twice_is_measured_once(
+    engine: BlendEngine, tmp_path: Path
+) -> None:
+    found = engine.profile([tmp_path, tmp_path / "." / "."]).profile
+    names = [tier.name for tier in found.tiers]
+    assert names.count(str(tmp_path)) == 1
+
+
+def test_conditions_are_those_of_the_thread_that_computes(engine: BlendEngine) -> None:
+    """torch counts threads for each thread of its caller's, once that one has computed."""
+    engine.generate("What was built?")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        report = engine.profile()
+    finally:
+        torch.set_num_threads(threads)
+    assert report.profile.conditions.threads == threads
+    assert report.profile.is_shared == (threads >= cores())
+    metrics = engine.generate("What was built?", options=Options(ratio="auto")).metrics
+    assert not metrics.notes
+
+
+def test_reading_is_shared_where_torch_computes_on_every_core(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for count, is_shared in ((1, True), (1000, False)):
+        monkeypatch.setattr(measure, "cores", lambda count=count: count)
+        assert engine.profile(again=True).profile.is_shared == is_shared
+
+
+def test_a_store_of_another_model_is_refused(tmp_path: Path) -> None:
+    with tiny.engine(tiny.llama(), tmp_path / "store") as one:
+        one.ingest([tiny.document(0)])
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens(["<|more|>"])
+    with tiny.engine(tiny.llama(), tmp_path / "store", tokenizer=tokenizer) as other:
+        with pytest.raises(InvalidInputError, match="was ingested with model") as refused:
+            other.profile()
+        assert tiny.one_sentence(str(refused.value))
+
+
+def test_an_empty_corpus_binds_nobody(tmp_path: Path) -> None:
+    with tiny.engine(tiny.llama(), tmp_path / "store") as one:
+        one.resources.create_corpus()
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens(["<|more|>"])
+    with tiny.engine(tiny.llama(), tmp_path / "store", tokenizer=tokenizer) as other:
+        assert other.profile().kept
 
 
 @pytest.mark.parametrize(
@@ -147,13 +228,46 @@ def test_interrupted_while_reading_it_leaves_no_files_behind(
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"profiles": 3}', '{"profiles": [3, {}, {"version": 1}]}']
+    ("text", "says"),
+    [
+        ('{"profiles": []}', ""),
+        ("", UNREADABLE),
+        ("{", UNREADABLE),
+        ("[]", UNREADABLE),
+        ('{"profiles": 3}', UNREADABLE),
+        ('{"profiles": [3, {}, {"version": 1}]}', UNREADABLE),
+        ('{"profiles": ' + 100_000 * "[" + 100_000 * "]" + "}", UNREADABLE),
+    ],
 )
-def test_a_damaged_file_is_no_profile(engine: BlendEngine, text: str) -> None:
+def test_a_damaged_file_is_no_profile_and_is_said_to_be_there(
+    engine: BlendEngine, text: str, says: str
+) -> None:
     path = kept(engine)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
-    assert engine.resources.profile_of(namespace_of(engine)) == (None, "")
+    assert engine.resources.profile_of(namespace_of(engine)) == (None, says)
+    report = engine.profile()
+    assert report.replaces == says
+    assert engine.resources.profile_of(namespace_of(engine)) == (report.profile, "")
+
+
+def test_requests_are_answered_whatever_the_file_holds(engine: BlendEngine) -> None:
+    engine.ingest([tiny.document(0)])
+    text = tiny.chunk_texts(engine, 0)[0]
+    path = kept(engine)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = engine.profile().profile
+    for damaged in ({**found.as_dict(), "layer_bytes": [float("inf")]}, {"version": 1}):
+        path.write_text(json.dumps({"profiles": [damaged]}))
+        for ratio in (0.2, "auto"):
+            options = Options(mode="blend", ratio=ratio, max_new_tokens=1)
+            metrics = engine.generate(text, options=options).metrics
+            assert metrics.reused_tokens > 0
+            said = [note for note in metrics.notes if UNREADABLE in note]
+            assert len(said) == (ratio == "auto")
+            assert all(tiny.one_sentence(note) for note in said)
+    path.write_text('{"profiles": ' + 100_000 * "[")
+    assert engine.generate(text, options=Options(max_new_tokens=1)).metrics.reused_tokens > 0
 
 
 def test_a_half_written_profile_beside_a_whole_one_is_left_out(engine: BlendEngine) -> None:
@@ -164,14 +278,88 @@ def test_a_half_written_profile_beside_a_whole_one_is_left_out(engine: BlendEngi
     assert recall(engine.resources.root, found.conditions) == found
 
 
-def test_a_store_that_cannot_be_written_is_measured_and_keeps_nothing(tmp_path: Path) -> None:
-    with tiny.engine(tiny.llama(), tmp_path / "store") as made:
+def test_a_store_that_cannot_be_written_is_not_written_and_keeps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    with tiny.engine(tiny.llama(), root) as made:
         made.ingest([tiny.document(0)])
-    with tiny.engine(tiny.llama(), tmp_path / "store", read_only=True) as reader:
-        report = reader.profile()
+    written: list[Path] = []
+    mkdtemp = tempfile.mkdtemp
+    monkeypatch.setattr(
+        tempfile, "mkdtemp", lambda **given: written.append(given["dir"]) or mkdtemp(**given)
+    )
+    with tiny.engine(tiny.llama(), root, read_only=True) as reader:
+        steps: list[tuple[int, int]] = []
+        report = reader.profile([elsewhere], watch=lambda _, *step: steps.append(step))
         assert report.is_new
         assert not report.kept
         assert not kept(reader).exists()
+        assert report.profile.tier("disk") is None
+        assert report.profile.tier("memory") is not None
+        assert report.profile.tier(str(elsewhere)) is not None
+        assert set(written) == {elsewhere}
+        assert [done for done, _ in steps] == list(range(steps[0][1]))
+
+
+@pytest.mark.parametrize(("directories", "option"), [((), "--store"), (("place",), "--dir")])
+def test_where_no_scratch_can_be_made_the_option_that_named_it_is_said(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    directories: tuple[str, ...],
+    option: str,
+) -> None:
+    places = [tmp_path / name for name in directories]
+    for place in places:
+        place.mkdir()
+    refused = places[0] if places else tmp_path / "store"
+    mkdtemp = tempfile.mkdtemp
+
+    def made(**given: Any) -> str:
+        if given["dir"] == refused:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return mkdtemp(**given)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", made)
+    with tiny.engine(tiny.llama(), tmp_path / "store") as engine:
+        with pytest.raises(InvalidInputError, match=f"choose another {option}$") as error:
+            engine.profile(places)
+        assert str(refused) in str(error.value)
+
+
+def test_files_that_stay_in_the_cache_make_no_cold_tier(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(page_cache, "cached_share", lambda files: 0.5)
+    report = engine.profile([tmp_path])
+    assert [tier.name for tier in report.profile.tiers] == ["memory", "disk", str(tmp_path)]
+    assert report.profile.tier("disk-cold") == report.profile.tier("disk")
+
+
+@pytest.mark.parametrize("left", [SHORTEST + 1, 3, 0])
+def test_a_prefix_that_leaves_no_prompt_is_refused_in_a_sentence(tmp_path: Path, left: int) -> None:
+    with measured_behind(tmp_path, left) as made:
+        with pytest.raises(InvalidInputError, match="behind a shorter prefix") as refused:
+            made.profile()
+        assert tiny.one_sentence(str(refused.value))
+
+
+def test_the_longest_prefix_that_leaves_a_prompt_is_measured_behind(tmp_path: Path) -> None:
+    with measured_behind(tmp_path, SHORTEST + 2) as made:
+        assert made.profile().profile.chunk_tokens == SHORTEST // 4
+
+
+@contextmanager
+def measured_behind(root: Path, left: int) -> Iterator[BlendEngine]:
+    """A prefix that leaves so many tokens of the context."""
+    model = tiny.llama(max_position_embeddings=256)
+    text = "x" * 300
+    with tiny.engine(model, root / "store", prefix_text=text) as made:
+        prefix = made.resources.prefix_ids
+        assert len(prefix) >= 256
+        with mock.patch.object(Wanted, "prefix_ids", return_value=prefix[: 256 - left]):
+            yield made
 
 
 def test_a_directory_that_is_none_is_refused(engine: BlendEngine, tmp_path: Path) -> None:

@@ -137,9 +137,13 @@ def _say(report: ProfileReport) -> None:
     if report.replaces:
         say("note", f"the profile kept is of {report.replaces}, so this machine was measured now")
     if not report.kept:
+        from blendrag.estimates.profile import DISK
+
+        untimed = report.profile.tier(DISK) is None
+        what = "reading from its disk is not timed, the profile" if untimed else "the profile"
         say(
             "note",
-            "the store cannot be written, so the profile is not kept and ratio auto has none",
+            f"the store cannot be written, so {what} is not kept and ratio auto does without it",
         )
     if not report.is_new:
         say("note", "measured before and remembered; --again measures anew")

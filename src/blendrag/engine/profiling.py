@@ -6,19 +6,20 @@ that Ctrl-C ends it at once, every prefill on the worker. What is remembered is 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from blendrag.controller.decide import counts_of
 from blendrag.engine.resources import Resources
 from blendrag.engine.worker import Worker
 from blendrag.errors import InvalidInputError
-from blendrag.estimates import Part, Profile, Prompt
+from blendrag.estimates import Conditions, Part, Profile, Prompt
 from blendrag.estimates.profile import DISK
 from blendrag.estimates.storage import Device, StorageChoice, choose_storage
-from blendrag.profile import Measure, Watch, conditions_of, recall, recall_any, remember
-from blendrag.profile.measure import directory_tier
+from blendrag.profile import Measure, Watch, conditions_of, differing, recall, remember
+from blendrag.profile.measure import directories_of, directory_tiers
 from blendrag.selection import Schedule, make_policy
 
 #: Fresh tokens of a usual prompt: a question in its template.
@@ -54,15 +55,14 @@ def profile(
                 "or name another"
             )
     root = resources.root
-    _ = resources.store  # makes the root, with its checks
-    namespace = worker.run(lambda: _namespace(resources))
-    conditions = conditions_of(resources.adapter, namespace)
-    known = None if again else recall(root, conditions)
-    missing = [d for d in places if known is None or known.tier(directory_tier(d)) is None]
-    if known is not None and not missing:
+    store = resources.store  # makes the root, with its checks
+    _refuse_foreign(resources)
+    conditions = worker.run(lambda: _conditions(resources))
+    known = recall(root, conditions)
+    missing = [d for d in places if known is None or known.tier(directory_tiers(d)[0]) is None]
+    if known is not None and not missing and not again:
         return ProfileReport(known, is_new=False, kept=True)
-    other = None if again or known else recall_any(root, conditions)
-    differs = ", ".join(conditions.differences(other.conditions)) if other else ""
+    differs = "" if known is not None else differing(root, conditions)
     measure = Measure(
         resources.adapter,
         worker.run(lambda: resources.fusor),
@@ -72,23 +72,53 @@ def profile(
         worker.run,
         watch,
     )
-    if known is not None:
+    if known is not None and not again:
         found = measure.with_directories(known, missing)
     else:
-        found = measure.profile(conditions, root, places)
+        found = _anew(measure, conditions, None if store.read_only else root, places, known)
     return ProfileReport(found, True, _keep(resources, found), differs)
 
 
 def _paths(directories: Sequence[str | Path]) -> list[Path]:
     if isinstance(directories, str | Path):  # a text is a sequence of texts, too
         directories = [directories]
-    return [Path(directory) for directory in directories]
+    paths = [Path(directory) for directory in directories]
+    return list({directory_tiers(path): path for path in paths}.values())
 
 
-def _namespace(resources: Resources) -> str:
-    """Where the KV of what is loaded belongs. Raises :class:`UnsupportedModelError`."""
+def _refuse_foreign(resources: Resources) -> None:
+    """Raise :class:`InvalidInputError` where the store holds another model's chunks: their prefix is made of
+    ids of its vocabulary, and no request could use the profile."""
+    corpus = resources.corpus
+    if corpus is not None and len(corpus):
+        resources.require_corpus()
+
+
+def _conditions(resources: Resources) -> Conditions:
+    """What a profile holds for, as seen from the thread that computes: torch counts threads for each of
+    its own. Raises :class:`UnsupportedModelError`."""
     resources.adapter.require_blendable()
-    return resources.trust.namespace
+    return conditions_of(resources.adapter, resources.trust.namespace)
+
+
+def _anew(
+    measure: Measure,
+    conditions: Conditions,
+    root: Path | None,
+    places: Sequence[Path],
+    known: Profile | None,
+) -> Profile:
+    """All of it, of ``places`` and of directories measured before. Those that cannot be measured now (a
+    device that is away, for instance) keep what is known of them."""
+    named = {directory_tiers(place) for place in places}
+    before = [
+        d for d in (directories_of(known) if known else ()) if directory_tiers(d) not in named
+    ]
+    there = [d for d in before if d.is_dir() and os.access(d, os.W_OK | os.X_OK)]
+    found = measure.profile(conditions, root, [*places, *there])
+    away = {name for d in before if d not in there for name in directory_tiers(d)}
+    kept = [tier for tier in (known.tiers if known else ()) if tier.name in away]
+    return replace(found, tiers=(*found.tiers, *kept))
 
 
 def _keep(resources: Resources, found: Profile) -> bool:
@@ -107,8 +137,9 @@ def _keep(resources: Resources, found: Profile) -> bool:
 def usual_prompt(found: Profile, policy: str, chunks: int) -> Prompt:
     """``chunks`` stored chunks as long as the corpus makes them, and a question."""
     asked, tokens = make_policy(policy), found.chunk_tokens
+    tier = found.tier(DISK) or found.tiers[0]  # of a store that cannot be written it was not timed
     parts = tuple(
-        Part(i * tokens, (i + 1) * tokens, DISK, found.layer_bytes) for i in range(chunks)
+        Part(i * tokens, (i + 1) * tokens, tier.name, found.layer_bytes) for i in range(chunks)
     )
     return Prompt(chunks * tokens + QUESTION_TOKENS, parts, asked.looks, asked.asks, asked.shifts)
 

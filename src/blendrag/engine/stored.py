@@ -19,6 +19,7 @@ from blendrag.engine.resources import Resources
 from blendrag.engine.task import Task
 from blendrag.engine.together import PrefillTogether
 from blendrag.errors import UnsupportedModelError
+from blendrag.profile import UNREADABLE
 from blendrag.selection import Schedule, make_policy
 
 UNTRUSTED = (
@@ -35,6 +36,7 @@ ENCODED_FIRST = "chunks encoded before the answer instead of after it, as other 
 
 NO_PROFILE = "ratio auto needs to know what this machine takes for what, and nobody measured that"
 OTHER_PROFILE = "the profile kept for ratio auto was measured elsewhere ({})"
+UNREADABLE_PROFILE = f"the profile kept for ratio auto is of {UNREADABLE}"
 PROFILE_COMMAND = "blendrag profile --model {} --store {}"
 
 
@@ -130,7 +132,8 @@ class Stored:
         profile, differences = self._resources.profile_of(namespace)
         if profile is not None or not task.is_auto or task.mode != "blend":
             return replace(task, profile=profile)
-        why = OTHER_PROFILE.format(differences) if differences else NO_PROFILE
+        whys = {"": NO_PROFILE, UNREADABLE: UNREADABLE_PROFILE}
+        why = whys.get(differences, OTHER_PROFILE.format(differences))
         command = PROFILE_COMMAND.format(self._resources.model_name, self._resources.root)
         note = f"{why}, so ratio {task.ratio:g} was taken; measure with {command}"
         return replace(task, notes=(*task.notes, note))

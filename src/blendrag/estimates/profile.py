@@ -103,7 +103,10 @@ class Profile:
     def __post_init__(self) -> None:
         if not self.layer_bytes or not self.tiers or self.chunk_tokens < 1:
             raise InvalidInputError("a profile without layers, tiers or tokens; measure again")
-        if not all(0 <= x < float("inf") for x in (self.peek_s, self.shift_s, self.fixed_s)):
+        if not all(size > 0 for size in self.layer_bytes):
+            raise InvalidInputError("a profile of chunks that hold nothing; measure again")
+        times = (self.peek_s, self.shift_s, self.fixed_s, self.took_s)
+        if not all(0 <= x < float("inf") for x in times):
             raise InvalidInputError("a profile of times that are no times; measure again")
         if self.device_bytes_per_s is not None and not self.device_bytes_per_s > 0:
             raise InvalidInputError("a profile of a device that takes no bytes; measure again")
@@ -126,7 +129,8 @@ class Profile:
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> Profile:
-        """From :meth:`as_dict`. Raises ValueError, TypeError, KeyError, :class:`InvalidInputError`."""
+        """From :meth:`as_dict`. Of anything else, raises what looking at it raises, or
+        :class:`InvalidInputError`."""
         if entry["version"] != VERSION:
             raise ValueError(f"version {entry['version']}")
         rest = {k: v for k, v in entry.items() if k != "version"}

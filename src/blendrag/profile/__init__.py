@@ -6,6 +6,14 @@ figures mean, and what follows from them, is :mod:`blendrag.estimates`.
 """
 
 from blendrag.profile.measure import Measure, Watch
-from blendrag.profile.record import conditions_of, recall, recall_any, remember
+from blendrag.profile.record import UNREADABLE, conditions_of, differing, recall, remember
 
-__all__ = ["Measure", "Watch", "conditions_of", "recall", "recall_any", "remember"]
+__all__ = [
+    "UNREADABLE",
+    "Measure",
+    "Watch",
+    "conditions_of",
+    "differing",
+    "recall",
+    "remember",
+]

@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-import torch
-
 from blendrag.estimates import Conditions, Profile, Tier
 from blendrag.estimates.curve import fit
 from blendrag.fusor import Fusor
@@ -22,7 +20,12 @@ from blendrag.model.adapter import ModelAdapter
 from blendrag.profile.model_times import SHORTEST, ModelTimes, Timed, usual
 from blendrag.profile.prefills import Job, Key, Prefills
 from blendrag.profile.record import cores
-from blendrag.profile.tier_times import measure_device, measure_directory, measure_memory
+from blendrag.profile.tier_times import (
+    measure_device,
+    measure_directory,
+    measure_memory,
+    measure_store,
+)
 from blendrag.store.encodings import stored_layer_bytes
 
 T = TypeVar("T")
@@ -67,14 +70,15 @@ class Measure:
         self._done = self._steps = 0
 
     def profile(
-        self, conditions: Conditions, root: Path, directories: Sequence[Path] = ()
+        self, conditions: Conditions, root: Path | None, directories: Sequence[Path] = ()
     ) -> Profile:
-        """All of it: tiers below ``root`` and in ``directories``, then the model. Seconds for a small
-        model, two minutes for a large one. Raises what the model, the store or a directory raises."""
+        """All of it: tiers below ``root`` (``None`` for a store that is not to be written) and in
+        ``directories``, then the model. Seconds for a small model, two minutes for a large one. Raises
+        what the model, the store or a directory raises."""
         began = time.monotonic()
         lengths = [n for n in LENGTHS if n <= self._times.longest] or [SHORTEST]
         timed = ROUNDS * len(self._prefills(lengths).jobs())
-        self._begin(3 + len(directories) + len(lengths) + timed)
+        self._begin(2 + (root is not None) + len(directories) + len(lengths) + timed)
         tiers, device_bytes_per_s = self._read(root, directories)
         prefills = self._prefills(self._bearable(lengths))
         found = self._in_rounds(prefills.jobs())
@@ -93,7 +97,7 @@ class Measure:
             fixed_s=prefills.outside_s(found),
             tiers=tiers,
             device_bytes_per_s=device_bytes_per_s,
-            is_shared=self._adapter.device.type == "cpu" and torch.get_num_threads() >= cores(),
+            is_shared=self._adapter.device.type == "cpu" and conditions.threads >= self._run(cores),
             chunk_tokens=self._chunk_tokens,
             layer_bytes=tuple(self._layer_bytes()),
             took_s=time.monotonic() - began,
@@ -131,21 +135,21 @@ class Measure:
         return [replace(kv, layout=kv.layout.encoded(self._encoding)) for kv in made]
 
     def _read(
-        self, root: Path, directories: Sequence[Path]
+        self, root: Path | None, directories: Sequence[Path]
     ) -> tuple[tuple[Tier, ...], float | None]:
         kvs = self._chunks()
         self._step("reading from memory")
         tiers = [measure_memory(kvs, self._pinned)]
-        self._step("reading from disk")
-        tiers += measure_directory(root, kvs, self._pinned)
+        if root is not None:
+            self._step("reading from disk")
+            tiers += measure_store(root, kvs, self._pinned)
         for path in directories:
             tiers += self._directory(path, kvs)
         return tuple(tiers), self._model(lambda: measure_device(self._adapter.device))
 
     def _directory(self, path: Path, kvs: Sequence[ChunkKV]) -> Iterable[Tier]:
         self._step(f"reading from {path}")
-        name = directory_tier(path)
-        return measure_directory(path, kvs, self._pinned, name, f"{name} (cold)")
+        return measure_directory(path, kvs, self._pinned, *directory_tiers(path))
 
     @property
     def _pinned(self) -> bool:
@@ -203,6 +207,14 @@ class Measure:
         return [stored_layer_bytes(layout, i, self._chunk_tokens) for i in range(self._layers)]
 
 
-def directory_tier(path: Path) -> str:
-    """The name of a directory's tier."""
-    return str(path.expanduser().resolve())
+def directory_tiers(path: Path) -> tuple[str, str]:
+    """The names of a directory's tiers, with its files in the operating system's cache and without."""
+    name = str(path.expanduser().resolve())
+    return name, f"{name} (cold)"
+
+
+def directories_of(found: Profile) -> list[Path]:
+    """Those that were measured beside the store."""
+    named = [Path(tier.name) for tier in found.tiers if Path(tier.name).is_absolute()]
+    cold = {directory_tiers(path)[1] for path in named}
+    return [path for path in named if str(path) not in cold]

@@ -11,18 +11,33 @@ import os
 import platform
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
 from blendrag.errors import InvalidInputError
 from blendrag.estimates import Conditions, Profile
+from blendrag.estimates.profile import VERSION
 from blendrag.model.adapter import ModelAdapter
 
 #: Profiles kept of one namespace; the oldest goes first.
 KEPT = 16
+#: What is said of a profile that another version of blendrag keeps there, or that is damaged.
+UNREADABLE = "a form that this version cannot read"
+#: What an entry that is no profile may raise, whatever it holds.
+DAMAGE = (
+    ArithmeticError,
+    AttributeError,
+    InvalidInputError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 def conditions_of(adapter: ModelAdapter, namespace: str) -> Conditions:
@@ -60,25 +75,33 @@ def recall(root: Path, wanted: Conditions) -> Profile | None:
     return next((p for p in kept if p.conditions == wanted), None)
 
 
-def recall_any(root: Path, wanted: Conditions) -> Profile | None:
-    """The one of this namespace that differs least, whatever it was measured under."""
-    kept = _kept(root, wanted.namespace)
-    return min(kept, key=lambda p: len(wanted.differences(p.conditions)), default=None)
+def differing(root: Path, wanted: Conditions) -> str:
+    """How the profile kept of this namespace differs from ``wanted``, in words; empty if there is none.
+
+    Of several the one that differs least; :data:`UNREADABLE` where there is one and none can be read.
+    """
+    others = [wanted.differences(p.conditions) for p in _kept(root, wanted.namespace)]
+    if others:
+        least = min(others, key=len)
+        return ", ".join(least)
+    entries = _entries(root, wanted.namespace)
+    return UNREADABLE if entries is None or any(_read(e) is None for e in entries) else ""
 
 
 def remember(root: Path, profile: Profile) -> None:
     """Keep ``profile`` in place of an earlier one of the same conditions. Raises :class:`OSError`.
 
-    Written beside and renamed, so that the file is whole or absent.
+    Entries that another version of blendrag may read stay as they are. Written beside and renamed, so that
+    the file is whole or absent.
     """
     wanted = profile.conditions
-    others = [p for p in _kept(root, wanted.namespace) if p.conditions != wanted]
+    others = [e for e in _entries(root, wanted.namespace) or () if not _is_of(e, wanted)]
     target = path_of(root, wanted.namespace)
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = target.with_suffix(f".{os.getpid()}.tmp")
-    entries = [p.as_dict() for p in (*others, profile)[-KEPT:]]
+    entries = [*others, profile.as_dict()][-KEPT:]
     try:
-        temporary.write_text(json.dumps({"profiles": entries}, allow_nan=False), encoding="utf-8")
+        temporary.write_text(json.dumps({"profiles": entries}), encoding="utf-8")
         temporary.replace(target)
     except BaseException:
         with suppress(OSError):
@@ -106,11 +129,8 @@ class Remembered:
 
     def _look(self, namespace: str) -> tuple[Profile | None, str]:
         wanted = self._conditions(namespace)
-        found = recall_any(self._root, wanted)
-        if found is None:
-            return None, ""
-        differences = wanted.differences(found.conditions)
-        return (None, ", ".join(differences)) if differences else (found, "")
+        found = recall(self._root, wanted)
+        return found, "" if found is not None else differing(self._root, wanted)
 
 
 def path_of(root: Path, namespace: str) -> Path:
@@ -128,15 +148,32 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 def _kept(root: Path, namespace: str) -> list[Profile]:
     """Whatever is whole of what the file holds; nothing where it is missing or damaged."""
+    found = [_read(entry) for entry in _entries(root, namespace) or ()]
+    return [p for p in found if p is not None and p.conditions.namespace == namespace]
+
+
+def _entries(root: Path, namespace: str) -> list[Any] | None:
+    """What the file holds, readable or not; ``None`` where it is damaged as a whole."""
     try:
         entries = json.loads(path_of(root, namespace).read_text(encoding="utf-8"))["profiles"]
-        found = []
-        for entry in entries:
-            with suppress(ValueError, TypeError, KeyError, AttributeError, InvalidInputError):
-                found.append(Profile.of(entry))
-        return [p for p in found if p.conditions.namespace == namespace]
-    except (OSError, ValueError, TypeError, KeyError):
+    except OSError:
         return []
+    except DAMAGE:
+        return None
+    return entries if isinstance(entries, list) else None
+
+
+def _read(entry: Any) -> Profile | None:
+    with suppress(*DAMAGE):
+        return Profile.of(entry)
+    return None
+
+
+def _is_of(entry: Any, conditions: Conditions) -> bool:
+    """Whether this is an entry of ours under those conditions, damaged or not."""
+    if not isinstance(entry, dict) or entry.get("version") != VERSION:
+        return False
+    return entry.get("conditions") == asdict(conditions)
 
 
 def _device_name(device: torch.device) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import shutil
 import statistics
 import tempfile
@@ -25,6 +24,7 @@ from blendrag.errors import InvalidInputError, StoreError
 from blendrag.estimates import Tier
 from blendrag.estimates.profile import COLD, DISK, MEMORY
 from blendrag.kv import ChunkKV, KVLayout
+from blendrag.profile.page_cache import forget
 from blendrag.store import DiskStore, KVReader, MemoryStore
 from blendrag.store.encodings import stored_chunk_bytes
 
@@ -75,23 +75,39 @@ def measure_memory(kvs: Sequence[ChunkKV], pinned: bool) -> Tier:
     return tier_of(MEMORY, readings)
 
 
-def measure_directory(
-    directory: Path, kvs: Sequence[ChunkKV], pinned: bool, name: str = DISK, cold_name: str = COLD
-) -> tuple[Tier, ...]:
-    """The disk tier in ``directory``: with its files in the operating system's cache, and without.
+def measure_store(root: Path, kvs: Sequence[ChunkKV], pinned: bool) -> tuple[Tier, ...]:
+    """The disk tier of the store at ``root``; see :func:`measure_directory`."""
+    return measure_directory(root, kvs, pinned, DISK, COLD, "--store")
 
-    Raises :class:`InvalidInputError` for a directory that cannot be written, :class:`StoreFullError`.
+
+def measure_directory(
+    directory: Path,
+    kvs: Sequence[ChunkKV],
+    pinned: bool,
+    name: str,
+    cold_name: str,
+    option: str = "--dir",
+) -> tuple[Tier, ...]:
+    """The disk tier in ``directory``: with its files in the operating system's cache, and without, unless
+    some of them stay there whatever it is told.
+
+    Raises :class:`InvalidInputError` for a directory that cannot be written, which ``option`` named;
+    :class:`StoreFullError`.
     """
     warm, cold = [], []
+    is_cold = True
     for kv in kvs:
         count = _count(kv.layout, kv.tokens)
-        with _scratch(directory) as scratch, contextlib.closing(DiskStore(scratch, None)) as store:
+        scratch_of = _scratch(directory, option)
+        with scratch_of as scratch, contextlib.closing(DiskStore(scratch, None)) as store:
             _fill(store.put, kv, count)
             files = [path for path in (scratch / "kv").rglob("*") if path.is_file()]
-            cold.append(_median(store.open, kv, count, pinned, partial(_forget, files)))
+            is_cold = is_cold and forget(files)
+            if is_cold:
+                cold.append(_median(store.open, kv, count, pinned, partial(forget, files)))
             warm.append(_median(store.open, kv, count, pinned))
     found = tier_of(name, warm)
-    return (found, tier_of(cold_name, cold)) if hasattr(os, "posix_fadvise") else (found,)
+    return (found, tier_of(cold_name, cold)) if is_cold else (found,)
 
 
 def measure_device(device: torch.device) -> float | None:
@@ -130,7 +146,7 @@ def _fill(put: Callable[[str, str, ChunkKV], None], kv: ChunkKV, count: int) -> 
 
 
 def _median(
-    open_: Open, kv: ChunkKV, count: int, pinned: bool, before: Callable[[], None] = lambda: None
+    open_: Open, kv: ChunkKV, count: int, pinned: bool, before: Callable[[], object] = lambda: None
 ) -> Reading:
     """The median of some rounds, after one that is not counted."""
     found = []
@@ -174,19 +190,8 @@ def _targets(kv: ChunkKV, count: int, pinned: bool) -> list[list[torch.Tensor]]:
     return rows
 
 
-def _forget(files: Sequence[Path]) -> None:
-    """Ask that these files leave the operating system's cache; they are on disk already."""
-    for path in files:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
-
-
 @contextlib.contextmanager
-def _scratch(directory: Path) -> Iterator[Path]:
+def _scratch(directory: Path, option: str) -> Iterator[Path]:
     """A directory in ``directory`` that is gone afterwards, and others' that should have been."""
     try:
         for left in directory.glob(f"{SCRATCH}*"):
@@ -196,7 +201,7 @@ def _scratch(directory: Path) -> Iterator[Path]:
     except OSError as exc:
         raise InvalidInputError(
             f"directory {directory} cannot be written ({exc.strerror}), expected one in which reading can "
-            "be timed; choose another --dir"
+            f"be timed; choose another {option}"
         ) from exc
     try:
         yield made
@@ -204,4 +209,11 @@ def _scratch(directory: Path) -> Iterator[Path]:
         shutil.rmtree(made, ignore_errors=True)
 
 
-__all__ = ["Reading", "measure_device", "measure_directory", "measure_memory", "tier_of"]
+__all__ = [
+    "Reading",
+    "measure_device",
+    "measure_directory",
+    "measure_memory",
+    "measure_store",
+    "tier_of",
+]
