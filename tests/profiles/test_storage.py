@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from blendrag.errors import InvalidInputError
 from blendrag.estimates.storage import Device, choose_storage, read_devices
-from profiles.invented import evenly, profile, prompt
+from profiles.invented import LAYER_BYTES, evenly, profile, prompt
 
 NVME, SATA, DISK = Device("nvme", 1e9, 0.10), Device("sata", 2e5, 0.05), Device("disk", 1e3, 0.01)
 
@@ -44,6 +45,26 @@ def test_where_every_device_adds_latency_none_is_the_best_and_the_fastest_is_nam
     found = chosen(DISK, Device("tape", 10, 0.001))
     assert found.best is None
     assert found.fastest.device is DISK
+
+
+@pytest.mark.parametrize(("layers", "policy"), [(1, "asks"), (2, "asks"), (2, "looks"), (2, "")])
+def test_a_model_of_few_layers_does_not_load_from_tape_as_if_nothing_could_hide_it(
+    layers: int, policy: str
+) -> None:
+    """All that is loaded is the first layer's, or that of the first one loaded."""
+    made = profile(layer_bytes=(LAYER_BYTES,) * layers)
+    asked = prompt(**({policy: True} if policy else {}))
+    parts = tuple(replace(part, layer_bytes=made.layer_bytes) for part in asked.parts)
+    found = choose_storage(
+        made,
+        replace(asked, parts=parts),
+        lambda candidates: [0.15 * candidates] * (layers - 1),
+        (NVME, Device("tape", 10, 0.001)),
+        2e12,
+    )
+    assert [each.hides for each in found.rated] == [True, False]
+    assert found.best is not None
+    assert found.best.device is NVME
 
 
 def test_no_devices_are_refused() -> None:

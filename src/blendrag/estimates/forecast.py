@@ -97,8 +97,10 @@ class Estimator:
         return [0.0] * self.profile.layers if self._asks else self._of(counts).arrived
 
     def first_load_s(self, counts: Sequence[float]) -> float:
-        """Until the first layer that is loaded at all is there: nothing can hide that."""
-        return next((there for there in self._of(counts).arrived if there), 0.0)
+        """Until layer 0 is there, which nothing can hide; as long as a layer computes at most, or most of
+        what a model of few layers loads would count as its first."""
+        computes = [self._scout_s / self.profile.layers] if self._asks else self.computes(counts)
+        return min(self._of(counts).arrived[0], max(computes))
 
     def computes(self, counts: Sequence[float]) -> list[float]:
         """Seconds of each layer of the pass that recomputes."""

@@ -1,7 +1,8 @@
 """Which storage device to keep the KV on, and what that costs (CacheBlend §5.1, figure 10b).
 
 At a fixed ratio, the cheapest of the devices that add no latency: whose loads hide behind the recompute,
-but for the first layer's, which nothing can hide. The cost is the paper's C_store: bytes times price.
+but for the first layer's, which nothing can hide, if it takes no longer than computing one. The cost is
+the paper's C_store: bytes times price.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Rated:
     waiting_s: float
     """How much longer than if everything were in place from the start."""
     hides: bool
-    """Whether that is no more than the first layer's load, and what estimates are off by."""
+    """Whether that is no more than :meth:`Estimator.first_load_s`, and what estimates are off by."""
     cost_per_month: float
 
 
