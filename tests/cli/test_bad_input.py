@@ -141,6 +141,7 @@ def test_a_question_without_words_is_refused(ingested: Path, question: str) -> N
     [("--mode", "turbo"), ("--ratio", "1.5"), ("--top-k", "0"), ("--policy", "magic"),
      ("--schedule", "steep"), ("--max-new-tokens", "0"), ("--temperature", "-1"),
      ("--temperature", "nan"), ("--temperature", "inf"), ("--ratio", "nan"),
+     ("--min-ratio", "1.5"), ("--min-ratio", "nan"), ("--min-ratio", "auto"),
      ("--ram-bytes", "much"), ("--dtype", "int3"), ("--device", "abacus"), ("--no-such",),
      ("--lora", "/no/such/adapter")],
     ids=lambda wrong: wrong[0],

@@ -121,6 +121,8 @@ def test_modes_policies_and_schedules_can_be_chosen(ingested: Path) -> None:
     assert blend["ratio"] == pytest.approx(0.5, abs=0.05)
     assert len(blend["chunks"]) == 2  # type: ignore[arg-type]
     assert metrics("--policy", "boundary(4)")["policy"] == "boundary(4)"
+    auto = metrics("--ratio", "auto", "--min-ratio", "0.4", "--policy", "random")
+    assert auto["ratio"] == pytest.approx(0.4, abs=0.05)
 
 
 def test_a_stop_string_ends_the_answer_before_it(ingested: Path) -> None:

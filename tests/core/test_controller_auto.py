@@ -168,6 +168,15 @@ def test_the_least_ratio_is_a_setting(tmp_path: Path) -> None:
         assert ask(e, Options(max_new_tokens=2)).metrics.ratio == pytest.approx(0.4, abs=0.01)
 
 
+def test_a_request_may_bring_its_own_least_ratio(engine: BlendEngine) -> None:
+    own = replace(AUTO, min_ratio=0.4)
+    assert ask(engine, own).metrics.ratio == pytest.approx(0.4, abs=0.01)
+    profiled(engine, 1e12)
+    assert ask(engine, own).metrics.ratio == pytest.approx(0.4, abs=0.01)
+    assert ask(engine, replace(own, min_ratio=0.0)).metrics.recomputed_tokens == 0
+    assert ask(engine, replace(own, ratio=0.2)).metrics.ratio == pytest.approx(0.2, abs=0.01)
+
+
 # -- load or compute ---------------------------------------------------------------------------------
 
 
@@ -344,8 +353,13 @@ def test_settings_take_auto_from_the_environment(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("least", [1.5, -0.1, float("nan"), "auto", True])
 def test_a_least_ratio_outside_is_refused(tmp_path: Path, least: Any) -> None:
-    with pytest.raises(InvalidInputError, match=rf"min_ratio {least!r} is outside"):
-        BlendEngine("demo", tmp_path, min_ratio=least)
+    for made in (
+        lambda: BlendEngine("demo", tmp_path, min_ratio=least),
+        lambda: Options(min_ratio=least),
+    ):
+        with pytest.raises(InvalidInputError, match=rf"min_ratio {least!r} is outside") as raised:
+            made()
+        assert tiny.one_sentence(str(raised.value))
 
 
 # -- what asks ----------------------------------------------------------------------------------------

@@ -29,6 +29,12 @@ def test_a_wrapper_told_nothing_leaves_everything_to_the_engine() -> None:
     assert wrapper().request_options() == Options()
 
 
+def test_the_least_automatic_ratio_is_a_field_and_an_option_of_a_call() -> None:
+    made = wrapper(ratio="auto", min_ratio=0.3)
+    assert made.request_options() == Options(ratio="auto", min_ratio=0.3)
+    assert made.request_options(min_ratio=0.0).min_ratio == 0.0
+
+
 def test_fields_become_options_and_a_call_overrides_them() -> None:
     made = wrapper(timeout=30, seed=7, temperature=0.5, max_tokens=9, logprobs=True, stop=["END"])
     expected = Options(
@@ -63,6 +69,7 @@ def test_openais_two_arguments_for_logprobs_are_one(
     ("fields", "says"),
     [
         ({"timeout": 0}, "timeout 0"),
+        ({"min_ratio": 1.5}, r"min_ratio 1.5 is outside \[0, 1\]"),
         ({"seed": 2**64}, "seed"),
         ({"top_logprobs": 3}, "add logprobs=True"),
         ({"logprobs": True, "top_logprobs": 21}, r"outside \[0, 20\]"),

@@ -101,6 +101,7 @@ async def test_tools_on_a_model_without_tools_are_refused(llm: ChatBlend) -> Non
     [
         ({"temperatur": 0.5}, "Extra inputs are not permitted"),
         ({"ratio": 1.5}, r"ratio 1.5 is outside \[0, 1\]"),
+        ({"min_ratio": 1.5}, r"min_ratio 1.5 is outside \[0, 1\]"),
         ({"mode": "fast"}, "'blend', 'full', 'prefix' or 'reuse'"),
         ({"policy": "best"}, "policy 'best' is not one of"),
         ({"timeout": 0}, "timeout 0.0 is not more than 0"),

@@ -81,6 +81,12 @@ def test_the_engine_is_not_part_of_the_wrappers_description(llm: BlendLLM) -> No
     assert llm._identifying_params["mode"] == "blend"
 
 
+def test_the_cache_key_holds_the_least_automatic_ratio(engine: BlendEngine) -> None:
+    given, own = (BlendLLM(engine=engine, min_ratio=least) for least in (None, 0.3))
+    assert given._identifying_params["min_ratio"] == engine.settings.min_ratio
+    assert own._identifying_params["min_ratio"] == 0.3
+
+
 def test_langchains_cache_tells_modes_apart(engine: BlendEngine) -> None:
     cache = InMemoryCache()
     blend, full = (BlendLLM(engine=engine, cache=cache, mode=m) for m in ("blend", "full"))

@@ -26,6 +26,12 @@ def ask(
         ),
     ] = None,
     ratio: options.AutoRatio = None,
+    min_ratio: Annotated[
+        float | None,
+        options.unset(
+            "The least that --ratio auto takes.", min=0.0, max=1.0, callback=options.finite
+        ),
+    ] = None,
     max_new_tokens: Annotated[int | None, options.unset("Longest answer.", min=1)] = None,
     temperature: Annotated[
         float | None,
@@ -61,6 +67,7 @@ def ask(
         policy=policy,
         schedule=schedule,
         ratio=ratio,
+        min_ratio=min_ratio,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         stop=tuple(stop or ()),

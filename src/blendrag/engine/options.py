@@ -74,6 +74,15 @@ def is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
+def check_min_ratio(least: float | None) -> None:
+    """Raise :class:`InvalidOptionError` unless it is in [0, 1] or left out."""
+    if least is not None and not (is_number(least) and 0.0 <= least <= 1.0):
+        raise InvalidOptionError(
+            "min_ratio",
+            f"{least!r} is outside [0, 1]; expected the least share that keeps quality",
+        )
+
+
 def check_ratio(ratio: Ratio | None) -> None:
     """Raise :class:`InvalidInputError` unless it is in [0, 1], ``auto`` or left out."""
     if ratio is None or (isinstance(ratio, str) and ratio == AUTO):
@@ -101,6 +110,8 @@ class Options:
     schedule: str | None = None
     ratio: Ratio | None = None
     """In [0, 1]; ``auto`` leaves it, and what is loaded at all, to the loading controller."""
+    min_ratio: float | None = None
+    """In [0, 1]: the least that ``auto`` takes; a ratio that is given has none."""
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
     """Texts that end the answer, none of them empty; a single string is one of them."""
@@ -127,6 +138,7 @@ class Options:
         if self.mode is not None and self.mode not in MODES:
             raise InvalidInputError(f"mode {self.mode!r} is not one of {', '.join(MODES)}")
         check_ratio(self.ratio)
+        check_min_ratio(self.min_ratio)
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise InvalidOptionError("max_new_tokens", f"{self.max_new_tokens} is not 1 or more")
         if self.temperature is not None and self.temperature < 0:

@@ -20,7 +20,7 @@ from blendrag.engine.batch import prepared
 from blendrag.engine.decoding import Likelihoods
 from blendrag.engine.encoding import Background
 from blendrag.engine.generation import Generation
-from blendrag.engine.options import Options, is_number
+from blendrag.engine.options import Options
 from blendrag.engine.prompts import (
     chunk_matches,
     explain_bos,
@@ -158,9 +158,10 @@ class Requests:
         if self._resources.is_loaded:  # else the worker looks, once it has loaded the model
             check_fits(plan, new_tokens, self._resources.adapter)
         ratio = s.ratio if options.ratio is None else options.ratio
+        least = s.min_ratio if options.min_ratio is None else options.min_ratio
         is_auto = ratio == AUTO
         return Task(
-            plan, mode, policy, parsed, s.min_ratio if ratio == AUTO else ratio,
+            plan, mode, policy, parsed, least if ratio == AUTO else ratio,
             new_tokens, options, started, source_of, notes, is_auto=is_auto,
         )  # fmt: skip
 
@@ -216,11 +217,12 @@ def check_defaults(chosen: Settings) -> None:
         raise InvalidInputError(
             f"encoding {chosen.kv_encoding!r} is not one of {', '.join(ENCODINGS)}"
         )
-    Options(mode=chosen.mode, ratio=chosen.ratio, max_new_tokens=chosen.max_new_tokens)
-    if not is_number(chosen.min_ratio) or not 0.0 <= chosen.min_ratio <= 1.0:
-        raise InvalidInputError(
-            f"min_ratio {chosen.min_ratio!r} is outside [0, 1]; expected the least share that keeps quality"
-        )
+    Options(
+        mode=chosen.mode,
+        ratio=chosen.ratio,
+        min_ratio=chosen.min_ratio,
+        max_new_tokens=chosen.max_new_tokens,
+    )
     make_policy(chosen.policy)
     Schedule.parse(chosen.schedule)
     if chosen.top_k < 1:

@@ -38,6 +38,7 @@ CALL_OPTIONS = {
     "policy": "policy",
     "schedule": "schedule",
     "ratio": "ratio",
+    "min_ratio": "min_ratio",
     "max_tokens": "max_new_tokens",
     "max_new_tokens": "max_new_tokens",
     "temperature": "temperature",
@@ -143,6 +144,8 @@ class RequestFields(EngineFields):
     schedule: str | None = None
     ratio: Ratio | None = None
     """Mean share of chunk tokens recomputed, in [0, 1]; ``auto`` leaves it to the loading controller."""
+    min_ratio: float | None = None
+    """The least that ``auto`` takes, in [0, 1]."""
     max_tokens: int | None = Field(default=None, alias="max_new_tokens")
     temperature: float | None = None
     """0 or ``None`` decodes greedily."""
