@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from bench.lab import measured
-from blendrag.bench import store_cold, store_misses, store_reads, store_writes
+from blendrag.bench import store_misses, store_reads, store_writes
 from blendrag.bench.store import StoreWorkload, kv_shape, run_store
 from blendrag.bench.store_chunks import Prompt, random_chunk
-from blendrag.bench.store_cold import cached_share, drop
+from blendrag.bench.store_cold import drop
 from blendrag.bench.store_decoding import Decodes, measure_decoding
 from blendrag.bench.store_misses import fill_index, measure_misses
 from blendrag.bench.store_reads import ReadWay, measure_reads, reading_ways
@@ -28,6 +28,7 @@ from blendrag.bench.store_rounds import MeasuredNothingError, Way, measure
 from blendrag.bench.store_writes import PlainWrites, Puts, measure_puts
 from blendrag.errors import InvalidInputError
 from blendrag.kv import KVLayout, LayerShape
+from blendrag.profile.page_cache import COLD_SHARE, cached_share
 from blendrag.store import open_store
 from blendrag.store.encodings.codec import Staging
 from blendrag.store.files import PayloadFiles
@@ -144,7 +145,7 @@ def test_targets_say_what_was_measured_what_is_expected_and_whether_it_was_met(
     for number, target in enumerate(result["targets"]):
         value, bound = target["value"], target["bound"]
         met = value >= bound if target["at_least"] else value <= bound
-        cold = number == 1 and result["cold_cached_share"] > store_cold.COLD_SHARE
+        cold = number == 1 and result["cold_cached_share"] > COLD_SHARE
         assert target["met"] is (None if cold else met)
 
 

@@ -17,8 +17,9 @@ import torch
 from safetensors import safe_open
 
 from blendrag.bench.store_chunks import DISK_BYTES, NAMESPACE, Prompt, key_of
-from blendrag.bench.store_cold import cached_share, drop
+from blendrag.bench.store_cold import drop
 from blendrag.bench.store_rounds import MeasuredNothingError, Row, Tick, Way, measure
+from blendrag.profile.page_cache import cached_share
 from blendrag.store import KVReader, MemoryStore, open_store
 from blendrag.store.format import frame
 from blendrag.store.raw import buffer_at, pieces

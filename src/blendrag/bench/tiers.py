@@ -18,11 +18,12 @@ from typing import Any
 import torch
 
 from blendrag.bench.scratch import scratch
-from blendrag.bench.store_cold import cached_share, drop, is_cold
+from blendrag.bench.store_cold import drop, is_cold
 from blendrag.errors import InvalidInputError
 from blendrag.estimates.profile import COLD, DISK, MEMORY
 from blendrag.estimates.storage import throughput_of
 from blendrag.kv import KVLayout
+from blendrag.profile.page_cache import cached_share
 from blendrag.store import KVReader, KVStore, open_store
 from blendrag.store.encodings import stored_layer_bytes
 from blendrag.store.tiered import TieredStore
