@@ -135,9 +135,7 @@ def _given_up_in_turn(
     """Sets of some of ``parts``, the largest first."""
     slowest = sorted(range(len(parts)), key=lambda i: -_load_s(profile, parts[i]) / parts[i].tokens)
     sets = {frozenset[int](): Loaded.of(profile, ())}
-    for i in reversed(
-        slowest
-    ):  # from none on, so that few parts have no rounding of many in their sums
+    for i in reversed(slowest):  # from none on: sums of few parts without the rounding of many
         chosen, loaded = next(reversed(sets.items()))
         sets[chosen | {i}] = loaded.plus(ones[i])
     return dict(reversed(sets.items()))
