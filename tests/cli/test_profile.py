@@ -119,6 +119,17 @@ def test_a_store_of_another_model_is_refused_before_anything_is_measured(
     assert "was ingested with model" in said(result)
 
 
+def test_a_system_that_keeps_files_in_memory_is_told_of(
+    store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "reading a cold disk was not timed"
+    for share, is_said in ((0.5, True), (0.0, False)):
+        monkeypatch.setattr("blendrag.profile.page_cache.cached_share", lambda files, s=share: s)
+        result = invoke("profile", "--store", store, "--again")
+        assert result.exit_code == 0, result.stderr
+        assert (said in " ".join(result.stderr.split())) == is_said
+
+
 def test_a_store_that_cannot_be_written_is_measured_without_its_disk(
     store: str, devices: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +144,7 @@ def test_a_store_that_cannot_be_written_is_measured_without_its_disk(
     assert result.exit_code == 0, result.stderr
     assert (
         "note: the store cannot be written, so reading from its disk is not timed, the profile is not "
-        "kept and ratio auto does without it"
+        "kept: ratio auto goes by what was kept before, if anything"
     ) in result.stderr
     assert "  memory: " in result.stdout
     assert "  disk: " not in result.stdout

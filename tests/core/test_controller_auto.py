@@ -174,7 +174,9 @@ def test_a_request_may_bring_its_own_least_ratio(engine: BlendEngine) -> None:
     profiled(engine, 1e12)
     assert ask(engine, own).metrics.ratio == pytest.approx(0.4, abs=0.01)
     assert ask(engine, replace(own, min_ratio=0.0)).metrics.recomputed_tokens == 0
-    assert ask(engine, replace(own, ratio=0.2)).metrics.ratio == pytest.approx(0.2, abs=0.01)
+    given = ask(engine, replace(own, ratio=0.2)).metrics
+    assert given.ratio == pytest.approx(0.2, abs=0.01)
+    assert any("min_ratio 0.4" in note and "0.2" in note for note in given.notes)
 
 
 # -- load or compute ---------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import torch
 import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.engine.wanted import Wanted
-from blendrag.errors import InvalidInputError
+from blendrag.errors import InvalidInputError, StoreFullError
 from blendrag.estimates import Profile
 from blendrag.profile import (
     UNREADABLE,
@@ -32,7 +32,7 @@ from blendrag.profile import (
 )
 from blendrag.profile.model_times import SHORTEST
 from blendrag.profile.record import Remembered, cores, path_of
-from blendrag.profile.tier_times import Reading, tier_of
+from blendrag.profile.tier_times import Reading, measure_directory, tier_of
 
 
 @pytest.fixture(autouse=True)
@@ -116,6 +116,27 @@ def test_again_keeps_the_directories_measured_before(engine: BlendEngine, tmp_pa
     assert [what for what in steps if str(tmp_path) in what] == [f"reading from {there}"]
 
 
+@pytest.mark.parametrize(
+    "error", [StoreFullError("no room"), InvalidInputError("not writable"), OSError("stale")]
+)
+def test_again_keeps_what_is_known_of_a_directory_that_refuses_now(
+    engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    first = engine.profile([tmp_path]).profile
+
+    def refusing(directory: Path, *given: Any) -> Any:
+        if directory == tmp_path:
+            raise error
+        return measure_directory(directory, *given)
+
+    monkeypatch.setattr("blendrag.profile.measure.measure_directory", refusing)
+    second = engine.profile(again=True).profile
+    assert second.tier(str(tmp_path)) == first.tier(str(tmp_path))
+    assert second.took_s != first.took_s
+    with pytest.raises(type(error)):  # named now, it is not passed over
+        engine.profile([tmp_path], again=True)
+
+
 def test_a_directory_that_is_named_twice_is_measured_once(
     engine: BlendEngine, tmp_path: Path
 ) -> None:
@@ -124,6 +145,7 @@ def test_a_directory_that_is_named_twice_is_measured_once(
     assert names.count(str(tmp_path)) == 1
 
 
+@pytest.mark.skipif(not torch.backends.openmp.is_available(), reason="one count for all threads")
 def test_conditions_are_those_of_the_thread_that_computes(engine: BlendEngine) -> None:
     """torch counts threads for each thread of its caller's, once that one has computed."""
     engine.generate("What was built?")

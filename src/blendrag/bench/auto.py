@@ -81,7 +81,12 @@ class AutoBench:
             self._generate()
             return
         request = BlendRequest(
-            bench.prompt_tokens, load.spans, asked.policy, decided.schedule, decided.ratio
+            bench.prompt_tokens,
+            load.spans,
+            asked.policy,
+            decided.schedule,
+            decided.ratio,
+            load.chunks_end,
         )
         cache = bench.fusor.new_cache(bench.prompt_tokens, 1)
         with bench.adapter.lock, bench.fusor.fuse(cache, request, last_row_only=True):

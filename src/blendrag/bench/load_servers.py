@@ -140,7 +140,9 @@ class BlendServer:
         try:
             schedule = Schedule.parse(workload.schedule)
             policy = make_policy(workload.policy)
-            request = BlendRequest(len(plan.ids), load.spans, policy, schedule, workload.ratio)
+            request = BlendRequest(
+                len(plan.ids), load.spans, policy, schedule, workload.ratio, load.chunks_end
+            )
             logits, _, _ = self._fusor.prefill(ids, request, NEW_TOKENS)
             token = int(logits[0, -1].argmax())
             first_s = _now(adapter) - began

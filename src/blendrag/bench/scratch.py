@@ -2,7 +2,8 @@
 
 Ctrl-C may end a process before it has removed anything, so whoever makes the next directory there
 removes what nobody owns any more. An owner holds an exclusive flock on its directory, which the kernel
-drops with the process, however it dies: neither clocks nor pids are trusted.
+drops with the process, however it dies: neither clocks nor pids are trusted. Where several machines share
+the directory, each has to see the others' locks.
 """
 
 from __future__ import annotations

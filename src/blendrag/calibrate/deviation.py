@@ -70,7 +70,7 @@ def deviation(
     plan, adapter = expected.plan, fusor.adapter
     load = controller.plan(plan, "blend")
     try:
-        request = BlendRequest(len(plan.ids), load.spans, policy, schedule, ratio)
+        request = BlendRequest(len(plan.ids), load.spans, policy, schedule, ratio, load.chunks_end)
         if not request.candidates:
             return None
         ids = torch.tensor([plan.ids], device=adapter.device)

@@ -136,14 +136,21 @@ def _choice(
 def _say(report: ProfileReport) -> None:
     if report.replaces:
         say("note", f"the profile kept is of {report.replaces}, so this machine was measured now")
-    if not report.kept:
-        from blendrag.estimates.profile import DISK
+    from blendrag.estimates.profile import COLD, DISK
 
-        untimed = report.profile.tier(DISK) is None
+    untimed = report.profile.tier(DISK) is None
+    if report.is_new and not untimed and all(tier.name != COLD for tier in report.profile.tiers):
+        say(
+            "note",
+            "the system keeps files in memory whatever it is told, so reading a cold disk was not timed "
+            "and is taken for reading a warm one",
+        )
+    if not report.kept:
         what = "reading from its disk is not timed, the profile" if untimed else "the profile"
         say(
             "note",
-            f"the store cannot be written, so {what} is not kept and ratio auto does without it",
+            f"the store cannot be written, so {what} is not kept: ratio auto goes by what was kept before, "
+            "if anything",
         )
     if not report.is_new:
         say("note", "measured before and remembered; --again measures anew")

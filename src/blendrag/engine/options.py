@@ -110,8 +110,6 @@ class Options:
     schedule: str | None = None
     ratio: Ratio | None = None
     """In [0, 1]; ``auto`` leaves it, and what is loaded at all, to the loading controller."""
-    min_ratio: float | None = None
-    """In [0, 1]: the least that ``auto`` takes; a ratio that is given has none."""
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
     """Texts that end the answer, none of them empty; a single string is one of them."""
@@ -123,6 +121,8 @@ class Options:
     generate: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float | None = None
     """Seconds from being asked to the whole answer, waiting for other requests included."""
+    min_ratio: float | None = None
+    """In [0, 1]: the least that ``auto`` takes; a ratio that is given has none."""
     seed: int | None = None
     """Makes sampling repeatable, whatever else draws from torch's global generators meanwhile."""
     logprobs: int | None = None

@@ -6,7 +6,7 @@ that Ctrl-C ends it at once, every prefill on the worker. What is remembered is 
 
 from __future__ import annotations
 
-import os
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,13 +14,15 @@ from pathlib import Path
 from blendrag.controller.decide import counts_of
 from blendrag.engine.resources import Resources
 from blendrag.engine.worker import Worker
-from blendrag.errors import InvalidInputError
+from blendrag.errors import InvalidInputError, StoreError
 from blendrag.estimates import Conditions, Part, Profile, Prompt
 from blendrag.estimates.profile import DISK
 from blendrag.estimates.storage import Device, StorageChoice, choose_storage
 from blendrag.profile import Measure, Watch, conditions_of, differing, recall, remember
 from blendrag.profile.measure import directories_of, directory_tiers
 from blendrag.selection import Schedule, make_policy
+
+log = logging.getLogger(__name__)
 
 #: Fresh tokens of a usual prompt: a question in its template.
 QUESTION_TOKENS = 32
@@ -36,7 +38,8 @@ class ProfileReport:
     kept: bool
     """Whether it is remembered: not in a store that cannot be written."""
     replaces: str = ""
-    """How the profile kept before differs, in words, where there was one for other conditions only."""
+    """How the profile kept before differs, in words, where none that can be read is for these conditions and
+    nobody asked to measure again."""
 
 
 def profile(
@@ -47,13 +50,14 @@ def profile(
     watch: Watch = lambda what, done, steps: None,
 ) -> ProfileReport:
     """See :meth:`BlendEngine.profile`."""
-    places = _paths(directories)
-    for directory in places:
+    named = _paths(directories)
+    for directory in named:
         if not directory.is_dir():
             raise InvalidInputError(
                 f"--dir {directory} is no directory, expected one in which reading can be timed; make it "
                 "or name another"
             )
+    places = list({directory_tiers(path): path for path in named}.values())
     root = resources.root
     store = resources.store  # makes the root, with its checks
     _refuse_foreign(resources)
@@ -62,7 +66,7 @@ def profile(
     missing = [d for d in places if known is None or known.tier(directory_tiers(d)[0]) is None]
     if known is not None and not missing and not again:
         return ProfileReport(known, is_new=False, kept=True)
-    differs = "" if known is not None else differing(root, conditions)
+    differs = "" if known is not None or again else differing(root, conditions)
     measure = Measure(
         resources.adapter,
         worker.run(lambda: resources.fusor),
@@ -82,8 +86,7 @@ def profile(
 def _paths(directories: Sequence[str | Path]) -> list[Path]:
     if isinstance(directories, str | Path):  # a text is a sequence of texts, too
         directories = [directories]
-    paths = [Path(directory) for directory in directories]
-    return list({directory_tiers(path): path for path in paths}.values())
+    return [Path(directory) for directory in directories]
 
 
 def _refuse_foreign(resources: Resources) -> None:
@@ -114,11 +117,19 @@ def _anew(
     before = [
         d for d in (directories_of(known) if known else ()) if directory_tiers(d) not in named
     ]
-    there = [d for d in before if d.is_dir() and os.access(d, os.W_OK | os.X_OK)]
-    found = measure.profile(conditions, root, [*places, *there])
-    away = {name for d in before if d not in there for name in directory_tiers(d)}
-    kept = [tier for tier in (known.tiers if known else ()) if tier.name in away]
-    return replace(found, tiers=(*found.tiers, *kept))
+    found = measure.profile(conditions, root, places)
+    for directory in before:
+        assert known is not None
+        names = directory_tiers(directory)
+        try:
+            if not directory.is_dir():
+                raise StoreError(f"{directory} is away")
+            found = measure.with_directories(found, [directory])
+        except (InvalidInputError, StoreError, OSError) as exc:
+            log.info("%s keeps the figures of before: %s", directory, exc)
+            kept = [tier for tier in known.tiers if tier.name in names]
+            found = replace(found, tiers=(*found.tiers, *kept))
+    return found
 
 
 def _keep(resources: Resources, found: Profile) -> bool:

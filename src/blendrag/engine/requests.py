@@ -43,6 +43,10 @@ from blendrag.retriever.passages import StoredChunk
 from blendrag.selection import Schedule, make_policy
 from blendrag.store.encodings import ENCODINGS
 
+LEAST_LEFT = (
+    "min_ratio {:g} is the least that ratio auto takes and was left aside: the ratio is {:g}"
+)
+
 
 class Requests:
     """Starts requests of one engine. Thread-safe."""
@@ -160,6 +164,8 @@ class Requests:
         ratio = s.ratio if options.ratio is None else options.ratio
         least = s.min_ratio if options.min_ratio is None else options.min_ratio
         is_auto = ratio == AUTO
+        if options.min_ratio is not None and ratio != AUTO:
+            notes += (LEAST_LEFT.format(least, ratio),)
         return Task(
             plan, mode, policy, parsed, least if ratio == AUTO else ratio,
             new_tokens, options, started, source_of, notes, is_auto=is_auto,

@@ -19,7 +19,7 @@ LARGEST_LESSON = (32 << 20) - (64 << 10)
 def keep_freed_blocks() -> None:
     """Free one large block, so that what layers free is kept for the next layer.
 
-    Up to 64 MiB then stay with the process. Does nothing under another malloc, or where ``mallopt`` or the
-    environment fixed the thresholds.
+    Up to 64 MiB then stay with each thread's heap. Does nothing under another malloc, or where ``mallopt``
+    or the environment fixed the thresholds.
     """
     torch.empty(LARGEST_LESSON, dtype=torch.uint8)

@@ -14,6 +14,8 @@ from pathlib import Path
 
 #: So little left is what the kernel was just busy with.
 COLD_SHARE = 0.02
+#: Somebody else may read, or the kernel be busy, while pages are to leave.
+TRIES = 3
 
 
 def forget(files: Sequence[Path]) -> bool:
@@ -21,8 +23,10 @@ def forget(files: Sequence[Path]) -> bool:
 
     ``False``, too, where the system cannot be asked.
     """
-    if not hasattr(os, "posix_fadvise"):
-        return False
+    return hasattr(os, "posix_fadvise") and any(_left(files) for _ in range(TRIES))
+
+
+def _left(files: Sequence[Path]) -> bool:
     for path in files:
         fd = os.open(path, os.O_RDONLY)
         try:
