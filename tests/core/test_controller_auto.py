@@ -193,10 +193,21 @@ def test_a_store_slower_than_computing_is_not_read_and_the_answer_says_so(
     assert {chunk.outcome for chunk in metrics.chunks} == {"computed"}
     assert all("faster here than waiting" in chunk.reason for chunk in metrics.chunks)
     (note,) = metrics.notes
-    assert note.startswith("the store is slower than computing here")
+    assert note.startswith("the store is slower than computing here, so nothing was read")
     assert metrics.decision.endswith("with everything loaded)")  # and no word on a ratio
     assert "computed afresh" in metrics.decision
     assert answer.text == ask(engine, Options(mode="full", max_new_tokens=4)).text
+
+
+def test_where_blending_takes_longer_than_computing_the_store_is_not_blamed(
+    engine: BlendEngine,
+) -> None:
+    profiled(engine, 1e12, fixed_s=10.0)
+    metrics = ask(engine).metrics
+    assert metrics.reused_tokens == 0
+    assert all("faster here than blending it" in chunk.reason for chunk in metrics.chunks)
+    (note,) = metrics.notes
+    assert note.startswith("blending takes longer than computing here, so nothing was read")
 
 
 def test_what_was_computed_by_choice_is_not_stored_again(engine: BlendEngine) -> None:

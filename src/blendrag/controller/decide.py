@@ -132,7 +132,7 @@ def _without(load: LoadPlan, prompt: Prompt, choice: Choice) -> LoadPlan:
     if len(choice.loaded) == len(load.spans):
         return load
     computed = {i: span for i, span in enumerate(load.spans) if i not in choice.loaded}
-    why = {span.start: _why_computed(prompt.parts[i]) for i, span in computed.items()}
+    why = {span.start: _why_computed(prompt.parts[i], choice.waits) for i, span in computed.items()}
     for span in computed.values():
         span.reader.close()
     decisions = tuple(
@@ -145,9 +145,11 @@ def _without(load: LoadPlan, prompt: Prompt, choice: Choice) -> LoadPlan:
     return replace(load, spans=spans, decisions=decisions)
 
 
-def _why_computed(part: Part) -> str:
+def _why_computed(part: Part, waits: bool) -> str:
+    if not waits:
+        return "computing it is faster here than blending it, however fast it is read"
     megabytes = sum(part.layer_bytes) / 1e6
-    return f"computing it is faster here than waiting for its {megabytes:.1f} MB from {part.tier}"
+    return f"computing it is faster here than waiting for its {megabytes:.3g} MB from {part.tier}"
 
 
 def _decided(asked: Asked, prompt: Prompt, choice: Choice) -> Decided:
@@ -165,5 +167,6 @@ def _decided(asked: Asked, prompt: Prompt, choice: Choice) -> Decided:
         afresh = f"{given_up} of {len(prompt.parts)} stored parts computed afresh ({gain})"
         reason = f"{afresh}; {reason}" if choice.loaded else afresh
         if not choice.loaded:
-            notes = (f"the store is slower than computing here, so nothing of it was read: {gain}",)
+            what = "the store is slower" if choice.waits else "blending takes longer"
+            notes = (f"{what} than computing here, so nothing was read: {gain}",)
     return Decided(choice.ratio, schedule, choice.forecast, reason, notes)

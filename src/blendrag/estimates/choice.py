@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from blendrag.estimates.forecast import Estimator, Forecast, Prompt
@@ -61,6 +61,8 @@ class Choice:
     load_all_s: float
     """Predicted time to first token with everything loaded, at the smallest ratio."""
     reason: str
+    waits: bool = True
+    """Whether everything loaded would be waited for; if not, what is computed costs more to blend."""
 
 
 def choose(profile: Profile, prompt: Prompt, wish: Wish) -> Choice:
@@ -68,10 +70,10 @@ def choose(profile: Profile, prompt: Prompt, wish: Wish) -> Choice:
 
     Raises :class:`KeyError` for a part in a tier that was not measured.
     """
-    loaded, load_all_s = _what_to_load(profile, prompt, wish)
+    loaded, load_all_s, waits = _what_to_load(profile, prompt, wish)
     estimator = Estimator(profile, prompt, [prompt.parts[i] for i in loaded])
     at_least = estimator.at(wish.counts_at(wish.min_ratio, estimator))
-    kept = Choice(loaded, wish.min_ratio, (), at_least, load_all_s, _kept(wish, estimator))
+    kept = Choice(loaded, wish.min_ratio, (), at_least, load_all_s, _kept(wish, estimator), waits)
     if not estimator.candidates or not wish.is_budgeted:
         return kept
     limit = _Limit(at_least)
@@ -85,7 +87,7 @@ def choose(profile: Profile, prompt: Prompt, wish: Wish) -> Choice:
     more = estimator.at(counts)
     reason = f"ratio {ratio:.2f}: {FREE if limit.is_free(more) else HIDDEN}"
     reason += ", layer by layer" * bool(shares)
-    return Choice(loaded, ratio, shares, more, load_all_s, reason)
+    return replace(kept, ratio=ratio, shares=shares, forecast=more, reason=reason)
 
 
 def _kept(wish: Wish, estimator: Estimator) -> str:
@@ -99,8 +101,10 @@ def _kept(wish: Wish, estimator: Estimator) -> str:
 # -- load or compute ------------------------------------------------------------------------------
 
 
-def _what_to_load(profile: Profile, prompt: Prompt, wish: Wish) -> tuple[tuple[int, ...], float]:
-    """Indices to load, and the time with all of them.
+def _what_to_load(
+    profile: Profile, prompt: Prompt, wish: Wish
+) -> tuple[tuple[int, ...], float, bool]:
+    """Indices to load, the time with all of them, and whether they would be waited for.
 
     Parts are given up one after the other, those first whose loading takes longest for a token, and the
     best of these sets is taken: exact for parts of one length, whatever tiers they lie in. For others it is
@@ -126,7 +130,7 @@ def _what_to_load(profile: Profile, prompt: Prompt, wish: Wish) -> tuple[tuple[i
         times |= {chosen: seconds(loaded) for chosen, loaded in changed.items()}
     best_set = min(times, key=times.__getitem__)
     is_worth = times[best_set] <= (1 - WORTH) * times[every]
-    return tuple(sorted(best_set if is_worth else every)), times[every]
+    return tuple(sorted(best_set if is_worth else every)), times[every], waits
 
 
 def _given_up_in_turn(
