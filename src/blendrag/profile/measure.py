@@ -73,7 +73,7 @@ class Measure:
         self, conditions: Conditions, root: Path | None, directories: Sequence[Path] = ()
     ) -> Profile:
         """All of it: tiers below ``root`` (``None`` for a store that is not to be written) and in
-        ``directories``, then the model. Seconds for a small model, two minutes for a large one. Raises
+        ``directories``, then the model. Half a minute for a small model, two minutes for a large one. Raises
         what the model, the store or a directory raises."""
         began = time.monotonic()
         lengths = [n for n in LENGTHS if n <= self._times.longest] or [SHORTEST]
