@@ -1,11 +1,10 @@
 """What malloc does with the blocks that a layer frees.
 
 glibc maps a large block by itself and unmaps it when it is freed, and gives free memory at the end of its
-heap back to the system. What was given back is mapped again one page fault at a time: 200,000 of them in a
-blended prefill of 3,104 tokens on a 0.5B model, a fifth of its time where faults are dear, as in a virtual
-machine. It learns, though: once a large block was freed, blocks up to its size come from the heap, of which
-twice that size stays (mallopt(3), ``M_MMAP_THRESHOLD``). A stock prefill teaches it that by its way; the
-blocks of a blended one are too small to teach enough.
+heap back to the system. What was given back is mapped again one page fault at a time, which is dear in a
+virtual machine. It learns, though: once a large block was freed, blocks up to its size come from the
+heap, of which twice that size stays (mallopt(3), ``M_MMAP_THRESHOLD``). A stock prefill teaches it that by
+its way; the blocks of a blended one are too small to teach enough.
 """
 
 from __future__ import annotations
