@@ -52,10 +52,11 @@ class AutoBench:
         """At a fixed ratio, or at the automatic one (``None``)."""
         bench = self._bench
         policy = make_policy(bench.workload.policy)
+        schedule = Schedule.parse(bench.workload.schedule)
         asked = Asked(
             "blend",
             policy,
-            lambda _: Schedule.parse(bench.workload.schedule),
+            lambda _: schedule,
             self._min_ratio if ratio is None else ratio,
             is_auto=ratio is None,
             follows_load=ratio is None and not self._keeps_schedule,
