@@ -16,7 +16,7 @@ export TRANSFORMERS_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-oldest test-newest lint bench bench-all arena soak coverage-store reuse-table wheels
+.PHONY: help setup demo test test-real test-oldest test-newest lint bench bench-all arena soak coverage-store reuse-table wheels
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -41,6 +41,11 @@ demo: $(READY) ## ingest the demo corpus, ask it questions in three modes, print
 test: lint ## everything: style, types, layers, tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone"
 	$(BIN)/python -m pytest -m alone
+
+# Any Hugging Face directories of causal LMs: DIR/NAME/config.json and weights. Minutes a model.
+test-real: $(READY) ## the tests on real pretrained models: make test-real MODELS=DIR
+	@test -d "$(MODELS)" || { echo "no directory of models: make test-real MODELS=DIR" >&2; exit 2; }
+	BLENDRAG_TEST_MODELS="$(MODELS)" $(BIN)/python -m pytest tests/real
 
 lint: $(READY) ## style, types, layers
 	$(BIN)/ruff check .

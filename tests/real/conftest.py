@@ -1,0 +1,63 @@
+"""Tests on real pretrained models: ``make test-real MODELS=DIR``.
+
+DIR holds Hugging Face model directories. ``BLENDRAG_TEST_MODELS`` names it to pytest; without it nothing
+here is collected, so ``make test`` needs no model.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from blendrag.model import ModelAdapter
+from blendrag.model.loading import load_adapter
+
+MODELS = os.environ.get("BLENDRAG_TEST_MODELS", "")
+FOUND = sorted(file.parent for file in Path(MODELS).glob("*/config.json")) if MODELS else []
+#: A test on a model of 1.5B parameters takes minutes on a CPU.
+TIMEOUT_S = 3600
+
+if MODELS and not FOUND:
+    raise pytest.UsageError(
+        f"BLENDRAG_TEST_MODELS={MODELS!r} holds no model; expected a directory with NAME/config.json"
+    )
+collect_ignore_glob = [] if MODELS else ["test_*.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """All threads: these models are large. Overrides the fixture for tiny models."""
+
+
+@pytest.fixture(scope="session", params=FOUND, ids=lambda directory: directory.name)
+def real_model(request: pytest.FixtureRequest) -> Path:
+    """Directory of one real model after another."""
+    return request.param
+
+
+@pytest.fixture(scope="session", params=["bfloat16", "float32"])
+def real_dtype(request: pytest.FixtureRequest) -> str:
+    """The dtype that ``real_adapter`` computes in.
+
+    A test that needs one only: ``@pytest.mark.parametrize("real_dtype", ["float32"], indirect=True)``.
+    """
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def real_adapter(real_model: Path, real_dtype: str) -> Iterator[ModelAdapter]:
+    """``real_model`` in ``real_dtype``, loaded once for all tests in a row and freed behind them."""
+    adapter = load_adapter(str(real_model), real_dtype, "cpu")
+    yield adapter
+    del adapter
+    gc.collect()
