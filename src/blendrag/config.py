@@ -23,8 +23,8 @@ AUTO: Literal["auto"] = "auto"
 #: Name of the model inside the package.
 DEMO_MODEL = "demo"
 
-#: Chosen by what the embedded model answers (docs/quality.md).
-DEFAULT_POLICY = "offset+query"
+#: See docs/quality.md for what it was chosen by.
+DEFAULT_POLICY = "query"
 #: What ``blendrag calibrate`` found for the model, policy and nearest ratio.
 DEFAULT_SCHEDULE = "calibrated"
 #: What that means for a model and policy that nobody has calibrated.
@@ -58,8 +58,8 @@ class Settings(BaseSettings):
 
     mode: Mode = "blend"
     policy: str = DEFAULT_POLICY
-    """Selection policy of mode ``blend``: ``offset+query``, ``query``, ``hkvd`` (the paper's),
-    ``boundary(k)``, … (:mod:`blendrag.selection`)."""
+    """Selection policy of mode ``blend``: ``query``, ``hkvd`` (the paper's), ``boundary(k)``, …
+    (:mod:`blendrag.selection`)."""
     ratio: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["auto"] = 0.15
     """r: mean share of chunk tokens recomputed in layers 1…L-1 (CacheBlend §4.3, figure 16); ``auto``: the
     largest that costs no time, by a profile of this machine, but never less than ``min_ratio``."""

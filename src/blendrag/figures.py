@@ -52,7 +52,7 @@ BANDS = 3
 #: Between lines that are set apart.
 SPREAD_POINTS = 1.6
 #: Looks that stay with a name in all figures; other names take what is left, in order.
-KNOWN = ("blend", "hkvd", "query", "offset", "hkvd-once", "boundary", "random")
+KNOWN = ("blend", "hkvd", "query", "hkvd-once", "boundary", "random")
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ class Line:
 def looks(policies: Iterable[str]) -> dict[str, Look]:
     """A look for each policy, by the name without ``(k)``; those of :data:`KNOWN` always alike.
 
-    ``offset+NAME`` is NAME in dashes. More policies than colours share them in other dashes.
+    More policies than colours share them in other dashes.
     """
     wanted = list(dict.fromkeys(policies))
-    bare = {policy: policy.partition("(")[0].removeprefix("offset+") for policy in wanted}
+    bare = {policy: policy.partition("(")[0] for policy in wanted}
     named = dict.fromkeys(name for name in bare.values() if name not in BASELINES)
     others = [name for name in named if name not in KNOWN]
     free = [i for i, name in enumerate(KNOWN) if name not in named]
@@ -105,9 +105,6 @@ def looks(policies: Iterable[str]) -> dict[str, Look]:
     found: dict[str, Look] = {}
     for policy, name in bare.items():
         look = BASELINES.get(name) or _look(index[name])
-        if policy.startswith("offset+"):
-            found[policy] = Look(look.colour, "d", "--")
-            continue
         number = taken[name] = taken.get(name, -1) + 1  # boundary(4) beside boundary(16)
         found[policy] = Look(look.colour, look.marker, DASHES[number % 4]) if number else look
     return found

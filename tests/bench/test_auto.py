@@ -38,7 +38,6 @@ def invented(bench: TtftBench, tick: Any, row_s: float = 1e-6) -> Profile:
         last=line(row_s),
         scout=line(row_s),
         peek_s=0.0,
-        shift_s=0.0,
         fixed_s=0.0,
         tiers=(Tier("disk", 1e12, busy=1.0), Tier("memory", 1e12)),
         device_bytes_per_s=None,

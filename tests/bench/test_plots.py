@@ -139,9 +139,9 @@ def test_equal_rows_give_equal_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("factor", "values", "about"),
-    [("ratio", "0.1,0.5", "tiny, 2 × 32 + 8 tokens, offset+query at r = …, native KV from disk"),
-     ("chunks", "1,2", "tiny, … × 32 + 8 tokens, offset+query at r = 0.15, native KV from disk"),
-     ("tier", "memory,disk", "tiny, 2 × 32 + 8 tokens, offset+query at r = 0.15, native KV from …")],
+    [("ratio", "0.1,0.5", "tiny, 2 × 32 + 8 tokens, query at r = …, native KV from disk"),
+     ("chunks", "1,2", "tiny, … × 32 + 8 tokens, query at r = 0.15, native KV from disk"),
+     ("tier", "memory,disk", "tiny, 2 × 32 + 8 tokens, query at r = 0.15, native KV from …")],
 )  # fmt: skip
 def test_a_sweep_says_what_was_as_it_is_for_all_values(
     factor: str, values: str, about: str

@@ -63,7 +63,7 @@ def test_the_scout_pass_is_told_apart_and_waits_for_what_is_loaded() -> None:
 
 
 def test_what_layers_consist_of_adds_up_to_them_and_overlaps_nowhere() -> None:
-    timeline = traced("offset+query")
+    timeline = traced("query")
     lane = [s for s in timeline.all_spans() if s.what in MODEL_LANE]
     for before, after in pairwise(lane):
         assert before.ended_s <= after.began_s

@@ -198,7 +198,8 @@ def test_calibrated_means_the_vector_found_for_the_policy_at_the_nearest_ratio(
     tmp_path: Path,
 ) -> None:
     near, far, other = found(), found(ratio=0.6, weights=(1.0, 0.8, 0.0)), found("hkvd")
-    for each in (near, far, other):
+    removed = found("offset+query", ratio=0.05)  # a policy of an earlier version
+    for each in (near, far, other, removed):
         remember(tmp_path, "n", each)
     asked = Schedule.parse("calibrated")
     assert resolve(tmp_path, "n", asked, "query", 0.05) == near.schedule
@@ -449,7 +450,6 @@ def test_a_sample_takes_neighbours_along_and_is_the_same_for_the_same_seed(
         ({"top_k": 0}, "top_k is 0"),
         ({"policy": "boundary(4)"}, "follows no schedule"),
         ({"policy": "hkvd-once"}, "follows no schedule"),
-        ({"policy": "offset+reuse"}, "follows no schedule"),
         ({"policy": "best"}, "is not one of"),
     ],
 )

@@ -63,7 +63,6 @@ def profiled(engine: BlendEngine, bytes_per_s: float, row_s: float = 1e-6, **cha
         last=line(row_s),
         scout=line(row_s),
         peek_s=0.0,
-        shift_s=0.0,
         fixed_s=0.0,
         tiers=(Tier("disk", bytes_per_s),),
         device_bytes_per_s=None,
@@ -253,9 +252,7 @@ def test_a_ratio_that_was_given_is_kept_and_everything_is_loaded(engine: BlendEn
 
 
 @pytest.mark.parametrize("ratio", [0.3, "auto"])
-@pytest.mark.parametrize(
-    "policy", ["random", "hkvd", "query", "offset+query", "boundary(4)", "full"]
-)
+@pytest.mark.parametrize("policy", ["random", "hkvd", "query", "blend", "boundary(4)", "full"])
 def test_predicted_times_are_stored_beside_measured_ones(
     engine: BlendEngine, policy: str, ratio: Any
 ) -> None:
@@ -281,7 +278,7 @@ def test_the_rows_predicted_are_the_rows_computed(engine: BlendEngine) -> None:
 @pytest.mark.parametrize(
     ("policy", "ratio"),
     [("random", 0.3), ("random", 1.0), ("full", 0.3), ("hkvd", 0.3), ("query", 0.3), ("query", 1.0),
-     ("offset", 0.3), ("offset+query", 1.0), ("boundary(4)", 0.3), ("boundary(4096)", 0.3)],
+     ("boundary(4)", 0.3), ("boundary(4096)", 0.3)],
 )  # fmt: skip
 def test_the_bytes_whose_loading_is_predicted_are_the_bytes_read(
     engine: BlendEngine, policy: str, ratio: float

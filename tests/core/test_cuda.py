@@ -84,7 +84,7 @@ def test_a_loader_closed_half_way_ends(here: ModelAdapter) -> None:
     assert not closer.is_alive()
 
 
-@pytest.mark.parametrize("policy", ["hkvd", "query", "offset+query", "blend", "random", "boundary"])
+@pytest.mark.parametrize("policy", ["hkvd", "query", "blend", "random", "boundary"])
 def test_a_blended_prefill_equals_that_of_the_cpu(
     here: ModelAdapter, there: ModelAdapter, policy: str
 ) -> None:
@@ -105,7 +105,7 @@ def test_prompts_packed_on_the_device_get_what_they_get_alone_on_the_cpu(
 ) -> None:
     monkeypatch.setattr("blendrag.fusor.rows.FOLDED_BYTES", folded_bytes)
     asked = spans(here)
-    policies = ("hkvd", "offset+query", "random")
+    policies = ("hkvd", "query", "random")
     prompts = [
         Prompt(IDS.to(there.device), tiny.request(IDS, asked, policy, 0.3, "constant"), 4)
         for policy in policies

@@ -16,7 +16,7 @@ from blendrag.model import ModelAdapter
 from core.lab import FRESH, IDS, LAYERS, N, exact_spans
 
 LAST = LAYERS - 1
-POLICIES = ("hkvd", "hkvd-once", "query", "offset+query", "offset+random", "boundary(8)", "reuse")
+POLICIES = ("hkvd", "hkvd-once", "query", "random", "boundary(8)", "reuse")
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def test_the_last_token_is_as_if_all_rows_went_on(
 def test_in_every_family(name: str) -> None:
     fusor = Fusor(tiny.adapter(tiny.family(name)))
     assert_alike(fusor, "hkvd")
-    assert_alike(fusor, "offset+query")
+    assert_alike(fusor, "query")
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -67,14 +67,14 @@ def test_of_a_model_whose_first_or_second_layer_is_the_last(layers: int, policy:
     assert_alike(Fusor(tiny.adapter(tiny.llama(num_hidden_layers=layers))), policy)
 
 
-@pytest.mark.parametrize("policy", ["hkvd", "offset+query", "reuse", "full"])
+@pytest.mark.parametrize("policy", ["hkvd", "query", "reuse", "full"])
 def test_the_last_layer_computes_keys_of_all_rows_and_no_more_than_one(
     adapter: ModelAdapter, fusor: Fusor, policy: str
 ) -> None:
     layers, spans = adapter.stack.layers, exact_spans(adapter, 1.0)
     with rows_of(layers[LAST].self_attn.k_proj) as keys, rows_of(layers[LAST].mlp) as seen:
         _, _, fusion = tiny.fuse(fusor, IDS, spans, policy, 0.2)
-    scout = [FRESH] if policy == "offset+query" else []
+    scout = [FRESH] if policy == "query" else []
     assert seen == [*scout, 1]
     assert keys == [*scout, fusion.counts().rows[LAST] - sum(scout), 1]
 

@@ -48,7 +48,7 @@ class Asked:
 #: Beyond twice the sliding windows, of different lengths, with and without chunks.
 VARIED = (
     Asked(110, ((5, 60), (64, 100)), "hkvd", 0.3, "geometric"),
-    Asked(90, ((10, 70),), "offset+query", 0.2),
+    Asked(90, ((10, 70),), "query", 0.2),
     Asked(37, (), "query"),
     Asked(75, ((1, 40), (41, 70)), "reuse"),
     Asked(64, ((0, 50),), "reuse", exact=True),

@@ -12,22 +12,16 @@ from hypothesis import strategies as st
 import tiny
 from blendrag.errors import InvalidInputError
 from blendrag.fusor import Fusor
-from blendrag.fusor.rows import Rows
-from blendrag.fusor.shift import ChunkShift
 from blendrag.model import ModelAdapter
 from blendrag.selection import POLICIES, LayerView, PromptGeometry, Schedule, boundary, make_policy
 from blendrag.selection.blend import BlendPolicy
-from blendrag.selection.offset import PROBES
-from blendrag.selection.places import candidates, places, spread
+from blendrag.selection.places import candidates
 from core.lab import CANDIDATES, CHUNKS, IDS, LAYERS, exact_spans
 
 CPU = torch.device("cpu")
 #: Policies that spend the budget they are given.
-BUDGETED = [
-    "random", "hkvd", "hkvd-once", "query", "offset", "blend", "blend(0)", "blend(7)",
-    "offset+random", "offset+hkvd", "offset+hkvd-once", "offset+query", "offset+blend(3)",
-]  # fmt: skip
-OTHERS = ["full", "reuse", "boundary", "boundary(3)", "offset+boundary(3)", "offset+reuse"]
+BUDGETED = ["random", "hkvd", "hkvd-once", "query", "blend", "blend(0)", "blend(7)"]
+OTHERS = ["full", "reuse", "boundary", "boundary(3)"]
 
 
 @st.composite
@@ -94,7 +88,7 @@ def test_sets_are_nested_ascending_and_within_the_budget(
         assert sets[0].numel() == sets[1].numel()  # layer 0 is not paid for anybody else
 
 
-@pytest.mark.parametrize("name", [*POLICIES, "boundary(3)", "blend(7)", "offset+query"])
+@pytest.mark.parametrize("name", [*POLICIES, "boundary(3)", "blend(7)"])
 def test_a_policy_is_made_by_its_name_and_prints_it(name: str) -> None:
     made = make_policy(name)
     assert str(made).startswith(name)
@@ -104,8 +98,8 @@ def test_a_policy_is_made_by_its_name_and_prints_it(name: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "offset+", "+query", "offset+offset", "offset+best", "query+offset", "random(3)", "blend(x)",
-        "blend(-1)", "offset(4)", "hkvd_once", "offset+offset+query", f"boundary({10**20})",
+        "", "query+", "+query", "offset+query", "query+offset", "random(3)", "blend(x)", "blend(-1)",
+        "query(4)", "hkvd_once", f"boundary({10**20})",
     ],
 )  # fmt: skip
 def test_a_bad_policy_is_one_sentence(text: str) -> None:
@@ -142,18 +136,6 @@ def test_a_fifth_recomputed_differs_from_reuse_and_costs_a_fifth(
     logits, _, fusion = tiny.fuse(fusor, IDS, exact_spans(adapter, 1.0), name, 0.2, "linear")
     assert tiny.difference(logits, reused) > 1e-3
     assert abs(fusion.counts().ratio - 0.2) <= 1 / CANDIDATES
-
-
-@pytest.mark.parametrize("name", ["query", "hkvd", "blend", "random", "boundary(3)"])
-def test_the_shift_of_the_probes_shows(adapter: ModelAdapter, fusor: Fusor, name: str) -> None:
-    """The same sets, shifted and not."""
-    policy = make_policy(f"offset+{name}")
-    shifted, _, one = tiny.fuse(fusor, IDS, exact_spans(adapter, 1.0), policy, 0.2)
-    policy = make_policy(f"offset+{name}")
-    policy.shifts = False
-    plain, _, other = tiny.fuse(fusor, IDS, exact_spans(adapter, 1.0), policy, 0.2)
-    assert one.counts().candidate_rows == other.counts().candidate_rows
-    assert tiny.difference(shifted, plain) > 1e-3
 
 
 # -- each policy's own idea ---------------------------------------------------------------------
@@ -233,92 +215,6 @@ def test_damped_attention_is_the_sum_of_roots_over_all_but_the_first_layers(
     assert tiny.difference(policy.question, expected) < 1e-2 * float(expected.std())
 
 
-@settings(max_examples=60, deadline=None)
-@given(geometries(), st.integers(1, 64))
-def test_any_first_part_of_the_spread_order_is_spread_evenly(
-    geometry: PromptGeometry, wanted: int
-) -> None:
-    tokens = candidates(geometry, CPU)
-    order = spread(geometry, tokens)
-    chunks = places(geometry, tokens).chunk
-    for i, (a, b) in enumerate(geometry.chunk_spans):
-        first = tokens[(chunks == i) & (order < wanted)]
-        assert abs(first.numel() - min(wanted, b - a)) <= 1 + wanted.bit_length()
-        ring = sorted(first.tolist())
-        gaps = [y - x for x, y in pairwise([*ring, ring[0] + b - a])]
-        assert max(gaps) <= 2 * -(-(b - a) // min(wanted, b - a)) + 1
-
-
-@pytest.mark.parametrize("name", ["offset", "offset+query", "offset+hkvd"])
-def test_one_vector_that_a_whole_chunk_is_off_by_is_repaired_by_its_probes(
-    adapter: ModelAdapter, fusor: Fusor, name: str
-) -> None:
-    stock = tiny.stock(adapter.model, IDS)[0, -1]
-
-    def off(policy: str) -> float:
-        # Stored where it is used: what is added to the keys is not rotated away.
-        spans = [tiny.span(adapter, IDS, a, b) for a, b in CHUNKS]
-        generator = torch.Generator().manual_seed(3)
-        for span in spans:
-            for layer in span.reader.kv.layers[1:]:  # type: ignore[attr-defined]
-                layer += 2 * torch.randn(2, layer.shape[1], 1, layer.shape[3], generator=generator)
-        logits, _, _ = tiny.fuse(fusor, IDS, spans, policy, 0.2, "constant")
-        return tiny.difference(logits[0, 0], stock)
-
-    assert off(name) < 1e-4
-    assert off(name.removeprefix("offset").removeprefix("+") or "random") > 1e-2
-
-
-def test_probes_beside_another_policy_are_few_and_what_that_one_chose_does_not_count() -> None:
-    geometry = PromptGeometry(210, ((0, 100), (100, 200)), (200, 210))
-    policy = make_policy("offset+random")
-    entered = torch.tensor(entry("offset+random", geometry, 60))
-    assert entered.numel() == 60
-    probes = policy.probes(geometry, entered)
-    assert 2 * PROBES <= probes.numel() <= 4 * PROBES  # of 60, in two chunks
-    spent = torch.tensor(entry("offset", geometry, 60))
-    assert make_policy("offset").probes(geometry, spent).tolist() == spent.tolist()
-
-
-@settings(max_examples=60, deadline=None)
-@given(geometries(), st.integers(0, 100))
-def test_a_shift_is_what_a_loop_over_chunks_does_and_touches_nothing_else(
-    geometry: PromptGeometry, seed: int
-) -> None:
-    """The slow reference. Tokens between the chunks are fresh, or of a span that is exact."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens, n = candidates(geometry, CPU), geometry.prompt_tokens
-    buffer = torch.randn(2, 3, n, 4, generator=generator)
-    computed = torch.rand(n, generator=generator) < 0.4
-    positions = computed.nonzero().flatten()
-    fresh = torch.randn(2, 3, positions.numel(), 4, generator=generator)
-    probes = tokens[computed[tokens] & (torch.rand(tokens.numel(), generator=generator) < 0.5)]
-
-    expected, stored, at = buffer.clone(), buffer.clone(), positions.tolist()
-    for a, b in geometry.chunk_spans:
-        own = [p for p in probes.tolist() if a <= p < b]
-        if own:
-            off = sum(fresh[:, :, at.index(p)] - stored[:, :, p] for p in own) / len(own)
-            expected[:, :, a:b] += off[:, :, None]  # type: ignore[index]
-    rows = Rows(positions, n)
-    shift = ChunkShift(geometry)
-    shift.look(rows.positions, lambda *_: probes[:0])
-    shift.look(tokens, lambda *_: probes)
-    shift.apply(buffer, rows, fresh[0], fresh[1])
-    assert tiny.difference(buffer, expected) < 1e-5
-    outside = torch.ones(n, dtype=torch.bool)
-    outside[tokens] = False
-    assert torch.equal(buffer[:, :, outside], stored[:, :, outside])
-
-
-def test_a_policy_beside_offset_that_ignores_the_budget_ignores_it_at_ratio_one_too(
-    adapter: ModelAdapter, fusor: Fusor
-) -> None:
-    _, _, fusion = tiny.fuse(fusor, IDS, exact_spans(adapter), "offset+reuse", 1.0)
-    assert set(fusion.counts().candidate_rows) == {fusion.counts().candidate_rows[0]}
-    assert 0 < fusion.counts().candidate_rows[0] <= 4 * PROBES * len(CHUNKS)
-
-
 def test_boundary_looks_for_heads_at_layer_zero_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     geometry = PromptGeometry(60, ((0, 20), (20, 50)), (50, 60))
     policy = make_policy("boundary(3)")
@@ -329,18 +225,7 @@ def test_boundary_looks_for_heads_at_layer_zero_alone(monkeypatch: pytest.Monkey
     assert policy.select(1, view, 0).tolist() == heads.tolist()
 
 
-def test_policies_that_do_not_shift_ask_for_no_probes(
-    adapter: ModelAdapter, fusor: Fusor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from blendrag.fusor import fusion
-
-    monkeypatch.setattr(fusion, "ChunkShift", lambda *_: pytest.fail("it shifts"))
-    for name in POLICIES:
-        if not make_policy(name).shifts:
-            tiny.fuse(fusor, IDS, exact_spans(adapter, 1.0), name, 0.2)
-
-
-@pytest.mark.parametrize("name", ["offset+query", "blend", "offset+hkvd-once", "random"])
+@pytest.mark.parametrize("name", ["query", "hkvd", "blend", "hkvd-once", "random"])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_models_of_one_and_two_layers(name: str, layers: int) -> None:
     adapter = tiny.adapter(tiny.llama(num_hidden_layers=layers))

@@ -28,7 +28,7 @@ def ttft_s(
 
 
 @pytest.mark.parametrize("bytes_per_s", [2e4, 3e4, 5e4, 1e5, 1e6, 1e9])
-@pytest.mark.parametrize("flags", [{}, {"looks": True}, {"asks": True}, {"shifts": True}])
+@pytest.mark.parametrize("flags", [{}, {"looks": True}, {"asks": True}])
 def test_the_ratio_is_the_largest_that_hides_or_the_least(
     bytes_per_s: float, flags: dict[str, bool]
 ) -> None:

@@ -242,7 +242,7 @@ def test_copies_to_a_device_are_waited_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", [{}, {"asks": True}, {"looks": True}, {"shifts": True}], ids=lambda flags: str(*flags)
+    "policy", [{}, {"asks": True}, {"looks": True}], ids=lambda flags: str(*flags)
 )
 def test_sums_with_parts_added_and_taken_away_forecast_what_the_parts_themselves_do(
     policy: dict[str, bool],
@@ -251,7 +251,7 @@ def test_sums_with_parts_added_and_taken_away_forecast_what_the_parts_themselves
     tiers = (Tier("disk", 1e5, read_s=1e-3, busy=0.4), Tier("memory", 1e8))
     made = profile(
         tiers=tiers, layer=line(1e-3, 1e-6, 1e-5), device_bytes_per_s=1e6, is_shared=True,
-        shift_s=1e-5, peek_s=1e-4,
+        peek_s=1e-4,
     )  # fmt: skip
     for _ in range(50):
         at, parts = 0, []

@@ -91,7 +91,7 @@ def prompt_of(
     """What estimates need to know of an open plan; its parts are the plan's spans, in order."""
     stored = layout.encoded(load.encoding)
     parts = tuple(_part(span, stored) for span in load.spans)
-    return Prompt(prompt_tokens, parts, policy.looks, policy.asks, policy.shifts)
+    return Prompt(prompt_tokens, parts, policy.looks, policy.asks)
 
 
 def counts_of(

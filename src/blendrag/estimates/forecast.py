@@ -24,7 +24,6 @@ class Prompt:
     parts: tuple[Part, ...]
     looks: bool = False
     asks: bool = False
-    shifts: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,9 +113,6 @@ class Estimator:
         ]
         if self.looks and len(seconds) > 1:
             seconds[1] += profile.peek_s * (self._fresh + self.candidates)
-        if self._prompt.shifts:
-            shift_s = profile.shift_s * self.candidates
-            seconds = [s + shift_s * (layer > 0) for layer, s in enumerate(seconds)]
         if profile.is_shared and not self._asks:
             seconds = [s + busy for s, busy in zip(seconds, self._of(counts).busy, strict=True)]
         return seconds

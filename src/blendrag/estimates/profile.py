@@ -13,7 +13,7 @@ from blendrag.errors import InvalidInputError
 from blendrag.estimates.curve import Curve
 
 #: Of this form of the figures; others are measured again.
-VERSION = 3
+VERSION = 4
 MEMORY = "memory"
 DISK = "disk"
 #: The disk tier where the operating system does not hold the file in its cache.
@@ -84,8 +84,6 @@ class Profile:
     """One layer in the scout pass, whose attention is written out."""
     peek_s: float
     """Per row: K and V of layer 1 before a policy that looks has chosen, and its looking."""
-    shift_s: float
-    """Per loaded token and layer: the shift of a policy that shifts."""
     fixed_s: float
     """Outside the layers: embedding, last logits, what ``generate`` does round a forward."""
     tiers: tuple[Tier, ...]
@@ -105,7 +103,7 @@ class Profile:
             raise InvalidInputError("a profile without layers, tiers or tokens; measure again")
         if not all(size > 0 for size in self.layer_bytes):
             raise InvalidInputError("a profile of chunks that hold nothing; measure again")
-        times = (self.peek_s, self.shift_s, self.fixed_s, self.took_s)
+        times = (self.peek_s, self.fixed_s, self.took_s)
         if not all(0 <= x < float("inf") for x in times):
             raise InvalidInputError("a profile of times that are no times; measure again")
         if self.device_bytes_per_s is not None and not self.device_bytes_per_s > 0:

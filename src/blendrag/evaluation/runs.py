@@ -25,11 +25,11 @@ SEED = "2027"
 #: Ratios of the sweep; the default must hold at the second.
 SWEEP = ("0.02", "0.05", "0.10", "0.15")
 TARGET_RATIO = "0.05"
-POLICIES = "prefix,reuse,random,boundary(4),hkvd-once,hkvd,offset,query,offset+query,blend"
+POLICIES = "prefix,reuse,random,boundary(4),hkvd-once,hkvd,query,blend"
 #: Over long chunks, where four tokens are next to nothing.
-LONG_POLICIES = "prefix,reuse,random,boundary(16),hkvd-once,hkvd,offset,query,offset+query,blend"
+LONG_POLICIES = "prefix,reuse,random,boundary(16),hkvd-once,hkvd,query,blend"
 #: The policies that schedules are compared with and calibrated for.
-CALIBRATED_POLICIES = ("hkvd", "query", "offset+query", "blend")
+CALIBRATED_POLICIES = ("hkvd", "query", "blend")
 #: The schedule at which policies meet.
 FAMILY = UNCALIBRATED_SCHEDULE if DEFAULT_SCHEDULE == CALIBRATED else DEFAULT_SCHEDULE
 SCHEDULES = "constant,linear,geometric:0.8,geometric:0.5,first:2,first:4,first:6"
@@ -136,14 +136,14 @@ RUNS = (
         "prefix",
         "Chunks encoded behind the prefix, or behind nothing",
         "The corpus's prefix, here <|bos|>, stands before each chunk while it is encoded, or does not.",
-        (evaluation("reuse,hkvd,query,offset+query,blend", encode_prefix="on,off"),),
+        (evaluation("reuse,hkvd,query,blend", encode_prefix="on,off"),),
     ),
     Run(
         "chunks",
         "Number and length of chunks",
         "One of the two is varied while the other stays.",
         tuple(
-            evaluation("reuse,hkvd,query,offset+query,blend", chunks, tokens, SIZED)
+            evaluation("reuse,hkvd,query,blend", chunks, tokens, SIZED)
             for chunks, tokens in ((2, 64), (6, 64), (12, 64), (24, 64), (6, 128), (6, 256))
         ),
     ),
@@ -158,7 +158,7 @@ DEVIATIONS = Run(
     (
         (
             "python", "-m", "blendrag.evaluation.deviations", "--seed", SEED, "--chunks", "6",
-            "--chunk-tokens", "64", "--contexts", "12", "--policies", "random,hkvd,query,offset+query,blend",
+            "--chunk-tokens", "64", "--contexts", "12", "--policies", "random,hkvd,query,blend",
             "--schedules", "constant", *_ratios(DEVIATION_RATIOS),
         ),
     ),

@@ -7,8 +7,7 @@ Per layer:
 
 1. wait until the layer's stored KV is in place, rotate its keys to their prompt positions,
 2. let the policy choose the next layer's tokens from fresh against loaded KV,
-3. scatter the fresh K/V of the computed rows into the loaded ones, hand out the merged views. Where the
-   policy shifts, the loaded ones are moved by what its probes were off before 2.
+3. scatter the fresh K/V of the computed rows into the loaded ones, hand out the merged views.
 
 Before layer 1 a policy that looks at deviations gets a *peek*: the layer is entered with all rows and
 left again as soon as its K/V exist, so only its QKV projections are paid. The peeked K/V are exact
@@ -33,7 +32,6 @@ from blendrag.fusor.placing import Placing
 from blendrag.fusor.request import BlendRequest, FusionCounts, Tally
 from blendrag.fusor.rows import Rows
 from blendrag.fusor.scout import Scout
-from blendrag.fusor.shift import ChunkShift
 from blendrag.loader import LayerLoader
 from blendrag.positions import Repositioner
 from blendrag.selection import SelectionPolicy
@@ -79,7 +77,6 @@ class Fusion:
         candidates = self._choice.candidates
         self._enter(candidates[:0] if self.scouts else self._choice.entry())
         all_enter = self._alive.numel() == candidates.numel()
-        self._shift = ChunkShift(self.geometry) if self.policy.shifts else None
         self._tally = Tally(self.prompt_tokens, self._layers, device)
         self._peeked_kv: tuple[torch.Tensor, torch.Tensor] | None = None
         self._peek_rows: Rows | None = None
@@ -210,19 +207,12 @@ class Fusion:
             raise Peeked
         if self.is_scouting or self._is_over:
             return self._scatter(layer, self.rows, keys[0], values[0])
-        if self._shift is not None and self._is_stale(layer):
-            self._shift.look(self._alive, self.policy.probes)
-            self._shift.apply(self._buffers[layer], self.rows, keys[0], values[0])
         if layer + 1 < self._layers and not (layer == 0 and self._choice.peeks):
             self._choose(layer + 1, keys[0], values[0], seen=layer)
         merged = self._scatter(layer, *self._computed(layer, keys[0], values[0]))
         if self._only_kv:
             raise Peeked
         return merged
-
-    def _is_stale(self, layer: int) -> bool:
-        """Whether loaded K/V are used that may be wrong: those of layer 0 depend on the token alone."""
-        return layer > 0 and not (layer == 1 and self._peeked_kv is not None)
 
     def _scatter(
         self, layer: int, rows: Rows, keys: torch.Tensor, values: torch.Tensor

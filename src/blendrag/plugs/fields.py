@@ -140,7 +140,7 @@ class RequestFields(EngineFields):
     mode: Mode | None = None
     """``blend``, ``full``, ``prefix`` or ``reuse``."""
     policy: str | None = None
-    """Selection policy of mode ``blend``: ``offset+query``, ``query``, ``hkvd``, ``boundary(k)``, …"""
+    """Selection policy of mode ``blend``: ``query``, ``hkvd``, ``boundary(k)``, …"""
     schedule: str | None = None
     ratio: Ratio | None = None
     """Mean share of chunk tokens recomputed, in [0, 1]; ``auto`` leaves it to the loading controller."""

@@ -85,15 +85,13 @@ class Measure:
         layers, lasts = prefills.layer_points(found), prefills.last_points(found)
         scouts = prefills.scout_points(found)
         layer = fit(layers)
-        peek_s, shift_s = prefills.extras(found, layer)
         return Profile(
             conditions=conditions,
             prefill=prefills.prefill_curve(found, layer),
             layer=layer,
             last=fit(lasts),
             scout=fit(scouts),
-            peek_s=peek_s,
-            shift_s=shift_s,
+            peek_s=prefills.peek_s(found, layer),
             fixed_s=prefills.outside_s(found),
             tiers=tiers,
             device_bytes_per_s=device_bytes_per_s,

@@ -20,9 +20,8 @@ FRESH = 24
 #: Fresh tokens of the scout passes that are timed.
 QUESTIONS = (16, 64, 256)
 USUAL_RATIO = 0.15
-LOOKS, SHIFTS = "hkvd", "offset+random"
-#: Policies that cost more than their rows.
-EXTRAS = (LOOKS, SHIFTS)
+#: A policy that looks at deviations, which costs more than its rows.
+LOOKS = "hkvd"
 #: The longest prompt is so many times as long as the longest stock prefill, and of no more tokens than these:
 #: what is loaded of it costs little, and questions are asked over such prompts, not over short ones.
 FAR, FAR_TOKENS = 6, 8192
@@ -74,7 +73,7 @@ class Prefills:
         }
         asked = [("random", ratio, shape) for ratio, shape in self._random]
         asked += [("query", 0.0, shape) for shape in self._asking]
-        asked += [(policy, USUAL_RATIO, shape) for policy in EXTRAS for shape in self._shapes]
+        asked += [(LOOKS, USUAL_RATIO, shape) for shape in self._shapes]
         for policy, ratio, shape in asked:
             what = f"{policy} at ratio {ratio:g} over {shape.tokens} tokens"
             jobs[policy, ratio, shape] = Job(
@@ -124,9 +123,9 @@ class Prefills:
         """What a usual blended prefill takes outside of its layers."""
         return statistics.median(found["random", r, s].outside_s for r, s in self._random)
 
-    def extras(self, found: Found, layer: Curve) -> tuple[float, float]:
-        """What looking and shifting cost on top, by token: what is left of whole runs' times."""
-        looking, shifting = [], []
+    def peek_s(self, found: Found, layer: Curve) -> float:
+        """What looking costs on top, by token: what is left of whole runs' times."""
+        looking = []
         for shape in self._shapes:
             rows = shape.point(round(USUAL_RATIO * shape.candidates), shape.candidates, 0.0)
             whole = shape.point(shape.candidates, 0.0, 0.0)
@@ -135,6 +134,4 @@ class Prefills:
             entry = layer(*whole[:3]) - layer(*rows[:3])
             left = found[LOOKS, USUAL_RATIO, shape].passes[0] - plain - entry
             looking.append(left / shape.tokens)
-            left = found[SHIFTS, USUAL_RATIO, shape].passes[0] - plain
-            shifting.append(left / (max(1, self._layers - 1) * shape.candidates))
-        return max(0.0, statistics.fmean(looking)), max(0.0, statistics.fmean(shifting))
+        return max(0.0, statistics.fmean(looking))

@@ -1,4 +1,4 @@
-"""Selection policies by name: ``query``, ``hkvd``, ``boundary(k)``, ``offset+query``, …"""
+"""Selection policies by name: ``query``, ``hkvd``, ``boundary(k)``, …"""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from blendrag.selection.boundary import BoundaryPolicy
 from blendrag.selection.controls import FullPolicy, ReusePolicy
 from blendrag.selection.hkvd import HKVDPolicy
 from blendrag.selection.hkvd_once import HKVDOncePolicy
-from blendrag.selection.offset import OffsetPolicy
 from blendrag.selection.query import QueryPolicy
 from blendrag.selection.random import RandomPolicy
 from blendrag.selection.schedule import Schedule
@@ -26,7 +25,6 @@ POLICIES: dict[str, type[SelectionPolicy]] = {
         HKVDOncePolicy,
         BoundaryPolicy,
         QueryPolicy,
-        OffsetPolicy,
         BlendPolicy,
     )
 }
@@ -44,23 +42,25 @@ __all__ = [
     "Schedule",
     "SelectionPolicy",
     "make_policy",
+    "policy_names",
 ]
 
 
 def make_policy(text: str | SelectionPolicy) -> SelectionPolicy:
-    """``"hkvd"``, ``"boundary(32)"``, ``"offset+query"`` … → a policy.
+    """``"hkvd"``, ``"boundary(32)"``, … → a policy.
 
     Raises :class:`InvalidInputError`.
     """
     if isinstance(text, SelectionPolicy):
         return text
-    outer, plus, inner = text.strip().rpartition("+")
-    match = re.fullmatch(r"([a-z-]+)(?:\((\d{1,9})\))?", inner)
+    match = re.fullmatch(r"([a-z-]+)(?:\((\d{1,9})\))?", text.strip())
     counted = match is None or not match[2] or match[1] in COUNTED
-    if match is None or match[1] not in POLICIES or not counted or outer != "offset" * len(plus):
-        names = (f"{name}(k)" if name in COUNTED else name for name in POLICIES)
-        raise InvalidInputError(
-            f"policy {text!r} is not one of {', '.join(names)} (k in tokens), or offset+ and one of them"
-        )
-    made = COUNTED[match[1]](int(match[2])) if match[2] else POLICIES[match[1]]()
-    return OffsetPolicy(made) if plus else made
+    if match is None or match[1] not in POLICIES or not counted:
+        raise InvalidInputError(f"policy {text!r} is not one of {policy_names()}")
+    return COUNTED[match[1]](int(match[2])) if match[2] else POLICIES[match[1]]()
+
+
+def policy_names() -> str:
+    """All names that :func:`make_policy` reads, for a sentence."""
+    names = (f"{name}(k)" if name in COUNTED else name for name in POLICIES)
+    return f"{', '.join(names)} (k in tokens)"

@@ -61,16 +61,6 @@ class LayerView:
         _, fresh_v, _, loaded_v = self.fetch()
         return _relative_square(fresh_v, loaded_v)
 
-    def only(self, kept: torch.Tensor) -> LayerView:
-        """The view of the tokens where ``kept`` ``[n]`` is True."""
-
-        def fetch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-            fresh_k, fresh_v, loaded_k, loaded_v = self.fetch()
-            return fresh_k[:, kept], fresh_v[:, kept], loaded_k[:, kept], loaded_v[:, kept]
-
-        question = None if self.question is None else self.question[kept]
-        return LayerView(self.geometry, self.tokens[kept], fetch, question)
-
 
 def _relative_square(fresh: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
     difference = fresh.float() - loaded.float()  # [Hkv, n, D]
@@ -89,8 +79,6 @@ class SelectionPolicy(ABC):
     damps: bool = False
     """Whether that attention is the sum of square roots over all layers but the first quarter: many heads
     that look a little count for more than one that stares, as heads do at tokens that mean nothing."""
-    shifts: bool = False
-    """Whether tokens that are not recomputed get the mean shift of their chunk's ``probes``."""
     unseen: str = "hkvd"
     """Who decides instead where a model's attention cannot be seen; for a policy that asks."""
     budgeted: bool = True
@@ -110,10 +98,6 @@ class SelectionPolicy(ABC):
         Asked for layer 0 as well, with the budget of layer 1, unless it looks: nothing is computed then,
         so there is nothing to compare.
         """
-
-    def probes(self, geometry: PromptGeometry, computed: torch.Tensor) -> torch.Tensor:
-        """Those of the ``computed`` candidates whose shift speaks for their chunk (see ``shifts``)."""
-        return computed[:0]
 
     def __str__(self) -> str:
         return self.name

@@ -11,9 +11,6 @@ import torch
 
 from blendrag.selection.base import PromptGeometry
 
-#: Bits of a token's index that are mirrored; chunks have at most 4096 tokens.
-MIRRORED_BITS = 16
-
 
 @dataclass(frozen=True)
 class Places:
@@ -42,18 +39,3 @@ def places(geometry: PromptGeometry, tokens: torch.Tensor) -> Places:
     chunk = torch.bucketize(tokens, starts.contiguous(), right=True) - 1
     start = starts[chunk]
     return Places(chunk, start, tokens - start, ends[chunk] - start)
-
-
-def spread(geometry: PromptGeometry, tokens: torch.Tensor) -> torch.Tensor:
-    """An order ``[n]`` float32 in which any first part is spread evenly over each chunk.
-
-    The van der Corput sequence, begun in the middle of the chunk (its head is what deviates most and
-    speaks for nobody else). About ``x`` tokens of every longer chunk have an order below ``x``, so
-    that all chunks get the same number.
-    """
-    at = places(geometry, tokens)
-    index = (at.index + at.length // 2) % at.length
-    mirrored = torch.zeros_like(index)
-    for bit in range(MIRRORED_BITS):
-        mirrored |= ((index >> bit) & 1) << (MIRRORED_BITS - 1 - bit)
-    return mirrored.float() / (1 << MIRRORED_BITS) * at.length

@@ -19,7 +19,6 @@ class BenchCommand(TyperCommand):
 
 def policies() -> str:
     """All names that ``--policy`` takes."""
-    from blendrag.selection import COUNTED, POLICIES
+    from blendrag.selection import policy_names
 
-    names = (f"{name}(k)" if name in COUNTED else name for name in POLICIES)
-    return f"{', '.join(names)} (k in tokens), or offset+ and one of them."
+    return f"{policy_names()}."
