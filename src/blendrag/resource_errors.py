@@ -7,7 +7,9 @@ import errno
 #: What torch's allocators and the libraries underneath say; their types are many.
 _NO_MEMORY = (
     "can't allocate memory",
+    "can't start new thread",
     "cannot allocate memory",
+    "failed to map segment",
     "not enough memory",
     "out of memory",
 )

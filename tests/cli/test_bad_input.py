@@ -6,6 +6,8 @@ import itertools
 import json
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -405,3 +407,43 @@ def test_an_arena_without_policies_is_refused_before_anything_is_loaded() -> Non
     result = invoke("eval", "--model", "nowhere", "--policies", ", ")
     assert result.exit_code == 2
     assert "names none" in said(result)
+
+
+# -- files that are no files, and limits ----------------------------------------------------------
+
+
+def test_a_prefix_file_is_a_regular_file(model_dir: Path, docs: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(1 << 40)
+    for path, reason in (
+        (tmp_path / "fifo", "not a regular file"),
+        (Path("/dev/zero"), "not a regular file"),
+        (tmp_path / "large", "larger than 1 MiB"),
+    ):
+        store = tmp_path / "store"
+        result = invoke(*ingest_args(docs, model_dir, store, "--prefix-file", str(path)))
+        assert result.exit_code == 2
+        assert reason in said(result)
+        assert not store.exists()
+
+
+def test_questions_are_a_regular_file(ingested: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", Path("/dev/zero")):
+        result = invoke("calibrate", "--store", str(ingested), "--questions", str(path))
+        assert result.exit_code == 2
+        assert "not a regular file" in said(result)
+
+
+def test_a_small_address_space_is_refused_before_anything_heavy_is_imported(
+    ingested: Path,
+) -> None:
+    # In a process of its own: some limits made importing scipy spin without end.
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (900 << 20, 900 << 20))"
+    command = f"{limit}; from blendrag.cli.main import main; main()"
+    args = [sys.executable, "-c", command, "ask", QUESTION, "--store", str(ingested)]
+    done = subprocess.run(args, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: the address space is limited to 944 MB (ulimit -v)")
+    assert len(done.stderr.splitlines()) == 1

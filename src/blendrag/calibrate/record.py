@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from blendrag import regular_files
 from blendrag.config import UNCALIBRATED_SCHEDULE
 from blendrag.selection import Schedule, make_policy
 from blendrag.selection.schedule import CALIBRATED
+
+#: Size limit of a namespace's file.
+MAX_BYTES = 16 * regular_files.MIB
 
 GIVEN = "questions given"
 PSEUDO = "first sentences of chunks, in place of questions"
@@ -65,9 +68,9 @@ class Calibration:
 def recall(root: Path, namespace: str) -> tuple[Calibration, ...]:
     """All that was found for ``namespace``; nothing where the file is missing or damaged."""
     try:
-        entries = json.loads(_file(root, namespace).read_text(encoding="utf-8"))["calibrations"]
-        return tuple(_calibration(entry) for entry in entries)
-    except (OSError, ValueError, TypeError, KeyError):
+        data = regular_files.read_bytes(_file(root, namespace), MAX_BYTES)
+        return tuple(_calibration(entry) for entry in json.loads(data)["calibrations"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return ()
 
 
@@ -76,6 +79,12 @@ def _calibration(entry: dict[str, Any]) -> Calibration:
     made = Calibration(**{**entry, "weights": tuple(entry["weights"])})
     if made.weights:  # a model of one layer has none
         Schedule.parse(made.weights)
+    numbers = (made.deviation, made.family_deviation, made.reuse_deviation, made.prompts, made.seed)
+    texts = (made.policy, made.family, made.questions)
+    if not all(isinstance(each, int | float) for each in numbers):
+        raise TypeError(f"numbers {numbers}")
+    if not all(isinstance(each, str) for each in texts):
+        raise TypeError(f"texts {texts}")
     if not 0.0 < made.ratio < 1.0:
         raise ValueError(f"ratio {made.ratio}")
     return made
@@ -85,7 +94,7 @@ def remember(root: Path, namespace: str, found: Calibration) -> None:
     """Keep ``found`` in place of an earlier one of the same policy and ratio, found on the same:
     what was found on sentences never replaces what was found on questions.
 
-    Written beside and renamed, so that the file is whole or absent.
+    Raises :class:`OSError`.
     """
     others = [
         known
@@ -95,10 +104,8 @@ def remember(root: Path, namespace: str, found: Calibration) -> None:
     ]
     target = _file(root, namespace)
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    temporary = target.with_suffix(f".{os.getpid()}.tmp")
     entries = [known.as_dict() for known in (*others, found)]
-    temporary.write_text(json.dumps({"calibrations": entries}), encoding="utf-8")
-    temporary.replace(target)
+    regular_files.replace(target, json.dumps({"calibrations": entries}).encode())
 
 
 def resolve(

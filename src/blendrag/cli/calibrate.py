@@ -7,12 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from blendrag.cli import interrupt, options, output, quiet
+from blendrag import regular_files
+from blendrag.cli import interrupt, options, output
+from blendrag.cli.starting import begin
 from blendrag.cli.status import DONE, INTERRUPTED, reporting, say
 from blendrag.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from blendrag.engine import CalibrationReport
+
+#: Size limit of ``--questions``.
+MAX_QUESTIONS_BYTES = 16 * regular_files.MIB
 
 SAMPLES, MINUTES = 16, 10.0
 
@@ -56,9 +61,7 @@ def calibrate(
     The schedule found is kept beside the store. Answers use it from then on if it was found on --questions,
     else where --schedule calibrated is said.
     """
-    quiet.set_up(verbose)
-    options.check_environment()
-    interrupt.expect("nothing was calibrated yet")
+    begin(verbose, "nothing was calibrated yet")
     from blendrag.cli.progress import SearchProgress
     from blendrag.config import settings
     from blendrag.engine import BlendEngine, CalibrationOptions
@@ -102,7 +105,7 @@ def _questions(path: Path | None) -> tuple[str, ...]:
     if path is None:
         return ()
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = regular_files.read_text(path, MAX_QUESTIONS_BYTES, follow=True).splitlines()
     except (OSError, UnicodeDecodeError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) else "not UTF-8"
         raise InvalidInputError(

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from blendrag.cli import interrupt, lists, options, output, quiet
+from blendrag.cli import interrupt, lists, options, output
 from blendrag.cli.eval_dataset import SYNTHETIC, Asked, make_dataset
+from blendrag.cli.starting import begin
 from blendrag.cli.status import DONE, reporting, say
 
 if TYPE_CHECKING:
@@ -130,9 +131,7 @@ def evaluate(
     """Compare policies by what they answer at equal r (--ratio); what each is charged for that, the
     entry layer included, and takes stands beside it. Interrupted, it goes on where it was.
     """
-    quiet.set_up(verbose)
-    options.check_environment()
-    interrupt.expect("nothing was asked yet; repeat the command")
+    begin(verbose, "nothing was asked yet; repeat the command")
     ways = _ways(policies, schedules, ratio, encode_prefix)
     asked = Asked(
         name=dataset,

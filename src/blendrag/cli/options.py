@@ -13,7 +13,11 @@ from typing import Annotated, Any, get_args
 
 import typer
 
+from blendrag import regular_files
 from blendrag.errors import BlendragError, InvalidInputError
+
+#: Size limit of ``--prefix-file``.
+MAX_PREFIX_BYTES = regular_files.MIB
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", start=1)}
@@ -160,7 +164,7 @@ def prefix_text(path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        text = path.read_text(encoding="utf-8")
+        text = regular_files.read_text(path, MAX_PREFIX_BYTES, follow=True)
     except (OSError, UnicodeDecodeError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) else "not UTF-8"
         raise InvalidInputError(

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blendrag.cli import interrupt, options, quiet
+from blendrag.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine
+
+#: Address space below which importing torch and transformers fails (measured: the CPU build of torch
+#: 2.13 and transformers 5.17 work under 2,000 MiB, and fail or crash under 1,800 MiB).
+MIN_ADDRESS_SPACE_BYTES = 1792 * 1024**2
 
 
 def begin(verbose: bool, if_interrupted: str) -> None:
@@ -16,7 +22,24 @@ def begin(verbose: bool, if_interrupted: str) -> None:
     used."""
     quiet.set_up(verbose)
     options.check_environment()
+    _check_address_space()
     interrupt.expect(if_interrupted)
+
+
+def _check_address_space() -> None:
+    """Refuse a limit (``ulimit -v``) that torch and transformers cannot be imported under.
+
+    Depending on the limit, the import raises, crashes or never ends: OpenBLAS before 0.3.30, which scipy
+    1.17 carries, retries a failing mmap forever while it is loaded
+    (https://github.com/OpenMathLib/OpenBLAS/issues/5289).
+    """
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit_bytes != resource.RLIM_INFINITY and limit_bytes < MIN_ADDRESS_SPACE_BYTES:
+        raise InvalidInputError(
+            f"the address space is limited to {limit_bytes / 1e6:,.0f} MB (ulimit -v), expected at least "
+            f"{MIN_ADDRESS_SPACE_BYTES / 1e6:,.0f} MB to load torch and transformers; raise the limit, or "
+            "limit resident memory instead, with a cgroup"
+        )
 
 
 def engine_for(

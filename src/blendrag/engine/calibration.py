@@ -32,6 +32,7 @@ from blendrag.errors import (
 from blendrag.prompt import PromptPlan
 from blendrag.selection import Schedule, SelectionPolicy, make_policy
 from blendrag.selection.schedule import CALIBRATED
+from blendrag.store.disk_errors import named_errors
 
 Watch = Callable[[Step], None]
 
@@ -123,7 +124,8 @@ def calibrate(
         _known(resources, namespace, options),
     )
     calibration = _calibration(found, of, options, policy, layers)
-    remember(resources.root, namespace, calibration)
+    with named_errors(f"writing the schedule below {resources.root}"):
+        remember(resources.root, namespace, calibration)
     return CalibrationReport(
         calibration, tuple(found.families), found.tried, time.monotonic() - began,
         found.interrupted, found.out_of_time,

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from blendrag import regular_files
 from blendrag.errors import InvalidInputError
 from blendrag.estimates.choice import HIDDEN_SLACK
 from blendrag.estimates.forecast import Estimator, Prompt
@@ -107,7 +108,7 @@ def _rate(
 def read_devices(path: Path) -> tuple[Device, ...]:
     """Devices of a JSON list or a TOML file of ``[[devices]]``. Raises :class:`InvalidInputError`."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = regular_files.read_text(path, regular_files.MIB, follow=True)
     except (OSError, UnicodeDecodeError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) else "not UTF-8"
         raise InvalidInputError(

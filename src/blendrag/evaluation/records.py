@@ -11,10 +11,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from blendrag import regular_files
 from blendrag.errors import InvalidInputError
 
 Record = Mapping[str, Any]
 
+#: Size limit of a dataset.
+MAX_BYTES = 4096 * regular_files.MIB
 FORMS = "{question, answers, ctxs} or {context, input, answers}"
 
 
@@ -25,7 +28,9 @@ def read_records(path: Path) -> list[Record]:
     that is no object, each by its number.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")  # Windows editors begin files with a mark
+        text = regular_files.read_text(
+            path, MAX_BYTES, follow=True, encoding="utf-8-sig"
+        )  # Windows editors begin files with a mark
     except (OSError, UnicodeDecodeError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) else "not UTF-8"
         raise InvalidInputError(

@@ -19,11 +19,14 @@ from typing import Any
 import torch
 import transformers
 
+from blendrag import regular_files
 from blendrag.errors import InvalidInputError
 from blendrag.estimates import Conditions, Profile
 from blendrag.estimates.profile import VERSION
 from blendrag.model.adapter import ModelAdapter
 
+#: Size limit of a namespace's file.
+MAX_BYTES = 16 * regular_files.MIB
 #: Profiles kept of one namespace; the oldest goes first.
 KEPT = 16
 #: What is said of a profile that another version of blendrag keeps there, or that is damaged.
@@ -91,22 +94,14 @@ def differing(root: Path, wanted: Conditions) -> str:
 def remember(root: Path, profile: Profile) -> None:
     """Keep ``profile`` in place of an earlier one of the same conditions. Raises :class:`OSError`.
 
-    Entries that another version of blendrag may read stay as they are. Written beside and renamed, so that
-    the file is whole or absent.
+    Entries that another version of blendrag may read stay as they are.
     """
     wanted = profile.conditions
     others = [e for e in _entries(root, wanted.namespace) or () if not _is_of(e, wanted)]
     target = path_of(root, wanted.namespace)
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    temporary = target.with_suffix(f".{os.getpid()}.tmp")
     entries = [*others, profile.as_dict()][-KEPT:]
-    try:
-        temporary.write_text(json.dumps({"profiles": entries}), encoding="utf-8")
-        temporary.replace(target)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
+    regular_files.replace(target, json.dumps({"profiles": entries}).encode())
 
 
 class Remembered:
@@ -155,7 +150,9 @@ def _kept(root: Path, namespace: str) -> list[Profile]:
 def _entries(root: Path, namespace: str) -> list[Any] | None:
     """What the file holds, readable or not; ``None`` where it is damaged as a whole."""
     try:
-        entries = json.loads(path_of(root, namespace).read_text(encoding="utf-8"))["profiles"]
+        entries = json.loads(regular_files.read_bytes(path_of(root, namespace), MAX_BYTES))[
+            "profiles"
+        ]
     except OSError:
         return []
     except DAMAGE:

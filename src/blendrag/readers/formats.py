@@ -13,11 +13,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from blendrag import regular_files
 from blendrag.errors import UnreadableDocumentError
 from blendrag.readers.document import Document, MetadataValue
 
 if TYPE_CHECKING:
     from bs4 import BeautifulSoup
+
+#: Size limit of a document's file.
+MAX_DOCUMENT_BYTES = 1024 * regular_files.MIB
 
 
 def read_documents(path: Path) -> Iterator[Document]:
@@ -43,9 +47,7 @@ def _read_text(path: Path) -> str:
         shown = str(path).encode("utf-8", "backslashreplace").decode("utf-8")
         raise UnreadableDocumentError(shown, "has a name that is not UTF-8; rename it") from exc
     try:
-        if path.exists() and not path.is_file():
-            raise UnreadableDocumentError(path, "is not a regular file; name a file or a directory")
-        data = path.read_bytes()
+        data = regular_files.read_bytes(path, MAX_DOCUMENT_BYTES, follow=True)
     except OSError as exc:
         raise UnreadableDocumentError(
             path, f"cannot be read ({exc.strerror or exc}); check that it exists and is readable"

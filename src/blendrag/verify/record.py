@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import transformers
 
+from blendrag import regular_files
+
 Verdict = Literal["blendable", "refused"]
+#: Size limit of a record's file.
+MAX_BYTES = regular_files.MIB
 
 
 @dataclass(frozen=True)
@@ -47,22 +50,21 @@ def environment(device: torch.device) -> str:
 def remembered(root: Path, namespace: str, device: torch.device) -> Verification | None:
     """The verification of ``namespace`` kept in the store at ``root`` for this environment."""
     try:
-        fields = json.loads(_file(root, namespace).read_text(encoding="utf-8"))
+        fields = json.loads(regular_files.read_bytes(_file(root, namespace), MAX_BYTES))
         if fields.pop("environment") != environment(device):
             return None
-        return Verification(**{**fields, "layers": tuple(fields["layers"])})
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        kept = Verification(**{**fields, "layers": tuple(fields["layers"])})
+        return kept if kept.verdict in get_args(Verdict) and isinstance(kept.reason, str) else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 
 def remember(root: Path, namespace: str, device: torch.device, result: Verification) -> None:
-    """Keep ``result``; written beside and renamed, so that it is whole or absent."""
+    """Keep ``result``. Raises :class:`OSError`."""
     target = _file(root, namespace)
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    temporary = target.with_suffix(f".{os.getpid()}.tmp")
     fields = {**result.as_dict(), "environment": environment(device)}
-    temporary.write_text(json.dumps(fields), encoding="utf-8")
-    temporary.replace(target)
+    regular_files.replace(target, json.dumps(fields).encode())
 
 
 def _file(root: Path, namespace: str) -> Path:
