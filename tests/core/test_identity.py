@@ -170,7 +170,7 @@ def test_ingest_during_a_blended_request_stores_under_the_models_own_name(tmp_pa
         with ThreadPoolExecutor(2) as pool:
             answer = pool.submit(engine.generate, prompt(engine))
             assert blending.wait(10)
-            assert engine.adapter.model.config._attn_implementation != own
+            assert engine.adapter.model.config._attn_implementation == own
             report = pool.submit(engine.ingest, [tiny.document(1)])
             with pytest.raises(TimeoutError):
                 report.result(0.3)  # it waits for the request

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from blendrag.engine.options import Options
 from blendrag.engine.types import TokenLogprob
+from blendrag.model.sharing import in_this_thread
 
 #: Tokens before the one at hand that its text is decoded behind: some tokenizers drop a first space.
 CONTEXT_TOKENS = 4
@@ -70,9 +71,10 @@ class SeededDraws(TorchFunctionMode):
                 active.close()
                 active.enter_context(self)
 
-            before = model.register_forward_pre_hook(enter_forward)
+            before = model.register_forward_pre_hook(in_this_thread(enter_forward))
             around.callback(before.remove)
-            after = model.register_forward_hook(leave_forward, always_call=True)
+            hook = in_this_thread(leave_forward)
+            after = model.register_forward_hook(hook, always_call=True)
             around.callback(after.remove)
             active.enter_context(self)
             yield
@@ -94,7 +96,7 @@ class Likelihoods:
         def look(module: Any, args: Any, out: Any) -> None:
             self._logits = out.logits[0, -1].detach()  # [V]
 
-        hook = model.register_forward_hook(look)
+        hook = model.register_forward_hook(in_this_thread(look))
         try:
             yield
         finally:

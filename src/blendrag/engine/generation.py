@@ -28,6 +28,7 @@ from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.fusor import Fusion, Fusor, Prefilled
 from blendrag.loader import SpanCorruptError
 from blendrag.model.adapter import ModelAdapter
+from blendrag.model.sharing import in_this_thread
 
 #: Restarts of one query after a chunk's bytes failed verification, before it is computed in full.
 MAX_RESTARTS = 8
@@ -187,9 +188,10 @@ def _noting_corrupt(avoid: set[str]) -> Iterator[None]:
 @contextmanager
 def _watched(layers: Sequence[nn.Module], check: Callable[[], None]) -> Iterator[None]:
     """Call ``check()`` before each layer of a stock forward, so that it can be abandoned early."""
-    hooks = [layer.register_forward_pre_hook(lambda *_: check()) for layer in layers]
+    hook = in_this_thread(lambda *_: check())
+    hooks = [layer.register_forward_pre_hook(hook) for layer in layers]
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        for handle in hooks:
+            handle.remove()

@@ -199,7 +199,7 @@ class Requests:
         adapter = resources.adapter
         if task.mode != "full":
             adapter.require_blendable()
-        with adapter.lock:  # one identity from here to the last token
+        with adapter.lock.while_wanted(stream.check):  # one identity from here to the last token
             ahead = batch.take(number, self._stored.together)
             is_open = ahead is not None and ahead.prepared is not None
             task, controller = self._stored.resolve(task, None if is_open else stream.check)

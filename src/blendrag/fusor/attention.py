@@ -9,18 +9,22 @@ against.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from blendrag.fusor.packed_rows import AnyRows
 from blendrag.fusor.rows import Rows
 from blendrag.model.layers import DecoderStack
+from blendrag.model.sharing import in_this_thread
 
 NAME = "blendrag"
 #: Keyword by which the rows travel through the decoder layer to the attention function.
@@ -102,19 +106,47 @@ def _attend(
     return out
 
 
+class _Override(NamedTuple):
+    name: str
+    configs: frozenset[int]
+    """By ``id``."""
+
+
+_override: ContextVar[_Override | None] = ContextVar("blendrag_implementation", default=None)
+
+
 @contextmanager
 def implementation(stack: DecoderStack, name: str) -> Iterator[None]:
-    """Run the stack's attention with implementation ``name``; restores what was set before."""
-    configs = {id(c): c for c in [stack.config, *(a.config for a in stack.attentions)]}
-    before = [(config, config._attn_implementation) for config in configs.values()]
+    """Run the stack's attention with implementation ``name``, in this thread and context only."""
+    _let_implementation_differ()
     ALL_ATTENTION_FUNCTIONS.register(NAME, blend_attention)
+    configs = [stack.base.config, stack.config, *(a.config for a in stack.attentions)]
+    token = _override.set(_Override(name, frozenset(id(config) for config in configs)))
     try:
-        for config, _ in before:
-            config._attn_implementation = name
         yield
     finally:
-        for config, previous in before:
-            config._attn_implementation = previous
+        _override.reset(token)
+
+
+@functools.cache
+def _let_implementation_differ() -> None:
+    """Have configs answer our own forwards with the implementation of :func:`implementation`.
+
+    transformers (5.17) asks the config in every layer and for every mask, and has no other way to
+    choose for one call. To set it on the config would change forwards of other threads too. So the
+    property that all configs share looks at the context first; elsewhere it reads and writes what it
+    always did.
+    """
+    stock = PreTrainedConfig._attn_implementation
+
+    def get(config: PreTrainedConfig) -> Any:
+        # dynamo cannot trace a ContextVar, and what it compiles is never ours
+        override = None if torch.compiler.is_compiling() else _override.get()
+        if override is not None and id(config) in override.configs:
+            return override.name
+        return config._attn_implementation_internal
+
+    PreTrainedConfig._attn_implementation = property(get, stock.fset, doc=stock.__doc__)
 
 
 @torch.inference_mode()
@@ -130,7 +162,8 @@ def serves(stack: DecoderStack) -> bool:
         return args, {**kwargs, ROWS_KEYWORD: rows}
 
     expected = stack.base(input_ids=ids, use_cache=False).last_hidden_state
-    handles = [la.register_forward_pre_hook(pass_rows, with_kwargs=True) for la in stack.layers]
+    hook = in_this_thread(pass_rows)
+    handles = [la.register_forward_pre_hook(hook, with_kwargs=True) for la in stack.layers]
     try:
         with implementation(stack, NAME):
             got = stack.base(input_ids=ids, use_cache=False).last_hidden_state

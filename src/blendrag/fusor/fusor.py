@@ -1,8 +1,9 @@
 """Blending inside an unmodified model: forward pre-hooks on its decoder layers, and a cache.
 
 Owns when the hooks are there. They shrink each layer's arguments to the rows the fusion selects, serve
-exactly one forward, and are gone afterwards, whatever happens. Hooks are global to the model: the caller
-holds the adapter's lock from :meth:`Fusor.fuse` to the last token.
+exactly one forward, and are gone afterwards, whatever happens. They act on the forward that is given the
+fusion's cache and on no other, in whatever thread. The caller holds the adapter's lock from
+:meth:`Fusor.fuse` to the last token.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from blendrag.fusor.attention import NAME, implementation, serves
 from blendrag.fusor.cache import BlendCache
 from blendrag.fusor.freed import keep_freed_blocks
 from blendrag.fusor.fusion import BlendRequest, Fusion
-from blendrag.fusor.hooks import Blending, LayerEnd, LayerHook
+from blendrag.fusor.hooks import (
+    Blending,
+    LayerEnd,
+    LayerHook,
+    carries,
+    is_under_way,
+    under_way,
+)
 from blendrag.fusor.pack import NobodyLeft
 from blendrag.fusor.pack_scout import scouting_together
 from blendrag.fusor.packing import Packing, Prefilled, Prompt, replayed
@@ -178,32 +186,34 @@ class Fusor:
             armed.callback(blending.close)
             cache.merge = blending.merge
             armed.callback(_disarm, cache)
-            if self.fast_attention:
-                armed.enter_context(implementation(stack, NAME))
             for index, layer in enumerate(stack.layers):
-                hook = LayerHook(blending, index, not self.fast_attention, check)
+                hook = LayerHook(blending, cache, index, not self.fast_attention, check)
                 armed.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
                 if blending.timeline is not None:
-                    end = LayerEnd(blending.timeline, index)
+                    end = LayerEnd(blending.timeline, cache, index)
                     armed.callback(layer.register_forward_hook(end).remove)
-            if blending.scouts:
-                scout = _scout_hook(scouting_pass)
-                before = stack.base.register_forward_pre_hook(scout, with_kwargs=True)
-                armed.callback(before.remove)
-            done = stack.base.register_forward_hook(lambda *_: armed.close())
-            armed.callback(done.remove)
+
+            def begin(
+                module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+            ) -> None:
+                if kwargs is None or not carries(cache, args, kwargs):
+                    return
+                armed.enter_context(under_way(cache))
+                if self.fast_attention:
+                    armed.enter_context(implementation(stack, NAME))
+                if blending.scouts:  # over stored KV, before the blended forward
+                    with scouting_pass():
+                        module.forward(*args, **kwargs)
+
+            def finish(*_: Any) -> None:
+                if is_under_way(cache):
+                    armed.close()
+
+            before = stack.base.register_forward_pre_hook(begin, with_kwargs=True)
+            armed.callback(before.remove)
+            armed.callback(stack.base.register_forward_hook(finish).remove)
             blending.start()
             yield
-
-
-def _scout_hook(scouting_pass: Callable[[], AbstractContextManager[None]]) -> Callable[..., None]:
-    """Runs the decoder once over stored KV before the blended forward."""
-
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        with scouting_pass():
-            module.forward(*args, **kwargs)
-
-    return hook
 
 
 def _disarm(cache: BlendCache) -> None:

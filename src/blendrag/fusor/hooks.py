@@ -2,15 +2,21 @@
 
 They know nothing of policies or stores: :class:`Blending` says which rows a layer computes, and they cut
 the layer's arguments down to those. Who registers them removes them (:mod:`blendrag.fusor.fusor`).
+
+Other threads may run the same modules meanwhile: the hooks act only on the forward that was given the
+fusion's cache (:func:`under_way`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from transformers.cache_utils import Cache
 
 from blendrag.errors import UnsupportedModelError
 from blendrag.fusor.attention import ROWS_KEYWORD
@@ -59,20 +65,52 @@ class Blending(Protocol):
         ...
 
 
+_cache_under_way: ContextVar[Cache | None] = ContextVar("blendrag_forward", default=None)
+
+
+@contextmanager
+def under_way(cache: Cache) -> Iterator[None]:
+    """Within this context and thread the decoder runs the forward that was given ``cache``."""
+    token = _cache_under_way.set(cache)
+    try:
+        yield
+    finally:
+        _cache_under_way.reset(token)
+
+
+def is_under_way(cache: Cache) -> bool:
+    """Whether this thread runs the forward that was given ``cache``."""
+    return _cache_under_way.get() is cache
+
+
+def carries(cache: Cache, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    """Whether ``cache`` is among the arguments of a forward."""
+    return any(value is cache for value in (*args, *(kwargs or {}).values()))
+
+
 class LayerHook:
     """Forward pre-hook of one decoder layer."""
 
     def __init__(
-        self, blending: Blending, index: int, masked: bool, check: Callable[[], None] | None
+        self,
+        blending: Blending,
+        cache: Cache,
+        index: int,
+        masked: bool,
+        check: Callable[[], None] | None,
     ) -> None:
         self._blending = blending
+        self._cache = cache
         self._index = index
         self._masked = masked
         self._check = check
 
     def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        # torch passes no kwargs where the hook is removed after another thread began to run hooks
+        if kwargs is None or not is_under_way(self._cache):
+            return None
         if self._check is not None:
             self._check()
         if self._blending.timeline is not None:
@@ -108,9 +146,11 @@ class LayerHook:
 class LayerEnd:
     """Forward hook of one decoder layer: its span of a timeline ends here."""
 
-    def __init__(self, timeline: Timeline, index: int) -> None:
+    def __init__(self, timeline: Timeline, cache: Cache, index: int) -> None:
         self._timeline = timeline
+        self._cache = cache
         self._index = index
 
     def __call__(self, *args: Any) -> None:
-        self._timeline.leave(self._index)
+        if is_under_way(self._cache):
+            self._timeline.leave(self._index)

@@ -8,6 +8,7 @@ model's own and knows nothing of it.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -107,11 +108,12 @@ class Packing:
 def replayed(
     base: nn.Module, output: Any, before: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Within this context the first forward of ``base`` returns ``output``, after ``before()``.
+    """Within this context this thread's first forward of ``base`` returns ``output``, after ``before()``.
 
-    Forwards after it are the module's own, and so is every forward once the context is left.
+    Forwards after it are the module's own, as are other threads', and every forward once the context
+    is left.
     """
-    own = vars(base).get("forward")
+    own, stock, owner = vars(base).get("forward"), base.forward, threading.get_ident()
 
     def restore() -> None:
         if own is not None:
@@ -119,8 +121,10 @@ def replayed(
         else:
             vars(base).pop("forward", None)
 
-    @functools.wraps(base.forward)
+    @functools.wraps(stock)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != owner:
+            return stock(*args, **kwargs)
         restore()
         before()
         return output

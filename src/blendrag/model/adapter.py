@@ -8,7 +8,6 @@ fusor. A model the probe refuses is still an adapter: ``refusal`` holds the sent
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from blendrag.kv import ChunkKV, KVLayout, dtype_name
 from blendrag.model import fingerprint
 from blendrag.model.layers import DecoderStack, find_stack
 from blendrag.model.layout import layout_of
+from blendrag.model.sharing import lock_of
 from blendrag.model.tokens import Tokens
 from blendrag.positions import PROBE_OFFSETS, Repositioner, classify
 
@@ -39,8 +39,8 @@ class ModelAdapter:
         self.model_id = model_id or str(getattr(model.config, "_name_or_path", "")) or "unnamed"
         self.revision = revision or str(getattr(model.config, "_commit_hash", "") or "")
         self.tokens = Tokens(tokenizer)
-        self.lock = threading.RLock()
-        """Hooks are global to the model: held from first hook to last token."""
+        self.lock = lock_of(self.model)
+        """Of the model, not of this adapter: held from first hook to last token."""
         self.refusal: str | None = None
         self._stack: DecoderStack | None = None
         self._layout: KVLayout | None = None
@@ -115,7 +115,7 @@ class ModelAdapter:
     def identity(self) -> ModelIdentity:
         """Identity of what is loaded *now*: re-hashed when a weight or an adapter has changed.
 
-        Waits for a request under way: its fusion sets another attention implementation for a while.
+        Waits for a request under way.
         """
         with self.lock:
             self.require_blendable()

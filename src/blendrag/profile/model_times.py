@@ -22,6 +22,7 @@ from blendrag.fusor import BlendRequest, Fusor
 from blendrag.kv import ChunkKV
 from blendrag.loader import LoadedSpan
 from blendrag.model.adapter import ModelAdapter
+from blendrag.model.sharing import in_this_thread
 from blendrag.selection import Schedule, make_policy
 from blendrag.verify import HeldKV
 
@@ -170,9 +171,9 @@ class ModelTimes:
         """Note when the first layer is entered, and the last one entered and left."""
         layers = self._adapter.decoder_layers
         handles = [
-            layers[0].register_forward_pre_hook(lambda *_: self._note(BEGIN)),
-            layers[-1].register_forward_pre_hook(lambda *_: self._note(LAST)),
-            layers[-1].register_forward_hook(lambda *_: self._note(END)),
+            layers[0].register_forward_pre_hook(in_this_thread(lambda *_: self._note(BEGIN))),
+            layers[-1].register_forward_pre_hook(in_this_thread(lambda *_: self._note(LAST))),
+            layers[-1].register_forward_hook(in_this_thread(lambda *_: self._note(END))),
         ]
         try:
             yield

@@ -1,0 +1,108 @@
+"""One loaded model, used by several engines and by its owner at the same time.
+
+- :func:`lock_of`: one lock per model object. Engines over the same model take turns.
+- :func:`in_this_thread`: hooks sit on the model, so every thread runs them; these act in one thread only.
+
+Forwards that are not ours take no lock, and compute what they would without blendrag.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+#: How often a thread that waits for its turn asks whether it still wants it.
+CHECK_INTERVAL_S = 0.05
+
+
+class ModelLock:
+    """A reentrant lock under which waiting threads get their turn.
+
+    The thread that releases a plain ``RLock`` can take it again before a waiting one wakes up. Here it
+    must pass ``_door``, which the waiting thread holds until it has the lock.
+    """
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """Forget who holds it: a forked child does not have that thread."""
+        self._door, self._held = threading.Lock(), threading.Lock()
+        self._owner: int | None = None
+        self._depth = 0
+
+    def acquire(self, timeout: float = -1) -> bool:
+        """Take the lock; ``False`` if that took more than ``timeout`` seconds (-1: no limit)."""
+        if self._owner != threading.get_ident():
+            if not self._door.acquire(timeout=timeout):
+                return False
+            try:
+                if not self._held.acquire(timeout=timeout):
+                    return False
+            finally:
+                self._door.release()
+            self._owner = threading.get_ident()
+        self._depth += 1
+        return True
+
+    def release(self) -> None:
+        """Undo one :meth:`acquire`."""
+        self._depth -= 1
+        if self._depth == 0:
+            self._owner = None
+            self._held.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+    @contextmanager
+    def while_wanted(self, check: Callable[[], None]) -> Iterator[None]:
+        """Hold the lock; ``check`` is called while another thread has it, and may raise to give up."""
+        while not self.acquire(CHECK_INTERVAL_S):
+            check()
+        try:
+            yield
+        finally:
+            self.release()
+
+
+_locks: weakref.WeakKeyDictionary[nn.Module, ModelLock] = weakref.WeakKeyDictionary()
+_making = threading.Lock()
+
+
+def lock_of(model: nn.Module) -> ModelLock:
+    """The lock of ``model``, the same for everybody who uses this object."""
+    with _making:
+        return _locks.setdefault(model, ModelLock())
+
+
+def _after_fork() -> None:
+    global _making
+    _making = threading.Lock()
+    for lock in list(_locks.values()):
+        lock.renew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """``hook`` where the calling thread runs the module; in other threads it does nothing."""
+    owner = threading.get_ident()
+
+    @functools.wraps(hook)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        return hook(*args, **kwargs) if threading.get_ident() == owner else None
+
+    return guarded
