@@ -15,6 +15,7 @@
     │   ├── StoreUnavailableError    path is a file, not writable, locked, written by a newer version
     │   ├── StoreFullError           the disk or the byte limit is reached; says how much is needed
     │   └── CorruptKVError           bytes on disk are not the bytes that were put (a miss, never an answer)
+    ├── NoThreadError            the system starts no more threads (a RuntimeError)
     ├── CorpusError              texts, vectors and anchors beside the store do not fit together
     ├── RequestTimeout           the request took longer than its timeout, waiting included (a TimeoutError)
     └── RequestCancelled         the caller abandoned the request; no partial state is left
@@ -130,6 +131,16 @@ class StoreFullError(StoreError):
 
 class CorruptKVError(StoreError):
     """A payload is not what was put; the caller treats the chunk as a miss."""
+
+
+class NoThreadError(BlendragError, RuntimeError):
+    """The system starts no more threads; what was asked for was not begun."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the system starts no more threads: a limit on processes, threads or memory is reached; "
+            "end other processes or raise the limit (ulimit -u, ulimit -v, pids.max of the container)"
+        )
 
 
 class CorpusError(BlendragError):

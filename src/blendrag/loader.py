@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from blendrag.errors import CorruptKVError
+from blendrag.resource_errors import starting_thread
 from blendrag.staging import Transfer, staging_ring
 from blendrag.store.base import KVReader
 from blendrag.timeline import LOAD, Timeline, noted
@@ -87,8 +88,10 @@ class LayerLoader:
         self._thread = threading.Thread(target=self._run, name="blendrag-loader", daemon=True)
 
     def start(self) -> None:
+        """Begin to read. Raises :class:`NoThreadError`."""
         self._ring.start()
-        self._thread.start()
+        with starting_thread():
+            self._thread.start()
 
     def _run(self) -> None:
         try:

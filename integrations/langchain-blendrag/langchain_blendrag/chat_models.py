@@ -6,7 +6,6 @@ change. Owns the LangChain side only; the engine does the work.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -23,7 +22,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from blendrag.errors import InvalidInputError
 from blendrag.plugs.fields import CONFIG, RequestFields
-from blendrag.plugs.shared import agenerate, astream_pieces, stream_pieces
+from blendrag.plugs.shared import agenerate, astream_pieces, stream_pieces, to_thread
 from blendrag.plugs.tool_choice import chosen_tool
 from blendrag.plugs.tools import has_tools
 from langchain_blendrag._identity import identifying_params
@@ -75,7 +74,7 @@ class ChatBlend(RequestFields, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        request = await asyncio.to_thread(self._request, messages, stop, kwargs)
+        request = await to_thread(self._request, messages, stop, kwargs)
         answer = await agenerate(self.engine, request.prompt, request.options)
         return chat_result(answer, request, self.engine)
 
@@ -101,7 +100,7 @@ class ChatBlend(RequestFields, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        request = await asyncio.to_thread(self._request, messages, stop, kwargs)
+        request = await to_thread(self._request, messages, stop, kwargs)
         reply = Reply(request, self.engine)
         async with aclosing(astream_pieces(self.engine, request.prompt, request.options)) as pieces:
             async for piece in pieces:

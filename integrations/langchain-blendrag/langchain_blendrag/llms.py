@@ -6,7 +6,6 @@ LangChain side only; the engine does the work.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -21,7 +20,7 @@ from langchain_core.runnables import RunnableConfig
 from langchain_core.runnables.config import get_config_list
 
 from blendrag.plugs.fields import CONFIG, RequestFields
-from blendrag.plugs.shared import Piece, astream_pieces, stream_pieces, warm
+from blendrag.plugs.shared import Piece, astream_pieces, stream_pieces, to_thread, warm
 from langchain_blendrag._identity import identifying_params
 from langchain_blendrag._messages import (
     Message,
@@ -173,7 +172,7 @@ class BlendLLM(RequestFields, BaseLLM):
         self, prompts: list[PromptValue], *args: Any, **kwargs: Any
     ) -> LLMResult:
         """:meth:`generate_prompt`, with the tokenizer opened off the event loop."""
-        await asyncio.to_thread(warm, self.engine)
+        await to_thread(warm, self.engine)
         values = [self._templated(p, kwargs) for p in prompts]
         return await super().agenerate_prompt(values, *args, **kwargs)
 
@@ -198,7 +197,7 @@ class BlendLLM(RequestFields, BaseLLM):
         **kwargs: Any,
     ) -> AsyncIterator[str]:
         """:meth:`stream`, with the tokenizer opened off the event loop."""
-        await asyncio.to_thread(warm, self.engine)
+        await to_thread(warm, self.engine)
         prompt = self._templated(super()._convert_input(input), kwargs)
         pieces = super().astream(prompt, config, stop=stop, **kwargs)
         async with aclosing(pieces):  # type: ignore[type-var]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.callbacks import (
@@ -14,6 +13,7 @@ from langchain_core.retrievers import BaseRetriever
 from pydantic import Field
 
 from blendrag.plugs.fields import CONFIG, EngineFields
+from blendrag.plugs.shared import to_thread
 
 if TYPE_CHECKING:
     from blendrag.retriever.retriever import RetrievedChunk
@@ -53,7 +53,7 @@ class BlendRetriever(EngineFields, BaseRetriever):
         run_manager: AsyncCallbackManagerForRetrieverRun | None = None,
         k: int | None = None,
     ) -> list[Document]:
-        chunks = await asyncio.to_thread(self._nearest, query, k)
+        chunks = await to_thread(self._nearest, query, k)
         return [to_document(chunk) for chunk in chunks]
 
     def _nearest(self, query: str, k: int | None) -> list[RetrievedChunk]:

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from types import FrameType
 
 STATUS = 130
@@ -61,7 +62,8 @@ def _handle(number: int, frame: FrameType | None) -> None:
     _requested = True
     clock = threading.Timer(_grace_s, _leave_now)
     clock.daemon = True
-    clock.start()
+    with suppress(RuntimeError):  # no more threads: then a second Ctrl-C has to do
+        clock.start()
     raise KeyboardInterrupt
 
 

@@ -16,11 +16,12 @@ from blendrag.errors import (
     BlendragError,
     ContextOverflowError,
     CorruptKVError,
+    NoThreadError,
     RequestCancelled,
     StoreFullError,
     UnsupportedModelError,
 )
-from blendrag.resource_errors import is_out_of_memory, is_out_of_space
+from blendrag.resource_errors import is_out_of_memory, is_out_of_space, is_out_of_threads
 
 DONE = 0
 #: Some inputs failed, or there was no room for all of them.
@@ -36,7 +37,7 @@ def status_of(error: BlendragError) -> int:
     """Exit status of an error that ended a command."""
     if isinstance(error, UnsupportedModelError):
         return REFUSED_MODEL
-    if isinstance(error, StoreFullError | CorruptKVError):
+    if isinstance(error, StoreFullError | CorruptKVError | NoThreadError):
         return FAILED
     if isinstance(error, RequestCancelled):
         return INTERRUPTED
@@ -82,6 +83,8 @@ def _interrupted() -> int:
 
 def _foreign(error: Exception) -> str | None:
     """A sentence for resources that ran out beneath us; ``None`` for defects."""
+    if is_out_of_threads(error):
+        return str(NoThreadError())
     if is_out_of_memory(error):
         return "out of memory; use a smaller model, another --dtype or fewer chunks (--top-k)"
     if is_out_of_space(error):

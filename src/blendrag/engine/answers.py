@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from blendrag.engine.stream import AnswerStream
 from blendrag.engine.types import Answer, Source
-from blendrag.errors import RequestCancelled, RequestTimeout
+from blendrag.errors import NoThreadError, RequestCancelled, RequestTimeout
+from blendrag.resource_errors import starting_thread
 from blendrag.retriever.retriever import RetrievedChunk
 
 T = TypeVar("T")
@@ -187,9 +188,29 @@ class AsyncAnswerIterator:
             self._started.stream.cancel()
 
 
+def in_pool(begin: Callable[[], T]) -> asyncio.Future[T]:
+    """``begin()`` on a thread of the event loop's pool. Raises :class:`NoThreadError`."""
+    refused = False
+
+    def begin_unless_refused() -> T:
+        if refused:  # the pool keeps a call for which it found no thread, for the next thread
+            raise NoThreadError
+        return begin()
+
+    try:
+        with starting_thread():
+            return asyncio.get_running_loop().run_in_executor(None, begin_unless_refused)
+    except NoThreadError:
+        refused = True
+        raise
+
+
 async def off_loop(begin: Callable[[], T], timeout_s: float | None) -> T:
-    """``begin()`` on another thread. Who leaves before it is done, or is late, abandons what it began."""
-    starting = asyncio.get_running_loop().run_in_executor(None, begin)
+    """``begin()`` on another thread. Who leaves before it is done, or is late, abandons what it began.
+
+    Raises :class:`NoThreadError`.
+    """
+    starting = in_pool(begin)
     try:
         async with asyncio.timeout(timeout_s):
             return await asyncio.shield(starting)

@@ -14,7 +14,8 @@ from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from blendrag.errors import InvalidInputError
+from blendrag.errors import InvalidInputError, NoThreadError
+from blendrag.resource_errors import starting_thread
 
 T = TypeVar("T")
 
@@ -37,7 +38,8 @@ class Worker:
         """Queue ``call``; its result or exception arrives in the future.
 
         A foreground call from the worker's own thread runs at once, so that work may call work;
-        background calls always wait, and are cancelled once the worker is closed.
+        background calls always wait, and are cancelled once the worker is closed. Raises
+        :class:`NoThreadError` where there is no thread yet and none can be started.
         """
         future: Future[T] = Future()
         self._check_process()
@@ -50,13 +52,21 @@ class Worker:
                 return future
             if self._closed:
                 raise InvalidInputError(CLOSED)
-            (self._background if background else self._foreground).append((future, call))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._pid = os.getpid()
-                self._thread.start()
+                self._start()
+            (self._background if background else self._foreground).append((future, call))
             self._changed.notify_all()
         return future
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._pid = os.getpid()
+        try:
+            with starting_thread():
+                self._thread.start()
+        except NoThreadError:
+            self._thread = None
+            raise
 
     def _check_process(self) -> None:
         """A fork has no worker thread, and perhaps a lock that nobody will release: never wait there."""

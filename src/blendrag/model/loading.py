@@ -16,12 +16,12 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 from blendrag.config import DEMO_MODEL
-from blendrag.errors import BlendragError, InvalidInputError, ModelLoadError
+from blendrag.errors import BlendragError, InvalidInputError, ModelLoadError, NoThreadError
 from blendrag.kv import DTYPES
 from blendrag.model.adapter import ModelAdapter, context_tokens_of
 from blendrag.model.precision import widened
 from blendrag.model.tokens import Tokens
-from blendrag.resource_errors import is_out_of_memory, is_out_of_space
+from blendrag.resource_errors import is_out_of_memory, is_out_of_space, is_out_of_threads
 
 
 def resolve_model(name: str) -> str:
@@ -142,6 +142,8 @@ def _mapped(message: Callable[[Exception], str]) -> Iterator[None]:
     except BlendragError:
         raise
     except Exception as exc:
+        if is_out_of_threads(exc):
+            raise NoThreadError from exc
         if is_out_of_memory(exc) or is_out_of_space(exc):
             raise
         raise ModelLoadError(message(exc)) from exc

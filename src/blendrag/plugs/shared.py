@@ -8,18 +8,22 @@ What is made here lives until :func:`close_shared_engines` or the end of the pro
 from __future__ import annotations
 
 import atexit
+import contextvars
 import os
 import threading
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from blendrag.config import absolute_model, settings
 from blendrag.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from blendrag.engine import Answer, BlendEngine, Options, Prompt
+
+T = TypeVar("T")
 
 
 class EngineName(NamedTuple):
@@ -200,6 +204,14 @@ def _last(answer: Answer, streamed: bool) -> Piece:
 async def agenerate(engine: BlendEngine, prompt: Prompt, options: Options) -> Answer:
     """``engine.agenerate``: whatever is opened on first use is opened off the event loop."""
     return await engine.agenerate(prompt, options)
+
+
+async def to_thread(call: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+    """``asyncio.to_thread`` that raises :class:`NoThreadError` where the system starts no thread."""
+    from blendrag.engine.answers import in_pool
+
+    context = contextvars.copy_context()
+    return await in_pool(partial(context.run, call, *args, **kwargs))
 
 
 def warm(engine: BlendEngine) -> None:

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from blendrag.errors import StoreError
+from blendrag.errors import NoThreadError, StoreError
+from blendrag.resource_errors import starting_thread
 from blendrag.store.disk import DiskStore
 from blendrag.store.forking import renew_after_fork
 from blendrag.store.memory import Block, MemoryStore
@@ -97,23 +98,27 @@ class Promotion:
         self._start_lock = threading.Lock()
 
     def offer(self, job: _Job) -> bool:
-        """Queue a job unless the queue is full; from then on the reader is the thread's."""
+        """Queue a job unless the queue is full or there can be no thread; from then on the reader is
+        the thread's."""
         if self._pid != os.getpid() or self._memory.contains(job.namespace, job.key):
             return False
         with self._start_lock:
             if self._closed:
                 return False
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="blendrag-promotion", daemon=True
-                )
-                self._thread.start()
             try:
+                if self._thread is None:
+                    self._thread = self._started()
                 self._jobs.put_nowait(job)
-            except queue.Full:
+            except (queue.Full, NoThreadError):
                 self.tally.add("drops")
                 return False
         return True
+
+    def _started(self) -> threading.Thread:
+        thread = threading.Thread(target=self._run, name="blendrag-promotion", daemon=True)
+        with starting_thread():
+            thread.start()
+        return thread
 
     def drain(self) -> None:
         if self._thread is not None and self._pid == os.getpid():

@@ -6,7 +6,6 @@ the LlamaIndex side only; the engine does the work.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from llama_index.core.instrumentation.span import active_span_id
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 
 from blendrag.plugs.fields import CONFIG
-from blendrag.plugs.shared import context_tokens
+from blendrag.plugs.shared import context_tokens, to_thread
 from blendrag.plugs.tools import has_tools
 from llama_index.llms.blendrag import _results, _tools
 from llama_index.llms.blendrag._calls import Asked, Call
@@ -104,7 +103,7 @@ class BlendLLM(ToolCalling):
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        return await (await asyncio.to_thread(self._chat_call, messages, kwargs)).awhole()
+        return await (await to_thread(self._chat_call, messages, kwargs)).awhole()
 
     @llm_completion_callback()
     async def acomplete(
@@ -128,7 +127,7 @@ class BlendLLM(ToolCalling):
     async def astream_chat(
         self, messages: Sequence[ChatMessage], **kwargs: Any
     ) -> ChatResponseAsyncGen:
-        return (await asyncio.to_thread(self._chat_call, messages, kwargs)).apieces()
+        return (await to_thread(self._chat_call, messages, kwargs)).apieces()
 
     @llm_completion_callback()
     async def astream_complete(

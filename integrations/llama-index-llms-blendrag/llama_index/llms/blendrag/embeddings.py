@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 from llama_index.core.base.embeddings.base import BaseEmbedding
 
 from blendrag.plugs.fields import CONFIG, EngineFields
+from blendrag.plugs.shared import to_thread
 
 if TYPE_CHECKING:
     from llama_index.core.base.embeddings.base import Embedding
@@ -37,7 +37,7 @@ class BlendEmbedding(EngineFields, BaseEmbedding):
         return self._floats(self.engine.library.embed_query(query))
 
     async def _aget_query_embedding(self, query: str) -> Embedding:
-        return await asyncio.to_thread(self._get_query_embedding, query)
+        return await to_thread(self._get_query_embedding, query)
 
     def _get_text_embedding(self, text: str) -> Embedding:
         return self._get_text_embeddings([text])[0]
@@ -46,10 +46,10 @@ class BlendEmbedding(EngineFields, BaseEmbedding):
         return [self._floats(row) for row in self.engine.library.embed(texts)]
 
     async def _aget_text_embedding(self, text: str) -> Embedding:
-        return await asyncio.to_thread(self._get_text_embedding, text)
+        return await to_thread(self._get_text_embedding, text)
 
     async def _aget_text_embeddings(self, texts: list[str]) -> list[Embedding]:
-        return await asyncio.to_thread(self._get_text_embeddings, texts)
+        return await to_thread(self._get_text_embeddings, texts)
 
     @staticmethod
     def _floats(vector: object) -> Embedding:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from llama_index.core.schema import BaseNode, TransformComponent
 
 from blendrag.plugs.fields import CONFIG, EngineFields
+from blendrag.plugs.shared import to_thread
 from llama_index.llms.blendrag._nodes import to_entry
 
 
@@ -64,7 +64,7 @@ class BlendPrecompute(EngineFields, TransformComponent):
         return nodes
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
-        return await asyncio.to_thread(self.__call__, nodes, **kwargs)
+        return await to_thread(self.__call__, nodes, **kwargs)
 
     def delete_ref_doc(self, ref_doc_id: str) -> list[str]:
         """Forget a document that the other vector store forgets: the ids of its nodes."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -12,7 +11,7 @@ from llama_index.core.schema import NodeWithScore, QueryBundle
 
 from blendrag.errors import InvalidInputError
 from blendrag.plugs.fields import EngineFields
-from blendrag.plugs.shared import check_given
+from blendrag.plugs.shared import check_given, to_thread
 from llama_index.llms.blendrag._nodes import to_node
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ class BlendRetriever(BaseRetriever):
         return [node_with_score(chunk) for chunk in chunks]
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        return await asyncio.to_thread(self._retrieve, query_bundle)
+        return await to_thread(self._retrieve, query_bundle)
 
 
 def node_with_score(chunk: RetrievedChunk) -> NodeWithScore:

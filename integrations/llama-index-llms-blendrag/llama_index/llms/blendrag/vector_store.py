@@ -5,7 +5,6 @@ Owns the LlamaIndex side; the engine's library keeps texts, vectors and KV in st
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from pydantic import model_validator
 
 from blendrag.errors import InvalidInputError
 from blendrag.plugs.fields import CONFIG, EngineFields
+from blendrag.plugs.shared import to_thread
 from llama_index.llms.blendrag._nodes import CONTENT, accepts, to_entry, to_node
 
 if TYPE_CHECKING:
@@ -163,10 +163,10 @@ class BlendVectorStore(EngineFields, BasePydanticVectorStore):
     # -- without blocking the event loop --------------------------------------------------------
 
     async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
-        return await asyncio.to_thread(self.add, nodes, **kwargs)
+        return await to_thread(self.add, nodes, **kwargs)
 
     async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
-        await asyncio.to_thread(self.delete, ref_doc_id, **delete_kwargs)
+        await to_thread(self.delete, ref_doc_id, **delete_kwargs)
 
     async def adelete_nodes(
         self,
@@ -174,18 +174,18 @@ class BlendVectorStore(EngineFields, BasePydanticVectorStore):
         filters: MetadataFilters | None = None,
         **delete_kwargs: Any,
     ) -> None:
-        await asyncio.to_thread(self.delete_nodes, node_ids, filters, **delete_kwargs)
+        await to_thread(self.delete_nodes, node_ids, filters, **delete_kwargs)
 
     async def aclear(self) -> None:
-        await asyncio.to_thread(self.clear)
+        await to_thread(self.clear)
 
     async def aget_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
     ) -> list[BaseNode]:
-        return await asyncio.to_thread(self.get_nodes, node_ids, filters)
+        return await to_thread(self.get_nodes, node_ids, filters)
 
     async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        return await asyncio.to_thread(self.query, query, **kwargs)
+        return await to_thread(self.query, query, **kwargs)
 
 
 def _node_of(entry: Entry) -> BaseNode:
