@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -447,3 +448,16 @@ def test_a_small_address_space_is_refused_before_anything_heavy_is_imported(
     assert done.returncode == 2
     assert done.stderr.startswith("error: the address space is limited to 944 MB (ulimit -v)")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_where_no_thread_starts_a_command_says_so(
+    ingested: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    result = invoke("ask", QUESTION, "--store", str(ingested))
+    assert result.exit_code == 1
+    assert said(result).startswith("error: the system starts no more threads")
+    assert len(said(result).splitlines()) == 1

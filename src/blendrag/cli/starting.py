@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import resource
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blendrag.cli import interrupt, options, quiet
 from blendrag.errors import InvalidInputError
+from blendrag.resource_errors import starting_thread
 
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine
@@ -16,13 +18,17 @@ if TYPE_CHECKING:
 #: 2.13 and transformers 5.17 work under 2,000 MiB, and fail or crash under 1,800 MiB).
 MIN_ADDRESS_SPACE_BYTES = 1792 * 1024**2
 
+#: Threads of one command at a time: the worker, the loader and the progress display.
+OWN_THREADS = 3
+
 
 def begin(verbose: bool, if_interrupted: str) -> None:
     """Before anything heavy is imported. Raises :class:`InvalidInputError` for an environment that cannot be
-    used."""
+    used, and :class:`NoThreadError`."""
     quiet.set_up(verbose)
     options.check_environment()
     _check_address_space()
+    _check_threads()
     interrupt.expect(if_interrupted)
 
 
@@ -40,6 +46,21 @@ def _check_address_space() -> None:
             f"{MIN_ADDRESS_SPACE_BYTES / 1e6:,.0f} MB to load torch and transformers; raise the limit, or "
             "limit resident memory instead, with a cgroup"
         )
+
+
+def _check_threads() -> None:
+    """Refuse a limit (``ulimit -u``, ``pids.max``) under which a request cannot start its threads.
+
+    numpy's OpenBLAS (0.3.30) sends the process a SIGINT where it cannot start one while it is loaded.
+    """
+    over = threading.Event()
+    started = [threading.Thread(target=over.wait, daemon=True) for _ in range(OWN_THREADS)]
+    try:
+        with starting_thread():
+            for thread in started:
+                thread.start()
+    finally:
+        over.set()
 
 
 def engine_for(
