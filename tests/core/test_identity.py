@@ -16,6 +16,7 @@ import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.errors import InvalidInputError, UnsupportedModelError
 from blendrag.identity import chunk_key, digest_fields
+from blendrag.model import fingerprint
 from blendrag.model.tokens import Tokens
 from blendrag.verify import verify
 
@@ -245,6 +246,62 @@ def test_another_adapter_or_scaling_is_another_namespace() -> None:
         if isinstance(getattr(module, "scaling", None), dict):
             module.scaling["default"] *= 2
     assert adapter.identity.namespace not in (first, second)
+
+
+def with_two_adapters() -> Any:
+    wrapped = with_lora()
+    wrapped.add_adapter("second", LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for name, weight in wrapped.named_parameters():
+            if "lora_B.second" in name:
+                weight.normal_(0, 0.5)
+    return wrapped.eval()
+
+
+def weights_of(wrapped: Any, adapter: str) -> set[int]:
+    return {id(weight) for name, weight in wrapped.named_parameters() if f".{adapter}." in name}
+
+
+def test_switching_adapters_hashes_the_base_once_and_each_adapter_once() -> None:
+    wrapped = with_two_adapters()
+    adapter = tiny.adapter(wrapped)
+    with tiny.counted(fingerprint, "hash_bytes") as hashed:
+        first = adapter.identity
+        assert not {id(tensor) for (tensor,) in hashed} & weights_of(wrapped, "second")
+        del hashed[:]
+        wrapped.set_adapter("second")
+        second = adapter.identity
+        assert {id(tensor) for (tensor,) in hashed} == weights_of(wrapped, "second")
+        del hashed[:]
+        for _ in range(3):
+            for name, identity in (("default", first), ("second", second)):
+                wrapped.set_adapter(name)
+                assert adapter.identity == identity
+        with wrapped.disable_adapter():
+            assert adapter.identity not in (first, second)
+        assert not hashed
+
+
+@pytest.mark.parametrize("part", ["base_layer.weight", "lora_A.second", "lora_B.second"])
+def test_a_weight_changed_between_two_switches_is_noticed(part: str) -> None:
+    wrapped = with_two_adapters()
+    adapter = tiny.adapter(wrapped)
+    wrapped.set_adapter("second")
+    before = adapter.identity
+    wrapped.set_adapter("default")
+    (weight, *_) = (w for name, w in wrapped.named_parameters() if part in name)
+    with torch.no_grad(), tiny.counted(fingerprint, "hash_bytes") as hashed:
+        _ = adapter.identity
+        weight.mul_(1.5)
+        wrapped.set_adapter("second")
+        assert adapter.identity.namespace != before.namespace
+        weights = [tensor for (tensor,) in hashed]
+    assert any(tensor is weight for tensor in weights)
+
+
+def test_an_adapter_that_is_not_active_leaves_the_namespace_alone() -> None:
+    assert namespace(with_two_adapters()) == namespace(with_lora())
 
 
 def test_a_lora_model_is_never_served_the_bases_kv(tmp_path: Path) -> None:

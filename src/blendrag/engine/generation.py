@@ -8,7 +8,7 @@ first hook to last token.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -60,7 +60,8 @@ class Generation:
             ends = self._adapter.tokens.special_among(self._outcome.end_ids(task))
             stream.hidden = {*stream.hidden, *ends}
         avoid = set(ahead.avoid if ahead is not None else ())
-        with self._adapter.lock, torch.inference_mode():
+        compiled = nullcontext() if task.mode == "full" else self._adapter.uncompiled()
+        with self._adapter.lock, compiled, torch.inference_mode():
             if ahead is not None and ahead.prepared is not None:
                 with _noting_corrupt(avoid):
                     return self._attempt(

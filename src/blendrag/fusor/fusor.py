@@ -53,7 +53,10 @@ class Fusor:
         the scatter and mask path even where all rows are computed (the gate's r = 1.0)."""
         adapter.require_blendable()
         self.adapter = adapter
-        self.fast_attention = serves(adapter.stack) if fast_attention is None else fast_attention
+        if fast_attention is None:
+            with adapter.uncompiled():
+                fast_attention = serves(adapter.stack)
+        self.fast_attention = fast_attention
         self._force_masks = force_masks
         if adapter.device.type == "cpu":
             keep_freed_blocks()
@@ -166,7 +169,8 @@ class Fusor:
         hidden = torch.cat([one.output.last_hidden_state for one in prefilled], dim=1)
         output = type(prefilled[0].output)(last_hidden_state=hidden)
         ids = torch.zeros((1, len(prefilled)), dtype=torch.long, device=hidden.device)
-        with self.adapter.lock, replayed(self.adapter.stack.base, output):
+        adapter = self.adapter
+        with adapter.lock, adapter.uncompiled(), replayed(adapter.stack.base, output):
             logits: torch.Tensor = self.adapter.model(input_ids=ids, logits_to_keep=0).logits
         return logits[0]
 
@@ -182,7 +186,7 @@ class Fusor:
     ) -> Iterator[None]:
         """Within this context the decoder's first forward is ``blending``'s."""
         stack = self.adapter.stack
-        with ExitStack() as armed:
+        with self.adapter.uncompiled(), ExitStack() as armed:
             armed.callback(blending.close)
             cache.merge = blending.merge
             armed.callback(_disarm, cache)

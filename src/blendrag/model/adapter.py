@@ -8,7 +8,9 @@ fusor. A model the probe refuses is still an adapter: ``refusal`` holds the sent
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,8 +21,10 @@ from blendrag.errors import InvalidInputError, UnsupportedModelError
 from blendrag.identity import ModelIdentity
 from blendrag.kv import ChunkKV, KVLayout, dtype_name
 from blendrag.model import fingerprint
+from blendrag.model.compiled import is_compiled, uncompiled, unwrapped
 from blendrag.model.layers import DecoderStack, find_stack
 from blendrag.model.layout import layout_of
+from blendrag.model.placement import check_placement, input_device
 from blendrag.model.sharing import lock_of
 from blendrag.model.tokens import Tokens
 from blendrag.positions import PROBE_OFFSETS, Repositioner, classify
@@ -32,9 +36,15 @@ class ModelAdapter:
     """A causal LM with its tokenizer; thread-safe only under :attr:`lock`."""
 
     def __init__(self, model: Any, tokenizer: Any, model_id: str = "", revision: str = "") -> None:
+        model = unwrapped(model)
+        if not hasattr(model, "config") or not hasattr(model, "generate"):
+            raise InvalidInputError(
+                f"the model is a {type(model).__name__}, expected a causal LM of transformers; if it wraps "
+                "one, give that (model.module)"
+            )
         learned_prompt = _learns_prompt(model)
         unwrap = hasattr(model, "get_base_model") and not learned_prompt
-        self.model = model.get_base_model() if unwrap else model
+        self.model = unwrapped(model.get_base_model()) if unwrap else model
         self.model.eval()
         self.model_id = model_id or str(getattr(model.config, "_name_or_path", "")) or "unnamed"
         self.revision = revision or str(getattr(model.config, "_commit_hash", "") or "")
@@ -46,7 +56,8 @@ class ModelAdapter:
         self._layout: KVLayout | None = None
         self._repositioner: Repositioner | None = None
         self._identity: ModelIdentity | None = None
-        self._change_token: object = None
+        self._marks: object = None
+        self._digests = fingerprint.Digests()
         try:
             if learned_prompt:
                 raise UnsupportedModelError(
@@ -61,7 +72,7 @@ class ModelAdapter:
 
     @property
     def device(self) -> torch.device:
-        return torch.device(self.model.device)
+        return input_device(self.model)
 
     @property
     def context_tokens(self) -> int:
@@ -96,8 +107,20 @@ class ModelAdapter:
 
     @property
     def decoder_layers(self) -> Sequence[nn.Module]:
-        """The decoder layers where they were found, none for a model without such a list."""
-        return list(self._stack.layers) if self._stack is not None else []
+        """The decoder layers that hooks may be put on; none of a compiled model, or where none were found."""
+        return [] if self._stack is None or self.is_compiled else list(self._stack.layers)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether ``torch.compile`` was applied to the model, its decoder or a decoder layer."""
+        if self._stack is None or "torch._dynamo" not in sys.modules:
+            return False
+        around = self._stack.around
+        return is_compiled(each for module in around for each in (module, *module.children()))
+
+    def uncompiled(self) -> AbstractContextManager[None]:
+        """Within this context a compiled model runs as the Python it was made from; others as ever."""
+        return uncompiled() if self.is_compiled else nullcontext()
 
     @property
     def layout(self) -> KVLayout:
@@ -119,21 +142,27 @@ class ModelAdapter:
         """
         with self.lock:
             self.require_blendable()
-            token = fingerprint.change_token(self.model)
-            if self._identity is None or token != self._change_token:
+            found = fingerprint.loaded(self.model)
+            marks = (fingerprint.marks_of(found), found.adapters, self._loaded_as())
+            if self._identity is None or marks != self._marks:
                 if dtype_name(self.model.dtype) != self.layout.dtype:
                     self._probe()  # converted since: K and V have another dtype now
-                self._identity = self._full_identity()
-            self._change_token = token
+                self._identity = self._full_identity(found, marks[0])
+            self._marks = marks
             return self._identity
 
-    def _full_identity(self) -> ModelIdentity:
+    def _loaded_as(self) -> str:
+        return f"{self.model.dtype} {self.model.config._attn_implementation}"
+
+    def _full_identity(
+        self, found: fingerprint.Loaded, marks: Sequence[fingerprint.Mark]
+    ) -> ModelIdentity:
         config = self.model.config
         return ModelIdentity(
             model_id=self.model_id,
             revision=self.revision,
-            tensors_fingerprint=fingerprint.tensors_fingerprint(self.model),
-            adapters=fingerprint.adapters_of(self.model),
+            tensors_fingerprint=self._digests.fingerprint(found, marks),
+            adapters=found.adapters,
             weight_quantization=fingerprint.weight_quantization(config),
             compute_dtype=dtype_name(self.model.dtype),
             attention=str(config._attn_implementation),
@@ -186,13 +215,16 @@ class ModelAdapter:
             positions["position_ids"] = torch.arange(offset, offset + len(ids), device=self.device)[
                 None
             ]
-        self._stack.base(input_ids=batch, past_key_values=cache, use_cache=True, **positions)
+        with self.uncompiled():
+            self._stack.base(input_ids=batch, past_key_values=cache, use_cache=True, **positions)
         return cache
 
     # -- the probe ----------------------------------------------------------------------------
 
     @torch.inference_mode()
     def _probe(self) -> None:
+        check_placement(self.model)
+        fingerprint.loaded(self.model)  # raises for weights that cannot be told apart
         self._stack = find_stack(self.model)
         stack = self._stack
         vocab = self.model.get_input_embeddings().num_embeddings

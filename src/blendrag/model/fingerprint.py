@@ -1,19 +1,22 @@
 """Fingerprints of what is loaded: tensors, adapters, quantisation, geometry, tokenizer.
 
-Owns the answer to "are these the weights the KV was computed with?". The full hash reads every
-byte once per engine; :func:`change_token` is the cheap per-request check that nothing was swapped
-or changed in place since.
+Answers "are these the weights the KV was computed with?". :func:`loaded` lists every tensor that computes
+and the active LoRA adapters, and is cheap enough for every request. :class:`Digests` hashes a tensor once,
+and again only when it has changed: switching between adapters hashes the base weights once.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from blendrag.errors import UnsupportedModelError
 from blendrag.identity import digest_fields
@@ -24,46 +27,70 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 SAMPLES = 16
 
 
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers, non-persistent ones (rotary tables) included, tied ones once.
+class LoadedTensor(NamedTuple):
+    """One tensor that computes."""
 
-    Left out is the table that a length-dependent rotary has in use: it follows the last prompt's
-    length, and the one it follows from is among the buffers.
+    name: str
+    tensor: torch.Tensor
+    is_kept: bool
+    """Whether the same tensor object is there next time; some quantizers make theirs anew on every look."""
+    context: str = ""
+    """What a quantizer says about its tensor: block sizes, dtypes, …"""
+
+
+class Loaded(NamedTuple):
+    """What a model computes with now."""
+
+    tensors: tuple[LoadedTensor, ...]
+    adapters: str
+    """Digest of the active PEFT adapters and their scalings; empty without any."""
+
+
+class Mark(NamedTuple):
+    """Differs once a tensor was replaced or written.
+
+    A write through ``weight.data`` moves neither version nor address, so a few values are looked at, too; of
+    such writes only one that spares all of them goes unnoticed.
     """
-    yield from model.named_parameters()
-    for name, buffer in model.named_buffers():
-        if not (name.endswith("inv_freq") and _follows_length(model, name)):
-            yield name, buffer
+
+    name: str
+    address: int
+    version: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    context: str
+    sample: bytes
 
 
-def _follows_length(model: nn.Module, name: str) -> bool:
-    owner, _, buffer = name.rpartition(".")
-    kinds = getattr(model.get_submodule(owner), "rope_type", None)
-    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
-    return "original" not in buffer and any(kind in LENGTH_DEPENDENT for kind in kinds)
+class Digests:
+    """xxh3-128 of tensors, remembered for as long as their marks stay the same."""
+
+    def __init__(self) -> None:
+        self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def fingerprint(self, found: Loaded, marks: Sequence[Mark]) -> str:
+        """xxh3-128 hex over names, shapes, dtypes and bytes of ``found``, whose marks are ``marks``."""
+        lines = []
+        for mark, each in zip(marks, found.tensors, strict=True):
+            what = f"{mark.name}|{mark.shape}|{mark.dtype}|{mark.context}|"
+            lines.append(what.encode() + self._of(each.tensor, mark))
+        sha = xxhash.xxh3_128()
+        for line in sorted(lines):
+            sha.update(line)
+        return sha.hexdigest()
+
+    def _of(self, tensor: torch.Tensor, mark: Mark) -> bytes:
+        known = self._known.get(tensor)
+        if known is None or known[0] != mark:
+            known = (mark, hash_bytes(tensor))
+            self._known[tensor] = known
+        digest: bytes = known[1]
+        return digest
 
 
-def tensors_fingerprint(model: nn.Module) -> str:
-    """xxh3-128 hex over names, shapes, dtypes and bytes of all loaded tensors.
-
-    Raises :class:`UnsupportedModelError` where weights are not visible as tensors (torch's packed
-    quantised modules): their identity could not be told, so their KV is never stored.
-    """
-    for name, value in model.state_dict().items():
-        if not isinstance(value, torch.Tensor) and not name.endswith("_extra_state"):
-            raise UnsupportedModelError(
-                f"weight {name!r} is packed ({type(value).__name__}), not a tensor, so the model has no "
-                "fingerprint; use mode full, or weights quantised by a transformers quantizer"
-            )
-    sha = xxhash.xxh3_128()
-    for name, tensor in sorted(named_tensors(model), key=lambda item: item[0]):
-        if tensor.device.type == "meta":
-            raise UnsupportedModelError(
-                f"weight {name!r} is not loaded (meta device); use mode full"
-            )
-        sha.update(f"{name}|{tuple(tensor.shape)}|{tensor.dtype}|".encode())
-        sha.update(_bytes_of(tensor))
-    return sha.hexdigest()
+def hash_bytes(tensor: torch.Tensor) -> bytes:
+    """xxh3-128 over all bytes of ``tensor``."""
+    return xxhash.xxh3_128_digest(_bytes_of(tensor))
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -73,55 +100,177 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def change_token(model: Any) -> tuple[int, tuple[object, ...], str, str]:
-    """Changes whenever a weight is replaced, written in place, or another adapter is activated.
+# -- what computes --------------------------------------------------------------------------------
 
-    Writing through ``weight.data`` moves neither version nor address, so a few values of every tensor
-    are looked at, too; of such writes only one that spares all of them goes unnoticed.
+
+def loaded(model: Any) -> Loaded:
+    """Parameters, buffers and what quantizers keep beside them; tied ones once.
+
+    Non-persistent buffers (rotary tables) are included. Left out are the weights of LoRA adapters that
+    are loaded and not active, and the table that a length-dependent rotary has in use: it follows the
+    last prompt's length, and the one it follows from is among the buffers.
+
+    Raises :class:`UnsupportedModelError` for weights that are not visible as tensors: their identity
+    cannot be told, so their KV is never stored.
     """
-    versions = 0
-    places = []
-    # Once: walking a deep model costs most of this.
-    tensors = [tensor for _, tensor in named_tensors(model)]
-    for tensor in tensors:
-        if not tensor.is_inference():
-            versions += tensor._version
-        places.append((tensor.data_ptr(), tuple(tensor.shape)))
-    loaded_as = f"{model.dtype} {model.config._attn_implementation}"
-    return versions, tuple(places), _sampled(tensors), adapters_of(model) + loaded_as
+    tensors: list[LoadedTensor] = []
+    adapters: list[bytes] = []
+    seen: set[int] = set()
+    is_quantised = getattr(model, "hf_quantizer", None) is not None
+
+    def add(name: str, tensor: torch.Tensor, is_kept: bool = True) -> None:
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            tensors.extend(_plain(name.replace("_orig_mod.", ""), tensor, is_kept))
+
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        if hasattr(module, "active_adapters") and hasattr(module, "merged_adapters"):
+            adapters.append(f"{path}:{_adapter_state(module)}".encode())
+            seen.update(id(tensor) for tensor in _idle(module))
+        for key, weight in module._parameters.items():
+            if weight is not None:
+                add(prefix + key, weight)
+        for key, buffer in module._buffers.items():
+            if buffer is not None and not _follows_length(module, key):
+                add(prefix + key, buffer)
+        if _saves_more(module):
+            for key, value in module.state_dict(prefix=prefix, keep_vars=True).items():
+                if isinstance(value, torch.Tensor):
+                    add(key, value, is_kept=False)
+                elif isinstance(value, tuple | list | dict):
+                    raise _packed(key, value)
+        elif is_quantised:
+            _refuse_hidden(prefix, module)
+    return Loaded(tuple(tensors), digest_fields(adapters) if adapters else "")
 
 
-def _sampled(tensors: Sequence[torch.Tensor]) -> str:
-    """xxh3-128 hex over :data:`SAMPLES` values of every tensor; one copy per device."""
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel() and tensor.device.type != "meta":
+def _plain(
+    name: str, tensor: torch.Tensor, is_kept: bool, context: str = ""
+) -> Iterator[LoadedTensor]:
+    """``tensor``, or those that a tensor subclass is made of (torchao: data, scales, zero points)."""
+    if tensor.device.type == "meta":
+        raise UnsupportedModelError(f"weight {name!r} is not loaded (meta device); use mode full")
+    if type(tensor) in (torch.Tensor, nn.Parameter) or not is_traceable_wrapper_subclass(tensor):
+        yield LoadedTensor(name, tensor, is_kept, context)
+        return
+    parts, said = tensor.__tensor_flatten__()
+    said = re.sub(r" at 0x[0-9a-f]+", "", f"{context}{type(tensor).__name__}{said}")
+    for part in parts:
+        yield from _plain(f"{name}.{part}", getattr(tensor, part), is_kept, said)
+
+
+def _follows_length(rotary: nn.Module, buffer: str) -> bool:
+    if not buffer.endswith("inv_freq"):
+        return False
+    kinds = getattr(rotary, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return "original" not in buffer and any(kind in LENGTH_DEPENDENT for kind in kinds)
+
+
+def _saves_more(module: nn.Module) -> bool:
+    """Whether a module's state is more than its parameters and buffers (bitsandbytes, HQQ: scales)."""
+    kind = type(module)
+    return (
+        kind._save_to_state_dict is not nn.Module._save_to_state_dict
+        or kind.state_dict is not nn.Module.state_dict
+    )
+
+
+#: Where classes of modules come from that hold their weights as parameters and buffers.
+_PLAIN_ROOMS = ("torch.nn.", "transformers.models.", "transformers_modules.", "peft.")
+
+
+def _refuse_hidden(prefix: str, module: nn.Module) -> None:
+    """Refuse what a quantizer put in if it keeps tensors in objects of its own (mxfp4 on a GPU)."""
+    if type(module).__module__.startswith(_PLAIN_ROOMS):
+        return
+    for key, value in vars(module).items():
+        is_plain = key.startswith("_") or isinstance(value, torch.Tensor | nn.Module)
+        if not is_plain and _holds_tensors(value):
+            raise _packed(prefix + key, value)
+
+
+def _holds_tensors(value: Any, depth: int = 3) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    inside = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+    return bool(depth and inside) and any(
+        _holds_tensors(each, depth - 1) for each in dict(inside or {}).values()
+    )
+
+
+def _packed(name: str, value: object) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"weight {name!r} is packed ({type(value).__name__}), not a tensor, so the model has no "
+        "fingerprint; use mode full, or weights quantised by another method (torchao, bitsandbytes, GPTQ)"
+    )
+
+
+def _adapter_state(module: Any) -> str:
+    active = [] if getattr(module, "disable_adapters", False) else list(module.active_adapters)
+    scaling = getattr(module, "scaling", None) or {}
+    state = {
+        "active": active,
+        "merged": list(module.merged_adapters),
+        "scaling": {name: float(scaling[name]) for name in active if name in scaling},
+    }
+    return json.dumps(state, sort_keys=True)
+
+
+def _idle(module: Any) -> Iterator[torch.Tensor]:
+    """Weights of adapters that are not active."""
+    disabled = getattr(module, "disable_adapters", False)
+    active = () if disabled else tuple(module.active_adapters)
+    for layer in getattr(module, "adapter_layer_names", ()):
+        kept = getattr(module, layer, None) or {}
+        for adapter in kept:
+            if adapter not in active:
+                weights = kept[adapter]
+                yield from weights.parameters() if isinstance(weights, nn.Module) else (weights,)
+
+
+# -- whether it changed ---------------------------------------------------------------------------
+
+
+def marks_of(found: Loaded) -> tuple[Mark, ...]:
+    """The marks of ``found``'s tensors, in their order."""
+    tensors = [each.tensor for each in found.tensors]
+    return tuple(
+        Mark(
+            each.name,
+            each.tensor.data_ptr() if each.is_kept else 0,
+            0 if each.tensor.is_inference() else each.tensor._version,
+            tuple(each.tensor.shape),
+            each.tensor.dtype,
+            each.context,
+            sample,
+        )
+        for each, sample in zip(found.tensors, _sampled(tensors), strict=True)
+    )
+
+
+def _sampled(tensors: Sequence[torch.Tensor]) -> list[bytes]:
+    """The bytes of :data:`SAMPLES` values of every tensor, about; one copy per device."""
+    by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    samples = [b""] * len(tensors)
+    for i, tensor in enumerate(tensors):
+        if tensor.numel():
             flat = tensor.detach()
             # A row of what is not contiguous: flattening it would copy the whole.
             flat = flat.reshape(-1) if flat.is_contiguous() else flat[(0,) * (flat.ndim - 1)]
             some = flat[:: max(1, flat.numel() // SAMPLES)].contiguous().view(torch.uint8)
-            by_device.setdefault(tensor.device, []).append(some)
-    sha = xxhash.xxh3_128()
-    for samples in by_device.values():
-        sha.update(_bytes_of(torch.cat(samples)))
-    return sha.hexdigest()
+            by_device.setdefault(tensor.device, []).append((i, some))
+    for on_device in by_device.values():
+        together = bytes(_bytes_of(torch.cat([some for _, some in on_device])))
+        start = 0
+        for i, some in on_device:
+            samples[i] = together[start : start + some.numel()]
+            start += some.numel()
+    return samples
 
 
-def adapters_of(model: nn.Module) -> str:
-    """Digest of the active PEFT adapters, their state and scalings; empty without any."""
-    seen: list[bytes] = []
-    for name, module in model.named_modules():
-        if not hasattr(module, "active_adapters") or not hasattr(module, "merged_adapters"):
-            continue
-        scaling = getattr(module, "scaling", None)
-        state = {
-            "active": list(module.active_adapters),
-            "disabled": bool(getattr(module, "disable_adapters", False)),
-            "merged": list(module.merged_adapters),
-            "scaling": {k: float(v) for k, v in scaling.items()} if scaling else {},
-        }
-        seen.append(f"{name}:{json.dumps(state, sort_keys=True)}".encode())
-    return digest_fields(seen) if seen else ""
+# -- how it was made ------------------------------------------------------------------------------
 
 
 def weight_quantization(config: Any) -> str:

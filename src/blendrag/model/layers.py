@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from blendrag.errors import UnsupportedModelError
+from blendrag.model.compiled import unwrapped
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,13 @@ class DecoderStack:
 
     base: nn.Module
     """The decoder without its LM head."""
-    layers: nn.ModuleList
+    layers: Sequence[nn.Module]
     attentions: Sequence[nn.Module]
     rotary: nn.Module | None
     config: Any
     layer_types: Sequence[str]
+    around: Sequence[nn.Module]
+    """The model's modules that are in no decoder layer."""
 
 
 def find_stack(model: Any) -> DecoderStack:
@@ -34,6 +37,7 @@ def find_stack(model: Any) -> DecoderStack:
     base = getattr(model, "get_decoder", lambda: None)() or getattr(
         model, model.base_model_prefix, model
     )
+    base = unwrapped(base)
     expected = config.num_hidden_layers
     layers = _layer_list(base, expected)
     if layers is None:
@@ -56,13 +60,15 @@ def find_stack(model: Any) -> DecoderStack:
             )
     found = [a for a in attentions if a is not None]
     rotary = getattr(base, "rotary_emb", None)
-    return DecoderStack(base, layers, found, rotary, config, types)
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    around = [module for module in model.modules() if id(module) not in inside]
+    return DecoderStack(base, layers, found, rotary, config, types, around)
 
 
-def _layer_list(base: nn.Module, expected: int) -> nn.ModuleList | None:
+def _layer_list(base: nn.Module, expected: int) -> list[nn.Module] | None:
     for module in base.modules():
         if isinstance(module, nn.ModuleList) and len(module) == expected:
-            return module
+            return [unwrapped(layer) for layer in module]
     return None
 
 

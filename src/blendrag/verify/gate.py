@@ -82,7 +82,7 @@ def verify(adapter: ModelAdapter) -> Verification:
         return Verification("refused", adapter.refusal, ())
     layers = tuple(adapter.repositioner.kinds)
     try:
-        with adapter.lock:
+        with adapter.lock, adapter.uncompiled():
             return _measure(adapter, layers)
     except UnsupportedModelError as refused:
         return Verification("refused", str(refused), layers)

@@ -1,0 +1,215 @@
+"""Compiled, offloaded, spread and sharded models: each works, or says in one sentence what does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+
+import tiny
+from blendrag.engine import BlendEngine, Options
+from blendrag.errors import InvalidInputError, UnsupportedModelError
+from blendrag.model.compiled import uncompiled
+
+
+class Compiled(Exception):
+    """Something was compiled."""
+
+
+def refuse(graph: Any, inputs: Any) -> Any:
+    raise Compiled
+
+
+def compiled(module: Any) -> Any:
+    return torch.compile(module, backend=refuse, fullgraph=True)
+
+
+def wrapped(model: Any) -> Any:
+    return compiled(model)
+
+
+def in_place(model: Any) -> Any:
+    model.compile(backend=refuse, fullgraph=True)
+    return model
+
+
+def forward_replaced(model: Any) -> Any:
+    model.forward = compiled(model.forward)
+    return model
+
+
+def decoder_wrapped(model: Any) -> Any:
+    model.model = compiled(model.model)
+    return model
+
+
+def layers_in_place(model: Any) -> Any:
+    for layer in model.model.layers:
+        layer.compile(backend=refuse, fullgraph=True)
+    return model
+
+
+def layers_wrapped(model: Any) -> Any:
+    for i, layer in enumerate(model.model.layers):
+        model.model.layers[i] = compiled(layer)
+    return model
+
+
+WAYS = [wrapped, in_place, forward_replaced, decoder_wrapped, layers_in_place, layers_wrapped]
+
+
+def prompt(engine: BlendEngine) -> str:
+    return "\n\n".join(tiny.chunk_texts(engine, 0)) + "\n\nWhat did the company build?"
+
+
+# -- torch.compile ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Filled by the same model, not compiled."""
+    root = tmp_path_factory.mktemp("compiled") / "store"
+    with tiny.engine(tiny.llama(), root) as engine:
+        engine.ingest([tiny.document(0)])
+        engine.verify()
+    return root
+
+
+@pytest.mark.parametrize("compile_it", WAYS)
+def test_the_first_forward_of_a_compiled_model_may_be_a_blended_one(
+    store: Path, compile_it: Callable[[Any], Any]
+) -> None:
+    with tiny.engine(tiny.llama(), store) as engine:
+        expected = engine.generate(prompt(engine))
+    with tiny.engine(compile_it(tiny.llama()), store) as engine:
+        answer = engine.generate(prompt(engine))
+    assert answer.metrics.reused_tokens == expected.metrics.reused_tokens > 0
+    assert answer.text == expected.text
+
+
+def test_a_compiled_model_passes_the_gate_uncompiled(tmp_path: Path) -> None:
+    with tiny.engine(forward_replaced(tiny.llama()), tmp_path / "s") as engine:
+        assert engine.verify().blendable
+        assert engine.ingest([tiny.document(0)]).chunks_computed > 0
+
+
+def test_mode_full_runs_what_the_caller_compiled(store: Path) -> None:
+    model = tiny.llama()
+    model.model.layers[0].compile(backend=refuse)
+    with (
+        tiny.engine(model, store) as engine,
+        pytest.raises(Exception, match=Compiled.__name__),
+    ):
+        engine.generate("hello there", Options(mode="full"))
+
+
+def test_compiled_functions_are_compiled_again_once_the_last_thread_has_left() -> None:
+    function = torch.compile(lambda x: x + 1, backend=refuse)
+    inside, leave = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        with uncompiled():
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=stay)
+    with uncompiled():
+        thread.start()
+        inside.wait(10)
+    assert function(torch.ones(1)) == 2  # the other thread is still in
+    leave.set()
+    thread.join()
+    with pytest.raises(Exception, match=Compiled.__name__):
+        function(torch.ones(1))
+
+
+# -- not whole on one device ------------------------------------------------------------------------
+
+
+def cpu_offloaded(folder: Path) -> Any:
+    return accelerate.cpu_offload(tiny.llama(), torch.device("cpu"))
+
+
+def disk_offloaded(folder: Path) -> Any:
+    device_map = {f"model.layers.{i}": "disk" if i > 1 else "cpu" for i in range(4)}
+    rest = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
+    device_map |= dict.fromkeys(rest, "cpu")
+    return accelerate.dispatch_model(
+        tiny.llama(), device_map, main_device="cpu", offload_dir=str(folder)
+    )
+
+
+def spread(folder: Path) -> Any:
+    model = tiny.llama()
+    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    return model
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Iterator[Any]:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        model = tiny.llama()
+        head = model.lm_head
+        whole = distribute_tensor(head.weight.detach(), mesh, [Replicate()])
+        head.weight = nn.Parameter(whole, requires_grad=False)
+        yield model
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def refused(model: Any, store: Path, saying: str) -> None:
+    with tiny.engine(model, store) as engine:
+        verdict = engine.verify()
+        assert not verdict.blendable
+        assert saying in verdict.reason
+        assert tiny.one_sentence(verdict.reason)
+        assert "use mode full" in verdict.reason
+        for mode in ("blend", "reuse", "prefix"):
+            with pytest.raises(UnsupportedModelError, match="use mode full"):
+                engine.generate("hello there", Options(mode=mode))
+        with pytest.raises(UnsupportedModelError, match="use mode full"):
+            engine.ingest([tiny.document(0)])
+
+
+@pytest.mark.parametrize("offloaded", [cpu_offloaded, disk_offloaded])
+def test_an_offloaded_model_answers_in_mode_full_only(
+    tmp_path: Path, offloaded: Callable[[Path], Any]
+) -> None:
+    model = offloaded(tmp_path)
+    refused(model, tmp_path / "s", "are offloaded")
+    with tiny.engine(tiny.llama(), tmp_path / "t") as engine:
+        expected = engine.generate("hello there", Options(mode="full"))
+    with tiny.engine(model, tmp_path / "s") as engine:
+        assert engine.generate("hello there", Options(mode="full")).text == expected.text
+
+
+def test_a_model_on_several_devices_is_refused_with_their_names(tmp_path: Path) -> None:
+    refused(spread(tmp_path), tmp_path / "s", "lie on cuda:0, cuda:1")
+
+
+def test_a_device_map_of_one_device_is_blended(tmp_path: Path) -> None:
+    model = tiny.llama()
+    model.hf_device_map = {"": "cpu"}
+    assert tiny.adapter(model).refusal is None
+
+
+def test_sharded_weights_are_refused(sharded: Any, tmp_path: Path) -> None:
+    refused(sharded, tmp_path / "s", "sharded over processes")
+
+
+def test_a_wrapper_that_is_no_model_of_transformers_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"is a DataParallel.*model\.module") as raised:
+        tiny.adapter(nn.DataParallel(tiny.llama()))
+    assert tiny.one_sentence(str(raised.value))
