@@ -6,11 +6,13 @@ import itertools
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ import transformers
 
 from blendrag.engine import BlendEngine, Options
 from blendrag.engine.prompts import rag_prompt
+from blendrag.retriever import Corpus
+from blendrag.retriever.embedder import _packaged_minilm
 from cli.lab import ingest_args, invoke, said, save_model, write_documents
 
 QUESTION = "What is the topic of document 2?"
@@ -461,3 +465,86 @@ def test_where_no_thread_starts_a_command_says_so(
     assert result.exit_code == 1
     assert said(result).startswith("error: the system starts no more threads")
     assert len(said(result).splitlines()) == 1
+
+
+# -- stores that somebody else made ---------------------------------------------------------------
+
+
+def with_manifest(store: Path, copy: Path, **changes: Any) -> Path:
+    """A copy of a store whose manifest says something else, as its maker could have written it."""
+    shutil.copytree(store, copy)
+    with Corpus.open(copy) as corpus, corpus._file.writing():
+        manifest = replace(corpus.manifest, **changes)
+        corpus._file.set_meta("manifest", manifest.to_json())
+    return copy
+
+
+def with_own_code(folder: Path) -> Path:
+    """A model that brings code along, which notes in a file that it was run."""
+    folder.mkdir()
+    modules = [{"idx": 0, "name": "0", "path": "", "type": "own_code.Own"}]
+    config = {"auto_map": {"AutoConfig": "own_code.Own"}, "model_type": "own"}
+    (folder / "modules.json").write_text(json.dumps(modules), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    ran = "from pathlib import Path; Path(__file__).with_name('ran').touch()"
+    (folder / "own_code.py").write_text(ran, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("place", ["store/evil", "evil"])
+def test_a_store_does_not_choose_what_code_is_run(
+    ingested: Path, tmp_path: Path, place: str
+) -> None:
+    folder, store = tmp_path / place, tmp_path / "store"
+    with_manifest(ingested, store, embedder=str(folder))
+    with_own_code(folder)
+    reason = "a directory inside the store" if "/" in place else "code that it brings along"
+    result = invoke("ask", QUESTION, "--store", str(store))
+    assert result.exit_code == 2
+    assert reason in said(result)
+    result = invoke("ask", QUESTION, "--store", str(store), "--embedder", str(folder))
+    assert result.exit_code == 2
+    assert "code that it brings along" in said(result)
+    assert not (folder / "ran").exists()
+
+
+def test_a_model_inside_a_store_is_not_loaded_because_the_store_names_it(
+    ingested: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "store" / "evil"
+    store = with_manifest(ingested, tmp_path / "store", model=str(folder))
+    with_own_code(folder)
+    result = invoke("ask", QUESTION, "--store", str(store))
+    assert result.exit_code == 2
+    assert f"names {str(folder)!r}, a directory inside the store" in said(result)
+    assert not (folder / "ran").exists()
+
+
+def test_a_named_embedder_directory_is_remembered_in_full_and_used_again(
+    model_dir: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packaged = _packaged_minilm()
+    assert packaged is not None
+    (tmp_path / "my-minilm").symlink_to(packaged)
+    monkeypatch.chdir(tmp_path)
+    args = ingest_args(docs, model_dir, tmp_path / "store")
+    args[args.index("minilm-offline")] = "./my-minilm"
+    assert invoke(*args).exit_code == 0
+    monkeypatch.chdir("/")
+    still_answers(tmp_path / "store")
+    shutil.move(tmp_path / "store", tmp_path / "moved")
+    result = invoke("ask", QUESTION, "--store", str(tmp_path / "moved"), "--embedder", "o/other")
+    assert result.exit_code == 2
+    assert "was embedded with" in said(result)
+
+
+def test_pickled_weights_are_not_loaded_because_a_store_names_them(
+    ingested: Path, model_dir: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "pickled"
+    shutil.copytree(model_dir, folder)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    store = with_manifest(ingested, tmp_path / "store", model=str(folder))
+    result = invoke("ask", QUESTION, "--store", str(store))
+    assert result.exit_code == 2
+    assert "which has no model.safetensors" in said(result)

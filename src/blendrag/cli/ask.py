@@ -42,6 +42,7 @@ def ask(
     stop: Annotated[
         list[str] | None, options.unset("End the answer before this text; repeatable.")
     ] = None,
+    embedder: options.Embedder = None,
     ram_bytes: options.RamBytes = None,
     dtype: options.Dtype = None,
     device: options.Device = None,
@@ -55,6 +56,7 @@ def ask(
     engine = engine_for(
         model,
         store,
+        embedder=embedder,
         ram_bytes=ram_bytes,
         dtype=dtype,
         device=device,

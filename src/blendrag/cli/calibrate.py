@@ -49,6 +49,7 @@ def calibrate(
     top_k: Annotated[
         int | None, typer.Option(min=1, help="Chunks in a prompt.", show_default=False)
     ] = None,
+    embedder: options.Embedder = None,
     seed: Annotated[int, typer.Option(help="Of the sample and the search.")] = 0,
     dtype: options.Dtype = None,
     device: options.Device = None,
@@ -79,6 +80,7 @@ def calibrate(
     engine = BlendEngine(
         options.model_for(model, store),
         store,
+        embedder=embedder,
         dtype=dtype,
         device=device,
         lora=str(lora) if lora else None,

@@ -51,7 +51,7 @@ def make_dataset(asked: Asked, tokens: Tokens) -> Dataset:
             tokens, asked.seed, asked.split, asked.contexts, asked.chunks,
             asked.chunk_tokens or GENERATED_TOKENS, asked.questions,
         )  # fmt: skip
-    with _retrieving(asked.store, asked.chunks) as (retrieve, corpus_tokens):
+    with _retrieving(asked.store, asked.chunks, asked.embedder) as (retrieve, corpus_tokens):
         return read_dataset(
             Path(asked.name),
             Chunker(tokens.text, asked.chunk_tokens or corpus_tokens),
@@ -63,17 +63,19 @@ def make_dataset(asked: Asked, tokens: Tokens) -> Dataset:
 
 
 @contextmanager
-def _retrieving(store: Path | None, top_k: int) -> Iterator[tuple[Retrieve | None, int]]:
+def _retrieving(
+    store: Path | None, top_k: int, embedder: str | None
+) -> Iterator[tuple[Retrieve | None, int]]:
     """As ``blendrag ask`` retrieves from ``store``, and the tokens of its chunks; nothing without one."""
     from blendrag.retriever.corpus import DIRECTORY, Corpus
-    from blendrag.retriever.embedder import Embedder
+    from blendrag.retriever.embedder import embedder_of
     from blendrag.retriever.retriever import Retriever
 
     if store is None or not (store / DIRECTORY).is_dir():  # a calibration alone needs no documents
         yield None, FILE_TOKENS
         return
     with Corpus.open(store, read_only=True) as corpus:
-        retriever = Retriever(corpus, Embedder(corpus.manifest.embedder))
+        retriever = Retriever(corpus, embedder_of(corpus.manifest, store, embedder))
 
         def retrieve(question: str) -> list[str]:
             return [chunk.text for chunk in retriever.retrieve(question, top_k)]

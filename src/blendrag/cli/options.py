@@ -7,6 +7,7 @@ the store's own manifest) decide.
 from __future__ import annotations
 
 import math
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -16,6 +17,8 @@ import typer
 from blendrag import regular_files
 from blendrag.errors import BlendragError, InvalidInputError
 
+#: Weights of a model that only a store names: either file.
+SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 #: Size limit of ``--prefix-file``.
 MAX_PREFIX_BYTES = regular_files.MIB
 
@@ -128,6 +131,14 @@ Encoding = Annotated[
         show_default=False,
     ),
 ]
+Embedder = Annotated[
+    str | None,
+    typer.Option(
+        "--embedder",
+        help="sentence-transformers model, or minilm-offline. [default: the store's own]",
+        show_default=False,
+    ),
+]
 Mode = Annotated[
     str | None,
     typer.Option(
@@ -207,10 +218,21 @@ def model_for(model: str | None, store: Path | None, for_ingest: bool = False) -
 
 def _model_of(root: Path, needs_documents: bool) -> str | None:
     from blendrag.retriever.corpus import Corpus
+    from blendrag.retriever.manifest import check_recorded
 
     try:
         with Corpus.open(root) as corpus:
             known = corpus.has_manifest and (len(corpus) or not needs_documents)
-            return corpus.manifest.model if known else None
+            model = corpus.manifest.model if known else None
     except BlendragError:
         return None  # whoever needs the corpus will say what is wrong with it
+    if model is not None:
+        check_recorded(model, root, "--model")
+        if os.path.isdir(model) and not any(
+            os.path.exists(os.path.join(model, name)) for name in SAFETENSORS
+        ):
+            raise InvalidInputError(
+                f"store {root} names the model {model!r}, which has no {SAFETENSORS[0]}: other weights are "
+                f"not loaded because a store says so; if you trust it, name it: --model {model}"
+            )
+    return model

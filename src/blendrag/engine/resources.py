@@ -24,7 +24,7 @@ from blendrag.profile import conditions_of
 from blendrag.profile.record import Remembered
 from blendrag.retriever.corpus import DIRECTORY, Corpus
 from blendrag.retriever.database import FILE_NAME
-from blendrag.retriever.embedder import Embedder
+from blendrag.retriever.embedder import Embedder, embedder_of
 from blendrag.retriever.manifest import Manifest
 from blendrag.retriever.retriever import Retriever
 from blendrag.store import KVStore, open_store
@@ -172,8 +172,12 @@ class Resources(ModelParts):
 
     @opened
     def embedder(self) -> Embedder:
-        manifest = self._settled()
-        return Embedder(manifest.embedder if manifest is not None else self.settings.embedder)
+        manifest, given = self._settled(), self.settings.embedder
+        if manifest is None:
+            return Embedder(given)
+        self._wanted.check_embedder(manifest, self.root)
+        named = given if "embedder" in self.settings.model_fields_set else None
+        return embedder_of(manifest, self.root, named)
 
     def retriever(self) -> Retriever:
         return Retriever(self.require_corpus(), self.embedder)

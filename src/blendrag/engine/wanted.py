@@ -11,7 +11,7 @@ from pathlib import Path
 from blendrag.config import Settings
 from blendrag.errors import InvalidInputError
 from blendrag.model.tokens import Tokens
-from blendrag.retriever.embedder import GIVEN, same_embedder
+from blendrag.retriever.embedder import GIVEN, absolute_embedder, same_embedder
 from blendrag.retriever.manifest import Manifest
 
 
@@ -50,7 +50,7 @@ class Wanted:
             chunk_tokens=self.chunk_tokens or defaults.chunk_tokens,
             prefix_ids=self.prefix_ids(tokens),
             prefix_text=self.prefix_text or "",
-            embedder=defaults.embedder,
+            embedder=absolute_embedder(defaults.embedder),
             encoding=defaults.kv_encoding,
         )
 
@@ -61,7 +61,7 @@ class Wanted:
                 f"store {root} holds chunks of {manifest.chunk_tokens} tokens, not {self.chunk_tokens}; "
                 "leave --chunk-tokens out or ingest into another --store"
             )
-        self._check_embedder(manifest, root)
+        self.check_embedder(manifest, root)
         if self.prefix_text is not None and self.prefix_text != manifest.prefix_text:
             raise InvalidInputError(
                 f"store {root} was ingested behind another prefix; "
@@ -78,7 +78,8 @@ class Wanted:
                 "leave encode_prefix=False out or ingest into another --store"
             )
 
-    def _check_embedder(self, manifest: Manifest, root: Path) -> None:
+    def check_embedder(self, manifest: Manifest, root: Path) -> None:
+        """Raise :class:`InvalidInputError` where the vectors are of another embedder."""
         if self.embedder is None or manifest.embedder.startswith(GIVEN):
             return  # given vectors are compared with those that are given
         if not same_embedder(self.embedder, manifest.embedder):

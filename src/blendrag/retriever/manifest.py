@@ -1,10 +1,14 @@
-"""What a corpus was ingested with."""
+"""What a corpus was ingested with, and which of the models it names are loaded because it does."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
+from blendrag.errors import InvalidInputError
 from blendrag.identity import NATIVE_ENCODING
 
 #: What chunks are cut by, and their KV kept under. Whose KV it is, is renewed as models change.
@@ -41,3 +45,27 @@ class Manifest:
     def from_json(cls, value: str) -> Manifest:
         fields = json.loads(value)
         return replace(cls(**fields), prefix_ids=tuple(fields["prefix_ids"]))
+
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+
+
+def check_recorded(name: str, root: Path, option: str) -> None:
+    """Refuse to load a model because the store at ``root`` names it, unless that is harmless.
+
+    Harmless are hub ids and absolute directories outside of the store, whose weights are safetensors:
+    whoever made the store could have put anything else there. ``option`` is how the user names it.
+    Raises :class:`InvalidInputError`.
+    """
+    if not os.path.lexists(name) and _HUB_ID.fullmatch(name):
+        return
+    folder = Path(name)
+    reason = "a path that depends on the working directory"
+    if folder.is_absolute():
+        reason = "a directory inside the store"
+        if not folder.resolve().is_relative_to(root.resolve()):
+            return
+    raise InvalidInputError(
+        f"store {root} names {name!r:.200}, {reason}, which is not loaded because a store says so; if you "
+        f"trust it, name it: {option} {name:.200}"
+    )
