@@ -22,17 +22,13 @@ QUESTION = CHUNKS[-1][1]  # where it begins
 
 
 class Recording(QueryPolicy):
-    """query that remembers what it was told and what it chose."""
+    """query that remembers what it was told."""
 
-    def __init__(self) -> None:
-        self.question: dict[int, torch.Tensor] = {}
-        self.chosen: dict[int, torch.Tensor] = {}
+    question: torch.Tensor
 
-    def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
-        assert view.question is not None
-        self.question[layer] = view.question
-        self.chosen[layer] = super().select(layer, view, budget)
-        return self.chosen[layer]
+    def worth(self, view: LayerView, budget: int) -> torch.Tensor:
+        self.question = super().worth(view, budget)
+        return self.question
 
 
 @torch.inference_mode()
@@ -53,7 +49,7 @@ def test_over_exact_kv_the_scout_sees_what_eager_attention_pays(name: str) -> No
     policy = Recording()
     tiny.fuse(Fusor(tiny.adapter(model)), IDS, exact_spans(tiny.adapter(model)), policy, 0.3)
     expected = attention_paid(model)
-    assert tiny.difference(policy.question[0], expected) < 1e-2 * float(expected.std())
+    assert tiny.difference(policy.question, expected) < 1e-2 * float(expected.std())
 
 
 def test_a_last_chunk_that_is_computed_asks_nothing() -> None:
@@ -63,7 +59,7 @@ def test_a_last_chunk_that_is_computed_asks_nothing() -> None:
     asked = replace(tiny.request(IDS, spans, policy, 0.3), question_start=QUESTION)
     Fusor(adapter).prefill(IDS, asked)
     expected = attention_paid(model)[: sum(span.tokens for span in spans)]
-    assert tiny.difference(policy.question[0], expected) < 1e-2 * float(expected.std())
+    assert tiny.difference(policy.question, expected) < 1e-2 * float(expected.std())
 
 
 @pytest.mark.parametrize("name", tiny.FAMILIES)
@@ -92,7 +88,7 @@ def test_attention_in_blocks_of_rows_is_the_same(
     tiny.fuse(fusor, IDS, exact_spans(adapter, 1.0), whole, 0.3)
     monkeypatch.setattr(scout, "BLOCK_WEIGHTS", 4 * N * 7)  # 7 rows of four heads
     tiny.fuse(fusor, IDS, exact_spans(adapter, 1.0), blocks, 0.3)
-    assert tiny.difference(whole.question[0], blocks.question[0]) < 1e-5
+    assert tiny.difference(whole.question, blocks.question) < 1e-5
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "9,3,1"])
@@ -102,11 +98,11 @@ def test_most_looked_at_tokens_are_chosen_in_nested_sets(
     policy = Recording()
     _, _, fusion = tiny.fuse(fusor, IDS, exact_spans(adapter, 3.0), policy, 0.2, schedule)
     everywhere = torch.cat([torch.arange(a, b) for a, b in CHUNKS])
-    ranked = everywhere[policy.question[0].argsort(descending=True)].tolist()
+    ranked = everywhere[policy.question.argsort(descending=True)].tolist()
     counts = fusion.counts()
     for layer in range(LAYERS):
         n = counts.candidate_rows[layer]
-        assert sorted(ranked[:n]) == sorted(policy.chosen[layer].tolist())
+        assert sorted(ranked[:n]) == fusion.recomputed[layer].tolist()
     assert counts.candidate_rows[0] == counts.candidate_rows[1]
     assert abs(counts.ratio - 0.2) <= 0.5 / ((LAYERS - 1) * CANDIDATES)
 
@@ -135,7 +131,7 @@ def test_it_mends_what_the_question_looks_at_most(adapter: ModelAdapter, fusor: 
     tiny.fuse(fusor, IDS, exact_spans(adapter), policy, 0.1)
     stock = tiny.stock(adapter.model, IDS)[0, -1]
     everywhere = torch.cat([torch.arange(a, b) for a, b in CHUNKS])
-    ranked = everywhere[policy.question[0].argsort(descending=True)].tolist()
+    ranked = everywhere[policy.question.argsort(descending=True)].tolist()
 
     def wrong(position: int) -> float:
         disturbed = exact_spans(adapter)
@@ -143,9 +139,8 @@ def test_it_mends_what_the_question_looks_at_most(adapter: ModelAdapter, fusor: 
             if span.start <= position < span.end:
                 for layer in span.reader.kv.layers:  # type: ignore[attr-defined]
                     layer[1, :, position - span.start] += 3.0
-        told = Recording()
-        logits, _, _ = tiny.fuse(fusor, IDS, disturbed, told, 0.1, "constant")
-        assert (position in told.chosen[0].tolist()) == (position == ranked[0])
+        logits, _, fusion = tiny.fuse(fusor, IDS, disturbed, Recording(), 0.1, "constant")
+        assert (position in fusion.recomputed[0].tolist()) == (position == ranked[0])
         return tiny.difference(logits[0, 0], stock)
 
     assert wrong(ranked[0]) < 1e-4

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from blendrag.fusor.packed_rows import AnyRows
-from blendrag.fusor.rows import Rows
+from blendrag.fusor.rows import Block, Rows
 from blendrag.model.layers import DecoderStack
 from blendrag.model.sharing import in_this_thread
 
@@ -84,26 +84,39 @@ def _attend(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=heads != kv_heads
         )
         return out.transpose(1, 2)
-    out = query.new_empty((1, query.shape[2], heads, value.shape[-1]))
     sharing = heads // kv_heads
-    for block in rows.blocks(window, query.dtype, sharing):
-        a, b, lo, hi, bias = block
-        asked = query[:, :, a:b]
-        if sharing > 1 and bias.shape[0] == b - a and query.device.type in FOLDS_ANYWAY:
-            bias = block.folded(sharing).bias
-        if bias.shape[0] != b - a:
-            # torch's CPU kernel (2.13) would pack K and V anew for every head that shares them.
-            asked = asked.reshape(1, kv_heads, -1, asked.shape[-1])  # [1, Hkv, G·s, D]
-        part = F.scaled_dot_product_attention(
-            asked,
-            key[:, :, lo:hi],
-            value[:, :, lo:hi],
-            attn_mask=bias,
-            scale=scaling,
-            enable_gqa=asked.shape[1] != kv_heads,
-        )
-        out[:, a:b] = part.reshape(1, heads, b - a, -1).transpose(1, 2)
-    return out
+    parts = [
+        _attend_block(block, query, key, value, scaling, sharing)
+        for block in rows.blocks(window, query.dtype, sharing)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _attend_block(
+    block: Block,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    sharing: int,
+) -> torch.Tensor:
+    """``[1, s, H, D]`` of the block's rows."""
+    a, b, lo, hi, bias = block
+    asked = query[:, :, a:b]
+    if sharing > 1 and bias.shape[0] == b - a and query.device.type in FOLDS_ANYWAY:
+        bias = block.folded(sharing).bias
+    if bias.shape[0] != b - a:
+        # torch's CPU kernel (2.13) would pack K and V anew for every head that shares them.
+        asked = asked.reshape(1, key.shape[1], -1, asked.shape[-1])  # [1, Hkv, G·s, D]
+    out = F.scaled_dot_product_attention(
+        asked,
+        key[:, :, lo:hi],
+        value[:, :, lo:hi],
+        attn_mask=bias,
+        scale=scaling,
+        enable_gqa=asked.shape[1] != key.shape[1],
+    )
+    return out.reshape(1, query.shape[1], b - a, -1).transpose(1, 2)
 
 
 class _Override(NamedTuple):

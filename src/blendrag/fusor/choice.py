@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from blendrag.fusor.request import BlendRequest, query_span, split_tokens
+from blendrag.fusor.rows import LayerRows, PromptRows, Rows, nested_rows
 from blendrag.fusor.scout import Scout
 from blendrag.selection import LayerView, PromptGeometry, make_policy
 
@@ -27,12 +29,15 @@ class Choice:
             tuple((s.start, s.end) for s in request.blended),
             query_span(request),
         )
-        self.always, self.candidates = split_tokens(request, device)
+        self._host = split_tokens(request)
+        self.always, self.candidates = (torch.from_numpy(at).to(device) for at in self._host)
         """Positions of the fresh tokens, and of those of blended chunks."""
         self.policy = request.policy
         self.schedule = self.policy.schedule or request.schedule
         self._layers = layers
-        self._budgets = self.schedule.counts(request.ratio, layers, self.candidates.numel())
+        budgets = self.schedule.counts(request.ratio, layers, self.candidates.numel())
+        self._budgets = [*budgets[:1], *budgets] if budgets else [self.candidates.numel()]
+        """Tokens of layer 0, which computes what layer 1 needs, and of those after it."""
         self._question: torch.Tensor | None = None
 
     @property
@@ -45,11 +50,11 @@ class Choice:
         """Whether K/V of layer 1 must be seen of all candidates before its tokens are chosen."""
         return self.policy.looks and self.candidates.numel() > 0 and self._layers > 1
 
-    def new_scout(self) -> Scout:
-        """What a scout pass reports to."""
+    def new_scout(self, rows: Rows) -> Scout:
+        """What a scout pass over ``rows`` reports to."""
         n = self.geometry.prompt_tokens
         damped = self._layers if self.policy.damps else 0
-        return Scout(n, n - self.geometry.query_span[0], self.candidates.device, damped)
+        return Scout(n, n - self.geometry.query_span[0], self.candidates.device, damped, rows)
 
     def hear(self, scout: Scout) -> None:
         """Choose by what ``scout`` saw, from now on."""
@@ -58,16 +63,25 @@ class Choice:
         else:  # attention of this model's own making: nothing was seen
             self.policy = make_policy(self.policy.unseen)
 
+    def plan(self, prompt: PromptRows, force_masks: bool) -> list[LayerRows]:
+        """The rows of all layers, where the policy ranks tokens once; else none."""
+        if not self.policy.ranks_once or not self.candidates.numel():
+            return []
+        view = self._view(self.candidates, _nothing_yet)
+        worth = self.policy.worth(view, self._budgets[0]).cpu().numpy()
+        rank = np.empty(len(worth), dtype=np.int64)
+        rank[np.argsort(-worth, kind="stable")] = np.arange(len(worth))
+        return nested_rows(prompt, *self._host, rank, self._budgets, force_masks)
+
     def entry(self) -> torch.Tensor:
         """Candidates computed in layer 0: all of them where fresh KV is compared with loaded."""
         if self.policy.looks:
             return self.candidates
-        budget = self._budgets[0] if self._budgets else self.candidates.numel()
-        return self.policy.select(0, self._view(self.candidates, _nothing_yet), budget)
+        return self.tokens(0, self.candidates, _nothing_yet)
 
     def tokens(self, layer: int, alive: torch.Tensor, fetch: Fetch) -> torch.Tensor:
         """Those of ``layer``, out of those ``alive`` in the layer before."""
-        return self.policy.select(layer, self._view(alive, fetch), self._budgets[layer - 1])
+        return self.policy.select(layer, self._view(alive, fetch), self._budgets[layer])
 
     def _view(self, tokens: torch.Tensor, fetch: Fetch) -> LayerView:
         question = self._question[tokens] if self._question is not None else None

@@ -9,6 +9,8 @@ Per layer:
 2. let the policy choose the next layer's tokens from fresh against loaded KV,
 3. scatter the fresh K/V of the computed rows into the loaded ones, hand out the merged views.
 
+Where the policy ranks tokens once, the rows of all layers are planned before layer 0, and 2 is left out.
+
 Before layer 1 a policy that looks at deviations gets a *peek*: the layer is entered with all rows and
 left again as soon as its K/V exist, so only its QKV projections are paid. The peeked K/V are exact
 (layer 0 was computed in full), so they are kept. CacheBlend's released code computes that whole
@@ -30,7 +32,7 @@ from blendrag.fusor.choice import Choice
 from blendrag.fusor.packed_rows import AnyRows
 from blendrag.fusor.placing import Placing
 from blendrag.fusor.request import BlendRequest, FusionCounts, Tally
-from blendrag.fusor.rows import Rows
+from blendrag.fusor.rows import LayerRows, PromptRows, Rows
 from blendrag.fusor.scout import Scout
 from blendrag.loader import LayerLoader
 from blendrag.positions import Repositioner
@@ -74,10 +76,16 @@ class Fusion:
         self.scouts = self._choice.asks
         """Whether a forward within :meth:`scouting` must come before the blended one."""
         self.is_scouting = False
+        self._prompt = PromptRows(request.prompt_tokens, device)
+        self._plan: list[LayerRows] = []
+        """The rows of all layers, where they are known before layer 0."""
         candidates = self._choice.candidates
-        self._enter(candidates[:0] if self.scouts else self._choice.entry())
+        if self.scouts:
+            self._enter(candidates[:0])
+        else:
+            self._choose_entry()
         all_enter = self._alive.numel() == candidates.numel()
-        self._tally = Tally(self.prompt_tokens, self._layers, device)
+        self._tally = Tally(self._layers)
         self._peeked_kv: tuple[torch.Tensor, torch.Tensor] | None = None
         self._peek_rows: Rows | None = None
         self._peeking = False
@@ -96,11 +104,6 @@ class Fusion:
     def loader(self) -> LayerLoader:
         return self._placing.loader
 
-    @property
-    def takes_masks(self) -> bool:
-        """Whether the forward under way needs masks whatever attention the model has."""
-        return self.is_scouting
-
     def start(self) -> None:
         """Begin to load."""
         self.loader.start()
@@ -108,6 +111,14 @@ class Fusion:
     def close(self) -> None:
         """Stop loading; blocks until the buffers are left alone. Idempotent."""
         self.loader.close()
+
+    def _choose_entry(self) -> None:
+        """What layer 0 computes, and where that can be known, every layer."""
+        self._plan = self._choice.plan(self._prompt, self._force_masks)
+        if self._plan:
+            self._alive, self.rows = self._plan[0].chosen, self._plan[0].rows
+        else:
+            self._enter(self._choice.entry())
 
     def _enter(self, chosen: torch.Tensor) -> None:
         self._alive = chosen
@@ -132,15 +143,15 @@ class Fusion:
     def begin_scouting(self) -> Scout:
         """What the pass that follows reports to."""
         self.is_scouting = True
-        return self._choice.new_scout()
+        return self._choice.new_scout(self.rows)
 
     def end_scouting(self, scout: Scout) -> None:
         """The pass is over: choose what layer 0 computes by what ``scout`` saw."""
         self.is_scouting = False
-        self.scouts, self._tally.scouted_rows = False, self.rows.count
+        self.scouts, self._tally.scouted_rows = False, (self.rows.count,) * scout.layers
         self._cache.show(0)
         self._choice.hear(scout)
-        self._enter(self._choice.entry())
+        self._choose_entry()
 
     # -- before a layer -----------------------------------------------------------------------
 
@@ -163,14 +174,19 @@ class Fusion:
         """:meth:`enter_layer` after the peek, if there was one."""
         if self.is_scouting:
             return self.rows, self.rows.positions if layer == 0 else None
+        arriving = self.rows
+        if self._plan:
+            self.rows, among, self._alive = self._plan[layer]
+        elif layer > 0:
+            self.rows = self._next_rows
+        self._tally.add(self._alive, self.rows.count)
         if layer == 0:
-            self._tally.add(layer, self._alive, self.rows.count)
             return self.rows, None if self.rows.covers_prompt else self.rows.positions
-        arriving, self.rows = self.rows, self._next_rows
-        self._tally.add(layer, self._alive, self.rows.count)
         if self.rows is arriving:
             return self.rows, None
-        return self.rows, torch.searchsorted(arriving.positions, self.rows.positions)
+        if not self._plan:
+            among = torch.searchsorted(arriving.positions, self.rows.positions)
+        return self.rows, among
 
     def peeks_before(self, layer: int) -> bool:
         """Whether K/V of ``layer`` must be seen for all rows that arrive before it is entered."""
@@ -192,7 +208,7 @@ class Fusion:
         """The row that goes on, of the last layer, once K/V of all its rows are in place."""
         self._is_over = True
         last = self.rows.positions[-1:]
-        self.rows = Rows(last, self.prompt_tokens, self._force_masks, is_last=True)
+        self.rows = Rows(last, self._prompt, self._force_masks, is_last=True)
         return self.rows
 
     # -- inside a layer -----------------------------------------------------------------------
@@ -207,7 +223,7 @@ class Fusion:
             raise Peeked
         if self.is_scouting or self._is_over:
             return self._scatter(layer, self.rows, keys[0], values[0])
-        if layer + 1 < self._layers and not (layer == 0 and self._choice.peeks):
+        if layer + 1 < self._layers and not self._plan and not (layer == 0 and self._choice.peeks):
             self._choose(layer + 1, keys[0], values[0], seen=layer)
         merged = self._scatter(layer, *self._computed(layer, keys[0], values[0]))
         if self._only_kv:
@@ -247,7 +263,12 @@ class Fusion:
 
     def _rows_of(self, chosen: torch.Tensor) -> Rows:
         positions = torch.cat((self._choice.always, chosen)).sort().values
-        return Rows(positions, self.request.prompt_tokens, self._force_masks)
+        return Rows(positions, self._prompt, self._force_masks)
+
+    @property
+    def recomputed(self) -> list[torch.Tensor]:
+        """Positions ``[n]`` of the chunk tokens computed in each layer so far, ascending."""
+        return self._tally.candidates
 
     def counts(self) -> FusionCounts:
         """What was computed; call after the forward."""

@@ -42,8 +42,8 @@ class Blending(Protocol):
         ...
 
     @property
-    def takes_masks(self) -> bool:
-        """Whether the forward under way needs masks whatever attention the model has."""
+    def is_scouting(self) -> bool:
+        """Whether the forward under way is a scout pass, whose attention makes its own masks."""
         ...
 
     def enter_layer(self, layer: int, peek: Peek) -> tuple[AnyRows, torch.Tensor | None]:
@@ -126,9 +126,9 @@ class LayerHook:
         def arguments(
             rows: AnyRows, indices: torch.Tensor | None
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            masked = self._masked or self._blending.takes_masks
+            masked = self._masked and not self._blending.is_scouting
             narrowed = narrow_kwargs(kwargs, rows, masked)
-            if not masked:
+            if not self._masked:
                 narrowed[ROWS_KEYWORD] = rows
             states = hidden if indices is None else hidden[:, indices]
             if args:

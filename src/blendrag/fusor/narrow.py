@@ -6,18 +6,16 @@ is refused rather than passed on whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from blendrag.errors import UnsupportedModelError
 from blendrag.fusor.packed_rows import AnyRows
+from blendrag.fusor.rows import At
 
 #: Tensor arguments indexed by token in their last dimension (``[…, N]``).
 BY_TOKEN = ("position_ids", "cache_position")
-#: Arguments of which the rows are kept: a model with windows passes two tables and two masks in turn.
-KEPT = 6
 #: Arguments that travel as they are.
 UNTOUCHED = ("hidden_states", "past_key_values", "past_key_value", "layer_past")
 
@@ -33,11 +31,11 @@ def narrow_kwargs(kwargs: dict[str, Any], rows: AnyRows, masked: bool) -> dict[s
     fewer = rows.count < rows.prompt_tokens
     for name, value in kwargs.items():
         if name == "attention_mask":
-            out[name] = _once(value, rows, _mask_rows) if masked else None
+            out[name] = _mask_of(value, rows) if masked else None
         elif name == "position_embeddings":
-            out[name] = _once(value, rows, _embedding_rows) if fewer else value
+            out[name] = rows.gather(value, _embedding_rows) if fewer else value
         elif name in BY_TOKEN and isinstance(value, torch.Tensor):
-            out[name] = _once(value, rows, _token_rows) if fewer else value
+            out[name] = rows.gather(value, _token_rows) if fewer else value
         elif name not in UNTOUCHED:
             _refuse_token_length(name, value, rows.prompt_tokens)
     if masked and "attention_mask" not in kwargs:
@@ -51,22 +49,7 @@ def refuse_positional(args: tuple[Any, ...], prompt_tokens: int) -> None:
         _refuse_token_length(f"#{index + 1}", value, prompt_tokens)
 
 
-def _once(value: Any, rows: AnyRows, gather: Callable[[Any, AnyRows], Any]) -> Any:
-    """``gather(value, rows)``, of what one layer after the other passes only the first time."""
-    for known, how, gathered in rows.gathered:
-        if known is value and how is gather:
-            return gathered
-    gathered = gather(value, rows)
-    rows.gathered.append((value, gather, gathered))
-    del rows.gathered[:-KEPT]
-    return gathered
-
-
-def _token_rows(value: torch.Tensor, rows: AnyRows) -> torch.Tensor:
-    return value[..., rows.positions]
-
-
-def _mask_rows(mask: torch.Tensor | None, rows: AnyRows) -> torch.Tensor:
+def _mask_of(mask: torch.Tensor | None, rows: AnyRows) -> torch.Tensor:
     if mask is None:
         return rows.mask()
     if mask.ndim != 4 or mask.shape[-2] != rows.prompt_tokens:
@@ -74,16 +57,25 @@ def _mask_rows(mask: torch.Tensor | None, rows: AnyRows) -> torch.Tensor:
             f"attention mask of shape {tuple(mask.shape)} has no row per prompt token "
             f"({rows.prompt_tokens}); use mode full"
         )
-    return mask[:, :, rows.positions] if rows.count < rows.prompt_tokens else mask
+    fewer = rows.count < rows.prompt_tokens
+    return rows.gather(mask, _mask_rows, alone=True) if fewer else mask
 
 
-def _embedding_rows(value: Any, rows: AnyRows) -> Any:
+def _mask_rows(mask: torch.Tensor, at: At) -> torch.Tensor:
+    return mask[:, :, at]
+
+
+def _token_rows(value: torch.Tensor, at: At) -> torch.Tensor:
+    return value[..., at]
+
+
+def _embedding_rows(value: Any, at: At) -> Any:
     if isinstance(value, torch.Tensor):  # [1, N, D]
-        return value[..., rows.positions, :]
+        return value[..., at, :]
     if isinstance(value, tuple | list):
-        return type(value)(_embedding_rows(v, rows) for v in value)
+        return type(value)(_embedding_rows(v, at) for v in value)
     if isinstance(value, dict):
-        return {k: _embedding_rows(v, rows) for k, v in value.items()}
+        return {k: _embedding_rows(v, at) for k, v in value.items()}
     return value
 
 

@@ -31,7 +31,6 @@ class NobodyLeft(Exception):
 class Pack:
     """The fusions of several prompts in one forward; see :class:`blendrag.fusor.hooks.Blending`."""
 
-    takes_masks = False
     timeline: Timeline | None = None
 
     def __init__(
@@ -88,6 +87,11 @@ class Pack:
         return [part.member for part in self._rows.parts]
 
     # -- before the first layer ---------------------------------------------------------------
+
+    @property
+    def is_scouting(self) -> bool:
+        """Whether a scout pass is under way."""
+        return self._scouts is not None
 
     @property
     def scouts(self) -> bool:

@@ -52,11 +52,17 @@ def pack_scout_attention(
     rows: PackedRows = kwargs[ROWS_KEYWORD]
     scouts = _current.get()
     out = query.new_empty((1, query.shape[2], query.shape[1], value.shape[-1]))
-    for member, own, a, b, lo, hi in rows.parts:
+    for member, _, a, b, lo, hi in rows.parts:
         keys, values = key[:, :, lo:hi], value[:, :, lo:hi]
         with reporting_to(scouts[member]):
             mixed, _ = scout_attention(
-                module, query[:, :, a:b], keys, values, own.visible(sliding_window), scaling
+                module,
+                query[:, :, a:b],
+                keys,
+                values,
+                None,
+                scaling,
+                sliding_window=sliding_window,
             )
         out[:, a:b] = mixed
     return out, None

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from blendrag.fusor.rows import Rows
+from blendrag.fusor.rows import Gather, Gathered, Rows
 
 
 class Place(NamedTuple):
@@ -43,7 +43,7 @@ class PackedRows:
     def __init__(self, rows: dict[int, Rows], places: Sequence[Place], prompt_tokens: int) -> None:
         self.prompt_tokens = prompt_tokens
         self.attended = False
-        self.gathered: list[tuple[Any, Any, Any]] = []
+        self._gathered = Gathered()
         self.parts: list[Part] = []
         at = 0
         for member, own in rows.items():
@@ -55,6 +55,10 @@ class PackedRows:
             [part.rows.positions + places[part.member].ids_at for part in self.parts]
         )
         """``[ΣS]``, where the rows stand in the sequence of all prompts; not what they are rotated by."""
+
+    def gather(self, value: Any, how: Gather, alone: bool = False) -> Any:
+        """:meth:`Rows.gather` of the rows of all prompts."""
+        return self._gathered.once(value, how, self.positions)
 
     @property
     def covers_prompt(self) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
+import numpy as np
 import torch
 
 from blendrag.loader import LoadedSpan
@@ -63,42 +65,46 @@ class FusionCounts:
 
 
 class Tally:
-    """Counts what is computed while a fusion goes on."""
+    """What is computed while a fusion goes on, added up when somebody asks.
 
-    def __init__(self, prompt_tokens: int, layers: int, device: torch.device) -> None:
-        self.scouted_rows = 0
-        """Rows that a scout pass computed in every layer."""
+    Keeps the layers' sets of tokens as they are: counting them as they pass would cost a few operators a layer.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self.scouted_rows: tuple[int, ...] = ()
+        """Rows that a scout pass computed, layer by layer."""
+        self.candidates: list[torch.Tensor] = []
+        """Tokens of blended chunks that each layer computes ``[n]``."""
         self._layers = layers
-        self._candidate_rows: list[int] = []
         self._rows: list[int] = []
-        self._recomputed = torch.zeros(prompt_tokens, dtype=torch.int32, device=device)
 
-    def add(self, layer: int, candidates: torch.Tensor, rows: int) -> None:
-        """``layer`` computes ``rows`` rows, of which these are tokens of blended chunks."""
-        self._candidate_rows.append(candidates.numel())
+    def add(self, candidates: torch.Tensor, rows: int) -> None:
+        """The next layer computes ``rows`` rows, of which these ``[n]`` are tokens of blended chunks."""
+        self.candidates.append(candidates)
         self._rows.append(rows)
-        if layer > 0:
-            self._recomputed[candidates] += 1
 
     def counts(self, request: BlendRequest) -> FusionCounts:
         """All of it."""
-        recomputed = self._recomputed.tolist()
+        recomputed = np.zeros(request.prompt_tokens)
+        for _, run in groupby(self.candidates[1:], key=id):
+            same = list(run)
+            recomputed[same[0].cpu().numpy()] += len(same)
+        scouted = [*self.scouted_rows, *[0] * self._layers]
         layers = max(self._layers - 1, 1)
         return FusionCounts(
-            tuple(self._candidate_rows),
-            tuple(rows + self.scouted_rows for rows in self._rows),
-            tuple(sum(recomputed[s.start : s.end]) / layers for s in request.blended),
+            tuple(tokens.numel() for tokens in self.candidates),
+            tuple(rows + also for rows, also in zip(self._rows, scouted, strict=False)),
+            tuple(float(recomputed[s.start : s.end].sum()) / layers for s in request.blended),
             request.candidates,
         )
 
 
-def split_tokens(request: BlendRequest, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions always computed (fresh) and candidates (tokens of blended chunks), ascending."""
-    state = torch.zeros(request.prompt_tokens, dtype=torch.int8)
+def split_tokens(request: BlendRequest) -> tuple[np.ndarray, np.ndarray]:
+    """Positions always computed (fresh) and candidates (tokens of blended chunks), ascending, int64."""
+    state = np.zeros(request.prompt_tokens, dtype=np.int8)
     for span in request.spans:
         state[span.start : span.end] = 2 if span.exact else 1
-    fresh = (state == 0).nonzero().flatten().to(device)
-    return fresh, (state == 1).nonzero().flatten().to(device)
+    return np.flatnonzero(state == 0), np.flatnonzero(state == 1)
 
 
 def query_span(request: BlendRequest) -> tuple[int, int]:

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from blendrag.fusor.attention import implementation
+from blendrag.fusor.rows import Rows
 from blendrag.model.layers import DecoderStack
 
 NAME = "blendrag_scout"
@@ -29,27 +29,41 @@ class Scout:
     """Adds up the attention that the last ``asking`` rows pay to every prompt token.
 
     ``damped`` counts the layers of a model that is to be asked by square roots: see
-    :attr:`SelectionPolicy.damps`. 0 adds up the attention as it is, of all layers.
+    :attr:`SelectionPolicy.damps`. 0 adds up the attention as it is, of all layers. ``rows`` are those of the
+    pass, whose masks they make; ``None`` where the forward brings masks.
     """
 
     def __init__(
-        self, prompt_tokens: int, asking: int, device: torch.device, damped: int = 0
+        self,
+        prompt_tokens: int,
+        asking: int,
+        device: torch.device,
+        damped: int = 0,
+        rows: Rows | None = None,
     ) -> None:
-        self.attention = torch.zeros(prompt_tokens, dtype=torch.float32, device=device)
-        """``[N]``, summed over rows, heads and layers."""
-        self._damped = range(damped // 4, damped) if damped else None
+        self.rows = rows
         self.layers = 0
         """Attention calls seen; 0 after a pass: the model does not use transformers' interface."""
+        self._prompt_tokens = prompt_tokens
+        self._device = device
+        self._damped = range(damped // 4, damped) if damped else None
         self._asking = asking
+        self._sums: list[torch.Tensor] = []
+
+    @property
+    def attention(self) -> torch.Tensor:
+        """``[N]`` float32, summed over rows, heads and layers."""
+        if not self._sums:
+            return torch.zeros(self._prompt_tokens, dtype=torch.float32, device=self._device)
+        return torch.stack(self._sums).sum(0)
 
     def add(self, weights: torch.Tensor, first_row: int, rows: int) -> None:
         """``weights`` ``[H, s, N]`` are of the rows from ``first_row`` on, out of ``rows``."""
-        skipped = max(0, rows - self._asking - first_row)
-        asked = weights[:, skipped:]
+        asked = weights[:, max(0, rows - self._asking - first_row) :]
         if self._damped is None:
-            self.attention += asked.sum((0, 1))
+            self._sums.append(asked.sum((0, 1)))
         elif self.layers in self._damped:
-            self.attention += asked.sqrt().sum((0, 1))
+            self._sums.append(asked.sqrt().sum((0, 1)))
 
 
 _current: ContextVar[Scout] = ContextVar(NAME)
@@ -59,7 +73,6 @@ _current: ContextVar[Scout] = ContextVar(NAME)
 def scouting(stack: DecoderStack, scout: Scout) -> Iterator[None]:
     """Forwards of ``stack`` within this context and thread report to ``scout``."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, scout_attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
     with reporting_to(scout), implementation(stack, NAME):
         yield
 
@@ -79,43 +92,57 @@ def scout_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor,
+    attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """``query`` ``[1, H, S, D]`` over ``key``/``value`` ``[1, Hkv, N, D]`` → ``[1, S, H, Dv]``.
 
-    ``attention_mask`` ``[1, 1 or H, S, N]``: boolean, True = visible, or additive. ``s_aux`` ``[H]``:
-    logits of attention sinks, which take weight and give nothing.
+    ``attention_mask`` ``[1, 1 or H, S, N]``: boolean, True = visible, or additive; ``None`` where the scout
+    has rows. ``s_aux`` ``[H]``: logits of attention sinks, which take weight and give nothing.
     """
     scout = _current.get()
     _, heads, rows, width = query.shape
     kv_heads, tokens = key.shape[1], key.shape[2]
+    sharing = heads // kv_heads
     scale = width**-0.5 if scaling is None else scaling
-    out = query.new_empty((1, rows, heads, value.shape[-1]))
+    parts = []
     step = max(1, BLOCK_WEIGHTS // (heads * tokens))
     for a in range(0, rows, step):
         asked = query[0, :, a : a + step]  # [H, s, D]
         n = asked.shape[1]
+        if attention_mask is not None:
+            bias = _additive(attention_mask[0, :, a : a + step], query.dtype)
+            bias = bias.expand(heads, n, tokens).reshape(-1, sharing * n, tokens)
+        else:
+            assert scout.rows is not None, "a scout without rows brings masks"
+            whole = scout.rows.bias(sliding_window, query.dtype)  # [S, N]
+            bias = whole[a : a + n].repeat(sharing, 1)[None] if sharing > 1 else whole[None, a : a + n]
         # KV heads are shared by groups of query heads, never repeated.
         grouped = asked.reshape(kv_heads, -1, width)  # [Hkv, G·s, D]
-        logits = (grouped @ key[0].mT).float().view(heads, n, tokens).mul_(scale)
-        if softcap is not None:
-            logits.div_(softcap).tanh_().mul_(softcap)
-        mask = attention_mask[0, :, a : a + step]
-        if mask.dtype == torch.bool:
-            logits.masked_fill_(~mask, torch.finfo(torch.float32).min)
+        if softcap is None:
+            logits = torch.baddbmm(bias, grouped, key[0].mT, alpha=scale)
         else:
-            logits.add_(mask)
+            logits = (grouped @ key[0].mT).float().mul_(scale / softcap).tanh_().mul_(softcap) + bias
         if s_aux is not None:
-            sinks = s_aux.float().view(heads, 1, 1).expand(-1, n, 1)
-            logits = torch.cat((logits, sinks), dim=-1)
-        weights = logits.softmax(-1)[..., :tokens]
-        scout.add(weights, a, rows)
-        mixed = weights.to(value.dtype).reshape(kv_heads, -1, tokens) @ value[0]
-        out[0, a : a + step] = mixed.view(heads, n, -1).transpose(0, 1)
+            sinks = s_aux.view(kv_heads, sharing, 1, 1).expand(-1, -1, n, 1)
+            sinks = sinks.reshape(kv_heads, -1, 1)
+            logits = torch.cat((logits, sinks.to(logits.dtype)), dim=-1)
+        weights = logits.softmax(-1, dtype=torch.float32)[..., :tokens]
+        scout.add(weights.reshape(heads, n, tokens), a, rows)
+        mixed = weights.to(value.dtype) @ value[0]  # [Hkv, G·s, Dv]
+        parts.append(mixed.view(heads, n, -1))
     scout.layers += 1
-    return out, None
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    return out.transpose(0, 1)[None], None
+
+
+def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mask that may be boolean, True = visible, as what is added to logits."""
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)

@@ -7,7 +7,6 @@ chunks); fresh tokens are always computed, exact ones never.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -68,7 +67,7 @@ def _relative_square(fresh: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
     return difference.square().sum(dim=(0, 2)) / scale
 
 
-class SelectionPolicy(ABC):
+class SelectionPolicy:
     """One way to choose; one file each. ``str`` of it is what :func:`make_policy` reads."""
 
     name: ClassVar[str]
@@ -83,6 +82,8 @@ class SelectionPolicy(ABC):
     """Who decides instead where a model's attention cannot be seen; for a policy that asks."""
     budgeted: bool = True
     """Whether it spends the budget it is given, as the schedule says."""
+    ranks_once: bool = False
+    """Whether what it sees before layer 0 decides every layer: then it gives each token a :meth:`worth`."""
     schedule: Schedule | None = None
     """The one it follows whatever is asked for; ``None``: the request's."""
 
@@ -91,13 +92,22 @@ class SelectionPolicy(ABC):
         """Whether the schedule asked for decides how many tokens it recomputes."""
         return self.budgeted and self.schedule is None
 
-    @abstractmethod
     def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
         """Positions ⊆ ``view.tokens``, ascending, to compute in ``layer``.
 
         Asked for layer 0 as well, with the budget of layer 1, unless it looks: nothing is computed then,
-        so there is nothing to compare.
+        so there is nothing to compare. A policy that ranks once is not asked: this is what its ranking means.
         """
+        if budget >= view.tokens.numel():
+            return view.tokens
+        return top(self.worth(view, budget), view.tokens, budget)
+
+    def worth(self, view: LayerView, budget: int) -> torch.Tensor:
+        """``[n]`` float32: every layer computes the candidates of the highest worth, its budget of them.
+
+        Asked once, before layer 0, of a policy that ranks once; ``budget`` is that of the first layers.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not rank tokens once")
 
     def __str__(self) -> str:
         return self.name

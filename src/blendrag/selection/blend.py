@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 
 from blendrag.errors import InvalidInputError
-from blendrag.selection.base import LayerView, SelectionPolicy, top
+from blendrag.selection.base import LayerView, SelectionPolicy
 from blendrag.selection.places import places
 
 #: Heads take at most one part in this many of the budget: where chunks are short, the first tokens of
@@ -30,21 +30,18 @@ class BlendPolicy(SelectionPolicy):
     name: ClassVar[str] = "blend"
     asks = True
     damps = True
+    ranks_once = True
 
     def __init__(self, k: int = 2) -> None:
         if k < 0:
             raise InvalidInputError(f"blend({k}): k must be 0 or more tokens")
         self.k = k
 
-    def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
-        if budget >= view.tokens.numel():
-            return view.tokens
+    def worth(self, view: LayerView, budget: int) -> torch.Tensor:
         assert view.question is not None, "a policy that asks is told"
-        # Fewer heads as budgets fall: of each chunk the first ones stay, so the sets remain nested.
         heads = min(self.k, budget // (HEADS_PART * len(view.geometry.chunk_spans)))
         at = places(view.geometry, view.tokens)
-        worth = view.question.masked_fill(at.index < heads, float("inf"))  # [n]
-        return top(worth, view.tokens, budget)
+        return view.question.masked_fill(at.index < heads, float("inf"))
 
     def __str__(self) -> str:
         return f"{self.name}({self.k})"

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from blendrag.selection.base import LayerView, SelectionPolicy, top
+from blendrag.selection.base import LayerView, SelectionPolicy
 
 
 class QueryPolicy(SelectionPolicy):
@@ -20,9 +20,8 @@ class QueryPolicy(SelectionPolicy):
 
     name: ClassVar[str] = "query"
     asks = True
+    ranks_once = True
 
-    def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
-        if budget >= view.tokens.numel():
-            return view.tokens
+    def worth(self, view: LayerView, budget: int) -> torch.Tensor:
         assert view.question is not None, "a policy that asks is told"
-        return top(view.question, view.tokens, budget)
+        return view.question

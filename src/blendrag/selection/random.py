@@ -11,18 +11,17 @@ from typing import ClassVar
 import torch
 import xxhash
 
-from blendrag.selection.base import LayerView, PromptGeometry, SelectionPolicy, top
+from blendrag.selection.base import LayerView, PromptGeometry, SelectionPolicy
 
 
 class RandomPolicy(SelectionPolicy):
     """Uniform over the candidates; layer 0 is computed for the chosen alone."""
 
     name: ClassVar[str] = "random"
+    ranks_once = True
 
-    def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
-        if budget >= view.tokens.numel():
-            return view.tokens
-        return top(_order(view.geometry, view.tokens), view.tokens, budget)
+    def worth(self, view: LayerView, budget: int) -> torch.Tensor:
+        return _order(view.geometry, view.tokens)
 
 
 def _order(geometry: PromptGeometry, tokens: torch.Tensor) -> torch.Tensor:
