@@ -134,6 +134,10 @@ class LayerLoader:
             self._ring.receive(self._in_place)
             self._in_place += 1
 
+    def is_there(self, layer: int) -> bool:
+        """Whether ``layer`` was read, so that :meth:`synchronize` does not block."""
+        return self._ready[layer].is_set() and self._failure is None
+
     def close(self) -> None:
         """Stop reading; blocks until the thread has left the buffers alone. Idempotent."""
         self._stop.set()

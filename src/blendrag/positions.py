@@ -67,7 +67,10 @@ class Repositioner:
         return {name: self._table(name, offsets) for name in used}
 
     def rotate_(self, keys: torch.Tensor, layer: int, tables: dict[str, RotaryTable]) -> None:
-        """Rotate ``keys`` ``[Hkv, n, D]`` of ``layer`` in place: in float32, rounded once."""
+        """Rotate ``keys`` ``[…, Hkv, n, D]`` in place: in float32, rounded once.
+
+        They are those of ``layer``, or of several that have its kind and its table.
+        """
         if self.kinds[layer] == "position-free":
             return
         table = tables[self.table_names[layer]]
@@ -95,19 +98,19 @@ def rotary_table(rotary: nn.Module, name: str, offsets: torch.Tensor) -> RotaryT
 
 
 def apply_rotary(apply: RotaryApply | None, keys: torch.Tensor, table: RotaryTable) -> torch.Tensor:
-    """``keys`` ``[Hkv, n, D]`` rotated by ``table``, float32; partial rotary turns the first dims."""
+    """``keys`` ``[…, Hkv, n, D]`` rotated by ``table``, float32; partial rotary turns the first dims."""
     assert apply is not None
-    wide = keys.float()[None]  # [1, Hkv, n, D]
+    wide = keys.float().reshape(-1, *keys.shape[-3:])  # [B, Hkv, n, D]
     rotary_dim = table.cos.shape[-1]
     no_queries = wide[:, :0]
     try:
-        return apply(no_queries, wide, table.cos, table.sin)[1][0]
+        return apply(no_queries, wide, table.cos, table.sin)[1].view(keys.shape)
     except RuntimeError:
         if rotary_dim >= wide.shape[-1]:
             raise
     # phi, stablelm and persimmon slice the rotary part in the attention module, not in the function.
     turned = apply(no_queries[..., :rotary_dim], wide[..., :rotary_dim], table.cos, table.sin)[1]
-    return torch.cat((turned, wide[..., rotary_dim:]), dim=-1)[0]
+    return torch.cat((turned, wide[..., rotary_dim:]), dim=-1).view(keys.shape)
 
 
 def classify(

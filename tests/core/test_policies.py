@@ -198,9 +198,9 @@ def test_damped_attention_is_the_sum_of_roots_over_all_but_the_first_layers(
     class Told(BlendPolicy):
         question: torch.Tensor | None = None
 
-        def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
-            self.question = view.question if layer == 0 else self.question
-            return super().select(layer, view, budget)
+        def worth(self, view: LayerView, budget: int) -> torch.Tensor:
+            self.question = view.question
+            return super().worth(view, budget)
 
     policy = Told()
     tiny.fuse(fusor, IDS, exact_spans(adapter), policy, 0.2)

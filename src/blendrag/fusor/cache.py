@@ -7,13 +7,20 @@ Every layer keeps all its tokens: windows are a matter of masks here, not of for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from blendrag.kv import KVLayout
+
+#: Layers' buffers are allocated together up to this size, and keys of layers in one allocation are moved
+#: together. On a CPU they stay in its cache that way, and below what glibc's malloc keeps; a GPU takes
+#: as long to launch an operation for one layer as for many.
+GROUP_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 
 Merge = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 
@@ -81,19 +88,25 @@ class BlendCache(DynamicCache):
     layers: list[BlendLayer]
 
     def __init__(self, layout: KVLayout, capacity: int, device: torch.device) -> None:
+        group_bytes = GROUP_BYTES.get(device.type, GROUP_BYTES["cpu"])
+        groups = []
         with torch.inference_mode(False):  # the loader's thread writes them outside inference mode
-            buffers = [
-                torch.empty(
-                    (2, 1, shape.kv_heads, capacity, shape.head_dim),
-                    dtype=layout.torch_dtype,
-                    device=device,
-                )
-                for shape in layout.layers
-            ]
-        self._keep_in(buffers)
+            for shape, same in groupby(layout.layers):
+                left = len(list(same))
+                kv_shape = (2, 1, shape.kv_heads, capacity, shape.head_dim)
+                layer_bytes = math.prod(kv_shape) * layout.torch_dtype.itemsize
+                most = max(1, group_bytes // max(layer_bytes, 1))
+                while left:
+                    count = min(left, most)
+                    shapes = (count, *kv_shape)
+                    groups.append(torch.empty(shapes, dtype=layout.torch_dtype, device=device))
+                    left -= count
+        self._keep_in(groups)
 
-    def _keep_in(self, buffers: Sequence[torch.Tensor]) -> None:
-        Cache.__init__(self, layers=[BlendLayer(buffer) for buffer in buffers])
+    def _keep_in(self, groups: Sequence[torch.Tensor]) -> None:
+        self._groups = groups
+        """Buffers of consecutive layers, ``[layers, 2, 1, Hkv, capacity, D]`` each."""
+        Cache.__init__(self, layers=[BlendLayer(buffer) for each in groups for buffer in each])
         self.merge: Merge | None = None
         """Set while a fusion owns the first forward."""
 
@@ -101,7 +114,7 @@ class BlendCache(DynamicCache):
         """A cache of its own in a stretch of this one's buffers; grown past it, it has its own."""
         made = BlendCache.__new__(BlendCache)
         with torch.inference_mode(False):
-            made._keep_in([la.buffer[..., start : start + capacity, :] for la in self.layers])
+            made._keep_in([group[..., start : start + capacity, :] for group in self._groups])
         return made
 
     def show(self, length: int) -> None:
@@ -109,9 +122,13 @@ class BlendCache(DynamicCache):
         for layer in self.layers:
             layer.show(length)
 
+    def groups(self, tokens: int) -> list[torch.Tensor]:
+        """Of consecutive layers each ``[layers, 2, Hkv, tokens, D]``, views."""
+        return [group[:, :, 0, :, :tokens] for group in self._groups]
+
     def buffers(self, tokens: int) -> list[torch.Tensor]:
         """Per layer ``[2, Hkv, tokens, D]``, views."""
-        return [layer.buffer[:, 0, :, :tokens] for layer in self.layers]
+        return [buffer for group in self.groups(tokens) for buffer in group]
 
     def update(
         self,

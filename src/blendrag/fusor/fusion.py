@@ -68,7 +68,8 @@ class Fusion:
         self.timeline = timeline
         self.request = request
         self._cache = cache
-        self._buffers = cache.buffers(request.prompt_tokens)
+        groups = cache.groups(request.prompt_tokens)
+        self._buffers = [buffer for group in groups for buffer in group]
         self._layers = len(self._buffers)
         device = self._buffers[0].device
         self._choice = Choice(request, self._layers, device)
@@ -89,7 +90,7 @@ class Fusion:
         self._peeked_kv: tuple[torch.Tensor, torch.Tensor] | None = None
         self._peek_rows: Rows | None = None
         self._peeking = False
-        self._placing = Placing(request.spans, self._buffers, repositioner, all_enter, timeline)
+        self._placing = Placing(request.spans, groups, repositioner, all_enter, timeline)
 
     @property
     def prompt_tokens(self) -> int:

@@ -29,7 +29,7 @@ class Rotation:
         self._region = slice(start, end)
         self._tables = repositioner.tables(offsets.to(device))
 
-    def apply(self, keys: torch.Tensor, layer: int, only_exact: bool) -> None:
-        """Rotate ``keys`` ``[Hkv, N, D]`` in place; exact spans do not move."""
-        if self._region is not None and not only_exact:
-            self._repositioner.rotate_(keys[:, self._region], layer, self._tables)
+    def apply(self, keys: torch.Tensor, layer: int) -> None:
+        """Rotate ``keys`` ``[n, Hkv, N, D]`` in place, of ``n`` layers from ``layer`` on that are rotated alike."""
+        if self._region is not None:
+            self._repositioner.rotate_(keys[:, :, self._region], layer, self._tables)

@@ -131,6 +131,7 @@ class Rows:
         self._stretch = stretch
         self._blocks: dict[tuple[int | None, torch.dtype, int], list[Block]] = {}
         self._masks: dict[int | None, torch.Tensor] = {}
+        self._biases: dict[tuple[int, int, int | None, torch.dtype, int], torch.Tensor] = {}
 
     def gather(self, value: Any, how: Gather, alone: bool = False) -> Any:
         """``how(value, at)`` of these rows, computed once for as many layers as pass the same ``value``.
@@ -170,9 +171,15 @@ class Rows:
             self._masks[window] = hidden.logical_not_()[None, None]
         return self._masks[window]
 
-    def bias(self, window: int | None, dtype: torch.dtype, sharing: int = 1) -> torch.Tensor:
-        """All rows as one block over all keys, ``[sharing·S, N]``: 0 or -inf."""
-        return self._bias(self._hidden(slice(None), slice(None), window), dtype, sharing)
+    def bias(
+        self, a: int, b: int, window: int | None, dtype: torch.dtype, sharing: int = 1
+    ) -> torch.Tensor:
+        """Rows ``[a, b)`` as one block over all keys, ``[sharing·(b-a), N]``: 0 or -inf."""
+        key = (a, b, window, dtype, sharing)
+        if key not in self._biases:
+            hidden = self._hidden(slice(a, b), slice(None), window)
+            self._biases[key] = self._bias(hidden, dtype, sharing)
+        return self._biases[key]
 
     def _cut(self, window: int | None, dtype: torch.dtype, sharing: int) -> list[Block]:
         n = self.prompt_tokens
@@ -202,7 +209,7 @@ class Rows:
         step = RUN_ROWS if self.count > 0.6 * n else BLOCK_ROWS
         if not on_cpu:
             step = max(step, FOLDED_BYTES // (sharing * n * dtype.itemsize))
-        host = self.positions.numpy() if on_cpu else self._host
+        host = self.positions.numpy() if on_cpu and self._host is None else self._host
         edges = []
         for a in range(0, self.count, step):
             b = min(a + step, self.count)

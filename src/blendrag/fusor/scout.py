@@ -120,8 +120,7 @@ def scout_attention(
             bias = bias.expand(heads, n, tokens).reshape(-1, sharing * n, tokens)
         else:
             assert scout.rows is not None, "a scout without rows brings masks"
-            whole = scout.rows.bias(sliding_window, query.dtype)  # [S, N]
-            bias = whole[a : a + n].repeat(sharing, 1)[None] if sharing > 1 else whole[None, a : a + n]
+            bias = scout.rows.bias(a, a + n, sliding_window, query.dtype, sharing)
         # KV heads are shared by groups of query heads, never repeated.
         grouped = asked.reshape(kv_heads, -1, width)  # [Hkv, G·s, D]
         if softcap is None:
