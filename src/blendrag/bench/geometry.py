@@ -32,6 +32,11 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
     },
+    "deep": {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 32,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 3072,
+        "tie_word_embeddings": True,
+    },
     "tiny": {
         "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 3072,

@@ -10,6 +10,7 @@ from typing import Any
 
 from blendrag.bench.auto_results import AutoResult
 from blendrag.bench.load import LoadResult
+from blendrag.bench.overhead import OverheadResult
 from blendrag.bench.sweep import SweepResult
 from blendrag.bench.throughput_results import ThroughputResult
 from blendrag.bench.trace import TraceResult
@@ -102,6 +103,36 @@ def throughput(result: ThroughputResult) -> str:
         "gives one by one."
     )
     return "\n\n".join([about, _table(("batch size", *ways), rows)])
+
+
+def overhead(result: OverheadResult) -> str:
+    """A row for each way and number of chunks."""
+    rows = [
+        (
+            row.way,
+            str(row.chunks),
+            f"{row.operators:,}",
+            _times(row.over_stock),
+            _spread(row.ms, row.spread_ms),
+            _figure(row.host_ms),
+            f"{row.layer_us:,.0f}",
+        )
+        for row in result.rows
+    ]
+    about = (
+        f"`{result.model}`, {result.layers} layers, chunks of {result.chunk_tokens} tokens and a question of "
+        f"{result.question_tokens}, r = {result.ratio:g}, KV from memory; {_rounds(result.rounds)}."
+    )
+    head = (
+        "way",
+        "chunks",
+        "operators",
+        "of stock's",
+        "ms (lowest to highest)",
+        "host ms",
+        "µs a layer",
+    )
+    return "\n\n".join([about, _table(head, rows)])
 
 
 def trace(result: TraceResult) -> str:
@@ -209,6 +240,7 @@ TEXTS: dict[str, Callable[[Any], str]] = {
     "throughput": throughput,
     "load": load,
     "auto": auto,
+    "overhead": overhead,
 }
 
 

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from blendrag.bench.auto_results import AutoResult
 from blendrag.bench.load import LoadResult
 from blendrag.bench.machine import Machine
+from blendrag.bench.overhead import OverheadResult
 from blendrag.bench.sweep import SweepResult
 from blendrag.bench.throughput_results import ThroughputResult
 from blendrag.bench.trace import TraceResult
@@ -26,6 +27,7 @@ RESULTS: dict[str, Any] = {
     "throughput": ThroughputResult,
     "load": LoadResult,
     "auto": AutoResult,
+    "overhead": OverheadResult,
 }
 
 

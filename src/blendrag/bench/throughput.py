@@ -19,7 +19,13 @@ import torch
 from blendrag.bench.rounds import Timing, interleaved
 from blendrag.bench.throughput_results import ThroughputResult, ThroughputRow
 from blendrag.bench.tiers import ON_DISK, BenchTier, tier_store
-from blendrag.bench.workload import NEW_TOKENS, PREFIX_IDS, Workload, random_plan
+from blendrag.bench.workload import (
+    NEW_TOKENS,
+    PREFIX_IDS,
+    Workload,
+    random_plan,
+    whole_numbers,
+)
 from blendrag.config import Mode
 from blendrag.controller import Controller
 from blendrag.errors import InvalidInputError
@@ -175,13 +181,7 @@ def _row(way: str, size: int, requests: int, timings: dict[str, Timing]) -> Thro
 
 def parse_batch_sizes(text: str) -> list[int]:
     """``"1,2,4"``; raises :class:`InvalidInputError`."""
-    sizes = [part.strip() for part in text.split(",")]
-    if not all(size.isdecimal() and int(size) > 0 for size in sizes):
-        raise InvalidInputError(
-            f"batch sizes {text!r}, expected whole numbers from 1 on, with commas between them; write "
-            "1,2,4,8"
-        )
-    return [int(size) for size in sizes]
+    return whole_numbers(text, "batch sizes", "1,2,4,8")
 
 
 def _plans(first: PromptPlan, requests: int) -> list[PromptPlan]:

@@ -98,10 +98,12 @@ class TtftBench:
         logits, _, _ = self.fusor.prefill(self.ids, request, NEW_TOKENS)
         return int(logits[0, -1].argmax())
 
-    def blended(self, mode: Mode, policy: str, ratio: float) -> tuple[int, FusionCounts]:
-        """Load from the store, fuse, choose the first token."""
+    def blended(
+        self, mode: Mode, policy: str, ratio: float, schedule: str = ""
+    ) -> tuple[int, FusionCounts]:
+        """Load from the store, fuse, choose the first token; without a schedule, by the workload's."""
         with self.opened(mode) as load:
-            request = self.request(load, policy, ratio)
+            request = self.request(load, policy, ratio, schedule)
             logits, _, fusion = self.fusor.prefill(self.ids, request, NEW_TOKENS)
             return int(logits[0, -1].argmax()), fusion.counts()
 
@@ -116,9 +118,16 @@ class TtftBench:
         finally:
             load.close()
 
-    def request(self, load: LoadPlan, policy: str, ratio: float) -> BlendRequest:
-        schedule = Schedule.parse(self.workload.schedule)
-        return BlendRequest(self.prompt_tokens, load.spans, make_policy(policy), schedule, ratio)
+    def request(
+        self, load: LoadPlan, policy: str, ratio: float, schedule: str = ""
+    ) -> BlendRequest:
+        return BlendRequest(
+            self.prompt_tokens,
+            load.spans,
+            make_policy(policy),
+            Schedule.parse(schedule or self.workload.schedule),
+            ratio,
+        )
 
     def reuse(self) -> int:
         """Load from the store, compute the question only."""

@@ -70,3 +70,13 @@ def check(adapter: ModelAdapter, workload: Workload) -> None:
         )
     if not 0.0 <= workload.ratio <= 1.0:
         raise InvalidInputError(f"ratio {workload.ratio} is outside [0, 1]")
+
+
+def whole_numbers(text: str, what: str, example: str) -> list[int]:
+    """``"1,2,4"`` → numbers; raises :class:`InvalidInputError`, naming ``what`` they are."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise InvalidInputError(
+            f"{what} {text!r}, expected whole numbers from 1 on, with commas between them; write {example}"
+        )
+    return [int(part) for part in parts]

@@ -65,10 +65,7 @@ class FusionCounts:
 
 
 class Tally:
-    """What is computed while a fusion goes on, added up when somebody asks.
-
-    Keeps the layers' sets of tokens as they are: counting them as they pass would cost a few operators a layer.
-    """
+    """What each layer computes; added up after the forward, as that costs operators."""
 
     def __init__(self, layers: int) -> None:
         self.scouted_rows: tuple[int, ...] = ()

@@ -30,6 +30,6 @@ class Rotation:
         self._tables = repositioner.tables(offsets.to(device))
 
     def apply(self, keys: torch.Tensor, layer: int) -> None:
-        """Rotate ``keys`` ``[n, Hkv, N, D]`` in place, of ``n`` layers from ``layer`` on that are rotated alike."""
+        """Rotate ``keys`` ``[n, Hkv, N, D]`` in place: of ``layer`` and those after it, rotated alike."""
         if self._region is not None:
             self._repositioner.rotate_(keys[:, :, self._region], layer, self._tables)

@@ -19,7 +19,7 @@ BLOCK_ROWS = 96
 RUN_ROWS = 512
 #: What the biases of a prompt may take, folded.
 FOLDED_BYTES = 64 << 20
-#: Arguments of layers of which the rows are kept: a model with windows passes two tables and two masks in turn.
+#: Arguments of layers of which the rows are kept: a model with windows passes two tables and two masks.
 KEPT = 6
 #: Elements from one row of a bias to the next are a multiple of this: a GPU's kernels take no other, and
 #: torch would copy it for every call.
@@ -41,7 +41,8 @@ class Block(NamedTuple):
 
     def folded(self, sharing: int) -> Block:
         """The same for ``sharing`` query heads at a time."""
-        bias = _new_bias(sharing, *self.bias.shape, self.bias)
+        rows, keys = self.bias.shape
+        bias = _new_bias(sharing, rows, keys, self.bias)
         bias.copy_(self.bias)
         return self._replace(bias=bias.flatten(0, 1))
 
@@ -231,7 +232,8 @@ class Rows:
     def _bias(self, hidden: torch.Tensor, dtype: torch.dtype, sharing: int) -> torch.Tensor:
         """``hidden`` ``[s, k]`` as 0 or -inf, ``[sharing·s, k]``, its rows :data:`ALIGNED`."""
         seen, masked = self._prompt.scalars(dtype)
-        bias = _new_bias(sharing, *hidden.shape, seen)
+        rows, keys = hidden.shape
+        bias = _new_bias(sharing, rows, keys, seen)
         torch.where(hidden.expand(sharing, -1, -1), masked, seen, out=bias)
         return bias.flatten(0, 1)
 
@@ -259,11 +261,10 @@ def nested_rows(
     budgets: Sequence[int],
     force_masks: bool = False,
 ) -> list[LayerRows]:
-    """The rows of every layer, planned at once: of layer l those always computed, and of the ``candidates``
-    those that rank below ``budgets[l]``.
+    """The rows of every layer, planned at once.
 
-    ``always`` and ``candidates`` are positions, ascending; ``rank[i]`` is the place of ``candidates[i]``, from
-    0. Budgets do not rise. One transfer to the device, which is asked nothing.
+    Layer l computes the positions ``always`` and the ``candidates`` whose ``rank`` (from 0) is below
+    ``budgets[l]``; positions are ascending, budgets do not rise. One transfer to the device, no wait for it.
     """
     order = np.full(prompt.tokens, len(candidates))  # neither always computed nor a candidate
     order[candidates] = rank

@@ -126,7 +126,9 @@ def scout_attention(
         if softcap is None:
             logits = torch.baddbmm(bias, grouped, key[0].mT, alpha=scale)
         else:
-            logits = (grouped @ key[0].mT).float().mul_(scale / softcap).tanh_().mul_(softcap) + bias
+            logits = (grouped @ key[0].mT).float().mul_(scale / softcap).tanh_().mul_(
+                softcap
+            ) + bias
         if s_aux is not None:
             sinks = s_aux.view(kv_heads, sharing, 1, 1).expand(-1, -1, n, 1)
             sinks = sinks.reshape(kv_heads, -1, 1)

@@ -11,6 +11,7 @@ from blendrag.bench.cli.auto import auto
 from blendrag.bench.cli.command import BenchCommand
 from blendrag.bench.cli.ingest import ingest
 from blendrag.bench.cli.load import load
+from blendrag.bench.cli.overhead import overhead
 from blendrag.bench.cli.recognise import recognise
 from blendrag.bench.cli.store import store
 from blendrag.bench.cli.sweep import sweep
@@ -26,5 +27,5 @@ def bench() -> None:
     """Measure speed: interleaved modes, medians, ratios."""
 
 
-for command in (ttft, sweep, throughput, trace, load, auto, ingest, store, recognise):
+for command in (ttft, sweep, throughput, trace, load, auto, overhead, ingest, store, recognise):
     app.command(cls=BenchCommand)(command)
