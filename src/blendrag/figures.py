@@ -52,7 +52,7 @@ BANDS = 3
 #: Between lines that are set apart.
 SPREAD_POINTS = 1.6
 #: Looks that stay with a name in all figures; other names take what is left, in order.
-KNOWN = ("blend", "hkvd", "query", "hkvd-once", "boundary", "random")
+KNOWN = ("blend", "hkvd", "query", "query+hkvd", "hkvd-once", "boundary", "random")
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,13 @@ def test_the_table_names_families_and_where_the_questions_came_from(
     assert "on 2 prompts (questions given)" in shown
 
 
+def test_where_nothing_recomputed_is_as_good_it_says_so(store: str) -> None:
+    result = invoke("calibrate", "--store", store, *FEW, "--ratio", "0.0001", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert "recomputing nothing scores as well on these 2 prompts" in result.stderr
+    assert json.loads(result.stdout)["gain"] == 0.0
+
+
 def test_interrupted_it_says_that_the_best_so_far_is_kept(
     store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

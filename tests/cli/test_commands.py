@@ -105,7 +105,10 @@ def test_ask_streams_the_answer_and_sums_up_on_stderr(ingested: Path) -> None:
     shown = invoke(*args)
     assert shown.exit_code == 0
     assert shown.stdout == json.loads(invoke(*args, "--json").stdout)["answer"] + "\n"
-    assert said(shown).startswith("metrics: first token after ")
+    metrics, note = shown.stderr.splitlines()[-2:]
+    assert metrics.startswith("metrics: first token after ")
+    assert note.startswith("note: no schedule is calibrated for this model and policy")
+    assert said(invoke(*args, "--schedule", "constant")).startswith("metrics: first token after ")
 
 
 def test_modes_policies_and_schedules_can_be_chosen(ingested: Path) -> None:

@@ -35,7 +35,7 @@ from blendrag.calibrate.deviation import (
 )
 from blendrag.calibrate.sample import first_sentence, sample_corpus
 from blendrag.config import UNCALIBRATED_SCHEDULE
-from blendrag.engine import BlendEngine, CalibrationOptions, Options
+from blendrag.engine import BlendEngine, CalibrationOptions, CalibrationReport, Options
 from blendrag.errors import (
     ContextOverflowError,
     IdentityChangedError,
@@ -337,6 +337,38 @@ def test_unasked_only_what_was_found_on_questions_runs(engine: BlendEngine) -> N
     metrics = engine.generate(prompt, options).metrics
     assert metrics.schedule == str(kept.schedule)
     assert metrics.notes == ()
+
+
+def test_that_a_model_is_not_calibrated_is_said_once(engine: BlendEngine) -> None:
+    prompt = "\n\n".join([*tiny.chunk_texts(engine, 0), "What did the company build?"])
+    for options in (Options(mode="full"), Options(mode="reuse"), Options(policy="hkvd-once")):
+        assert engine.generate(prompt, options).metrics.notes == ()
+    (note,) = engine.generate(prompt).metrics.notes
+    assert "no schedule is calibrated" in note
+    assert "blendrag calibrate" in note
+    assert engine.generate(prompt).metrics.notes == ()
+    assert engine.generate(prompt, Options(policy="hkvd")).metrics.notes == (note,)
+
+
+@pytest.mark.parametrize(
+    ("gain", "error", "is_noise"),
+    [(0.5, 0.1, False), (0.1, 0.1, True), (-0.5, 0.1, True), (0.5, None, True)],
+)
+def test_a_gain_within_noise_is_called_none(
+    gain: float, error: float | None, is_noise: bool
+) -> None:
+    report = CalibrationReport(found(), (), 3, 1.0, False, False, gain, error)
+    assert bool(report.note) == is_noise
+    if is_noise:
+        assert report.note.startswith("recomputing nothing scores as well on these 4 prompts")
+        assert tiny.one_sentence(report.note)
+
+
+def test_the_gain_is_that_of_the_schedule_found_over_reuse(engine: BlendEngine) -> None:
+    report = engine.calibrate(calibration())
+    kept = report.calibration
+    assert report.gain == pytest.approx(kept.reuse_deviation - kept.deviation)
+    assert report.gain_error is not None
 
 
 def test_the_calibrated_schedule_decides_how_many_tokens_are_recomputed(

@@ -278,7 +278,7 @@ def test_the_rows_predicted_are_the_rows_computed(engine: BlendEngine) -> None:
 @pytest.mark.parametrize(
     ("policy", "ratio"),
     [("random", 0.3), ("random", 1.0), ("full", 0.3), ("hkvd", 0.3), ("query", 0.3), ("query", 1.0),
-     ("boundary(4)", 0.3), ("boundary(4096)", 0.3)],
+     ("query+hkvd", 0.3), ("boundary(4)", 0.3), ("boundary(4096)", 0.3)],
 )  # fmt: skip
 def test_the_bytes_whose_loading_is_predicted_are_the_bytes_read(
     engine: BlendEngine, policy: str, ratio: float

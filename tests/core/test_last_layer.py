@@ -16,7 +16,7 @@ from blendrag.model import ModelAdapter
 from core.lab import FRESH, IDS, LAYERS, N, exact_spans
 
 LAST = LAYERS - 1
-POLICIES = ("hkvd", "hkvd-once", "query", "random", "boundary(8)", "reuse")
+POLICIES = ("hkvd", "hkvd-once", "query", "query+hkvd", "random", "boundary(8)", "reuse")
 
 
 @contextmanager

@@ -50,6 +50,7 @@ VARIED = (
     Asked(110, ((5, 60), (64, 100)), "hkvd", 0.3, "geometric"),
     Asked(90, ((10, 70),), "query", 0.2),
     Asked(37, (), "query"),
+    Asked(95, ((4, 44), (44, 80)), "query+hkvd", 0.3, "linear"),
     Asked(75, ((1, 40), (41, 70)), "reuse"),
     Asked(64, ((0, 50),), "reuse", exact=True),
     Asked(100, ((8, 60), (62, 90)), "boundary(6)"),

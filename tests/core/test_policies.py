@@ -20,7 +20,7 @@ from core.lab import CANDIDATES, CHUNKS, IDS, LAYERS, exact_spans
 
 CPU = torch.device("cpu")
 #: Policies that spend the budget they are given.
-BUDGETED = ["random", "hkvd", "hkvd-once", "query", "blend", "blend(0)", "blend(7)"]
+BUDGETED = ["random", "hkvd", "hkvd-once", "query", "query+hkvd", "blend", "blend(0)", "blend(7)"]
 OTHERS = ["full", "reuse", "boundary", "boundary(3)"]
 
 
@@ -225,7 +225,7 @@ def test_boundary_looks_for_heads_at_layer_zero_alone(monkeypatch: pytest.Monkey
     assert policy.select(1, view, 0).tolist() == heads.tolist()
 
 
-@pytest.mark.parametrize("name", ["query", "hkvd", "blend", "hkvd-once", "random"])
+@pytest.mark.parametrize("name", ["query", "hkvd", "query+hkvd", "blend", "hkvd-once", "random"])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_models_of_one_and_two_layers(name: str, layers: int) -> None:
     adapter = tiny.adapter(tiny.llama(num_hidden_layers=layers))

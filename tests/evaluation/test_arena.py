@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import tiny
 from blendrag.config import DEFAULT_POLICY
 from blendrag.engine import Answer, BlendEngine, Options
 from blendrag.errors import ContextOverflowError, InvalidInputError, UnsupportedModelError
 from blendrag.evaluation.arena import Arena
-from blendrag.evaluation.asking import Reply
+from blendrag.evaluation.asking import Reply, ask
 from blendrag.evaluation.cases import Case
 from blendrag.evaluation.journal import Journal
 from blendrag.evaluation.library import Library
@@ -43,7 +44,13 @@ def row_of(rows: list[Row], way: Way, kind: str = "all") -> Row:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def unforced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is asked a second time to be compared token by token."""
+    monkeypatch.setattr(Arena, "_follow", lambda self, library, case, way, reply, full: None)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, unforced: None) -> Iterator[list[str]]:
     """Prompts that reached an engine."""
     prompts: list[str] = []
     real = BlendEngine.generate
@@ -58,7 +65,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def turns(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+def turns(monkeypatch: pytest.MonkeyPatch, unforced: None) -> list[tuple[str, str]]:
     """Case and policy, in the order in which they were asked."""
     seen: list[tuple[str, str]] = []
     real = Arena._reply
@@ -113,6 +120,33 @@ def test_recomputing_some_comes_nearer_than_recomputing_nothing(rows: list[Row])
     assert none.kl is not None
     assert some.kl < none.kl
     assert 0.2 < some.charged_ratio < 0.5
+
+
+def test_what_is_recovered_of_reuses_divergence_lies_between_reuse_and_full_prefill(
+    rows: list[Row],
+) -> None:
+    assert row_of(rows, Way("full")).token_kl == 0.0
+    for prefix in (True, False):
+        reuse = row_of(rows, Way("reuse", encode_prefix=prefix))
+        some, everything = (row_of(rows, Way("query", "constant", r, prefix)) for r in (0.3, 1.0))
+        assert reuse.token_kl is not None
+        assert reuse.token_kl > 1e-3
+        assert reuse.recovered == 0.0
+        assert everything.recovered == pytest.approx(1.0, abs=1e-2)
+        assert some.recovered is not None
+        assert some.token_kl is not None
+        assert some.recovered == pytest.approx(1 - some.token_kl / reuse.token_kl)
+
+
+def test_an_answer_that_is_forced_is_judged_as_one_forward_over_it_would_be(tmp_path: Path) -> None:
+    said = (5, 9, 7, 6)
+    with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
+        reply = ask(engine, "Where is it?", Options(mode="full", max_new_tokens=4), (), said)
+        ids = engine.plan("Where is it?").ids
+        rows = tiny.stock(engine.adapter.model, torch.tensor([[*ids, *said]]))[0, len(ids) - 1 : -1]
+    assert reply.logits is not None
+    assert tiny.difference(reply.logits, rows) < 1e-4
+    assert reply.tokens == tuple(rows.argmax(-1).tolist())
 
 
 def test_no_context_reads_no_chunk(rows: list[Row]) -> None:

@@ -88,6 +88,8 @@ def calibrate(
     with engine, SearchProgress() as progress:
         report = engine.calibrate(wanted, progress)
     _print_json(report) if json else _print(report)
+    if report.note:
+        say("note", report.note)
     if report.out_of_time:
         say("note", f"the search ended after {minutes:g} minutes; --minutes gives it more")
     if not wanted.questions:

@@ -154,14 +154,15 @@ def evaluate(
         from blendrag.evaluation.report import print_rows
 
         print_rows(rows)
-    _say_notes(arena.dataset, in_words=not json)
+    _say_notes(arena.dataset, rows, in_words=not json)
     return DONE
 
 
-def _say_notes(dataset: Dataset, in_words: bool) -> None:
-    from blendrag.evaluation.notes import few_questions, lone_chunks
+def _say_notes(dataset: Dataset, rows: Sequence[Row], in_words: bool) -> None:
+    from blendrag.evaluation.notes import few_questions, lone_chunks, reuse_suffices
 
-    for note in (lone_chunks(dataset), few_questions(dataset) if in_words else ""):
+    few = few_questions(dataset) if in_words else ""
+    for note in (lone_chunks(dataset), few, reuse_suffices(rows)):
         if note:
             say("note", note)
 

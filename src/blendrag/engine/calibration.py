@@ -6,6 +6,8 @@ search in the caller's thread, so that Ctrl-C ends it at once, every forward on 
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -35,6 +37,8 @@ from blendrag.selection.schedule import CALIBRATED
 from blendrag.store.disk_errors import named_errors
 
 Watch = Callable[[Step], None]
+#: A gain of so many standard errors is taken for one.
+SURE = 2
 
 
 @dataclass(frozen=True)
@@ -83,12 +87,31 @@ class CalibrationReport:
     seconds: float
     interrupted: bool
     out_of_time: bool
+    gain: float
+    """By how much the schedule found is closer to full prefill than recomputing nothing: mean over the
+    prompts of the difference in KL, in nats per token."""
+    gain_error: float | None
+    """Its standard error; ``None`` for a single prompt."""
+
+    @property
+    def note(self) -> str:
+        """A sentence where recomputing nothing scores as well within noise; else empty."""
+        if self.gain_error is not None and self.gain > SURE * self.gain_error:
+            return ""
+        found = self.calibration
+        noise = "" if self.gain_error is None else f" ± {SURE * self.gain_error:.2g}"
+        return (
+            f"recomputing nothing scores as well on these {found.prompts} prompts: KL "
+            f"{found.reuse_deviation:.3g} nats per token, {found.deviation:.3g} with the best schedule "
+            f"(difference {self.gain:.2g}{noise}); calibrate on more (--samples), or answer with --mode reuse"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         return {
             **self.calibration.as_dict(),
             "families": {str(each.schedule): each.deviation for each in self.families},
             **{k: v for k, v in asdict(self).items() if k not in ("calibration", "families")},
+            "note": self.note,
         }
 
 
@@ -126,9 +149,12 @@ def calibrate(
     calibration = _calibration(found, of, options, policy, layers)
     with named_errors(f"writing the schedule below {resources.root}"):
         remember(resources.root, namespace, calibration)
+    assert found.best is not None
+    gains = of.gains(found.best.schedule)
+    error = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else None
     return CalibrationReport(
         calibration, tuple(found.families), found.tried, time.monotonic() - began,
-        found.interrupted, found.out_of_time,
+        found.interrupted, found.out_of_time, statistics.fmean(gains), error,
     )  # fmt: skip
 
 

@@ -43,6 +43,7 @@ class Measured:
         self._ratio = ratio
         self._references: list[Reference] = []
         self._reused: list[float] = []
+        self._known: dict[tuple[int, Schedule], float] = {}
 
     @property
     def prompts(self) -> int:
@@ -68,10 +69,18 @@ class Measured:
                 "expected an ingested corpus, ingest it with this model first"
             )
 
+    def gains(self, schedule: Schedule) -> list[float]:
+        """By how much ``schedule`` is closer to full prefill than recomputing nothing, prompt by prompt."""
+        return [reused - self(i, schedule) for i, reused in enumerate(self._reused)]
+
     def __call__(self, index: int, schedule: Schedule) -> float:
+        known = self._known.get((index, schedule))
+        if known is not None:
+            return known
         measured = self._deviation(self._references[index], self._policy, schedule)
         if measured is None:
             raise CorruptKVError("chunks were removed during the calibration; start it again")
+        self._known[index, schedule] = measured
         return measured
 
     def _deviation(

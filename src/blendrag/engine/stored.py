@@ -28,8 +28,8 @@ UNTRUSTED = (
 )
 
 UNCALIBRATED = (
-    "no schedule is calibrated for this model and policy, so a fixed one was taken; find one with "
-    "blendrag calibrate"
+    f"no schedule is calibrated for this model and policy, so {UNCALIBRATED_SCHEDULE} was taken; find one "
+    "with blendrag calibrate --questions FILE"
 )
 
 ENCODED_FIRST = "chunks encoded before the answer instead of after it, as other requests waited: {}"
@@ -47,6 +47,8 @@ class Stored:
         self._resources = resources
         self._settings = settings
         self._background = background
+        self._told: set[tuple[str, str]] = set()
+        """Namespaces and policies of which it was said that no schedule is calibrated for them."""
 
     def resolve(
         self, task: Task, check: Callable[[], None] | None
@@ -107,10 +109,9 @@ class Stored:
 
     def _with_schedule(self, task: Task, namespace: str) -> Task:
         """What ``calibrated`` means for this model, policy and ratio, and may mean at another one; a note
-        if it means nothing.
+        if it means nothing, where it decides anything.
 
-        Left to the settings, it is only what was found on questions, and means nothing without a note; nor
-        is there one where it decides nothing.
+        Left to the settings, it is only what was found on questions, and the note is given once.
         """
         if not task.schedule.is_open:
             return task
@@ -120,12 +121,21 @@ class Stored:
         decides = task.mode == "blend" and make_policy(task.policy).follows_schedule
         if found is not None:
             return replace(task, schedule=found.schedule, calibrated=known if decides else ())
+        tells = decides and (is_asked or self._is_news(namespace, task))
         return replace(
             task,
             schedule=Schedule.parse(UNCALIBRATED_SCHEDULE),
             follows_load=task.is_auto and not is_asked,
-            notes=(*task.notes, UNCALIBRATED) if is_asked and decides else task.notes,
+            notes=(*task.notes, UNCALIBRATED) if tells else task.notes,
         )
+
+    def _is_news(self, namespace: str, task: Task) -> bool:
+        """Whether nobody was told yet that this model and policy are not calibrated."""
+        about = (namespace, task.policy)
+        if task.is_auto or about in self._told:  # ratio auto brings a schedule along
+            return False
+        self._told.add(about)
+        return True
 
     def _with_profile(self, task: Task, namespace: str) -> Task:
         """What this machine takes for what; a note where a ratio was to be found by it and cannot."""

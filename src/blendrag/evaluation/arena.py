@@ -12,12 +12,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+import torch
+
 from blendrag import __version__
 from blendrag.config import KVEncoding
 from blendrag.engine import Options
 from blendrag.engine.prompts import SEPARATOR, render
 from blendrag.errors import InvalidInputError
-from blendrag.evaluation.asking import Reply, ask
+from blendrag.evaluation.asking import FIDELITY_TOKENS, Reply, ask
 from blendrag.evaluation.cases import Case, Dataset, by_context
 from blendrag.evaluation.chains import ask_chain, require_chains
 from blendrag.evaluation.journal import Journal, Outcome
@@ -29,6 +31,7 @@ from blendrag.evaluation.metrics import (
     first_token_kl,
     require_rouge,
     rouge_l,
+    token_kl,
 )
 from blendrag.evaluation.rows import Row, make_rows
 from blendrag.evaluation.source import source_digest
@@ -107,15 +110,29 @@ class Arena:
         wanted = list(dict.fromkeys((Way(FULL), *ways)))
         random.Random(f"{self.seed}/{case.case_id}").shuffle(wanted)
         replies = {way: self._reply(library, case, way) for way in wanted}
-        return [self._judge(case, way, replies[way], replies[Way(FULL)]) for way in ways]
+        full = replies[Way(FULL)]
+        followed = {way: self._follow(library, case, way, replies[way], full) for way in ways}
+        return [self._judge(case, way, replies[way], full, followed[way]) for way in ways]
 
-    def _reply(self, library: Library, case: Case, way: Way) -> Reply:
+    def _reply(self, library: Library, case: Case, way: Way, forced: Sequence[int] = ()) -> Reply:
+        """``forced``: the answer's tokens, if they are not to be its own."""
         engine = library.engine(way)
         if way.policy in CHAINS:
             return ask_chain(engine, way.policy, case, self.max_new_tokens)
         chunks = () if way.policy == NONE else case.chunks
         prompt = self._wording.prompt(chunks, case.question)
-        return ask(engine, prompt, way.options(self.max_new_tokens), chunks)
+        options = way.options(len(forced) or self.max_new_tokens)
+        return ask(engine, prompt, options, chunks, forced)
+
+    def _follow(
+        self, library: Library, case: Case, way: Way, reply: Reply, full: Reply
+    ) -> torch.Tensor | None:
+        """``[T, V]``: what ``way`` makes of full prefill's answer, token by token (teacher forcing). Where
+        its own answer begins alike, that is known already. ``None`` for a chain of several prompts."""
+        answer = full.tokens[:FIDELITY_TOKENS]
+        if reply.logits is None or reply.tokens[: len(answer)] == answer:
+            return reply.logits
+        return self._reply(library, case, way, answer).logits
 
     def _warm_up(
         self, library: Library, case: Case, pending: Sequence[Case], journal: Journal
@@ -126,11 +143,17 @@ class Arena:
         for way in dict.fromkeys((Way(FULL), *missing)):
             self._reply(library, case, way)
 
-    def _judge(self, case: Case, way: Way, reply: Reply, full: Reply) -> Outcome:
+    def _judge(
+        self, case: Case, way: Way, reply: Reply, full: Reply, followed: torch.Tensor | None
+    ) -> Outcome:
         metric, text = self.dataset.metric, reply.text.strip()
         if metric != "rouge_l":  # what follows the first line is chatter
             text = text.split("\n", 1)[0]
-        seen = reply.logits is not None and full.logits is not None
+        kl = mean_kl = agrees = None
+        if full.logits is not None and followed is not None:
+            kl = first_token_kl(full.logits[0], followed[0])
+            mean_kl = token_kl(full.logits, followed[: len(full.logits)])
+            agrees = agreement(full.tokens, reply.tokens)
         return Outcome(
             case_key=self._keys[case.case_id],
             way_key=way.key,
@@ -138,13 +161,14 @@ class Arena:
             accuracy=exact_match(text, case.answers),
             f1=f1(text, case.answers),
             rouge_l=rouge_l(text, case.answers) if metric == "rouge_l" else None,
-            kl=first_token_kl(full.logits, reply.logits) if seen else None,  # type: ignore[arg-type]
-            agreement=agreement(full.tokens, reply.tokens) if seen else None,
+            kl=kl,
+            agreement=agrees,
             ratio=reply.ratio,
             charged_ratio=reply.charged_ratio,
             ttft_ms=1e3 * reply.ttft_s,
             policy=reply.policy,
             schedule=reply.schedule,
+            token_kl=mean_kl,
         )
 
     # -- what there is ----------------------------------------------------------------------------

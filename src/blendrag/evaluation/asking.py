@@ -1,7 +1,8 @@
 """One question asked one way, through the engine as a user asks it, and seen while it is answered.
 
-Owns the witness: a logits processor that changes nothing and keeps the first token's logits and the
-tokens chosen, which is how KL and agreement come from the very request whose time is measured.
+Owns the witness: a logits processor that keeps the logits and the tokens chosen, which is how KL and
+agreement come from the very request whose time is measured. It changes nothing, unless it is to make the
+model say a given answer (teacher forcing).
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ from blendrag.engine import BlendEngine, Options
 from blendrag.errors import CorpusError
 from blendrag.metrics import ChunkReport, RequestMetrics
 
+#: Answer tokens whose distributions are compared.
+FIDELITY_TOKENS = 32
+
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer and what it took; ``logits`` ``[V]`` of the first token, where one model call gave it."""
+    """An answer and what it took; ``logits`` ``[T, V]`` of its first :data:`FIDELITY_TOKENS` tokens, where
+    one model call gave it."""
 
     text: str
     tokens: tuple[int, ...]
@@ -36,15 +41,27 @@ class Reply:
 class Witness(LogitsProcessor):
     """Sees what a greedy ``generate`` of one sequence chooses from."""
 
-    def __init__(self) -> None:
-        self.logits: torch.Tensor | None = None
+    def __init__(self, forced: Sequence[int] = ()) -> None:
+        """``forced``: tokens that are chosen whatever the model prefers; those after them are its own."""
+        self._forced = tuple(forced)
+        self._rows: list[torch.Tensor] = []
         self._chosen: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        if self.logits is None:
-            self.logits = scores[0].clone()  # [V]
+        step = len(self._chosen)
+        if step < FIDELITY_TOKENS:
+            self._rows.append(scores[0].clone())  # [V]
         self._chosen.append(scores[0].argmax())
-        return scores
+        if step >= len(self._forced):
+            return scores
+        only = torch.full_like(scores, -torch.inf)
+        only[:, self._forced[step]] = 0.0
+        return only  # type: ignore[return-value]
+
+    @property
+    def logits(self) -> torch.Tensor | None:
+        """``[T, V]``; ``None`` before the first token."""
+        return torch.stack(self._rows) if self._rows else None
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -52,13 +69,21 @@ class Witness(LogitsProcessor):
         return tuple(int(token) for token in self._chosen)
 
 
-def ask(engine: BlendEngine, prompt: str, options: Options, chunks: Sequence[str]) -> Reply:
+def ask(
+    engine: BlendEngine,
+    prompt: str,
+    options: Options,
+    chunks: Sequence[str],
+    forced: Sequence[int] = (),
+) -> Reply:
     """Greedy answer to one user message that quotes ``chunks``; nothing of it runs on when this returns.
+
+    ``forced`` is the answer it is made to give; ``tokens`` are those it would have chosen.
 
     Raises :class:`CorpusError` if KV of one of them was to be loaded and was not (idealised prefix
     caching loads the first): that would be full prefill under another name.
     """
-    witness = Witness()
+    witness = Witness(forced)
     watched = {**options.generate, "logits_processor": LogitsProcessorList([witness])}
     answer = engine.generate(prompt, replace(options, generate=watched))
     engine.drain()

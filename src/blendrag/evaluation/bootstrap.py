@@ -64,15 +64,15 @@ class PairedBootstrap:
         self._full, self._full_drawn = self._means(full)
         self._nothing, self._nothing_drawn = self._means(nothing)
 
-    def gain(self, scores: Sequence[float]) -> Gain:
+    def gain(self, scores: Sequence[float], smallest_gap: float = SMALLEST_GAP) -> Gain:
         """PGR of one way, its scores in the order of the questions."""
         gap = self._full - self._nothing
-        if gap <= SMALLEST_GAP:
+        if gap <= smallest_gap:
             return UNDEFINED
         mean, drawn = self._means(scores)
         pgr = (mean - self._nothing) / gap
         gaps = self._full_drawn - self._nothing_drawn  # [B]
-        defined = gaps > SMALLEST_GAP
+        defined = gaps > smallest_gap
         if len(self._sizes) < 2 or 1 - defined.mean() > TAIL:
             return Gain(pgr, None, None)
         ratios = (drawn - self._nothing_drawn)[defined] / gaps[defined]

@@ -44,6 +44,8 @@ class Outcome:
     """That really chose, where the model did not allow the one asked for."""
     schedule: str = ""
     """That really ran."""
+    token_kl: float | None = None
+    """Mean over full prefill's answer, teacher-forced, in nats per token."""
 
 
 class Journal:
@@ -103,7 +105,7 @@ def drop_without_lines(path: Path) -> None:
 def _outcome(line: str) -> Outcome | None:
     try:
         record: Any = json.loads(line)
-        return Outcome(**{f.name: record[f.name] for f in fields(Outcome)})
+        return Outcome(**{f.name: record[f.name] for f in fields(Outcome) if f.name in record})
     except (ValueError, TypeError, KeyError):
         return None
 

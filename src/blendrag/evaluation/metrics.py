@@ -69,9 +69,15 @@ def require_rouge() -> Any:
     return RougeScorer(["rougeL"], use_stemmer=True)
 
 
+def token_kl(full: torch.Tensor, other: torch.Tensor) -> float:
+    """Mean of :func:`first_token_kl` over the rows of two ``[T, V]``."""
+    pairs = zip(full, other, strict=True)
+    return sum(first_token_kl(*pair) for pair in pairs) / len(full)
+
+
 def first_token_kl(full: torch.Tensor, other: torch.Tensor) -> float:
-    """KL(full ‖ other) in nats of two rows of first-token logits ``[V]``; infinite where ``other`` rules
-    out what ``full`` allows. Raises :class:`UnsupportedModelError` for logits that are not numbers."""
+    """KL(full ‖ other) in nats of two rows of logits ``[V]``; infinite where ``other`` rules out what
+    ``full`` allows. Raises :class:`UnsupportedModelError` for logits that are not numbers."""
     expected = torch.log_softmax(full.double(), dim=-1)  # [V]
     given = torch.log_softmax(other.double(), dim=-1)  # [V]
     terms = expected.exp() * (expected - given)  # [V]
@@ -79,7 +85,7 @@ def first_token_kl(full: torch.Tensor, other: torch.Tensor) -> float:
     divergence = float(terms.masked_fill(nothing, 0.0).sum())
     if math.isnan(divergence):
         raise UnsupportedModelError(
-            "the logits of an answer's first token are not numbers, expected finite ones; load the "
+            "the logits of an answer are not numbers, expected finite ones; load the "
             "model with --dtype float32"
         )
     return max(0.0, divergence)

@@ -14,13 +14,14 @@ LEGEND = (
     "PGR: 0 answers as without context, 1 as full prefill does, with the 95% interval of a paired "
     "bootstrap over contexts; – where full prefill gains nothing. charged: share of chunk tokens "
     "computed over all layers; above r where a policy computes the entry layer for all of them to "
-    "choose. KL: of the first token, in nats. prefix on/off: chunks encoded behind the corpus's prefix "
-    "or behind nothing. TTFT: median, KV read from disk."
+    "choose. KL: of the first token, KL/tok: per token of full prefill's answer, in nats. recovered: "
+    "1 - KL/tok over reuse's, with its 95% interval. prefix on/off: chunks encoded behind the corpus's "
+    "prefix or behind nothing. TTFT: median, KV read from disk."
 )
 
 
 #: Columns of a terminal that the whole table fits in.
-WIDE = 150
+WIDE = 180
 
 
 def print_rows(rows: Sequence[Row]) -> None:
@@ -30,7 +31,7 @@ def print_rows(rows: Sequence[Row]) -> None:
     """
     console = Console()
     if not console.is_terminal:
-        console = Console(width=160)
+        console = Console(width=190)
     if console.width >= WIDE:
         console.print(table(rows))
     else:
@@ -47,7 +48,18 @@ def table(rows: Sequence[Row], by_kind: bool = True) -> Table:
         drawn.padding = (0, 0, 0, 0)
     several = len({row.encode_prefix for row in rows} - {None}) > 1 or by_kind
     _add_names(drawn, several)
-    for column in ("r", "charged", *kinds, "all", "PGR", "KL", "agrees", "TTFT ms"):
+    for column in (
+        "r",
+        "charged",
+        *kinds,
+        "all",
+        "PGR",
+        "KL",
+        "KL/tok",
+        "recovered",
+        "agrees",
+        "TTFT ms",
+    ):
         drawn.add_column(column, justify="right", no_wrap=not by_kind)
     for whole, of_kind in _ways(rows):
         drawn.add_row(
@@ -55,8 +67,10 @@ def table(rows: Sequence[Row], by_kind: bool = True) -> Table:
             f"{whole.charged_ratio:.3f}",
             *(f"{of_kind[kind].score:.3f}" for kind in kinds),
             f"{whole.score:.3f}",
-            _interval(whole),
+            _interval(whole.pgr, whole.pgr_low, whole.pgr_high),
             _number(whole.kl, ".2g"),
+            _number(whole.token_kl, ".2g"),
+            _interval(whole.recovered, whole.recovered_low, whole.recovered_high),
             _number(whole.agreement, ".2f"),
             f"{whole.ttft_ms:.0f}",
             end_section=whole.policy == FULL,
@@ -115,12 +129,12 @@ def _way(row: Row) -> tuple[object, ...]:
     return row.policy, row.schedule, asked, row.encode_prefix
 
 
-def _interval(row: Row) -> str:
-    if row.pgr is None:
+def _interval(value: float | None, low: float | None, high: float | None) -> str:
+    if value is None:
         return "–"
-    if row.pgr_low is None or row.pgr_high is None:
-        return f"{row.pgr:.2f}"
-    return f"{row.pgr:.2f} [{row.pgr_low:.2f}, {row.pgr_high:.2f}]"
+    if low is None or high is None:
+        return f"{value:.2f}"
+    return f"{value:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def _number(value: float | None, spec: str) -> str:

@@ -11,13 +11,15 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
-from blendrag.evaluation.bootstrap import Gain, PairedBootstrap
+from blendrag.evaluation.bootstrap import UNDEFINED, Gain, PairedBootstrap
 from blendrag.evaluation.cases import Dataset
 from blendrag.evaluation.journal import Outcome
-from blendrag.evaluation.ways import FULL, NONE, Way
+from blendrag.evaluation.ways import FULL, NONE, REUSE, Way
 from blendrag.kv import NATIVE_ENCODING
 
 ALL = "all"
+#: Reuse must diverge by more than this from full prefill, in nats, for a share of it to mean anything.
+SMALLEST_KL = 1e-4
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,13 @@ class Row:
     """The one that really ran, where that is another."""
     chosen_by: str = ""
     """The policy that really chose, where the model did not allow the one asked for."""
+    token_kl: float | None = None
+    """Mean KL per token from full prefill, over full prefill's own answer (teacher-forced), in nats."""
+    recovered: float | None = None
+    """1 − ``token_kl`` / that of reuse: 0 is as far from full prefill as reuse, 1 is full prefill. ``None``
+    where reuse was not asked, or is not apart from full prefill."""
+    recovered_low: float | None = None
+    recovered_high: float | None = None
     by_context: tuple[tuple[int, float], ...] = ()
     """Questions and their summed score, of each context: rows of other runs over the same questions can
     be compared with this one in pairs (:func:`~blendrag.evaluation.bootstrap.paired_lead`)."""
@@ -94,7 +103,15 @@ def make_rows(
         for way in outcomes:
             gain, by_context = paired.gain(scores(way)), paired.by_context(scores(way))
             row = _row(dataset, way, kind, seed, of(way), gain, by_context)
-            rows[way, kind] = replace(row, kv_encoding=kv_encoding)
+            reuse = Way(REUSE, encode_prefix=way.encode_prefix)
+            kept = _recovered(of(way), of(reuse) if reuse in outcomes else (), contexts, seed)
+            rows[way, kind] = replace(
+                row,
+                kv_encoding=kv_encoding,
+                recovered=kept.pgr,
+                recovered_low=kept.low,
+                recovered_high=kept.high,
+            )
     return [rows[way, kind] for way in outcomes for kind in kinds]
 
 
@@ -129,6 +146,7 @@ def _row(
         accuracy=fmean(o.accuracy for o in outcomes),
         f1=fmean(o.f1 for o in outcomes),
         rouge_l=_mean(_known([o.rouge_l for o in outcomes])),
+        token_kl=_mean(_known([o.token_kl for o in outcomes])),
         agreement=_mean(agreements),
         same_answer=_mean([float(a == 1.0) for a in agreements]),
         n_chunks=dataset.n_chunks,
@@ -137,6 +155,19 @@ def _row(
         chosen_by=_others([o.policy for o in outcomes], way.policy),
         by_context=by_context,
     )
+
+
+def _recovered(
+    outcomes: Sequence[Outcome], reuse: Sequence[Outcome], contexts: Sequence[str], seed: int
+) -> Gain:
+    """What a way wins back of reuse's divergence from full prefill: PGR of the negative divergence, reuse
+    in the place of no context."""
+    own = _known([o.token_kl for o in outcomes])
+    lost = _known([o.token_kl for o in reuse])
+    if not len(own) == len(lost) == len(contexts):
+        return UNDEFINED
+    paired = PairedBootstrap([0.0] * len(own), [-kl for kl in lost], contexts, seed)
+    return paired.gain([-kl for kl in own], SMALLEST_KL)
 
 
 def _known(values: Sequence[float | None]) -> list[float]:

@@ -12,6 +12,7 @@ from blendrag.selection.controls import FullPolicy, ReusePolicy
 from blendrag.selection.hkvd import HKVDPolicy
 from blendrag.selection.hkvd_once import HKVDOncePolicy
 from blendrag.selection.query import QueryPolicy
+from blendrag.selection.query_hkvd import QueryHKVDPolicy
 from blendrag.selection.random import RandomPolicy
 from blendrag.selection.schedule import Schedule
 
@@ -25,6 +26,7 @@ POLICIES: dict[str, type[SelectionPolicy]] = {
         HKVDOncePolicy,
         BoundaryPolicy,
         QueryPolicy,
+        QueryHKVDPolicy,
         BlendPolicy,
     )
 }
@@ -53,7 +55,7 @@ def make_policy(text: str | SelectionPolicy) -> SelectionPolicy:
     """
     if isinstance(text, SelectionPolicy):
         return text
-    match = re.fullmatch(r"([a-z-]+)(?:\((\d{1,9})\))?", text.strip())
+    match = re.fullmatch(r"([a-z+-]+)(?:\((\d{1,9})\))?", text.strip())
     counted = match is None or not match[2] or match[1] in COUNTED
     if match is None or match[1] not in POLICIES or not counted:
         raise InvalidInputError(f"policy {text!r} is not one of {policy_names()}")
