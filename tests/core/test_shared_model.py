@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,9 +14,10 @@ import pytest
 import torch
 
 import tiny
-from blendrag.engine import BlendEngine, Options
-from blendrag.errors import RequestTimeout
+from blendrag.engine import BlendEngine, Options, model_parts
+from blendrag.errors import InvalidInputError, RequestTimeout
 from blendrag.model import ModelAdapter
+from blendrag.plugs import shared
 
 IDS = tiny.random_ids(90)
 ROUNDS = 3
@@ -169,3 +172,54 @@ def test_a_request_that_waits_for_another_engine_keeps_its_timeout(
     with engines[0].adapter.lock, pytest.raises(RequestTimeout):
         engines[1].generate(text, Options(timeout_s=0.2))
     assert engines[1].generate(text).metrics.reused_tokens > 0
+
+
+# -- by name --------------------------------------------------------------------------------------
+
+
+def test_two_stores_under_one_model_name_load_it_once_and_free_it_last(
+    checkpoint: str, tmp_path: Path
+) -> None:
+    with tiny.counted(model_parts, "load_adapter") as loads:
+        a = tiny.engine(checkpoint, tmp_path / "a", tokenizer=None)
+        b = tiny.engine(checkpoint, tmp_path / "b", tokenizer=None)
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda e: e.ingest([tiny.document(0)]), (a, b)))
+            texts = list(pool.map(lambda e: e.generate(prompt(e, 0)).text, (a, b)))
+    assert len(loads) == 1
+    assert a.adapter is b.adapter
+    assert texts[0] == texts[1]
+    weights = weakref.ref(a.adapter.model)
+    a.close()
+    with pytest.raises(InvalidInputError, match="this engine is closed"):
+        _ = a.adapter
+    assert b.generate(prompt(b, 0)).text == texts[1]
+    b.close()
+    gc.collect()
+    assert weights() is None
+
+
+@pytest.mark.parametrize("difference", ["dtype", "files"])
+def test_models_that_would_be_loaded_otherwise_are_not_shared(
+    checkpoint: str, tmp_path: Path, difference: str
+) -> None:
+    dtype = "bfloat16" if difference == "dtype" else "float32"
+    with tiny.engine(checkpoint, tmp_path / "a", tokenizer=None, dtype="float32") as a:
+        first = a.adapter
+        if difference == "files":
+            tiny.llama(seed=1).save_pretrained(checkpoint)
+        with tiny.engine(checkpoint, tmp_path / "b", tokenizer=None, dtype=dtype) as b:
+            assert b.adapter is not first
+            assert b.adapter.lock is not first.lock
+
+
+def test_wrappers_of_two_stores_share_the_model(checkpoint: str, tmp_path: Path) -> None:
+    try:
+        a = shared.shared_engine(checkpoint, tmp_path / "a")
+        b = shared.shared_engine(checkpoint, tmp_path / "b")
+        assert a is not b
+        assert a.adapter is b.adapter
+        shared.close_engine_of(shared.engine_name(checkpoint, tmp_path / "a"))
+        assert b.generate("Where?", Options(mode="full", max_new_tokens=2)).metrics.new_tokens > 0
+    finally:
+        shared.close_shared_engines()

@@ -37,7 +37,8 @@ class BlendEngine(Answering):
 
     Args:
         model: hub id, directory, ``"demo"``, a loaded ``AutoModelForCausalLM`` (then ``tokenizer`` is
-            needed too) or a :class:`ModelAdapter`. Loaded on first use.
+            needed too) or a :class:`ModelAdapter`. Loaded on first use. Open engines of the same name,
+            files, dtype, device and adapter share one loaded model; they answer in turn.
         store: directory of the KV store and the corpus beside it; made by the first ingest.
         mode, policy, schedule, ratio, max_new_tokens, top_k: defaults of every request.
         min_ratio: the least that ratio ``auto`` takes.
@@ -185,7 +186,9 @@ class BlendEngine(Answering):
         self._worker.drain()
 
     def close(self) -> None:
-        """Finish running requests, drop queued background work, close the store. Idempotent."""
+        """Finish running requests, drop queued background work, close the store, and free a model loaded by
+        its name unless another open engine uses it. Idempotent.
+        """
         self._worker.close()
         self._resources.close()
 

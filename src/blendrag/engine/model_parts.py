@@ -5,7 +5,8 @@ Owns loading, and what is known of a model without its weights. Does not know st
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Hashable
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ import transformers
 
 from blendrag.config import Settings, absolute_model
 from blendrag.engine.opened import OpenedParts, opened
+from blendrag.engine.worker import CLOSED
 from blendrag.errors import InvalidInputError
 from blendrag.fusor import Fusor
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.loading import load_adapter, load_tokens, model_signature, resolve_device
 from blendrag.model.precision import precision_signature
+from blendrag.model.sharing import loaded_once
 from blendrag.model.tokens import Tokens
 
 
@@ -31,6 +34,7 @@ class ModelParts(OpenedParts):
         self._given_tokenizer = tokenizer
         self.settings = settings
         self._lora = lora
+        self._closed = False
 
     @property
     def model_name(self) -> str:
@@ -50,13 +54,32 @@ class ModelParts(OpenedParts):
         if isinstance(given, ModelAdapter):
             return given
         if isinstance(given, str):
-            return load_adapter(given, settings.dtype, settings.device, self._lora)
+            self._refuse_closed()
+            load = partial(load_adapter, given, settings.dtype, settings.device, self._lora)
+            return loaded_once(self._loaded_as(given), load)
         if self._given_tokenizer is None:
             raise InvalidInputError(
                 f"a loaded {type(given).__name__} needs its tokenizer too: "
                 "BlendEngine(model, tokenizer=…)"
             )
         return ModelAdapter(given, self._given_tokenizer)
+
+    def _loaded_as(self, name: str) -> Hashable:
+        """What tells two loaded models of the same name apart."""
+        s, lora = self.settings, self._lora
+        files = model_signature(name), model_signature(absolute_model(lora)) if lora else ""
+        return name, lora and absolute_model(lora), files, s.dtype, str(resolve_device(s.device))
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise InvalidInputError(CLOSED)
+
+    def close(self) -> None:
+        """Let go of a model that was loaded by its name: the last engine to do so frees it. Idempotent."""
+        self._closed = True
+        if isinstance(self._given_model, str):
+            for part in ("adapter", "fusor"):
+                self.__dict__.pop(part, None)
 
     @opened
     def tokens(self) -> Tokens:

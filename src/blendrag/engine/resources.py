@@ -16,7 +16,6 @@ from blendrag.engine.model_parts import ModelParts
 from blendrag.engine.opened import opened
 from blendrag.engine.trust import Trust
 from blendrag.engine.wanted import Wanted
-from blendrag.engine.worker import CLOSED
 from blendrag.errors import CorpusError, InvalidInputError
 from blendrag.estimates import Profile
 from blendrag.kv import KVLayout
@@ -47,11 +46,6 @@ class Resources(ModelParts):
         self.root = root
         self._wanted = wanted
         self.read_only = read_only
-        self._closed = False
-
-    def _refuse_closed(self) -> None:
-        if self._closed:
-            raise InvalidInputError(CLOSED)
 
     # -- store and corpus -----------------------------------------------------------------------
 
@@ -239,7 +233,8 @@ class Resources(ModelParts):
         """Close what was opened. Idempotent."""
         if self._closed:
             return
-        self._closed = True
+        super().close()
+        self.__dict__.pop("trust", None)  # holds the model
         if "store" in self.__dict__:
             self.store.close()
         corpus = self.__dict__.get("_corpus")

@@ -1,5 +1,6 @@
 """One loaded model, used by several engines and by its owner at the same time.
 
+- :func:`loaded_once`: engines of the same name load the model once.
 - :func:`lock_of`: one lock per model object. Engines over the same model take turns.
 - :func:`in_this_thread`: hooks sit on the model, so every thread runs them; these act in one thread only.
 
@@ -12,11 +13,13 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
+
+T = TypeVar("T")
 
 #: How often a thread that waits for its turn asks whether it still wants it.
 CHECK_INTERVAL_S = 0.05
@@ -86,9 +89,26 @@ def lock_of(model: nn.Module) -> ModelLock:
         return _locks.setdefault(model, ModelLock())
 
 
+_loaded: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
+_loading: dict[Hashable, threading.Lock] = {}
+
+
+def loaded_once(key: Hashable, load: Callable[[], T]) -> T:
+    """``load()``, or what another caller loaded by this ``key`` and still holds."""
+    with _making:
+        loading = _loading.setdefault(key, threading.Lock())
+    with loading:
+        found: T | None = _loaded.get(key)
+        if found is None:
+            found = _loaded[key] = load()
+        return found
+
+
 def _after_fork() -> None:
     global _making
     _making = threading.Lock()
+    _loading.clear()
+    _loaded.clear()  # the parent's: its engines are refused in a child
     for lock in list(_locks.values()):
         lock.renew()
 
