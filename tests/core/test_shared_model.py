@@ -15,12 +15,13 @@ import torch
 
 import tiny
 from blendrag.engine import BlendEngine, Options, model_parts
+from blendrag.engine.stream import AnswerStream
 from blendrag.errors import InvalidInputError, RequestTimeout
 from blendrag.model import ModelAdapter
 from blendrag.plugs import shared
 
 IDS = tiny.random_ids(90)
-ROUNDS = 3
+ROUNDS = 2
 #: What a request may switch on: masks, a peek, a scout, seeded draws, log probabilities.
 REQUESTS = (
     Options(policy="hkvd", ratio=0.3),
@@ -35,7 +36,7 @@ def hooks(model: Any) -> int:
     return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
 
 
-@pytest.fixture(params=["sdpa", "eager"])
+@pytest.fixture(scope="module", params=["sdpa", "eager"])
 def model(request: pytest.FixtureRequest) -> Any:
     made = tiny.llama()
     made.generation_config.eos_token_id = None
@@ -43,9 +44,10 @@ def model(request: pytest.FixtureRequest) -> Any:
     return made
 
 
-@pytest.fixture
-def engines(model: Any, tmp_path: Path) -> Iterator[list[BlendEngine]]:
+@pytest.fixture(scope="module")
+def engines(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[BlendEngine]]:
     """Two engines over one model, each with a store and documents of its own."""
+    tmp_path = tmp_path_factory.mktemp("engines")
     with tiny.engine(model, tmp_path / "a") as a, tiny.engine(model, tmp_path / "b") as b:
         a.ingest([tiny.document(0), tiny.document(1)])
         b.ingest([tiny.document(2), tiny.document(3)])
@@ -128,6 +130,31 @@ def test_a_forward_inside_a_blended_one_is_stock(model: Any, engines: list[Blend
     assert answer.metrics.reused_tokens > 0
     assert found
     assert set(found) == {(True, True)}
+
+
+def test_a_forward_compiled_during_a_request_is_stock(tmp_path: Path) -> None:
+    model = tiny.llama(num_hidden_layers=2)
+    logits, found = own_logits(model), []
+
+    def compiled() -> bool:
+        own = torch.compile(model, backend="eager", fullgraph=True)
+        with torch.inference_mode():
+            return torch.equal(own(input_ids=IDS, use_cache=False).logits, logits)
+
+    check = AnswerStream.check
+
+    def check_in_layer(stream: AnswerStream) -> None:
+        check(stream)
+        if not found and model.model.layers[0]._forward_pre_hooks:
+            with ThreadPoolExecutor(1) as pool:
+                found.append(pool.submit(compiled).result(60))
+
+    with tiny.engine(model, tmp_path / "s") as engine, pytest.MonkeyPatch.context() as patch:
+        engine.ingest([tiny.document(0)])
+        patch.setattr(AnswerStream, "check", check_in_layer)  # a hook would be traced too
+        answer = engine.generate(prompt(engine, 0), Options(logprobs=1))
+    assert answer.metrics.reused_tokens > 0
+    assert found == [True]
 
 
 def test_adapters_over_one_model_share_its_lock(model: Any) -> None:

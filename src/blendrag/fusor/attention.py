@@ -153,8 +153,9 @@ def _let_implementation_differ() -> None:
     stock = PreTrainedConfig._attn_implementation
 
     def get(config: PreTrainedConfig) -> Any:
-        # dynamo cannot trace a ContextVar, and what it compiles is never ours
-        override = None if torch.compiler.is_compiling() else _override.get()
+        # dynamo cannot trace a ContextVar, and what it traces is never ours; is_compiling() would also
+        # be true here while another thread compiles (torch 2.13)
+        override = None if torch.compiler.is_dynamo_compiling() else _override.get()
         if override is not None and id(config) in override.configs:
             return override.name
         return config._attn_implementation_internal

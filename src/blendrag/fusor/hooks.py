@@ -79,12 +79,14 @@ def under_way(cache: Cache) -> Iterator[None]:
 
 
 def is_under_way(cache: Cache) -> bool:
-    """Whether this thread runs the forward that was given ``cache``."""
-    return _cache_under_way.get() is cache
+    """Whether this thread runs the forward that was given ``cache``. Never while dynamo traces one."""
+    return not torch.compiler.is_dynamo_compiling() and _cache_under_way.get() is cache
 
 
 def carries(cache: Cache, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-    """Whether ``cache`` is among the arguments of a forward."""
+    """Whether ``cache`` is among the arguments of a forward. Never while dynamo traces one."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
     return any(value is cache for value in (*args, *(kwargs or {}).values()))
 
 

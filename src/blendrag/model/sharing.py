@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 T = TypeVar("T")
@@ -118,11 +119,13 @@ if hasattr(os, "register_at_fork"):
 
 
 def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """``hook`` where the calling thread runs the module; in other threads it does nothing."""
+    """``hook`` where the calling thread runs the module; elsewhere, and while dynamo traces it, nothing."""
     owner = threading.get_ident()
 
     @functools.wraps(hook)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        return hook(*args, **kwargs) if threading.get_ident() == owner else None
+        if torch.compiler.is_dynamo_compiling() or threading.get_ident() != owner:
+            return None
+        return hook(*args, **kwargs)
 
     return guarded
