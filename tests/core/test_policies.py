@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 import tiny
 from blendrag.errors import InvalidInputError
 from blendrag.fusor import Fusor
+from blendrag.fusor.rows import PromptRows, nested_rows
 from blendrag.model import ModelAdapter
 from blendrag.selection import POLICIES, LayerView, PromptGeometry, Schedule, boundary, make_policy
+from blendrag.selection.base import top
 from blendrag.selection.blend import BlendPolicy
 from blendrag.selection.places import candidates
 from core.lab import CANDIDATES, CHUNKS, IDS, LAYERS, exact_spans
@@ -233,3 +236,28 @@ def test_models_of_one_and_two_layers(name: str, layers: int) -> None:
     for spans in (exact_spans(adapter), []):
         logits, _, _ = tiny.fuse(Fusor(adapter), IDS, spans, name, 0.2, "constant")
         assert tiny.difference(logits[0, 0], expected) < 1e-4
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_rows_planned_at_once_are_those_chosen_layer_by_layer(data: st.DataObject) -> None:
+    """The reference is :meth:`SelectionPolicy.select`, asked for each layer with what is still alive."""
+    geometry = data.draw(geometries())
+    n = geometry.prompt_tokens
+    tokens = candidates(geometry, CPU)
+    always = np.setdiff1d(np.arange(n), tokens.numpy())
+    seed = data.draw(st.integers(0, 99))
+    worth = torch.rand(len(tokens), generator=torch.Generator().manual_seed(seed))
+    budgets = sorted(data.draw(st.lists(st.integers(0, len(tokens)), min_size=2)), reverse=True)
+    rank = np.argsort(np.argsort(-worth.numpy(), kind="stable"))
+    planned = nested_rows(PromptRows(n, CPU), always, tokens.numpy(), rank, budgets)
+    alive, arriving = tokens, torch.arange(n)
+    for budget, (rows, among, chosen) in zip(budgets, planned, strict=True):
+        alive = top(worth[torch.isin(tokens, alive)], alive, budget)
+        assert torch.equal(chosen, alive)
+        assert torch.equal(
+            rows.positions, torch.cat((torch.from_numpy(always), alive)).sort().values
+        )
+        if rows.count != len(arriving):
+            assert torch.equal(arriving[among], rows.positions)
+        arriving = rows.positions

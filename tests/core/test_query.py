@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
 from blendrag.config import DEFAULT_POLICY, UNCALIBRATED_SCHEDULE
@@ -207,3 +208,25 @@ def test_abandoned_in_the_scout_or_later_it_leaves_nothing_behind(
     assert adapter.stack.config._attn_implementation == own
     assert not adapter.stack.base._forward_pre_hooks
     assert torch.equal(tiny.stock(adapter.model, IDS), before)
+
+
+class Squares(TorchDispatchMode):
+    """How many tensors ``[…, N, N]`` operators returned."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            self.count += isinstance(tensor, torch.Tensor) and tensor.shape[-2:] == (N, N)
+        return out
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "cohere2"])
+def test_no_mask_of_the_whole_prompt_is_made_for_sliding_windows(name: str) -> None:
+    """At 32,000 tokens it would be one of a gigabyte."""
+    adapter = tiny.adapter(tiny.family(name))
+    fusor, spans = Fusor(adapter), exact_spans(adapter)
+    with Squares() as squares:
+        tiny.fuse(fusor, IDS, spans, "query", 0.3)
+    assert not squares.count
