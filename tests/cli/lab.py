@@ -79,11 +79,11 @@ def ingest_args(path: Path, model: Path | str, store: Path, *more: str) -> list[
     ]  # fmt: skip
 
 
-def invoke(*args: str) -> Result:
+def invoke(*args: str, stdin: str = "") -> Result:
     """The command in this process; a traceback fails the test."""
     settings.cache_clear()
     try:
-        result = CliRunner().invoke(app, list(args), prog_name="blendrag")
+        result = CliRunner().invoke(app, list(args), stdin, prog_name="blendrag")
     finally:
         settings.cache_clear()
     if result.exception is not None and not isinstance(result.exception, SystemExit):

@@ -40,7 +40,7 @@ class BlendVectorStore(SearchableStore):
 
     Args:
         embedding: LangChain's embeddings to take vectors from; the corpus's own embedder otherwise.
-        model, store, dtype, device, embedder, engine: as for :class:`ChatBlend`.
+        model, store, dtype, device, embedder, trust_remote_code, engine: as for :class:`ChatBlend`.
 
     Example:
         ```python
@@ -59,11 +59,12 @@ class BlendVectorStore(SearchableStore):
         dtype: str | None = None,
         device: str | None = None,
         embedder: str | None = None,
+        trust_remote_code: bool | None = None,
         engine: BlendEngine | None = None,
     ) -> None:
         named: dict[str, Any] = {
             "model": model, "store": store, "dtype": dtype, "device": device,
-            "embedder": embedder, "engine": engine,
+            "embedder": embedder, "trust_remote_code": trust_remote_code, "engine": engine,
         }  # fmt: skip
         fields = EngineFields(**{k: v for k, v in named.items() if v is not None})
         if isinstance(embedding, str):

@@ -51,6 +51,7 @@ def verify(
     dtype: options.Dtype = None,
     device: options.Device = None,
     lora: options.Lora = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
@@ -65,6 +66,7 @@ def verify(
         dtype or settings().dtype,
         device or settings().device,
         str(lora) if lora else None,
+        trust_remote_code,
     )
     result = run_gate(adapter)
     if json:

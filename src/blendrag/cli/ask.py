@@ -47,6 +47,7 @@ def ask(
     dtype: options.Dtype = None,
     device: options.Device = None,
     lora: options.Lora = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
@@ -61,6 +62,7 @@ def ask(
         dtype=dtype,
         device=device,
         lora=lora,
+        trust_remote_code=trust_remote_code,
     )
     from blendrag.engine import Options
 

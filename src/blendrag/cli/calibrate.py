@@ -54,6 +54,7 @@ def calibrate(
     dtype: options.Dtype = None,
     device: options.Device = None,
     lora: options.Lora = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
@@ -78,12 +79,13 @@ def calibrate(
         questions=_questions(questions),
     )
     engine = BlendEngine(
-        options.model_for(model, store),
+        options.model_for(model, store, trust_remote_code=trust_remote_code),
         store,
         embedder=embedder,
         dtype=dtype,
         device=device,
         lora=str(lora) if lora else None,
+        trust_remote_code=trust_remote_code,
     )
     with engine, SearchProgress() as progress:
         report = engine.calibrate(wanted, progress)

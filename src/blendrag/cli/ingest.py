@@ -42,6 +42,7 @@ def ingest(
     dtype: options.Dtype = None,
     device: options.Device = None,
     lora: options.Lora = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Count and estimate; write nothing.")
     ] = False,
@@ -64,6 +65,7 @@ def ingest(
         dtype=dtype,
         device=device,
         lora=lora,
+        trust_remote_code=trust_remote_code,
     )
     with engine:
         return _dry_run(engine, paths, json) if dry_run else _ingest(engine, paths, json)

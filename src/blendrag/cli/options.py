@@ -102,6 +102,13 @@ Device = Annotated[
 Lora = Annotated[
     Path | None, typer.Option("--lora", help="Directory of a PEFT adapter.", show_default=False)
 ]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Run Python files that come with --model or --embedder. Read them first.",
+    ),
+]
 RamBytes = Annotated[
     int | None,
     typer.Option(
@@ -204,15 +211,26 @@ def check_environment() -> None:
         ) from exc
 
 
-def model_for(model: str | None, store: Path | None, for_ingest: bool = False) -> str | None:
+def model_for(
+    model: str | None,
+    store: Path | None,
+    for_ingest: bool = False,
+    trust_remote_code: bool = False,
+) -> str | None:
     """The model asked for; else the one the store was ingested with; else ``None``.
 
-    An ingest is not bound to the model of a store that holds nothing yet.
+    An ingest is not bound to the model of a store that holds nothing yet. Raises
+    :class:`InvalidInputError` where code would be run of a model that only the store names.
     """
     from blendrag.config import settings
 
     if model is not None or "model" in settings().model_fields_set:
         return model
+    if trust_remote_code:
+        raise InvalidInputError(
+            "--trust-remote-code was given without --model, and a store does not choose whose code is "
+            "run; name the model, too"
+        )
     return _model_of(store if store is not None else settings().store, for_ingest)
 
 

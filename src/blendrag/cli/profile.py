@@ -55,6 +55,7 @@ def profile(
     dtype: options.Dtype = None,
     device: options.Device = None,
     lora: options.Lora = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
@@ -71,7 +72,9 @@ def profile(
     )
     make_policy(usual.policy)  # fail before any work
     require_plot(plot)
-    with engine_for(model, store, lora, dtype=dtype, device=device) as engine:
+    with engine_for(
+        model, store, lora, trust_remote_code=trust_remote_code, dtype=dtype, device=device
+    ) as engine:
         report = engine.profile(directories or (), again, Steps())
         _say(report)
         choice = _choice(engine, report.profile, listed, usual)

@@ -68,10 +68,12 @@ def engine_for(
     store: Path | None,
     lora: Path | None = None,
     for_ingest: bool = False,
+    trust_remote_code: bool = False,
     **given: Any,
 ) -> BlendEngine:
     """An engine with the model asked for, else with the store's own."""
     from blendrag.engine import BlendEngine
 
     adapter = str(lora) if lora else None
-    return BlendEngine(options.model_for(model, store, for_ingest), store, lora=adapter, **given)
+    model = options.model_for(model, store, for_ingest, trust_remote_code)
+    return BlendEngine(model, store, lora=adapter, trust_remote_code=trust_remote_code, **given)

@@ -48,6 +48,8 @@ class BlendEngine(Answering):
         ram_bytes, disk_bytes: limits of the store's tiers.
         encoding: how a store made by this engine's ingest keeps KV: native, int8 or fp8.
         lora: directory of a PEFT adapter to load onto the model.
+        trust_remote_code: run Python files that ``model`` or ``embedder`` brings in its directory or
+            repository. Read them first: they can do whatever you can.
 
     Thread-safe. Close it, or use it as a context manager; :meth:`drain` first if chunks missed by
     queries must be stored before.
@@ -77,6 +79,7 @@ class BlendEngine(Answering):
         disk_bytes: int | None = None,
         encoding: KVEncoding | None = None,
         read_only: bool = False,
+        trust_remote_code: bool = False,
     ) -> None:
         given = {
             "dtype": dtype, "device": device, "mode": mode, "policy": policy,
@@ -96,6 +99,7 @@ class BlendEngine(Answering):
             Wanted(prefix_text, encode_prefix, chunk_tokens, embedder, encoding),
             lora,
             read_only,
+            trust_remote_code,
         )
         self._worker = Worker("blendrag-engine")
         self.library = Library(self._resources, self._worker)

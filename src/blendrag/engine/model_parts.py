@@ -28,12 +28,20 @@ from blendrag.model.tokens import Tokens
 class ModelParts(OpenedParts):
     """A model given by name, loaded, or as its adapter."""
 
-    def __init__(self, model: Any, tokenizer: Any, settings: Settings, lora: str | None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        settings: Settings,
+        lora: str | None,
+        trust_remote_code: bool = False,
+    ) -> None:
         super().__init__()
         self._given_model = absolute_model(model) if isinstance(model, str | Path) else model
         self._given_tokenizer = tokenizer
         self.settings = settings
         self._lora = lora
+        self.trust_remote_code = trust_remote_code
         self._closed = False
 
     @property
@@ -55,7 +63,14 @@ class ModelParts(OpenedParts):
             return given
         if isinstance(given, str):
             self._refuse_closed()
-            load = partial(load_adapter, given, settings.dtype, settings.device, self._lora)
+            load = partial(
+                load_adapter,
+                given,
+                settings.dtype,
+                settings.device,
+                self._lora,
+                self.trust_remote_code,
+            )
             return loaded_once(self._loaded_as(given), load)
         if self._given_tokenizer is None:
             raise InvalidInputError(
@@ -68,7 +83,8 @@ class ModelParts(OpenedParts):
         """What tells two loaded models of the same name apart."""
         s, lora = self.settings, self._lora
         files = model_signature(name), model_signature(absolute_model(lora)) if lora else ""
-        return name, lora and absolute_model(lora), files, s.dtype, str(resolve_device(s.device))
+        where = str(resolve_device(s.device))
+        return name, lora and absolute_model(lora), files, s.dtype, where, self.trust_remote_code
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -85,7 +101,7 @@ class ModelParts(OpenedParts):
     def tokens(self) -> Tokens:
         """The model's tokenizers, without its weights where those are not loaded yet."""
         if not self.is_loaded:
-            return load_tokens(self._given_model)
+            return load_tokens(self._given_model, self.trust_remote_code)
         return self.adapter.tokens
 
     @opened

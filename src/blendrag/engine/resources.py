@@ -41,8 +41,9 @@ class Resources(ModelParts):
         wanted: Wanted,
         lora: str | None = None,
         read_only: bool = False,
+        trust_remote_code: bool = False,
     ) -> None:
-        super().__init__(model, tokenizer, settings, lora)
+        super().__init__(model, tokenizer, settings, lora, trust_remote_code)
         self.root = root
         self._wanted = wanted
         self.read_only = read_only
@@ -168,10 +169,10 @@ class Resources(ModelParts):
     def embedder(self) -> Embedder:
         manifest, given = self._settled(), self.settings.embedder
         if manifest is None:
-            return Embedder(given)
+            return Embedder(given, trust_remote_code=self.trust_remote_code)
         self._wanted.check_embedder(manifest, self.root)
         named = given if "embedder" in self.settings.model_fields_set else None
-        return embedder_of(manifest, self.root, named)
+        return embedder_of(manifest, self.root, named, self.trust_remote_code)
 
     def retriever(self) -> Retriever:
         return Retriever(self.require_corpus(), self.embedder)

@@ -32,12 +32,17 @@ def resolve_model(name: str) -> str:
 
 
 def load_adapter(
-    name: str = DEMO_MODEL, dtype: str = "auto", device: str = "auto", lora: str | None = None
+    name: str = DEMO_MODEL,
+    dtype: str = "auto",
+    device: str = "auto",
+    lora: str | None = None,
+    trust_remote_code: bool = False,
 ) -> ModelAdapter:
     """Load ``name`` (hub id, directory or ``demo``) and probe it.
 
     ``dtype``: ``auto`` (the checkpoint's, or float32 on a CPU without fast products in it) or a key of
-    :data:`blendrag.kv.DTYPES`; ``lora``: directory of a PEFT adapter.
+    :data:`blendrag.kv.DTYPES`; ``lora``: directory of a PEFT adapter; ``trust_remote_code``: run Python
+    files that the model's directory or repository brings.
     Raises :class:`ModelLoadError` or :class:`InvalidInputError`; what is raised when memory or disk run
     out passes as it is.
     """
@@ -49,8 +54,10 @@ def load_adapter(
     target = resolve_device(device)
     torch_dtype: Any = dtype if dtype == "auto" else DTYPES[dtype]
     with _mapped(lambda exc: _load_message(name, path, exc)):
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype)
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch_dtype, trust_remote_code=trust_remote_code
+        )
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     with _mapped(lambda exc: f"model {name!r} cannot be moved to {target}: {_first_line(exc)}"):
         model = model.to(target)
         model = widened(model, name) if dtype == "auto" else model
@@ -59,23 +66,24 @@ def load_adapter(
     return ModelAdapter(model, tokenizer, model_id=name)
 
 
-def load_tokens(name: str) -> Tokens:
-    """Only the tokenizers of ``name``; raises :class:`ModelLoadError`."""
+def load_tokens(name: str, trust_remote_code: bool = False) -> Tokens:
+    """Only the tokenizers of ``name``, as :func:`load_adapter` loads them; raises :class:`ModelLoadError`."""
     from transformers import AutoTokenizer
 
     path = resolve_model(name)
     with _mapped(lambda exc: _load_message(name, path, exc)):
-        return Tokens(AutoTokenizer.from_pretrained(path))
+        return Tokens(AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code))
 
 
 @lru_cache(maxsize=32)
-def load_context_tokens(name: str) -> int:
+def load_context_tokens(name: str, trust_remote_code: bool = False) -> int:
     """Context window of ``name`` in tokens, by its config alone; raises :class:`ModelLoadError`."""
     from transformers import AutoConfig
 
     path = resolve_model(name)
     with _mapped(lambda exc: _load_message(name, path, exc)):
-        return context_tokens_of(AutoConfig.from_pretrained(path))
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return context_tokens_of(config)
 
 
 def resolve_device(device: str) -> torch.device:
@@ -151,6 +159,13 @@ def _mapped(message: Callable[[Exception], str]) -> Iterator[None]:
 
 def _load_message(name: str, path: str, exc: Exception) -> str:
     why = _first_line(exc)
+    if "trust_remote_code" in str(
+        exc
+    ):  # transformers (5.17) says it in three lines, with a question
+        return (
+            f"model {name!r} needs Python files of its own, which blendrag does not run unasked; read them, "
+            "then allow them with trust_remote_code=True (--trust-remote-code)"
+        )
     if isinstance(exc, ImportError):
         return f"model {name!r} needs a package that is not installed: {why}"
     if Path(path).exists():

@@ -55,7 +55,7 @@ CALL_OPTIONS = {
 
 
 #: What a shared engine is found by.
-ENGINE_NAMES = ("model", "store", "dtype", "device", "embedder")
+ENGINE_NAMES = ("model", "store", "dtype", "device", "embedder", "trust_remote_code")
 
 #: A misspelt argument is an error. The frameworks' bases ignore it, and the last base wins in pydantic:
 #: wrappers repeat this line.
@@ -79,6 +79,8 @@ class EngineFields(BaseModel):
     device: str | None = None
     embedder: str | None = None
     """sentence-transformers model of a corpus yet to be ingested; a corpus remembers its own."""
+    trust_remote_code: bool | None = None
+    """Run Python files that ``model`` or ``embedder`` brings along. Read them first."""
     given_engine: Any = Field(default=None, alias="engine", exclude=True, repr=False)
     """``engine=``: a ``BlendEngine`` to share; instead of all the names above."""
     _name: EngineName | None = PrivateAttr(default=None)

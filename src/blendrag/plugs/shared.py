@@ -1,7 +1,8 @@
 """One engine for many wrappers, and the two ways to listen to it.
 
-Wrappers of the same :class:`EngineName` (model, store, dtype, device and embedder, those left out at
-their defaults) get the same :class:`BlendEngine`, so that an LLM and a retriever load the model once.
+Wrappers of the same :class:`EngineName` (model, store, dtype, device, embedder, trust_remote_code, those
+left out at their defaults) get the same :class:`BlendEngine`, so that an LLM and a retriever load the
+model once.
 What is made here lives until :func:`close_shared_engines` or the end of the process.
 """
 
@@ -34,6 +35,7 @@ class EngineName(NamedTuple):
     dtype: str
     device: str
     embedder: str
+    trust_remote_code: bool
 
 
 _engines: dict[EngineName, BlendEngine] = {}
@@ -59,9 +61,10 @@ def shared_engine(
     dtype: str | None = None,
     device: str | None = None,
     embedder: str | None = None,
+    trust_remote_code: bool | None = None,
 ) -> BlendEngine:
     """The process's engine of that name; ``None`` takes blendrag's settings. Loads no model yet."""
-    return engine_of(engine_name(model, store, dtype, device, embedder))
+    return engine_of(engine_name(model, store, dtype, device, embedder, trust_remote_code))
 
 
 def engine_name(
@@ -70,6 +73,7 @@ def engine_name(
     dtype: str | None = None,
     device: str | None = None,
     embedder: str | None = None,
+    trust_remote_code: bool | None = None,
 ) -> EngineName:
     """The name in full: ``None`` takes blendrag's settings, and directories are absolute."""
     defaults = settings()
@@ -79,6 +83,7 @@ def engine_name(
         dtype or defaults.dtype,
         device or defaults.device,
         embedder or defaults.embedder,
+        bool(trust_remote_code),
     )
 
 
@@ -103,6 +108,7 @@ def engine_of(name: EngineName) -> BlendEngine:
                 device=name.device,
                 # a corpus remembers its own: a default that nobody asked for must not be held against it
                 embedder=None if name.embedder == settings().embedder else name.embedder,
+                trust_remote_code=name.trust_remote_code,
             )
         return _engines[name]
 
@@ -149,7 +155,7 @@ def context_tokens(engine: BlendEngine) -> int:
     resources = engine.resources
     if resources.is_loaded:
         return resources.adapter.context_tokens
-    return load_context_tokens(resources.model_name)
+    return load_context_tokens(resources.model_name, resources.trust_remote_code)
 
 
 def close_shared_engines() -> None:

@@ -224,13 +224,17 @@ class Embedder:
             )
 
 
-def embedder_of(manifest: Manifest, root: Path, named: str | None) -> Embedder:
+def embedder_of(
+    manifest: Manifest, root: Path, named: str | None, trust_remote_code: bool = False
+) -> Embedder:
     """The embedder of the corpus at ``root``. ``named``: by the user, in this call.
+
+    ``trust_remote_code`` holds for an embedder that the user named, and for no other.
 
     Raises :class:`InvalidInputError` where only the store names it, and in a way that is not trusted.
     """
     if named is not None and same_embedder(named, manifest.embedder):
-        return Embedder(named)
+        return Embedder(named, trust_remote_code=trust_remote_code)
     if not manifest.embedder.startswith(GIVEN):
         check_recorded(manifest.embedder, root, "--embedder")
     return Embedder(manifest.embedder, recorded=True)

@@ -28,8 +28,8 @@ class BlendRetriever(BaseRetriever):
     ``excluded_llm_metadata_keys`` is changed. What came as a node (:class:`BlendVectorStore`) is that node.
 
     Args:
-        model, store, dtype, device, embedder: whose engine to use; shared with every wrapper of
-            these names. ``embedder`` is that of a corpus yet to be ingested.
+        model, store, dtype, device, embedder, trust_remote_code: whose engine to use; shared with every
+            wrapper of these names. ``embedder`` is that of a corpus yet to be ingested.
         engine: a ``BlendEngine``, instead of all these names.
         similarity_top_k: chunks to retrieve; ``None`` takes the engine's ``top_k``.
     """
@@ -42,6 +42,7 @@ class BlendRetriever(BaseRetriever):
         dtype: str | None = None,
         device: str | None = None,
         embedder: str | None = None,
+        trust_remote_code: bool | None = None,
         engine: BlendEngine | None = None,
         similarity_top_k: int | None = None,
         callback_manager: CallbackManager | None = None,
@@ -51,18 +52,13 @@ class BlendRetriever(BaseRetriever):
             raise InvalidInputError(
                 f"similarity_top_k is {similarity_top_k}, expected 1 or more; 6 is usual"
             )
+        names: dict[str, Any] = {
+            "model": model, "store": None if store is None else Path(store), "dtype": dtype,
+            "device": device, "embedder": embedder, "trust_remote_code": trust_remote_code,
+        }  # fmt: skip
         if engine is not None:
-            check_given(
-                engine, model=model, store=store, dtype=dtype, device=device, embedder=embedder
-            )
-        self._engine = EngineFields(
-            model=model,
-            store=None if store is None else Path(store),
-            dtype=dtype,
-            device=device,
-            embedder=embedder,
-            engine=engine,
-        )
+            check_given(engine, **names)
+        self._engine = EngineFields(**names, engine=engine)
         self.similarity_top_k = similarity_top_k
         super().__init__(callback_manager=callback_manager, verbose=verbose)
 
