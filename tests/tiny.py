@@ -123,6 +123,24 @@ def llama(seed: int = 0, **changes: Any) -> Any:
     return family("llama", seed, **{"initializer_range": 0.2, **changes})
 
 
+def large_biases(size: float = 300.0, values: float = 0.0, **changes: Any) -> Any:
+    """A Qwen2 whose first layer adds ``size`` to the channels of its keys that rotate least, as trained
+    ones do, and ``values`` to all channels of its values; what a token itself adds is about 1."""
+    given = {
+        "initializer_range": 0.2, "head_dim": 32, "use_sliding_window": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    }  # fmt: skip
+    model = family("qwen2", **{**given, **changes})
+    attention = model.model.layers[0].self_attn
+    with torch.no_grad():
+        keys = attention.k_proj.bias.view(
+            2, 2, -1
+        )  # heads, halves that rotate together, frequencies
+        keys[..., -1] = torch.tensor([[size, -size], [-size, size / 2]])
+        attention.v_proj.bias.fill_(values)
+    return model
+
+
 TEXT = """
 The quick brown fox jumps over the lazy dog near the river bank, where it was built in the year
 1874 by the company that later moved its works to the harbour. They kept the old name, and the

@@ -10,6 +10,10 @@ Each layer is classified by comparing the keys the model computes for the same t
 * keys equal the model's own rotary applied by Δ → **rotary**;
 * keys equal unchanged → **position-free** (NoPE layers, ALiBi);
 * neither, or values differ → the model cannot be blended.
+
+A kind is accepted where its keys are off by no more than noise in every dimension
+(:mod:`blendrag.kv_compare`) and the other kind's are off by far more. Keys with large biases are why:
+where rotation hardly turns a bias, keys of either kind look alike in a norm over all dimensions.
 """
 
 from __future__ import annotations
@@ -24,14 +28,17 @@ import torch
 from torch import nn
 
 from blendrag.errors import UnsupportedModelError
+from blendrag.kv_compare import NOISE, Misfit, content, magnitude, misfit
 
 LayerKind = Literal["rotary", "position-free"]
 RotaryApply = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+#: K and V ``[Hkv, n, D]`` of every layer.
+LayersKV = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 #: Offsets the probe tries: a small one, and one that turns the slow frequencies too.
 PROBE_OFFSETS = (7, 1531)
-#: Relative error of keys and values that counts as equal; wrong rotations miss by order 1.
-TOLERANCE = {torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+#: The kind of a layer must fit this many times better than the other one.
+MARGIN = 4.0
 
 
 @dataclass(frozen=True)
@@ -114,7 +121,8 @@ def apply_rotary(apply: RotaryApply | None, keys: torch.Tensor, table: RotaryTab
 
 
 def classify(
-    keys_at: Callable[[int], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]],
+    kv_at: Callable[[int], LayersKV],
+    other_tokens: LayersKV,
     attentions: Sequence[nn.Module],
     rotary: nn.Module | None,
     layer_types: Sequence[str],
@@ -123,66 +131,86 @@ def classify(
 ) -> Repositioner:
     """Probe every layer and return the model's :class:`Repositioner`.
 
-    ``keys_at(Δ)`` prefills the same few tokens at positions Δ… and returns per layer K and V
-    ``[Hkv, n, D]``; it is asked for 0 and for each of ``offsets``. Raises
+    ``kv_at(Δ)`` prefills the same few tokens at positions Δ…; it is asked for 0 and for each of
+    ``offsets``. ``other_tokens`` is the KV of as many different tokens at positions 0…. Raises
     :class:`UnsupportedModelError` naming the first layer that is neither rotary nor position-free.
     """
-    base_keys, base_values = keys_at(0)
-    shifted = [(delta, *keys_at(delta)) for delta in offsets]
+    base_keys, base_values = kv_at(0)
+    shifted = [(delta, *kv_at(delta)) for delta in offsets]
+    other_keys, other_values = other_tokens
     apply = _module_function(attentions[0], "apply_rotary_pos_emb")
     takes_type = rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
-    tolerance = TOLERANCE.get(dtype, 6e-2)
     kinds: list[LayerKind] = []
     names = [layer_types[i] if takes_type else "" for i in range(len(attentions))]
     for i, name in enumerate(names):
+        says = content(base_values[i], other_values[i])
         for delta, _, values in shifted:
-            if not _close(values[i], base_values[i], tolerance):
+            if not _misfit(values[i], base_values[i], says, dtype).fits:
                 raise UnsupportedModelError(
                     f"the values of layer {i} change with position ({delta} tokens further on), so its "
                     "stored KV cannot be reused elsewhere; use mode full"
                 )
-        kind = _kind_of_layer(base_keys[i], shifted, i, name, rotary, apply, tolerance)
-        kinds.append(kind)
+        says = content(base_keys[i], other_keys[i])
+        moved = [(delta, keys[i]) for delta, keys, _ in shifted]
+        kinds.append(_kind_of_layer(base_keys[i], moved, says, i, name, rotary, apply, dtype))
     return Repositioner(kinds, names, rotary, apply)
 
 
 def _kind_of_layer(
     base: torch.Tensor,
-    shifted: Sequence[tuple[int, Sequence[torch.Tensor], Sequence[torch.Tensor]]],
+    shifted: Sequence[tuple[int, torch.Tensor]],
+    says: torch.Tensor,
     layer: int,
     name: str,
     rotary: nn.Module | None,
     apply: RotaryApply | None,
-    tolerance: float,
+    dtype: torch.dtype,
 ) -> LayerKind:
-    if all(_close(keys[layer], base, tolerance) for _, keys, _ in shifted):
-        return "position-free"
+    """The kind that explains the keys at every offset, and far better than the other one does."""
+    free = [_misfit(keys, base, says, dtype, delta) for delta, keys in shifted]
+    turned: list[Misfit] = []
     if rotary is not None and apply is not None:
-        turned = []
-        for delta, keys, _ in shifted:
+        for delta, keys in shifted:
             offsets = torch.full((base.shape[-2],), delta, device=base.device)
             try:
                 moved = apply_rotary(apply, base, rotary_table(rotary, name, offsets))
             except (RuntimeError, TypeError, ValueError, AttributeError):
+                turned = []
                 break
-            turned.append(_close(keys[layer], moved, tolerance))
-        if turned and all(turned) and len(turned) == len(shifted):
-            return "rotary"
+            turned.append(_misfit(keys, moved, says, dtype, delta))
+    if _explains(free, turned):
+        return "position-free"
+    if turned and _explains(turned, free):
+        return "rotary"
     raise UnsupportedModelError(
         f"the keys of layer {layer} change with position in a way that is not the model's own rotary "
         "embedding, so they cannot be moved; use mode full"
     )
 
 
-def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
-    """Relative error in the root mean square.
+def _explains(kind: Sequence[Misfit], other: Sequence[Misfit]) -> bool:
+    """Whether ``kind`` fits at every offset, and :data:`MARGIN` times better than ``other``."""
+    if not all(each.fits for each in kind):
+        return False
+    worst = max(each.overall for each in kind)
+    return not other or max(each.overall for each in other) >= MARGIN * worst
 
-    Not of the worst element: at far positions a low-precision table is rounded coarsely, and a
-    trained, sharp attention turns that into a large error of a few values. A wrong rotation, or values
-    that know their position, differ all over.
+
+def _misfit(
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    says: torch.Tensor,
+    dtype: torch.dtype,
+    offset: int = 0,
+) -> Misfit:
+    """The error of K or V ``[Hkv, n, D]`` in units of noise, and of rounding numbers that large.
+
+    The model's table rounds angles to float32, so at far positions that counts too.
     """
-    scale = max(float(b.float().norm()), 1e-6)
-    return float((a.float() - b.float()).norm()) <= tolerance * scale
+    rounding = max(torch.finfo(dtype).eps, offset * torch.finfo(torch.float32).eps)
+    noise = NOISE.get(dtype, NOISE[torch.bfloat16])
+    allowed = noise * says + rounding * magnitude(actual, expected)
+    return misfit(actual, expected, allowed)
 
 
 def _module_function(attention: nn.Module, name: str) -> RotaryApply | None:

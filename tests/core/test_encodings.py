@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import tiny
 from blendrag.config import settings
 from blendrag.engine import BlendEngine, Options
+from blendrag.engine.trust import _alike, _encoded
 from blendrag.errors import InvalidInputError
 from blendrag.identity import chunk_key
 from blendrag.kv import ChunkKV
@@ -283,6 +285,59 @@ def test_a_kept_probe_of_other_kv_is_noticed_in_any_encoding(
         assert "computes other KV" in caplog.text
         engine.ingest(DOCUMENTS)
         assert engine.generate(prompt(engine), REUSE).metrics.reused_tokens > 0
+
+
+WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "no keys": lambda kv: torch.stack((0 * kv[0], kv[1])),
+    "no values": lambda kv: torch.stack((kv[0], 0 * kv[1])),
+    "values of other tokens": lambda kv: torch.stack((kv[0], kv[1].flip(1))),
+    "keys of other tokens": lambda kv: torch.stack((kv[0].flip(1), kv[1])),
+    "values of other heads": lambda kv: torch.stack((kv[0], kv[1].flip(0))),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("encoding", ["native", *CODECS])
+def test_a_kept_probe_of_other_kv_is_noticed_behind_large_key_biases(
+    encoding: str, wrong: str
+) -> None:
+    adapter = tiny.adapter(tiny.large_biases().to(torch.bfloat16))
+    kv = adapter.encode((0,), list(range(3, 35)))
+    kv = replace(kv, layout=kv.layout.encoded(encoding))
+    assert _alike(kv, kept(kv)), "what is computed again"
+    noise = torch.Generator().manual_seed(1)
+    nearly = [
+        (layer + 0.02 * torch.randn(layer.shape, generator=noise)).to(layer.dtype)
+        for layer in kv.layers
+    ]
+    assert _alike(kv, kept(replace(kv, layers=nearly))), "another kernel's rounding"
+    layers = [WRONG[wrong](layer) if i == 0 else layer for i, layer in enumerate(kv.layers)]
+    assert not _alike(kv, kept(replace(kv, layers=layers)))
+
+
+@pytest.mark.parametrize("wrong", ["no values", "values of other tokens"])
+def test_stored_kv_of_other_values_is_not_used_behind_large_key_biases(
+    wrong: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny.large_biases().to(torch.bfloat16)
+    with tiny.engine(model, tmp_path / "s") as engine:
+        engine.ingest(DOCUMENTS[:1])
+        used = engine.resources
+        trust, namespace = used.trust, used.trust.namespace
+        kv = trust.encode(namespace, trust._probe_ids(), used.prefix_ids)
+        key = trust._probe_key(namespace)
+        used.store.delete(namespace, key)
+        layers = [WRONG[wrong](kv.layers[0]), *kv.layers[1:]]
+        used.store.put(namespace, key, replace(kv, layers=layers))
+    with tiny.engine(model, tmp_path / "s") as engine:
+        answer = engine.generate(tiny.chunk_texts(engine, 0)[0], REUSE)
+        assert answer.metrics.reused_tokens == 0
+        assert "computes other KV" in caplog.text
+
+
+def kept(kv: ChunkKV) -> tiny.Held:
+    """A reader over ``kv`` as a store in its encoding gives it back."""
+    return tiny.Held(replace(kv, layers=list(_encoded(kv))))
 
 
 def test_the_gate_judges_the_model_over_native_kv_whatever_the_store_keeps(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.errors import UnsupportedModelError
+from blendrag.fusor import attention
 from blendrag.fusor import rows as rows_module
 from blendrag.model import ModelAdapter
 from blendrag.positions import Repositioner
@@ -66,6 +69,12 @@ def test_gate_passes_with_eager_attention(name: str) -> None:
     assert not result.fast_attention
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_gate_passes_with_large_key_biases(dtype: torch.dtype) -> None:
+    result = verify(tiny.adapter(tiny.large_biases().to(dtype)))
+    assert result.blendable, result.reason
+
+
 # -- the gate sees what is wrong ----------------------------------------------------------------
 
 
@@ -107,6 +116,42 @@ def test_a_gate_that_cannot_see_a_disturbance_says_so(monkeypatch: pytest.Monkey
     result = verify(adapter)
     assert result.verdict == "refused"
     assert "disturb" in result.reason
+
+
+def test_values_that_hardly_matter_are_not_made_to_matter_by_large_key_biases() -> None:
+    model = tiny.large_biases()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(1e-4)
+    result = verify(tiny.adapter(model))
+    assert result.verdict == "refused"
+    assert "cannot see a wrong KV" in result.reason
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_keys_left_where_they_were_are_noticed_behind_large_biases(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = tiny.adapter(tiny.large_biases().to(dtype))
+    monkeypatch.setattr(Repositioner, "rotate_", lambda self, keys, layer, tables: None)
+    assert "changes logits" in verify(adapter).reason
+
+
+def test_a_wrong_attention_is_noticed_behind_one_channel_far_larger_than_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny.family("starcoder2")
+    with torch.no_grad():
+        model.model.norm.bias[3] = 1e5
+    stack = tiny.adapter(model).stack
+    assert attention.serves(stack)
+    right = attention.blend_attention
+
+    def wrong(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        return 0.5 * right(*args, **kwargs)[0], None
+
+    monkeypatch.setattr(attention, "blend_attention", wrong)
+    assert not attention.serves(stack)
 
 
 def test_nan_weights_are_refused_and_never_pass_a_comparison() -> None:

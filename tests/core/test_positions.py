@@ -10,6 +10,7 @@ import torch
 import tiny
 from blendrag.engine import Options
 from blendrag.errors import UnsupportedModelError
+from blendrag.kv_compare import content, magnitude, misfit
 from blendrag.model import ModelAdapter
 from blendrag.positions import PROBE_OFFSETS, apply_rotary, rotary_table
 
@@ -170,6 +171,121 @@ def test_an_error_of_the_models_own_function_is_not_taken_for_partial_rotary() -
     tables = adapter.repositioner.tables(torch.arange(3))
     with pytest.raises(RuntimeError, match="boom"):
         apply_rotary(broken, torch.randn(2, 3, 8), tables[""])
+
+
+# -- keys and values with large biases ----------------------------------------------------------
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_with_large_biases_are_rotary(dtype: torch.dtype) -> None:
+    adapter = tiny.adapter(tiny.large_biases().to(dtype))
+    assert adapter.refusal is None, adapter.refusal
+    assert set(adapter.repositioner.kinds) == {"rotary"}
+    keys = keys_at(adapter, 0)[0].float()
+    moved = keys_at(adapter, 7)[0].float()
+    assert float((moved - keys).norm() / keys.norm()) < 6e-2  # a norm over all sees no rotation
+
+
+def test_keys_with_large_biases_and_no_rotary_are_position_free() -> None:
+    model = tiny.large_biases()
+
+    def unturned(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        cos, sin = kwargs["position_embeddings"]
+        table = torch.ones_like(cos), torch.zeros_like(sin)
+        return args, {**kwargs, "position_embeddings": table}
+
+    model.model.layers[0].self_attn.register_forward_pre_hook(unturned, with_kwargs=True)
+    kinds = tiny.adapter(model.to(torch.bfloat16)).repositioner.kinds
+    assert kinds == ("position-free", "rotary", "rotary", "rotary")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("speed", [0.5, 1.1, 2.0])
+def test_a_wrong_rotation_behind_large_biases_is_refused(dtype: torch.dtype, speed: float) -> None:
+    model = tiny.large_biases()
+
+    def turned(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        cos, sin = kwargs["position_embeddings"]
+        angles = speed * torch.outer(positions[0], model.model.rotary_emb.inv_freq.float())
+        angles = torch.cat((angles, angles), -1)[None]
+        table = angles.cos().to(cos.dtype), angles.sin().to(sin.dtype)
+        return args, {**kwargs, "position_embeddings": table}
+
+    positions = seen_positions(model)
+    model.model.layers[0].self_attn.register_forward_pre_hook(turned, with_kwargs=True)
+    refusal = tiny.adapter(model.to(dtype)).refusal
+    assert refusal is not None
+    assert refusal.startswith("the keys of layer 0 change with position")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["k_proj", "v_proj"])
+def test_what_changes_with_position_behind_large_biases_is_refused(
+    dtype: torch.dtype, name: str
+) -> None:
+    model = tiny.large_biases(values=300.0)
+    positions = seen_positions(model)
+    project = getattr(model.model.layers[0].self_attn, name)
+    project.register_forward_hook(
+        lambda module, args, out: out + (positions[0].cos() * 2)[:, None].to(out.dtype)
+    )
+    refusal = tiny.adapter(model.to(dtype)).refusal
+    assert refusal is not None
+    assert "of layer 0 change with position" in refusal
+
+
+def seen_positions(model: Any) -> list[torch.Tensor]:
+    """What the forward under way has as positions ``[n]``, float32, as the only item."""
+    seen: list[torch.Tensor] = []
+
+    def look(module: Any, args: Any) -> None:
+        seen[:] = [args[1][0].float()]
+
+    model.model.rotary_emb.register_forward_pre_hook(look)
+    return seen
+
+
+def test_a_misfit_is_what_a_loop_over_channels_finds() -> None:
+    torch.manual_seed(0)
+    tensor, others, error = torch.randn(3, 2, 6, 4)  # [H, n, D]
+    allowed = 0.1 * content(tensor, others) + 0.01 * magnitude(tensor)
+    channels = []
+    for d in range(4):
+        of_heads = []
+        for h in range(2):
+            says = sum(float(x) ** 2 / 2 for x in tensor[h, :, d] - others[h, :, d]) / 6
+            largest = max(abs(float(x)) for x in tensor[h, :, d])
+            off = sum(float(x) ** 2 for x in error[h, :, d]) / 6
+            of_heads.append(off / (0.1 * says**0.5 + 0.01 * largest) ** 2)
+        channels.append(sum(of_heads) / 2)
+    found = misfit(tensor + error, tensor, allowed)
+    assert found.overall == pytest.approx((sum(channels) / 4) ** 0.5, rel=1e-4)
+    assert found.worst_channel == pytest.approx(max(channels) ** 0.5, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("error", "fits"), [(0.0, True), (0.9, True), (1.1, False), (float("nan"), False)]
+)
+def test_an_error_fits_up_to_what_is_allowed(error: float, fits: bool) -> None:
+    tensor = torch.randn(2, 8, 64)
+    assert misfit(tensor + error, tensor, torch.ones(2, 1, 64)).fits == fits
+
+
+def test_no_channel_may_be_off_by_far_more_than_the_others() -> None:
+    tensor = torch.randn(2, 8, 4096)
+    one = tensor.clone()
+    one[..., 5] += 11.0
+    found = misfit(one, tensor, torch.ones(2, 1, 4096))
+    assert found.overall < 1.0
+    assert not found.fits
+
+
+def test_channels_that_are_always_zero_fit() -> None:
+    zeros = torch.zeros(2, 8, 4)
+    assert misfit(zeros, zeros, torch.zeros(2, 1, 4)).fits
+    assert not misfit(zeros + 1, zeros, torch.zeros(2, 1, 4)).fits
 
 
 # -- tables that depend on the length -----------------------------------------------------------

@@ -7,26 +7,29 @@ those whose namespace the KV goes into? Everything an engine stores is encoded h
 
 from __future__ import annotations
 
+import ctypes
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from blendrag.errors import CorruptKVError, IdentityChangedError, UnsupportedModelError
 from blendrag.identity import NATIVE_ENCODING, chunk_key
 from blendrag.kv import ChunkKV
+from blendrag.kv_compare import content, magnitude, misfit
 from blendrag.model.adapter import ModelAdapter
 from blendrag.store import KVReader, KVStore
-from blendrag.store.encodings import RELATIVE_ERROR
+from blendrag.store.encodings import codec_of, staging_of
 from blendrag.verify import Verification, remember, remembered, verify
 
 log = logging.getLogger(__name__)
 
 #: Tokens of the entry by which a namespace is recognised as still computing the same KV.
 PROBE_TOKENS = 32
-#: Largest difference to the stored probe, relative to its largest value.
+#: Largest difference to the stored probe, relative to how much a channel differs from token to token.
 PROBE_TOLERANCE = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
 
 
@@ -115,8 +118,7 @@ class Trust:
             return False
         try:
             now = self.encode(namespace, ids, self._prefix_ids())
-            tolerance = PROBE_TOLERANCE[layout.dtype] + RELATIVE_ERROR[layout.encoding]
-            if _alike(now, reader, tolerance):
+            if _alike(now, reader):
                 return True
         except CorruptKVError:
             self._warn("the KV kept to check it by is damaged")
@@ -179,12 +181,35 @@ class Trust:
         self._standing.setdefault(namespace, True)
 
 
-def _alike(now: ChunkKV, reader: KVReader, tolerance: float) -> bool:
-    """Raises :class:`CorruptKVError` for bytes that are not those that were put."""
-    for i, layer in enumerate(now.layers):
+def _alike(now: ChunkKV, reader: KVReader) -> bool:
+    """Whether K and V each are what was stored, channel by channel, but for noise and the encoding's error.
+
+    Raises :class:`CorruptKVError` for bytes that are not those that were put.
+    """
+    for i, (layer, encoded) in enumerate(zip(now.layers, _encoded(now), strict=True)):
         stored = torch.empty_like(layer)
         reader.read_layer(i, stored)
-        scale = max(float(layer.float().abs().max()), 1e-6)
-        if float((stored.float() - layer.float()).abs().max()) > tolerance * scale:
-            return False
+        for kind in range(2):  # K, V
+            fresh, there, kept = layer[kind], encoded[kind], stored[kind]  # [Hkv, T, D]
+            lost = (there.float() - fresh.float()).square().mean(-2, keepdim=True).sqrt()
+            noise = PROBE_TOLERANCE[now.layout.dtype] * content(fresh, fresh.roll(1, -2))
+            rounding = torch.finfo(fresh.dtype).eps * magnitude(fresh, kept)
+            if not misfit(kept, there, noise + rounding + lost).fits:
+                return False
     return True
+
+
+def _encoded(kv: ChunkKV) -> Iterator[torch.Tensor]:
+    """The layers of ``kv`` as its store would give them back."""
+    codec, staging = codec_of(kv.layout), staging_of(kv.layout, kv.tokens)
+    for i, layer in enumerate(kv.layers):
+        if codec is None or staging is None:
+            yield layer
+            continue
+        stored, out = codec.encode(i, layer), torch.empty_like(layer)
+
+        def fill(room: Any, stored: torch.Tensor = stored) -> None:
+            ctypes.memmove(room, stored.data_ptr(), stored.numel())
+
+        staging.read(i, fill, out)
+        yield out

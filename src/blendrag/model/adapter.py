@@ -27,7 +27,7 @@ from blendrag.model.layout import layout_of
 from blendrag.model.placement import check_placement, input_device
 from blendrag.model.sharing import lock_of
 from blendrag.model.tokens import Tokens
-from blendrag.positions import PROBE_OFFSETS, Repositioner, classify
+from blendrag.positions import PROBE_OFFSETS, LayersKV, Repositioner, classify
 
 PROBE_TOKENS = 8
 
@@ -238,14 +238,15 @@ class ModelAdapter:
             ) from exc
         self._layout = layout_of(first, len(stack.layers), PROBE_TOKENS, type(self.model).__name__)
 
-        def keys_at(offset: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        def kv_at(offset: int, ids: Sequence[int] = ids) -> LayersKV:
             cache = self.prefill_at(ids, offset)
             return [la.keys[0] for la in cache.layers], [la.values[0] for la in cache.layers]
 
         # Beyond its table a learned position does not exist, and a length-dependent one changes.
         reach = (self.blend_limit_tokens or self.context_tokens) - PROBE_TOKENS
         self._repositioner = classify(
-            keys_at,
+            kv_at,
+            kv_at(0, [(5 + 97 * i) % vocab for i in range(PROBE_TOKENS)]),
             stack.attentions,
             stack.rotary,
             stack.layer_types,

@@ -4,7 +4,9 @@ r = 1.0 alone proves nothing, for no loaded KV is read there. So, on the model a
 
 a. a prompt's KV computed at an offset, re-positioned to 0, a random non-contiguous fifth of its rows
    recomputed from layer 1 on: logits of those rows equal a stock prefill's;
-b. the same with the loaded values disturbed must differ, or the test sees nothing;
+b. the same with the loaded values disturbed must differ, or the test sees nothing. Each channel is
+   disturbed by what it says about its tokens, so that large biases make no disturbance larger. Keys
+   are left alone: where attention is nearly even, they hardly matter;
 c. both on a prompt at least twice the smallest sliding window;
 d. r = 1.0 through the scatter and explicit-mask path, and greedy decoding over it, equal stock.
 
@@ -21,6 +23,7 @@ import torch
 from blendrag.errors import CorruptKVError, UnsupportedModelError
 from blendrag.fusor import BlendRequest, Fusor
 from blendrag.kv import ChunkKV
+from blendrag.kv_compare import content
 from blendrag.loader import LoadedSpan
 from blendrag.model.adapter import ModelAdapter
 from blendrag.selection import LayerView, Schedule, SelectionPolicy, make_policy
@@ -53,7 +56,7 @@ class FixedRows(SelectionPolicy):
 
 
 class HeldKV:
-    """A reader over KV in memory, disturbed if asked; what the store would have given back."""
+    """A reader over KV in memory, its values disturbed if asked; what the store would have given back."""
 
     key = "0" * 64
     tier = "memory"
@@ -148,7 +151,7 @@ def _judge(
         )
     if not perturbed > max(NOTICED * scale, 2 * subset):
         return (
-            f"disturbing the loaded KV moves logits by only {perturbed:.3g}, so the check cannot see "
+            f"disturbing the loaded values moves logits by only {perturbed:.3g}, so the check cannot see "
             "a wrong KV; use mode full"
         )
     if not full <= tolerance:
@@ -233,8 +236,11 @@ def _spread(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _disturbed(layer: torch.Tensor, size: float, generator: torch.Generator) -> torch.Tensor:
-    noise = torch.randn(layer.shape, generator=generator, dtype=torch.float32)
-    return (layer.float() + size * layer.float().std() * noise).to(layer.dtype)
+    """``layer`` ``[2, Hkv, T, D]`` with noise added to its values."""
+    keys, values = layer
+    noise = torch.randn(values.shape, generator=generator, dtype=torch.float32)
+    noise *= size * content(values, values.roll(1, -2))
+    return torch.stack((keys, (values.float() + noise).to(layer.dtype)))
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
