@@ -93,6 +93,12 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_page(folder, kept(folder / "results"), RUNS, "query", "constant")
 
 
+def test_what_was_written_by_hand_of_other_models_is_on_the_page(tmp_path: Path) -> None:
+    (tmp_path / "quality").mkdir()
+    (tmp_path / "quality" / "real-models.md").write_text("## Real models\n", encoding="utf-8")
+    assert write_page(tmp_path, {}).read_text(encoding="utf-8").endswith("## Real models\n")
+
+
 def test_equal_results_give_an_equal_page_and_equal_pictures(tmp_path: Path, page: Path) -> None:
     again = write_page(tmp_path, kept(tmp_path / "results"), RUNS, "query", "constant")
     assert again.read_bytes() == page.read_bytes()

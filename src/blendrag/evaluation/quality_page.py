@@ -32,6 +32,8 @@ from blendrag.evaluation.runs import (
 from blendrag.evaluation.tables import ALL, Row, kind_table, kinds_of, way_table
 
 PAGE = "quality.md"
+#: Written by hand, beside the results: what was measured on models that this repository does not have.
+REAL_MODELS = "real-models.md"
 
 INTRODUCTION = """# Quality
 
@@ -75,7 +77,9 @@ def write_page(
 
     Runs without result are left out. Raises :class:`InvalidInputError` where matplotlib is missing.
     """
+    real = directory / FOLDER / REAL_MODELS
     parts = [INTRODUCTION.format(folder=FOLDER, nothing="–")]
+    parts += [real.read_text(encoding="utf-8")] if real.is_file() else []
     there = [run for run in runs if run.name in results]
     tables = [results[run.name].rows for run in there]
     if table := reached_table(tables, policy, schedule):
