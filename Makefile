@@ -80,6 +80,7 @@ bench-all: bench ## compiled prefill, sweeps, trace, throughput, load, auto: doc
 	  case $$factor in geometry) on= ;; *) on="--geometry $(GEOMETRY)" ;; esac; \
 	  $(call measure,sweep-$$factor,sweep $$on --factor $$factor $(BENCH_ARGS)) || exit 1; \
 	done
+	$(call measure,overhead,overhead)
 	$(call measure,trace,trace --geometry $(GEOMETRY) --out build/bench/timeline.json $(BENCH_ARGS))
 	$(call measure,throughput,throughput --geometry $(GEOMETRY) $(BENCH_ARGS))
 	$(call measure,load,load --geometry $(GEOMETRY) $(LOAD_ARGS))
