@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 import time
@@ -190,6 +191,12 @@ def test_json_has_null_for_what_is_no_number(capsys: pytest.CaptureFixture[str])
     assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
         "a": None, "b": [1.5, [None]], "c": {"d": None}, "e": True,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("library", ["torchao", "torch.utils._pytree"])
+def test_libraries_warn_only_with_verbose(model_dir: Path, library: str) -> None:
+    assert invoke("verify", str(model_dir)).exit_code == 0
+    assert not logging.getLogger(library).isEnabledFor(logging.WARNING)
 
 
 def test_verify_passes_a_llama(model_dir: Path) -> None:

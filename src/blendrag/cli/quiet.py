@@ -16,7 +16,10 @@ _SILENT = {
     "HF_HUB_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
 }
-_CHATTY = ("transformers", "sentence_transformers", "huggingface_hub", "peft", "torch", "faiss")
+_CHATTY = (
+    "transformers", "sentence_transformers", "huggingface_hub", "peft", "torch", "faiss",
+    "torchao", "torch.utils._pytree",  # torchao 0.18 warns at every import, about GPU kernels and its enums
+)  # fmt: skip
 
 
 class _Echo(logging.Handler):
