@@ -57,10 +57,12 @@ lint: $(READY) ## style, types, layers
 
 # Into build/bench/NAME.json, which is whole or not there; from all that are there, docs/performance.md.
 # Further arguments: make bench GEOMETRY=tiny BENCH_ARGS="--chunks 2 --chunk-tokens 64". They are of all benches
-# but load, which counts no --rounds, and auto, which has no --ratio and no --tier: LOAD_ARGS and AUTO_ARGS.
+# but load, which counts no --rounds, auto, which has no --ratio and no --tier, and overhead, which has
+# no --tier: LOAD_ARGS, AUTO_ARGS and OVERHEAD_ARGS.
 BENCH_ARGS ?=
 LOAD_ARGS  ?=
 AUTO_ARGS  ?=
+OVERHEAD_ARGS ?=
 measure = mkdir -p build/bench && $(BIN)/blendrag bench $(2) --json > build/bench/$(1).part \
   && mv build/bench/$(1).part build/bench/$(1).json
 page = $(BIN)/python -m blendrag.bench.page --from build/bench --out docs
@@ -80,7 +82,7 @@ bench-all: bench ## compiled prefill, sweeps, trace, throughput, load, auto: doc
 	  case $$factor in geometry) on= ;; *) on="--geometry $(GEOMETRY)" ;; esac; \
 	  $(call measure,sweep-$$factor,sweep $$on --factor $$factor $(BENCH_ARGS)) || exit 1; \
 	done
-	$(call measure,overhead,overhead)
+	$(call measure,overhead,overhead $(OVERHEAD_ARGS))
 	$(call measure,trace,trace --geometry $(GEOMETRY) --out build/bench/timeline.json $(BENCH_ARGS))
 	$(call measure,throughput,throughput --geometry $(GEOMETRY) $(BENCH_ARGS))
 	$(call measure,load,load --geometry $(GEOMETRY) $(LOAD_ARGS))

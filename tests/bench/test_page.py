@@ -309,6 +309,7 @@ def test_what_make_measures_takes_the_further_arguments_it_is_given() -> None:
         "BENCH_ARGS": "--rounds 3 --ratio 0.2 --tier disk",
         "LOAD_ARGS": "--requests 20",
         "AUTO_ARGS": "--rounds 3 --min-ratio 0.2",
+        "OVERHEAD_ARGS": "--rounds 3",
     }
     planned = subprocess.run(
         ["make", "-n", "bench-all", *(f"{name}={args}" for name, args in further.items())],
@@ -318,7 +319,8 @@ def test_what_make_measures_takes_the_further_arguments_it_is_given() -> None:
     commands = re.findall(r"/blendrag (bench .*?) --json >", planned.stdout.replace("\\\n", " "))
     assert {command.split()[1] for command in commands} == set(RESULTS)
     for command in commands:
-        named = {"load": "LOAD_ARGS", "auto": "AUTO_ARGS"}.get(command.split()[1], "BENCH_ARGS")
+        own = {"load": "LOAD_ARGS", "auto": "AUTO_ARGS", "overhead": "OVERHEAD_ARGS"}
+        named = own.get(command.split()[1], "BENCH_ARGS")
         assert command.endswith(f" {further[named]}")
         typed = command.replace("$on", "").replace("$factor", "ratio")  # of the loop over factors
         shown = invoke(*shlex.split(typed), "--help")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import tiny
-from blendrag.engine import BlendEngine, Options
+from blendrag.engine import BlendEngine, Options, trust
 from blendrag.errors import UnsupportedModelError
 from blendrag.fusor import attention
 from blendrag.fusor import rows as rows_module
@@ -204,3 +206,16 @@ def test_refused_model_answers_in_mode_full_only(name: str, tmp_path) -> None:
             with pytest.raises(UnsupportedModelError, match="use mode full"):
                 engine.generate("hello there", Options(mode=mode, max_new_tokens=4))
         assert engine.verify().verdict == "refused"
+
+
+def test_a_gate_that_takes_long_says_so_before_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(trust, "ANNOUNCED_S", 0.0)
+    with (
+        tiny.engine(tiny.llama(), tmp_path / "s") as engine,
+        caplog.at_level("WARNING", "blendrag"),
+    ):
+        engine.ingest([tiny.document(0)])
+    (said,) = [r.getMessage() for r in caplog.records if "checking once" in r.getMessage()]
+    assert re.search(r"a prompt of 96 tokens, about \d+ s$", said)

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 PROBE_TOKENS = 32
 #: Largest difference to the stored probe, relative to how much a channel differs from token to token.
 PROBE_TOLERANCE = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
+#: Expected seconds of the gate from which it is announced: a model with sliding windows takes long prompts.
+ANNOUNCED_S = 3.0
 
 
 class Trust:
@@ -68,10 +70,17 @@ class Trust:
         namespace = self._adapter.identity.namespace
         known = remembered(self._root, namespace, self._adapter.device)
         if known is None:
-            known = verify(self._adapter)
+            known = verify(self._adapter, self._announce)
             if not self._store.read_only:
                 self._remember(namespace, known)
         return known
+
+    def _announce(self, tokens: int, seconds: float) -> None:
+        if seconds >= ANNOUNCED_S:
+            log.warning(
+                "checking once whether KV of %s may be reused: a prompt of %s tokens, about %.0f s",
+                *(self._adapter.model_id, f"{tokens:,}", seconds),
+            )
 
     def _remember(self, namespace: str, result: Verification) -> None:
         try:

@@ -16,6 +16,8 @@ Owns what is run and what is refused by it. Does not know that verdicts are kept
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -41,6 +43,8 @@ COMPARED_ROWS = 256
 CONSTANT = Schedule("constant")
 #: Longest prompt the gate will build for (c); windows beyond are checked as far as this goes.
 MAX_PROMPT_TOKENS = 16384
+#: What is left of the gate after its first prefill, in prefills of the same prompt.
+REMAINING_PREFILLS = 5
 
 
 class FixedRows(SelectionPolicy):
@@ -79,22 +83,31 @@ class HeldKV:
 
 
 @torch.inference_mode()
-def verify(adapter: ModelAdapter) -> Verification:
-    """Run the gate; never raises for a model that merely fails it. Takes the model's lock."""
+def verify(
+    adapter: ModelAdapter, announce: Callable[[int, float], None] = lambda tokens, seconds: None
+) -> Verification:
+    """Run the gate; never raises for a model that merely fails it. Takes the model's lock.
+
+    ``announce(tokens, seconds)`` is told the prompt's length and how long the rest is expected to take.
+    """
     if adapter.refusal is not None:
         return Verification("refused", adapter.refusal, ())
     layers = tuple(adapter.repositioner.kinds)
     try:
         with adapter.lock, adapter.uncompiled():
-            return _measure(adapter, layers)
+            return _measure(adapter, layers, announce)
     except UnsupportedModelError as refused:
         return Verification("refused", str(refused), layers)
 
 
-def _measure(adapter: ModelAdapter, layers: tuple[str, ...]) -> Verification:
+def _measure(
+    adapter: ModelAdapter, layers: tuple[str, ...], announce: Callable[[int, float], None]
+) -> Verification:
     ids = _gate_prompt(adapter)
     n = ids.shape[1]
+    began = time.perf_counter()
     kv = _kv_at_offset(adapter, ids)
+    announce(n, REMAINING_PREFILLS * (time.perf_counter() - began))
     rows = _random_fifth(n, adapter.device)
     computed = torch.cat((rows, torch.tensor([n - 1], device=adapter.device)))
     # Logits of every row would take gigabytes on a large vocabulary: a spread of them is compared.
