@@ -16,7 +16,7 @@ export TRANSFORMERS_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-real test-oldest test-newest lint bench bench-all arena soak coverage-store reuse-table wheels
+.PHONY: help setup demo test test-real test-oldest test-newest lint bench bench-all arena soak fuzz-corpus coverage-store reuse-table wheels
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -101,6 +101,11 @@ soak: $(READY) ## kill, damage and starve the KV store: 10,000 kills, 1,000,000 
 	  $(if $(KILLS),--kills $(KILLS)) $(if $(MUTATIONS),--mutations $(MUTATIONS)) \
 	  $(if $(FAULTS),--faults $(FAULTS)) $(if $(CUTS),--cuts $(CUTS)) \
 	  $(if $(SEED),--seed $(SEED)) $(if $(DIR),--dir $(DIR)) $(if $(JSON),--json $(JSON))
+
+# Of the corpus beside it: make fuzz-corpus COPIES=1000 SEED=7
+fuzz-corpus: $(READY) ## damage copies of a corpus: never a wrong text, never a traceback
+	@$(BIN)/python tests/retriever/corpus_fuzz.py \
+	  $(if $(COPIES),--copies $(COPIES)) $(if $(SEED),--seed $(SEED))
 
 # Killed children leave files that are not whole, which is said of each and changes nothing.
 coverage-store: $(READY) ## branch coverage of the KV store by its tests, at least 95%

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import resource
 import shutil
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -548,3 +550,50 @@ def test_pickled_weights_are_not_loaded_because_a_store_names_them(
     result = invoke("ask", QUESTION, "--store", str(store))
     assert result.exit_code == 2
     assert "which has no model.safetensors" in said(result)
+
+
+@pytest.mark.parametrize("lost", ["emptied", "deleted", "directory deleted"])
+def test_a_lost_corpus_beside_kv_is_said(
+    ingested: Path, model_dir: Path, docs: Path, tmp_path: Path, lost: str
+) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(ingested, store)
+    database = store / "corpus" / "corpus.sqlite"
+    if lost == "emptied":
+        database.write_bytes(b"")
+    elif lost == "deleted":
+        database.unlink()
+    else:
+        shutil.rmtree(store / "corpus")
+    result = invoke("ask", QUESTION, "--store", str(store), "--model", str(model_dir))
+    assert result.exit_code == 2
+    assert re.search(r"holds the KV of \d+ chunks but no corpus; ingest", said(result))
+    result = invoke(*ingest_args(docs, model_dir, store))
+    assert result.exit_code == 0, result.stderr
+    assert "but no corpus: a new one is begun" in said(result)
+    still_answers(store)
+
+
+def test_store_check_finds_and_repairs_a_damaged_corpus(
+    ingested: Path, model_dir: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(ingested, store)
+    with sqlite3.connect(store / "corpus" / "corpus.sqlite") as damaged:
+        damaged.execute("UPDATE chunk SET text = replace(text, 'quiet', 'loud') WHERE id = 2")
+    damaged.close()
+    result = invoke("ask", QUESTION, "--store", str(store), "--max-new-tokens", "2", "--top-k", "9")
+    assert result.exit_code == 0
+    assert "row chunk 2 is not what was written and is left out" in result.stderr
+    result = invoke("store", "check", "--store", str(store), "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["corpus"]["damaged"] == 1
+    assert "row chunk 2 is not what was written" in said(result)
+    result = invoke("store", "check", "--store", str(store), "--repair")
+    assert result.exit_code == 1
+    assert "1 fault; what they belong to was removed: ingest it again" in result.stdout
+    assert invoke("store", "check", "--store", str(store)).exit_code == 0
+    result = invoke(*ingest_args(ingested.parent / "docs", model_dir, store, "--json"))
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["documents_unchanged"] == 2
+    still_answers(store)

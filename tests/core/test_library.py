@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -445,37 +446,15 @@ def test_another_engine_sees_each_change_at_once(model: Any, tmp_path: Path) -> 
         assert reused(one, tiny.sentence(1)) == 0
 
 
-def as_version_1(root: Path) -> None:
-    import sqlite3
-
-    path = root / "corpus" / FILE_NAME
-    with sqlite3.connect(path) as older:
-        for statement in (
-            "DROP TABLE entry",
-            "DROP TABLE dropped",
-            "DROP TABLE anchor",
-            "DROP INDEX passage_unsearchable",
-            "ALTER TABLE chunk ADD COLUMN anchor_hash INTEGER NOT NULL DEFAULT 0",
-            "ALTER TABLE chunk ADD COLUMN length INTEGER NOT NULL DEFAULT 0",
-            "ALTER TABLE chunk ADD COLUMN digest INTEGER NOT NULL DEFAULT 0",
-            "PRAGMA user_version = 1",
-        ):
-            older.execute(statement)
-    older.close()
-
-
-def test_a_corpus_of_the_first_format_is_read_as_it_is_and_gains_entries(
-    model: Any, tmp_path: Path
-) -> None:
+def test_a_corpus_of_an_earlier_format_is_refused_in_a_sentence(model: Any, tmp_path: Path) -> None:
     with tiny.engine(model, tmp_path / "s") as engine:
         engine.ingest([tiny.document(0)])
-    as_version_1(tmp_path / "s")
-    with tiny.engine(model, tmp_path / "s", read_only=True) as engine:
-        assert len(engine.library.search(tiny.sentence(0), 2)) == 2
-        assert (engine.library.ids(), engine.library.get(["a"])) == ([], [])
-        assert reused(engine, tiny.chunk_texts(engine, 0)[0]) > 20
-    with tiny.engine(model, tmp_path / "s") as engine:
-        engine.library.add([entry(1)])
-        assert engine.library.ids() == ["id1"]
-        assert reused(engine, tiny.chunk_texts(engine, 0)[0]) > 20
-        assert engine.remove(["doc0.txt"]) == 1
+    with sqlite3.connect(tmp_path / "s" / "corpus" / FILE_NAME) as older:
+        older.execute("PRAGMA user_version = 2")
+    older.close()
+    for read_only in (True, False):
+        with (
+            tiny.engine(model, tmp_path / "s", read_only=read_only) as engine,
+            pytest.raises(CorpusError, match=r"has format 2, expected 3; .* ingest again"),
+        ):
+            engine.library.search(tiny.sentence(0), 2)

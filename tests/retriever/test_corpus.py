@@ -261,22 +261,16 @@ def test_a_backup_brought_back_does_not_take_the_vectors_of_its_future(tmp_path:
             assert found_where_it_is(corpus, name)
 
 
-def test_a_corpus_that_has_no_id_gets_one_and_is_searched_without_one(tmp_path: Path) -> None:
+def test_a_corpus_that_lost_its_id_is_searched_without_the_cache(tmp_path: Path) -> None:
     with Corpus.open(tmp_path, create=True) as corpus:
         put(corpus, "a", "one")
         assert found_where_it_is(corpus, "one")
-    with sqlite3.connect(tmp_path / "corpus" / FILE_NAME) as older:
-        older.execute("DELETE FROM meta WHERE key = 'corpus_id'")
-    older.close()
-    with Corpus.open(tmp_path, read_only=True) as corpus:
-        assert found_where_it_is(corpus, "one")
-        assert corpus._file.meta("corpus_id") is None
-    with Corpus.open(tmp_path) as corpus:
-        given = corpus._file.meta("corpus_id")
-        assert given
-        assert found_where_it_is(corpus, "one")
-    with Corpus.open(tmp_path) as corpus:
-        assert corpus._file.meta("corpus_id") == given
+    with sqlite3.connect(tmp_path / "corpus" / FILE_NAME) as damaged:
+        damaged.execute("DELETE FROM meta WHERE key = 'corpus_id'")
+    damaged.close()
+    for read_only in (True, False):
+        with Corpus.open(tmp_path, read_only=read_only) as corpus:
+            assert found_where_it_is(corpus, "one")
 
 
 def test_an_emptied_corpus_takes_vectors_of_any_length(corpus: Corpus) -> None:

@@ -17,7 +17,7 @@ text: chunks under 16 characters, and chunks whose head is cut off.
 
 from blendrag.anchors.escapes import unescaped
 from blendrag.anchors.index import AnchorIndex
-from blendrag.anchors.rows import AnchorRow, packed, row_of
+from blendrag.anchors.rows import PACKED_BYTES, AnchorRow, packed, row_of
 from blendrag.anchors.spans import Match
 
-__all__ = ["AnchorIndex", "AnchorRow", "Match", "packed", "row_of", "unescaped"]
+__all__ = ["PACKED_BYTES", "AnchorIndex", "AnchorRow", "Match", "packed", "row_of", "unescaped"]

@@ -38,6 +38,8 @@ def row_of(chunk_id: str, text: str) -> AnchorRow:
 
 #: Numbers of a packed row: length, digest, and the hash of the beginning at every level.
 _PACKED = 2 + len(LEVELS)
+#: Bytes of a packed row; the first eight are the length.
+PACKED_BYTES = 8 * _PACKED
 
 
 def packed(row: AnchorRow) -> bytes:

@@ -68,7 +68,9 @@ def check(
     store: options.Store = None,
     repair: Annotated[
         bool,
-        typer.Option("--repair", help="Set damaged payloads aside, mend the index."),
+        typer.Option(
+            "--repair", help="Set damaged payloads aside, mend the index, drop damaged rows."
+        ),
     ] = False,
     json: options.Json = False,
     verbose: options.Verbose = False,
@@ -77,17 +79,21 @@ def check(
     left = "what was set aside stays so; repeat the command to go on"
     root = _begin(store, verbose, left if repair else "nothing was changed")
     from blendrag.cli.progress import ByteProgress
+    from blendrag.cli.store_corpus import check_beside
     from blendrag.store import maintenance
 
     with ByteProgress("checked") as progress:
         report = maintenance.check(root, repair, progress)
-    for fault in report.faults:
+    corpus = check_beside(root, repair)
+    is_good = report.is_good and (corpus is None or corpus.is_good)
+    for fault in (*report.faults, *(corpus.faults if corpus else ())):
         say("damaged", fault)
     if json:
-        output.print_json({**asdict(report), "good": report.is_good})
+        fields = asdict(corpus) if corpus else None
+        output.print_json({**asdict(report), "corpus": fields, "good": is_good})
     else:
-        store_output.print_check(report)
-    return DONE if report.is_good else FAILED
+        store_output.print_check(report, corpus)
+    return DONE if is_good else FAILED
 
 
 @app.command()

@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from blendrag.errors import BlendragError
+
+if TYPE_CHECKING:
+    from blendrag.retriever.checking import CorpusCheck
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,20 @@ class CorpusFacts:
                 )
         except BlendragError as exc:
             return CorpusFacts(size_bytes=size_bytes, fault=str(exc))
+
+
+def check_beside(root: Path, repair: bool) -> CorpusCheck | None:
+    """Check the corpus of the store at ``root``, and mend it; ``None`` if there is none."""
+    from blendrag.retriever.database import FILE_NAME
+
+    if not os.path.lexists(root / "corpus" / FILE_NAME):
+        return None
+    from blendrag.retriever.checking import CorpusCheck, check_corpus
+
+    try:
+        return check_corpus(root, repair)
+    except BlendragError as exc:
+        return CorpusCheck(rows=0, damaged=1, faults=(str(exc),), repaired=False)
 
 
 def _size_bytes(directory: Path) -> int:

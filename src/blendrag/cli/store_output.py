@@ -11,6 +11,7 @@ from blendrag.cli.output import count, duration, megabytes
 
 if TYPE_CHECKING:
     from blendrag.cli.store_corpus import CorpusFacts
+    from blendrag.retriever.checking import CorpusCheck
     from blendrag.store.maintenance import (
         CheckReport,
         ExportReport,
@@ -67,7 +68,7 @@ def _model(namespace: str, corpus: CorpusFacts | None) -> str | None:
     return corpus.model if corpus is not None and corpus.namespace == namespace else None
 
 
-def print_check(report: CheckReport) -> None:
+def print_check(report: CheckReport, corpus: CorpusCheck | None) -> None:
     for each in report.namespaces:
         rows = ""
         if each.missing_rows is not None:
@@ -79,7 +80,13 @@ def print_check(report: CheckReport) -> None:
         )
     if report.index != "sound":
         typer.echo(f"  index: {report.index}")
-    verdict = "every byte is the one that was put" if report.is_good else "some of it is damaged"
+    if corpus is not None:
+        mended = "; what they belong to was removed: ingest it again" * corpus.repaired
+        typer.echo(
+            f"  corpus: {count(corpus.rows, 'row')}, {count(corpus.damaged, 'fault')}{mended}"
+        )
+    is_good = report.is_good and (corpus is None or corpus.is_good)
+    verdict = "every byte is the one that was put" if is_good else "some of it is damaged"
     if report.repaired:
         aside = sum(each.damaged for each in report.namespaces)
         verdict += f"; {count(aside, 'damaged chunk')} set aside, the index is in order"

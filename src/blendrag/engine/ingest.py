@@ -131,9 +131,9 @@ class Ingest:
         """Bring one document up to date; a bad one is named and counted, never fatal."""
         digest = digest_of(document)
         try:
-            if self._corpus.document_digest(document.source) == digest:
-                chunks = self._corpus.chunks_of(document.source)
-                computed = self._ensure_kv(document, chunks)
+            known = self._corpus.unchanged(document.source, digest)
+            if known is not None:
+                computed = self._ensure_kv(document, known)
                 self.totals.documents_unchanged += not computed
             else:
                 chunks = self._chunker().split(document.text)

@@ -6,6 +6,8 @@ nothing is opened twice, nothing before it is needed, and nothing once the engin
 
 from __future__ import annotations
 
+import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,13 @@ from blendrag.kv import KVLayout
 from blendrag.profile import conditions_of
 from blendrag.profile.record import Remembered
 from blendrag.retriever.corpus import DIRECTORY, Corpus
-from blendrag.retriever.database import FILE_NAME
+from blendrag.retriever.database import FILE_NAME, EmptyDatabase
 from blendrag.retriever.embedder import Embedder, embedder_of
 from blendrag.retriever.manifest import Manifest
 from blendrag.retriever.retriever import Retriever
 from blendrag.store import KVStore, open_store
+
+logger = logging.getLogger(__name__)
 
 
 class Resources(ModelParts):
@@ -65,11 +69,29 @@ class Resources(ModelParts):
     @opened
     def _corpus(self) -> Corpus | None:
         try:
-            return Corpus.open(self.root, read_only=self.read_only)
+            corpus = Corpus.open(self.root, read_only=self.read_only)
+        except EmptyDatabase:  # another process is just making it, or somebody emptied it
+            return None
         except CorpusError:
-            if (self.root / DIRECTORY / FILE_NAME).exists():
+            if os.path.lexists(self.root / DIRECTORY / FILE_NAME):
                 raise
             return None
+        if len(corpus) and not corpus.has_manifest:
+            corpus.close()
+            raise CorpusError(
+                f"the corpus at {corpus.directory} lost its manifest, expected what it was ingested with; "
+                "delete that directory and ingest again, which finds the stored KV"
+            )
+        return corpus
+
+    def _lost_corpus(self) -> str:
+        """Words on KV without a corpus; empty where there is no KV either."""
+        if not os.path.lexists(self.root / "format"):
+            return ""
+        entries = self.store.stats().entries
+        return (
+            f"store {self.root} holds the KV of {entries} chunks but no corpus" if entries else ""
+        )
 
     @property
     def corpus(self) -> Corpus | None:
@@ -89,6 +111,12 @@ class Resources(ModelParts):
     def own_corpus(self) -> tuple[Corpus | None, str]:
         """The corpus if it was ingested with this model's tokenizer; else ``None`` and why not."""
         corpus = self.corpus
+        if (
+            corpus is None
+            and os.path.lexists(self.root / DIRECTORY)
+            and (lost := self._lost_corpus())
+        ):
+            return None, f"{lost}, so nothing of it is reused; ingest the documents again"
         if corpus is None or not corpus.has_manifest:
             return None, ""
         manifest = corpus.manifest
@@ -101,7 +129,10 @@ class Resources(ModelParts):
 
     def require_corpus(self) -> Corpus:
         """The corpus of *this* model, or :class:`CorpusError` / :class:`InvalidInputError`."""
-        corpus = self.corpus or Corpus.open(self.root)
+        corpus = self.corpus
+        if corpus is None and (lost := self._lost_corpus()):
+            raise CorpusError(f"{lost}; ingest the documents again, which finds the KV")
+        corpus = corpus or Corpus.open(self.root)
         self._check_owner(corpus)
         return corpus
 
@@ -111,6 +142,11 @@ class Resources(ModelParts):
         _ = self.store  # makes the root, with its checks
         with self._opening("_corpus"):
             if self.corpus is None:
+                if lost := self._lost_corpus():
+                    logger.warning(
+                        "%s: a new one is begun; if there was one, ingest all of its documents again",
+                        lost,
+                    )
                 self.__dict__["_corpus"] = Corpus.open(self.root, create=True)
         corpus = self.corpus
         assert corpus is not None

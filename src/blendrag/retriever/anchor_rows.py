@@ -10,11 +10,10 @@ import sqlite3
 from collections.abc import Iterable
 
 from blendrag.anchors import packed, row_of
+from blendrag.retriever.rows import ANCHOR
 
 
 def insert(connection: sqlite3.Connection, chunks: Iterable[tuple[int, str, str]]) -> None:
     """Adds rows of chunks: of their row in the corpus, their id and text."""
-    connection.executemany(
-        "INSERT INTO anchor (chunk, chunk_id, packed) VALUES (?, ?, ?)",
-        ((chunk, chunk_id, packed(row_of(chunk_id, text))) for chunk, chunk_id, text in chunks),
-    )
+    for chunk, chunk_id, text in chunks:
+        ANCHOR.add(connection, chunk, chunk_id, packed(row_of(chunk_id, text)))

@@ -13,6 +13,8 @@ from blendrag.chunking import Chunk
 from blendrag.retriever import passages
 from blendrag.retriever.file import CorpusFile
 from blendrag.retriever.passages import StoredChunk
+from blendrag.retriever.rows import CHUNK, DOCUMENT
+from blendrag.retriever.vectors import vector_of
 
 
 class StoredChunks:
@@ -35,41 +37,55 @@ class StoredChunks:
 
     def chunks_of(self, source: str) -> list[Chunk]:
         """Chunks of one document, in its order; none where it is not there."""
-        rows = self._file.rows(
-            "SELECT text, start, end, tokens, chunk_id FROM passage "
-            "JOIN chunk ON chunk.id = passage.chunk "
-            "JOIN document ON document.id = passage.document WHERE source = ? ORDER BY start",
-            source,
-        )
-        return [Chunk(*row) for row in rows]
+        return [found.chunk for found in self._places_of(source)]
+
+    def unchanged(self, source: str, digest: str) -> list[Chunk] | None:
+        """:meth:`chunks_of`, if the document is there with that digest and no row of it is damaged."""
+        rows = self._file.rows(f"SELECT {DOCUMENT.selected} FROM document WHERE source = ?", source)
+        document = self._file.checked(rows[0], DOCUMENT) if rows else None
+        if document is None:
+            return None
+        _, of, _, stored_digest, _, passages_there = document[0]
+        places = self._places_of(source)
+        if (of, stored_digest, passages_there) != (source, digest, len(places)):
+            return None
+        return [found.chunk for found in places]
+
+    def _places_of(self, source: str) -> list[passages.Place]:
+        found = passages.places(self._file, "WHERE source = ? ORDER BY start", source)
+        return [each for each in found if each.source == source]
 
     def text(self, chunk_id: str) -> str:
         """Canonical text of a chunk. Raises :class:`KeyError` where it is not there."""
-        rows = self._file.rows("SELECT text FROM chunk WHERE chunk_id = ?", chunk_id)
-        if not rows:
+        rows = self._file.rows(f"SELECT {CHUNK.selected} FROM chunk WHERE chunk_id = ?", chunk_id)
+        found = self._file.checked(rows[0], CHUNK) if rows else None
+        if found is None or found[0][1] != chunk_id:
             raise KeyError(chunk_id)
-        return str(rows[0][0])
+        return str(found[0][2])
 
     def chunk(self, chunk_id: str) -> StoredChunk:
         """A chunk at the first place it was stored for. Raises :class:`KeyError`."""
         rows = self._file.rows(
-            f"{passages.STORED_CHUNK} WHERE chunk_id = ? ORDER BY passage.id LIMIT 1", chunk_id
+            f"{passages.PLACE} WHERE chunk_id = ? ORDER BY passage.id LIMIT 16", chunk_id
         )
-        if not rows:
-            raise KeyError(chunk_id)
-        return passages.stored_chunk(rows[0])
+        for row in rows:
+            found = passages.place(self._file, row)
+            if found is not None and found.chunk.chunk_id == chunk_id:
+                return found.stored
+        raise KeyError(chunk_id)
 
     def known_vectors(self, title: str, chunk_ids: Sequence[str]) -> dict[str, np.ndarray]:
         """Vectors already stored for these chunks under this title: no need to embed them again."""
         known = {}
         for chunk_id in dict.fromkeys(chunk_ids):
             rows = self._file.rows(
-                "SELECT vector FROM passage JOIN chunk ON chunk.id = passage.chunk "
-                "JOIN document ON document.id = passage.document "
-                "WHERE chunk_id = ? AND title = ? AND length(vector) > 0 LIMIT 1",
+                f"{passages.PLACE} WHERE chunk_id = ? AND title = ? AND length(vector) > 0 LIMIT 1",
                 chunk_id,
                 title,
             )
-            if rows:
-                known[chunk_id] = np.frombuffer(rows[0][0], np.float32)
+            found = passages.place(self._file, rows[0]) if rows else None
+            if found is None or (found.chunk.chunk_id, found.title) != (chunk_id, title):
+                continue
+            if (vector := vector_of(found.vector, self._file.number("dim") or 0)) is not None:
+                known[chunk_id] = vector
         return known

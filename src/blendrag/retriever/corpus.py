@@ -8,6 +8,7 @@ threads may use one :class:`Corpus`.
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Sequence
 from functools import cached_property
@@ -22,6 +23,7 @@ from blendrag.errors import CorpusError, InvalidInputError
 from blendrag.readers import Document
 from blendrag.retriever import database, passages
 from blendrag.retriever.chunks import StoredChunks
+from blendrag.retriever.database_errors import damaged_settings
 from blendrag.retriever.dropped import Dropped
 from blendrag.retriever.embedder import same_embedder
 from blendrag.retriever.entries import EntryTable
@@ -29,6 +31,7 @@ from blendrag.retriever.file import CorpusFile
 from blendrag.retriever.manifest import Manifest
 from blendrag.retriever.passages import StoredChunk
 from blendrag.retriever.recognition import Anchors
+from blendrag.retriever.rows import DOCUMENT
 from blendrag.retriever.search import VectorSearch
 
 DIRECTORY = "corpus"
@@ -68,7 +71,7 @@ class Corpus(StoredChunks):
         is absent, not a corpus, or from a newer version.
         """
         directory = Path(root) / DIRECTORY
-        exists = (directory / database.FILE_NAME).is_file()
+        exists = os.path.lexists(directory / database.FILE_NAME)
         if not exists and (read_only or not create):
             if Path(root).is_file():
                 raise CorpusError(
@@ -87,7 +90,7 @@ class Corpus(StoredChunks):
                 f"{directory} cannot be made ({exc.strerror}); give --store a directory that can "
                 "be written"
             ) from exc
-        corpus = cls(directory, database.open_database(directory))
+        corpus = cls(directory, database.open_database(directory, create=create))
         # A backup was brought back: new passages would get ids that the cache has from its future.
         if corpus.search.index.saved_generation() > corpus._file.generation():
             corpus.search.index.drop()
@@ -126,7 +129,10 @@ class Corpus(StoredChunks):
                 f"the corpus at {self.directory} has no manifest, as nothing was ingested; "
                 "ingest first (blendrag ingest PATH…)"
             )
-        return Manifest.from_json(value)
+        try:
+            return Manifest.from_json(value)
+        except (TypeError, ValueError, RecursionError) as exc:
+            raise damaged_settings("the manifest is none", self._file.path) from exc
 
     def begin(self, manifest: Manifest) -> None:
         """Sets the manifest unless something is there already, under one that holds then.
@@ -174,12 +180,15 @@ class Corpus(StoredChunks):
 
     def sources(self) -> list[str]:
         """Sources of all documents, sorted."""
-        return [row[0] for row in self._file.rows("SELECT source FROM document ORDER BY source")]
+        rows = self._file.rows(f"SELECT {DOCUMENT.selected} FROM document NOT INDEXED")
+        found = [self._file.checked(row, DOCUMENT) for row in rows]
+        return sorted(each[0][1] for each in found if each is not None)
 
     def document_digest(self, source: str) -> str | None:
         """The digest given with the document's last version, None where it is not there."""
-        rows = self._file.rows("SELECT digest FROM document WHERE source = ?", source)
-        return rows[0][0] if rows else None
+        rows = self._file.rows(f"SELECT {DOCUMENT.selected} FROM document WHERE source = ?", source)
+        found = self._file.checked(rows[0], DOCUMENT) if rows else None
+        return found[0][3] if found is not None and found[0][1] == source else None
 
     def put_document(
         self, document: Document, digest: str, chunks: Sequence[Chunk], vectors: np.ndarray
@@ -244,7 +253,7 @@ class Corpus(StoredChunks):
         """
 
         def chunk_of(passage: int) -> tuple[str, StoredChunk] | None:
-            rows = self._file.rows(f"{passages.STORED_CHUNK} WHERE passage.id = ?", passage)
-            return (rows[0][0], passages.stored_chunk(rows[0])) if rows else None
+            found = passages.at(self._file, passage)
+            return None if found is None else (found.chunk.chunk_id, found.stored)
 
         return self.search.nearest(vector, k, chunk_of)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from blendrag.chunking import Chunk
 from blendrag.retriever.file import CorpusFile
+from blendrag.retriever.rows import DROPPED
 
 
 class Dropped:
@@ -24,20 +25,20 @@ class Dropped:
         They were removed, or an addition that began ``before`` (Unix time) never ended.
         """
         rows = self._file.rows(
-            "SELECT chunk_id, text FROM dropped WHERE since <= ? AND NOT EXISTS "
+            f"SELECT {DROPPED.selected} FROM dropped WHERE since <= ? AND NOT EXISTS "
             "(SELECT 1 FROM chunk WHERE chunk.chunk_id = dropped.chunk_id)",
             before,
         )
-        return dict(rows)
+        found = [self._file.checked(row, DROPPED) for row in rows]
+        return {each[0][0]: each[0][1] for each in found if each is not None}
 
     def note(self, chunks: Sequence[Chunk], now: float) -> None:
         """Before KV is stored for chunks that may never be: they may have to be dropped."""
         with self._file.writing():
-            self._file.connection.executemany(
-                "INSERT OR REPLACE INTO dropped SELECT ?1, ?2, ?3 "
-                "WHERE NOT EXISTS (SELECT 1 FROM chunk WHERE chunk_id = ?1)",
-                [(chunk.chunk_id, chunk.text, now) for chunk in chunks],
-            )
+            for chunk in chunks:
+                known = "SELECT 1 FROM chunk WHERE chunk_id = ?"
+                if not self._file.connection.execute(known, (chunk.chunk_id,)).fetchone():
+                    DROPPED.put(self._file.connection, chunk.chunk_id, chunk.text, float(now))
 
     def forget(self, chunk_ids: Sequence[str]) -> None:
         """Their KV is gone."""

@@ -7,7 +7,6 @@ other. Does not know embedders, KV or which framework's ids these are.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,8 +15,10 @@ import numpy as np
 
 from blendrag.chunking import Chunk
 from blendrag.readers import Document
-from blendrag.retriever import database, passages
+from blendrag.retriever import passages
 from blendrag.retriever.file import CorpusFile
+from blendrag.retriever.passages import StoredChunk
+from blendrag.retriever.rows import ENTRY
 from blendrag.retriever.search import VectorSearch
 
 #: Parameters that one statement is given at most.
@@ -63,10 +64,25 @@ class EntryHit(NamedTuple):
 
 
 _ENTRY = (
-    "SELECT entry.id, coalesce(given, text), metadata, parent, title, start FROM entry "
+    f"SELECT {', '.join(table.selected for table in (ENTRY, *passages.PLACE_TABLES))} FROM entry "
     "JOIN document ON document.id = entry.document JOIN passage ON passage.document = document.id "
     "JOIN chunk ON chunk.id = passage.chunk"
 )
+
+
+class _Row(NamedTuple):
+    """What is stored of an entry, every row of it sound."""
+
+    id: str
+    parent: str
+    given: str | None
+    place: passages.Place
+
+    @property
+    def entry(self) -> Entry:
+        text = self.place.chunk.text if self.given is None else self.given
+        at = self.place
+        return Entry(self.id, text, at.metadata, self.parent, at.title, at.chunk.start)
 
 
 class EntryTable:
@@ -86,28 +102,19 @@ class EntryTable:
         self._before_put = before_put
         self._changed = changed
 
-    @property
-    def _is_there(self) -> bool:
-        return database.has_entries(self._file.connection)
-
     def __len__(self) -> int:
-        return int(self._file.rows("SELECT count(*) FROM entry")[0][0]) if self._is_there else 0
+        return int(self._file.rows("SELECT count(*) FROM entry")[0][0])
 
     def ids(self, parent: str | None = None) -> list[str]:
         """In the order in which they were added or last changed."""
-        if not self._is_there:
-            return []
-        if parent is None:
-            rows = self._file.rows("SELECT id FROM entry ORDER BY document")
-        else:
-            rows = self._file.rows(
-                "SELECT id FROM entry WHERE parent = ? ORDER BY document", parent
-            )
-        return [row[0] for row in rows]
+        where, given = ("", ()) if parent is None else ("WHERE parent = ?", (parent,))
+        rows = self._file.rows(f"SELECT {ENTRY.selected} FROM entry {where}", *given)
+        found = [each[0] for row in rows if (each := self._file.checked(row, ENTRY)) is not None]
+        return [entry_id for entry_id, *_ in sorted(found, key=lambda values: values[1])]
 
     def get(self, ids: Sequence[str]) -> dict[str, Entry]:
         """Those of ``ids`` that are there."""
-        return {row[0]: _entry(row) for row in self._of(_ENTRY, "entry.id", ids)}
+        return {row.id: row.entry for row in self._of(ids)}
 
     def all(self, parent: str | None = None) -> Iterator[Entry]:
         """In the order of :meth:`ids`; what is removed meanwhile is left out."""
@@ -119,16 +126,11 @@ class EntryTable:
 
     def digests(self, ids: Sequence[str]) -> dict[str, str]:
         """The digest given with each entry's last version."""
-        query = "SELECT entry.id, digest FROM entry JOIN document ON document.id = entry.document"
-        return dict(self._of(query, "entry.id", ids))
+        return {row.id: row.place.digest for row in self._of(ids)}
 
     def chunk_texts(self, ids: Sequence[str]) -> dict[str, str]:
         """Canonical text of each entry."""
-        query = (
-            "SELECT entry.id, text FROM entry JOIN passage ON passage.document = entry.document "
-            "JOIN chunk ON chunk.id = passage.chunk"
-        )
-        return dict(self._of(query, "entry.id", ids))
+        return {row.id: row.place.chunk.text for row in self._of(ids)}
 
     def put(self, entries: Sequence[NewEntry]) -> list[str]:
         """Stores entries in place of those of the same ids, in one transaction.
@@ -151,9 +153,7 @@ class EntryTable:
         document = Document(source, entry.text, entry.title, entry.metadata)
         row = passages.insert_document(connection, document, new.digest, [new.chunk], vector[None])
         given = None if entry.text == new.chunk.text else entry.text
-        connection.execute(
-            "INSERT INTO entry VALUES (?, ?, ?, ?)", (entry.id, row, entry.parent, given)
-        )
+        ENTRY.put(connection, entry.id, row, entry.parent, given)
 
     def remove(self, ids: Sequence[str]) -> tuple[list[str], list[str]]:
         """Removes entries: ids of those that were there, and of chunks that nothing holds any more."""
@@ -162,17 +162,20 @@ class EntryTable:
             return there, self._changed(self._delete(there)) if there else []
 
     def _delete(self, ids: Sequence[str]) -> list[int]:
-        """Rows of the chunks that the entries held."""
-        query = (
-            "SELECT document.id, passage.chunk FROM entry "
-            "JOIN document ON document.id = entry.document "
-            "JOIN passage ON passage.document = document.id"
-        )
-        found = self._of(query, "entry.id", ids)
-        self._file.connection.executemany(
-            "DELETE FROM document WHERE id = ?", [(document,) for document, _ in found]
-        )
-        return [chunk for _, chunk in found]
+        """Rows of the chunks that the entries held. Their documents are known by their sources, too,
+        so that what is left of a damaged entry goes with it."""
+        chunks: list[int] = []
+        connection = self._file.connection
+        for entry_id in ids:
+            rows = connection.execute(
+                "SELECT document, chunk FROM passage WHERE document IN "
+                "(SELECT document FROM entry WHERE id = ?)",
+                (entry_id,),
+            ).fetchall()
+            chunks += [chunk for _, chunk in rows]
+            connection.executemany("DELETE FROM document WHERE id = ?", {row[:1] for row in rows})
+            connection.execute("DELETE FROM entry WHERE id = ?", (entry_id,))
+        return chunks
 
     def nearest(
         self, vector: np.ndarray, k: int, where: Callable[[Entry], bool] | None = None
@@ -191,22 +194,18 @@ class EntryTable:
         return self._search.nearest(vector, k, accept)
 
     def _hit(self, passage: int) -> EntryHit | None:
-        rows = self._file.rows(
-            "SELECT source, vector FROM passage JOIN document ON document.id = passage.document "
-            "WHERE passage.id = ?",
-            passage,
-        )
-        if not rows:
+        found = passages.at(self._file, passage)
+        if found is None:
             return None
-        source, vector = rows[0]
-        entry_id = passages.entry_id_of(source)
-        entry = self.get([entry_id])[entry_id] if entry_id is not None else self._ingested(passage)
-        return EntryHit(entry, np.frombuffer(vector, np.float32))
+        vector = np.frombuffer(found.vector, np.float32)
+        entry_id = passages.entry_id_of(found.source)
+        if entry_id is None:
+            return EntryHit(self._ingested(found.stored), vector)
+        entry = self.get([entry_id]).get(entry_id)
+        return None if entry is None else EntryHit(entry, vector)
 
-    def _ingested(self, passage: int) -> Entry:
+    def _ingested(self, chunk: StoredChunk) -> Entry:
         """A chunk of a document, as an entry: equal chunks are one."""
-        (row,) = self._file.rows(f"{passages.STORED_CHUNK} WHERE passage.id = ?", passage)
-        chunk = passages.stored_chunk(row)
         place = {
             "source": chunk.source,
             "title": chunk.title,
@@ -217,16 +216,16 @@ class EntryTable:
         metadata = {**chunk.metadata, **place}
         return Entry(chunk.chunk_id, chunk.text, metadata, chunk.source, chunk.title, chunk.start)
 
-    def _of(self, query: str, column: str, ids: Sequence[str]) -> list[tuple]:
-        """Rows of ``query`` whose ``column`` is one of ``ids``."""
-        rows: list[tuple] = []
-        for at in range(0, len(ids) if self._is_there else 0, _BATCH):
+    def _of(self, ids: Sequence[str]) -> list[_Row]:
+        """Those of ``ids`` that are there and sound."""
+        rows: list[_Row] = []
+        for at in range(0, len(ids), _BATCH):
             batch = ids[at : at + _BATCH]
             marks = ", ".join("?" * len(batch))
-            rows += self._file.rows(f"{query} WHERE {column} IN ({marks})", *batch)
+            for row in self._file.rows(f"{_ENTRY} WHERE entry.id IN ({marks})", *batch):
+                entry = self._file.checked(row, ENTRY)
+                place = passages.place(self._file, row[ENTRY.width :])
+                if entry is not None and place is not None:
+                    entry_id, _, parent, given = entry[0]
+                    rows.append(_Row(entry_id, parent, given, place))
         return rows
-
-
-def _entry(row: tuple) -> Entry:
-    entry_id, text, metadata, parent, title, start = row
-    return Entry(entry_id, text, json.loads(metadata), parent, title, start)

@@ -6,15 +6,23 @@ Owns who may use the connection when. Does not know what the tables mean (see
 
 from __future__ import annotations
 
+import logging
+import re
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from blendrag.errors import CorpusError
 from blendrag.retriever import database
-from blendrag.retriever.database_errors import mapped
+from blendrag.retriever.database_errors import damaged_settings, mapped
+from blendrag.retriever.rows import META, DamagedRow, Table
+
+logger = logging.getLogger(__name__)
+
+_NUMBER = re.compile(r"[0-9]{1,18}", re.ASCII)
 
 
 class CorpusFile:
@@ -29,6 +37,7 @@ class CorpusFile:
         self.connection = connection
         self.lock = threading.RLock()
         self.closed = False
+        self._damaged: set[str] = set()
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -62,20 +71,60 @@ class CorpusFile:
             self.check_open()
             try:
                 return self.connection.execute(query, parameters).fetchall()
-            except sqlite3.Error as exc:
+            except (sqlite3.Error, UnicodeDecodeError) as exc:
                 raise mapped(exc, self.path) from exc
+
+    def checked(self, row: Sequence[Any], *tables: Table) -> list[tuple[Any, ...]] | None:
+        """Values of a joined row, a tuple for each table; ``None`` where one of them is damaged.
+
+        A damaged row is warned about once.
+        """
+        values, at = [], 0
+        try:
+            for table in tables:
+                values.append(table.checked(row[at : at + table.width]))
+                at += table.width
+        except DamagedRow as exc:
+            self.warn_damaged(str(exc))
+            return None
+        return values
+
+    def warn_damaged(self, what: str) -> None:
+        """Say once that something is left out."""
+        if what not in self._damaged:
+            self._damaged.add(what)
+            logger.warning(
+                "the corpus at %s is damaged: row %s is not what was written and is left out; run "
+                "blendrag store check --repair, then ingest again",
+                self.directory,
+                what,
+            )
 
     def check_open(self) -> None:
         if self.closed:
             raise CorpusError(f"the corpus at {self.directory} is closed; open it again")
 
     def generation(self) -> int:
-        return int(self.meta("generation") or 0)
+        return self.number("generation") or 0
+
+    def number(self, key: str) -> int | None:
+        """A setting that is a number. Raises :class:`CorpusError` for anything else."""
+        value = self.meta(key)
+        if value is None:
+            return None
+        if not _NUMBER.fullmatch(value):
+            raise damaged_settings(f"setting {key} is {value!r:.40}", self.path)
+        return int(value)
 
     def meta(self, key: str) -> str | None:
-        rows = self.rows("SELECT value FROM meta WHERE key = ?", key)
-        return rows[0][0] if rows else None
+        """A setting. Raises :class:`CorpusError` where any of them is damaged: it might be this one."""
+        rows = self.rows(f"SELECT {META.selected} FROM meta LIMIT 100")
+        try:
+            settings = dict(META.checked(row) for row in rows)
+        except DamagedRow as exc:
+            raise damaged_settings(f"row {exc}", self.path) from exc
+        return settings.get(key)
 
     def set_meta(self, key: str, value: str) -> None:
         """Inside a transaction."""
-        self.connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+        META.put(self.connection, key, value)

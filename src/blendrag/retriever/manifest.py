@@ -7,7 +7,9 @@ import os
 import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import get_args
 
+from blendrag.config import KVEncoding
 from blendrag.errors import InvalidInputError
 from blendrag.identity import NATIVE_ENCODING
 
@@ -43,8 +45,20 @@ class Manifest:
 
     @classmethod
     def from_json(cls, value: str) -> Manifest:
+        """Raises :class:`ValueError` or :class:`TypeError` for anything that no ingest wrote."""
         fields = json.loads(value)
-        return replace(cls(**fields), prefix_ids=tuple(fields["prefix_ids"]))
+        if not isinstance(fields, dict):
+            raise TypeError("no object")
+        made = cls(**fields)
+        texts = [v for k, v in fields.items() if k not in ("chunk_tokens", "prefix_ids")]
+        ids = [made.chunk_tokens, *made.prefix_ids]
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError("a text that is none")
+        if not all(type(number) is int and 0 <= number < 1 << 32 for number in ids):
+            raise TypeError("a number that is none")
+        if made.chunk_tokens < 1 or made.encoding not in get_args(KVEncoding):
+            raise ValueError(f"chunks of {made.chunk_tokens} tokens in {made.encoding}")
+        return replace(made, prefix_ids=tuple(made.prefix_ids))
 
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)

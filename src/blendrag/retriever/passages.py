@@ -11,6 +11,7 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from blendrag.chunking import Chunk
 from blendrag.readers import Document, MetadataValue
 from blendrag.retriever import anchor_rows
 from blendrag.retriever.database import ENTRY
+from blendrag.retriever.file import CorpusFile
+from blendrag.retriever.rows import CHUNK, DOCUMENT, DROPPED, PASSAGE, DamagedRow
 
 
 @dataclass(frozen=True)
@@ -34,18 +37,62 @@ class StoredChunk:
     metadata: Mapping[str, MetadataValue]
 
 
-#: Select of :func:`stored_chunk`'s columns, to be followed by a condition.
-STORED_CHUNK = (
-    "SELECT chunk_id, text, tokens, title, source, start, end, metadata FROM passage "
+#: Tables of a :data:`PLACE`, in the order of its columns.
+PLACE_TABLES = (PASSAGE, CHUNK, DOCUMENT)
+#: Select of a chunk at a place, to be followed by a condition.
+PLACE = (
+    f"SELECT {', '.join(table.selected for table in PLACE_TABLES)} FROM passage "
     "JOIN chunk ON chunk.id = passage.chunk JOIN document ON document.id = passage.document"
 )
 
 
-def stored_chunk(row: tuple) -> StoredChunk:
-    chunk_id, text, tokens, title, source, start, end, metadata = row
-    return StoredChunk(
-        chunk_id, text, tokens, title, shown_source(source), start, end, json.loads(metadata)
-    )
+class Place(NamedTuple):
+    """A sound row of :data:`PLACE`."""
+
+    passage: int
+    document: int
+    chunk: Chunk
+    source: str
+    """As stored, see :func:`shown_source`."""
+    title: str
+    metadata: dict[str, Any]
+    digest: str
+    """Of the document, as it was given."""
+    vector: bytes
+
+    @property
+    def stored(self) -> StoredChunk:
+        text, start, end, tokens, chunk_id = (
+            self.chunk.text, self.chunk.start, self.chunk.end, self.chunk.tokens, self.chunk.chunk_id,
+        )  # fmt: skip
+        source = shown_source(self.source)
+        return StoredChunk(chunk_id, text, tokens, self.title, source, start, end, self.metadata)
+
+
+def place(file: CorpusFile, row: Sequence[Any]) -> Place | None:
+    """``None`` for a damaged row, which is warned about."""
+    checked = file.checked(row, *PLACE_TABLES)
+    if checked is None:
+        return None
+    (passage, document, _, start, end, vector), (_, chunk_id, text, tokens), of = checked
+    _, source, title, digest, metadata, _ = of
+    chunk = Chunk(text, start, end, tokens, chunk_id)
+    return Place(passage, document, chunk, source, title, metadata, digest, vector)
+
+
+def places(file: CorpusFile, condition: str, *parameters: str | float) -> list[Place]:
+    """Sound rows of :data:`PLACE` that meet a condition."""
+    rows = file.rows(f"{PLACE} {condition}", *parameters)
+    return [found for row in rows if (found := place(file, row)) is not None]
+
+
+def at(file: CorpusFile, passage: int) -> Place | None:
+    """The place of a passage that the index knows; ``None``, and a warning, where it is damaged."""
+    rows = file.rows(f"{PLACE} WHERE passage.id = ?", passage)
+    if not rows:  # its chunk or its document is lost
+        file.warn_damaged(f"passage {passage}")
+        return None
+    return place(file, rows[0])
 
 
 def entry_source(entry_id: str, shown: str) -> str:
@@ -55,12 +102,25 @@ def entry_source(entry_id: str, shown: str) -> str:
 
 def shown_source(source: str) -> str:
     """A document's source as a reader is told it."""
-    return str(json.loads(source[len(ENTRY) :])[1]) if source.startswith(ENTRY) else source
+    named = _entry_named(source)
+    return source if named is None else named[1]
 
 
 def entry_id_of(source: str) -> str | None:
     """The id of the entry whose document this is, None for any other document."""
-    return str(json.loads(source[len(ENTRY) :])[0]) if source.startswith(ENTRY) else None
+    named = _entry_named(source)
+    return None if named is None else named[0]
+
+
+def _entry_named(source: str) -> tuple[str, str] | None:
+    """What :func:`entry_source` was made of; ``None`` for anything else."""
+    if not source.startswith(ENTRY):
+        return None
+    try:
+        entry_id, shown = json.loads(source[len(ENTRY) :])
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return str(entry_id), str(shown)
 
 
 def is_of(source: str, path: Path | str) -> bool:
@@ -81,31 +141,36 @@ def insert_document(
     vectors: np.ndarray,
 ) -> int:
     """Adds a document that is not there; its row. ``vectors``: float32 [len(chunks), dim]."""
-    (document_row,) = connection.execute(
-        "INSERT INTO document (source, title, digest, metadata) VALUES (?, ?, ?, ?) RETURNING id",
-        (document.source, document.title, digest, json.dumps(dict(document.metadata))),
-    ).fetchone()
+    metadata = json.dumps(dict(document.metadata))
+    document_row = DOCUMENT.add(
+        connection, document.source, document.title, digest, metadata, len(chunks)
+    )
     for chunk, vector in zip(chunks, vectors, strict=True):
-        connection.execute(
-            "INSERT INTO passage (document, chunk, start, end, vector) VALUES (?, ?, ?, ?, ?)",
-            (document_row, _chunk_row(connection, chunk), chunk.start, chunk.end, vector.tobytes()),
-        )
-    return int(document_row)
+        chunk_row = _chunk_row(connection, chunk)
+        PASSAGE.add(connection, document_row, chunk_row, chunk.start, chunk.end, vector.tobytes())
+    return document_row
 
 
 def _chunk_row(connection: sqlite3.Connection, chunk: Chunk) -> int:
-    """Row of the chunk, stored if it is new."""
+    """Row of the chunk, stored if it is new and mended if it is damaged."""
     found = connection.execute(
-        "SELECT id FROM chunk WHERE chunk_id = ?", (chunk.chunk_id,)
+        f"SELECT {CHUNK.selected} FROM chunk WHERE chunk_id = ?", (chunk.chunk_id,)
     ).fetchone()
     if found is None:
-        found = connection.execute(
-            "INSERT INTO chunk (chunk_id, text, tokens) VALUES (?, ?, ?) RETURNING id",
-            (chunk.chunk_id, chunk.text, chunk.tokens),
-        ).fetchone()
-        anchor_rows.insert(connection, [(found[0], chunk.chunk_id, chunk.text)])
+        row = CHUNK.add(connection, chunk.chunk_id, chunk.text, chunk.tokens)
+        anchor_rows.insert(connection, [(row, chunk.chunk_id, chunk.text)])
         connection.execute("DELETE FROM dropped WHERE chunk_id = ?", (chunk.chunk_id,))
-    return int(found[0])
+        return row
+    row = int(found[0])
+    try:
+        CHUNK.checked(found)
+    except DamagedRow:
+        connection.execute(
+            "UPDATE chunk SET chunk_id = ?, text = ?, tokens = ? WHERE id = ?",
+            (chunk.chunk_id, chunk.text, chunk.tokens, row),
+        )
+        CHUNK.seal(connection, row, chunk.chunk_id, chunk.text, chunk.tokens)
+    return row
 
 
 def delete_document(connection: sqlite3.Connection, source: str) -> list[int]:
@@ -131,5 +196,6 @@ def drop_orphans(connection: sqlite3.Connection, suspects: Sequence[int]) -> lis
             "(SELECT 1 FROM passage WHERE chunk = ?) RETURNING chunk_id, text",
             (row, row),
         ).fetchall()
-    connection.executemany("INSERT OR REPLACE INTO dropped VALUES (?, ?, 0)", orphans)
+    for chunk_id, text in orphans:
+        DROPPED.put(connection, chunk_id, text, 0.0)
     return [chunk_id for chunk_id, _ in orphans]

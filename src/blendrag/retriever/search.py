@@ -12,11 +12,14 @@ from typing import TypeVar
 import numpy as np
 
 from blendrag.errors import InvalidInputError
+from blendrag.retriever.database_errors import damaged_settings
 from blendrag.retriever.file import CorpusFile
 from blendrag.retriever.vectors import FILE_NAME, VectorIndex
 
 T = TypeVar("T")
 
+#: Numbers of a vector at most.
+MAX_DIM = 1 << 20
 #: Set in the corpus's settings once a passage without a vector was stored.
 UNSEARCHABLE = "unsearchable"
 
@@ -46,7 +49,7 @@ class VectorSearch:
                     "use the embedder that the corpus was ingested with"
                 )
             self.index.refresh(
-                self._file.connection,
+                self._file,
                 self._file.meta("corpus_id"),
                 self._file.generation(),
                 dim,
@@ -76,11 +79,13 @@ class VectorSearch:
 
     def dim(self) -> int | None:
         """Numbers in each vector, ``None`` while there are no vectors: any will do then."""
-        value = self._file.meta("dim")
-        if value is None:
+        dim = self._file.number("dim")
+        if dim is None:
             return None
+        if not 0 < dim <= MAX_DIM:
+            raise damaged_settings(f"setting dim is {dim}", self._file.path)
         found = "WHERE length(vector) > 0 " if self._has_unsearchable() else ""
-        return int(value) if self._file.rows(f"SELECT 1 FROM passage {found}LIMIT 1") else None
+        return dim if self._file.rows(f"SELECT 1 FROM passage {found}LIMIT 1") else None
 
     def check(self, vectors: np.ndarray, chunks: int) -> None:
         """Inside a transaction: the first vectors decide the corpus's dimension.
