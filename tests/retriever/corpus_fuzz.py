@@ -279,11 +279,12 @@ def main() -> int:
         fuzzing = Fuzzing(Path(place), given.seed)
         _say(f"fuzzing with seed {given.seed}")
         while fuzzing.done < given.copies:
-            fuzzing.run(min(500, given.copies - fuzzing.done))
+            failed = len(fuzzing.failures)
+            fuzzing.run(min(100, given.copies - fuzzing.done))
+            for failure in fuzzing.failures[failed:]:
+                _say(failure)
             failed = len(fuzzing.failures)
             _say(f"{fuzzing.done} copies, {fuzzing.refused} refused, {failed} failed")
-    for failure in fuzzing.failures[:20]:
-        _say(failure)
     return bool(fuzzing.failures)
 
 
