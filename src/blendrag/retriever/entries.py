@@ -20,6 +20,7 @@ from blendrag.retriever.file import CorpusFile
 from blendrag.retriever.passages import StoredChunk
 from blendrag.retriever.rows import ENTRY
 from blendrag.retriever.search import VectorSearch
+from blendrag.retriever.vectors import vector_of
 
 #: Parameters that one statement is given at most.
 _BATCH = 500
@@ -197,7 +198,10 @@ class EntryTable:
         found = passages.at(self._file, passage)
         if found is None:
             return None
-        vector = np.frombuffer(found.vector, np.float32)
+        vector = vector_of(found.vector, self._file.number("dim") or 0)
+        if vector is None:
+            self._file.warn_damaged(f"passage {passage}")
+            return None
         entry_id = passages.entry_id_of(found.source)
         if entry_id is None:
             return EntryHit(self._ingested(found.stored), vector)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -189,13 +190,18 @@ def drop_orphans(connection: sqlite3.Connection, suspects: Sequence[int]) -> lis
 
     Their texts are remembered as dropped, as their KV is still there.
     """
-    orphans: list[tuple[str, str]] = []
+    orphans: list[str] = []
     for row in dict.fromkeys(suspects):
-        orphans += connection.execute(
+        deleted = connection.execute(
             "DELETE FROM chunk WHERE id = ? AND NOT EXISTS "
-            "(SELECT 1 FROM passage WHERE chunk = ?) RETURNING chunk_id, text",
+            f"(SELECT 1 FROM passage WHERE chunk = ?) RETURNING {CHUNK.selected}",
             (row, row),
         ).fetchall()
-    for chunk_id, text in orphans:
-        DROPPED.put(connection, chunk_id, text, 0.0)
-    return [chunk_id for chunk_id, _ in orphans]
+        for each in deleted:
+            with suppress(
+                DamagedRow
+            ):  # the KV of a text that nobody knows stays until it is evicted
+                _, chunk_id, text, _ = CHUNK.checked(each)
+                DROPPED.put(connection, chunk_id, text, 0.0)
+                orphans.append(chunk_id)
+    return orphans
