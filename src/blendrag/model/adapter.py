@@ -143,7 +143,7 @@ class ModelAdapter:
         with self.lock:
             self.require_blendable()
             found = fingerprint.loaded(self.model)
-            marks = (fingerprint.marks_of(found), found.adapters, self._loaded_as())
+            marks = (self._digests.marks(found), found.adapters, self._loaded_as())
             if self._identity is None or marks != self._marks:
                 if dtype_name(self.model.dtype) != self.layout.dtype:
                     self._probe()  # converted since: K and V have another dtype now

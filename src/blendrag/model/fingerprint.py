@@ -25,6 +25,8 @@ from blendrag.identity import digest_fields
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 #: Values of each tensor that are compared before every request.
 SAMPLES = 16
+#: By size in bytes: the bits of any dtype, float8 included, can be copied together as these.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class LoadedTensor(NamedTuple):
@@ -56,36 +58,84 @@ class Mark(NamedTuple):
     name: str
     address: int
     version: int
-    shape: tuple[int, ...]
+    shape: torch.Size
     dtype: torch.dtype
     context: str
     sample: bytes
 
 
 class Digests:
-    """xxh3-128 of tensors, remembered for as long as their marks stay the same."""
+    """Marks and xxh3-128 of tensors, each hashed again only when its mark has changed. Not thread-safe."""
 
     def __init__(self) -> None:
         self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._views: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def marks(self, found: Loaded) -> tuple[Mark, ...]:
+        """The marks of ``found``'s tensors now, in their order."""
+        samples = self._samples(found.tensors)
+        return tuple(
+            Mark(
+                each.name,
+                each.tensor.data_ptr() if each.is_kept else 0,
+                0 if each.tensor.is_inference() else each.tensor._version,
+                each.tensor.shape,
+                each.tensor.dtype,
+                each.context,
+                sample,
+            )
+            for each, sample in zip(found.tensors, samples, strict=True)
+        )
 
     def fingerprint(self, found: Loaded, marks: Sequence[Mark]) -> str:
         """xxh3-128 hex over names, shapes, dtypes and bytes of ``found``, whose marks are ``marks``."""
         lines = []
         for mark, each in zip(marks, found.tensors, strict=True):
-            what = f"{mark.name}|{mark.shape}|{mark.dtype}|{mark.context}|"
-            lines.append(what.encode() + self._of(each.tensor, mark))
+            what = f"{mark.name}|{tuple(mark.shape)}|{mark.dtype}|{mark.context}|"
+            lines.append(what.encode() + self._digest(each.tensor, mark))
         sha = xxhash.xxh3_128()
         for line in sorted(lines):
             sha.update(line)
         return sha.hexdigest()
 
-    def _of(self, tensor: torch.Tensor, mark: Mark) -> bytes:
+    def _digest(self, tensor: torch.Tensor, mark: Mark) -> bytes:
         known = self._known.get(tensor)
         if known is None or known[0] != mark:
             known = (mark, hash_bytes(tensor))
             self._known[tensor] = known
         digest: bytes = known[1]
         return digest
+
+    def _samples(self, tensors: Sequence[LoadedTensor]) -> list[bytes]:
+        """The bytes of about :data:`SAMPLES` values of every tensor; one copy per device and dtype."""
+        alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
+        samples = [b""] * len(tensors)
+        for i, each in enumerate(tensors):
+            if each.tensor.numel():
+                view = self._view(each.tensor)
+                alike.setdefault((view.device, view.dtype), []).append((i, view))
+        for views in alike.values():
+            together = bytes(_bytes_of(torch.cat([view for _, view in views])))
+            start = 0
+            for i, view in views:
+                end = start + view.numel() * view.element_size()
+                samples[i] = together[start:end]
+                start = end
+        return samples
+
+    def _view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The values of ``tensor`` that are looked at, where they lie. Making that view takes longest."""
+        made = self._views.get(tensor)
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if made is None or made[0] != place:
+            flat = tensor.detach()
+            # A row of what is not contiguous: flattening it would copy the whole.
+            flat = flat.reshape(-1) if flat.is_contiguous() else flat[(0,) * (flat.ndim - 1)]
+            some = flat[:: max(1, flat.numel() // SAMPLES)]
+            made = (place, some.view(_WORDS.get(some.element_size(), some.dtype)))
+            self._views[tensor] = made
+        view: torch.Tensor = made[1]
+        return view
 
 
 def hash_bytes(tensor: torch.Tensor) -> bytes:
@@ -228,46 +278,6 @@ def _idle(module: Any) -> Iterator[torch.Tensor]:
             if adapter not in active:
                 weights = kept[adapter]
                 yield from weights.parameters() if isinstance(weights, nn.Module) else (weights,)
-
-
-# -- whether it changed ---------------------------------------------------------------------------
-
-
-def marks_of(found: Loaded) -> tuple[Mark, ...]:
-    """The marks of ``found``'s tensors, in their order."""
-    tensors = [each.tensor for each in found.tensors]
-    return tuple(
-        Mark(
-            each.name,
-            each.tensor.data_ptr() if each.is_kept else 0,
-            0 if each.tensor.is_inference() else each.tensor._version,
-            tuple(each.tensor.shape),
-            each.tensor.dtype,
-            each.context,
-            sample,
-        )
-        for each, sample in zip(found.tensors, _sampled(tensors), strict=True)
-    )
-
-
-def _sampled(tensors: Sequence[torch.Tensor]) -> list[bytes]:
-    """The bytes of :data:`SAMPLES` values of every tensor, about; one copy per device."""
-    by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-    samples = [b""] * len(tensors)
-    for i, tensor in enumerate(tensors):
-        if tensor.numel():
-            flat = tensor.detach()
-            # A row of what is not contiguous: flattening it would copy the whole.
-            flat = flat.reshape(-1) if flat.is_contiguous() else flat[(0,) * (flat.ndim - 1)]
-            some = flat[:: max(1, flat.numel() // SAMPLES)].contiguous().view(torch.uint8)
-            by_device.setdefault(tensor.device, []).append((i, some))
-    for on_device in by_device.values():
-        together = bytes(_bytes_of(torch.cat([some for _, some in on_device])))
-        start = 0
-        for i, some in on_device:
-            samples[i] = together[start : start + some.numel()]
-            start += some.numel()
-    return samples
 
 
 # -- how it was made ------------------------------------------------------------------------------
