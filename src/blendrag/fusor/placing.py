@@ -47,13 +47,11 @@ class Placing:
         Layers behind it whose KV is there already, and whose keys are moved alike, are placed with it.
         """
         while self._placed <= layer:
-            first = self._placed
-            with noted(self._timeline, WAIT, first):
-                self.loader.synchronize(first)
+            first = end = self._placed
             run = self._runs[first]
-            end = first + 1
-            while end < run.end and self.loader.is_there(end):
-                self.loader.synchronize(end)
+            while end == first or (end < run.end and self.loader.is_there(end)):
+                with noted(self._timeline, WAIT, end):
+                    self.loader.synchronize(end)
                 end += 1
             with noted(self._timeline, REPOSITION, first):
                 if not self._skips(first):
