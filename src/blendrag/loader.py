@@ -135,8 +135,9 @@ class LayerLoader:
             self._in_place += 1
 
     def is_there(self, layer: int) -> bool:
-        """Whether ``layer`` was read, so that :meth:`synchronize` does not block."""
-        return self._ready[layer].is_set() and self._failure is None
+        """Whether ``layer`` is in place, so that :meth:`synchronize` waits for nothing."""
+        ready = self._ready[layer].is_set() and self._failure is None
+        return ready and self._ring.has_arrived(layer)
 
     def close(self) -> None:
         """Stop reading; blocks until the thread has left the buffers alone. Idempotent."""

@@ -91,6 +91,10 @@ class StagingRing(ABC):
         Layers are received in ascending order.
         """
 
+    def has_arrived(self, layer: int) -> bool:
+        """Whether what was sent of ``layer`` can be received without waiting."""
+        return True
+
     def stop(self) -> None:
         """Wake a thread that waits for a slot."""
         self._closed = True
@@ -168,6 +172,9 @@ class CudaRing(StagingRing):
                 target.copy_(arrived[:, :, : target.shape[2]])
             self._arrived[layer].record(self._stream)
         self._last[(self._used - 1) % SLOTS] = layer
+
+    def has_arrived(self, layer: int) -> bool:
+        return not self._transfers[layer] or self._arrived[layer].query()
 
     def receive(self, layer: int) -> None:
         if self._transfers[layer]:

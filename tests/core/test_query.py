@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -230,3 +231,24 @@ def test_no_mask_of_the_whole_prompt_is_made_for_sliding_windows(name: str) -> N
     with Squares() as squares:
         tiny.fuse(fusor, IDS, spans, "query", 0.3)
     assert not squares.count
+
+
+def test_an_error_in_another_thread_than_the_fusion_was_begun_in_is_the_one_raised(
+    adapter: ModelAdapter, fusor: Fusor
+) -> None:
+    def check() -> None:
+        raise InterruptedError
+
+    @torch.inference_mode()
+    def forward() -> None:
+        adapter.model(input_ids=IDS, past_key_values=cache, use_cache=True)
+
+    request = tiny.request(IDS, exact_spans(adapter), "query", 0.2)
+    cache = fusor.new_cache(N, 0)
+    with (
+        ThreadPoolExecutor(1) as pool,
+        pytest.raises(InterruptedError),
+        fusor.fuse(cache, request, check),
+    ):
+        pool.submit(forward).result()
+    assert not adapter.stack.base._forward_pre_hooks

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -139,7 +139,8 @@ def implementation(stack: DecoderStack, name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        _override.reset(token)
+        with suppress(ValueError):  # left in another context than it was entered in
+            _override.reset(token)
 
 
 @functools.cache
@@ -159,7 +160,7 @@ def _let_implementation_differ() -> None:
         override = None if torch.compiler.is_dynamo_compiling() else _override.get()
         if override is not None and id(config) in override.configs:
             return override.name
-        return config._attn_implementation_internal
+        return stock.fget(config)
 
     PreTrainedConfig._attn_implementation = property(get, stock.fset, doc=stock.__doc__)
 

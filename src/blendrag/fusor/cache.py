@@ -20,7 +20,7 @@ from blendrag.kv import KVLayout
 #: Layers' buffers are allocated together up to this size, and keys of layers in one allocation are moved
 #: together. On a CPU they stay in its cache that way, and below what glibc's malloc keeps; a GPU takes
 #: as long to launch an operation for one layer as for many.
-GROUP_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
+GROUP_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 
 Merge = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 
@@ -123,12 +123,16 @@ class BlendCache(DynamicCache):
             layer.show(length)
 
     def groups(self, tokens: int) -> list[torch.Tensor]:
-        """Of consecutive layers each ``[layers, 2, Hkv, tokens, D]``, views."""
+        """Of consecutive layers each ``[layers, 2, Hkv, tokens, D]``, views; none after the fusion."""
         return [group[:, :, 0, :, :tokens] for group in self._groups]
 
     def buffers(self, tokens: int) -> list[torch.Tensor]:
         """Per layer ``[2, Hkv, tokens, D]``, views."""
-        return [buffer for group in self.groups(tokens) for buffer in group]
+        return [layer.buffer[:, 0, :, :tokens] for layer in self.layers]
+
+    def end_fusion(self) -> None:
+        """An ordinary cache from now on; buffers that grow are no longer held by their group."""
+        self.merge, self._groups = None, ()
 
     def update(
         self,

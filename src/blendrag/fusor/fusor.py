@@ -189,7 +189,7 @@ class Fusor:
         with self.adapter.uncompiled(), ExitStack() as armed:
             armed.callback(blending.close)
             cache.merge = blending.merge
-            armed.callback(_disarm, cache)
+            armed.callback(cache.end_fusion)
             for index, layer in enumerate(stack.layers):
                 hook = LayerHook(blending, cache, index, not self.fast_attention, check)
                 armed.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
@@ -218,7 +218,3 @@ class Fusor:
             armed.callback(stack.base.register_forward_hook(finish).remove)
             blending.start()
             yield
-
-
-def _disarm(cache: BlendCache) -> None:
-    cache.merge = None

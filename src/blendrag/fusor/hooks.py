@@ -10,7 +10,7 @@ fusion's cache (:func:`under_way`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -75,7 +75,10 @@ def under_way(cache: Cache) -> Iterator[None]:
     try:
         yield
     finally:
-        _cache_under_way.reset(token)
+        # A caller may leave the fusion in another context than the forward ran in; the error that
+        # brought it there is worth more than this variable.
+        with suppress(ValueError):
+            _cache_under_way.reset(token)
 
 
 def is_under_way(cache: Cache) -> bool:

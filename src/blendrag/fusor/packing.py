@@ -99,6 +99,7 @@ class Packing:
 
     def _prefilled(self, out: Any, member: int, row: int) -> Prefilled:
         cache = self._caches[member]
+        cache.end_fusion()
         hidden = out.last_hidden_state[:, row : row + 1]  # [1, 1, D]
         output = type(out)(last_hidden_state=hidden, past_key_values=cache)
         return Prefilled(cache, self.pack.fusions[member], output)

@@ -238,8 +238,7 @@ def _identified(connection: sqlite3.Connection, path: Path) -> bool:
     if version < SCHEMA_VERSION:
         raise CorpusError(
             f"{path} has format {version}, expected {SCHEMA_VERSION}; it was written by an older "
-            f"blendrag without checksums: delete the directory {path.parent} and ingest again, which finds "
-            "the stored KV"
+            f"blendrag without checksums: delete the directory {path.parent} and ingest again"
         )
     if strange := objects ^ _expected_objects():
         names = ", ".join(sorted(f"{kind} {name}"[:60] for kind, name, _ in strange)[:4])
