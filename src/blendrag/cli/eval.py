@@ -125,6 +125,7 @@ def evaluate(
     encoding: options.Encoding = None,
     dtype: options.Dtype = None,
     device: options.Device = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     json: Annotated[bool, typer.Option("--json", help="A list of rows on stdout.")] = False,
     verbose: options.Verbose = False,
 ) -> int:
@@ -144,9 +145,8 @@ def evaluate(
         embedder=embedder,
         store=store,
     )
-    arena = _arena(
-        ways, asked, model, dtype, device, max_new_tokens, cast("KVEncoding | None", encoding)
-    )
+    kept_as = cast("KVEncoding | None", encoding)
+    arena = _arena(ways, asked, model, dtype, device, max_new_tokens, kept_as, trust_remote_code)
     rows = _run(arena, out)
     if json:
         output.print_json([row.as_dict() for row in rows])
@@ -175,6 +175,7 @@ def _arena(
     device: str | None,
     max_new_tokens: int | None,
     encoding: KVEncoding | None,
+    trust_remote_code: bool,
 ) -> Arena:
     from blendrag.config import absolute_model, settings
     from blendrag.evaluation.arena import Arena
@@ -182,10 +183,11 @@ def _arena(
     from blendrag.model.loading import load_adapter, load_tokens
 
     if asked.store is not None:
-        model = options.model_for(model, asked.store)
+        model = options.model_for(model, asked.store, trust_remote_code=trust_remote_code)
     name = absolute_model(model or settings().model)
-    dataset = make_dataset(asked, load_tokens(name))
-    adapter = load_adapter(name, dtype or settings().dtype, device or settings().device)
+    dataset = make_dataset(asked, load_tokens(name, trust_remote_code))
+    dtype, device = dtype or settings().dtype, device or settings().device
+    adapter = load_adapter(name, dtype, device, trust_remote_code=trust_remote_code)
     adapter.require_blendable()
     kept_as = encoding or settings().kv_encoding
     ways = look_up(
