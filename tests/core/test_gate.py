@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import tiny
 from blendrag.engine import BlendEngine, Options, trust
@@ -219,3 +220,13 @@ def test_a_gate_that_takes_long_says_so_before_it_runs(
         engine.ingest([tiny.document(0)])
     (said,) = [r.getMessage() for r in caplog.records if "checking once" in r.getMessage()]
     assert re.search(r"a prompt of 96 tokens, about \d+ s$", said)
+
+
+def test_windows_that_only_masks_know_go_to_the_models_own_attention() -> None:
+    """Six tokens, which :func:`serves` compares, are within any window."""
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    config = {**tiny.COMMON, **tiny.SLIDES, **experts}
+    model = transformers.PhimoeForCausalLM(transformers.PhimoeConfig(**config)).eval()
+    result = verify(tiny.adapter(model))
+    assert result.blendable, result.reason
+    assert not result.fast_attention
