@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from blendrag.errors import InvalidInputError
+from blendrag.errors import InvalidInputError, check_unicode
 
 if TYPE_CHECKING:
     from semantic_text_splitter import TextSplitter
@@ -93,13 +93,7 @@ class Chunker:
         not valid Unicode (lone surrogates), and for what is no text.
         """
         _check_text(text)
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as exc:
-            raise InvalidInputError(
-                f"text holds a lone surrogate at character {exc.start}, expected valid Unicode; "
-                "decode the document again or replace that character"
-            ) from exc
+        check_unicode(text, "text")
         return [
             Chunk(text[start:end], start, end, tokens, chunk_id_of(text[start:end]))
             for start, end, tokens in self._spans(text)

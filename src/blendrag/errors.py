@@ -49,6 +49,20 @@ class InvalidInputError(BlendragError, ValueError):
     """A value given by the caller cannot be used."""
 
 
+def check_unicode(text: str, name: str) -> None:
+    """Raise :class:`InvalidInputError` for lone surrogates, which no tokenizer, file or database takes.
+
+    They come from bytes that are not UTF-8: of a file name, of a command line, of broken JSON.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as exc:
+        raise InvalidInputError(
+            f"{name} holds a lone surrogate ({text[exc.start]!r}) at character {exc.start}, expected valid "
+            "Unicode; decode the bytes it came from as UTF-8, or replace that character"
+        ) from exc
+
+
 class InvalidOptionError(InvalidInputError):
     """An option of a request is out of range, or of the wrong kind."""
 

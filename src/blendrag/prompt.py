@@ -7,12 +7,15 @@ KV is decided later. The mode ``full`` means a stock prefill of exactly ``plan.i
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
 Encode = Callable[[str], Sequence[int]]
+#: Of text, and whether the prompt begins with it.
+EncodeTemplate = Callable[[str, bool], Sequence[int]]
 
 
 class ChunkMatch(Protocol):
@@ -76,16 +79,19 @@ class PromptPlan:
 def make_plan(
     rendered: str,
     matches: Sequence[ChunkMatch],
-    encode_template: Encode,
+    encode_template: EncodeTemplate,
     encode_chunk: Callable[[str], tuple[int, ...]],
     encode_text: Encode,
+    plain: Sequence[tuple[int, int]] = (),
 ) -> PromptPlan:
     """Cut ``rendered`` at ``matches`` (ascending, disjoint) and tokenise each segment on its own.
 
-    ``encode_chunk(chunk_id)`` gives the ids of the whole chunk, ``encode_text`` those of cut text.
+    ``encode_chunk(chunk_id)`` gives the ids of the whole chunk, ``encode_text`` those of cut text and of
+    the spans in ``plain`` (ascending, outside of matches): computed, but their control tokens are text.
     """
     segments: list[Segment] = []
     position = at = 0
+    left = deque(plain)
 
     def add(
         text: str, ids: Sequence[int], chunk_id: str | None = None, stored: tuple[int, ...] = ()
@@ -95,9 +101,16 @@ def make_plan(
             segments.append(Segment(text, tuple(ids), position, chunk_id, stored))
             position += len(ids)
 
+    def add_fresh(start: int, end: int) -> None:
+        while left and left[0][0] < end:
+            low, high = left.popleft()
+            add(rendered[start:low], encode_template(rendered[start:low], start == 0))
+            add(rendered[low:high], encode_text(rendered[low:high]))
+            start = high
+        add(rendered[start:end], encode_template(rendered[start:end], start == 0))
+
     for match in matches:
-        between = rendered[at : match.start]
-        add(between, encode_template(between))
+        add_fresh(at, match.start)
         stored = encode_chunk(match.chunk_id)
         text = rendered[match.start : match.end]
         if match.complete:
@@ -109,7 +122,7 @@ def make_plan(
             add(text, ids[:shared], match.chunk_id, stored)
             add("", ids[shared:])
         at = match.end
-    add(rendered[at:], encode_template(rendered[at:]))
+    add_fresh(at, len(rendered))
     return PromptPlan(tuple(segments))
 
 

@@ -26,7 +26,7 @@ PAGES = '"Two" paragraphs,\n\n' + "\n\n".join(tiny.sentence(i) for i in range(10
 CJK = "灯塔的看守人每天傍晚点亮油灯。没有人知道那天晚上是谁爬上了楼梯,也没有人问起她从哪里来。" * 2
 HEBREW = "מגדלור עתיק עמד על הצוק, ובו שומר זקן שהדליק את המנורה בכל ערב לפני שקיעת החמה. " * 2
 ARABIC = "كانت المنارة القديمة تقف على الجرف، وكان حارسها يُشعل المصباح كلَّ مساءٍ قبل الغروب. " * 2
-BIDI = f"\u2067{HEBREW.strip()}\u2069 means \u2066{PLAIN[:80]}\u2069 here"
+BIDI = f"\u2067{HEBREW.strip()}\u2069 means \u2066{PLAIN[:80]}\u2069 here."
 
 
 def index_of(texts: Mapping[str, str]) -> AnchorIndex:

@@ -19,7 +19,7 @@ from blendrag.model.tokens import Tokens
 
 PASSAGES = [{"title": "", "text": tiny.sentence(i)} for i in range(9)]
 ASKED = {"question": "Who built ships near Place49?", "answers": ["the company"], "ctxs": PASSAGES}
-BODY = "Zagreb is its capital."
+BODY = "Zagreb is its capital, and it is by far the largest of its cities."
 LONG = {
     "input": "Who built ships near Place49?",
     "context": "\n\n".join(tiny.sentence(i) for i in range(20)),
@@ -95,7 +95,7 @@ def test_the_type_of_a_question_is_its_kind(tmp_path: Path) -> None:
 
 
 def test_line_separators_and_a_byte_order_mark_are_no_ends_of_records(tmp_path: Path) -> None:
-    text = "One.\u2028Two.\u0085Three.\x0cFour."
+    text = f"{BODY}\u2028Two.\u0085Three.\x0cFour."
     lines = [json.dumps({**LONG, "context": text}, ensure_ascii=False)] * 2
     path = tmp_path / "lb.jsonl"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8-sig")

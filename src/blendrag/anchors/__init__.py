@@ -10,14 +10,26 @@ characters are, until one is not. That tells chunks apart whose first pages are 
 may stand there whole is compared by its length and hash, in constant time from prefix sums, and at last
 by its text, so a hash collision costs time and never a wrong match.
 
-What is recognised: whole chunks of at least 32 characters; chunks of 16 to 31 characters by a shorter
-beginning; chunks whose tail is cut off, if enough is left. What is not, and is computed as ordinary
-text: chunks under 16 characters, and chunks whose head is cut off.
+What is recognised: whole chunks of at least 48 letters or digits, and chunks whose tail is cut off, if
+enough is left; both from one word boundary to another. What is not, and is computed as ordinary text:
+shorter chunks, and chunks whose head is cut off. Chunks of fewer than 32 characters, which are long
+enough where characters are ideographs, are found by a beginning of 16.
 """
 
+from blendrag.anchors.area import MIN_LETTERS, is_recognisable
 from blendrag.anchors.escapes import unescaped
 from blendrag.anchors.index import AnchorIndex
 from blendrag.anchors.rows import PACKED_BYTES, AnchorRow, packed, row_of
 from blendrag.anchors.spans import Match
 
-__all__ = ["PACKED_BYTES", "AnchorIndex", "AnchorRow", "Match", "packed", "row_of", "unescaped"]
+__all__ = [
+    "MIN_LETTERS",
+    "PACKED_BYTES",
+    "AnchorIndex",
+    "AnchorRow",
+    "Match",
+    "is_recognisable",
+    "packed",
+    "row_of",
+    "unescaped",
+]

@@ -2,6 +2,10 @@
 
 Owns what is taken where several chunks may stand, and how the index grows: most chunks are in one
 segment, what came lately in a small one beside it, which is made anew when more comes.
+
+Where whole chunks overlap, those are taken that cover most of the prompt together. So a chunk that
+somebody adds never lowers the number of characters that whole chunks cover: to displace another it must
+itself stand in the prompt, word for word, and cover more.
 """
 
 from __future__ import annotations
@@ -10,17 +14,22 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
+from blendrag.anchors.area import SearchArea
 from blendrag.anchors.escapes import unescaped
 from blendrag.anchors.hashing import PrefixSums
 from blendrag.anchors.rows import ANCHOR, SHORT, AnchorRow, packed, row_of
-from blendrag.anchors.segment import Beginning, Heads, Segment, Whole
-from blendrag.anchors.spans import Match, Spans, common_prefix, matched_chars
+from blendrag.anchors.segment import Beginning, Heads, Segment, Whole, first_of_each
+from blendrag.anchors.spans import Match, Spans, best_cover, common_prefix, matched_chars
 from blendrag.chunking import canonical
 
-#: Candidates for a chunk whose tail is cut off whose texts are compared at one position, and how many
-#: comparisons one prompt may cost.
+#: Places in one prompt where texts of whole chunks are compared. Where a prompt repeats itself there are
+#: more: then every chunk is looked at where it first stands, as often as fits.
+MAX_WHOLE = 4096
+#: Places where a chunk may begin whose tail is cut off (likewise), and chunks compared at one of them.
+MAX_TAIL_CUT_STARTS = 512
 MAX_TAIL_CUT_CANDIDATES = 16
-MAX_TAIL_CUT_TRIES = 512
 #: What must be left of a chunk whose tail is cut off: characters, and share of the chunk.
 MIN_TAIL_CUT_CHARS = 64
 MIN_TAIL_CUT_SHARE = 0.25
@@ -92,27 +101,35 @@ class AnchorIndex:
             elif chunk_id in self._settled.slots:
                 self._settled.discard(chunk_id)
 
-    def find(self, prompt: str) -> list[Match]:
+    def find(
+        self,
+        prompt: str,
+        within: Sequence[tuple[int, int]] | None = None,
+        strict: bool = True,
+    ) -> list[Match]:
         """Chunks in ``prompt``, without overlap, by start.
 
-        Whole chunks come first, the longest first; tail-cut ones fill what is left.
+        Whole chunks come first, those that cover most together; tail-cut ones fill what is left.
+
+        Args:
+            within: ascending, disjoint spans; a match lies in one of them. ``None``: all of the prompt.
+            strict: matches begin and end at word boundaries and are long enough that they do not stand
+                there by chance (:mod:`blendrag.anchors.area`). Without it: all whole chunks of at least 16
+                characters.
         """
         if not len(self) or len(prompt) < SHORT:
             return []
-        sums = PrefixSums(prompt)
+        sums, area = PrefixSums(prompt), SearchArea(prompt, within, strict)
         with self._lock:
-            found = [_Found(segment, *segment.search(sums)) for segment in self._segments()]
+            found = [_Found(segment, *segment.search(sums, area)) for segment in self._segments()]
         # Texts are asked for outside the lock: who gives them may hold a lock of its own.
         texts = _Texts(self._text_of)
+        whole = _whole(prompt, found, texts)
         taken = Spans()
-        whole = [hit for each in found for hit in each.whole]
-        for chunk_id, start, length in sorted(
-            whole, key=lambda w: (-w.length, w.start, w.chunk_id)
-        ):
-            end = start + length
-            if taken.free(start, end) and prompt[start:end] == texts[chunk_id]:
-                taken.add(Match(chunk_id, start, end, complete=True))
-        self._fill_up(prompt, found, taken, texts)
+        for i in best_cover([(match.start, match.end) for match in whole]):
+            taken.add(whole[i])
+        if strict:
+            self._fill_up(prompt, area, found, taken, texts)
         return taken.matches()
 
     def _segments(self) -> list[Segment]:
@@ -125,16 +142,17 @@ class AnchorIndex:
             self._recent, self._recent_segment = {}, Segment()
         return [segment for segment in (self._settled, self._recent_segment) if len(segment)]
 
-    def _fill_up(self, prompt: str, found: list[_Found], taken: Spans, texts: _Texts) -> None:
+    def _fill_up(
+        self, prompt: str, area: SearchArea, found: list[_Found], taken: Spans, texts: _Texts
+    ) -> None:
         """Adds chunks whose tail is cut off, first come first served."""
-        tries = MAX_TAIL_CUT_TRIES
-        for start in sorted({start for each in found for start in each.beginnings()}):
-            room = taken.room(start, len(prompt))
-            if tries <= 0 or room < MIN_TAIL_CUT_CHARS:
+        starts = np.array(sorted({start for each in found for start in each.beginnings()}), np.intp)
+        for start, end in zip(starts.tolist(), area.ends(starts).tolist(), strict=True):
+            room = taken.room(start, end)
+            if room < MIN_TAIL_CUT_CHARS:
                 continue
             for candidates in _candidates(found, start, room):
-                tries -= len(candidates)
-                if match := _tail_cut(prompt, start, room, candidates, texts):
+                if match := _tail_cut(prompt, area, start, room, candidates, texts):
                     taken.add(match)
                     break
 
@@ -158,9 +176,40 @@ class _Found(NamedTuple):
     whole: list[Whole]
     heads: list[Heads]
 
-    def beginnings(self) -> Iterable[int]:
+    def beginnings(self) -> list[int]:
         """Where a chunk may begin whose tail is cut off."""
-        return next((h.ranges for h in self.heads if h.level == MIN_TAIL_CUT_CHARS), ())
+        for heads in self.heads:
+            if heads.level == MIN_TAIL_CUT_CHARS:
+                ones = np.ones(len(heads.starts), np.intp)
+                return heads.starts[first_of_each(heads.low, ones, MAX_TAIL_CUT_STARTS)].tolist()
+        return []
+
+    def beginning(self, heads: Heads, start: int, longest: int, most: int) -> Iterator[Beginning]:
+        """Chunks that begin as the prompt does at ``start``, as far as the level of ``heads`` says."""
+        at = int(np.searchsorted(heads.starts, start))
+        if at < len(heads.starts) and heads.starts[at] == start:
+            low, high = int(heads.low[at]), int(heads.high[at])
+            yield from self.segment.beginning(heads.level, low, high, longest, most)
+
+
+def _whole(prompt: str, found: list[_Found], texts: _Texts) -> list[Match]:
+    """Chunks that stand in the prompt whole; they may overlap."""
+    listed = [whole for each in found for whole in each.whole]
+    if not listed:
+        return []
+    starts, lengths, digests = (np.concatenate(columns) for columns in zip(*listed, strict=True))
+    kept = first_of_each(digests, np.ones(len(digests), np.intp), MAX_WHOLE)
+    matches = {}
+    for i in kept.tolist():
+        start, length = int(starts[i]), int(lengths[i])
+        for chunk_id in sorted(
+            chunk_id for each in found for chunk_id in each.segment.of_digest(digests[i], length)
+        ):
+            if prompt.startswith(texts[chunk_id], start) and len(texts[chunk_id]) == length:
+                matches.setdefault(
+                    (start, length), Match(chunk_id, start, start + length, complete=True)
+                )
+    return list(matches.values())
 
 
 def _segment_of(rows: Iterable[AnchorRow]) -> Segment:
@@ -184,7 +233,7 @@ def _candidates(found: list[_Found], start: int, room: int) -> Iterator[list[Beg
             for each in found
             for heads in each.heads
             if heads.level == level
-            for chunk in each.segment.beginning(heads, start, longest, left)
+            for chunk in each.beginning(heads, start, longest, left)
         ]
         if candidates:
             left -= len(candidates)
@@ -208,7 +257,12 @@ class _Texts(dict[str, str]):
 
 
 def _tail_cut(
-    prompt: str, start: int, room: int, candidates: list[Beginning], texts: _Texts
+    prompt: str,
+    area: SearchArea,
+    start: int,
+    room: int,
+    candidates: list[Beginning],
+    texts: _Texts,
 ) -> Match | None:
     """The candidate that shares the longest prefix with the prompt, if it is long enough."""
     best: Match | None = None
@@ -217,6 +271,9 @@ def _tail_cut(
         if room < needed:
             continue
         shared = common_prefix(prompt, start, start + room, texts[chunk_id])
-        if needed <= shared < length and (best is None or shared > best.end - start):
-            best = Match(chunk_id, start, start + shared, complete=False)
+        if shared == length or (best is not None and start + shared <= best.end):
+            continue
+        end = area.cut(start, start + shared)
+        if end - start >= needed and (best is None or end > best.end):
+            best = Match(chunk_id, start, end, complete=False)
     return best

@@ -11,19 +11,22 @@ from typing import NamedTuple
 
 import numpy as np
 
+from blendrag.anchors.area import SearchArea
 from blendrag.anchors.hashing import Filter, PrefixSums
 from blendrag.anchors.rows import ANCHOR, LEVELS, SHORT, AnchorRow, head_lengths, unpacked
 
-#: Whole chunks compared in one prompt; beyond that chunks stay unrecognised (computed), never wrong.
-MAX_COMPARED = 250_000
+#: Pairs of a place and a length that are compared in one prompt, at each level. Where chunks and prompt
+#: repeat themselves there are more: then every head is looked at where it first stands, as often as fits,
+#: and the rest is computed.
+MAX_COMPARED = 1 << 16
 
 
 class Whole(NamedTuple):
-    """A chunk that stands at ``start`` by its hash."""
+    """Chunks that may stand in the prompt whole, by length and hash."""
 
-    chunk_id: str
-    start: int
-    length: int
+    starts: np.ndarray
+    lengths: np.ndarray
+    digests: np.ndarray
 
 
 class Heads(NamedTuple):
@@ -33,7 +36,9 @@ class Heads(NamedTuple):
     """
 
     level: int
-    ranges: dict[int, tuple[int, int]]
+    starts: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
 
 
 class Beginning(NamedTuple):
@@ -134,13 +139,14 @@ class Segment:
     def discard(self, chunk_id: str) -> None:
         del self.slots[chunk_id]
 
-    def search(self, sums: PrefixSums) -> tuple[list[Whole], list[Heads]]:
+    def search(self, sums: PrefixSums, area: SearchArea) -> tuple[list[Whole], list[Heads]]:
         """Chunks that may stand in the prompt whole, and where beginnings stand, the short first."""
         whole: list[Whole] = []
         heads: list[Heads] = []
         for first, filtered in self._filters.items():
             hashes = sums.windows(first)
             starts = filtered.maybe(hashes)
+            starts = starts[area.may_begin(starts)]
             hashes = hashes[starts]
             for level in (first,) if first == SHORT else LEVELS[1:]:
                 if level not in self._levels:
@@ -154,53 +160,69 @@ class Segment:
                 if not len(starts):
                     break
                 high = table.run_end[low]
-                whole += self._whole(sums, table, starts, low, high)
-                ranges = zip(low.tolist(), high.tolist(), strict=True)
-                heads.append(Heads(level, dict(zip(starts.tolist(), ranges, strict=True))))
+                whole.append(self._whole(sums, area, table, starts, low, high))
+                heads.append(Heads(level, starts, low, high))
         return whole, heads
 
     def _whole(
-        self, sums: PrefixSums, table: _Level, starts: np.ndarray, low: np.ndarray, high: np.ndarray
-    ) -> list[Whole]:
+        self,
+        sums: PrefixSums,
+        area: SearchArea,
+        table: _Level,
+        starts: np.ndarray,
+        low: np.ndarray,
+        high: np.ndarray,
+    ) -> Whole:
         """Chunks that end before the next level and whose length and hash are the prompt's.
 
         ``low`` and ``high``: for each start, where in the table are the chunks that begin so.
         """
         first = table.whole_before[low]
         counts = table.whole_before[high] - first
-        counts[np.cumsum(counts) > MAX_COMPARED] = 0
-        total = int(counts.sum())
-        if not total:
-            return []
+        kept = first_of_each(low, counts, MAX_COMPARED)
+        starts, first, counts = starts[kept], first[kept], counts[kept]
         # each start beside each length that a chunk beginning so has
         begins = np.repeat(np.cumsum(counts) - counts, counts)
-        lengths = table.whole_lengths[np.repeat(first, counts) + np.arange(total) - begins]
+        lengths = table.whole_lengths[np.repeat(first, counts) + np.arange(len(begins)) - begins]
         at = np.repeat(starts, counts)
-        fits = at + lengths <= sums.size
+        fits = area.may_hold(at, lengths)
         at, lengths = at[fits], lengths[fits]
         digests = sums.hashes(at, lengths)
         maybe = self._digest_filter.maybe(digests)
-        return self._equal(at[maybe], lengths[maybe], digests[maybe])
+        return Whole(at[maybe], lengths[maybe], digests[maybe])
 
-    def _equal(self, at: np.ndarray, lengths: np.ndarray, digests: np.ndarray) -> list[Whole]:
-        low = np.searchsorted(self._sorted_digests, digests, "left").tolist()
-        high = np.searchsorted(self._sorted_digests, digests, "right").tolist()
-        return [
-            Whole(self.ids[slot], start, length)
-            for start, length, i, j in zip(at.tolist(), lengths.tolist(), low, high, strict=True)
-            for slot in self._by_digest[i:j].tolist()
-            if self._lengths[slot] == length and self.ids[slot] in self.slots
-        ]
+    def of_digest(self, digest: np.uint64, length: int) -> list[str]:
+        """Ids of the chunks still there that have this hash and length."""
+        low, high = (
+            int(np.searchsorted(self._sorted_digests, digest, s)) for s in ("left", "right")
+        )
+        slots = self._by_digest[low:high].tolist()
+        ids = [self.ids[slot] for slot in slots if self._lengths[slot] == length]
+        return [chunk_id for chunk_id in ids if chunk_id in self.slots]
 
-    def beginning(self, heads: Heads, start: int, longest: int, most: int) -> Iterator[Beginning]:
-        """Chunks no longer than that which begin as the prompt does there, the longest first.
+    def beginning(
+        self, level: int, low: int, high: int, longest: int, most: int
+    ) -> Iterator[Beginning]:
+        """Chunks no longer than that in a part of the level's table, the longest first.
 
         Of many, at most so many are looked at.
         """
-        table = self._levels[heads.level]
-        low, high = heads.ranges.get(start, (0, 0))
+        table = self._levels[level]
         # of the array's own type: else all of it is converted first
         high = low + int(table.lengths[low:high].searchsorted(np.intp(longest), "right"))
         for slot in table.slots[max(low, high - most) : high][::-1].tolist():
             if self.ids[slot] in self.slots:
                 yield Beginning(self.ids[slot], int(self._lengths[slot]))
+
+
+def first_of_each(groups: np.ndarray, costs: np.ndarray, most: int) -> np.ndarray:
+    """Indices of the first R members of every group, R as large as the costs of all allow; at least 1."""
+    if costs.sum() <= most:
+        return np.arange(len(groups))
+    order = np.argsort(groups, kind="stable")
+    new = np.flatnonzero(np.diff(groups[order], prepend=groups[order[0]] - groups.dtype.type(1)))
+    sizes = np.diff(new, append=len(groups))
+    rank = np.empty(len(groups), np.intp)
+    rank[order] = np.arange(len(groups)) - np.repeat(new, sizes)
+    totals = np.cumsum(np.bincount(rank, weights=costs))
+    return np.flatnonzero(rank < max(1, int(np.searchsorted(totals, most, "right"))))

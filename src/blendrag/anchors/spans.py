@@ -47,6 +47,29 @@ class Spans:
         return self._matches
 
 
+def best_cover(spans: Sequence[tuple[int, int]]) -> list[int]:
+    """Indices of disjoint spans that cover most together; of equal covers, that of fewest spans.
+
+    Weighted interval scheduling: O(n log n).
+    """
+    order = sorted(range(len(spans)), key=lambda i: (spans[i][1], spans[i][0]))
+    ends = [spans[i][1] for i in order]
+    scores, before = [0], []  # of the first k spans
+    scale = len(spans) + 1  # a character counts for more than all spans
+    for k, i in enumerate(order):
+        start, end = spans[i]
+        before.append(bisect.bisect_right(ends, start, 0, k))
+        scores.append(max(scores[k], scores[before[k]] + (end - start) * scale - 1))
+    chosen, k = [], len(order)
+    while k:
+        if scores[k] == scores[k - 1]:
+            k -= 1
+        else:
+            chosen.append(order[k - 1])
+            k = before[k - 1]
+    return chosen[::-1]
+
+
 def matched_chars(matches: Sequence[Match]) -> int:
     return sum(match.end - match.start for match in matches)
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from blendrag.anchors import AnchorIndex
+from blendrag.anchors import is_recognisable
 from blendrag.chunking import Chunk
 from blendrag.engine.encoding import Encoder
 from blendrag.engine.orphans import drop_orphaned_kv
@@ -41,7 +41,7 @@ def compute_kv(
     Chunks too short to be recognised in a prompt get none. What is put is not evicted for what is put
     after it. Raises what :meth:`Library.add` raises; see :func:`take_back`.
     """
-    wanted = {c.chunk_id: c for c in chunks if len(c.text) >= AnchorIndex.SHORT_ANCHOR_CHARS}
+    wanted = {c.chunk_id: c for c in chunks if is_recognisable(c.text)}
     if not wanted:
         return Computed()
     encoder = Encoder(resources, worker)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from blendrag.anchors import AnchorIndex
+from blendrag.anchors import MIN_LETTERS, is_recognisable
 from blendrag.chunking import Chunker
 from blendrag.errors import InvalidInputError
 from blendrag.evaluation.cases import Case, Dataset, Metric
@@ -24,8 +24,6 @@ from blendrag.retriever.embedder import Embedder
 #: Chunks for a question, in the order of the prompt.
 Retrieve = Callable[[str], Sequence[str]]
 
-#: Shorter chunks are recognised in no prompt.
-LEAST_CHARS = AnchorIndex.SHORT_ANCHOR_CHARS
 #: What LongBench calls the tasks whose answers are summaries.
 SUMMARIES = ("multi_news", "multinews", "samsum", "gov_report", "qmsum", "vcsum")
 #: What to look for where nothing is asked.
@@ -81,10 +79,10 @@ def read_dataset(
 
 def _recognised(chunks: Sequence[str], where: str) -> list[str]:
     """Each once, but for those too short to be recognised in a prompt: no way could load them."""
-    left = list(dict.fromkeys(text for text in chunks if len(text.strip()) >= LEAST_CHARS))
+    left = list(dict.fromkeys(text for text in chunks if is_recognisable(text)))
     if not left:
         raise InvalidInputError(
-            f"{where} has an empty chunk list, expected contexts of {LEAST_CHARS} characters or more; "
+            f"{where} has an empty chunk list, expected contexts of {MIN_LETTERS} letters or more; "
             "leave it out"
         )
     return left

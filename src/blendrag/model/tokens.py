@@ -3,18 +3,23 @@
 A document may contain ``<|im_end|>``; it must never become the control token. Chunk text therefore
 goes through a second instance without added tokens that encodes special tokens as plain text. The
 flag lives in state shared with every user of a tokenizer, so the first instance is never touched.
+
+A prompt is tokenised in segments. Some tokenizers (SentencePiece's: Llama 2, Mistral, TinyLlama) put a
+space before every text. That is right for the segment that begins the prompt and for no other, so all
+others go through copies that put none.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from blendrag.errors import InvalidInputError, ModelLoadError
+from blendrag.errors import InvalidInputError, ModelLoadError, check_unicode
 from blendrag.identity import digest_fields
 
 _PROBE_TOOL: dict[str, Any] = {
@@ -38,25 +43,62 @@ class Tokens:
             )
         self.tokenizer = tokenizer
         self.text = plain_text_tokenizer(tokenizer.backend_tokenizer)
+        self._behind = _continuing_tokenizer(tokenizer.backend_tokenizer)
         added = tokenizer.added_tokens_decoder
+        self._added_ids = frozenset(added)
+        self._added_texts = {str(token) for token in added.values()}
         special = {index: str(token) for index, token in added.items() if token.special}
         self._special_ids = frozenset((*tokenizer.all_special_ids, *special))
+        # what a vocabulary has no piece for controls nothing
+        self._never_in_text = self._special_ids - {tokenizer.unk_token_id}
         self._special_texts = sorted({*tokenizer.all_special_tokens, *special.values()})
         self._tools_shown: tuple[str, bool] | None = None
+        self._control: tuple[str, re.Pattern[str]] | None = None
 
-    def encode_template(self, text: str) -> list[int]:
-        """Ids of rendered template text: control tokens count, nothing is added."""
+    def encode_template(self, text: str, begins: bool = True) -> list[int]:
+        """Ids of rendered template text: control tokens count, nothing is added.
+
+        ``begins``: whether the prompt begins with it.
+        """
         if not text:
             return []
+        check_unicode(text, "the prompt")
+        if begins or self._behind is None:
+            return self._encode_stock(text)
+        encoded = self._behind.encode(text, add_special_tokens=False)
+        ids: list[int] = encoded.ids
+        # Behind a control token some tokenizers put a space again, and the model has learned that: from
+        # the first one on it is the tokenizer's own business.
+        for i, index in enumerate(ids):
+            if index in self._added_ids:
+                return ids[:i] + self._encode_stock(text[encoded.offsets[i][0] :])
+        return ids
+
+    def _encode_stock(self, text: str) -> list[int]:
         # too long a prompt is told by its own error, so no warning of the tokenizer comes before it
         return list(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of document text: whatever looks like a control token stays text."""
-        ids = self.text.encode(text, add_special_tokens=False).ids
-        if self._special_ids.isdisjoint(ids):
+        check_unicode(text, "the text")
+        ids: list[int] = self.text.encode(text, add_special_tokens=False).ids
+        if self._never_in_text.isdisjoint(ids):
             return ids
         return self._encode_broken_up(text)
+
+    def control_spans(self, text: str) -> list[tuple[int, int]]:
+        """Where ``text`` has what the tokenizer makes control tokens of, ascending.
+
+        Control tokens are the special ones, and added ones that the chat template writes (DeepSeek's are
+        not marked special); not those that are merely common (Gemma adds line breaks and HTML tags).
+        """
+        template = self.template_text
+        if self._control is None or self._control[0] != template:
+            written = {t for t in self._added_texts if t.strip() and t in template}
+            longest_first = sorted({*self._special_texts, *written} - {""}, key=len, reverse=True)
+            pattern = "|".join(map(re.escape, longest_first)) or r"(?!)"
+            self._control = (template, re.compile(pattern))
+        return [found.span() for found in self._control[1].finditer(text)]
 
     def _encode_broken_up(self, text: str) -> list[int]:
         # Some vocabularies (Unigram) hold control tokens as ordinary pieces; a piece cannot match
@@ -67,7 +109,7 @@ class Tokens:
         ids: list[int] = []
         for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True):
             ids += self.text.encode(text[a:b], add_special_tokens=False).ids
-        if not self._special_ids.isdisjoint(ids):
+        if not self._never_in_text.isdisjoint(ids):
             raise InvalidInputError(
                 f"text {text[:40]!r}… encodes to control tokens of this tokenizer even as plain text; "
                 "remove them from the document"
@@ -75,7 +117,12 @@ class Tokens:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
+        """All of it as text, control tokens included."""
+        return str(
+            self.tokenizer.decode(
+                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
 
     @cached_property
     def fingerprint(self) -> str:
@@ -161,11 +208,9 @@ class Tokens:
 
 
 def plain_text_tokenizer(backend: Tokenizer) -> Tokenizer:
-    """An independent copy of ``backend`` that knows no added tokens and adds none."""
-    definition = json.loads(backend.to_str())
+    """An independent copy of ``backend`` that knows no added tokens and adds none, nor a leading space."""
+    definition = _without_extras(backend)
     definition["added_tokens"] = []
-    definition["post_processor"] = None
-    definition["padding"] = definition["truncation"] = None
     try:
         plain = Tokenizer.from_str(json.dumps(definition))
     except Exception:
@@ -177,6 +222,39 @@ def plain_text_tokenizer(backend: Tokenizer) -> Tokenizer:
         plain = Tokenizer.from_str(json.dumps(definition))
     plain.encode_special_tokens = True
     return plain
+
+
+def _continuing_tokenizer(backend: Tokenizer) -> Tokenizer | None:
+    """A copy that puts no space before a text, for what stands behind another; ``None`` if it puts none."""
+    stock, definition = json.loads(backend.to_str()), _without_extras(backend)
+    if all(definition[part] == stock[part] for part in _WHERE_SPACES_COME_FROM):
+        return None
+    return Tokenizer.from_str(json.dumps(definition))
+
+
+_WHERE_SPACES_COME_FROM = ("normalizer", "pre_tokenizer")
+
+
+def _without_extras(backend: Tokenizer) -> dict[str, Any]:
+    """Its definition, without what adds or removes tokens, and without the space before a text."""
+    definition: dict[str, Any] = json.loads(backend.to_str())
+    definition["post_processor"] = None
+    definition["padding"] = definition["truncation"] = None
+    for part in _WHERE_SPACES_COME_FROM:
+        definition[part] = _without_prefix(definition[part])
+    return definition
+
+
+def _without_prefix(part: Any) -> Any:
+    """A part of a definition; ``None`` for a normalizer that does nothing else (Llama 2's ``Prepend``)."""
+    if isinstance(part, list):
+        return [kept for kept in map(_without_prefix, part) if kept is not None]
+    if not isinstance(part, dict):
+        return part
+    if part.get("type") == "Prepend":
+        return None
+    changed = {"prepend_scheme": "never", "add_prefix_space": False}
+    return {name: changed.get(name, _without_prefix(value)) for name, value in part.items()}
 
 
 def _occurrences(text: str, needle: str) -> list[int]:
