@@ -50,12 +50,12 @@ def unforced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch, unforced: None) -> Iterator[list[str]]:
+def asked(monkeypatch: pytest.MonkeyPatch, unforced: None) -> Iterator[list[RagPrompt]]:
     """Prompts that reached an engine."""
-    prompts: list[str] = []
+    prompts: list[RagPrompt] = []
     real = BlendEngine.generate
 
-    def spy(self: BlendEngine, prompt: str, *rest: object) -> object:
+    def spy(self: BlendEngine, prompt: RagPrompt, *rest: object) -> object:
         prompts.append(prompt)
         return real(self, prompt, *rest)  # type: ignore[arg-type]
 
@@ -223,7 +223,7 @@ def test_prefix_caching_has_its_chunk_in_memory_from_the_first_question_on(
     tiers: list[str] = []
     real = BlendEngine.generate
 
-    def spy(self: BlendEngine, prompt: str, options: Options) -> Answer:
+    def spy(self: BlendEngine, prompt: RagPrompt, options: Options) -> Answer:
         answer = real(self, prompt, options)
         tiers.extend(chunk.tier for chunk in answer.metrics.chunks if options.mode == "prefix")
         return answer
@@ -282,16 +282,16 @@ def test_ways_that_only_later_questions_lack_are_warmed_up_too(
 
 
 def test_full_prefill_answers_a_question_once_and_no_context_sees_no_chunk(
-    asked: list[str],
+    asked: list[RagPrompt],
 ) -> None:
     lab.arena(make_ways(["reuse"], [], [], [True]), lab.cases(1, 2)).run()
     assert len(asked) == 2 * 3
-    without = [prompt for prompt in asked if lab.CHUNKS[0][0] not in prompt]
+    without = [prompt for prompt in asked if lab.CHUNKS[0][0] not in prompt.text]
     assert len(without) == 2
-    assert all("\n\n\n" not in prompt for prompt in asked)
+    assert all("\n\n\n" not in prompt.text for prompt in asked)
 
 
-def test_an_interrupted_run_asks_nothing_twice(tmp_path: Path, asked: list[str]) -> None:
+def test_an_interrupted_run_asks_nothing_twice(tmp_path: Path, asked: list[RagPrompt]) -> None:
     ways = make_ways(["reuse"], [], [], [True])
     path = tmp_path / "journal.jsonl"
 
@@ -313,7 +313,7 @@ def test_an_interrupted_run_asks_nothing_twice(tmp_path: Path, asked: list[str])
 
 
 def test_more_ways_ask_only_what_is_new_and_what_it_is_compared_with(
-    tmp_path: Path, asked: list[str]
+    tmp_path: Path, asked: list[RagPrompt]
 ) -> None:
     path, cases = tmp_path / "journal.jsonl", lab.cases(1, 1)
     lab.arena(make_ways([], [], [], []), cases).run(Journal(path))
@@ -323,7 +323,9 @@ def test_more_ways_ask_only_what_is_new_and_what_it_is_compared_with(
     assert len(path.read_text().splitlines()) == 3
 
 
-def test_another_model_or_length_of_answer_is_asked_anew(tmp_path: Path, asked: list[str]) -> None:
+def test_another_model_or_length_of_answer_is_asked_anew(
+    tmp_path: Path, asked: list[RagPrompt]
+) -> None:
     path, data, ways = tmp_path / "j.jsonl", lab.dataset(lab.cases(1, 1)), make_ways([], [], [], [])
     Arena(lab.adapter(), data, ways, max_new_tokens=4).run(Journal(path))
     Arena(lab.adapter(), data, ways, max_new_tokens=5).run(Journal(path))
@@ -333,7 +335,7 @@ def test_another_model_or_length_of_answer_is_asked_anew(tmp_path: Path, asked: 
 
 
 def test_answers_of_other_code_are_asked_anew(
-    tmp_path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, asked: list[RagPrompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, cases, ways = tmp_path / "j.jsonl", lab.cases(1, 1), make_ways([], [], [], [])
     lab.arena(ways, cases).run(Journal(path))

@@ -19,7 +19,7 @@ def test_the_demo_model_reads_what_it_was_trained_on() -> None:
     trained = template(tokens.tokenizer, NATIVE)
     segments = trained.context_segments([Entry("One."), Entry("Two.")])
     expected = "".join(text for text, _ in segments) + trained.question("Who?")
-    assert render(DEMO.prompt(["One.", "Two."], "Who?"), tokens, Options()) == expected
+    assert render(DEMO.prompt(["One.", "Two."], "Who?"), tokens, Options()).text == expected
 
 
 def test_other_models_are_told_what_is_wanted() -> None:
@@ -45,6 +45,6 @@ def test_braces_and_holes_in_texts_stay_text() -> None:
 def test_the_head_is_what_every_prompt_begins_with() -> None:
     tokens = Tokens(tiny.tokenizer())
     head = SHORT_ANSWER.head(tokens)
-    assert render(SHORT_ANSWER.prompt(["One."], "Who?"), tokens, Options()).startswith(
+    assert render(SHORT_ANSWER.prompt(["One."], "Who?"), tokens, Options()).text.startswith(
         head + "One."
     )

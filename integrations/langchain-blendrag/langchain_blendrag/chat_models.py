@@ -179,7 +179,7 @@ class ChatBlend(RequestFields, BaseChatModel):
         schemas = [convert_to_openai_tool(tool) for tool in tools or ()]
         request = make_request(self, messages, None, tools=schemas)
         tokens = self.engine.resources.tokens
-        return len(tokens.encode_template(render(request.prompt, tokens, request.options)))
+        return len(tokens.encode_template(render(request.prompt, tokens, request.options).text))
 
     # -- identity -------------------------------------------------------------------------------
 

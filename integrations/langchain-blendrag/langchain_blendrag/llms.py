@@ -161,7 +161,7 @@ class BlendLLM(RequestFields, BaseLLM):
     def _render(self, messages: Sequence[Message], options: Options) -> str:
         from blendrag.engine.prompts import render
 
-        return render(messages, self.engine.resources.tokens, options)
+        return render(messages, self.engine.resources.tokens, options).text
 
     def generate_prompt(self, prompts: list[PromptValue], *args: Any, **kwargs: Any) -> LLMResult:
         """As in ``BaseLLM``; here because some chains call it with messages directly."""

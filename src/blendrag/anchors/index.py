@@ -199,7 +199,7 @@ def _whole(prompt: str, found: list[_Found], texts: _Texts) -> list[Match]:
         return []
     starts, lengths, digests = (np.concatenate(columns) for columns in zip(*listed, strict=True))
     kept = first_of_each(digests, np.ones(len(digests), np.intp), MAX_WHOLE)
-    matches = {}
+    matches: dict[tuple[int, int], Match] = {}
     for i in kept.tolist():
         start, length = int(starts[i]), int(lengths[i])
         for chunk_id in sorted(

@@ -1,49 +1,84 @@
-"""From messages to a rendered prompt, and from a rendered prompt to the chunks in it.
+"""From messages to a rendered prompt, and where in it the contents of the messages are.
 
 Owns blendrag's own RAG prompt and the template call. A plain string is one user message through the
 chat template; ``apply_chat_template=False`` sends it raw, with BOS where the tokenizer adds one.
+
+Contents are found by rendering twice: as asked, and with a mark at both ends of every content. Marks are
+inside of outer white space, which templates strip. Where the marked rendering without its marks is not the
+first rendering (a template that looks at how a content begins), it is not known where contents are.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from blendrag.anchors import Match
+from blendrag.chunking import canonical, chunk_id_of
 from blendrag.engine.options import Options
-from blendrag.engine.types import Prompt
-from blendrag.errors import InvalidInputError
+from blendrag.engine.types import Prompt, RagPrompt
+from blendrag.errors import InvalidInputError, check_unicode
 from blendrag.model.tokens import Tokens
-from blendrag.retriever.corpus import Corpus
 from blendrag.retriever.retriever import RetrievedChunk
 
 LEADING = "Answer the question from the context.\n\n"
 SEPARATOR = "\n\n"
 
+Span = tuple[int, int]
 
-def rag_prompt(question: str, chunks: Sequence[RetrievedChunk]) -> str:
+_BEGIN, _END, _CLOSE = "\ue0f0", "\ue0f1", "\ue0f2"  # for private use: no text has them
+_MARK = re.compile(f"([{_BEGIN}{_END}])([0-9]+){_CLOSE}")
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """What the model reads. Spans are in characters of ``text``."""
+
+    text: str
+    contents: tuple[Span, ...] | None = None
+    """Contents of messages, ascending and disjoint; ``None`` where that is not known."""
+    turn: Span | None = None
+    """Content of the last user message, where that is known."""
+    chunks: tuple[Match, ...] | None = None
+    """The chunks, where they need not be looked for."""
+    question: Span | None = None
+    """The question, where it is known."""
+
+
+def rag_prompt(question: str, chunks: Sequence[RetrievedChunk]) -> RagPrompt:
     """blendrag's own prompt over retrieved chunks."""
     return prompt_over(question, [chunk.text for chunk in chunks])
 
 
-def prompt_over(question: str, texts: Sequence[str]) -> str:
+def prompt_over(question: str, texts: Sequence[str]) -> RagPrompt:
     """blendrag's own prompt over the texts of chunks."""
-    if not question.strip():
+    question = question.strip()
+    if not question:
         raise InvalidInputError("the question is empty; ask something")
-    context = SEPARATOR.join(texts)
-    return f"{LEADING}{context}{SEPARATOR}Question: {question.strip()}\nAnswer:"
+    matches, at = [], len(LEADING)
+    for text in texts:
+        chunk = canonical(text)
+        start = at + text.index(chunk)
+        matches.append(Match(chunk_id_of(chunk), start, start + len(chunk), complete=True))
+        at += len(text) + len(SEPARATOR)
+    asked = f"{LEADING}{SEPARATOR.join(texts)}{SEPARATOR}Question: {question}"
+    end = len(asked)
+    return RagPrompt(f"{asked}\nAnswer:", tuple(matches), (end - len(question), end))
 
 
-def render(prompt: Prompt, tokens: Tokens, options: Options) -> str:
+def render(prompt: Prompt, tokens: Tokens, options: Options) -> Rendered:
     """The text the model reads. Raises :class:`InvalidInputError` for what cannot be rendered."""
     _check_tools(tokens, options)
-    if isinstance(prompt, str):
-        if not prompt.strip():
+    if isinstance(prompt, str | RagPrompt):
+        text = prompt if isinstance(prompt, str) else prompt.text
+        if not text.strip():
             raise InvalidInputError("the prompt is empty; ask something")
+        check_unicode(text, "the prompt")
         if not (options.apply_chat_template and tokens.has_template):
-            bos = tokens.tokenizer.bos_token if tokens.adds_bos else ""
-            return (prompt if prompt.startswith(bos) else f"{bos}{prompt}") + options.opening
-        messages: Sequence[Mapping[str, Any]] = [{"role": "user", "content": prompt}]
+            return _raw(prompt, text, tokens, options)
+        messages: Sequence[Mapping[str, Any]] = [{"role": "user", "content": text}]
     elif isinstance(prompt, Sequence) and all(isinstance(m, Mapping) for m in prompt):
         messages = [_flattened(message) for message in prompt if isinstance(message, Mapping)]
     else:
@@ -51,6 +86,33 @@ def render(prompt: Prompt, tokens: Tokens, options: Options) -> str:
             f"a prompt that is a {type(prompt).__name__}, expected a text or a list of messages with "
             "role and content; send one of them"
         )
+    _check_messages(messages, tokens)
+    given = dict(options.template) | ({"tools": list(options.tools)} if options.tools else {})
+    try:
+        rendered = tokens.render([dict(m) for m in messages], **given)
+    except Exception as exc:  # jinja errors of many kinds, raised by the template's own checks
+        roles = ", ".join(str(m.get("role")) for m in messages)
+        raise InvalidInputError(
+            f"the chat template refuses these messages (roles: {roles}): {exc}"
+        ) from exc
+    made = _located(rendered, messages, tokens, given)
+    if isinstance(prompt, RagPrompt):
+        made = _known(made, prompt)
+    text = made.text + options.opening
+    check_unicode(text, "the rendered prompt")
+    return replace(made, text=text)
+
+
+def _raw(prompt: str | RagPrompt, text: str, tokens: Tokens, options: Options) -> Rendered:
+    bos = tokens.tokenizer.bos_token if tokens.adds_bos else ""
+    bos = "" if text.startswith(bos) else bos
+    made = Rendered(f"{bos}{text}{options.opening}")
+    if isinstance(prompt, RagPrompt):
+        return _known(replace(made, turn=(len(bos), len(bos) + len(text))), prompt)
+    return made
+
+
+def _check_messages(messages: Sequence[Mapping[str, Any]], tokens: Tokens) -> None:
     if not messages:
         raise InvalidInputError("no messages; send at least one")
     if not tokens.has_template:
@@ -58,14 +120,74 @@ def render(prompt: Prompt, tokens: Tokens, options: Options) -> str:
             "this model's tokenizer has no chat template; send a plain string, or set "
             "tokenizer.chat_template"
         )
-    given = dict(options.template) | ({"tools": list(options.tools)} if options.tools else {})
+    for number, message in enumerate(messages):
+        if isinstance(message.get("content"), str):
+            check_unicode(message["content"], f"message {number}")
+
+
+def _located(
+    rendered: str,
+    messages: Sequence[Mapping[str, Any]],
+    tokens: Tokens,
+    given: Mapping[str, Any],
+) -> Rendered:
+    """With the places of contents: of messages, and of ``documents`` that a template takes beside them."""
+    marked = [_with_marks(message, ("content",), i) for i, message in enumerate(messages)]
+    documents = given.get("documents")
+    if isinstance(documents, list):
+        given = {**given, "documents": [
+            _with_marks(document, tuple(document), len(messages) + i)
+            for i, document in enumerate(documents) if isinstance(document, Mapping)
+        ]}  # fmt: skip
     try:
-        return tokens.render([dict(m) for m in messages], **given) + options.opening
-    except Exception as exc:  # jinja errors of many kinds, raised by the template's own checks
-        roles = ", ".join(str(m.get("role")) for m in messages)
-        raise InvalidInputError(
-            f"the chat template refuses these messages (roles: {roles}): {exc}"
-        ) from exc
+        found = _unmarked(tokens.render(marked, **given), rendered)
+    except Exception:  # jinja errors of many kinds: a template that looks closely at contents
+        found = None
+    if found is None or _MARK.search(rendered):
+        return Rendered(rendered)
+    last = [i for i, m in enumerate(messages) if m.get("role") == "user"] or [len(messages) - 1]
+    turns = [span for number, span in found if number == last[-1]]
+    return Rendered(
+        rendered, tuple(span for _, span in found), turns[-1] if turns else (len(rendered),) * 2
+    )
+
+
+def _with_marks(fields: Mapping[str, Any], names: Sequence[str], number: int) -> dict[str, Any]:
+    made = dict(fields)
+    for name in names:
+        text = made.get(name)
+        if isinstance(text, str) and (body := text.strip()):
+            inside = f"{_BEGIN}{number}{_CLOSE}{body}{_END}{number}{_CLOSE}"
+            made[name] = text.replace(body, inside, 1)
+    return made
+
+
+def _unmarked(marked: str, rendered: str) -> list[tuple[int, Span]] | None:
+    """Number and span of each content between its marks; ``None`` if the marks changed more than that."""
+    if _MARK.sub("", marked) != rendered:
+        return None
+    found: list[tuple[int, Span]] = []
+    begun = (-1, 0)
+    marks = 0
+    for mark in _MARK.finditer(marked):
+        number, at = int(mark[2]), mark.start() - marks
+        marks += len(mark[0])
+        if mark[1] == _BEGIN:
+            begun = (number, at)
+        elif begun[0] == number:
+            found.append((number, (begun[1], at)))
+            begun = (-1, 0)
+    return found
+
+
+def _known(made: Rendered, prompt: RagPrompt) -> Rendered:
+    """With chunks and question, where the template left the prompt as it is."""
+    start, end = made.turn or (0, 0)
+    if made.text[start:end] != prompt.text:
+        return made
+    chunks = tuple(replace(m, start=m.start + start, end=m.end + start) for m in prompt.chunks)
+    low, high = prompt.question
+    return replace(made, chunks=chunks, question=(low + start, high + start))
 
 
 def refuse_silence(messages: Sequence[Mapping[str, Any]]) -> None:
@@ -125,6 +247,8 @@ def explain_bos(prompt: Prompt, tokens: Tokens, options: Options) -> tuple[str, 
     bos = tokens.tokenizer.bos_token
     if not (bos and options.apply_chat_template and tokens.has_template):
         return ()
+    if isinstance(prompt, RagPrompt):
+        return ()
     contents = [prompt] if isinstance(prompt, str) else [m.get("content") for m in prompt]
     if not any(isinstance(text, str) and text.startswith(bos) for text in contents):
         return ()
@@ -132,24 +256,3 @@ def explain_bos(prompt: Prompt, tokens: Tokens, options: Options) -> tuple[str, 
         f"a message begins with {bos}, as if it had been through a chat template before; send rendered "
         "text with apply_chat_template=False",
     )
-
-
-def chunk_matches(corpus: Corpus | None, rendered: str) -> list[Match]:
-    """Known chunks in ``rendered``, ascending and disjoint."""
-    return corpus.anchors.find(rendered) if corpus is not None else []
-
-
-def explain_misses(
-    corpus: Corpus | None, rendered: str, matches: Sequence[Match]
-) -> tuple[str, ...]:
-    """Sentences for the metrics when nothing was recognised, or less than there is."""
-    if corpus is None or not len(corpus):
-        return ()
-    if corpus.anchors.looks_escaped(rendered, matches):
-        return (
-            "chunk text arrived escaped (as JSON or a Python repr), so not all of it could be recognised; "
-            "pass texts, not their representation",
-        )
-    if matches:
-        return ()
-    return ("no known chunk was recognised in this prompt; it was prefilled normally",)

@@ -21,20 +21,15 @@ from blendrag.engine.decoding import Likelihoods
 from blendrag.engine.encoding import Background
 from blendrag.engine.generation import Generation
 from blendrag.engine.options import Options
-from blendrag.engine.prompts import (
-    chunk_matches,
-    explain_bos,
-    explain_misses,
-    refuse_silence,
-    render,
-)
+from blendrag.engine.prompts import Rendered, explain_bos, refuse_silence, render
+from blendrag.engine.recognition import recognise
 from blendrag.engine.request_log import log_answer, log_failure
 from blendrag.engine.resources import Resources
 from blendrag.engine.stored import Stored
 from blendrag.engine.stream import AnswerStream
 from blendrag.engine.task import Task, check_fits
 from blendrag.engine.together import Batch, Entry
-from blendrag.engine.types import Answer, Prompt
+from blendrag.engine.types import Answer, Prompt, RagPrompt
 from blendrag.engine.worker import Worker
 from blendrag.errors import InvalidInputError, RequestCancelled, RequestTimeout
 from blendrag.prompt import PromptPlan, make_plan
@@ -152,7 +147,7 @@ class Requests:
         parsed = Schedule.parse(schedule)
         tokens = self._resources.tokens
         rendered = render(prompt, tokens, options)
-        if not isinstance(prompt, str):
+        if not isinstance(prompt, str | RagPrompt):
             refuse_silence(prompt)
         plan, source_of, notes = self.plan_text(rendered)
         notes += explain_bos(prompt, tokens, options)
@@ -171,21 +166,21 @@ class Requests:
             new_tokens, options, started, source_of, notes, is_auto=is_auto,
         )  # fmt: skip
 
-    def plan_text(self, rendered: str) -> tuple[PromptPlan, dict[str, str], tuple[str, ...]]:
+    def plan_text(self, rendered: Rendered) -> tuple[PromptPlan, dict[str, str], tuple[str, ...]]:
         """How a rendered prompt is cut, the source of each chunk in it, and notes for the metrics."""
         resources = self._resources
         tokens = resources.tokens
         corpus, foreign = resources.own_corpus()
-        matches = chunk_matches(corpus, rendered)
-        notes = (foreign,) if foreign else explain_misses(corpus, rendered, matches)
-        chunks = _still_there(corpus, matches)
-        matches = [m for m in matches if m.chunk_id in chunks]
+        found = recognise(corpus, rendered, tokens)
+        notes = (foreign,) if foreign else found.notes
+        chunks = _still_there(corpus, found.chunks)
         plan = make_plan(
-            rendered,
-            matches,
+            rendered.text,
+            [m for m in found.chunks if m.chunk_id in chunks],
             tokens.encode_template,
             lambda chunk_id: resources.text_ids(chunks[chunk_id].text),
             tokens.encode_text,
+            found.plain,
         )
         return plan, {c.chunk_id: c.source for c in chunks.values()}, notes
 

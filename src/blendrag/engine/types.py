@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from blendrag.anchors import Match
 from blendrag.errors import StoreFullError
 from blendrag.metrics import RequestMetrics
 from blendrag.retriever.entries import Entry
@@ -14,7 +15,19 @@ if TYPE_CHECKING:
     import numpy as np
 
 Message = Mapping[str, Any]
-Prompt = str | Sequence[Message]
+
+
+@dataclass(frozen=True)
+class RagPrompt:
+    """One user message of which it is known what is chunk and what is question; nothing is searched."""
+
+    text: str
+    chunks: tuple[Match, ...]
+    """Ascending, disjoint, in characters of ``text``."""
+    question: tuple[int, int]
+
+
+Prompt = str | Sequence[Message] | RagPrompt
 
 
 @dataclass(frozen=True)

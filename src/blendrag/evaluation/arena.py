@@ -215,7 +215,7 @@ class Arena:
     def _check_length(self, case: Case, chunk_tokens: int) -> None:
         tokens = self.adapter.tokens
         words = render(self._wording.prompt((), case.question), tokens, Options())
-        alone = len(tokens.encode_template(words))
+        alone = len(tokens.encode_template(words.text))
         limit, new = self.adapter.context_tokens, self.max_new_tokens
         if alone + new > limit:
             raise InvalidInputError(

@@ -13,7 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from blendrag.anchors import Match
+from blendrag.chunking import canonical, chunk_id_of
 from blendrag.engine import BlendEngine, Options
+from blendrag.engine.types import RagPrompt
 from blendrag.errors import CorpusError
 from blendrag.metrics import ChunkReport, RequestMetrics
 
@@ -85,7 +88,7 @@ def ask(
     """
     witness = Witness(forced)
     watched = {**options.generate, "logits_processor": LogitsProcessorList([witness])}
-    answer = engine.generate(prompt, replace(options, generate=watched))
+    answer = engine.generate(_quoting(prompt, chunks), replace(options, generate=watched))
     engine.drain()
     metrics = answer.metrics
     if options.mode == "prefix":
@@ -103,6 +106,16 @@ def ask(
         metrics.policy,
         metrics.schedule,
     )
+
+
+def _quoting(prompt: str, chunks: Sequence[str]) -> RagPrompt:
+    """The prompt, with the places of its chunks."""
+    matches, at = [], 0
+    for chunk in map(canonical, chunks):
+        start = prompt.index(chunk, at)
+        at = start + len(chunk)
+        matches.append(Match(chunk_id_of(chunk), start, at, complete=True))
+    return RagPrompt(prompt, tuple(matches), (at, len(prompt)))
 
 
 def _require_loaded(chunks: Sequence[ChunkReport], expected: int, notes: Sequence[str]) -> None:

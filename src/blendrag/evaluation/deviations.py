@@ -45,7 +45,7 @@ def plan_of(tokens: Tokens, wording: Wording, case: Case) -> PromptPlan:
 
     Raises :class:`InvalidInputError` where the chat template does not leave chunks as they are.
     """
-    rendered = render(wording.prompt(case.chunks, case.question), tokens, Options())
+    rendered = render(wording.prompt(case.chunks, case.question), tokens, Options()).text
     found, at = [], 0
     for number, chunk in enumerate(case.chunks):
         start = rendered.find(chunk.strip(), at)

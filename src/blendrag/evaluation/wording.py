@@ -36,7 +36,7 @@ class Wording:
 
     def head(self, tokens: Tokens) -> str:
         """What the model reads before the first chunk of any prompt."""
-        return render(self.template, tokens, Options()).split(CONTEXT)[0]
+        return render(self.template, tokens, Options()).text.split(CONTEXT)[0]
 
 
 DEMO = Wording("demo", NATIVE.messages[0][1])

@@ -89,7 +89,7 @@ class BlendLLM(ToolCalling):
 
         options, tokens = self.request_options(), self.engine.resources.tokens
         asked = self._asked(self._extend_messages(list(messages)), options)
-        return len(tokens.encode_template(render(asked, tokens, options)))
+        return len(tokens.encode_template(render(asked, tokens, options).text))
 
     # -- whole answers --------------------------------------------------------------------------
 

@@ -1,0 +1,144 @@
+"""From a rendered prompt to the document chunks in it.
+
+Owns where chunks are looked for, and which of what is found is the question. Chunks stand inside the
+contents of messages, never in or across the template's own text: a document that consists of template markup
+must not turn the markup of every prompt into plain text. Where contents are not known (a prompt that the
+caller rendered), no match covers a control token.
+
+The question is always computed, also where it is itself a chunk, as in a corpus of frequent questions.
+:func:`is_question` says how it is told from a document.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from blendrag.anchors import Match
+from blendrag.engine.prompts import Rendered, Span
+from blendrag.model.tokens import Tokens
+from blendrag.retriever.corpus import Corpus
+
+#: Longest line taken for a label that an answer is to follow ("Answer:"), in characters.
+LABEL_CHARS = 48
+
+_TAGS = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")
+_ASKS = re.compile(
+    r"\b(question|query|q|frage|pregunta|pergunta|domanda|вопрос|问题|問題|質問|질문)"
+    r"[^\n:：]{0,24}[:：][\W_]*$",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """What is known of a rendered prompt."""
+
+    chunks: tuple[Match, ...] = ()
+    """Document chunks, ascending and disjoint."""
+    plain: tuple[Span, ...] = ()
+    """Other text whose look-alikes of control tokens stay text; ascending, outside of chunks."""
+    notes: tuple[str, ...] = ()
+
+
+def recognise(corpus: Corpus | None, rendered: Rendered, tokens: Tokens) -> Recognised:
+    """The document chunks of ``rendered`` that ``corpus`` has."""
+    control = tokens.control_spans(rendered.text)
+    if rendered.chunks is not None:
+        known = corpus.anchors if corpus is not None else ()
+        there = tuple(m for m in rendered.chunks if m.chunk_id in known)
+        rest = [(m.start, m.end) for m in rendered.chunks if m not in there]
+        if rendered.question is not None:
+            rest.append(rendered.question)
+        return Recognised(there, tuple(span for span in rest if _overlaps(span, control)))
+    if corpus is None:
+        return Recognised()
+    text, contents = rendered.text, rendered.contents
+    within = _between(control, len(text)) if contents is None else contents
+    found = corpus.anchors.find(text, within)
+    chunks = without_question(found, text, rendered.turn or _last_turn(text, within))
+    plain: list[Span] = []
+    if contents is not None and any(_overlaps(span, control) for span in contents):
+        left = _without(contents, chunks)
+        loose = corpus.anchors.find(text, left, strict=False)
+        plain = [(m.start, m.end) for m in loose if _overlaps((m.start, m.end), control)]
+    return Recognised(tuple(chunks), tuple(plain), _why_missed(corpus, text, found))
+
+
+def without_question(matches: Sequence[Match], text: str, turn: Span) -> list[Match]:
+    """``matches`` but for those at the end of the user's last ``turn`` that are the question itself."""
+    start, end = turn
+    left = list(matches)
+    while inside := [m for m in left if start <= m.start and m.end <= end]:
+        last = inside[-1]
+        others = left[0] is not last
+        if not is_question(text[start : last.start], text[last.end : end], others):
+            break
+        left.remove(last)
+    return left
+
+
+def is_question(before: str, after: str, others: bool) -> bool:
+    """Whether a chunk in the user's last message, between these texts, is what is asked.
+
+    It is if it is labelled so (``Question:``, ``Query:``); or if nothing follows it but a label that an
+    answer is to follow (``Answer:``), and other chunks stand before it (``others``) or nothing else does. A
+    lone chunk behind an instruction is a document (``Summarise this: …``).
+
+    What stays ambiguous is computed, which is right and costs time: the last document of a prompt that puts
+    its documents behind the question. Not noticed is a question that is a chunk, without label, behind
+    documents of which none is known.
+    """
+    if _ASKS.search(before):
+        return True
+    after = _TAGS.sub("", after).strip()
+    ends = not _has_text(after) or (
+        len(after) <= LABEL_CHARS and "\n" not in after and after.endswith((":", "："))
+    )
+    return ends and (others or not _has_text(_TAGS.sub("", before)))
+
+
+def _has_text(text: str) -> bool:
+    return any(char.isalnum() for char in text)
+
+
+def _last_turn(text: str, pieces: Sequence[Span]) -> Span:
+    """Of a prompt that the caller rendered: the last piece between control tokens that says more than a
+    role's name."""
+    said = [span for span in pieces if len(text[slice(*span)].split()) > 1]
+    return said[-1] if said else (0, len(text))
+
+
+def _between(spans: Sequence[Span], size: int) -> list[Span]:
+    """What ``spans`` leave of a text."""
+    edges = [0, *(edge for span in spans for edge in span), size]
+    pairs = zip(edges[::2], edges[1::2], strict=True)
+    return [(low, high) for low, high in pairs if low < high]
+
+
+def _without(contents: Sequence[Span], chunks: Sequence[Match]) -> list[Span]:
+    """What ``chunks``, each of which is inside one of ``contents``, leave of them."""
+    left = []
+    for start, end in contents:
+        inside = [(m.start - start, m.end - start) for m in chunks if start <= m.start < end]
+        left += [(start + low, start + high) for low, high in _between(inside, end - start)]
+    return left
+
+
+def _overlaps(span: Span, others: Sequence[Span]) -> bool:
+    return any(low < span[1] and span[0] < high for low, high in others)
+
+
+def _why_missed(corpus: Corpus, text: str, found: Sequence[Match]) -> tuple[str, ...]:
+    """Sentences for the metrics when nothing was recognised, or less than there is."""
+    if not len(corpus):
+        return ()
+    if corpus.anchors.looks_escaped(text, found):
+        return (
+            "chunk text arrived escaped (as JSON or a Python repr), so not all of it could be recognised; "
+            "pass texts, not their representation",
+        )
+    if found:
+        return ()
+    return ("no known chunk was recognised in this prompt; it was prefilled normally",)
