@@ -11,6 +11,7 @@ import torch
 import tiny
 from blendrag.config import DEFAULT_POLICY
 from blendrag.engine import Answer, BlendEngine, Options
+from blendrag.engine.types import RagPrompt
 from blendrag.errors import ContextOverflowError, InvalidInputError, UnsupportedModelError
 from blendrag.evaluation.arena import Arena
 from blendrag.evaluation.asking import Reply, ask

@@ -154,9 +154,9 @@ async def test_a_timeout_is_left_in_its_place_even_if_it_comes_while_prompts_are
     anchors = llm.engine.resources.corpus.anchors
     find = anchors.find
 
-    def slow(text: str) -> Any:
+    def slow(*given: Any) -> Any:
         time.sleep(0.3)
-        return find(text)
+        return find(*given)
 
     monkeypatch.setattr(anchors, "find", slow)
     late: dict[str, Any] = {"timeout": 0.2, "return_exceptions": True}

@@ -47,7 +47,7 @@ def test_every_piece_is_recognised_in_a_prompt(
     BlendVectorStore(engine=engine).add_documents(pieces)
     told = (
         ChatBlend(engine=engine)
-        .invoke("\n\n".join(p.page_content for p in pieces))
+        .invoke("\n\n".join([*(p.page_content for p in pieces), "Question: who sleeps?"]))
         .response_metadata["blendrag"]
     )
     assert len(told["chunks"]) == len(pieces)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from blendrag.config import absolute_model
-from blendrag.errors import BlendragError, InvalidInputError, ModelLoadError
+from blendrag.errors import BlendragError, InvalidInputError, ModelLoadError, check_unicode
 from blendrag.resource_errors import is_out_of_memory
 from blendrag.retriever.manifest import Manifest, check_recorded
 from blendrag.retriever.module_types import check_module_types
@@ -106,6 +106,8 @@ class Embedder:
             raise InvalidInputError(
                 f"{len(headers)} titles for {len(texts)} texts, expected one for each"
             )
+        for text in (*texts, *headers):
+            check_unicode(text, f"the text {text[:40]!r}…")
         with self._lock:
             model = self._loaded()
             windows = [self._windows(t, title) for t, title in zip(texts, headers, strict=True)]
@@ -113,6 +115,7 @@ class Embedder:
 
     def embed_query(self, text: str) -> np.ndarray:
         """Unit vector of a question, of a long one by its beginning and its end.  float32 [dim]"""
+        check_unicode(text, "the question")
         with self._lock:
             model = self._loaded()
             windows = self._windows(text, "")

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from blendrag.errors import CorpusError
+from blendrag.errors import CorpusError, check_unicode
 from blendrag.retriever import database
 from blendrag.retriever.database_errors import damaged_settings, mapped
 from blendrag.retriever.rows import META, DamagedRow, Table
@@ -67,6 +67,9 @@ class CorpusFile:
                 self.closed = True
 
     def rows(self, query: str, *parameters: str | float) -> list[tuple]:
+        for value in parameters:
+            if isinstance(value, str):
+                check_unicode(value, "an id, source or title")
         with self.lock:
             self.check_open()
             try:

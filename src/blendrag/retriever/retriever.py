@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from blendrag.errors import InvalidInputError
+from blendrag.errors import InvalidInputError, check_unicode
 from blendrag.readers import MetadataValue
 from blendrag.retriever.corpus import Corpus
 from blendrag.retriever.embedder import Embedder, refuse_given
@@ -48,6 +48,7 @@ class Retriever:
             )
         if not question.strip():
             raise InvalidInputError("the question is empty, expected some words; ask something")
+        check_unicode(question, "the question")
         if top_k < 1:
             raise InvalidInputError(f"top_k is {top_k}, expected 1 or more; 6 is usual")
         if not len(self.corpus):
