@@ -108,7 +108,14 @@ def test_a_chunk_of_too_few_letters_is_not_matched_as_prose_may_hold_it_by_chanc
 def test_matches_begin_and_end_at_word_boundaries() -> None:
     text = PROSE[: PROSE.index(".")]
     index = index_of(a=text)
-    for before, after in (("", ""), ("(", ")"), ("\n", "."), ("他说", "。"), ("-", "'")):
+    for before, after in (
+        ("", ""),
+        ("(", ")"),
+        ("\n", "."),
+        ("他说", "。"),
+        ("-", "'"),
+        ("\\n", "\\n"),
+    ):
         assert found(index, f"{before}{text}{after}") == [("a", text, True)]
     for before, after in (("x", ""), ("", "s"), ("1", ""), ("", "\u0301"), ("é", ""), ("", "ями")):
         assert [m.complete for m in index.find(f"{before}{text}{after}")] in ([], [False])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,15 @@ import pytest
 import torch
 
 import tiny
+from blendrag.anchors import Match
+from blendrag.chunking import chunk_id_of
 from blendrag.config import Mode
 from blendrag.controller import Controller
 from blendrag.engine import Answer, BlendEngine, Options
 from blendrag.engine.generation import Generation
 from blendrag.engine.stream import AnswerStream
 from blendrag.engine.task import Task
+from blendrag.engine.types import RagPrompt
 from blendrag.identity import chunk_key
 from blendrag.kv import ChunkKV
 from blendrag.prompt import PromptPlan, Segment
@@ -192,8 +195,19 @@ def test_beams_behind_a_stored_lead_over_a_chunk_of_one_token_equal_stock(
     assert blended.texts == answer("full", None).texts
 
 
+def known(text: str, chunks: Sequence[str]) -> RagPrompt:
+    """A prompt that may end with a chunk: its chunks are given, else the last were its question."""
+    starts = [text.index(chunk) for chunk in chunks]
+    matches = [
+        Match(chunk_id_of(chunk), start, start + len(chunk), complete=True)
+        for chunk, start in zip(chunks, starts, strict=True)
+    ]
+    return RagPrompt(text, tuple(matches), (len(text), len(text)))
+
+
 def test_a_prompt_that_ends_with_a_chunk_computes_its_last_token(engine: BlendEngine) -> None:
-    text = "\n\n".join(tiny.chunk_texts(engine, 2))
+    chunks = tiny.chunk_texts(engine, 2)
+    text = known("\n\n".join(chunks), chunks)
     options = {"apply_chat_template": False}
     expected, _ = tiny.first_logits(engine, text, Options(mode="full", **options))
     for chosen in ({"mode": "blend", "ratio": 1.0}, {"mode": "reuse"}):
@@ -205,7 +219,8 @@ def test_a_prompt_that_ends_with_a_chunk_computes_its_last_token(engine: BlendEn
 
 
 def test_a_prompt_that_is_one_chunk_and_nothing_else_is_answered(engine: BlendEngine) -> None:
-    text = tiny.chunk_texts(engine, 2)[0]
+    chunk = tiny.chunk_texts(engine, 2)[0]
+    text = known(chunk, [chunk])
     for mode in MODES:
         answer = engine.generate(text, Options(mode=mode, apply_chat_template=False))
         assert_adds_up(answer, ends_with_chunk=True)

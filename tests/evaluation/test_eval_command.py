@@ -215,7 +215,7 @@ def test_a_seed_that_nothing_can_be_drawn_by_is_refused_before_anything_is_asked
      ({"question": "x", "answers": ["z"], "ctxs": []}, "empty chunk list"),
      ({"question": "why " * 3000, "answers": ["z"], "ctxs": ["Somebody said why."]},
       "the question of"),
-     ({"question": "x", "answers": ["z"], "ctxs": ["Yes.", " "]}, "48 letters or more")],
+     ({"question": "x", "answers": ["z"], "ctxs": ["Yes.", " "]}, "45 letters or more")],
 )  # fmt: skip
 def test_a_bad_dataset_is_one_sentence(
     model: str, tmp_path: Path, record: dict[str, Any], sentence: str

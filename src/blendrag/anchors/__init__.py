@@ -10,7 +10,7 @@ characters are, until one is not. That tells chunks apart whose first pages are 
 may stand there whole is compared by its length and hash, in constant time from prefix sums, and at last
 by its text, so a hash collision costs time and never a wrong match.
 
-What is recognised: whole chunks of at least 48 letters or digits, and chunks whose tail is cut off, if
+What is recognised: whole chunks of at least 45 letters or digits, and chunks whose tail is cut off, if
 enough is left; both from one word boundary to another. What is not, and is computed as ordinary text:
 shorter chunks, and chunks whose head is cut off. Chunks of fewer than 32 characters, which are long
 enough where characters are ideographs, are found by a beginning of 16.
