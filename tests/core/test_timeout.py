@@ -14,6 +14,7 @@ import pytest
 import scripted
 import tiny
 from blendrag.engine import BlendEngine, Options
+from blendrag.engine.prompts import Rendered
 from blendrag.errors import InvalidInputError, RequestTimeout
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.alone]
@@ -139,7 +140,7 @@ async def test_timeouts_on_an_event_loop(engine: BlendEngine) -> None:
 async def test_a_timeout_while_the_prompt_is_planned_frees_the_caller_and_starts_nothing(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def plan_slowly(*args: Any) -> str:
+    def plan_slowly(*args: Any) -> Rendered:
         time.sleep(0.6)
         return "talk"
 
@@ -178,9 +179,9 @@ async def test_waiting_for_a_thread_to_plan_in_counts(engine: BlendEngine, way: 
 def test_a_batchs_timeout_counts_from_before_its_first_prompt_was_planned(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def plan_slowly(*args: Any) -> str:
+    def plan_slowly(*args: Any) -> Rendered:
         time.sleep(0.1)
-        return "short"
+        return Rendered("short")
 
     monkeypatch.setattr("blendrag.engine.requests.render", plan_slowly)
     found = engine.batch(["short"] * 4, Options(timeout_s=0.35), return_exceptions=True)
