@@ -208,12 +208,15 @@ def test_a_seed_that_nothing_can_be_drawn_by_is_refused_before_anything_is_asked
     assert "--seed" in result.stderr
 
 
+WHY = "Somebody said why, in words enough for all of us to see it."
+
+
 @pytest.mark.parametrize(
     ("record", "sentence"),
     [({"prompt": "x"}, "expected {question, answers, ctxs}"),
-     ({"question": "x", "ctxs": [{"text": "Somebody said why, in words enough for all of us to see it."}]}, "has no answers"),
+     ({"question": "x", "ctxs": [{"text": WHY}]}, "has no answers"),
      ({"question": "x", "answers": ["z"], "ctxs": []}, "empty chunk list"),
-     ({"question": "why " * 3000, "answers": ["z"], "ctxs": ["Somebody said why, in words enough for all of us to see it."]},
+     ({"question": "why " * 3000, "answers": ["z"], "ctxs": [WHY]},
       "the question of"),
      ({"question": "x", "answers": ["z"], "ctxs": ["Yes.", " "]}, "45 letters or more")],
 )  # fmt: skip
