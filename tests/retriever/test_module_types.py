@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from blendrag.errors import InvalidInputError, ModelLoadError
-from blendrag.retriever import Embedder, Manifest
+from blendrag.retriever import Embedder, Manifest, embedder
 from blendrag.retriever.embedder import _packaged_minilm, absolute_embedder, embedder_of
 from blendrag.retriever.manifest import check_recorded
 from blendrag.retriever.module_types import check_module_types
@@ -84,6 +86,116 @@ def test_an_embedder_that_only_the_store_names_has_plain_modules_in_safetensors(
     config.write_text(json.dumps({"activation_function": "torch.hub.load"}))
     with pytest.raises(ModelLoadError, match="activation outside"):
         check_module_types(str(dense), True, recorded=True)
+
+
+class Pickled:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> object:
+        return os.mkdir, (str(self.mark),)
+
+
+def with_pickle(folder: Path, mark: Path, recorded: bool) -> None:
+    """Weights that run code: in a pickle, or in one that an index of safetensors files names."""
+    (folder / "model.safetensors").unlink()
+    file = "w.bin" if recorded else "pytorch_model.bin"
+    torch.save({"embeddings.word_embeddings.weight": Pickled(mark)}, folder / file)
+    if recorded:
+        shards = {"embeddings.word_embeddings.weight": file}
+        index = {"metadata": {"total_size": 1}, "weight_map": shards}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def with_options(folder: Path, group: str, options: object, file: str = "bert") -> None:
+    (folder / "sentence_bert_config.json").unlink(missing_ok=True)
+    config = {"max_seq_length": 64, group: options}
+    (folder / f"sentence_{file}_config.json").write_text(json.dumps(config))
+
+
+def opened(folder: Path, recorded: bool) -> Embedder:
+    if not recorded:
+        return Embedder(str(folder))
+    manifest = Manifest(**{**vars(MANIFEST), "embedder": str(folder)})
+    return embedder_of(manifest, folder.parent.parent / "store", None)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize(
+    ("group", "file"), [("model_args", "bert"), ("model_kwargs", "xlm-roberta"), (None, "bert")]
+)
+def test_a_pickle_of_an_embedder_is_not_run(
+    minilm: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    recorded: bool,
+    group: str | None,
+    file: str,
+) -> None:
+    mark = tmp_path / "ran"
+    with_pickle(minilm, mark, recorded)
+    with_options(minilm, group or "model_args", {"weights_only": False}, file)
+    expected = "sets model_.*weights_only"
+    if group is None:  # even where the options are not seen
+        monkeypatch.setattr(embedder, "check_module_types", lambda *_: None)
+        expected = "cannot be loaded"
+    with pytest.raises(ModelLoadError, match=expected):
+        opened(minilm, recorded).embed(["x"])
+    assert not mark.exists()
+
+
+def test_an_embedders_files_may_set_harmless_options_only(minilm: Path, tmp_path: Path) -> None:
+    with_options(minilm, "tokenizer_args", {"model_max_length": 32})
+    assert opened(minilm, recorded=True).embed(["x"]).shape == (1, 384)
+    for harmless in ("model_args", {}), ("processing_kwargs", {"text": {"padding": True}}):
+        with_options(minilm, *harmless)
+        check_module_types(str(minilm), True, recorded=True)
+    groups = "model_args model_kwargs config_args config_kwargs tokenizer_args processor_kwargs"
+    for group in groups.split():
+        for options in {"gguf_file": "x"}, {"dtype": {"weights_only": False}}, ["weights_only"]:
+            with_options(minilm, group, options)
+            with pytest.raises(ModelLoadError, match=f"sets {group}=.*expected only add_pooling"):
+                check_module_types(str(minilm), True, recorded=False)
+    (minilm / "modules.json").unlink()
+    with pytest.raises(ModelLoadError, match="sets processor_kwargs="):
+        check_module_types(str(minilm), True, recorded=False)
+    router = with_modules(tmp_path / "router", "sentence_transformers.base.modules.router.Router")
+    types = {"query": "sentence_transformers.models.Transformer"}
+    (router / "0_part" / "router_config.json").write_text(json.dumps({"types": types}))
+    (router / "0_part" / "query").mkdir()
+    check_module_types(str(router), True, recorded=False)
+    with_options(router / "0_part" / "query", "model_args", {"weights_only": False})
+    with pytest.raises(ModelLoadError, match="sets model_args="):
+        check_module_types(str(router), True, recorded=False)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_recorded_embedders_weights_are_safetensors_beside_their_index(
+    minilm: Path, plain: bool
+) -> None:
+    if plain:
+        (minilm / "modules.json").unlink()
+    index = minilm / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    check_module_types(str(minilm), True, recorded=True)
+    for shards in {"a": "w.bin"}, {"a": "../w.safetensors"}, {"a": 1}, ["w.bin"]:
+        index.write_text(json.dumps({"weight_map": shards}))
+        check_module_types(str(minilm), True, recorded=False)
+        with pytest.raises(ModelLoadError, match=r"names other files than \*\.safetensors"):
+            check_module_types(str(minilm), True, recorded=True)
+    index.rename(minilm / "own.safetensors.index.json")
+    check_module_types(str(minilm), True, recorded=True)
+    config = json.loads((minilm / "config.json").read_text())
+    config["transformers_weights"] = "own.safetensors.index.json"
+    (minilm / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match=r"has a own\.safetensors\.index\.json"):
+        check_module_types(str(minilm), True, recorded=True)
+    (minilm / "own.safetensors.index.json").unlink()
+    (minilm / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelLoadError, match="is an adapter of another model"):
+        check_module_types(str(minilm), True, recorded=True)
 
 
 @pytest.mark.parametrize(

@@ -77,9 +77,11 @@ class Embedder:
     """An embedding model by hub id, by directory, or ``minilm-offline``; loaded on first use.
 
     Args:
-        name: the model. No code of the model's own is run, see :mod:`blendrag.retriever.module_types`.
+        name: the model. No code of the model's own is run, neither a module's nor a pickle's, and its
+            files may set harmless options only, see :mod:`blendrag.retriever.module_types`.
         recorded: the name was read from a store: fewer module types, weights in safetensors only.
-        trust_remote_code: run code that a model directory or a hub repository brings along.
+        trust_remote_code: run code that a model directory or a hub repository brings along, and take all
+            options that its files set.
 
     Thread-safe.
     """
@@ -216,14 +218,17 @@ class Embedder:
     def _open(self, name: str, local_files_only: bool = False) -> SentenceTransformer:
         from sentence_transformers import SentenceTransformer
 
+        # Options given here go before those in the model's own files.
+        options: dict[str, Any] = {"use_safetensors": True} if self._recorded else {}
         if not self._trust_remote_code:
             check_module_types(name, local_files_only, self._recorded)
+            options["weights_only"] = True
         with _no_progress_bars():
             return SentenceTransformer(
                 name,
                 local_files_only=local_files_only,
                 trust_remote_code=self._trust_remote_code,
-                model_kwargs={"use_safetensors": True} if self._recorded else {},
+                model_kwargs=options,
             )
 
 
