@@ -213,7 +213,7 @@ async def test_a_loading_model_does_not_block_the_event_loop(
         return tiny.adapter(tiny.llama())
 
     monkeypatch.setattr(model_parts, "load_adapter", load)
-    monkeypatch.setattr(model_parts, "load_tokens", lambda name: Tokens(tiny.tokenizer()))
+    monkeypatch.setattr(model_parts, "load_tokens", lambda *args: Tokens(tiny.tokenizer()))
     with tiny.engine("some/model", tmp_path / "s", tokenizer=None) as fresh:
         gaps: list[float] = []
         beat = asyncio.create_task(heartbeat(gaps))
