@@ -4,18 +4,22 @@ Owns blendrag's own RAG prompt and the template call. A plain string is one user
 chat template; ``apply_chat_template=False`` sends it raw, with BOS where the tokenizer adds one.
 
 Contents are found by rendering twice: as asked, and with a mark at both ends of every content. Marks are
-inside of outer white space, which templates strip. Where the marked rendering without its marks is not the
-first rendering (a template that looks at how a content begins), it is not known where contents are.
+inside of outer white space, which templates strip. They are drawn for each request, so no document can
+contain them. Where the marked rendering without its marks differs from the first rendering (a template that
+looks at how a content begins) or a mark is lost, each content is replaced by a random word in turn: what
+changes is the content.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from blendrag.anchors import Match
+from blendrag.anchors.spans import common_prefix
 from blendrag.chunking import canonical, chunk_id_of
 from blendrag.engine.options import Options
 from blendrag.engine.types import Prompt, RagPrompt
@@ -28,8 +32,7 @@ SEPARATOR = "\n\n"
 
 Span = tuple[int, int]
 
-_BEGIN, _END, _CLOSE = "\ue0f0", "\ue0f1", "\ue0f2"  # for private use: no text has them
-_MARK = re.compile(f"([{_BEGIN}{_END}])([0-9]+){_CLOSE}")
+_BEGIN, _END, _CLOSE = "\ue0f0", "\ue0f1", "\ue0f2"  # for private use; a random word follows
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,7 @@ class Rendered:
     turn: Span | None = None
     """Content of the last user message, where that is known."""
     chunks: tuple[Match, ...] | None = None
-    """The chunks, where they need not be looked for."""
-    question: Span | None = None
-    """The question, where it is known."""
+    """The chunks, where they need not be looked for. All other text in ``contents`` is plain then."""
 
 
 def rag_prompt(question: str, chunks: Sequence[RetrievedChunk]) -> RagPrompt:
@@ -97,7 +98,7 @@ def render(prompt: Prompt, tokens: Tokens, options: Options) -> Rendered:
         ) from exc
     made = _located(rendered, messages, tokens, given)
     if isinstance(prompt, RagPrompt):
-        made = _known(made, prompt)
+        made = _known(made, prompt.text, prompt.chunks)
     text = made.text + options.opening
     check_unicode(text, "the rendered prompt")
     return replace(made, text=text)
@@ -108,7 +109,8 @@ def _raw(prompt: str | RagPrompt, text: str, tokens: Tokens, options: Options) -
     bos = "" if text.startswith(bos) else bos
     made = Rendered(f"{bos}{text}{options.opening}")
     if isinstance(prompt, RagPrompt):
-        return _known(replace(made, turn=(len(bos), len(bos) + len(text))), prompt)
+        turn = (len(bos), len(bos) + len(text))
+        return _known(replace(made, contents=(turn,), turn=turn), text, prompt.chunks)
     return made
 
 
@@ -132,62 +134,140 @@ def _located(
     given: Mapping[str, Any],
 ) -> Rendered:
     """With the places of contents: of messages, and of ``documents`` that a template takes beside them."""
-    marked = [_with_marks(message, ("content",), i) for i, message in enumerate(messages)]
-    documents = given.get("documents")
-    if isinstance(documents, list):
-        given = {**given, "documents": [
-            _with_marks(document, tuple(document), len(messages) + i)
-            for i, document in enumerate(documents) if isinstance(document, Mapping)
-        ]}  # fmt: skip
-    try:
-        found = _unmarked(tokens.render(marked, **given), rendered)
-    except Exception:  # jinja errors of many kinds: a template that looks closely at contents
-        found = None
-    if found is None or _MARK.search(rendered):
+    word = _absent_word(rendered)
+    mark = re.compile(f"([{_BEGIN}{_END}]){word}([0-9]+){_CLOSE}")
+
+    def changed(change: Callable[[int, str], str]) -> str | None:
+        try:
+            return _rendered_with(change, messages, tokens, given)
+        except Exception:  # jinja errors of many kinds: a template that looks closely at contents
+            return None
+
+    marked = changed(lambda i, body: f"{_BEGIN}{word}{i}{_CLOSE}{body}{_END}{word}{i}{_CLOSE}")
+    found = _unmarked(marked, rendered, mark) if marked is not None else None
+    if found is None:
+        found = _compared(rendered, f"{_BEGIN}{word}{_CLOSE}", changed)
+    if found is None:
         return Rendered(rendered)
     last = [i for i, m in enumerate(messages) if m.get("role") == "user"] or [len(messages) - 1]
     turns = [span for number, span in found if number == last[-1]]
     return Rendered(
-        rendered, tuple(span for _, span in found), turns[-1] if turns else (len(rendered),) * 2
+        rendered,
+        merged([span for _, span in found]),
+        turns[-1] if turns else (len(rendered),) * 2,
     )
 
 
-def _with_marks(fields: Mapping[str, Any], names: Sequence[str], number: int) -> dict[str, Any]:
-    made = dict(fields)
-    for name in names:
-        text = made.get(name)
-        if isinstance(text, str) and (body := text.strip()):
-            inside = f"{_BEGIN}{number}{_CLOSE}{body}{_END}{number}{_CLOSE}"
-            made[name] = text.replace(body, inside, 1)
-    return made
+def _absent_word(text: str) -> str:
+    """A random word that is not in ``text``."""
+    while (word := f"x{secrets.token_hex(8)}x") in text:
+        pass
+    return word
 
 
-def _unmarked(marked: str, rendered: str) -> list[tuple[int, Span]] | None:
-    """Number and span of each content between its marks; ``None`` if the marks changed more than that."""
-    if _MARK.sub("", marked) != rendered:
+def _rendered_with(
+    change: Callable[[int, str], str],
+    messages: Sequence[Mapping[str, Any]],
+    tokens: Tokens,
+    given: Mapping[str, Any],
+) -> str:
+    """The rendering with each content, by its number, changed; documents are numbered behind messages."""
+
+    def made(fields: Mapping[str, Any], names: Sequence[str], number: int) -> dict[str, Any]:
+        other = dict(fields)
+        for name in names:
+            text = other.get(name)
+            if isinstance(text, str) and (body := text.strip()):
+                other[name] = text.replace(body, change(number, body), 1)
+        return other
+
+    documents = given.get("documents")
+    if isinstance(documents, list):
+        given = {**given, "documents": [
+            made(document, tuple(document), len(messages) + i)
+            for i, document in enumerate(documents) if isinstance(document, Mapping)
+        ]}  # fmt: skip
+    return tokens.render([made(m, ("content",), i) for i, m in enumerate(messages)], **given)
+
+
+def _unmarked(marked: str, rendered: str, mark: re.Pattern[str]) -> list[tuple[int, Span]] | None:
+    """Number and span of each content between its marks.
+
+    ``None`` if the marks changed more than that, or the template has cut a content and one of its marks.
+    """
+    if mark.sub("", marked) != rendered:
         return None
     found: list[tuple[int, Span]] = []
     begun = (-1, 0)
     marks = 0
-    for mark in _MARK.finditer(marked):
-        number, at = int(mark[2]), mark.start() - marks
-        marks += len(mark[0])
-        if mark[1] == _BEGIN:
+    for each in mark.finditer(marked):
+        number, at = int(each[2]), each.start() - marks
+        marks += len(each[0])
+        if (each[1] == _BEGIN) != (begun[0] < 0) or (each[1] == _END and begun[0] != number):
+            return None
+        if each[1] == _BEGIN:
             begun = (number, at)
-        elif begun[0] == number:
+        else:
             found.append((number, (begun[1], at)))
             begun = (-1, 0)
+    return found if begun[0] < 0 else None
+
+
+def _compared(
+    rendered: str, word: str, changed: Callable[[Callable[[int, str], str]], str | None]
+) -> list[tuple[int, Span]] | None:
+    """Number and span of what each content changes in the rendering when ``word`` replaces it."""
+    numbers: set[int] = set()
+
+    def noted(number: int, body: str) -> str:
+        numbers.add(number)
+        return body
+
+    changed(noted)
+    found = []
+    for number in sorted(numbers):
+        other = changed(lambda i, body, number=number: word if i == number else body)  # type: ignore[misc]
+        if other is None:
+            return None
+        low = common_prefix(rendered, 0, len(rendered), other)
+        left = len(rendered) - low
+        high = len(rendered) - common_prefix(rendered[::-1], 0, left, other[::-1])
+        if low < high:
+            found.append((number, (low, high)))
     return found
 
 
-def _known(made: Rendered, prompt: RagPrompt) -> Rendered:
-    """With chunks and question, where the template left the prompt as it is."""
+def merged(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """The same places as ascending, disjoint spans."""
+    made: list[Span] = []
+    for low, high in sorted(spans):
+        if made and low < made[-1][1]:
+            made[-1] = (made[-1][0], max(high, made[-1][1]))
+        else:
+            made.append((low, high))
+    return tuple(made)
+
+
+def _known(made: Rendered, asked: str, chunks: Sequence[Match]) -> Rendered:
+    """With the chunks of a prompt ``asked`` whose parts are known, and nothing else to be looked for.
+
+    A template may alter the prompt. Then chunks are those that are left as they were. Where it is not even
+    known where the prompt is, all of the rendering counts as its text: a document never becomes markup.
+    """
     start, end = made.turn or (0, 0)
-    if made.text[start:end] != prompt.text:
-        return made
-    chunks = tuple(replace(m, start=m.start + start, end=m.end + start) for m in prompt.chunks)
-    low, high = prompt.question
-    return replace(made, chunks=chunks, question=(low + start, high + start))
+    if made.text[start:end] == asked:
+        there = [replace(m, start=m.start + start, end=m.end + start) for m in chunks]
+        return replace(made, chunks=tuple(there))
+    contents = made.contents or ((0, len(made.text)),)
+    there = []
+    at, end = contents[0][0], contents[-1][1]
+    for match in chunks:
+        text = asked[match.start : match.end]
+        low = made.text.find(text, at, end)
+        if low >= 0 and any(a <= low and low + len(text) <= b for a, b in contents):
+            at = low + len(text)
+            there.append(replace(match, start=low, end=at))
+    return replace(made, contents=contents, chunks=tuple(there))
 
 
 def refuse_silence(messages: Sequence[Mapping[str, Any]]) -> None:
