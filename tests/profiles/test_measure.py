@@ -275,7 +275,7 @@ def test_a_damaged_file_is_no_profile_and_is_said_to_be_there(
 
 def test_requests_are_answered_whatever_the_file_holds(engine: BlendEngine) -> None:
     engine.ingest([tiny.document(0)])
-    text = tiny.chunk_texts(engine, 0)[0]
+    text = tiny.chunk_texts(engine, 0)[0] + "\n\nQuestion: What did the company build?\nAnswer:"
     path = kept(engine)
     path.parent.mkdir(parents=True, exist_ok=True)
     found = engine.profile().profile

@@ -10,7 +10,9 @@ from blendrag.engine import BlendEngine
 
 
 def text_about(place: str) -> str:
-    return " ".join(f"The company of {place} built {n} ships near the town." for n in range(12))
+    return " ".join(
+        f"The company of {place} built {n} ships near the old town by the sea." for n in range(12)
+    )
 
 
 def document(place: str, text: str | None = None, **metadata: Any) -> Document:

@@ -82,7 +82,7 @@ async def test_upserts_change_kv_and_keep_what_is_gone(engine: BlendEngine, is_a
     before, kept = entries_of(engine, "Bay"), entries_of(engine, "Cape")
     held = keys(engine)
     assert await run(document("Bay"), document("Cape")) == []  # unchanged: nothing is run
-    await run(document("Bay", "Now the company of Bay builds no ships at all any more."))
+    await run(document("Bay", "Now the company of Bay builds no ships at all any more, anywhere."))
     assert entries_of(engine, "Cape") == kept
     after = entries_of(engine, "Bay")
     assert len(after) == 1
@@ -119,7 +119,7 @@ def test_an_index_adds_refreshes_and_deletes_kv(
     index.insert(document("Bay"))
     index.insert(document("Cape"))
     held, gone = keys(engine), len(entries_of(engine, "Bay"))
-    changed = document("Bay", "Now the company of Bay builds no ships at all any more.")
+    changed = document("Bay", "Now the company of Bay builds no ships at all any more, anywhere.")
     assert index.refresh_ref_docs([changed, document("Cape")]) == [True, False]
     assert keys(engine) == held - gone + 1
     index.delete_ref_doc("Bay")
@@ -155,7 +155,7 @@ async def test_precomputing_again_drops_the_earlier_version(engine: BlendEngine)
     parser = BlendNodeParser(engine=engine)
     step(parser([document("Bay"), document("Cape")]))
     held, old = keys(engine), entries_of(engine, "Bay")
-    await step.acall(parser([document("Bay", "The company of Bay builds no ships any more.")]))
+    await step.acall(parser([document("Bay", "The company of Bay builds no ships at all any more, anywhere.")]))
     assert keys(engine) == held - len(old) + 1
     assert len(step.delete_ref_doc("Bay")) == 1
     assert entries_of(engine, "Bay") == []
