@@ -155,7 +155,8 @@ async def test_precomputing_again_drops_the_earlier_version(engine: BlendEngine)
     parser = BlendNodeParser(engine=engine)
     step(parser([document("Bay"), document("Cape")]))
     held, old = keys(engine), entries_of(engine, "Bay")
-    await step.acall(parser([document("Bay", "The company of Bay builds no ships at all any more, anywhere.")]))
+    changed = document("Bay", "The company of Bay builds no ships at all any more, anywhere.")
+    await step.acall(parser([changed]))
     assert keys(engine) == held - len(old) + 1
     assert len(step.delete_ref_doc("Bay")) == 1
     assert entries_of(engine, "Bay") == []
