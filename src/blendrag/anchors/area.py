@@ -29,10 +29,8 @@ _UNSPACED = frozenset(
         "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN", "JAVANESE", "BALINESE", "TAI", "NEW",
     }
 )  # fmt: skip
-_LETTERS, _JOINS = (
-    3,
-    4,
-)  # bits of a character's kind: its letters (0, 1 or 3), whether it is in a word
+#: Bits of a character's kind: its letters (0, 1 or 3), and whether it is in a word.
+_LETTERS, _JOINS = 3, 4
 _ESCAPED = [ord(char) for char in "ntr"]
 _FIRST_WORD = re.compile("[A-Z]+")
 
