@@ -37,9 +37,7 @@ def ids_of(chunk_id: str) -> tuple[int, ...]:
 
 
 def plan_of(index: AnchorIndex, rendered: str) -> PromptPlan:
-    return make_plan(
-        rendered, index.find(rendered), TOKENS.encode_template, ids_of, TOKENS.encode_text
-    )
+    return make_plan(rendered, index.find(rendered), TOKENS, ids_of)
 
 
 def assert_whole(plan: PromptPlan, rendered: str) -> None:
@@ -136,9 +134,8 @@ def test_control_tokens_in_the_cut_part_of_a_chunk_stay_text() -> None:
     plan = make_plan(
         text[:85] + TAIL,
         [match],
-        TOKENS.encode_template,
+        TOKENS,
         lambda _: tuple(TOKENS.encode_text(text)),
-        TOKENS.encode_text,
     )
     before_tail = plan.ids[: -len(TOKENS.encode_template(TAIL))]
     assert CONTROL_IDS.isdisjoint(before_tail)

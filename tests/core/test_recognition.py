@@ -42,7 +42,7 @@ def plan_over(index: AnchorIndex, texts: Mapping[str, str], prompt: str) -> Prom
     def stored(chunk_id: str) -> tuple[int, ...]:
         return tuple(TOKENS.encode_text(canonical(texts[chunk_id])))
 
-    plan = make_plan(prompt, index.find(prompt), TOKENS.encode_template, stored, TOKENS.encode_text)
+    plan = make_plan(prompt, index.find(prompt), TOKENS, stored)
     for segment in plan.chunks:
         assert segment.chunk_id is not None
         text = canonical(texts[segment.chunk_id])

@@ -13,11 +13,11 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
 import tiny
-from blendrag.anchors import AnchorIndex
+from blendrag.anchors import AnchorIndex, Match
 from blendrag.engine import BlendEngine, Options
 from blendrag.errors import InvalidInputError
 from blendrag.model.tokens import Tokens
@@ -128,8 +128,33 @@ def byte_level_with_a_space() -> Any:
     return made
 
 
+def qwen() -> Any:
+    """Byte-level, cut as by Qwen 2 and Llama 3: punctuation merges with the line breaks behind it."""
+    backend = Tokenizer(models.BPE())
+    cut = Regex(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(cut, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(
+        [*TEXTS, ".\n\n" * 99],
+        trainers.BpeTrainer(
+            vocab_size=600, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    return fast(backend)
+
+
 KINDS: dict[str, Callable[[], Any]] = {
     "byte-level": tiny.tokenizer,
+    "Qwen": qwen,
     "byte-level with a space": byte_level_with_a_space,
     "Llama 2": llama2,
     "Llama of transformers 5": llama_of_transformers_5,
@@ -159,9 +184,8 @@ def planned(tokens: Tokens, rendered: str) -> Any:
     return make_plan(
         rendered,
         index.find(rendered),
-        tokens.encode_template,
+        tokens,
         lambda name: tuple(tokens.encode_text(CHUNKS[name])),
-        tokens.encode_text,
     )
 
 
@@ -189,6 +213,52 @@ def test_decoded_ids_are_the_rendered_prompt(kind: str, separator: str) -> None:
     assert decoded(kind, tokens, plan) == rendered
 
 
+@pytest.mark.parametrize("separator", ["\n\n", "\n---\n", "\n"])
+def test_ids_are_those_of_the_stock_tokenizer(kind: str, separator: str) -> None:
+    """Also where the end of a chunk merges with what is behind it.
+
+    Gemma's line breaks are added tokens, which chunk text is encoded without: not its ``pages``.
+    """
+    tokenizer = KINDS[kind]()
+    tokens = Tokens(tokenizer)
+    loaded = [CHUNKS[name] for name in ("plain", "indented", "pages", "plain")]
+    if kind == "Gemma":
+        loaded = [CHUNKS["plain"]] * 2
+    rendered = tokens.render(
+        [{"role": "user", "content": f"Read:{separator.join(['', *loaded, 'What?'])}"}]
+    )
+    plan = planned(tokens, rendered)
+    assert list(plan.ids) == tokenizer.encode(rendered, add_special_tokens=False)
+    assert [segment.text for segment in plan.chunks] == loaded
+    for segment in plan.chunks:
+        assert segment.complete
+        assert 0 <= len(segment.stored_ids) - len(segment.ids) < 3
+        assert segment.ids == segment.stored_ids[: len(segment.ids)]
+
+
+def test_an_end_that_merges_with_the_separator_is_computed() -> None:
+    tokens = Tokens(qwen())
+    plan = planned(tokens, f"Read:\n\n{CHUNKS['plain']}\n\nWhat?")
+    (chunk,) = plan.chunks
+    assert len(chunk.stored_ids) - len(chunk.ids) == 1
+    assert tokens.decode(plan.ids[chunk.end : chunk.end + 1]) == ".\n\n"
+
+
+@pytest.mark.parametrize("tail", ["<|end|>", "<|en", "</s>."])
+def test_control_text_at_the_end_of_a_chunk_stays_text(kind: str, tail: str) -> None:
+    """However little of the chunk it is, and where the text behind it completes it."""
+    tokens = Tokens(KINDS[kind]())
+    chunk = f"{CHUNKS['plain']} {tail}"
+    rendered = f"The\n\n{chunk}d|>\n\nThe end"
+    match = Match("c", 5, 5 + len(chunk), complete=True)
+    plan = make_plan(rendered, [match], tokens, lambda _: tuple(tokens.encode_text(chunk)))
+    assert plan.chunks[0].ids == plan.chunks[0].stored_ids
+    assert not tokens.special_among(plan.ids) & set(
+        tokens.tokenizer.convert_tokens_to_ids(SPECIAL[1:])
+    )
+    assert decoded(kind, tokens, plan).removeprefix(" ") == rendered
+
+
 def test_a_prompt_without_chunks_has_the_ids_of_the_stock_tokenizer(kind: str) -> None:
     tokenizer = KINDS[kind]()
     tokens = Tokens(tokenizer)
@@ -210,7 +280,7 @@ def test_behind_a_control_token_a_segment_is_the_stock_tokenizers(kind: str) -> 
     tokens = Tokens(KINDS[kind]())
     behind = "Question: who?<|end|>\nAnswer: [INST]"
     stock = tokens.encode_template(f"Context:\n{behind}")
-    ids = tokens.encode_template(behind, begins=False)
+    ids = tokens.encode_prompt(behind, begins=False).ids
     assert stock[-len(ids) :] == ids
 
 

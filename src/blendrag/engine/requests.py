@@ -177,9 +177,8 @@ class Requests:
         plan = make_plan(
             rendered.text,
             [m for m in found.chunks if m.chunk_id in chunks],
-            tokens.encode_template,
+            tokens,
             lambda chunk_id: resources.text_ids(chunks[chunk_id].text),
-            tokens.encode_text,
             found.plain,
         )
         return plan, {c.chunk_id: c.source for c in chunks.values()}, notes

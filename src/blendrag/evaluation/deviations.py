@@ -60,7 +60,7 @@ def plan_of(tokens: Tokens, wording: Wording, case: Case) -> PromptPlan:
     def encode_chunk(chunk_id: str) -> tuple[int, ...]:
         return tuple(tokens.encode_text(case.chunks[int(chunk_id)].strip()))
 
-    return make_plan(rendered, found, tokens.encode_template, encode_chunk, tokens.encode_text)
+    return make_plan(rendered, found, tokens, encode_chunk)
 
 
 def stored_prompts(adapter: ModelAdapter, dataset: Dataset) -> Iterator[StoredPrompt]:

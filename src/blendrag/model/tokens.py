@@ -4,8 +4,8 @@ A document may contain ``<|im_end|>``; it must never become the control token. C
 goes through a second instance without added tokens that encodes special tokens as plain text. The
 flag lives in state shared with every user of a tokenizer, so the first instance is never touched.
 
-A prompt is tokenised in segments. Some tokenizers (SentencePiece's: Llama 2, Mistral, TinyLlama) put a
-space before every text. That is right for the segment that begins the prompt and for no other, so all
+A prompt may be tokenised in several pieces. Some tokenizers (SentencePiece's: Llama 2, Mistral, TinyLlama)
+put a space before every text. That is right for the piece that begins the prompt and for no other, so all
 others go through copies that put none.
 """
 
@@ -15,9 +15,9 @@ import json
 import re
 from collections.abc import Collection, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from blendrag.errors import InvalidInputError, ModelLoadError, check_unicode
 from blendrag.identity import digest_fields
@@ -30,6 +30,13 @@ _PROBE_TOOL: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {}, "required": []},
     },
 }
+
+
+class Encoded(NamedTuple):
+    """Ids of a text, and from which to which character each goes."""
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
 
 
 class Tokens:
@@ -55,28 +62,32 @@ class Tokens:
         self._tools_shown: tuple[str, bool] | None = None
         self._control: tuple[str, re.Pattern[str]] | None = None
 
-    def encode_template(self, text: str, begins: bool = True) -> list[int]:
-        """Ids of rendered template text: control tokens count, nothing is added.
+    def encode_template(self, text: str) -> list[int]:
+        """Ids of a rendered prompt, or of its beginning: control tokens count, nothing is added."""
+        return self.encode_prompt(text).ids
+
+    def encode_prompt(self, text: str, begins: bool = True) -> Encoded:
+        """Ids and offsets of a rendered prompt, or of a piece of it: control tokens count, nothing is added.
 
         ``begins``: whether the prompt begins with it.
         """
-        if not text:
-            return []
         check_unicode(text, "the prompt")
         if begins or self._behind is None:
             return self._encode_stock(text)
-        encoded = self._behind.encode(text, add_special_tokens=False)
-        ids: list[int] = encoded.ids
+        encoded = _encoded(self._behind.encode(text, add_special_tokens=False))
         # Behind a control token some tokenizers put a space again, and the model has learned that: from
         # the first one on it is the tokenizer's own business.
-        for i, index in enumerate(ids):
+        for i, index in enumerate(encoded.ids):
             if index in self._added_ids:
-                return ids[:i] + self._encode_stock(text[encoded.offsets[i][0] :])
-        return ids
+                at = encoded.offsets[i][0]
+                rest = self._encode_stock(text[at:])
+                offsets = [(low + at, high + at) for low, high in rest.offsets]
+                return Encoded(encoded.ids[:i] + rest.ids, encoded.offsets[:i] + offsets)
+        return encoded
 
-    def _encode_stock(self, text: str) -> list[int]:
+    def _encode_stock(self, text: str) -> Encoded:
         # too long a prompt is told by its own error, so no warning of the tokenizer comes before it
-        return list(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))
+        return _encoded(self.tokenizer(text, add_special_tokens=False, verbose=False)[0])
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of document text: whatever looks like a control token stays text."""
@@ -205,6 +216,10 @@ class Tokens:
             rendered = self.render([{"role": "user", "content": "a"}])
             return tuple(self.encode_template(rendered)[:1])
         return tuple(self.encode_template("\n")[:1])
+
+
+def _encoded(encoding: Encoding) -> Encoded:
+    return Encoded(encoding.ids, encoding.offsets)
 
 
 def plain_text_tokenizer(backend: Tokenizer) -> Tokenizer:
