@@ -11,9 +11,10 @@ import torch
 import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.engine.prompts import render
+from blendrag.engine.types import Answer
 from blendrag.model import ModelAdapter
 
-NEW_TOKENS = 12
+NEW_TOKENS = 8
 DOCUMENTS = [tiny.document(number, paragraphs=6) for number in range(5)]
 FULL = Options(mode="full", max_new_tokens=NEW_TOKENS, logprobs=20)
 EVERYTHING = Options(mode="blend", ratio=1.0, max_new_tokens=NEW_TOKENS, logprobs=0)
@@ -43,17 +44,26 @@ def prompts(engine: BlendEngine) -> list[str]:
     return found
 
 
+@pytest.fixture(scope="module")
+def answers(engine: BlendEngine) -> dict[str, Answer]:
+    """Each prompt answered in mode ``full``."""
+    return {prompt: engine.generate(prompt, FULL) for prompt in prompts(engine)}
+
+
 def test_a_real_model_is_blendable(engine: BlendEngine) -> None:
     result = engine.verify()
     assert result.blendable, result.reason
 
 
-def test_greedy_answers_of_mode_full_are_those_of_generate(engine: BlendEngine) -> None:
+def test_greedy_answers_of_mode_full_are_those_of_generate(
+    engine: BlendEngine, answers: dict[str, Answer]
+) -> None:
     """Asked of ``generate`` as a user of transformers asks: the rendered prompt, tokenised as one text."""
     model, tokens = engine.adapter.model, engine.adapter.tokens
-    for prompt in prompts(engine):
+    for prompt, answer in answers.items():
         assert engine.plan(prompt, FULL).chunks
-        ids = torch.tensor([tokens.encode_template(render(prompt, tokens, FULL).text)])
+        rendered = render(prompt, tokens, FULL).text
+        ids = torch.tensor([tokens.tokenizer.encode(rendered, add_special_tokens=False)])
         with torch.inference_mode():
             out = model.generate(
                 ids,
@@ -63,13 +73,15 @@ def test_greedy_answers_of_mode_full_are_those_of_generate(engine: BlendEngine) 
                 pad_token_id=tokens.tokenizer.eos_token_id,
             )
         expected = tokens.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-        assert engine.generate(prompt, FULL).text == expected
+        assert answer.text == expected
 
 
-def test_answers_with_everything_recomputed_are_those_of_mode_full(engine: BlendEngine) -> None:
+def test_answers_with_everything_recomputed_are_those_of_mode_full(
+    engine: BlendEngine, answers: dict[str, Answer]
+) -> None:
     """Up to a tie: a blended prefill adds up numbers in another order than a stock one."""
-    for prompt in prompts(engine):
-        blended, full = engine.generate(prompt, EVERYTHING), engine.generate(prompt, FULL)
+    for prompt, full in answers.items():
+        blended = engine.generate(prompt, EVERYTHING)
         assert blended.metrics.ratio == 1.0
         assert {chunk.outcome for chunk in blended.metrics.chunks} == {"blended"}
         assert blended.logprobs is not None
