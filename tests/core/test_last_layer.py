@@ -67,14 +67,14 @@ def test_of_a_model_whose_first_or_second_layer_is_the_last(layers: int, policy:
     assert_alike(Fusor(tiny.adapter(tiny.llama(num_hidden_layers=layers))), policy)
 
 
-@pytest.mark.parametrize("policy", ["hkvd", "query", "reuse", "full"])
+@pytest.mark.parametrize("policy", ["hkvd", "query", "blend", "reuse", "full"])
 def test_the_last_layer_computes_keys_of_all_rows_and_no_more_than_one(
     adapter: ModelAdapter, fusor: Fusor, policy: str
 ) -> None:
     layers, spans = adapter.stack.layers, exact_spans(adapter, 1.0)
     with rows_of(layers[LAST].self_attn.k_proj) as keys, rows_of(layers[LAST].mlp) as seen:
         _, _, fusion = tiny.fuse(fusor, IDS, spans, policy, 0.2)
-    scout = [FRESH] if policy == "query" else []
+    scout = [FRESH] if policy == "blend" else []  # query's ends before
     assert seen == [*scout, 1]
     assert keys == [*scout, fusion.counts().rows[LAST] - sum(scout), 1]
 

@@ -124,7 +124,7 @@ def test_those_that_ask_share_one_scout_pass(adapter: ModelAdapter, fusor: Fusor
     asked = [Asked(80 + i, ((5, 60),), "query", 0.2) for i in range(3)]
     asked.append(Asked(70, ((5, 60),), "reuse"))
     prompts = [prompt(adapter, one) for one in asked]
-    with layer_forwards(adapter) as rows:
+    with layer_forwards(adapter, 1) as rows:
         together = fusor.prefill_together(prompts)
     fresh = sum(one.tokens - 55 for one in asked)
     assert rows == [fresh - 15, fresh + 3 * 11]

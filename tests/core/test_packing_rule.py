@@ -87,7 +87,8 @@ def prepared(
     [
         ("reuse", 0.0, 30),
         ("random", 0.5, 30 + 30),
-        ("query", 0.5, 30 + 30 + 30),  # the scout computes the fresh tokens, too
+        ("blend", 0.5, 30 + 30 + 30),  # the scout computes the fresh tokens, too
+        ("query", 0.5, 30 + 30 + 30 * 2 / 4),  # in the first two thirds of four layers
         ("hkvd", 0.5, 30 + (60 + 3 * 30) / 4),  # all candidates enter
         ("boundary(5)", 0.9, 30 + 2 * 5),
         ("full", 0.0, 30 + 60),

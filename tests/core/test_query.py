@@ -35,10 +35,12 @@ class Recording(QueryPolicy):
 
 @torch.inference_mode()
 def attention_paid(model: Any) -> torch.Tensor:
-    """The slow reference: what stock eager attention says the question pays to each candidate."""
+    """The slow reference: what stock eager attention says the question pays to each candidate, in the layers
+    that the policy asks."""
     model.set_attn_implementation("eager")
     weights = model(input_ids=IDS, output_attentions=True, use_cache=False).attentions
-    paid = sum(layer[0, :, QUESTION:].float().sum((0, 1)) for layer in weights)
+    asked = QueryPolicy().asked_layers(len(weights))
+    paid = sum(weights[layer][0, :, QUESTION:].float().sum((0, 1)) for layer in asked)
     assert isinstance(paid, torch.Tensor)
     return torch.cat([paid[a:b] for a, b in CHUNKS])
 
@@ -121,9 +123,13 @@ def test_layer_zero_is_not_computed_for_all_and_the_scout_is_counted(
     for hook in hooks:
         hook.remove()
     counts = fusion.counts()
-    assert seen[:LAYERS] == [FRESH] * LAYERS  # the scout
-    assert seen[LAYERS:] == [FRESH + n for n in counts.candidate_rows]
-    assert counts.rows == tuple(2 * FRESH + n for n in counts.candidate_rows)
+    scouted = QueryPolicy().asked_layers(LAYERS).stop
+    assert 0 < scouted < LAYERS
+    assert seen[:scouted] == [FRESH] * scouted
+    assert seen[scouted:] == [FRESH + n for n in counts.candidate_rows]
+    assert counts.rows == tuple(
+        FRESH + n + FRESH * (layer < scouted) for layer, n in enumerate(counts.candidate_rows)
+    )
     assert counts.charged_ratio == pytest.approx(counts.ratio, abs=1 / CANDIDATES)
 
 

@@ -40,7 +40,7 @@ def profile(bytes_per_s: float = 1e9, **changes: Any) -> Profile:
     return Profile(**{**given, **changes})
 
 
-def prompt(chunks: int = 3, fresh: int = 20, tier: str = "disk", **policy: bool) -> Prompt:
+def prompt(chunks: int = 3, fresh: int = 20, tier: str = "disk", **policy: int) -> Prompt:
     parts = tuple(
         Part(i * CHUNK, (i + 1) * CHUNK, tier, (LAYER_BYTES,) * LAYERS) for i in range(chunks)
     )

@@ -28,7 +28,7 @@ def ttft_s(
 
 
 @pytest.mark.parametrize("bytes_per_s", [2e4, 3e4, 5e4, 1e5, 1e6, 1e9])
-@pytest.mark.parametrize("flags", [{}, {"looks": True}, {"asks": True}])
+@pytest.mark.parametrize("flags", [{}, {"looks": True}, {"scouted_layers": 2}])
 def test_the_ratio_is_the_largest_that_hides_or_the_least(
     bytes_per_s: float, flags: dict[str, bool]
 ) -> None:
@@ -60,15 +60,15 @@ def test_a_slow_load_hides_more_than_the_least_ratio_and_a_fast_one_does_not() -
     assert "smallest that keeps quality" in fast.reason
 
 
-@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("scouted_layers", [0, LAYERS])
 def test_where_few_rows_take_as_long_as_many_nothing_is_said_of_a_load_they_hide_behind(
-    asks: bool,
+    scouted_layers: int,
 ) -> None:
     """Flat up to 146 rows: 20 are fresh, and .42 of 300 are 126."""
     flat = Curve((146.0, 147.0), (0.1, 0.2), 1e-3)
     for bytes_per_s in (1e12, 1e6):
         made = profile(bytes_per_s, layer=flat, prefill=line(1.0))
-        found = choose(made, prompt(asks=asks), wish())
+        found = choose(made, prompt(scouted_layers=scouted_layers), wish())
         assert found.ratio == pytest.approx(0.42)
         assert found.reason == (
             "ratio 0.42: the largest that is computed in no more time than the smallest"
@@ -76,7 +76,7 @@ def test_where_few_rows_take_as_long_as_many_nothing_is_said_of_a_load_they_hide
 
 
 def test_where_loading_is_over_before_recompute_begins_nothing_hides() -> None:
-    assert choose(profile(2.5e4), prompt(fresh=1, asks=True), wish()).ratio == 0.15
+    assert choose(profile(2.5e4), prompt(fresh=1, scouted_layers=LAYERS), wish()).ratio == 0.15
 
 
 def test_the_least_ratio_is_never_gone_below() -> None:
@@ -209,7 +209,7 @@ def what_to_load_slowly(made: Profile, asked: Prompt) -> tuple[int, ...]:
     return best if seconds(best) <= (1 - WORTH) * seconds(every) else every
 
 
-@pytest.mark.parametrize("flags", [{}, {"looks": True}, {"asks": True}])
+@pytest.mark.parametrize("flags", [{}, {"looks": True}, {"scouted_layers": 2}])
 def test_the_parts_chosen_by_sums_are_those_chosen_from_the_parts_themselves(
     flags: dict[str, bool],
 ) -> None:

@@ -154,7 +154,7 @@ def test_a_policy_that_neither_looks_nor_asks_computes_its_rows_in_every_layer()
 def test_the_last_layer_is_predicted_by_a_curve_of_its_own() -> None:
     alike, cheap = profile(), profile(last=line(1e-4))
     counts = evenly(0.1, 300)
-    for policy in ({}, {"asks": True}, {"looks": True}):
+    for policy in ({}, {"scouted_layers": 2}, {"looks": True}):
         asked = prompt(**policy)
         one, other = (forecast(p, asked, asked.parts, counts) for p in (alike, cheap))
         assert one.ttft_s - other.ttft_s == pytest.approx((20 + counts[-1]) * 9e-4)
@@ -183,7 +183,9 @@ def test_where_all_candidates_enter_layer_0_their_kv_is_not_loaded_there(
     made, asked = profile(1e4), prompt()
     predicted = forecast(made, asked, asked.parts, [entering, 30, 30])
     assert predicted.load_s == pytest.approx(layers * 0.3)
-    scouting = prompt(asks=True)  # the scout pass reads every layer before anything is chosen
+    scouting = prompt(
+        scouted_layers=LAYERS
+    )  # the scout pass reads every layer before anything is chosen
     predicted = forecast(made, scouting, scouting.parts, [entering, 30, 30])
     assert predicted.load_s == pytest.approx(LAYERS * 0.3)
 
@@ -208,10 +210,17 @@ def test_an_exact_part_is_loaded_in_layer_0_also_where_all_candidates_enter_it()
 
 
 def test_a_policy_that_asks_recomputes_when_everything_is_there() -> None:
-    asked = prompt(asks=True)
+    asked = prompt(scouted_layers=LAYERS)
     predicted = forecast(profile(1e4, fixed_s=0.5), asked, asked.parts, evenly(0.1, 300))
     scout = LAYERS * 0.3 + 0.02
     assert predicted.ttft_s == pytest.approx(0.5 + scout + LAYERS * 0.05)
+
+
+def test_layers_that_the_scout_pass_does_not_reach_load_while_it_recomputes() -> None:
+    asked = prompt(scouted_layers=2)
+    predicted = forecast(profile(1e4, fixed_s=0.5), asked, asked.parts, evenly(0.1, 300))
+    assert predicted.ttft_s == pytest.approx(0.5 + LAYERS * 0.3 + 0.05)
+    assert predicted.compute_s == pytest.approx(0.5 + 2 * 0.02 + LAYERS * 0.05)
 
 
 def test_an_exact_part_is_loaded_and_never_recomputed() -> None:
@@ -242,7 +251,7 @@ def test_copies_to_a_device_are_waited_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", [{}, {"asks": True}, {"looks": True}], ids=lambda flags: str(*flags)
+    "policy", [{}, {"scouted_layers": 2}, {"looks": True}], ids=lambda flags: str(*flags)
 )
 def test_sums_with_parts_added_and_taken_away_forecast_what_the_parts_themselves_do(
     policy: dict[str, bool],

@@ -47,13 +47,16 @@ def test_where_every_device_adds_latency_none_is_the_best_and_the_fastest_is_nam
     assert found.fastest.device is DISK
 
 
-@pytest.mark.parametrize(("layers", "policy"), [(1, "asks"), (2, "asks"), (2, "looks"), (2, "")])
+@pytest.mark.parametrize(
+    ("layers", "policy"),
+    [(1, {"scouted_layers": 1}), (2, {"scouted_layers": 2}), (2, {"looks": True}), (2, {})],
+)
 def test_a_model_of_few_layers_does_not_load_from_tape_as_if_nothing_could_hide_it(
-    layers: int, policy: str
+    layers: int, policy: dict[str, int]
 ) -> None:
     """All that is loaded is the first layer's, or that of the first one loaded."""
     made = profile(layer_bytes=(LAYER_BYTES,) * layers)
-    asked = prompt(**({policy: True} if policy else {}))
+    asked = prompt(**policy)
     parts = tuple(replace(part, layer_bytes=made.layer_bytes) for part in asked.parts)
     found = choose_storage(
         made,

@@ -14,7 +14,7 @@ from blendrag.engine.prompts import render
 from blendrag.engine.types import Answer
 from blendrag.model import ModelAdapter
 
-NEW_TOKENS = 8
+NEW_TOKENS = 6
 DOCUMENTS = [tiny.document(number, paragraphs=6) for number in range(5)]
 FULL = Options(mode="full", max_new_tokens=NEW_TOKENS, logprobs=20)
 EVERYTHING = Options(mode="blend", ratio=1.0, max_new_tokens=NEW_TOKENS, logprobs=0)
@@ -28,7 +28,7 @@ def engine(
 ) -> Iterator[BlendEngine]:
     """The model over a store of a few documents."""
     root = tmp_path_factory.mktemp("real") / "s"
-    with tiny.engine(real_adapter, root, tokenizer=None) as made:
+    with tiny.engine(real_adapter, root, tokenizer=None, chunk_tokens=64) as made:
         made.ingest(DOCUMENTS).whole()
         yield made
 

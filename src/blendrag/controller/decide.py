@@ -91,7 +91,8 @@ def prompt_of(
     """What estimates need to know of an open plan; its parts are the plan's spans, in order."""
     stored = layout.encoded(load.encoding)
     parts = tuple(_part(span, stored) for span in load.spans)
-    return Prompt(prompt_tokens, parts, policy.looks, policy.asks)
+    scouted = policy.asked_layers(len(layout.layers)).stop
+    return Prompt(prompt_tokens, parts, policy.looks, scouted)
 
 
 def counts_of(

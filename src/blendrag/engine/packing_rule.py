@@ -97,4 +97,7 @@ def _rows_by_layer(prepared: Prepared, layers: int) -> list[float]:
         )
     )
     entry = candidates if policy.looks or not counts else counts[0]
-    return [fresh * (1 + policy.asks) + count for count in (entry, *counts)]
+    scouted = policy.asked_layers(layers)
+    return [
+        fresh * (1 + (layer < scouted.stop)) + count for layer, count in enumerate((entry, *counts))
+    ]

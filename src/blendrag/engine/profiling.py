@@ -152,7 +152,8 @@ def usual_prompt(found: Profile, policy: str, chunks: int) -> Prompt:
     parts = tuple(
         Part(i * tokens, (i + 1) * tokens, tier.name, found.layer_bytes) for i in range(chunks)
     )
-    return Prompt(chunks * tokens + QUESTION_TOKENS, parts, asked.looks, asked.asks)
+    scouted = asked.asked_layers(found.layers).stop
+    return Prompt(chunks * tokens + QUESTION_TOKENS, parts, asked.looks, scouted)
 
 
 def counts_for(

@@ -1,9 +1,9 @@
 """What one prompt will take: its time to first token, of which loading, of which computing.
 
-Follows the fusor pass by pass. A policy that *asks* first runs the fresh tokens over all that is loaded
-(the scout): loading hides behind that pass, and recompute begins when everything is there. A policy that
-*looks* computes layer 0 for all candidates, and peeks at layer 1. Any other computes its chosen tokens in
-every layer while the next one loads. Candidates that are all computed in layer 0 are not loaded there.
+Follows the fusor pass by pass. A policy that *asks* first runs the fresh tokens over what is loaded, through
+some or all layers (the scout): loading of those layers hides behind that pass. A policy that *looks* computes
+layer 0 for all candidates, and peeks at layer 1. Any other computes its chosen tokens in every layer while
+the next one loads. Candidates that are all computed in layer 0 are not loaded there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class Prompt:
     tokens: int
     parts: tuple[Part, ...]
     looks: bool = False
-    asks: bool = False
+    scouted_layers: int = 0
+    """Layers of the scout pass; 0: there is none."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,12 @@ class Estimator:
         self._fresh = prompt.tokens - self._placed
         all_keys = prompt.tokens * (prompt.tokens + 1) / 2
         self._fresh_keys = all_keys - loaded.keys
-        self._asks = prompt.asks and self.candidates > 0
+        self._scouted = prompt.scouted_layers if self.candidates else 0
         self.looks = prompt.looks and self.candidates > 0
         self._loading: dict[bool, Loading] = {}
         self._layer_s: dict[tuple[float, float, bool], float] = {}
-        self._scout_s, scouted_s = self._scouting() if self._asks else (0.0, 0.0)
-        self.before_s = profile.fixed_s + scouted_s
+        self._scout_s, self._scouted_s = self._scouting() if self._scouted else (0.0, 0.0)
+        self.before_s = profile.fixed_s + self._scouted_s
         """Until the pass that recomputes begins, and what comes after it."""
 
     def at(self, counts: Sequence[float]) -> Forecast:
@@ -93,12 +94,13 @@ class Estimator:
 
     def arrived(self, counts: Sequence[float]) -> list[float]:
         """When the layers are there, by the clock of the pass that recomputes."""
-        return [0.0] * self.profile.layers if self._asks else self._of(counts).arrived
+        there = [max(0.0, at - self._scouted_s) for at in self._of(counts).arrived]
+        return [0.0] * self._scouted + there[self._scouted :]
 
     def first_load_s(self, counts: Sequence[float]) -> float:
         """Until layer 0 is there, which nothing can hide; as long as a layer computes at most, or most of
         what a model of few layers loads would count as its first."""
-        computes = [self._scout_s / self.profile.layers] if self._asks else self.computes(counts)
+        computes = [self._scout_s / self._scouted] if self._scouted else self.computes(counts)
         return min(self._of(counts).arrived[0], max(computes))
 
     def computes(self, counts: Sequence[float]) -> list[float]:
@@ -108,18 +110,19 @@ class Estimator:
             counts = [0.0] * (profile.layers - 1)
         skips = self._skips_first(counts)
         seconds = [
-            self._layer(chosen, skips and layer == 0, layer == profile.layers - 1)
+            self._layer(layer, chosen, skips and layer == 0)
             for layer, chosen in enumerate((self._entering(counts), *counts))
         ]
         if self.looks and len(seconds) > 1:
             seconds[1] += profile.peek_s * (self._fresh + self.candidates)
-        if profile.is_shared and not self._asks:
-            seconds = [s + busy for s, busy in zip(seconds, self._of(counts).busy, strict=True)]
+        if profile.is_shared:
+            for layer, busy in enumerate(self._of(counts).busy):
+                seconds[layer] += busy * (layer >= self._scouted)
         return seconds
 
     def layer_s(self, layer: int, chosen: float) -> float:
         """T_recompute of one layer: of the fresh tokens and ``chosen`` candidates."""
-        return self._layer(chosen, False, layer == self.profile.layers - 1)
+        return self._layer(layer, chosen, False)
 
     def most_within(self, layer: int, seconds: float) -> int:
         """The largest number of chosen candidates that ``layer`` computes within ``seconds``."""
@@ -132,10 +135,11 @@ class Estimator:
 
     # -- computing --------------------------------------------------------------------------------
 
-    def _layer(self, chosen: float, skips_load: bool, is_last: bool = False) -> float:
+    def _layer(self, layer: int, chosen: float, skips_load: bool) -> float:
         placed = self._placed - skips_load * self.candidates
-        if self._asks:  # the scout pass found everything moved to its place
+        if layer < self._scouted:  # the scout pass has moved all of it to its place
             placed = 0
+        is_last = layer == self.profile.layers - 1
         key = (chosen, placed, is_last)
         known = self._layer_s.get(key)
         if known is None:
@@ -153,18 +157,18 @@ class Estimator:
 
     def _scouting(self) -> tuple[float, float]:
         """Of the scout pass: seconds of computing, and with the waits for what it reads."""
-        loading = self._of_layers(skips_first=False)
+        loading, layers = self._of_layers(skips_first=False), self._scouted
         context = self._fresh_keys / self._fresh if self._fresh else 0.0
         each = self.profile.scout(self._fresh, context, self._placed)
-        computes = [each + busy * self.profile.is_shared for busy in loading.busy]
-        return sum(computes), finish(loading.arrived, computes)
+        computes = [each + busy * self.profile.is_shared for busy in loading.busy[:layers]]
+        return sum(computes), finish(loading.arrived[:layers], computes)
 
     # -- loading ----------------------------------------------------------------------------------
 
     def _skips_first(self, counts: Sequence[float]) -> bool:
         """Whether layer 0 of what is blended is not loaded, as all of it is computed there anyway. After a
         scout pass it has been."""
-        return not self._asks and self._entering(counts) >= self.candidates > 0
+        return not self._scouted and self._entering(counts) >= self.candidates > 0
 
     def _of(self, counts: Sequence[float]) -> Loading:
         return self._of_layers(self._skips_first(counts))

@@ -53,8 +53,14 @@ class Choice:
     def new_scout(self, rows: Rows) -> Scout:
         """What a scout pass over ``rows`` reports to."""
         n = self.geometry.prompt_tokens
-        damped = self._layers if self.policy.damps else 0
-        return Scout(n, n - self.geometry.query_span[0], self.candidates.device, damped, rows)
+        return Scout(
+            n,
+            n - self.geometry.query_span[0],
+            self.candidates.device,
+            self.policy.asked_layers(self._layers),
+            self.policy.damps,
+            rows,
+        )
 
     def hear(self, scout: Scout) -> None:
         """Choose by what ``scout`` saw, from now on."""

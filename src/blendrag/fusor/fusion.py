@@ -33,7 +33,7 @@ from blendrag.fusor.packed_rows import AnyRows
 from blendrag.fusor.placing import Placing
 from blendrag.fusor.request import BlendRequest, FusionCounts, Tally
 from blendrag.fusor.rows import LayerRows, PromptRows, Rows
-from blendrag.fusor.scout import Scout
+from blendrag.fusor.scout import Scout, Scouted
 from blendrag.loader import LayerLoader
 from blendrag.positions import Repositioner
 from blendrag.selection import SelectionPolicy
@@ -76,7 +76,8 @@ class Fusion:
         self.geometry, self.schedule = self._choice.geometry, self._choice.schedule
         self.scouts = self._choice.asks
         """Whether a forward within :meth:`scouting` must come before the blended one."""
-        self.is_scouting = False
+        self._scout: Scout | None = None
+        """Of the pass under way."""
         self._prompt = PromptRows(request.prompt_tokens, device)
         self._plan: list[LayerRows] = []
         """The rows of all layers, where they are known before layer 0."""
@@ -104,6 +105,11 @@ class Fusion:
     @property
     def loader(self) -> LayerLoader:
         return self._placing.loader
+
+    @property
+    def is_scouting(self) -> bool:
+        """Whether the forward under way is a scout pass."""
+        return self._scout is not None
 
     def start(self) -> None:
         """Begin to load."""
@@ -136,19 +142,19 @@ class Fusion:
             scout = self.begin_scouting()
             yield scout
         finally:
-            self.is_scouting = False
+            self._scout = None
             if self.timeline is not None:
                 self.timeline.pass_name = ""
         self.end_scouting(scout)
 
     def begin_scouting(self) -> Scout:
         """What the pass that follows reports to."""
-        self.is_scouting = True
-        return self._choice.new_scout(self.rows)
+        self._scout = self._choice.new_scout(self.rows)
+        return self._scout
 
     def end_scouting(self, scout: Scout) -> None:
         """The pass is over: choose what layer 0 computes by what ``scout`` saw."""
-        self.is_scouting = False
+        self._scout = None
         self.scouts, self._tally.scouted_rows = False, (self.rows.count,) * scout.layers
         self._cache.show(0)
         self._choice.hear(scout)
@@ -157,7 +163,12 @@ class Fusion:
     # -- before a layer -----------------------------------------------------------------------
 
     def enter_layer(self, layer: int, peek: Peek) -> tuple[Rows, torch.Tensor | None]:
-        """Rows of ``layer`` and their indices among the rows that arrive (``None``: all of them)."""
+        """Rows of ``layer`` and their indices among the rows that arrive (``None``: all of them).
+
+        Raises :class:`Scouted` at the end of a scout pass.
+        """
+        if self._scout is not None and self._scout.ends_before(layer):
+            raise Scouted
         if self.peeks_before(layer):
             with suppress(Peeked):
                 peek(self.begin_peek(), None)

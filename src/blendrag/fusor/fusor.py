@@ -9,7 +9,7 @@ fusion's cache and on no other, in whatever thread. The caller holds the adapter
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from blendrag.fusor.hooks import (
 from blendrag.fusor.pack import NobodyLeft
 from blendrag.fusor.pack_scout import scouting_together
 from blendrag.fusor.packing import Packing, Prefilled, Prompt, replayed
-from blendrag.fusor.scout import scouting
+from blendrag.fusor.scout import Scouted, scouting
 from blendrag.model.adapter import ModelAdapter
 from blendrag.timeline import Timeline
 
@@ -206,7 +206,7 @@ class Fusor:
                 if self.fast_attention:
                     armed.enter_context(implementation(stack, NAME))
                 if blending.scouts:  # over stored KV, before the blended forward
-                    with scouting_pass():
+                    with scouting_pass(), suppress(Scouted):
                         module.forward(*args, **kwargs)
 
             def finish(*_: Any) -> None:

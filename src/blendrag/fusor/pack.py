@@ -53,6 +53,8 @@ class Pack:
         self._arriving: dict[int, tuple[int, int]] = {}
         """Where the rows of each prompt begin and end among those that arrive at the next layer."""
         self._scouts: dict[int, Scout] | None = None
+        self._over: set[int] = set()
+        """The prompts that need no more of the scout pass under way."""
 
     # -- who is there -------------------------------------------------------------------------
 
@@ -68,7 +70,8 @@ class Pack:
 
     def _still_there(self) -> list[int]:
         """Of those whose rows arrive."""
-        return [member for member in self._arriving if member not in self.failures]
+        gone = self.failures.keys() | self._over
+        return [member for member in self._arriving if member not in gone]
 
     def start(self) -> None:
         """Begin to load."""
@@ -109,9 +112,10 @@ class Pack:
         try:
             yield scouts
         except NobodyLeft:
-            pass  # of those that scout; others begin with the blended pass
+            pass  # of those that scout, or they have seen enough; others begin with the blended pass
         finally:
             self._scouts = self._rows = None
+            self._over = set()
         for member, scout in scouts.items():
             if member not in self.failures:
                 with self._leaving(member):
@@ -123,6 +127,8 @@ class Pack:
         """Rows of ``layer`` and their indices among the rows that arrive (``None``: all of them)."""
         if layer == 0:
             self._begin()
+        if self._scouts is not None:
+            self._over = {m for m, scout in self._scouts.items() if scout.ends_before(layer)}
         for member in self._still_there():
             check = self._checks[member]
             if check is not None:

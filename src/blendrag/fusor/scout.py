@@ -25,12 +25,16 @@ NAME = "blendrag_scout"
 BLOCK_WEIGHTS = 1 << 23
 
 
+class Scouted(Exception):
+    """Ends a scout pass once the layers that count were seen; never seen outside of the fusor."""
+
+
 class Scout:
     """Adds up the attention that the last ``asking`` rows pay to every prompt token.
 
-    ``damped`` counts the layers of a model that is to be asked by square roots: see
-    :attr:`SelectionPolicy.damps`. 0 adds up the attention as it is, of all layers. ``rows`` are those of the
-    pass, whose masks they make; ``None`` where the forward brings masks.
+    ``layers`` are those that count (``None``: all); nobody needs what comes after them. ``damps``: see
+    :attr:`SelectionPolicy.damps`. ``rows`` are those of the pass, whose masks they make; ``None`` where the
+    forward brings masks.
     """
 
     def __init__(
@@ -38,7 +42,8 @@ class Scout:
         prompt_tokens: int,
         asking: int,
         device: torch.device,
-        damped: int = 0,
+        layers: range | None = None,
+        damps: bool = False,
         rows: Rows | None = None,
     ) -> None:
         self.rows = rows
@@ -46,9 +51,14 @@ class Scout:
         """Attention calls seen; 0 after a pass: the model does not use transformers' interface."""
         self._prompt_tokens = prompt_tokens
         self._device = device
-        self._damped = range(damped // 4, damped) if damped else None
+        self._counting = layers
+        self._damps = damps
         self._asking = asking
         self._sums: list[torch.Tensor] = []
+
+    def ends_before(self, layer: int) -> bool:
+        """Whether no layer from this one on counts."""
+        return self._counting is not None and layer >= self._counting.stop
 
     @property
     def attention(self) -> torch.Tensor:
@@ -60,10 +70,8 @@ class Scout:
     def add(self, weights: torch.Tensor, first_row: int, rows: int) -> None:
         """``weights`` ``[H, s, N]`` are of the rows from ``first_row`` on, out of ``rows``."""
         asked = weights[:, max(0, rows - self._asking - first_row) :]
-        if self._damped is None:
-            self._sums.append(asked.sum((0, 1)))
-        elif self.layers in self._damped:
-            self._sums.append(asked.sqrt().sum((0, 1)))
+        if self._counting is None or self.layers in self._counting:
+            self._sums.append((asked.sqrt() if self._damps else asked).sum((0, 1)))
 
 
 _current: ContextVar[Scout] = ContextVar(NAME)

@@ -14,6 +14,7 @@ from functools import partial
 from blendrag.estimates import Curve
 from blendrag.estimates.curve import Point, fit
 from blendrag.profile.model_times import ModelTimes, Shape, Timed
+from blendrag.selection import make_policy
 
 RATIOS = (0.0, 0.05, 0.15, 0.3, 0.6, 1.0)
 FRESH = 24
@@ -114,8 +115,9 @@ class Prefills:
         return shape.point(round(ratio * shape.candidates), shape.candidates, seconds)
 
     def scout_points(self, found: Found) -> list[Point]:
+        layers = make_policy("query").asked_layers(self._layers).stop
         return [
-            s.point(0, s.candidates, found["query", 0.0, s].passes[0] / self._layers)
+            s.point(0, s.candidates, found["query", 0.0, s].passes[0] / layers)
             for s in self._asking
         ]
 

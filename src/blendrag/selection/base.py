@@ -75,9 +75,11 @@ class SelectionPolicy:
     """Whether it compares fresh with loaded KV: then layer 0 is computed for every candidate."""
     asks: bool = False
     """Whether it wants the question's attention: a scout pass over the fresh tokens comes first."""
+    asked_depth: tuple[float, float] = (0.0, 1.0)
+    """Between which shares of the model's depth that attention is added up. The scout pass ends there."""
     damps: bool = False
-    """Whether that attention is the sum of square roots over all layers but the first quarter: many heads
-    that look a little count for more than one that stares, as heads do at tokens that mean nothing."""
+    """Whether that attention is a sum of square roots: many heads that look a little count for more than
+    one that stares, as heads do at tokens that mean nothing."""
     unseen: str = "hkvd"
     """Who decides instead where a model's attention cannot be seen; for a policy that asks."""
     budgeted: bool = True
@@ -86,6 +88,13 @@ class SelectionPolicy:
     """Whether what it sees before layer 0 decides every layer: then it gives each token a :meth:`worth`."""
     schedule: Schedule | None = None
     """The one it follows whatever is asked for; ``None``: the request's."""
+
+    def asked_layers(self, layers: int) -> range:
+        """Layers whose attention is added up, out of so many; empty for a policy that does not ask."""
+        if not self.asks:
+            return range(0)
+        first, last = (int(share * layers) for share in self.asked_depth)
+        return range(min(first, layers - 1), max(last, 1))
 
     @property
     def follows_schedule(self) -> bool:

@@ -29,6 +29,7 @@ class BlendPolicy(SelectionPolicy):
 
     name: ClassVar[str] = "blend"
     asks = True
+    asked_depth = (0.25, 1.0)
     damps = True
     ranks_once = True
 

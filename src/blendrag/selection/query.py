@@ -1,9 +1,12 @@
 """``query``: the tokens that the question looks at (ProphetKV, QCFuse).
 
 A scout pass runs the fresh tokens over the stored KV first; what recomputing is worth is then the
-attention that the tokens behind the last chunk pay to a token, summed over heads and layers. Unlike a
-deviation seen in the first layers, that finds tokens whose KV goes wrong only in later ones. Layer 0
-is computed for the chosen tokens alone.
+attention that the tokens behind the last chunk pay to a token, summed over heads and the middle third of
+the layers. Unlike a deviation seen in the first layers, that finds tokens whose KV goes wrong only in later
+ones. Layer 0 is computed for the chosen tokens alone.
+
+On pretrained models the middle third chooses as well as all layers do (docs/quality.md), and the scout pass
+ends there: it costs two thirds of a forward, and the last third of the stored KV loads meanwhile.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ class QueryPolicy(SelectionPolicy):
 
     name: ClassVar[str] = "query"
     asks = True
+    asked_depth = (1 / 3, 2 / 3)
     ranks_once = True
 
     def worth(self, view: LayerView, budget: int) -> torch.Tensor:

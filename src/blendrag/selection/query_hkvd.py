@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 
 from blendrag.selection.base import LayerView, SelectionPolicy, top
+from blendrag.selection.query import QueryPolicy
 
 
 class QueryHKVDPolicy(SelectionPolicy):
@@ -21,6 +22,7 @@ class QueryHKVDPolicy(SelectionPolicy):
     name: ClassVar[str] = "query+hkvd"
     looks = True
     asks = True
+    asked_depth = QueryPolicy.asked_depth
 
     def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
         if budget >= view.tokens.numel():
