@@ -16,6 +16,7 @@ from blendrag.bench.tiers import ON_DISK, tier_store
 from blendrag.bench.trace import Pieces, overlap, run_trace
 from blendrag.bench.ttft import TtftBench
 from blendrag.bench.workload import Workload
+from blendrag.selection.query import QueryPolicy
 from blendrag.timeline import COMPUTE, LAYER, LOAD, REPOSITION, SELECT, WAIT, Timeline
 from cli.lab import invoke, said
 
@@ -59,10 +60,12 @@ def test_a_policy_that_looks_loads_no_layer_0_and_chooses_in_the_peek_of_layer_1
 
 def test_the_scout_pass_is_told_apart_and_waits_for_what_is_loaded() -> None:
     timeline = traced("query")
-    assert layers_of(timeline, LAYER, "scout") == list(range(LAYERS))
-    assert layers_of(timeline, WAIT, "scout") == list(range(LAYERS))
+    scouted = list(range(QueryPolicy().asked_layers(LAYERS).stop))
+    assert layers_of(timeline, LAYER, "scout") == scouted
     assert layers_of(timeline, LAYER) == list(range(LAYERS))
-    assert layers_of(timeline, WAIT) == []
+    waited = layers_of(timeline, WAIT, "scout")  # with what is read into the same allocation
+    assert waited[: len(scouted)] == scouted
+    assert waited + layers_of(timeline, WAIT) == list(range(LAYERS))
 
 
 def test_what_layers_consist_of_adds_up_to_them_and_overlaps_nowhere() -> None:

@@ -10,7 +10,7 @@ import pytest
 from blendrag.estimates import Curve
 from blendrag.profile.measure import Measure
 from blendrag.profile.model_times import Shape, Timed, usual
-from blendrag.profile.prefills import FAR_TOKENS, FRESH, RATIOS, Prefills
+from blendrag.profile.prefills import ASKS, FAR_TOKENS, FRESH, LOOKS, RATIOS, Prefills
 
 LAYERS = 4
 
@@ -38,14 +38,14 @@ def test_a_prompt_far_longer_than_what_is_bearable_is_timed_at_the_ratios_that_a
 
 
 def test_the_far_prompt_is_asked_questions_over_too() -> None:
-    assert max(shape.candidates for _, shape in blended(prefills(512), "query")) == 5 * 512
+    assert max(shape.candidates for _, shape in blended(prefills(512), ASKS)) == 5 * 512
 
 
 @pytest.mark.parametrize("bearable", [64, 512, 4096])
 @pytest.mark.parametrize("context", [300, 1000, 5000, 32768])
 def test_no_prompt_passes_the_context_or_what_was_set(bearable: int, context: int) -> None:
     made = prefills(min(bearable, context), context, min(512, context // 4))
-    for policy in ("random", "query", "hkvd"):
+    for policy in ("random", ASKS, LOOKS):
         for _, shape in blended(made, policy):
             assert shape.tokens <= min(context, max(FAR_TOKENS, bearable))
 

@@ -14,7 +14,6 @@ from functools import partial
 from blendrag.estimates import Curve
 from blendrag.estimates.curve import Point, fit
 from blendrag.profile.model_times import ModelTimes, Shape, Timed
-from blendrag.selection import make_policy
 
 RATIOS = (0.0, 0.05, 0.15, 0.3, 0.6, 1.0)
 FRESH = 24
@@ -23,6 +22,8 @@ QUESTIONS = (16, 64, 256)
 USUAL_RATIO = 0.15
 #: A policy that looks at deviations, which costs more than its rows.
 LOOKS = "hkvd"
+#: A policy whose scout pass runs through all layers.
+ASKS = "blend"
 #: The longest prompt is so many times as long as the longest stock prefill, and of no more tokens than these:
 #: what is loaded of it costs little, and questions are asked over such prompts, not over short ones.
 FAR, FAR_TOKENS = 6, 8192
@@ -73,7 +74,7 @@ class Prefills:
             for n in self.lengths
         }
         asked = [("random", ratio, shape) for ratio, shape in self._random]
-        asked += [("query", 0.0, shape) for shape in self._asking]
+        asked += [(ASKS, 0.0, shape) for shape in self._asking]
         asked += [(LOOKS, USUAL_RATIO, shape) for shape in self._shapes]
         for policy, ratio, shape in asked:
             what = f"{policy} at ratio {ratio:g} over {shape.tokens} tokens"
@@ -115,9 +116,8 @@ class Prefills:
         return shape.point(round(ratio * shape.candidates), shape.candidates, seconds)
 
     def scout_points(self, found: Found) -> list[Point]:
-        layers = make_policy("query").asked_layers(self._layers).stop
         return [
-            s.point(0, s.candidates, found["query", 0.0, s].passes[0] / layers)
+            s.point(0, s.candidates, found[ASKS, 0.0, s].passes[0] / self._layers)
             for s in self._asking
         ]
 
