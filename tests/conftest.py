@@ -29,6 +29,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``query``'s scout pass ends before the last layer in tiny models, as it does in deep ones."""
+    monkeypatch.setattr("blendrag.selection.query.DEEP", 1)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files marked ``early`` first; all else stays in order."""
     items.sort(key=lambda item: item.get_closest_marker("early") is None)

@@ -68,6 +68,7 @@ def test_of_a_model_whose_first_or_second_layer_is_the_last(layers: int, policy:
 
 
 @pytest.mark.parametrize("policy", ["hkvd", "query", "blend", "reuse", "full"])
+@pytest.mark.usefixtures("ends_early")
 def test_the_last_layer_computes_keys_of_all_rows_and_no_more_than_one(
     adapter: ModelAdapter, fusor: Fusor, policy: str
 ) -> None:

@@ -20,6 +20,7 @@ from blendrag.selection import LayerView
 from blendrag.selection.hkvd import HKVDPolicy
 
 NEW_TOKENS = 5
+pytestmark = pytest.mark.usefixtures("ends_early")
 
 
 @dataclass(frozen=True)

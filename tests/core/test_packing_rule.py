@@ -94,6 +94,7 @@ def prepared(
         ("full", 0.0, 30 + 60),
     ],
 )
+@pytest.mark.usefixtures("ends_early")
 def test_rows_are_those_that_the_policy_computes_in_a_layer(
     adapter: ModelAdapter, policy: str, ratio: float, rows: float
 ) -> None:

@@ -261,3 +261,13 @@ def test_rows_planned_at_once_are_those_chosen_layer_by_layer(data: st.DataObjec
         if rows.count != len(arriving):
             assert torch.equal(arriving[among], rows.positions)
         arriving = rows.positions
+
+
+def test_the_scout_pass_of_query_ends_early_in_deep_models_only() -> None:
+    for name in ("query", "query+hkvd"):
+        policy = make_policy(name)
+        assert policy.asked_layers(32) == range(10, 21)
+        assert policy.asked_layers(12) == range(12)
+    assert make_policy("blend").asked_layers(32) == range(8, 32)
+    assert make_policy("hkvd").asked_layers(32) == range(0)
+    assert make_policy("blend").asked_layers(1) == range(1)

@@ -20,6 +20,7 @@ from blendrag.selection import LayerView
 from blendrag.selection.query import QueryPolicy
 from core.lab import CANDIDATES, CHUNKS, FRESH, IDS, LAYERS, N, exact_spans
 
+pytestmark = pytest.mark.usefixtures("ends_early")
 QUESTION = CHUNKS[-1][1]  # where it begins
 
 

@@ -1,12 +1,14 @@
 """``query``: the tokens that the question looks at (ProphetKV, QCFuse).
 
 A scout pass runs the fresh tokens over the stored KV first; what recomputing is worth is then the
-attention that the tokens behind the last chunk pay to a token, summed over heads and the middle third of
-the layers. Unlike a deviation seen in the first layers, that finds tokens whose KV goes wrong only in later
-ones. Layer 0 is computed for the chosen tokens alone.
+attention that the tokens behind the last chunk pay to a token, summed over heads and layers. Unlike a
+deviation seen in the first layers, that finds tokens whose KV goes wrong only in later ones. Layer 0 is
+computed for the chosen tokens alone.
 
-On pretrained models the middle third chooses as well as all layers do (docs/quality.md), and the scout pass
-ends there: it costs two thirds of a forward, and the last third of the stored KV loads meanwhile.
+In deep models the middle third of the layers counts. It chooses as well as all layers do on pretrained models
+of 18 to 30 layers (docs/quality.md), and the scout pass ends there: it costs two thirds of a forward, and the
+last third of the stored KV loads meanwhile. In the embedded model of few layers the last ones count most, so
+there all of them do.
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ import torch
 
 from blendrag.selection.base import LayerView, SelectionPolicy
 
+#: Layers from which on a model is deep. Between the embedded model and pretrained ones nothing was measured.
+DEEP = 16
+
 
 class QueryPolicy(SelectionPolicy):
     """Most attention from the question; the same ranking in every layer."""
@@ -25,6 +30,9 @@ class QueryPolicy(SelectionPolicy):
     asks = True
     asked_depth = (1 / 3, 2 / 3)
     ranks_once = True
+
+    def asked_layers(self, layers: int) -> range:
+        return super().asked_layers(layers) if layers >= DEEP else range(layers)
 
     def worth(self, view: LayerView, budget: int) -> torch.Tensor:
         assert view.question is not None, "a policy that asks is told"

@@ -22,7 +22,9 @@ class QueryHKVDPolicy(SelectionPolicy):
     name: ClassVar[str] = "query+hkvd"
     looks = True
     asks = True
-    asked_depth = QueryPolicy.asked_depth
+
+    def asked_layers(self, layers: int) -> range:
+        return QueryPolicy().asked_layers(layers)
 
     def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
         if budget >= view.tokens.numel():
