@@ -83,7 +83,9 @@ def test_answers_with_everything_recomputed_are_those_of_mode_full(
     for prompt, full in answers.items():
         blended = engine.generate(prompt, EVERYTHING)
         assert blended.metrics.ratio == 1.0
-        assert {chunk.outcome for chunk in blended.metrics.chunks} == {"blended"}
+        outcomes = {chunk.outcome for chunk in blended.metrics.chunks}
+        assert "blended" in outcomes
+        assert outcomes <= {"blended", "exact"}  # without a template the first chunk is behind BOS
         assert blended.logprobs is not None
         assert full.logprobs is not None
         own, theirs = [t.id for t in blended.logprobs], [t.id for t in full.logprobs]
