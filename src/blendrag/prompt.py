@@ -22,13 +22,11 @@ from typing import NamedTuple, Protocol
 SEAM_TOKENS = 8
 
 
-class Encoded(Protocol):
-    """Ids of a text, and from which to which character each goes (:class:`blendrag.model.tokens.Encoded`)."""
+class Encoded(NamedTuple):
+    """Ids of a text, and from which to which character each goes."""
 
-    @property
-    def ids(self) -> list[int]: ...
-    @property
-    def offsets(self) -> list[tuple[int, int]]: ...
+    ids: list[int]
+    offsets: list[tuple[int, int]]
 
 
 class Tokenizes(Protocol):
@@ -161,7 +159,7 @@ class _Cutting:
     def _pieces(self) -> list[_Piece]:
         matches = self._matches
         cuts = {0, len(self._text)}
-        alone = {(matches[n].start, matches[n].end): n for n in self._apart}
+        alone = {(matches[n].start, matches[n].end) for n in self._apart}
         cuts.update(edge for span in (*self._plain, *alone) for edge in span)
         cuts.update(matches[number].start for number in self._begins)
         edges = sorted(cuts)
@@ -190,8 +188,8 @@ class _Cutting:
         if end == low or lost > SEAM_TOKENS:
             return None
         if end < high:
-            seam = slice(encoded.offsets[end][0], encoded.offsets[high - 1][1])
-            if self._tokens.control_spans(self._text[piece.start : piece.end][seam]):
+            begin, stop = encoded.offsets[end][0], encoded.offsets[high - 1][1]
+            if self._tokens.control_spans(self._text[piece.start + begin : piece.start + stop]):
                 return None
         return low, end
 
@@ -239,7 +237,13 @@ class _Cutting:
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
-    return min(len(a), len(b))
+    """Tokens that both begin with, found by comparing halves: no loop over tokens."""
+    a, b = tuple(a), tuple(b)
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -15,12 +15,13 @@ import json
 import re
 from collections.abc import Collection, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from tokenizers import Encoding, Tokenizer
 
 from blendrag.errors import InvalidInputError, ModelLoadError, check_unicode
 from blendrag.identity import digest_fields
+from blendrag.prompt import Encoded
 
 _PROBE_TOOL: dict[str, Any] = {
     "type": "function",
@@ -30,13 +31,6 @@ _PROBE_TOOL: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {}, "required": []},
     },
 }
-
-
-class Encoded(NamedTuple):
-    """Ids of a text, and from which to which character each goes."""
-
-    ids: list[int]
-    offsets: list[tuple[int, int]]
 
 
 class Tokens:

@@ -5,10 +5,10 @@ attention that the tokens behind the last chunk pay to a token, summed over head
 deviation seen in the first layers, that finds tokens whose KV goes wrong only in later ones. Layer 0 is
 computed for the chosen tokens alone.
 
-In deep models the middle third of the layers counts. It chooses as well as all layers do on pretrained models
-of 18 to 30 layers (docs/quality.md), and the scout pass ends there: it costs two thirds of a forward, and the
-last third of the stored KV loads meanwhile. In the embedded model of few layers the last ones count most, so
-there all of them do.
+In deep models the attention of the middle third of the layers is summed. On pretrained models of 18 to 30
+layers it chose about as well as all layers did, and the scout pass ends there: it costs two thirds of a
+forward, and the last third of the stored KV loads during recompute. In the embedded model of 12 layers the
+last layers matter most, so in shallow models all layers count.
 """
 
 from __future__ import annotations
