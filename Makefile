@@ -65,7 +65,7 @@ AUTO_ARGS  ?=
 OVERHEAD_ARGS ?=
 measure = mkdir -p build/bench && $(BIN)/blendrag bench $(2) --json > build/bench/$(1).part \
   && mv build/bench/$(1).part build/bench/$(1).json
-page = $(BIN)/python -m blendrag.bench.page --from build/bench --out docs
+page = $(BIN)/python -m blendrag.lab.bench.page --from build/bench --out docs
 
 bench: $(READY) ## time to first token on the geometry of a 0.5B model: docs/performance.md
 	$(call measure,ttft,ttft --geometry $(GEOMETRY) --chunks 6 --chunk-tokens 512 \
@@ -92,7 +92,7 @@ bench-all: bench ## compiled prefill, sweeps, trace, throughput, load, auto: doc
 
 # An hour on two cores. Interrupted, it goes on where it was: make arena ARENA_ARGS=--keep
 arena: $(READY) ## policies against one another: docs/quality.md, its figures and numbers
-	$(BIN)/python -m blendrag.evaluation.quality_page --out docs $(ARENA_ARGS)
+	$(BIN)/python -m blendrag.lab.evaluation.quality_page --out docs $(ARENA_ARGS)
 
 # Of the store, for hours: kills, damage, failing system calls, power cuts. Ctrl-C prints the counts
 # so far. make soak KILLS=1000 MUTATIONS=100000 FAULTS=10 CUTS=1 SEED=7 DIR=/tmp JSON=soak.json
@@ -104,7 +104,7 @@ soak: $(READY) ## kill, damage and starve the KV store: 10,000 kills, 1,000,000 
 
 # Of the corpus beside it: make fuzz-corpus COPIES=1000 SEED=7
 fuzz-corpus: $(READY) ## damage copies of a corpus: never a wrong text, never a traceback
-	@$(BIN)/python tests/retriever/corpus_fuzz.py \
+	@$(BIN)/python tests/corpus/corpus_fuzz.py \
 	  $(if $(COPIES),--copies $(COPIES)) $(if $(SEED),--seed $(SEED))
 
 # Killed children leave files that are not whole, which is said of each and changes nothing.

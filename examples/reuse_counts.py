@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from blendrag import BlendEngine
-from blendrag.chunking import chunk_id_of
 from blendrag.demo import demo_corpus_path, demo_questions
+from blendrag.text.chunking import chunk_id_of
 
 QUESTIONS = [question.text for question in demo_questions()[:3]]
 LOADED = {"exact", "blended", "reused"}

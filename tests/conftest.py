@@ -11,13 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import tiny
 import unpickling
+from blendrag.fusor import Fusor
+from blendrag.model import ModelAdapter
+
+transformers.utils.logging.set_verbosity_error()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -29,10 +35,32 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="module")
+def adapter() -> ModelAdapter:
+    """A Llama of four layers, two KV heads for four heads."""
+    return tiny.adapter(tiny.llama())
+
+
+@pytest.fixture(scope="module")
+def fusor(adapter: ModelAdapter) -> Fusor:
+    made = Fusor(adapter)
+    assert made.fast_attention
+    return made
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> str:
+    """Directory of that model, to be loaded by name."""
+    directory = tmp_path / "model"
+    tiny.llama().save_pretrained(directory)
+    tiny.tokenizer().save_pretrained(directory)
+    return str(directory)
+
+
 @pytest.fixture
 def ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """``query``'s scout pass ends before the last layer in tiny models, as it does in deep ones."""
-    monkeypatch.setattr("blendrag.selection.query.DEEP", 1)
+    monkeypatch.setattr("blendrag.fusor.selection.query.DEEP", 1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

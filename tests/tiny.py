@@ -19,11 +19,11 @@ from blendrag.engine import Answer, BlendEngine, Options
 from blendrag.errors import CorruptKVError
 from blendrag.fusor import BlendRequest, Fusion, Fusor
 from blendrag.fusor.cache import BlendCache
-from blendrag.kv import ChunkKV
-from blendrag.loader import LoadedSpan
+from blendrag.fusor.loader import LoadedSpan
+from blendrag.fusor.selection import Schedule, SelectionPolicy, make_policy
 from blendrag.model import ModelAdapter
-from blendrag.readers import Document
-from blendrag.selection import Schedule, SelectionPolicy, make_policy
+from blendrag.store.kv import ChunkKV
+from blendrag.text.readers.document import Document
 
 WINDOW = 24
 COMMON: dict[str, Any] = {

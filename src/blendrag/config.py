@@ -59,7 +59,7 @@ class Settings(BaseSettings):
     mode: Mode = "blend"
     policy: str = DEFAULT_POLICY
     """Selection policy of mode ``blend``: ``query``, ``hkvd`` (the paper's), ``boundary(k)``, …
-    (:mod:`blendrag.selection`)."""
+    (:mod:`blendrag.fusor.selection`)."""
     ratio: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["auto"] = 0.15
     """r: mean share of chunk tokens recomputed in layers 1…L-1 (CacheBlend §4.3, figure 16); ``auto``: the
     largest that costs no time, by a profile of this machine, but never less than ``min_ratio``."""

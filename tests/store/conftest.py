@@ -17,7 +17,7 @@ from blendrag.store import DiskStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from lab import Lab
+from kv_lab import Lab
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import safe_open
 
 from blendrag.errors import InvalidInputError, StoreFullError, StoreUnavailableError
-from blendrag.kv import ChunkKV, KVLayout, LayerShape
 from blendrag.store import DiskStore, KVReader
+from blendrag.store.kv import ChunkKV, KVLayout, LayerShape
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

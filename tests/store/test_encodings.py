@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 
 from blendrag.config import KVEncoding
 from blendrag.errors import CorruptKVError, InvalidInputError
-from blendrag.kv import DTYPES, ChunkKV, KVLayout, LayerShape
 from blendrag.store import DiskStore, MemoryStore, TieredStore
 from blendrag.store.encodings import (
     ENCODINGS,
@@ -29,7 +28,8 @@ from blendrag.store.encodings import (
     stored_layer_bytes,
 )
 from blendrag.store.format import describe, frame
-from store.lab import Lab
+from blendrag.store.kv import DTYPES, ChunkKV, KVLayout, LayerShape
+from store.kv_lab import Lab
 
 ENCODED = ("int8", "fp8")
 FLOAT_MAX = torch.finfo(torch.float32).max
@@ -207,7 +207,7 @@ def test_every_byte_of_fp8_is_read_as_torch_reads_it():
 #: Threads of a process while a new thread of its is at work, less those before.
 COUNT_THREADS = """
 import ctypes, os, threading, time, torch
-from blendrag.kv import KVLayout, LayerShape
+from blendrag.store.kv import KVLayout, LayerShape
 from blendrag.store.encodings import codec_of, staging_of
 torch.set_num_threads(2)
 layer = torch.zeros(2, 4, 1024, 128, dtype=torch.bfloat16)

@@ -6,7 +6,6 @@ import torch
 from safetensors.torch import load_file
 
 from blendrag.errors import InvalidInputError
-from blendrag.kv import KVLayout, LayerShape
 from blendrag.store.format import (
     ALIGNMENT_BYTES,
     describe,
@@ -14,6 +13,7 @@ from blendrag.store.format import (
     layer_checksum,
     layer_seed,
 )
+from blendrag.store.kv import KVLayout, LayerShape
 
 
 def header_of(lab, number=1):

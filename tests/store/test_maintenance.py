@@ -11,9 +11,9 @@ import time
 import pytest
 
 from blendrag.errors import InvalidInputError, StoreUnavailableError
-from blendrag.kv import KVLayout
 from blendrag.store import DiskStore, maintenance
 from blendrag.store.files import QUARANTINE_FILES, PayloadFiles
+from blendrag.store.kv import KVLayout
 from blendrag.store.maintenance.index_view import IndexView
 
 

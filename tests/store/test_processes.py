@@ -26,7 +26,7 @@ import json, sys, torch
 torch.set_num_threads(1)
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
-from lab import Lab
+from kv_lab import Lab
 from blendrag.store import open_store
 root = Path(sys.argv[1])
 store = open_store(root, 1 << 20, None)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from blendrag.errors import CorruptKVError
-from blendrag.kv import KVLayout, LayerShape
 from blendrag.store import MemoryStore, TieredStore
+from blendrag.store.kv import KVLayout, LayerShape
 from blendrag.store.reader import PORTION_BYTES, portions
 
 LAYOUT = KVLayout((LayerShape(4, 64), LayerShape(4, 64)), "float32")

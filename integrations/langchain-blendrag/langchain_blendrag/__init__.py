@@ -3,7 +3,7 @@
 Importing this loads neither torch nor transformers; making a wrapper does.
 """
 
-from blendrag.plugs.shared import close_shared_engines, shared_engine
+from blendrag.frameworks.shared import close_shared_engines, shared_engine
 from langchain_blendrag.chat_models import ChatBlend
 from langchain_blendrag.llms import BlendLLM
 from langchain_blendrag.retrievers import BlendRetriever

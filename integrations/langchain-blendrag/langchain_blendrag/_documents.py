@@ -11,7 +11,7 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 
 from blendrag.errors import InvalidInputError
-from blendrag.plugs.fields import EngineFields
+from blendrag.frameworks.fields import EngineFields
 
 if TYPE_CHECKING:
     from blendrag.engine.library import Entry

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from blendrag.plugs.fields import RequestFields
+from blendrag.frameworks.fields import RequestFields
 
 
 def identifying_params(fields: RequestFields) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.utils.json import parse_partial_json
 
-from blendrag.plugs.said import Said
-from blendrag.plugs.shared import Piece
-from blendrag.plugs.tools import Parsed, parse
+from blendrag.frameworks.said import Said
+from blendrag.frameworks.shared import Piece
+from blendrag.frameworks.tools import Parsed, parse
 from langchain_blendrag._requests import ChatRequest
 from langchain_blendrag._results import generation_info, token_usage, usage_metadata
 

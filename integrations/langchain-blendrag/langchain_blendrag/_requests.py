@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from langchain_core.messages import BaseMessage, get_buffer_string
 
 from blendrag.errors import InvalidInputError
-from blendrag.plugs.fields import RequestFields
-from blendrag.plugs.tool_choice import chosen_tool, json_instruction, opening_for
+from blendrag.frameworks.fields import RequestFields
+from blendrag.frameworks.tool_choice import chosen_tool, json_instruction, opening_for
 from langchain_blendrag._messages import Message, to_dicts
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from langchain_core.vectorstores import VectorStore
 from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
 from blendrag.errors import InvalidInputError
-from blendrag.plugs.fields import EngineFields
+from blendrag.frameworks.fields import EngineFields
 from langchain_blendrag._documents import (
     CorpusEmbeddings,
     Filter,

@@ -18,7 +18,7 @@ from langchain_core.utils.function_calling import convert_to_json_schema, conver
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from blendrag.errors import InvalidInputError
-from blendrag.plugs.tools import has_tools
+from blendrag.frameworks.tools import has_tools
 
 if TYPE_CHECKING:
     from langchain_blendrag.chat_models import ChatBlend

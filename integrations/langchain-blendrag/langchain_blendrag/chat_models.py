@@ -21,10 +21,10 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from blendrag.errors import InvalidInputError
-from blendrag.plugs.fields import CONFIG, RequestFields
-from blendrag.plugs.shared import agenerate, astream_pieces, stream_pieces, to_thread
-from blendrag.plugs.tool_choice import chosen_tool
-from blendrag.plugs.tools import has_tools
+from blendrag.frameworks.fields import CONFIG, RequestFields
+from blendrag.frameworks.shared import agenerate, astream_pieces, stream_pieces, to_thread
+from blendrag.frameworks.tool_choice import chosen_tool
+from blendrag.frameworks.tools import has_tools
 from langchain_blendrag._identity import identifying_params
 from langchain_blendrag._replies import Reply, chat_result
 from langchain_blendrag._requests import ChatRequest, make_request

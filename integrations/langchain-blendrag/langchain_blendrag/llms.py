@@ -19,8 +19,8 @@ from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPro
 from langchain_core.runnables import RunnableConfig
 from langchain_core.runnables.config import get_config_list
 
-from blendrag.plugs.fields import CONFIG, RequestFields
-from blendrag.plugs.shared import Piece, astream_pieces, stream_pieces, to_thread, warm
+from blendrag.frameworks.fields import CONFIG, RequestFields
+from blendrag.frameworks.shared import Piece, astream_pieces, stream_pieces, to_thread, warm
 from langchain_blendrag._identity import identifying_params
 from langchain_blendrag._messages import (
     Message,

@@ -12,11 +12,11 @@ from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 from pydantic import Field
 
-from blendrag.plugs.fields import CONFIG, EngineFields
-from blendrag.plugs.shared import to_thread
+from blendrag.frameworks.fields import CONFIG, EngineFields
+from blendrag.frameworks.shared import to_thread
 
 if TYPE_CHECKING:
-    from blendrag.retriever.retriever import RetrievedChunk
+    from blendrag.corpus.retriever import RetrievedChunk
 
 
 class BlendRetriever(EngineFields, BaseRetriever):

@@ -1,6 +1,6 @@
 """``BlendTextSplitter``: documents → pieces that are one chunk each to the model at hand.
 
-Owns LangChain's interface to :mod:`blendrag.chunking`. Pieces are counted in tokens of the model's own
+Owns LangChain's interface to :mod:`blendrag.text.chunking`. Pieces are counted in tokens of the model's own
 tokenizer and are exact substrings, so that a prompt that quotes one is recognised.
 """
 
@@ -14,7 +14,7 @@ from langchain_core.documents import Document
 from langchain_text_splitters import TextSplitter
 
 from blendrag.errors import InvalidInputError
-from blendrag.plugs.fields import EngineFields
+from blendrag.frameworks.fields import EngineFields
 from langchain_blendrag._documents import refuse_text
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class BlendTextSplitter(TextSplitter):
         store: Path | str | None = None,
         engine: BlendEngine | None = None,
     ) -> None:
-        from blendrag.chunking import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
+        from blendrag.text.chunking import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
 
         if chunk_overlap != 0:
             raise InvalidInputError(
@@ -90,7 +90,7 @@ class BlendTextSplitter(TextSplitter):
         return self._chunker().count(text)
 
     def _chunker(self) -> Any:
-        from blendrag.chunking import Chunker
+        from blendrag.text.chunking import Chunker
 
         resources = self._fields.engine.resources
         return Chunker(resources.tokens.text, self._chunk_tokens or resources.chunk_tokens)

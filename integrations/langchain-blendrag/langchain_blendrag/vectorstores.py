@@ -16,7 +16,7 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 
 from blendrag.errors import InvalidInputError
-from blendrag.plugs.fields import EngineFields
+from blendrag.frameworks.fields import EngineFields
 from langchain_blendrag._documents import (
     embedding_name,
     ids_of,

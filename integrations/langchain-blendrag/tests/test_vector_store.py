@@ -17,7 +17,7 @@ from texts import CATS, CHANGED, FOXES, SHIPS, documents
 import tiny
 from blendrag.engine import BlendEngine
 from blendrag.errors import CorpusError, InvalidInputError
-from blendrag.identity import chunk_key
+from blendrag.store.identity import chunk_key
 from langchain_blendrag import (
     BlendVectorStore,
     ChatBlend,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from importlib.metadata import entry_points
 from typing import Annotated
 
 import typer
@@ -10,11 +12,10 @@ from blendrag import __version__
 from blendrag.cli import options, output
 from blendrag.cli.ask import ask
 from blendrag.cli.calibrate import calibrate
-from blendrag.cli.eval import evaluate
 from blendrag.cli.ingest import ingest, remove
 from blendrag.cli.profile import profile
 from blendrag.cli.starting import begin
-from blendrag.cli.status import DONE, INTERRUPTED, REFUSED_MODEL, reporting
+from blendrag.cli.status import DONE, REFUSED_MODEL, reporting
 from blendrag.cli.store import app as store_commands
 
 app = typer.Typer(
@@ -58,8 +59,8 @@ def verify(
     """Measure whether this model's KV may be reused; exit status 3 if not."""
     begin(verbose, "the model was not verified")
     from blendrag.config import settings
+    from blendrag.fusor.gate import verify as run_gate
     from blendrag.model.loading import load_adapter
-    from blendrag.verify import verify as run_gate
 
     adapter = load_adapter(
         model,
@@ -94,29 +95,17 @@ def demo(
     return DONE
 
 
-@reporting
-def bench(context: typer.Context) -> int:
-    """Measure times and memory; see blendrag bench --help."""
-    begin(verbose=False, if_interrupted="the measurement was abandoned")
-    from blendrag.bench.cli import app as benchmarks
-
-    command = typer.main.get_command(benchmarks)
-    status = command.main(context.args, prog_name="blendrag bench", standalone_mode=False)
-    if status == INTERRUPTED:  # what typer makes of Ctrl-C, without a word
-        raise KeyboardInterrupt
-    return status if isinstance(status, int) else DONE
-
-
 app.command()(ingest)
 app.command()(remove)
 app.command()(ask)
 app.command()(verify)
 app.command()(demo)
-app.command("eval")(evaluate)
-app.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)(bench)
 app.command()(calibrate)
 app.command()(profile)
 app.add_typer(store_commands)
+
+# Commands of extras: each entry point is a function that takes this app and adds its commands. It raises
+# ImportError where the extra is not installed.
+for extra in entry_points(group="blendrag.commands"):
+    with suppress(ImportError):
+        extra.load()(app)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from blendrag import regular_files
 from blendrag.cli import interrupt, options, output
 from blendrag.cli.starting import begin
 from blendrag.cli.status import DONE, INTERRUPTED, reporting, say
 from blendrag.errors import InvalidInputError
+from blendrag.store import regular_files
 
 if TYPE_CHECKING:
     from blendrag.engine import CalibrationReport

@@ -14,8 +14,8 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from blendrag import regular_files
 from blendrag.errors import BlendragError, InvalidInputError
+from blendrag.store import regular_files
 
 #: Weights of a model that only a store names: either file.
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
@@ -235,8 +235,8 @@ def model_for(
 
 
 def _model_of(root: Path, needs_documents: bool) -> str | None:
-    from blendrag.retriever.corpus import Corpus
-    from blendrag.retriever.manifest import check_recorded
+    from blendrag.corpus.corpus import Corpus
+    from blendrag.corpus.manifest import check_recorded
 
     try:
         with Corpus.open(root) as corpus:

@@ -14,8 +14,8 @@ from blendrag.cli.status import say
 
 if TYPE_CHECKING:
     from blendrag.engine import Answer, DryRun, IngestReport
+    from blendrag.fusor.gate_record import Verification
     from blendrag.metrics import RequestMetrics
-    from blendrag.verify import Verification
 
 #: Of a schedule's name in the line of metrics.
 SCHEDULE_CHARS = 60
@@ -116,7 +116,7 @@ def _predicted(metrics: RequestMetrics) -> str:
 
 def _schedule(metrics: RequestMetrics) -> str:
     """That really ran; a long vector by its beginning, whose whole is in the JSON."""
-    from blendrag.selection import make_policy
+    from blendrag.fusor.selection import make_policy
 
     if not metrics.policy or not make_policy(metrics.policy).follows_schedule:
         return ""

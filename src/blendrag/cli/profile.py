@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blendrag.cli import interrupt, options, output
+from blendrag.cli.drawing import require_plot
 from blendrag.cli.starting import begin, engine_for
 from blendrag.cli.status import DONE, reporting, say
-from blendrag.drawing import require_plot
 
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine
     from blendrag.engine.profiling import ProfileReport
-    from blendrag.estimates import Profile
-    from blendrag.estimates.storage import Device, StorageChoice
+    from blendrag.planning.profile import Profile
+    from blendrag.planning.storage import Device, StorageChoice
 
 #: Seconds between two lines of progress where there is no terminal.
 LINE_EVERY_S = 5.0
@@ -62,7 +62,7 @@ def profile(
     """Measure what loading and computing take on this machine, for --ratio auto. Once; it is remembered."""
     begin(verbose, "nothing was kept; a profile is whole or is not used")
     from blendrag.config import settings
-    from blendrag.selection import make_policy
+    from blendrag.fusor.selection import make_policy
 
     listed = _devices(devices)
     usual = Usual(
@@ -118,7 +118,7 @@ class Steps:
 
 
 def _devices(path: Path | None) -> tuple[Device, ...]:
-    from blendrag.estimates.storage import read_devices
+    from blendrag.planning.storage import read_devices
 
     return read_devices(path) if path is not None else ()
 
@@ -139,7 +139,7 @@ def _choice(
 def _say(report: ProfileReport) -> None:
     if report.replaces:
         say("note", f"the profile kept is of {report.replaces}, so this machine was measured now")
-    from blendrag.estimates.profile import COLD, DISK
+    from blendrag.planning.profile import COLD, DISK
 
     untimed = report.profile.tier(DISK) is None
     if report.is_new and not untimed and all(tier.name != COLD for tier in report.profile.tiers):

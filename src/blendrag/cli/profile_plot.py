@@ -10,10 +10,11 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from blendrag.cli.figures import COLOURS, Line, Look, draw, legend, panels, title, write_png
 from blendrag.engine.profiling import counts_for, usual_prompt
-from blendrag.estimates import Part, Profile
-from blendrag.estimates.forecast import Estimator
-from blendrag.figures import COLOURS, Line, Look, draw, legend, panels, title, write_png
+from blendrag.planning.forecast import Estimator
+from blendrag.planning.parts import Part
+from blendrag.planning.profile import Profile
 
 RATIOS = tuple(i / 20 for i in range(21))
 USUAL_RATIO = 0.15

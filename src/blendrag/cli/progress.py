@@ -22,8 +22,8 @@ from blendrag.cli.output import count, duration, megabytes
 from blendrag.cli.status import say
 
 if TYPE_CHECKING:
-    from blendrag.calibrate import Step
     from blendrag.engine.ingest import Totals
+    from blendrag.planning.search import Step
 
 #: Between two lines where there is no terminal.
 LINE_EVERY_S = 5.0

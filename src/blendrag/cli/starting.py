@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blendrag.cli import interrupt, options, quiet
-from blendrag.errors import InvalidInputError
-from blendrag.resource_errors import starting_thread
+from blendrag.errors import InvalidInputError, starting_thread
 
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine

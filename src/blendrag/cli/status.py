@@ -20,8 +20,10 @@ from blendrag.errors import (
     RequestCancelled,
     StoreFullError,
     UnsupportedModelError,
+    is_out_of_memory,
+    is_out_of_space,
+    is_out_of_threads,
 )
-from blendrag.resource_errors import is_out_of_memory, is_out_of_space, is_out_of_threads
 
 DONE = 0
 #: Some inputs failed, or there was no room for all of them.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from blendrag.errors import BlendragError
 
 if TYPE_CHECKING:
-    from blendrag.retriever.checking import CorpusCheck
+    from blendrag.corpus.checking import CorpusCheck
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class CorpusFacts:
         directory = root / "corpus"
         if not directory.is_dir():
             return None
-        from blendrag.retriever.corpus import Corpus
+        from blendrag.corpus.corpus import Corpus
 
         size_bytes = _size_bytes(directory)
         try:
@@ -50,11 +50,11 @@ class CorpusFacts:
 
 def check_beside(root: Path, repair: bool) -> CorpusCheck | None:
     """Check the corpus of the store at ``root``, and mend it; ``None`` if there is none."""
-    from blendrag.retriever.database import FILE_NAME
+    from blendrag.corpus.database import FILE_NAME
 
     if not os.path.lexists(root / "corpus" / FILE_NAME):
         return None
-    from blendrag.retriever.checking import CorpusCheck, check_corpus
+    from blendrag.corpus.checking import CorpusCheck, check_corpus
 
     try:
         return check_corpus(root, repair)

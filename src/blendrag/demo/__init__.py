@@ -5,9 +5,28 @@ Owns: where they lie inside the package. Importing this loads neither torch nor 
 """
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
-from blendrag.demo.questions import Question
+Paragraph = tuple[str, int]
+"""(doc_id, index) of a paragraph."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A plain-language question with its one short answer.
+
+    `kind`: `direct` (a naming paragraph states it), `coreference` (a later paragraph does), `two-hop`
+    (along a link to another document), `comparison` (of two documents), `unanswerable` (no document
+    states it; the answer is `unknown`). `needs`: the paragraphs without which it has no answer.
+    """
+
+    text: str
+    answer: str
+    kind: str
+    document_id: str
+    needs: tuple[Paragraph, ...] = ()
+
 
 _HERE = Path(__file__).parent
 
@@ -33,4 +52,4 @@ def demo_questions() -> tuple[Question, ...]:
     )
 
 
-__all__ = ["Question", "demo_corpus_path", "demo_model_path", "demo_questions"]
+__all__ = ["Paragraph", "Question", "demo_corpus_path", "demo_model_path", "demo_questions"]

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from blendrag.chunking import Chunk, canonical, chunk_id_of
+from blendrag.corpus.corpus import Corpus
+from blendrag.corpus.embedder import refuse_given
+from blendrag.corpus.entries import Entry, NewEntry
 from blendrag.engine.resources import Resources
 from blendrag.errors import InvalidInputError
-from blendrag.identity import digest_fields
-from blendrag.retriever.corpus import Corpus
-from blendrag.retriever.embedder import refuse_given
-from blendrag.retriever.entries import Entry, NewEntry
+from blendrag.store.identity import digest_fields
+from blendrag.text.chunking import Chunk, canonical, chunk_id_of
 
 
 def check_entries(entries: Sequence[Entry]) -> None:

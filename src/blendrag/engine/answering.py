@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, overload
 
 from blendrag.config import Settings
+from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.engine.answers import (
     AnswerIterator,
     AsyncAnswerIterator,
@@ -26,8 +27,7 @@ from blendrag.engine.requests import Requests
 from blendrag.engine.resources import Resources
 from blendrag.engine.types import Answer, Prompt
 from blendrag.errors import RequestTimeout
-from blendrag.prompt import PromptPlan
-from blendrag.retriever.retriever import RetrievedChunk
+from blendrag.text.prompt import PromptPlan
 
 
 class Answering:

@@ -14,11 +14,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
+from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.engine.stream import AnswerStream
 from blendrag.engine.types import Answer, Source
-from blendrag.errors import NoThreadError, RequestCancelled, RequestTimeout
-from blendrag.resource_errors import starting_thread
-from blendrag.retriever.retriever import RetrievedChunk
+from blendrag.errors import NoThreadError, RequestCancelled, RequestTimeout, starting_thread
 
 T = TypeVar("T")
 

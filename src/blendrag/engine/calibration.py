@@ -13,11 +13,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from blendrag.calibrate import Calibration, Found, Step, Tried, remember, resolve, search
-from blendrag.calibrate.deviation import ANSWER_TOKENS, Sample
-from blendrag.calibrate.record import GIVEN, PSEUDO
-from blendrag.calibrate.sample import Asked, sample_corpus, sample_questions
-from blendrag.controller import Controller
 from blendrag.engine.measured import Measured
 from blendrag.engine.options import Options
 from blendrag.engine.prompts import prompt_over, render
@@ -31,10 +26,15 @@ from blendrag.errors import (
     InvalidInputError,
     StoreUnavailableError,
 )
-from blendrag.prompt import PromptPlan
-from blendrag.selection import Schedule, SelectionPolicy, make_policy
-from blendrag.selection.schedule import CALIBRATED
+from blendrag.fusor.selection import Schedule, SelectionPolicy, make_policy
+from blendrag.fusor.selection.schedule import CALIBRATED
+from blendrag.planning.calibration import GIVEN, PSEUDO, Calibration, remember, resolve
+from blendrag.planning.controller import Controller
+from blendrag.planning.deviation import ANSWER_TOKENS, Sample
+from blendrag.planning.sample import Asked, sample_corpus, sample_questions
+from blendrag.planning.search import Found, Step, Tried, search
 from blendrag.store.disk_errors import named_errors
+from blendrag.text.prompt import PromptPlan
 
 Watch = Callable[[Step], None]
 #: A gain of so many standard errors is taken for one.

@@ -14,8 +14,8 @@ from blendrag.engine.resources import Resources
 from blendrag.engine.types import DryRun, IngestReport
 from blendrag.engine.worker import Worker
 from blendrag.errors import IdentityChangedError, InvalidInputError
-from blendrag.readers import digest_of
 from blendrag.store.encodings import stored_chunk_bytes
+from blendrag.text.readers.document import digest_of
 
 
 def ingest(

@@ -11,12 +11,12 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from blendrag.controller import LoadPlan
 from blendrag.engine.resources import Resources
 from blendrag.engine.worker import Worker
 from blendrag.errors import BlendragError, StoreFullError
-from blendrag.identity import chunk_key
-from blendrag.kv import ChunkKV
+from blendrag.planning.controller import LoadPlan
+from blendrag.store.identity import chunk_key
+from blendrag.store.kv import ChunkKV
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from blendrag.calibrate import Step
 from blendrag.config import KVEncoding, Mode, Ratio, settings
 from blendrag.engine import calibration as calibrating
 from blendrag.engine import documents, profiling
@@ -27,9 +26,10 @@ from blendrag.engine.resources import Resources
 from blendrag.engine.types import DryRun, IngestReport
 from blendrag.engine.wanted import Wanted
 from blendrag.engine.worker import Worker
+from blendrag.fusor.gate_record import Verification
 from blendrag.model.adapter import ModelAdapter
+from blendrag.planning.search import Step
 from blendrag.store import StoreStats
-from blendrag.verify import Verification
 
 
 class BlendEngine(Answering):

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from blendrag.controller import Controller, LoadPlan
 from blendrag.engine.decoding import SeededDraws, sampling
 from blendrag.engine.options import Options
 from blendrag.engine.outcome import Outcome
@@ -26,9 +25,10 @@ from blendrag.engine.together import Ahead
 from blendrag.engine.types import Answer
 from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.fusor import Fusion, Fusor, Prefilled
-from blendrag.loader import SpanCorruptError
+from blendrag.fusor.loader import SpanCorruptError
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.sharing import in_this_thread
+from blendrag.planning.controller import Controller, LoadPlan
 
 #: Restarts of one query after a chunk's bytes failed verification, before it is computed in full.
 MAX_RESTARTS = 8

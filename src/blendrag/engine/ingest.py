@@ -13,16 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from blendrag.chunking import Chunk, Chunker
+from blendrag.corpus.corpus import Corpus
+from blendrag.corpus.embedder import Embedder
 from blendrag.engine.types import IngestReport
 from blendrag.errors import InvalidInputError, StoreFullError, UnreadableDocumentError
-from blendrag.identity import chunk_key
-from blendrag.kv import ChunkKV
-from blendrag.readers import Document, digest_of, read_documents, scan_inputs
-from blendrag.retriever.corpus import Corpus
-from blendrag.retriever.embedder import Embedder
 from blendrag.store.base import KVStore, PinScope
 from blendrag.store.encodings import stored_chunk_bytes
+from blendrag.store.identity import chunk_key
+from blendrag.store.kv import ChunkKV
+from blendrag.text.chunking import Chunk, Chunker
+from blendrag.text.readers.document import Document, digest_of
+from blendrag.text.readers.formats import read_documents
+from blendrag.text.readers.inputs import scan_inputs
 
 
 class Encoder(Protocol):

@@ -3,7 +3,7 @@
 Owns the order of a change: what is about to be stored is noted, KV is computed and put, then all
 rows of the call are written in one transaction; rows are removed in one transaction, then KV. A crash
 anywhere in between leaves a note by which the next change drops KV that no text refers to. Does not
-know how the corpus writes rows (:mod:`blendrag.retriever.entries`) or how KV is computed.
+know how the corpus writes rows (:mod:`blendrag.corpus.entries`) or how KV is computed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from blendrag.chunking import Chunk
+from blendrag.corpus.corpus import Corpus
+from blendrag.corpus.embedder import GIVEN, refuse_given
+from blendrag.corpus.entries import Entry
 from blendrag.engine.adding import Adding, check_entries, given_vectors, unit_vector
 from blendrag.engine.orphans import drop_orphaned_kv, kv_keys
 from blendrag.engine.precompute import Computed, compute_kv, take_back
@@ -23,9 +25,7 @@ from blendrag.engine.resources import Resources
 from blendrag.engine.types import Added, Hit
 from blendrag.engine.worker import Worker
 from blendrag.errors import IdentityChangedError, InvalidInputError
-from blendrag.retriever.corpus import Corpus
-from blendrag.retriever.embedder import GIVEN, refuse_given
-from blendrag.retriever.entries import Entry
+from blendrag.text.chunking import Chunk
 
 __all__ = ["Added", "Entry", "Hit", "Library"]
 

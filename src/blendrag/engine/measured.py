@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from blendrag.calibrate.deviation import Reference, deviation, reference
-from blendrag.controller import Controller
 from blendrag.engine.resources import Resources
 from blendrag.engine.worker import Worker
 from blendrag.errors import CorruptKVError, IdentityChangedError, InvalidInputError
-from blendrag.loader import SpanCorruptError
-from blendrag.prompt import PromptPlan
-from blendrag.selection import Schedule, SelectionPolicy, make_policy
+from blendrag.fusor.loader import SpanCorruptError
+from blendrag.fusor.selection import Schedule, SelectionPolicy, make_policy
+from blendrag.planning.controller import Controller
+from blendrag.planning.deviation import Reference, deviation, reference
+from blendrag.text.prompt import PromptPlan
 
 T = TypeVar("T")
 

@@ -1,7 +1,7 @@
 """How one request is to be answered, and which values that may have.
 
 Owns the limits of every option and the sentence that says one is broken. Does not know what an option
-is called by the frameworks' wrappers, which say it in their words (:mod:`blendrag.plugs.fields`).
+is called by the frameworks' wrappers, which say it in their words (:mod:`blendrag.frameworks.fields`).
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Options:
     """``None``: none; 0: of the chosen tokens; k: and of the k most likely at each place."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """Function schemas as OpenAI writes them, for the chat template. The answer's text then keeps the
-    control tokens that calls are written with (:func:`blendrag.plugs.tools.parse`)."""
+    control tokens that calls are written with (:func:`blendrag.frameworks.tools.parse`)."""
     opening: str = ""
     """What the answer begins with, put behind the rendered prompt; the answer's text goes on from it."""
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 
+from blendrag.corpus.corpus import Corpus
 from blendrag.engine.resources import Resources
-from blendrag.identity import chunk_key
-from blendrag.retriever.corpus import Corpus
+from blendrag.store.identity import chunk_key
 
 #: An addition that began so long ago and never ended will not end: its process was killed.
 ABANDONED_S = 3600.0

@@ -11,13 +11,14 @@ from dataclasses import replace
 
 import torch
 
-from blendrag.controller import Decided, report
 from blendrag.engine.stream import AnswerStream, cut_at_stop
 from blendrag.engine.task import Prepared, Task
 from blendrag.engine.types import Answer, TokenLogprob
 from blendrag.fusor import Fusion
 from blendrag.metrics import RequestMetrics
 from blendrag.model.adapter import ModelAdapter
+from blendrag.planning.decide import Decided
+from blendrag.planning.reports import report
 
 
 class Outcome:

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from blendrag.controller.decide import counts_of
 from blendrag.engine.task import Prepared
-from blendrag.estimates import Profile
 from blendrag.model.adapter import ModelAdapter
+from blendrag.planning.decide import counts_of
+from blendrag.planning.profile import Profile
 
 #: Rows a layer computes for all prompts together, where nothing was measured. On a CPU with bf16 arithmetic
 #: and a 0.5B geometry one forward over 560 rows took 0.72 of two over half of them, and one over 720 rows

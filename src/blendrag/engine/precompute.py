@@ -11,17 +11,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from blendrag.anchors import is_recognisable
-from blendrag.chunking import Chunk
+from blendrag.corpus.corpus import Corpus
 from blendrag.engine.encoding import Encoder
 from blendrag.engine.orphans import drop_orphaned_kv
 from blendrag.engine.resources import Resources
 from blendrag.engine.worker import Worker
 from blendrag.errors import BlendragError, InvalidInputError
-from blendrag.identity import chunk_key
-from blendrag.retriever.corpus import Corpus
 from blendrag.store.base import PinScope
 from blendrag.store.encodings import stored_chunk_bytes
+from blendrag.store.identity import chunk_key
+from blendrag.text.chunking import Chunk
+from blendrag.text.recognition.area import is_recognisable
 
 
 @dataclass

@@ -8,11 +8,12 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from blendrag.controller import Asked, Controller, Decided, LoadPlan, decide, nothing_loaded
 from blendrag.engine.options import ASSISTED, REFUSED, Options
 from blendrag.engine.task import Prepared, Task, check_fits
 from blendrag.errors import InvalidInputError, UnsupportedModelError
 from blendrag.model.adapter import ModelAdapter
+from blendrag.planning.controller import Controller, LoadPlan, nothing_loaded
+from blendrag.planning.decide import Asked, Decided, decide
 
 
 class Preparation:

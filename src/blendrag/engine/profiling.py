@@ -11,16 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from blendrag.controller.decide import counts_of
 from blendrag.engine.resources import Resources
 from blendrag.engine.worker import Worker
 from blendrag.errors import InvalidInputError, StoreError
-from blendrag.estimates import Conditions, Part, Profile, Prompt
-from blendrag.estimates.profile import DISK
-from blendrag.estimates.storage import Device, StorageChoice, choose_storage
-from blendrag.profile import Measure, Watch, conditions_of, differing, recall, remember
-from blendrag.profile.measure import directories_of, directory_tiers
-from blendrag.selection import Schedule, make_policy
+from blendrag.fusor.selection import Schedule, make_policy
+from blendrag.planning.decide import counts_of
+from blendrag.planning.forecast import Prompt
+from blendrag.planning.measure import Measure, Watch, directories_of, directory_tiers
+from blendrag.planning.parts import Part
+from blendrag.planning.profile import DISK, Conditions, Profile
+from blendrag.planning.profile_record import conditions_of, differing, recall, remember
+from blendrag.planning.storage import Device, StorageChoice, choose_storage
 
 log = logging.getLogger(__name__)
 

@@ -18,14 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from blendrag.anchors import Match
-from blendrag.anchors.spans import common_prefix
-from blendrag.chunking import canonical, chunk_id_of
+from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.engine.options import Options
 from blendrag.engine.types import Prompt, RagPrompt
 from blendrag.errors import InvalidInputError, check_unicode
 from blendrag.model.tokens import Tokens
-from blendrag.retriever.retriever import RetrievedChunk
+from blendrag.text.chunking import canonical, chunk_id_of
+from blendrag.text.recognition.spans import Match, common_prefix
 
 LEADING = "Answer the question from the context.\n\n"
 SEPARATOR = "\n\n"

@@ -15,10 +15,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from blendrag.anchors import Match
+from blendrag.corpus.corpus import Corpus
 from blendrag.engine.prompts import Rendered, Span, merged
 from blendrag.model.tokens import Tokens
-from blendrag.retriever.corpus import Corpus
+from blendrag.text.recognition.spans import Match
 
 #: Longest line taken for a label that an answer is to follow ("Answer:"), in characters.
 LABEL_CHARS = 48

@@ -12,9 +12,9 @@ from concurrent.futures import wait
 from contextlib import suppress
 from functools import partial
 
-from blendrag.anchors import Match
 from blendrag.config import AUTO, Settings
-from blendrag.controller import Controller
+from blendrag.corpus.corpus import Corpus
+from blendrag.corpus.passages import StoredChunk
 from blendrag.engine.answers import Started
 from blendrag.engine.batch import prepared
 from blendrag.engine.decoding import Likelihoods
@@ -32,11 +32,11 @@ from blendrag.engine.together import Batch, Entry
 from blendrag.engine.types import Answer, Prompt, RagPrompt
 from blendrag.engine.worker import Worker
 from blendrag.errors import InvalidInputError, RequestCancelled, RequestTimeout
-from blendrag.prompt import PromptPlan, make_plan
-from blendrag.retriever.corpus import Corpus
-from blendrag.retriever.passages import StoredChunk
-from blendrag.selection import Schedule, make_policy
+from blendrag.fusor.selection import Schedule, make_policy
+from blendrag.planning.controller import Controller
 from blendrag.store.encodings import ENCODINGS
+from blendrag.text.prompt import PromptPlan, make_plan
+from blendrag.text.recognition.spans import Match
 
 LEAST_LEFT = (
     "min_ratio {:g} is the least that ratio auto takes and was left aside: the ratio is {:g}"

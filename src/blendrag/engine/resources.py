@@ -12,23 +12,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from blendrag.chunking import Chunker
 from blendrag.config import Settings
+from blendrag.corpus.corpus import DIRECTORY, Corpus
+from blendrag.corpus.database import FILE_NAME, EmptyDatabase
+from blendrag.corpus.embedder import Embedder, embedder_of
+from blendrag.corpus.manifest import Manifest
+from blendrag.corpus.retriever import Retriever
 from blendrag.engine.model_parts import ModelParts
 from blendrag.engine.opened import opened
 from blendrag.engine.trust import Trust
 from blendrag.engine.wanted import Wanted
 from blendrag.errors import CorpusError, InvalidInputError
-from blendrag.estimates import Profile
-from blendrag.kv import KVLayout
-from blendrag.profile import conditions_of
-from blendrag.profile.record import Remembered
-from blendrag.retriever.corpus import DIRECTORY, Corpus
-from blendrag.retriever.database import FILE_NAME, EmptyDatabase
-from blendrag.retriever.embedder import Embedder, embedder_of
-from blendrag.retriever.manifest import Manifest
-from blendrag.retriever.retriever import Retriever
+from blendrag.planning.profile import Profile
+from blendrag.planning.profile_record import Remembered, conditions_of
 from blendrag.store import KVStore, open_store
+from blendrag.store.kv import KVLayout
+from blendrag.text.chunking import Chunker
 
 logger = logging.getLogger(__name__)
 

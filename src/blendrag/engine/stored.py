@@ -10,17 +10,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from blendrag.calibrate import fitting, nearest
 from blendrag.config import UNCALIBRATED_SCHEDULE, Settings
-from blendrag.controller import Controller
 from blendrag.engine.encoding import Background
 from blendrag.engine.packing_rule import PackingRule
 from blendrag.engine.resources import Resources
 from blendrag.engine.task import Task
 from blendrag.engine.together import PrefillTogether
 from blendrag.errors import UnsupportedModelError
-from blendrag.profile import UNREADABLE
-from blendrag.selection import Schedule, make_policy
+from blendrag.fusor.selection import Schedule, make_policy
+from blendrag.planning.calibration import fitting, nearest
+from blendrag.planning.controller import Controller
+from blendrag.planning.profile_record import UNREADABLE
 
 UNTRUSTED = (
     "stored KV is not used: the probe stored beside it is damaged, or this machine computes other KV "

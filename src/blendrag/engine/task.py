@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from blendrag.calibrate import Calibration, nearest
 from blendrag.config import Mode
-from blendrag.controller import Decided, LoadPlan
 from blendrag.engine.options import Options
 from blendrag.errors import ContextOverflowError
-from blendrag.estimates import Profile
 from blendrag.fusor import BlendRequest
+from blendrag.fusor.selection import Schedule, SelectionPolicy, make_policy
 from blendrag.model.adapter import ModelAdapter
-from blendrag.prompt import PromptPlan
-from blendrag.selection import Schedule, SelectionPolicy, make_policy
+from blendrag.planning.calibration import Calibration, nearest
+from blendrag.planning.controller import LoadPlan
+from blendrag.planning.decide import Decided
+from blendrag.planning.profile import Profile
+from blendrag.text.prompt import PromptPlan
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 import torch
 
-from blendrag.controller import Controller
 from blendrag.engine.packing_rule import Load, PackingRule
 from blendrag.engine.preparation import Preparation
 from blendrag.engine.stream import AnswerStream
 from blendrag.engine.task import Prepared, Task
 from blendrag.fusor import Fusor, Prefilled, Prompt
-from blendrag.loader import SpanCorruptError
+from blendrag.fusor.loader import SpanCorruptError
 from blendrag.model.adapter import ModelAdapter
+from blendrag.planning.controller import Controller
 
 log = logging.getLogger(__name__)
 

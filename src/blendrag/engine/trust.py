@@ -17,13 +17,14 @@ from typing import Any
 import torch
 
 from blendrag.errors import CorruptKVError, IdentityChangedError, UnsupportedModelError
-from blendrag.identity import NATIVE_ENCODING, chunk_key
-from blendrag.kv import ChunkKV
-from blendrag.kv_compare import content, magnitude, misfit
+from blendrag.fusor.gate import verify
+from blendrag.fusor.gate_record import Verification, remember, remembered
 from blendrag.model.adapter import ModelAdapter
+from blendrag.model.kv_compare import content, magnitude, misfit
 from blendrag.store import KVReader, KVStore
 from blendrag.store.encodings import codec_of, staging_of
-from blendrag.verify import Verification, remember, remembered, verify
+from blendrag.store.identity import NATIVE_ENCODING, chunk_key
+from blendrag.store.kv import ChunkKV
 
 log = logging.getLogger(__name__)
 

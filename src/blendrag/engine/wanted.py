@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blendrag.config import Settings
+from blendrag.corpus.embedder import GIVEN, absolute_embedder, same_embedder
+from blendrag.corpus.manifest import Manifest
 from blendrag.errors import InvalidInputError
 from blendrag.model.tokens import Tokens
-from blendrag.retriever.embedder import GIVEN, absolute_embedder, same_embedder
-from blendrag.retriever.manifest import Manifest
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from blendrag.errors import InvalidInputError, NoThreadError
-from blendrag.resource_errors import starting_thread
+from blendrag.errors import InvalidInputError, NoThreadError, starting_thread
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from blendrag.kv import KVLayout
+from blendrag.store.kv import KVLayout
 
 #: Layers' buffers are allocated together up to this size, and keys of layers in one allocation are moved
 #: together. On a CPU they stay in its cache that way, and below what glibc's malloc keeps; a GPU takes

@@ -14,7 +14,7 @@ import torch
 from blendrag.fusor.request import BlendRequest, query_span, split_tokens
 from blendrag.fusor.rows import LayerRows, PromptRows, Rows, nested_rows
 from blendrag.fusor.scout import Scout
-from blendrag.selection import LayerView, PromptGeometry, make_policy
+from blendrag.fusor.selection import LayerView, PromptGeometry, make_policy
 
 Fetch = Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
 """Fresh K and V, loaded K and V of the tokens that are asked about, ``[Hkv, n, D]`` each."""

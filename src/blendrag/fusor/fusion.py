@@ -29,15 +29,15 @@ import torch
 
 from blendrag.fusor.cache import BlendCache
 from blendrag.fusor.choice import Choice
+from blendrag.fusor.loader import LayerLoader
 from blendrag.fusor.packed_rows import AnyRows
 from blendrag.fusor.placing import Placing
 from blendrag.fusor.request import BlendRequest, FusionCounts, Tally
 from blendrag.fusor.rows import LayerRows, PromptRows, Rows
 from blendrag.fusor.scout import Scout, Scouted
-from blendrag.loader import LayerLoader
-from blendrag.positions import Repositioner
-from blendrag.selection import SelectionPolicy
-from blendrag.timeline import SELECT, Timeline, noted
+from blendrag.fusor.selection import SelectionPolicy
+from blendrag.metrics import SELECT, Timeline, noted
+from blendrag.model.positions import Repositioner
 
 Peek = Callable[[AnyRows, torch.Tensor | None], None]
 """Runs a layer on the rows, at these indices among those that arrive (``None``: all), until its K/V exist."""

@@ -32,8 +32,8 @@ from blendrag.fusor.pack import NobodyLeft
 from blendrag.fusor.pack_scout import scouting_together
 from blendrag.fusor.packing import Packing, Prefilled, Prompt, replayed
 from blendrag.fusor.scout import Scouted, scouting
+from blendrag.metrics import Timeline
 from blendrag.model.adapter import ModelAdapter
-from blendrag.timeline import Timeline
 
 #: Attention implementations that take an arbitrary mask, so that any rows can be selected.
 MASKABLE = ("sdpa", "eager")

@@ -23,7 +23,7 @@ from blendrag.fusor.attention import ROWS_KEYWORD
 from blendrag.fusor.fusion import Peek
 from blendrag.fusor.narrow import narrow_kwargs, refuse_positional
 from blendrag.fusor.packed_rows import AnyRows
-from blendrag.timeline import Timeline
+from blendrag.metrics import Timeline
 
 
 class Blending(Protocol):

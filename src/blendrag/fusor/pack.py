@@ -21,7 +21,7 @@ from blendrag.fusor.fusion import Fusion, Peek, Peeked
 from blendrag.fusor.packed_rows import PackedRows, Place
 from blendrag.fusor.rows import Rows
 from blendrag.fusor.scout import Scout
-from blendrag.timeline import Timeline
+from blendrag.metrics import Timeline
 
 
 class NobodyLeft(Exception):

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
+from blendrag.fusor.loader import LayerLoader, LoadedSpan
 from blendrag.fusor.rotation import Rotation
-from blendrag.loader import LayerLoader, LoadedSpan
-from blendrag.positions import Repositioner
-from blendrag.timeline import REPOSITION, WAIT, Timeline, noted
+from blendrag.metrics import REPOSITION, WAIT, Timeline, noted
+from blendrag.model.positions import Repositioner
 
 
 class Placing:

@@ -8,8 +8,8 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from blendrag.loader import LoadedSpan
-from blendrag.selection import Schedule, SelectionPolicy
+from blendrag.fusor.loader import LoadedSpan
+from blendrag.fusor.selection import Schedule, SelectionPolicy
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from blendrag.loader import LoadedSpan
-from blendrag.positions import Repositioner
+from blendrag.fusor.loader import LoadedSpan
+from blendrag.model.positions import Repositioner
 
 
 class Rotation:

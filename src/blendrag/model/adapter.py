@@ -18,16 +18,16 @@ from torch import nn
 from transformers import DynamicCache
 
 from blendrag.errors import InvalidInputError, UnsupportedModelError
-from blendrag.identity import ModelIdentity
-from blendrag.kv import ChunkKV, KVLayout, dtype_name
 from blendrag.model import fingerprint
 from blendrag.model.compiled import is_compiled, uncompiled, unwrapped
 from blendrag.model.layers import DecoderStack, find_stack
 from blendrag.model.layout import layout_of
 from blendrag.model.placement import check_placement, input_device
+from blendrag.model.positions import PROBE_OFFSETS, LayersKV, Repositioner, classify
 from blendrag.model.sharing import lock_of
 from blendrag.model.tokens import Tokens
-from blendrag.positions import PROBE_OFFSETS, LayersKV, Repositioner, classify
+from blendrag.store.identity import ModelIdentity
+from blendrag.store.kv import ChunkKV, KVLayout, dtype_name
 
 PROBE_TOKENS = 8
 

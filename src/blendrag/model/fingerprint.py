@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from blendrag.errors import UnsupportedModelError
-from blendrag.identity import digest_fields
+from blendrag.store.identity import digest_fields
 
 #: Rotary variants whose table depends on the length of the sequence (transformers' names).
 LENGTH_DEPENDENT = ("dynamic", "longrope")

@@ -6,7 +6,7 @@ import torch
 from transformers import DynamicCache
 
 from blendrag.errors import UnsupportedModelError
-from blendrag.kv import DTYPES, KVLayout, LayerShape, dtype_name
+from blendrag.store.kv import DTYPES, KVLayout, LayerShape, dtype_name
 
 
 def layout_of(cache: DynamicCache, layers: int, tokens: int, name: str) -> KVLayout:

@@ -16,12 +16,19 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 from blendrag.config import DEMO_MODEL
-from blendrag.errors import BlendragError, InvalidInputError, ModelLoadError, NoThreadError
-from blendrag.kv import DTYPES
+from blendrag.errors import (
+    BlendragError,
+    InvalidInputError,
+    ModelLoadError,
+    NoThreadError,
+    is_out_of_memory,
+    is_out_of_space,
+    is_out_of_threads,
+)
 from blendrag.model.adapter import ModelAdapter, context_tokens_of
 from blendrag.model.precision import widened
 from blendrag.model.tokens import Tokens
-from blendrag.resource_errors import is_out_of_memory, is_out_of_space, is_out_of_threads
+from blendrag.store.kv import DTYPES
 
 
 def resolve_model(name: str) -> str:
@@ -41,7 +48,7 @@ def load_adapter(
     """Load ``name`` (hub id, directory or ``demo``) and probe it.
 
     ``dtype``: ``auto`` (the checkpoint's, or float32 on a CPU without fast products in it) or a key of
-    :data:`blendrag.kv.DTYPES`; ``lora``: directory of a PEFT adapter; ``trust_remote_code``: run Python
+    :data:`blendrag.store.kv.DTYPES`; ``lora``: directory of a PEFT adapter; ``trust_remote_code``: run Python
     files that the model's directory or repository brings.
     Raises :class:`ModelLoadError` or :class:`InvalidInputError`; what is raised when memory or disk run
     out passes as it is.

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from blendrag.kv import dtype_name
+from blendrag.store.kv import dtype_name
 
 log = logging.getLogger(__name__)
 

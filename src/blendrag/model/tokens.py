@@ -20,8 +20,8 @@ from typing import Any
 from tokenizers import Encoding, Tokenizer
 
 from blendrag.errors import InvalidInputError, ModelLoadError, check_unicode
-from blendrag.identity import digest_fields
-from blendrag.prompt import Encoded
+from blendrag.store.identity import digest_fields
+from blendrag.text.prompt import Encoded
 
 _PROBE_TOOL: dict[str, Any] = {
     "type": "function",

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from blendrag.kv import ChunkKV, KVLayout
+from blendrag.store.kv import ChunkKV, KVLayout
 
 if TYPE_CHECKING:
     import torch

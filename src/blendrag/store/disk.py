@@ -14,13 +14,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from blendrag.errors import InvalidInputError, StoreError, StoreUnavailableError
-from blendrag.kv import ChunkKV, KVLayout
 from blendrag.store.base import StoreStats, TierStats
 from blendrag.store.disk_errors import named_errors
 from blendrag.store.files import PayloadFiles, new_name
 from blendrag.store.forking import StaysHere, renew_after_fork
 from blendrag.store.format import is_name
 from blendrag.store.index import Index
+from blendrag.store.kv import ChunkKV, KVLayout
 from blendrag.store.limit import DEFAULT_DISK_BYTES, settle_limit
 from blendrag.store.pins import Pins, Scope
 from blendrag.store.reader import DiskReader

@@ -25,9 +25,9 @@ from typing import Any
 import xxhash
 
 from blendrag.errors import InvalidInputError
-from blendrag.identity import FORMAT_VERSION, NATIVE_ENCODING
-from blendrag.kv import ITEM_BYTES, KVLayout, LayerShape
 from blendrag.store.encodings import ENCODINGS, stored_layer_bytes, stored_parts
+from blendrag.store.identity import FORMAT_VERSION, NATIVE_ENCODING
+from blendrag.store.kv import ITEM_BYTES, KVLayout, LayerShape
 
 ALIGNMENT_BYTES = 4096
 MAX_HEADER_BYTES = 1 << 20

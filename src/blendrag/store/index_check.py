@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from diskcache.core import DEFAULT_SETTINGS, METADATA
 
-from blendrag.sqlite_errors import is_foreign
+from blendrag.store.sqlite_errors import is_foreign
 
 DATABASE = "cache.db"
 DATABASE_FILES = (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm")

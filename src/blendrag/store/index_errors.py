@@ -13,9 +13,9 @@ from pathlib import Path
 
 import diskcache
 
-from blendrag.errors import StoreError, StoreFullError
-from blendrag.sqlite_errors import is_foreign, is_out_of_space, primary_code
+from blendrag.errors import StoreError, StoreFullError, is_out_of_space
 from blendrag.store.index_check import DATABASE
+from blendrag.store.sqlite_errors import is_foreign, primary_code
 
 _IN_USE = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, None)
 

@@ -22,11 +22,11 @@ import numpy as np
 import torch
 
 from blendrag.errors import InvalidInputError, StoreFullError
-from blendrag.kv import ChunkKV, KVLayout
 from blendrag.store.base import StoreStats, TierStats
 from blendrag.store.disk_errors import megabytes
 from blendrag.store.encodings import codec_of, staging_of, stored_layer_bytes
 from blendrag.store.forking import StaysHere, renew_after_fork
+from blendrag.store.kv import ChunkKV, KVLayout
 from blendrag.store.raw import all_finite, check_target, on_cpu, pieces, tensor_buffer
 from blendrag.store.tally import Tally
 

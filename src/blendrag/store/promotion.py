@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from blendrag.errors import NoThreadError, StoreError
-from blendrag.resource_errors import starting_thread
+from blendrag.errors import NoThreadError, StoreError, starting_thread
 from blendrag.store.disk import DiskStore
 from blendrag.store.forking import renew_after_fork
 from blendrag.store.memory import Block, MemoryStore

@@ -16,10 +16,10 @@ import torch
 import xxhash
 
 from blendrag.errors import CorruptKVError
-from blendrag.kv import KVLayout
 from blendrag.store.encodings import staging_of
 from blendrag.store.forking import renew_after_fork
 from blendrag.store.format import Frame, layer_seed
+from blendrag.store.kv import KVLayout
 from blendrag.store.raw import check_target, target_buffers
 
 #: The kernel takes at most this many buffers in one preadv.

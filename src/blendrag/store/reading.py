@@ -13,13 +13,13 @@ import threading
 from functools import partial
 
 from blendrag.errors import StoreError
-from blendrag.kv import KVLayout
 from blendrag.store.directories import OUT_OF_RESOURCES
 from blendrag.store.files import Name, PayloadFiles, read_at
 from blendrag.store.forking import renew_after_fork
 from blendrag.store.format import Frame, frame
 from blendrag.store.index import Index
 from blendrag.store.index_errors import IndexOdd
+from blendrag.store.kv import KVLayout
 from blendrag.store.reader import DiskReader
 from blendrag.store.tally import Tally
 from blendrag.store.writing import DiskWriter

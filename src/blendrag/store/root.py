@@ -14,9 +14,9 @@ import stat
 from pathlib import Path
 
 from blendrag.errors import StoreUnavailableError
-from blendrag.identity import FORMAT_VERSION
 from blendrag.store.directories import sync_directory
 from blendrag.store.disk_errors import store_error
+from blendrag.store.identity import FORMAT_VERSION
 from blendrag.store.small_files import read_text, replace
 
 logger = logging.getLogger("blendrag.store")

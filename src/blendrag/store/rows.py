@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 import diskcache
 from diskcache.core import ENOVAL, MODE_RAW
 
-from blendrag.identity import digest_fields
 from blendrag.store.files import Name
 from blendrag.store.format import is_name
+from blendrag.store.identity import digest_fields
 from blendrag.store.index_check import SETTINGS
 from blendrag.store.index_errors import IndexOdd
 

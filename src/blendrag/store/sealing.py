@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from blendrag.errors import InvalidInputError
-from blendrag.kv import ChunkKV
 from blendrag.store.encodings import codec_of
 from blendrag.store.format import frame, layer_checksum
+from blendrag.store.kv import ChunkKV
 from blendrag.store.raw import all_finite, on_cpu, tensor_buffer
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
-from blendrag.kv import ChunkKV, KVLayout
 from blendrag.store.base import KVReader, StoreStats
 from blendrag.store.disk import DiskStore
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.forking import StaysHere
+from blendrag.store.kv import ChunkKV, KVLayout
 from blendrag.store.memory import MemoryStore
 from blendrag.store.pins import Scope
 from blendrag.store.promotion import PromotingReader, Promotion

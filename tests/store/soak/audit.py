@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lab import Lab
+from kv_lab import Lab
 
 from blendrag.errors import StoreError
-from blendrag.kv import ChunkKV
 from blendrag.store import DiskStore
+from blendrag.store.kv import ChunkKV
 
 #: No limit that any of this reaches.
 PLENTY = 1 << 30

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 
-from lab import Lab
+from kv_lab import Lab
 
 from blendrag.store.rows import row_key
 from soak.index_target import IndexDamage, IndexTarget, Trap

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lab import Lab
+from kv_lab import Lab
 
 from blendrag.store.rows import row_key
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from lab import Lab
+from kv_lab import Lab
 
 from blendrag.store import DiskStore
 from soak.audit import PATIENCE_S, PLENTY, Verdict, audit, make_chunks, put, summary

@@ -14,7 +14,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-from lab import Lab
+from kv_lab import Lab
 
 import unpickling
 from blendrag.errors import CorruptKVError, StoreError

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab import Lab
+from kv_lab import Lab
 
 from blendrag.errors import BlendragError
 from blendrag.store import DiskStore

@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 
-from lab import Lab
+from kv_lab import Lab
 
 from soak.index_target import IndexTarget
 

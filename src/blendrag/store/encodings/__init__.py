@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from blendrag.kv import KVLayout
 from blendrag.store.encodings.base import (
     ENCODINGS,
     RELATIVE_ERROR,
@@ -17,6 +16,7 @@ from blendrag.store.encodings.base import (
     stored_layer_bytes,
     stored_parts,
 )
+from blendrag.store.kv import KVLayout
 
 if TYPE_CHECKING:
     from blendrag.store.encodings.codec import Codec, Staging

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from blendrag.identity import NATIVE_ENCODING
-from blendrag.kv import KVLayout
+from blendrag.store.identity import NATIVE_ENCODING
+from blendrag.store.kv import KVLayout
 
 #: Encodings by name → largest error of a decoded number, relative to the largest one that shares its
 #: scale: half a step of 127 (int8), half of the last of three mantissa bits (fp8).

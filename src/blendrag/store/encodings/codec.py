@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from blendrag.kv import KVLayout, LayerShape
 from blendrag.store.encodings.base import stored_layer_bytes, stored_parts
 from blendrag.store.forking import renew_after_fork
+from blendrag.store.kv import KVLayout, LayerShape
 from blendrag.store.raw import tensor_buffer
 
 #: Numbers worked on at once.

@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from blendrag.identity import FORMAT_VERSION
+from blendrag.store.identity import FORMAT_VERSION
 from blendrag.store.payload import PIECE_BYTES
 
 FIRST = "blendrag-store-export.json"

@@ -15,8 +15,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import BinaryIO
 
-from blendrag.errors import CorruptKVError, InvalidInputError, StoreFullError
-from blendrag.resource_errors import is_out_of_space
+from blendrag.errors import CorruptKVError, InvalidInputError, StoreFullError, is_out_of_space
 from blendrag.store.directories import sync_directory
 from blendrag.store.disk_errors import named_errors
 from blendrag.store.files import Name, PayloadFiles

@@ -11,11 +11,11 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from blendrag.identity import FORMAT_VERSION
 from blendrag.store.directories import OUT_OF_RESOURCES
 from blendrag.store.disk_errors import named_errors
 from blendrag.store.files import Name, PayloadFiles
 from blendrag.store.format import Description
+from blendrag.store.identity import FORMAT_VERSION
 from blendrag.store.limit import DEFAULT_DISK_BYTES, settle_limit
 from blendrag.store.maintenance.opening import looking
 from blendrag.store.payload import described

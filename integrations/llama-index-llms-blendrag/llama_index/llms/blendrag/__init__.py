@@ -3,7 +3,7 @@
 Importing this loads neither torch nor transformers; making a wrapper does.
 """
 
-from blendrag.plugs.shared import close_shared_engines, shared_engine
+from blendrag.frameworks.shared import close_shared_engines, shared_engine
 from llama_index.llms.blendrag.base import BlendLLM
 from llama_index.llms.blendrag.embeddings import BlendEmbedding
 from llama_index.llms.blendrag.events import BlendReuseEvent

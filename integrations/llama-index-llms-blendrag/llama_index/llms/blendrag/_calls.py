@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from llama_index.core.base.llms.types import ChatResponse, CompletionResponse
 
-from blendrag.plugs.said import Said
-from blendrag.plugs.shared import agenerate, astream_pieces, stream_pieces
+from blendrag.frameworks.said import Said
+from blendrag.frameworks.shared import agenerate, astream_pieces, stream_pieces
 from llama_index.llms.blendrag import _results, events
 from llama_index.llms.blendrag._tools import Offer
 

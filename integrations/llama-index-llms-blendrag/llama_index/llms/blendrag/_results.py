@@ -17,7 +17,7 @@ from llama_index.core.base.llms.types import (
 
 if TYPE_CHECKING:
     from blendrag.engine import Answer
-    from blendrag.plugs.tools import Parsed, ToolCall
+    from blendrag.frameworks.tools import Parsed, ToolCall
 
 
 def raw(answer: Answer, model_name: str) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageR
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 
 from blendrag.errors import InvalidInputError
-from blendrag.plugs.fields import RequestFields
-from blendrag.plugs.tool_choice import call_form, tool_names
-from blendrag.plugs.tools import has_tools
+from blendrag.frameworks.fields import RequestFields
+from blendrag.frameworks.tool_choice import call_form, tool_names
+from blendrag.frameworks.tools import has_tools
 from llama_index.llms.blendrag import _tools
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from llama_index.core.base.llms.types import ChatResponse, ToolCallBlock
 from llama_index.core.llms.llm import ToolSelection
 
 from blendrag.errors import InvalidInputError
-from blendrag.plugs.tool_choice import chosen_tool, opening_for
-from blendrag.plugs.tools import Parsed, parse
+from blendrag.frameworks.tool_choice import chosen_tool, opening_for
+from blendrag.frameworks.tools import Parsed, parse
 
 if TYPE_CHECKING:
     from blendrag.model.tokens import Tokens

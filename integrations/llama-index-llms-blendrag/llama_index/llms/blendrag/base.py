@@ -23,9 +23,9 @@ from llama_index.core.base.llms.types import (
 from llama_index.core.instrumentation.span import active_span_id
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 
-from blendrag.plugs.fields import CONFIG
-from blendrag.plugs.shared import context_tokens, to_thread
-from blendrag.plugs.tools import has_tools
+from blendrag.frameworks.fields import CONFIG
+from blendrag.frameworks.shared import context_tokens, to_thread
+from blendrag.frameworks.tools import has_tools
 from llama_index.llms.blendrag import _results, _tools
 from llama_index.llms.blendrag._calls import Asked, Call
 from llama_index.llms.blendrag._messages import to_dicts

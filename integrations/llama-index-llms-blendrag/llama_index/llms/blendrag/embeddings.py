@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from llama_index.core.base.embeddings.base import BaseEmbedding
 
-from blendrag.plugs.fields import CONFIG, EngineFields
-from blendrag.plugs.shared import to_thread
+from blendrag.frameworks.fields import CONFIG, EngineFields
+from blendrag.frameworks.shared import to_thread
 
 if TYPE_CHECKING:
     from llama_index.core.base.embeddings.base import Embedding

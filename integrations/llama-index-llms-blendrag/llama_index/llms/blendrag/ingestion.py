@@ -8,8 +8,8 @@ from typing import Any
 
 from llama_index.core.schema import BaseNode, TransformComponent
 
-from blendrag.plugs.fields import CONFIG, EngineFields
-from blendrag.plugs.shared import to_thread
+from blendrag.frameworks.fields import CONFIG, EngineFields
+from blendrag.frameworks.shared import to_thread
 from llama_index.llms.blendrag._nodes import to_entry
 
 

@@ -1,6 +1,6 @@
 """``BlendNodeParser``: documents → nodes no longer than a chunk whose KV is stored.
 
-Owns how much of a chunk metadata takes up. Where a text is cut is :mod:`blendrag.chunking`'s, so that
+Owns how much of a chunk metadata takes up. Where a text is cut is :mod:`blendrag.text.chunking`'s, so that
 nodes are cut as ``blendrag ingest`` cuts.
 """
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from llama_index.core.node_parser.interface import MetadataAwareTextSplitter
 
-from blendrag.chunking import MIN_CHUNK_TOKENS, Chunker
 from blendrag.errors import InvalidInputError
-from blendrag.plugs.fields import CONFIG, EngineFields
+from blendrag.frameworks.fields import CONFIG, EngineFields
+from blendrag.text.chunking import MIN_CHUNK_TOKENS, Chunker
 
 
 class BlendNodeParser(EngineFields, MetadataAwareTextSplitter):

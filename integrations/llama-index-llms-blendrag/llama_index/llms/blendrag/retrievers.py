@@ -10,13 +10,13 @@ from llama_index.core.callbacks import CallbackManager
 from llama_index.core.schema import NodeWithScore, QueryBundle
 
 from blendrag.errors import InvalidInputError
-from blendrag.plugs.fields import EngineFields
-from blendrag.plugs.shared import check_given, to_thread
+from blendrag.frameworks.fields import EngineFields
+from blendrag.frameworks.shared import check_given, to_thread
 from llama_index.llms.blendrag._nodes import to_node
 
 if TYPE_CHECKING:
+    from blendrag.corpus.retriever import RetrievedChunk
     from blendrag.engine import BlendEngine
-    from blendrag.retriever.retriever import RetrievedChunk
 
 
 class BlendRetriever(BaseRetriever):

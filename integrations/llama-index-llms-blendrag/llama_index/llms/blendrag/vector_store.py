@@ -20,8 +20,8 @@ from llama_index.core.vector_stores.types import (
 from pydantic import model_validator
 
 from blendrag.errors import InvalidInputError
-from blendrag.plugs.fields import CONFIG, EngineFields
-from blendrag.plugs.shared import to_thread
+from blendrag.frameworks.fields import CONFIG, EngineFields
+from blendrag.frameworks.shared import to_thread
 from llama_index.llms.blendrag._nodes import CONTENT, accepts, to_entry, to_node
 
 if TYPE_CHECKING:

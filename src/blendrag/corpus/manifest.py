@@ -1,0 +1,85 @@
+"""What a corpus was ingested with, and which of the models it names are loaded because it does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+from blendrag.config import KVEncoding
+from blendrag.errors import InvalidInputError
+from blendrag.store.identity import NATIVE_ENCODING
+
+#: What chunks are cut by, and their KV kept under. Whose KV it is, is renewed as models change.
+_BINDING = ("encoding", "chunk_tokens", "prefix_ids", "tokenizer_fingerprint")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a corpus was ingested with. ``prefix_ids`` stand before every chunk when encoded."""
+
+    model: str
+    model_signature: str
+    tokenizer_fingerprint: str
+    namespace: str
+    chunk_tokens: int
+    prefix_ids: tuple[int, ...]
+    prefix_text: str
+    embedder: str
+    encoding: str = NATIVE_ENCODING
+    """How the chunks' KV is stored."""
+
+    def differences(self, other: Manifest) -> dict[str, tuple[object, object]]:
+        """Settings that chunks and their KV depend on, by name, where this one's are not the other's."""
+        return {
+            name: (getattr(self, name), getattr(other, name))
+            for name in _BINDING
+            if getattr(self, name) != getattr(other, name)
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, value: str) -> Manifest:
+        """Raises :class:`ValueError` or :class:`TypeError` for anything that no ingest wrote."""
+        fields = json.loads(value)
+        if not isinstance(fields, dict):
+            raise TypeError("no object")
+        made = cls(**fields)
+        texts = [v for k, v in fields.items() if k not in ("chunk_tokens", "prefix_ids")]
+        ids = [made.chunk_tokens, *made.prefix_ids]
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError("a text that is none")
+        if not all(type(number) is int and 0 <= number < 1 << 32 for number in ids):
+            raise TypeError("a number that is none")
+        if made.chunk_tokens < 1 or made.encoding not in get_args(KVEncoding):
+            raise ValueError(f"chunks of {made.chunk_tokens} tokens in {made.encoding}")
+        return replace(made, prefix_ids=tuple(made.prefix_ids))
+
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+
+
+def check_recorded(name: str, root: Path, option: str) -> None:
+    """Refuse to load a model because the store at ``root`` names it, unless that is harmless.
+
+    Harmless are hub ids and absolute directories outside of the store, whose weights are safetensors:
+    whoever made the store could have put anything else there. ``option`` is how the user names it.
+    Raises :class:`InvalidInputError`.
+    """
+    if not os.path.lexists(name) and _HUB_ID.fullmatch(name):
+        return
+    folder = Path(name)
+    reason = "a path that depends on the working directory"
+    if folder.is_absolute():
+        reason = "a directory inside the store"
+        if not folder.resolve().is_relative_to(root.resolve()):
+            return
+    raise InvalidInputError(
+        f"store {root} names {name!r:.200}, {reason}, which is not loaded because a store says so; if you "
+        f"trust it, name it: {option} {name:.200}"
+    )

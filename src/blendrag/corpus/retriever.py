@@ -1,0 +1,83 @@
+"""A question → the chunks to read, in the order to read them.
+
+Owns the order. Chunks are chosen by L2 distance (CacheBlend §7.1); they are handed out document by
+document, the nearest first, and within a document as the document has them, so that what refers
+back ("she", "this city") follows what it refers to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from blendrag.corpus.corpus import Corpus
+from blendrag.corpus.embedder import Embedder, refuse_given
+from blendrag.errors import InvalidInputError, check_unicode
+from blendrag.text.readers.document import MetadataValue
+
+
+@dataclass(frozen=True)
+class RetrievedChunk:
+    """A chunk with its L2 distance from the question, in [0, 2]: smaller is nearer."""
+
+    chunk_id: str
+    text: str
+    source: str
+    title: str
+    start: int
+    end: int
+    distance: float
+    metadata: Mapping[str, MetadataValue]
+
+
+class Retriever:
+    """Nearest chunks of a corpus. Holds no state of its own."""
+
+    def __init__(self, corpus: Corpus, embedder: Embedder) -> None:
+        self.corpus = corpus
+        self.embedder = embedder
+
+    def retrieve(self, question: str, top_k: int) -> list[RetrievedChunk]:
+        """At most ``top_k`` different chunks, in reading order.
+
+        Raises :class:`InvalidInputError` for an empty question, an empty corpus or ``top_k`` < 1.
+        """
+        if not isinstance(question, str):
+            raise InvalidInputError(
+                f"the question {question!r:.60} is a {type(question).__name__}, expected a text; ask in words"
+            )
+        if not question.strip():
+            raise InvalidInputError("the question is empty, expected some words; ask something")
+        check_unicode(question, "the question")
+        if top_k < 1:
+            raise InvalidInputError(f"top_k is {top_k}, expected 1 or more; 6 is usual")
+        if not len(self.corpus):
+            raise InvalidInputError(
+                f"the corpus at {self.corpus.directory} holds no chunks; ingest first "
+                "(blendrag ingest PATH…)"
+            )
+        if self.corpus.has_manifest:
+            refuse_given(self.corpus.manifest.embedder)
+        hits = self.corpus.nearest(self.embedder.embed_query(question), top_k)
+        chunks = [
+            RetrievedChunk(
+                chunk_id=stored.chunk_id,
+                text=stored.text,
+                source=stored.source,
+                title=stored.title,
+                start=stored.start,
+                end=stored.end,
+                distance=distance,
+                metadata=stored.metadata,
+            )
+            for stored, distance in hits
+        ]
+        return in_reading_order(chunks)
+
+
+def in_reading_order(chunks: list[RetrievedChunk]) -> list[RetrievedChunk]:
+    """Documents by their best distance, chunks of one document by their place in it."""
+    best: dict[str, float] = {}
+    for chunk in chunks:
+        best[chunk.source] = min(chunk.distance, best.get(chunk.source, chunk.distance))
+    return sorted(chunks, key=lambda chunk: (best[chunk.source], chunk.source, chunk.start))

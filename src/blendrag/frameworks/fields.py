@@ -1,0 +1,240 @@
+"""The constructor arguments that blendrag's wrappers have in common, and what becomes of them.
+
+Knows nothing of prompts and of no framework. A limit such as "ratio in [0, 1]" is stated by
+:class:`Options` alone; here it only becomes a pydantic error when it is broken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    field_serializer,
+    model_validator,
+)
+
+from blendrag.config import Mode, Ratio
+from blendrag.errors import InvalidInputError, InvalidOptionError
+from blendrag.frameworks.shared import (
+    EngineName,
+    check_given,
+    close_engine_of,
+    engine_name,
+    engine_of,
+)
+
+if TYPE_CHECKING:
+    from blendrag.engine import BlendEngine, Options
+
+#: Names a call may override, as the frameworks or as blendrag spells them.
+CALL_OPTIONS = {
+    "mode": "mode",
+    "policy": "policy",
+    "schedule": "schedule",
+    "ratio": "ratio",
+    "min_ratio": "min_ratio",
+    "max_tokens": "max_new_tokens",
+    "max_new_tokens": "max_new_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "apply_chat_template": "apply_chat_template",
+    "template_kwargs": "template",
+    "generate_kwargs": "generate",
+    "timeout": "timeout_s",
+    "seed": "seed",
+    "logprobs": "logprobs",
+    "top_logprobs": "top_logprobs",
+    "tools": "tools",
+}
+
+
+#: What a shared engine is found by.
+ENGINE_NAMES = ("model", "store", "dtype", "device", "embedder", "trust_remote_code")
+
+#: A misspelt argument is an error. The frameworks' bases ignore it, and the last base wins in pydantic:
+#: wrappers repeat this line.
+CONFIG = ConfigDict(extra="forbid", populate_by_name=True, arbitrary_types_allowed=True)
+
+
+class EngineFields(BaseModel):
+    """Which engine a wrapper uses: one given, or the shared one of a model and a store.
+
+    A wrapper holds what it was made with and never an engine made from that, so that frameworks may
+    make it again from its fields, with some of them changed.
+    """
+
+    model_config = CONFIG
+
+    model: str | None = None
+    """Hub id or directory of a causal LM, or ``demo``."""
+    store: Path | None = None
+    """Directory that ``blendrag ingest --store`` filled."""
+    dtype: str | None = None
+    device: str | None = None
+    embedder: str | None = None
+    """sentence-transformers model of a corpus yet to be ingested; a corpus remembers its own."""
+    trust_remote_code: bool | None = None
+    """Run Python files that ``model`` or ``embedder`` brings along. Read them first."""
+    given_engine: Any = Field(default=None, alias="engine", exclude=True, repr=False)
+    """``engine=``: a ``BlendEngine`` to share; instead of all the names above."""
+    _name: EngineName | None = PrivateAttr(default=None)
+
+    @model_validator(mode="after")
+    def _take_engine(self) -> EngineFields:
+        names = {name: getattr(self, name) for name in ENGINE_NAMES}
+        if self.given_engine is None:
+            self._name = engine_name(**names)
+            engine_of(self._name)  # says now what is wrong with it
+        else:
+            check_given(self.given_engine, **names)
+        return self
+
+    @property
+    def engine(self) -> BlendEngine:
+        """The engine given, or the shared one of these names. Making it loads no model yet."""
+        if self._name is None:
+            given: BlendEngine = self.given_engine
+            return given
+        return engine_of(self._name)
+
+    @field_serializer("store")
+    def _store_as_text(self, store: Path | None) -> str | None:
+        return None if store is None else str(store)
+
+    def close(self) -> None:
+        """Close the shared engine of these names, for all its wrappers; the next call opens it again.
+
+        A given engine stays open: it is closed by who made it.
+        """
+        if self._name is not None:
+            close_engine_of(self._name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """A wrapper of the same engine: a model is not copied with what asks it."""
+        kept = {} if memo is None else memo
+        kept[id(self.given_engine)] = self.given_engine
+        return super().__deepcopy__(kept)
+
+    def __getstate__(self) -> dict[Any, Any]:
+        if self.given_engine is not None:
+            raise InvalidInputError(
+                "a wrapper made with engine= cannot be pickled, as its engine holds a model and open "
+                "files; make it from model= and store= instead"
+            )
+        return super().__getstate__()
+
+
+class RequestFields(EngineFields):
+    """How a wrapper asks its engine; ``None`` takes the engine's default."""
+
+    mode: Mode | None = None
+    """``blend``, ``full``, ``prefix`` or ``reuse``."""
+    policy: str | None = None
+    """Selection policy of mode ``blend``: ``query``, ``hkvd``, ``boundary(k)``, …"""
+    schedule: str | None = None
+    ratio: Ratio | None = None
+    """Mean share of chunk tokens recomputed, in [0, 1]; ``auto`` leaves it to the loading controller."""
+    min_ratio: float | None = None
+    """The least that ``auto`` takes, in [0, 1]."""
+    max_tokens: int | None = Field(default=None, alias="max_new_tokens")
+    temperature: float | None = None
+    """0 or ``None`` decodes greedily."""
+    top_p: float | None = None
+    stop: list[str] | None = None
+    """Texts that end an answer; a call's own ``stop`` replaces them."""
+    apply_chat_template: bool = True
+    """``False`` sends strings as they are, and messages as the framework flattens them."""
+    template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the chat template (``enable_thinking``, …)."""
+    generate_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of transformers' ``generate`` (``num_beams``, ``repetition_penalty``, …)."""
+    timeout: float | None = None
+    """Seconds to the whole answer, waiting for other requests included; ``None`` waits."""
+    seed: int | None = None
+    """Makes sampling repeatable."""
+    logprobs: bool | None = None
+    """Whether answers bring the log probability of each token."""
+    top_logprobs: int | None = None
+    """With ``logprobs``: also those of so many of the most likely tokens at each place."""
+
+    @model_validator(mode="after")
+    def _check_request(self) -> RequestFields:
+        from blendrag.fusor.selection import Schedule, make_policy
+
+        self.request_options()
+        if self.policy is not None:
+            make_policy(self.policy)
+        if self.schedule is not None:
+            Schedule.parse(self.schedule)
+        return self
+
+    def request_options(self, stop: Sequence[str] | None = None, **overrides: Any) -> Options:
+        """Options of one call: these fields, then what the call itself says.
+
+        Raises :class:`InvalidInputError` for an option that does not exist or is out of range.
+        """
+        from blendrag.engine import Options
+
+        said = _known({name: getattr(self, name) for name in _FIELDS}) | _known(overrides)
+        top = said.pop("top_logprobs", None)
+        said["logprobs"] = _logprobs_of(said.get("logprobs"), top)
+        try:
+            return Options(stop=_stop_of(self.stop if stop is None else stop), **said)
+        except InvalidOptionError as exc:
+            raise exc.called(_spelling(exc.name, overrides, top)) from None
+
+
+_FIELDS = tuple(name for name in CALL_OPTIONS if name not in ("max_new_tokens", "tools"))
+
+
+def _known(options: Mapping[str, Any]) -> dict[str, Any]:
+    unknown = [name for name in options if name not in CALL_OPTIONS]
+    if unknown:
+        raise InvalidInputError(
+            f"{', '.join(sorted(unknown))}: not an option of a call; expected stop, "
+            f"{', '.join(CALL_OPTIONS)}; arguments of transformers go into generate_kwargs"
+        )
+    return {CALL_OPTIONS[name]: value for name, value in options.items() if value is not None}
+
+
+def _spelling(option: str, call: Mapping[str, Any], top_logprobs: int | None) -> str:
+    """What the caller calls one of the engine's options: as this call spells it, else as the fields do."""
+    if option == "logprobs" and top_logprobs is not None:
+        return "top_logprobs"
+    names = [name for name, known in CALL_OPTIONS.items() if known == option]
+    said = [name for name in names if call.get(name) is not None]
+    return next(iter((*said, *names, option)))
+
+
+def _logprobs_of(logprobs: bool | int | None, top: int | None) -> int | None:
+    """OpenAI's pair of a switch and a number as one: ``None`` is off, 0 the chosen tokens alone."""
+    if logprobs is None or logprobs is False:
+        if top:
+            raise InvalidInputError(
+                f"top_logprobs {top} without logprobs, expected both; add logprobs=True"
+            )
+        return None
+    return top or 0 if logprobs is True else logprobs
+
+
+def _stop_of(stop: Sequence[str] | None) -> tuple[str, ...]:
+    if isinstance(stop, str):
+        return (stop,)
+    if stop is not None and not isinstance(stop, list | tuple | set | frozenset):
+        raise InvalidInputError(
+            f"stop {stop!r:.60} is a {type(stop).__name__}, expected a text or a list of texts; give one "
+            "or leave it out"
+        )
+    return tuple(stop or ())

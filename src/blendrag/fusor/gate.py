@@ -1,0 +1,260 @@
+"""The correctness gate: may this model's KV be reused at all? (``blendrag verify``)
+
+r = 1.0 alone proves nothing, for no loaded KV is read there. So, on the model as loaded:
+
+a. a prompt's KV computed at an offset, re-positioned to 0, a random non-contiguous fifth of its rows
+   recomputed from layer 1 on: logits of those rows equal a stock prefill's;
+b. the same with the loaded values disturbed must differ, or the test sees nothing. Each channel is
+   disturbed by what it says about its tokens, so that large biases make no disturbance larger. Keys
+   are left alone: where attention is nearly even, they hardly matter;
+c. both on a prompt at least twice the smallest sliding window;
+d. r = 1.0 through the scatter and explicit-mask path, and greedy decoding over it, equal stock.
+
+Owns what is run and what is refused by it. Does not know that verdicts are kept
+(:mod:`blendrag.fusor.gate_record`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from blendrag.errors import CorruptKVError, UnsupportedModelError
+from blendrag.fusor import BlendRequest, Fusor
+from blendrag.fusor.gate_record import Verification
+from blendrag.fusor.loader import LoadedSpan
+from blendrag.fusor.selection import LayerView, Schedule, SelectionPolicy, make_policy
+from blendrag.model.adapter import ModelAdapter
+from blendrag.model.kv_compare import content
+from blendrag.store.kv import ChunkKV
+
+#: Largest difference of logits, relative to the largest logit, that counts as equal.
+TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2}
+#: A disturbance of the loaded values must move the logits by more than this, relative again.
+NOTICED = 1e-2
+OFFSET = 37
+GREEDY_TOKENS = 32
+PROMPT_TOKENS = 96
+#: Rows whose logits are compared.
+COMPARED_ROWS = 256
+CONSTANT = Schedule("constant")
+#: Longest prompt the gate will build for (c); windows beyond are checked as far as this goes.
+MAX_PROMPT_TOKENS = 16384
+#: What is left of the gate after its first prefill, in prefills of the same prompt.
+REMAINING_PREFILLS = 5
+
+
+class FixedRows(SelectionPolicy):
+    """Recomputes the same given tokens in every layer from 1 on; the gate's own policy."""
+
+    name: ClassVar[str] = "fixed"
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        self._positions = positions
+
+    def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
+        return self._positions
+
+
+class HeldKV:
+    """A reader over KV in memory, its values disturbed if asked; what the store would have given back."""
+
+    key = "0" * 64
+    tier = "memory"
+
+    def __init__(self, kv: ChunkKV, disturbance: float = 0.0) -> None:
+        self.tokens = kv.tokens
+        self._layers = list(kv.layers)
+        if disturbance:
+            generator = torch.Generator().manual_seed(1)
+            self._layers = [_disturbed(layer, disturbance, generator) for layer in kv.layers]
+
+    @torch.inference_mode()
+    def read_layer(self, layer: int, out: torch.Tensor) -> None:
+        if self._layers[layer].shape != out.shape:
+            raise CorruptKVError(f"layer {layer} has another shape than asked for")
+        out.copy_(self._layers[layer])
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+@torch.inference_mode()
+def verify(
+    adapter: ModelAdapter, announce: Callable[[int, float], None] = lambda tokens, seconds: None
+) -> Verification:
+    """Run the gate; never raises for a model that merely fails it. Takes the model's lock.
+
+    ``announce(tokens, seconds)`` is told the prompt's length and how long the rest is expected to take.
+    """
+    if adapter.refusal is not None:
+        return Verification("refused", adapter.refusal, ())
+    layers = tuple(adapter.repositioner.kinds)
+    try:
+        with adapter.lock, adapter.uncompiled():
+            return _measure(adapter, layers, announce)
+    except UnsupportedModelError as refused:
+        return Verification("refused", str(refused), layers)
+
+
+def _measure(
+    adapter: ModelAdapter, layers: tuple[str, ...], announce: Callable[[int, float], None]
+) -> Verification:
+    ids = _gate_prompt(adapter)
+    n = ids.shape[1]
+    began = time.perf_counter()
+    kv = _kv_at_offset(adapter, ids)
+    announce(n, REMAINING_PREFILLS * (time.perf_counter() - began))
+    rows = _random_fifth(n, adapter.device)
+    computed = torch.cat((rows, torch.tensor([n - 1], device=adapter.device)))
+    # Logits of every row would take gigabytes on a large vocabulary: a spread of them is compared.
+    spread = _spread(computed.numel(), adapter.device)
+    seen = computed[spread]
+    stock = adapter.model(input_ids=ids, use_cache=True, logits_to_keep=seen).logits[0]
+    scale = float(stock.float().abs().max()) or 1.0
+    fusor = Fusor(adapter)
+
+    def subset_diff(disturbance: float) -> float:
+        request = _request(n, HeldKV(kv, disturbance), FixedRows(rows))
+        logits, _, _ = fusor.prefill(ids, request, logits_to_keep=spread)
+        return _difference(logits[0], stock)
+
+    def policy_diff(policy: str, schedule: str) -> float:
+        """What users run, over exact KV: the peek or the scout, narrowing from layer to layer."""
+        request = _request(n, HeldKV(kv), make_policy(policy), Schedule.parse(schedule), 0.2)
+        logits, _, _ = fusor.prefill(ids, request)
+        return _difference(logits[0], stock[-1:])
+
+    policies = (("hkvd", "geometric"), ("query", "linear"))
+    subset = max(subset_diff(0.0), *(policy_diff(*each) for each in policies))
+    perturbed = subset_diff(3.0)
+    full, greedy = _full_recompute(adapter, ids, seen, stock, kv)
+    tolerance = TOLERANCE[adapter.layout.dtype] * max(scale, 1.0)
+    reason = _judge(subset, perturbed, full, greedy, tolerance, scale, adapter.layout.dtype)
+    return Verification(
+        verdict="refused" if reason else "blendable",
+        reason=reason or "loaded KV reproduces a stock prefill, and disturbed KV does not",
+        layers=layers,
+        max_logit_diff=full,
+        subset_logit_diff=subset,
+        perturbed_logit_diff=perturbed,
+        greedy_equal=greedy,
+        prompt_tokens=n,
+        fast_attention=fusor.fast_attention,
+    )
+
+
+def _judge(
+    subset: float,
+    perturbed: float,
+    full: float,
+    greedy: bool,
+    tolerance: float,
+    scale: float,
+    dtype: str,
+) -> str:
+    """The sentence that refuses the model, or an empty string."""
+    if not subset <= tolerance:
+        return (
+            f"recomputing a fifth of the rows over loaded KV changes logits by {subset:.3g} "
+            f"(allowed {tolerance:.3g}); use mode full"
+        )
+    if not perturbed > max(NOTICED * scale, 2 * subset):
+        return (
+            f"disturbing the loaded values moves logits by only {perturbed:.3g}, so the check cannot see "
+            "a wrong KV; use mode full"
+        )
+    if not full <= tolerance:
+        return f"recomputing everything changes logits by {full:.3g} (allowed {tolerance:.3g})"
+    if not greedy and dtype == "float32":
+        return f"greedy decoding over the blended cache differs within {GREEDY_TOKENS} tokens"
+    return ""
+
+
+def _full_recompute(
+    adapter: ModelAdapter, ids: torch.Tensor, seen: torch.Tensor, stock: torch.Tensor, kv: ChunkKV
+) -> tuple[float, bool]:
+    """(d): r = 1.0 over scatter and explicit masks, then greedy decoding over that cache."""
+    fusor = Fusor(adapter, fast_attention=False, force_masks=True)
+    request = _request(ids.shape[1], HeldKV(kv), make_policy("full"))
+    logits, _, _ = fusor.prefill(ids, request, logits_to_keep=seen)
+    last, cache, _ = fusor.prefill(ids, request, GREEDY_TOKENS)  # as requests run it
+    own = _greedy(adapter, int(last[0, -1].argmax()), cache)
+    stock_out = adapter.model(input_ids=ids, use_cache=True, logits_to_keep=1)
+    theirs = _greedy(adapter, int(stock[-1].argmax()), stock_out.past_key_values)
+    difference = max(_difference(logits[0], stock), _difference(last[0], stock[-1:]))
+    return difference, own == theirs
+
+
+def _greedy(adapter: ModelAdapter, first: int, cache: Any) -> list[int]:
+    tokens = [first]
+    while len(tokens) < GREEDY_TOKENS:
+        step = torch.tensor([[tokens[-1]]], device=adapter.device)
+        out = adapter.model(input_ids=step, past_key_values=cache, use_cache=True)
+        tokens.append(int(out.logits[0, -1].argmax()))
+    return tokens
+
+
+def _request(
+    tokens: int,
+    reader: HeldKV,
+    policy: SelectionPolicy,
+    schedule: Schedule = CONSTANT,
+    ratio: float = 1.0,
+) -> BlendRequest:
+    span = LoadedSpan(0, tokens - 1, reader, OFFSET, exact=False)
+    return BlendRequest(tokens, (span,), policy, schedule, ratio)
+
+
+def _kv_at_offset(adapter: ModelAdapter, ids: torch.Tensor) -> ChunkKV:
+    """KV of the whole prompt computed at ``OFFSET``, its last token left out."""
+    cache = adapter.prefill_at(ids[0].tolist(), OFFSET)
+    layout, n = adapter.layout, ids.shape[1] - 1
+    layers = [
+        torch.stack((layer.keys[0, :, :n], layer.values[0, :, :n])).cpu() for layer in cache.layers
+    ]
+    return ChunkKV(layout, n, layers)
+
+
+def _gate_prompt(adapter: ModelAdapter) -> torch.Tensor:
+    """Random ids ``[1, N]``, long enough to leave the smallest sliding window twice behind."""
+    config = adapter.stack.config
+    window = getattr(config, "sliding_window", None)
+    sliding = "sliding_attention" in adapter.stack.layer_types or not hasattr(config, "layer_types")
+    n = PROMPT_TOKENS
+    if window and sliding:
+        n = max(n, 2 * int(window) + 8)
+    limit = adapter.blend_limit_tokens or adapter.context_tokens
+    n = min(n, MAX_PROMPT_TOKENS, limit - OFFSET - GREEDY_TOKENS - 1)
+    if n < 8:
+        raise UnsupportedModelError(f"a context of {limit} tokens is too short to verify blending")
+    vocab = adapter.model.get_input_embeddings().num_embeddings
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, vocab, (1, n), generator=generator).to(adapter.device)
+
+
+def _random_fifth(n: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(2)
+    chosen = torch.randperm(n - 1, generator=generator)[: max(1, n // 5)]
+    return chosen.sort().values.to(device)
+
+
+def _spread(count: int, device: torch.device) -> torch.Tensor:
+    """At most :data:`COMPARED_ROWS` indices out of ``count``, evenly, the last one included."""
+    step = -(-count // COMPARED_ROWS)
+    return torch.arange(count - 1, -1, -step, device=device).flip(0)
+
+
+def _disturbed(layer: torch.Tensor, size: float, generator: torch.Generator) -> torch.Tensor:
+    """``layer`` ``[2, Hkv, T, D]`` with noise added to its values."""
+    keys, values = layer
+    noise = torch.randn(values.shape, generator=generator, dtype=torch.float32)
+    noise *= size * content(values, values.roll(1, -2))
+    return torch.stack((keys, (values.float() + noise).to(layer.dtype)))
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.float() - b.float()).abs().max())

@@ -1,0 +1,26 @@
+"""``hkvd``: high-KV-deviation tokens by gradual filtering (CacheBlend §4.3, figure 9).
+
+Layer 1's tokens are those whose K and V at layer 1 deviate most from the stored ones; each later
+layer keeps, of the tokens just recomputed, those that deviated most there. How many is the
+schedule's business: r1 > r2 > … with mean r.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from blendrag.fusor.selection.base import LayerView, SelectionPolicy, top
+
+
+class HKVDPolicy(SelectionPolicy):
+    """Gradual filtering on K and V deviation."""
+
+    name: ClassVar[str] = "hkvd"
+    looks = True
+
+    def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
+        if budget >= view.tokens.numel():
+            return view.tokens
+        return top(view.deviation, view.tokens, budget)

@@ -1,0 +1,28 @@
+"""``hkvd-once``: deviation at one check layer, the set frozen (CacheBlend's released code).
+
+The paper filters gradually (:mod:`blendrag.fusor.selection.hkvd`); its published code compares V alone, at
+layer 1, and recomputes the same tokens in every layer from there on. That code runs the check layer
+in full; here only its projections are paid, as for ``hkvd``.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from blendrag.fusor.selection.base import LayerView, SelectionPolicy, top
+from blendrag.fusor.selection.schedule import Schedule
+
+
+class HKVDOncePolicy(SelectionPolicy):
+    """Largest squared V difference at layer 1; constant whatever schedule is asked for."""
+
+    name: ClassVar[str] = "hkvd-once"
+    looks = True
+    schedule = Schedule("constant")
+
+    def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
+        if layer > 1 or budget >= view.tokens.numel():
+            return view.tokens
+        return top(view.value_deviation, view.tokens, budget)

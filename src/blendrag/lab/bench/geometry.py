@@ -1,0 +1,86 @@
+"""Models to time: known geometries with random weights, or any loadable model.
+
+Time to first token depends on shapes and dtypes, not on what the weights say, so that a geometry can be
+timed where its checkpoint cannot be had.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from blendrag.errors import InvalidInputError
+from blendrag.model import ModelAdapter, load_adapter
+from blendrag.model.loading import load_tokens, resolve_device
+from blendrag.model.precision import automatic_dtype
+from blendrag.store.kv import DTYPES
+
+#: Names → Qwen2 config values.
+GEOMETRIES: dict[str, dict[str, Any]] = {
+    "qwen2.5-0.5b": {
+        "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "qwen2.5-1.5b": {
+        "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+        "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "llama-8b": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    },
+    "deep": {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 32,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 3072,
+        "tie_word_embeddings": True,
+    },
+    "tiny": {
+        "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 3072,
+        "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+
+
+def random_model(geometry: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """A Qwen2 model of that geometry with random weights, sdpa attention."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    if geometry not in GEOMETRIES:
+        raise InvalidInputError(f"geometry {geometry!r} is not one of {', '.join(GEOMETRIES)}")
+    config = Qwen2Config(
+        **GEOMETRIES[geometry],
+        max_position_embeddings=32768,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        attn_implementation="sdpa",
+        dtype=dtype,
+    )
+    before = torch.get_default_dtype()
+    torch.manual_seed(0)
+    try:
+        torch.set_default_dtype(dtype)
+        with device:
+            return Qwen2ForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def bench_adapter(geometry: str | None, model: str | None, dtype: str, device: str) -> ModelAdapter:
+    """The model to time; a geometry borrows the demo model's tokenizer, whose ids are as good as any.
+
+    Raises :class:`InvalidInputError` and what :func:`load_adapter` raises.
+    """
+    if (geometry is None) == (model is None):
+        raise InvalidInputError("give either --geometry or --model, not both and not neither")
+    target = resolve_device(device)
+    if model is not None:
+        return load_adapter(model, dtype, device)
+    assert geometry is not None
+    if dtype != "auto" and dtype not in DTYPES:
+        raise InvalidInputError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
+    kind = automatic_dtype(torch.bfloat16, target) if dtype == "auto" else DTYPES[dtype]
+    loaded = random_model(geometry, kind, target)
+    return ModelAdapter(loaded, load_tokens("demo").tokenizer, model_id=geometry)

@@ -1,0 +1,166 @@
+"""Where a measurement's KV comes from: memory, disk, a disk out of the page cache, or a slower disk.
+
+Owns a scratch store in one tier, and the wrapper that delivers at so many bytes a second. A throttled
+read is the store's own verified, decoding read from a warm disk, which returns no earlier than a device
+of that throughput would: all its readers share the device, and what the read itself takes is inside.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blendrag.errors import InvalidInputError
+from blendrag.lab.bench.scratch import scratch
+from blendrag.lab.bench.store_cold import drop, is_cold
+from blendrag.planning.page_cache import cached_share
+from blendrag.planning.profile import COLD, DISK, MEMORY
+from blendrag.planning.storage import throughput_of
+from blendrag.store import KVReader, KVStore, open_store
+from blendrag.store.encodings import stored_layer_bytes
+from blendrag.store.kv import KVLayout
+from blendrag.store.tiered import TieredStore
+
+#: Room for any workload; the free space of the disk still counts.
+AMPLE_BYTES = 1 << 40
+TIERS = ("memory", "disk", "cold")
+#: The slowest device that is simulated: from anything slower, KV takes hours.
+MIN_BYTES_PER_S = 1e3
+
+
+@dataclass(frozen=True)
+class BenchTier:
+    """One of :data:`TIERS`, or a disk of ``bytes_per_s``, which its ``name`` says."""
+
+    name: str
+    bytes_per_s: float | None = None
+
+    @property
+    def profiled(self) -> str:
+        """Its name in a profile, and where its readers say they read from."""
+        return {"memory": MEMORY, "disk": DISK, "cold": COLD}.get(self.name, self.name)
+
+
+ON_DISK = BenchTier(DISK)
+
+
+def parse_tier(text: str) -> BenchTier:
+    """``"memory"``, ``"disk"``, ``"cold"`` or ``"0.5GB/s"``; raises :class:`InvalidInputError`."""
+    if text in TIERS:
+        return BenchTier(text)
+    bytes_per_s = throughput_of(text)
+    if bytes_per_s is None or not 0 < bytes_per_s < float("inf"):
+        raise InvalidInputError(
+            f"tier {text!r} is none of {', '.join(TIERS)}; expected one of them or a throughput such as "
+            "0.5GB/s"
+        )
+    if bytes_per_s < MIN_BYTES_PER_S:
+        raise InvalidInputError(
+            f"tier {text!r} is slower than any disk, expected a throughput of 1 KB/s or more; check its unit"
+        )
+    return BenchTier(text.strip(), bytes_per_s)
+
+
+class Throttle:
+    """A device that delivers ``bytes_per_s``, one read after the other. Thread-safe."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def begin(self, size_bytes: int) -> float:
+        """When a read of so many bytes, asked for now, is delivered, by ``time.perf_counter()``."""
+        with self._lock:
+            begins = max(time.perf_counter(), self._free_at)
+            self._free_at = begins + size_bytes / self._bytes_per_s
+            return self._free_at
+
+
+class ThrottledReader:
+    """A :class:`KVReader` of another reader's bytes, as stored under ``layout``, through ``device``."""
+
+    def __init__(
+        self, reader: KVReader, layout: KVLayout, device: Throttle, tier: str | None = None
+    ) -> None:
+        """``tier`` is what it calls itself; the reader's own name by default."""
+        self._reader, self._layout, self._device = reader, layout, device
+        self.key, self.tokens, self.tier = reader.key, reader.tokens, tier or reader.tier
+
+    def read_layer(self, layer: int, out: torch.Tensor) -> None:
+        """See :meth:`KVReader.read_layer`."""
+        delivered = self._device.begin(stored_layer_bytes(self._layout, layer, self.tokens))
+        self._reader.read_layer(layer, out)
+        left_s = delivered - time.perf_counter()
+        if left_s > 0:
+            time.sleep(left_s)
+
+    def close(self) -> None:
+        """See :meth:`KVReader.close`."""
+        self._reader.close()
+
+
+class ThrottledStore:
+    """A :class:`KVStore` whose reads are throttled; everything else is the store's own."""
+
+    def __init__(self, store: KVStore, device: Throttle, tier: str | None = None) -> None:
+        self._store, self._device, self._tier = store, device, tier
+
+    def open(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> KVReader | None:
+        """See :meth:`KVStore.open`."""
+        reader = self._store.open(namespace, key, layout, tokens)
+        return reader and ThrottledReader(reader, layout, self._device, self._tier)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+class TierStore:
+    """A scratch store of one tier, and what must be done for its KV to lie there."""
+
+    def __init__(self, tier: BenchTier, store: KVStore, root: Path) -> None:
+        self.tier = tier
+        self.store = store
+        self._root = root
+
+    def settle(self) -> None:
+        """After a first use of all its KV: what goes into memory is there."""
+        if isinstance(self.store, TieredStore):
+            self.store.drain()
+
+    def prepare(self) -> None:
+        """Before every measurement, outside its time. Raises :class:`InvalidInputError` where the
+        system keeps the files in its cache whatever it is told."""
+        if self.tier.name != "cold":
+            return
+        files = [path for path in (self._root / "kv").rglob("*") if path.is_file()]
+        drop(files)
+        left = cached_share(files)
+        if not is_cold(left):
+            raise InvalidInputError(
+                f"tier cold cannot be measured in {self._root.parent}: {left:.0%} of the files stay in the "
+                "page cache; set TMPDIR to a directory on a disk"
+            )
+
+
+@contextmanager
+def tier_store(tier: BenchTier, limit_bytes: int = AMPLE_BYTES) -> Iterator[TierStore]:
+    """A scratch store of at most ``limit_bytes``, which is removed afterwards."""
+    with scratch() as directory:
+        root = directory / "store"
+        ram_bytes = limit_bytes if tier.name == MEMORY else 0
+        store = open_store(root, ram_bytes=ram_bytes, disk_bytes=limit_bytes)
+        try:
+            given: Any = store
+            if tier.bytes_per_s is not None:
+                given = ThrottledStore(store, Throttle(tier.bytes_per_s), tier.profiled)
+            yield TierStore(tier, given, root)
+        finally:
+            store.close()

@@ -1,0 +1,1 @@
+"""How the embedded model was made: generated documents, curriculum, tokenizer, training."""

@@ -1,0 +1,249 @@
+"""Seeded documents about people, companies, towns, products and events that nobody has heard of.
+
+Owns: how a document is put together. Does not know: tokens, prompts, models, questions
+(`questions.py`). A document has one to four paragraphs, each a chunk. The first names its entity in
+every sentence, and its role and alias once; the others refer back only, in every sentence, by pronoun,
+role or alias, so that their facts can be told apart only by what stands before them. Documents link to
+one another by name. Names and pairs of opener and statement come from one split; all else is the same
+for every split.
+"""
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from blendrag.lab.training.facts import ALIASES, KINDS, TIMES, Attribute, Kind, Split, openers
+from blendrag.lab.training.names import NameDealer, gender_of
+
+Measure = Callable[[str], int]
+"""Size of a text, in whatever `Shape.size` is given in."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One stated fact: its attribute, its value as written, and the paragraph that states it."""
+
+    attribute: Attribute
+    value: str
+    paragraph: int
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document; `text` is its paragraphs joined by one blank line. The name is in the first
+    paragraph only.
+    """
+
+    doc_id: str
+    name: str
+    kind: str
+    alias: str
+    role: str
+    paragraphs: tuple[str, ...]
+    facts: tuple[Fact, ...]
+
+    @property
+    def title(self) -> str:
+        return self.name
+
+    @property
+    def text(self) -> str:
+        return "\n\n".join(self.paragraphs)
+
+    def fact(self, key: str) -> Fact | None:
+        return next((f for f in self.facts if f.attribute.key == key), None)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How much a document says: facts per paragraph, and the size that filler brings each
+    paragraph to, at most.
+
+    With these defaults either paragraph alone fits in 64 of the demo tokenizer's tokens and both
+    together do not, so that a splitter of that capacity cuts between them.
+    """
+
+    facts: tuple[int, ...] = (2, 3)
+    size: int = 220
+    measure: Measure = len
+    introduction: bool = True
+    names_only: bool = False  # no roles, no aliases: back-references are pronouns
+    openers: bool = True
+
+
+@dataclass
+class Deck:
+    """Deals each attribute's values in random order, none twice before all were dealt, so that
+    distractors differ; and names for links.
+    """
+
+    rng: random.Random
+    dealer: NameDealer
+    entities: dict[str, list[str]] = field(default_factory=dict)
+    """Names by kind that have documents of their own: what links lead to, where there are any."""
+    link_share: float = 0.7
+    _left: dict[str, list[str]] = field(default_factory=dict)
+
+    def value(self, attribute: Attribute) -> str:
+        if attribute.to:
+            known = self.entities.get(attribute.to)
+            if known and self.rng.random() < self.link_share:
+                return self._deal(f"{attribute.key} {attribute.to}", known)
+            return self.dealer.name(attribute.to)
+        return self._deal(attribute.key, attribute.values)
+
+    def alias(self) -> str:
+        return self._deal("alias", ALIASES)
+
+    def role(self, kind: Kind) -> str:
+        """Few roles per corpus: "the baker" alone must not tell one person's paragraph from
+        another's.
+        """
+        roles = self._left.setdefault(f"{kind.name} role", self.rng.sample(kind.roles, 3))
+        return self.rng.choice(roles)
+
+    def _deal(self, key: str, values: Sequence[str]) -> str:
+        if not self._left.get(key):
+            self._left[key] = self.rng.sample(values, len(values))
+        return self._left[key].pop()
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """The word forms by which a sentence points at the entity."""
+
+    subject: str
+    possessive: str
+    object: str
+
+    def fill(self, template: str, **values: str) -> str:
+        text = template.format(
+            S=_capital(self.subject),
+            P=_capital(self.possessive),
+            s=self.subject,
+            p=self.possessive,
+            o=self.object,
+            **values,
+        )
+        return _spelt(text)
+
+
+def write_document(
+    rng: random.Random,
+    deck: Deck,
+    kind: Kind,
+    name: str,
+    shape: Shape,
+    keys: Sequence[str] | None = None,
+    always: Sequence[str] = (),
+) -> Document:
+    """One document about `name`, of `kind`; `keys` restricts the attributes it may speak of, and
+    those of `always` come in any case, as far as there is room.
+    """
+    # 1) what can be said
+    role, alias = deck.role(kind), deck.alias()
+    pool = [a for a in kind.attributes if keys is None or a.key in (*keys, *always)]
+    drawn = sorted(rng.sample(pool, len(pool)), key=lambda a: a.key not in always)
+    drawn = rng.sample(drawn[: sum(shape.facts)], min(sum(shape.facts), len(pool)))
+    # The last paragraphs, not the first, go short where there is less to say.
+    slots = [i for i, n in enumerate(shape.facts) for _ in range(n)]
+    facts = tuple(Fact(a, deck.value(a), i) for a, i in zip(drawn, slots, strict=False))
+
+    # 2) the sentences of each paragraph
+    naming = _Reference(name, f"{name}'s", name)
+    back = _references_back(name, kind, "" if shape.names_only else role, alias)
+    filling = [(time, f) for time in TIMES for f in kind.fillers]
+    rng.shuffle(filling)
+    paragraphs = []
+    for index in range(len(shape.facts)):
+        refer = (lambda: naming) if index == 0 else (lambda: rng.choice(back))
+        written = [f for f in facts if f.paragraph == index]
+        said = [_state(rng, f, refer(), deck.dealer.split, shape.openers) for f in written]
+        head = ""
+        if index == 0 and shape.introduction:
+            introduction = rng.choice(kind.introductions)
+            if shape.names_only:
+                introduction = introduction.replace(", called {a},", "")
+            head = naming.fill(introduction, r=role, a=alias)
+        room = shape.size - shape.measure(" ".join([head, *said]))
+        while filling:
+            time, filler = filling.pop()
+            sentence = refer().fill(f"{time} {filler}.")
+            room -= shape.measure(" " + sentence)
+            if room < 0:
+                break
+            said.append(sentence)
+        rng.shuffle(said)
+        text = " ".join([head, *said] if head else said)
+        if text:
+            paragraphs.append(text)
+    return Document(slug(name), name, kind.name, alias, role, tuple(paragraphs), facts)
+
+
+def slug(name: str) -> str:
+    """File and document name of an entity: `Ada Birkdale` becomes `ada-birkdale`."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def documents(
+    rng: random.Random,
+    split: Split,
+    kinds: Sequence[str],
+    shapes: Sequence[Shape],
+    keys: dict[str, list[str]] | None = None,
+    link_share: float = 0.7,
+    dated: bool = False,
+) -> tuple[Document, ...]:
+    """One document for each of `kinds` with the shape beside it, about distinct entities of
+    `split`; their links lead to one another where they can. `dated`: each says a year.
+    """
+    dealer = NameDealer(rng, split)
+    named = [(kind, dealer.name(kind)) for kind in kinds]
+    entities: dict[str, list[str]] = {}
+    for kind, name in named:
+        entities.setdefault(kind, []).append(name)
+    deck = Deck(rng, dealer, entities, link_share)
+    always = {kind: ["year"] if dated else [] for kind in entities}
+    for kind, spoken in always.items():
+        leading = [a.key for a in KINDS[kind].attributes if a.to in entities]
+        spoken += rng.sample(leading, min(1, len(leading)))
+    return tuple(
+        write_document(
+            rng, deck, KINDS[kind], name, shape, keys.get(kind) if keys else None, always[kind]
+        )
+        for (kind, name), shape in zip(named, shapes, strict=True)
+    )
+
+
+def _state(
+    rng: random.Random, fact: Fact, reference: _Reference, split: Split, with_openers: bool
+) -> str:
+    """A fact as a sentence, behind an opener that the split may use there."""
+    statement = rng.choice(fact.attribute.statements)
+    opener = rng.choice(openers(statement, split)) if with_openers else ""
+    if opener:
+        lower = statement.replace("{S}", "{s}", 1).replace("{P}", "{p}", 1)
+        statement = f"{opener} {lower}"
+    return reference.fill(statement, v=fact.value)
+
+
+def _references_back(name: str, kind: Kind, role: str, alias: str) -> list[_Reference]:
+    """Never the name: half of them pronouns, and the role and the alias if there is a role."""
+    pronoun = _Reference("it", "its", "it")
+    if kind.name == "person":
+        female = gender_of(name) == "female"
+        pronoun = _Reference("she", "her", "her") if female else _Reference("he", "his", "him")
+    if not role:
+        return [pronoun]
+    other = [_Reference(word, f"{word}'s", word) for word in (f"the {role}", alias)]
+    return [pronoun, pronoun, *other]
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _spelt(text: str) -> str:
+    """`a owl` and `Foods's` put right."""
+    return re.sub(r"s's\b", "s'", re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", text))

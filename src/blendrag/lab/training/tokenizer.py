@@ -1,0 +1,132 @@
+"""The demo model's tokenizer: byte-level BPE, so that any text can be fed, with a chat template.
+
+Owns: the special tokens, the chat template, and how the merges are learned (generated text of the
+training split, the prompt forms, and English from the standard library's docstrings). `python -m
+blendrag.lab.training.tokenizer --out DIR` rebuilds it.
+"""
+
+import argparse
+import ast
+import random
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from blendrag.lab.training.contexts import draw_kinds, sizes, write_context
+from blendrag.lab.training.facts import ALIASES, KINDS
+from blendrag.lab.training.names import WORDS
+from blendrag.lab.training.prompts import FORMS
+
+BOS, END, USER, ASSISTANT, SYSTEM, PAD = SPECIAL_TOKENS = (
+    "<|bos|>",
+    "<|end|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|system|>",
+    "<|pad|>",
+)
+VOCAB_SIZE = 3072
+DOCSTRING_CHARACTERS = 600_000
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{% if message['role'] not in ('system', 'user', 'assistant') %}"
+    "{{ raise_exception('the roles are system, user and assistant') }}"
+    "{% endif %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def train_tokenizer(seed: int = 0, n_contexts: int = 800) -> PreTrainedTokenizerFast:
+    """A tokenizer of `VOCAB_SIZE` entries; the same for the same seed and Python version."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_texts(seed, n_contexts), trainer)
+    # Encoding a bare text puts <|bos|> first, as Llama's tokenizer does; the chat template writes
+    # its own.
+    tokenizer.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=False),
+            processors.TemplateProcessing(
+                single=f"{BOS} $A",
+                pair=f"{BOS} $A {BOS} $B",
+                special_tokens=[(BOS, tokenizer.token_to_id(BOS))],
+            ),
+        ]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=END,
+        pad_token=PAD,
+        extra_special_tokens=[USER, ASSISTANT, SYSTEM],
+        model_max_length=4096,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def _texts(seed: int, n_contexts: int) -> Iterator[str]:
+    rng = random.Random(seed)
+    for i in range(n_contexts):
+        chunks = sizes(rng, 6)
+        kinds = draw_kinds(rng, len(chunks), linked=i % 2 == 1)
+        context = write_context(rng, "train", kinds, chunks, 300, len, 1)
+        yield from context.chunks
+        yield from (f"Question: {q.text}\nAnswer: {q.answer}" for q in context.questions)
+    # The forms are in every prompt: their words are worth whole tokens.
+    for form in FORMS:
+        yield from [content for _, content in form.messages] * 100
+    # So is every word that names and values are made of: those of one token bind first.
+    for words in _words():
+        yield from [" " + " ".join(words)] * 300
+    yield from _docstrings()
+
+
+def _words() -> Iterator[Iterable[str]]:
+    yield from WORDS.values()
+    yield ALIASES
+    for kind in KINDS.values():
+        yield kind.roles
+        yield from (attribute.values for attribute in kind.plain)
+
+
+def _docstrings() -> Iterator[str]:
+    """English prose that is on every machine, in a fixed order, so that words beyond the
+    generator's have pieces.
+    """
+    left = DOCSTRING_CHARACTERS
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
+                text = ast.get_docstring(node) or ""
+                left -= len(text)
+                if left < 0:
+                    return
+                yield text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train the demo model's tokenizer.")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    train_tokenizer(args.seed).save_pretrained(args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Writes the demo corpus: `python -m blendrag.lab.training.write_corpus --out src/blendrag/demo --seed 11`.
+
+Owns: which documents and questions the demo shows, in `corpus/` and `questions.json` of `--out`, and
+which other questions stand in for a user's where a schedule is calibrated on that corpus, in
+`calibration.txt`.
+Documents are of the test split, names no model was trained on. Questions are drawn by seed among those
+that the retrieved chunks can answer; what a model answers plays no part.
+"""
+
+import argparse
+import json
+import random
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from blendrag.corpus.retriever import RetrievedChunk
+from blendrag.demo import demo_model_path
+from blendrag.demo.tour import CHUNK_TOKENS, EMBEDDER, TOP_K
+from blendrag.engine import BlendEngine
+from blendrag.lab.training.contexts import measure_of
+from blendrag.lab.training.generator import Document, Shape, documents
+from blendrag.lab.training.questions import Question, ask
+
+KINDS = ["person"] * 10 + ["organisation"] * 6 + ["place"] * 6 + ["product"] * 4 + ["event"] * 4
+N_QUESTIONS = {"coreference": 7, "direct": 3, "two-hop": 2}
+N_CALIBRATION = {"coreference": 16, "direct": 16, "two-hop": 8}
+# What the tour asks for, and a reader who wants more.
+TOP_KS = (TOP_K, 10)
+
+
+def write(seed: int) -> tuple[Document, ...]:
+    """Documents of two chunks, each paragraph as long as a chunk."""
+    measure = measure_of(AutoTokenizer.from_pretrained(demo_model_path()))
+    rng = random.Random(f"corpus/{seed}")
+    shape = Shape((2, 3), CHUNK_TOKENS, measure)
+    return documents(rng, "test", KINDS, [shape] * len(KINDS))
+
+
+def answerable(
+    questions: Sequence[Question], corpus: Sequence[Document], written: Path
+) -> list[Question]:
+    """Questions that a reader of the chunks retrieved can answer, for every `TOP_KS`."""
+    by_id = {document.doc_id: document for document in corpus}
+    with (
+        tempfile.TemporaryDirectory() as store,
+        BlendEngine(store=store, chunk_tokens=CHUNK_TOKENS, embedder=EMBEDDER) as engine,
+    ):
+        engine.ingest([written]).whole()
+        return [
+            question
+            for question in questions
+            if all(
+                _is_clear(question, by_id, engine.retrieve(question.text, top_k))
+                for top_k in TOP_KS
+            )
+        ]
+
+
+def _is_clear(
+    question: Question, corpus: dict[str, Document], chunks: Sequence[RetrievedChunk]
+) -> bool:
+    """Whether the paragraphs needed are there, each document's in one piece, and none follows that
+    says "she" of somebody else and would be taken for theirs.
+    """
+    texts = [chunk.text.strip() for chunk in chunks]
+    needed = {corpus[doc_id].paragraphs[index] for doc_id, index in question.needs}
+    if not needed <= set(texts):
+        return False
+    naming = {document.paragraphs[0] for document in corpus.values()}
+    for document in {corpus[doc_id] for doc_id, _ in question.needs}:
+        at = [texts.index(p) for p in document.paragraphs if p in texts]
+        following = at[-1] + 1
+        if at != list(range(at[0], following)):
+            return False
+        if following < len(texts) and texts[following] not in naming:
+            return False
+    return True
+
+
+def draw(
+    questions: Sequence[Question], rng: random.Random, asked: Mapping[str, int]
+) -> list[Question]:
+    """As many of each kind as `asked` says, no two about one document as long as there are others."""
+    drawn: list[Question] = []
+    for kind, n in asked.items():
+        left = rng.sample(
+            [q for q in questions if q.kind == kind], sum(q.kind == kind for q in questions)
+        )
+        while n and left:
+            left.sort(key=lambda q: sum(d.document_id == q.document_id for d in drawn))
+            drawn.append(left.pop(0))
+            n -= 1
+    return drawn
+
+
+def write_documents(out: Path, documents: Sequence[Document]) -> None:
+    """Replaces the documents in `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    for stale in out.glob("*.txt"):
+        stale.unlink()
+    for document in documents:
+        (out / f"{document.doc_id}.txt").write_text(document.text + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write the demo corpus and its questions.")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=11)
+    args = parser.parse_args()
+    corpus = write(args.seed)
+    write_documents(args.out / "corpus", corpus)
+    rng = random.Random(args.seed)
+    questions = answerable(ask(rng, corpus, 1000), corpus, args.out / "corpus")
+    shown = draw(questions, rng, N_QUESTIONS)
+    records = json.dumps([asdict(q) for q in shown], indent=2, ensure_ascii=False)
+    (args.out / "questions.json").write_text(records + "\n", encoding="utf-8")
+    others = draw([q for q in questions if q not in shown], rng, N_CALIBRATION)
+    lines = "".join(f"{q.text}\n" for q in others)
+    (args.out / "calibration.txt").write_text(lines, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

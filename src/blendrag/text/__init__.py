@@ -1,0 +1,1 @@
+"""Documents and chunks as text: readers, chunking, and known chunks in a rendered prompt."""

@@ -1,0 +1,201 @@
+"""One file → documents: how text is taken out of plain text, Markdown, HTML and JSON lines, and what
+a document's title is.
+
+A file that cannot be read is an :class:`UnreadableDocumentError` with the reason, so that ingest can name
+it and go on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blendrag.errors import UnreadableDocumentError
+from blendrag.store import regular_files
+from blendrag.text.readers.document import Document, MetadataValue
+
+if TYPE_CHECKING:
+    from bs4 import BeautifulSoup
+
+#: Size limit of a document's file.
+MAX_DOCUMENT_BYTES = 1024 * regular_files.MIB
+
+
+def read_documents(path: Path) -> Iterator[Document]:
+    """Documents of one file, in order.
+
+    Raises :class:`UnreadableDocumentError`; for JSON lines after all documents of good lines.
+    """
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise UnreadableDocumentError(
+            path,
+            f"suffix {path.suffix!r} is not supported, expected one of {', '.join(_READERS)}; "
+            "convert it to text first",
+        )
+    yield from reader(path, _read_text(path))
+
+
+def _read_text(path: Path) -> str:
+    """The file as text with ``\\n`` line ends."""
+    try:
+        str(path).encode("utf-8")
+    except UnicodeEncodeError as exc:
+        shown = str(path).encode("utf-8", "backslashreplace").decode("utf-8")
+        raise UnreadableDocumentError(shown, "has a name that is not UTF-8; rename it") from exc
+    try:
+        data = regular_files.read_bytes(path, MAX_DOCUMENT_BYTES, follow=True)
+    except OSError as exc:
+        raise UnreadableDocumentError(
+            path, f"cannot be read ({exc.strerror or exc}); check that it exists and is readable"
+        ) from exc
+    if b"\0" in data:
+        raise UnreadableDocumentError(
+            path, "is binary (holds NUL bytes), expected UTF-8 text; convert it to text first"
+        )
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as exc:
+        raise UnreadableDocumentError(
+            path, f"is not UTF-8 (byte {exc.start}); convert it, for example with iconv"
+        ) from exc
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    if not text.strip():
+        raise UnreadableDocumentError(path, "is empty, expected text; remove it or fill it")
+    return text
+
+
+def _stem_title(path: Path) -> str:
+    return " ".join(path.stem.replace("-", " ").replace("_", " ").split())
+
+
+def _read_plain(path: Path, text: str) -> Iterator[Document]:
+    yield Document(path.as_posix(), text, _stem_title(path))
+
+
+_FENCE = re.compile(r"\s{0,3}(```|~~~)")
+_HEADING = re.compile(r"\s{0,3}#{1,6}[ \t]+(.*?)[ \t]*#*[ \t]*$")
+
+
+def _read_markdown(path: Path, text: str) -> Iterator[Document]:
+    yield Document(path.as_posix(), text, _markdown_title(text) or _stem_title(path))
+
+
+def _markdown_title(text: str) -> str | None:
+    fence = None
+    for line in text.splitlines():
+        if opening := _FENCE.match(line):
+            if fence is None:
+                fence = opening[1]
+            elif fence == opening[1]:
+                fence = None
+        elif fence is None and (heading := _HEADING.match(line)) and heading[1]:
+            return heading[1]
+    return None
+
+
+_UNREAD_TAGS = ("script", "style", "noscript", "template", "head", "svg")
+_BLOCKS = (
+    "address article aside blockquote body dd details div dl dt fieldset figcaption figure "
+    "footer form h1 h2 h3 h4 h5 h6 header hr li main nav ol p pre section summary table tr ul"
+)
+
+
+def _read_html(path: Path, text: str) -> Iterator[Document]:
+    from bs4 import BeautifulSoup
+
+    soup = BeautifulSoup(text, "html.parser")
+    title = " ".join(soup.title.get_text().split()) if soup.title else ""
+    body = _html_text(soup)
+    if not body:
+        raise UnreadableDocumentError(path, "holds no text once tags are removed; leave it out")
+    yield Document(path.as_posix(), body, title or _stem_title(path))
+
+
+def _html_text(soup: BeautifulSoup) -> str:
+    """Text in reading order, one blank line between blocks, lines of ``pre`` kept."""
+    for tag in soup.find_all(_UNREAD_TAGS):
+        tag.decompose()
+    for string in soup.find_all(string=True):
+        if type(string).__name__ == "NavigableString" and string.find_parent("pre") is None:
+            string.replace_with(re.sub(r"\s+", " ", string))
+    for tag in soup.find_all("br"):
+        tag.replace_with("\n")
+    for tag in soup.find_all(["td", "th"]):
+        tag.append(" ")
+    for tag in soup.find_all(_BLOCKS.split()):
+        tag.insert_before("\n\n")
+        tag.append("\n\n")
+    lines = (line.rstrip(" ") for line in soup.get_text().split("\n"))
+    return re.sub(r"\n{3,}", "\n\n", re.sub(r"(?m)^ (?! )", "", "\n".join(lines))).strip()
+
+
+def _read_jsonl(path: Path, text: str) -> Iterator[Document]:
+    """Every good line, and only then an error that names the first bad one."""
+    seen: set[str] = set()
+    first_fault, bad_lines = "", 0
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            document = _jsonl_document(path, number, line)
+            if document.source in seen:
+                raise _BadLine(f"repeats an id ({document.source}); ids must differ")
+        except _BadLine as bad:
+            first_fault = first_fault or f"line {number} {bad}"
+            bad_lines += 1
+            continue
+        seen.add(document.source)
+        yield document
+    if bad_lines:
+        skipped = f"{bad_lines} bad line{'s' if bad_lines > 1 else ''} skipped"
+        raise UnreadableDocumentError(path, f"{first_fault}; {skipped}, {len(seen)} read")
+
+
+class _BadLine(Exception):
+    """Why one line is no document, to be said behind its number."""
+
+
+def _jsonl_document(path: Path, number: int, line: str) -> Document:
+    try:
+        record: Any = json.loads(line)
+    except (ValueError, RecursionError) as exc:
+        raise _BadLine(f"is not valid JSON ({exc}); write one object to a line") from exc
+    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+        raise _BadLine('is not an object with a string under "text"; write {"text": "…"}')
+    text = record["text"].replace("\r\n", "\n").replace("\r", "\n")
+    if not text.strip():
+        raise _BadLine('has an empty "text"; fill it or remove the line')
+    try:
+        line_without_escapes = json.dumps(record, ensure_ascii=False)
+        line_without_escapes.encode("utf-8")
+    except UnicodeEncodeError as exc:
+        raise _BadLine("holds a lone surrogate, expected valid Unicode; replace it") from exc
+    record_id = record.get("id")
+    name = number if record_id is None or record_id == "" else record_id
+    return Document(
+        source=f"{path.as_posix()}#{name}",
+        text=text,
+        title=str(record.get("title") or _stem_title(path)),
+        metadata={
+            key: value if isinstance(value, MetadataValue) else json.dumps(value)
+            for key, value in record.items()
+            if key not in ("text", "title") and value is not None
+        },
+    )
+
+
+_READERS: dict[str, Callable[[Path, str], Iterator[Document]]] = {
+    ".txt": _read_plain,
+    ".md": _read_markdown,
+    ".markdown": _read_markdown,
+    ".html": _read_html,
+    ".htm": _read_html,
+    ".jsonl": _read_jsonl,
+}
+
+#: Suffixes that can be read.
+SUPPORTED_SUFFIXES = tuple(_READERS)

@@ -1,0 +1,224 @@
+"""A damaged or hostile corpus gives what was put, less of it with a warning, or one sentence."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from blendrag.corpus import database, rows
+from blendrag.corpus.checking import check_corpus
+from blendrag.corpus.corpus import Corpus
+from blendrag.corpus.database import FILE_NAME
+from blendrag.corpus.vectors import FILE_NAME as VECTORS
+from blendrag.errors import BlendragError, CorpusError
+from corpus.corpus_fuzz import Fuzzing, change, chunk_id_of, make_corpus, text_of, vector_of
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    make_corpus(tmp_path / "store")
+    return tmp_path / "store"
+
+
+def execute(root: Path, *statements: str) -> None:
+    with sqlite3.connect(root / "corpus" / FILE_NAME) as connection:
+        for statement in statements:
+            connection.execute(statement)
+    connection.close()
+
+
+def test_damaged_copies_never_lie_and_never_raise_anything_else(tmp_path: Path) -> None:
+    fuzzing = Fuzzing(tmp_path, seed=3)
+    fuzzing.run(25)
+    assert fuzzing.failures == []
+    assert fuzzing.refused > 5
+
+
+def test_the_fuzzer_notices_rows_that_are_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fuzzing = Fuzzing(tmp_path, seed=3)
+    believed = lambda table, row: tuple(  # noqa: E731
+        {"n": 1} if kinds == (rows.Json,) else value
+        for value, (_, kinds) in zip(row, table.columns, strict=False)
+    )
+    monkeypatch.setattr(rows.Table, "checked", believed)
+    fuzzing.run(10)
+    assert fuzzing.failures
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "CREATE TRIGGER t AFTER INSERT ON meta BEGIN DELETE FROM chunk; END",
+        "CREATE VIEW v AS SELECT * FROM chunk, chunk, chunk, chunk, chunk, chunk",
+        "CREATE TABLE theirs (x)",
+        "CREATE INDEX theirs ON chunk(text)",
+        "DROP INDEX passage_by_chunk",
+    ],
+)
+def test_anything_in_the_schema_that_is_not_ours_is_refused(root: Path, statement: str) -> None:
+    execute(root, statement)
+    for read_only in (True, False):
+        with pytest.raises(CorpusError, match="not have the tables of a corpus and nothing else"):
+            Corpus.open(root, read_only=read_only)
+
+
+def test_a_huge_row_is_not_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "MAX_ROW_BYTES", 1 << 20)
+    execute(root, "UPDATE chunk SET text = zeroblob(3000000) WHERE id = 1")
+    with Corpus.open(root) as corpus, pytest.raises(CorpusError, match="a row of over"):
+        corpus.text(chunk_id_of(text_of(0, 0)))
+
+
+@pytest.mark.parametrize("name", [FILE_NAME, f"{FILE_NAME}-wal", VECTORS])
+@pytest.mark.parametrize("kind", ["fifo", "link", "directory"])
+def test_files_that_are_no_files_are_refused_or_ignored_at_once(
+    root: Path, name: str, kind: str
+) -> None:
+    path = root / "corpus" / name
+    path.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    if name != VECTORS:
+        with pytest.raises(CorpusError, match="is not a regular file"):
+            Corpus.open(root)
+        return
+    for read_only in (True, False):
+        with Corpus.open(root, read_only=read_only) as corpus:
+            assert corpus.nearest(vector_of(text_of(1, 1)), 1)[0][0].text == text_of(1, 1)
+
+
+def test_a_corpus_directory_behind_a_link_is_refused(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "corpus").symlink_to(root / "corpus")
+    with pytest.raises(CorpusError, match="is not a directory"):
+        Corpus.open(tmp_path / "other")
+
+
+def test_a_journal_that_would_delete_a_file_is_refused(root: Path) -> None:
+    journal = root / "corpus" / f"{FILE_NAME}-journal"
+    journal.write_bytes(bytes(512) + database._SUPER_JOURNAL)
+    with pytest.raises(CorpusError, match="was not written by blendrag"):
+        Corpus.open(root)
+    assert journal.exists()
+
+
+def test_vectors_that_state_any_size_are_made_anew(root: Path) -> None:
+    path = root / "corpus" / VECTORS
+    good = path.read_bytes()
+    rng = random.Random(1)
+    with path.open("r+b") as file:
+        file.truncate(1 << 40)
+    with Corpus.open(root) as corpus:
+        assert corpus.nearest(vector_of(text_of(2, 0)), 1)[0][0].text == text_of(2, 0)
+    assert path.read_bytes() == good
+    for _ in range(20):
+        damaged = bytearray(good)
+        damaged[rng.randrange(len(good))] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        with Corpus.open(root, read_only=True) as corpus:
+            assert corpus.nearest(vector_of(text_of(2, 0)), 1)[0][0].text == text_of(2, 0)
+
+
+@pytest.mark.parametrize(
+    ("statement", "row"),
+    [
+        ("UPDATE chunk SET text = replace(text, 'lamp', 'lump') WHERE id = 4", "chunk 4"),
+        ("UPDATE document SET source = 'other.md' WHERE id = 2", "document 2"),
+        ("UPDATE passage SET chunk = 1 WHERE id = 4", "passage 4"),
+        ("UPDATE passage SET vector = 'text' WHERE id = 4", "passage 4"),
+        ("UPDATE document SET metadata = x'ff' WHERE id = 2", "document 2"),
+    ],
+)
+def test_a_damaged_row_is_left_out_named_repaired_and_ingested_again(
+    root: Path, statement: str, row: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (root / "corpus" / VECTORS).unlink()
+    execute(root, statement)
+    text = text_of(1, 0)
+    with Corpus.open(root) as corpus, caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert text not in [found.text for found, _ in corpus.nearest(vector_of(text), 3)]
+        assert corpus.unchanged("doc1.md", "digest 1") is None
+        assert corpus.unchanged("doc2.md", "digest 2") is not None
+    assert [f"row {row} " in record.getMessage() for record in caplog.records].count(True) == 1
+    found = check_corpus(root)
+    assert not found.is_good
+    assert any(row in fault for fault in found.faults)
+    assert check_corpus(root, repair=True).repaired
+    assert check_corpus(root).is_good
+    change(root)  # as an ingest would
+    with Corpus.open(root) as corpus:
+        assert corpus.nearest(vector_of(text), 1)[0][0].text == text
+        assert corpus.unchanged("doc1.md", "digest 1") is not None
+
+
+def test_a_document_ingested_again_mends_its_rows_without_a_repair(root: Path) -> None:
+    execute(root, "UPDATE chunk SET tokens = 1 WHERE id = 4", "DELETE FROM passage WHERE id = 5")
+    with Corpus.open(root) as corpus:
+        assert corpus.unchanged("doc1.md", "digest 1") is None
+    change(root)
+    with Corpus.open(root) as corpus:
+        assert corpus.unchanged("doc1.md", "digest 1") is not None
+    assert check_corpus(root).is_good
+
+
+@pytest.mark.parametrize(
+    "value", ["x", "[]", "[" * 100_000, '{"model": 1}', '{"prefix_ids": null}', "null"]
+)
+def test_a_damaged_manifest_is_one_sentence(root: Path, value: str) -> None:
+    with Corpus.open(root) as corpus:
+        with corpus._file.writing():
+            corpus._file.set_meta("manifest", value)
+        with pytest.raises(CorpusError, match="the manifest is none"):
+            _ = corpus.manifest
+    execute(root, "UPDATE meta SET value = 'y' WHERE key = 'manifest'")
+    with Corpus.open(root, read_only=True) as corpus, pytest.raises(CorpusError, match="row meta"):
+        _ = corpus.manifest
+    with pytest.raises(CorpusError, match=r"settings .* are damaged"):
+        check_corpus(root, repair=True)
+
+
+def test_a_damaged_anchor_is_made_from_the_text(root: Path) -> None:
+    execute(root, "UPDATE anchor SET packed = x'00' WHERE chunk < 4")
+    with Corpus.open(root) as corpus:
+        assert len(corpus.anchors.find(text_of(0, 0))) == 1
+
+
+def test_a_vector_of_another_length_or_without_numbers_is_left_out(root: Path) -> None:
+    (root / "corpus" / VECTORS).unlink()
+    forged: Callable[[Any], bytes] = lambda numbers: np.asarray(numbers, np.float32).tobytes()  # noqa: E731
+    with Corpus.open(root) as corpus, corpus._file.writing():
+        found = corpus._file.rows(f"SELECT {rows.PASSAGE.selected} FROM passage WHERE id < 3")
+        for row, vector in zip(found, (forged([1.0]), forged([np.nan] * 8)), strict=True):
+            values = [*row[:5], vector]
+            corpus._file.connection.execute(
+                "UPDATE passage SET vector = ? WHERE id = ?", (vector, row[0])
+            )
+            rows.PASSAGE.seal(corpus._file.connection, *values)
+    with Corpus.open(root) as corpus:
+        found_texts = [found.text for found, _ in corpus.nearest(vector_of("x"), 99)]
+    assert len(found_texts) == 5 * 3 + 3 - 2
+
+
+def test_an_emptied_database_is_not_silently_begun_anew(root: Path) -> None:
+    (root / "corpus" / FILE_NAME).write_bytes(b"")
+    for read_only in (True, False):
+        with pytest.raises(CorpusError, match=r"is empty, expected a corpus; .* ingest again"):
+            Corpus.open(root, read_only=read_only)
+    assert (root / "corpus" / FILE_NAME).read_bytes() == b""
+    with pytest.raises(BlendragError, match="is empty"):
+        check_corpus(root)

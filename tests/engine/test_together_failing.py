@@ -1,0 +1,248 @@
+"""One prompt of a batch fails, leaves or is refused: no other notices, and nothing of it stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from blendrag.engine import Answer, BlendEngine, Options, requests
+from blendrag.errors import InvalidInputError
+from blendrag.fusor import BlendCache, Fusor
+from blendrag.planning.controller import Controller, LoadPlan
+from blendrag.store.identity import chunk_key
+from engine.batch_lab import REUSE, made_in, prompt
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
+    with made_in(tmp_path_factory.mktemp("failing")) as made:
+        yield made
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[BlendEngine]:
+    """An engine that may be spoilt."""
+    with made_in(tmp_path) as made:
+        yield made
+
+
+def test_a_corrupt_chunk_of_one_prompt_is_computed_and_the_others_notice_nothing(
+    own: BlendEngine,
+) -> None:
+    engine = own
+    prompts = [prompt(engine, 0), prompt(engine, 1), prompt(engine, 2)]
+    expected = [answer.text for answer in engine.batch(prompts, REUSE)]
+    victim = engine.resources.text_ids(tiny.chunk_texts(engine, 1)[0])
+    key = chunk_key(engine.adapter.identity.namespace, engine.resources.prefix_ids, victim)
+    root = engine.resources.root
+    (file,) = [p for p in root.rglob("*") if p.is_file() and p.name.startswith(key)]
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 0x40
+    file.write_bytes(bytes(data))
+    answers = engine.batch(prompts, REUSE)
+    assert [answer.metrics.batch_size for answer in answers] == [3, 1, 3]
+    assert [answers[0].text, answers[2].text] == [expected[0], expected[2]]
+    (computed,) = [c for c in answers[1].metrics.chunks if c.outcome == "computed"]
+    assert "verification" in computed.reason
+
+
+def test_a_prompt_that_was_abandoned_before_its_turn_is_left_out(engine: BlendEngine) -> None:
+    prompts = [prompt(engine, i) for i in range(3)]
+    expected = [engine.generate(text, REUSE).text for text in prompts]
+    requests = engine._requests
+    with engine.adapter.lock:  # nothing is begun yet
+        started = requests.start_all(prompts, REUSE, False, 0.0)
+        started[1].stream.cancel()  # type: ignore[union-attr]
+    first, third = (started[i].wait() for i in (0, 2))  # type: ignore[union-attr]
+    assert [first.text, third.text] == [expected[0], expected[2]]
+    assert [first.metrics.batch_size, third.metrics.batch_size] == [2, 2]
+
+
+def test_if_they_cannot_be_prefilled_together_they_are_answered_one_after_another(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = [prompt(engine, i) for i in range(3)]
+    expected = [answer.text for answer in engine.batch(prompts, REUSE)]
+
+    def without_memory(self: Fusor, prompts: Any) -> Any:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(Fusor, "prefill_together", without_memory)
+    answers = engine.batch(prompts, REUSE)
+    assert [answer.text for answer in answers] == expected
+    assert [answer.metrics.batch_size for answer in answers] == [1] * 3
+    assert "one after another: none left" in caplog.text
+
+
+def test_kv_of_a_model_that_was_changed_meanwhile_is_computed_again(own: BlendEngine) -> None:
+    engine = own
+    prompts = [prompt(engine, i) for i in range(2)]
+    model = engine.adapter.model
+    with engine.adapter.lock:
+        started = engine._requests.start_all(prompts, Options(), False, 0.0)
+        done: list[Any] = []
+
+        def change(future: Any) -> None:  # on the worker, between the first answer and the second
+            with torch.no_grad():
+                model.lm_head.weight.mul_(-1.0)
+            done.append(future)
+
+        started[0].future.add_done_callback(change)  # type: ignore[union-attr]
+    first, second = (one.wait() for one in started)  # type: ignore[union-attr]
+    assert done
+    assert first.metrics.batch_size == 2
+    assert second.metrics.batch_size == 1
+    assert second.metrics.reused_tokens == 0  # nothing is stored for these weights
+    assert second.text == engine.generate(prompts[1], Options(mode="full")).text
+
+
+class Loads:
+    """What was opened for requests, and what of it was closed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened: list[LoadPlan] = []
+        self.closed: list[LoadPlan] = []
+        plan, close = Controller.plan, LoadPlan.close
+
+        def planned(controller: Controller, *args: Any, **kwargs: Any) -> LoadPlan:
+            self.opened.append(plan(controller, *args, **kwargs))
+            return self.opened[-1]
+
+        def closing(load: LoadPlan) -> None:
+            self.closed.append(load)
+            close(load)
+
+        monkeypatch.setattr(Controller, "plan", planned)
+        monkeypatch.setattr(LoadPlan, "close", closing)
+
+    def are_closed(self) -> bool:
+        return all(any(one is other for other in self.closed) for one in self.opened)
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> Loads:
+    return Loads(monkeypatch)
+
+
+def test_every_reader_is_closed_whatever_happens(engine: BlendEngine, loads: Loads) -> None:
+    prompts = [prompt(engine, i) for i in range(4)]
+    engine.batch(prompts, REUSE)
+    many = "What do you know of the harbour? " * 40
+    engine.batch([*prompts[:2], prompt(engine, 2, ask=many)], REUSE)
+    with engine.adapter.lock:
+        started = engine._requests.start_all(prompts, REUSE, False, 0.0)
+        started[0].future.add_done_callback(  # type: ignore[union-attr]
+            lambda _: [one.stream.cancel() for one in started]  # type: ignore[union-attr]
+        )
+    engine.drain()
+    assert len(loads.opened) > 10
+    assert loads.are_closed()
+
+
+def test_where_not_all_can_be_submitted_those_that_were_are_left_and_nothing_stays_open(
+    engine: BlendEngine, loads: Loads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, answered = engine._worker.submit, []
+    submitted: list[Any] = []
+
+    def failing(call: Any, background: bool = False) -> Any:
+        if len(submitted) == 2:
+            answering.wait(60)  # the first is answered, and all four are prefilled
+            raise KeyboardInterrupt
+        submitted.append(submit(call, background))
+        return submitted[-1]
+
+    answering = threading.Event()
+    hook = engine.adapter.model.lm_head.register_forward_pre_hook(lambda *_: answering.set())
+    monkeypatch.setattr(engine._worker, "submit", failing)
+    monkeypatch.setattr(requests, "log_answer", answered.append)
+    with pytest.raises(KeyboardInterrupt):
+        engine.batch([prompt(engine, i) for i in range(4)], REUSE)
+    hook.remove()
+    monkeypatch.undo()
+    assert len(loads.opened) == 4
+    assert loads.are_closed()
+    assert len(answered) < 2
+    assert engine.generate(prompt(engine, 0), REUSE).text
+
+
+def test_a_prompt_that_is_left_while_it_waits_releases_what_is_there_of_it(
+    engine: BlendEngine, loads: Loads
+) -> None:
+    answering, go_on = threading.Event(), threading.Event()
+
+    def hold(module: Any, args: Any) -> None:
+        answering.set()
+        assert go_on.wait(60)
+
+    hook = engine.adapter.model.lm_head.register_forward_pre_hook(hold)
+    started = engine._requests.start_all([prompt(engine, i) for i in range(3)], REUSE, False, 0.0)
+    assert answering.wait(60)
+    assert len(loads.opened) == 3  # all are prefilled, and the first is answered
+
+    async def leave() -> None:
+        waiting = asyncio.create_task(started[1].awaited())  # type: ignore[union-attr]
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with suppress(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(leave())
+    hook.remove()
+    go_on.set()
+    engine.drain()
+    assert started[2].wait().metrics.batch_size == 3  # type: ignore[union-attr]
+    assert loads.are_closed()
+
+
+def test_a_schedule_that_fits_no_model_is_no_error_of_a_prompt_that_needs_none(
+    engine: BlendEngine, loads: Loads
+) -> None:
+    options = Options(policy="hkvd", ratio=0.3, schedule="0.9,0.5")
+    prompts = ["Where was it built?", prompt(engine, 0), prompt(engine, 1)]
+    plain, *failed = engine.batch(prompts, options, return_exceptions=True)
+    assert isinstance(plain, Answer)
+    assert plain.text == engine.generate(prompts[0], options).text
+    for i, error in enumerate(failed):
+        assert isinstance(error, InvalidInputError)
+        assert "2 entries" in str(error)
+        assert error.__notes__ == [f"prompt {i + 2} of 3 of this batch"]
+    assert len(loads.opened) >= 2
+    assert loads.are_closed()
+
+
+def test_a_prompt_past_the_limit_of_the_rotary_table_goes_alone(tmp_path: Path) -> None:
+    """The length of the longest prompt in a forward decides how the rows of all are rotated."""
+    limit, rope = 300, {"rope_type": "longrope", "rope_theta": 10000.0}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0}
+    model = tiny.llama(
+        rope_parameters={**rope, **factors, "original_max_position_embeddings": limit}
+    )
+    with tiny.engine(model, tmp_path / "store") as engine:
+        assert engine.adapter.blend_limit_tokens == limit
+        engine.ingest([tiny.document(0)])
+        prompts = [prompt(engine, 0), "Where was it built? " * 45, prompt(engine, 0, ask="Why?")]
+        lengths = [len(engine.plan(text).ids) for text in prompts]
+        assert lengths[0] < limit < lengths[1]
+        alone = [engine.generate(text, REUSE) for text in prompts]
+        together = engine.batch(prompts, REUSE)
+    assert [answer.metrics.batch_size for answer in together] == [2, 1, 2]
+    assert [answer.text for answer in together] == [answer.text for answer in alone]
+
+
+def test_what_was_prefilled_ahead_is_not_kept_once_all_is_answered(engine: BlendEngine) -> None:
+    engine.batch([prompt(engine, i) for i in range(3)], REUSE)
+    engine.drain()
+    gc.collect()
+    assert not [one for one in gc.get_objects() if isinstance(one, BlendCache)]

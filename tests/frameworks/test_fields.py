@@ -1,0 +1,137 @@
+"""What wrappers are told in the frameworks' words becomes the engine's options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+import tiny
+from blendrag.engine import BlendEngine, Options
+from blendrag.engine.library import Entry
+from blendrag.errors import InvalidInputError
+from blendrag.frameworks import CONFIG, RequestFields, close_shared_engines
+
+TOOL = {"type": "function", "function": {"name": "search"}}
+
+
+class Wrapper(RequestFields):
+    model_config = CONFIG
+
+
+def wrapper(**fields: Any) -> Wrapper:
+    return Wrapper(model="demo", **fields)
+
+
+def test_a_wrapper_told_nothing_leaves_everything_to_the_engine() -> None:
+    assert wrapper().request_options() == Options()
+
+
+def test_the_least_automatic_ratio_is_a_field_and_an_option_of_a_call() -> None:
+    made = wrapper(ratio="auto", min_ratio=0.3)
+    assert made.request_options() == Options(ratio="auto", min_ratio=0.3)
+    assert made.request_options(min_ratio=0.0).min_ratio == 0.0
+
+
+def test_fields_become_options_and_a_call_overrides_them() -> None:
+    made = wrapper(timeout=30, seed=7, temperature=0.5, max_tokens=9, logprobs=True, stop=["END"])
+    expected = Options(
+        timeout_s=30, seed=7, temperature=0.5, max_new_tokens=9, logprobs=0, stop=("END",)
+    )
+    assert made.request_options() == expected
+    options = made.request_options(stop=["STOP"], timeout=5, seed=8, tools=[TOOL], top_logprobs=3)
+    assert (options.stop, options.timeout_s, options.seed) == (("STOP",), 5, 8)
+    assert options.tools == (TOOL,)
+    assert options.logprobs == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, None),
+        ({"logprobs": False}, None),
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 5}, 5),
+        ({"logprobs": True, "top_logprobs": 0}, 0),
+        ({"logprobs": 4}, 4),
+        ({"logprobs": False, "top_logprobs": 0}, None),
+    ],
+)
+def test_openais_two_arguments_for_logprobs_are_one(
+    given: dict[str, Any], expected: int | None
+) -> None:
+    assert wrapper().request_options(**given).logprobs == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"timeout": 0}, "timeout 0"),
+        ({"min_ratio": 1.5}, r"min_ratio 1.5 is outside \[0, 1\]"),
+        ({"seed": 2**64}, "seed"),
+        ({"top_logprobs": 3}, "add logprobs=True"),
+        ({"logprobs": True, "top_logprobs": 21}, r"outside \[0, 20\]"),
+    ],
+)
+def test_a_bad_value_is_refused_when_the_wrapper_is_made_and_in_a_call(
+    fields: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ValidationError, match=says):
+        wrapper(**fields)
+    with pytest.raises(InvalidInputError, match=says) as raised:
+        wrapper().request_options(**fields)
+    assert tiny.one_sentence(str(raised.value))
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ({"max_tokens": "5"}, "max_tokens '5' \\(str\\), expected a whole number"),
+        ({"max_tokens": 1.5}, "whole number"),
+        ({"temperature": "hot"}, "expected a number"),
+        ({"temperature": float("nan")}, "temperature nan, expected a number"),
+        ({"top_p": "x", "temperature": 1.0}, "expected a number"),
+        ({"seed": "x"}, "whole number"),
+        ({"timeout": "1"}, "^timeout '1' .*number of seconds"),
+        ({"logprobs": "yes"}, "whole number"),
+        ({"stop": 5}, "a text or a list of texts"),
+        ({"stop": [1]}, "expected texts"),
+        ({"stop": ""}, "stop holds an empty text"),
+        ({"stop": ["x", ""]}, "stop holds an empty text"),
+        ({"generate_kwargs": 5}, "^generate_kwargs 5 .*a dictionary"),
+        ({"template_kwargs": 5}, "^template_kwargs 5 .*a dictionary"),
+        ({"max_tokens": 0}, "^max_tokens 0 is not 1 or more"),
+        ({"max_new_tokens": 0}, "^max_new_tokens 0 is not 1 or more"),
+        ({"logprobs": 30}, "^logprobs 30 is outside"),
+        ({"logprobs": True, "top_logprobs": 30}, "^top_logprobs 30 is outside"),
+        ({"apply_chat_template": "no"}, "True or False"),
+    ],
+)
+def test_an_option_of_the_wrong_kind_is_one_sentence(option: dict[str, Any], expected: str) -> None:
+    with pytest.raises(InvalidInputError, match=expected) as raised:
+        wrapper().request_options(**option)
+    assert tiny.one_sentence(str(raised.value))
+
+
+def test_a_word_that_is_no_option_is_named_with_those_that_are() -> None:
+    with pytest.raises(InvalidInputError, match="presence_penalty") as raised:
+        wrapper().request_options(presence_penalty=1)
+    assert "timeout" in str(raised.value)
+
+
+def test_a_default_embedder_is_not_held_against_a_corpus_of_another(tmp_path: Path) -> None:
+    with BlendEngine("demo", tmp_path, embedder="another/embedder") as other:
+        other.library.add([Entry(id="1", text="one")], embed=False, precompute=False)
+    try:
+        with wrapper(store=tmp_path) as made:
+            made.engine.library.add([Entry(id="2", text="two")], embed=False, precompute=False)
+            assert [entry.id for entry in made.engine.library.entries()] == ["1", "2"]
+        with (
+            wrapper(store=tmp_path, embedder="minilm-offline") as made,
+            pytest.raises(InvalidInputError, match="another/embedder"),
+        ):
+            made.engine.library.add([Entry(id="3", text="three")], embed=False, precompute=False)
+    finally:
+        close_shared_engines()

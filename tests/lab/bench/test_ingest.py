@@ -1,0 +1,95 @@
+"""The ingest benchmark: its figures, the corpus ingested twice, and what happens when it is cut short."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from blendrag.engine.ingest import Ingest
+from blendrag.errors import StoreFullError
+from blendrag.lab.bench.geometry import bench_adapter
+from blendrag.lab.bench.ingest import IngestWorkload, run_ingest
+from cli.lab import start
+from cli.test_interrupt import interrupt
+from lab.bench.lab import measured
+
+RATES = ("--geometry", "tiny", "--chunks", "1", "--chunk-tokens", "64")
+CORPUS = ("--reingest-chunks", "2", "--reingest-chunk-tokens", "64")
+NO_CORPUS = ("--reingest-chunks", "0")
+#: Say on stderr when the first chunk is about to be encoded, and make that last.
+SLOW_INGEST = """
+import sys, time
+from blendrag.engine.ingest import Ingest
+encode = Ingest._encode
+def slow(*args):
+    print("NOW", file=sys.stderr, flush=True)
+    time.sleep(60)
+    return encode(*args)
+Ingest._encode = slow
+"""
+
+
+@pytest.fixture(scope="module")
+def ingest() -> dict[str, Any]:
+    return measured("ingest", *RATES, *CORPUS)
+
+
+def test_rates_are_of_prefill_of_encoding_and_of_the_whole_ingest(ingest: dict[str, Any]) -> None:
+    for name in ("prefill", "encode", "ingest"):
+        assert ingest[f"{name}_tokens_per_s"] > 0
+    expected = ingest["ingest_tokens_per_s"] / ingest["prefill_tokens_per_s"]
+    assert ingest["relative_rate"] == pytest.approx(expected)
+
+
+def test_the_second_ingest_finds_everything_and_loads_no_model(ingest: dict[str, Any]) -> None:
+    assert ingest["corpus_chunks"] >= 2
+    expected = ingest["first_ingest_s"] / ingest["second_ingest_s"]
+    assert ingest["reingest_speedup"] == pytest.approx(expected)
+    assert ingest["model_loaded_again"] is False
+    assert ingest["from_shell"] is False
+
+
+def test_both_ingests_can_be_processes_of_their_own() -> None:
+    fields = measured("ingest", *RATES, *CORPUS, "--from-shell", "--dtype", "float32")
+    assert fields["corpus_chunks"] >= 2
+    assert fields["first_ingest_s"] > 0
+    assert fields["second_ingest_s"] > 0
+    assert fields["model_loaded_again"] is None
+    assert fields["from_shell"] is True
+
+
+def test_without_a_corpus_only_rates_are_measured() -> None:
+    fields = measured("ingest", *RATES, *NO_CORPUS)
+    assert fields["corpus_chunks"] == 0
+    assert fields["reingest_speedup"] == 0
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), StoreFullError("there is no room")], ids=repr)
+def test_an_ingest_cut_short_ends_the_measurement_and_leaves_nothing_behind(
+    end: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_short(*args: object) -> NoReturn:
+        raise end
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(Ingest, "_encode", cut_short)
+    adapter = bench_adapter("tiny", None, "auto", "cpu")
+    with pytest.raises(type(end)) as raised:
+        run_ingest(adapter, IngestWorkload(1, 64, 0))
+    assert str(raised.value) == str(end)
+    assert not list(tmp_path.glob("blendrag-*"))
+
+
+def test_ctrl_c_prints_no_figures_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    process = start("bench", "ingest", *RATES, *NO_CORPUS, "--json", before=SLOW_INGEST)
+    stdout, stderr, _ = interrupt(process)
+    assert process.returncode == 130
+    assert stdout == ""
+    assert "Traceback" not in stderr
+    assert not list(tmp_path.glob("blendrag-*"))

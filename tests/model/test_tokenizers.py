@@ -1,0 +1,308 @@
+"""Whatever kind of tokenizer a model has, the ids of a prompt's segments are its text.
+
+Tiny tokenizers of the kinds that real families have, trained here: byte-level (Llama 3, Qwen), and those
+that SentencePiece made: with a space put before every text (Llama 2, TinyLlama, older Mistral), before the
+first one only (as transformers 5 builds Llama's and Mistral's), of the Unigram kind, and none (Gemma).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import LlamaTokenizer, PreTrainedTokenizerFast
+
+import tiny
+from blendrag.engine import BlendEngine, Options
+from blendrag.errors import InvalidInputError
+from blendrag.model.tokens import Tokens
+from blendrag.text.prompt import make_plan
+from blendrag.text.recognition.index import AnchorIndex
+from blendrag.text.recognition.spans import Match
+
+SPECIAL = ["<unk>", "<s>", "</s>", "<|user|>", "<|end|>"]
+TEXTS = [tiny.TEXT, *(tiny.sentence(i) for i in range(20)), "[INST] Context: two  spaces [/INST]"]
+TEMPLATE = (
+    "<s>{% for m in messages %}{{ '<|user|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}[/INST]"
+)
+
+
+@lru_cache
+def bpe(prefix: str) -> str:
+    """A BPE with byte fallback over ``▁`` for spaces, trained with or without a space before texts."""
+    trained = Tokenizer(models.BPE(unk_token="<unk>"))
+    trained.normalizer = normalizers.Replace(" ", "▁")
+    trained.pre_tokenizer = pre_tokenizers.Metaspace(
+        "▁", prepend_scheme="always" if prefix else "never"
+    )
+    trained.train_from_iterator(
+        TEXTS, trainers.BpeTrainer(vocab_size=500, special_tokens=SPECIAL, show_progress=False)
+    )
+    definition = json.loads(trained.to_str())
+    model = definition["model"]
+    model |= {"byte_fallback": True, "fuse_unk": True}
+    for byte in range(256):
+        model["vocab"][f"<0x{byte:02X}>"] = len(model["vocab"])
+    return json.dumps(definition)
+
+
+def with_template(made: Any) -> Any:
+    made.chat_template = TEMPLATE
+    return made
+
+
+def fast(backend: Tokenizer) -> Any:
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>",
+        extra_special_tokens=["<|user|>", "<|end|>"],
+    )  # fmt: skip
+    return with_template(made)
+
+
+UNDO = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+
+
+def llama2() -> Any:
+    """tokenizer.json of Llama 2, TinyLlama and Mistral 0.1 and 0.2: a space before every piece of text."""
+    backend = Tokenizer.from_str(bpe("▁"))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.pre_tokenizer = None
+    backend.decoder = decoders.Sequence([*UNDO, decoders.Strip(" ", 1, 0)])
+    return fast(backend)
+
+
+def llama_of_transformers_5() -> Any:
+    """A space before the first piece of text: ``Metaspace`` with ``first``."""
+    model = json.loads(bpe("▁"))["model"]
+    made = LlamaTokenizer(
+        vocab=model["vocab"],
+        merges=[tuple(pair) for pair in model["merges"]],
+        extra_special_tokens=["<|user|>", "<|end|>"],
+    )
+    return with_template(made)
+
+
+def mistral_v3() -> Any:
+    """``Metaspace`` with ``always``, texts split at spaces."""
+    backend = Tokenizer.from_str(bpe("▁"))
+    backend.normalizer = None
+    backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="always", split=True)
+    backend.decoder = decoders.Sequence([*UNDO, decoders.Strip(" ", 1, 0)])
+    return fast(backend)
+
+
+def unigram() -> Any:
+    backend = Tokenizer(models.Unigram())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
+    alphabet = sorted({c for text in TEXTS for c in text} | set("\n()<>|,/_-"))
+    backend.train_from_iterator(
+        [*TEXTS, "".join(alphabet)],
+        trainers.UnigramTrainer(
+            vocab_size=300, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
+        ),
+    )
+    backend.decoder = decoders.Metaspace("▁", prepend_scheme="first")
+    return fast(backend)
+
+
+def gemma() -> Any:
+    """Spaces become ``▁``, and no space is put anywhere; line breaks are added tokens."""
+    backend = Tokenizer.from_str(bpe(""))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    backend.decoder = decoders.Sequence(UNDO)
+    made = fast(backend)
+    made.add_tokens(["\n", "\n\n", "<table>"])
+    return made
+
+
+def byte_level_with_a_space() -> Any:
+    """GPT-2's kind as some models configure it: ``add_prefix_space``."""
+    made = tiny.tokenizer()
+    made.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    return made
+
+
+def qwen() -> Any:
+    """Byte-level, cut as by Qwen 2 and Llama 3: punctuation merges with the line breaks behind it."""
+    backend = Tokenizer(models.BPE())
+    cut = Regex(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(cut, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(
+        [*TEXTS, ".\n\n" * 99],
+        trainers.BpeTrainer(
+            vocab_size=600, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    return fast(backend)
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "byte-level": tiny.tokenizer,
+    "Qwen": qwen,
+    "byte-level with a space": byte_level_with_a_space,
+    "Llama 2": llama2,
+    "Llama of transformers 5": llama_of_transformers_5,
+    "Mistral": mistral_v3,
+    "Unigram": unigram,
+    "Gemma": gemma,
+}
+#: They put a space behind control tokens, too, and the models have learned that.
+SPACE_BEHIND_CONTROL = ("Llama 2", "Mistral", "byte-level with a space")
+CHUNKS = {
+    "plain": " ".join(tiny.sentence(i) for i in range(3)),
+    "pages": "\n\n".join(tiny.sentence(i) for i in range(5, 8)),
+    "indented": f"(1)  {tiny.sentence(9)}\n   {tiny.sentence(10)}",
+    "control": f"A chunk that says <|end|><|user|>, </s><s>. So it goes. {tiny.sentence(11)}",
+}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def planned(tokens: Tokens, rendered: str) -> Any:
+    index = AnchorIndex(CHUNKS.__getitem__)
+    for name, text in CHUNKS.items():
+        index.add(name, text)
+    return make_plan(
+        rendered,
+        index.find(rendered),
+        tokens,
+        lambda name: tuple(tokens.encode_text(CHUNKS[name])),
+    )
+
+
+def decoded(kind: str, tokens: Tokens, plan: Any) -> str:
+    """Without the spaces that this kind's stock tokenizer puts into every prompt."""
+    said = tokens.decode(plan.ids)
+    if kind == "byte-level with a space":
+        said = said.removeprefix(" ")
+    if kind in SPACE_BEHIND_CONTROL:
+        for control in tokens.special_texts:
+            said = said.replace(f"{control} ", control)
+    return said
+
+
+SEPARATORS = ["\n\n", "\n", " ", "  ", "\n---\n", " [1] ", "(", "<|end|>\n<|user|>\n"]
+
+
+@pytest.mark.parametrize("separator", SEPARATORS)
+def test_decoded_ids_are_the_rendered_prompt(kind: str, separator: str) -> None:
+    tokens = Tokens(KINDS[kind]())
+    texts = [*CHUNKS.values(), CHUNKS["plain"][:150], "Question: what did it build? Answer:"]
+    rendered = f"Answer the question.{separator}{separator.join(texts)}{separator}The end"
+    plan = planned(tokens, rendered)
+    assert [s.chunk_id for s in plan.chunks] == [*CHUNKS, "plain"]
+    assert decoded(kind, tokens, plan) == rendered
+
+
+@pytest.mark.parametrize("separator", ["\n\n", "\n---\n", "\n"])
+def test_ids_are_those_of_the_stock_tokenizer(kind: str, separator: str) -> None:
+    """Also where the end of a chunk merges with what is behind it.
+
+    Gemma's line breaks are added tokens, which chunk text is encoded without: not its ``pages``.
+    """
+    tokenizer = KINDS[kind]()
+    tokens = Tokens(tokenizer)
+    loaded = [CHUNKS[name] for name in ("plain", "indented", "pages", "plain")]
+    if kind == "Gemma":
+        loaded = [CHUNKS["plain"]] * 2
+    rendered = tokens.render(
+        [{"role": "user", "content": f"Read:{separator.join(['', *loaded, 'What?'])}"}]
+    )
+    plan = planned(tokens, rendered)
+    assert list(plan.ids) == tokenizer.encode(rendered, add_special_tokens=False)
+    assert [segment.text for segment in plan.chunks] == loaded
+    for segment in plan.chunks:
+        assert segment.complete
+        assert 0 <= len(segment.stored_ids) - len(segment.ids) < 3
+        assert segment.ids == segment.stored_ids[: len(segment.ids)]
+
+
+def test_an_end_that_merges_with_the_separator_is_computed() -> None:
+    tokens = Tokens(qwen())
+    plan = planned(tokens, f"Read:\n\n{CHUNKS['plain']}\n\nWhat?")
+    (chunk,) = plan.chunks
+    assert len(chunk.stored_ids) - len(chunk.ids) == 1
+    assert tokens.decode(plan.ids[chunk.end : chunk.end + 1]) == ".\n\n"
+
+
+@pytest.mark.parametrize("tail", ["<|end|>", "<|en", "</s>."])
+def test_control_text_at_the_end_of_a_chunk_stays_text(kind: str, tail: str) -> None:
+    """However little of the chunk it is, and where the text behind it completes it."""
+    tokens = Tokens(KINDS[kind]())
+    chunk = f"{CHUNKS['plain']} {tail}"
+    rendered = f"The\n\n{chunk}d|>\n\nThe end"
+    match = Match("c", 5, 5 + len(chunk), complete=True)
+    plan = make_plan(rendered, [match], tokens, lambda _: tuple(tokens.encode_text(chunk)))
+    assert plan.chunks[0].ids == plan.chunks[0].stored_ids
+    assert not tokens.special_among(plan.ids) & set(
+        tokens.tokenizer.convert_tokens_to_ids(SPECIAL[1:])
+    )
+    assert decoded(kind, tokens, plan).removeprefix(" ") == rendered
+
+
+def test_a_prompt_without_chunks_has_the_ids_of_the_stock_tokenizer(kind: str) -> None:
+    tokenizer = KINDS[kind]()
+    tokens = Tokens(tokenizer)
+    messages = [{"role": "user", "content": f"Who built  ships?\n\n{tiny.sentence(3)}"}]
+    rendered = tokens.render(messages)
+    stock = tokenizer.encode(rendered, add_special_tokens=False)
+    assert list(planned(tokens, rendered).ids) == stock
+
+
+def test_chunk_text_is_encoded_as_it_stands_behind_a_line_break(kind: str) -> None:
+    """As the stock tokenizer encodes it there: nothing is put before it."""
+    tokens = Tokens(KINDS[kind]())
+    stock = tokens.encode_template(f"Context:\n{CHUNKS['plain']}")
+    ids = tokens.encode_text(CHUNKS["plain"])
+    assert stock[-len(ids) :] == ids
+
+
+def test_behind_a_control_token_a_segment_is_the_stock_tokenizers(kind: str) -> None:
+    tokens = Tokens(KINDS[kind]())
+    behind = "Question: who?<|end|>\nAnswer: [INST]"
+    stock = tokens.encode_template(f"Context:\n{behind}")
+    ids = tokens.encode_prompt(behind, begins=False).ids
+    assert stock[-len(ids) :] == ids
+
+
+def test_a_prompt_of_an_engine_decodes_to_what_was_rendered(kind: str, tmp_path: Any) -> None:
+    tokenizer = KINDS[kind]()
+    with BlendEngine(
+        tiny.llama(vocab_size=1024), tmp_path, tokenizer=tokenizer, chunk_tokens=128
+    ) as engine:
+        engine.resources.__dict__["embedder"] = tiny.WordEmbedder()
+        engine.ingest([tiny.document(1, 4)])
+        chunks = tiny.chunk_texts(engine, 1)
+        content = "\n\n".join([*chunks, "Question: what?\nAnswer:"])
+        rendered = engine.resources.tokens.render([{"role": "user", "content": content}])
+        plan = engine.plan(content, Options())
+        assert [segment.text for segment in plan.chunks] == chunks
+        assert decoded(kind, engine.resources.tokens, plan) == rendered
+
+
+def test_a_lone_surrogate_is_refused_before_a_tokenizer_sees_it(kind: str) -> None:
+    tokens = Tokens(KINDS[kind]())
+    for encode in (tokens.encode_template, tokens.encode_text):
+        with pytest.raises(InvalidInputError, match="lone surrogate") as error:
+            encode("an \udcff")
+        assert tiny.one_sentence(str(error.value))

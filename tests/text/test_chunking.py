@@ -1,0 +1,120 @@
+"""Chunks are exact substrings within the limit, whatever the text."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from blendrag.errors import InvalidInputError
+from blendrag.text.chunking import Chunker, chunk_id_of
+
+
+def byte_tokenizer() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+TOKENIZER = byte_tokenizer()
+CHUNKER = Chunker(TOKENIZER, 64)
+
+
+def assert_chunks_are_right(text: str, chunker: Chunker) -> None:
+    chunks = chunker.split(text)
+    covered = []
+    position = 0
+    for chunk in chunks:
+        assert chunk.start >= position
+        assert not text[position : chunk.start].strip(), "only white space lies between chunks"
+        assert chunk.text == text[chunk.start : chunk.end] == chunk.text.strip() != ""
+        assert chunk.tokens <= chunker.chunk_tokens
+        assert chunk.tokens == len(TOKENIZER.encode(chunk.text, add_special_tokens=False).ids)
+        assert chunk.chunk_id == chunk_id_of(chunk.text)
+        position = chunk.end
+        covered.append(chunk.text)
+    assert not text[position:].strip()
+
+
+TEXTS = st.one_of(
+    st.text(max_size=2000),
+    st.text(alphabet=" \n\t\x1c\u00a0\u3000ab.世界é\U0001f600\u200d", max_size=2000),
+    st.builds(lambda unit, n: unit * n, st.text(min_size=1, max_size=20), st.integers(1, 500)),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(TEXTS)
+def test_every_chunk_is_an_exact_substring_within_the_limit(text: str) -> None:
+    assert_chunks_are_right(text, CHUNKER)
+
+
+@pytest.mark.parametrize(
+    "unit", ["x", "世", "word ", "One sentence. ", "é\u0301", "\U0001f600", "a\n"]
+)
+def test_a_long_line_is_split_in_linear_time(unit: str) -> None:
+    chunker = Chunker(TOKENIZER, 512)
+    text = unit * (300_000 // len(unit))
+    started = time.process_time()
+    chunks = chunker.split(text)
+    assert time.process_time() - started < 20
+    assert sum(chunk.end - chunk.start for chunk in chunks) >= len(text.replace(" ", "")) * 0.9
+    assert all(chunk.tokens <= 512 for chunk in chunks)
+    assert all(text[chunk.start : chunk.end] == chunk.text for chunk in chunks)
+
+
+def test_windows_do_not_change_where_ordinary_prose_is_cut() -> None:
+    paragraph = "The lamp was lit at dusk. Nobody knew who had climbed the stairs that evening.\n\n"
+    text = "".join(f"{i}: {paragraph}" for i in range(400))
+    chunks = Chunker(TOKENIZER, 512).split(text)
+    whole = Chunker(TOKENIZER, 512)._fast.chunk_indices(text)
+    assert [(c.start, c.text) for c in chunks] == whole
+
+
+def test_ten_megabytes_of_white_space_hold_no_chunk() -> None:
+    assert CHUNKER.split(" " * 10_000_000) == []
+    assert CHUNKER.split("") == []
+
+
+def test_offsets_count_characters_not_bytes() -> None:
+    text = "世界" * 100 + "\n\n" + "ein Käse. " * 30
+    for chunk in CHUNKER.split(text):
+        assert text[chunk.start : chunk.end] == chunk.text
+
+
+def test_control_tokens_that_stay_text_are_counted_as_text() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens([AddedToken("<|im_end|>", special=True)])
+    tokenizer.encode_special_tokens = True
+    text = "<|im_end|> " * 200
+    for chunk in Chunker(tokenizer, 64).split(text):
+        assert len(tokenizer.encode(chunk.text, add_special_tokens=False).ids) <= 64
+
+
+def test_a_truncating_tokenizer_does_not_hide_tokens() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.enable_truncation(32)
+    chunks = Chunker(tokenizer, 64).split("word " * 100)
+    assert len(chunks) == 8
+    assert tokenizer.truncation is not None, "the caller's tokenizer is left as it was"
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, 63, 4097])
+def test_a_chunk_size_out_of_range_is_refused(chunk_tokens: int) -> None:
+    with pytest.raises(InvalidInputError, match=r"64 to 4096"):
+        Chunker(TOKENIZER, chunk_tokens)
+
+
+def test_a_lone_surrogate_is_refused_with_its_place() -> None:
+    with pytest.raises(InvalidInputError, match="character 3"):
+        CHUNKER.split("abc\ud800def")
+
+
+def test_the_id_ignores_outer_white_space_only() -> None:
+    assert chunk_id_of(" a b \n") == chunk_id_of("a b")
+    assert chunk_id_of("a  b") != chunk_id_of("a b")
