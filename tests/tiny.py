@@ -23,7 +23,7 @@ from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.selection import Schedule, SelectionPolicy, make_policy
 from blendrag.model import ModelAdapter
 from blendrag.store.kv import ChunkKV
-from blendrag.text.readers.document import Document
+from blendrag.text.readers import Document
 
 WINDOW = 24
 COMMON: dict[str, Any] = {

@@ -22,16 +22,14 @@ from typing import Any
 
 import numpy as np
 
-from blendrag.corpus.checking import check_corpus
-from blendrag.corpus.corpus import Corpus
-from blendrag.corpus.database import FILE_NAME
-from blendrag.corpus.entries import Entry, NewEntry
+from blendrag.corpus.corpus import Corpus, check_corpus
+from blendrag.corpus.database import FILE_NAME, TABLES
+from blendrag.corpus.documents import Entry, NewEntry
 from blendrag.corpus.manifest import Manifest
-from blendrag.corpus.rows import TABLES
 from blendrag.corpus.vectors import FILE_NAME as VECTORS
 from blendrag.errors import BlendragError
 from blendrag.text.chunking import Chunk, chunk_id_of
-from blendrag.text.readers.document import Document
+from blendrag.text.readers import Document
 
 DIM = 8
 MANIFEST = Manifest("m", "sig", "tok", "ns", 512, (1, 2), "<s>\n", "minilm-offline")
@@ -173,7 +171,7 @@ def read_all(root: Path, truth: Truth, read_only: bool) -> Iterator[str]:
                     yield f"hit {entry}"
                 if known is not None and entry != known:
                     yield f"entry {entry}"
-        for match in corpus.anchors.find("\n\n".join(truth.texts)):
+        for match in corpus.chunk_index.find("\n\n".join(truth.texts)):
             if corpus.text(match.chunk_id) not in truth.texts:
                 yield f"match {match}"
         for entry in corpus.entries.all():

@@ -16,12 +16,11 @@ import pytest
 
 from blendrag.corpus import vectors as vector_index
 from blendrag.corpus.corpus import Corpus
-from blendrag.corpus.database import FILE_NAME
-from blendrag.corpus.database_errors import mapped
+from blendrag.corpus.database import FILE_NAME, mapped
 from blendrag.corpus.manifest import Manifest
 from blendrag.errors import CorpusError, InvalidInputError, StoreFullError
 from blendrag.text.chunking import Chunk, chunk_id_of
-from blendrag.text.readers.document import Document, digest_of
+from blendrag.text.readers import Document, digest_of
 
 DIM = 8
 MANIFEST = Manifest("m", "sig", "tok", "ns", 512, (1, 2), "<s>\n", "minilm-offline")
@@ -73,7 +72,7 @@ def test_what_was_put_is_there_after_opening_again(tmp_path: Path) -> None:
         assert stored.start == len(long("one")) + 1
         assert stored.metadata == {"year": 1871}
         assert texts_found(corpus, long("one"), 1) == [long("one")]
-        assert [m.complete for m in corpus.anchors.find(f"x {long('one')} y")] == [True]
+        assert [m.complete for m in corpus.chunk_index.find(f"x {long('one')} y")] == [True]
         assert len(corpus) == 2
 
 
@@ -162,9 +161,9 @@ def test_removing_a_path_takes_the_file_its_lines_or_all_below(corpus: Corpus) -
 def test_anchors_follow_every_change(corpus: Corpus) -> None:
     prompt = f"{long('one')} {long('two')} {long('three')}"
     put(corpus, "a", long("one"), long("two"))
-    assert len(corpus.anchors.find(prompt)) == 2
+    assert len(corpus.chunk_index.find(prompt)) == 2
     put(corpus, "a", long("three"))
-    assert [corpus.text(m.chunk_id) for m in corpus.anchors.find(prompt)] == [long("three")]
+    assert [corpus.text(m.chunk_id) for m in corpus.chunk_index.find(prompt)] == [long("three")]
 
 
 def test_vectors_known_under_a_title_need_no_embedding(corpus: Corpus) -> None:
@@ -326,7 +325,7 @@ def test_a_search_that_fails_halfway_adds_no_vector_twice(
 
 def test_another_process_sees_changes_at_once(corpus: Corpus, tmp_path: Path) -> None:
     put(corpus, "a", long("one"))
-    assert len(corpus.anchors) == len(texts_found(corpus, "x", 9)) == 1
+    assert len(corpus.chunk_index) == len(texts_found(corpus, "x", 9)) == 1
     script = (
         "import sys; sys.path[:0] = sys.argv[2:]\n"
         "from pathlib import Path; from tests_corpus import put, long; "
@@ -336,7 +335,7 @@ def test_another_process_sees_changes_at_once(corpus: Corpus, tmp_path: Path) ->
     )
     (tmp_path / "tests_corpus.py").write_bytes(Path(__file__).read_bytes())
     subprocess.run([sys.executable, "-c", script, tmp_path, tmp_path], check=True)
-    assert len(corpus.anchors) == len(texts_found(corpus, "x", 9)) == 2
+    assert len(corpus.chunk_index) == len(texts_found(corpus, "x", 9)) == 2
 
 
 def test_threads_share_one_corpus(corpus: Corpus) -> None:
@@ -347,7 +346,7 @@ def test_threads_share_one_corpus(corpus: Corpus) -> None:
             for i in range(15):
                 put(corpus, f"{name}/{i}", long(f"{name} {i}"))
                 corpus.nearest(vector_of("q"), 3)
-                assert corpus.anchors.find(long(f"{name} {i}"))
+                assert corpus.chunk_index.find(long(f"{name} {i}"))
         except BaseException as error:
             errors.append(error)
 
@@ -493,7 +492,7 @@ def test_a_corpus_opened_read_only_is_searched_and_never_changed(filled: Path) -
         assert corpus.read_only
         assert corpus.manifest == MANIFEST
         assert texts_found(corpus, long("two"), 1) == [long("two")]
-        assert len(list(corpus.anchors.rows())) == 2
+        assert len(list(corpus.chunk_index.rows())) == 2
         assert refuses_every_change(corpus)
     after = as_a_reader_sees(filled)
     assert after[FILE_NAME] == before[FILE_NAME]

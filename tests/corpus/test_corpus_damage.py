@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from blendrag.corpus import database, rows
-from blendrag.corpus.checking import check_corpus
-from blendrag.corpus.corpus import Corpus
+from blendrag.corpus import database
+from blendrag.corpus.corpus import Corpus, check_corpus
 from blendrag.corpus.database import FILE_NAME
 from blendrag.corpus.vectors import FILE_NAME as VECTORS
 from blendrag.errors import BlendragError, CorpusError
@@ -47,10 +46,10 @@ def test_the_fuzzer_notices_rows_that_are_believed(
 ) -> None:
     fuzzing = Fuzzing(tmp_path, seed=3)
     believed = lambda table, row: tuple(  # noqa: E731
-        {"n": 1} if kinds == (rows.Json,) else value
+        {"n": 1} if kinds == (database.Json,) else value
         for value, (_, kinds) in zip(row, table.columns, strict=False)
     )
-    monkeypatch.setattr(rows.Table, "checked", believed)
+    monkeypatch.setattr(database.Table, "checked", believed)
     fuzzing.run(10)
     assert fuzzing.failures
 
@@ -195,20 +194,20 @@ def test_a_damaged_manifest_is_one_sentence(root: Path, value: str) -> None:
 def test_a_damaged_anchor_is_made_from_the_text(root: Path) -> None:
     execute(root, "UPDATE anchor SET packed = x'00' WHERE chunk < 4")
     with Corpus.open(root) as corpus:
-        assert len(corpus.anchors.find(text_of(0, 0))) == 1
+        assert len(corpus.chunk_index.find(text_of(0, 0))) == 1
 
 
 def test_a_vector_of_another_length_or_without_numbers_is_left_out(root: Path) -> None:
     (root / "corpus" / VECTORS).unlink()
     forged: Callable[[Any], bytes] = lambda numbers: np.asarray(numbers, np.float32).tobytes()  # noqa: E731
     with Corpus.open(root) as corpus, corpus._file.writing():
-        found = corpus._file.rows(f"SELECT {rows.PASSAGE.selected} FROM passage WHERE id < 3")
+        found = corpus._file.rows(f"SELECT {database.PASSAGE.selected} FROM passage WHERE id < 3")
         for row, vector in zip(found, (forged([1.0]), forged([np.nan] * 8)), strict=True):
             values = [*row[:5], vector]
             corpus._file.connection.execute(
                 "UPDATE passage SET vector = ? WHERE id = ?", (vector, row[0])
             )
-            rows.PASSAGE.seal(corpus._file.connection, *values)
+            database.PASSAGE.seal(corpus._file.connection, *values)
     with Corpus.open(root) as corpus:
         found_texts = [found.text for found, _ in corpus.nearest(vector_of("x"), 99)]
     assert len(found_texts) == 5 * 3 + 3 - 2

@@ -11,9 +11,14 @@ import pytest
 import torch
 
 from blendrag.corpus import embedder
-from blendrag.corpus.embedder import Embedder, _packaged_minilm, absolute_embedder, embedder_of
+from blendrag.corpus.embedder import (
+    Embedder,
+    _packaged_minilm,
+    absolute_embedder,
+    check_module_types,
+    embedder_of,
+)
 from blendrag.corpus.manifest import Manifest, check_recorded
-from blendrag.corpus.module_types import check_module_types
 from blendrag.errors import InvalidInputError, ModelLoadError
 
 CODE = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\nclass Own: pass\n"

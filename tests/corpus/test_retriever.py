@@ -12,7 +12,7 @@ from blendrag.corpus.embedder import Embedder
 from blendrag.corpus.retriever import Retriever
 from blendrag.errors import InvalidInputError
 from blendrag.text.chunking import Chunk, chunk_id_of
-from blendrag.text.readers.document import Document, digest_of
+from blendrag.text.readers import Document, digest_of
 
 DOCUMENTS = {
     "Maria Silva": [

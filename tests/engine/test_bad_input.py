@@ -18,7 +18,7 @@ from blendrag.errors import (
     ModelLoadError,
     StoreUnavailableError,
 )
-from blendrag.text.readers.document import Document
+from blendrag.text.readers import Document
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ from blendrag.planning.controller import Controller
 from blendrag.store.identity import chunk_key
 from blendrag.store.kv import ChunkKV
 from blendrag.text.chunking import chunk_id_of
+from blendrag.text.matches import Match
 from blendrag.text.prompt import PromptPlan, Segment
-from blendrag.text.recognition.spans import Match
 
 MODES = ("blend", "reuse", "prefix", "full")
 LEAD = "Answer the question from the context.\n\n"

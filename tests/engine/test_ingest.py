@@ -12,7 +12,7 @@ import tiny
 from blendrag.engine import BlendEngine, Options, model_parts
 from blendrag.errors import InvalidInputError
 from blendrag.store.identity import chunk_key
-from blendrag.text.readers.document import Document
+from blendrag.text.readers import Document
 
 
 def keys(engine: BlendEngine) -> set[str]:

@@ -272,7 +272,7 @@ def test_a_crash_before_rows_were_written_is_resumed_or_repaired(
     with tiny.engine(model, tmp_path / "s") as engine:
         engine.library.add([entry(9)])
         with monkeypatch.context() as patch:
-            patch.setattr("blendrag.corpus.entries.EntryTable.put", killed)
+            patch.setattr("blendrag.corpus.documents.EntryTable.put", killed)
             with pytest.raises(Killed):
                 engine.library.add([entry(i) for i in range(3)])
         assert stored(engine) == 4
@@ -293,7 +293,7 @@ def test_a_crash_within_the_rows_leaves_the_state_before(
     engine.library.add([entry(0), entry(1)])
     before = list(engine.library.entries())
     with monkeypatch.context() as patch:
-        patch.setattr("blendrag.corpus.passages.drop_orphans", killed)
+        patch.setattr("blendrag.corpus.documents.drop_orphans", killed)
         with pytest.raises(Killed):
             engine.library.add([entry(0, text=tiny.sentence(5)), entry(7)])
         with pytest.raises(Killed):

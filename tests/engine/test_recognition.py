@@ -15,10 +15,10 @@ import tiny
 from blendrag.engine import Options
 from blendrag.engine.library import Entry
 from blendrag.model.tokens import Tokens
+from blendrag.text import recognition
 from blendrag.text.chunking import canonical
 from blendrag.text.prompt import PromptPlan, make_plan
-from blendrag.text.recognition import index as anchor_index
-from blendrag.text.recognition.index import AnchorIndex
+from blendrag.text.recognition import ChunkIndex
 
 TOKENS = Tokens(tiny.tokenizer())
 PLAIN = " ".join(tiny.sentence(i) for i in range(6))
@@ -29,14 +29,14 @@ ARABIC = "كانت المنارة القديمة تقف على الجرف، وك
 BIDI = f"\u2067{HEBREW.strip()}\u2069 means \u2066{PLAIN[:80]}\u2069 here."
 
 
-def index_of(texts: Mapping[str, str]) -> AnchorIndex:
-    index = AnchorIndex(lambda chunk_id: canonical(texts[chunk_id]))
+def index_of(texts: Mapping[str, str]) -> ChunkIndex:
+    index = ChunkIndex(lambda chunk_id: canonical(texts[chunk_id]))
     for chunk_id, text in texts.items():
         index.add(chunk_id, text)
     return index
 
 
-def plan_over(index: AnchorIndex, texts: Mapping[str, str], prompt: str) -> PromptPlan:
+def plan_over(index: ChunkIndex, texts: Mapping[str, str], prompt: str) -> PromptPlan:
     """The plan, once it is sure that what is taken for a chunk is the chunk, token by token."""
 
     def stored(chunk_id: str) -> tuple[int, ...]:
@@ -156,12 +156,12 @@ def alike() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def index_of_alike(alike: dict[str, str]) -> AnchorIndex:
+def index_of_alike(alike: dict[str, str]) -> ChunkIndex:
     return index_of(alike)
 
 
 def test_of_thousands_with_one_head_the_right_one_is_taken(
-    alike: dict[str, str], index_of_alike: AnchorIndex
+    alike: dict[str, str], index_of_alike: ChunkIndex
 ) -> None:
     wanted = [f"c{i}" for i in range(3, 4000, 250)]
     prompt = "\n\n".join(f"page: 3\n\n{alike[chunk_id]}" for chunk_id in wanted)
@@ -170,7 +170,7 @@ def test_of_thousands_with_one_head_the_right_one_is_taken(
 
 
 def test_of_thousands_with_one_head_the_right_one_is_taken_with_its_tail_cut_off(
-    alike: dict[str, str], index_of_alike: AnchorIndex
+    alike: dict[str, str], index_of_alike: ChunkIndex
 ) -> None:
     wanted = [f"c{i}" for i in range(3, 4000, 250)]
     prompt = "\n\n".join(alike[chunk_id][:400] + "…" for chunk_id in wanted)
@@ -180,7 +180,7 @@ def test_of_thousands_with_one_head_the_right_one_is_taken_with_its_tail_cut_off
 
 
 def test_a_head_alone_is_not_taken_for_a_chunk(
-    alike: dict[str, str], index_of_alike: AnchorIndex
+    alike: dict[str, str], index_of_alike: ChunkIndex
 ) -> None:
     for chunk in plan_over(index_of_alike, alike, f"{BOILERPLATE * 5} Nothing else.").chunks:
         assert not chunk.complete
@@ -267,9 +267,9 @@ def test_an_index_that_grew_and_shrank_finds_what_one_made_at_once_finds(
 ) -> None:
     pieces, prompt = drawn
     texts = {f"c{i}": text for i, text in enumerate(pieces)}
-    grown = AnchorIndex(lambda chunk_id: canonical(texts[chunk_id]))
+    grown = ChunkIndex(lambda chunk_id: canonical(texts[chunk_id]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(anchor_index, "RECENT", 2)  # so that chunks move on to the others soon
+        patch.setattr(recognition, "RECENT", 2)  # so that chunks move on to the others soon
         for is_added, number in changes:
             if is_added and f"c{number}" in texts:
                 grown.add(f"c{number}", texts[f"c{number}"])

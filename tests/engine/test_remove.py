@@ -11,7 +11,7 @@ from blendrag.corpus.corpus import Corpus
 from blendrag.engine import BlendEngine
 from blendrag.errors import InvalidInputError
 from blendrag.store.identity import chunk_key
-from blendrag.text.readers.document import Document
+from blendrag.text.readers import Document
 
 
 def has_kv(engine: BlendEngine, text: str) -> bool:

@@ -11,7 +11,7 @@ import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.engine.library import Entry
 from blendrag.errors import InvalidInputError
-from blendrag.text.readers.document import Document
+from blendrag.text.readers import Document
 
 BAD = "a \udcff b, as bytes that are not UTF-8 become on a command line"
 RAW = Options(apply_chat_template=False)

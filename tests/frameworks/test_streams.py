@@ -83,7 +83,7 @@ def once(engine: BlendEngine, ask: Callable[[], Any]) -> dict[str, int]:
     with ExitStack() as spies:
         calls = {
             "rendered": spies.enter_context(tiny.counted(resources.tokens, "render")),
-            "searched": spies.enter_context(tiny.counted(resources.corpus.anchors, "find")),
+            "searched": spies.enter_context(tiny.counted(resources.corpus.chunk_index, "find")),
             "planned": spies.enter_context(tiny.counted(engine._requests, "plan_text")),
             "computed": spies.enter_context(tiny.counted(engine.adapter.model, "generate")),
         }

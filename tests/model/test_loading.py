@@ -16,7 +16,7 @@ import tiny
 from blendrag.config import absolute_model
 from blendrag.engine import BlendEngine
 from blendrag.errors import ModelLoadError
-from blendrag.model import loading, precision
+from blendrag.model import loading
 from blendrag.model.loading import load_adapter, load_context_tokens, load_tokens
 
 #: What torch 2.13 says on the CPU where malloc fails.
@@ -189,12 +189,12 @@ def test_a_device_that_refuses_the_model_is_not_the_models_fault(
 
 @pytest.fixture
 def slow_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "has_fast_products", lambda dtype, device: dtype.itemsize > 2)
+    monkeypatch.setattr(loading, "has_fast_products", lambda dtype, device: dtype.itemsize > 2)
 
 
 @pytest.fixture
 def fast_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "has_fast_products", lambda dtype, device: True)
+    monkeypatch.setattr(loading, "has_fast_products", lambda dtype, device: True)
 
 
 @pytest.fixture
@@ -214,7 +214,7 @@ def test_auto_is_the_dtype_of_the_checkpoint(half_dir: Path) -> None:
 def test_auto_is_float32_where_the_cpu_has_no_fast_products(
     half_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level("INFO", "blendrag.model.precision"):
+    with caplog.at_level("INFO", "blendrag.model.loading"):
         adapter = load_adapter(str(half_dir))
     assert "no fast products in bfloat16" in caplog.text
     named = load_adapter(str(half_dir), dtype="float32")
@@ -225,10 +225,10 @@ def test_auto_is_float32_where_the_cpu_has_no_fast_products(
 
 def test_on_cpu_fast_products_are_asked_of_the_library_that_computes_them() -> None:
     cpu = torch.device("cpu")
-    assert precision.has_fast_products(torch.float32, cpu)
-    assert precision.has_fast_products(torch.bfloat16, torch.device("cuda"))
+    assert loading.has_fast_products(torch.float32, cpu)
+    assert loading.has_fast_products(torch.bfloat16, torch.device("cuda"))
     supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    assert precision.has_fast_products(torch.bfloat16, cpu) == supported
+    assert loading.has_fast_products(torch.bfloat16, cpu) == supported
 
 
 def test_an_ingest_on_a_cpu_of_another_kind_is_not_taken_for_the_same(
@@ -236,7 +236,7 @@ def test_an_ingest_on_a_cpu_of_another_kind_is_not_taken_for_the_same(
 ) -> None:
     signatures = set()
     for fast in (True, False):
-        monkeypatch.setattr(precision, "has_fast_products", lambda *a, fast=fast: fast)
+        monkeypatch.setattr(loading, "has_fast_products", lambda *a, fast=fast: fast)
         with BlendEngine(str(half_dir), store=half_dir / "store", device="cpu") as engine:
             signatures.add(engine._resources.signature())
     assert len(signatures) == 2

@@ -20,9 +20,9 @@ import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.errors import InvalidInputError
 from blendrag.model.tokens import Tokens
+from blendrag.text.matches import Match
 from blendrag.text.prompt import make_plan
-from blendrag.text.recognition.index import AnchorIndex
-from blendrag.text.recognition.spans import Match
+from blendrag.text.recognition import ChunkIndex
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|user|>", "<|end|>"]
 TEXTS = [tiny.TEXT, *(tiny.sentence(i) for i in range(20)), "[INST] Context: two  spaces [/INST]"]
@@ -179,7 +179,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 def planned(tokens: Tokens, rendered: str) -> Any:
-    index = AnchorIndex(CHUNKS.__getitem__)
+    index = ChunkIndex(CHUNKS.__getitem__)
     for name, text in CHUNKS.items():
         index.add(name, text)
     return make_plan(

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.errors import InvalidInputError, UnsupportedModelError
-from blendrag.model.compiled import uncompiled
+from blendrag.model.structure import uncompiled
 
 
 class Compiled(Exception):

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 import tiny
 from blendrag.model.tokens import Tokens
+from blendrag.text.matches import Match
 from blendrag.text.prompt import PromptPlan, make_plan
-from blendrag.text.recognition.index import AnchorIndex
-from blendrag.text.recognition.spans import Match
+from blendrag.text.recognition import ChunkIndex
 
 CHUNKS = {
     "long": "\n".join(tiny.sentence(i) for i in range(4)),
@@ -26,8 +26,8 @@ CONTROL_IDS = set(TOKENS.tokenizer.convert_tokens_to_ids(["<|bos|>", "<|end|>", 
 
 
 @pytest.fixture(scope="module")
-def index() -> AnchorIndex:
-    made = AnchorIndex(CHUNKS.__getitem__)
+def index() -> ChunkIndex:
+    made = ChunkIndex(CHUNKS.__getitem__)
     for chunk_id, text in CHUNKS.items():
         made.add(chunk_id, text)
     return made
@@ -37,7 +37,7 @@ def ids_of(chunk_id: str) -> tuple[int, ...]:
     return tuple(TOKENS.encode_text(CHUNKS[chunk_id]))
 
 
-def plan_of(index: AnchorIndex, rendered: str) -> PromptPlan:
+def plan_of(index: ChunkIndex, rendered: str) -> PromptPlan:
     return make_plan(rendered, index.find(rendered), TOKENS, ids_of)
 
 
@@ -80,7 +80,7 @@ TAIL = "<|end|>\n<|start|>assistant\n"
     ],
 )
 def test_chunks_are_found_and_the_segments_are_the_prompt(
-    index: AnchorIndex, rendered: str, expected: list[str]
+    index: ChunkIndex, rendered: str, expected: list[str]
 ) -> None:
     plan = plan_of(index, rendered)
     assert found(plan) == expected
@@ -88,7 +88,7 @@ def test_chunks_are_found_and_the_segments_are_the_prompt(
 
 
 def test_control_tokens_of_the_template_are_tokens_and_those_in_a_chunk_are_text(
-    index: AnchorIndex,
+    index: ChunkIndex,
 ) -> None:
     rendered = f"{USER}{CHUNKS['control']}\n{TAIL}"
     plan = plan_of(index, rendered)
@@ -111,7 +111,7 @@ def test_encoding_chunk_text_leaves_the_templates_tokenizer_alone() -> None:
 
 @pytest.mark.parametrize("kept", [100, 150, 201, 250])
 def test_a_chunk_cut_off_at_its_tail_lends_the_ids_both_tokenisations_share(
-    index: AnchorIndex, kept: int
+    index: ChunkIndex, kept: int
 ) -> None:
     rendered = f"{USER}{CHUNKS['cut'][:kept]}"
     plan = plan_of(index, rendered + TAIL)
@@ -122,7 +122,7 @@ def test_a_chunk_cut_off_at_its_tail_lends_the_ids_both_tokenisations_share(
     assert_whole(plan, rendered + TAIL)
 
 
-def test_a_whole_chunk_inside_a_cut_one_is_preferred(index: AnchorIndex) -> None:
+def test_a_whole_chunk_inside_a_cut_one_is_preferred(index: ChunkIndex) -> None:
     rendered = f"{USER}{CHUNKS['long'][:222]}{TAIL}"
     plan = plan_of(index, rendered)
     assert found(plan) == ["inner"]
@@ -143,7 +143,7 @@ def test_control_tokens_in_the_cut_part_of_a_chunk_stay_text() -> None:
     assert TOKENS.decode(plan.ids) == text[:85] + TAIL
 
 
-def test_leading_ids_are_those_before_the_first_chunk(index: AnchorIndex) -> None:
+def test_leading_ids_are_those_before_the_first_chunk(index: ChunkIndex) -> None:
     rendered = f"{USER}Context: {CHUNKS['long']}{TAIL}"
     plan = plan_of(index, rendered)
     assert plan.leading_ids == tuple(TOKENS.encode_template(USER + "Context: "))
@@ -164,7 +164,7 @@ pieces = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(parts=pieces)
 def test_any_mixture_of_chunks_template_and_text_comes_out_whole(parts: list[str]) -> None:
-    index = AnchorIndex(CHUNKS.__getitem__)
+    index = ChunkIndex(CHUNKS.__getitem__)
     for chunk_id, text in CHUNKS.items():
         index.add(chunk_id, text)
     rendered = "".join(parts)

@@ -10,9 +10,7 @@ import pytest
 
 from blendrag.errors import InvalidInputError, UnreadableDocumentError
 from blendrag.store import open_store
-from blendrag.text.readers.document import Document, digest_of
-from blendrag.text.readers.formats import read_documents
-from blendrag.text.readers.inputs import find_inputs, scan_inputs
+from blendrag.text.readers import Document, digest_of, find_inputs, read_documents, scan_inputs
 
 
 def write(path: Path, content: str | bytes) -> Path:

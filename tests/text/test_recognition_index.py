@@ -13,14 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiny
+from blendrag.text import recognition
 from blendrag.text.chunking import canonical
-from blendrag.text.recognition import index as anchor_index
-from blendrag.text.recognition.area import MIN_LETTERS, is_recognisable, letters_in
-from blendrag.text.recognition.hashing import PrefixSums
-from blendrag.text.recognition.index import AnchorIndex
-from blendrag.text.recognition.rows import AnchorRow, row_of
-from blendrag.text.recognition.segment import MAX_COMPARED
-from blendrag.text.recognition.spans import Match
+from blendrag.text.matches import MIN_LETTERS, Match, is_recognisable, letters_in
+from blendrag.text.recognition import MAX_COMPARED, ChunkHashes, ChunkIndex, PrefixSums, row_of
 
 PROSE = (
     "The lighthouse on the northern cape was built in 1871 by a family of masons from the valley. "
@@ -33,21 +29,21 @@ OTHER = (
 CJK = "灯塔的看守人每天傍晚点亮油灯。没有人知道那天晚上是谁爬上了楼梯,也没有人问起她从哪里来。" * 2
 
 
-def index_of(**texts: str) -> AnchorIndex:
-    index = AnchorIndex(lambda chunk_id: canonical(texts[chunk_id]))
+def index_of(**texts: str) -> ChunkIndex:
+    index = ChunkIndex(lambda chunk_id: canonical(texts[chunk_id]))
     for chunk_id, text in texts.items():
         index.add(chunk_id, text)
     return index
 
 
-def index_of_rows(rows: Iterable[Sequence[Any]], texts: dict[str, str]) -> AnchorIndex:
-    index = AnchorIndex(texts.__getitem__)
+def index_of_rows(rows: Iterable[Sequence[Any]], texts: dict[str, str]) -> ChunkIndex:
+    index = ChunkIndex(texts.__getitem__)
     for row in rows:
-        index.add_row(AnchorRow(*row))
+        index.add_row(ChunkHashes(*row))
     return index
 
 
-def found(index: AnchorIndex, prompt: str) -> list[tuple[str, str, bool]]:
+def found(index: ChunkIndex, prompt: str) -> list[tuple[str, str, bool]]:
     return [(m.chunk_id, prompt[m.start : m.end], m.complete) for m in index.find(prompt)]
 
 
@@ -235,7 +231,7 @@ def test_a_prompt_and_a_corpus_that_repeat_themselves_take_bounded_work(unit: st
         fetched.append(chunk_id)
         return texts[chunk_id]
 
-    index = AnchorIndex(text_of)
+    index = ChunkIndex(text_of)
     index.add_rows([row_of(chunk_id, text) for chunk_id, text in texts.items()])
     index.add("legit", PROSE)
     texts["legit"] = PROSE
@@ -249,12 +245,12 @@ def test_a_prompt_and_a_corpus_that_repeat_themselves_take_bounded_work(unit: st
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PrefixSums, "hashes", counted)
-        with tiny.counted(anchor_index, "common_prefix") as cut:
+        with tiny.counted(recognition, "common_prefix") as cut:
             matches = index.find(prompt)
     assert "legit" in [m.chunk_id for m in matches], "whatever else repeats itself round it"
     assert sum(compared) < 20 * len(prompt) + 8 * MAX_COMPARED
     assert len(fetched) == len(set(fetched)) <= len(texts)
-    assert len(cut) <= anchor_index.MAX_TAIL_CUT_STARTS * anchor_index.MAX_TAIL_CUT_CANDIDATES
+    assert len(cut) <= recognition.MAX_TAIL_CUT_STARTS * recognition.MAX_TAIL_CUT_CANDIDATES
 
 
 def test_twenty_thousand_chunks_are_searched_in_milliseconds() -> None:

@@ -151,7 +151,7 @@ async def test_one_bad_prompt_of_a_batch_does_not_lose_the_others(llm: Any) -> N
 async def test_a_timeout_is_left_in_its_place_even_if_it_comes_while_prompts_are_planned(
     llm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    anchors = llm.engine.resources.corpus.anchors
+    anchors = llm.engine.resources.corpus.chunk_index
     find = anchors.find
 
     def slow(*given: Any) -> Any:

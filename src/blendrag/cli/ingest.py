@@ -73,8 +73,7 @@ def ingest(
 
 def _require_documents(paths: list[Path]) -> None:
     """Refuse an empty corpus, and paths that do not exist, before anything is loaded."""
-    from blendrag.text.readers.formats import SUPPORTED_SUFFIXES
-    from blendrag.text.readers.inputs import scan_inputs
+    from blendrag.text.readers import SUPPORTED_SUFFIXES, scan_inputs
 
     found = scan_inputs(paths)
     if not found.files:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from blendrag.errors import BlendragError
 
 if TYPE_CHECKING:
-    from blendrag.corpus.checking import CorpusCheck
+    from blendrag.corpus.corpus import CorpusCheck
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def check_beside(root: Path, repair: bool) -> CorpusCheck | None:
 
     if not os.path.lexists(root / "corpus" / FILE_NAME):
         return None
-    from blendrag.corpus.checking import CorpusCheck, check_corpus
+    from blendrag.corpus.corpus import CorpusCheck, check_corpus
 
     try:
         return check_corpus(root, repair)

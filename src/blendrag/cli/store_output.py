@@ -11,7 +11,7 @@ from blendrag.cli.output import count, duration, megabytes
 
 if TYPE_CHECKING:
     from blendrag.cli.store_corpus import CorpusFacts
-    from blendrag.corpus.checking import CorpusCheck
+    from blendrag.corpus.corpus import CorpusCheck
     from blendrag.store.maintenance import (
         CheckReport,
         ExportReport,

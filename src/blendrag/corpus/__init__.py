@@ -5,10 +5,9 @@ Heavy libraries (sentence-transformers, faiss) are imported when first used.
 """
 
 from blendrag.corpus.corpus import Corpus
+from blendrag.corpus.documents import Entry, StoredChunk
 from blendrag.corpus.embedder import Embedder
-from blendrag.corpus.entries import Entry
 from blendrag.corpus.manifest import Manifest
-from blendrag.corpus.passages import StoredChunk
 from blendrag.corpus.retriever import RetrievedChunk, Retriever
 
 __all__ = ["Corpus", "Embedder", "Entry", "Manifest", "RetrievedChunk", "Retriever", "StoredChunk"]

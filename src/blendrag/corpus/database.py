@@ -1,49 +1,229 @@
-"""The corpus's SQLite file: its schema, who may open it, and what its errors mean.
-
-Owns connection and schema. Does not know what is written there. The file is the truth of a corpus:
-texts, metadata, anchors and vectors; everything else (the FAISS file) can be made from it.
-
-Invariants of the tables:
-
-- ``chunk`` holds a text once, whichever documents contain it; ``passage`` says where it stands. A
-  chunk without passage does not outlive the transaction that removed the last one.
-- A vector belongs to a passage, not to a chunk: the title of the document is embedded with it. A
-  passage's id is never given twice (AUTOINCREMENT) and its vector never changes, so an index that
-  knows the same ids is the same index.
-- Every row carries a digest over its other columns (:mod:`blendrag.corpus.rows`); ``passages`` of a
-  document counts them, so that a lost one is noticed.
-- ``generation`` grows with every transaction that changes passages.
-- ``corpus_id`` is random and never changes: a file made anew at the same place is another corpus.
-- ``anchor`` has a row for each chunk: what the chunk is recognised by in a prompt.
-- ``entry`` names those documents that came by an id and are one chunk each; their source is
-  :data:`ENTRY` before the id. A passage's vector is empty where nothing is to be found by search.
-- ``dropped`` remembers texts whose KV may be stored though no document holds them: since a removal
-  (``since`` 0), or since an addition began that has not ended yet (``since``: when, in Unix time).
-"""
+"""The SQLite file of a corpus."""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
+import re
 import secrets
 import sqlite3
 import stat
-from collections.abc import Iterator
+import struct
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
-from blendrag.corpus.database_errors import BUSY_TIMEOUT_S, MAX_ROW_BYTES, mapped
-from blendrag.corpus.rows import META
-from blendrag.errors import CorpusError
+import xxhash
+
+from blendrag.errors import CorpusError, StoreFullError, check_unicode, is_out_of_space
 from blendrag.store.regular_files import open_regular
+from blendrag.store.sqlite_errors import primary_code
+
+
+class Json:
+    """Kind of a column that holds a JSON object as text; it is read as a ``dict``."""
+
+
+class DamagedRow(Exception):
+    """A row is not what was written; says which."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table: names and kinds of its columns, the first of which is its key."""
+
+    name: str
+    columns: tuple[tuple[str, tuple[type, ...]], ...]
+
+    @property
+    def selected(self) -> str:
+        """All columns and the digest, for a SELECT."""
+        names = [*(name for name, _ in self.columns), "row_digest"]
+        return ", ".join(f"{self.name}.{name}" for name in names)
+
+    @property
+    def width(self) -> int:
+        """Columns of :attr:`selected`."""
+        return len(self.columns) + 1
+
+    def checked(self, row: Sequence[Any]) -> tuple[Any, ...]:
+        """Values of a row of :attr:`selected`. Raises :class:`DamagedRow`."""
+        *values, digest = row
+        try:
+            if digest == self.digest(values):
+                return tuple(
+                    _checked(value, kinds)
+                    for value, (_, kinds) in zip(values, self.columns, strict=True)
+                )
+        except (TypeError, ValueError, RecursionError):
+            pass
+        raise DamagedRow(f"{self.name} {values[0]!r:.80}")
+
+    def digest(self, values: Sequence[Any]) -> bytes:
+        """xxh3-128 over the name of the table and the length-prefixed values."""
+        parts = [self.name.encode()]
+        for value in values:
+            data = _encoded(value)
+            parts += (b"%d:" % len(data), data)
+        return xxhash.xxh3_128_digest(b"".join(parts))
+
+    def put(self, connection: sqlite3.Connection, *values: Any) -> None:
+        """Writes a row in place of an earlier one of the same key."""
+        marks = ", ".join("?" * self.width)
+        connection.execute(
+            f"INSERT OR REPLACE INTO {self.name} VALUES ({marks})", (*values, self.digest(values))
+        )
+
+    def add(self, connection: sqlite3.Connection, *values: Any) -> int:
+        """Writes a new row; the key that it gets. ``values``: of the other columns."""
+        names = ", ".join(name for name, _ in self.columns[1:])
+        marks = ", ".join("?" * len(values))
+        (key,) = connection.execute(
+            f"INSERT INTO {self.name} ({names}, row_digest) VALUES ({marks}, x'') "
+            f"RETURNING {self.columns[0][0]}",
+            values,
+        ).fetchone()
+        self.seal(connection, key, *values)
+        return int(key)
+
+    def seal(self, connection: sqlite3.Connection, *values: Any) -> None:
+        """Writes the digest of a row that has these values."""
+        connection.execute(
+            f"UPDATE {self.name} SET row_digest = ? WHERE {self.columns[0][0]} = ?",
+            (self.digest(values), values[0]),
+        )
+
+
+def _encoded(value: Any) -> bytes:
+    """A value with its type. Raises :class:`TypeError`."""
+    if isinstance(value, str):
+        # surrogateescape: text that is no UTF-8 is read as such, see database.open_database
+        return b"t" + value.encode("utf-8", "surrogateescape")
+    if isinstance(value, bytes):
+        return b"b" + value
+    if isinstance(value, int):
+        return b"i%d" % value
+    if isinstance(value, float):
+        return b"f" + struct.pack("<d", value)
+    if value is None:
+        return b"n"
+    raise TypeError(f"a {type(value).__name__} in a row")
+
+
+def _checked(value: Any, kinds: tuple[type, ...]) -> Any:
+    if kinds == (Json,):
+        value, kinds = json.loads(value), (dict,)
+    if not isinstance(value, kinds):
+        raise TypeError(f"a {type(value).__name__}, expected {kinds}")
+    if isinstance(value, str):
+        value.encode("utf-8")  # raises UnicodeEncodeError for what was no UTF-8
+    return value
+
+
+META = Table("meta", (("key", (str,)), ("value", (str,))))
+DOCUMENT = Table(
+    "document",
+    (
+        ("id", (int,)), ("source", (str,)), ("title", (str,)), ("digest", (str,)),
+        ("metadata", (Json,)), ("passages", (int,)),
+    ),
+)  # fmt: skip
+CHUNK = Table("chunk", (("id", (int,)), ("chunk_id", (str,)), ("text", (str,)), ("tokens", (int,))))
+PASSAGE = Table(
+    "passage",
+    (
+        ("id", (int,)), ("document", (int,)), ("chunk", (int,)), ("start", (int,)), ("end", (int,)),
+        ("vector", (bytes,)),
+    ),
+)  # fmt: skip
+ENTRY = Table(
+    "entry",
+    (("id", (str,)), ("document", (int,)), ("parent", (str,)), ("given", (str, type(None)))),
+)
+ANCHOR = Table(
+    "anchor", (("id", (int,)), ("chunk", (int,)), ("chunk_id", (str,)), ("packed", (bytes,)))
+)
+DROPPED = Table("dropped", (("chunk_id", (str,)), ("text", (str,)), ("since", (float,))))
+TABLES = (META, DOCUMENT, CHUNK, PASSAGE, ENTRY, ANCHOR, DROPPED)
+
+
+#: Largest text, vector or row; SQLite reads and writes nothing larger.
+MAX_ROW_BYTES = 128 * 1024**2
+#: How long one process waits for another's transaction.
+BUSY_TIMEOUT_S = 30.0
+
+
+def mapped(error: sqlite3.Error | UnicodeDecodeError, path: Path) -> CorpusError | StoreFullError:
+    """SQLite's error in our words; its message may quote a damaged name that is no text."""
+    if isinstance(error, UnicodeDecodeError):
+        return damaged("a name in it is no text", path)
+    primary = primary_code(error)
+    if is_out_of_space(error):
+        return StoreFullError(
+            f"no space left to write {path}; free some, what was stored before is intact"
+        )
+    if primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return CorpusError(
+            f"{path} is locked by another process for over {BUSY_TIMEOUT_S:.0f} s; "
+            "wait for it to finish, then try again"
+        )
+    if primary in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
+        return CorpusError(
+            f"{path} or its directory cannot be written, expected write permission; "
+            "change its permissions or choose another --store"
+        )
+    if primary == sqlite3.SQLITE_CANTOPEN:
+        return CorpusError(
+            f"{path} cannot be opened, expected a file and a directory that this user may read and "
+            "write; change their permissions or choose another --store"
+        )
+    if primary == sqlite3.SQLITE_IOERR:
+        return CorpusError(
+            f"{path} cannot be read or written ({error}), expected a working disk; check it, then "
+            "try again"
+        )
+    if primary == sqlite3.SQLITE_NOTADB:
+        return CorpusError(
+            f"{path} is not a corpus database; give --store another directory or delete the file"
+        )
+    if primary == sqlite3.SQLITE_TOOBIG or isinstance(error, sqlite3.DataError):
+        return CorpusError(
+            f"{path} would hold, or holds, a row of over {MAX_ROW_BYTES // 1024**2} MiB, expected less; "
+            "cut the text or its metadata into smaller ones"
+        )
+    if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_MISMATCH):
+        return damaged(str(error), path)
+    return CorpusError(f"{path} cannot be used ({error}); check the path and its permissions")
+
+
+def damaged_settings(what: str, path: Path) -> CorpusError:
+    """No repair mends a setting."""
+    return CorpusError(
+        f"the settings of the corpus {path} are damaged ({what}); delete the directory {path.parent} and "
+        "ingest again, which finds the stored KV"
+    )
+
+
+def damaged(what: str, path: Path) -> CorpusError:
+    """A corpus cannot be used because of ``what``."""
+    return CorpusError(
+        f"{path} is damaged ({what}); try blendrag store check --repair, else delete the directory "
+        f"{path.parent}, then ingest again, which finds the stored KV"
+    )
+
 
 APPLICATION_ID = 0x424C5247  # "BLRG"
 #: 3: every row has a digest. Files of earlier formats are refused.
 SCHEMA_VERSION = 3
 FILE_NAME = "corpus.sqlite"
 #: How the source of a document that came by an id begins.
-ENTRY = "entry:"
+ENTRY_SOURCE = "entry:"
 #: The end of a rollback journal that names a super-journal, a file that SQLite would delete. We never
 #: write one (https://www.sqlite.org/fileformat.html#the_rollback_journal).
 _SUPER_JOURNAL = bytes.fromhex("d9d505f920a163d7")
@@ -282,3 +462,116 @@ def transaction(
             raise
     except (sqlite3.Error, UnicodeDecodeError) as exc:
         raise mapped(exc, path) from exc
+
+
+logger = logging.getLogger(__name__)
+
+_NUMBER = re.compile(r"[0-9]{1,18}", re.ASCII)
+
+
+class CorpusFile:
+    """Usable from several threads; several processes may use the file at once."""
+
+    def __init__(
+        self, directory: Path, connection: sqlite3.Connection, read_only: bool = False
+    ) -> None:
+        self.directory = directory
+        self.read_only = read_only
+        self.path = directory / FILE_NAME
+        self.connection = connection
+        self.lock = threading.RLock()
+        self.closed = False
+        self._damaged: set[str] = set()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        with self.lock:
+            self.check_open()
+            if self.read_only:
+                raise CorpusError(
+                    f"the corpus at {self.directory} is read-only, expected one that can be "
+                    "written; change its permissions or choose another --store"
+                )
+            with transaction(self.connection, self.path):
+                yield
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Everything read within is of one state of the file, whoever writes meanwhile."""
+        with self.lock:
+            self.check_open()
+            with transaction(self.connection, self.path, reads_only=True):
+                yield
+
+    def close(self) -> None:
+        """Closes the connection. Closing twice is no error."""
+        with self.lock:
+            if not self.closed:
+                self.connection.close()
+                self.closed = True
+
+    def rows(self, query: str, *parameters: str | float) -> list[tuple]:
+        for value in parameters:
+            if isinstance(value, str):
+                check_unicode(value, "an id, source or title")
+        with self.lock:
+            self.check_open()
+            try:
+                return self.connection.execute(query, parameters).fetchall()
+            except (sqlite3.Error, UnicodeDecodeError) as exc:
+                raise mapped(exc, self.path) from exc
+
+    def checked(self, row: Sequence[Any], *tables: Table) -> list[tuple[Any, ...]] | None:
+        """Values of a joined row, a tuple for each table; ``None`` where one of them is damaged.
+
+        A damaged row is warned about once.
+        """
+        values, at = [], 0
+        try:
+            for table in tables:
+                values.append(table.checked(row[at : at + table.width]))
+                at += table.width
+        except DamagedRow as exc:
+            self.warn_damaged(str(exc))
+            return None
+        return values
+
+    def warn_damaged(self, what: str) -> None:
+        """Say once that something is left out."""
+        if what not in self._damaged:
+            self._damaged.add(what)
+            logger.warning(
+                "the corpus at %s is damaged: row %s is not what was written and is left out; run "
+                "blendrag store check --repair, then ingest again",
+                self.directory,
+                what,
+            )
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise CorpusError(f"the corpus at {self.directory} is closed; open it again")
+
+    def generation(self) -> int:
+        return self.number("generation") or 0
+
+    def number(self, key: str) -> int | None:
+        """A setting that is a number. Raises :class:`CorpusError` for anything else."""
+        value = self.meta(key)
+        if value is None:
+            return None
+        if not _NUMBER.fullmatch(value):
+            raise damaged_settings(f"setting {key} is {value!r:.40}", self.path)
+        return int(value)
+
+    def meta(self, key: str) -> str | None:
+        """A setting. Raises :class:`CorpusError` where any of them is damaged: it might be this one."""
+        rows = self.rows(f"SELECT {META.selected} FROM meta LIMIT 100")
+        try:
+            settings = dict(META.checked(row) for row in rows)
+        except DamagedRow as exc:
+            raise damaged_settings(f"row {exc}", self.path) from exc
+        return settings.get(key)
+
+    def set_meta(self, key: str, value: str) -> None:
+        """Inside a transaction."""
+        META.put(self.connection, key, value)

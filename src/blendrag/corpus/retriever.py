@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.embedder import Embedder, refuse_given
 from blendrag.errors import InvalidInputError, check_unicode
-from blendrag.text.readers.document import MetadataValue
+from blendrag.text.readers import MetadataValue
 
 
 @dataclass(frozen=True)

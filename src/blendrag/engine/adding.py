@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from blendrag.corpus.corpus import Corpus
+from blendrag.corpus.documents import Entry, NewEntry
 from blendrag.corpus.embedder import refuse_given
-from blendrag.corpus.entries import Entry, NewEntry
 from blendrag.engine.resources import Resources
 from blendrag.errors import InvalidInputError
 from blendrag.store.identity import digest_fields

@@ -15,7 +15,7 @@ from blendrag.engine.types import DryRun, IngestReport
 from blendrag.engine.worker import Worker
 from blendrag.errors import IdentityChangedError, InvalidInputError
 from blendrag.store.encodings import stored_chunk_bytes
-from blendrag.text.readers.document import digest_of
+from blendrag.text.readers import digest_of
 
 
 def ingest(

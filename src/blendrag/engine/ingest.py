@@ -22,9 +22,7 @@ from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.identity import chunk_key
 from blendrag.store.kv import ChunkKV
 from blendrag.text.chunking import Chunk, Chunker
-from blendrag.text.readers.document import Document, digest_of
-from blendrag.text.readers.formats import read_documents
-from blendrag.text.readers.inputs import scan_inputs
+from blendrag.text.readers import Document, digest_of, read_documents, scan_inputs
 
 
 class Encoder(Protocol):

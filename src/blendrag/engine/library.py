@@ -3,7 +3,7 @@
 Owns the order of a change: what is about to be stored is noted, KV is computed and put, then all
 rows of the call are written in one transaction; rows are removed in one transaction, then KV. A crash
 anywhere in between leaves a note by which the next change drops KV that no text refers to. Does not
-know how the corpus writes rows (:mod:`blendrag.corpus.entries`) or how KV is computed.
+know how the corpus writes rows (:mod:`blendrag.corpus.documents`) or how KV is computed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import replace
 import numpy as np
 
 from blendrag.corpus.corpus import Corpus
+from blendrag.corpus.documents import Entry
 from blendrag.corpus.embedder import GIVEN, refuse_given
-from blendrag.corpus.entries import Entry
 from blendrag.engine.adding import Adding, check_entries, given_vectors, unit_vector
 from blendrag.engine.orphans import drop_orphaned_kv, kv_keys
 from blendrag.engine.precompute import Computed, compute_kv, take_back

@@ -19,8 +19,13 @@ from blendrag.engine.worker import CLOSED
 from blendrag.errors import InvalidInputError
 from blendrag.fusor import Fusor
 from blendrag.model.adapter import ModelAdapter
-from blendrag.model.loading import load_adapter, load_tokens, model_signature, resolve_device
-from blendrag.model.precision import precision_signature
+from blendrag.model.loading import (
+    load_adapter,
+    load_tokens,
+    model_signature,
+    precision_signature,
+    resolve_device,
+)
 from blendrag.model.sharing import loaded_once
 from blendrag.model.tokens import Tokens
 

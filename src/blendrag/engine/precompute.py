@@ -21,7 +21,7 @@ from blendrag.store.base import PinScope
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.identity import chunk_key
 from blendrag.text.chunking import Chunk
-from blendrag.text.recognition.area import is_recognisable
+from blendrag.text.matches import is_recognisable
 
 
 @dataclass

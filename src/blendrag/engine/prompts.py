@@ -24,7 +24,7 @@ from blendrag.engine.types import Prompt, RagPrompt
 from blendrag.errors import InvalidInputError, check_unicode
 from blendrag.model.tokens import Tokens
 from blendrag.text.chunking import canonical, chunk_id_of
-from blendrag.text.recognition.spans import Match, common_prefix
+from blendrag.text.matches import Match, common_prefix
 
 LEADING = "Answer the question from the context.\n\n"
 SEPARATOR = "\n\n"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from blendrag.corpus.corpus import Corpus
 from blendrag.engine.prompts import Rendered, Span, merged
 from blendrag.model.tokens import Tokens
-from blendrag.text.recognition.spans import Match
+from blendrag.text.matches import Match
 
 #: Longest line taken for a label that an answer is to follow ("Answer:"), in characters.
 LABEL_CHARS = 48
@@ -55,7 +55,7 @@ def recognise(corpus: Corpus | None, rendered: Rendered, tokens: Tokens) -> Reco
     """The document chunks of ``rendered`` that ``corpus`` has."""
     control = tokens.control_spans(rendered.text)
     if rendered.chunks is not None:
-        known = corpus.anchors if corpus is not None else ()
+        known = corpus.chunk_index if corpus is not None else ()
         there = tuple(m for m in rendered.chunks if m.chunk_id in known)
         rest = _without(rendered.contents or (), there)
         return Recognised(there, tuple(span for span in rest if _overlaps(span, control)))
@@ -63,12 +63,12 @@ def recognise(corpus: Corpus | None, rendered: Rendered, tokens: Tokens) -> Reco
         return Recognised()
     text, contents = rendered.text, rendered.contents
     within = _between(control, len(text)) if contents is None else contents
-    found = corpus.anchors.find(text, within)
+    found = corpus.chunk_index.find(text, within)
     chunks = without_question(found, text, rendered.turn or _last_turn(text, within))
     plain: list[Span] = []
     if contents is not None and any(_overlaps(span, control) for span in contents):
         left = _without(contents, chunks)
-        loose = corpus.anchors.find(text, left, strict=False)
+        loose = corpus.chunk_index.find(text, left, strict=False)
         maybe = [(m.start, m.end) for m in loose]
         maybe += [_rest(m, text, left) for m in found if not m.complete]
         plain = [span for span in merged(maybe) if _overlaps(span, control)]
@@ -192,7 +192,7 @@ def _why_missed(corpus: Corpus, text: str, found: Sequence[Match]) -> tuple[str,
     """Sentences for the metrics when nothing was recognised, or less than there is."""
     if not len(corpus):
         return ()
-    if corpus.anchors.looks_escaped(text, found):
+    if corpus.chunk_index.looks_escaped(text, found):
         return (
             "chunk text arrived escaped (as JSON or a Python repr), so not all of it could be recognised; "
             "pass texts, not their representation",

@@ -14,7 +14,7 @@ from functools import partial
 
 from blendrag.config import AUTO, Settings
 from blendrag.corpus.corpus import Corpus
-from blendrag.corpus.passages import StoredChunk
+from blendrag.corpus.documents import StoredChunk
 from blendrag.engine.answers import Started
 from blendrag.engine.batch import prepared
 from blendrag.engine.decoding import Likelihoods
@@ -35,8 +35,8 @@ from blendrag.errors import InvalidInputError, RequestCancelled, RequestTimeout
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.planning.controller import Controller
 from blendrag.store.encodings import ENCODINGS
+from blendrag.text.matches import Match
 from blendrag.text.prompt import PromptPlan, make_plan
-from blendrag.text.recognition.spans import Match
 
 LEAST_LEFT = (
     "min_ratio {:g} is the least that ratio auto takes and was left aside: the ratio is {:g}"

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from blendrag.corpus.entries import Entry
+from blendrag.corpus.documents import Entry
 from blendrag.errors import StoreFullError
 from blendrag.metrics import RequestMetrics
-from blendrag.text.recognition.spans import Match
+from blendrag.text.matches import Match
 
 if TYPE_CHECKING:
     import numpy as np

@@ -24,8 +24,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from blendrag.fusor.packed_rows import AnyRows
 from blendrag.fusor.rows import Block, Rows
 from blendrag.model.kv_compare import NOISE, content, magnitude, misfit
-from blendrag.model.layers import DecoderStack
 from blendrag.model.sharing import in_this_thread
+from blendrag.model.structure import DecoderStack
 
 NAME = "blendrag"
 #: The same while :func:`serves` looks on.

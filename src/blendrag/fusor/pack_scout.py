@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from blendrag.fusor.attention import ROWS_KEYWORD, implementation
 from blendrag.fusor.packed_rows import PackedRows
 from blendrag.fusor.scout import Scout, reporting_to, scout_attention
-from blendrag.model.layers import DecoderStack
+from blendrag.model.structure import DecoderStack
 
 NAME = "blendrag_pack_scout"
 

@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from blendrag.fusor.attention import implementation
 from blendrag.fusor.rows import Rows
-from blendrag.model.layers import DecoderStack
+from blendrag.model.structure import DecoderStack
 
 NAME = "blendrag_scout"
 #: Attention weights held at a time, in elements: rows are attended in blocks of about this size.

@@ -19,12 +19,18 @@ from transformers import DynamicCache
 
 from blendrag.errors import InvalidInputError, UnsupportedModelError
 from blendrag.model import fingerprint
-from blendrag.model.compiled import is_compiled, uncompiled, unwrapped
-from blendrag.model.layers import DecoderStack, find_stack
-from blendrag.model.layout import layout_of
-from blendrag.model.placement import check_placement, input_device
 from blendrag.model.positions import PROBE_OFFSETS, LayersKV, Repositioner, classify
 from blendrag.model.sharing import lock_of
+from blendrag.model.structure import (
+    DecoderStack,
+    check_placement,
+    find_stack,
+    input_device,
+    is_compiled,
+    layout_of,
+    uncompiled,
+    unwrapped,
+)
 from blendrag.model.tokens import Tokens
 from blendrag.store.identity import ModelIdentity
 from blendrag.store.kv import ChunkKV, KVLayout, dtype_name

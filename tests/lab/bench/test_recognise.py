@@ -8,8 +8,8 @@ import pytest
 
 from blendrag.lab.bench.recognise import RecogniseWorkload, run_recognise
 from blendrag.lab.bench.store_rounds import MeasuredNothingError
-from blendrag.text.recognition.index import AnchorIndex
-from blendrag.text.recognition.spans import Match
+from blendrag.text.matches import Match
+from blendrag.text.recognition import ChunkIndex
 from cli.lab import invoke
 from lab.bench.lab import measured
 
@@ -50,11 +50,11 @@ def test_a_table_is_printed() -> None:
 
 
 def test_a_search_that_finds_nothing_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    def one_less(index: AnchorIndex, prompt: str) -> list[Match]:
+    def one_less(index: ChunkIndex, prompt: str) -> list[Match]:
         return find(index, prompt)[:-1]
 
-    find = AnchorIndex.find
+    find = ChunkIndex.find
     run_recognise(RecogniseWorkload(60, 9000, 1))
-    monkeypatch.setattr(AnchorIndex, "find", one_less)
+    monkeypatch.setattr(ChunkIndex, "find", one_less)
     with pytest.raises(MeasuredNothingError, match=r"chunks (found|loaded)"):
         run_recognise(RecogniseWorkload(60, 9000, 1))

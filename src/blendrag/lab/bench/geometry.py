@@ -12,8 +12,7 @@ import torch
 
 from blendrag.errors import InvalidInputError
 from blendrag.model import ModelAdapter, load_adapter
-from blendrag.model.loading import load_tokens, resolve_device
-from blendrag.model.precision import automatic_dtype
+from blendrag.model.loading import automatic_dtype, load_tokens, resolve_device
 from blendrag.store.kv import DTYPES
 
 #: Names → Qwen2 config values.

@@ -23,8 +23,8 @@ from blendrag.lab.bench.memory import peak_bytes
 from blendrag.lab.bench.scratch import scratch
 from blendrag.lab.bench.store_rounds import MeasuredNothingError, Row, Tick, Way, measure
 from blendrag.text.chunking import Chunk, chunk_id_of
-from blendrag.text.readers.document import Document
-from blendrag.text.recognition.spans import Match
+from blendrag.text.matches import Match
+from blendrag.text.readers import Document
 
 #: Characters that all chunks of the second corpus begin with.
 SHARED_CHARS = 200
@@ -110,7 +110,7 @@ class _Find(Way):
 
     def run(self) -> None:
         began = time.thread_time()
-        self._found = self._corpus.anchors.find(self._prompt)
+        self._found = self._corpus.chunk_index.find(self._prompt)
         self.cpu_ms.append((time.thread_time() - began) * 1e3)
 
     def check(self) -> None:
@@ -154,16 +154,18 @@ def _spread(parts: list[str]) -> Iterator[str]:
 def _load(corpus: Corpus, name: str, texts: list[str], add_s: float) -> Loaded:
     prompt = texts[0]
     with _timed() as loading:
-        memory = peak_bytes(lambda: corpus.anchors.find(prompt), torch.device("cpu"))
+        memory = peak_bytes(lambda: corpus.chunk_index.find(prompt), torch.device("cpu"))
     load_s = loading()
-    if len(corpus.anchors) != len(texts) or not corpus.anchors.find(prompt):
-        raise MeasuredNothingError(f"{name}: {len(corpus.anchors)} of {len(texts)} chunks loaded")
+    if len(corpus.chunk_index) != len(texts) or not corpus.chunk_index.find(prompt):
+        raise MeasuredNothingError(
+            f"{name}: {len(corpus.chunk_index)} of {len(texts)} chunks loaded"
+        )
     _put(corpus, "later", _texts(random.Random(-2), 1, 0))
     corpus.remove_source("later")
     _put(corpus, "later", _texts(random.Random(-3), 1, 0))
     with _timed() as following:
-        corpus.anchors.find(prompt)
-    if len(corpus.anchors) != len(texts) + 1:
+        corpus.chunk_index.find(prompt)
+    if len(corpus.chunk_index) != len(texts) + 1:
         raise MeasuredNothingError(f"{name}: a chunk that was added is not known")
     return Loaded(name, len(texts), add_s, load_s, memory, following())
 

@@ -18,7 +18,7 @@ from blendrag.engine.types import RagPrompt
 from blendrag.errors import CorpusError
 from blendrag.metrics import ChunkReport, RequestMetrics
 from blendrag.text.chunking import canonical, chunk_id_of
-from blendrag.text.recognition.spans import Match
+from blendrag.text.matches import Match
 
 #: Answer tokens whose distributions are compared.
 FIDELITY_TOKENS = 32

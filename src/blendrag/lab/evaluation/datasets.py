@@ -19,7 +19,7 @@ from blendrag.errors import InvalidInputError
 from blendrag.lab.evaluation.cases import Case, Dataset, Metric
 from blendrag.lab.evaluation.records import FORMS, Record, read_records
 from blendrag.text.chunking import Chunker
-from blendrag.text.recognition.area import MIN_LETTERS, is_recognisable
+from blendrag.text.matches import MIN_LETTERS, is_recognisable
 
 #: Chunks for a question, in the order of the prompt.
 Retrieve = Callable[[str], Sequence[str]]

@@ -28,7 +28,7 @@ from blendrag.model.adapter import ModelAdapter
 from blendrag.store.identity import chunk_key
 from blendrag.store.tiered import TieredStore
 from blendrag.text.chunking import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
-from blendrag.text.readers.document import Document
+from blendrag.text.readers import Document
 
 #: Of vectors that nothing is searched by.
 VECTOR_DIM = 8

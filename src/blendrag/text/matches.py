@@ -1,22 +1,95 @@
-"""Where in a prompt a chunk may stand: in message contents, between whole words, long enough.
-
-Owns what counts as a word boundary and how much text a match needs. All answers are array look-ups, so
-that a prompt of 25,000 characters costs a millisecond.
-
-A match needs :data:`MIN_LETTERS` letters or digits. English prose carries about one bit a character
-(Shannon 1951), so 45 letters, ten words with their spaces, carry 54 bits: a million chunks stand in a
-prompt of 32,000 characters by chance once in half a million prompts. Ideographs, kana and Hangul
-syllables count three each. Rules and tables of punctuation alone are never matched.
-"""
+"""What counts as a match of a chunk in a prompt, and which matches are kept."""
 
 from __future__ import annotations
 
+import bisect
 import re
 import unicodedata
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+
+
+@dataclass(frozen=True)
+class Match:
+    """A chunk's text at ``prompt[start:end]``.
+
+    ``complete`` is False where the chunk's tail is cut off: then ``prompt[start:end]`` is a proper
+    prefix of the chunk's text.
+    """
+
+    chunk_id: str
+    start: int
+    end: int
+    complete: bool
+
+
+class Spans:
+    """Matches that do not overlap, kept sorted by start."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._matches: list[Match] = []
+
+    def free(self, start: int, end: int) -> bool:
+        return self.room(start, end) == end - start
+
+    def room(self, start: int, limit: int) -> int:
+        """Characters from ``start`` to the next match or ``limit``, 0 inside a match."""
+        at = bisect.bisect_right(self._starts, start)
+        if at and self._matches[at - 1].end > start:
+            return 0
+        return min(limit, self._starts[at] if at < len(self._starts) else limit) - start
+
+    def add(self, match: Match) -> None:
+        at = bisect.bisect_right(self._starts, match.start)
+        self._starts.insert(at, match.start)
+        self._matches.insert(at, match)
+
+    def matches(self) -> list[Match]:
+        return self._matches
+
+
+def best_cover(spans: Sequence[tuple[int, int]]) -> list[int]:
+    """Indices of disjoint spans that cover most together; of equal covers, that of fewest spans.
+
+    Weighted interval scheduling: O(n log n).
+    """
+    order = sorted(range(len(spans)), key=lambda i: (spans[i][1], spans[i][0]))
+    ends = [spans[i][1] for i in order]
+    scores, before = [0], []  # of the first k spans
+    scale = len(spans) + 1  # a character counts for more than all spans
+    for k, i in enumerate(order):
+        start, end = spans[i]
+        before.append(bisect.bisect_right(ends, start, 0, k))
+        scores.append(max(scores[k], scores[before[k]] + (end - start) * scale - 1))
+    chosen, k = [], len(order)
+    while k:
+        if scores[k] == scores[k - 1]:
+            k -= 1
+        else:
+            chosen.append(order[k - 1])
+            k = before[k - 1]
+    return chosen[::-1]
+
+
+def matched_chars(matches: Sequence[Match]) -> int:
+    return sum(match.end - match.start for match in matches)
+
+
+def common_prefix(prompt: str, start: int, limit: int, text: str) -> int:
+    """Characters that ``prompt[start:limit]`` and ``text`` have in common from their starts."""
+    low, high = 0, min(limit - start, len(text))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if prompt.startswith(text[low:middle], start + low):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
 
 MIN_LETTERS = 45
 #: Letters that one wide character (ideograph, kana, Hangul syllable) counts as.
@@ -117,3 +190,23 @@ def _kinds(prompt: str) -> np.ndarray:
     for char in chars:
         table[ord(char)] = _kind(char)
     return table
+
+
+_ESCAPE = re.compile(r"""\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|([ntr"'\\/]))""")
+_PLAIN = {"n": "\n", "t": "\t", "r": "\r"}
+
+
+def unescaped(prompt: str) -> str:
+    """The prompt with every escape replaced by what it stands for; itself where there is none."""
+
+    def plain(escape: re.Match[str]) -> str:
+        code = escape[1] or escape[2]
+        return chr(int(code, 16)) if code else _PLAIN.get(escape[3], escape[3])
+
+    if "\\" not in prompt:
+        return prompt
+    text, count = _ESCAPE.subn(plain, prompt)
+    if not count:
+        return prompt
+    # JSON writes characters beyond the first plane as two escapes.
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
