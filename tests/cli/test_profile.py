@@ -241,9 +241,7 @@ def test_devices_that_make_no_sense_are_refused(store: str, tmp_path: Path) -> N
 def test_without_matplotlib_the_plot_is_refused(
     store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "blendrag.cli.profile_plot", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "blendrag.cli.figures", raising=False)
     result = invoke("profile", "--store", store, "--plot", str(tmp_path / "p.png"))
     assert result.exit_code == 2
     assert "blendrag[plots]" in said(result)

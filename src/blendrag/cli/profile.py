@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blendrag.cli import interrupt, options, output
-from blendrag.cli.drawing import require_plot
+from blendrag.cli.plots import profile_figure, require_plot, write_png
 from blendrag.cli.starting import begin, engine_for
 from blendrag.cli.status import DONE, reporting, say
 
@@ -86,9 +86,7 @@ def profile(
         if choice is not None:
             _print_choice(choice, usual)
     if plot is not None:
-        from blendrag.cli.profile_plot import write_plot
-
-        write_plot(plot, report.profile, usual.policy, usual.chunks)
+        write_png(profile_figure(report.profile, usual.policy, usual.chunks), plot)
     return DONE
 
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from blendrag.errors import InvalidInputError
-from blendrag.lab.bench.page import main, write_page
-from blendrag.lab.bench.results import RESULTS
+from blendrag.lab.bench.page import SECTIONS, main, write_page
 from blendrag.lab.bench.sweep import FACTORS
 from cli.lab import invoke
 from lab.bench.lab import SMALL, measured
@@ -250,14 +249,14 @@ def test_the_json_has_the_options_given_but_not_where_results_go(tmp_path: Path)
 @pytest.mark.parametrize(
     ("name", "fields", "sentence"),
     [("ttft", "{broken", "cannot be read (no JSON)"),
-     ("ttft", "[]", "holds no JSON object"),
-     ("ttft", {}, "holds no command"),
-     ("ttft", {**TTFT, "command": "blendrag bench load"}, "holds what 'blendrag bench load' printed"),
-     ("ttft", {**TTFT, "full_ms": "soon"}, "is not whole (full_ms: "),
-     ("ttft", {k: v for k, v in TTFT.items() if k != "blend_ms"}, "is not whole (blend_ms: "),
-     ("ttft", {**TTFT, "machine": None}, "is not whole (machine: "),
-     ("ttft", {**TTFT, "spread_ms": {}}, "is not whole (KeyError('full'))"),
-     ("ttft", {**TTFT, "blend_ms": 0.0}, "is not whole (ZeroDivisionError"),
+     ("ttft", "[]", "has the command None"),
+     ("ttft", {}, "has the command None"),
+     ("ttft", {**TTFT, "command": "blendrag bench load"}, "has the command 'blendrag bench load'"),
+     ("ttft", {**TTFT, "full_ms": "soon"}, "is not complete (full_ms: "),
+     ("ttft", {k: v for k, v in TTFT.items() if k != "blend_ms"}, "is not complete (blend_ms: "),
+     ("ttft", {**TTFT, "machine": None}, "is not complete (machine: "),
+     ("ttft", {**TTFT, "spread_ms": {}}, "is not complete (KeyError('full'))"),
+     ("ttft", {**TTFT, "blend_ms": 0.0}, "is not complete (ZeroDivisionError"),
      ("trace", {"traceEvents": [], "otherData": {}}, "expected what blendrag bench trace --json prints")],
 )  # fmt: skip
 def test_a_file_that_is_no_whole_result_is_one_sentence_and_the_page_stays(
@@ -279,15 +278,15 @@ def test_a_file_that_is_no_whole_result_is_one_sentence_and_the_page_stays(
 def test_a_sweep_over_another_factor_is_refused(results: Path, tmp_path: Path) -> None:
     docs = page_of(tmp_path, "sweep-ratio")
     write(tmp_path, "sweep-ratio", (results / "sweep-tier.json").read_text())
-    with pytest.raises(InvalidInputError, match="a sweep over tier, expected one over ratio"):
+    with pytest.raises(InvalidInputError, match="is a sweep over tier, expected one over ratio"):
         write_page(docs, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [("<!-- bench:ttft -->\n", "does not close it"),
-     (region("speed"), "a name that begins with one of ttft, sweep"),
-     ("nothing", "holds no result"),
+     (region("speed"), "a name that starts with one of ttft, sweep"),
+     ("nothing", "has no result"),
      (None, "cannot be read")],
 )  # fmt: skip
 def test_a_page_without_its_regions_is_one_sentence(
@@ -317,7 +316,7 @@ def test_what_make_measures_takes_the_further_arguments_it_is_given() -> None:
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     commands = re.findall(r"/blendrag (bench .*?) --json >", planned.stdout.replace("\\\n", " "))
-    assert {command.split()[1] for command in commands} == set(RESULTS)
+    assert {command.split()[1] for command in commands} == set(SECTIONS)
     for command in commands:
         own = {"load": "LOAD_ARGS", "auto": "AUTO_ARGS", "overhead": "OVERHEAD_ARGS"}
         named = own.get(command.split()[1], "BENCH_ARGS")
@@ -345,4 +344,4 @@ def test_what_make_measures_has_a_region_in_the_page() -> None:
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     regions = set(re.findall(r"^<!-- bench:(\S+) -->$", page, re.MULTILINE))
     assert regions == named
-    assert {name.partition("-")[0] for name in regions} == set(RESULTS)
+    assert {name.partition("-")[0] for name in regions} == set(SECTIONS)

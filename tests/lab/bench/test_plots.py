@@ -10,11 +10,10 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
+from blendrag.cli.plots import write_png
 from blendrag.lab.bench.load import LoadResult, RateRow, WayResult
-from blendrag.lab.bench.load_plot import by_rate
-from blendrag.lab.bench.pictures import write_picture
 from blendrag.lab.bench.sweep import SweepResult, SweepRow
-from blendrag.lab.bench.sweep_plot import by_value
+from blendrag.lab.plots import load_figure, sweep_figure
 from cli.lab import invoke, said
 from lab.bench.lab import SMALL, measured
 
@@ -71,7 +70,7 @@ def test_factors_that_are_numbers_are_drawn_at_their_values(
 ) -> None:
     result = swept(factor, values)
     rows = result.rows
-    (axes,) = by_value(result).axes
+    (axes,) = sweep_figure(result).axes
     expected = {
         "full prefill": [r.full_ms for r in rows],
         "reuse": [r.reuse_ms for r in rows],
@@ -89,7 +88,7 @@ def test_factors_that_are_numbers_are_drawn_at_their_values(
 
 def test_a_context_is_drawn_at_the_tokens_of_its_prompt() -> None:
     rows = (row("context", "1024", 0, 544), row("context", "2048", 1, 1568))
-    (axes,) = by_value(SweepResult("context", ("about", "it"), 3, rows)).axes
+    (axes,) = sweep_figure(SweepResult("context", ("about", "it"), 3, rows)).axes
     for label in WAYS:
         assert list(line(axes, label).get_xdata()) == [544, 1568]
     assert [text.get_text() for text in axes.get_xticklabels()] == ["544", "1568"]
@@ -97,7 +96,7 @@ def test_a_context_is_drawn_at_the_tokens_of_its_prompt() -> None:
 
 
 def test_factors_that_are_names_stand_side_by_side_and_are_not_joined() -> None:
-    (axes,) = by_value(swept("tier", ("memory", "disk", "1GB/s"))).axes
+    (axes,) = sweep_figure(swept("tier", ("memory", "disk", "1GB/s"))).axes
     assert [text.get_text() for text in axes.get_xticklabels()] == ["memory", "disk", "1GB/s"]
     for label in WAYS:
         assert list(line(axes, label).get_xdata()) == [0, 1, 2]
@@ -106,7 +105,7 @@ def test_factors_that_are_names_stand_side_by_side_and_are_not_joined() -> None:
 
 def test_the_spread_of_every_way_is_drawn_from_the_lowest_to_the_highest() -> None:
     result = swept("tier", ("memory", "disk"))
-    (axes,) = by_value(result).axes
+    (axes,) = sweep_figure(result).axes
     drawn = {
         (path.vertices[0][1], path.vertices[1][1])
         for collection in axes.collections
@@ -118,7 +117,7 @@ def test_the_spread_of_every_way_is_drawn_from_the_lowest_to_the_highest() -> No
 
 def test_load_is_drawn_by_rate_with_the_ttft_that_ways_are_compared_at() -> None:
     result = loaded()
-    (axes,) = by_rate(result).axes
+    (axes,) = load_figure(result).axes
     for way in ("full", "prefix", "blend"):
         rows = [row for row in result.rows if row.way == way]
         assert list(line(axes, way).get_xdata()) == [row.requests_per_s for row in rows]
@@ -131,8 +130,8 @@ def test_load_is_drawn_by_rate_with_the_ttft_that_ways_are_compared_at() -> None
 def test_equal_rows_give_equal_files(tmp_path: Path) -> None:
     result = swept("chunks", ("2", "4", "8"))
     once, twice = tmp_path / "once.png", tmp_path / "twice.png"
-    write_picture(once, result)
-    write_picture(twice, result)
+    write_png(sweep_figure(result), once)
+    write_png(sweep_figure(result), twice)
     assert once.read_bytes() == twice.read_bytes()
     assert len(once.read_bytes()) > 5000
 

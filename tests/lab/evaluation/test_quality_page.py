@@ -103,15 +103,15 @@ def test_equal_results_give_an_equal_page_and_equal_pictures(tmp_path: Path, pag
     again = write_page(tmp_path, kept(tmp_path / "results"), RUNS, "query", "constant")
     assert again.read_bytes() == page.read_bytes()
     pictures = sorted((page.parent / "quality").iterdir())
-    assert len(pictures) == 16
+    assert len(pictures) == 8
     for picture in pictures:
         assert picture.read_bytes() == (tmp_path / "quality" / picture.name).read_bytes()
 
 
 def test_every_picture_that_the_page_shows_lies_beside_it(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    shown = set(re.findall(r"\((quality/[a-z-]+\.(?:png|svg))\)", text))
-    assert len(shown) == 16
+    shown = set(re.findall(r"\((quality/[a-z-]+\.png)\)", text))
+    assert len(shown) == 8
     assert all((page.parent / name).stat().st_size > 5000 for name in shown)
 
 

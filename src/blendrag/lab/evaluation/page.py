@@ -31,11 +31,12 @@ def head(run: Run, result: Result) -> str:
 
 
 def picture(folder: Path, name: str, text: str, draw: Draw, data: object) -> str:
-    """Draw it into ``folder``, and the lines that show it; behind the PNG is the SVG."""
-    from blendrag.cli.figures import save
+    """Draw it into ``folder``, and the lines that show it."""
+    from blendrag.cli.plots import write_png
 
-    png, svg = save(draw(data), folder, name)
-    return f"[![{text}]({FOLDER}/{png.name})]({FOLDER}/{svg.name})\n\n*{text}*"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_png(draw(data), folder / f"{name}.png")
+    return f"![{text}]({FOLDER}/{name}.png)\n\n*{text}*"
 
 
 def folded(summary: str, text: str) -> str:

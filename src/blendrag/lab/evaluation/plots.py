@@ -3,7 +3,7 @@
 Owns which numbers stand on which axis. Rows are those of ``blendrag eval --json``, deviations those of
 :mod:`blendrag.lab.evaluation.deviation_report`, both as plain mappings, so that kept files can be drawn
 again. Quality is PGR (0: no context, 1: full prefill) with its bootstrap interval; rows whose PGR is
-undefined are left out. Does not know how figures look (:mod:`blendrag.cli.figures`).
+undefined are left out. Does not know how figures look (:mod:`blendrag.cli.plots`).
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from blendrag.cli.figures import (
+from blendrag.cli.plots import (
     BANDS,
     COLOURS,
     DASHES,
     GREY,
     Line,
-    Look,
+    Style,
     draw,
     from_zero,
     legend,
-    looks,
     panels,
+    styles,
     title,
 )
 
@@ -65,7 +65,7 @@ def deviation_distribution(report: Row) -> Figure:
     for number, index in enumerate(picked):
         quantiles = layers[index]["quantiles"]
         shares = [i / (len(quantiles) - 1) for i in range(len(quantiles))]
-        look = Look(COLOURS[number], "none", ("-", "--", ":")[number])
+        look = Style(COLOURS[number], "none", ("-", "--", ":")[number])
         found.append(Line(f"layer {layers[index]['layer']}", look, quantiles, shares))
     draw(axes, found)
     _level(axes, 1 - HIGH_SHARE, f"{1 - HIGH_SHARE:.0%} of the tokens")
@@ -169,7 +169,9 @@ def quality_by_schedule(rows: Sequence[Row], kind: str = ALL) -> Figure:
     schedules = list(dict.fromkeys(row["schedule"] for row in of))
     placed = [{**row, "at": schedules.index(row["schedule"]), "schedule": ""} for row in of]
     drawn = lines(placed, "at", "pgr", "pgr_low", "pgr_high")
-    draw(axes, [replace(line, look=replace(line.look, dash="none")) for line in drawn], spread=True)
+    draw(
+        axes, [replace(line, style=replace(line.style, dash="none")) for line in drawn], spread=True
+    )
     _level(axes, 1.0)
     axes.set_xticks(range(len(schedules)), schedules, rotation=45, ha="right")
     axes.set(xlabel="schedule", ylabel="PGR")
@@ -192,7 +194,7 @@ def lines(
     groups: dict[str, list[Row]] = {}
     for row in there:
         groups.setdefault(name(row), []).append(row)
-    look = looks(row["policy"] for row in there)
+    look = styles(row["policy"] for row in there)
     found, variants = [], Counter[str]()
     for label, group in groups.items():
         policy = group[0]["policy"]
@@ -227,7 +229,7 @@ def _said(field: str, value: Any) -> str:
     return f"seed {value}" if field == "seed" else str(value)
 
 
-def _variant(look: Look, number: int) -> Look:
+def _variant(look: Style, number: int) -> Style:
     """The same colour and marker, hollow and dashed, for the further series of a policy."""
     return replace(look, dash=DASHES[(number - 1) % 3 + 1], filled=False) if number else look
 

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from blendrag.cli.drawing import require_plot
+from blendrag.cli.plots import require_plot, write_png
 from blendrag.lab.bench.cli import options, output
 from blendrag.lab.bench.cli.spread import spread
 
@@ -54,9 +54,9 @@ def load(
     else:
         _print(result)
     if plot is not None:
-        from blendrag.lab.bench.pictures import write_picture
+        from blendrag.lab.plots import load_figure
 
-        write_picture(plot, result)
+        write_png(load_figure(result), plot)
 
 
 def _print(result: LoadResult) -> None:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from blendrag.cli.drawing import require_plot
+from blendrag.cli.plots import require_plot, write_png
 from blendrag.errors import InvalidInputError
 from blendrag.lab.bench.cli import options, output
 from blendrag.lab.bench.cli.spread import spread
@@ -72,9 +72,9 @@ def sweep(
     else:
         _print(rows, ", ".join(result.about))
     if plot is not None:
-        from blendrag.lab.bench.pictures import write_picture
+        from blendrag.lab.plots import sweep_figure
 
-        write_picture(plot, result)
+        write_png(sweep_figure(result), plot)
 
 
 def _check(timed: options.Timed, factor: str, values: str | None, ratios: str | None) -> None:

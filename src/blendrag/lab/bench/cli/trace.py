@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from blendrag.cli.drawing import require_place, require_plot
+from blendrag.cli.plots import require_place, require_plot, write_png
 from blendrag.lab.bench.cli import options, output
 from blendrag.lab.bench.cli.spread import spread
 
@@ -60,9 +60,9 @@ def trace(
     if out is not None:
         write_trace(out, result)
     if plot is not None:
-        from blendrag.lab.bench.pictures import write_picture
+        from blendrag.lab.plots import trace_figure
 
-        write_picture(plot, result)
+        write_png(trace_figure(result), plot)
     if as_json:
         output.print_json(result.as_dict(), context, adapter)
     else:

@@ -1,0 +1,311 @@
+"""Plots: the style of every figure, the checks of ``--plot``, and the figure of ``blendrag profile``.
+
+Equal numbers give equal files: no dates, no versions, the fonts that come with matplotlib. matplotlib is an
+extra, so it is imported only when something is drawn.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from blendrag.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from blendrag.planning.profile import Profile
+
+DPI = 144
+#: Size of one panel, in inches.
+PANEL_WIDTH, PANEL_HEIGHT = 3.6, 2.9
+STYLE: Any = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9.0,
+    "axes.titlesize": 9.0,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": "#e3e3e3",
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 8.0,
+    "lines.linewidth": 1.5,
+    "lines.markersize": 5.5,
+}
+#: Okabe and Ito (2008), for colour-blind readers. Indigo (Tol) replaces their yellow, which vanishes on
+#: white; black is full prefill's.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+#: Markers with arms are larger and have no white edge, which would hide the arms.
+MARKER_SIZES = {"*": 9.0, "X": 6.5, "P": 6.5}
+DASHES = ("-", "--", ":", "-.")
+GREY = "#7a7a7a"
+#: Panels with more lines show intervals as bars, because overlapping bands hide each other.
+BANDS = 3
+#: Distance between lines that are drawn side by side.
+SPREAD_POINTS = 1.6
+#: These policies look the same in all figures; other policies take the remaining styles in order.
+KNOWN = ("blend", "hkvd", "query", "query+hkvd", "hkvd-once", "boundary", "random")
+
+
+# -- before anything is measured ------------------------------------------------------------------
+
+
+def require_place(option: str, path: Path, suffix: str) -> None:
+    """Raise :class:`InvalidInputError` unless a file of that kind can be written to ``path``."""
+    folder = path.absolute().parent
+    is_place = folder.is_dir() and os.access(folder, os.W_OK) and not path.is_dir()
+    if path.suffix.lower() != suffix or not is_place:
+        raise InvalidInputError(
+            f"{option} {path} cannot be written, expected a file that ends in {suffix} in a directory that "
+            "exists and is writable"
+        )
+
+
+def require_plot(path: Path | None) -> None:
+    """Raise :class:`InvalidInputError` if ``--plot`` was given and its figure cannot be drawn."""
+    if path is not None:
+        require_place("--plot", path, ".png")
+        require_matplotlib(f"--plot {path}")
+
+
+def require_matplotlib(what: str) -> None:
+    """Raise :class:`InvalidInputError` if matplotlib, which ``what`` needs, is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as exc:
+        raise InvalidInputError(
+            f"{what} needs matplotlib, which is not installed; pip install 'blendrag[plots]'"
+        ) from exc
+
+
+# -- styles ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one series is drawn."""
+
+    colour: str
+    marker: str
+    dash: str = "-"
+    filled: bool = True
+
+
+BASELINES = {
+    "full": Style("#000000", "*"),
+    "oracle": Style("#000000", "*", "--"),
+    "prefix": Style(GREY, "D"),
+    "reuse": Style(GREY, "X"),
+    "none": Style(GREY, "v"),
+    "map-reduce": Style("#56B4E9", "<"),
+    "map-rerank": Style("#E69F00", ">"),
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A series: points in the order of ``x``, each with its interval if there is one."""
+
+    label: str
+    style: Style
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float | None] = ()
+    high: Sequence[float | None] = ()
+
+
+def styles(policies: Iterable[str]) -> dict[str, Style]:
+    """A style for each policy; the name without ``(k)`` decides on the colour and the marker.
+
+    More policies than colours share them with other dashes.
+    """
+    bare = {policy: policy.partition("(")[0] for policy in dict.fromkeys(policies)}
+    named = dict.fromkeys(name for name in bare.values() if name not in BASELINES)
+    others = [name for name in named if name not in KNOWN]
+    free = [i for i, name in enumerate(KNOWN) if name not in named]
+    free += [len(COLOURS) + i for i in range(len(others))]
+    index = dict(zip(KNOWN, range(len(KNOWN)), strict=True)) | dict(zip(others, free, strict=False))
+    used: dict[str, int] = {}
+    found: dict[str, Style] = {}
+    for policy, name in bare.items():
+        style = BASELINES.get(name) or _indexed_style(index[name])
+        number = used[name] = used.get(name, -1) + 1  # boundary(4) and boundary(16)
+        found[policy] = Style(style.colour, style.marker, DASHES[number % 4]) if number else style
+    return found
+
+
+def _indexed_style(index: int) -> Style:
+    at = index % len(COLOURS)
+    return Style(COLOURS[at], MARKERS[at], DASHES[index // len(COLOURS) % len(DASHES)])
+
+
+# -- drawing --------------------------------------------------------------------------------------
+
+
+def panels(
+    columns: int, rows: int = 1, legend: bool = True, share_y: Literal["all", "none"] = "none"
+) -> tuple[Figure, list[Axes]]:
+    """A figure of ``rows`` × ``columns`` panels, row by row, with room for a legend on the right."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    size = (columns * PANEL_WIDTH + (1.7 if legend else 0.0), rows * PANEL_HEIGHT)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots(rows, columns, sharey=share_y, squeeze=False)
+    return figure, list(axes.flat)
+
+
+def draw(axes: Axes, lines: Sequence[Line], spread: bool = False) -> None:
+    """Draw lines with markers and intervals: bands for a few joined lines, otherwise bars.
+
+    ``spread`` draws lines with equal x side by side, without changing their data.
+    """
+    from matplotlib.transforms import ScaledTranslation
+
+    for number, line in enumerate(lines):
+        joined = len(line.x) > 1 and line.style.dash != "none"
+        (plotted,) = axes.plot(
+            line.x, line.y, label=line.label, color=line.style.colour,
+            linestyle=line.style.dash if joined else "none", **_marker(line.style),
+        )  # fmt: skip
+        drawn: list[Artist] = [plotted]
+        if any(bound is not None for bound in line.low):
+            drawn.append(_interval(axes, line, joined and not spread and len(lines) <= BANDS))
+        if spread:  # afterwards, because the axes' limits come from the data
+            assert axes.figure is not None
+            points = SPREAD_POINTS * (number - (len(lines) - 1) / 2)
+            shift = ScaledTranslation(points / 72, 0, axes.figure.dpi_scale_trans)
+            for artist in drawn:
+                artist.set_transform(axes.transData + shift)
+
+
+def _marker(style: Style) -> dict[str, Any]:
+    size = MARKER_SIZES.get(style.marker, STYLE["lines.markersize"])
+    made = {"marker": style.marker, "markersize": size}
+    if not style.filled:
+        return {**made, "markerfacecolor": "#ffffff", "markeredgewidth": 1.2}
+    edge = 0.0 if style.marker in MARKER_SIZES else 0.3
+    return {**made, "markeredgecolor": "#ffffff", "markeredgewidth": edge}
+
+
+def _interval(axes: Axes, line: Line, band: bool) -> Artist:
+    low = [y if b is None else b for b, y in zip(line.low, line.y, strict=True)]
+    high = [y if b is None else b for b, y in zip(line.high, line.y, strict=True)]
+    colour = line.style.colour
+    if band:
+        return axes.fill_between(line.x, low, high, color=colour, alpha=0.13, linewidth=0)
+    # errorbar requires the value inside its interval; rounding may put it outside.
+    return axes.vlines(line.x, low, high, color=colour, linewidth=1.0, alpha=0.6)
+
+
+def title(axes: Axes, text: str) -> None:
+    """Set the title of a panel in the size of the other text."""
+    axes.set_title(text, fontsize=STYLE["axes.titlesize"])
+
+
+def from_zero(axes: Axes) -> None:
+    """Start the x axis at 0, with room for a marker at 0."""
+    axes.set_xlim(-0.06 * axes.get_xlim()[1], None)
+
+
+def log_scale(axes: Axes, of: Literal["x", "y"] = "y") -> None:
+    """A logarithmic scale whose ticks are plain numbers: 0.6, not a power of ten."""
+    from matplotlib.ticker import LogFormatter, StrMethodFormatter
+
+    class Plain(LogFormatter):
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            return f"{x:,g}" if super().__call__(x, pos) else ""
+
+    axis = axes.yaxis if of == "y" else axes.xaxis
+    axes.set(**{f"{of}scale": "log"})
+    axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    axis.set_minor_formatter(Plain(minor_thresholds=(1.5, 0.5)))
+
+
+def legend(figure: Figure, axes: Sequence[Axes]) -> None:
+    """One legend for all panels, to their right, with each label once."""
+    import matplotlib
+
+    handles: dict[str, Any] = {}
+    for panel in axes:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    if handles:
+        with matplotlib.rc_context(STYLE):
+            figure.legend(list(handles.values()), list(handles), loc="outside right center")
+
+
+def write_png(figure: Figure, path: Path) -> None:
+    """Write ``figure`` to ``path``."""
+    import matplotlib
+
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(path, dpi=DPI, metadata={"Software": None})
+
+
+# -- the figure of blendrag profile ---------------------------------------------------------------
+
+RATIOS = tuple(i / 20 for i in range(21))
+USUAL_RATIO = 0.15
+
+
+def profile_figure(found: Profile, policy: str, chunks: int) -> Figure:
+    """Time to recompute and time to load (figure 10a of the paper): by ratio, and by size of the KV."""
+    from blendrag.engine.profiling import usual_prompt
+
+    figure, (by_ratio, by_size) = panels(2)
+    tier_styles = [
+        Style(COLOURS[i % len(COLOURS)], "o", DASHES[i // len(COLOURS) % 3])
+        for i in range(len(found.tiers))
+    ]
+    names = [t.name if len(t.name) <= 24 else f"…{t.name[-23:]}" for t in found.tiers]
+    tiers = list(zip((f"load, {name}" for name in names), tier_styles, found.tiers, strict=True))
+
+    prompt = usual_prompt(found, policy, chunks)
+    recompute = [1e3 * _compute_s(found, policy, chunks, ratio) for ratio in RATIOS]
+    lines = [Line("recompute", BASELINES["full"], RATIOS, recompute)]
+    for label, style, tier in tiers:
+        load = 1e3 * sum(tier.seconds(sum(p.layer_bytes), found.layers) for p in prompt.parts)
+        lines.append(Line(label, style, (0.0, 1.0), (load, load)))
+    draw(by_ratio, lines)
+    by_ratio.set(xlabel="recompute ratio r", ylabel="milliseconds", ylim=(0, None))
+    title(by_ratio, f"{chunks} chunks of {found.chunk_tokens} tokens")
+
+    counts = sorted({1, 2, 4, chunks, 2 * chunks})
+    chunk_bytes = sum(found.layer_bytes)
+    sizes = [n * chunk_bytes / 1e6 for n in counts]
+    again = [1e3 * _compute_s(found, policy, n, USUAL_RATIO) for n in counts]
+    full = [1e3 * found.prefill_s(usual_prompt(found, policy, n).tokens) for n in counts]
+    lines = [
+        Line("recompute", BASELINES["full"], sizes, again),
+        Line("full prefill", Style(GREY, "D", "--"), sizes, full),
+    ]
+    for label, style, tier in tiers:
+        loads = [1e3 * n * tier.seconds(chunk_bytes, found.layers) for n in counts]
+        lines.append(Line(label, style, sizes, loads))
+    draw(by_size, lines)
+    by_size.set(xlabel="stored KV of the prompt's chunks, MB", xscale="log", yscale="log")
+    by_size.set_xticks(sizes, [f"{size:.3g}" for size in sizes])
+    by_size.set_xticks([], minor=True)
+    title(by_size, f"recompute at r = {USUAL_RATIO}")
+    legend(figure, [by_ratio, by_size])
+    return figure
+
+
+def _compute_s(found: Profile, policy: str, chunks: int, ratio: float) -> float:
+    """Seconds to compute a prompt whose KV is already loaded."""
+    from blendrag.engine.profiling import counts_for, usual_prompt
+    from blendrag.planning.forecast import Estimator
+
+    prompt = usual_prompt(found, policy, chunks)
+    estimator = Estimator(found, prompt, prompt.parts)
+    return estimator.at(counts_for(found, policy, ratio, chunks)(estimator.candidates)).compute_s

@@ -1,0 +1,76 @@
+"""Pages that programs write: docs/performance.md and docs/quality.md.
+
+A page is prose with regions. Programs replace the text between ``<!-- bench:NAME -->`` and
+``<!-- /bench:NAME -->``; people write everything else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from blendrag.cli.plots import write_png
+from blendrag.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_OPENING = re.compile(r"^<!-- bench:(\S+) -->$", re.MULTILINE)
+_REGION = re.compile(
+    r"^(<!-- bench:(\S+) -->\n)(.*?)^(<!-- /bench:\2 -->)$", re.DOTALL | re.MULTILINE
+)
+
+
+def console(commands: Sequence[str]) -> str:
+    """The commands that made what follows, as a code block."""
+    return "\n".join(["```console", *(f"$ {command}" for command in commands), "```"])
+
+
+def picture(figure: Figure, page: Path, name: str, caption: str) -> str:
+    """Write ``name.png`` to the folder named like ``page``, and return the Markdown that shows it."""
+    folder = page.with_suffix("")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_png(figure, folder / f"{name}.png")
+    return f"![{caption}]({folder.name}/{name}.png)"
+
+
+def folded(summary: str, text: str) -> str:
+    """Text that is shown when its summary is clicked."""
+    return f"<details><summary>{summary}</summary>\n\n{text}\n\n</details>"
+
+
+def read_page(page: Path) -> str:
+    """The page's text; raises :class:`InvalidInputError`."""
+    try:
+        return page.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else "not UTF-8"
+        raise InvalidInputError(
+            f"{page} cannot be read ({reason}), expected the page with its regions; name its folder with "
+            "--out"
+        ) from exc
+
+
+def regions_of(page: Path) -> list[str]:
+    """Names of the page's regions; raises :class:`InvalidInputError` for a region that is not closed."""
+    text = read_page(page)
+    closed = [match[2] for match in _REGION.finditer(text)]
+    for name in _OPENING.findall(text):
+        if name not in closed:
+            raise InvalidInputError(
+                f"{page} opens region bench:{name} and does not close it, expected <!-- /bench:{name} --> "
+                "after its text; add it"
+            )
+    return closed
+
+
+def write_regions(page: Path, texts: Mapping[str, str]) -> None:
+    """Replace the regions named in ``texts``; the rest of the page does not change."""
+
+    def replaced(match: re.Match[str]) -> str:
+        opening, name, _, closing = match.groups()
+        return f"{opening}\n{texts[name]}\n\n{closing}" if name in texts else match[0]
+
+    page.write_text(_REGION.sub(replaced, read_page(page)), encoding="utf-8")

@@ -1,0 +1,93 @@
+"""Result tables: the same rows on a terminal (rich) and on a page (Markdown)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+#: A cell without a value.
+NOTHING = "–"
+
+Column = tuple[str, Callable[[Any], str]]
+"""Heading, and how a row's cell is written."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as text, with the conditions of the measurement above them and notes below."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    notes: Sequence[str] = ()
+
+    def markdown(self) -> str:
+        """Title, table and notes in GitHub's Markdown."""
+        lines = [[_escaped(cell) for cell in row] for row in (self.head, *self.rows)]
+        lines.insert(1, ["---"] * len(self.head))
+        grid = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return "\n\n".join(part for part in (self.title, grid, *self.notes) if part)
+
+    def print(self) -> None:
+        """Print to stdout; columns after the first are aligned to the right if they hold numbers."""
+        from rich.console import Console
+        from rich.table import Table as RichTable
+
+        console = Console(markup=False, highlight=False)
+        if not console.is_terminal:
+            console.width = 190
+        drawn = RichTable(title=self.title or None)
+        for number, name in enumerate(self.head):
+            cells = [row[number] for row in self.rows]
+            drawn.add_column(name, justify="right" if _is_numeric(cells) else "left")
+        for row in self.rows:
+            drawn.add_row(*row)
+        console.print(drawn)
+        for note in self.notes:
+            console.print(note)
+
+
+def table(
+    columns: Sequence[Column], rows: Iterable[Any], title: str = "", notes: Sequence[str] = ()
+) -> Table:
+    """A line for each of ``rows``, written by ``columns``."""
+    cells = [[write(row) for _, write in columns] for row in rows]
+    return Table([name for name, _ in columns], cells, title, notes)
+
+
+def figure(value: float) -> str:
+    """Three digits, or all digits before the decimal point."""
+    return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:#.3g}"
+
+
+def number(value: float | None, form: str) -> str:
+    """``value`` in the format ``form``; a dash for ``None``."""
+    return NOTHING if value is None else format(value, form)
+
+
+def times(ratio: float) -> str:
+    """``4.96×``."""
+    return f"{ratio:.2f}×"
+
+
+def spread(value: float, bounds: tuple[float, float]) -> str:
+    """``10.8 (10.7 to 11.2)``: the median, and the lowest and highest value."""
+    return f"{figure(value)} ({figure(bounds[0])} to {figure(bounds[1])})"
+
+
+def interval(value: float | None, low: float | None, high: float | None) -> str:
+    """``0.93 [0.88, 0.97]``; without bounds the value alone."""
+    if value is None:
+        return NOTHING
+    return f"{value:.2f}" if low is None or high is None else f"{value:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def _escaped(cell: str) -> str:
+    return cell.replace("|", "\\|")
+
+
+def _is_numeric(cells: Sequence[str]) -> bool:
+    """Whether every cell with text starts as a number does."""
+    written = [cell.lstrip("-+≤ ") for cell in cells if cell not in ("", NOTHING)]
+    return bool(written) and all(cell[:1].isdigit() for cell in written)
