@@ -60,7 +60,7 @@ def checkpoint(tmp_path: Path) -> str:
 @pytest.fixture
 def ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """``query``'s scout pass ends before the last layer in tiny models, as it does in deep ones."""
-    monkeypatch.setattr("blendrag.fusor.selection.query.DEEP", 1)
+    monkeypatch.setattr("blendrag.fusor.selection.base.DEEP_LAYERS", 1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -78,7 +78,7 @@ def test_if_they_cannot_be_prefilled_together_they_are_answered_one_after_anothe
     def without_memory(self: Fusor, prompts: Any) -> Any:
         raise MemoryError("none left")
 
-    monkeypatch.setattr(Fusor, "prefill_together", without_memory)
+    monkeypatch.setattr(Fusor, "batched_prefill", without_memory)
     answers = engine.batch(prompts, REUSE)
     assert [answer.text for answer in answers] == expected
     assert [answer.metrics.batch_size for answer in answers] == [1] * 3

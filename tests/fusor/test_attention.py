@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blendrag.fusor.attention import ROWS_KEYWORD, NotServedError, blend_attention
-from blendrag.fusor.narrow import narrow_kwargs
+from blendrag.fusor.hooks import slice_kwargs
 from blendrag.fusor.rows import ALIGNED, Rows
 
 
@@ -219,12 +219,12 @@ def test_what_covers_the_prompt_is_handed_on_and_the_rest_is_gathered() -> None:
         "position_ids": torch.arange(n)[None],
         "attention_mask": mask,
     }
-    whole = narrow_kwargs(kwargs, Rows(torch.arange(n), n, force_masks=True), masked=True)
+    whole = slice_kwargs(kwargs, Rows(torch.arange(n), n, force_masks=True), masked=True)
     assert whole["position_embeddings"][0] is cos
     assert whole["position_ids"] is kwargs["position_ids"]
     assert whole["attention_mask"] is mask
     some = torch.tensor([1, 4])
-    part = narrow_kwargs(kwargs, Rows(some, n), masked=True)
+    part = slice_kwargs(kwargs, Rows(some, n), masked=True)
     assert torch.equal(part["position_embeddings"][1], cos[:, some])
     assert part["position_ids"].tolist() == [[1, 4]]
     assert part["attention_mask"].shape == (1, 1, 2, n)
@@ -238,17 +238,17 @@ def test_what_every_layer_passes_is_cut_to_its_rows_once() -> None:
         "position_embeddings": tables,
         "position_ids": torch.arange(n),
     }
-    first, second = (narrow_kwargs(kwargs, rows, masked=True) for _ in range(2))
+    first, second = (slice_kwargs(kwargs, rows, masked=True) for _ in range(2))
     for name in kwargs:
         assert second[name] is first[name]
     assert torch.equal(first["position_embeddings"][1], tables[1][:, [3, 7, 11]])
     other = {**kwargs, "position_embeddings": (tables[1], tables[0])}
-    cut = narrow_kwargs(other, rows, masked=True)["position_embeddings"]
+    cut = slice_kwargs(other, rows, masked=True)["position_embeddings"]
     assert torch.equal(cut[0], first["position_embeddings"][1])
 
 
 def test_nothing_in_one_argument_is_not_taken_for_nothing_in_another() -> None:
     rows = Rows(torch.tensor([3, 7, 11]), 12)
-    cut = narrow_kwargs({"attention_mask": None, "position_embeddings": None}, rows, masked=True)
+    cut = slice_kwargs({"attention_mask": None, "position_embeddings": None}, rows, masked=True)
     assert cut["attention_mask"].shape == (1, 1, 3, 12)
     assert cut["position_embeddings"] is None

@@ -111,7 +111,7 @@ def test_prompts_packed_on_the_device_get_what_they_get_alone_on_the_cpu(
         for policy in policies
     ]
     fusor = Fusor(there)
-    for policy, got in zip(policies, fusor.prefill_together(prompts), strict=True):
+    for policy, got in zip(policies, fusor.batched_prefill(prompts), strict=True):
         assert isinstance(got, Prefilled), got
         expected, cache, _ = tiny.fuse(Fusor(here), IDS, asked, policy, 0.3, "constant")
         assert tiny.difference(fusor.first_logits([got]).cpu()[0], expected[0, -1]) < 1e-3

@@ -101,7 +101,7 @@ def test_of_prompts_together_one_row_each_goes_on(adapter: ModelAdapter, fusor: 
     prompts = [prompt("boundary(4)", 140), prompt("reuse", N), prompt("hkvd", 145)]
     layer = adapter.stack.layers[LAST]
     with rows_of(layer.self_attn.k_proj) as keys, rows_of(layer.mlp) as seen:
-        got = fusor.prefill_together(prompts)
+        got = fusor.batched_prefill(prompts)
     assert seen == [3]
     counts = [one.fusion.counts() for one in got if isinstance(one, Prefilled)]
     assert keys == [sum(one.rows[LAST] for one in counts), 3]

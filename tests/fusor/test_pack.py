@@ -104,7 +104,7 @@ def test_prompts_of_many_kinds_in_one_forward_get_what_they_get_alone(name: str)
     changes = {"initializer_range": 0.2} if name == "llama" else {}
     fusor = Fusor(tiny.adapter(tiny.family(name, **changes)))
     assert fusor.packs
-    together = fusor.prefill_together([prompt(fusor.adapter, asked) for asked in VARIED])
+    together = fusor.batched_prefill([prompt(fusor.adapter, asked) for asked in VARIED])
     for asked, got in zip(VARIED, together, strict=True):
         assert_as_alone(fusor, asked, got)
 
@@ -113,11 +113,11 @@ def test_every_layer_runs_once_over_the_rows_of_all(adapter: ModelAdapter, fusor
     asked = [Asked(80 + i, ((5, 60),), "boundary(4)") for i in range(4)]
     prompts = [prompt(adapter, one) for one in asked]
     with layer_forwards(adapter) as rows:
-        fusor.prefill_together(prompts)
+        fusor.batched_prefill(prompts)
     assert rows == [sum(one.tokens - 55 + 4 for one in asked)]
     with layer_forwards(adapter) as rows:
         for one in prompts:
-            fusor.prefill_together([one])
+            fusor.batched_prefill([one])
     assert len(rows) == 4
 
 
@@ -126,7 +126,7 @@ def test_those_that_ask_share_one_scout_pass(adapter: ModelAdapter, fusor: Fusor
     asked.append(Asked(70, ((5, 60),), "reuse"))
     prompts = [prompt(adapter, one) for one in asked]
     with layer_forwards(adapter, 1) as rows:
-        together = fusor.prefill_together(prompts)
+        together = fusor.batched_prefill(prompts)
     fresh = sum(one.tokens - 55 for one in asked)
     assert rows == [fresh - 15, fresh + 3 * 11]
     for one, got in zip(asked, together, strict=True):
@@ -134,7 +134,7 @@ def test_those_that_ask_share_one_scout_pass(adapter: ModelAdapter, fusor: Fusor
 
 
 def test_first_logits_of_all_are_those_of_each(adapter: ModelAdapter, fusor: Fusor) -> None:
-    got = fusor.prefill_together([prompt(adapter, asked) for asked in VARIED])
+    got = fusor.batched_prefill([prompt(adapter, asked) for asked in VARIED])
     prefilled = [one for one in got if isinstance(one, Prefilled)]
     all_logits = fusor.first_logits(prefilled)
     for logits, one in zip(all_logits, prefilled, strict=True):
@@ -147,7 +147,7 @@ def test_greedy_decoding_goes_on_as_after_a_prefill_alone(
 ) -> None:
     asked = VARIED[beside]
     others = [prompt(adapter, one) for one in VARIED[:3]]
-    got = fusor.prefill_together([*others, prompt(adapter, asked)])[-1]
+    got = fusor.batched_prefill([*others, prompt(adapter, asked)])[-1]
     assert isinstance(got, Prefilled)
     with got.replayed(adapter.stack.base) as cache:
         tokens = greedy(adapter, asked.ids, cache)
@@ -171,7 +171,7 @@ def greedy(adapter: ModelAdapter, ids: torch.Tensor, cache: Any) -> torch.Tensor
 
 def test_an_answer_longer_than_its_room_harms_no_other(adapter: ModelAdapter, fusor: Fusor) -> None:
     asked = VARIED[3]
-    first, second = fusor.prefill_together([prompt(adapter, asked) for _ in range(2)])
+    first, second = fusor.batched_prefill([prompt(adapter, asked) for _ in range(2)])
     assert isinstance(first, Prefilled)
     before = [layer.keys.clone() for layer in second.cache.layers]  # type: ignore[union-attr]
     with first.replayed(adapter.stack.base) as cache:
@@ -216,7 +216,7 @@ def test_a_prompt_whose_kv_is_corrupt_leaves_and_the_others_get_theirs(
     others = VARIED[:4]
     prompts = [prompt(adapter, one) for one in others]
     prompts.insert(2, damaged(adapter, asked, layer))
-    got = fusor.prefill_together(prompts)
+    got = fusor.batched_prefill(prompts)
     failed = got.pop(2)
     assert isinstance(failed, SpanCorruptError)
     assert failed.span.reader.key == "damaged"
@@ -231,7 +231,7 @@ def test_a_batch_that_everybody_left_is_given_up(
     for asked in (VARIED[3], VARIED[1]):
         prompts = [damaged(adapter, asked, layer) for _ in range(3)]
         with layer_forwards(adapter, 3) as last:
-            got = fusor.prefill_together(prompts)
+            got = fusor.batched_prefill(prompts)
         assert [type(one) for one in got] == [SpanCorruptError] * 3
         assert last == []
     assert_untouched(adapter)
@@ -244,7 +244,7 @@ def test_a_caller_who_has_gone_leaves_alone(
 ) -> None:
     gone = prompt(adapter, asked)
     prompts = [prompt(adapter, VARIED[0]), Prompt(gone.ids, gone.request, 0, leaving(after))]
-    first, second = fusor.prefill_together(prompts)
+    first, second = fusor.batched_prefill(prompts)
     assert_as_alone(fusor, VARIED[0], first)
     if after == 5 and asked.policy == "reuse":
         assert_as_alone(fusor, asked, second)  # four layers are over before
@@ -273,7 +273,7 @@ def test_who_leaves_a_batch_keeps_nobodys_kv(adapter: ModelAdapter, fusor: Fusor
             Prompt(gone.ids, gone.request, 0, leaving(2)),
             damaged(adapter, VARIED[1], 2),
         ]
-        failed = fusor.prefill_together(prompts)[1:]
+        failed = fusor.batched_prefill(prompts)[1:]
         assert [type(one) for one in failed] == [RequestCancelled, SpanCorruptError]
         del failed
         assert not [one for one in gc.get_objects() if isinstance(one, BlendCache)]
@@ -297,7 +297,7 @@ def test_rows_of_who_fails_are_computed_to_the_end_of_the_layer_and_no_further(
     request = tiny.request(asked.ids, asked.spans(adapter), Failing(), asked.ratio, "constant")
     prompts = [prompt(adapter, beside), Prompt(asked.ids, request), prompt(adapter, beside)]
     with layer_forwards(adapter, 1) as second, layer_forwards(adapter, 2) as third:
-        first, failed, last = fusor.prefill_together(prompts)
+        first, failed, last = fusor.batched_prefill(prompts)
     assert isinstance(failed, ZeroDivisionError)
     assert second == [35 + 55 + 11 + 35]
     assert third == [35 + 35]
@@ -316,7 +316,7 @@ def assert_untouched(adapter: ModelAdapter) -> None:
 
 def test_the_model_is_untouched_afterwards(adapter: ModelAdapter, fusor: Fusor) -> None:
     expected = tiny.stock(adapter.model, VARIED[0].ids)
-    (got,) = fusor.prefill_together([prompt(adapter, VARIED[1])])
+    (got,) = fusor.batched_prefill([prompt(adapter, VARIED[1])])
     assert_untouched(adapter)
     assert isinstance(got, Prefilled)
     with pytest.raises(KeyError), got.replayed(adapter.stack.base):

@@ -19,12 +19,10 @@ from blendrag.fusor.selection import (
     LayerView,
     PromptGeometry,
     Schedule,
-    boundary,
     make_policy,
 )
 from blendrag.fusor.selection.base import top
 from blendrag.fusor.selection.blend import BlendPolicy
-from blendrag.fusor.selection.places import candidates
 from blendrag.model import ModelAdapter
 from fusor.two_chunks import CANDIDATES, CHUNKS, IDS, LAYERS, exact_spans
 
@@ -43,6 +41,10 @@ def geometries(draw: st.DrawFn) -> PromptGeometry:
     return PromptGeometry(at + 5, tuple(spans), (at, at + 5))
 
 
+def candidates(geometry: PromptGeometry, device: torch.device) -> torch.Tensor:
+    return torch.cat([torch.arange(a, b, device=device) for a, b in geometry.chunk_spans])
+
+
 def chosen_sets(
     name: str, geometry: PromptGeometry, ratio: float, schedule: str, layers: int, seed: int
 ) -> tuple[list[torch.Tensor], list[int]]:
@@ -56,10 +58,10 @@ def chosen_sets(
     budgets = asked.counts(ratio, layers, tokens.numel())
 
     def view(alive: torch.Tensor) -> LayerView:
-        told = question[alive] if policy.asks else None
+        told = question[alive] if policy.needs_attention else None
         return LayerView(geometry, alive, lambda: tuple(kv[:, :, alive]), told)  # type: ignore[arg-type, return-value]
 
-    sets = [tokens if policy.looks else policy.select(0, view(tokens), budgets[0])]
+    sets = [tokens if policy.needs_deviation else policy.select(0, view(tokens), budgets[0])]
     for layer in range(1, layers):
         sets.append(policy.select(layer, view(sets[-1]), budgets[layer - 1]))
     return sets, budgets
@@ -94,7 +96,7 @@ def test_sets_are_nested_ascending_and_within_the_budget(
         assert [s.numel() for s in sets[1:]] == [budgets[0]] * 5
     elif name in BUDGETED and "once" not in name:
         assert [s.numel() for s in sets[1:]] == budgets
-    if name in BUDGETED and not make_policy(name).looks:
+    if name in BUDGETED and not make_policy(name).needs_deviation:
         assert sets[0].numel() == sets[1].numel()  # layer 0 is not paid for anybody else
 
 
@@ -209,7 +211,7 @@ def test_damped_attention_is_the_sum_of_roots_over_all_but_the_first_layers(
         question: torch.Tensor | None = None
 
         def worth(self, view: LayerView, budget: int) -> torch.Tensor:
-            self.question = view.question
+            self.question = view.attention
             return super().worth(view, budget)
 
     policy = Told()
@@ -230,8 +232,8 @@ def test_boundary_looks_for_heads_at_layer_zero_alone(monkeypatch: pytest.Monkey
     policy = make_policy("boundary(3)")
     heads = torch.tensor(entry("boundary(3)", geometry, 0))
     assert heads.tolist() == [0, 1, 2, 20, 21, 22]
-    monkeypatch.setattr(boundary, "places", lambda *_: pytest.fail("it looks again"))
     view = LayerView(geometry, heads, lambda: pytest.fail("it compares"))
+    monkeypatch.setattr(LayerView, "index_in_chunk", None)
     assert policy.select(1, view, 0).tolist() == heads.tolist()
 
 
@@ -273,8 +275,8 @@ def test_rows_planned_at_once_are_those_chosen_layer_by_layer(data: st.DataObjec
 def test_the_scout_pass_of_query_ends_early_in_deep_models_only() -> None:
     for name in ("query", "query+hkvd"):
         policy = make_policy(name)
-        assert policy.asked_layers(32) == range(10, 21)
-        assert policy.asked_layers(12) == range(12)
-    assert make_policy("blend").asked_layers(32) == range(8, 32)
-    assert make_policy("hkvd").asked_layers(32) == range(0)
-    assert make_policy("blend").asked_layers(1) == range(1)
+        assert policy.attention_layers(32) == range(10, 21)
+        assert policy.attention_layers(12) == range(12)
+    assert make_policy("blend").attention_layers(32) == range(8, 32)
+    assert make_policy("hkvd").attention_layers(32) == range(0)
+    assert make_policy("blend").attention_layers(1) == range(1)

@@ -40,7 +40,7 @@ def attention_paid(model: Any) -> torch.Tensor:
     that the policy asks."""
     model.set_attn_implementation("eager")
     weights = model(input_ids=IDS, output_attentions=True, use_cache=False).attentions
-    asked = QueryPolicy().asked_layers(len(weights))
+    asked = QueryPolicy().attention_layers(len(weights))
     paid = sum(weights[layer][0, :, QUESTION:].float().sum((0, 1)) for layer in asked)
     assert isinstance(paid, torch.Tensor)
     return torch.cat([paid[a:b] for a, b in CHUNKS])
@@ -124,7 +124,7 @@ def test_layer_zero_is_not_computed_for_all_and_the_scout_is_counted(
     for hook in hooks:
         hook.remove()
     counts = fusion.counts()
-    scouted = QueryPolicy().asked_layers(LAYERS).stop
+    scouted = QueryPolicy().attention_layers(LAYERS).stop
     assert 0 < scouted < LAYERS
     assert seen[:scouted] == [FRESH] * scouted
     assert seen[scouted:] == [FRESH + n for n in counts.candidate_rows]

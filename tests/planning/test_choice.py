@@ -31,7 +31,7 @@ def ttft_s(
 
 
 @pytest.mark.parametrize("bytes_per_s", [2e4, 3e4, 5e4, 1e5, 1e6, 1e9])
-@pytest.mark.parametrize("flags", [{}, {"looks": True}, {"scouted_layers": 2}])
+@pytest.mark.parametrize("flags", [{}, {"needs_deviation": True}, {"scouted_layers": 2}])
 def test_the_ratio_is_the_largest_that_hides_or_the_least(
     bytes_per_s: float, flags: dict[str, bool]
 ) -> None:
@@ -212,7 +212,7 @@ def what_to_load_slowly(made: Profile, asked: Prompt) -> tuple[int, ...]:
     return best if seconds(best) <= (1 - WORTH) * seconds(every) else every
 
 
-@pytest.mark.parametrize("flags", [{}, {"looks": True}, {"scouted_layers": 2}])
+@pytest.mark.parametrize("flags", [{}, {"needs_deviation": True}, {"scouted_layers": 2}])
 def test_the_parts_chosen_by_sums_are_those_chosen_from_the_parts_themselves(
     flags: dict[str, bool],
 ) -> None:

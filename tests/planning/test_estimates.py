@@ -154,7 +154,7 @@ def test_a_policy_that_neither_looks_nor_asks_computes_its_rows_in_every_layer()
 def test_the_last_layer_is_predicted_by_a_curve_of_its_own() -> None:
     alike, cheap = profile(), profile(last=line(1e-4))
     counts = evenly(0.1, 300)
-    for policy in ({}, {"scouted_layers": 2}, {"looks": True}):
+    for policy in ({}, {"scouted_layers": 2}, {"needs_deviation": True}):
         asked = prompt(**policy)
         one, other = (forecast(p, asked, asked.parts, counts) for p in (alike, cheap))
         assert one.ttft_s - other.ttft_s == pytest.approx((20 + counts[-1]) * 9e-4)
@@ -168,7 +168,7 @@ def test_behind_a_slow_load_only_the_last_layer_shows() -> None:
 
 
 def test_a_policy_that_looks_computes_the_entry_whole_and_does_not_load_it() -> None:
-    asked = prompt(looks=True)
+    asked = prompt(needs_deviation=True)
     predicted = forecast(profile(1e4, peek_s=1e-4), asked, asked.parts, evenly(0.1, 300))
     # layer 0: 320 rows while 0.9 s of loads run; the last of three loads is awaited, then 50 ms
     assert predicted.load_s == pytest.approx(3 * 0.3)
@@ -251,7 +251,7 @@ def test_copies_to_a_device_are_waited_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", [{}, {"scouted_layers": 2}, {"looks": True}], ids=lambda flags: str(*flags)
+    "policy", [{}, {"scouted_layers": 2}, {"needs_deviation": True}], ids=lambda flags: str(*flags)
 )
 def test_sums_with_parts_added_and_taken_away_forecast_what_the_parts_themselves_do(
     policy: dict[str, bool],

@@ -49,7 +49,12 @@ def test_where_every_device_adds_latency_none_is_the_best_and_the_fastest_is_nam
 
 @pytest.mark.parametrize(
     ("layers", "policy"),
-    [(1, {"scouted_layers": 1}), (2, {"scouted_layers": 2}), (2, {"looks": True}), (2, {})],
+    [
+        (1, {"scouted_layers": 1}),
+        (2, {"scouted_layers": 2}),
+        (2, {"needs_deviation": True}),
+        (2, {}),
+    ],
 )
 def test_a_model_of_few_layers_does_not_load_from_tape_as_if_nothing_could_hide_it(
     layers: int, policy: dict[str, int]

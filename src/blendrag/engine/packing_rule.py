@@ -16,7 +16,6 @@ import torch
 
 from blendrag.engine.task import Prepared
 from blendrag.model.adapter import ModelAdapter
-from blendrag.planning.decide import counts_of
 from blendrag.planning.profile import Profile
 
 #: Rows a layer computes for all prompts together, where nothing was measured. On a CPU with bf16 arithmetic
@@ -91,13 +90,10 @@ def _rows_by_layer(prepared: Prepared, layers: int) -> list[float]:
     if not candidates:
         return [float(fresh)] * layers
     policy = prepared.task.new_policy()
-    counts = list(
-        counts_of(policy, prepared.task.schedule, layers, len(blended))(
-            prepared.task.ratio, candidates
-        )
-    )
-    entry = candidates if policy.looks or not counts else counts[0]
-    scouted = policy.asked_layers(layers)
+    task = prepared.task
+    counts = policy.layer_counts(task.schedule, task.ratio, candidates, layers, len(blended))
+    entry = candidates if policy.needs_deviation or not counts else counts[0]
+    scouted = policy.attention_layers(layers)
     return [
         fresh * (1 + (layer < scouted.stop)) + count for layer, count in enumerate((entry, *counts))
     ]

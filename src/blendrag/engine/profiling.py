@@ -15,7 +15,6 @@ from blendrag.engine.resources import Resources
 from blendrag.engine.worker import Worker
 from blendrag.errors import InvalidInputError, StoreError
 from blendrag.fusor.selection import Schedule, make_policy
-from blendrag.planning.decide import counts_of
 from blendrag.planning.forecast import Prompt
 from blendrag.planning.measure import Measure, Watch, directories_of, directory_tiers
 from blendrag.planning.parts import Part
@@ -153,16 +152,16 @@ def usual_prompt(found: Profile, policy: str, chunks: int) -> Prompt:
     parts = tuple(
         Part(i * tokens, (i + 1) * tokens, tier.name, found.layer_bytes) for i in range(chunks)
     )
-    scouted = asked.asked_layers(found.layers).stop
-    return Prompt(chunks * tokens + QUESTION_TOKENS, parts, asked.looks, scouted)
+    scouted = asked.attention_layers(found.layers).stop
+    return Prompt(chunks * tokens + QUESTION_TOKENS, parts, asked.needs_deviation, scouted)
 
 
 def counts_for(
     found: Profile, policy: str, ratio: float, chunks: int
 ) -> Callable[[int], Sequence[float]]:
     """Tokens recomputed in layers 1…L-1 at ``ratio``, of so many candidates."""
-    counts = counts_of(make_policy(policy), Schedule.parse("constant"), found.layers, chunks)
-    return lambda candidates: counts(ratio, candidates)
+    chosen, schedule = make_policy(policy), Schedule.parse("constant")
+    return lambda candidates: chosen.layer_counts(schedule, ratio, candidates, found.layers, chunks)
 
 
 def storage_choice(

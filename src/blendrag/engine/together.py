@@ -160,7 +160,7 @@ class PrefillTogether:
         self, entries: Sequence[Entry], chosen: Mapping[int, Prepared]
     ) -> dict[int, Ahead]:
         try:
-            outcomes = self.fusor.prefill_together(
+            outcomes = self.fusor.batched_prefill(
                 [
                     self._prompt(prepared, entries[number].stream)
                     for number, prepared in chosen.items()

@@ -38,17 +38,17 @@ class Choice:
         budgets = self.schedule.counts(request.ratio, layers, self.candidates.numel())
         self._budgets = [*budgets[:1], *budgets] if budgets else [self.candidates.numel()]
         """Tokens of layer 0, which computes what layer 1 needs, and of those after it."""
-        self._question: torch.Tensor | None = None
+        self._attention: torch.Tensor | None = None
 
     @property
-    def asks(self) -> bool:
+    def needs_attention(self) -> bool:
         """Whether a scout pass must come before anything is chosen."""
-        return self.policy.asks and self.candidates.numel() > 0
+        return self.policy.needs_attention and self.candidates.numel() > 0
 
     @property
     def peeks(self) -> bool:
         """Whether K/V of layer 1 must be seen of all candidates before its tokens are chosen."""
-        return self.policy.looks and self.candidates.numel() > 0 and self._layers > 1
+        return self.policy.needs_deviation and self.candidates.numel() > 0 and self._layers > 1
 
     def new_scout(self, rows: Rows) -> Scout:
         """What a scout pass over ``rows`` reports to."""
@@ -57,17 +57,17 @@ class Choice:
             n,
             n - self.geometry.query_span[0],
             self.candidates.device,
-            self.policy.asked_layers(self._layers),
-            self.policy.damps,
+            self.policy.attention_layers(self._layers),
+            self.policy.sqrt_attention,
             rows,
         )
 
     def hear(self, scout: Scout) -> None:
         """Choose by what ``scout`` saw, from now on."""
         if scout.layers:
-            self._question = scout.attention
+            self._attention = scout.attention
         else:  # attention of this model's own making: nothing was seen
-            self.policy = make_policy(self.policy.unseen)
+            self.policy = make_policy(self.policy.fallback)
 
     def plan(self, prompt: PromptRows, force_masks: bool) -> list[LayerRows]:
         """The rows of all layers, where the policy ranks tokens once; else none."""
@@ -81,7 +81,7 @@ class Choice:
 
     def entry(self) -> torch.Tensor:
         """Candidates computed in layer 0: all of them where fresh KV is compared with loaded."""
-        if self.policy.looks:
+        if self.policy.needs_deviation:
             return self.candidates
         return self.tokens(0, self.candidates, _nothing_yet)
 
@@ -90,8 +90,8 @@ class Choice:
         return self.policy.select(layer, self._view(alive, fetch), self._budgets[layer])
 
     def _view(self, tokens: torch.Tensor, fetch: Fetch) -> LayerView:
-        question = self._question[tokens] if self._question is not None else None
-        return LayerView(self.geometry, tokens, fetch, question)
+        attention = self._attention[tokens] if self._attention is not None else None
+        return LayerView(self.geometry, tokens, fetch, attention)
 
 
 def _nothing_yet() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -74,7 +74,7 @@ class Fusion:
         device = self._buffers[0].device
         self._choice = Choice(request, self._layers, device)
         self.geometry, self.schedule = self._choice.geometry, self._choice.schedule
-        self.scouts = self._choice.asks
+        self.scouts = self._choice.needs_attention
         """Whether a forward within :meth:`scouting` must come before the blended one."""
         self._scout: Scout | None = None
         """Of the pass under way."""

@@ -18,7 +18,6 @@ from torch import nn
 from blendrag.errors import UnsupportedModelError
 from blendrag.fusor.attention import NAME, implementation, serves
 from blendrag.fusor.cache import BlendCache
-from blendrag.fusor.freed import keep_freed_blocks
 from blendrag.fusor.fusion import BlendRequest, Fusion
 from blendrag.fusor.hooks import (
     Blending,
@@ -28,6 +27,7 @@ from blendrag.fusor.hooks import (
     is_under_way,
     under_way,
 )
+from blendrag.fusor.malloc import keep_freed_blocks
 from blendrag.fusor.pack import NobodyLeft
 from blendrag.fusor.pack_scout import scouting_together
 from blendrag.fusor.packing import Packing, Prefilled, Prompt, replayed
@@ -69,7 +69,7 @@ class Fusor:
 
     @property
     def packs(self) -> bool:
-        """Whether :meth:`prefill_together` can be used: a mask would have to span all prompts' keys."""
+        """Whether :meth:`batched_prefill` can be used: a mask would have to span all prompts' keys."""
         return self.fast_attention
 
     def new_cache(self, prompt_tokens: int, new_tokens: int) -> BlendCache:
@@ -135,7 +135,7 @@ class Fusor:
     # -- several prompts ----------------------------------------------------------------------
 
     @torch.inference_mode()
-    def prefill_together(self, prompts: Sequence[Prompt]) -> list[Prefilled | Exception]:
+    def batched_prefill(self, prompts: Sequence[Prompt]) -> list[Prefilled | Exception]:
         """Blended prefill of several prompts in one forward of the decoder, its LM head left out.
 
         Each gets what it would get alone, or what would be raised alone (:class:`SpanCorruptError`, its

@@ -32,9 +32,9 @@ class Scouted(Exception):
 class Scout:
     """Adds up the attention that the last ``asking`` rows pay to every prompt token.
 
-    ``layers`` are those that count (``None``: all); nobody needs what comes after them. ``damps``: see
-    :attr:`SelectionPolicy.damps`. ``rows`` are those of the pass, whose masks they make; ``None`` where the
-    forward brings masks.
+    ``layers`` are those that count (``None``: all); nobody needs what comes after them. ``sqrt_attention``:
+    see :attr:`SelectionPolicy.sqrt_attention`. ``rows`` are those of the pass, whose masks they make;
+    ``None`` where the forward brings masks.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Scout:
         asking: int,
         device: torch.device,
         layers: range | None = None,
-        damps: bool = False,
+        sqrt_attention: bool = False,
         rows: Rows | None = None,
     ) -> None:
         self.rows = rows
@@ -52,7 +52,7 @@ class Scout:
         self._prompt_tokens = prompt_tokens
         self._device = device
         self._counting = layers
-        self._damps = damps
+        self._damps = sqrt_attention
         self._asking = asking
         self._sums: list[torch.Tensor] = []
 

@@ -223,7 +223,7 @@ def _following_load(
 ) -> tuple[float, tuple[float, ...]]:
     """The mean share, and the shares, that fill what each layer's load leaves."""
     counts = wish.counts_at(wish.min_ratio, estimator)
-    first = 1 if estimator.looks else 0  # layer 0 is computed whole by a policy that looks
+    first = 1 if estimator.needs_deviation else 0  # layer 0 is then computed whole
     left_s = limit.bound_s - estimator.before_s
     extra = hidden_extra(estimator.arrived(counts), estimator.computes(counts), left_s, first)
     extra = extra[1 - first :]

@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from blendrag.config import Mode
 from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.selection import Schedule, SelectionPolicy
-from blendrag.fusor.selection.boundary import BoundaryPolicy
-from blendrag.fusor.selection.controls import FullPolicy
 from blendrag.planning.choice import Choice, Wish, choose
 from blendrag.planning.controller import LoadPlan
 from blendrag.planning.forecast import Forecast, Prompt, forecast
@@ -63,7 +61,7 @@ def decide(
 
     def counts(ratio: float, candidates: int, chunks: int) -> Sequence[float]:
         schedule = asked.schedule_at(ratio)
-        return counts_of(asked.policy, schedule, profile.layers, chunks)(ratio, candidates)
+        return asked.policy.layer_counts(schedule, ratio, candidates, profile.layers, chunks)
 
     try:
         if not (asked.is_auto and asked.mode == "blend"):
@@ -93,27 +91,8 @@ def prompt_of(
     """What estimates need to know of an open plan; its parts are the plan's spans, in order."""
     stored = layout.encoded(load.encoding)
     parts = tuple(_part(span, stored) for span in load.spans)
-    scouted = policy.asked_layers(len(layout.layers)).stop
-    return Prompt(prompt_tokens, parts, policy.looks, scouted)
-
-
-def counts_of(
-    policy: SelectionPolicy, schedule: Schedule, layers: int, chunks: int
-) -> Callable[[float, int], Sequence[float]]:
-    """Tokens that ``policy`` recomputes in layers 1…L-1 at a ratio, of so many candidates, which stand in
-    ``chunks`` chunks."""
-    if policy.budgeted:
-        followed = policy.schedule or schedule
-        return lambda ratio, candidates: followed.counts(ratio, layers, candidates)
-    inner = getattr(policy, "other", None) or policy
-
-    def always(ratio: float, candidates: int) -> Sequence[float]:
-        each = candidates if isinstance(inner, FullPolicy) else 0
-        if isinstance(inner, BoundaryPolicy):
-            each = min(candidates, inner.k * chunks)
-        return [each] * (layers - 1)
-
-    return always
+    scouted = policy.attention_layers(len(layout.layers)).stop
+    return Prompt(prompt_tokens, parts, policy.needs_deviation, scouted)
 
 
 def _part(span: LoadedSpan, stored: KVLayout) -> Part:

@@ -22,7 +22,7 @@ class Prompt:
 
     tokens: int
     parts: tuple[Part, ...]
-    looks: bool = False
+    needs_deviation: bool = False
     scouted_layers: int = 0
     """Layers of the scout pass; 0: there is none."""
 
@@ -70,7 +70,7 @@ class Estimator:
         all_keys = prompt.tokens * (prompt.tokens + 1) / 2
         self._fresh_keys = all_keys - loaded.keys
         self._scouted = prompt.scouted_layers if self.candidates else 0
-        self.looks = prompt.looks and self.candidates > 0
+        self.needs_deviation = prompt.needs_deviation and self.candidates > 0
         self._loading: dict[bool, Loading] = {}
         self._layer_s: dict[tuple[float, float, bool], float] = {}
         self._scout_s, self._scouted_s = self._scouting() if self._scouted else (0.0, 0.0)
@@ -113,7 +113,7 @@ class Estimator:
             self._layer(layer, chosen, skips and layer == 0)
             for layer, chosen in enumerate((self._entering(counts), *counts))
         ]
-        if self.looks and len(seconds) > 1:
+        if self.needs_deviation and len(seconds) > 1:
             seconds[1] += profile.peek_s * (self._fresh + self.candidates)
         if profile.is_shared:
             for layer, busy in enumerate(self._of(counts).busy):
@@ -151,7 +151,7 @@ class Estimator:
 
     def _entering(self, counts: Sequence[float]) -> float:
         """Candidates computed in layer 0."""
-        if self.looks or not counts:
+        if self.needs_deviation or not counts:
             return self.candidates
         return counts[0]
 

@@ -61,7 +61,7 @@ def test_a_policy_that_looks_loads_no_layer_0_and_chooses_in_the_peek_of_layer_1
 @pytest.mark.usefixtures("ends_early")
 def test_the_scout_pass_is_told_apart_and_waits_for_what_is_loaded() -> None:
     timeline = traced("query")
-    scouted = list(range(QueryPolicy().asked_layers(LAYERS).stop))
+    scouted = list(range(QueryPolicy().attention_layers(LAYERS).stop))
     assert layers_of(timeline, LAYER, "scout") == scouted
     assert layers_of(timeline, LAYER) == list(range(LAYERS))
     waited = layers_of(timeline, WAIT, "scout")  # with what is read into the same allocation

@@ -1,12 +1,12 @@
-"""``blend(k)``: chunk heads always, then what most heads of the model look at for the question (ours).
+"""``blend(k)``: chunk heads first, then the tokens that most heads attend to for the question (ours).
 
-The first k tokens of a chunk stood where a sink was when they were encoded (EPIC / LegoLink repairs
-them alone). The rest are ranked by the question's attention (ProphetKV, QCFuse), but damped: see
-:attr:`SelectionPolicy.damps`.
+The first k tokens of a chunk were attention sinks when it was encoded; EPIC / LegoLink repairs them alone.
+The rest are ranked by square roots of the question's attention (ProphetKV, QCFuse); see
+:attr:`SelectionPolicy.sqrt_attention`.
 
-Weighing attention by staleness was measured and left out: by the share of its true context that a token
-has not seen, and by the deviation seen once it is recomputed. Either chooses worse on the embedded
-model; what a token is off by in early layers says little about what later ones need of it.
+Two weights by staleness were measured and left out: the share of its true context that a token has not seen,
+and its deviation once it is recomputed. Both choose worse on the embedded model: deviation in early layers
+says little about what later layers need.
 """
 
 from __future__ import annotations
@@ -17,20 +17,18 @@ import torch
 
 from blendrag.errors import InvalidInputError
 from blendrag.fusor.selection.base import LayerView, SelectionPolicy
-from blendrag.fusor.selection.places import places
 
-#: Heads take at most one part in this many of the budget: where chunks are short, the first tokens of
-#: all of them would leave little to answer the question with.
+#: Heads take at most 1/10 of the budget: with short chunks they would leave little for the question.
 HEADS_PART = 10
 
 
 class BlendPolicy(SelectionPolicy):
-    """Heads out of at most a tenth of the budget, then damped attention; one ranking in every layer."""
+    """Heads out of at most a tenth of the budget, then attention; one ranking for every layer."""
 
     name: ClassVar[str] = "blend"
-    asks = True
-    asked_depth = (0.25, 1.0)
-    damps = True
+    needs_attention = True
+    attention_depth = (0.25, 1.0)
+    sqrt_attention = True
     ranks_once = True
 
     def __init__(self, k: int = 2) -> None:
@@ -39,10 +37,9 @@ class BlendPolicy(SelectionPolicy):
         self.k = k
 
     def worth(self, view: LayerView, budget: int) -> torch.Tensor:
-        assert view.question is not None, "a policy that asks is told"
+        assert view.attention is not None
         heads = min(self.k, budget // (HEADS_PART * len(view.geometry.chunk_spans)))
-        at = places(view.geometry, view.tokens)
-        return view.question.masked_fill(at.index < heads, float("inf"))
+        return view.attention.masked_fill(view.index_in_chunk < heads, float("inf"))
 
     def __str__(self) -> str:
         return f"{self.name}({self.k})"

@@ -1,7 +1,7 @@
 """``boundary(k)``: the first k tokens of every chunk, in every layer (EPIC / LegoLink).
 
-The head of a chunk is what isolated encoding damages most: those tokens took the sink's place. Costs
-under 1% at k = 16 and chunks of 512, and no look at any deviation. Ignores the budget: k is it.
+Encoding a chunk alone damages its head most: the first tokens become attention sinks. Costs under 1% at k =
+16 and chunks of 512. The ratio is ignored.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from blendrag.errors import InvalidInputError
 from blendrag.fusor.selection.base import LayerView, SelectionPolicy
-from blendrag.fusor.selection.places import places
+from blendrag.fusor.selection.schedule import Schedule
 
 
 class BoundaryPolicy(SelectionPolicy):
@@ -26,10 +26,15 @@ class BoundaryPolicy(SelectionPolicy):
             raise InvalidInputError(f"boundary({k}): k must be 0 or more tokens")
         self.k = k
 
+    def layer_counts(
+        self, schedule: Schedule, ratio: float, candidates: int, layers: int, chunks: int
+    ) -> list[int]:
+        return [min(candidates, self.k * chunks)] * (layers - 1)
+
     def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
-        if layer > 0:  # chosen at layer 0, once: no layer waits for the device again
+        if layer > 0:  # chosen once, at layer 0, so that no later layer waits for the device
             return view.tokens
-        return view.tokens[places(view.geometry, view.tokens).index < self.k]
+        return view.tokens[view.index_in_chunk < self.k]
 
     def __str__(self) -> str:
         return f"{self.name}({self.k})"

@@ -1,4 +1,4 @@
-"""The two ends every other policy lies between: recompute everything, recompute nothing."""
+"""``full`` and ``reuse``: recompute everything, recompute nothing. Every other policy lies between them."""
 
 from __future__ import annotations
 
@@ -7,23 +7,34 @@ from typing import ClassVar
 import torch
 
 from blendrag.fusor.selection.base import LayerView, SelectionPolicy
+from blendrag.fusor.selection.schedule import Schedule
 
 
 class FullPolicy(SelectionPolicy):
-    """Every candidate in every layer, through the same scatter path: equals a stock prefill."""
+    """Every candidate in every layer, through the same scatter path; equals a stock prefill."""
 
     name: ClassVar[str] = "full"
     budgeted = False
+
+    def layer_counts(
+        self, schedule: Schedule, ratio: float, candidates: int, layers: int, chunks: int
+    ) -> list[int]:
+        return [candidates] * (layers - 1)
 
     def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
         return view.tokens
 
 
 class ReusePolicy(SelectionPolicy):
-    """No candidate at all: full KV reuse with re-positioning (Prompt Cache's behaviour)."""
+    """No candidate: full KV reuse with re-positioning, as Prompt Cache does."""
 
     name: ClassVar[str] = "reuse"
     budgeted = False
+
+    def layer_counts(
+        self, schedule: Schedule, ratio: float, candidates: int, layers: int, chunks: int
+    ) -> list[int]:
+        return [0] * (layers - 1)
 
     def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
         return view.tokens[:0]

@@ -1,8 +1,8 @@
 """``hkvd``: high-KV-deviation tokens by gradual filtering (CacheBlend §4.3, figure 9).
 
-Layer 1's tokens are those whose K and V at layer 1 deviate most from the stored ones; each later
-layer keeps, of the tokens just recomputed, those that deviated most there. How many is the
-schedule's business: r1 > r2 > … with mean r.
+Layer 1 computes the tokens whose K and V at layer 1 deviate most from the stored ones. Each later layer keeps
+those that deviated most among the tokens just recomputed. The schedule says how many: r1 > r2 > … with mean
+r.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class HKVDPolicy(SelectionPolicy):
     """Gradual filtering on K and V deviation."""
 
     name: ClassVar[str] = "hkvd"
-    looks = True
+    needs_deviation = True
 
     def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
         if budget >= view.tokens.numel():

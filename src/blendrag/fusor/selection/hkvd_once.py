@@ -1,8 +1,8 @@
-"""``hkvd-once``: deviation at one check layer, the set frozen (CacheBlend's released code).
+"""``hkvd-once``: deviation at one check layer, then a frozen set (CacheBlend's released code).
 
-The paper filters gradually (:mod:`blendrag.fusor.selection.hkvd`); its published code compares V alone, at
-layer 1, and recomputes the same tokens in every layer from there on. That code runs the check layer
-in full; here only its projections are paid, as for ``hkvd``.
+The paper filters gradually (:mod:`blendrag.fusor.selection.hkvd`). Its released code compares V alone, at
+layer 1, and recomputes the same tokens in every layer from there on. That code computes the whole check
+layer; here only its projections are computed, as for ``hkvd``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from blendrag.fusor.selection.schedule import Schedule
 
 
 class HKVDOncePolicy(SelectionPolicy):
-    """Largest squared V difference at layer 1; constant whatever schedule is asked for."""
+    """Largest squared V difference at layer 1; always the constant schedule."""
 
     name: ClassVar[str] = "hkvd-once"
-    looks = True
+    needs_deviation = True
     schedule = Schedule("constant")
 
     def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:

@@ -1,7 +1,6 @@
-"""``random``: any tokens at all, the control that a policy's own cleverness is measured against.
+"""``random``: random tokens, the control that other policies are measured against.
 
-Drawn once per prompt, from its geometry, so that the same prompt is always blended alike; each layer
-keeps the first of the same order.
+The order is drawn once per prompt, seeded by its geometry, so that the same prompt is always blended alike.
 """
 
 from __future__ import annotations
@@ -11,20 +10,18 @@ from typing import ClassVar
 import torch
 import xxhash
 
-from blendrag.fusor.selection.base import LayerView, PromptGeometry, SelectionPolicy
+from blendrag.fusor.selection.base import LayerView, SelectionPolicy
 
 
 class RandomPolicy(SelectionPolicy):
-    """Uniform over the candidates; layer 0 is computed for the chosen alone."""
+    """Uniform over the candidates; layer 0 is computed for the chosen tokens alone."""
 
     name: ClassVar[str] = "random"
     ranks_once = True
 
     def worth(self, view: LayerView, budget: int) -> torch.Tensor:
-        return _order(view.geometry, view.tokens)
-
-
-def _order(geometry: PromptGeometry, tokens: torch.Tensor) -> torch.Tensor:
-    seed = xxhash.xxh32_intdigest(repr((geometry.prompt_tokens, geometry.chunk_spans)).encode())
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(geometry.prompt_tokens, generator=generator).to(tokens.device)[tokens]
+        geometry = view.geometry
+        seed = xxhash.xxh32_intdigest(repr((geometry.prompt_tokens, geometry.chunk_spans)).encode())
+        generator = torch.Generator().manual_seed(seed)
+        scores = torch.rand(geometry.prompt_tokens, generator=generator)
+        return scores.to(view.tokens.device)[view.tokens]

@@ -107,7 +107,7 @@ class ThroughputBench:
             logits, _, _ = self._fusor.prefill(alone.ids, alone.request, NEW_TOKENS)
             return [int(logits[0, -1].argmax())]
         prefilled: list[Prefilled] = []
-        for outcome in self._fusor.prefill_together(prompts):
+        for outcome in self._fusor.batched_prefill(prompts):
             if isinstance(outcome, Exception):
                 raise outcome
             prefilled.append(outcome)
