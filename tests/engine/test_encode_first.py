@@ -64,13 +64,13 @@ def notes(answer: Answer) -> list[str]:
 def encodings(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of each chunk encoded from now on; a leading part stands behind nothing and does not count."""
     encoded: list[int] = []
-    encode = engine.resources.trust.encode
+    encode = engine.resources.kv_validity.encode
 
     def noting(namespace: str, ids: Any, prefix: Any) -> Any:
         encoded.extend([len(ids)] if prefix else [])
         return encode(namespace, ids, prefix)
 
-    monkeypatch.setattr(engine.resources.trust, "encode", noting)
+    monkeypatch.setattr(engine.resources.kv_validity, "encode", noting)
     return encoded
 
 

@@ -14,7 +14,7 @@ import torch
 import tiny
 from blendrag.config import settings
 from blendrag.engine import BlendEngine, Options
-from blendrag.engine.trust import _alike, _encoded
+from blendrag.engine.kv_validity import _alike, _encoded
 from blendrag.errors import InvalidInputError
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.encodings.codec import Staging
@@ -150,7 +150,7 @@ def test_an_encoding_is_a_namespace_of_its_own_and_so_are_its_keys(
     assert names["native"] == identity.namespace
     assert len({chunk_key(namespace, (0,), (1, 2)) for namespace in names.values()}) == 3
     for name, engine in engines.items():
-        assert engine.resources.trust.namespace == names[name]
+        assert engine.resources.kv_validity.namespace == names[name]
         stored = {other: set(engine.resources.store.keys(at)) for other, at in names.items()}
         assert [other for other, keys in stored.items() if keys] == [name]
 
@@ -160,7 +160,7 @@ def test_two_encodings_in_one_store_never_mix(tmp_path: Path) -> None:
     with made(tmp_path / "s") as engine:
         engine.ingest(DOCUMENTS)
         before = logits(engine, REUSE)
-        old = set(engine.resources.store.keys(engine.resources.trust.namespace))
+        old = set(engine.resources.store.keys(engine.resources.kv_validity.namespace))
         corpus = engine.resources.require_corpus()
         for document in DOCUMENTS:
             corpus.remove_source(document.source)  # and not their KV
@@ -168,8 +168,8 @@ def test_two_encodings_in_one_store_never_mix(tmp_path: Path) -> None:
         report = engine.ingest(DOCUMENTS)
         assert report.chunks_computed == report.chunks
         used = engine.resources
-        assert len(set(used.store.keys(used.trust.namespace))) == len(old)
-        assert not old & set(used.store.keys(used.trust.namespace))
+        assert len(set(used.store.keys(used.kv_validity.namespace))) == len(old)
+        assert not old & set(used.store.keys(used.kv_validity.namespace))
         assert set(used.store.keys(engine.adapter.identity.namespace)) == old
         assert 0 < tiny.difference(logits(engine, REUSE), before) < NEAR["int8"]
         assert used.store.stats().quarantined == 0
@@ -263,8 +263,8 @@ def test_the_kept_probe_is_recognised_although_it_is_encoded(
     with made(tmp_path / "s", encoding) as engine:
         engine.ingest(DOCUMENTS)
     with made(tmp_path / "s") as engine:
-        trust = engine.resources.trust
-        assert trust.stands(trust.namespace)
+        trust = engine.resources.kv_validity
+        assert trust.is_valid(trust.namespace)
 
 
 @pytest.mark.parametrize("encoding", CODECS)
@@ -274,15 +274,18 @@ def test_a_kept_probe_of_other_kv_is_noticed_in_any_encoding(
     with made(tmp_path / "s", encoding) as engine:
         engine.ingest(DOCUMENTS)
         used = engine.resources
-        key, ids = used.trust._probe_key(used.trust.namespace), used.trust._probe_ids()
-        kv = used.trust.encode(used.trust.namespace, ids, used.prefix_ids)
-        used.store.delete(used.trust.namespace, key)
+        key, ids = (
+            used.kv_validity._probe_key(used.kv_validity.namespace),
+            used.kv_validity._probe_ids(),
+        )
+        kv = used.kv_validity.encode(used.kv_validity.namespace, ids, used.prefix_ids)
+        used.store.delete(used.kv_validity.namespace, key)
         layers = [layer * (1.2 if i == 2 else 1.0) for i, layer in enumerate(kv.layers)]
-        used.store.put(used.trust.namespace, key, ChunkKV(kv.layout, kv.tokens, layers))
+        used.store.put(used.kv_validity.namespace, key, ChunkKV(kv.layout, kv.tokens, layers))
     with made(tmp_path / "s") as engine:
         answer = engine.generate(prompt(engine), REUSE)
         assert answer.metrics.reused_tokens == 0
-        assert "computes other KV" in caplog.text
+        assert "computes different KV" in caplog.text
         engine.ingest(DOCUMENTS)
         assert engine.generate(prompt(engine), REUSE).metrics.reused_tokens > 0
 
@@ -323,7 +326,7 @@ def test_stored_kv_of_other_values_is_not_used_behind_large_key_biases(
     with tiny.engine(model, tmp_path / "s") as engine:
         engine.ingest(DOCUMENTS[:1])
         used = engine.resources
-        trust, namespace = used.trust, used.trust.namespace
+        trust, namespace = used.kv_validity, used.kv_validity.namespace
         kv = trust.encode(namespace, trust._probe_ids(), used.prefix_ids)
         key = trust._probe_key(namespace)
         used.store.delete(namespace, key)
@@ -332,7 +335,7 @@ def test_stored_kv_of_other_values_is_not_used_behind_large_key_biases(
     with tiny.engine(model, tmp_path / "s") as engine:
         answer = engine.generate(f"{tiny.chunk_texts(engine, 0)[0]}\n\nWho built ships?", REUSE)
         assert answer.metrics.reused_tokens == 0
-        assert "computes other KV" in caplog.text
+        assert "computes different KV" in caplog.text
 
 
 def kept(kv: ChunkKV) -> tiny.Held:
@@ -365,7 +368,7 @@ def test_chunks_missed_by_a_query_are_stored_in_the_stores_encoding(tmp_path: Pa
     with made(tmp_path / "s", "int8") as engine:
         engine.ingest(DOCUMENTS)
         used = engine.resources
-        namespace = used.trust.namespace
+        namespace = used.kv_validity.namespace
         ids = used.text_ids(tiny.chunk_texts(engine, 1)[0])
         key = chunk_key(namespace, used.prefix_ids, ids)
         assert used.store.delete(namespace, key)

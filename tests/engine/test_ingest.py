@@ -26,7 +26,9 @@ def key_of(engine: BlendEngine, text: str) -> str:
 
 def probe_key(engine: BlendEngine) -> str:
     used = engine.resources
-    return chunk_key(engine.adapter.identity.namespace, used.prefix_ids, used.trust._probe_ids())
+    return chunk_key(
+        engine.adapter.identity.namespace, used.prefix_ids, used.kv_validity._probe_ids()
+    )
 
 
 def expected_keys(engine: BlendEngine, numbers: tuple[int, ...]) -> set[str]:

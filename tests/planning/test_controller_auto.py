@@ -39,7 +39,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
 @pytest.fixture(autouse=True)
 def _forgotten(engine: BlendEngine) -> Iterator[None]:
     yield
-    path_of(engine.resources.root, engine.resources.trust.namespace).unlink(missing_ok=True)
+    path_of(engine.resources.root, engine.resources.kv_validity.namespace).unlink(missing_ok=True)
     for calibrated in (engine.resources.root / "verified").glob("*.schedules.json"):
         calibrated.unlink()
 
@@ -57,7 +57,7 @@ def profiled(engine: BlendEngine, bytes_per_s: float, row_s: float = 1e-6, **cha
     """Have the engine remember an invented profile: one disk, and so much a row and layer."""
     layout = engine.resources.layout
     made = Profile(
-        conditions=conditions_of(engine.adapter, engine.resources.trust.namespace),
+        conditions=conditions_of(engine.adapter, engine.resources.kv_validity.namespace),
         prefill=line(LAYERS * row_s),
         layer=line(row_s),
         last=line(row_s),
@@ -139,7 +139,7 @@ def test_a_schedule_asked_for_stays(engine: BlendEngine, monkeypatch: pytest.Mon
 def test_a_calibrated_schedule_is_the_one_found_nearest_to_the_ratio_decided(
     engine: BlendEngine,
 ) -> None:
-    root, namespace = engine.resources.root, engine.resources.trust.namespace
+    root, namespace = engine.resources.root, engine.resources.kv_validity.namespace
     near, far = (
         calibrate.Calibration("random", ratio, weights, 0, "", 0, 1, 4, 0, calibrate.record.GIVEN)
         for ratio, weights in ((0.15, (0.45, 0.0, 0.0)), (0.9, (1.0, 1.0, 0.7)))
@@ -315,7 +315,7 @@ def test_without_a_profile_auto_is_the_least_ratio_and_names_the_command(
 
 
 def test_a_profile_of_another_machine_is_not_gone_by(engine: BlendEngine) -> None:
-    conditions = conditions_of(engine.adapter, engine.resources.trust.namespace)
+    conditions = conditions_of(engine.adapter, engine.resources.kv_validity.namespace)
     profiled(engine, 1e3, conditions=replace(conditions, machine="another"))
     metrics = ask(engine).metrics
     assert metrics.reused_tokens > 0

@@ -18,7 +18,6 @@ import torch
 
 import tiny
 from blendrag.engine import BlendEngine, Options
-from blendrag.engine.wanted import Wanted
 from blendrag.errors import InvalidInputError, StoreFullError
 from blendrag.planning import measure, page_cache, prefills
 from blendrag.planning.model_times import SHORTEST
@@ -51,7 +50,7 @@ def engine(tmp_path: Path) -> Iterator[BlendEngine]:
 
 
 def namespace_of(engine: BlendEngine) -> str:
-    return engine.resources.trust.namespace
+    return engine.resources.kv_validity.namespace
 
 
 def kept(engine: BlendEngine) -> Path:
@@ -380,7 +379,7 @@ def measured_behind(root: Path, left: int) -> Iterator[BlendEngine]:
     with tiny.engine(model, root / "store", prefix_text=text) as made:
         prefix = made.resources.prefix_ids
         assert len(prefix) >= 256
-        with mock.patch.object(Wanted, "prefix_ids", return_value=prefix[: 256 - left]):
+        with mock.patch.object(CorpusSettings, "prefix_ids", return_value=prefix[: 256 - left]):
             yield made
 
 

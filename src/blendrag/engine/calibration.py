@@ -193,8 +193,8 @@ def _controller(resources: Resources, requests: Requests) -> tuple[Controller, s
     adapter = resources.adapter
     adapter.require_blendable()
     with adapter.lock:
-        namespace = resources.trust.namespace
-        if not resources.trust.stands(namespace):
+        namespace = resources.kv_validity.namespace
+        if not resources.kv_validity.is_valid(namespace):
             raise CorpusError(UNTRUSTED)
         return requests.controller(namespace), namespace
 

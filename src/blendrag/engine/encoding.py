@@ -43,7 +43,7 @@ class Encoder:
         if not self._namespace:
             self._namespace = self._resources.namespace()
             if self._resources.is_loaded:
-                self._worker.run(lambda: self._resources.trust.renew(self._namespace))
+                self._worker.run(lambda: self._resources.kv_validity.renew(self._namespace))
         return self._namespace
 
     def chunk_ids(self, texts: Sequence[str]) -> list[Ids]:
@@ -55,7 +55,7 @@ class Encoder:
         return self._worker.run(lambda: self._encode(ids))
 
     def _encode(self, ids: Sequence[int]) -> ChunkKV:
-        trust, namespace = self._resources.trust, self.namespace
+        trust, namespace = self._resources.kv_validity, self.namespace
         if not self._admitted:
             trust.admit(namespace)
             self._admitted = True
@@ -120,11 +120,11 @@ class Background:
         resources = self._resources
         try:
             with resources.adapter.lock:  # one identity from the look-up to the put
-                namespace = resources.trust.namespace
+                namespace = resources.kv_validity.namespace
                 key = chunk_key(namespace, prefix, ids)
                 if not resources.store.contains(namespace, key):
-                    resources.trust.admit(namespace)
-                    kv = resources.trust.encode(namespace, ids, prefix)
+                    resources.kv_validity.admit(namespace)
+                    kv = resources.kv_validity.encode(namespace, ids, prefix)
                     resources.store.put(namespace, key, kv)
             return True
         except StoreFullError as full:

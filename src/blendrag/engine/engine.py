@@ -22,9 +22,8 @@ from blendrag.engine.ingest import Inputs, Watch
 from blendrag.engine.library import Library
 from blendrag.engine.profiling import ProfileReport
 from blendrag.engine.requests import Requests, check_defaults
-from blendrag.engine.resources import Resources
+from blendrag.engine.resources import CorpusSettings, Resources
 from blendrag.engine.types import DryRun, IngestReport
-from blendrag.engine.wanted import Wanted
 from blendrag.engine.worker import Worker
 from blendrag.fusor.gate_record import Verification
 from blendrag.model.adapter import ModelAdapter
@@ -96,7 +95,7 @@ class BlendEngine(Answering):
             tokenizer,
             root,
             self.settings,
-            Wanted(prefix_text, encode_prefix, chunk_tokens, embedder, encoding),
+            CorpusSettings(prefix_text, encode_prefix, chunk_tokens, embedder, encoding),
             lora,
             read_only,
             trust_remote_code,
@@ -141,7 +140,7 @@ class BlendEngine(Answering):
 
     def verify(self) -> Verification:
         """The correctness gate for the loaded model, remembered beside the store."""
-        return self._worker.run(lambda: self._resources.trust.verification())
+        return self._worker.run(lambda: self._resources.kv_validity.verification())
 
     def calibrate(
         self,

@@ -103,7 +103,7 @@ class Measured:
 
         def run() -> T:
             with adapter.lock:
-                if self._resources.trust.namespace != self._namespace:
+                if self._resources.kv_validity.namespace != self._namespace:
                     raise IdentityChangedError(
                         f"the weights or adapters of {adapter.model_id} changed during the "
                         "calibration; nothing was kept, start it again"

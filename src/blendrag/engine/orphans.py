@@ -20,7 +20,7 @@ def kv_keys(resources: Resources, corpus: Corpus, text: str) -> list[tuple[str, 
     named = corpus.manifest.namespace
     namespaces = {named} if named else set()
     if resources.is_loaded or not named:
-        namespaces.add(resources.trust.namespace)
+        namespaces.add(resources.kv_validity.namespace)
     prefix_ids, ids = corpus.manifest.prefix_ids, resources.text_ids(text)
     return [(namespace, chunk_key(namespace, prefix_ids, ids)) for namespace in sorted(namespaces)]
 

@@ -101,7 +101,7 @@ def _conditions(resources: Resources) -> Conditions:
     """What a profile holds for, as seen from the thread that computes: torch counts threads for each of
     its own. Raises :class:`UnsupportedModelError`."""
     resources.adapter.require_blendable()
-    return conditions_of(resources.adapter, resources.trust.namespace)
+    return conditions_of(resources.adapter, resources.kv_validity.namespace)
 
 
 def _anew(

@@ -1,28 +1,43 @@
-"""What an engine holds open: model, store, corpus, embedder; each opened on first use.
+"""What an engine holds open: model, store, corpus, embedder; each is opened on first use.
 
-Owns opening and the question "which model is this corpus of?". Many wrappers share one engine, so
-nothing is opened twice, nothing before it is needed, and nothing once the engine is closed.
+Many wrappers share one engine, so each part is opened once, not before it is needed, and never after the
+engine is closed.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from dataclasses import replace
+import threading
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from blendrag.config import Settings
+import torch
+import transformers
+
+from blendrag.config import Settings, absolute_model
 from blendrag.corpus.corpus import DIRECTORY, Corpus
 from blendrag.corpus.database import FILE_NAME, EmptyDatabase
-from blendrag.corpus.embedder import Embedder, embedder_of
+from blendrag.corpus.embedder import GIVEN, Embedder, absolute_embedder, embedder_of, same_embedder
 from blendrag.corpus.manifest import Manifest
 from blendrag.corpus.retriever import Retriever
-from blendrag.engine.model_parts import ModelParts
-from blendrag.engine.opened import opened
-from blendrag.engine.trust import Trust
-from blendrag.engine.wanted import Wanted
+from blendrag.engine.kv_validity import KVValidity
+from blendrag.engine.worker import CLOSED
 from blendrag.errors import CorpusError, InvalidInputError
+from blendrag.fusor import Fusor
+from blendrag.model.adapter import ModelAdapter
+from blendrag.model.loading import (
+    load_adapter,
+    load_tokens,
+    model_signature,
+    precision_signature,
+    resolve_device,
+)
+from blendrag.model.sharing import loaded_once
+from blendrag.model.tokens import Tokens
 from blendrag.planning.profile import Profile
 from blendrag.planning.profile_record import Remembered, conditions_of
 from blendrag.store import KVStore, open_store
@@ -31,9 +46,99 @@ from blendrag.text.chunking import Chunker
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 
-class Resources(ModelParts):
-    """Lazily opened parts of one engine. Opening is thread-safe, using them is the engine's care."""
+
+class opened(cached_property[T]):
+    """A part that the first thread to ask opens while others who ask wait.
+
+    ``functools.cached_property`` alone lets two threads open it twice since Python 3.12. Each part has its
+    own lock: loading a model does not block the tokenizer or the corpus.
+    """
+
+    def __get__(self, instance: Any, owner: type[Any] | None = None) -> Any:
+        if instance is None:
+            return self
+        with instance._opening(self.attrname):
+            return super().__get__(instance, owner)
+
+
+@dataclass(frozen=True)
+class CorpusSettings:
+    """Corpus settings that the caller named; ``None`` takes the default or what the corpus has."""
+
+    prefix_text: str | None = None
+    encode_prefix: bool = True
+    chunk_tokens: int | None = None
+    embedder: str | None = None
+    encoding: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.prefix_text and not self.encode_prefix:
+            raise InvalidInputError(
+                f"prefix_text {self.prefix_text[:40]!r} with encode_prefix=False, expected one of them; "
+                "leave out prefix_text to encode chunks without a prefix"
+            )
+
+    def prefix_ids(self, tokens: Tokens) -> tuple[int, ...]:
+        """Ids of the prefix that chunks of a new corpus are encoded behind."""
+        if not self.encode_prefix:
+            return ()
+        if self.prefix_text:
+            return tuple(tokens.encode_template(self.prefix_text))
+        return tokens.default_prefix_ids()
+
+    def manifest(self, model: str, tokens: Tokens, defaults: Settings) -> Manifest:
+        """The manifest of a new corpus without KV."""
+        return Manifest(
+            model=model,
+            model_signature="",
+            tokenizer_fingerprint=tokens.fingerprint,
+            namespace="",
+            chunk_tokens=self.chunk_tokens or defaults.chunk_tokens,
+            prefix_ids=self.prefix_ids(tokens),
+            prefix_text=self.prefix_text or "",
+            embedder=absolute_embedder(defaults.embedder),
+            encoding=defaults.kv_encoding,
+        )
+
+    def check(self, manifest: Manifest, root: Path) -> None:
+        """Raise :class:`InvalidInputError` if the corpus at ``root`` has other settings."""
+        if self.chunk_tokens is not None and self.chunk_tokens != manifest.chunk_tokens:
+            raise InvalidInputError(
+                f"store {root} holds chunks of {manifest.chunk_tokens} tokens, not {self.chunk_tokens}; "
+                "leave --chunk-tokens out or ingest into another --store"
+            )
+        self.check_embedder(manifest, root)
+        if self.prefix_text is not None and self.prefix_text != manifest.prefix_text:
+            raise InvalidInputError(
+                f"store {root} was ingested behind another prefix; "
+                "leave --prefix-file out or ingest into another --store"
+            )
+        if self.encoding is not None and self.encoding != manifest.encoding:
+            raise InvalidInputError(
+                f"store {root} keeps KV in encoding {manifest.encoding}, not {self.encoding}; "
+                "leave --encoding out or ingest into another --store"
+            )
+        if not self.encode_prefix and manifest.prefix_ids:
+            raise InvalidInputError(
+                f"store {root} was ingested behind a prefix of {len(manifest.prefix_ids)} tokens; "
+                "leave encode_prefix=False out or ingest into another --store"
+            )
+
+    def check_embedder(self, manifest: Manifest, root: Path) -> None:
+        """Raise :class:`InvalidInputError` if the vectors are from another embedder."""
+        if self.embedder is None or manifest.embedder.startswith(GIVEN):
+            return  # compared when vectors are given
+        if not same_embedder(self.embedder, manifest.embedder):
+            raise InvalidInputError(
+                f"store {root} was embedded with {manifest.embedder!r}, not "
+                f"{self.embedder!r}; leave --embedder out or ingest into another --store"
+            )
+
+
+class Resources:
+    """The parts of one engine. Opening them is thread-safe; the engine orders their use."""
 
     def __init__(
         self,
@@ -41,15 +146,108 @@ class Resources(ModelParts):
         tokenizer: Any,
         root: Path,
         settings: Settings,
-        wanted: Wanted,
+        corpus_settings: CorpusSettings,
         lora: str | None = None,
         read_only: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
-        super().__init__(model, tokenizer, settings, lora, trust_remote_code)
+        """``model``: a name, a loaded model (then with its ``tokenizer``) or a :class:`ModelAdapter`."""
+        self._given_model = absolute_model(model) if isinstance(model, str | Path) else model
+        self._given_tokenizer = tokenizer
         self.root = root
-        self._wanted = wanted
+        self.settings = settings
+        self._corpus_settings = corpus_settings
+        self._lora = lora
         self.read_only = read_only
+        self.trust_remote_code = trust_remote_code
+        self._locks: dict[str, threading.RLock] = {}
+        self._closed = False
+
+    def _opening(self, part: str) -> threading.RLock:
+        return self._locks.setdefault(part, threading.RLock())
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise InvalidInputError(CLOSED)
+
+    # -- model ----------------------------------------------------------------------------------
+
+    @property
+    def model_name(self) -> str:
+        given = self._given_model
+        if isinstance(given, str):
+            return given
+        return given.model_id if isinstance(given, ModelAdapter) else self.adapter.model_id
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the model's weights are in memory."""
+        return "adapter" in self.__dict__ or not isinstance(self._given_model, str)
+
+    @opened
+    def adapter(self) -> ModelAdapter:
+        given, settings = self._given_model, self.settings
+        if isinstance(given, ModelAdapter):
+            return given
+        if isinstance(given, str):
+            self._refuse_closed()
+            load = partial(
+                load_adapter,
+                given,
+                settings.dtype,
+                settings.device,
+                self._lora,
+                self.trust_remote_code,
+            )
+            return loaded_once(self._loaded_as(given), load)
+        if self._given_tokenizer is None:
+            raise InvalidInputError(
+                f"a loaded {type(given).__name__} needs its tokenizer too: "
+                "BlendEngine(model, tokenizer=…)"
+            )
+        return ModelAdapter(given, self._given_tokenizer)
+
+    def _loaded_as(self, name: str) -> Hashable:
+        """Key under which engines share one loaded model."""
+        s, lora = self.settings, self._lora
+        files = model_signature(name), model_signature(absolute_model(lora)) if lora else ""
+        where = str(resolve_device(s.device))
+        return name, lora and absolute_model(lora), files, s.dtype, where, self.trust_remote_code
+
+    @opened
+    def tokens(self) -> Tokens:
+        """The model's tokenizers; does not load the weights."""
+        if not self.is_loaded:
+            return load_tokens(self._given_model, self.trust_remote_code)
+        return self.adapter.tokens
+
+    @opened
+    def fusor(self) -> Fusor:
+        return Fusor(self.adapter)
+
+    @opened
+    def _ids_of_text(self) -> Any:
+        @lru_cache(maxsize=4096)
+        def ids_of(text: str) -> tuple[int, ...]:
+            return tuple(self.tokens.encode_text(text))
+
+        return ids_of
+
+    def text_ids(self, text: str) -> tuple[int, ...]:
+        """Token ids of chunk text; the most recently used are cached."""
+        ids: tuple[int, ...] = self._ids_of_text(text)
+        return ids
+
+    def signature(self) -> str:
+        """Signature of the checkpoint's files and of how they are loaded; empty if unknown."""
+        given, s = self._given_model, self.settings
+        files = model_signature(given) if isinstance(given, str) and not self._lora else ""
+        if not files:
+            return ""
+        dtype = s.dtype
+        if not s.device.startswith("cuda"):  # asking for CUDA here would initialise it
+            dtype = precision_signature(dtype, resolve_device(s.device))
+        return f"{files}|{dtype}|{s.device}|{torch.__version__}|{transformers.__version__}"
 
     # -- store and corpus -----------------------------------------------------------------------
 
@@ -61,7 +259,7 @@ class Resources(ModelParts):
 
     @property
     def is_writable(self) -> bool:
-        """Whether more may be stored: neither asked not to, nor found to lie on a read-only mount."""
+        """Whether the store and the corpus can be written."""
         corpus = self.corpus
         return not (self.store.read_only or (corpus is not None and corpus.read_only))
 
@@ -69,7 +267,7 @@ class Resources(ModelParts):
     def _corpus(self) -> Corpus | None:
         try:
             corpus = Corpus.open(self.root, read_only=self.read_only)
-        except EmptyDatabase:  # another process is just making it, or somebody emptied it
+        except EmptyDatabase:  # another process is creating it
             return None
         except CorpusError:
             if os.path.lexists(self.root / DIRECTORY / FILE_NAME):
@@ -78,13 +276,13 @@ class Resources(ModelParts):
         if len(corpus) and not corpus.has_manifest:
             corpus.close()
             raise CorpusError(
-                f"the corpus at {corpus.directory} lost its manifest, expected what it was ingested with; "
+                f"the corpus at {corpus.directory} has lost its manifest; "
                 "delete that directory and ingest again, which finds the stored KV"
             )
         return corpus
 
     def _lost_corpus(self) -> str:
-        """Words on KV without a corpus; empty where there is no KV either."""
+        """A clause for errors if the store has KV but no corpus, else empty."""
         if not os.path.lexists(self.root / "format"):
             return ""
         entries = self.store.stats().entries
@@ -104,11 +302,11 @@ class Resources(ModelParts):
             with self._opening("_corpus"):
                 found = self._corpus
                 if found is None:
-                    del self.__dict__["_corpus"]  # an ingest by another process may make one
+                    del self.__dict__["_corpus"]  # another process may create one
         return found
 
     def own_corpus(self) -> tuple[Corpus | None, str]:
-        """The corpus if it was ingested with this model's tokenizer; else ``None`` and why not."""
+        """The corpus if it was ingested with this model's tokenizer; else ``None`` and the reason."""
         corpus = self.corpus
         if (
             corpus is None
@@ -127,7 +325,7 @@ class Resources(ModelParts):
         )
 
     def require_corpus(self) -> Corpus:
-        """The corpus of *this* model, or :class:`CorpusError` / :class:`InvalidInputError`."""
+        """The corpus of this model. Raises :class:`CorpusError` or :class:`InvalidInputError`."""
         corpus = self.corpus
         if corpus is None and (lost := self._lost_corpus()):
             raise CorpusError(f"{lost}; ingest the documents again, which finds the KV")
@@ -136,27 +334,29 @@ class Resources(ModelParts):
         return corpus
 
     def create_corpus(self) -> Corpus:
-        """The corpus to ingest into, made with this engine's settings if there is none."""
+        """The corpus to ingest into, created with this engine's settings if there is none."""
         self._refuse_closed()
         _ = self.store  # makes the root, with its checks
         with self._opening("_corpus"):
             if self.corpus is None:
                 if lost := self._lost_corpus():
                     logger.warning(
-                        "%s: a new one is begun; if there was one, ingest all of its documents again",
+                        "%s: creating a new one; ingest all documents again if there was one",
                         lost,
                     )
                 self.__dict__["_corpus"] = Corpus.open(self.root, create=True)
         corpus = self.corpus
         assert corpus is not None
-        new = self._settled() or self._wanted.manifest(self.model_name, self.tokens, self.settings)
+        new = self._settled() or self._corpus_settings.manifest(
+            self.model_name, self.tokens, self.settings
+        )
         corpus.begin(new)
         self._check_owner(corpus)
-        self._wanted.check(corpus.manifest, self.root)
+        self._corpus_settings.check(corpus.manifest, self.root)
         return corpus
 
     def _settled(self) -> Manifest | None:
-        """The manifest of a corpus that holds something; an empty one binds nobody."""
+        """The manifest of a corpus with content; the settings of an empty one may still change."""
         corpus = self.corpus
         return (
             corpus.manifest if corpus is not None and corpus.has_manifest and len(corpus) else None
@@ -172,28 +372,32 @@ class Resources(ModelParts):
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
-        """What this corpus's chunks are encoded behind."""
+        """Ids of the prefix that the corpus's chunks are encoded behind."""
         manifest = self._settled()
-        return manifest.prefix_ids if manifest is not None else self._wanted.prefix_ids(self.tokens)
+        return (
+            manifest.prefix_ids
+            if manifest is not None
+            else self._corpus_settings.prefix_ids(self.tokens)
+        )
 
     @property
     def encoding(self) -> str:
-        """How this corpus's KV is stored."""
+        """Encoding of the corpus's stored KV."""
         manifest = self._settled()
         return manifest.encoding if manifest is not None else self.settings.kv_encoding
 
     @property
     def layout(self) -> KVLayout:
-        """The model's, as this store keeps it. Loads the model."""
+        """KV layout of the model in this store's encoding. Loads the model."""
         return self.adapter.layout.encoded(self.encoding)
 
     @property
     def chunk_tokens(self) -> int:
-        """Limit of this corpus's chunks."""
+        """Largest chunk of the corpus, in tokens."""
         manifest = self._settled()
         if manifest is not None:
             return manifest.chunk_tokens
-        return self._wanted.chunk_tokens or self.settings.chunk_tokens
+        return self._corpus_settings.chunk_tokens or self.settings.chunk_tokens
 
     def chunker(self) -> Chunker:
         return Chunker(self.tokens.text, self.chunk_tokens)
@@ -205,7 +409,7 @@ class Resources(ModelParts):
         manifest, given = self._settled(), self.settings.embedder
         if manifest is None:
             return Embedder(given, trust_remote_code=self.trust_remote_code)
-        self._wanted.check_embedder(manifest, self.root)
+        self._corpus_settings.check_embedder(manifest, self.root)
         named = given if "embedder" in self.settings.model_fields_set else None
         return embedder_of(manifest, self.root, named, self.trust_remote_code)
 
@@ -215,9 +419,9 @@ class Resources(ModelParts):
     # -- whose KV -------------------------------------------------------------------------------
 
     @opened
-    def trust(self) -> Trust:
-        """Judge of whether stored KV may be used, and the only way to compute KV for storing."""
-        return Trust(
+    def kv_validity(self) -> KVValidity:
+        """Decides whether stored KV may be used; the only way to compute KV for storing."""
+        return KVValidity(
             self.adapter, self.store, self.root, lambda: self.prefix_ids, lambda: self.encoding
         )
 
@@ -226,14 +430,14 @@ class Resources(ModelParts):
         return Remembered(self.root, lambda namespace: conditions_of(self.adapter, namespace))
 
     def profile_of(self, namespace: str) -> tuple[Profile | None, str]:
-        """What was measured of this model on this machine; else ``None``, and how what there is differs."""
+        """The machine profile for this namespace; else ``None`` and how the stored profile differs."""
         return self._remembered(namespace)
 
     def namespace(self) -> str:
-        """Namespace of the model; without loading it if the corpus was made from the same files.
+        """Namespace of the model, from the manifest if the corpus was made from the same files.
 
-        That shortcut only ever saves ingest some work: queries use the loaded tensors' own, and KV is
-        computed under a namespace only if it is the loaded model's (:meth:`Trust.encode`).
+        This saves ingest from loading the model. Queries use the loaded model's own namespace, and KV is
+        only ever computed under the loaded model's (:meth:`KVValidity.encode`).
         """
         corpus = self.corpus
         if not self.is_loaded and corpus is not None and corpus.has_manifest:
@@ -241,15 +445,15 @@ class Resources(ModelParts):
             same = manifest.model_signature == signature and manifest.encoding == self.encoding
             if signature and manifest.namespace and same:
                 return manifest.namespace
-        return self.trust.namespace
+        return self.kv_validity.namespace
 
     def remember_namespace(self) -> None:
-        """Write into the manifest whose KV the corpus has now."""
+        """Record the loaded model's namespace in the manifest."""
         if self.is_loaded:
-            self._note(self.trust.namespace, self.signature())
+            self._note(self.kv_validity.namespace, self.signature())
 
     def forget_signature(self) -> None:
-        """Make the next ingest load the model and look for itself."""
+        """Make the next ingest load the model instead of relying on its files' signature."""
         corpus = self.corpus
         if corpus is not None and corpus.has_manifest:
             self._note(corpus.manifest.namespace, "")
@@ -269,8 +473,11 @@ class Resources(ModelParts):
         """Close what was opened. Idempotent."""
         if self._closed:
             return
-        super().close()
-        self.__dict__.pop("trust", None)  # holds the model
+        self._closed = True
+        if isinstance(self._given_model, str):  # the last engine that uses a shared model frees it
+            for part in ("adapter", "fusor"):
+                self.__dict__.pop(part, None)
+        self.__dict__.pop("kv_validity", None)  # holds the model
         if "store" in self.__dict__:
             self.store.close()
         corpus = self.__dict__.get("_corpus")

@@ -61,8 +61,8 @@ class Stored:
         resources = self._resources
         if not task.plan.chunks or task.mode == "full":
             return task, None
-        namespace = resources.trust.namespace
-        if resources.trust.stands(namespace):
+        namespace = resources.kv_validity.namespace
+        if resources.kv_validity.is_valid(namespace):
             task = self._with_profile(self._with_schedule(task, namespace), namespace)
             controller = self.controller(namespace)
             if check is not None:
@@ -80,7 +80,7 @@ class Stored:
                 return PrefillTogether(
                     resources.adapter,
                     resources.fusor,
-                    resources.trust.namespace,
+                    resources.kv_validity.namespace,
                     self.resolve,
                     PackingRule(device, limit_bytes),
                 )

@@ -1,8 +1,8 @@
-"""May stored KV be used, and is what is computed now what the store asks for?
+"""Checks that stored KV matches the loaded model. All KV that an engine stores is encoded here.
 
-Owns three doubts. The gate: may this model's KV be reused at all (run once, remembered)? The probe: is
-what was stored still what this machine computes? The identity: are the weights loaded at this moment
-those whose namespace the KV goes into? Everything an engine stores is encoded here.
+Three checks: the gate (may this model's KV be reused at all; run once and remembered), the probe (does this
+machine still compute the KV that was stored), and the identity (are the loaded weights those that the
+namespace names).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from blendrag.store.kv import ChunkKV
 
 log = logging.getLogger(__name__)
 
-#: Tokens of the entry by which a namespace is recognised as still computing the same KV.
+#: Tokens of the probe entry, which is stored once per namespace and recomputed to compare.
 PROBE_TOKENS = 32
 #: Largest difference to the stored probe, relative to how much a channel differs from token to token.
 PROBE_TOLERANCE = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
-#: Expected seconds of the gate from which it is announced: a model with sliding windows takes long prompts.
+#: The gate is announced if it is expected to take this long, in seconds (sliding windows need long prompts).
 ANNOUNCED_S = 3.0
 
 
-class Trust:
-    """Of one model in one store. Methods that compute take the model's lock."""
+class KVValidity:
+    """Validity of one model's KV in one store. Methods that compute take the model's lock."""
 
     def __init__(
         self,
@@ -52,19 +52,19 @@ class Trust:
         self._root = root
         self._prefix_ids = prefix_ids
         self._encoding = encoding
-        self._standing: dict[str, bool] = {}
+        self._valid: dict[str, bool] = {}
 
     @property
     def namespace(self) -> str:
-        """Where the KV of what is loaded now belongs, encoded as this store's is."""
+        """Namespace of the loaded model's KV in this store's encoding."""
         return self._adapter.identity.encoded(self._encoding()).namespace
 
     # -- the gate -------------------------------------------------------------------------------
 
     def verification(self) -> Verification:
-        """The gate's result for the loaded model: remembered, or run now and remembered.
+        """The gate's result for the loaded model: the remembered one, or run now and remembered.
 
-        It judges the model, over native KV: one verdict for all encodings of it.
+        The gate runs over native KV; its result holds for every encoding.
         """
         if self._adapter.refusal is not None:
             return verify(self._adapter)
@@ -86,7 +86,7 @@ class Trust:
     def _remember(self, namespace: str, result: Verification) -> None:
         try:
             remember(self._root, namespace, self._adapter.device, result)
-        except OSError as exc:  # costs the next process another run of the gate
+        except OSError as exc:  # the next process runs the gate again
             log.info("the gate's result cannot be kept in %s: %s", self._root, exc)
 
     def require_verified(self) -> None:
@@ -97,50 +97,50 @@ class Trust:
 
     # -- the probe ------------------------------------------------------------------------------
 
-    def stands(self, namespace: str) -> bool:
+    def is_valid(self, namespace: str) -> bool:
         """Whether KV stored under ``namespace`` is still what the model computes.
 
-        Catches what no fingerprint lists: a new transformers, another kernel. Looked at once per
-        namespace, and not at all while nothing is stored there. KV without a probe entry beside it
-        is not trusted. Raises :class:`UnsupportedModelError` where the gate does not hold.
+        Catches changes that no fingerprint covers, such as a new transformers version or another kernel.
+        Checked once per namespace, and only if something is stored there. KV without a probe entry is
+        invalid. Raises :class:`UnsupportedModelError` if the gate fails.
         """
-        if namespace not in self._standing:
+        if namespace not in self._valid:
             if next(iter(self._store.keys(namespace)), None) is None:
                 return True
             self.require_verified()
-            self._standing[namespace] = self._probe_agrees(namespace)
-        return self._standing[namespace]
+            self._valid[namespace] = self._probe_agrees(namespace)
+        return self._valid[namespace]
 
     def renew(self, namespace: str) -> None:
-        """Drop the namespace's KV if it does not stand; it is computed again by the next ingest."""
-        if self.stands(namespace):
+        """Delete the namespace's KV if it is invalid; the next ingest computes it again."""
+        if self.is_valid(namespace):
             return
         for key in list(self._store.keys(namespace)):
             self._store.delete(namespace, key)
-        self._standing[namespace] = True
+        self._valid[namespace] = True
 
     def _probe_agrees(self, namespace: str) -> bool:
         ids = self._probe_ids()
         layout = self._adapter.layout.encoded(self._encoding())
         reader = self._store.open(namespace, self._probe_key(namespace), layout, len(ids))
         if reader is None:
-            self._warn("the KV kept to check it by is missing or damaged")
+            self._warn("its probe entry is missing or damaged")
             return False
         try:
             now = self.encode(namespace, ids, self._prefix_ids())
             if _alike(now, reader):
                 return True
         except CorruptKVError:
-            self._warn("the KV kept to check it by is damaged")
+            self._warn("its probe entry is damaged")
             return False
         finally:
             reader.close()
-        self._warn("this machine computes other KV (another library version or kernel?)")
+        self._warn("this machine computes different KV (another library version or kernel?)")
         return False
 
     def _warn(self, why: str) -> None:
         log.warning(
-            "store %s: KV of model %s is not used, as %s; ingest again to renew it",
+            "store %s: KV of model %s is not used because %s; ingest again to renew it",
             self._root,
             self._adapter.model_id,
             why,
@@ -156,9 +156,9 @@ class Trust:
     # -- the identity ---------------------------------------------------------------------------
 
     def encode(self, namespace: str, ids: Sequence[int], prefix: Sequence[int]) -> ChunkKV:
-        """KV of ``ids`` behind ``prefix``, computed by the model that ``namespace`` names.
+        """KV of ``ids`` after ``prefix``, computed by the model that ``namespace`` names.
 
-        Raises :class:`IdentityChangedError` when that is not what is loaded any more.
+        Raises :class:`IdentityChangedError` if the loaded model is no longer that one.
         """
         with self._adapter.lock:
             encoding = self._encoding()
@@ -171,30 +171,29 @@ class Trust:
             return replace(kv, layout=kv.layout.encoded(encoding))
 
     def admit(self, namespace: str) -> None:
-        """Make ``namespace`` ready to be stored under: gate passed, probe entry in place and pinned.
+        """Prepare ``namespace`` for writing: the gate has passed, the probe entry is stored and pinned.
 
-        Raises :class:`UnsupportedModelError`, :class:`StoreFullError`, and
-        :class:`IdentityChangedError` where other KV stands there than the model computes (see
-        :meth:`renew`): what follows would be mixed with it.
+        Raises :class:`UnsupportedModelError`, :class:`StoreFullError`, and :class:`IdentityChangedError` if
+        the KV stored there is invalid (see :meth:`renew`).
         """
         self.require_verified()
-        if not self.stands(namespace):
+        if not self.is_valid(namespace):
             raise IdentityChangedError(
                 f"store {self._root} holds KV that {self._adapter.model_id} no longer computes on this "
-                "machine; nothing was stored beside it, ingest again to renew it"
+                "machine; nothing was added, ingest again to renew it"
             )
         key = self._probe_key(namespace)
         if not self._store.contains(namespace, key):
             kv = self.encode(namespace, self._probe_ids(), self._prefix_ids())
             self._store.put(namespace, key, kv)
         self._store.pin(namespace, key)
-        self._standing.setdefault(namespace, True)
+        self._valid.setdefault(namespace, True)
 
 
 def _alike(now: ChunkKV, reader: KVReader) -> bool:
-    """Whether K and V each are what was stored, channel by channel, but for noise and the encoding's error.
+    """Whether stored K and V equal the computed ones per channel, up to noise and the encoding's error.
 
-    Raises :class:`CorruptKVError` for bytes that are not those that were put.
+    Raises :class:`CorruptKVError` if a checksum fails.
     """
     for i, (layer, encoded) in enumerate(zip(now.layers, _encoded(now), strict=True)):
         stored = torch.empty_like(layer)
@@ -210,7 +209,7 @@ def _alike(now: ChunkKV, reader: KVReader) -> bool:
 
 
 def _encoded(kv: ChunkKV) -> Iterator[torch.Tensor]:
-    """The layers of ``kv`` as its store would give them back."""
+    """The layers of ``kv`` after encoding and decoding."""
     codec, staging = codec_of(kv.layout), staging_of(kv.layout, kv.tokens)
     for i, layer in enumerate(kv.layers):
         if codec is None or staging is None:
