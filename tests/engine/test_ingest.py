@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import tiny
-from blendrag.engine import BlendEngine, Options, model_parts
+from blendrag.engine import BlendEngine, Options, resources
 from blendrag.errors import InvalidInputError
 from blendrag.store.identity import chunk_key
 from blendrag.text.readers import Document
@@ -164,7 +164,7 @@ def test_an_unchanged_corpus_is_recognised_without_loading_the_model(
         def refuse(*args: Any, **kwargs: Any) -> None:
             raise AssertionError("the model was loaded")
 
-        monkeypatch.setattr(model_parts, "load_adapter", refuse)
+        monkeypatch.setattr(resources, "load_adapter", refuse)
         report = engine.ingest(documents)
         assert report.chunks_computed == 0
         assert report.documents_unchanged == 2
@@ -203,14 +203,14 @@ def test_a_model_loaded_on_the_way_that_computes_other_kv_renews_what_is_stored(
     documents = [tiny.document(i) for i in range(2)]
     with tiny.engine(checkpoint, tmp_path / "s", tokenizer=None) as engine:
         engine.ingest(documents[:1])
-    load = model_parts.load_adapter
+    load = resources.load_adapter
 
     def with_another_kernel(*args: Any) -> Any:  # the same fingerprint, other numbers
         adapter = load(*args)
         adapter.stack.layers[1].mlp.register_forward_hook(lambda module, args, out: out * 1.5)
         return adapter
 
-    monkeypatch.setattr(model_parts, "load_adapter", with_another_kernel)
+    monkeypatch.setattr(resources, "load_adapter", with_another_kernel)
     with tiny.engine(checkpoint, tmp_path / "s", tokenizer=None) as engine:
         report = engine.ingest(documents)
         assert report.chunks_computed == report.chunks

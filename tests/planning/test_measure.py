@@ -18,6 +18,7 @@ import torch
 
 import tiny
 from blendrag.engine import BlendEngine, Options
+from blendrag.engine.resources import CorpusSettings
 from blendrag.errors import InvalidInputError, StoreFullError
 from blendrag.planning import measure, page_cache, prefills
 from blendrag.planning.model_times import SHORTEST
