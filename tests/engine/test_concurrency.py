@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import tiny
-from blendrag.engine import BlendEngine, Options, model_parts, prompts
+from blendrag.engine import BlendEngine, Options, prompts, resources
 from blendrag.engine.worker import Worker
 from blendrag.errors import BlendragError
 from blendrag.model.tokens import Tokens
@@ -197,7 +197,7 @@ def test_a_model_asked_for_by_many_threads_is_loaded_once(
         time.sleep(0.1)
         return tiny.adapter(tiny.llama())
 
-    monkeypatch.setattr(model_parts, "load_adapter", load)
+    monkeypatch.setattr(resources, "load_adapter", load)
     with tiny.engine("some/model", tmp_path / "s", tokenizer=None) as fresh:
         with ThreadPoolExecutor(4) as pool:
             adapters = list(pool.map(lambda _: fresh.adapter, range(4)))
@@ -212,8 +212,8 @@ async def test_a_loading_model_does_not_block_the_event_loop(
         time.sleep(0.5)
         return tiny.adapter(tiny.llama())
 
-    monkeypatch.setattr(model_parts, "load_adapter", load)
-    monkeypatch.setattr(model_parts, "load_tokens", lambda *args: Tokens(tiny.tokenizer()))
+    monkeypatch.setattr(resources, "load_adapter", load)
+    monkeypatch.setattr(resources, "load_tokens", lambda *args: Tokens(tiny.tokenizer()))
     with tiny.engine("some/model", tmp_path / "s", tokenizer=None) as fresh:
         gaps: list[float] = []
         beat = asyncio.create_task(heartbeat(gaps))

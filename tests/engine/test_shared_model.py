@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tiny
-from blendrag.engine import BlendEngine, Options, model_parts
+from blendrag.engine import BlendEngine, Options, resources
 from blendrag.engine.stream import AnswerStream
 from blendrag.errors import InvalidInputError, RequestTimeout
 from blendrag.frameworks import shared
@@ -207,7 +207,7 @@ def test_a_request_that_waits_for_another_engine_keeps_its_timeout(
 def test_two_stores_under_one_model_name_load_it_once_and_free_it_last(
     checkpoint: str, tmp_path: Path
 ) -> None:
-    with tiny.counted(model_parts, "load_adapter") as loads:
+    with tiny.counted(resources, "load_adapter") as loads:
         a = tiny.engine(checkpoint, tmp_path / "a", tokenizer=None)
         b = tiny.engine(checkpoint, tmp_path / "b", tokenizer=None)
         with ThreadPoolExecutor(2) as pool:
