@@ -16,8 +16,9 @@ from blendrag.engine.generation import Generation
 from blendrag.engine.stream import AnswerStream
 from blendrag.engine.task import Task
 from blendrag.engine.types import RagPrompt
-from blendrag.fusor.selection import Schedule
-from blendrag.planning.controller import Controller
+from blendrag.fusor.selection import Schedule, make_policy
+from blendrag.planning.controller import Controller, PlanOptions
+from blendrag.planning.plan import Action, ReasonCode
 from blendrag.store.identity import chunk_key
 from blendrag.store.kv import ChunkKV
 from blendrag.text.chunking import chunk_id_of
@@ -558,13 +559,14 @@ def test_a_key_that_failed_once_is_not_opened_again_in_the_same_request(
         chunk_key(engine.adapter.identity.namespace, controller.prefix_ids, segment.stored_ids)
         for segment in plan.chunks
     ]
-    load = controller.plan(plan, "reuse", frozenset(keys[:1]))
-    load.close()
-    first, *others = load.decisions
-    assert first.span is None
-    assert "verification" in first.reason
+    options = PlanOptions("reuse", make_policy("reuse"), lambda _: Schedule("constant"), 0.0)
+    made = controller.plan(plan, options, frozenset(keys[:1]))
+    made.close()
+    first, *others = made.chunks
+    assert (first.action, first.reason.code) == (Action.COMPUTE, ReasonCode.CORRUPT)
+    assert "verification" in first.reason.text
     assert others
-    assert all(decision.span is not None for decision in others)
+    assert all(chunk.action is Action.BLEND for chunk in others)
 
 
 def test_a_store_whose_kv_this_machine_no_longer_computes_is_not_used(tmp_path: Path) -> None:

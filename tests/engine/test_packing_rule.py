@@ -13,11 +13,10 @@ import tiny
 from blendrag.engine import Options
 from blendrag.engine.packing_rule import ROWS, Load, PackingRule
 from blendrag.engine.task import Prepared, Task
-from blendrag.fusor.selection import Schedule
+from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.model import ModelAdapter
-from blendrag.planning.controller import LoadPlan
 from blendrag.planning.curve import Curve
-from blendrag.planning.decide import Decided
+from blendrag.planning.plan import Plan, PlannedChunk, Reason, ReasonCode
 from blendrag.text.prompt import PromptPlan, Segment
 
 CPU = torch.device("cpu")
@@ -77,10 +76,11 @@ def prepared(
         tiny.span(adapter, ids, 10, 40, stored_at=1),
         tiny.span(adapter, ids, 50, 80, stored_at=1),
     )
-    plan = PromptPlan((Segment("", tuple(ids[0].tolist()), 0, None, ()),))
-    schedule = Schedule("constant")
-    task = Task(plan, mode, policy, schedule, ratio, new_tokens, Options(), 0.0, {}, ())
-    return Prepared(task, LoadPlan(spans, (), (), ()), Decided(ratio, schedule))
+    asked = PromptPlan((Segment("", tuple(ids[0].tolist()), 0, None, ()),))
+    schedule, why = Schedule("constant"), Reason(ReasonCode.MOVED, "")
+    chunks = tuple(PlannedChunk(Segment("", (), span.start), why, span) for span in spans)
+    task = Task(asked, mode, policy, schedule, ratio, new_tokens, Options(), 0.0, {}, ())
+    return Prepared(task, Plan(asked, chunks, make_policy(policy), schedule, ratio))
 
 
 @pytest.mark.parametrize(
@@ -117,5 +117,5 @@ def test_memory_grows_with_the_answer_and_with_the_rows_of_the_fullest_layer(
 
 def test_a_prompt_without_chunks_computes_all_its_tokens(adapter: ModelAdapter) -> None:
     bare = prepared(adapter, "hkvd", 0.5)
-    bare = replace(bare, load=LoadPlan((), (), (), ()))
+    bare = replace(bare, plan=replace(bare.plan, chunks=()))
     assert Load.of(bare, adapter).rows == 100

@@ -17,7 +17,8 @@ import tiny
 from blendrag.engine import Answer, BlendEngine, Options, requests
 from blendrag.errors import InvalidInputError
 from blendrag.fusor import BlendCache, Fusor
-from blendrag.planning.controller import Controller, LoadPlan
+from blendrag.planning.controller import Controller
+from blendrag.planning.plan import Plan
 from blendrag.store.identity import chunk_key
 from engine.batch_lab import REUSE, made_in, prompt
 
@@ -111,20 +112,20 @@ class Loads:
     """What was opened for requests, and what of it was closed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.opened: list[LoadPlan] = []
-        self.closed: list[LoadPlan] = []
-        plan, close = Controller.plan, LoadPlan.close
+        self.opened: list[Plan] = []
+        self.closed: list[Plan] = []
+        plan, close = Controller.plan, Plan.close
 
-        def planned(controller: Controller, *args: Any, **kwargs: Any) -> LoadPlan:
+        def planned(controller: Controller, *args: Any, **kwargs: Any) -> Plan:
             self.opened.append(plan(controller, *args, **kwargs))
             return self.opened[-1]
 
-        def closing(load: LoadPlan) -> None:
+        def closing(load: Plan) -> None:
             self.closed.append(load)
             close(load)
 
         monkeypatch.setattr(Controller, "plan", planned)
-        monkeypatch.setattr(LoadPlan, "close", closing)
+        monkeypatch.setattr(Plan, "close", closing)
 
     def are_closed(self) -> bool:
         return all(any(one is other for other in self.closed) for one in self.opened)

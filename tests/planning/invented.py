@@ -57,7 +57,6 @@ def evenly(ratio: float, candidates: int, chunks: int = 0) -> Sequence[float]:
 
 def wish(
     min_ratio: float = 0.15,
-    follows_load: bool = False,
     counts: Callable[[float, int, int], Sequence[float]] = evenly,
 ) -> Wish:
-    return Wish(min_ratio, counts, follows_load=follows_load)
+    return Wish(min_ratio, counts)

@@ -25,6 +25,7 @@ from blendrag.errors import (
 )
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.planning.calibration import Calibration, recall, remember, resolve
+from blendrag.planning.controller import PlanOptions
 from blendrag.planning.deviation import ANSWER_TOKENS, Sample, deviation, divergence, reference
 from blendrag.planning.sample import first_sentence, sample_corpus
 from blendrag.planning.search import Found, Step, Tried, families, search
@@ -263,15 +264,15 @@ def test_deviation_is_the_divergence_of_what_generate_would_see(engine: BlendEng
     full = tiny.stock(engine.adapter.model, said)[0, ids.shape[1] - 1 : -1].log_softmax(-1)
     used = engine.resources
     namespace = engine.adapter.identity.namespace
-    load = engine._requests.controller(namespace).plan(engine.plan(prompt), "blend")
-    request = tiny.request(ids, load.spans, "query", RATIO, "constant")
-    logits, cache, _ = used.fusor.prefill(ids, request, ANSWER_TOKENS)
+    asked = PlanOptions("blend", make_policy("query"), lambda _: Schedule("constant"), RATIO)
+    plan = engine._requests.controller(namespace).plan(engine.plan(prompt), asked)
+    logits, cache, _ = used.fusor.prefill(ids, plan.request(ids.shape[1]), ANSWER_TOKENS)
     rows = [logits[0, -1]]
     with torch.inference_mode():
         for token in said[0, ids.shape[1] : -1]:
             out = engine.adapter.model(input_ids=token.view(1, 1), past_key_values=cache)
             rows.append(out.logits[0, -1])
-    load.close()
+    plan.close()
     blended = torch.stack(rows).log_softmax(-1)
     expected = float((full.exp() * (full - blended)).sum(-1).mean())
     assert measured(engine, "query", RATIO) == pytest.approx(expected, rel=1e-2)

@@ -88,33 +88,6 @@ def test_the_least_ratio_is_never_gone_below() -> None:
             assert choose(profile(speed), prompt(fresh=1), wish(least)).ratio >= least
 
 
-def test_a_schedule_that_follows_the_load_recomputes_more_in_the_same_time() -> None:
-    made, asked = profile(2.2e4), prompt(fresh=1)
-    alike, following = (choose(made, asked, wish(follows_load=f)) for f in (False, True))
-    assert not alike.shares
-    assert following.ratio > alike.ratio
-    assert list(following.shares) == sorted(following.shares, reverse=True)
-    assert sum(following.shares) / (LAYERS - 1) == pytest.approx(following.ratio)
-    assert min(following.shares) >= 0.15
-    assert following.forecast.ttft_s <= (1 + HIDDEN_SLACK) * ttft_s(made, asked, 0.15) + 1e-9
-
-
-def test_the_last_layer_is_filled_at_what_its_own_rows_cost() -> None:
-    asked = prompt(fresh=1)
-    dear, cheap = (
-        choose(profile(2.2e4, last=line(row_s)), asked, wish(follows_load=True))
-        for row_s in (1e-3, 5e-4)
-    )
-    assert cheap.shares[:-1] == dear.shares[:-1]
-    more, fewer = (choice.shares[-1] - 0.15 for choice in (cheap, dear))
-    assert more == pytest.approx(2 * fewer)  # the slack buys twice as many rows
-    assert cheap.forecast.ttft_s <= dear.forecast.ttft_s
-
-
-def test_a_fast_store_leaves_the_schedule_alone() -> None:
-    assert not choose(profile(1e9), prompt(), wish(follows_load=True)).shares
-
-
 def test_a_policy_without_budget_is_left_alone() -> None:
     asked = replace(wish(counts=lambda *of: [30] * (LAYERS - 1)), is_budgeted=False)
     found = choose(profile(2.2e4), prompt(fresh=1), asked)
@@ -236,7 +209,7 @@ def test_the_parts_chosen_by_sums_are_those_chosen_from_the_parts_themselves(
 
 def test_a_prompt_of_nothing_stored_is_prefilled() -> None:
     found = choose(profile(), Prompt(50, ()), wish())
-    assert (found.loaded, found.shares) == ((), ())
+    assert found.loaded == ()
     assert found.forecast.ttft_s == pytest.approx(profile().prefill_s(50))
 
 

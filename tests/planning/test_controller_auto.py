@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 
 import tiny
-from blendrag import calibrate
 from blendrag.config import Settings
 from blendrag.engine import Answer, BlendEngine, Options
 from blendrag.errors import InvalidInputError
 from blendrag.fusor.selection import PromptGeometry
 from blendrag.lab.bench.tiers import Throttle, ThrottledStore
-from blendrag.planning.controller import Controller
+from blendrag.planning import calibration
+from blendrag.planning.controller import PROMPT_END, Controller
 from blendrag.planning.curve import Curve
+from blendrag.planning.plan import PlannedChunk
 from blendrag.planning.profile import Profile, Tier
 from blendrag.planning.profile_record import conditions_of, path_of, remember
 from blendrag.text.prompt import PromptPlan, Segment
@@ -107,17 +108,13 @@ def test_behind_a_throttled_reader_the_larger_ratio_that_hides_is_taken(
     assert metrics.ratio > 0.3
     assert "hides behind the load" in metrics.decision
     assert metrics.reused_tokens > 0
-    shares = [float(share) for share in metrics.schedule.split(",")]
-    assert shares == sorted(shares, reverse=True)
-    assert sum(shares) / len(shares) == pytest.approx(metrics.ratio, abs=0.01)
+    assert metrics.schedule == "constant"
     assert metrics.predicted_load_s is not None
     assert metrics.load_s >= 0.99 * metrics.predicted_load_s  # it slept for that long
     least = ask(engine, replace(AUTO, ratio=0.15)).metrics
     assert least.ratio == pytest.approx(0.15, abs=0.01)
     assert least.predicted_load_s is not None
     assert least.load_s >= 0.99 * least.predicted_load_s
-    # All candidates enter layer 0 of the first one, which is not loaded there; few do here.
-    assert metrics.predicted_load_s == pytest.approx(least.predicted_load_s * (LAYERS - 1) / LAYERS)
 
 
 def test_from_a_fast_store_the_least_ratio_is_taken(engine: BlendEngine) -> None:
@@ -126,7 +123,6 @@ def test_from_a_fast_store_the_least_ratio_is_taken(engine: BlendEngine) -> None
     assert metrics.ratio == pytest.approx(0.15, abs=0.01)
     assert "smallest that keeps quality" in metrics.decision
     assert metrics.schedule == "constant"
-    assert not metrics.notes
 
 
 def test_a_schedule_asked_for_stays(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,11 +137,11 @@ def test_a_calibrated_schedule_is_the_one_found_nearest_to_the_ratio_decided(
 ) -> None:
     root, namespace = engine.resources.root, engine.resources.kv_validity.namespace
     near, far = (
-        calibrate.Calibration("random", ratio, weights, 0, "", 0, 1, 4, 0, calibrate.record.GIVEN)
+        calibration.Calibration("random", ratio, weights, 0, "", 0, 1, 4, 0, calibration.GIVEN)
         for ratio, weights in ((0.15, (0.45, 0.0, 0.0)), (0.9, (1.0, 1.0, 0.7)))
     )
-    calibrate.remember(root, namespace, near)
-    calibrate.remember(root, namespace, far)
+    calibration.remember(root, namespace, near)
+    calibration.remember(root, namespace, far)
     flat = Curve((1.0, 4096.0), (1e-3, 1e-3), 0.0)  # as on a GPU, to which all these rows are few
     profiled(engine, 1e12, layer=flat, last=flat, prefill=line(1.0))
     metrics = ask(engine).metrics
@@ -328,7 +324,7 @@ def test_a_tier_that_was_never_timed_is_named(engine: BlendEngine) -> None:
     metrics = ask(engine).metrics
     assert metrics.reused_tokens > 0
     (note,) = metrics.notes
-    assert note.startswith("reading from disk was never timed")
+    assert "no times for reading from disk" in note
 
 
 @pytest.mark.parametrize("mode", ["full", "reuse", "prefix"])
@@ -387,16 +383,16 @@ def test_the_question_begins_behind_the_last_chunk_though_that_is_computed(
     monkeypatch.setattr("blendrag.fusor.choice.PromptGeometry", noted)
     options = replace(AUTO, ratio=0.2, policy="query", max_new_tokens=1)
     ask(engine, options)
-    decide = Controller._decide
+    decide = Controller._chunk
 
     def computed_if_last(self: Controller, segment: Segment, plan: PromptPlan, *rest: Any) -> Any:
         decision = decide(self, segment, plan, *rest)
         if segment != plan.chunks[-1] or decision.span is None:
             return decision
         decision.span.reader.close()
-        return replace(decision, span=None, reason="computed")
+        return PlannedChunk(segment, PROMPT_END)
 
-    monkeypatch.setattr(Controller, "_decide", computed_if_last)
+    monkeypatch.setattr(Controller, "_chunk", computed_if_last)
     ask(engine, options)
     loaded, computed = seen
     assert len(computed.chunk_spans) == len(loaded.chunk_spans) - 1

@@ -11,7 +11,7 @@ from blendrag.errors import InvalidInputError
 from blendrag.planning.curve import Curve, Point, fit
 from blendrag.planning.forecast import Estimator, Forecast, Prompt, forecast
 from blendrag.planning.parts import Loaded, Part
-from blendrag.planning.pipeline import arrivals, finish, hidden_extra
+from blendrag.planning.pipeline import arrivals, finish
 from blendrag.planning.profile import Profile, Tier
 from planning.invented import CHUNK, LAYERS, evenly, line, profile, prompt
 
@@ -105,38 +105,6 @@ def test_a_layer_begins_when_its_load_and_the_layer_before_are_done() -> None:
 def test_copies_are_a_stage_of_their_own() -> None:
     assert arrivals([1, 1, 1], [2, 2, 2]) == [3, 5, 7]
     assert arrivals([2, 2, 2], [1, 1, 1]) == [3, 5, 7]
-
-
-def test_what_hides_behind_a_steady_load_is_all_but_the_last_layer() -> None:
-    """Loads of 4 each, computes of 1: by 17 = 16 + 1 three layers have 3 left each, the last none."""
-    assert hidden_extra(arrivals([4, 4, 4, 4]), [1, 1, 1, 1], 17) == pytest.approx([3, 3, 3, 0])
-    assert hidden_extra(arrivals([4, 4, 4, 4]), [1, 1, 1, 1], 19) == pytest.approx([3, 3, 3, 2])
-    assert hidden_extra(arrivals([0, 0, 0, 0]), [1, 1, 1, 1], 4) == pytest.approx([0] * 4)
-    assert hidden_extra(arrivals([4, 4, 4, 4]), [1, 1, 1, 1], 16) == [0] * 4  # too late as it is
-
-
-def test_no_schedule_hides_more_than_the_hull() -> None:
-    """Against all non-increasing extras in halves, on random loads."""
-    draw = random.Random(7)
-    for _ in range(40):
-        reads = [draw.choice((0, 1, 2, 4)) for _ in range(4)]
-        computes = [draw.choice((0.5, 1, 2)) for _ in range(4)]
-        there = arrivals(reads)
-        bound = finish(there, computes) + draw.choice((0, 0.5, 1, 2))
-        extra = hidden_extra(there, computes, bound)
-        assert extra == sorted(extra, reverse=True)
-        total = [c + e for c, e in zip(computes, extra, strict=True)]
-        assert finish(there, total) <= bound + 1e-9
-        best = 0.0
-        steps = [x / 2 for x in range(13)]
-        for a in steps:
-            for b in (s for s in steps if s <= a):
-                for c in (s for s in steps if s <= b):
-                    for d in (s for s in steps if s <= c):
-                        tried = [x + y for x, y in zip(computes, (a, b, c, d), strict=True)]
-                        if finish(there, tried) <= bound + 1e-9:
-                            best = max(best, a + b + c + d)
-        assert sum(extra) >= best - 1e-9
 
 
 # -- forecasts ---------------------------------------------------------------------------------------

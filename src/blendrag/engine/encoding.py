@@ -14,7 +14,7 @@ from functools import partial
 from blendrag.engine.resources import Resources
 from blendrag.engine.worker import Worker
 from blendrag.errors import BlendragError, StoreFullError
-from blendrag.planning.controller import LoadPlan
+from blendrag.planning.plan import Plan
 from blendrag.store.identity import chunk_key
 from blendrag.store.kv import ChunkKV
 
@@ -72,14 +72,14 @@ class Background:
         self._seen: dict[Ids, None] = {}
         self._full = False
 
-    def note(self, load: LoadPlan) -> None:
+    def note(self, plan: Plan) -> None:
         """Queue the chunks that had no KV, and a leading part that was met before."""
         if self._full or not self._resources.is_writable:
             return
         prefix = self._resources.prefix_ids
-        wanted = [(ids, prefix) for ids in load.missing]
-        if load.leading and self._met_before(load.leading):
-            wanted.append((load.leading, ()))
+        wanted = [(ids, prefix) for ids in plan.missing]
+        if plan.leading and self._met_before(plan.leading):
+            wanted.append((plan.leading, ()))
         for ids, behind in wanted:
             if len(self._queued) >= QUEUED_CHUNKS:
                 log.info("%d chunks wait to be encoded: others are not queued", QUEUED_CHUNKS)

@@ -28,10 +28,12 @@ from blendrag.fusor import Fusion, Fusor, Prefilled
 from blendrag.fusor.loader import SpanCorruptError
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.sharing import in_this_thread
-from blendrag.planning.controller import Controller, LoadPlan
+from blendrag.planning.controller import Controller
+from blendrag.planning.plan import Plan, Reason, ReasonCode
 
 #: Restarts of one query after a chunk's bytes failed verification, before it is computed in full.
 MAX_RESTARTS = 8
+CORRUPT_AGAIN = Reason(ReasonCode.CORRUPT, "stored KV failed verification again and again")
 
 
 class Generation:
@@ -48,10 +50,10 @@ class Generation:
         task: Task,
         controller: Controller | None,
         stream: AnswerStream,
-        later: Callable[[LoadPlan], None],
+        later: Callable[[Plan], None],
         ahead: Ahead | None = None,
     ) -> Answer:
-        """Answer ``task``; ``later(load)`` is told what is worth encoding afterwards.
+        """Answer ``task``; ``later(plan)`` is told what is worth encoding afterwards.
 
         What :meth:`Preparation.checked` raises, and :class:`RequestCancelled` and :class:`RequestTimeout`.
         """
@@ -72,7 +74,7 @@ class Generation:
                 prepared = self._preparation.prepare(task, controller, frozenset(avoid))
                 with _noting_corrupt(avoid):
                     return self._attempt(prepared, stream, later)
-            task = replace(task, why_computed="stored KV failed verification again and again")
+            task = replace(task, why_computed=CORRUPT_AGAIN)
             return self._attempt(self._preparation.prepare(task, None), stream, later)
 
     # -- the ways into generate -----------------------------------------------------------------
@@ -81,30 +83,30 @@ class Generation:
         self,
         prepared: Prepared,
         stream: AnswerStream,
-        later: Callable[[LoadPlan], None],
+        later: Callable[[Plan], None],
         prefilled: Prefilled | None = None,
         batch_size: int = 1,
     ) -> Answer:
         """Closes the loads of ``prepared``."""
-        task, load = prepared.task, prepared.load
+        task, plan = prepared.task, prepared.plan
         try:
             stream.check()
             ids = torch.tensor([task.plan.ids], device=self._adapter.device)
             fusion: Fusion | None = None
             if prefilled is not None:
                 output, fusion = self._continued(task, stream, ids, prefilled)
-            elif not load.spans:
+            elif not plan.spans:
                 with _watched(self._adapter.decoder_layers, stream.check):
                     output = self._generate(task, stream, ids)
             elif task.sequences == 1:
                 output, fusion = self._blended(prepared, stream, ids)
             else:
                 output, fusion = self._two_step(prepared, stream, ids)
-            later(load)
+            later(plan)
             new_ids = output[:, ids.shape[1] :]
             return self._outcome.answer(prepared, stream, fusion, new_ids, batch_size)
         finally:
-            load.close()
+            plan.close()
 
     def _blended(
         self, prepared: Prepared, stream: AnswerStream, ids: torch.Tensor
@@ -112,7 +114,7 @@ class Generation:
         """The first forward inside ``generate`` is the fusion."""
         fusor = self._fusor()
         cache = fusor.new_cache(ids.shape[1], prepared.task.max_new_tokens)
-        asked = prepared.request(ids.shape[1])
+        asked = prepared.plan.request(ids.shape[1])
         with fusor.fuse(cache, asked, stream.check, last_row_only=True) as fusion:
             return self._generate(prepared.task, stream, ids, cache), fusion
 
@@ -128,7 +130,7 @@ class Generation:
     ) -> tuple[torch.Tensor, Fusion]:
         """Blend all but the last token, repeat the cache, then an ordinary ``generate``."""
         n = ids.shape[1] - 1
-        request = prepared.request(n)
+        request = prepared.plan.request(n)
         _, cache, fusion = self._fusor().prefill(ids[:, :n], request, check=stream.check)
         cache.batch_repeat_interleave(prepared.task.sequences)
         return self._generate(prepared.task, stream, ids, cache), fusion

@@ -17,8 +17,7 @@ from blendrag.engine.types import Answer, TokenLogprob
 from blendrag.fusor import Fusion
 from blendrag.metrics import RequestMetrics
 from blendrag.model.adapter import ModelAdapter
-from blendrag.planning.decide import Decided
-from blendrag.planning.reports import report
+from blendrag.planning.plan import Plan
 
 
 class Outcome:
@@ -45,7 +44,7 @@ class Outcome:
             _metrics(prepared, stream, fusion), new_tokens=new_tokens, batch_size=batch_size
         )
         # a forecast is of a request that is computed alone
-        metrics = _with_forecast(metrics, prepared.decided, batch_size == 1)
+        metrics = _with_forecast(metrics, prepared.plan, batch_size == 1)
         logprobs = self._logprobs(stream, texts[0])
         return Answer(texts[0], tuple(texts), finish, metrics, logprobs=logprobs)
 
@@ -78,9 +77,9 @@ class Outcome:
 
 
 def _metrics(prepared: Prepared, stream: AnswerStream, fusion: Fusion | None) -> RequestMetrics:
-    task, load = prepared.task, prepared.load
+    task, plan = prepared.task, prepared.plan
     counts = fusion.counts() if fusion is not None else None
-    reused = load.reused_tokens
+    reused = plan.reused_tokens
     prompt_tokens = len(task.plan.ids)
     ratio = counts.ratio if counts else float(task.mode == "full")
     blended = task.mode == "blend" and counts is not None and counts.candidates > 0
@@ -98,17 +97,17 @@ def _metrics(prepared: Prepared, stream: AnswerStream, fusion: Fusion | None) ->
         charged_ratio=counts.charged_ratio if counts else float(task.mode == "full"),
         policy=_policy_used(task, fusion) if blended else "",
         schedule=str(fusion.schedule) if blended and fusion is not None else "",
-        chunks=report(load.decisions, counts.recomputed_per_span if counts else (), task.source_of),
+        chunks=plan.reports(counts.recomputed_per_span if counts else (), task.source_of),
         notes=task.notes,
     )
 
 
-def _with_forecast(metrics: RequestMetrics, decided: Decided, is_alone: bool) -> RequestMetrics:
+def _with_forecast(metrics: RequestMetrics, plan: Plan, is_alone: bool) -> RequestMetrics:
     """Predicted times beside the measured ones, and why."""
-    predicted = decided.forecast
+    predicted = plan.forecast
     if predicted is None:
         return metrics
-    metrics = replace(metrics, decision=decided.reason)
+    metrics = replace(metrics, decision=plan.decision)
     if not is_alone:
         return metrics
     return replace(

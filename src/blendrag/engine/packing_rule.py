@@ -50,7 +50,7 @@ class Load:
         hidden = int(adapter.stack.config.hidden_size)
         activations = max(rows) * hidden * ROW_STATES
         size_bytes = int((tokens * kv + activations) * width)
-        return cls(sum(rows) / len(rows), size_bytes, len(prepared.load.spans))
+        return cls(sum(rows) / len(rows), size_bytes, len(prepared.plan.spans))
 
 
 def _half_of_all_files() -> int:
@@ -83,15 +83,14 @@ class PackingRule:
 
 def _rows_by_layer(prepared: Prepared, layers: int) -> list[float]:
     """Rows computed in each layer, those of a scout pass included."""
-    spans = prepared.load.spans
+    spans = prepared.plan.spans
     blended = [span for span in spans if not span.exact]
     candidates = sum(span.tokens for span in blended)
     fresh = len(prepared.task.plan.ids) - sum(span.tokens for span in spans)
     if not candidates:
         return [float(fresh)] * layers
-    policy = prepared.task.new_policy()
-    task = prepared.task
-    counts = policy.layer_counts(task.schedule, task.ratio, candidates, layers, len(blended))
+    plan, policy = prepared.plan, prepared.plan.policy
+    counts = policy.layer_counts(plan.schedule, plan.ratio, candidates, layers, len(blended))
     entry = candidates if policy.needs_deviation or not counts else counts[0]
     scouted = policy.attention_layers(layers)
     return [

@@ -12,8 +12,8 @@ from blendrag.engine.options import ASSISTED, REFUSED, Options
 from blendrag.engine.task import Prepared, Task, check_fits
 from blendrag.errors import InvalidInputError, UnsupportedModelError
 from blendrag.model.adapter import ModelAdapter
-from blendrag.planning.controller import Controller, LoadPlan, nothing_loaded
-from blendrag.planning.decide import Asked, Decided, decide
+from blendrag.planning.controller import Controller, PlanOptions
+from blendrag.planning.plan import Plan
 
 
 class Preparation:
@@ -61,36 +61,25 @@ class Preparation:
     def prepare(
         self, task: Task, controller: Controller | None, avoid: frozenset[str] = frozenset()
     ) -> Prepared:
-        """Open what is loaded, and decide how. Without a controller nothing is."""
-        load = nothing_loaded(task.plan, task.why_computed)
-        if controller is not None:
-            reserve = 1 if task.sequences == 1 else 2
-            load = controller.plan(task.plan, task.mode, avoid, reserve)
+        """Open what is loaded, and decide how. Without a controller nothing is loaded."""
+        if controller is None:
+            plan = Plan.computed(task.plan, task.why_computed)
+        else:
+            options = PlanOptions(
+                task.mode, task.new_policy(), task.schedule_at, task.ratio, task.is_auto
+            )
+            plan = controller.plan(task.plan, options, avoid, 1 if task.sequences == 1 else 2)
         try:
-            kept, decided = self._decide(task, load)
-            notes = (*task.notes, *task.calibration_notes(decided.ratio), *decided.notes)
-            task = replace(task, ratio=decided.ratio, schedule=decided.schedule, notes=notes)
-            if kept.spans:
+            notes = (*task.notes, *task.calibration_notes(plan.ratio), *plan.notes)
+            if plan.spans:
                 self._check_length(task)
         except BaseException:
-            load.close()
+            plan.close()
             raise
-        return Prepared(task, kept, decided)
-
-    def _decide(self, task: Task, load: LoadPlan) -> tuple[LoadPlan, Decided]:
-        """What is loaded after all, and how; the time predicted is that since the request began."""
-        policy = task.new_policy()
-        asked = Asked(
-            task.mode, policy, task.schedule_at, task.ratio, task.is_auto, task.follows_load
-        )
-        if task.profile is None or not task.plan.chunks:
-            return load, Decided(task.ratio, task.schedule)
-        layout = self._adapter.layout
-        load, decided = decide(load, len(task.plan.ids), layout, asked, task.profile)
-        if decided.forecast is None:
-            return load, decided
-        ttft_s = time.perf_counter() - task.started + decided.forecast.ttft_s
-        return load, replace(decided, forecast=replace(decided.forecast, ttft_s=ttft_s))
+        if plan.forecast is not None:  # measured from the start of the request, as the TTFT is
+            ttft_s = time.perf_counter() - task.started + plan.forecast.ttft_s
+            plan = replace(plan, forecast=replace(plan.forecast, ttft_s=ttft_s))
+        return Prepared(replace(task, notes=notes), plan)
 
     def _check_length(self, task: Task) -> None:
         """Keys of a table that changes with the length cannot be mixed with stored ones."""

@@ -20,12 +20,16 @@ from blendrag.errors import UnsupportedModelError
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.planning.calibration import fitting, nearest
 from blendrag.planning.controller import Controller
+from blendrag.planning.plan import Reason, ReasonCode
+from blendrag.planning.profile import Profile
 from blendrag.planning.profile_record import UNREADABLE
 
 UNTRUSTED = (
     "stored KV is not used: the probe stored beside it is damaged, or this machine computes other KV "
     "for it than when the corpus was ingested; ingest again to renew it"
 )
+
+UNTRUSTED_KV = Reason(ReasonCode.UNTRUSTED, UNTRUSTED)
 
 UNCALIBRATED = (
     f"no schedule is calibrated for this model and policy, so {UNCALIBRATED_SCHEDULE} was taken; find one "
@@ -64,12 +68,12 @@ class Stored:
         namespace = resources.kv_validity.namespace
         if resources.kv_validity.is_valid(namespace):
             task = self._with_profile(self._with_schedule(task, namespace), namespace)
-            controller = self.controller(namespace)
+            controller = self.controller(namespace, task.profile)
             if check is not None:
                 task = self._with_missing(task, controller, check)
             return task, controller
         resources.forget_signature()
-        return replace(task, notes=(*task.notes, UNTRUSTED), why_computed=UNTRUSTED), None
+        return replace(task, notes=(*task.notes, UNTRUSTED), why_computed=UNTRUSTED_KV), None
 
     def together(self) -> PrefillTogether | None:
         """How prompts over stored KV are prefilled together; ``None`` for a model that cannot."""
@@ -86,7 +90,7 @@ class Stored:
                 )
         return None
 
-    def controller(self, namespace: str) -> Controller:
+    def controller(self, namespace: str, profile: Profile | None = None) -> Controller:
         """Plans loads of what is stored under ``namespace``."""
         resources = self._resources
         return Controller(
@@ -96,6 +100,7 @@ class Stored:
             resources.prefix_ids,
             self._settings.prefix_min_tokens,
             resources.encoding,
+            profile,
         )
 
     def _with_missing(self, task: Task, controller: Controller, check: Callable[[], None]) -> Task:
@@ -125,14 +130,13 @@ class Stored:
         return replace(
             task,
             schedule=Schedule.parse(UNCALIBRATED_SCHEDULE),
-            follows_load=task.is_auto and not is_asked,
             notes=(*task.notes, UNCALIBRATED) if tells else task.notes,
         )
 
     def _is_news(self, namespace: str, task: Task) -> bool:
         """Whether nobody was told yet that this model and policy are not calibrated."""
         about = (namespace, task.policy)
-        if task.is_auto or about in self._told:  # ratio auto brings a schedule along
+        if about in self._told:
             return False
         self._told.add(about)
         return True

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from blendrag.config import Mode
 from blendrag.engine.options import Options
 from blendrag.errors import ContextOverflowError
-from blendrag.fusor import BlendRequest
 from blendrag.fusor.selection import Schedule, SelectionPolicy, make_policy
 from blendrag.model.adapter import ModelAdapter
 from blendrag.planning.calibration import Calibration, nearest
-from blendrag.planning.controller import LoadPlan
-from blendrag.planning.decide import Decided
+from blendrag.planning.plan import MODE_FULL, Plan, Reason
 from blendrag.planning.profile import Profile
 from blendrag.text.prompt import PromptPlan
 
@@ -33,14 +31,12 @@ class Task:
     source_of: dict[str, str]
     notes: tuple[str, ...]
 
-    why_computed: str = "mode full computes every token"
-    """What a chunk's report says when nothing may be loaded."""
+    why_computed: Reason = MODE_FULL
+    """Why every chunk is computed, if nothing may be loaded."""
     sequences: int = 1
     """Rows ``generate`` runs with: beams or returned sequences."""
     is_auto: bool = False
     """Whether ``ratio`` is only the least, and the loading controller decides."""
-    follows_load: bool = False
-    """Whether it may bring a schedule, too."""
     calibrated: tuple[Calibration, ...] = ()
     """What was found for its policy, where the schedule is left to that: the nearest to its ratio runs."""
     profile: Profile | None = None
@@ -68,25 +64,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A task with its loads open and everything about it decided. Whoever has it closes ``load``."""
+    """A task and its plan, whose readers are open: its holder closes the plan."""
 
     task: Task
-    load: LoadPlan
-    decided: Decided
-
-    def request(self, prompt_tokens: int) -> BlendRequest:
-        """What the fusor is asked, of the prompt's first ``prompt_tokens``."""
-        task = self.task
-        # one that is open means something only where there is something to blend
-        schedule = Schedule("constant") if task.schedule.is_open else task.schedule
-        return BlendRequest(
-            prompt_tokens,
-            self.load.spans,
-            task.new_policy(),
-            schedule,
-            task.ratio,
-            self.load.chunks_end,
-        )
+    plan: Plan
 
 
 def check_fits(plan: PromptPlan, max_new_tokens: int, adapter: ModelAdapter) -> None:

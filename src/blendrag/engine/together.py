@@ -45,7 +45,7 @@ class Ahead:
     def close(self) -> None:
         """Release every reader. Idempotent."""
         if self.prepared is not None:
-            self.prepared.load.close()
+            self.prepared.plan.close()
 
 
 class Entry(NamedTuple):
@@ -122,7 +122,7 @@ class PrefillTogether:
                 continue  # answered alone when its turn comes
             prepared, load = made
             if chosen and not self.rule.admits(loads, load, prepared.task.profile):
-                prepared.load.close()
+                prepared.plan.close()
                 behind = number
                 break
             chosen[number] = prepared
@@ -153,7 +153,7 @@ class PrefillTogether:
         try:
             return Load.of(prepared, self.adapter)
         except Exception:
-            prepared.load.close()
+            prepared.plan.close()
             raise
 
     def _prefilled(
@@ -169,7 +169,7 @@ class PrefillTogether:
         except Exception as exc:
             log.warning("%d prompts are answered one after another: %s", len(chosen), exc)
             for prepared in chosen.values():
-                prepared.load.close()
+                prepared.plan.close()
             return {}
         return {
             number: self._ahead(prepared, outcome, len(chosen))
@@ -179,13 +179,13 @@ class PrefillTogether:
     def _prompt(self, prepared: Prepared, stream: AnswerStream) -> Prompt:
         task = prepared.task
         ids = torch.tensor([task.plan.ids], device=self.adapter.device)
-        return Prompt(ids, prepared.request(ids.shape[1]), task.max_new_tokens, stream.check)
+        return Prompt(ids, prepared.plan.request(ids.shape[1]), task.max_new_tokens, stream.check)
 
     def _ahead(self, prepared: Prepared, outcome: Prefilled | Exception, size: int) -> Ahead:
         """Those that failed are prepared again in their turn, and raise again what must be raised."""
         if isinstance(outcome, Prefilled):
             return Ahead(self.namespace, prepared, outcome, batch_size=size)
-        prepared.load.close()
+        prepared.plan.close()
         corrupt = isinstance(outcome, SpanCorruptError)
         avoid = {outcome.span.reader.key} if isinstance(outcome, SpanCorruptError) else set()
         if not corrupt:

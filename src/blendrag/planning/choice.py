@@ -1,9 +1,8 @@
-"""Ratio, schedule, and what to compute instead of loading: the loading controller's decisions.
+"""The ratio, and what to compute instead of loading: the loading controller's decisions.
 
 CacheBlend §5.1 takes the larger of two ratios: the one whose recompute just hides behind the load, and the
-smallest that keeps quality. So here, with two things on top. A stored chunk may be computed afresh where
-waiting for it would take longer; that is decided first, at the smallest ratio. And where the budget may
-differ between layers, it follows the load: no layer gets more than hides, none more than the one before.
+smallest that keeps quality. So here, with one thing on top. A stored chunk may be computed afresh where
+waiting for it would take longer; that is decided first, at the smallest ratio.
 """
 
 from __future__ import annotations
@@ -11,11 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from blendrag.planning.forecast import Estimator, Forecast, Prompt
 from blendrag.planning.parts import Loaded, Part
-from blendrag.planning.pipeline import hidden_extra
 from blendrag.planning.profile import Profile
 
 #: A prefill may take this much longer than at the smallest ratio, and the recompute still counts as hidden:
@@ -41,8 +38,6 @@ class Wish:
     """Tokens recomputed in layers 1…L-1 at a ratio, of so many candidates in so many chunks."""
     is_budgeted: bool = True
     """Whether the policy spends the budget it is given; otherwise the ratio decides nothing."""
-    follows_load: bool = False
-    """Whether the budget may be spread over the layers as the load leaves room."""
 
     def counts_at(self, ratio: float, estimator: Estimator) -> Sequence[float]:
         """Of what is loaded there."""
@@ -55,8 +50,6 @@ class Choice:
 
     loaded: tuple[int, ...]
     ratio: float
-    shares: tuple[float, ...]
-    """Of layers 1…L-1 where the budget follows the load; empty where the schedule stays as it was."""
     forecast: Forecast
     load_all_s: float
     """Predicted time to first token with everything loaded, at the smallest ratio."""
@@ -73,21 +66,16 @@ def choose(profile: Profile, prompt: Prompt, wish: Wish) -> Choice:
     loaded, load_all_s, waits = _what_to_load(profile, prompt, wish)
     estimator = Estimator(profile, prompt, [prompt.parts[i] for i in loaded])
     at_least = estimator.at(wish.counts_at(wish.min_ratio, estimator))
-    kept = Choice(loaded, wish.min_ratio, (), at_least, load_all_s, _kept(wish, estimator), waits)
+    kept = Choice(loaded, wish.min_ratio, at_least, load_all_s, _kept(wish, estimator), waits)
     if not estimator.candidates or not wish.is_budgeted:
         return kept
     limit = _Limit(at_least)
-    best = _largest_ratio(estimator, wish, limit)
-    if wish.follows_load:
-        best = max(best, _following_load(estimator, wish, limit), key=lambda found: found[0])
-    ratio, shares = best
+    ratio = _largest_ratio(estimator, wish, limit)
     if ratio <= wish.min_ratio:
         return kept
-    counts = [share * estimator.candidates for share in shares] or wish.counts_at(ratio, estimator)
-    more = estimator.at(counts)
+    more = estimator.at(wish.counts_at(ratio, estimator))
     reason = f"ratio {ratio:.2f}: {FREE if limit.is_free(more) else HIDDEN}"
-    reason += ", layer by layer" * bool(shares)
-    return replace(kept, ratio=ratio, shares=shares, forecast=more, reason=reason)
+    return replace(kept, ratio=ratio, forecast=more, reason=reason)
 
 
 def _kept(wish: Wish, estimator: Estimator) -> str:
@@ -198,9 +186,7 @@ class _Limit:
         return more.compute_s - self.least.compute_s
 
 
-def _largest_ratio(
-    estimator: Estimator, wish: Wish, limit: _Limit
-) -> tuple[float, tuple[float, ...]]:
+def _largest_ratio(estimator: Estimator, wish: Wish, limit: _Limit) -> float:
     """The largest ratio, in steps, that costs no time; the smallest one is known to.
 
     The more, the longer: but for a ratio of 1, where layer 0 need not be loaded, and nothing that is loaded
@@ -211,31 +197,8 @@ def _largest_ratio(
         middle = (low + high + 1) // 2
         fits = limit.allows(estimator.at(wish.counts_at(_stepped(wish, middle), estimator)))
         low, high = (middle, high) if fits else (low, middle - 1)
-    return _stepped(wish, low), ()
+    return _stepped(wish, low)
 
 
 def _stepped(wish: Wish, steps: int) -> float:
     return min(1.0, wish.min_ratio + steps * STEP)
-
-
-def _following_load(
-    estimator: Estimator, wish: Wish, limit: _Limit
-) -> tuple[float, tuple[float, ...]]:
-    """The mean share, and the shares, that fill what each layer's load leaves."""
-    counts = wish.counts_at(wish.min_ratio, estimator)
-    first = 1 if estimator.needs_deviation else 0  # layer 0 is then computed whole
-    left_s = limit.bound_s - estimator.before_s
-    extra = hidden_extra(estimator.arrived(counts), estimator.computes(counts), left_s, first)
-    extra = extra[1 - first :]
-    most = estimator.candidates
-    chosen: list[int] = []
-    for layer, (count, added) in enumerate(zip(counts, extra, strict=True), start=1):
-        most = min(most, estimator.most_within(layer, estimator.layer_s(layer, count) + added))
-        chosen.append(max(most, int(count)))
-        most = chosen[-1]
-    if not chosen or any(b > a for a, b in pairwise(chosen)):
-        return wish.min_ratio, ()
-    if not limit.allows(estimator.at(chosen)):
-        return wish.min_ratio, ()
-    shares = tuple(count / estimator.candidates for count in chosen)
-    return sum(shares) / len(shares), shares

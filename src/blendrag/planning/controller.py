@@ -1,185 +1,288 @@
-"""What can be loaded of one prompt, opened: spans, with a reason for every chunk.
+"""The loading controller: what of one prompt is loaded, at which recompute ratio, and why (CacheBlend §5.1).
 
-A chunk can be loaded iff its KV is stored for this model, behind this corpus's prefix; anything in doubt is
-computed. Whether it pays is decided afterwards, from estimates (:mod:`blendrag.planning.decide`).
+A chunk can be loaded if its KV is stored for this model behind this corpus's prefix. With a machine
+profile the times are predicted, and with ratio ``auto`` they decide what is loaded and the ratio.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from blendrag.config import Mode
 from blendrag.fusor.loader import LoadedSpan
+from blendrag.fusor.selection import Schedule, SelectionPolicy
 from blendrag.model.adapter import ModelAdapter
+from blendrag.planning.choice import Choice, Wish, choose
+from blendrag.planning.forecast import Prompt, forecast
+from blendrag.planning.parts import Part
+from blendrag.planning.plan import MODE_FULL, Plan, PlannedChunk, Reason, ReasonCode
+from blendrag.planning.profile import COLD, DISK, Profile
 from blendrag.store.base import KVReader, KVStore
+from blendrag.store.encodings import stored_layer_bytes
 from blendrag.store.identity import NATIVE_ENCODING, chunk_key
+from blendrag.store.kv import KVLayout
 from blendrag.text.prompt import PromptPlan, Segment
 
-#: Longest leading part kept as an exact prefix, in tokens.
+#: Longest part before the first chunk that is stored as an exact prefix, in tokens.
 LEADING_MAX_TOKENS = 4096
 
+NO_KV = Reason(ReasonCode.NO_KV, "no KV stored for this model and prefix; encoded after the answer")
+CORRUPT = Reason(ReasonCode.CORRUPT, "stored KV failed verification and was set aside; computed")
+NOT_LEADING = Reason(
+    ReasonCode.MODE, "mode prefix reuses a chunk only directly after the corpus's prefix"
+)
+PROMPT_END = Reason(
+    ReasonCode.PROMPT_END, "the prompt ends in the chunk, and its last tokens are always computed"
+)
+EXACT_PREFIX = Reason(ReasonCode.EXACT_PREFIX, "exact prefix match")
+
 
 @dataclass(frozen=True)
-class ChunkDecision:
-    """What is done with one chunk of the prompt, and why; ``span`` is ``None`` if it is computed."""
+class PlanOptions:
+    """What a request asks for, and what it leaves to the controller."""
 
-    segment: Segment
-    span: LoadedSpan | None
-    reason: str
+    mode: Mode
+    policy: SelectionPolicy
+    schedule_at: Callable[[float], Schedule]
+    """The schedule at a ratio: each ratio may have its own calibrated one."""
+    ratio: float
+    """With ``is_auto``, the smallest allowed."""
+    is_auto: bool = False
+    """Whether the controller chooses the ratio and what is loaded."""
+
+    def counts(self, ratio: float, layers: int, candidates: int, chunks: int) -> Sequence[float]:
+        """Tokens recomputed in layers 1…L-1 at ``ratio``."""
+        schedule = self.schedule_at(ratio)
+        return self.policy.layer_counts(schedule, ratio, candidates, layers, chunks)
 
 
 @dataclass(frozen=True)
-class LoadPlan:
-    """Spans to load, decisions per chunk, and what could be encoded after the answer."""
-
-    spans: tuple[LoadedSpan, ...]
-    decisions: tuple[ChunkDecision, ...]
-    missing: tuple[tuple[int, ...], ...]
-    """Ids of whole chunks without stored KV."""
-    leading: tuple[int, ...]
-    """Leading ids that are worth an exact-prefix entry and have none."""
-
-    encoding: str = NATIVE_ENCODING
-    """How what is to be loaded is stored."""
-
-    @property
-    def chunks_end(self) -> int:
-        """Behind the last chunk, loaded or not: where the prompt's own question begins."""
-        return max((decision.segment.end for decision in self.decisions), default=0)
-
-    @property
-    def reused_tokens(self) -> int:
-        return sum(span.tokens for span in self.spans)
-
-    def close(self) -> None:
-        """Release every reader. Idempotent."""
-        for span in self.spans:
-            span.reader.close()
-
-
 class Controller:
-    """Plans loads for one model and one corpus prefix."""
+    """Plans prompts for one model over what is stored under one namespace, behind one corpus prefix."""
 
-    def __init__(
-        self,
-        adapter: ModelAdapter,
-        store: KVStore,
-        namespace: str,
-        prefix_ids: Sequence[int],
-        prefix_min_tokens: int,
-        encoding: str = NATIVE_ENCODING,
-    ) -> None:
-        """``encoding``: how what is stored under ``namespace`` is kept."""
-        self._adapter = adapter
-        self._store = store
-        self._namespace = namespace
-        self.prefix_ids = tuple(prefix_ids)
-        self._prefix_min_tokens = prefix_min_tokens
-        self._encoding = encoding
+    adapter: ModelAdapter
+    store: KVStore
+    namespace: str
+    prefix_ids: tuple[int, ...]
+    prefix_min_tokens: int
+    """Shortest part before the first chunk that is looked up as an exact prefix."""
+    encoding: str = NATIVE_ENCODING
+    """How KV is stored under ``namespace``."""
+    profile: Profile | None = None
+    """What this machine needs for loading and computing, if that was measured."""
 
     def plan(
         self,
-        plan: PromptPlan,
-        mode: Mode,
+        prompt: PromptPlan,
+        options: PlanOptions,
         avoid: frozenset[str] = frozenset(),
         reserve: int = 1,
-    ) -> LoadPlan:
-        """Open what ``mode`` may load; keys in ``avoid`` failed already and are computed.
+    ) -> Plan:
+        """Open what ``options.mode`` may load, predict its time, and choose what is worth loading.
 
-        The prompt's last ``reserve`` tokens are always computed: their logits are wanted.
+        ``avoid``: keys that failed verification already; they are computed. The prompt's last ``reserve``
+        tokens are always computed, as their logits are needed. The caller closes the plan.
         """
-        if mode == "full":
-            return nothing_loaded(plan, "mode full computes every token")
-        namespace = self._namespace
-        spans: list[LoadedSpan] = []
-        decisions: list[ChunkDecision] = []
-        missing: list[tuple[int, ...]] = []
-        last = len(plan.ids) - reserve
-        leading_span, leading = self._leading(plan, namespace, avoid, last)
-        if leading_span is not None:
-            spans.append(leading_span)
-        for segment in plan.chunks:
-            decision = self._decide(segment, plan, mode, namespace, avoid, last)
-            decisions.append(decision)
-            if decision.span is not None:
-                spans.append(decision.span)
-            elif decision.reason is NO_KV:
-                missing.append(segment.stored_ids)
-        return LoadPlan(tuple(spans), tuple(decisions), tuple(missing), leading, self._encoding)
+        if options.mode == "full":
+            return Plan.computed(prompt, MODE_FULL)
+        plan = self._opened(prompt, options, avoid, len(prompt.ids) - reserve)
+        if self.profile is None or not plan.chunks:
+            return plan
+        try:
+            estimated = self._estimated(plan, options)
+            untimed = _untimed(self.profile, estimated)
+            if untimed is not None:
+                return _unpredicted(plan, untimed, options.is_auto)
+            if options.is_auto and options.mode == "blend":
+                return self._chosen(plan, estimated, options)
+            return self._predicted(plan, estimated, options)
+        except BaseException:
+            plan.close()
+            raise
 
-    def missing(self, plan: PromptPlan) -> list[tuple[int, ...]]:
-        """Ids of the whole chunks in ``plan`` that no tier has, each once; nothing is opened."""
-        wanted = dict.fromkeys(segment.stored_ids for segment in plan.chunks if segment.complete)
-        return [ids for ids in wanted if not self._has(ids)]
+    def missing(self, prompt: PromptPlan) -> list[tuple[int, ...]]:
+        """Ids of the whole chunks in ``prompt`` that no tier has, each once. Opens nothing."""
+        whole = dict.fromkeys(segment.stored_ids for segment in prompt.chunks if segment.complete)
+        return [ids for ids in whole if not self.store.contains(self.namespace, self._key(ids))]
 
-    def _has(self, ids: tuple[int, ...]) -> bool:
-        key = chunk_key(self._namespace, self.prefix_ids, ids)
-        return self._store.contains(self._namespace, key)
+    def _key(self, ids: Sequence[int]) -> str:
+        return chunk_key(self.namespace, self.prefix_ids, ids)
+
+    # -- open what is stored --------------------------------------------------------------------------
+
+    def _opened(
+        self, prompt: PromptPlan, options: PlanOptions, avoid: frozenset[str], last: int
+    ) -> Plan:
+        """Everything that may be loaded of the prompt's first ``last`` tokens."""
+        leading_span, leading = self._leading(prompt, avoid, last)
+        chunks = [
+            self._chunk(segment, prompt, options.mode, avoid, last) for segment in prompt.chunks
+        ]
+        return Plan(
+            prompt,
+            tuple(chunks),
+            options.policy,
+            options.schedule_at(options.ratio),
+            options.ratio,
+            leading_span,
+            leading,
+        )
 
     def _leading(
-        self, plan: PromptPlan, namespace: str, avoid: frozenset[str], last: int
+        self, prompt: PromptPlan, avoid: frozenset[str], last: int
     ) -> tuple[LoadedSpan | None, tuple[int, ...]]:
-        """The part before the first chunk as an exact prefix: (its span, ids to encode later)."""
-        ids = plan.leading_ids
+        """The part before the first chunk as an exact prefix: its span, or the ids worth storing."""
+        ids = prompt.leading_ids
         end = min(len(ids), last)
-        fits = self._prefix_min_tokens <= len(ids) <= LEADING_MAX_TOKENS
-        if not (plan.chunks and fits and end > 0):
+        fits = self.prefix_min_tokens <= len(ids) <= LEADING_MAX_TOKENS
+        if not (prompt.chunks and fits and end > 0):
             return None, ()
-        reader = self._open(namespace, chunk_key(namespace, (), ids), len(ids), avoid)
+        reader = self._open(chunk_key(self.namespace, (), ids), len(ids), avoid)
         if reader is None:
             return None, ids
         return LoadedSpan(0, end, reader, 0, exact=True), ()
 
-    def _decide(
-        self,
-        segment: Segment,
-        plan: PromptPlan,
-        mode: Mode,
-        namespace: str,
-        avoid: frozenset[str],
-        last: int,
-    ) -> ChunkDecision:
-        at = segment.position
-        exact = at == len(self.prefix_ids) and plan.ids[:at] == self.prefix_ids
+    def _chunk(
+        self, segment: Segment, prompt: PromptPlan, mode: Mode, avoid: frozenset[str], last: int
+    ) -> PlannedChunk:
+        at, end = segment.position, min(segment.end, last)
+        exact = prompt.ids[:at] == self.prefix_ids
         if mode == "prefix" and not exact:
-            return ChunkDecision(
-                segment, None, "mode prefix reuses a chunk only behind the corpus's own prefix"
-            )
-        end = min(segment.end, last)
+            return PlannedChunk(segment, NOT_LEADING)
         if end <= at:
-            return ChunkDecision(
-                segment, None, "all of the chunk is among the prompt's last tokens"
-            )
-        key = chunk_key(namespace, self.prefix_ids, segment.stored_ids)
-        reader = self._open(namespace, key, len(segment.stored_ids), avoid)
+            return PlannedChunk(segment, PROMPT_END)
+        key = self._key(segment.stored_ids)
+        reader = self._open(key, len(segment.stored_ids), avoid)
         if reader is None:
-            return ChunkDecision(segment, None, CORRUPT if key in avoid else NO_KV)
+            return PlannedChunk(segment, CORRUPT if key in avoid else NO_KV)
         span = LoadedSpan(at, end, reader, len(self.prefix_ids), exact)
-        return ChunkDecision(segment, span, _reason(segment, span))
+        return PlannedChunk(segment, _why_loaded(segment, span), span)
 
-    def _open(
-        self, namespace: str, key: str, tokens: int, avoid: frozenset[str]
-    ) -> KVReader | None:
+    def _open(self, key: str, tokens: int, avoid: frozenset[str]) -> KVReader | None:
         if key in avoid:
             return None
-        layout = self._adapter.layout.encoded(self._encoding)
-        return self._store.open(namespace, key, layout, tokens)
+        layout = self.adapter.layout.encoded(self.encoding)
+        return self.store.open(self.namespace, key, layout, tokens)
+
+    # -- predict and choose ---------------------------------------------------------------------------
+
+    def _estimated(self, plan: Plan, options: PlanOptions) -> Prompt:
+        """What the estimates need of the plan; its parts are the plan's spans, in order."""
+        stored = self.adapter.layout.encoded(self.encoding)
+        parts = tuple(_part(span, stored) for span in plan.spans)
+        scouted = options.policy.attention_layers(len(stored.layers)).stop
+        return Prompt(len(plan.prompt.ids), parts, options.policy.needs_deviation, scouted)
+
+    def _predicted(self, plan: Plan, prompt: Prompt, options: PlanOptions) -> Plan:
+        """At the ratio asked for, with everything loaded."""
+        assert self.profile is not None
+        blended = [part.tokens for part in prompt.parts if not part.exact]
+        counts = options.counts(options.ratio, self.profile.layers, sum(blended), len(blended))
+        return replace(plan, forecast=forecast(self.profile, prompt, prompt.parts, counts))
+
+    def _chosen(self, plan: Plan, prompt: Prompt, options: PlanOptions) -> Plan:
+        """With the loads and the ratio that are fastest; readers of what is not loaded are closed."""
+        profile = self.profile
+        assert profile is not None
+        wish = Wish(
+            options.ratio,
+            lambda ratio, candidates, chunks: options.counts(
+                ratio, profile.layers, candidates, chunks
+            ),
+            options.policy.budgeted,
+        )
+        choice = choose(profile, prompt, wish)
+        decision, notes = _explained(prompt, choice)
+        return replace(
+            _without_slow_loads(plan, prompt, choice),
+            ratio=choice.ratio,
+            schedule=options.schedule_at(choice.ratio),
+            forecast=choice.forecast,
+            decision=decision,
+            notes=notes,
+        )
 
 
-def nothing_loaded(plan: PromptPlan, reason: str) -> LoadPlan:
-    """Every chunk of ``plan`` is computed, for ``reason``."""
-    return LoadPlan((), tuple(ChunkDecision(c, None, reason) for c in plan.chunks), (), ())
-
-
-NO_KV = "no KV stored for this model and prefix; encoded after the answer"
-CORRUPT = "stored KV failed verification and was set aside; computed"
-
-
-def _reason(segment: Segment, span: LoadedSpan) -> str:
+def _why_loaded(segment: Segment, span: LoadedSpan) -> Reason:
     if span.exact:
-        return "stands behind the very prefix it was encoded with"
+        return EXACT_PREFIX
     moved = f"moved by {span.offset} positions"
-    if not segment.complete:
-        return f"tail cut off: {len(segment.ids)} of {len(segment.stored_ids)} tokens, {moved}"
-    return moved
+    if segment.complete:
+        return Reason(ReasonCode.MOVED, moved)
+    shown = f"{len(segment.ids)} of {len(segment.stored_ids)} tokens"
+    return Reason(ReasonCode.CUT_OFF, f"tail cut off: {shown}, {moved}")
+
+
+def _part(span: LoadedSpan, stored: KVLayout) -> Part:
+    sizes = tuple(
+        stored_layer_bytes(stored, i, span.reader.tokens) for i in range(len(stored.layers))
+    )
+    return Part(span.start, span.end, _tier(span), sizes, span.exact)
+
+
+def _tier(span: LoadedSpan) -> str:
+    """Where its bytes are now. A file that is not in the page cache counts as another tier."""
+    is_cached = getattr(span.reader, "is_cached", None)
+    if span.reader.tier == DISK and is_cached is not None and not is_cached():
+        return COLD
+    return span.reader.tier
+
+
+def _untimed(profile: Profile, prompt: Prompt) -> str | None:
+    """A tier that the profile has no times for, if a part is stored there."""
+    return next((part.tier for part in prompt.parts if profile.tier(part.tier) is None), None)
+
+
+def _unpredicted(plan: Plan, tier: str, is_auto: bool) -> Plan:
+    note = (
+        f"the machine profile has no times for reading from {tier}, so ratio auto is the smallest one; "
+        "measure with blendrag profile"
+    )
+    return replace(plan, notes=(note,) if is_auto else ())
+
+
+def _without_slow_loads(plan: Plan, prompt: Prompt, choice: Choice) -> Plan:
+    computed = {
+        span.start: part
+        for i, (span, part) in enumerate(zip(plan.spans, prompt.parts, strict=True))
+        if i not in choice.loaded
+    }
+    for span in plan.spans:
+        if span.start in computed:
+            span.reader.close()
+    chunks = tuple(
+        PlannedChunk(chunk.segment, _why_computed(computed[chunk.span.start], choice.waits))
+        if chunk.span is not None and chunk.span.start in computed
+        else chunk
+        for chunk in plan.chunks
+    )
+    leading = plan.leading_span
+    keeps_leading = leading is not None and leading.start not in computed
+    return replace(plan, chunks=chunks, leading_span=leading if keeps_leading else None)
+
+
+def _why_computed(part: Part, waits: bool) -> Reason:
+    faster = "computing it is faster here than"
+    if not waits:
+        return Reason(ReasonCode.FASTER, f"{faster} blending it, however fast it is read")
+    megabytes = sum(part.layer_bytes) / 1e6
+    return Reason(
+        ReasonCode.FASTER, f"{faster} waiting for its {megabytes:.3g} MB from {part.tier}"
+    )
+
+
+def _explained(prompt: Prompt, choice: Choice) -> tuple[str, tuple[str, ...]]:
+    """The decision in words, and notes for the user."""
+    given_up = len(prompt.parts) - len(choice.loaded)
+    if not given_up:
+        return choice.reason, ()
+    gain = (
+        f"{1e3 * choice.forecast.ttft_s:,.0f} ms predicted, against "
+        f"{1e3 * choice.load_all_s:,.0f} ms with everything loaded"
+    )
+    computed = f"{given_up} of {len(prompt.parts)} stored parts computed afresh ({gain})"
+    if choice.loaded:
+        return f"{computed}; {choice.reason}", ()
+    what = "the store is slower" if choice.waits else "blending takes longer"
+    return computed, (f"{what} than computing here, so nothing was read: {gain}",)

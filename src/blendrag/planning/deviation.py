@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from blendrag.fusor import BlendRequest, Fusor
+from blendrag.fusor import Fusor
 from blendrag.fusor.selection import Schedule, SelectionPolicy
 from blendrag.model.adapter import ModelAdapter
-from blendrag.planning.controller import Controller
+from blendrag.planning.controller import Controller, PlanOptions
 from blendrag.text.prompt import PromptPlan
 
 #: Answer tokens compared.
@@ -28,7 +28,7 @@ ANSWER_TOKENS = 8
 class Reference:
     """What full prefill says to a prompt; all on the CPU."""
 
-    plan: PromptPlan
+    prompt: PromptPlan
     answer: torch.Tensor
     """Its greedy continuation ``[T]``."""
     log_probs: torch.Tensor
@@ -36,11 +36,11 @@ class Reference:
 
 
 @torch.inference_mode()
-def reference(adapter: ModelAdapter, plan: PromptPlan) -> Reference:
-    """Full prefill and greedy decoding of ``plan``. Caller holds the lock."""
+def reference(adapter: ModelAdapter, prompt: PromptPlan) -> Reference:
+    """Full prefill and greedy decoding of ``prompt``. Caller holds the lock."""
     ends = _end_ids(adapter)
     cache = DynamicCache()
-    ids = torch.tensor([plan.ids], device=adapter.device)
+    ids = torch.tensor([prompt.ids], device=adapter.device)
     answer: list[int] = []
     rows = []
     while True:
@@ -50,7 +50,7 @@ def reference(adapter: ModelAdapter, plan: PromptPlan) -> Reference:
         if len(answer) == ANSWER_TOKENS or answer[-1] in ends:
             break
         ids = torch.tensor([answer[-1:]], device=adapter.device)
-    return Reference(plan, torch.tensor(answer), torch.cat(rows).log_softmax(-1))
+    return Reference(prompt, torch.tensor(answer), torch.cat(rows).log_softmax(-1))
 
 
 @torch.inference_mode()
@@ -67,16 +67,16 @@ def deviation(
     ``None`` where the prompt holds no chunk to blend. Caller holds the lock. Raises
     :class:`SpanCorruptError`.
     """
-    plan, adapter = expected.plan, fusor.adapter
-    load = controller.plan(plan, "blend")
+    prompt, adapter = expected.prompt, fusor.adapter
+    plan = controller.plan(prompt, PlanOptions("blend", policy, lambda _: schedule, ratio))
     try:
-        request = BlendRequest(len(plan.ids), load.spans, policy, schedule, ratio, load.chunks_end)
+        request = plan.request(len(prompt.ids))
         if not request.candidates:
             return None
-        ids = torch.tensor([plan.ids], device=adapter.device)
+        ids = torch.tensor([prompt.ids], device=adapter.device)
         logits, cache, _ = fusor.prefill(ids, request, new_tokens=len(expected.answer))
     finally:
-        load.close()
+        plan.close()
     rows = logits[0].float().cpu()  # [1, V]
     if len(expected.answer) > 1:
         said = expected.answer[None, :-1].to(adapter.device)

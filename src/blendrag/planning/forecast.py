@@ -120,19 +120,6 @@ class Estimator:
                 seconds[layer] += busy * (layer >= self._scouted)
         return seconds
 
-    def layer_s(self, layer: int, chosen: float) -> float:
-        """T_recompute of one layer: of the fresh tokens and ``chosen`` candidates."""
-        return self._layer(layer, chosen, False)
-
-    def most_within(self, layer: int, seconds: float) -> int:
-        """The largest number of chosen candidates that ``layer`` computes within ``seconds``."""
-        low, high = 0, self.candidates
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = self.layer_s(layer, middle) <= seconds
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return low
-
     # -- computing --------------------------------------------------------------------------------
 
     def _layer(self, layer: int, chosen: float, skips_load: bool) -> float:

@@ -12,6 +12,7 @@ from blendrag.lab.bench.auto import AutoBench, with_tier
 from blendrag.lab.bench.auto_results import Run, tier_result
 from blendrag.lab.bench.tiers import parse_tier
 from blendrag.lab.bench.ttft import TtftBench
+from blendrag.planning.controller import Controller
 from blendrag.planning.curve import Curve
 from blendrag.planning.profile import Profile, Tier
 from blendrag.planning.profile_record import conditions_of
@@ -99,33 +100,16 @@ def test_what_opening_and_deciding_took_is_in_the_prediction_as_in_an_engines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     quick = measured("auto", *SMALL, "--tiers", "disk", "--ratios", "0.15")["tiers"][0]["rows"][0]
-    decide = auto.decide
+    plan = Controller.plan
 
     def slowly(*args: Any) -> Any:
         time.sleep(0.2)
-        return decide(*args)
+        return plan(*args)
 
-    monkeypatch.setattr(auto, "decide", slowly)
+    monkeypatch.setattr(Controller, "plan", slowly)
     slow = measured("auto", *SMALL, "--tiers", "disk", "--ratios", "0.15")["tiers"][0]["rows"][0]
     assert slow["predicted_ms"] >= 200
     assert slow["ms"] >= slow["predicted_ms"] > quick["predicted_ms"]
-
-
-@pytest.mark.parametrize("given", [(), ("--schedule", "constant"), ("--schedule", "linear")])
-def test_a_schedule_that_is_given_stays_also_at_the_automatic_ratio(
-    monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...]
-) -> None:
-    decide, asked = auto.decide, []
-
-    def noting(*args: Any) -> Any:
-        asked.append(args[3])
-        return decide(*args)
-
-    monkeypatch.setattr(auto, "decide", noting)
-    measured("auto", *SMALL, *given, "--tiers", "disk", "--ratios", "0.15")
-    assert {each.follows_load for each in asked if each.is_auto} == {not given}
-    expected = given[1] if given else "constant"
-    assert {str(each.schedule_at(each.ratio)) for each in asked} == {expected}
 
 
 def test_every_round_begins_with_another_ratio(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from blendrag.errors import InvalidInputError
-from blendrag.fusor import BlendRequest
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.lab.bench.auto_results import AutoResult, Run, share_close, tier_result
 from blendrag.lab.bench.scratch import scratch
@@ -25,9 +24,9 @@ from blendrag.lab.bench.tiers import BenchTier, TierStore, tier_store
 from blendrag.lab.bench.ttft import TtftBench
 from blendrag.lab.bench.workload import PREFIX_IDS, Workload
 from blendrag.model import ModelAdapter
-from blendrag.planning.controller import LoadPlan
-from blendrag.planning.decide import Asked, Decided, decide
+from blendrag.planning.controller import PlanOptions
 from blendrag.planning.measure import Measure
+from blendrag.planning.plan import Plan
 from blendrag.planning.profile import DISK, Profile, Tier
 from blendrag.planning.profile_record import conditions_of
 
@@ -43,53 +42,41 @@ class AutoBench:
         profile: Profile,
         tier: BenchTier,
         min_ratio: float,
-        keeps_schedule: bool,
     ) -> None:
         self._bench, self._min_ratio = bench, min_ratio
-        self._keeps_schedule = keeps_schedule
-        self._profile = with_tier(profile, tier)
+        self._controller = replace(bench.controller, profile=with_tier(profile, tier))
 
     def run(self, ratio: float | None) -> Run:
         """At a fixed ratio, or at the automatic one (``None``)."""
         bench = self._bench
-        policy = make_policy(bench.workload.policy)
         schedule = Schedule.parse(bench.workload.schedule)
-        asked = Asked(
+        options = PlanOptions(
             "blend",
-            policy,
+            make_policy(bench.workload.policy),
             lambda _: schedule,
             self._min_ratio if ratio is None else ratio,
             is_auto=ratio is None,
-            follows_load=ratio is None and not self._keeps_schedule,
         )
         began = self._now()
-        with bench.opened() as opened:
-            load, decided = decide(
-                opened, bench.prompt_tokens, bench.adapter.layout, asked, self._profile
-            )
-            decided_s = self._now() - began
-            self._first_token(load, decided, asked)
+        plan = self._controller.plan(bench.prompt, options)
+        planned_s = self._now() - began
+        with closing(plan):
+            if plan.missing:
+                raise InvalidInputError("a bench chunk is not in the store any more; run again")
+            self._first_token(plan)
         seconds = self._now() - began
-        if decided.forecast is None:
-            raise InvalidInputError(f"nothing was predicted: {' '.join(decided.notes)}")
-        predicted_s = (
-            decided_s + decided.forecast.ttft_s
-        )  # from opening the chunks on, as an engine predicts
-        return Run(seconds, predicted_s, decided.ratio, len(load.spans))
+        if plan.forecast is None:
+            raise InvalidInputError(f"nothing was predicted: {' '.join(plan.notes)}")
+        # from opening the chunks on, as an engine predicts
+        predicted_s = planned_s + plan.forecast.ttft_s
+        return Run(seconds, predicted_s, plan.ratio, len(plan.spans))
 
-    def _first_token(self, load: LoadPlan, decided: Decided, asked: Asked) -> None:
+    def _first_token(self, plan: Plan) -> None:
         bench = self._bench
-        if not load.spans:
+        if not plan.spans:
             self._generate()
             return
-        request = BlendRequest(
-            bench.prompt_tokens,
-            load.spans,
-            asked.policy,
-            decided.schedule,
-            decided.ratio,
-            load.chunks_end,
-        )
+        request = plan.request(bench.prompt_tokens)
         cache = bench.fusor.new_cache(bench.prompt_tokens, 1)
         with bench.adapter.lock, bench.fusor.fuse(cache, request, last_row_only=True):
             self._generate(past_key_values=cache)
@@ -130,11 +117,9 @@ def run_auto(
     tiers: Sequence[BenchTier],
     ratios: Sequence[float],
     min_ratio: float,
-    keeps_schedule: bool,
     tick: Tick = lambda text: None,
 ) -> AutoResult:
-    """Measure a profile, then every tier. ``keeps_schedule``: also at the automatic ratio, as where an
-    engine is asked for one. Raises :class:`InvalidInputError` without a ratio to compare."""
+    """Measure a profile, then every tier. Raises :class:`InvalidInputError` without a ratio to compare."""
     swept = sorted({ratio for ratio in ratios if ratio >= min_ratio})
     if not swept or not tiers:
         raise InvalidInputError(
@@ -152,7 +137,7 @@ def run_auto(
             bench = TtftBench(adapter, workload, there.store)
             profile = profile or measure_profile(bench, tick)
             tokens = bench.prompt_tokens
-            benches.append((AutoBench(bench, profile, tier, min_ratio, keeps_schedule), there))
+            benches.append((AutoBench(bench, profile, tier, min_ratio), there))
         runs = _rounds(benches, asked, workload.rounds, tick)
     assert profile is not None  # there is a tier
     found = tuple(

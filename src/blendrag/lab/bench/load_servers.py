@@ -21,7 +21,7 @@ from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.lab.bench.tiers import TierStore
 from blendrag.lab.bench.workload import NEW_TOKENS, PREFIX_IDS, Workload
 from blendrag.model import ModelAdapter
-from blendrag.planning.controller import Controller
+from blendrag.planning.controller import Controller, PlanOptions
 from blendrag.store import MemoryStore
 from blendrag.store.identity import chunk_key
 from blendrag.store.kv import ChunkKV
@@ -136,14 +136,13 @@ class BlendServer:
         began = _now(adapter)
         missing = self._controller.missing(plan)
         self.ingest(missing)
-        load = self._controller.plan(plan, "blend")
+        schedule = Schedule.parse(workload.schedule)
+        options = PlanOptions(
+            "blend", make_policy(workload.policy), lambda _: schedule, workload.ratio
+        )
+        load = self._controller.plan(plan, options)
         try:
-            schedule = Schedule.parse(workload.schedule)
-            policy = make_policy(workload.policy)
-            request = BlendRequest(
-                len(plan.ids), load.spans, policy, schedule, workload.ratio, load.chunks_end
-            )
-            logits, _, _ = self._fusor.prefill(ids, request, NEW_TOKENS)
+            logits, _, _ = self._fusor.prefill(ids, load.request(len(plan.ids)), NEW_TOKENS)
             token = int(logits[0, -1].argmax())
             first_s = _now(adapter) - began
         finally:

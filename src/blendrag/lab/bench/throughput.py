@@ -18,14 +18,14 @@ import torch
 
 from blendrag.config import Mode
 from blendrag.errors import InvalidInputError
-from blendrag.fusor import BlendRequest, Fusor, Prefilled, Prompt
+from blendrag.fusor import Fusor, Prefilled, Prompt
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.lab.bench.rounds import Timing, interleaved
 from blendrag.lab.bench.throughput_results import ThroughputResult, ThroughputRow
 from blendrag.lab.bench.tiers import ON_DISK, BenchTier, tier_store
 from blendrag.lab.bench.workload import NEW_TOKENS, PREFIX_IDS, Workload, random_plan, whole_numbers
 from blendrag.model import ModelAdapter
-from blendrag.planning.controller import Controller
+from blendrag.planning.controller import Controller, PlanOptions
 from blendrag.store import KVStore
 from blendrag.store.identity import chunk_key
 from blendrag.text.prompt import PromptPlan, Segment
@@ -93,12 +93,13 @@ class ThroughputBench:
     def _prompt(
         self, plan: PromptPlan, mode: Mode, policy: str, ratio: float, opened: ExitStack
     ) -> Prompt:
-        load = self._controller.plan(plan, mode)
+        schedule = Schedule.parse(self.workload.schedule)
+        options = PlanOptions(mode, make_policy(policy), lambda _: schedule, ratio)
+        load = self._controller.plan(plan, options)
         opened.callback(load.close)
         if len(load.spans) != self.workload.chunks:
             raise InvalidInputError("a bench chunk is not in the store any more; run again")
-        schedule = Schedule.parse(self.workload.schedule)
-        request = BlendRequest(len(plan.ids), load.spans, make_policy(policy), schedule, ratio)
+        request = load.request(len(plan.ids))
         return Prompt(torch.tensor([plan.ids], device=self.adapter.device), request, NEW_TOKENS)
 
     def _first_tokens(self, prompts: Sequence[Prompt]) -> list[int]:

@@ -31,7 +31,8 @@ from blendrag.lab.bench.tiers import ON_DISK, BenchTier, TierStore, tier_store
 from blendrag.lab.bench.ttft_results import TtftResult
 from blendrag.lab.bench.workload import NEW_TOKENS, PREFIX_IDS, Workload, random_plan
 from blendrag.model import ModelAdapter
-from blendrag.planning.controller import Controller, LoadPlan
+from blendrag.planning.controller import Controller, PlanOptions
+from blendrag.planning.plan import Plan
 from blendrag.store import KVReader, KVStore, MemoryStore
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.identity import chunk_key
@@ -51,19 +52,21 @@ class TtftBench:
         self._store = store
         self.fusor = Fusor(adapter)
         self._namespace = adapter.identity.encoded(workload.encoding).namespace
-        self._controller = Controller(
+        self.controller = Controller(
             adapter, store, self._namespace, PREFIX_IDS, 1, workload.encoding
         )
-        self._plan = random_plan(adapter, workload)
-        self.ids = torch.tensor([self._plan.ids], device=adapter.device)
+        self.prompt = random_plan(adapter, workload)
+        self.ids = torch.tensor([self.prompt.ids], device=adapter.device)
         self._put_chunks()
-        kv = adapter.encode((), self._plan.ids[: workload.chunk_tokens])  # exact: nothing before it
+        kv = adapter.encode(
+            (), self.prompt.ids[: workload.chunk_tokens]
+        )  # exact: nothing before it
         self._first = _on_device(kv, adapter.device)
         self._first_reader = _in_memory(kv)
 
     @property
     def prompt_tokens(self) -> int:
-        return len(self._plan.ids)
+        return len(self.prompt.ids)
 
     @property
     def kv_bytes(self) -> int:
@@ -108,9 +111,14 @@ class TtftBench:
             return int(logits[0, -1].argmax()), fusion.counts()
 
     @contextmanager
-    def opened(self, mode: Mode = "blend") -> Iterator[LoadPlan]:
+    def opened(self, mode: Mode = "blend") -> Iterator[Plan]:
         """Every chunk of the prompt, opened in the store."""
-        load = self._controller.plan(self._plan, mode)
+        workload = self.workload
+        schedule = Schedule.parse(workload.schedule)
+        options = PlanOptions(
+            mode, make_policy(workload.policy), lambda _: schedule, workload.ratio
+        )
+        load = self.controller.plan(self.prompt, options)
         try:
             if len(load.spans) != self.workload.chunks:
                 raise InvalidInputError("a bench chunk is not in the store any more; run again")
@@ -118,9 +126,7 @@ class TtftBench:
         finally:
             load.close()
 
-    def request(
-        self, load: LoadPlan, policy: str, ratio: float, schedule: str = ""
-    ) -> BlendRequest:
+    def request(self, load: Plan, policy: str, ratio: float, schedule: str = "") -> BlendRequest:
         return BlendRequest(
             self.prompt_tokens,
             load.spans,
@@ -146,7 +152,7 @@ class TtftBench:
         return len(counts.rows) * self.prompt_tokens / sum(counts.rows)
 
     def _put_chunks(self) -> None:
-        for segment in self._plan.chunks:
+        for segment in self.prompt.chunks:
             kv = self.adapter.encode(PREFIX_IDS, segment.stored_ids)
             kept = replace(kv, layout=kv.layout.encoded(self.workload.encoding))
             key = chunk_key(self._namespace, PREFIX_IDS, segment.stored_ids)

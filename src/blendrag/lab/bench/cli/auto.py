@@ -41,10 +41,9 @@ def auto(
     wanted = [parse_tier(text.strip()) for text in tiers.split(",")]
     fixed = [parse_ratio(text.strip()) for text in ratios.split(",")]
     adapter = timed.adapter()
-    keeps = output.is_given(context, "schedule")
     with options.status("loading") as status:
         result = run_auto(
-            adapter, work.at(min_ratio, rounds), wanted, fixed, min_ratio, keeps, status.update
+            adapter, work.at(min_ratio, rounds), wanted, fixed, min_ratio, status.update
         )
     if as_json:
         output.print_json(asdict(result), context, adapter)

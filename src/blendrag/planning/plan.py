@@ -1,0 +1,159 @@
+"""What will be done with one prompt: what is loaded, what is computed and why, at which ratio."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from blendrag.fusor import BlendRequest
+from blendrag.fusor.loader import LoadedSpan
+from blendrag.fusor.selection import Schedule, SelectionPolicy, make_policy
+from blendrag.metrics import ChunkOutcome, ChunkReport
+from blendrag.planning.forecast import Forecast
+from blendrag.text.prompt import PromptPlan, Segment
+
+
+class Action(Enum):
+    """What is done with one chunk."""
+
+    EXACT = auto()
+    """Loaded and used as it is: its KV is exactly what a full prefill would compute."""
+    BLEND = auto()
+    """Loaded, moved to its position, and some of its tokens recomputed."""
+    COMPUTE = auto()
+    """Its stored KV, if there is any, is not used."""
+
+
+class ReasonCode(Enum):
+    """Why a chunk is loaded or computed."""
+
+    EXACT_PREFIX = auto()
+    MOVED = auto()
+    CUT_OFF = auto()
+    NO_KV = auto()
+    CORRUPT = auto()
+    UNTRUSTED = auto()
+    MODE = auto()
+    PROMPT_END = auto()
+    FASTER = auto()
+
+
+@dataclass(frozen=True)
+class Reason:
+    """``code`` is for programs, ``text`` for people."""
+
+    code: ReasonCode
+    text: str
+
+
+MODE_FULL = Reason(ReasonCode.MODE, "mode full computes every token")
+
+
+@dataclass(frozen=True)
+class PlannedChunk:
+    """One chunk of the prompt; ``span`` is ``None`` if it is computed."""
+
+    segment: Segment
+    reason: Reason
+    span: LoadedSpan | None = None
+
+    @property
+    def action(self) -> Action:
+        if self.span is None:
+            return Action.COMPUTE
+        return Action.EXACT if self.span.exact else Action.BLEND
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Holds open readers: close it when the prompt is prefilled."""
+
+    prompt: PromptPlan
+    chunks: tuple[PlannedChunk, ...]
+    policy: SelectionPolicy
+    schedule: Schedule
+    ratio: float
+    leading_span: LoadedSpan | None = None
+    """The tokens before the first chunk, if their KV is stored."""
+    leading: tuple[int, ...] = ()
+    """Ids of the tokens before the first chunk, if they are worth storing and are not stored."""
+    forecast: Forecast | None = None
+    """From now to the first token; ``None`` without a machine profile."""
+    decision: str = ""
+    """Why this ratio and these loads, if the ratio was left to the controller."""
+    notes: tuple[str, ...] = ()
+    """Sentences for the user."""
+
+    @classmethod
+    def computed(cls, prompt: PromptPlan, reason: Reason) -> Plan:
+        """Load nothing."""
+        chunks = tuple(PlannedChunk(segment, reason) for segment in prompt.chunks)
+        return cls(prompt, chunks, make_policy("full"), Schedule("constant"), 1.0)
+
+    @property
+    def spans(self) -> tuple[LoadedSpan, ...]:
+        """Everything that is loaded, in the order of the prompt."""
+        spans = (self.leading_span, *(chunk.span for chunk in self.chunks))
+        return tuple(span for span in spans if span is not None)
+
+    @property
+    def missing(self) -> tuple[tuple[int, ...], ...]:
+        """Ids of whole chunks that have no stored KV."""
+        return tuple(
+            chunk.segment.stored_ids
+            for chunk in self.chunks
+            if chunk.reason.code is ReasonCode.NO_KV
+        )
+
+    @property
+    def chunks_end(self) -> int:
+        """Where the last chunk ends and the question begins."""
+        return max((chunk.segment.end for chunk in self.chunks), default=0)
+
+    @property
+    def reused_tokens(self) -> int:
+        return sum(span.tokens for span in self.spans)
+
+    def request(self, prompt_tokens: int) -> BlendRequest:
+        """The fusor's part of the plan, for the first ``prompt_tokens`` of the prompt."""
+        return BlendRequest(
+            prompt_tokens, self.spans, self.policy, self.schedule, self.ratio, self.chunks_end
+        )
+
+    def reports(
+        self, recomputed: Sequence[float], source_of: Mapping[str, str]
+    ) -> tuple[ChunkReport, ...]:
+        """One report per chunk for the metrics.
+
+        ``recomputed``: mean recomputed tokens of each blended span, in order.
+        """
+        per_span = iter(recomputed)
+        reports = []
+        for chunk in self.chunks:
+            segment, span = chunk.segment, chunk.span
+            assert segment.chunk_id is not None
+            outcome: ChunkOutcome = "computed"
+            tokens: float = len(segment.ids)
+            if chunk.action is Action.EXACT:
+                outcome, tokens = "exact", 0
+            elif chunk.action is Action.BLEND:
+                tokens = next(per_span, 0.0)
+                outcome = "blended" if tokens > 0 else "reused"
+            reports.append(
+                ChunkReport(
+                    chunk_id=segment.chunk_id,
+                    source=source_of.get(segment.chunk_id, ""),
+                    tokens=len(segment.ids),
+                    outcome=outcome,
+                    recomputed_tokens=round(tokens),
+                    reason=chunk.reason.text,
+                    tier=span.reader.tier if span is not None else "",
+                )
+            )
+        return tuple(reports)
+
+    def close(self) -> None:
+        """Close every reader. Idempotent."""
+        for span in self.spans:
+            span.reader.close()
