@@ -1,5 +1,4 @@
-"""The ``blendrag`` command: parse, call, print.
+"""The ``blendrag`` command: parse options, call the engine, print.
 
-Owns nothing but words: options, sentences, exit statuses. Importing it loads neither torch nor
-transformers, so that ``blendrag --help`` answers at once.
+Importing this room loads neither torch nor transformers, so ``blendrag --help`` answers at once.
 """

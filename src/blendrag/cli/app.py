@@ -1,8 +1,7 @@
-"""The commands. Each parses, calls the engine, prints; heavy imports happen inside."""
+"""The command line: short commands, and the registration of all others."""
 
 from __future__ import annotations
 
-from contextlib import suppress
 from importlib.metadata import entry_points
 from typing import Annotated
 
@@ -13,14 +12,13 @@ from blendrag.cli import options, output
 from blendrag.cli.ask import ask
 from blendrag.cli.calibrate import calibrate
 from blendrag.cli.ingest import ingest, remove
+from blendrag.cli.lifecycle import DONE, REFUSED_MODEL, begin, reporting
 from blendrag.cli.profile import profile
-from blendrag.cli.starting import begin
-from blendrag.cli.status import DONE, REFUSED_MODEL, reporting
 from blendrag.cli.store import app as store_commands
 
 app = typer.Typer(
     name="blendrag",
-    help="Answer questions over documents with a local Hugging Face model, from precomputed KV.",
+    help="Answer questions over documents with a local Hugging Face model and precomputed KV.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -28,8 +26,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(asked: bool) -> None:
+    if asked:
         typer.echo(f"blendrag {__version__}")
         raise typer.Exit
 
@@ -56,7 +54,7 @@ def verify(
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Measure whether this model's KV may be reused; exit status 3 if not."""
+    """Measure whether a model's stored KV can be reused; exit status 3 if not."""
     begin(verbose, "the model was not verified")
     from blendrag.config import settings
     from blendrag.fusor.gate import verify as run_gate
@@ -72,8 +70,22 @@ def verify(
     result = run_gate(adapter)
     if json:
         output.print_json(result.as_dict())
-    else:
-        output.print_verification(model, result)
+        return DONE if result.blendable else REFUSED_MODEL
+    typer.echo(f"{model}: {result.verdict}\n  {result.reason}")
+    if result.layers:
+        kinds = {kind: result.layers.count(kind) for kind in dict.fromkeys(result.layers)}
+        typer.echo(f"  layers: {', '.join(f'{n} {kind}' for kind, n in kinds.items())}")
+    differences = {
+        "everything recomputed (r = 1.0)": result.max_logit_diff,
+        "a fifth recomputed over loaded KV": result.subset_logit_diff,
+        "the same over disturbed KV": result.perturbed_logit_diff,
+    }
+    for what, value in differences.items():
+        if value is not None:
+            typer.echo(f"  largest logit difference, {what}: {value:.3g}")
+    if result.greedy_equal is not None:
+        equal = "yes" if result.greedy_equal else "no"
+        typer.echo(f"  greedy continuation equal to stock: {equal}")
     return DONE if result.blendable else REFUSED_MODEL
 
 
@@ -84,28 +96,18 @@ def demo(
     verbose: options.Verbose = False,
 ) -> int:
     """Ingest the demo corpus and compare full prefill, reuse and blend on its questions."""
-    begin(verbose, "the tour is over")
+    begin(verbose, "the tour was not finished")
     from blendrag.demo.tour import print_tour, take_tour
 
     tour = take_tour(store)
-    if json:
-        output.print_json(tour.as_dict())
-    else:
-        print_tour(tour)
+    output.print_json(tour.as_dict()) if json else print_tour(tour)
     return DONE
 
 
-app.command()(ingest)
-app.command()(remove)
-app.command()(ask)
-app.command()(verify)
-app.command()(demo)
-app.command()(calibrate)
-app.command()(profile)
+for command in (ingest, remove, ask, verify, demo, calibrate, profile):
+    app.command()(command)
 app.add_typer(store_commands)
 
-# Commands of extras: each entry point is a function that takes this app and adds its commands. It raises
-# ImportError where the extra is not installed.
+# Commands of extras: each entry point is a function that adds its commands to this app.
 for extra in entry_points(group="blendrag.commands"):
-    with suppress(ImportError):
-        extra.load()(app)
+    extra.load()(app)

@@ -1,14 +1,22 @@
-"""``blendrag ask``: a question over the corpus, the answer as it comes. Parse, call, print."""
+"""``blendrag ask``: print the answer to a question while it is generated."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blendrag.cli import interrupt, options, output
-from blendrag.cli.starting import begin, engine_for
-from blendrag.cli.status import DONE, reporting
+from blendrag.cli import interrupt, options
+from blendrag.cli.lifecycle import DONE, begin, reporting
+from blendrag.cli.output import print_json, say
+from blendrag.errors import check_unicode
+
+if TYPE_CHECKING:
+    from blendrag.engine import Answer
+    from blendrag.metrics import RequestMetrics
+
+#: Longest schedule that is printed in full.
+SCHEDULE_CHARS = 60
 
 
 @reporting
@@ -16,31 +24,19 @@ def ask(
     question: Annotated[str, typer.Argument(help="The question.", show_default=False)],
     model: options.Model = None,
     store: options.Store = None,
-    top_k: Annotated[int | None, options.unset("Chunks to retrieve.", min=1)] = None,
+    top_k: options.TopK = None,
     mode: options.Mode = None,
-    policy: Annotated[str | None, options.unset("Which tokens mode blend recomputes.")] = None,
-    schedule: Annotated[
-        str | None,
-        options.unset(
-            "constant, linear, geometric[:g], first:m, calibrated or one ratio per layer."
-        ),
-    ] = None,
+    policy: options.Policy = None,
+    schedule: options.Schedule = None,
     ratio: options.AutoRatio = None,
-    min_ratio: Annotated[
-        float | None,
-        options.unset(
-            "The least that --ratio auto takes.", min=0.0, max=1.0, callback=options.finite
-        ),
-    ] = None,
-    max_new_tokens: Annotated[int | None, options.unset("Longest answer.", min=1)] = None,
+    min_ratio: options.MinRatio = None,
+    max_new_tokens: Annotated[int | None, options.optional("Longest answer.", min=1)] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(
-            min=0.0, callback=options.finite, help="0 decodes greedily.", show_default=False
-        ),
+        options.optional("0 decodes greedily.", min=0.0, callback=options.finite),
     ] = None,
     stop: Annotated[
-        list[str] | None, options.unset("End the answer before this text; repeatable.")
+        list[str] | None, options.optional("End the answer before this text; repeatable.")
     ] = None,
     embedder: options.Embedder = None,
     ram_bytes: options.RamBytes = None,
@@ -53,8 +49,8 @@ def ask(
 ) -> int:
     """Answer a question over the ingested documents; the answer streams to stdout."""
     begin(verbose, "the answer was abandoned; the store is intact")
-    options.text_argument(question, "the question")
-    engine = engine_for(
+    check_unicode(question, "the question")
+    engine = options.engine_for(
         model,
         store,
         embedder=embedder,
@@ -67,7 +63,7 @@ def ask(
     from blendrag.engine import Options
 
     asked = Options(
-        mode=mode,  # type: ignore[arg-type]  # one of Mode, by its callback
+        mode=mode,  # type: ignore[arg-type]  # the option's callback allows only modes
         policy=policy,
         schedule=schedule,
         ratio=ratio,
@@ -78,21 +74,62 @@ def ask(
     )
     with engine:
         pieces = engine.ask_stream(question, top_k, asked)
-        shown = False
+        printed = False
         try:
             for piece in pieces:
                 if not json:
                     typer.echo(piece, nl=False)
-                    shown = True
+                    printed = True
         finally:
             pieces.abandon()
-            if shown:
+            if printed:
                 typer.echo()
         answer = pieces.answer
         if json:
-            output.print_json(output.answer_fields(answer))
+            print_json(_fields(answer))
         else:
-            output.say_metrics(answer.metrics)
+            say_metrics(answer.metrics)
         interrupt.expect("the answer is complete; some chunks are not precomputed yet")
-        engine.drain()  # chunks that had no KV get theirs, for the next question
+        engine.drain()  # store KV of chunks that had none, for the next question
     return DONE
+
+
+def _fields(answer: Answer) -> dict[str, Any]:
+    shown = ("source", "title", "chunk_id", "distance", "text")
+    return {
+        "answer": answer.text,
+        "finish_reason": answer.finish_reason,
+        "metrics": answer.metrics.as_dict(),
+        "sources": [{name: getattr(source, name) for name in shown} for source in answer.sources],
+    }
+
+
+def say_metrics(metrics: RequestMetrics) -> None:
+    """Print one line of figures on stderr, then the decision of ``ratio=auto`` and the notes."""
+    predicted = metrics.predicted_ttft_s
+    expected = "" if predicted is None else f", {1e3 * predicted:,.0f} predicted"
+    how = f", {metrics.policy} at ratio {metrics.ratio:.2f}" if metrics.policy else ""
+    say(
+        "metrics",
+        f"first token after {1e3 * metrics.ttft_s:,.0f} ms{expected} "
+        f"(loading {1e3 * metrics.load_s:,.0f} ms), "
+        f"{metrics.prompt_tokens} prompt tokens: {metrics.reused_tokens} reused, "
+        f"{metrics.recomputed_tokens} of them recomputed, {metrics.fresh_tokens} fresh; "
+        f"mode {metrics.mode}{how}{_schedule(metrics)}",
+    )
+    if metrics.decision:
+        say("decision", metrics.decision)
+    for note in metrics.notes:
+        say("note", note)
+
+
+def _schedule(metrics: RequestMetrics) -> str:
+    """The schedule that ran; a long vector is cut, the JSON has all of it."""
+    from blendrag.fusor.selection import make_policy
+
+    if not metrics.policy or not make_policy(metrics.policy).follows_schedule:
+        return ""
+    text = metrics.schedule
+    if len(text) > SCHEDULE_CHARS:
+        text = f"{text[:SCHEDULE_CHARS].rpartition(',')[0]},…"
+    return f", schedule {text}"

@@ -1,4 +1,4 @@
-"""``blendrag calibrate``: parse, search, say what was found and among what."""
+"""``blendrag calibrate``: find the schedule that suits a model and a corpus."""
 
 from __future__ import annotations
 
@@ -7,50 +7,35 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from blendrag.cli import interrupt, options, output
-from blendrag.cli.starting import begin
-from blendrag.cli.status import DONE, INTERRUPTED, reporting, say
-from blendrag.errors import InvalidInputError
-from blendrag.store import regular_files
+from blendrag.cli import options
+from blendrag.cli.lifecycle import DONE, begin, interrupted, reporting
+from blendrag.cli.output import duration, print_json, say
+from blendrag.store.regular_files import MIB
 
 if TYPE_CHECKING:
     from blendrag.engine import CalibrationReport
 
 #: Size limit of ``--questions``.
-MAX_QUESTIONS_BYTES = 16 * regular_files.MIB
-
-SAMPLES, MINUTES = 16, 10.0
+MAX_QUESTIONS_BYTES = 16 * MIB
 
 
 @reporting
 def calibrate(
     model: options.Model = None,
     store: options.Store = None,
-    ratio: Annotated[
-        float | None,
-        typer.Option(min=0.0, max=1.0, help="Share of tokens recomputed.", show_default=False),
-    ] = None,
-    policy: Annotated[
-        str | None,
-        typer.Option(help="Policy whose schedule is looked for.", show_default=False),
-    ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Prompts to measure on.")] = SAMPLES,
+    ratio: options.Ratio = None,
+    policy: options.Policy = None,
+    samples: Annotated[int, typer.Option(min=1, help="Prompts to measure.")] = 16,
     minutes: Annotated[
-        float, typer.Option(min=0.0, callback=options.finite, help="Stop searching after these.")
-    ] = MINUTES,
+        float, typer.Option(min=0.0, callback=options.finite, help="Time limit of the search.")
+    ] = 10.0,
     questions: Annotated[
         Path | None,
-        typer.Option(
-            help="Text file of questions as they are asked, one a line; else first sentences of chunks "
-            "stand in for them.",
-            show_default=False,
-        ),
+        options.optional("Text file, one question a line. [default: first sentences of chunks]"),
     ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(min=1, help="Chunks in a prompt.", show_default=False)
-    ] = None,
+    top_k: options.TopK = None,
     embedder: options.Embedder = None,
-    seed: Annotated[int, typer.Option(help="Of the sample and the search.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     dtype: options.Dtype = None,
     device: options.Device = None,
     lora: options.Lora = None,
@@ -58,18 +43,18 @@ def calibrate(
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Find which layers of this model the recompute ratio is best spent in, on a sample of the corpus.
+    """Find the layers on which recompute is best spent, on a sample of the corpus.
 
-    The schedule found is kept beside the store. Answers use it from then on if it was found on --questions,
-    else where --schedule calibrated is said.
+    The schedule found is kept with the store. If it was found with --questions, every answer uses it from
+    then on; otherwise only answers with --schedule calibrated do.
     """
     begin(verbose, "nothing was calibrated yet")
     from blendrag.cli.progress import SearchProgress
     from blendrag.config import settings
-    from blendrag.engine import BlendEngine, CalibrationOptions
+    from blendrag.engine import CalibrationOptions
 
     defaults = settings()
-    wanted = CalibrationOptions(
+    asked = CalibrationOptions(
         policy=policy or defaults.policy,
         ratio=defaults.fixed_ratio if ratio is None else ratio,
         samples=samples,
@@ -78,53 +63,36 @@ def calibrate(
         top_k=top_k or defaults.top_k,
         questions=_questions(questions),
     )
-    engine = BlendEngine(
-        options.model_for(model, store, trust_remote_code=trust_remote_code),
+    engine = options.engine_for(
+        model,
         store,
         embedder=embedder,
         dtype=dtype,
         device=device,
-        lora=str(lora) if lora else None,
+        lora=lora,
         trust_remote_code=trust_remote_code,
     )
-    with engine, SearchProgress() as progress:
-        report = engine.calibrate(wanted, progress)
-    _print_json(report) if json else _print(report)
+    with engine, SearchProgress("measuring full prefill") as progress:
+        report = engine.calibrate(asked, progress)
+    print_json(report.as_dict()) if json else _print(report)
     if report.note:
         say("note", report.note)
     if report.out_of_time:
-        say("note", f"the search ended after {minutes:g} minutes; --minutes gives it more")
-    if not wanted.questions:
+        say("note", f"the search stopped after {minutes:g} minutes; allow more with --minutes")
+    if not asked.questions:
         say(
             "note",
-            "first sentences of chunks stood in for questions, and what suits them may not suit those, so "
-            "this is used only where --schedule calibrated is said; --questions FILE calibrates on some "
-            "of yours, one a line, for every answer from then on",
+            "calibrated on first sentences of chunks, not on questions, so this schedule is used only with "
+            "--schedule calibrated; give questions with --questions FILE to use it for every answer",
         )
-    if report.interrupted:
-        say("interrupted", interrupt.sentence())
-        return INTERRUPTED
-    return DONE
+    return interrupted() if report.interrupted else DONE
 
 
 def _questions(path: Path | None) -> tuple[str, ...]:
     if path is None:
         return ()
-    try:
-        lines = regular_files.read_text(path, MAX_QUESTIONS_BYTES, follow=True).splitlines()
-    except (OSError, UnicodeDecodeError) as exc:
-        reason = exc.strerror if isinstance(exc, OSError) else "not UTF-8"
-        raise InvalidInputError(
-            f"--questions {path} cannot be read ({reason}); expected a text file of one question a line"
-        ) from exc
-    found = tuple(line.strip() for line in lines if line.strip())
-    if not found:
-        raise InvalidInputError(f"--questions {path} is empty; leave the option out or fill it")
-    return found
-
-
-def _print_json(report: CalibrationReport) -> None:
-    output.print_json(report.as_dict())
+    text = options.read_text("--questions", path, MAX_QUESTIONS_BYTES, "one question a line")
+    return tuple(line.strip() for line in text.splitlines() if line.strip())
 
 
 def _print(report: CalibrationReport) -> None:
@@ -138,6 +106,5 @@ def _print(report: CalibrationReport) -> None:
     for each in sorted(report.families, key=lambda each: each.deviation):
         typer.echo(f"  {each.schedule}: {each.deviation:.4g}")
     typer.echo(
-        f"{report.tried} schedules in {output.duration(report.seconds)}; kept as the meaning of "
-        "--schedule calibrated"
+        f"{report.tried} schedules in {duration(report.seconds)}; the best is kept as --schedule calibrated"
     )

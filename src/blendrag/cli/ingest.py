@@ -1,19 +1,24 @@
-"""``blendrag ingest`` and ``remove``: what the corpus holds. Parse, call, print."""
+"""``blendrag ingest`` and ``remove``: change what the corpus holds."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from blendrag.cli import interrupt, options, output
-from blendrag.cli.starting import begin, engine_for
-from blendrag.cli.status import DONE, FAILED, INTERRUPTED, reporting, say
+from blendrag.cli import interrupt, options
+from blendrag.cli.lifecycle import DONE, FAILED, begin, interrupted, reporting
+from blendrag.cli.output import count, duration, megabytes, print_json, say
 from blendrag.errors import InvalidInputError
+from blendrag.store.regular_files import MIB
 
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine
+
+#: Size limit of ``--prefix-file``.
+MAX_PREFIX_BYTES = MIB
 
 Paths = Annotated[list[Path], typer.Argument(help="Files or directories.", show_default=False)]
 
@@ -24,18 +29,13 @@ def ingest(
     model: options.Model = None,
     store: options.Store = None,
     chunk_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=64, max=4096, help="Largest chunk, in the model's tokens.", show_default=False
-        ),
+        int | None, options.optional("Largest chunk, in the model's tokens.", min=64, max=4096)
     ] = None,
     prefix_file: Annotated[
         Path | None,
-        options.unset("Rendered prompt up to the first chunk; chunks are encoded behind it."),
+        options.optional("Rendered prompt up to the first chunk; chunks are encoded behind it."),
     ] = None,
-    embedder: Annotated[
-        str | None, options.unset("sentence-transformers model, or minilm-offline.")
-    ] = None,
+    embedder: options.Embedder = None,
     ram_bytes: options.RamBytes = None,
     disk_bytes: options.DiskBytes = None,
     encoding: options.Encoding = None,
@@ -52,12 +52,16 @@ def ingest(
     """Precompute documents (text, Markdown, HTML, JSON lines). Safe to interrupt and to repeat."""
     begin(verbose, "nothing new was stored; repeat the command to go on")
     _require_documents(paths)
-    engine = engine_for(
+    prefix = None
+    if prefix_file is not None:
+        content = "the rendered prompt up to the first chunk"
+        prefix = options.read_text("--prefix-file", prefix_file, MAX_PREFIX_BYTES, content)
+    engine = options.engine_for(
         model,
         store,
         for_ingest=True,
         chunk_tokens=chunk_tokens,
-        prefix_text=options.prefix_text(prefix_file),
+        prefix_text=prefix,
         embedder=embedder,
         ram_bytes=ram_bytes,
         disk_bytes=disk_bytes,
@@ -72,48 +76,59 @@ def ingest(
 
 
 def _require_documents(paths: list[Path]) -> None:
-    """Refuse an empty corpus, and paths that do not exist, before anything is loaded."""
+    """Refuse missing paths and an empty corpus before the model is loaded."""
     from blendrag.text.readers import SUPPORTED_SUFFIXES, scan_inputs
 
     found = scan_inputs(paths)
     if not found.files:
-        left_out = f" ({len(found.unsupported)} of other kinds left out)" * bool(found.unsupported)
+        skipped = f" ({len(found.unsupported)} of other kinds skipped)" * bool(found.unsupported)
         raise InvalidInputError(
-            f"there is no document in {', '.join(map(str, paths))}{left_out}; "
+            f"there is no document in {', '.join(map(str, paths))}{skipped}; "
             f"expected files ending in {', '.join(SUPPORTED_SUFFIXES)}"
         )
 
 
 def _ingest(engine: BlendEngine, paths: list[Path], json: bool) -> int:
-    from dataclasses import asdict
-
     from blendrag.cli.progress import IngestProgress
 
     interrupt.expect("what was stored is kept; repeat the command to go on", grace_s=10.0)
     with IngestProgress() as progress:
         report = engine.ingest(paths, progress)
-    progress.finish(report.failures)
+        progress.name_failures(report.failures)
     for skipped in report.skipped:
         say("skipped", skipped)
-    output.print_json(asdict(report)) if json else output.print_ingest(report)
+    if json:
+        print_json(asdict(report))
+    else:
+        typer.echo(
+            f"{count(report.documents, 'document')} ({report.documents_unchanged:,} unchanged), "
+            f"{count(report.chunks, 'chunk')}: {report.chunks_computed:,} computed, "
+            f"{report.chunks_skipped:,} already stored; {report.failed} failed; "
+            f"{megabytes(report.bytes)} at {report.tokens_per_s:,.0f} tokens/s "
+            f"in {duration(report.seconds)}"
+        )
     if report.interrupted:
-        say("interrupted", interrupt.sentence())
-        return INTERRUPTED
+        return interrupted()
     if report.stopped:
         say("error", report.stopped)
     return FAILED if report.stopped or report.failed else DONE
 
 
 def _dry_run(engine: BlendEngine, paths: list[Path], json: bool) -> int:
-    from dataclasses import asdict
-
     interrupt.expect("nothing was written")
     plan = engine.dry_run(paths)
     for failure in plan.failures:
         say("failed", failure)
     for skipped in plan.skipped:
         say("skipped", skipped)
-    output.print_json(asdict(plan)) if json else output.print_dry_run(plan)
+    if json:
+        print_json(asdict(plan))
+    else:
+        typer.echo(
+            f"{count(plan.documents, 'document')}, {count(plan.chunks, 'chunk')}, "
+            f"{count(plan.tokens, 'token')}: {megabytes(plan.bytes)} of KV, "
+            f"about {duration(plan.seconds)}; {plan.failed} failed; nothing was written"
+        )
     return FAILED if plan.failed else DONE
 
 
@@ -125,9 +140,9 @@ def remove(
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Forget documents, named as they were ingested: their texts, vectors and KV."""
-    begin(verbose, "what was not removed yet is intact; repeat the command to go on")
-    with engine_for(model, store) as engine:
+    """Remove documents, named as they were ingested: their texts, vectors and KV."""
+    begin(verbose, "documents not removed yet are intact; repeat the command to go on")
+    with options.engine_for(model, store) as engine:
         corpus = engine.resources.require_corpus()
         unknown = [path for path in paths if not corpus.sources_of(path)]
         known = [path for path in paths if path not in unknown]
@@ -135,7 +150,7 @@ def remove(
     for path in unknown:
         say("failed", f"{path} is not in the corpus of {engine.resources.root}")
     if json:
-        output.print_json({"documents": removed, "failed": [str(path) for path in unknown]})
+        print_json({"documents": removed, "failed": [str(path) for path in unknown]})
     else:
-        typer.echo(f"{output.count(removed, 'document')} removed")
+        typer.echo(f"{count(removed, 'document')} removed")
     return FAILED if unknown else DONE

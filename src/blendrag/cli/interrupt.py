@@ -1,9 +1,8 @@
-"""Ctrl-C: stop cleanly if that is quick, and stop all the same if it is not.
+"""Ctrl-C: stop cleanly if that is quick, otherwise leave.
 
-The first Ctrl-C raises ``KeyboardInterrupt`` where the main thread is, and starts a clock: native
-code (loading weights, a long forward) may not come back for a while. When the clock runs out, or at
-a second Ctrl-C, the process leaves at once. That is safe at any moment: what the store has
-acknowledged survives a kill.
+The first Ctrl-C raises ``KeyboardInterrupt`` in the main thread and starts a timer, because native code
+(loading weights, a long forward) may not return for a while. When the timer ends, or at a second Ctrl-C,
+the process exits at once. That is always safe: whatever the store has acknowledged survives a kill.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from contextlib import suppress
 from types import FrameType
 
 STATUS = 130
-#: Time to wind up after the first Ctrl-C.
+#: Time for a clean stop after the first Ctrl-C.
 GRACE_S = 3.0
 
 _requested = False
@@ -25,19 +24,19 @@ _sentence = "nothing is left running"
 
 
 def install() -> None:
-    """Take over SIGINT, unless whoever started us wants it ignored (``nohup``, ``&``)."""
+    """Handle SIGINT, unless the parent process ignores it (``nohup``, ``&``)."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _handle)
 
 
 def expect(sentence: str, grace_s: float = GRACE_S) -> None:
-    """What to say, and how long to wait, should Ctrl-C come from now on."""
+    """Set what a Ctrl-C prints from now on, and how long a clean stop may take."""
     global _sentence, _grace_s
     _sentence, _grace_s = sentence, grace_s
 
 
 def requested() -> bool:
-    """Whether there was a Ctrl-C in this process."""
+    """Whether this process received a Ctrl-C."""
     return _requested
 
 
@@ -46,12 +45,10 @@ def sentence() -> str:
 
 
 def leave(status: int) -> None:
-    """Flush and leave without waiting for threads that are busy in native code."""
+    """Flush and exit without waiting for threads in native code."""
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with suppress(OSError, ValueError):
             stream.flush()
-        except (OSError, ValueError):
-            continue
     os._exit(status)
 
 
@@ -60,10 +57,10 @@ def _handle(number: int, frame: FrameType | None) -> None:
     if _requested:
         _leave_now()
     _requested = True
-    clock = threading.Timer(_grace_s, _leave_now)
-    clock.daemon = True
-    with suppress(RuntimeError):  # no more threads: then a second Ctrl-C has to do
-        clock.start()
+    timer = threading.Timer(_grace_s, _leave_now)
+    timer.daemon = True
+    with suppress(RuntimeError):  # no thread left for the timer: a second Ctrl-C still works
+        timer.start()
     raise KeyboardInterrupt
 
 

@@ -1,6 +1,6 @@
 """Entry point of the console script.
 
-Imports next to nothing before Ctrl-C is taken care of, so that an early one ends in a sentence too.
+Handles Ctrl-C before anything large is imported, so an early Ctrl-C also ends with one sentence.
 """
 
 from __future__ import annotations

@@ -1,27 +1,25 @@
-"""``blendrag profile``: parse, measure or remember, say what loading and computing take on this machine."""
+"""``blendrag profile``: measure what loading and computing take on this machine, or print what is kept."""
 
 from __future__ import annotations
 
-import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blendrag.cli import interrupt, options, output
+from blendrag.cli import interrupt, options
+from blendrag.cli.lifecycle import DONE, begin, reporting
+from blendrag.cli.output import duration, megabytes, milliseconds, print_json, say
 from blendrag.cli.plots import profile_figure, require_plot, write_png
-from blendrag.cli.starting import begin, engine_for
-from blendrag.cli.status import DONE, reporting, say
 
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine
     from blendrag.engine.profiling import ProfileReport
     from blendrag.planning.profile import Profile
-    from blendrag.planning.storage import Device, StorageChoice
+    from blendrag.planning.storage import StorageChoice
 
-#: Seconds between two lines of progress where there is no terminal.
-LINE_EVERY_S = 5.0
-#: What a month is priced for where the store is empty.
+#: Chunks whose storage is priced if the store is empty.
 SOME_CHUNKS = 1000
 
 
@@ -31,26 +29,21 @@ def profile(
     store: options.Store = None,
     directories: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--dir", help="Time reading from this directory, too; repeatable.", show_default=False
-        ),
+        options.optional("Time reading from this directory too; repeatable.", "--dir"),
     ] = None,
     devices: Annotated[
         Path | None,
-        options.unset(
-            "JSON or TOML list of devices (name, throughput, price_per_gb_month): name the cheapest "
-            "that adds no latency."
+        options.optional(
+            "JSON or TOML list of devices (name, throughput, price_per_gb_month); the cheapest that adds "
+            "no latency is named."
         ),
     ] = None,
-    plot: Annotated[Path | None, options.unset("Draw the two latencies into this PNG.")] = None,
-    policy: Annotated[str | None, options.unset("Policy that plot and devices are for.")] = None,
-    ratio: Annotated[
-        float | None,
-        options.unset("Ratio of --devices.", min=0.0, max=1.0, callback=options.finite),
-    ] = None,
-    top_k: Annotated[int | None, options.unset("Chunks in a usual prompt.", min=1)] = None,
+    plot: Annotated[Path | None, options.optional("Draw both latencies into this PNG.")] = None,
+    policy: options.Policy = None,
+    ratio: options.Ratio = None,
+    top_k: options.TopK = None,
     again: Annotated[
-        bool, typer.Option("--again", help="Measure, although a profile is kept.")
+        bool, typer.Option("--again", help="Measure even if a profile is kept.")
     ] = False,
     dtype: options.Dtype = None,
     device: options.Device = None,
@@ -59,107 +52,77 @@ def profile(
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Measure what loading and computing take on this machine, for --ratio auto. Once; it is remembered."""
-    begin(verbose, "nothing was kept; a profile is whole or is not used")
+    """Measure loading and computing on this machine, once, for --ratio auto.
+
+    --policy, --ratio and --top-k set the prompt that --plot and --devices are for.
+    """
+    begin(verbose, "nothing was kept; an incomplete profile is not used")
+    from blendrag.cli.progress import StepProgress
     from blendrag.config import settings
     from blendrag.fusor.selection import make_policy
+    from blendrag.planning.storage import read_devices
 
-    listed = _devices(devices)
-    usual = Usual(
-        policy or settings().policy,
-        settings().fixed_ratio if ratio is None else ratio,
-        top_k or settings().top_k,
-    )
-    make_policy(usual.policy)  # fail before any work
+    listed = read_devices(devices) if devices is not None else ()
+    policy = policy or settings().policy
+    ratio = settings().fixed_ratio if ratio is None else ratio
+    chunks = top_k or settings().top_k
+    make_policy(policy)  # fail before any work
     require_plot(plot)
-    with engine_for(
-        model, store, lora, trust_remote_code=trust_remote_code, dtype=dtype, device=device
-    ) as engine:
-        report = engine.profile(directories or (), again, Steps())
-        _say(report)
-        choice = _choice(engine, report.profile, listed, usual)
+    engine = options.engine_for(
+        model, store, dtype=dtype, device=device, lora=lora, trust_remote_code=trust_remote_code
+    )
+    choice = None
+    with engine:
+        with StepProgress() as progress:
+            report = engine.profile(directories or (), again, progress)
+        if listed:
+            from blendrag.engine.profiling import storage_choice
+
+            stored_bytes = _corpus_bytes(engine, report.profile)
+            choice = storage_choice(report.profile, listed, stored_bytes, policy, ratio, chunks)
+    _say_notes(report)
     interrupt.expect("the profile is kept" if report.kept else "nothing was kept")
     if json:
-        output.print_json(_fields(report, choice))
+        print_json(_fields(report, choice))
     else:
         _print(report.profile)
         if choice is not None:
-            _print_choice(choice, usual)
+            typer.echo(f"devices, for {chunks} chunks, {policy} at ratio {ratio:g}:")
+            _print_choice(choice)
     if plot is not None:
-        write_png(profile_figure(report.profile, usual.policy, usual.chunks), plot)
+        write_png(profile_figure(report.profile, policy, chunks), plot)
     return DONE
 
 
-class Usual:
-    """The prompt that plots and devices are judged by."""
-
-    def __init__(self, policy: str, ratio: float, chunks: int) -> None:
-        self.policy, self.ratio, self.chunks = policy, ratio, chunks
-        self.of = ""
-        """What is paid for, in words."""
+def _corpus_bytes(engine: BlendEngine, found: Profile) -> int:
+    """What the store holds; :data:`SOME_CHUNKS` if it is empty."""
+    return engine.stats().size_bytes or SOME_CHUNKS * sum(found.layer_bytes)
 
 
-class Steps:
-    """Says on stderr what is measured: every step on a terminal, a line now and then elsewhere."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-
-        self._live = Console(stderr=True).is_terminal
-        self._said = time.perf_counter()
-
-    def __call__(self, what: str, done: int, steps: int) -> None:
-        now = time.perf_counter()
-        if self._live or now - self._said >= LINE_EVERY_S:
-            self._said = now
-            say("progress", f"{what}, {done} of {steps} steps done")
-
-
-def _devices(path: Path | None) -> tuple[Device, ...]:
-    from blendrag.planning.storage import read_devices
-
-    return read_devices(path) if path is not None else ()
-
-
-def _choice(
-    engine: BlendEngine, found: Profile, devices: tuple[Device, ...], usual: Usual
-) -> StorageChoice | None:
-    if not devices:
-        return None
-    from blendrag.engine.profiling import storage_choice
-
-    stored = engine.stats().size_bytes
-    usual.of = "what the store holds" if stored else f"{SOME_CHUNKS:,} chunks"
-    corpus_bytes = stored or SOME_CHUNKS * sum(found.layer_bytes)
-    return storage_choice(found, devices, corpus_bytes, usual.policy, usual.ratio, usual.chunks)
-
-
-def _say(report: ProfileReport) -> None:
-    if report.replaces:
-        say("note", f"the profile kept is of {report.replaces}, so this machine was measured now")
+def _say_notes(report: ProfileReport) -> None:
     from blendrag.planning.profile import COLD, DISK
 
+    if report.replaces:
+        say("note", f"the kept profile is of {report.replaces}, so this machine was measured now")
     untimed = report.profile.tier(DISK) is None
     if report.is_new and not untimed and all(tier.name != COLD for tier in report.profile.tiers):
         say(
             "note",
-            "the system keeps files in memory whatever it is told, so reading a cold disk was not timed "
-            "and is taken for reading a warm one",
+            "this system keeps files in memory, so reading from a cold disk was not timed; it is assumed to "
+            "be as fast as from a warm one",
         )
     if not report.kept:
-        what = "reading from its disk is not timed, the profile" if untimed else "the profile"
+        untimed_too = "reading from its disk was not timed and " if untimed else ""
         say(
             "note",
-            f"the store cannot be written, so {what} is not kept: ratio auto goes by what was kept before, "
-            "if anything",
+            f"the store cannot be written, so {untimed_too}the profile was not kept; ratio=auto uses the "
+            "profile kept before, if any",
         )
     if not report.is_new:
-        say("note", "measured before and remembered; --again measures anew")
+        say("note", "this is the kept profile; measure again with --again")
 
 
 def _fields(report: ProfileReport, choice: StorageChoice | None) -> dict[str, Any]:
-    from dataclasses import asdict
-
     fields = {
         "profile": report.profile.as_dict(),
         "is_new": report.is_new,
@@ -173,39 +136,35 @@ def _print(found: Profile) -> None:
     where = found.conditions
     typer.echo(
         f"{where.model} in {where.dtype} on {where.device}, {where.threads} threads, {where.machine}; "
-        f"measured in {output.duration(found.took_s)}"
+        f"measured in {duration(found.took_s)}"
     )
     lengths = sorted({int(rows) for rows in found.prefill.rows})
-    typer.echo("  prefill: " + ", ".join(f"{n} tokens {_ms(found.prefill_s(n))}" for n in lengths))
+    prefills = (f"{n} tokens {milliseconds(found.prefill_s(n))}" for n in lengths)
+    typer.echo("  prefill: " + ", ".join(prefills))
     context, layers = lengths[-1] / 2, found.layers
     rows = [int(r) for r in found.layer.rows if r <= lengths[-1]]
     typer.echo(
-        f"  {layers} layers by rows, a row seeing {context:.0f} keys: "
-        + ", ".join(f"{n} {_ms(layers * found.layer(n, context))}" for n in rows)
+        f"  {layers} layers by rows, each row with {context:.0f} keys: "
+        + ", ".join(f"{n} {milliseconds(layers * found.layer(n, context))}" for n in rows)
     )
     chunk_bytes = sum(found.layer_bytes)
     for tier in found.tiers:
         typer.echo(
             f"  {tier.name}: {tier.bytes_per_s / 1e9:.2f} GB/s, a chunk of {found.chunk_tokens} tokens "
-            f"({output.megabytes(chunk_bytes)}) in {_ms(tier.seconds(chunk_bytes, layers))}"
+            f"({megabytes(chunk_bytes)}) in {milliseconds(tier.seconds(chunk_bytes, layers))}"
         )
     if found.device_bytes_per_s is not None:
         typer.echo(f"  host to device: {found.device_bytes_per_s / 1e9:.2f} GB/s")
 
 
-def _print_choice(choice: StorageChoice, usual: Usual) -> None:
-    typer.echo(f"devices, for {usual.chunks} chunks, {usual.policy} at ratio {usual.ratio:g}:")
+def _print_choice(choice: StorageChoice) -> None:
     for each in choice.rated:
-        verdict = "adds no latency" if each.hides else f"{_ms(each.waiting_s)} of waiting"
+        waits = "adds no latency" if each.hides else f"{milliseconds(each.waiting_s)} of waiting"
         typer.echo(
-            f"  {each.device.name}: first token after {_ms(each.ttft_s)}, {verdict}, "
-            f"{each.cost_per_month:,.4g} a month for {usual.of}"
+            f"  {each.device.name}: first token after {milliseconds(each.ttft_s)}, {waits}, "
+            f"{each.cost_per_month:,.4g} a month"
         )
     if choice.best is not None:
         typer.echo(f"cheapest that adds no latency: {choice.best.device.name}")
     else:
         typer.echo(f"each adds latency; the fastest is {choice.fastest.device.name}")
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:,.1f} ms"

@@ -1,59 +1,72 @@
-"""Progress of long commands on stderr: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of long commands on stderr: a live line on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from blendrag.cli import interrupt
-from blendrag.cli.output import count, duration, megabytes
-from blendrag.cli.status import say
+from blendrag.cli.output import count, duration, megabytes, say
 
 if TYPE_CHECKING:
     from blendrag.engine.ingest import Totals
     from blendrag.planning.search import Step
 
-#: Between two lines where there is no terminal.
+#: Between two printed lines.
 LINE_EVERY_S = 5.0
-#: Until the first file is done, what a token of text is taken to be.
+#: Assumed until the first file is done.
 TYPICAL_BYTES_PER_TOKEN = 4.0
 
 
-class IngestProgress:
-    """Called with the running totals after every chunk; names bad files as they are met."""
+class TimeLeft:
+    """Estimates the remaining time from the mean speed, without the first step, which warms up.
 
-    def __init__(self, quiet: bool = False) -> None:
-        console = Console(stderr=True)
-        self._live = console.is_terminal and not quiet
-        self._quiet = quiet
-        self._failures = 0
-        self._said = time.perf_counter()
-        self._first: tuple[float, float] | None = None
+    The mean and not the median: a step that begins a new context pays for encoding it, and so will others.
+    """
+
+    #: Steps after the first before an estimate is given.
+    MIN_STEPS = 2
+
+    def __init__(self) -> None:
+        self._steps = -1
+        self._done = -1.0
+        self._warm = (0.0, 0.0)
+
+    def __call__(self, done: float, total: float, now: float) -> float | None:
+        """Seconds, or ``None`` if too little is known. The first call is before the first step."""
+        if done > self._done:
+            self._steps, self._done = self._steps + 1, done
+            if self._steps == 1:
+                self._warm = (done, now)
+        if self._steps <= self.MIN_STEPS or done >= total:
+            return None
+        since_done, since = self._warm
+        return (now - since) * (total - done) / (done - since_done)
+
+
+class StatusLine:
+    """One line that says how far a command is."""
+
+    def __init__(self, text: str = "starting") -> None:
+        self._console = Console(stderr=True)
+        self._live = self._console.is_terminal
+        self._printed = time.perf_counter()
+        self._time_left = TimeLeft()
         self._bar = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
             BarColumn(),
-            DownloadColumn(),
-            TimeRemainingColumn(),
-            console=console,
+            console=self._console,
             transient=True,
             disable=not self._live,
         )
-        self._task = self._bar.add_task("starting", total=None)
+        self._task = self._bar.add_task(text, total=None)
 
-    def __enter__(self) -> IngestProgress:
+    def __enter__(self) -> Self:
         self._bar.start()
         return self
 
@@ -65,174 +78,79 @@ class IngestProgress:
     ) -> None:
         self._bar.stop()
 
-    def __call__(self, totals: Totals) -> None:
-        self._name_failures(totals)
-        done = done_bytes(totals)
-        text = f"{count(totals.chunks, 'chunk')}, {totals.tokens_per_s:,.0f} tokens/s"
-        self._bar.update(
-            self._task, description=text, completed=done, total=totals.total_bytes or None
-        )
-        now = time.perf_counter()
-        self._first = self._first or (now, done)
-        if not self._live and not self._quiet and now - self._said >= LINE_EVERY_S:
-            self._said = now
-            say("progress", f"{text}, {self._of_bytes(done, totals.total_bytes, now)}")
-
-    def _of_bytes(self, done: float, total: float, now: float) -> str:
-        """How far, and the time left by the rate since the first chunk was there."""
-        text = f"{megabytes(done)} of {megabytes(total)}"
-        assert self._first is not None
-        since, at_first = self._first
-        if at_first < done < total:
-            seconds = (now - since) * (total - done) / (done - at_first)
-            text += f", about {duration(seconds)} left"
-        return text
-
-    def _name_failures(self, totals: Totals) -> None:
-        for failure in totals.failures[self._failures :]:
-            self._bar.console.print(
-                f"failed: {failure}", markup=False, highlight=False, soft_wrap=True
-            )
-        self._failures = len(totals.failures)
-
-    def finish(self, failures: tuple[str, ...]) -> None:
-        """Name the failures met since the last call."""
-        for failure in failures[self._failures :]:
-            say("failed", failure)
-        self._failures = len(failures)
-
-
-def done_bytes(totals: Totals) -> float:
-    """Bytes of input done, the file at hand included by its tokens so far (an estimate)."""
-    if not totals.total_bytes or totals.done_bytes >= totals.total_bytes:
-        return totals.done_bytes
-    by_tokens = TYPICAL_BYTES_PER_TOKEN * totals.tokens
-    return min(max(totals.done_bytes, by_tokens), 0.99 * totals.total_bytes)
-
-
-class TimeLeft:
-    """How long a rest takes, by the mean of the steps so far but the first, which warms up.
-
-    The mean and not the median: a step that begins a context pays for encoding it, and so will others.
-    """
-
-    #: Steps after the first before a guess is made.
-    LEAST = 2
-
-    def __init__(self) -> None:
-        self._at_start: int | None = None
-        self._warm: tuple[int, float] | None = None
-
-    def __call__(self, done: int, total: int, now: float) -> float | None:
-        """Seconds; ``None`` while too little is known. The first call is before the first step."""
-        if self._at_start is None:
-            self._at_start = done
-        if self._warm is None and done > self._at_start:
-            self._warm = (done, now)
-        if self._warm is None or done >= total:
-            return None
-        since_done, since = self._warm
-        steps = done - since_done
-        return (now - since) * (total - done) / steps if steps >= self.LEAST else None
-
-
-class QuestionProgress:
-    """Called with how many questions are done, and of how many."""
-
-    def __init__(self) -> None:
-        console = Console(stderr=True)
-        self._live = console.is_terminal
-        self._said = time.perf_counter()
-        self._time_left = TimeLeft()
-        self._bar = Progress(
-            SpinnerColumn(),
-            TextColumn("questions"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[left]}"),
-            console=console,
-            transient=True,
-            disable=not self._live,
-        )
-        self._task = self._bar.add_task("questions", total=None, left="")
-
-    def __enter__(self) -> QuestionProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    def __call__(self, done: int, total: int) -> None:
+    def show(self, text: str, done: float = 0.0, total: float = 0.0) -> None:
+        """Replace the line; ``done`` of ``total`` sets the bar and gives an estimate of the time left."""
         now = time.perf_counter()
         seconds = self._time_left(done, total, now)
-        left = "" if seconds is None else f"about {duration(seconds)} left"
-        self._bar.update(self._task, completed=done, total=total, left=left)
-        if not self._live and now - self._said >= LINE_EVERY_S:
-            self._said = now
-            say("progress", ", ".join([f"{done} of {total} questions", *([left] if left else [])]))
+        if seconds is not None:
+            text += f", about {duration(seconds)} left"
+        self._bar.update(self._task, description=text, completed=done, total=total or None)
+        if not self._live and now - self._printed >= LINE_EVERY_S:
+            self._printed = now
+            say("progress", text)
 
 
-class ByteProgress:
-    """Called with how many bytes are done, and of how many."""
+class IngestProgress(StatusLine):
+    """Called with the running totals after every chunk; names bad files when they are met."""
+
+    _failures = 0
+
+    def __call__(self, totals: Totals) -> None:
+        self.name_failures(totals.failures)
+        done = self._done_bytes(totals)
+        self.show(
+            f"{count(totals.chunks, 'chunk')}, {totals.tokens_per_s:,.0f} tokens/s, "
+            f"{megabytes(done)} of {megabytes(totals.total_bytes)}",
+            done,
+            totals.total_bytes,
+        )
+
+    def name_failures(self, failures: list[str] | tuple[str, ...]) -> None:
+        """Name the failures that were not named yet."""
+        for failure in failures[self._failures :]:
+            self._console.print(f"failed: {failure}", markup=False, highlight=False, soft_wrap=True)
+        self._failures = len(failures)
+
+    @staticmethod
+    def _done_bytes(totals: Totals) -> float:
+        """Bytes of input done; of the current file, an estimate from its tokens so far."""
+        if totals.done_bytes >= totals.total_bytes:
+            return totals.done_bytes
+        by_tokens = TYPICAL_BYTES_PER_TOKEN * totals.tokens
+        return min(max(totals.done_bytes, by_tokens), 0.99 * totals.total_bytes)
+
+
+class ByteProgress(StatusLine):
+    """Called with the bytes done and their total."""
 
     def __init__(self, verb: str) -> None:
-        console = Console(stderr=True)
+        super().__init__(verb)
         self._verb = verb
-        self._live = console.is_terminal
-        self._said = time.perf_counter()
-        self._bar = Progress(
-            SpinnerColumn(),
-            TextColumn(verb),
-            BarColumn(),
-            DownloadColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not self._live,
-        )
-        self._task = self._bar.add_task(verb, total=None)
-
-    def __enter__(self) -> ByteProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
 
     def __call__(self, done: int, total: int) -> None:
-        self._bar.update(self._task, completed=done, total=total)
-        now = time.perf_counter()
-        if not self._live and now - self._said >= LINE_EVERY_S:
-            self._said = now
-            say("progress", f"{megabytes(done)} of {megabytes(total)} {self._verb}")
+        self.show(f"{megabytes(done)} of {megabytes(total)} {self._verb}", done, total)
 
 
-class SearchProgress:
-    """Called with every schedule measured: a status line on a terminal, a line now and then elsewhere."""
+class QuestionProgress(StatusLine):
+    """Called with the questions done and their total."""
 
-    def __init__(self) -> None:
-        console = Console(stderr=True)
-        self._live = console.is_terminal
-        self._status = console.status("measuring full prefill")
-        self._said = time.perf_counter()
+    def __call__(self, done: int, total: int) -> None:
+        self.show(f"{done} of {total} questions", done, total)
 
-    def __enter__(self) -> SearchProgress:
-        if self._live:
-            self._status.start()
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        self._status.stop()
+class StepProgress(StatusLine):
+    """Called with what is measured, the steps done and their total."""
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        self.show(f"{what}, {done} of {total} steps done", done, total)
+
+
+class SearchProgress(StatusLine):
+    """Called with every schedule measured."""
 
     def __call__(self, step: Step) -> None:
         interrupt.expect("the best schedule so far is kept", grace_s=10.0)
-        text = (
+        self.show(
             f"{step.tried} schedules, best deviation {step.best.deviation:.4g} "
             f"({step.family.schedule}: {step.family.deviation:.4g})"
         )
-        if self._live:
-            self._status.update(text)
-        elif time.perf_counter() - self._said >= LINE_EVERY_S:
-            self._said = time.perf_counter()
-            say("progress", text)

@@ -1,46 +1,65 @@
-"""``blendrag store``: what is in a store, is it sound, make room, take it elsewhere.
+"""``blendrag store``: inspect, check, shrink, clear, export and import a store.
 
-Each command parses, calls :mod:`blendrag.store.maintenance`, prints. No model is loaded, no torch.
+Each command parses, calls :mod:`blendrag.store.maintenance`, prints. No model is loaded and torch is not
+imported.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import os
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from blendrag.cli import interrupt, options, output, quiet, store_output
-from blendrag.cli.status import DONE, FAILED, reporting, say
-from blendrag.errors import InvalidInputError
+from blendrag.cli import interrupt, options
+from blendrag.cli.lifecycle import DONE, FAILED, begin, reporting
+from blendrag.cli.output import count, duration, megabytes, print_json, say
+from blendrag.errors import BlendragError, InvalidInputError
+
+if TYPE_CHECKING:
+    from blendrag.corpus.corpus import CorpusCheck
+    from blendrag.store.maintenance import CheckReport, Removal, StoreSurvey
+
+#: Digits of a namespace that are shown; ``--namespace`` accepts any unique beginning.
+SHOWN_DIGITS = 12
 
 app = typer.Typer(
     name="store",
-    help="Look after a KV store: its contents, its soundness, its size.",
+    help="Inspect, check, shrink, clear, export and import a KV store.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 
 Namespace = Annotated[
-    str | None,
-    typer.Option(
-        "--namespace",
-        help="Only this one, by the beginning of its name. [default: all]",
-        show_default=False,
-    ),
+    str | None, options.optional("Only this one, by the beginning of its name. [default: all]")
 ]
 Archive = Annotated[Path, typer.Argument(metavar="FILE", help="The archive.", show_default=False)]
-MaxBytes = Annotated[
-    int | None,
-    typer.Option(
-        "--max-bytes",
-        parser=options.parse_size,
-        metavar="SIZE",
-        help="Largest size afterwards: 2GiB, … [default: the store's own limit]",
-        show_default=False,
-    ),
-]
+
+
+def _begin(store: Path | None, verbose: bool, if_interrupted: str) -> Path:
+    """Begin a command; the store's directory."""
+    begin(verbose, if_interrupted, loads_torch=False)
+    from blendrag.config import settings
+
+    return (store if store is not None else settings().store).absolute()
+
+
+# -- stats ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CorpusFacts:
+    """The corpus in a store, or why it cannot be read."""
+
+    documents: int = 0
+    chunks: int = 0
+    size_bytes: int = 0
+    model: str | None = None
+    namespace: str | None = None
+    """Namespace of its chunks' KV, as the last ingest recorded it."""
+    fault: str | None = None
 
 
 @app.command()
@@ -48,18 +67,78 @@ MaxBytes = Annotated[
 def stats(
     store: options.Store = None, json: options.Json = False, verbose: options.Verbose = False
 ) -> int:
-    """Count what is stored, by namespace (a model, loaded one way). Reads no payload."""
+    """Count what is stored, by namespace (one model, loaded in one way). Reads no payload."""
     root = _begin(store, verbose, "nothing was changed")
-    from blendrag.cli.store_corpus import CorpusFacts
     from blendrag.store import maintenance
 
-    found = maintenance.survey(root)
-    corpus = CorpusFacts.of(root)
-    if json:
-        output.print_json(store_output.stats_fields(found, corpus))
-    else:
-        store_output.print_stats(found, corpus)
+    found, corpus = maintenance.survey(root), _corpus_facts(root)
+    if not json:
+        _print_stats(found, corpus)
+        return DONE
+    fields = {**asdict(found), "corpus": asdict(corpus) if corpus else None}
+    for each in fields["namespaces"]:
+        each["model"] = _model(each["namespace"], corpus)
+    print_json(fields)
     return DONE
+
+
+def _corpus_facts(root: Path) -> CorpusFacts | None:
+    """The corpus of the store at ``root``, opened read-only; ``None`` if there is none."""
+    directory = root / "corpus"
+    if not directory.is_dir():
+        return None
+    from blendrag.corpus.corpus import Corpus
+
+    try:
+        size_bytes = sum(entry.lstat().st_size for entry in directory.iterdir())
+    except OSError:
+        size_bytes = 0
+    try:
+        with Corpus.open(root, read_only=True) as corpus:
+            manifest = corpus.manifest if corpus.has_manifest else None
+            return CorpusFacts(
+                documents=len(corpus.sources()),
+                chunks=len(corpus),
+                size_bytes=size_bytes,
+                model=manifest.model if manifest else None,
+                namespace=manifest.namespace or None if manifest else None,
+            )
+    except BlendragError as exc:
+        return CorpusFacts(size_bytes=size_bytes, fault=str(exc))
+
+
+def _model(namespace: str, corpus: CorpusFacts | None) -> str | None:
+    """The model of a namespace; only a corpus made with it records it."""
+    return corpus.model if corpus is not None and corpus.namespace == namespace else None
+
+
+def _print_stats(found: StoreSurvey, corpus: CorpusFacts | None) -> None:
+    default = "" if found.limit_is_remembered else " (the default)"
+    typer.echo(
+        f"{found.root}: {count(found.chunks, 'chunk')}, {count(found.tokens, 'token')}, "
+        f"{megabytes(found.size_bytes)} of {megabytes(found.limit_bytes)}{default}"
+    )
+    for each in found.namespaces:
+        model = _model(each.namespace, corpus) or "model unknown"
+        kind = ", ".join([*each.dtypes, *each.encodings]) or "no known header"
+        unknown = f"; {each.unknown} with an unknown header" * bool(each.unknown)
+        typer.echo(
+            f"  {each.namespace[:SHOWN_DIGITS]}  {model}, {kind}: {count(each.chunks, 'chunk')} "
+            f"({each.pinned} pinned), {count(each.tokens, 'token')}, {megabytes(each.size_bytes)}{unknown}"
+        )
+    if corpus is not None:
+        counts = f"{count(corpus.documents, 'document')}, {count(corpus.chunks, 'chunk')}"
+        typer.echo(f"  corpus: {megabytes(corpus.size_bytes)}, {corpus.fault or counts}")
+    if found.quarantine_files:
+        typer.echo(
+            f"  quarantine: {count(found.quarantine_files, 'file')}, "
+            f"{megabytes(found.quarantine_bytes)}"
+        )
+    if found.temporary_bytes:
+        typer.echo(f"  being written, or left by a crash: {megabytes(found.temporary_bytes)}")
+
+
+# -- check ----------------------------------------------------------------------------------------
 
 
 @app.command()
@@ -69,52 +148,95 @@ def check(
     repair: Annotated[
         bool,
         typer.Option(
-            "--repair", help="Set damaged payloads aside, mend the index, drop damaged rows."
+            "--repair", help="Quarantine damaged payloads, repair the index, drop damaged rows."
         ),
     ] = False,
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Read every byte and verify it; exit status 1 if anything is damaged, repaired or not."""
-    left = "what was set aside stays so; repeat the command to go on"
-    root = _begin(store, verbose, left if repair else "nothing was changed")
+    """Read the whole store and verify checksums; exit status 1 if anything is damaged, repaired or not."""
+    kept = "what was repaired stays repaired; repeat the command to go on"
+    root = _begin(store, verbose, kept if repair else "nothing was changed")
     from blendrag.cli.progress import ByteProgress
-    from blendrag.cli.store_corpus import check_beside
     from blendrag.store import maintenance
 
     with ByteProgress("checked") as progress:
         report = maintenance.check(root, repair, progress)
-    corpus = check_beside(root, repair)
+    corpus = _check_corpus(root, repair)
     is_good = report.is_good and (corpus is None or corpus.is_good)
     for fault in (*report.faults, *(corpus.faults if corpus else ())):
         say("damaged", fault)
     if json:
         fields = asdict(corpus) if corpus else None
-        output.print_json({**asdict(report), "corpus": fields, "good": is_good})
+        print_json({**asdict(report), "corpus": fields, "good": is_good})
     else:
-        store_output.print_check(report, corpus)
+        _print_check(report, corpus, is_good)
     return DONE if is_good else FAILED
+
+
+def _check_corpus(root: Path, repair: bool) -> CorpusCheck | None:
+    """Check and repair the corpus of the store at ``root``; ``None`` if there is none."""
+    from blendrag.corpus.database import FILE_NAME
+
+    if not os.path.lexists(root / "corpus" / FILE_NAME):
+        return None
+    from blendrag.corpus.corpus import CorpusCheck, check_corpus
+
+    try:
+        return check_corpus(root, repair)
+    except BlendragError as exc:
+        return CorpusCheck(rows=0, damaged=1, faults=(str(exc),), repaired=False)
+
+
+def _print_check(report: CheckReport, corpus: CorpusCheck | None, is_good: bool) -> None:
+    for each in report.namespaces:
+        rows = ""
+        if each.missing_rows is not None:
+            rows = f"; index: {count(each.missing_rows, 'row')} missing, {each.dead_rows} dead"
+        typer.echo(
+            f"  {each.namespace[:SHOWN_DIGITS]}  {each.good} good ({megabytes(each.good_bytes)}), "
+            f"{each.damaged} damaged, {each.unreadable} unreadable{rows}; "
+            f"{count(each.foreign_files, 'foreign file')}"
+        )
+    if report.index != "sound":
+        typer.echo(f"  index: {report.index}")
+    if corpus is not None:
+        removed = "; the damaged documents were removed: ingest them again" * corpus.repaired
+        typer.echo(
+            f"  corpus: {count(corpus.rows, 'row')}, {count(corpus.damaged, 'fault')}{removed}"
+        )
+    verdict = "all checksums match" if is_good else "some of it is damaged"
+    if report.repaired:
+        damaged = sum(each.damaged for each in report.namespaces)
+        verdict += f"; {count(damaged, 'damaged chunk')} quarantined, index repaired"
+    typer.echo(
+        f"{report.root}: {megabytes(report.read_bytes)} read in {duration(report.seconds)}, "
+        f"{count(report.foreign_files, 'foreign file')}; {verdict}"
+    )
+
+
+# -- gc and clear ---------------------------------------------------------------------------------
 
 
 @app.command()
 @reporting
 def gc(
-    max_bytes: MaxBytes = None,
+    max_bytes: options.MaxBytes = None,
     store: options.Store = None,
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Evict what was used longest ago until the store is small enough; pinned entries stay."""
-    root = _begin(store, verbose, "what is left is sound; repeat the command to go on")
+    """Evict the least recently used chunks until the store is small enough; pinned chunks stay."""
+    root = _begin(store, verbose, "the rest of the store is intact; repeat the command to go on")
     from blendrag.cli.progress import ByteProgress
     from blendrag.store import maintenance
 
     with ByteProgress("evicted") as progress:
         done = maintenance.collect(root, max_bytes, progress)
-    output.print_json(asdict(done)) if json else store_output.print_removal(done, "evicted")
+    _print_removal(done, "evicted", json)
     if done.left_bytes > done.limit_bytes:
-        stay = "1 pinned chunk stays" if done.pinned == 1 else f"{done.pinned:,} pinned chunks stay"
-        say("note", f"{stay}, which is more than was asked for")
+        stays = "stays" if done.pinned == 1 else "stay"
+        say("note", f"{count(done.pinned, 'pinned chunk')} {stays}, more than the size asked for")
     return DONE
 
 
@@ -123,45 +245,57 @@ def gc(
 def clear(
     store: options.Store = None,
     namespace: Namespace = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Skip confirmation.")] = False,
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Remove all stored KV, or one namespace's; the corpus and files of others stay."""
+    """Remove all stored KV, or that of one namespace; the corpus and other files stay."""
     root = _begin(store, verbose, "nothing was removed")
     from blendrag.cli.progress import ByteProgress
     from blendrag.store import maintenance
 
     maintenance.require_writable(root)
     whole = None if namespace is None else maintenance.find_namespace(root, namespace)
-    if not yes and not _agreed(root, whole):
+    if not yes and not _confirmed(root, whole):
         say("note", "nothing was removed")
         return FAILED
-    interrupt.expect("what is left is sound; repeat the command to go on")
+    interrupt.expect("the rest of the store is intact; repeat the command to go on")
     with ByteProgress("removed") as progress:
         done = maintenance.clear(root, whole, progress)
-    output.print_json(asdict(done)) if json else store_output.print_removal(done, "removed")
+    _print_removal(done, "removed", json)
     return DONE
 
 
-def _agreed(root: Path, namespace: str | None) -> bool:
-    """Ask, where there is somebody to ask."""
+def _confirmed(root: Path, namespace: str | None) -> bool:
+    """Ask for confirmation. Raises :class:`InvalidInputError` if stdin has no answer."""
     from blendrag.store import maintenance
 
     found = maintenance.survey(root).namespaces
     chosen = [each for each in found if namespace in (None, each.namespace)]
     chunks, size_bytes = sum(e.chunks for e in chosen), sum(e.size_bytes for e in chosen)
-    counted = output.count(chunks, "chunk")
-    what = f"{counted}, {output.megabytes(size_bytes)}, of store {root}"
+    what = f"{count(chunks, 'chunk')}, {megabytes(size_bytes)}, of store {root}"
     try:
         return typer.confirm(f"Remove {what}?", err=True)
     except typer.Abort as exc:
         if interrupt.requested():
             raise KeyboardInterrupt from exc
-        typer.echo(err=True)  # the question has no end of line yet
+        typer.echo(err=True)  # end the line of the question
         raise InvalidInputError(
-            f"nobody could be asked whether to remove {what}; add --yes to do it"
+            f"removing {what} needs confirmation, and stdin gave none; add --yes to skip it"
         ) from exc
+
+
+def _print_removal(done: Removal, verb: str, json: bool) -> None:
+    if json:
+        print_json(asdict(done))
+    else:
+        typer.echo(
+            f"{count(done.removed, 'chunk')} {verb}, {megabytes(done.removed_bytes)}; "
+            f"{done.left:,} left, {megabytes(done.left_bytes)}"
+        )
+
+
+# -- export and import ----------------------------------------------------------------------------
 
 
 @app.command("export")
@@ -173,7 +307,7 @@ def export(
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Write stored KV, verified, to a tar archive; exit status 1 if damaged chunks were left out."""
+    """Write verified KV to a tar archive; exit status 1 if damaged chunks were left out."""
     root = _begin(store, verbose, f"{archive} was not written")
     from blendrag.cli.progress import ByteProgress
     from blendrag.store import maintenance
@@ -184,7 +318,13 @@ def export(
         report = maintenance.export(root, archive, whole, progress)
     for fault in report.left_out:
         say("left out", fault)
-    output.print_json(asdict(report)) if json else store_output.print_export(report)
+    if json:
+        print_json(asdict(report))
+    else:
+        typer.echo(
+            f"{count(report.payloads, 'chunk')} ({report.pinned} pinned), {megabytes(report.size_bytes)}, "
+            f"written to {report.archive}; {len(report.left_out)} left out"
+        )
     return FAILED if report.left_out else DONE
 
 
@@ -197,8 +337,11 @@ def import_(
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Take in an archive's KV, each chunk verified; exit status 1 unless all of it is there then."""
-    root = _begin(store, verbose, "what was taken in is kept; repeat the command to go on")
+    """Import an archive's KV and verify each chunk; exit status 1 unless all of it is then stored.
+
+    Import archives only from trusted sources: checksums detect damage, not a forged archive.
+    """
+    root = _begin(store, verbose, "what was imported is kept; repeat the command to go on")
     from blendrag.cli.progress import ByteProgress
     from blendrag.store import maintenance
 
@@ -206,17 +349,13 @@ def import_(
         report = maintenance.take_in(root, archive, disk_bytes, progress)
     for fault in report.rejected:
         say("rejected", fault)
-    output.print_json(asdict(report)) if json else store_output.print_import(report)
+    if json:
+        print_json(asdict(report))
+    else:
+        typer.echo(
+            f"{count(report.imported, 'chunk')} imported, {megabytes(report.imported_bytes)}; "
+            f"{report.already_there:,} already stored, {len(report.rejected)} rejected"
+        )
     if report.stopped:
         say("error", report.stopped)
     return DONE if report.is_complete else FAILED
-
-
-def _begin(store: Path | None, verbose: bool, if_interrupted: str) -> Path:
-    """The store meant, once it is settled who may speak and what Ctrl-C means."""
-    quiet.set_up(verbose)
-    options.check_environment()
-    interrupt.expect(if_interrupted)
-    from blendrag.config import settings
-
-    return (store if store is not None else settings().store).absolute()

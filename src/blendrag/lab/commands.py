@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import typer
 
-from blendrag.cli.starting import begin
-from blendrag.cli.status import DONE, INTERRUPTED, reporting
-from blendrag.lab.evaluation.command import evaluate
+from blendrag.cli.lifecycle import DONE, INTERRUPTED, begin, reporting
+from blendrag.errors import InvalidInputError
 
-#: What the extra installs.
+#: Modules that the extra installs.
 REQUIREMENTS = ("matplotlib", "rouge_score")
+
+#: The command gets all arguments as they were typed.
+_RAW_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to ``app``. Without the extra, each prints how to install it."""
+    missing = [name for name in REQUIREMENTS if find_spec(name) is None]
+    if missing:
+        for name in ("bench", "eval"):
+            add = app.command(name, add_help_option=False, context_settings=_RAW_ARGUMENTS)
+            add(_unavailable(name, missing))
+        return
+    from blendrag.lab.evaluation.command import evaluate
+
+    app.command("eval")(evaluate)
+    app.command(add_help_option=False, context_settings=_RAW_ARGUMENTS)(bench)
 
 
 @reporting
@@ -27,13 +44,13 @@ def bench(context: typer.Context) -> int:
     return status if isinstance(status, int) else DONE
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to ``app``. Raises :class:`ImportError` without the extra."""
-    missing = [name for name in REQUIREMENTS if find_spec(name) is None]
-    if missing:
-        raise ImportError(f"{', '.join(missing)} missing; pip install 'blendrag[lab]'")
-    app.command("eval")(evaluate)
-    app.command(
-        add_help_option=False,
-        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    )(bench)
+def _unavailable(name: str, missing: list[str]) -> Callable[..., None]:
+    @reporting
+    def command(context: typer.Context) -> int:
+        """Not installed: pip install 'blendrag[lab]'."""
+        raise InvalidInputError(
+            f"blendrag {name} needs {' and '.join(missing)}, which are not installed; "
+            "pip install 'blendrag[lab]'"
+        )
+
+    return command

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from blendrag.cli import interrupt, lists, options, output
-from blendrag.cli.starting import begin
-from blendrag.cli.status import DONE, reporting, say
+from blendrag.cli import interrupt, options, output
+from blendrag.cli.lifecycle import DONE, begin, reporting
+from blendrag.cli.output import say
+from blendrag.lab.evaluation import lists
 from blendrag.lab.evaluation.eval_dataset import SYNTHETIC, Asked, make_dataset
 
 if TYPE_CHECKING:
