@@ -49,7 +49,7 @@ def test_an_empty_corpus_is_refused_before_anything_is_made(
     result = invoke(*ingest_args(tmp_path / "docs", model_dir, tmp_path / "store", "--json"))
     assert result.exit_code == 2
     assert "there is no document in" in said(result)
-    assert "1 of other kinds left out" in said(result)
+    assert "1 of other kinds skipped" in said(result)
     assert result.stdout == ""
     assert not (tmp_path / "store").exists()
 
@@ -142,7 +142,7 @@ def test_a_question_longer_than_the_context_says_by_how_much(ingested: Path) -> 
 def test_a_question_without_words_is_refused(ingested: Path, question: str) -> None:
     result = invoke("ask", question, "--store", str(ingested))
     assert result.exit_code == 2
-    assert said(result).startswith("error: the question is ")
+    assert said(result).startswith("error: the question ")
 
 
 @pytest.mark.parametrize(
@@ -570,7 +570,7 @@ def test_a_lost_corpus_beside_kv_is_said(
     assert re.search(r"holds the KV of \d+ chunks but no corpus; ingest", said(result))
     result = invoke(*ingest_args(docs, model_dir, store))
     assert result.exit_code == 0, result.stderr
-    assert "but no corpus: a new one is begun" in said(result)
+    assert "but no corpus: creating a new one" in said(result)
     still_answers(store)
 
 
@@ -591,7 +591,7 @@ def test_store_check_finds_and_repairs_a_damaged_corpus(
     assert "row chunk 2 is not what was written" in said(result)
     result = invoke("store", "check", "--store", str(store), "--repair")
     assert result.exit_code == 1
-    assert "1 fault; what they belong to was removed: ingest it again" in result.stdout
+    assert "1 fault; the damaged documents were removed: ingest them again" in result.stdout
     assert invoke("store", "check", "--store", str(store)).exit_code == 0
     result = invoke(*ingest_args(ingested.parent / "docs", model_dir, store, "--json"))
     assert result.exit_code == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from blendrag.cli import progress
-from blendrag.cli.output import say_metrics
+from blendrag.cli.ask import say_metrics
 from blendrag.metrics import RequestMetrics
 from cli.lab import ingest_args, invoke, said
 
@@ -65,7 +65,7 @@ def test_the_table_names_families_and_where_the_questions_came_from(
     result = invoke("calibrate", "--store", store, *FEW)
     assert "first sentences of chunks" in result.stdout
     assert "constant: " in result.stdout
-    assert "used only where --schedule calibrated is said" in " ".join(result.stderr.split())
+    assert "used only with --schedule calibrated" in " ".join(result.stderr.split())
     questions = tmp_path / "questions.txt"
     questions.write_text("What is the topic of document 1?\n\nWhere is the windmill?\n")
     shown = invoke("calibrate", "--store", store, *FEW, "--questions", str(questions)).stdout

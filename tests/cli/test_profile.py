@@ -75,7 +75,7 @@ def test_figures_are_printed_and_kept_and_ask_goes_by_them(store: str) -> None:
     assert " predicted (loading " in shown
     assert "\ndecision: " in shown
     second = invoke("profile", "--store", store)
-    assert "remembered" in said(second)
+    assert "kept profile" in said(second)
     assert second.stdout == first.stdout
     again = json.loads(invoke("profile", "--store", store, "--again", "--json").stdout)
     assert again["is_new"]
@@ -91,7 +91,7 @@ def test_a_profile_of_another_machine_is_replaced_with_one_line(store: str) -> N
     path.write_text(json.dumps(kept))
     result = invoke("profile", "--store", store, "--json")
     assert said(result) == (
-        "note: the profile kept is of machine another (64 cores), so this machine was measured now"
+        "note: the kept profile is of machine another (64 cores), so this machine was measured now"
     )
     assert json.loads(result.stdout)["is_new"]
 
@@ -104,7 +104,7 @@ def test_a_profile_of_an_earlier_form_is_named_and_left_there(store: str) -> Non
     path.write_text(json.dumps(kept))
     result = invoke("profile", "--store", store)
     assert said(result) == (
-        "note: the profile kept is of a form that this version cannot read, so this machine was "
+        "note: the kept profile is of a form that this version cannot read, so this machine was "
         "measured now"
     )
     assert json.loads(path.read_text())["profiles"][0] == kept["profiles"][0]
@@ -122,7 +122,7 @@ def test_a_store_of_another_model_is_refused_before_anything_is_measured(
 def test_a_system_that_keeps_files_in_memory_is_told_of(
     store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = "reading a cold disk was not timed"
+    said = "reading from a cold disk was not timed"
     for share, is_said in ((0.5, True), (0.0, False)):
         monkeypatch.setattr("blendrag.planning.page_cache.cached_share", lambda files, s=share: s)
         result = invoke("profile", "--store", store, "--again")
@@ -143,8 +143,8 @@ def test_a_store_that_cannot_be_written_is_measured_without_its_disk(
     result = invoke("profile", "--store", store, "--devices", devices, "--plot", str(picture))
     assert result.exit_code == 0, result.stderr
     assert (
-        "note: the store cannot be written, so reading from its disk is not timed, the profile is not "
-        "kept: ratio auto goes by what was kept before, if anything"
+        "note: the store cannot be written, so reading from its disk was not timed and the profile was not "
+        "kept; ratio=auto uses the profile kept before, if any"
     ) in result.stderr
     assert "  memory: " in result.stdout
     assert "  disk: " not in result.stdout
@@ -194,7 +194,7 @@ def test_interrupted_it_keeps_nothing_and_says_so(
 
 
 def test_ctrl_c_while_prefills_are_timed_ends_the_command_and_keeps_nothing(store: str) -> None:
-    every_step = "import blendrag.cli.profile as p; p.LINE_EVERY_S = 0.0"
+    every_step = "import blendrag.cli.progress as p; p.LINE_EVERY_S = 0.0"
     process = start("profile", "--store", store, before=every_step)
     assert process.stderr is not None
     try:

@@ -41,7 +41,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 def test_the_wheel_has_the_demo_corpus_and_its_questions(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
-    assert "blendrag/lab/training/questions.json" in names
+    assert "blendrag/demo/questions.json" in names
     assert "blendrag/py.typed" in names
     documents = {question.document_id for question in demo_questions()}
     assert {f"blendrag/demo/corpus/{name}.txt" for name in documents} <= names
