@@ -129,7 +129,7 @@ def test_chunks_that_share_text_at_their_ends_are_both_taken_where_both_stand() 
 def test_nothing_is_recognised_where_nothing_is_known() -> None:
     assert recognised({}, f"Context: {PLAIN}") == []
     assert recognised({"b": CJK}, f"Context: {PLAIN}") == []
-    assert not index_of({}).looks_escaped(json.dumps(PAGES))
+    assert not index_of({}).looks_escaped(json.dumps(PAGES), [])
 
 
 # -- thousands alike --------------------------------------------------------------------------------
@@ -279,4 +279,3 @@ def test_an_index_that_grew_and_shrank_finds_what_one_made_at_once_finds(
             whole = [m for m in grown.find(prompt) if m.complete]
             assert whole == [m for m in index_of(there).find(prompt) if m.complete]
             assert len(grown) == len(there)
-        assert sorted(grown.rows()) == sorted(index_of(there).rows() if changes else [])

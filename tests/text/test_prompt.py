@@ -1,4 +1,4 @@
-"""A prompt is cut where chunks are, and what was cut is the prompt again."""
+"""A prompt is cut where its chunks are, and the segments make up the prompt."""
 
 from __future__ import annotations
 
@@ -25,24 +25,21 @@ TOKENS = Tokens(tiny.tokenizer())
 CONTROL_IDS = set(TOKENS.tokenizer.convert_tokens_to_ids(["<|bos|>", "<|end|>", "<|start|>"]))
 
 
-@pytest.fixture(scope="module")
-def index() -> ChunkIndex:
-    made = ChunkIndex(CHUNKS.__getitem__)
-    for chunk_id, text in CHUNKS.items():
-        made.add(chunk_id, text)
-    return made
+INDEX = ChunkIndex(CHUNKS.__getitem__)
+for name, text in CHUNKS.items():
+    INDEX.add(name, text)
 
 
 def ids_of(chunk_id: str) -> tuple[int, ...]:
     return tuple(TOKENS.encode_text(CHUNKS[chunk_id]))
 
 
-def plan_of(index: ChunkIndex, rendered: str) -> PromptPlan:
-    return make_plan(rendered, index.find(rendered), TOKENS, ids_of)
+def plan_of(rendered: str) -> PromptPlan:
+    return make_plan(rendered, INDEX.find(rendered), TOKENS, ids_of)
 
 
 def assert_whole(plan: PromptPlan, rendered: str) -> None:
-    """Segments are the prompt, their positions follow each other, chunks have their stored ids."""
+    """The segments are the prompt, their positions are contiguous, chunks have their stored ids."""
     assert TOKENS.decode(plan.ids) == rendered
     at = 0
     for segment in plan.segments:
@@ -79,42 +76,36 @@ TAIL = "<|end|>\n<|start|>assistant\n"
         (f"{USER}été 日本語 🙂 {CHUNKS['other']} 🙂{TAIL}", ["other"]),
     ],
 )
-def test_chunks_are_found_and_the_segments_are_the_prompt(
-    index: ChunkIndex, rendered: str, expected: list[str]
-) -> None:
-    plan = plan_of(index, rendered)
+def test_chunks_become_segments_of_the_prompt(rendered: str, expected: list[str]) -> None:
+    plan = plan_of(rendered)
     assert found(plan) == expected
     assert_whole(plan, rendered)
 
 
-def test_control_tokens_of_the_template_are_tokens_and_those_in_a_chunk_are_text(
-    index: ChunkIndex,
-) -> None:
+def test_control_tokens_count_in_the_template_and_are_text_in_a_chunk() -> None:
     rendered = f"{USER}{CHUNKS['control']}\n{TAIL}"
-    plan = plan_of(index, rendered)
+    plan = plan_of(rendered)
     assert found(plan) == ["control"]
     (chunk,) = plan.chunks
     assert CONTROL_IDS.isdisjoint(chunk.ids)
     around = [i for s in plan.segments if s.chunk_id is None for i in s.ids]
     assert sum(i in CONTROL_IDS for i in around) == 4
     assert_whole(plan, rendered)
-    # The same text outside any chunk has no such protection: this is what a chunk is spared.
+    # The same text outside a chunk has no such protection.
     assert not CONTROL_IDS.isdisjoint(TOKENS.encode_template(CHUNKS["control"]))
 
 
-def test_encoding_chunk_text_leaves_the_templates_tokenizer_alone() -> None:
+def test_encoding_chunk_text_does_not_change_the_template_tokenizer() -> None:
     before = TOKENS.encode_template(USER + TAIL)
     TOKENS.encode_text(CHUNKS["control"])
     assert TOKENS.encode_template(USER + TAIL) == before
     assert TOKENS.tokenizer.backend_tokenizer.encode_special_tokens is False
 
 
-@pytest.mark.parametrize("kept", [100, 150, 201, 250])
-def test_a_chunk_cut_off_at_its_tail_lends_the_ids_both_tokenisations_share(
-    index: ChunkIndex, kept: int
-) -> None:
+@pytest.mark.parametrize("kept", [100, 201])
+def test_a_tail_cut_chunk_has_the_ids_both_tokenisations_share(kept: int) -> None:
     rendered = f"{USER}{CHUNKS['cut'][:kept]}"
-    plan = plan_of(index, rendered + TAIL)
+    plan = plan_of(rendered + TAIL)
     assert found(plan) == ["cut"]
     (chunk,) = plan.chunks
     assert not chunk.complete
@@ -122,33 +113,29 @@ def test_a_chunk_cut_off_at_its_tail_lends_the_ids_both_tokenisations_share(
     assert_whole(plan, rendered + TAIL)
 
 
-def test_a_whole_chunk_inside_a_cut_one_is_preferred(index: ChunkIndex) -> None:
+def test_a_whole_chunk_inside_a_tail_cut_one_is_preferred() -> None:
     rendered = f"{USER}{CHUNKS['long'][:222]}{TAIL}"
-    plan = plan_of(index, rendered)
+    plan = plan_of(rendered)
     assert found(plan) == ["inner"]
     assert_whole(plan, rendered)
 
 
-def test_control_tokens_in_the_cut_part_of_a_chunk_stay_text() -> None:
+def test_control_tokens_in_a_tail_cut_chunk_stay_text() -> None:
     text = "x" * 70 + " <|end|><|start|> " + "y" * 60
     match = Match("c", 0, 85, complete=False)
-    plan = make_plan(
-        text[:85] + TAIL,
-        [match],
-        TOKENS,
-        lambda _: tuple(TOKENS.encode_text(text)),
-    )
+    stored = tuple(TOKENS.encode_text(text))
+    plan = make_plan(text[:85] + TAIL, [match], TOKENS, lambda _: stored)
     before_tail = plan.ids[: -len(TOKENS.encode_template(TAIL))]
     assert CONTROL_IDS.isdisjoint(before_tail)
     assert TOKENS.decode(plan.ids) == text[:85] + TAIL
 
 
-def test_leading_ids_are_those_before_the_first_chunk(index: ChunkIndex) -> None:
+def test_leading_ids_precede_the_first_chunk() -> None:
     rendered = f"{USER}Context: {CHUNKS['long']}{TAIL}"
-    plan = plan_of(index, rendered)
+    plan = plan_of(rendered)
     assert plan.leading_ids == tuple(TOKENS.encode_template(USER + "Context: "))
-    assert plan_of(index, CHUNKS["long"]).leading_ids == ()
-    assert plan_of(index, "no chunk at all").leading_ids == plan_of(index, "no chunk at all").ids
+    assert plan_of(CHUNKS["long"]).leading_ids == ()
+    assert plan_of("no chunk at all").leading_ids == plan_of("no chunk at all").ids
 
 
 pieces = st.lists(
@@ -161,11 +148,8 @@ pieces = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(parts=pieces)
-def test_any_mixture_of_chunks_template_and_text_comes_out_whole(parts: list[str]) -> None:
-    index = ChunkIndex(CHUNKS.__getitem__)
-    for chunk_id, text in CHUNKS.items():
-        index.add(chunk_id, text)
+def test_any_mixture_of_chunks_template_and_text_is_planned_whole(parts: list[str]) -> None:
     rendered = "".join(parts)
-    assert_whole(plan_of(index, rendered), rendered)
+    assert_whole(plan_of(rendered), rendered)

@@ -33,7 +33,7 @@ from blendrag.corpus.vectors import VectorSearch, vector_of
 from blendrag.errors import CorpusError, InvalidInputError
 from blendrag.text.chunking import Chunk
 from blendrag.text.readers import Document
-from blendrag.text.recognition import PACKED_BYTES, ChunkIndex
+from blendrag.text.recognition import HASHES_BYTES, ChunkIndex
 
 
 class Dropped:
@@ -100,7 +100,7 @@ class Anchors:
             for chunk_id in self._index.ids():
                 if chunk_id not in present:
                     self._index.discard(chunk_id)
-        self._index.add_packed([row[2] for row in sound], [row[3] for row in sound])
+        self._index.add_hashes([row[2] for row in sound], [row[3] for row in sound])
         if len(sound) < len(rows):
             self._add_from_texts()
         self._last = rows[-1][0] if rows else self._last
@@ -128,7 +128,7 @@ def _is_sound(row: Sequence[Any]) -> bool:
         *_, packed = ANCHOR.checked(row)
     except DamagedRow:
         return False
-    return len(packed) == PACKED_BYTES and 0 <= int.from_bytes(packed[:8], "little") < 1 << 40
+    return len(packed) == HASHES_BYTES and 0 <= int.from_bytes(packed[:8], "little") < 1 << 40
 
 
 class StoredChunks:

@@ -26,7 +26,7 @@ from blendrag.corpus.database import (
 from blendrag.corpus.vectors import VectorSearch, vector_of
 from blendrag.text.chunking import Chunk
 from blendrag.text.readers import Document, MetadataValue
-from blendrag.text.recognition import packed, row_of
+from blendrag.text.recognition import chunk_hashes
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,7 @@ def _chunk_row(connection: sqlite3.Connection, chunk: Chunk) -> int:
     ).fetchone()
     if found is None:
         row = CHUNK.add(connection, chunk.chunk_id, chunk.text, chunk.tokens)
-        hashes = packed(row_of(chunk.chunk_id, chunk.text))
-        ANCHOR.add(connection, row, chunk.chunk_id, hashes)
+        ANCHOR.add(connection, row, chunk.chunk_id, chunk_hashes(chunk.text))
         connection.execute("DELETE FROM dropped WHERE chunk_id = ?", (chunk.chunk_id,))
         return row
     row = int(found[0])

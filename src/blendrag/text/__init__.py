@@ -1,1 +1,1 @@
-"""Documents and chunks as text: readers, chunking, and known chunks in a rendered prompt."""
+"""Text without models: read documents, cut them into chunks, find known chunks in prompts."""

@@ -1,10 +1,7 @@
-"""Document text → chunks of at most ``chunk_tokens`` tokens, each an exact substring.
+"""Split document text into chunks of at most ``chunk_tokens`` tokens, each an exact substring.
 
-Owns where a text is cut, what the canonical text of a chunk is and the id that names it. Does not
-know where texts come from, how a model encodes a chunk, or what a chunk is used for. Cuts follow
-meaning where there is any (paragraphs, then sentences, then words; ``semantic-text-splitter``).
-
-The caller passes a *text* tokenizer, one for which control tokens are ordinary text.
+Cuts follow paragraphs, then sentences, then words (``semantic-text-splitter``). The caller passes a *text*
+tokenizer, one for which control tokens are ordinary text.
 """
 
 from __future__ import annotations
@@ -23,18 +20,18 @@ if TYPE_CHECKING:
 MIN_CHUNK_TOKENS = 64
 MAX_CHUNK_TOKENS = 4096
 
-#: The splitter takes quadratic time on text without word boundaries (0.23 of
-#: semantic-text-splitter: 4 s for 80,000 CJK characters), so it sees windows of about this many
-#: chunks; all but a window's last chunk are kept and the next window starts at that last one.
+#: The splitter takes quadratic time on text without word boundaries (0.23 of semantic-text-splitter:
+#: 4 s for 80,000 CJK characters), so it sees windows of about this many chunks. All but a window's last
+#: chunk are kept, and the next window starts at that last one.
 WINDOW_CHUNKS = 8
-#: A chunk never has more characters than this per token it may hold. Bounds the window where a
-#: tokenizer makes one token out of any run of characters.
+#: Largest number of characters of a chunk per token it may have. Bounds the window where a tokenizer makes
+#: one token of any run of characters.
 MAX_CHARS_PER_TOKEN = 64
 #: First guess of characters per token, replaced by what the text shows.
 TYPICAL_CHARS_PER_TOKEN = 4
 
 
-#: Start, end and tokens of a chunk within a text.
+#: Start, end and number of tokens of a chunk within a text.
 Span = tuple[int, int, int]
 
 
@@ -53,17 +50,17 @@ class Chunk:
 
 
 def canonical(text: str) -> str:
-    """The form of a chunk's text that is stored, hashed and looked for in prompts."""
+    """The form of a chunk's text that is stored, hashed and searched for in prompts."""
     return text.strip()
 
 
 def chunk_id_of(text: str) -> str:
-    """SHA-256 hex of the canonical text: equal texts are one chunk, wherever they stand."""
+    """SHA-256 hex of the canonical text: equal texts are one chunk, wherever they occur."""
     return hashlib.sha256(canonical(text).encode("utf-8")).hexdigest()
 
 
 class Chunker:
-    """Splits texts for one tokenizer and one limit. Holds no state between texts."""
+    """Splits texts for one tokenizer and one limit."""
 
     def __init__(self, tokenizer: Tokenizer, chunk_tokens: int) -> None:
         from semantic_text_splitter import TextSplitter
@@ -89,8 +86,8 @@ class Chunker:
     def split(self, text: str) -> list[Chunk]:
         """Chunks of ``text`` in order, white space between them dropped.
 
-        Time is linear in the text's length. Raises :class:`InvalidInputError` for text that is
-        not valid Unicode (lone surrogates), and for what is no text.
+        Takes time linear in the text's length. Raises :class:`InvalidInputError` for values other than
+        strings and for text that is not valid Unicode (lone surrogates).
         """
         _check_text(text)
         check_unicode(text, "text")
@@ -105,19 +102,19 @@ class Chunker:
         window = self.chunk_tokens * TYPICAL_CHARS_PER_TOKEN * WINDOW_CHUNKS
         start = 0
         while start < len(text):
-            # 1) a window starts at text, never inside white space
+            # A window starts at text, never inside white space.
             start, _ = _stripped(text, start, min(start + largest, len(text)))
             end = min(start + window, len(text))
             spans = self._window_spans(text, start, end)
-            # 2) at the end of the text, all of them count
+            # At the end of the text, all chunks count.
             if end == len(text):
                 yield from spans
                 return
-            # 3) one chunk or none: the window was too small to tell, unless it is the largest
+            # One chunk or none: the window was too small to tell, unless it is the largest.
             if len(spans) < 2 and window < largest:
                 window = min(2 * window, largest)
                 continue
-            # 4) the last chunk ends where the window does, by chance: cut it again
+            # The last chunk ends where the window happens to end: cut it again.
             keep = spans[:-1] or spans
             yield from keep
             start = spans[-1][0] if len(spans) > 1 else end
@@ -125,21 +122,21 @@ class Chunker:
             window = max(self.chunk_tokens, min(WINDOW_CHUNKS * chars, largest))
 
     def _window_spans(self, text: str, start: int, end: int) -> list[Span]:
-        """Spans within ``text[start:end]``, each within the limit."""
+        """Chunks of ``text[start:end]``, each within the limit."""
         spans: list[Span] = []
         for piece_start, piece_end in _pieces(self._fast, text, start, end):
             tokens = self.count(text[piece_start:piece_end])
             if tokens <= self.chunk_tokens:
                 spans.append((piece_start, piece_end, tokens))
             else:
-                # The fast splitter works on a serialised copy, which does not carry
-                # ``encode_special_tokens``: it counts control tokens as one token each.
+                # The fast splitter works on a serialised copy without ``encode_special_tokens``,
+                # so it counts control tokens as one token each.
                 for exact_start, exact_end in _pieces(self._exact, text, piece_start, piece_end):
                     spans += self._halved(text, exact_start, exact_end)
         return spans
 
     def _halved(self, text: str, start: int, end: int) -> list[Span]:
-        """The span, cut in the middle where stripping made it longer in tokens."""
+        """The span, cut in the middle if stripping made it longer in tokens."""
         start, end = _stripped(text, start, end)
         tokens = self.count(text[start:end])
         if tokens <= self.chunk_tokens:
@@ -171,7 +168,7 @@ def _stripped(text: str, start: int, end: int) -> tuple[int, int]:
 
 
 def _uncapped(tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer, or a copy without truncation and padding, either of which miscounts."""
+    """The tokenizer, or a copy without truncation and padding, which would miscount."""
     if tokenizer.truncation is None and tokenizer.padding is None:
         return tokenizer
     from tokenizers import Tokenizer

@@ -1,4 +1,11 @@
-"""What counts as a match of a chunk in a prompt, and which matches are kept."""
+"""What counts as a match of a chunk in a prompt, and which of overlapping matches are kept.
+
+A match lies in a searched part of the prompt (a message's content), begins and ends at word boundaries
+and has at least :data:`MIN_LETTERS` letters or digits. English prose carries about one bit per character
+(Shannon 1951), so 45 letters, about ten words, carry 54 bits: with a million chunks, a prompt of 32,000
+characters contains one of them by chance once in half a million prompts. Ideographs, kana and Hangul
+syllables count three each. Rules and tables of punctuation alone never match.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +17,22 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+
+MIN_LETTERS = 45
+#: Letters that one wide character (ideograph, kana, Hangul syllable) counts as.
+WIDE_LETTERS = 3
+
+#: First words of the Unicode names of characters in scripts that put no space between words.
+_UNSPACED = frozenset(
+    {
+        "CJK", "IDEOGRAPHIC", "HIRAGANA", "KATAKANA", "HALFWIDTH", "BOPOMOFO", "YI", "NUSHU", "TANGUT",
+        "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN", "JAVANESE", "BALINESE", "TAI", "NEW",
+    }
+)  # fmt: skip
+#: Bits of a character's kind: its letters (0, 1 or 3), and whether it is part of a word.
+_LETTERS, _JOINS = 3, 4
+_ESCAPED = [ord(char) for char in "ntr"]
+_FIRST_WORD = re.compile("[A-Z]+")
 
 
 @dataclass(frozen=True)
@@ -26,88 +49,6 @@ class Match:
     complete: bool
 
 
-class Spans:
-    """Matches that do not overlap, kept sorted by start."""
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._matches: list[Match] = []
-
-    def free(self, start: int, end: int) -> bool:
-        return self.room(start, end) == end - start
-
-    def room(self, start: int, limit: int) -> int:
-        """Characters from ``start`` to the next match or ``limit``, 0 inside a match."""
-        at = bisect.bisect_right(self._starts, start)
-        if at and self._matches[at - 1].end > start:
-            return 0
-        return min(limit, self._starts[at] if at < len(self._starts) else limit) - start
-
-    def add(self, match: Match) -> None:
-        at = bisect.bisect_right(self._starts, match.start)
-        self._starts.insert(at, match.start)
-        self._matches.insert(at, match)
-
-    def matches(self) -> list[Match]:
-        return self._matches
-
-
-def best_cover(spans: Sequence[tuple[int, int]]) -> list[int]:
-    """Indices of disjoint spans that cover most together; of equal covers, that of fewest spans.
-
-    Weighted interval scheduling: O(n log n).
-    """
-    order = sorted(range(len(spans)), key=lambda i: (spans[i][1], spans[i][0]))
-    ends = [spans[i][1] for i in order]
-    scores, before = [0], []  # of the first k spans
-    scale = len(spans) + 1  # a character counts for more than all spans
-    for k, i in enumerate(order):
-        start, end = spans[i]
-        before.append(bisect.bisect_right(ends, start, 0, k))
-        scores.append(max(scores[k], scores[before[k]] + (end - start) * scale - 1))
-    chosen, k = [], len(order)
-    while k:
-        if scores[k] == scores[k - 1]:
-            k -= 1
-        else:
-            chosen.append(order[k - 1])
-            k = before[k - 1]
-    return chosen[::-1]
-
-
-def matched_chars(matches: Sequence[Match]) -> int:
-    return sum(match.end - match.start for match in matches)
-
-
-def common_prefix(prompt: str, start: int, limit: int, text: str) -> int:
-    """Characters that ``prompt[start:limit]`` and ``text`` have in common from their starts."""
-    low, high = 0, min(limit - start, len(text))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if prompt.startswith(text[low:middle], start + low):
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-MIN_LETTERS = 45
-#: Letters that one wide character (ideograph, kana, Hangul syllable) counts as.
-WIDE_LETTERS = 3
-
-#: First words of the Unicode names of characters in scripts that put no space between words.
-_UNSPACED = frozenset(
-    {
-        "CJK", "IDEOGRAPHIC", "HIRAGANA", "KATAKANA", "HALFWIDTH", "BOPOMOFO", "YI", "NUSHU", "TANGUT",
-        "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN", "JAVANESE", "BALINESE", "TAI", "NEW",
-    }
-)  # fmt: skip
-#: Bits of a character's kind: its letters (0, 1 or 3), and whether it is in a word.
-_LETTERS, _JOINS = 3, 4
-_ESCAPED = [ord(char) for char in "ntr"]
-_FIRST_WORD = re.compile("[A-Z]+")
-
-
 @lru_cache(maxsize=1 << 16)
 def _kind(char: str) -> int:
     category = unicodedata.category(char)[0]
@@ -122,24 +63,24 @@ def _kind(char: str) -> int:
 
 
 def letters_in(text: str) -> int:
-    """Letters and digits of ``text``, wide ones counted :data:`WIDE_LETTERS` times."""
+    """Letters and digits of ``text``; a wide character counts :data:`WIDE_LETTERS`."""
     return sum(_kind(char) & _LETTERS for char in text)
 
 
 def is_recognisable(text: str) -> bool:
-    """Whether a chunk of this text is long enough to be looked for in prompts."""
+    """Whether a chunk with this text is long enough to be searched for in prompts."""
     return letters_in(text) >= MIN_LETTERS
 
 
 class SearchArea:
-    """The parts of one prompt that are searched."""
+    """The parts of one prompt that are searched. Every answer is an array look-up."""
 
     def __init__(
         self, prompt: str, within: Sequence[tuple[int, int]] | None = None, strict: bool = True
     ) -> None:
-        """``within``: ascending, disjoint spans; ``None`` for all of the prompt.
+        """``within``: ascending, disjoint spans; ``None`` for the whole prompt.
 
-        ``strict=False`` asks for neither word boundaries nor length.
+        With ``strict=False`` a match needs neither word boundaries nor a minimum length.
         """
         size = len(prompt)
         spans = np.array([(0, size)] if within is None else list(within), np.intp).reshape(-1, 2)
@@ -149,16 +90,16 @@ class SearchArea:
         self._boundary = np.ones(size + 1, np.bool_)
         if strict and size:
             codes = np.frombuffer(prompt.encode("utf-32-le", "surrogatepass"), np.uint32)
-            kinds = _kinds(prompt)[codes]
+            kinds = _kind_table(prompt)[codes]
             np.cumsum(kinds & _LETTERS, out=self._letters[1:])
             joins = (kinds & _JOINS) > 0
             self._boundary[1:-1] = ~(joins[1:] & joins[:-1])
-            # The n of a line break that JSON or repr wrote as \\n is in no word.
+            # The n of a line break that JSON or repr wrote as \\n belongs to no word.
             self._boundary[2:] |= (codes[:-1] == ord("\\")) & np.isin(codes[1:], _ESCAPED)
             self._boundary[spans] = True
 
     def ends(self, starts: np.ndarray) -> np.ndarray:
-        """For each start, where the searched span ends that it is in; 0 outside of them."""
+        """For each start, the end of the searched span around it; 0 outside of all spans."""
         if not len(self._starts):
             return np.zeros(len(starts), np.intp)
         at = np.searchsorted(self._starts, starts, "right") - 1
@@ -166,11 +107,11 @@ class SearchArea:
         return np.where((at >= 0) & (starts < ends), ends, 0)
 
     def may_begin(self, starts: np.ndarray) -> np.ndarray:
-        """Which of ``starts`` a chunk may begin at."""
+        """Whether a chunk may begin at each of ``starts``."""
         return self._boundary[starts] & (self.ends(starts) > 0)
 
     def may_hold(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Which of the spans a whole chunk may fill; starts as :meth:`may_begin` left them."""
+        """Whether a whole chunk may fill each span; ``starts`` passed :meth:`may_begin`."""
         ends = starts + lengths
         fits = ends <= self.ends(starts)
         ends = np.where(fits, ends, starts)
@@ -178,13 +119,13 @@ class SearchArea:
         return fits & enough & self._boundary[ends]
 
     def cut(self, start: int, end: int) -> int:
-        """The last word boundary in ``prompt[start:end]``; ``start`` where too little is before it."""
+        """The last word boundary in ``prompt[start:end]``, or ``start`` if too few letters precede it."""
         end = start + int(np.flatnonzero(self._boundary[start : end + 1])[-1])
         return end if self._letters[end] - self._letters[start] >= self._least else start
 
 
-def _kinds(prompt: str) -> np.ndarray:
-    """Kinds of the prompt's characters, by code point.  uint8"""
+def _kind_table(prompt: str) -> np.ndarray:
+    """Kinds of the prompt's characters, indexed by code point.  uint8"""
     chars = set(prompt)
     table = np.zeros(ord(max(chars)) + 1, np.uint8)
     for char in chars:
@@ -192,19 +133,72 @@ def _kinds(prompt: str) -> np.ndarray:
     return table
 
 
+class DisjointMatches:
+    """Matches that do not overlap, sorted by start."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self.matches: list[Match] = []
+
+    def room(self, start: int, limit: int) -> int:
+        """Characters from ``start`` to the next match or ``limit``; 0 inside a match."""
+        at = bisect.bisect_right(self._starts, start)
+        if at and self.matches[at - 1].end > start:
+            return 0
+        return min(limit, self._starts[at] if at < len(self._starts) else limit) - start
+
+    def add(self, match: Match) -> None:
+        at = bisect.bisect_right(self._starts, match.start)
+        self._starts.insert(at, match.start)
+        self.matches.insert(at, match)
+
+
+def best_cover(matches: Sequence[Match]) -> list[Match]:
+    """The disjoint matches that cover most characters together; of equal covers, the one with fewest.
+
+    Weighted interval scheduling, O(n log n).
+    """
+    ordered = sorted(matches, key=lambda match: (match.end, match.start))
+    ends = [match.end for match in ordered]
+    scores, before = [0], []  # of the first k matches
+    scale = len(ordered) + 1  # one character counts for more than all matches
+    for k, match in enumerate(ordered):
+        before.append(bisect.bisect_right(ends, match.start, 0, k))
+        gain = (match.end - match.start) * scale - 1
+        scores.append(max(scores[k], scores[before[k]] + gain))
+    chosen, k = [], len(ordered)
+    while k:
+        if scores[k] == scores[k - 1]:
+            k -= 1
+        else:
+            chosen.append(ordered[k - 1])
+            k = before[k - 1]
+    return chosen[::-1]
+
+
+def common_prefix(prompt: str, start: int, limit: int, text: str) -> int:
+    """Number of characters that ``prompt[start:limit]`` and ``text`` share from their starts."""
+    low, high = 0, min(limit - start, len(text))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if prompt.startswith(text[low:middle], start + low):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 _ESCAPE = re.compile(r"""\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|([ntr"'\\/]))""")
 _PLAIN = {"n": "\n", "t": "\t", "r": "\r"}
 
 
 def unescaped(prompt: str) -> str:
-    """The prompt with every escape replaced by what it stands for; itself where there is none."""
+    """``prompt`` with the escapes of ``repr`` and JSON replaced by the characters they stand for."""
 
     def plain(escape: re.Match[str]) -> str:
         code = escape[1] or escape[2]
         return chr(int(code, 16)) if code else _PLAIN.get(escape[3], escape[3])
 
-    if "\\" not in prompt:
-        return prompt
     text, count = _ESCAPE.subn(plain, prompt)
     if not count:
         return prompt

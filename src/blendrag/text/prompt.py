@@ -1,12 +1,11 @@
-"""A rendered prompt becomes a :class:`PromptPlan`: fresh and chunk segments with ids and positions.
+"""Cut a rendered prompt into segments: known chunks, and the text between them, with ids and positions.
 
-Owns the cutting. Chunks are found by content, not by a separator, and the prompt is tokenised as one text:
-its ids are those of the stock tokenizer. A chunk lends its KV to the tokens that are its own; a last token
-that merged with the text behind it (``".\\n\\n"``) is computed. A chunk is tokenised apart, as plain text,
-where its text looks like control tokens or merges with what is before it.
+The prompt is tokenised as one text, so its ids are those of the stock tokenizer, and mode ``full`` is a
+stock prefill of ``plan.ids``. A chunk's KV is used for the tokens that equal the chunk's own ids. A last
+token that merged with the text behind the chunk (``".\\n\\n"``) is computed. A chunk is tokenised on its own,
+as plain text, if it contains what looks like a control token or merges with the text before it.
 
-Does not know stores: whether a chunk has KV is decided later. The mode ``full`` means a stock prefill of
-exactly ``plan.ids``.
+Whether a chunk has stored KV is decided later.
 """
 
 from __future__ import annotations
@@ -18,41 +17,30 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
-#: Most tokens at its end that a chunk may lose to the text behind it before it is tokenised apart.
+from blendrag.text.matches import Match
+
+#: Most tokens at its end that a chunk may lose to the text behind it before it is tokenised on its own.
 SEAM_TOKENS = 8
 
 
 class Encoded(NamedTuple):
-    """Ids of a text, and from which to which character each goes."""
+    """Ids of a text, and each id's span of characters."""
 
     ids: list[int]
     offsets: list[tuple[int, int]]
 
 
 class Tokenizes(Protocol):
-    """What a prompt is tokenised with (:class:`blendrag.model.tokens.Tokens`)."""
+    """What tokenises a prompt (:class:`blendrag.model.tokens.Tokens`)."""
 
     def encode_prompt(self, text: str, begins: bool) -> Encoded: ...
     def encode_text(self, text: str) -> list[int]: ...
     def control_spans(self, text: str) -> list[tuple[int, int]]: ...
 
 
-class ChunkMatch(Protocol):
-    """A chunk found at ``prompt[start:end]`` (:class:`blendrag.text.recognition.Match`)."""
-
-    @property
-    def chunk_id(self) -> str: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def end(self) -> int: ...
-    @property
-    def complete(self) -> bool: ...
-
-
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of the prompt, beginning at token ``position``."""
+    """A part of the prompt that begins at token ``position``."""
 
     text: str
     ids: tuple[int, ...]
@@ -61,7 +49,7 @@ class Segment:
     stored_ids: tuple[int, ...] = ()
     """Ids of the whole chunk; ``ids`` is a prefix of them."""
     complete: bool = True
-    """Whether all of the chunk's text is in the prompt."""
+    """Whether the whole text of the chunk is in the prompt."""
 
     @property
     def end(self) -> int:
@@ -84,18 +72,14 @@ class PromptPlan:
 
     @property
     def leading_ids(self) -> tuple[int, ...]:
-        """Ids before the first chunk; all of them where there is none."""
-        ids: list[int] = []
-        for segment in self.segments:
-            if segment.chunk_id is not None:
-                break
-            ids.extend(segment.ids)
-        return tuple(ids)
+        """Ids before the first chunk; all ids if there is no chunk."""
+        chunks = self.chunks
+        return self.ids[: chunks[0].position] if chunks else self.ids
 
 
 def make_plan(
     rendered: str,
-    matches: Sequence[ChunkMatch],
+    matches: Sequence[Match],
     tokens: Tokenizes,
     chunk_ids: Callable[[str], tuple[int, ...]],
     plain: Sequence[tuple[int, int]] = (),
@@ -109,26 +93,26 @@ def make_plan(
 
 
 class _Piece(NamedTuple):
-    """A stretch of the prompt that is tokenised as one text."""
+    """A part of the prompt that is tokenised as one text."""
 
     start: int
     end: int
-    matches: tuple[int, ...] = ()
-    """Numbers of the chunks in it."""
-    is_plain: bool = False
+    matches: tuple[int, ...]
+    """Numbers of the matches in it."""
+    is_plain: bool
 
 
 class _Cutting:
     """One prompt on its way to a plan.
 
-    Everything is one piece at first. A chunk whose ids are not those of the piece's tokens begins a piece;
-    where that does not help, it is a piece.
+    At first the whole prompt is one piece. A chunk whose ids differ from the piece's begins a new piece;
+    if that does not help, it becomes a piece of plain text.
     """
 
     def __init__(
         self,
         rendered: str,
-        matches: Sequence[ChunkMatch],
+        matches: Sequence[Match],
         tokens: Tokenizes,
         chunk_ids: Callable[[str], tuple[int, ...]],
         plain: Sequence[tuple[int, int]],
@@ -136,13 +120,15 @@ class _Cutting:
         self._text, self._matches, self._tokens = rendered, matches, tokens
         self._stored = [tuple(chunk_ids(match.chunk_id)) for match in matches]
         self._plain = plain
-        self._begins: set[int] = set()
-        self._apart: set[int] = set()
+        self._begin_piece: set[int] = set()
+        self._are_piece: set[int] = set()
         self._encoded: dict[tuple[int, int], Encoded] = {}
+        self._segments: list[Segment] = []
 
     def plan(self) -> PromptPlan:
         while True:
             pieces = self._pieces()
+            starts = {piece.start for piece in pieces}
             wrong = [
                 number
                 for piece in pieces
@@ -152,23 +138,29 @@ class _Cutting:
             if not wrong:
                 break
             for number in wrong:
-                at_start = any(piece.start == self._matches[number].start for piece in pieces)
-                (self._apart if at_start else self._begins).add(number)
-        return PromptPlan(tuple(self._segments(pieces)))
+                begins = self._matches[number].start in starts
+                (self._are_piece if begins else self._begin_piece).add(number)
+        for piece in pieces:
+            if piece.is_plain:
+                self._add_plain(piece)
+            else:
+                self._add_with_chunks(piece)
+        return PromptPlan(tuple(self._segments))
 
     def _pieces(self) -> list[_Piece]:
         matches = self._matches
-        cuts = {0, len(self._text)}
-        alone = {(matches[n].start, matches[n].end) for n in self._apart}
-        cuts.update(edge for span in (*self._plain, *alone) for edge in span)
-        cuts.update(matches[number].start for number in self._begins)
-        edges = sorted(cuts)
-        pieces = []
-        for start, end in pairwise(edges):
-            inside = [n for n, m in enumerate(matches) if start <= m.start < end]
-            is_plain = (start, end) in alone or (start, end) in self._plain
-            pieces.append(_Piece(start, end, tuple(inside), is_plain))
-        return pieces
+        plain = {*self._plain, *((matches[n].start, matches[n].end) for n in self._are_piece)}
+        cuts = {0, len(self._text), *(edge for span in plain for edge in span)}
+        cuts.update(matches[number].start for number in self._begin_piece)
+        return [
+            _Piece(
+                start,
+                end,
+                tuple(n for n, match in enumerate(matches) if start <= match.start < end),
+                (start, end) in plain,
+            )
+            for start, end in pairwise(sorted(cuts))
+        ]
 
     def _encode(self, piece: _Piece) -> Encoded:
         key = (piece.start, piece.end)
@@ -178,7 +170,7 @@ class _Cutting:
         return self._encoded[key]
 
     def _shared(self, piece: _Piece, number: int) -> tuple[int, int] | None:
-        """From which to which token of the piece the ids are the chunk's; ``None`` if too few are."""
+        """First and last token (exclusive) of the piece that equal the chunk's ids; ``None`` if too few."""
         match, stored, encoded = self._matches[number], self._stored[number], self._encode(piece)
         low, high = (
             bisect_left(encoded.offsets, (at - piece.start, 0)) for at in (match.start, match.end)
@@ -193,51 +185,50 @@ class _Cutting:
                 return None
         return low, end
 
-    def _segments(self, pieces: Sequence[_Piece]) -> list[Segment]:
-        made: list[Segment] = []
-        position = 0
+    def _add(self, ids: Sequence[int], text: str, number: int | None = None) -> None:
+        """Append a segment, of the chunk with that number or of other text."""
+        if not ids:
+            return
+        position = self._segments[-1].end if self._segments else 0
+        if number is None:
+            segment = Segment(text, tuple(ids), position)
+        else:
+            match, stored = self._matches[number], self._stored[number]
+            segment = Segment(text, tuple(ids), position, match.chunk_id, stored, match.complete)
+        self._segments.append(segment)
 
-        def add(ids: Sequence[int], text: str, number: int | None = None) -> None:
-            nonlocal position
-            if not ids:
-                return
-            if number is None:
-                made.append(Segment(text, tuple(ids), position))
-            else:
-                match, stored = self._matches[number], self._stored[number]
-                made.append(
-                    Segment(text, tuple(ids), position, match.chunk_id, stored, match.complete)
-                )
-            position += len(ids)
+    def _add_plain(self, piece: _Piece) -> None:
+        text = self._text[piece.start : piece.end]
+        if not piece.matches:
+            self._add(self._tokens.encode_text(text), text)
+            return
+        (number,) = piece.matches
+        stored = self._stored[number]
+        if self._matches[number].complete:
+            self._add(stored, text, number)
+            return
+        ids = self._tokens.encode_text(text)
+        # The cut may fall inside a token: the chunk has only the ids that both tokenisations share.
+        shared = _common_prefix(ids, stored)
+        self._add(ids[:shared], text, number)
+        self._add(ids[shared:], "" if shared else text)
 
-        for piece in pieces:
-            text = self._text[piece.start : piece.end]
-            if piece.is_plain:
-                number = piece.matches[0] if piece.matches else None
-                if number is not None and self._matches[number].complete:
-                    add(self._stored[number], text, number)
-                    continue
-                ids = self._tokens.encode_text(text)
-                # The cut may fall inside a token: only the ids both tokenisations share are the chunk's.
-                shared = 0 if number is None else _common_prefix(ids, self._stored[number])
-                add(ids[:shared], text, number)
-                add(ids[shared:], "" if shared else text)
-                continue
-            encoded, at, seen = self._encode(piece), 0, 0
-            for number in piece.matches:
-                match = self._matches[number]
-                low, end = self._shared(piece, number) or (at, at)
-                start = match.start - piece.start
-                add(encoded.ids[at:low], text[seen:start])
-                seen = match.end - piece.start
-                add(encoded.ids[low:end], text[start:seen], number)
-                at = end
-            add(encoded.ids[at:], text[seen:])
-        return made
+    def _add_with_chunks(self, piece: _Piece) -> None:
+        text, encoded = self._text[piece.start : piece.end], self._encode(piece)
+        at, seen = 0, 0  # tokens and characters added
+        for number in piece.matches:
+            match, shared = self._matches[number], self._shared(piece, number)
+            assert shared is not None  # plan() went on until every chunk shares its tokens
+            low, end = shared
+            start, stop = match.start - piece.start, match.end - piece.start
+            self._add(encoded.ids[at:low], text[seen:start])
+            self._add(encoded.ids[low:end], text[start:stop], number)
+            at, seen = end, stop
+        self._add(encoded.ids[at:], text[seen:])
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Tokens that both begin with, found by comparing halves: no loop over tokens."""
+    """Number of tokens that both begin with, by comparing slices rather than single tokens."""
     a, b = tuple(a), tuple(b)
     low, high = 0, min(len(a), len(b))
     while low < high:

@@ -1,4 +1,8 @@
-"""Read documents from files: text, Markdown, HTML and JSON lines."""
+"""Read files into documents: plain text, Markdown, HTML and JSON lines.
+
+A file that cannot be read raises :class:`UnreadableDocumentError` with the reason, so that ingest can
+report it and continue.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +23,13 @@ if TYPE_CHECKING:
 
 MetadataValue = str | int | float | bool
 
+#: Size limit of a document's file.
+MAX_DOCUMENT_BYTES = 1024 * regular_files.MIB
+
 
 @dataclass(frozen=True)
 class Document:
-    """One text with where it came from.
+    """One text and where it came from.
 
     ``source`` is the file's path with forward slashes; for JSON lines ``path#id`` or ``path#line``.
     """
@@ -34,20 +41,82 @@ class Document:
 
 
 def digest_of(document: Document) -> str:
-    """SHA-256 over text, title and metadata: equal digests need no work on re-ingest."""
+    """SHA-256 over text, title and metadata. Re-ingest skips a document whose digest is unchanged."""
     metadata = json.dumps(dict(document.metadata), sort_keys=True)
     fields = ("document", document.title, document.text, metadata)
     return digest_fields(field.encode("utf-8", "surrogatepass") for field in fields)
 
 
-#: Size limit of a document's file.
-MAX_DOCUMENT_BYTES = 1024 * regular_files.MIB
+# -- which files ------------------------------------------------------------------------------------
+
+
+class Inputs(NamedTuple):
+    """The files that a list of paths stands for."""
+
+    files: list[Path]
+    """To be read, in order, each once."""
+    unsupported: list[Path]
+    """Files found in a directory that no reader supports. They are reported, not read."""
+
+
+def scan_inputs(paths: Sequence[Path]) -> Inputs:
+    """The files named, and the supported files below the directories named (recursive, sorted).
+
+    Skips hidden files, hidden directories and KV stores, and does not follow links to directories. A
+    file named explicitly is always returned: reading it then reports why it cannot be read. Raises
+    :class:`InvalidInputError` for a path that does not exist or a directory that cannot be listed.
+    """
+    files: dict[Path, None] = {}
+    unsupported: dict[Path, None] = {}
+    for path in map(Path, paths):
+        try:
+            is_directory, exists = path.is_dir(), path.exists() or path.is_symlink()
+        except OSError as exc:
+            raise InvalidInputError(
+                f"{path} cannot be accessed ({exc.strerror}); check its name and the permissions of "
+                "the directories above it, or leave it out"
+            ) from exc
+        if is_directory:
+            for found in _files_below(path):
+                (files if found.suffix.lower() in SUPPORTED_SUFFIXES else unsupported)[found] = None
+        elif exists:
+            files[path] = None
+        else:
+            raise InvalidInputError(
+                f"{path} does not exist, expected a file or a directory; check the spelling"
+            )
+    return Inputs(list(files), [path for path in unsupported if path not in files])
+
+
+def _files_below(directory: Path) -> Iterator[Path]:
+    def refuse(error: OSError) -> None:
+        raise InvalidInputError(
+            f"{error.filename} cannot be listed ({error.strerror}); "
+            "change its permissions or leave it out"
+        ) from error
+
+    for folder, folders, names in os.walk(directory, onerror=refuse):
+        folders[:] = sorted(
+            name for name in folders if not (name.startswith(".") or _is_store(Path(folder, name)))
+        )
+        yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
+
+
+def _is_store(directory: Path) -> bool:
+    try:
+        mark = regular_files.read_bytes(directory / "format", regular_files.MIB)
+    except OSError:
+        return False
+    return mark.startswith(b"blendrag-kv ")
+
+
+# -- one file ---------------------------------------------------------------------------------------
 
 
 def read_documents(path: Path) -> Iterator[Document]:
-    """Documents of one file, in order.
+    """The documents of one file, in order.
 
-    Raises :class:`UnreadableDocumentError`; for JSON lines after all documents of good lines.
+    Raises :class:`UnreadableDocumentError`; for JSON lines only after all good lines were yielded.
     """
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
@@ -74,18 +143,21 @@ def _read_text(path: Path) -> str:
         ) from exc
     if b"\0" in data:
         raise UnreadableDocumentError(
-            path, "is binary (holds NUL bytes), expected UTF-8 text; convert it to text first"
+            path, "is binary (contains NUL bytes), expected UTF-8 text; convert it to text first"
         )
     try:
-        text = data.decode("utf-8-sig")
+        text = _with_newlines(data.decode("utf-8-sig"))
     except UnicodeDecodeError as exc:
         raise UnreadableDocumentError(
             path, f"is not UTF-8 (byte {exc.start}); convert it, for example with iconv"
         ) from exc
-    text = text.replace("\r\n", "\n").replace("\r", "\n")
     if not text.strip():
         raise UnreadableDocumentError(path, "is empty, expected text; remove it or fill it")
     return text
+
+
+def _with_newlines(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _stem_title(path: Path) -> str:
@@ -101,10 +173,11 @@ _HEADING = re.compile(r"\s{0,3}#{1,6}[ \t]+(.*?)[ \t]*#*[ \t]*$")
 
 
 def _read_markdown(path: Path, text: str) -> Iterator[Document]:
-    yield Document(path.as_posix(), text, _markdown_title(text) or _stem_title(path))
+    yield Document(path.as_posix(), text, _first_heading(text) or _stem_title(path))
 
 
-def _markdown_title(text: str) -> str | None:
+def _first_heading(text: str) -> str | None:
+    """The first Markdown heading outside code blocks."""
     fence = None
     for line in text.splitlines():
         if opening := _FENCE.match(line):
@@ -131,7 +204,7 @@ def _read_html(path: Path, text: str) -> Iterator[Document]:
     title = " ".join(soup.title.get_text().split()) if soup.title else ""
     body = _html_text(soup)
     if not body:
-        raise UnreadableDocumentError(path, "holds no text once tags are removed; leave it out")
+        raise UnreadableDocumentError(path, "contains no text besides tags; leave it out")
     yield Document(path.as_posix(), body, title or _stem_title(path))
 
 
@@ -154,7 +227,7 @@ def _html_text(soup: BeautifulSoup) -> str:
 
 
 def _read_jsonl(path: Path, text: str) -> Iterator[Document]:
-    """Every good line, and only then an error that names the first bad one."""
+    """Yields every good line, then raises an error that names the first bad one."""
     seen: set[str] = set()
     first_fault, bad_lines = "", 0
     for number, line in enumerate(text.split("\n"), start=1):
@@ -176,7 +249,7 @@ def _read_jsonl(path: Path, text: str) -> Iterator[Document]:
 
 
 class _BadLine(Exception):
-    """Why one line is no document, to be said behind its number."""
+    """Why a line is not a document."""
 
 
 def _jsonl_document(path: Path, number: int, line: str) -> Document:
@@ -186,14 +259,13 @@ def _jsonl_document(path: Path, number: int, line: str) -> Document:
         raise _BadLine(f"is not valid JSON ({exc}); write one object to a line") from exc
     if not isinstance(record, dict) or not isinstance(record.get("text"), str):
         raise _BadLine('is not an object with a string under "text"; write {"text": "…"}')
-    text = record["text"].replace("\r\n", "\n").replace("\r", "\n")
+    text = _with_newlines(record["text"])
     if not text.strip():
         raise _BadLine('has an empty "text"; fill it or remove the line')
     try:
-        line_without_escapes = json.dumps(record, ensure_ascii=False)
-        line_without_escapes.encode("utf-8")
+        json.dumps(record, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as exc:
-        raise _BadLine("holds a lone surrogate, expected valid Unicode; replace it") from exc
+        raise _BadLine("contains a lone surrogate, expected valid Unicode; replace it") from exc
     record_id = record.get("id")
     name = number if record_id is None or record_id == "" else record_id
     return Document(
@@ -217,78 +289,4 @@ _READERS: dict[str, Callable[[Path, str], Iterator[Document]]] = {
     ".jsonl": _read_jsonl,
 }
 
-#: Suffixes that can be read.
 SUPPORTED_SUFFIXES = tuple(_READERS)
-
-
-#: How the file ``format`` in the directory of a KV store begins.
-_STORE_FORMAT = b"blendrag-kv "
-
-
-class Inputs(NamedTuple):
-    """What a list of paths amounts to."""
-
-    files: list[Path]
-    """To be read, in order, each once."""
-    unsupported: list[Path]
-    """Found in a directory with a suffix that no reader takes: not read, to be reported."""
-
-
-def find_inputs(paths: Sequence[Path]) -> list[Path]:
-    """Files to read: :func:`scan_inputs` without what was skipped."""
-    return scan_inputs(paths).files
-
-
-def scan_inputs(paths: Sequence[Path]) -> Inputs:
-    """Files named, and supported files below directories named (recursive, sorted).
-
-    Hidden files and directories and KV stores are left out, and directories that are links are not
-    entered. A file named outright is always returned, so that reading it says why it cannot be read.
-    Raises :class:`InvalidInputError` for a path that does not exist or a directory that cannot be
-    listed.
-    """
-    files: dict[Path, None] = {}
-    unsupported: dict[Path, None] = {}
-    for path in map(Path, paths):
-        try:
-            is_directory, is_there = path.is_dir(), path.exists() or path.is_symlink()
-        except OSError as exc:
-            raise InvalidInputError(
-                f"{path} cannot be looked at ({exc.strerror}); check its name and the permissions of "
-                "the directories above it, or leave it out"
-            ) from exc
-        if is_directory:
-            for found in _below(path):
-                (files if found.suffix.lower() in SUPPORTED_SUFFIXES else unsupported)[found] = None
-        elif is_there:
-            files[path] = None
-        else:
-            raise InvalidInputError(
-                f"{path} does not exist, expected a file or a directory; check the spelling"
-            )
-    return Inputs(list(files), [path for path in unsupported if path not in files])
-
-
-def _below(directory: Path) -> Iterator[Path]:
-    def refuse(error: OSError) -> None:
-        raise InvalidInputError(
-            f"{error.filename} cannot be listed ({error.strerror}); "
-            "change its permissions or leave it out"
-        ) from error
-
-    for folder, folders, names in os.walk(directory, onerror=refuse):
-        folders[:] = sorted(
-            name for name in folders if not (name.startswith(".") or _is_store(Path(folder, name)))
-        )
-        yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
-
-
-def _is_store(directory: Path) -> bool:
-    mark = directory / "format"
-    try:
-        if not mark.is_file():
-            return False
-        with mark.open("rb") as file:
-            return file.read(len(_STORE_FORMAT)) == _STORE_FORMAT
-    except OSError:
-        return False

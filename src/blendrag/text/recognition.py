@@ -1,35 +1,94 @@
-"""Find known chunks in a prompt by their text."""
+"""Find known chunks in a prompt by their text; the prompt carries no marks.
+
+1. Hash the 32 characters at every position of the prompt and look each hash up among the beginnings of
+   all chunks. Chinese has no word starts, so positions are not limited to them.
+2. Where a beginning is known, hash 64, 128, 256, … characters until it is not. This tells chunks apart
+   whose first pages are equal.
+3. Compare whole chunks by length and hash, in constant time from prefix sums, and then by text: a hash
+   collision costs time and never gives a wrong match.
+4. Of whole chunks that overlap, keep those that cover most characters together. So a new chunk never
+   lowers the number of characters that whole chunks cover.
+5. Fill the gaps with chunks whose tail is cut off in the prompt.
+
+Chunks of 16 to 31 characters (enough where characters are ideographs) are found by their first 16.
+Shorter chunks and chunks whose head is cut off are not found; their text is computed like any other.
+Where a prompt or a corpus repeats itself, the ``MAX_`` constants bound the work: every beginning is tried
+where it first occurs, as often as fits.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from blendrag.text.chunking import canonical
 from blendrag.text.matches import (
+    DisjointMatches,
     Match,
     SearchArea,
-    Spans,
     best_cover,
     common_prefix,
-    matched_chars,
     unescaped,
 )
 
 U64 = np.uint64
+#: Lengths of the beginnings that are hashed. The first is for chunks shorter than the second.
+LEVELS = (16, *(32 << i for i in range(10)))
+SHORT, FIRST = LEVELS[:2]
+#: Pairs of a position and a length that are compared by hash in one prompt, per level.
+MAX_COMPARED = 1 << 16
+#: Positions in one prompt where the texts of whole chunks are compared.
+MAX_WHOLE = 4096
+#: Positions where a chunk may begin whose tail is cut off, and chunks compared at each of them.
+MAX_TAIL_CUT_STARTS = 512
+MAX_TAIL_CUT_CANDIDATES = 16
+#: What must be left of a chunk whose tail is cut off: characters, and share of the chunk.
+MIN_TAIL_CUT_CHARS = 64
+MIN_TAIL_CUT_SHARE = 0.25
+#: Recently added chunks are kept apart until there are this many, or this share of the others.
+RECENT = 1024
+RECENT_SHARE = 1 / 16
+
+
+# -- hashes -----------------------------------------------------------------------------------------
+# Polynomials over code points modulo 2⁶⁴, reduced to 63 bits to fit a signed column. The corpus stores
+# them, so they never change. They need not withstand deliberate collisions: texts are compared at last.
+
 _BASE = 0x9E3779B97F4A7C15 | 1  # odd, so that it has an inverse modulo 2⁶⁴
-_INVERSE = pow(_BASE, -1, 1 << 64)
 _MIX = U64(0xFF51AFD7ED558CCD)
+
+
+class _Powers:
+    """1, base, base², …, extended as needed. Safe to share between threads."""
+
+    def __init__(self, base: int) -> None:
+        self._base = base
+        self._known = np.ones(1, U64)
+
+    def upto(self, size: int) -> np.ndarray:
+        known = self._known
+        if len(known) < size:
+            steps = np.full(max(size, 2 * len(known)), self._base, U64)
+            steps[0] = 1
+            known = self._known = np.cumprod(steps, dtype=U64)
+        return known[:size]
+
+
+_POWERS = _Powers(_BASE)
+_POWERS_OF_INVERSE = _Powers(pow(_BASE, -1, 1 << 64))
 
 
 class PrefixSums:
     """Hashes of any part of a text in constant time."""
 
     def __init__(self, text: str) -> None:
-        codes = _codes(text)
+        # Code points plus one, so that leading NULs count.
+        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32).astype(
+            U64
+        ) + U64(1)
         self.size = len(codes)
         with np.errstate(over="ignore"):
             self._inverses = _POWERS_OF_INVERSE.upto(self.size + 1)
@@ -46,66 +105,15 @@ class PrefixSums:
             return _mixed(raw)
 
     def hashes(self, starts: np.ndarray, lengths: np.ndarray | int) -> np.ndarray:
-        """Hashes of ``text[start : start + length]`` for each pair; all must fit."""
+        """Hashes of ``text[start : start + length]`` for each pair; all must lie in the text."""
         with np.errstate(over="ignore"):
             raw = self._sums[starts + lengths] - self._sums[starts]
             raw *= self._inverses[starts]
             return _mixed(raw)
 
 
-class Filter:
-    """Which of many hashes are surely not among a few: tells most apart by one look, the rest by two."""
-
-    def __init__(self, hashes: np.ndarray) -> None:
-        bits = max(16, min(24, (16 * max(1, len(hashes))).bit_length()))
-        self._mask = U64((1 << bits) - 1)
-        self._tables = tuple(np.zeros(1 << bits, np.bool_) for _ in _SHIFTS)
-        for table, shift in zip(self._tables, _SHIFTS, strict=True):
-            table[(hashes >> shift) & self._mask] = True
-
-    def maybe(self, hashes: np.ndarray) -> np.ndarray:
-        """Places of those that may be among them, ascending."""
-        first, second = self._tables
-        places = np.flatnonzero(self._look(first, hashes))
-        return places[self._look(second, hashes[places] >> _SHIFTS[1])]
-
-    def _look(self, table: np.ndarray, hashes: np.ndarray) -> np.ndarray:
-        # clip: no bounds to check, which takes half of the time (numpy 2.4); an index's sign bit is 0
-        return table.take((hashes & self._mask).view(np.int64), mode="clip")
-
-
-#: Which bits of a hash each table looks at.
-_SHIFTS = (U64(0), U64(32))
-
-
-class _Powers:
-    """1, base, base², …, computed once and then longer as needed. Safe to share between threads."""
-
-    def __init__(self, base: int) -> None:
-        self._base = base
-        self._known = np.ones(1, U64)
-
-    def upto(self, size: int) -> np.ndarray:
-        """[size]"""
-        known = self._known
-        if len(known) < size:
-            steps = np.full(max(size, 2 * len(known)), self._base, U64)
-            steps[0] = 1
-            known = self._known = np.cumprod(steps, dtype=U64)
-        return known[:size]
-
-
-_POWERS = _Powers(_BASE)
-_POWERS_OF_INVERSE = _Powers(_INVERSE)
-
-
-def _codes(text: str) -> np.ndarray:
-    """Code points, plus one so that leading NULs count.  [N] uint64"""
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32).astype(U64) + U64(1)
-
-
 def _mixed(raw: np.ndarray) -> np.ndarray:
-    """Spreads the polynomials' values over all bits and drops one, in place."""
+    """Spread the polynomials' values over all bits and drop one bit, in place."""
     raw ^= raw >> U64(33)
     raw *= _MIX
     raw ^= raw >> U64(33)
@@ -113,81 +121,64 @@ def _mixed(raw: np.ndarray) -> np.ndarray:
     return raw
 
 
-#: Characters of the beginnings that are hashed: the first for chunks too short for the second.
-LEVELS = (16, *(32 << i for i in range(10)))
-SHORT, ANCHOR = LEVELS[:2]
+#: Bytes of :func:`chunk_hashes`.
+HASHES_BYTES = 8 * (2 + len(LEVELS))
 
 
-class ChunkHashes(NamedTuple):
-    """What is persisted of a chunk: every hash fits a signed 64-bit column."""
+def chunk_hashes(text: str) -> bytes:
+    """What a chunk is found by: its length, the hash of its text and of its beginning at each level.
 
-    chunk_id: str
-    anchor_hash: int
-    """Of the first 32 characters; of the first 16 where there are fewer than 32; 0 below."""
-    length: int
-    digest: int
-    """Of the whole text."""
-    heads: tuple[int, ...] = ()
-    """Of the first 64, 128, 256, … characters, as far as the text goes."""
-
-
-def row_of(chunk_id: str, text: str) -> ChunkHashes:
-    """The row to persist for a chunk."""
+    Little-endian int64; 0 for levels that are not used.
+    """
     sums = PrefixSums(canonical(text))
-    heads = head_lengths(sums.size)
-    lengths = np.array([*heads, sums.size], np.intp)
-    *hashes, digest = sums.hashes(np.zeros(len(lengths), np.intp), lengths).tolist()
-    return ChunkHashes(chunk_id, hashes[0] if heads else 0, sums.size, digest, tuple(hashes[1:]))
-
-
-#: Numbers of a packed row: length, digest, and the hash of the beginning at every level.
-_PACKED = 2 + len(LEVELS)
-#: Bytes of a packed row; the first eight are the length.
-PACKED_BYTES = 8 * _PACKED
-
-
-def packed(row: ChunkHashes) -> bytes:
-    """Everything but the id, in as many bytes for every row."""
-    numbers = np.zeros(_PACKED, "<i8")
-    numbers[:2] = row.length, row.digest
-    if row.length >= SHORT:
-        first = 2 + (row.length >= ANCHOR)
-        numbers[first : first + 1 + len(row.heads)] = (row.anchor_hash, *row.heads)
+    levels = LEVELS[:1] if sums.size < FIRST else LEVELS[1:]
+    levels = tuple(level for level in levels if level <= sums.size)
+    lengths = np.array([sums.size, *levels], np.intp)
+    numbers = np.zeros(2 + len(LEVELS), "<i8")
+    numbers[0] = sums.size
+    columns = [1, *(2 + LEVELS.index(level) for level in levels)]
+    numbers[columns] = sums.hashes(np.zeros(len(lengths), np.intp), lengths)
     return numbers.tobytes()
 
 
-def unpacked(rows: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Lengths [n], digests [n] and hashes [n, levels] of packed rows, one behind the other."""
-    numbers = np.frombuffer(rows, "<i8").reshape(-1, _PACKED)
-    hashes = numbers.astype(np.uint64)
-    return numbers[:, 0].astype(np.intp), hashes[:, 1].copy(), hashes[:, 2:].copy()
+class _Filter:
+    """Which of many hashes are surely not among a few: one look-up rules out most, a second the rest."""
+
+    _SHIFTS = (U64(0), U64(32))  # the bits of a hash that each table uses
+
+    def __init__(self, hashes: np.ndarray) -> None:
+        bits = max(16, min(24, (16 * max(1, len(hashes))).bit_length()))
+        self._mask = U64((1 << bits) - 1)
+        self._tables = tuple(np.zeros(1 << bits, np.bool_) for _ in self._SHIFTS)
+        for table, shift in zip(self._tables, self._SHIFTS, strict=True):
+            table[(hashes >> shift) & self._mask] = True
+
+    def maybe(self, hashes: np.ndarray) -> np.ndarray:
+        """Indices of hashes that may be among them, ascending."""
+        first, second = self._tables
+        places = np.flatnonzero(self._look_up(first, hashes))
+        return places[self._look_up(second, hashes[places] >> self._SHIFTS[1])]
+
+    def _look_up(self, table: np.ndarray, hashes: np.ndarray) -> np.ndarray:
+        # clip skips the bounds check, half of the time (numpy 2.4); an index's sign bit is 0
+        return table.take((hashes & self._mask).view(np.int64), mode="clip")
 
 
-def head_lengths(length: int) -> tuple[int, ...]:
-    """Lengths of the beginnings that are hashed of a text so long."""
-    if length < ANCHOR:
-        return (SHORT,) if length >= SHORT else ()
-    return tuple(level for level in LEVELS[1:] if level <= length)
+# -- many chunks in sorted arrays -------------------------------------------------------------------
 
 
-#: Pairs of a place and a length that are compared in one prompt, at each level. Where chunks and prompt
-#: repeat themselves there are more: then every head is looked at where it first stands, as often as fits,
-#: and the rest is computed.
-MAX_COMPARED = 1 << 16
-
-
-class Whole(NamedTuple):
-    """Chunks that may stand in the prompt whole, by length and hash."""
+class _WholeCandidates(NamedTuple):
+    """Chunks that may be in the prompt whole, by length and hash."""
 
     starts: np.ndarray
     lengths: np.ndarray
     digests: np.ndarray
 
 
-class Heads(NamedTuple):
-    """Where the prompt holds the first ``level`` characters of chunks.
+class _Beginnings(NamedTuple):
+    """Where the prompt has the first ``level`` characters of chunks.
 
-    For each start, the part of the level's arrays where those chunks are.
+    For each start, the slice of the level's arrays with those chunks.
     """
 
     level: int
@@ -196,108 +187,81 @@ class Heads(NamedTuple):
     high: np.ndarray
 
 
-class Beginning(NamedTuple):
-    """A chunk that begins as the prompt does somewhere."""
-
-    chunk_id: str
-    length: int
-
-
 class _Level:
-    """Chunks of at least so many characters, by the hash of that beginning."""
+    """Chunks with at least ``level`` characters, sorted by the hash of that beginning."""
 
     def __init__(
-        self, hashes: np.ndarray, slots: np.ndarray, lengths: np.ndarray, end: int
+        self, hashes: np.ndarray, slots: np.ndarray, lengths: np.ndarray, next_level: int
     ) -> None:
         order = np.lexsort((lengths[slots], hashes))
         self.hashes, self.slots = hashes[order], slots[order]
         self.lengths = lengths[self.slots]
-        self.run_end = _run_ends(self.hashes)
-        # What may stand whole: pairs of hash and length, of chunks that do not reach the next level.
-        first = self.lengths < end
+        # For each place, where the run of equal hashes ends.
+        ends = np.append(np.flatnonzero(self.hashes[1:] != self.hashes[:-1]) + 1, len(self.hashes))
+        self.run_end = np.repeat(ends, np.diff(ends, prepend=0)).astype(np.int32)
+        # Different pairs of hash and length, of chunks that do not reach the next level.
+        first = self.lengths < next_level
         first[1:] &= (self.hashes[1:] != self.hashes[:-1]) | (self.lengths[1:] != self.lengths[:-1])
         self.whole_lengths = self.lengths[first]
         self.whole_before = np.concatenate([[0], np.cumsum(first)]).astype(np.int32)
 
     def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which of the hashes are here, and for those the place of the first chunk that has it."""
+        """Which of the hashes are known, and for those the place of the first chunk."""
         low = np.searchsorted(self.hashes, hashes, "left")
-        is_here = self.hashes[np.minimum(low, len(self.hashes) - 1)] == hashes
-        return is_here, low[is_here]
+        is_known = self.hashes[np.minimum(low, len(self.hashes) - 1)] == hashes
+        return is_known, low[is_known]
 
 
-def _run_ends(values: np.ndarray) -> np.ndarray:
-    """For each place in a sorted array, where the run of equal values ends.  [n] int32"""
-    ends = np.append(np.flatnonzero(values[1:] != values[:-1]) + 1, len(values))
-    return np.repeat(ends, np.diff(ends, prepend=0)).astype(np.int32)
+class _Table:
+    """Chunks in sorted arrays, searched with a whole prompt at once. Chunks can only be discarded."""
 
-
-class Segment:
-    """Chunks, by slot; :attr:`slots` of a chunk id."""
-
-    def __init__(self, ids: Sequence[str] = (), rows: bytes = b"") -> None:
-        """``rows``: packed, one behind the other, in the order of ``ids``."""
-        self._fill(list(ids), *unpacked(rows))
-
-    def _fill(
-        self, ids: list[str], lengths: np.ndarray, digests: np.ndarray, heads: np.ndarray
-    ) -> None:
-        self.ids, self._lengths, self._digests, self._heads = ids, lengths, digests, heads
+    def __init__(self, ids: Sequence[str], numbers: np.ndarray) -> None:
+        """``numbers``: the :func:`chunk_hashes` of each chunk.  int64 [chunks, 2 + levels]"""
+        self.ids, self.numbers = ids, numbers
         self.slots = {chunk_id: slot for slot, chunk_id in enumerate(ids)}
+        self._lengths = numbers[:, 0].astype(np.intp)
+        digests, heads = numbers[:, 1].astype(U64), numbers[:, 2:].astype(U64)
         self._levels: dict[int, _Level] = {}
         for column, level in enumerate(LEVELS):
-            end = (*LEVELS, np.iinfo(np.intp).max)[column + 1]
-            at = (lengths >= level) & ((lengths < end) if level == SHORT else True)
-            if len(slots := np.flatnonzero(at)):
-                self._levels[level] = _Level(heads[slots, column], slots, lengths, end)
+            next_level = (*LEVELS, np.iinfo(np.intp).max)[column + 1]
+            belongs = self._lengths >= level
+            if level == SHORT:
+                belongs &= self._lengths < next_level
+            if len(slots := np.flatnonzero(belongs)):
+                hashes = heads[slots, column]
+                self._levels[level] = _Level(hashes, slots, self._lengths, next_level)
         self._filters = {
-            level: Filter(self._levels[level].hashes)
-            for level in (SHORT, ANCHOR)
+            level: _Filter(self._levels[level].hashes)
+            for level in (SHORT, FIRST)
             if level in self._levels
         }
         self._by_digest = np.argsort(digests)
         self._sorted_digests = digests[self._by_digest]
-        self._digest_filter = Filter(digests)
+        self._digest_filter = _Filter(digests)
+
+    @classmethod
+    def of(cls, ids: Sequence[str], hashes: Sequence[bytes]) -> _Table:
+        numbers = np.frombuffer(b"".join(hashes), "<i8").reshape(-1, 2 + len(LEVELS))
+        return cls(ids, numbers)
 
     def __len__(self) -> int:
-        """Chunks still there."""
         return len(self.slots)
 
     @property
-    def gone(self) -> int:
-        """Chunks not there any more, which still cost time."""
+    def discarded(self) -> int:
+        """Chunks discarded, which still cost time."""
         return len(self.ids) - len(self.slots)
 
-    def merged(self, more: Segment) -> Segment:
-        """A segment of the chunks still there, and of another segment's."""
+    def merged(self, more: _Table) -> _Table:
+        """A table of both tables' chunks, without the discarded ones of this one."""
         kept = np.fromiter(self.slots.values(), np.intp, len(self.slots))
-        made = Segment.__new__(Segment)
-        made._fill(
-            [*self.slots, *more.ids],
-            np.concatenate([self._lengths[kept], more._lengths]),
-            np.concatenate([self._digests[kept], more._digests]),
-            np.concatenate([self._heads[kept], more._heads]),
-        )
-        return made
+        return _Table([*self.slots, *more.ids], np.concatenate([self.numbers[kept], more.numbers]))
 
-    def rows(self) -> list[ChunkHashes]:
-        """Of the chunks still there."""
-        made = []
-        for chunk_id, slot in self.slots.items():
-            length = int(self._lengths[slot])
-            heads = self._heads[slot, 0 if length < ANCHOR else 1 :].tolist()
-            known = heads[: len(head_lengths(length))] or [0]
-            digest = int(self._digests[slot])
-            made.append(ChunkHashes(chunk_id, known[0], length, digest, tuple(known[1:])))
-        return made
-
-    def discard(self, chunk_id: str) -> None:
-        del self.slots[chunk_id]
-
-    def search(self, sums: PrefixSums, area: SearchArea) -> tuple[list[Whole], list[Heads]]:
-        """Chunks that may stand in the prompt whole, and where beginnings stand, the short first."""
-        whole: list[Whole] = []
-        heads: list[Heads] = []
+    def search(
+        self, sums: PrefixSums, area: SearchArea
+    ) -> tuple[list[_WholeCandidates], list[_Beginnings]]:
+        whole: list[_WholeCandidates] = []
+        beginnings: list[_Beginnings] = []
         for first, filtered in self._filters.items():
             hashes = sums.windows(first)
             starts = filtered.maybe(hashes)
@@ -310,33 +274,24 @@ class Segment:
                     starts = starts[starts + level <= sums.size]
                     hashes = sums.hashes(starts, level)
                 table = self._levels[level]
-                is_here, low = table.find(hashes)
-                starts = starts[is_here]
+                is_known, low = table.find(hashes)
+                starts = starts[is_known]
                 if not len(starts):
                     break
-                high = table.run_end[low]
-                whole.append(self._whole(sums, area, table, starts, low, high))
-                heads.append(Heads(level, starts, low, high))
-        return whole, heads
+                found = _Beginnings(level, starts, low, table.run_end[low])
+                beginnings.append(found)
+                whole.append(self._whole(sums, area, table, found))
+        return whole, beginnings
 
     def _whole(
-        self,
-        sums: PrefixSums,
-        area: SearchArea,
-        table: _Level,
-        starts: np.ndarray,
-        low: np.ndarray,
-        high: np.ndarray,
-    ) -> Whole:
-        """Chunks that end before the next level and whose length and hash are the prompt's.
-
-        ``low`` and ``high``: for each start, where in the table are the chunks that begin so.
-        """
-        first = table.whole_before[low]
-        counts = table.whole_before[high] - first
-        kept = first_of_each(low, counts, MAX_COMPARED)
-        starts, first, counts = starts[kept], first[kept], counts[kept]
-        # each start beside each length that a chunk beginning so has
+        self, sums: PrefixSums, area: SearchArea, table: _Level, found: _Beginnings
+    ) -> _WholeCandidates:
+        """Chunks that end before the next level and whose length and hash the prompt has."""
+        first = table.whole_before[found.low]
+        counts = table.whole_before[found.high] - first
+        kept = first_of_each(found.low, counts, MAX_COMPARED)
+        starts, first, counts = found.starts[kept], first[kept], counts[kept]
+        # Pair each start with each length that a chunk with this beginning has.
         begins = np.repeat(np.cumsum(counts) - counts, counts)
         lengths = table.whole_lengths[np.repeat(first, counts) + np.arange(len(begins)) - begins]
         at = np.repeat(starts, counts)
@@ -344,10 +299,10 @@ class Segment:
         at, lengths = at[fits], lengths[fits]
         digests = sums.hashes(at, lengths)
         maybe = self._digest_filter.maybe(digests)
-        return Whole(at[maybe], lengths[maybe], digests[maybe])
+        return _WholeCandidates(at[maybe], lengths[maybe], digests[maybe])
 
-    def of_digest(self, digest: np.uint64, length: int) -> list[str]:
-        """Ids of the chunks still there that have this hash and length."""
+    def with_digest(self, digest: np.uint64, length: int) -> list[str]:
+        """Ids of the chunks with this hash and length."""
         low, high = (
             int(np.searchsorted(self._sorted_digests, digest, s)) for s in ("left", "right")
         )
@@ -355,23 +310,28 @@ class Segment:
         ids = [self.ids[slot] for slot in slots if self._lengths[slot] == length]
         return [chunk_id for chunk_id in ids if chunk_id in self.slots]
 
-    def beginning(
-        self, level: int, low: int, high: int, longest: int, most: int
-    ) -> Iterator[Beginning]:
-        """Chunks no longer than that in a part of the level's table, the longest first.
+    def beginning_at(
+        self, found: _Beginnings, start: int, longest: int, most: int
+    ) -> Iterator[tuple[str, int]]:
+        """Ids and lengths of chunks that share the beginning at ``start``, the longest first.
 
-        Of many, at most so many are looked at.
+        At most ``most`` chunks, none longer than ``longest``.
         """
-        table = self._levels[level]
-        # of the array's own type: else all of it is converted first
-        high = low + int(table.lengths[low:high].searchsorted(np.intp(longest), "right"))
+        at = int(np.searchsorted(found.starts, start))
+        if at == len(found.starts) or found.starts[at] != start:
+            return
+        table, low = self._levels[found.level], int(found.low[at])
+        # np.intp is the array's own type; for any other, searchsorted would convert the whole array
+        lengths = table.lengths[low : int(found.high[at])]
+        high = low + int(lengths.searchsorted(np.intp(longest), "right"))
         for slot in table.slots[max(low, high - most) : high][::-1].tolist():
             if self.ids[slot] in self.slots:
-                yield Beginning(self.ids[slot], int(self._lengths[slot]))
+                yield self.ids[slot], int(self._lengths[slot])
 
 
 def first_of_each(groups: np.ndarray, costs: np.ndarray, most: int) -> np.ndarray:
-    """Indices of the first R members of every group, R as large as the costs of all allow; at least 1."""
+    """Indices of the first R members of every group, for the largest R whose costs sum to at most
+    ``most``, but at least 1."""
     if costs.sum() <= most:
         return np.arange(len(groups))
     order = np.argsort(groups, kind="stable")
@@ -383,33 +343,22 @@ def first_of_each(groups: np.ndarray, costs: np.ndarray, most: int) -> np.ndarra
     return np.flatnonzero(rank < max(1, int(np.searchsorted(totals, most, "right"))))
 
 
-#: Places in one prompt where texts of whole chunks are compared. Where a prompt repeats itself there are
-#: more: then every chunk is looked at where it first stands, as often as fits.
-MAX_WHOLE = 4096
-#: Places where a chunk may begin whose tail is cut off (likewise), and chunks compared at one of them.
-MAX_TAIL_CUT_STARTS = 512
-MAX_TAIL_CUT_CANDIDATES = 16
-#: What must be left of a chunk whose tail is cut off: characters, and share of the chunk.
-MIN_TAIL_CUT_CHARS = 64
-MIN_TAIL_CUT_SHARE = 0.25
-#: Chunks that came lately, before they join the others: so many, or this share of those.
-RECENT = 1024
-RECENT_SHARE = 1 / 16
+# -- the index --------------------------------------------------------------------------------------
 
 
 class ChunkIndex:
-    """Chunks by how they begin. Safe for use from several threads."""
+    """The chunks of a corpus, found by content. Safe for use from several threads.
 
-    ANCHOR_CHARS = ANCHOR
-    SHORT_ANCHOR_CHARS = SHORT
+    Most chunks are in one table. Chunks added recently are in a small one, which is rebuilt on changes.
+    """
 
     def __init__(self, text_of: Callable[[str], str]) -> None:
-        """``text_of`` gives a chunk's canonical text; it raises where the chunk is gone."""
+        """``text_of`` gives a chunk's canonical text; it raises :class:`LookupError` if it is gone."""
         self._text_of = text_of
         self._lock = threading.Lock()
-        self._settled = Segment()
-        self._recent: dict[str, ChunkHashes] = {}
-        self._recent_segment: Segment | None = None
+        self._settled = _Table.of([], [])
+        self._recent: dict[str, bytes] = {}
+        self._recent_table: _Table | None = None
 
     def __len__(self) -> int:
         return len(self._settled) + len(self._recent)
@@ -417,48 +366,32 @@ class ChunkIndex:
     def __contains__(self, chunk_id: object) -> bool:
         return chunk_id in self._recent or chunk_id in self._settled.slots
 
-    def rows(self) -> Iterator[ChunkHashes]:
-        with self._lock:
-            return iter([*self._settled.rows(), *self._recent.values()])
-
     def ids(self) -> list[str]:
         with self._lock:
             return [*self._settled.slots, *self._recent]
 
     def add(self, chunk_id: str, text: str) -> None:
-        """Makes a chunk findable. Adding it again changes nothing."""
+        """Add a chunk. Adding a known one changes nothing."""
         if chunk_id not in self:
-            self.add_row(row_of(chunk_id, text))
+            self.add_hashes([chunk_id], [chunk_hashes(text)])
 
-    def add_row(self, row: ChunkHashes) -> None:
-        self.add_rows([row])
-
-    def add_rows(self, rows: Iterable[ChunkHashes]) -> None:
-        """Makes chunks findable; those that are there stay as they are."""
+    def add_hashes(self, ids: Sequence[str], hashes: Sequence[bytes]) -> None:
+        """Add many chunks by their :func:`chunk_hashes`; known ones stay as they are."""
         with self._lock:
-            for row in rows:
-                if row.chunk_id not in self:
-                    self._recent[row.chunk_id] = row
-                    self._recent_segment = None
-
-    def add_packed(self, ids: Sequence[str], rows: Sequence[bytes]) -> None:
-        """:meth:`add_rows` of rows as :func:`packed` made them; fast for many."""
-        with self._lock:
-            new = [i for i, chunk_id in enumerate(ids) if chunk_id not in self]
-            made = Segment([ids[i] for i in new], b"".join(rows[i] for i in new))
-            if len(made) > RECENT:
-                self._settled = self._settled.merged(made)
-            elif len(made):
-                self._recent |= {row.chunk_id: row for row in made.rows()}
-                self._recent_segment = None
+            new = {i: h for i, h in zip(ids, hashes, strict=True) if i not in self}
+            if len(new) > RECENT:
+                self._settled = self._settled.merged(_Table.of([*new], [*new.values()]))
+            elif new:
+                self._recent |= new
+                self._recent_table = None
 
     def discard(self, chunk_id: str) -> None:
-        """Forgets a chunk; one that is not known is no error."""
+        """Remove a chunk, if it is known."""
         with self._lock:
             if self._recent.pop(chunk_id, None) is not None:
-                self._recent_segment = None
-            elif chunk_id in self._settled.slots:
-                self._settled.discard(chunk_id)
+                self._recent_table = None
+            else:
+                self._settled.slots.pop(chunk_id, None)
 
     def find(
         self,
@@ -466,173 +399,151 @@ class ChunkIndex:
         within: Sequence[tuple[int, int]] | None = None,
         strict: bool = True,
     ) -> list[Match]:
-        """Chunks in ``prompt``, without overlap, by start.
-
-        Whole chunks come first, those that cover most together; tail-cut ones fill what is left.
+        """Chunks in ``prompt`` that do not overlap, by start.
 
         Args:
-            within: ascending, disjoint spans; a match lies in one of them. ``None``: all of the prompt.
-            strict: matches begin and end at word boundaries and are long enough that they do not stand
-                there by chance (:mod:`.area`). Without it: all whole chunks of at least 16
-                characters.
+            within: ascending, disjoint spans; each match lies in one of them. ``None``: the whole prompt.
+            strict: matches begin and end at word boundaries and are too long to occur by chance
+                (:mod:`blendrag.text.matches`). Otherwise: all whole chunks of at least 16 characters.
         """
         if not len(self) or len(prompt) < SHORT:
             return []
         sums, area = PrefixSums(prompt), SearchArea(prompt, within, strict)
         with self._lock:
-            found = [_Found(segment, *segment.search(sums, area)) for segment in self._segments()]
-        # Texts are asked for outside the lock: who gives them may hold a lock of its own.
-        texts = _Texts(self._text_of)
-        whole = _whole(prompt, found, texts)
-        taken = Spans()
-        for i in best_cover([(match.start, match.end) for match in whole]):
-            taken.add(whole[i])
+            found = [_Found(table, *table.search(sums, area)) for table in self._tables()]
+        # Outside the lock: text_of may take a lock, too.
+        search = _Search(prompt, area, found, self._text_of)
+        taken = DisjointMatches()
+        for match in best_cover(search.whole_chunks()):
+            taken.add(match)
         if strict:
-            self._fill_up(prompt, area, found, taken, texts)
-        return taken.matches()
+            search.add_tail_cut(taken)
+        return taken.matches
 
-    def _segments(self) -> list[Segment]:
-        """Under the lock: all chunks, what came lately in order again."""
-        if self._recent_segment is None:
-            self._recent_segment = _segment_of(self._recent.values())
-        changes = len(self._recent) + self._settled.gone
+    def _tables(self) -> list[_Table]:
+        """All chunks; the caller holds the lock."""
+        if self._recent_table is None:
+            self._recent_table = _Table.of([*self._recent], [*self._recent.values()])
+        changes = len(self._recent) + self._settled.discarded
         if changes > max(RECENT, RECENT_SHARE * len(self._settled)):
-            self._settled = self._settled.merged(self._recent_segment)
-            self._recent, self._recent_segment = {}, Segment()
-        return [segment for segment in (self._settled, self._recent_segment) if len(segment)]
+            self._settled = self._settled.merged(self._recent_table)
+            self._recent, self._recent_table = {}, _Table.of([], [])
+        return [table for table in (self._settled, self._recent_table) if len(table)]
 
-    def _fill_up(
-        self, prompt: str, area: SearchArea, found: list[_Found], taken: Spans, texts: _Texts
-    ) -> None:
-        """Adds chunks whose tail is cut off, first come first served."""
-        starts = np.array(sorted({start for each in found for start in each.beginnings()}), np.intp)
-        for start, end in zip(starts.tolist(), area.ends(starts).tolist(), strict=True):
-            room = taken.room(start, end)
-            if room < MIN_TAIL_CUT_CHARS:
-                continue
-            for candidates in _candidates(found, start, room):
-                if match := _tail_cut(prompt, area, start, room, candidates, texts):
-                    taken.add(match)
-                    break
+    def looks_escaped(self, prompt: str, matches: Sequence[Match]) -> bool:
+        """Whether ``prompt`` has chunks only as ``repr`` or JSON writes them.
 
-    def looks_escaped(self, prompt: str, matches: Sequence[Match] | None = None) -> bool:
-        """Whether chunks stand in ``prompt`` only as ``repr`` or JSON would write them.
-
-        Such text cannot be matched (its tokens are others); the caller warns once and says why.
-        ``matches``: what :meth:`find` found, if it was asked.
+        Escaped text has other tokens, so it cannot be matched; the caller warns. ``matches``: what
+        :meth:`find` found in ``prompt``.
         """
         plain = unescaped(prompt)
         if plain == prompt:
             return False
-        found = self.find(prompt) if matches is None else matches
-        return matched_chars(self.find(plain)) > matched_chars(found)
+        covered, covered_plain = (
+            sum(match.end - match.start for match in found) for found in (matches, self.find(plain))
+        )
+        return covered_plain > covered
 
 
 class _Found(NamedTuple):
-    """What one segment has for one prompt."""
+    """What one table has for one prompt."""
 
-    segment: Segment
-    whole: list[Whole]
-    heads: list[Heads]
-
-    def beginnings(self) -> list[int]:
-        """Where a chunk may begin whose tail is cut off."""
-        for heads in self.heads:
-            if heads.level == MIN_TAIL_CUT_CHARS:
-                ones = np.ones(len(heads.starts), np.intp)
-                return heads.starts[first_of_each(heads.low, ones, MAX_TAIL_CUT_STARTS)].tolist()
-        return []
-
-    def beginning(self, heads: Heads, start: int, longest: int, most: int) -> Iterator[Beginning]:
-        """Chunks that begin as the prompt does at ``start``, as far as the level of ``heads`` says."""
-        at = int(np.searchsorted(heads.starts, start))
-        if at < len(heads.starts) and heads.starts[at] == start:
-            low, high = int(heads.low[at]), int(heads.high[at])
-            yield from self.segment.beginning(heads.level, low, high, longest, most)
+    table: _Table
+    whole: list[_WholeCandidates]
+    beginnings: list[_Beginnings]
 
 
-def _whole(prompt: str, found: list[_Found], texts: _Texts) -> list[Match]:
-    """Chunks that stand in the prompt whole; they may overlap."""
-    listed = [whole for each in found for whole in each.whole]
-    if not listed:
-        return []
-    starts, lengths, digests = (np.concatenate(columns) for columns in zip(*listed, strict=True))
-    kept = first_of_each(digests, np.ones(len(digests), np.intp), MAX_WHOLE)
-    matches: dict[tuple[int, int], Match] = {}
-    for i in kept.tolist():
-        start, length = int(starts[i]), int(lengths[i])
-        for chunk_id in sorted(
-            chunk_id for each in found for chunk_id in each.segment.of_digest(digests[i], length)
-        ):
-            if prompt.startswith(texts[chunk_id], start) and len(texts[chunk_id]) == length:
-                matches.setdefault(
-                    (start, length), Match(chunk_id, start, start + length, complete=True)
-                )
-    return list(matches.values())
+class _Search:
+    """The candidates of one prompt, compared with the chunks' texts."""
 
+    def __init__(
+        self, prompt: str, area: SearchArea, found: list[_Found], text_of: Callable[[str], str]
+    ) -> None:
+        self._prompt, self._area, self._found, self._text_of = prompt, area, found, text_of
+        self._texts: dict[str, str] = {}
 
-def _segment_of(rows: Iterable[ChunkHashes]) -> Segment:
-    listed = list(rows)
-    return Segment([row.chunk_id for row in listed], b"".join(map(packed, listed)))
+    def _text(self, chunk_id: str) -> str:
+        """The chunk's text, asked for once; empty, so that nothing matches, if the chunk is gone."""
+        if chunk_id not in self._texts:
+            try:
+                self._texts[chunk_id] = canonical(self._text_of(chunk_id))
+            except LookupError:
+                self._texts[chunk_id] = ""
+        return self._texts[chunk_id]
 
+    def whole_chunks(self) -> list[Match]:
+        """Chunks that are in the prompt whole; they may overlap."""
+        listed = [whole for found in self._found for whole in found.whole]
+        if not listed:
+            return []
+        starts, lengths, digests = (
+            np.concatenate(columns) for columns in zip(*listed, strict=True)
+        )
+        kept = first_of_each(digests, np.ones(len(digests), np.intp), MAX_WHOLE)
+        matches: dict[tuple[int, int], Match] = {}
+        for i in kept.tolist():
+            start, length = int(starts[i]), int(lengths[i])
+            for chunk_id in sorted(
+                each
+                for found in self._found
+                for each in found.table.with_digest(digests[i], length)
+            ):
+                text = self._text(chunk_id)
+                if len(text) == length and self._prompt.startswith(text, start):
+                    match = Match(chunk_id, start, start + length, complete=True)
+                    matches.setdefault((start, length), match)
+        return list(matches.values())
 
-def _candidates(found: list[_Found], start: int, room: int) -> Iterator[list[Beginning]]:
-    """Chunks that may share enough of the ``room`` from ``start`` on; first those that share most.
+    def add_tail_cut(self, taken: DisjointMatches) -> None:
+        """Add chunks whose tail is cut off where nothing is taken, from the prompt's start on."""
+        starts = np.array(sorted(set(self._tail_cut_starts())), np.intp)
+        for start, end in zip(starts.tolist(), self._area.ends(starts).tolist(), strict=True):
+            room = taken.room(start, end)
+            if room < MIN_TAIL_CUT_CHARS:
+                continue
+            for candidates in self._candidates(start, room):
+                if match := self._tail_cut(start, room, candidates):
+                    taken.add(match)
+                    break
 
-    What is in one list shares more than anything in the next: it was found at a higher level.
-    """
-    left = MAX_TAIL_CUT_CANDIDATES
-    levels = sorted({heads.level for each in found for heads in each.heads}, reverse=True)
-    for level in levels:
-        if not MIN_TAIL_CUT_CHARS <= level <= room or left <= 0:
-            continue
-        longest = int(min(room, 2 * level) / MIN_TAIL_CUT_SHARE)
-        candidates = [
-            chunk
-            for each in found
-            for heads in each.heads
-            if heads.level == level
-            for chunk in each.beginning(heads, start, longest, left)
-        ]
-        if candidates:
-            left -= len(candidates)
-            yield candidates
+    def _tail_cut_starts(self) -> Iterator[int]:
+        for found in self._found:
+            for each in found.beginnings:
+                if each.level == MIN_TAIL_CUT_CHARS:
+                    ones = np.ones(len(each.starts), np.intp)
+                    kept = first_of_each(each.low, ones, MAX_TAIL_CUT_STARTS)
+                    yield from each.starts[kept].tolist()
 
+    def _candidates(self, start: int, room: int) -> Iterator[list[tuple[str, int]]]:
+        """Chunks that may share enough text with the prompt at ``start``, level by level from the longest:
+        everything in one list shares more than anything in the next."""
+        left = MAX_TAIL_CUT_CANDIDATES
+        for level in reversed(LEVELS):
+            if not MIN_TAIL_CUT_CHARS <= level <= room or left <= 0:
+                continue
+            longest = int(min(room, 2 * level) / MIN_TAIL_CUT_SHARE)
+            candidates = [
+                chunk
+                for found in self._found
+                for each in found.beginnings
+                if each.level == level
+                for chunk in found.table.beginning_at(each, start, longest, left)
+            ]
+            if candidates:
+                left -= len(candidates)
+                yield candidates
 
-class _Texts(dict[str, str]):
-    """Texts asked for once per prompt; a chunk that is gone has no text and matches nothing."""
-
-    def __init__(self, text_of: Callable[[str], str]) -> None:
-        super().__init__()
-        self._text_of = text_of
-
-    def __missing__(self, chunk_id: str) -> str:
-        try:
-            text = canonical(self._text_of(chunk_id))
-        except LookupError:
-            text = ""
-        self[chunk_id] = text
-        return text
-
-
-def _tail_cut(
-    prompt: str,
-    area: SearchArea,
-    start: int,
-    room: int,
-    candidates: list[Beginning],
-    texts: _Texts,
-) -> Match | None:
-    """The candidate that shares the longest prefix with the prompt, if it is long enough."""
-    best: Match | None = None
-    for chunk_id, length in candidates:
-        needed = max(MIN_TAIL_CUT_CHARS, int(length * MIN_TAIL_CUT_SHARE))
-        if room < needed:
-            continue
-        shared = common_prefix(prompt, start, start + room, texts[chunk_id])
-        if shared == length or (best is not None and start + shared <= best.end):
-            continue
-        end = area.cut(start, start + shared)
-        if end - start >= needed and (best is None or end > best.end):
-            best = Match(chunk_id, start, end, complete=False)
-    return best
+    def _tail_cut(self, start: int, room: int, candidates: list[tuple[str, int]]) -> Match | None:
+        """The candidate that shares the longest prefix with the prompt, if it is long enough."""
+        best: Match | None = None
+        for chunk_id, length in candidates:
+            needed = max(MIN_TAIL_CUT_CHARS, int(length * MIN_TAIL_CUT_SHARE))
+            if room < needed:
+                continue
+            shared = common_prefix(self._prompt, start, start + room, self._text(chunk_id))
+            if shared == length or (best is not None and start + shared <= best.end):
+                continue
+            end = self._area.cut(start, start + shared)
+            if end - start >= needed and (best is None or end > best.end):
+                best = Match(chunk_id, start, end, complete=False)
+        return best

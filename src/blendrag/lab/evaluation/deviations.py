@@ -10,7 +10,6 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import Progress
@@ -27,17 +26,8 @@ from blendrag.lab.evaluation.synthetic import synthetic_dataset
 from blendrag.lab.evaluation.wording import Wording, wording_for
 from blendrag.model import ModelAdapter, load_adapter
 from blendrag.model.tokens import Tokens
+from blendrag.text.matches import Match
 from blendrag.text.prompt import PromptPlan, make_plan
-
-
-@dataclass(frozen=True)
-class Placed:
-    """Chunk number ``chunk_id`` at ``[start, end)`` of the rendered prompt."""
-
-    chunk_id: str
-    start: int
-    end: int
-    complete: bool = True
 
 
 def plan_of(tokens: Tokens, wording: Wording, case: Case) -> PromptPlan:
@@ -55,7 +45,7 @@ def plan_of(tokens: Tokens, wording: Wording, case: Case) -> PromptPlan:
                 "take a model whose chat template leaves text alone"
             )
         at = start + len(chunk.strip())
-        found.append(Placed(str(number), start, at))
+        found.append(Match(str(number), start, at, complete=True))
 
     def encode_chunk(chunk_id: str) -> tuple[int, ...]:
         return tuple(tokens.encode_text(case.chunks[int(chunk_id)].strip()))

@@ -1,0 +1,265 @@
+"""Known chunks are found in any prompt, and every match is the chunk's text."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tiny
+from blendrag.text import recognition
+from blendrag.text.chunking import canonical
+from blendrag.text.matches import MIN_LETTERS, Match, is_recognisable, letters_in
+from blendrag.text.recognition import MAX_COMPARED, ChunkIndex, PrefixSums, chunk_hashes
+
+PROSE = (
+    "The lighthouse on the northern cape was built in 1871 by a family of masons from the valley. "
+    "Its lamp burned whale oil until the harbour master ordered a lens from across the sea."
+)
+OTHER = (
+    "A second keeper arrived in spring with her two brothers, three goats and a box of letters. "
+    "Nobody in the village had been told that she could read the weather from the gulls."
+)
+CJK = "灯塔的看守人每天傍晚点亮油灯。没有人知道那天晚上是谁爬上了楼梯,也没有人问起她从哪里来。" * 2
+
+
+def index_of(**texts: str) -> ChunkIndex:
+    index = ChunkIndex(lambda chunk_id: canonical(texts[chunk_id]))
+    for chunk_id, text in texts.items():
+        index.add(chunk_id, text)
+    return index
+
+
+def found(index: ChunkIndex, prompt: str) -> list[tuple[str, str, bool]]:
+    return [(m.chunk_id, prompt[m.start : m.end], m.complete) for m in index.find(prompt)]
+
+
+def names(index: ChunkIndex, prompt: str) -> list[str]:
+    return [match.chunk_id for match in index.find(prompt)]
+
+
+def test_chunks_are_found_between_any_other_text() -> None:
+    index = index_of(a=f"\n {PROSE} \n", b=OTHER, c=CJK)
+    prompt = f"<|user|>\nsource: x.md {OTHER}\n\n---{CJK}。{PROSE}{PROSE}Question: who?"
+    expected = [("b", OTHER, True), ("c", CJK, True), ("a", PROSE, True), ("a", PROSE, True)]
+    assert found(index, prompt) == expected
+
+
+def test_the_longest_of_nested_chunks_wins() -> None:
+    index = index_of(whole=PROSE, head=PROSE[:91], middle=PROSE[40:112], tail=PROSE[97:])
+    assert found(index, f"x {PROSE} y") == [("whole", PROSE, True)]
+    assert names(index, f"x {PROSE[:130]} y") == ["head"]
+
+
+def test_a_chunk_across_two_others_displaces_neither() -> None:
+    """It is longer than each of them, but together they cover more."""
+    across = f"{PROSE[20:]}\n\n{OTHER[:150]}"
+    index = index_of(a=PROSE, b=OTHER, across=across)
+    assert len(across) > max(len(PROSE), len(OTHER))
+    assert names(index, f"{PROSE}\n\n{OTHER}") == ["a", "b"]
+    assert names(index, f"x {across}") == ["across"]
+
+
+def test_a_tail_cut_chunk_is_found_up_to_the_cut() -> None:
+    index = index_of(a=PROSE, b=OTHER)
+    prompt = f"{PROSE[:100]}\n\n{OTHER}"
+    assert found(index, prompt) == [("a", PROSE[:100], False), ("b", OTHER, True)]
+
+
+def test_a_tail_cut_chunk_ends_before_the_whole_chunk_behind_it() -> None:
+    first = PROSE + OTHER + " and more that the prompt does not show."
+    index = index_of(first=first, second=OTHER)
+    assert found(index, PROSE + OTHER) == [("first", PROSE, False), ("second", OTHER, True)]
+
+
+def test_a_tail_cut_chunk_ends_with_the_last_whole_word() -> None:
+    index = index_of(a=f"{PROSE} It concerns international law.")
+    cut = f"{PROSE} It concerns international"
+    assert found(index, f"{PROSE} It concerns internationals") == [("a", cut[:-13], False)]
+    assert found(index, f"{cut}…") == [("a", cut, False)]
+
+
+def test_chunks_without_head_or_most_of_their_tail_are_not_matched() -> None:
+    index = index_of(short=PROSE, long=OTHER * 4)
+    assert index.find(PROSE[1:]) == []
+    assert index.find(PROSE[:63] + "…") == []
+    assert index.find(OTHER[: len(OTHER) - 10] + "…") == [], "under a quarter of the chunk"
+
+
+def test_chunks_with_few_letters_are_matched_only_without_strict() -> None:
+    enough = "The law of nations is written down in no single place."
+    fewer = "the rules of international law that we all know of"
+    assert letters_in(enough) + 6 >= MIN_LETTERS > letters_in(fewer)
+    texts = {"enough": f"{enough} So it is.", "fewer": fewer, "rule": "-" * 200, "CJK": CJK[:18]}
+    index = index_of(**texts)
+    prompt = f"{texts['enough']} and {fewer}\n{texts['rule']}\n{texts['CJK']}"
+    assert names(index, prompt) == ["enough", "CJK"]
+    assert [is_recognisable(text) for text in texts.values()] == [True, False, False, True]
+    assert [m.chunk_id for m in index.find(prompt, strict=False)] == list(texts)
+
+
+def test_matches_begin_and_end_at_word_boundaries() -> None:
+    text = PROSE[: PROSE.index(".")]
+    index = index_of(a=text)
+    for before, after in (
+        ("", ""),
+        ("(", ")"),
+        ("\n", "."),
+        ("他说", "。"),
+        ("-", "'"),
+        ("\\n", "\\n"),
+    ):
+        assert found(index, f"{before}{text}{after}") == [("a", text, True)]
+    for before, after in ("x", ""), ("", "s"), ("1", ""), ("", "\u0301"), ("é", ""), ("", "ями"):
+        assert not any(match.complete for match in index.find(f"{before}{text}{after}"))
+    thai = "ประภาคารเก่าตั้งอยู่บนหน้าผาและมีคนเฝ้าคอยจุดตะเกียงทุกเย็นก่อนพระอาทิตย์ตก" * 2
+    for unspaced, around in (CJK, "说"), (thai, "และ"):
+        assert index_of(a=unspaced).find(f"{around}{unspaced}{around}")
+
+
+def test_only_the_given_spans_are_searched() -> None:
+    index = index_of(a=PROSE, b=OTHER)
+    prompt = f"{PROSE}{PROSE}|{OTHER}"
+    half = len(PROSE)
+    assert index.find(prompt, [(half, 2 * half)]) == [Match("a", half, 2 * half, True)]
+    assert index.find(prompt, [(1, half + 40), (2 * half + 3, len(prompt))]) == []
+    assert index.find(prompt, []) == []
+    (cut,) = index.find(prompt, [(half, half + 120)])
+    assert (cut.start, cut.complete) == (half, False)
+    assert cut.end <= half + 120
+
+
+def test_discarded_chunks_are_not_found() -> None:
+    index = index_of(a=PROSE, b=PROSE[:114])
+    index.discard("a")
+    index.discard("unknown")
+    assert found(index, PROSE) == [("b", PROSE[:114], True)]
+    index.discard("b")
+    assert index.find(PROSE) == []
+    assert len(index) == 0
+
+
+def reference_hash(text: str) -> int:
+    base, mask = 0x9E3779B97F4A7C15, (1 << 64) - 1
+    value = sum((ord(c) + 1) * pow(base, i, 1 << 64) for i, c in enumerate(text)) & mask
+    value = ((value ^ (value >> 33)) * 0xFF51AFD7ED558CCD) & mask
+    return (value ^ (value >> 33)) >> 1
+
+
+def test_stored_hashes_are_the_same_in_every_release() -> None:
+    text = PROSE + CJK
+    assert 256 <= len(text) < 512
+    for part, levels in (
+        (text, {32: 1, 64: 2, 128: 3, 256: 4}),
+        (PROSE[:30], {16: 0}),
+        (PROSE[:14], {}),
+    ):
+        numbers = [len(part), reference_hash(part), *[0] * 11]
+        for level, column in levels.items():
+            numbers[2 + column] = reference_hash(part[:level])
+        assert np.frombuffer(chunk_hashes(part), "<i8").tolist() == numbers
+    assert reference_hash(PROSE[:32]) == 7630423335740412062
+
+
+def test_stored_hashes_restore_the_index() -> None:
+    texts = {"a": PROSE, "b": OTHER, "c": "sixteen letters!"}
+    again = ChunkIndex(texts.__getitem__)
+    again.add_hashes(list(texts), [chunk_hashes(text) for text in texts.values()])
+    prompt = f"{OTHER} {PROSE} sixteen letters!"
+    assert again.find(prompt) == index_of(**texts).find(prompt) != []
+
+
+@pytest.mark.parametrize("texts", [{}, {"a": OTHER}])
+def test_a_chunk_that_is_gone_or_has_another_text_matches_nothing(texts: dict[str, str]) -> None:
+    index = ChunkIndex(texts.__getitem__)
+    index.add_hashes(["a"], [chunk_hashes(PROSE)])
+    assert index.find(PROSE) == []
+
+
+def test_escaped_chunks_are_noticed_and_not_matched() -> None:
+    text = PROSE[:70] + '\n"' + PROSE[70:] + "\n\té" + OTHER
+    index = index_of(a=text)
+    for prompt in (repr([text]), json.dumps({"context": text}), json.dumps(text + "\U0001f600")):
+        matches = index.find(prompt)
+        assert not any(match.complete for match in matches)
+        assert index.looks_escaped(prompt, matches)
+    assert not index.looks_escaped(text, index.find(text))
+    assert not index.looks_escaped(r"a question about \n and \t", [])
+
+
+def test_a_header_shared_by_thousands_of_chunks_hides_none() -> None:
+    words = PROSE.split()
+    rng = random.Random(0)
+    texts = {
+        f"c{i}": "=" * 40 + f" All rights reserved. {i} " + " ".join(rng.choices(words, k=60))
+        for i in range(2000)
+    }
+    index = index_of(**texts)
+    wanted = [f"c{i}" for i in range(5, 2000, 300)]
+    assert names(index, "\n\n".join(texts[chunk_id] for chunk_id in wanted)) == wanted
+
+
+@pytest.mark.parametrize("unit", ["界", "ab ", "="])
+def test_repetitive_prompts_and_corpora_take_bounded_work(unit: str) -> None:
+    """Counts positions compared by hash, texts fetched and prefixes compared."""
+    texts = {f"c{i}": canonical((unit * i)[:i]) for i in range(16, 1500)} | {"legit": PROSE}
+    fetched: list[str] = []
+
+    def text_of(chunk_id: str) -> str:
+        fetched.append(chunk_id)
+        return texts[chunk_id]
+
+    index = ChunkIndex(text_of)
+    index.add_hashes(list(texts), [chunk_hashes(text) for text in texts.values()])
+    prompt = f"{unit * (20_000 // len(unit))}\n\n{PROSE}\n\n{unit * 3000}"
+    compared = []
+    hashes = PrefixSums.hashes
+
+    def counted(self: PrefixSums, starts: Any, lengths: Any) -> Any:
+        compared.append(len(starts))
+        return hashes(self, starts, lengths)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PrefixSums, "hashes", counted)
+        with tiny.counted(recognition, "common_prefix") as cut:
+            assert "legit" in names(index, prompt)
+    assert sum(compared) < 20 * len(prompt) + 8 * MAX_COMPARED
+    assert len(fetched) == len(set(fetched)) <= len(texts)
+    assert len(cut) <= recognition.MAX_TAIL_CUT_STARTS * recognition.MAX_TAIL_CUT_CANDIDATES
+
+
+PIECES = st.lists(st.text(alphabet="ab界 \n", min_size=0, max_size=90), min_size=1, max_size=8)
+
+
+@settings(max_examples=100, deadline=None)
+@given(PIECES, st.lists(st.integers(0, 7), max_size=6), st.integers(0, 40))
+def test_every_match_is_the_chunks_text(pieces: list[str], order: list[int], cut: int) -> None:
+    texts = {f"c{i}": canonical(piece) for i, piece in enumerate(pieces)}
+    index = index_of(**texts)
+    prompt = "|".join(texts[f"c{i % len(pieces)}"] for i in order)
+    prompt = prompt[: len(prompt) - cut]
+    end = 0
+    for match in index.find(prompt):
+        text = texts[match.chunk_id]
+        assert match.start >= end
+        end = match.end
+        assert text.startswith(prompt[match.start : match.end])
+        assert match.complete == (match.end - match.start == len(text))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.text(alphabet="abcdefgh界é\U0001f600", min_size=50, max_size=90), max_size=5))
+def test_separated_chunks_are_all_found(pieces: list[str]) -> None:
+    texts = {f"c{i}": f"{i}{piece}{'letters ' * 7}" for i, piece in enumerate(pieces)}
+    prompt = "|".join(["", *map(canonical, texts.values()), ""])
+    assert names(index_of(**texts), prompt) == list(texts)
+
+
+@pytest.mark.parametrize("prompt", ["", "x", "\ud800" * 40, "\0" * 100])
+def test_odd_prompts_contain_no_chunk(prompt: str) -> None:
+    assert index_of(a=PROSE).find(prompt) == []
