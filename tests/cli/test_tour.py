@@ -14,7 +14,7 @@ from rich.console import Console
 
 from blendrag.demo import Question, demo_model_path, demo_questions
 from blendrag.demo.tour import MODES, Reply, Stop, Tour, table, take_tour, totals
-from blendrag.engine.ingest import Ingest
+from blendrag.engine.kv_writer import KVWriter
 from blendrag.errors import StoreFullError
 from cli.lab import invoke
 
@@ -80,7 +80,7 @@ def test_an_ingest_cut_short_ends_the_tour_and_leaves_no_store_behind(
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setattr(Ingest, "_encode", cut_short)
+    monkeypatch.setattr(KVWriter, "_encode", cut_short)
     with pytest.raises(type(end)) as raised:
         take_tour(None, str(model_dir), docs, [Question("Why?", "because", "direct", "d0")])
     assert str(raised.value) == str(end)

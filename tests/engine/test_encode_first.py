@@ -14,7 +14,7 @@ import torch
 
 import tiny
 from blendrag.engine import Answer, BlendEngine, Options, packing_rule
-from blendrag.engine.encoding import Background
+from blendrag.engine.kv_writer import BackgroundWriter
 from blendrag.errors import RequestCancelled, StoreFullError
 from blendrag.store.identity import chunk_key
 
@@ -117,14 +117,14 @@ def test_what_is_open_ahead_of_its_turn_is_not_looked_up_again(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    first = Background.encode_first
+    first = BackgroundWriter.encode_first
 
-    def noting(background: Background, missing: Any, check: Any) -> int:
+    def noting(background: BackgroundWriter, missing: Any, check: Any) -> int:
         asked.append(len(missing))
         return first(background, missing, check)
 
     keys = lose(engine)
-    monkeypatch.setattr(Background, "encode_first", noting)
+    monkeypatch.setattr(BackgroundWriter, "encode_first", noting)
     monkeypatch.setitem(packing_rule.ROWS, "cpu", 10_000)
     with ThreadPoolExecutor(1) as pool:
         held = threading.Event()
@@ -154,7 +154,7 @@ def test_a_full_store_costs_no_answer(engine: BlendEngine, monkeypatch: pytest.M
 
 def test_a_request_that_is_over_encodes_nothing_more(engine: BlendEngine) -> None:
     keys = lose(engine)
-    background: Background = engine._requests._stored._background
+    background: BackgroundWriter = engine._requests._stored._background
     missing = [engine.resources.text_ids(text) for text in tiny.chunk_texts(engine, 1)]
     calls = 0
 

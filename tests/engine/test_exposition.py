@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import tiny
-from blendrag.engine import BlendEngine, Options, encoding
+from blendrag.engine import BlendEngine, Options, kv_writer
 from blendrag.engine.exposition import exposition
 from blendrag.store import StoreStats
 from blendrag.store.base import TierStats
@@ -159,7 +159,7 @@ def test_the_text_names_the_store_by_its_whole_path(engine: BlendEngine, tmp_pat
 def test_no_more_chunks_wait_to_be_encoded_than_may(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encoding, "QUEUED_CHUNKS", 2)
+    monkeypatch.setattr(kv_writer, "QUEUED_CHUNKS", 2)
     with tiny.engine(tiny.llama(), tmp_path / "store") as engine:
         assert engine.ingest([tiny.document(i) for i in range(2)]).failed == 0
         store, namespace = engine.resources.store, engine.adapter.identity.namespace

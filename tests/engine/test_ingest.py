@@ -136,8 +136,8 @@ def test_an_interrupted_ingest_continues_where_it_stopped(tmp_path: Path) -> Non
         steps: list[Any] = []
 
         def interrupt(totals: Any) -> None:
-            steps.append(totals.chunks_computed)
-            if totals.chunks_computed == 4:
+            steps.append(totals.written.chunks)
+            if totals.written.chunks == 4:
                 raise KeyboardInterrupt
 
         first = engine.ingest(documents, interrupt)

@@ -13,17 +13,17 @@ from typing import Any
 
 from blendrag.config import KVEncoding, Mode, Ratio, settings
 from blendrag.engine import calibration as calibrating
-from blendrag.engine import documents, profiling
+from blendrag.engine import ingest as ingesting
+from blendrag.engine import profiling
 from blendrag.engine.answering import Answering
 from blendrag.engine.calibration import CalibrationOptions, CalibrationReport
-from blendrag.engine.encoding import Background
 from blendrag.engine.exposition import exposition
-from blendrag.engine.ingest import Inputs, Watch
+from blendrag.engine.ingest import DryRun, IngestReport, Inputs, Watch
+from blendrag.engine.kv_writer import BackgroundWriter
 from blendrag.engine.library import Library
 from blendrag.engine.profiling import ProfileReport
 from blendrag.engine.requests import Requests, check_defaults
 from blendrag.engine.resources import CorpusSettings, Resources
-from blendrag.engine.types import DryRun, IngestReport
 from blendrag.engine.worker import Worker
 from blendrag.fusor.gate_record import Verification
 from blendrag.model.adapter import ModelAdapter
@@ -102,7 +102,7 @@ class BlendEngine(Answering):
         )
         self._worker = Worker("blendrag-engine")
         self.library = Library(self._resources, self._worker)
-        background = Background(self._resources, self._worker)
+        background = BackgroundWriter(self._resources, self._worker)
         self._requests = Requests(self._resources, self.settings, self._worker, background)
 
     # -- the corpus -----------------------------------------------------------------------------
@@ -112,7 +112,7 @@ class BlendEngine(Answering):
 
         Raises :class:`UnsupportedModelError` for a model whose KV cannot be reused.
         """
-        return documents.ingest(self._resources, self._worker, inputs, watch)
+        return ingesting.ingest(self._resources, self._worker, inputs, watch)
 
     def remove(self, paths: Sequence[Path | str]) -> int:
         """Forget documents by path (or directory): texts, vectors and KV. How many there were.
@@ -120,11 +120,11 @@ class BlendEngine(Answering):
         Raises :class:`InvalidInputError` when nothing of a path is in the corpus; then nothing is
         forgotten.
         """
-        return documents.remove(self._resources, paths)
+        return ingesting.remove(self._resources, paths)
 
     def dry_run(self, inputs: Inputs) -> DryRun:
         """What :meth:`ingest` would do: chunks, bytes, and seconds from one timed chunk."""
-        return documents.dry_run(self._resources, self._worker, inputs)
+        return ingesting.dry_run(self._resources, self._worker, inputs)
 
     # -- the rest -------------------------------------------------------------------------------
 

@@ -1,8 +1,7 @@
-"""The way of a document: reader → chunks → key → KV → store → embedding → corpus.
+"""Ingest by path: reader → chunks → KV → embedding → corpus.
 
-Owns the order, which makes it safe to interrupt anywhere and to repeat: KV is put first (durable when
-``put`` returns), the document's row last, in one transaction. An unchanged document whose chunks all
-have KV costs a look-up and no model work. Does not own the store, the corpus or the model.
+The order makes a run safe to interrupt and to repeat: KV is stored first, and a document's rows last, in one
+transaction. An unchanged document whose chunks all have KV costs a look-up and no model work.
 """
 
 from __future__ import annotations
@@ -11,110 +10,150 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any
+
+import numpy as np
 
 from blendrag.corpus.corpus import Corpus
-from blendrag.corpus.embedder import Embedder
-from blendrag.engine.types import IngestReport
-from blendrag.errors import InvalidInputError, StoreFullError, UnreadableDocumentError
-from blendrag.store.base import KVStore, PinScope
+from blendrag.engine.kv_writer import KVWriter, Written, drop_orphaned_kv, with_loaded_identity
+from blendrag.engine.resources import Resources
+from blendrag.engine.worker import Worker
+from blendrag.errors import (
+    IdentityChangedError,
+    InvalidInputError,
+    StoreFullError,
+    UnreadableDocumentError,
+)
 from blendrag.store.encodings import stored_chunk_bytes
-from blendrag.store.identity import chunk_key
-from blendrag.store.kv import ChunkKV
-from blendrag.text.chunking import Chunk, Chunker
+from blendrag.text.chunking import Chunk
 from blendrag.text.readers import Document, digest_of, read_documents, scan_inputs
-
-
-class Encoder(Protocol):
-    """What ingest needs of a model; loaded on first use."""
-
-    @property
-    def namespace(self) -> str:
-        """Known without the weights where the corpus remembers it (unchanged checkpoint files)."""
-        ...
-
-    def chunk_ids(self, texts: Sequence[str]) -> list[tuple[int, ...]]: ...
-
-    def encode(self, ids: Sequence[int]) -> ChunkKV: ...
 
 
 @dataclass
 class Totals:
-    """Running totals, handed to the progress callback after every chunk."""
+    """Running totals of a run, passed to the progress callback after every chunk."""
 
     total_bytes: int = 0
     done_bytes: int = 0
     documents: int = 0
     documents_unchanged: int = 0
     chunks: int = 0
-    chunks_computed: int = 0
-    chunks_skipped: int = 0
     tokens: int = 0
-    computed_tokens: int = 0
-    encode_s: float = 0.0
-    size_bytes: int = 0
     failures: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    written: Written = field(default_factory=Written)
 
     @property
     def tokens_per_s(self) -> float:
-        """Computed tokens per second of encoding and storing; 0 when nothing was computed."""
-        return self.computed_tokens / self.encode_s if self.encode_s else 0.0
+        """Computed tokens per second of encoding and storing; 0 if nothing was computed."""
+        return self.written.tokens / self.written.seconds if self.written.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class IngestReport:
+    """Totals of one ingest run."""
+
+    documents: int
+    documents_unchanged: int
+    chunks: int
+    chunks_computed: int
+    chunks_skipped: int
+    failed: int
+    tokens: int
+    tokens_per_s: float
+    bytes: int
+    seconds: float
+    failures: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    interrupted: bool = False
+    stopped: str = ""
+    """Why the run stopped early (store full), else empty."""
+
+    def whole(self) -> IngestReport:
+        """This report, if the run reached its end.
+
+        Raises what ended it early: :class:`KeyboardInterrupt` or :class:`StoreFullError`.
+        """
+        if self.interrupted:
+            raise KeyboardInterrupt
+        if self.stopped:
+            raise StoreFullError(self.stopped)
+        return self
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What an ingest would do."""
+
+    documents: int
+    chunks: int
+    tokens: int
+    bytes: int
+    seconds: float
+    failed: int
+    failures: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
 
 
 Watch = Callable[[Totals], None]
 Inputs = Sequence[Path | str] | Iterable[Document]
 
 
-class Ingest:
-    """One ingest run into one store and corpus."""
+def ingest(
+    resources: Resources, worker: Worker, inputs: Inputs, watch: Watch | None = None
+) -> IngestReport:
+    """See :meth:`BlendEngine.ingest`."""
+    corpus = resources.create_corpus()
+    listed: list[Any] = [inputs] if isinstance(inputs, str | Path) else list(inputs)
+
+    def run() -> IngestReport:
+        try:
+            return IngestRun(resources, worker, corpus, watch).run(listed)
+        except IdentityChangedError:
+            corpus.require_begun()  # another process began this corpus in another encoding
+            raise
+
+    report = with_loaded_identity(resources, run)
+    resources.remember_namespace()
+    drop_orphaned_kv(resources, corpus)  # left by a run that was killed
+    return report
+
+
+class IngestRun:
+    """One run over documents."""
 
     def __init__(
-        self,
-        corpus: Corpus,
-        store: KVStore,
-        encoder: Encoder,
-        embedder: Embedder,
-        chunker: Callable[[], Chunker],
-        prefix_ids: Sequence[int],
-        watch: Watch | None = None,
+        self, resources: Resources, worker: Worker, corpus: Corpus, watch: Watch | None = None
     ) -> None:
+        self._resources = resources
         self._corpus = corpus
-        self._store = store
-        self._encoder = encoder
-        self._embedder = embedder
-        self._chunker = chunker
-        self._prefix_ids = tuple(prefix_ids)
         self._watch = watch or (lambda totals: None)
-        self.totals = Totals()
-        self._scope: PinScope
+        self._writer = KVWriter(resources, worker)
+        self._totals = Totals(written=self._writer.written)
 
     def run(self, inputs: Inputs) -> IngestReport:
-        """Ingest paths or documents; Ctrl-C ends the run cleanly with ``interrupted`` set.
-
-        What this run put or found is never evicted for its later puts: it stops instead.
-        """
+        """Ingest paths or documents. After Ctrl-C the report has ``interrupted`` set."""
         began = time.perf_counter()
         interrupted, stopped = False, ""
         try:
-            with self._store.pin_scope() as self._scope:
-                for document in self._documents(inputs):
-                    self._one(document)
+            with self._writer.pinned():
+                for document in documents_of(inputs, self._totals):
+                    self._ingest(document)
         except StoreFullError as full:
             stopped = str(full)
         except KeyboardInterrupt:
             interrupted = True
-        t = self.totals
+        t, written = self._totals, self._writer.written
         return IngestReport(
             documents=t.documents,
             documents_unchanged=t.documents_unchanged,
             chunks=t.chunks,
-            chunks_computed=t.chunks_computed,
-            chunks_skipped=t.chunks_skipped,
+            chunks_computed=written.chunks,
+            chunks_skipped=t.chunks - written.chunks,
             failed=len(t.failures),
             tokens=t.tokens,
             tokens_per_s=t.tokens_per_s,
-            bytes=t.size_bytes,
+            bytes=written.size_bytes,
             seconds=time.perf_counter() - began,
             failures=tuple(t.failures),
             skipped=tuple(t.skipped),
@@ -122,97 +161,113 @@ class Ingest:
             stopped=stopped,
         )
 
-    # -- one document ---------------------------------------------------------------------------
-
-    def _documents(self, inputs: Inputs) -> Iterator[Document]:
-        yield from documents_of(inputs, self.totals)
-
-    def _one(self, document: Document) -> None:
-        """Bring one document up to date; a bad one is named and counted, never fatal."""
+    def _ingest(self, document: Document) -> None:
+        """Bring one document up to date. A bad one is named and counted, and the run goes on."""
         digest = digest_of(document)
         try:
             known = self._corpus.unchanged(document.source, digest)
             if known is not None:
-                computed = self._ensure_kv(document, known)
-                self.totals.documents_unchanged += not computed
+                computed = self._write_kv(document, known)
+                self._totals.documents_unchanged += not computed
             else:
-                chunks = self._chunker().split(document.text)
+                chunks = self._resources.chunker().split(document.text)
                 if not chunks:
                     raise UnreadableDocumentError(document.source, "holds no text")
-                self._ensure_kv(document, chunks)
-                self._remember(document, digest, chunks)
+                self._write_kv(document, chunks)
+                self._write_rows(document, digest, chunks)
         except InvalidInputError as bad:
-            self._fail(document.source, bad)
+            text = str(bad)
+            named = text.startswith(document.source)
+            self._totals.failures.append(text if named else f"{document.source}: {text}")
             return
-        self.totals.documents += 1
-        self._watch(self.totals)
+        self._totals.documents += 1
+        self._watch(self._totals)
 
-    def _ensure_kv(self, document: Document, chunks: Sequence[Chunk]) -> int:
-        """Encode the chunks without stored KV; how many there were."""
-        namespace = self._encoder.namespace
+    def _write_kv(self, document: Document, chunks: Sequence[Chunk]) -> int:
+        """Store the KV of chunks that have none; returns how many."""
         computed = 0
-        texts = [chunk.text for chunk in chunks]
-        for chunk, ids in zip(chunks, self._encoder.chunk_ids(texts), strict=True):
-            self.totals.chunks += 1
-            self.totals.tokens += len(ids)
-            key = chunk_key(namespace, self._prefix_ids, ids)
-            if self._store.contains(namespace, key):
-                self._scope.protect(namespace, key)
-                self.totals.chunks_skipped += 1
-                continue
-            self._encode(document, chunk, ids, namespace, key)
-            computed += 1
-            self._watch(self.totals)
+        for chunk in chunks:
+            self._totals.chunks += 1
+            self._totals.tokens += len(self._resources.text_ids(chunk.text))
+            if self._writer.missing([chunk]):
+                name = f"{document.source}, characters {chunk.start} to {chunk.end}"
+                self._writer.write(chunk, name)
+                computed += 1
+                self._watch(self._totals)
         return computed
 
-    def _encode(
-        self, document: Document, chunk: Chunk, ids: Sequence[int], namespace: str, key: str
-    ) -> None:
-        began = time.perf_counter()
-        kv = self._encoder.encode(ids)
-        try:
-            self._store.put(namespace, key, kv)
-        except InvalidInputError as bad:  # NaN or infinity: name where the text came from
-            raise InvalidInputError(
-                f"{document.source}, characters {chunk.start} to {chunk.end}: {bad}"
-            ) from bad
-        self.totals.encode_s += time.perf_counter() - began
-        self.totals.chunks_computed += 1
-        self.totals.computed_tokens += len(ids)
-        self.totals.size_bytes += stored_chunk_bytes(kv.layout, kv.tokens)
-
-    def _remember(self, document: Document, digest: str, chunks: Sequence[Chunk]) -> None:
-        """Embed what is new, write the document's rows, drop KV that nothing refers to any more."""
+    def _write_rows(self, document: Document, digest: str, chunks: Sequence[Chunk]) -> None:
+        """Embed new chunks, write the document's rows, drop KV that no row refers to any more."""
         known = self._corpus.known_vectors(document.title, [c.chunk_id for c in chunks])
         new = [c for c in {c.chunk_id: c for c in chunks}.values() if c.chunk_id not in known]
-        if new:  # else the embedder need not even be loaded
-            vectors = self._embedder.embed([c.text for c in new], [document.title] * len(new))
+        if new:  # otherwise the embedder is not even loaded
+            titles = [document.title] * len(new)
+            vectors = self._resources.embedder.embed([c.text for c in new], titles)
             known |= {c.chunk_id: vector for c, vector in zip(new, vectors, strict=True)}
-        import numpy as np
-
-        before = self._corpus.chunks_of(document.source)
         rows = np.stack([known[c.chunk_id] for c in chunks])
-        orphans = set(self._corpus.put_document(document, digest, chunks, rows))
-        gone = [c for c in before if c.chunk_id in orphans]
-        self.drop(gone)
-        if gone:
-            self._corpus.dropped.forget([c.chunk_id for c in gone])
+        if self._corpus.put_document(document, digest, chunks, rows):
+            drop_orphaned_kv(self._resources, self._corpus)
 
-    def drop(self, chunks: Sequence[Chunk]) -> int:
-        """Delete the KV of ``chunks``; how many there were."""
-        namespace = self._encoder.namespace
-        ids = self._encoder.chunk_ids([c.text for c in chunks])
-        keys = [chunk_key(namespace, self._prefix_ids, i) for i in ids]
-        return sum(self._store.delete(namespace, key) for key in keys)
 
-    def _fail(self, source: str, error: Exception) -> None:
-        text = str(error)
-        self.totals.failures.append(text if text.startswith(source) else f"{source}: {text}")
+def remove(resources: Resources, paths: Sequence[Path | str]) -> int:
+    """See :meth:`BlendEngine.remove`."""
+    corpus = resources.require_corpus()
+    sources: dict[str, None] = {}
+    for path in paths:
+        found = corpus.sources_of(path)
+        if not found:
+            raise InvalidInputError(
+                f"{path} is not in the corpus of {resources.root}; "
+                "expected a path as it was ingested"
+            )
+        sources |= dict.fromkeys(found)
+    for source in sources:
+        corpus.remove_source(source)
+        drop_orphaned_kv(resources, corpus)
+    return len(sources)
+
+
+def dry_run(resources: Resources, worker: Worker, inputs: Inputs) -> DryRun:
+    """See :meth:`BlendEngine.dry_run`."""
+    corpus = resources.corpus
+    chunker = resources.chunker()
+    totals = Totals()
+    documents = chunks = tokens = new_tokens = 0
+    for document in documents_of(inputs, totals):
+        pieces = chunker.split(document.text)
+        piece_tokens = sum(c.tokens for c in pieces)
+        documents += 1
+        chunks += len(pieces)
+        tokens += piece_tokens
+        if corpus is None or corpus.document_digest(document.source) != digest_of(document):
+            new_tokens += piece_tokens
+    adapter = resources.adapter
+    adapter.require_blendable()
+    sample = [17] * min(resources.chunk_tokens, max(tokens, 1))
+
+    def encode_s() -> float:
+        with adapter.lock:
+            began = time.perf_counter()
+            adapter.encode((), sample)
+            return time.perf_counter() - began
+
+    worker.run(encode_s)  # warm up
+    seconds_per_token = worker.run(encode_s) / len(sample)
+    return DryRun(
+        documents=documents,
+        chunks=chunks,
+        tokens=tokens,
+        bytes=stored_chunk_bytes(resources.layout, tokens),
+        seconds=new_tokens * seconds_per_token,
+        failed=len(totals.failures),
+        failures=tuple(totals.failures),
+        skipped=tuple(totals.skipped),
+    )
 
 
 def documents_of(inputs: Inputs, totals: Totals) -> Iterator[Document]:
-    """Documents of paths (or given ones), counting bytes, failures and skipped files in ``totals``."""
-    paths, documents = _sorted_out(inputs)
+    """Given documents and those of given paths; counts bytes, failures and skipped files in ``totals``."""
+    paths, documents = _separated(inputs)
     yield from documents
     found = scan_inputs(paths)
     totals.skipped += [f"{path}: unsupported suffix {path.suffix!r}" for path in found.unsupported]
@@ -230,7 +285,7 @@ def documents_of(inputs: Inputs, totals: Totals) -> Iterator[Document]:
         totals.done_bytes = began + sizes[path]
 
 
-def _sorted_out(inputs: Inputs) -> tuple[list[Path], list[Document]]:
+def _separated(inputs: Inputs) -> tuple[list[Path], list[Document]]:
     paths: list[Path] = []
     documents: list[Document] = []
     for item in [inputs] if isinstance(inputs, str | Path) else inputs:

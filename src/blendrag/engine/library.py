@@ -1,39 +1,80 @@
-"""The corpus by id: what vector stores, indexes and ingestion pipelines keep in step.
+"""The corpus by id, for vector stores, indexes and ingestion pipelines.
 
-Owns the order of a change: what is about to be stored is noted, KV is computed and put, then all
-rows of the call are written in one transaction; rows are removed in one transaction, then KV. A crash
-anywhere in between leaves a note by which the next change drops KV that no text refers to. Does not
-know how the corpus writes rows (:mod:`blendrag.corpus.documents`) or how KV is computed.
+The order of a change makes it safe to kill at any point: the texts are noted, KV is stored, then all rows of
+the call are written in one transaction. Rows are removed in one transaction, then KV. A killed call leaves a
+note by which the next change drops KV that no text refers to.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from blendrag.corpus.corpus import Corpus
-from blendrag.corpus.documents import Entry
+from blendrag.corpus.documents import Entry, NewEntry
 from blendrag.corpus.embedder import GIVEN, refuse_given
-from blendrag.engine.adding import Adding, check_entries, given_vectors, unit_vector
-from blendrag.engine.orphans import drop_orphaned_kv, kv_keys
-from blendrag.engine.precompute import Computed, compute_kv, take_back
+from blendrag.engine.kv_writer import (
+    KVWriter,
+    Written,
+    drop_orphaned_kv,
+    kv_keys,
+    take_back,
+    with_loaded_identity,
+)
 from blendrag.engine.resources import Resources
-from blendrag.engine.types import Added, Hit
 from blendrag.engine.worker import Worker
-from blendrag.errors import IdentityChangedError, InvalidInputError
-from blendrag.text.chunking import Chunk
+from blendrag.errors import InvalidInputError, check_unicode
+from blendrag.store.identity import digest_fields
+from blendrag.text.chunking import Chunk, canonical, chunk_id_of
+from blendrag.text.matches import is_recognisable
 
 __all__ = ["Added", "Entry", "Hit", "Library"]
+
+
+@dataclass(frozen=True)
+class Hit:
+    """An entry found by search.
+
+    ``distance`` is L2 between unit vectors, in [0, 2]; ``vector`` is the entry's, float32 [dim].
+    """
+
+    entry: Entry
+    distance: float
+    vector: np.ndarray
+
+    @property
+    def similarity(self) -> float:
+        """Cosine of the angle between the vectors, in [-1, 1]."""
+        return 1.0 - self.distance**2 / 2.0
+
+
+@dataclass(frozen=True)
+class Added:
+    """What one addition to the library did, in entries and in KV."""
+
+    added: int = 0
+    changed: int = 0
+    unchanged: int = 0
+    computed: int = 0
+    """Chunks whose KV was computed in this call."""
+    tokens: int = 0
+    """Tokens of those."""
+    bytes: int = 0
+    seconds: float = 0.0
+
 
 Where = Callable[[Entry], bool]
 
 
 class Library:
-    """The entries of one engine's corpus. Thread-safe; reading waits for no change."""
+    """The entries of one engine's corpus. Thread-safe; reads do not wait for changes."""
 
     def __init__(self, resources: Resources, worker: Worker) -> None:
         self._resources = resources
@@ -51,21 +92,21 @@ class Library:
         embed: bool = True,
         precompute: bool = True,
     ) -> Added:
-        """Add entries, or change those whose ids are there; the last of a repeated id counts.
+        """Add entries, or change those with known ids; the last of a repeated id counts.
 
-        What is unchanged costs a look-up, and its KV is computed again if the store lost it.
+        An unchanged entry costs a look-up; its KV is computed again if the store has lost it.
 
         Args:
             entries: each becomes one chunk.
-            vectors: [len(entries), dim], of the caller's own embedding model, kept at unit length;
-                ``None`` embeds with the corpus's own.
-            embedder: name of that model, which later calls must give, too.
-            embed: ``False`` stores no vectors: the entries are recognised in prompts and not found by
-                :meth:`search`, for a corpus that something else searches.
-            precompute: ``False`` leaves the KV to be computed once a prompt missed it.
+            vectors: [len(entries), dim] from the caller's embedding model, stored at unit length; ``None``
+                embeds with the corpus's embedder.
+            embedder: name of the caller's model; later calls must give the same.
+            embed: ``False`` stores no vectors: entries are recognised in prompts but not found by
+                :meth:`search`.
+            precompute: ``False`` computes KV only after a prompt has missed it.
 
-        Raises :class:`InvalidInputError`, :class:`UnsupportedModelError`, :class:`StoreFullError`;
-        nothing was added then.
+        Raises :class:`InvalidInputError`, :class:`UnsupportedModelError`, :class:`StoreFullError`; then
+        nothing was added.
         """
         began = time.perf_counter()
         rows = given_vectors(vectors, len(entries))
@@ -76,26 +117,32 @@ class Library:
             return Added()
         with self._changing:
             corpus = self._corpus_for(None if rows is None else embedder)
-            adding = Adding(self._resources, corpus, entries, rows, embed)
+            addition = Addition(self._resources, corpus, entries, rows, embed)
             try:
-                new = adding.new_entries()
-                computed = self._compute(corpus, adding.chunks) if precompute else Computed()
+                new = addition.new_entries()
+                written = self._write_kv(corpus, addition.chunks) if precompute else Written()
                 if new:
                     corpus.entries.put(new)
             except Exception:
-                take_back(self._resources, corpus, adding.chunks)
+                take_back(self._resources, corpus, addition.chunks)
                 raise
             self._resources.remember_namespace()
             drop_orphaned_kv(self._resources, corpus)
+        added, changed, unchanged = addition.counts
         return Added(
-            *adding.counts, computed.chunks, computed.tokens, computed.bytes,
-            time.perf_counter() - began,
-        )  # fmt: skip
+            added=added,
+            changed=changed,
+            unchanged=unchanged,
+            computed=written.chunks,
+            tokens=written.tokens,
+            bytes=written.size_bytes,
+            seconds=time.perf_counter() - began,
+        )
 
     def delete(self, ids: Sequence[str]) -> list[str]:
-        """Remove entries: the ids of those that were there.
+        """Remove entries; returns the ids of those that existed.
 
-        KV goes with the last entry or document that holds its text.
+        KV is deleted with the last entry or document that holds its text.
         """
         corpus = self._own()
         if corpus is None:
@@ -106,18 +153,18 @@ class Library:
         return there
 
     def delete_parents(self, parents: Sequence[str]) -> list[str]:
-        """Remove all entries of these parents; their ids."""
+        """Remove all entries of these parents; returns their ids."""
         corpus = self._own()
         if corpus is None:
             return []
         return self.delete([i for parent in parents for i in corpus.entries.ids(parent)])
 
     def clear(self) -> int:
-        """Remove all entries, and no document that was ingested by path; how many there were."""
+        """Remove all entries, but no document that was ingested by path; returns how many."""
         return len(self.delete(self.ids()))
 
     def repair(self) -> int:
-        """Drop the KV that a crash left behind; of how many chunks. Every change does so, too."""
+        """Drop KV that a crash left behind, as every change does; returns the number of chunks."""
         corpus = self._own()
         if corpus is None:
             return 0
@@ -131,22 +178,22 @@ class Library:
         return 0 if corpus is None else len(corpus.entries)
 
     def __bool__(self) -> bool:
-        """An empty library is a library."""
+        """True: an empty library is not falsy."""
         return True
 
     def ids(self) -> list[str]:
-        """Ids of all entries, in the order in which they were added or last changed."""
+        """Ids of all entries, in the order they were added or last changed."""
         corpus = self._own()
         return [] if corpus is None else corpus.entries.ids()
 
     def get(self, ids: Sequence[str]) -> list[Entry]:
-        """Entries in the order asked for; those that are not there are left out."""
+        """Entries in the order of ``ids``, without unknown ids."""
         corpus = self._own()
         found: Mapping[str, Entry] = {} if corpus is None else corpus.entries.get(ids)
         return [found[entry_id] for entry_id in ids if entry_id in found]
 
     def entries(self, where: Where | None = None, parent: str | None = None) -> Iterator[Entry]:
-        """Entries that ``where`` takes, in the order of :meth:`ids`."""
+        """Entries that ``where`` accepts, in the order of :meth:`ids`."""
         corpus = self._own()
         for entry in () if corpus is None else corpus.entries.all(parent):
             if where is None or where(entry):
@@ -155,11 +202,10 @@ class Library:
     def search(
         self, query: str | np.ndarray | Sequence[float], k: int, where: Where | None = None
     ) -> list[Hit]:
-        """The k nearest entries, and chunks of ingested documents, that ``where`` takes.
+        """The k nearest entries and chunks of ingested documents that ``where`` accepts, nearest first.
 
-        Nearest first. A text is embedded with the corpus's own embedder; a vector is taken as it is,
-        at unit length. Raises :class:`InvalidInputError` for a vector of another length than the
-        corpus's, and for a text where the vectors were given.
+        A text is embedded with the corpus's embedder; a vector is normalised. Raises
+        :class:`InvalidInputError` for a vector of the wrong length, and for a text if vectors were given.
         """
         corpus = self._own()
         if corpus is None or k < 1 or corpus.search.dim() is None:
@@ -169,7 +215,7 @@ class Library:
         return [Hit(found.entry, distance, found.vector) for found, distance in hits]
 
     def has_kv(self, ids: Sequence[str]) -> dict[str, bool]:
-        """Whether the KV of each entry's text is stored now; of those entries that are there."""
+        """Whether the KV of each entry's text is stored; without unknown ids."""
         corpus = self._own()
         if corpus is None:
             return {}
@@ -180,19 +226,19 @@ class Library:
         }
 
     def embed(self, texts: Sequence[str]) -> np.ndarray:
-        """Vectors of the corpus's own embedder.  float32 [n, dim], unit length"""
+        """Vectors from the corpus's embedder, float32 [n, dim] at unit length."""
         self._require_own_embedder()
         return self._resources.embedder.embed(texts)
 
     def embed_query(self, text: str) -> np.ndarray:
-        """Vector of a question.  float32 [dim], unit length"""
+        """Vector of a question, float32 [dim] at unit length."""
         self._require_own_embedder()
         return self._resources.embedder.embed_query(text)
 
     # -- details --------------------------------------------------------------------------------
 
     def _own(self) -> Corpus | None:
-        """The corpus of this model, ``None`` where nothing was stored yet."""
+        """The corpus of this model, ``None`` before anything was stored."""
         corpus = self._resources.corpus
         if corpus is None or not corpus.has_manifest:
             return None
@@ -204,18 +250,164 @@ class Library:
             refuse_given(corpus.manifest.embedder)
 
     def _corpus_for(self, embedder: str | None) -> Corpus:
-        """The corpus to add to; its vectors are of the given embedder, ``None`` for its own."""
+        """The corpus to add to, with vectors of the given embedder (``None``: its own)."""
         corpus = self._resources.create_corpus()
         if embedder is not None:
             corpus.set_manifest(replace(corpus.manifest, embedder=GIVEN + embedder))
         return corpus
 
-    def _compute(self, corpus: Corpus, chunks: Sequence[Chunk]) -> Computed:
-        unloaded = not self._resources.is_loaded
-        try:
-            return compute_kv(self._resources, self._worker, corpus, chunks)
-        except IdentityChangedError:
-            if not unloaded:
-                raise
-            # the files looked unchanged but hold other weights: now they are loaded
-            return compute_kv(self._resources, self._worker, corpus, chunks)
+    def _write_kv(self, corpus: Corpus, chunks: Sequence[Chunk]) -> Written:
+        """Store the KV of chunks that have none and are long enough to be recognised in a prompt."""
+        wanted = list({c.chunk_id: c for c in chunks if is_recognisable(c.text)}.values())
+        if not wanted:
+            return Written()
+
+        def run() -> Written:
+            writer = KVWriter(self._resources, self._worker)
+            with writer.pinned():
+                missing = writer.missing(wanted)
+                if missing:
+                    corpus.dropped.note(missing, time.time())  # dropped again if this is killed
+                    self._resources.remember_namespace()
+                for chunk in missing:
+                    writer.write(chunk, f"the text {chunk.text[:40]!r}…")
+            return writer.written
+
+        return with_loaded_identity(self._resources, run)
+
+
+def check_entries(entries: Sequence[Entry]) -> None:
+    """Raise :class:`InvalidInputError` for entries that cannot be stored and returned unchanged."""
+    for entry in entries:
+        if not isinstance(entry.id, str) or not entry.id:
+            raise InvalidInputError(f"id {entry.id!r} of an entry, expected a non-empty text")
+        for name, text in (("id", entry.id), ("text", entry.text), ("parent", entry.parent)):
+            check_unicode(text, f"{name} of entry {entry.id!r}")
+        for key, value in entry.metadata.items():
+            _check_json(entry, key, value)
+
+
+def _check_json(entry: Entry, key: Any, value: Any) -> None:
+    try:
+        json.dumps({key: value}, ensure_ascii=False).encode("utf-8")
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise InvalidInputError(
+            f"metadata {key!r} of entry {entry.id!r} is a {type(value).__name__} that JSON cannot "
+            "hold; expected text, numbers, lists or objects of them: convert it or leave it out"
+        ) from exc
+
+
+def given_vectors(
+    vectors: np.ndarray | Sequence[Sequence[float]] | None, entries: int
+) -> np.ndarray | None:
+    """The caller's vectors at unit length, float32 [entries, dim]."""
+    if vectors is None:
+        return None
+    rows = np.asarray(vectors, np.float32)
+    if not entries and not rows.size:
+        return None
+    if rows.ndim != 2 or len(rows) != entries or not rows.shape[1]:
+        raise InvalidInputError(
+            f"vectors of shape {rows.shape} for {entries} entries, expected ({entries}, dim)"
+        )
+    if not np.isfinite(rows).all():
+        raise InvalidInputError(
+            "a vector holds NaN or infinity, expected numbers; look at the embedding model's output"
+        )
+    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    return np.ascontiguousarray(rows / np.maximum(norms, 1e-12), np.float32)
+
+
+def unit_vector(vector: np.ndarray | Sequence[float]) -> np.ndarray:
+    """One vector at unit length, float32 [dim]."""
+    rows = given_vectors(np.asarray(vector, np.float32)[None], 1)
+    assert rows is not None
+    return rows[0]
+
+
+def digest_of_entry(entry: Entry, embed: bool, vector: np.ndarray | None) -> str:
+    """Digest of all that a row holds; equal digests need no write."""
+    fields = ["entry", entry.id, entry.text, entry.parent, entry.title, str(entry.start)]
+    fields += [json.dumps(dict(entry.metadata), sort_keys=False), str(embed)]
+    given = b"" if vector is None else vector.tobytes()
+    return digest_fields([*(field.encode("utf-8", "surrogatepass") for field in fields), given])
+
+
+class Addition:
+    """The entries of one :meth:`Library.add`, the last of each id: what changed, and their vectors."""
+
+    def __init__(
+        self,
+        resources: Resources,
+        corpus: Corpus,
+        entries: Sequence[Entry],
+        vectors: np.ndarray | None,
+        embed: bool,
+    ) -> None:
+        """``vectors``: the result of :func:`given_vectors`."""
+        last = list({entry.id: i for i, entry in enumerate(entries)}.values())
+        self._resources = resources
+        self._corpus = corpus
+        self._entries = [entries[i] for i in last]
+        self._given = None if vectors is None else vectors[last]
+        self._embed = embed
+        self._before = corpus.entries.digests([entry.id for entry in self._entries])
+        self._digests = [
+            digest_of_entry(entry, embed, None if self._given is None else self._given[i])
+            for i, entry in enumerate(self._entries)
+        ]
+        self._changed = [
+            i for i, e in enumerate(self._entries) if self._before.get(e.id) != self._digests[i]
+        ]
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Entries added, changed and unchanged."""
+        added = sum(entry.id not in self._before for entry in self._entries)
+        return added, len(self._changed) - added, len(self._entries) - len(self._changed)
+
+    @cached_property
+    def chunks(self) -> list[Chunk]:
+        """One chunk per entry."""
+        return [self._chunk(entry) for entry in self._entries]
+
+    def new_entries(self) -> list[NewEntry]:
+        """Added and changed entries, with their vectors."""
+        vectors = self._vectors()
+        return [
+            NewEntry(self._entries[i], self.chunks[i], self._digests[i], vector)
+            for i, vector in zip(self._changed, vectors, strict=True)
+        ]
+
+    def _chunk(self, entry: Entry) -> Chunk:
+        text = canonical(entry.text)
+        tokens = len(self._resources.text_ids(text))
+        return Chunk(text, entry.start, entry.start + len(text), tokens, chunk_id_of(text))
+
+    def _vectors(self) -> list[np.ndarray]:
+        """Vectors of the changed entries, in order."""
+        if self._given is not None:
+            return list(self._given[self._changed])
+        if not self._embed:
+            return [np.zeros(0, np.float32)] * len(self._changed)
+        refuse_given(self._corpus.manifest.embedder)
+        places = [(self._entries[i].title, self.chunks[i].chunk_id) for i in self._changed]
+        texts = {place: self.chunks[i].text for place, i in zip(places, self._changed, strict=True)}
+        known = self._known(places)
+        new = [place for place in texts if place not in known]
+        if new:  # otherwise the embedder is not even loaded
+            titles = [title for title, _ in new]
+            vectors = self._resources.embedder.embed([texts[place] for place in new], titles)
+            known |= dict(zip(new, vectors, strict=True))
+        return [known[place] for place in places]
+
+    def _known(self, places: Sequence[tuple[str, str]]) -> dict[tuple[str, str], np.ndarray]:
+        """Stored vectors of the same texts under the same titles, by title and chunk id."""
+        chunk_ids: dict[str, list[str]] = {}
+        for title, chunk_id in places:
+            chunk_ids.setdefault(title, []).append(chunk_id)
+        return {
+            (title, chunk_id): vector
+            for title, ids in chunk_ids.items()
+            for chunk_id, vector in self._corpus.known_vectors(title, ids).items()
+        }

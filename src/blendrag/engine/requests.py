@@ -18,8 +18,8 @@ from blendrag.corpus.documents import StoredChunk
 from blendrag.engine.answers import Started
 from blendrag.engine.batch import prepared
 from blendrag.engine.decoding import Likelihoods
-from blendrag.engine.encoding import Background
 from blendrag.engine.generation import Generation
+from blendrag.engine.kv_writer import BackgroundWriter
 from blendrag.engine.options import Options
 from blendrag.engine.prompts import Rendered, explain_bos, refuse_silence, render
 from blendrag.engine.recognition import recognise
@@ -51,7 +51,7 @@ class Requests:
         resources: Resources,
         settings: Settings,
         worker: Worker,
-        background: Background,
+        background: BackgroundWriter,
     ) -> None:
         """``background`` hears what was missed, once the answer is there."""
         self._resources = resources

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from blendrag.config import UNCALIBRATED_SCHEDULE, Settings
-from blendrag.engine.encoding import Background
+from blendrag.engine.kv_writer import BackgroundWriter
 from blendrag.engine.packing_rule import PackingRule
 from blendrag.engine.resources import Resources
 from blendrag.engine.task import Task
@@ -47,7 +47,9 @@ PROFILE_COMMAND = "blendrag profile --model {} --store {}"
 class Stored:
     """The KV store as requests see it. Caller holds the model's lock."""
 
-    def __init__(self, resources: Resources, settings: Settings, background: Background) -> None:
+    def __init__(
+        self, resources: Resources, settings: Settings, background: BackgroundWriter
+    ) -> None:
         self._resources = resources
         self._settings = settings
         self._background = background

@@ -6,13 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from blendrag.corpus.documents import Entry
-from blendrag.errors import StoreFullError
 from blendrag.metrics import RequestMetrics
 from blendrag.text.matches import Match
 
 if TYPE_CHECKING:
-    import numpy as np
+    pass
 
 Message = Mapping[str, Any]
 
@@ -70,81 +68,3 @@ class Answer:
     metrics: RequestMetrics
     sources: tuple[Source, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
-
-
-@dataclass(frozen=True)
-class IngestReport:
-    """Totals of one ingest run."""
-
-    documents: int
-    documents_unchanged: int
-    chunks: int
-    chunks_computed: int
-    chunks_skipped: int
-    failed: int
-    tokens: int
-    tokens_per_s: float
-    bytes: int
-    seconds: float
-    failures: tuple[str, ...] = ()
-    skipped: tuple[str, ...] = ()
-    interrupted: bool = False
-    stopped: str = ""
-    """Why ingest stopped before the end (store full), empty otherwise."""
-
-    def whole(self) -> IngestReport:
-        """This report, if the run reached its end.
-
-        Raises what ended it before: :class:`KeyboardInterrupt` or :class:`StoreFullError`.
-        """
-        if self.interrupted:
-            raise KeyboardInterrupt
-        if self.stopped:
-            raise StoreFullError(self.stopped)
-        return self
-
-
-@dataclass(frozen=True)
-class DryRun:
-    """What an ingest would do."""
-
-    documents: int
-    chunks: int
-    tokens: int
-    bytes: int
-    seconds: float
-    failed: int
-    failures: tuple[str, ...] = ()
-    skipped: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Hit:
-    """An entry found by search.
-
-    ``distance`` is L2 between unit vectors, in [0, 2]; ``vector`` is the entry's, float32 [dim].
-    """
-
-    entry: Entry
-    distance: float
-    vector: np.ndarray
-
-    @property
-    def similarity(self) -> float:
-        """Cosine of the angle between the vectors, in [-1, 1]."""
-        return 1.0 - self.distance**2 / 2.0
-
-
-@dataclass(frozen=True)
-class Added:
-    """What one addition to the library did, in entries and in KV."""
-
-    added: int = 0
-    changed: int = 0
-    unchanged: int = 0
-    computed: int = 0
-    """Chunks whose KV was computed in this call."""
-    tokens: int = 0
-    """Tokens of those."""
-    bytes: int = 0
-    seconds: float = 0.0

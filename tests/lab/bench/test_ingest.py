@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from blendrag.engine.ingest import Ingest
+from blendrag.engine.kv_writer import KVWriter
 from blendrag.errors import StoreFullError
 from blendrag.lab.bench.geometry import bench_adapter
 from blendrag.lab.bench.ingest import IngestWorkload, run_ingest
@@ -22,13 +22,13 @@ NO_CORPUS = ("--reingest-chunks", "0")
 #: Say on stderr when the first chunk is about to be encoded, and make that last.
 SLOW_INGEST = """
 import sys, time
-from blendrag.engine.ingest import Ingest
-encode = Ingest._encode
+from blendrag.engine.kv_writer import KVWriter
+encode = KVWriter._encode
 def slow(*args):
     print("NOW", file=sys.stderr, flush=True)
     time.sleep(60)
     return encode(*args)
-Ingest._encode = slow
+KVWriter._encode = slow
 """
 
 
@@ -75,7 +75,7 @@ def test_an_ingest_cut_short_ends_the_measurement_and_leaves_nothing_behind(
         raise end
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(Ingest, "_encode", cut_short)
+    monkeypatch.setattr(KVWriter, "_encode", cut_short)
     adapter = bench_adapter("tiny", None, "auto", "cpu")
     with pytest.raises(type(end)) as raised:
         run_ingest(adapter, IngestWorkload(1, 64, 0))

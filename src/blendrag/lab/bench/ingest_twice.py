@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from blendrag.corpus.embedder import MINILM_OFFLINE
 from blendrag.engine import BlendEngine
-from blendrag.engine.types import IngestReport
+from blendrag.engine.ingest import IngestReport
 from blendrag.errors import BlendragError
 from blendrag.model import ModelAdapter
 

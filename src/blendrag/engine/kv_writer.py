@@ -1,0 +1,259 @@
+"""The write path of KV: chunk → ids → key → KV → store.
+
+Ingest by path, additions by id and background work for chunks that queries missed all write here. KV is
+computed by :meth:`KVValidity.encode`, so it is never stored under another model's namespace. A chunk is
+always encoded alone behind the corpus's prefix; KV computed in the context of a query is never stored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from blendrag.corpus.corpus import Corpus
+from blendrag.engine.resources import Resources
+from blendrag.engine.worker import Worker
+from blendrag.errors import (
+    BlendragError,
+    IdentityChangedError,
+    InvalidInputError,
+    StoreFullError,
+)
+from blendrag.planning.plan import Plan
+from blendrag.store.base import PinScope
+from blendrag.store.encodings import stored_chunk_bytes
+from blendrag.store.identity import chunk_key
+from blendrag.store.kv import ChunkKV
+from blendrag.text.chunking import Chunk
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Ids = tuple[int, ...]
+
+#: An addition that began this long ago without ending will not end: its process was killed.
+ABANDONED_S = 3600.0
+#: Leading parts remembered as seen once; one is stored when it comes back.
+SEEN_LEADING = 1024
+#: Most chunks that wait for background encoding; further ones are dropped until they are missed again.
+QUEUED_CHUNKS = 256
+
+
+@dataclass
+class Written:
+    """What one run has computed and stored."""
+
+    chunks: int = 0
+    tokens: int = 0
+    size_bytes: int = 0
+    seconds: float = 0.0
+
+
+class KVWriter:
+    """Stores the KV of chunks for one run. Loads the model only when there is something to encode.
+
+    Use within :meth:`pinned`. Entries found or stored there are not evicted for later ones; when nothing else
+    is left to evict, :meth:`write` raises :class:`StoreFullError`.
+    """
+
+    def __init__(self, resources: Resources, worker: Worker) -> None:
+        self._resources = resources
+        self._worker = worker
+        self._namespace = ""
+        self._admitted = False
+        self._pins: PinScope
+        self.written = Written()
+
+    @contextmanager
+    def pinned(self) -> Iterator[None]:
+        """Within this context, entries of this run are not evicted."""
+        with self._resources.store.pin_scope() as self._pins:
+            yield
+
+    @property
+    def namespace(self) -> str:
+        """Where this run stores; does not change during the run."""
+        if not self._namespace:
+            self._namespace = self._resources.namespace()
+            if self._resources.is_loaded:
+                self._worker.run(lambda: self._resources.kv_validity.renew(self._namespace))
+        return self._namespace
+
+    def missing(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """Those of ``chunks`` without stored KV; the others are pinned."""
+        missing = []
+        for chunk in chunks:
+            key = self._key(chunk)
+            if self._resources.store.contains(self.namespace, key):
+                self._pins.protect(self.namespace, key)
+            else:
+                missing.append(chunk)
+        return missing
+
+    def write(self, chunk: Chunk, name: str) -> None:
+        """Encode ``chunk`` and store its KV; ``name`` says in errors which text it is.
+
+        Raises :class:`InvalidInputError` for a text that is too long or gives NaN, :class:`StoreFullError`,
+        and :class:`IdentityChangedError` if the loaded weights are not those the run began with.
+        """
+        began = time.perf_counter()
+        try:
+            kv = self._worker.run(lambda: self._encode(self._resources.text_ids(chunk.text)))
+            self._resources.store.put(self.namespace, self._key(chunk), kv)
+        except InvalidInputError as bad:
+            raise InvalidInputError(f"{name}: {bad}") from bad
+        self.written.chunks += 1
+        self.written.tokens += kv.tokens
+        self.written.size_bytes += stored_chunk_bytes(kv.layout, kv.tokens)
+        self.written.seconds += time.perf_counter() - began
+
+    def _encode(self, ids: Ids) -> ChunkKV:
+        validity, namespace = self._resources.kv_validity, self.namespace
+        if not self._admitted:
+            validity.admit(namespace)
+            self._admitted = True
+        return validity.encode(namespace, ids, self._resources.prefix_ids)
+
+    def _key(self, chunk: Chunk) -> str:
+        ids = self._resources.text_ids(chunk.text)
+        return chunk_key(self.namespace, self._resources.prefix_ids, ids)
+
+
+def with_loaded_identity(resources: Resources, run: Callable[[], T]) -> T:
+    """``run()``, once more if the checkpoint's files looked unchanged but hold other weights.
+
+    Raises :class:`IdentityChangedError` if the model was loaded before.
+    """
+    was_loaded = resources.is_loaded
+    try:
+        return run()
+    except IdentityChangedError:
+        if was_loaded:
+            raise
+        return run()
+
+
+# -- dropping KV ----------------------------------------------------------------------------------
+
+
+def kv_keys(resources: Resources, corpus: Corpus, text: str) -> list[tuple[str, str]]:
+    """Namespace and key of every KV that the text may have in the store. May load the model."""
+    named = corpus.manifest.namespace
+    namespaces = {named} if named else set()
+    if resources.is_loaded or not named:
+        namespaces.add(resources.kv_validity.namespace)
+    prefix_ids, ids = corpus.manifest.prefix_ids, resources.text_ids(text)
+    return [(namespace, chunk_key(namespace, prefix_ids, ids)) for namespace in sorted(namespaces)]
+
+
+def drop_orphaned_kv(resources: Resources, corpus: Corpus, within_s: float = ABANDONED_S) -> int:
+    """Delete the KV of chunks that were removed or whose addition was abandoned; returns how many.
+
+    An addition that began less than ``within_s`` ago may still run in another process.
+    """
+    dropped = corpus.dropped.texts(time.time() - within_s)
+    if not dropped:
+        return 0
+    if resources.store.stats().entries:
+        for text in dropped.values():
+            for namespace, key in kv_keys(resources, corpus, text):
+                resources.store.delete(namespace, key)
+    corpus.dropped.forget(list(dropped))
+    return len(dropped)
+
+
+def take_back(resources: Resources, corpus: Corpus, chunks: Sequence[Chunk]) -> None:
+    """Drop the KV of chunks whose addition failed.
+
+    An error here must not hide the one that made the addition fail: the note left before writing has the KV
+    dropped later.
+    """
+    with contextlib.suppress(BlendragError):
+        corpus.dropped.note(chunks, 0.0)
+        drop_orphaned_kv(resources, corpus)
+
+
+# -- what queries missed --------------------------------------------------------------------------
+
+
+class BackgroundWriter:
+    """Encodes chunks that queries missed: between requests, or before a request if others wait.
+
+    Without the second, a chunk that two waiting requests need would be computed for each of them.
+    """
+
+    def __init__(self, resources: Resources, worker: Worker) -> None:
+        self._resources = resources
+        self._worker = worker
+        self._queued: set[tuple[Ids, Ids]] = set()
+        self._seen: dict[Ids, None] = {}
+        self._full = False
+
+    def note(self, plan: Plan) -> None:
+        """Queue the chunks that had no KV, and a leading part that was seen before."""
+        if self._full or not self._resources.is_writable:
+            return
+        prefix = self._resources.prefix_ids
+        todo = [(ids, prefix) for ids in plan.missing]
+        if plan.leading and self._seen_before(plan.leading):
+            todo.append((plan.leading, ()))
+        for ids, behind in todo:
+            if len(self._queued) >= QUEUED_CHUNKS:
+                log.info("%d chunks wait to be encoded; no more are queued", QUEUED_CHUNKS)
+                return
+            if (ids, behind) not in self._queued:
+                self._queued.add((ids, behind))
+                self._worker.submit(partial(self._encode, ids, behind), background=True)
+
+    @property
+    def goes_first(self) -> bool:
+        """Whether a request should have its missing chunks encoded before it runs: other requests wait."""
+        return self._worker.is_waited_for and not self._full and self._resources.is_writable
+
+    def encode_first(self, missing: Sequence[Ids], check: Callable[[], None]) -> int:
+        """Encode these chunks now, on the worker; returns how many are stored.
+
+        ``check`` is called before each and raises for a request that is over.
+        """
+        stored = 0
+        for ids in missing:
+            check()
+            stored += self._encode(ids, self._resources.prefix_ids)
+            if self._full:
+                break
+        return stored
+
+    def _seen_before(self, leading: Ids) -> bool:
+        if leading in self._seen:
+            return True
+        self._seen[leading] = None
+        while len(self._seen) > SEEN_LEADING:
+            del self._seen[next(iter(self._seen))]
+        return False
+
+    def _encode(self, ids: Ids, prefix: Ids) -> bool:
+        """Whether the KV is stored now."""
+        resources = self._resources
+        try:
+            with resources.adapter.lock:  # one identity from look-up to put
+                namespace = resources.kv_validity.namespace
+                key = chunk_key(namespace, prefix, ids)
+                if not resources.store.contains(namespace, key):
+                    resources.kv_validity.admit(namespace)
+                    kv = resources.kv_validity.encode(namespace, ids, prefix)
+                    resources.store.put(namespace, key, kv)
+            return True
+        except StoreFullError as full:
+            self._full = True
+            log.warning("chunks missed by queries are no longer stored: %s", full)
+        except BlendragError as error:
+            log.warning("a chunk of %d tokens was not stored: %s", len(ids), error)
+        finally:
+            self._queued.discard((ids, prefix))
+        return False
