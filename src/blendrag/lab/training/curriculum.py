@@ -1,53 +1,146 @@
-"""What the demo model is shown, stage by stage, and when it moves on.
+"""What the demo model is shown, stage by stage: drills first, then ever longer documents.
 
-Owns: `STAGES` and how a stage of documents makes one packed sample (`samples.py`); those before it are
-`drills.py`. Does not know: the model, the optimiser. Trained on questions directly, a small model learns
-the type of the answer and then sits at chance among the candidates; repeats, recall and ever longer
-documents lead it past that.
+Trained on questions directly, a small model learns the type of the answer and then stays at chance among
+the candidates. Repeats, recall and growing documents lead it past that.
 """
 
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from blendrag.lab.training.contexts import draw_kinds, sizes, write_context
-from blendrag.lab.training.drills import ALL, Repeats, ladder, name_repeats, recall
-from blendrag.lab.training.facts import KINDS
-from blendrag.lab.training.generator import Document, Shape, documents
-from blendrag.lab.training.prompts import FORMS, NATIVE, Entry
-from blendrag.lab.training.questions import Question, ask
-from blendrag.lab.training.samples import Sample, Writer
+from blendrag.lab.training.facts import KINDS, Attribute, NameDealer
+from blendrag.lab.training.generator import Deck, Document, Shape, documents
+from blendrag.lab.training.questions import Question, ask, draw_kinds, sizes, write_context
+from blendrag.lab.training.samples import FORMS, NATIVE, Asked, Entry, Sample, Writer
+from blendrag.lab.training.tokenizer import VOCAB_SIZE
 
 QUESTIONS_PER_CONTEXT = 12
+#: A pool of nearly all tokens that are not special.
+ALL = VOCAB_SIZE - 8
+
+# -- drills ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Stage:
-    """A stage lasts until its accuracy is `move_on_at`, and at most until `until` of the whole
-    run is over.
+class Repeats:
+    """Random tokens three times over, the second and third time supervised: induction forms.
+
+    It forms within minutes if the tokens are drawn from few. So each sample draws a pool size between
+    `pools`: small pools form it, and it spreads to the rest.
     """
 
-    name: str
-    make: Callable[[random.Random, Writer], Sample]
-    until: float
-    move_on_at: float = 0.85  # by then the next stage teaches the same, and more
-    learning_rate: float = 1.5e-3
-    tokens_per_step: int = 4096
+    pools: tuple[int, int]
+    lengths: tuple[int, int]
+
+    def __call__(self, rng: random.Random, writer: Writer) -> Sample:
+        fewest, most = self.pools
+        pool = round(fewest * (most / fewest) ** rng.random())
+        return _repeated(writer, writer.random_tokens(rng, rng.randint(*self.lengths), pool))
+
+
+def _repeated(writer: Writer, once: list[int]) -> Sample:
+    sample = Sample()
+    sample.append([writer.bos])
+    # The first token of the repeat cannot be known: the length of the sequence is random.
+    sample.questions.append(Asked(once * 3, len(once) + 1))
+    return sample
+
+
+def name_repeats(rng: random.Random, writer: Writer) -> Sample:
+    """Names and values three times over: induction extends to the tokens that matter."""
+    if rng.random() < 0.1:
+        return Repeats((64, ALL), (6, 24))(rng, writer)
+    pairs = _pairs(rng, writer, rng.randint(2, 5), *_attribute(rng))
+    return _repeated(writer, [t for pair in pairs for tokens in pair for t in tokens])
+
+
+def recall(rng: random.Random, writer: Writer) -> Sample:
+    """A list of names, each with a value, in no sentence yet; all asked in another order.
+
+    Zero to eight words separate name and value; with none it is the repeat already learned.
+    """
+    kind, attribute = _attribute(rng)
+    words = writer.encode(" ".join((*attribute.statements, *attribute.questions)))
+    said, asked = (rng.choice((0, 0, 1, 2, 4, 8)) for _ in range(2))
+    pairs = _pairs(rng, writer, rng.randint(3, 8), kind, attribute)
+    stop = writer.encode(".")
+    sample = Sample()
+    sample.append([writer.bos])
+    for name, value in pairs:
+        sample.append([*name, *rng.choices(words, k=rng.randint(0, said)), *value, *stop])
+    for name, value in rng.sample(pairs, len(pairs)):
+        head = [*name, *rng.choices(words, k=rng.randint(0, asked))]
+        sample.questions.append(Asked([*head, *value], len(head)))
+    return sample
+
+
+def ladder(rng: random.Random, writer: Writer) -> Sample:
+    """From the list to the document and from the bare name to the question, one fact each.
+
+    Each rung shares something with the one below, so that binding over a distance grows out of recall:
+    a list, a list with words between name and value, sentences; asked by name and colon, by the name
+    in place of the question, by the question.
+    """
+    kind = rng.choice(list(KINDS.values()))
+    attribute = rng.choice(kind.attributes)
+    shape = Shape((1,), 0, introduction=False, names_only=True, openers=False)
+    n = rng.randint(3, 6)
+    written = documents(rng, "train", [kind.name] * n, [shape] * n, {kind.name: [attribute.key]})
+    said, asked = rng.choice((0, 1, 1, 1, 2, 2)), rng.choice((0, 1, 2, 2))
+    colon, stop = writer.encode(":"), writer.encode(".")
+    words = writer.encode(" ".join(attribute.questions).replace("{n}", ""))
+    questions = ask(rng, written, {"direct": n})
+    sample = writer.sample(NATIVE, [Entry(d.paragraphs[0]) for d in written], questions)
+    if said < 2:
+        sample = Sample(questions=sample.questions)
+        sample.append([writer.bos])
+        for d in written:
+            # Mostly small distances: binding was never learned from long ones alone.
+            distance = rng.randint(0, rng.randint(0, 8))
+            gap = rng.choices(words, k=distance) if said else colon
+            name, value = writer.encode(f" {d.name}"), writer.encode(f" {d.facts[0].value}")
+            sample.append([*name, *gap, *value, *stop])
+    if asked < 2:
+        names = {d.doc_id: d.name for d in written}
+        sample.questions = []
+        for q in questions:
+            name = names[q.document_id]
+            head = writer.question(NATIVE, f"{name}?") if asked else writer.encode(f" {name}:")
+            answer = writer.encode(f" {q.answer}")
+            sample.questions.append(Asked([*head, *answer, writer.end], len(head)))
+    return sample
+
+
+def _attribute(rng: random.Random) -> tuple[str, Attribute]:
+    kind = rng.choice(list(KINDS.values()))
+    return kind.name, rng.choice(kind.attributes)
+
+
+def _pairs(
+    rng: random.Random, writer: Writer, n: int, kind: str, attribute: Attribute
+) -> list[tuple[list[int], list[int]]]:
+    """`n` names of a kind and as many different values of the attribute, as tokens."""
+    dealer = NameDealer(rng, "train")
+    deck = Deck(rng, dealer)
+    texts = [(dealer.name(kind), deck.value(attribute)) for _ in range(n)]
+    return [(writer.encode(f" {name}"), writer.encode(f" {value}")) for name, value in texts]
+
+
+# -- documents ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Brief:
-    """Documents in a few plain sentences: no aliases, no openers, no fillers, the native form.
+    """Documents in a few plain sentences: no aliases, openers or fillers; the native form.
 
-    `facts` bounds how many each paragraph states; `asked`: questions of each kind; `linked`: share
-    of the contexts whose documents link to one another.
+    `facts`: bounds of the facts of each paragraph; `asked`: questions of each kind; `linked`, `dated`:
+    shares of contexts whose documents link to one another or state a year.
     """
 
     documents: tuple[int, int]
     facts: tuple[tuple[int, int], ...]
     asked: dict[str, int]
     keys: tuple[int, int] = (2, 5)
-    introduction: float = 0.5
     linked: float = 0.0
     dated: float = 0.0
 
@@ -57,40 +150,29 @@ class Brief:
             kind: rng.sample([a.key for a in KINDS[kind].attributes], rng.randint(*self.keys))
             for kind in sorted(set(kinds))
         }
-        shapes = [
-            Shape(
-                tuple(rng.randint(*bounds) for bounds in self.facts),
-                0,
-                introduction=rng.random() < self.introduction,
-                names_only=True,
-                openers=False,
-            )
-            for _ in kinds
-        ]
+        shapes = []
+        for _ in kinds:
+            facts = tuple(rng.randint(*bounds) for bounds in self.facts)
+            introduction = rng.random() < 0.5
+            shapes.append(Shape(facts, 0, len, introduction, names_only=True, openers=False))
         dated = rng.random() < self.dated
         written = documents(rng, "train", kinds, shapes, keys, 0.9, dated)
         entries = [Entry(p, f"{d.doc_id}.txt") for d in written for p in d.paragraphs]
         return writer.sample(NATIVE, entries, ask(rng, written, self.asked)[:QUESTIONS_PER_CONTEXT])
 
 
-ASKED = {"coreference": 5, "direct": 3, "two-hop": 3, "comparison": 2, "unanswerable": 2}
-# What takes longest to learn.
-HARD = {"coreference": 4, "direct": 2, "two-hop": 5, "comparison": 3, "unanswerable": 3}
-
-
 @dataclass(frozen=True)
 class Prompts:
     """Contexts as they are measured, in the prompt forms, at positions with gaps.
 
-    `tokens` of a context at most, in chunks of one of `sizes` tokens; `orphans`: share of the
-    documents that lack paragraphs, as retrieved; `asked`: questions of each kind.
+    `tokens`: bounds of the context; `sizes`: sizes of its chunks, in tokens; `asked`: questions of each
+    kind; `linked`: share of contexts whose documents link to one another.
     """
 
     tokens: tuple[int, int]
     sizes: tuple[int, ...]
     asked: dict[str, int]
     linked: float = 0.6
-    orphans: float = 0.2
 
     def __call__(self, rng: random.Random, writer: Writer) -> Sample:
         size = rng.choice(self.sizes)
@@ -100,23 +182,22 @@ class Prompts:
         context = write_context(
             rng, "train", kinds, chunks, size, lambda text: len(writer.encode(text)), asked
         )
-        entries, present = _retrieved(rng, context.documents, self.orphans)
-        questions = _balanced(
-            self.asked, (q for q in context.questions if present.issuperset(q.needs))
-        )
+        entries, present = _retrieved(rng, context.documents)
+        answerable = (q for q in context.questions if present.issuperset(q.needs))
+        questions = _balanced(self.asked, answerable)
         form = rng.choice(FORMS) if rng.random() < 0.5 else NATIVE
         return writer.sample(form, entries, questions, rng if rng.random() < 0.3 else None)
 
 
 def _retrieved(
-    rng: random.Random, written: Sequence[Document], orphans: float
+    rng: random.Random, written: Sequence[Document], incomplete: float = 0.2
 ) -> tuple[list[Entry], set[tuple[str, int]]]:
-    """Chunks in document order; of a share of `orphans` not all paragraphs, as retrieved."""
+    """Chunks in document order. A share of `incomplete` documents lack paragraphs, as in retrieval."""
     entries: list[Entry] = []
     present: set[tuple[str, int]] = set()
     for document in written:
         kept = list(range(len(document.paragraphs)))
-        if len(kept) > 1 and rng.random() < orphans:
+        if len(kept) > 1 and rng.random() < incomplete:
             kept = sorted(rng.sample(kept, rng.randint(1, len(kept) - 1)))
         entries += [Entry(document.paragraphs[i], f"{document.doc_id}.txt") for i in kept]
         present.update((document.doc_id, i) for i in kept)
@@ -134,32 +215,41 @@ def _balanced(asked: dict[str, int], questions: Iterable[Question]) -> list[Ques
     return chosen
 
 
+# -- stages ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage ends when its accuracy reaches `move_on_at`, or at the share `until` of the whole run."""
+
+    name: str
+    make: Callable[[random.Random, Writer], Sample]
+    until: float
+    move_on_at: float = 0.85  # by then the next stage teaches the same, and more
+    learning_rate: float = 1.5e-3
+    tokens_per_step: int = 4096
+
+
+ASKED = {"coreference": 5, "direct": 3, "two-hop": 3, "comparison": 2, "unanswerable": 2}
+#: With more of what takes longest to learn.
+HARD = {"coreference": 4, "direct": 2, "two-hop": 5, "comparison": 3, "unanswerable": 3}
 _ONE = ((1, 1),)
 _TWO = ((1, 2), (1, 2))
+_ASKED_IN_BRIEF = ASKED | {"direct": 2}
+_LONG = (64, 100, 128, 200, 256, 400, 512)
 STAGES: tuple[Stage, ...] = (
-    Stage("few-repeats", Repeats((64, 128), (4, 16)), 0.15, 0.9, learning_rate=2e-3),
-    Stage("repeats", Repeats((64, ALL), (4, 16)), 0.2, 0.9, learning_rate=2e-3),
-    Stage("name-repeats", name_repeats, 0.22, 0.9, learning_rate=2e-3),
-    Stage("recall", recall, 0.26, 0.95, learning_rate=2e-3),
-    Stage("ladder", ladder, 0.3, 0.9, learning_rate=2e-3),
+    Stage("few-repeats", Repeats((64, 128), (4, 16)), 0.15, 0.9, 2e-3),
+    Stage("repeats", Repeats((64, ALL), (4, 16)), 0.2, 0.9, 2e-3),
+    Stage("name-repeats", name_repeats, 0.22, 0.9, 2e-3),
+    Stage("recall", recall, 0.26, 0.95, 2e-3),
+    Stage("ladder", ladder, 0.3, 0.9, 2e-3),
     Stage("one-fact", Brief((3, 6), _ONE, {"direct": 6}, (1, 2)), 0.33, 0.9),
     Stage("back-references", Brief((2, 5), _TWO, {"coreference": 9, "direct": 3}, (3, 6)), 0.4),
-    Stage(
-        "kinds",
-        Brief((3, 6), ((1, 3),), ASKED | {"direct": 2}, (2, 4), linked=0.7, dated=0.4),
-        0.44,
-        0.85,
-    ),
+    Stage("kinds", Brief((3, 6), ((1, 3),), _ASKED_IN_BRIEF, (2, 4), 0.7, 0.4), 0.44),
     Stage("prompts", Prompts((180, 600), (45, 64), ASKED), 0.565, 1.0),
-    Stage("links", Prompts((180, 600), (45, 64), HARD, 0.85), 0.8, 1.0, learning_rate=1e-3),
-    Stage(
-        "long-prompts",
-        Prompts((400, 2200), (64, 100, 128, 200, 256, 400, 512), HARD, 0.8),
-        1.0,
-        1.0,
-        learning_rate=1e-3,
-    ),
+    Stage("links", Prompts((180, 600), (45, 64), HARD, 0.85), 0.8, 1.0, 1e-3),
+    Stage("long-prompts", Prompts((400, 2200), _LONG, HARD, 0.8), 1.0, 1.0, 1e-3),
 )
-# Depth comes when there is something for it to do: half the layers learn to look up in half the time.
+#: Layers before and from stage `DEEP_FROM` on: half the layers learn to look up in half the time.
 SHALLOW, DEEP = 6, 12
 DEEP_FROM = "kinds"

@@ -1,11 +1,8 @@
-"""Seeded documents about people, companies, towns, products and events that nobody has heard of.
+"""Seeded documents about invented people, companies, towns, products and events.
 
-Owns: how a document is put together. Does not know: tokens, prompts, models, questions
-(`questions.py`). A document has one to four paragraphs, each a chunk. The first names its entity in
-every sentence, and its role and alias once; the others refer back only, in every sentence, by pronoun,
-role or alias, so that their facts can be told apart only by what stands before them. Documents link to
-one another by name. Names and pairs of opener and statement come from one split; all else is the same
-for every split.
+A document has one to four paragraphs; each is a chunk. The first names its entity in every sentence and
+gives its role and alias once. The others refer back by pronoun, role or alias only, so that their facts
+can be told apart only by attention to the first. Documents link to one another by name.
 """
 
 import random
@@ -13,11 +10,20 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from blendrag.lab.training.facts import ALIASES, KINDS, TIMES, Attribute, Kind, Split, openers
-from blendrag.lab.training.names import NameDealer, gender_of
+from blendrag.lab.training.facts import (
+    ALIASES,
+    KINDS,
+    TIMES,
+    Attribute,
+    Kind,
+    NameDealer,
+    Split,
+    gender_of,
+    openers,
+)
 
 Measure = Callable[[str], int]
-"""Size of a text, in whatever `Shape.size` is given in."""
+"""Size of a text, in the unit of `Shape.size`."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +37,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Document:
-    """A document; `text` is its paragraphs joined by one blank line. The name is in the first
-    paragraph only.
-    """
+    """A document. Only its first paragraph has the name."""
 
     doc_id: str
     name: str
@@ -42,10 +46,6 @@ class Document:
     role: str
     paragraphs: tuple[str, ...]
     facts: tuple[Fact, ...]
-
-    @property
-    def title(self) -> str:
-        return self.name
 
     @property
     def text(self) -> str:
@@ -57,11 +57,9 @@ class Document:
 
 @dataclass(frozen=True)
 class Shape:
-    """How much a document says: facts per paragraph, and the size that filler brings each
-    paragraph to, at most.
+    """How much a document says: facts per paragraph, and the largest size of a paragraph with filler.
 
-    With these defaults either paragraph alone fits in 64 of the demo tokenizer's tokens and both
-    together do not, so that a splitter of that capacity cuts between them.
+    With these defaults each paragraph fits in 64 of the demo tokenizer's tokens and two together do not.
     """
 
     facts: tuple[int, ...] = (2, 3)
@@ -74,14 +72,12 @@ class Shape:
 
 @dataclass
 class Deck:
-    """Deals each attribute's values in random order, none twice before all were dealt, so that
-    distractors differ; and names for links.
-    """
+    """Deals names for links, and each attribute's values in random order, so that distractors differ."""
 
     rng: random.Random
     dealer: NameDealer
     entities: dict[str, list[str]] = field(default_factory=dict)
-    """Names by kind that have documents of their own: what links lead to, where there are any."""
+    """Names with documents, by kind: targets of links."""
     link_share: float = 0.7
     _left: dict[str, list[str]] = field(default_factory=dict)
 
@@ -97,9 +93,7 @@ class Deck:
         return self._deal("alias", ALIASES)
 
     def role(self, kind: Kind) -> str:
-        """Few roles per corpus: "the baker" alone must not tell one person's paragraph from
-        another's.
-        """
+        """One of three roles per corpus, so that "the baker" alone does not identify a person."""
         roles = self._left.setdefault(f"{kind.name} role", self.rng.sample(kind.roles, 3))
         return self.rng.choice(roles)
 
@@ -111,22 +105,24 @@ class Deck:
 
 @dataclass(frozen=True)
 class _Reference:
-    """The word forms by which a sentence points at the entity."""
+    """The word forms by which a sentence refers to the entity."""
 
     subject: str
     possessive: str
     object: str
 
     def fill(self, template: str, **values: str) -> str:
+        subject, possessive = self.subject, self.possessive
         text = template.format(
-            S=_capital(self.subject),
-            P=_capital(self.possessive),
-            s=self.subject,
-            p=self.possessive,
+            S=subject[:1].upper() + subject[1:],
+            P=possessive[:1].upper() + possessive[1:],
+            s=subject,
+            p=possessive,
             o=self.object,
             **values,
         )
-        return _spelt(text)
+        # `a owl` and `Foods's` become `an owl` and `Foods'`.
+        return re.sub(r"s's\b", "s'", re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", text))
 
 
 def write_document(
@@ -138,19 +134,11 @@ def write_document(
     keys: Sequence[str] | None = None,
     always: Sequence[str] = (),
 ) -> Document:
-    """One document about `name`, of `kind`; `keys` restricts the attributes it may speak of, and
-    those of `always` come in any case, as far as there is room.
+    """One document about `name`. `keys` restricts its attributes; those of `always` come first, as far
+    as there is room.
     """
-    # 1) what can be said
     role, alias = deck.role(kind), deck.alias()
-    pool = [a for a in kind.attributes if keys is None or a.key in (*keys, *always)]
-    drawn = sorted(rng.sample(pool, len(pool)), key=lambda a: a.key not in always)
-    drawn = rng.sample(drawn[: sum(shape.facts)], min(sum(shape.facts), len(pool)))
-    # The last paragraphs, not the first, go short where there is less to say.
-    slots = [i for i, n in enumerate(shape.facts) for _ in range(n)]
-    facts = tuple(Fact(a, deck.value(a), i) for a, i in zip(drawn, slots, strict=False))
-
-    # 2) the sentences of each paragraph
+    facts = _draw_facts(rng, deck, kind, shape, keys, always)
     naming = _Reference(name, f"{name}'s", name)
     back = _references_back(name, kind, "" if shape.names_only else role, alias)
     filling = [(time, f) for time in TIMES for f in kind.fillers]
@@ -181,6 +169,22 @@ def write_document(
     return Document(slug(name), name, kind.name, alias, role, tuple(paragraphs), facts)
 
 
+def _draw_facts(
+    rng: random.Random,
+    deck: Deck,
+    kind: Kind,
+    shape: Shape,
+    keys: Sequence[str] | None,
+    always: Sequence[str],
+) -> tuple[Fact, ...]:
+    pool = [a for a in kind.attributes if keys is None or a.key in (*keys, *always)]
+    drawn = sorted(rng.sample(pool, len(pool)), key=lambda a: a.key not in always)
+    drawn = rng.sample(drawn[: sum(shape.facts)], min(sum(shape.facts), len(pool)))
+    # The last paragraphs, not the first, go short where there is less to say.
+    slots = [i for i, n in enumerate(shape.facts) for _ in range(n)]
+    return tuple(Fact(a, deck.value(a), i) for a, i in zip(drawn, slots, strict=False))
+
+
 def slug(name: str) -> str:
     """File and document name of an entity: `Ada Birkdale` becomes `ada-birkdale`."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
@@ -195,8 +199,8 @@ def documents(
     link_share: float = 0.7,
     dated: bool = False,
 ) -> tuple[Document, ...]:
-    """One document for each of `kinds` with the shape beside it, about distinct entities of
-    `split`; their links lead to one another where they can. `dated`: each says a year.
+    """One document for each of `kinds`, with the shape at the same index, about distinct entities of
+    `split`. Links lead to one another where they can. `dated`: each document states a year.
     """
     dealer = NameDealer(rng, split)
     named = [(kind, dealer.name(kind)) for kind in kinds]
@@ -219,7 +223,7 @@ def documents(
 def _state(
     rng: random.Random, fact: Fact, reference: _Reference, split: Split, with_openers: bool
 ) -> str:
-    """A fact as a sentence, behind an opener that the split may use there."""
+    """A fact as a sentence, after an opener that the split may use there."""
     statement = rng.choice(fact.attribute.statements)
     opener = rng.choice(openers(statement, split)) if with_openers else ""
     if opener:
@@ -229,7 +233,7 @@ def _state(
 
 
 def _references_back(name: str, kind: Kind, role: str, alias: str) -> list[_Reference]:
-    """Never the name: half of them pronouns, and the role and the alias if there is a role."""
+    """Never the name: half of them pronouns, the others role and alias, if there is a role."""
     pronoun = _Reference("it", "its", "it")
     if kind.name == "person":
         female = gender_of(name) == "female"
@@ -238,12 +242,3 @@ def _references_back(name: str, kind: Kind, role: str, alias: str) -> list[_Refe
         return [pronoun]
     other = [_Reference(word, f"{word}'s", word) for word in (f"the {role}", alias)]
     return [pronoun, pronoun, *other]
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-def _spelt(text: str) -> str:
-    """`a owl` and `Foods's` put right."""
-    return re.sub(r"s's\b", "s'", re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", text))

@@ -1,21 +1,34 @@
-"""What can be asked about documents, with answers: kinds of question by what answering them takes.
+"""Questions about generated documents, by what answering them takes, and contexts to answer them from.
 
-Owns: a function per kind in `KINDS_OF_QUESTION`. Does not know: prompts, tokens, which
-chunks a context holds: a question lists the paragraphs that answer it.
+A context is chunks in prompt order: the paragraphs of whole documents, each filled up to the size of a
+chunk. It is about one kind of entity, where only the name tells candidates apart, or about a few kinds
+that link to one another.
 """
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
 
 from blendrag.demo import Paragraph, Question
-from blendrag.lab.training.facts import KINDS
-from blendrag.lab.training.generator import Document, Fact
+from blendrag.lab.training.facts import KINDS, Split
+from blendrag.lab.training.generator import Document, Fact, Measure, Shape, documents
 
 UNKNOWN = "unknown"
+#: Kinds whose documents link from the first to the second.
+LINKED: tuple[tuple[str, str], ...] = tuple(
+    (kind.name, attribute.to)
+    for kind in KINDS.values()
+    for attribute in kind.attributes
+    if attribute.to
+)
+
+# -- questions ------------------------------------------------------------------------------------
 
 
 def _needs(document: Document, fact: Fact) -> tuple[Paragraph, ...]:
-    """A later paragraph, and all before it up to the one that has the name."""
+    """The paragraph of `fact` and all before it, up to the one that has the name."""
     return tuple((document.doc_id, i) for i in range(fact.paragraph + 1))
 
 
@@ -29,10 +42,12 @@ def _one_fact(rng: random.Random, documents: Sequence[Document], later: bool) ->
 
 
 def direct(rng: random.Random, documents: Sequence[Document]) -> Iterator[Question]:
+    """A fact of the paragraph that has the name."""
     return _one_fact(rng, documents, later=False)
 
 
 def coreference(rng: random.Random, documents: Sequence[Document]) -> Iterator[Question]:
+    """A fact of a later paragraph, which does not have the name."""
     return _one_fact(rng, documents, later=True)
 
 
@@ -54,38 +69,27 @@ def two_hop(rng: random.Random, documents: Sequence[Document]) -> Iterator[Quest
 
 def comparison(rng: random.Random, documents: Sequence[Document]) -> Iterator[Question]:
     """Which of two entities of one kind was first."""
-    dated = [
-        (document, fact)
-        for document in documents
-        for fact in document.facts
-        if fact.attribute.comparisons
-    ]
+    dated = [(d, fact) for d in documents for fact in d.facts if fact.attribute.comparisons]
     for i, (one, its) in enumerate(dated):
         for other, others in dated[i + 1 :]:
             if one.kind != other.kind or its.value == others.value:
                 continue
             asked = rng.sample((one, other), 2)
             text = rng.choice(its.attribute.comparisons)
-            yield Question(
-                text.format(n=asked[0].name, m=asked[1].name),
-                (one if int(its.value) < int(others.value) else other).name,
-                "comparison",
-                one.doc_id,
-                _needs(one, its) + _needs(other, others),
-            )
+            text = text.format(n=asked[0].name, m=asked[1].name)
+            first = one if int(its.value) < int(others.value) else other
+            needs = _needs(one, its) + _needs(other, others)
+            yield Question(text, first.name, "comparison", one.doc_id, needs)
 
 
 def unanswerable(rng: random.Random, documents: Sequence[Document]) -> Iterator[Question]:
-    """What the document about an entity does not say and that about another one does."""
+    """A fact that another document of the kind states and this one does not."""
     for document in documents:
-        said = {fact.attribute.key for fact in document.facts}
+        alike = [other for other in documents if other.kind == document.kind]
+        stated = {fact.attribute.key for other in alike for fact in other.facts}
+        own = {fact.attribute.key for fact in document.facts}
         for attribute in KINDS[document.kind].attributes:
-            elsewhere = any(
-                fact.attribute.key == attribute.key and other.kind == document.kind
-                for other in documents
-                for fact in other.facts
-            )
-            if elsewhere and attribute.key not in said:
+            if attribute.key in stated - own:
                 text = rng.choice(attribute.questions).format(n=document.name)
                 yield Question(text, UNKNOWN, "unanswerable", document.doc_id)
 
@@ -102,7 +106,7 @@ KINDS_OF_QUESTION: dict[str, Callable[[random.Random, Sequence[Document]], Itera
 def ask(
     rng: random.Random, documents: Sequence[Document], per_kind: int | dict[str, int]
 ) -> list[Question]:
-    """At most so many questions of each kind about `documents`, in random order."""
+    """At most `per_kind` questions of each kind about `documents`, in random order."""
     asked: list[Question] = []
     for kind, make in KINDS_OF_QUESTION.items():
         n = per_kind if isinstance(per_kind, int) else per_kind.get(kind, 0)
@@ -111,3 +115,87 @@ def ask(
             asked += rng.sample(made, min(n, len(made)))
     rng.shuffle(asked)
     return asked
+
+
+# -- contexts -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Context:
+    """Chunks in prompt order, their documents, and questions that they answer."""
+
+    chunks: tuple[str, ...]
+    questions: tuple[Question, ...]
+    documents: tuple[Document, ...]
+
+
+def measure_of(tokenizer: PreTrainedTokenizerBase) -> Measure:
+    """Size of a text in tokens, without special ones."""
+    encode = tokenizer.backend_tokenizer.encode
+    return lambda text: len(encode(text, add_special_tokens=False).ids)
+
+
+def sizes(rng: random.Random, n_chunks: int, longest: int = 4) -> list[int]:
+    """Chunks per document: two to `longest` that add up to `n_chunks`; one if only one is left."""
+    made: list[int] = []
+    while (left := n_chunks - sum(made)) > 0:
+        n = left if left < 4 else rng.choice([n for n in range(2, longest + 1) if left - n != 1])
+        made.append(min(n, longest))
+    return rng.sample(made, len(made))
+
+
+def draw_kinds(rng: random.Random, n: int, linked: bool) -> list[str]:
+    """Kinds of `n` documents: all of one kind, or the two of a link, its target at least twice if
+    there is room, so that the link decides between them.
+    """
+    if not linked or n < 2:
+        return [rng.choice(list(KINDS))] * n
+    source, target = rng.choice(LINKED)
+    kinds = [source, target, target][:n]
+    kinds += rng.choices((source, target), k=n - len(kinds))
+    rng.shuffle(kinds)
+    return kinds
+
+
+def write_context(
+    rng: random.Random,
+    split: Split,
+    kinds: list[str],
+    chunks: list[int],
+    chunk_size: int,
+    measure: Measure,
+    per_kind: int | dict[str, int],
+) -> Context:
+    """A context of documents of `kinds`, with as many chunks each as `chunks` says."""
+    keys = {
+        kind: rng.sample([a.key for a in KINDS[kind].attributes], rng.randint(6, 8))
+        for kind in sorted(set(kinds))
+    }
+    shapes = []
+    for n in chunks:
+        per_paragraph = {1: (3, 4), 2: (2, 3), 3: (2, 2), 4: (1, 2)}[n]
+        facts = tuple(rng.choice(per_paragraph) for _ in range(n))
+        shapes.append(Shape(facts, chunk_size, measure))
+    written = documents(rng, split, kinds, shapes, keys, 0.9, dated=rng.random() < 0.4)
+    texts = tuple(paragraph for document in written for paragraph in document.paragraphs)
+    return Context(texts, tuple(ask(rng, written, per_kind)), written)
+
+
+def contexts(
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    split: Split,
+    n_contexts: int,
+    n_chunks: int = 6,
+    chunk_tokens: int = 64,
+    questions: int | dict[str, int] = 2,
+) -> Iterator[Context]:
+    """Seeded contexts of `n_chunks` chunks of up to `chunk_tokens` tokens (more only if the facts alone
+    take more); `questions` of each kind at most. Every second context is about linked documents.
+    """
+    measure = measure_of(tokenizer)
+    for i in range(n_contexts):
+        rng = random.Random(f"context/{seed}/{split}/{n_chunks}/{chunk_tokens}/{i}")
+        chunks = sizes(rng, n_chunks)
+        kinds = draw_kinds(rng, len(chunks), linked=i % 2 == 1)
+        yield write_context(rng, split, kinds, chunks, chunk_tokens, measure, questions)

@@ -1,27 +1,127 @@
-"""Packed samples: a context, and questions that each see the context and themselves but not one another.
+"""Packed training samples: a context, and questions that each see the context and themselves only.
 
-Owns: how documents and questions become tokens and positions, segment by segment as the product
-tokenises them. Does not know: what is shown when (`curriculum.py`), padding, the model.
+Also the prompt forms that the demo model is trained and measured on. A prompt is tokenised segment by
+segment without special tokens (head, chunk, separator, chunk, …, question), as blendrag does: it must
+find the tokens that it stored.
 """
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
-from blendrag.lab.training.prompts import FORMS, Entry, Form, Template, template
-from blendrag.lab.training.questions import Question
+from blendrag.lab.training.questions import Context, Question
 
-# Positions skipped before a chunk in samples with gaps: contexts longer than any trained on stay
-# familiar.
+#: The holes of a form; neither can occur in generated text.
+CONTEXT, QUESTION = "\x00", "\x01"
+#: Most positions skipped before a chunk in samples with gaps, to prepare for longer contexts.
 MAX_GAP = 400
+
+
+# -- prompt forms ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to ask: `messages` as (role, content) with the two holes."""
+
+    name: str
+    messages: tuple[tuple[str, str], ...]
+    entry_head: str = ""  # before each entry, with {path}
+
+
+def _user(content: str) -> tuple[tuple[str, str], ...]:
+    return (("user", content.format(context=CONTEXT, question=QUESTION)),)
+
+
+_STUFF = "Use the following pieces of context to answer the question.\n\n"
+_TEXT_QA = (
+    "Context information is below.\n---------------------\n{context}\n---------------------\n"
+    "Given the context information and not prior knowledge, answer the query.\n"
+    "Query: {question}\nAnswer: "
+)
+_TEXT_QA_SYSTEM = (
+    "You are an expert Q&A system that is trusted around the world.\n"
+    "Always answer the query using the provided context information, and not prior knowledge.\n"
+    "Some rules to follow:\n"
+    "1. Never directly reference the given context in your answer.\n"
+    "2. Avoid statements like 'Based on the context, ...' or 'The context information ...' or "
+    "anything along those lines."
+)
+_CHAT_QA = (("system", _TEXT_QA_SYSTEM), *_user(_TEXT_QA))
+_PATH = "file_path: {path}\n\n"
+
+NATIVE = Form(
+    "native",
+    _user("Answer the question from the context.\n\n{context}\n\nQuestion: {question}\nAnswer:"),
+)
+FORMS: tuple[Form, ...] = (
+    NATIVE,
+    Form("stuff", _user(_STUFF + "{context}\n\nQuestion: {question}\nHelpful Answer:")),
+    Form("stuff-system", (("system", _STUFF + CONTEXT), ("user", QUESTION))),
+    Form("plain", _user("Use the context.\n\n{context}\n\nQuestion: {question}\nAnswer:")),
+    # LlamaIndex's question prompts, for completion and for chat models.
+    Form("text-qa", _user(_TEXT_QA)),
+    Form("text-qa-paths", _user(_TEXT_QA), _PATH),
+    Form("chat-qa", _CHAT_QA),
+    Form("chat-qa-paths", _CHAT_QA, _PATH),
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A chunk as a retriever returns it, with the file name that some frameworks write above it."""
+
+    text: str
+    path: str = ""
+
+
+def entries(context: Context) -> list[Entry]:
+    """The chunks of `context` with the file of each."""
+    return [Entry(p, f"{d.doc_id}.txt") for d in context.documents for p in d.paragraphs]
+
+
+@dataclass(frozen=True)
+class Template:
+    """A form rendered by a chat template and cut at its holes; text, not tokens."""
+
+    head: str
+    before_question: str
+    after_question: str
+    entry_head: str
+
+    def context_segments(self, entries: Sequence[Entry]) -> list[tuple[str, bool]]:
+        """(text, is_chunk) of everything before the question part."""
+        segments: list[tuple[str, bool]] = []
+        fresh = self.head
+        for entry in entries:
+            head = fresh + self.entry_head.format(path=entry.path)
+            segments += [(head, False), (entry.text.strip(), True)]
+            fresh = "\n\n"
+        return segments
+
+    def question(self, text: str) -> str:
+        """Everything from the last chunk to the answer."""
+        return self.before_question + text + self.after_question
+
+
+def template(tokenizer: PreTrainedTokenizerBase, form: Form) -> Template:
+    """`form` through the tokenizer's own chat template, ready for the assistant's answer."""
+    messages = [{"role": role, "content": content} for role, content in form.messages]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert isinstance(rendered, str)
+    head, rest = rendered.split(CONTEXT)
+    before, after = rest.split(QUESTION)
+    return Template(head, before, after, form.entry_head)
+
+
+# -- samples --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One question segment; the loss is on the tokens from `answer_at` on. `kind` labels it in
-    evaluations.
-    """
+    """One question segment; the loss is on the tokens from `answer_at` on."""
 
     tokens: list[int]
     answer_at: int
@@ -30,9 +130,7 @@ class Asked:
 
 @dataclass
 class Sample:
-    """A context with its positions, the chunk each token is in (-1: none), and the questions
-    that start after it.
-    """
+    """A context with its positions, the chunk of each token (-1: none), and its questions."""
 
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
@@ -43,11 +141,6 @@ class Sample:
     def question_position(self) -> int:
         return self.positions[-1] + 1
 
-    def restart(self, tokens: list[int]) -> None:
-        """Drops the context for one that begins with `tokens`; keeps the questions."""
-        self.tokens, self.positions, self.chunks = [], [], []
-        self.append(tokens)
-
     def append(self, tokens: list[int], chunk: int = -1, gap: int = 0) -> None:
         start = gap + (self.question_position if self.positions else 0)
         self.tokens += tokens
@@ -56,15 +149,11 @@ class Sample:
 
 
 class Writer:
-    """Turns documents and questions into samples, tokenised segment by segment as the product
-    does.
-    """
+    """Turns documents and questions into samples."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._encode = tokenizer.backend_tokenizer.encode
-        self._templates: dict[str, Template] = {
-            form.name: template(tokenizer, form) for form in FORMS
-        }
+        self._templates = {form.name: template(tokenizer, form) for form in FORMS}
         self.bos: int = tokenizer.bos_token_id
         self.end: int = tokenizer.eos_token_id
         self.n_special = len(tokenizer.all_special_ids)
@@ -87,15 +176,14 @@ class Writer:
         questions: list[Question],
         rng: random.Random | None = None,
     ) -> Sample:
-        """Positions skip ahead at random before each chunk where `rng` is given."""
+        """With `rng`, positions skip ahead at random before chunks."""
         layout, sample = self._templates[form.name], Sample()
         for i, (text, is_chunk) in enumerate(layout.context_segments(entries)):
             gap = rng.randrange(MAX_GAP) if rng and i and rng.random() < 0.5 else 0
             sample.append(self.encode(text), i if is_chunk else -1, gap)
         for question in questions:
             asked = self.encode(layout.question(question.text))
-            # The answer keeps the space before it: after a space a word has the token that it has
-            # in the documents.
+            # The answer keeps the space before it, so that a word has the token it has in documents.
             answer = [*self.encode(" " + question.answer), self.end]
             sample.questions.append(Asked(asked + answer, len(asked), question.kind))
         return sample

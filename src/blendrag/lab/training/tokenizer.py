@@ -1,8 +1,8 @@
-"""The demo model's tokenizer: byte-level BPE, so that any text can be fed, with a chat template.
-
-Owns: the special tokens, the chat template, and how the merges are learned (generated text of the
-training split, the prompt forms, and English from the standard library's docstrings). `python -m
+"""The demo model's tokenizer: byte-level BPE with a chat template; `python -m
 blendrag.lab.training.tokenizer --out DIR` rebuilds it.
+
+The merges are learned from generated text of the training split, the prompt forms, and English from the
+standard library's docstrings.
 """
 
 import argparse
@@ -15,19 +15,12 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from blendrag.lab.training.contexts import draw_kinds, sizes, write_context
-from blendrag.lab.training.facts import ALIASES, KINDS
-from blendrag.lab.training.names import WORDS
-from blendrag.lab.training.prompts import FORMS
+from blendrag.lab.training.facts import ALIASES, KINDS, WORDS
+from blendrag.lab.training.questions import draw_kinds, sizes, write_context
+from blendrag.lab.training.samples import FORMS
 
-BOS, END, USER, ASSISTANT, SYSTEM, PAD = SPECIAL_TOKENS = (
-    "<|bos|>",
-    "<|end|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|system|>",
-    "<|pad|>",
-)
+SPECIAL_TOKENS = ("<|bos|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|pad|>")
+BOS, END, USER, ASSISTANT, SYSTEM, PAD = SPECIAL_TOKENS
 VOCAB_SIZE = 3072
 DOCSTRING_CHARACTERS = 600_000
 
@@ -55,8 +48,7 @@ def train_tokenizer(seed: int = 0, n_contexts: int = 800) -> PreTrainedTokenizer
         show_progress=False,
     )
     tokenizer.train_from_iterator(_texts(seed, n_contexts), trainer)
-    # Encoding a bare text puts <|bos|> first, as Llama's tokenizer does; the chat template writes
-    # its own.
+    # A bare text gets <|bos|> first, as with Llama's tokenizer; the chat template writes its own.
     tokenizer.post_processor = processors.Sequence(
         [
             processors.ByteLevel(trim_offsets=False),
@@ -88,10 +80,9 @@ def _texts(seed: int, n_contexts: int) -> Iterator[str]:
         context = write_context(rng, "train", kinds, chunks, 300, len, 1)
         yield from context.chunks
         yield from (f"Question: {q.text}\nAnswer: {q.answer}" for q in context.questions)
-    # The forms are in every prompt: their words are worth whole tokens.
+    # The words of the forms, of names and of values become single tokens: those bind first.
     for form in FORMS:
         yield from [content for _, content in form.messages] * 100
-    # So is every word that names and values are made of: those of one token bind first.
     for words in _words():
         yield from [" " + " ".join(words)] * 300
     yield from _docstrings()
@@ -106,9 +97,7 @@ def _words() -> Iterator[Iterable[str]]:
 
 
 def _docstrings() -> Iterator[str]:
-    """English prose that is on every machine, in a fixed order, so that words beyond the
-    generator's have pieces.
-    """
+    """English prose that every machine has, in a fixed order, for words beyond the generator's."""
     left = DOCSTRING_CHARACTERS
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_bytes())):

@@ -1,10 +1,9 @@
-"""Trains the demo model: `python -m blendrag.lab.training.train --out DIR --seed 0 --minutes 90
-[--resume]`.
+"""Trains the demo model: `python -m blendrag.lab.training.train --out DIR --seed 0 --minutes 90 [--resume]`.
 
-Owns: the optimiser, the clock, the checkpoint. Step i draws its samples from
-(seed, i) alone, so a run of `--steps` is deterministic and a resumed one continues the same stream;
-with `--minutes` the clock decides where it ends. Supervises answers only; uses a GPU if there is one,
-then under bf16 autocast.
+Step i draws its samples from (seed, i) alone, so a run of `--steps` is deterministic and a resumed one
+continues the same stream; with `--minutes` the clock decides where it ends. Only answers are supervised.
+A batch packs many questions after each context, each blind to the others, into one forward pass. Uses a
+GPU if there is one, then under bf16 autocast.
 """
 
 import argparse
@@ -12,31 +11,156 @@ import random
 import signal
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from torch.nn.functional import cross_entropy
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from transformers import (
+    AttentionInterface,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
-from blendrag.lab.training.batching import ATTENTION, Batch, collate
 from blendrag.lab.training.curriculum import DEEP, DEEP_FROM, SHALLOW, STAGES
-from blendrag.lab.training.geometry import deepened, demo_config
 from blendrag.lab.training.samples import Sample, Writer
 from blendrag.lab.training.tokenizer import train_tokenizer
 
 FINAL_RATE = 3e-5
 WARMUP_STEPS = 100
 COOLDOWN = 0.15  # the last part of the run, over which the rate falls linearly
-CURRENT_SHARE = 0.8  # of the steps; the rest keeps the earlier stages alive
+CURRENT_SHARE = 0.8  # of the steps; the others repeat earlier stages
 SAVE_EVERY_S = 60.0
 EXIT_WEIGHT = 0.5  # of the loss of answers read off after the first `SHALLOW` of the layers
+ATTENTION = "blendrag_demo_packed"  # registered below, chosen by `attn_implementation`
+
+# -- the model ------------------------------------------------------------------------------------
+
+
+def demo_config(tokenizer: PreTrainedTokenizerBase, layers: int = DEEP) -> LlamaConfig:
+    """Width 160. The large rotary base keeps positions beyond the trained ones close to known ones."""
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=160,
+        intermediate_size=384,
+        num_hidden_layers=layers,
+        num_attention_heads=5,
+        num_key_value_heads=5,
+        head_dim=32,
+        max_position_embeddings=4096,
+        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def deepened(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
+    """A model of `layers` layers, a multiple of those of `model`, that computes the same: copies that
+    add nothing yet follow the last layer (stacked as by Gong et al. 2019, silent as in LLaMA Pro, §3.2).
+    """
+    settings = {k: v for k, v in model.config.to_dict().items() if k != "layer_types"}
+    deep = LlamaForCausalLM(LlamaConfig(**settings | {"num_hidden_layers": layers}))
+    shallow = model.config.num_hidden_layers
+    weights = {k: v for k, v in model.state_dict().items() if ".layers." not in k}
+    for name, weight in model.model.layers.state_dict().items():
+        index, rest = name.split(".", 1)
+        for copy in range(layers // shallow):
+            silent = copy and rest in ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+            key = f"model.layers.{int(index) + copy * shallow}.{rest}"
+            weights[key] = torch.zeros_like(weight) if silent else weight.clone()
+    deep.load_state_dict(weights)
+    return deep.to(model.device)
+
+
+# -- packed batches -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples side by side: Tc context tokens, then Tq tokens of questions."""
+
+    tokens: Tensor  # [B, Tc + Tq]
+    positions: Tensor  # [B, Tc + Tq]
+    mask: Tensor  # [B, 1, Tq, Tc + Tq], additive
+    rows: Tensor  # [N] flat indices of the tokens that predict a supervised one
+    targets: Tensor  # [N]
+    first: Tensor  # [n_questions] where in `targets` each question's answer begins
+    kinds: tuple[str, ...]  # of the questions
+
+
+def collate(samples: Sequence[Sample], pad: int, dtype: torch.dtype, device: torch.device) -> Batch:
+    """Contexts are padded on the right; the mask hides the padding from the question rows. The
+    positions of every question begin where its context ends.
+    """
+    n_context = max(len(s.tokens) for s in samples)
+    n_asked = max(sum(len(q.tokens) for q in s.questions) for s in samples)
+    width = n_context + n_asked
+    tokens = torch.full((len(samples), width), pad)
+    positions = torch.zeros((len(samples), width), dtype=torch.long)
+    visible = torch.zeros((len(samples), n_asked, width), dtype=torch.bool)
+    rows: list[int] = []
+    targets: list[int] = []
+    first: list[int] = []
+    for b, sample in enumerate(samples):
+        tokens[b, : len(sample.tokens)] = torch.tensor(sample.tokens)
+        positions[b, : len(sample.tokens)] = torch.tensor(sample.positions)
+        at = 0
+        for asked in sample.questions:
+            n, start = len(asked.tokens), n_context + at
+            tokens[b, start : start + n] = torch.tensor(asked.tokens)
+            positions[b, start : start + n] = torch.arange(n) + sample.question_position
+            visible[b, at : at + n, : len(sample.tokens)] = True
+            visible[b, at : at + n, start : start + n] = torch.ones(n, n, dtype=torch.bool).tril()
+            rows += [b * width + start + i - 1 for i in range(asked.answer_at, n)]
+            first.append(len(targets))
+            targets += asked.tokens[asked.answer_at :]
+            at += n
+        visible[b, at:, 0] = True  # padding rows must see something, or their softmax is NaN
+    mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
+    parts = (tokens, positions, mask[:, None], *map(torch.tensor, (rows, targets, first)))
+    kinds = tuple(asked.kind for sample in samples for asked in sample.questions)
+    return Batch(*(part.to(device) for part in parts), kinds)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """query, key, value [B, H, Tc + Tq, D] → [B, Tc + Tq, H, D].
+
+    Context rows attend causally without a mask, which saves most of the quadratic cost;
+    `attention_mask` covers the last Tq rows only.
+    """
+    n = query.shape[2] - attention_mask.shape[2]
+    context = scaled_dot_product_attention(
+        query[:, :, :n], key[:, :, :n], value[:, :, :n], is_causal=True, scale=scaling
+    )
+    asked = scaled_dot_product_attention(
+        query[:, :, n:], key, value, attn_mask=attention_mask.to(query.dtype), scale=scaling
+    )
+    return torch.cat((context, asked), dim=2).transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, packed_attention)
+
+# -- the run --------------------------------------------------------------------------------------
 
 
 @dataclass
 class Progress:
-    """Where a run is; saved with the weights."""
+    """State of a run; saved with the weights."""
 
     seed: int = 0
     step: int = 0
@@ -51,9 +175,7 @@ class Progress:
 
 
 class Run:
-    """One training run and its files in `out`: `checkpoint.pt` to resume from, model and
-    tokenizer to use.
-    """
+    """A training run and its files in `out`: `checkpoint.pt` to resume from, model and tokenizer."""
 
     def __init__(self, out: Path, seed: int, resume: bool) -> None:
         self.out = out
@@ -61,12 +183,9 @@ class Run:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.checkpoint = out / "checkpoint.pt"
         out.mkdir(parents=True, exist_ok=True)
-        saved = (
-            torch.load(self.checkpoint, map_location=self.device, weights_only=True)
-            if resume and self.checkpoint.exists()
-            else None
-        )
-        if saved:
+        saved = None
+        if resume and self.checkpoint.exists():
+            saved = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
             self.tokenizer = PreTrainedTokenizerFast.from_pretrained(out)
         else:
             self.tokenizer = train_tokenizer(seed)
@@ -81,7 +200,7 @@ class Run:
             self.optimizer.load_state_dict(saved["optimizer"])
 
     def adopt(self, model: LlamaForCausalLM) -> None:
-        """Trains `model` from now on, with a fresh optimiser."""
+        """Train `model` from now on, with a fresh optimiser."""
         self.model = model
         self.model.set_attn_implementation(ATTENTION)
         decayed = [p for p in self.model.parameters() if p.ndim > 1]
@@ -91,8 +210,8 @@ class Run:
         self.progress.layers = model.config.num_hidden_layers
 
     def train(self, minutes: float, steps: int | None) -> None:
-        """Runs until `steps`, or else until `minutes` (of all sessions together) are over, or until it
-        is stopped; saves as it goes.
+        """Run until `steps`, else for `minutes` (of all sessions together), or until stopped; save as
+        it goes.
         """
         progress, saved_at, last = self.progress, time.monotonic(), time.monotonic()
         while (done := progress.step / steps if steps else progress.elapsed_s / (60 * minutes)) < 1:
@@ -106,7 +225,7 @@ class Run:
             progress.elapsed_s += now - last
             last = now
             progress.step += 1
-            self._move_on(stage, loss, dict(_by_kind(batch.kinds, right)), done)
+            self._move_on(stage, loss, _by_kind(batch.kinds, right), done)
             if progress.step % 10 == 0:
                 _report(progress, done, batch.tokens.numel())
             if now - saved_at > SAVE_EVERY_S:
@@ -115,13 +234,11 @@ class Run:
         self.save()
 
     def stop(self, *_: object) -> None:
-        """After the step at hand: half of one, or one that is not counted, would be saved otherwise."""
+        """Stop after the current step, so that no half step is saved."""
         self.is_stopped = True
 
     def save(self) -> None:
-        """Writes the checkpoint, then the usable bf16 model beside it; each replaces its
-        predecessor atomically.
-        """
+        """Write the checkpoint atomically, then the usable bf16 model."""
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -163,14 +280,13 @@ class Run:
         right = (logits.argmax(-1) == batch.targets)[batch.first]
         return float(loss.detach()), right.tolist()
 
-    def _read(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def _read(self, hidden: Tensor, batch: Batch) -> Tensor:
         """`hidden` [B, T, D] → logits [N, V] of the rows that predict an answer."""
         return self.model.lm_head(hidden.flatten(0, 1)[batch.rows])
 
-    def _early_loss(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Of answers read off `hidden` [B, T, D], which the later layers have not seen yet (early exit
-        loss of LayerSkip, §4.1): references are resolved in the first half then, and not as late as the
-        last layers allow.
+    def _early_loss(self, hidden: Tensor, batch: Batch) -> Tensor:
+        """Of answers read off `hidden` [B, T, D], before the later layers (early exit loss of
+        LayerSkip, §4.1): makes the first half of the layers resolve references.
         """
         logits = self._read(self.model.model.norm(hidden), batch)
         right = (logits.argmax(-1) == batch.targets)[batch.first].float().mean()
@@ -185,10 +301,8 @@ class Run:
                 progress.by_kind[kind] = before + 0.05 * (value - before)
             progress.accuracy = sum(progress.by_kind.values()) / len(progress.by_kind)
             progress.last_loss = loss
-        over = (
-            progress.accuracy >= STAGES[progress.stage].move_on_at
-            or done >= STAGES[progress.stage].until
-        )
+        current = STAGES[progress.stage]
+        over = progress.accuracy >= current.move_on_at or done >= current.until
         if over and progress.stage + 1 < len(STAGES):
             progress.stage += 1
             progress.accuracy = 0.0
@@ -198,15 +312,16 @@ class Run:
                 progress.warm_from = progress.step
 
 
-def _by_kind(kinds: Sequence[str], right: Sequence[bool]) -> Iterator[tuple[str, float]]:
+def _by_kind(kinds: Sequence[str], right: Sequence[bool]) -> dict[str, float]:
     """The share of right answers of each kind."""
-    for kind in set(kinds):
-        of_kind = [r for k, r in zip(kinds, right, strict=True) if k == kind]
-        yield kind, sum(of_kind) / len(of_kind)
+    found: dict[str, list[bool]] = defaultdict(list)
+    for kind, is_right in zip(kinds, right, strict=True):
+        found[kind].append(is_right)
+    return {kind: sum(of_kind) / len(of_kind) for kind, of_kind in found.items()}
 
 
 def _drawn_stage(rng: random.Random, current: int) -> int:
-    """The current stage mostly; else an earlier one, the later the likelier, to keep it alive."""
+    """Mostly the current stage; else an earlier one, later ones more often."""
     back = 0
     while rng.random() > CURRENT_SHARE and back < current:
         back += rng.randint(1, 2)
@@ -237,32 +352,25 @@ def _rate(progress: Progress, done: float) -> float:
 
 
 def _report(progress: Progress, done: float, n_tokens: int) -> None:
-    name = STAGES[progress.stage].name
     kinds = ", ".join(f"{k or 'all'} {v:.3f}" for k, v in sorted(progress.by_kind.items()))
-    sys.stderr.write(
-        f"step {progress.step} {done:5.1%} {progress.elapsed_s / 60:.1f} min, stage {name}: "
-        f"accuracy {kinds}, early {progress.early:.3f}, loss {progress.last_loss:.3f}, "
-        f"{n_tokens} tokens\n"
+    print(
+        f"step {progress.step} {done:5.1%} {progress.elapsed_s / 60:.1f} min, "
+        f"stage {STAGES[progress.stage].name}: accuracy {kinds}, early {progress.early:.3f}, "
+        f"loss {progress.last_loss:.3f}, {n_tokens} tokens",
+        file=sys.stderr,
+        flush=True,
     )
-    sys.stderr.flush()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the demo model.")
-    parser.add_argument(
-        "--out", type=Path, required=True, help="directory for model, tokenizer and checkpoint"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--minutes", type=float, default=90.0, help="training time, resumed time included"
-    )
-    parser.add_argument(
-        "--steps", type=int, help="end after so many steps instead: the same weights every time"
-    )
-    parser.add_argument(
-        "--resume", action="store_true", help="continue from the checkpoint in --out"
-    )
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="directory for model, tokenizer and checkpoint")
+    add("--seed", type=int, default=0)
+    add("--minutes", type=float, default=90.0, help="training time of all sessions together")
+    add("--steps", type=int, help="end after this many steps: the same weights every time")
+    add("--resume", action="store_true", help="continue from the checkpoint in --out")
+    add("--threads", type=int, default=2, help="CPU threads")
     args = parser.parse_args()
     if not args.minutes > 0 or (args.steps is not None and args.steps < 1):
         parser.error("--minutes and --steps must be above 0")

@@ -1,10 +1,8 @@
 """Writes the demo corpus: `python -m blendrag.lab.training.write_corpus --out src/blendrag/demo --seed 11`.
 
-Owns: which documents and questions the demo shows, in `corpus/` and `questions.json` of `--out`, and
-which other questions stand in for a user's where a schedule is calibrated on that corpus, in
-`calibration.txt`.
-Documents are of the test split, names no model was trained on. Questions are drawn by seed among those
-that the retrieved chunks can answer; what a model answers plays no part.
+The documents (`corpus/`) are of the test split. The questions are drawn by seed among those that the
+retrieved chunks can answer, whatever a model answers: `questions.json` for the tour, `calibration.txt` to
+calibrate a schedule on this corpus.
 """
 
 import argparse
@@ -18,22 +16,21 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from blendrag.corpus.retriever import RetrievedChunk
-from blendrag.demo import demo_model_path
+from blendrag.demo import Question, demo_model_path
 from blendrag.demo.tour import CHUNK_TOKENS, EMBEDDER, TOP_K
 from blendrag.engine import BlendEngine
-from blendrag.lab.training.contexts import measure_of
 from blendrag.lab.training.generator import Document, Shape, documents
-from blendrag.lab.training.questions import Question, ask
+from blendrag.lab.training.questions import ask, measure_of
 
 KINDS = ["person"] * 10 + ["organisation"] * 6 + ["place"] * 6 + ["product"] * 4 + ["event"] * 4
 N_QUESTIONS = {"coreference": 7, "direct": 3, "two-hop": 2}
 N_CALIBRATION = {"coreference": 16, "direct": 16, "two-hop": 8}
-# What the tour asks for, and a reader who wants more.
+# Numbers of retrieved chunks: that of the tour, and a larger one.
 TOP_KS = (TOP_K, 10)
 
 
 def write(seed: int) -> tuple[Document, ...]:
-    """Documents of two chunks, each paragraph as long as a chunk."""
+    """Documents of two paragraphs, each as long as a chunk."""
     measure = measure_of(AutoTokenizer.from_pretrained(demo_model_path()))
     rng = random.Random(f"corpus/{seed}")
     shape = Shape((2, 3), CHUNK_TOKENS, measure)
@@ -43,7 +40,7 @@ def write(seed: int) -> tuple[Document, ...]:
 def answerable(
     questions: Sequence[Question], corpus: Sequence[Document], written: Path
 ) -> list[Question]:
-    """Questions that a reader of the chunks retrieved can answer, for every `TOP_KS`."""
+    """Questions that a reader of the retrieved chunks can answer, for each of `TOP_KS`."""
     by_id = {document.doc_id: document for document in corpus}
     with (
         tempfile.TemporaryDirectory() as store,
@@ -63,8 +60,8 @@ def answerable(
 def _is_clear(
     question: Question, corpus: dict[str, Document], chunks: Sequence[RetrievedChunk]
 ) -> bool:
-    """Whether the paragraphs needed are there, each document's in one piece, and none follows that
-    says "she" of somebody else and would be taken for theirs.
+    """Whether the needed paragraphs are there, each document's in one piece, and no paragraph follows
+    that says "she" of another person and would be taken for theirs.
     """
     texts = [chunk.text.strip() for chunk in chunks]
     needed = {corpus[doc_id].paragraphs[index] for doc_id, index in question.needs}
@@ -84,12 +81,11 @@ def _is_clear(
 def draw(
     questions: Sequence[Question], rng: random.Random, asked: Mapping[str, int]
 ) -> list[Question]:
-    """As many of each kind as `asked` says, no two about one document as long as there are others."""
+    """As many of each kind as `asked` says; two about one document only if there are no others."""
     drawn: list[Question] = []
     for kind, n in asked.items():
-        left = rng.sample(
-            [q for q in questions if q.kind == kind], sum(q.kind == kind for q in questions)
-        )
+        of_kind = [q for q in questions if q.kind == kind]
+        left = rng.sample(of_kind, len(of_kind))
         while n and left:
             left.sort(key=lambda q: sum(d.document_id == q.document_id for d in drawn))
             drawn.append(left.pop(0))
@@ -98,7 +94,7 @@ def draw(
 
 
 def write_documents(out: Path, documents: Sequence[Document]) -> None:
-    """Replaces the documents in `out`."""
+    """Replace the documents in `out`."""
     out.mkdir(parents=True, exist_ok=True)
     for stale in out.glob("*.txt"):
         stale.unlink()
