@@ -8,7 +8,7 @@ import tiny
 from blendrag.engine import Options
 from blendrag.engine.prompts import render
 from blendrag.lab.evaluation.wording import DEMO, SHORT_ANSWER, SUMMARY, Wording, wording_for
-from blendrag.lab.training.prompts import NATIVE, Entry, template
+from blendrag.lab.training.samples import NATIVE, Entry, template
 from blendrag.model.loading import load_tokens
 from blendrag.model.tokens import Tokens
 

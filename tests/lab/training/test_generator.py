@@ -1,21 +1,36 @@
-"""Documents: the same for the same seed, names and phrases dealt to splits, paragraphs that a splitter
-keeps whole.
-"""
+"""Generated documents and questions: seeded, split by names, answerable as they state."""
 
 import random
 import re
 
 import pytest
 from semantic_text_splitter import TextSplitter
-from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from blendrag.demo import demo_model_path
-from blendrag.lab.training.facts import KINDS, OPENERS, SPLITS, Split, openers
+from blendrag.lab.training.facts import KINDS, OPENERS, SPLITS, NameDealer, Split, openers, split_of
 from blendrag.lab.training.generator import Document, Shape, documents
-from blendrag.lab.training.names import split_of
+from blendrag.lab.training.questions import (
+    KINDS_OF_QUESTION,
+    UNKNOWN,
+    Context,
+    contexts,
+    measure_of,
+    sizes,
+)
 
-CAPACITY = 64  # tokens in a chunk of the demo
+CAPACITY = 64  # tokens of a chunk of the demo
 PRONOUNS = ("she", "her", "he", "his", "him", "it", "its")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(demo_model_path())
+
+
+@pytest.fixture(scope="module")
+def made(tokenizer: PreTrainedTokenizerBase) -> list[Context]:
+    return list(contexts(tokenizer, 1, "test", 40, 6, 64, questions=3))
 
 
 def written(
@@ -29,17 +44,14 @@ def written(
     return documents(random.Random(seed), split, kinds, [Shape(facts)] * n)
 
 
-def test_equal_seeds_give_equal_documents_and_others_do_not() -> None:
-    assert written(7) == written(7)
-    assert written(7) != written(8)
+# -- documents ------------------------------------------------------------------------------------
 
 
 def test_no_name_is_in_two_splits() -> None:
-    names = {s: {d.name for seed in range(30) for d in written(seed, s)} for s in SPLITS}
-    for split, mine in names.items():
-        assert len(mine) > 60
-        assert {split_of(name) for name in mine} == {split}
-        assert all(mine.isdisjoint(names[other]) for other in SPLITS if other != split)
+    for split in SPLITS:
+        names = {d.name for seed in range(20) for d in written(seed, split)}
+        assert len(names) > 40
+        assert {split_of(name) for name in names} == {split}
 
 
 def test_no_statement_has_an_opener_in_two_splits() -> None:
@@ -49,49 +61,35 @@ def test_no_statement_has_an_opener_in_two_splits() -> None:
             assert sorted(dealt) == sorted(OPENERS)
 
 
-def test_entities_of_one_kind_in_one_context_share_no_word_of_their_names() -> None:
-    for seed in range(20):
-        words = [w for d in written(seed, n=8, kind="person") for w in d.name.split()]
-        assert len(words) == len(set(words))
-
-
 def test_an_unknown_split_is_refused() -> None:
     with pytest.raises(ValueError, match="expected one of train"):
         written(0, "dev")  # type: ignore[arg-type]
 
 
+def test_names_of_one_context_share_no_word_and_values_do_not_repeat() -> None:
+    for seed in range(10):
+        people = written(seed, n=6, kind="person")
+        words = [word for d in people for word in d.name.split()]
+        assert len(words) == len(set(words))
+        for attribute in KINDS["person"].plain:
+            said = [f.value for d in people for f in d.facts if f.attribute.key == attribute.key]
+            assert len(said) == len(set(said))
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_later_paragraphs_never_name_their_entity_and_refer_to_it_in_every_sentence(
+def test_only_the_first_paragraph_names_the_entity_and_every_later_sentence_refers_to_it(
     kind: str,
 ) -> None:
-    for seed in range(20):
+    for seed in range(10):
         for document in written(seed, n=4, kind=kind, facts=(2, 2, 2)):
-            assert document.name in document.paragraphs[0]
-            for paragraph in document.paragraphs[1:]:
-                assert document.name not in paragraph
-                for sentence in re.split(r"(?<=\.) ", paragraph):
-                    words = set(re.findall(r"[a-z]+", sentence.lower()))
-                    assert words & {document.alias.lower(), document.role, *PRONOUNS}
-
-
-def test_alias_and_role_stand_in_the_naming_paragraph() -> None:
-    for document in written(2, n=50):
-        assert document.alias in document.paragraphs[0]
-        assert document.role in document.paragraphs[0]
-
-
-def test_facts_stand_in_the_paragraph_they_say() -> None:
-    for document in written(3, n=50, facts=(1, 2, 1, 2)):
-        assert len(document.facts) == 6
-        for fact in document.facts:
-            assert fact.value in document.paragraphs[fact.paragraph]
-
-
-def test_distractors_of_one_context_do_not_share_a_value() -> None:
-    people = written(4, n=6, kind="person")
-    for attribute in KINDS["person"].plain:
-        said = [f.value for d in people for f in d.facts if f.attribute.key == attribute.key]
-        assert len(said) == len(set(said))
+            first, *later = document.paragraphs
+            assert all(word in first for word in (document.name, document.alias, document.role))
+            for sentence in (s for text in later for s in re.split(r"(?<=\.) ", text)):
+                assert document.name not in sentence
+                words = set(re.findall(r"[a-z]+", sentence.lower()))
+                assert words & {document.alias.lower(), document.role, *PRONOUNS}
+            assert len(document.facts) == 6
+            assert all(fact.value in document.paragraphs[fact.paragraph] for fact in document.facts)
 
 
 def test_links_lead_to_documents_of_the_same_context() -> None:
@@ -103,11 +101,82 @@ def test_links_lead_to_documents_of_the_same_context() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_splitter_cuts_between_the_paragraphs_and_nowhere_else(kind: str) -> None:
-    tokenizer = Tokenizer.from_file(str(demo_model_path() / "tokenizer.json"))
-    splitter = TextSplitter.from_huggingface_tokenizer(tokenizer, CAPACITY)
-    shape = Shape(
-        (2, 3), CAPACITY, lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
-    )
+def test_a_splitter_cuts_between_paragraphs_only(
+    kind: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    splitter = TextSplitter.from_callback(measure_of(tokenizer), CAPACITY)
+    shape = Shape((2, 3), CAPACITY, measure_of(tokenizer))
     for document in documents(random.Random(5), "test", [kind] * 40, [shape] * 40):
         assert tuple(splitter.chunks(document.text)) == document.paragraphs
+
+
+def test_names_are_two_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+    dealer = NameDealer(random.Random(1), "test")
+    for name in [dealer.name(kind) for kind in KINDS for _ in range(40)]:
+        assert len(tokenizer.encode(" " + name, add_special_tokens=False)) == 2
+
+
+# -- questions and contexts -----------------------------------------------------------------------
+
+
+def test_equal_seeds_give_equal_contexts(tokenizer: PreTrainedTokenizerBase) -> None:
+    once, again = (next(contexts(tokenizer, 5, "test", 1)) for _ in range(2))
+    assert once == again
+    assert once != next(contexts(tokenizer, 6, "test", 1))
+
+
+def test_the_needed_paragraphs_hold_the_answer(made: list[Context]) -> None:
+    kinds = {question.kind for context in made for question in context.questions}
+    assert kinds == set(KINDS_OF_QUESTION)
+    for context in made:
+        by_id = {d.doc_id: d for d in context.documents}
+        for question in context.questions:
+            needed = [by_id[doc_id].paragraphs[index] for doc_id, index in question.needs]
+            if question.kind == "unanswerable":
+                assert (question.answer, needed) == (UNKNOWN, [])
+                continue
+            assert question.answer in "\n".join(needed)
+            assert set(needed) <= set(context.chunks)
+            if question.kind == "direct":
+                assert needed == [by_id[question.document_id].paragraphs[0]]
+            if question.kind == "coreference":
+                assert len(needed) > 1
+                assert question.answer in needed[-1]
+            if question.kind in ("two-hop", "comparison"):
+                assert len({doc_id for doc_id, _ in question.needs}) == 2
+
+
+def test_kinds_of_question_are_what_they_claim(made: list[Context]) -> None:
+    for context in made:
+        by_id = {d.doc_id: d for d in context.documents}
+        years = {d.name: f.value for d in context.documents if (f := d.fact("year"))}
+        for question in context.questions:
+            own = by_id[question.document_id]
+            if question.kind == "two-hop":
+                assert by_id[question.needs[-1][0]].name not in question.text
+                assert own.name in question.text
+            if question.kind == "comparison":
+                (other,) = [n for n in years if n in question.text and n != question.answer]
+                assert int(years[question.answer]) < int(years[other])
+            if question.kind == "unanswerable":
+                alike = [d for d in context.documents if d.kind == own.kind]
+                stated = {f.attribute.key for d in alike for f in d.facts}
+                assert stated - {f.attribute.key for f in own.facts}
+
+
+@pytest.mark.parametrize("chunk_tokens", [64, 512])
+def test_chunks_are_filled_up_to_their_size(
+    tokenizer: PreTrainedTokenizerBase, chunk_tokens: int
+) -> None:
+    measure = measure_of(tokenizer)
+    for context in contexts(tokenizer, 2, "test", 3, 6, chunk_tokens):
+        assert len(context.chunks) == 6
+        assert all(chunk_tokens * 0.7 < measure(c) <= chunk_tokens for c in context.chunks)
+
+
+def test_documents_take_two_to_four_chunks() -> None:
+    for n in range(2, 20):
+        for seed in range(10):
+            made = sizes(random.Random(seed), n)
+            assert sum(made) == n
+            assert all(2 <= size <= 4 for size in made)

@@ -1,4 +1,4 @@
-"""The training script at a tiny size: from scratch, into the depths, and on after an interruption."""
+"""The curriculum, and the training script at a tiny size: growth, interruption, resumption."""
 
 from __future__ import annotations
 
@@ -8,37 +8,70 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from blendrag.demo import demo_model_path
 from blendrag.lab.training import train
-from blendrag.lab.training.batching import Batch
-from blendrag.lab.training.curriculum import DEEP, DEEP_FROM, SHALLOW, STAGES
-from blendrag.lab.training.geometry import deepened
-from blendrag.lab.training.train import EXIT_WEIGHT, Run
+from blendrag.lab.training.curriculum import DEEP, DEEP_FROM, SHALLOW, STAGES, Stage
+from blendrag.lab.training.samples import Writer
+from blendrag.lab.training.train import EXIT_WEIGHT, Batch, Run, deepened, demo_config
 
 STEPS = 6
-#: Steps trained before the model grows.
+#: Steps before the model grows.
 GROWS_AFTER = 3
+TOKENIZER = PreTrainedTokenizerFast.from_pretrained(demo_model_path())
 
 
-@pytest.fixture(autouse=True)
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
+def test_samples_show_what_they_ask(stage: Stage) -> None:
+    writer = Writer(TOKENIZER)
+    asked = 0
+    for seed in range(6):
+        sample = stage.make(random.Random(seed), writer)
+        assert len(sample.tokens) == len(sample.positions) == len(sample.chunks)
+        assert sample.positions == sorted(sample.positions)
+        for question in sample.questions:
+            asked += 1
+            answer = question.tokens[question.answer_at :]
+            assert answer
+            if question.kind != "unanswerable":
+                known = set(sample.tokens) | set(question.tokens[: question.answer_at])
+                assert known | {writer.end} >= set(answer)
+    assert asked >= 6
+
+
+def test_stages_end_one_after_the_other() -> None:
+    assert [s.until for s in STAGES] == sorted(s.until for s in STAGES)
+    assert STAGES[-1].until == 1.0
+    assert DEEP_FROM in {s.name for s in STAGES}
+
+
+def test_a_deepened_model_computes_the_same_and_learns() -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(demo_config(TOKENIZER, SHALLOW))
+    deep = deepened(model, DEEP)
+    ids = torch.randint(10, 1000, (1, 40))
+    logits = deep(ids).logits
+    torch.testing.assert_close(logits, model(ids).logits)
+    logits.sum().backward()
+    grown = deep.model.layers[SHALLOW].self_attn.o_proj.weight.grad
+    assert grown is not None
+    assert float(grown.abs().max()) > 0
+
+
+@pytest.fixture
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two stages of a few hundred tokens a step, the second of them deep; the tokenizer as shipped."""
+    """Two stages of a few hundred tokens a step, the second of them deep; the shipped tokenizer."""
     (deep,) = (stage for stage in STAGES if stage.name == DEEP_FROM)
     first = replace(STAGES[0], until=(GROWS_AFTER - 1) / STEPS, move_on_at=2.0)
     last = replace(deep, until=1.0, move_on_at=2.0)
     made = tuple(replace(stage, tokens_per_step=256) for stage in (first, last))
     monkeypatch.setattr(train, "STAGES", made)
-    monkeypatch.setattr(
-        train,
-        "train_tokenizer",
-        lambda seed: PreTrainedTokenizerFast.from_pretrained(demo_model_path()),
-    )
+    monkeypatch.setattr(train, "train_tokenizer", lambda seed: TOKENIZER)
 
 
 class Interrupted(Run):
-    """Stopped as by Ctrl-C in the middle of the last of ``steps``."""
+    """Stopped as by Ctrl-C during the last of ``steps``."""
 
     steps = 0
 
@@ -48,40 +81,32 @@ class Interrupted(Run):
         return super()._step(batch, rate)
 
 
-def trained(out: Path) -> Run:
-    run = Run(out, seed=0, resume=False)
-    run.train(minutes=1, steps=STEPS)
-    return run
-
-
-def test_from_scratch_it_grows_and_leaves_a_model_that_loads(tmp_path: Path) -> None:
-    run = trained(tmp_path)
-    assert (run.progress.step, run.progress.stage, run.progress.layers) == (STEPS, 1, DEEP)
-    kept = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert kept.config.num_hidden_layers == DEEP
+@pytest.mark.usefixtures("_tiny")
+def test_an_interrupted_and_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
+    whole = Run(tmp_path / "whole", seed=0, resume=False)
+    whole.train(minutes=1, steps=STEPS)
+    assert (whole.progress.step, whole.progress.stage, whole.progress.layers) == (STEPS, 1, DEEP)
+    kept = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     assert kept.dtype == torch.bfloat16
-    for name, weight in run.model.state_dict().items():
+    for name, weight in whole.model.state_dict().items():
         assert torch.equal(kept.state_dict()[name], weight.bfloat16())
+    for after in (GROWS_AFTER - 1, GROWS_AFTER):
+        run = Interrupted(tmp_path / str(after), seed=0, resume=False)
+        run.steps = after
+        run.train(minutes=1, steps=STEPS)
+        assert run.progress.step == after
+        assert run.progress.layers == (SHALLOW if after < GROWS_AFTER else DEEP)
+        resumed = Run(tmp_path / str(after), seed=0, resume=True)
+        assert resumed.progress == run.progress
+        resumed.train(minutes=1, steps=STEPS)
+        assert resumed.progress.last_loss == whole.progress.last_loss
+        for name, weight in resumed.model.state_dict().items():
+            assert torch.equal(weight, whole.model.state_dict()[name]), name
 
 
-@pytest.mark.parametrize("after", [GROWS_AFTER - 1, GROWS_AFTER, GROWS_AFTER + 1])
-def test_interrupted_and_resumed_it_ends_with_the_same_weights(tmp_path: Path, after: int) -> None:
-    whole = trained(tmp_path / "whole")
-    run = Interrupted(tmp_path / "parts", seed=0, resume=False)
-    run.steps = after
-    run.train(minutes=1, steps=STEPS)
-    assert run.progress.step == after
-    assert run.progress.layers == (SHALLOW if after < GROWS_AFTER else DEEP)
-    resumed = Run(tmp_path / "parts", seed=0, resume=True)
-    assert resumed.progress == run.progress
-    resumed.train(minutes=1, steps=STEPS)
-    assert resumed.progress.last_loss == whole.progress.last_loss
-    for name, weight in resumed.model.state_dict().items():
-        assert torch.equal(weight, whole.model.state_dict()[name]), name
-
-
-def test_answers_are_read_off_the_first_half_too_once_there_is_a_second(tmp_path: Path) -> None:
-    """The second half is silent at first, so that what is read off either of them is the same."""
+@pytest.mark.usefixtures("_tiny")
+def test_a_deep_model_is_also_supervised_after_its_first_half(tmp_path: Path) -> None:
+    """The second half adds nothing at first, so both losses are equal."""
     run = Run(tmp_path, seed=0, resume=False)
     batch = run._batch(random.Random(0), 1)
     shallow, _ = run._step(batch, rate=0.0)

@@ -10,8 +10,8 @@ from typing import cast, get_args
 
 from blendrag.errors import InvalidInputError
 from blendrag.lab.evaluation.cases import Case, Dataset
-from blendrag.lab.training.contexts import contexts
 from blendrag.lab.training.facts import Split
+from blendrag.lab.training.questions import contexts
 from blendrag.model.tokens import Tokens
 
 NAME = "synthetic"

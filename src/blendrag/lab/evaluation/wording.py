@@ -15,7 +15,7 @@ from blendrag.demo import demo_model_path
 from blendrag.engine import Options
 from blendrag.engine.prompts import SEPARATOR, render
 from blendrag.lab.evaluation.cases import Metric
-from blendrag.lab.training.prompts import CONTEXT, NATIVE, QUESTION
+from blendrag.lab.training.samples import CONTEXT, NATIVE, QUESTION
 from blendrag.model.tokens import Tokens
 
 

@@ -104,8 +104,8 @@ def ladder(rng: random.Random, writer: Writer) -> Sample:
         names = {d.doc_id: d.name for d in written}
         sample.questions = []
         for q in questions:
-            name = names[q.document_id]
-            head = writer.question(NATIVE, f"{name}?") if asked else writer.encode(f" {name}:")
+            about = names[q.document_id]
+            head = writer.question(NATIVE, f"{about}?") if asked else writer.encode(f" {about}:")
             answer = writer.encode(f" {q.answer}")
             sample.questions.append(Asked([*head, *answer, writer.end], len(head)))
     return sample

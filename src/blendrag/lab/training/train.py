@@ -124,9 +124,15 @@ def collate(samples: Sequence[Sample], pad: int, dtype: torch.dtype, device: tor
             at += n
         visible[b, at:, 0] = True  # padding rows must see something, or their softmax is NaN
     mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
-    parts = (tokens, positions, mask[:, None], *map(torch.tensor, (rows, targets, first)))
-    kinds = tuple(asked.kind for sample in samples for asked in sample.questions)
-    return Batch(*(part.to(device) for part in parts), kinds)
+    return Batch(
+        tokens.to(device),
+        positions.to(device),
+        mask[:, None].to(device),
+        torch.tensor(rows, device=device),
+        torch.tensor(targets, device=device),
+        torch.tensor(first, device=device),
+        tuple(asked.kind for sample in samples for asked in sample.questions),
+    )
 
 
 def packed_attention(
