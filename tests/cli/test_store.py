@@ -161,7 +161,7 @@ def test_clear_of_a_namespace_by_its_beginning(store: Path) -> None:
     (namespace,) = os.listdir(store / "kv")
     wrong = invoke("store", "clear", "--namespace", "0g", "--yes", "--store", str(store))
     assert wrong.exit_code == 2
-    assert "is no namespace" in said(wrong)
+    assert "matches no namespace" in said(wrong)
     assert namespace[:12] in said(wrong)
     done = fields("clear", "--namespace", namespace[:5], "--yes", "--store", store)
     assert (done["removed"], done["left"]) == (CHUNKS, 0)
@@ -194,7 +194,7 @@ def test_export_leaves_damage_out_and_import_says_what_is_missing(
     result = invoke("store", "import", str(archive), "--store", str(tmp_path / "new"))
     assert result.exit_code == 1
     assert said(result).startswith("error: ")
-    assert "is not whole: it ends early" in said(result)
+    assert "is incomplete: it ends early" in said(result)
     with tarfile.open(archive) as tar:
         assert next(iter(tar)).name == "blendrag-store-export.json"
 
@@ -254,7 +254,7 @@ def test_a_command_that_cannot_be_parsed_is_a_usage_error(args: tuple[str, ...])
 
 def test_what_is_no_archive_is_one_sentence_and_makes_no_store(tmp_path: Path) -> None:
     (tmp_path / "letter").write_text("Dear store", encoding="utf-8")
-    for name, words in (("letter", "is no archive"), ("nothing", "cannot be read")):
+    for name, words in (("letter", "is not an archive"), ("nothing", "cannot be read")):
         result = invoke("store", "import", str(tmp_path / name), "--store", str(tmp_path / "new"))
         assert result.exit_code == 2
         assert words in said(result)
@@ -282,7 +282,7 @@ for command in {commands!r}:
 
 SLOW_PAYLOADS = """
 import sys, time
-from blendrag.store.maintenance import checking, exporting, importing, removal
+from blendrag.store.maintenance import archive, integrity, space
 calls = []
 def slowly(module, name):
     real = getattr(module, name)
@@ -292,11 +292,11 @@ def slowly(module, name):
         time.sleep(0.3)
         return real(*args)
     setattr(module, name, slow)
-slowly(checking, "verify")
-slowly(exporting, "_add")
-slowly(importing, "_take")
-slowly(removal, "_evict_batch")
-removal.BATCH = 1
+slowly(integrity, "verify")
+slowly(archive, "_add")
+slowly(archive, "_take")
+slowly(space, "_evict_batch")
+space.BATCH = 1
 """
 
 

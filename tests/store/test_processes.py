@@ -400,8 +400,8 @@ def test_a_store_is_looked_after_while_two_processes_write(lab, root, tmp_path, 
         assert maintenance.check(root, repair=bool(turn % 2)).is_good
         done = maintenance.collect(root, 3 * lab.entry_bytes)
         assert done.left_bytes <= 8 * lab.entry_bytes
-        assert maintenance.export(root, tmp_path / "kv.tar").left_out == ()
-        assert maintenance.take_in(root, tmp_path / "kv.tar").rejected == []
+        assert maintenance.export_archive(root, tmp_path / "kv.tar").left_out == []
+        assert maintenance.import_archive(root, tmp_path / "kv.tar").rejected == []
         # each writer may have one entry in place for which the room is still being made
         assert maintenance.survey(root).size_bytes <= (8 + 2) * lab.entry_bytes
         if turn == 4:

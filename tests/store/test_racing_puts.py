@@ -179,21 +179,21 @@ def archive(lab, tmp_path):
     store = DiskStore(tmp_path / "elsewhere", None)
     lab.put(store, 1)
     store.close()
-    maintenance.export(tmp_path / "elsewhere", tmp_path / "kv.tar")
+    maintenance.export_archive(tmp_path / "elsewhere", tmp_path / "kv.tar")
     return tmp_path / "kv.tar"
 
 
 def test_an_import_that_is_cleared_away_meanwhile_says_so(lab, root, archive, cleared_meanwhile):
     cleared_meanwhile(1)
     with pytest.raises(StoreUnavailableError, match=r"removed from store .* repeat the command"):
-        maintenance.take_in(root, archive)
-    assert maintenance.take_in(root, archive).imported == 1
+        maintenance.import_archive(root, archive)
+    assert maintenance.import_archive(root, archive).imported == 1
     assert maintenance.check(root).is_good
 
 
 def test_an_import_makes_durable_what_it_finds_there(lab, root, archive, synced):
-    maintenance.take_in(root, archive)
+    maintenance.import_archive(root, archive)
     synced.clear()
-    assert maintenance.take_in(root, archive).already_there == 1
+    assert maintenance.import_archive(root, archive).already_there == 1
     (payload,) = lab.payloads(root)
     assert way_to(payload, root) <= synced

@@ -18,7 +18,7 @@ from blendrag.store.files import PayloadFiles, new_name
 from blendrag.store.format import frame
 from blendrag.store.index import Index
 from blendrag.store.index_errors import IndexLocked, IndexOdd
-from blendrag.store.maintenance.archive import ArchiveFault, ArchiveReader, ArchiveWriter
+from blendrag.store.maintenance.archive import ArchiveFault, ArchiveReader
 from blendrag.store.pins import Pins
 from blendrag.store.rows import Row, RowCache, Rows, row_key
 
@@ -391,7 +391,7 @@ def test_a_disk_that_failed_for_the_length_of_a_check_costs_no_chunk(lab, store,
 def test_faults_beyond_those_that_are_told_are_counted(lab, store, root, monkeypatch):
     for path in lab.payloads(root):
         os.truncate(path, 100)
-    monkeypatch.setattr("blendrag.store.maintenance.checking.MAX_FAULTS", 2)
+    monkeypatch.setattr("blendrag.store.maintenance.integrity.MAX_FAULTS", 2)
     report = maintenance.check(root)
     (namespace,) = report.namespaces
     assert (len(report.faults), namespace.damaged) == (2, 3)
@@ -404,7 +404,7 @@ def test_a_row_that_is_another_keys_makes_the_index_one_to_be_rebuilt(lab, store
     one = "rowid = (SELECT min(rowid) FROM Cache)"
     connection.execute(f"UPDATE Cache SET key = ? WHERE {one}", (other,))
     connection.close()
-    assert maintenance.check(root).index == "to be rebuilt (an index row belongs to another key)"
+    assert maintenance.check(root).index_fault == "an index row belongs to another key"
 
 
 def test_a_store_that_stops_being_writable_is_refused_by_who_would_change_it(
@@ -444,16 +444,14 @@ def test_a_payload_that_may_not_be_read_is_left_out_of_an_archive(
     lab, store, root, tmp_path, failing
 ):
     with failing("open", lab.key(2), errno.EACCES):
-        report = maintenance.export(root, tmp_path / "kv.tar")
+        report = maintenance.export_archive(root, tmp_path / "kv.tar")
     assert report.payloads == 2
     (told,) = report.left_out
     assert "Permission denied" in told
 
 
-def test_an_archive_on_a_disk_that_fails_says_so(tmp_path):
-    with open(tmp_path / "kv.tar", "w+b") as file:
-        writer = ArchiveWriter(file)
-        writer.finish()
+def test_an_archive_on_a_disk_that_fails_says_so(store, root, tmp_path):
+    maintenance.export_archive(root, tmp_path / "kv.tar")
     with open(tmp_path / "kv.tar", "rb", buffering=0) as file:
 
         class Failing(io.FileIO):

@@ -153,9 +153,9 @@ def test_what_is_evicted_during_a_check_is_no_damage(lab, store, root, evicted):
 
 def test_what_is_evicted_during_an_export_is_not_in_it(lab, store, root, tmp_path, evicted):
     evicted(2, walk=3)
-    report = maintenance.export(root, tmp_path / "kv.tar")
-    assert (report.payloads, report.left_out) == (2, ())
-    assert maintenance.take_in(tmp_path / "other", tmp_path / "kv.tar").imported == 2
+    report = maintenance.export_archive(root, tmp_path / "kv.tar")
+    assert (report.payloads, report.left_out) == (2, [])
+    assert maintenance.import_archive(tmp_path / "other", tmp_path / "kv.tar").imported == 2
 
 
 def test_what_was_damaged_and_is_gone_before_the_repair_is_nothing_to_set_aside(lab, store, root):
@@ -166,7 +166,7 @@ def test_what_was_damaged_and_is_gone_before_the_repair_is_nothing_to_set_aside(
         if done == total:
             path.unlink()
 
-    report = maintenance.check(root, repair=True, watch=watch)
+    report = maintenance.check(root, repair=True, progress=watch)
     (namespace,) = report.namespaces
     assert namespace.damaged == 1
     assert os.listdir(root / "quarantine") == []

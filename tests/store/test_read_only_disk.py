@@ -134,12 +134,12 @@ def test_a_store_on_a_read_only_mount_is_looked_at_and_not_changed(
         (namespace,) = report.namespaces
         assert (report.index, report.is_good, namespace.good) == ("sound", True, 3)
         assert (namespace.missing_rows, namespace.dead_rows) == (0, 0)
-        assert maintenance.export(root, archive).payloads == 3
+        assert maintenance.export_archive(root, archive).payloads == 3
         for change in (
             lambda: maintenance.check(root, repair=True),
             lambda: maintenance.collect(root, 0),
             lambda: maintenance.clear(root),
-            lambda: maintenance.take_in(root, archive),
+            lambda: maintenance.import_archive(root, archive),
         ):
             with pytest.raises(StoreUnavailableError, match="is read-only, expected"):
                 change()

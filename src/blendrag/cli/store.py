@@ -199,7 +199,8 @@ def _print_check(report: CheckReport, corpus: CorpusCheck | None, is_good: bool)
             f"{count(each.foreign_files, 'foreign file')}"
         )
     if report.index != "sound":
-        typer.echo(f"  index: {report.index}")
+        remedy = "; a repair rebuilds it" * (report.index == "damaged")
+        typer.echo(f"  index {report.index}: {report.index_fault}{remedy}")
     if corpus is not None:
         removed = "; the damaged documents were removed: ingest them again" * corpus.repaired
         typer.echo(
@@ -315,7 +316,7 @@ def export(
     maintenance.require_store(root)
     whole = None if namespace is None else maintenance.find_namespace(root, namespace)
     with ByteProgress("exported") as progress:
-        report = maintenance.export(root, archive, whole, progress)
+        report = maintenance.export_archive(root, archive, whole, progress)
     for fault in report.left_out:
         say("left out", fault)
     if json:
@@ -346,7 +347,7 @@ def import_(
     from blendrag.store import maintenance
 
     with ByteProgress("imported") as progress:
-        report = maintenance.take_in(root, archive, disk_bytes, progress)
+        report = maintenance.import_archive(root, archive, disk_bytes, progress)
     for fault in report.rejected:
         say("rejected", fault)
     if json:

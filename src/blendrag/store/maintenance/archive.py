@@ -1,43 +1,332 @@
-"""The archive that ``export`` writes and ``import`` reads: a plain tar that any tar can list.
+"""Export a store to an archive, and import an archive: a plain tar that any tar can list.
 
 ::
 
-    blendrag-store-export.json           first: what this is, and of which version
-    pinned/<namespace>/<key>.kv          payloads as they lie in a store; those that are pinned first
+    blendrag-store-export.json           first: versions of the archive and of the KV format
+    pinned/<namespace>/<key>.kv          payloads as in the store, the pinned ones first
     kv/<namespace>/<key>.kv
-    complete.json                        last: how many there are, so that a cut is noticed
+    complete.json                        last: counts, so that a cut archive is noticed
 
-Owns that form. Headers are made and parsed by :mod:`tarfile`, one block at a time; nothing else of
-a tar is understood: links, directories, extended headers and any other name end the reading. Equal
-stores make equal archives: no time, user or host is written down.
+Limit, calibrations and corpus are not exported. Equal stores give equal bytes: no time, user or host
+is written. An import accepts exactly these names as plain files, and verifies header and layers of
+every payload. Checksums do not stop a forger: import archives only from trusted sources.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import re
+import secrets
 import stat
+import struct
 import tarfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from blendrag.errors import (
+    CorruptKVError,
+    InvalidInputError,
+    StoreFullError,
+    StoreUnavailableError,
+    is_out_of_space,
+)
+from blendrag.store.directories import sync_directory
+from blendrag.store.disk_errors import named_errors
+from blendrag.store.files import Name, PayloadFiles, new_name
+from blendrag.store.format import MAX_HEADER_BYTES, Description, describe
 from blendrag.store.identity import FORMAT_VERSION
-from blendrag.store.payload import PIECE_BYTES
+from blendrag.store.limit import DEFAULT_DISK_BYTES, settle_limit
+from blendrag.store.maintenance.opening import (
+    OpenStore,
+    Progress,
+    no_progress,
+    open_for_changes,
+    open_for_reading,
+    require_namespace,
+    require_writable,
+    walk,
+)
+from blendrag.store.payload import (
+    PIECE_BYTES,
+    fits,
+    header_of,
+    opened,
+    reader,
+    verified_pieces,
+)
 
 FIRST = "blendrag-store-export.json"
 LAST = "complete.json"
-VERSION = 1
-#: What the two JSON members may be at most.
+_VERSIONS = {"blendrag_store_export": 1, "kv_format": FORMAT_VERSION}
 _MAX_JSON_BYTES = 4096
 _BLOCK = tarfile.BLOCKSIZE
 _PAYLOAD = re.compile(r"(kv|pinned)/([0-9a-f]{64})/([0-9a-f]{64})\.kv", re.ASCII)
+_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@dataclass
+class ExportReport:
+    """What was written to an archive."""
+
+    archive: str
+    payloads: int = 0
+    size_bytes: int = 0
+    pinned: int = 0
+    """Pinned payloads among them."""
+    left_out: list[str] = field(default_factory=list)
+    """Damaged or unreadable payloads, and why."""
+
+
+@dataclass
+class ImportReport:
+    """What was imported from an archive."""
+
+    root: str
+    archive: str
+    imported: int = 0
+    imported_bytes: int = 0
+    already_there: int = 0
+    pinned: int = 0
+    """Pinned payloads, imported or already there."""
+    rejected: list[str] = field(default_factory=list)
+    """Payloads that failed verification, and why."""
+    stopped: str = ""
+    """Why the archive was not read to its end; empty if it was."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every payload of the archive is in the store now."""
+        return not self.stopped and not self.rejected
+
+
+# -- export ------------------------------------------------------------------------------------------
+
+
+def export_archive(
+    root: Path,
+    archive: Path,
+    namespace: str | None = None,
+    progress: Progress = no_progress,
+) -> ExportReport:
+    """Write all verified payloads of the store, or of one namespace, to ``archive``.
+
+    The archive appears whole or not at all. An archive of an earlier export is replaced, any other
+    file is refused. Damaged payloads are left out. Raises :class:`InvalidInputError`,
+    :class:`StoreFullError` and :class:`StoreUnavailableError`.
+    """
+    require_namespace(namespace)
+    with open_for_reading(root) as files:
+        _require_replaceable(root, archive)
+        with named_errors(f"listing store {root}"):
+            marks = files.marks.all()
+        report = ExportReport(str(archive))
+        with _whole_file(archive) as file:
+            _copy(files, namespace, marks, file, report, progress)
+    return report
+
+
+def _copy(
+    files: PayloadFiles,
+    namespace: str | None,
+    marks: set[tuple[str, str]],
+    file: BinaryIO,
+    report: ExportReport,
+    progress: Progress,
+) -> None:
+    """Pinned payloads go first, because the others are not trusted without them."""
+    total_bytes = sum(files.size(name) for name in _one_per_key(files, namespace))
+    done_bytes = 0
+    _write_json(file, FIRST, _VERSIONS)
+    for pinned in (True, False):
+        for name in _one_per_key(files, namespace):
+            if (name.entry in marks) != pinned:
+                continue
+            try:
+                size_bytes = _add(file, files, name, pinned)
+            except FileNotFoundError:
+                continue  # evicted meanwhile
+            except (CorruptKVError, PermissionError) as exc:
+                report.left_out.append(f"{name.namespace}/{name.file}: {exc}")
+                done_bytes += files.size(name)
+            else:
+                report.payloads += 1
+                report.size_bytes += size_bytes
+                report.pinned += pinned
+                done_bytes += size_bytes
+            progress(done_bytes, max(total_bytes, done_bytes))
+    _write_json(file, LAST, {"payloads": report.payloads, "bytes": report.size_bytes})
+    file.write(bytes(2 * _BLOCK))
+
+
+def _one_per_key(files: PayloadFiles, namespace: str | None) -> Iterator[Name]:
+    """One payload of each key, in order. Holds the names of one directory at a time."""
+    with named_errors("listing the store to be exported"):
+        shards = groupby(walk(files, namespace), key=lambda name: (name.namespace, name.key[:2]))
+        for _, names in shards:
+            yield from {name.key: name for name in sorted(names)}.values()
+
+
+def _add(file: BinaryIO, files: PayloadFiles, name: Name, pinned: bool) -> int:
+    """Append one payload; returns its bytes."""
+    with opened(files, name) as (fd, found):
+        layers = verified_pieces(found, reader(fd, found.frame.header_bytes))
+        entry = Entry(name.namespace, name.key, pinned, found.file_bytes)
+        _write_member(file, entry.member, entry.size_bytes, chain([header_of(fd, found)], layers))
+        return found.file_bytes
+
+
+def _require_replaceable(root: Path, archive: Path) -> None:
+    """Refuse a path inside the store, and an existing file that is not an archive."""
+    if Path(os.path.realpath(archive)).is_relative_to(os.path.realpath(root)):
+        raise InvalidInputError(
+            f"{archive} is inside store {root}, expected a file elsewhere; choose another FILE"
+        )
+    try:
+        with open_archive(archive) as file:
+            ArchiveReader(file)
+    except FileNotFoundError:
+        return
+    except (OSError, ArchiveFault) as exc:
+        raise InvalidInputError(
+            f"{archive} exists and is not an archive of an earlier export, so it is not replaced; "
+            "choose another FILE or move it away"
+        ) from exc
+
+
+@contextlib.contextmanager
+def _whole_file(archive: Path) -> Iterator[BinaryIO]:
+    """A temporary file that is renamed to ``archive``, durably, if the block succeeds."""
+    temporary = archive.with_name(f".{archive.name}.{secrets.token_hex(4)}.part")
+    try:
+        fd = os.open(temporary, _CREATE, 0o600)
+        try:
+            with os.fdopen(fd, "w+b") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, archive)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        sync_directory(archive.parent)
+    except OSError as exc:
+        if is_out_of_space(exc):
+            raise StoreFullError(
+                f"no space left to write {archive}; free some space or choose another FILE "
+                "(the store is unchanged)"
+            ) from exc
+        raise InvalidInputError(
+            f"{archive} cannot be written ({exc.strerror or exc}); choose another FILE"
+        ) from exc
+
+
+# -- import ------------------------------------------------------------------------------------------
+
+
+def import_archive(
+    root: Path,
+    archive: Path,
+    disk_bytes: int | None = None,
+    progress: Progress = no_progress,
+) -> ImportReport:
+    """Put every payload of ``archive`` that the store lacks; creates the store if there is none.
+
+    Makes room like an ingest: older entries may be evicted, imported ones are not. An interrupted
+    import can be repeated. ``disk_bytes`` is remembered as the limit of the store. Raises
+    :class:`InvalidInputError` for a file that is not an archive, before anything is created or
+    changed, and :class:`StoreUnavailableError`.
+    """
+    try:
+        file = open_archive(archive)
+    except OSError as exc:
+        raise InvalidInputError(
+            f"{archive} cannot be read ({exc.strerror or exc}), expected a file made by blendrag store "
+            "export; choose another FILE"
+        ) from exc
+    with file:
+        try:
+            source = ArchiveReader(file)
+        except ArchiveFault as exc:
+            raise InvalidInputError(
+                f"{archive} is not an archive that this version can import ({exc}), expected a file "
+                "made by blendrag store export; export it again with this version"
+            ) from exc
+        with named_errors(f"opening store {root}"):
+            is_new = not os.path.lexists(root) or (root.is_dir() and not any(root.iterdir()))
+        if not is_new:
+            require_writable(root)
+        limit = partial(settle_limit, root, disk_bytes, DEFAULT_DISK_BYTES, read_only=False)
+        report = ImportReport(str(root), str(archive))
+        with open_for_changes(root, limit) as store, store.pins.scope():
+            limit()  # remember it even if nothing is put
+            _take_all(store, source, report, progress)
+    return report
+
+
+def _take_all(
+    store: OpenStore, source: ArchiveReader, report: ImportReport, progress: Progress
+) -> None:
+    """Import payloads until the archive or the disk space ends."""
+    try:
+        while (entry := source.next()) is not None:
+            try:
+                _take(store, source, entry, report)
+            except CorruptKVError as exc:
+                report.rejected.append(f"{entry.member}: {exc}")
+            progress(source.position, source.file_bytes)
+    except ArchiveFault as exc:
+        report.stopped = f"{report.archive} is incomplete: {exc}; the payloads before that are kept"
+    except StoreFullError as exc:
+        report.stopped = str(exc)
+
+
+def _take(store: OpenStore, source: ArchiveReader, entry: Entry, report: ImportReport) -> None:
+    """Import one payload unless the store has it. Raises :class:`CorruptKVError` and puts nothing."""
+    namespace, key = entry.namespace, entry.key
+    row = store.with_index(partial(store.index.get, namespace, key))
+    if row is not None and store.writer.keep(row.name):
+        report.already_there += 1
+    else:
+        header, found = _read_header(source, entry)
+        pieces = chain([memoryview(header)], verified_pieces(found, source.read))
+        if not store.writer.put(new_name(namespace, key), pieces, entry.size_bytes):
+            raise StoreUnavailableError(
+                f"{entry.member} was removed from store {store.root} during the import, expected "
+                "no clear meanwhile; repeat the command"
+            )
+        report.imported += 1
+        report.imported_bytes += entry.size_bytes
+    store.pins.note_put((namespace, key))
+    if entry.pinned:
+        store.writer.pin(namespace, key)
+        report.pinned += 1
+
+
+def _read_header(source: ArchiveReader, entry: Entry) -> tuple[bytes, Description]:
+    """The header of a payload if it fits name and size. Reads at most the allowed header size."""
+    length = bytes(source.read(8))
+    size_bytes = struct.unpack("<Q", length)[0] if len(length) == 8 else 0
+    if size_bytes <= MAX_HEADER_BYTES:
+        header = length + bytes(source.read(size_bytes))
+        found = describe(header)
+        if found is not None and fits(found, entry.namespace, entry.key, entry.size_bytes):
+            return header, found
+    raise CorruptKVError("its header or size is not what was put")
+
+
+# -- the archive file --------------------------------------------------------------------------------
 
 
 class ArchiveFault(Exception):
-    """The archive cannot be read any further; says why."""
+    """The archive cannot be read any further, and why."""
 
 
 class Entry(NamedTuple):
@@ -54,75 +343,61 @@ class Entry(NamedTuple):
 
 
 def open_archive(path: Path) -> BinaryIO:
-    """Open to be read. Raises ``OSError`` also for what has no size of its own: a pipe nobody writes
-    to would be waited for, and one that somebody does looks cut short."""
+    """Open for reading. Raises ``OSError`` also for a FIFO or device, and never waits for one."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.ESPIPE, "it is no regular file")
+            raise OSError(errno.ESPIPE, "not a regular file")
     except BaseException:
         os.close(fd)
         raise
     return os.fdopen(fd, "rb")
 
 
-class ArchiveWriter:
-    """Writes to a file that can be sought in; the caller owns it."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._payloads = self._bytes = 0
-        about = {"blendrag_store_export": VERSION, "kv_format": FORMAT_VERSION}
-        self._add_json(FIRST, about)
-
-    def add(self, entry: Entry, pieces: Iterable[Any]) -> None:
-        """Append a payload, header included; nothing of it where ``pieces`` raises."""
-        begin = self._file.tell()
-        try:
-            self._add(entry.member, entry.size_bytes, pieces)
-        except BaseException:
-            self._file.seek(begin)
-            self._file.truncate()
-            raise
-        self._payloads += 1
-        self._bytes += entry.size_bytes
-
-    def finish(self) -> None:
-        """Say that this is all."""
-        self._add_json(LAST, {"payloads": self._payloads, "bytes": self._bytes})
-        self._file.write(bytes(2 * _BLOCK))
-
-    def _add_json(self, name: str, fields: dict[str, int]) -> None:
-        data = json.dumps(fields).encode()
-        self._add(name, len(data), [data])
-
-    def _add(self, name: str, size_bytes: int, pieces: Iterable[Any]) -> None:
-        member = tarfile.TarInfo(name)
-        member.size, member.mode = size_bytes, 0o600
-        self._file.write(member.tobuf(tarfile.USTAR_FORMAT))
+def _write_member(
+    file: BinaryIO, name: str, size_bytes: int, pieces: Iterable[bytes | memoryview]
+) -> None:
+    """Append a file to the tar. Appends nothing if ``pieces`` raises."""
+    begin = file.tell()
+    member = tarfile.TarInfo(name)
+    member.size, member.mode = size_bytes, 0o600
+    try:
+        file.write(member.tobuf(tarfile.USTAR_FORMAT))
         for piece in pieces:
-            self._file.write(piece)
-        self._file.write(bytes(-size_bytes % _BLOCK))
+            file.write(piece)
+        file.write(bytes(-size_bytes % _BLOCK))
+    except BaseException:
+        file.seek(begin)
+        file.truncate()
+        raise
+
+
+def _write_json(file: BinaryIO, name: str, fields: dict[str, int]) -> None:
+    data = json.dumps(fields).encode()
+    _write_member(file, name, len(data), [data])
 
 
 class ArchiveReader:
-    """Reads from front to back; raises :class:`ArchiveFault`. The caller owns the file."""
+    """Reads an archive from front to back. Raises :class:`ArchiveFault`."""
 
     def __init__(self, file: BinaryIO) -> None:
-        """Raises :class:`ArchiveFault` for what is no archive of ours, or from a newer version."""
+        """Raises :class:`ArchiveFault` for other files and for archives of another version."""
         self._file = file
         self._left = self._padding = 0
         self.file_bytes = os.fstat(file.fileno()).st_size
         self.position = 0
         self._payloads = self._bytes = 0
-        about = self._json(self._header(), FIRST)
-        for field, known in (("blendrag_store_export", VERSION), ("kv_format", FORMAT_VERSION)):
-            if about.get(field) != known:
-                raise ArchiveFault(f"its {field} is {about.get(field)!r}, expected {known}")
+        versions = self._json(self._header(), FIRST)
+        for name, known in _VERSIONS.items():
+            if versions.get(name) != known:
+                raise ArchiveFault(f"its {name} is {versions.get(name)!r}, expected {known}")
 
     def next(self) -> Entry | None:
-        """The next payload, whatever was left of the last one; ``None`` at a good end."""
-        self._skip()
+        """The next payload, skipping the rest of the last one; ``None`` at the end."""
+        while self._left:
+            self.read(PIECE_BYTES)
+        self._read_exactly(self._padding)
+        self._padding = 0
         member = self._header()
         match = _PAYLOAD.fullmatch(member.name)
         if match is None:
@@ -137,24 +412,18 @@ class ArchiveReader:
         return Entry(match[2], match[3], match[1] == "pinned", member.size)
 
     def read(self, size_bytes: int) -> memoryview:
-        """Up to ``size_bytes`` of this payload; fewer only where it ends."""
+        """Up to ``size_bytes`` of the current payload; fewer only at its end."""
         wanted = min(size_bytes, self._left)
-        data = self._exactly(wanted)
+        data = self._read_exactly(wanted)
         self._left -= wanted
         return memoryview(data)
 
-    def _skip(self) -> None:
-        while self._left:
-            self.read(PIECE_BYTES)
-        self._exactly(self._padding)
-        self._padding = 0
-
     def _header(self) -> tarfile.TarInfo:
-        block = self._exactly(_BLOCK)
+        block = self._read_exactly(_BLOCK)
         try:
             member = tarfile.TarInfo.frombuf(block, "ascii", "strict")
         except (tarfile.HeaderError, ValueError) as exc:
-            raise ArchiveFault(f"there is no tar header where one should be ({exc})") from exc
+            raise ArchiveFault(f"expected a tar header ({exc})") from exc
         if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.size < 0:
             raise ArchiveFault(f"{member.name[:160]!r} is not a plain file")
         self._left, self._padding = member.size, -member.size % _BLOCK
@@ -162,7 +431,7 @@ class ArchiveReader:
 
     def _json(self, member: tarfile.TarInfo, name: str) -> dict[str, Any]:
         if member.name != name or member.size > _MAX_JSON_BYTES:
-            raise ArchiveFault(f"{member.name[:160]!r} is none of its names")
+            raise ArchiveFault(f"{member.name[:160]!r} is not a name of an archive")
         try:
             fields = json.loads(bytes(self.read(member.size)))
         except (ValueError, RecursionError) as exc:
@@ -171,7 +440,7 @@ class ArchiveReader:
             raise ArchiveFault(f"{name} is not what blendrag writes")
         return fields
 
-    def _exactly(self, size_bytes: int) -> bytes:
+    def _read_exactly(self, size_bytes: int) -> bytes:
         try:
             data = self._file.read(size_bytes)
         except OSError as exc:

@@ -1,7 +1,6 @@
-"""A store opened to be looked after: its files and its index, no tensors, no model.
+"""Open a store for maintenance, to read it or to change it, without tensors or a model.
 
-Owns the refusals: what is not a store is never taken for one, so nothing in somebody's directory is
-changed because ``--store`` was mistyped. Imports neither torch nor numpy.
+Refuses every directory that is not a store, so a mistyped ``--store`` changes nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TypeVar
 
 from blendrag.errors import InvalidInputError, StoreUnavailableError
 from blendrag.store.disk_errors import named_errors
-from blendrag.store.files import PayloadFiles
+from blendrag.store.files import Name, PayloadFiles
 from blendrag.store.format import is_name
 from blendrag.store.index import Index
 from blendrag.store.index_errors import IndexLocked, IndexOdd
@@ -27,6 +26,13 @@ from blendrag.store.writing import DiskWriter
 
 _T = TypeVar("_T")
 
+#: Called with the bytes done so far and the bytes in total.
+Progress = Callable[[int, int], None]
+
+
+def no_progress(done_bytes: int, total_bytes: int) -> None:
+    """Ignore progress."""
+
 
 def unlimited() -> int:
     """A limit that evicts nothing."""
@@ -34,8 +40,8 @@ def unlimited() -> int:
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A store that may be changed."""
+class OpenStore:
+    """A store opened for changes."""
 
     root: Path
     files: PayloadFiles
@@ -43,8 +49,8 @@ class Opened:
     writer: DiskWriter
     pins: Pins
 
-    def held(self, action: Callable[[], _T]) -> _T:
-        """Run ``action`` with the index held, after a rebuild should the index turn out odd."""
+    def with_index(self, action: Callable[[], _T]) -> _T:
+        """Run ``action`` under the index lock; rebuild the index and retry if it is damaged."""
         try:
             with self.index.exclusive():
                 try:
@@ -57,10 +63,10 @@ class Opened:
 
 
 @contextlib.contextmanager
-def looking(root: Path) -> Iterator[PayloadFiles]:
-    """The files of a store, to be read only; raises :class:`StoreUnavailableError` for anything else.
+def open_for_reading(root: Path) -> Iterator[PayloadFiles]:
+    """The payload files of a store. Raises :class:`StoreUnavailableError` for anything else.
 
-    Creates and changes nothing; the store may be another user's, on a read-only disk, or in use.
+    Changes nothing. The store may belong to another user, be on a read-only disk, or be in use.
     """
     require_store(root)
     with named_errors(f"opening store {root}"):
@@ -72,11 +78,11 @@ def looking(root: Path) -> Iterator[PayloadFiles]:
 
 
 @contextlib.contextmanager
-def changing(root: Path, limit_bytes: Callable[[], int] = unlimited) -> Iterator[Opened]:
-    """A store to be changed, after whatever crashed writers left was made good.
+def open_for_changes(root: Path, limit_bytes: Callable[[], int] = unlimited) -> Iterator[OpenStore]:
+    """A store after recovery from crashed writers, created if ``root`` does not exist.
 
-    With the default limit nothing is evicted that nobody asked for. ``root`` is made where there is
-    nothing; see :func:`require_writable` for those who must not.
+    Callers that must not create one call :func:`require_writable` first. With the default limit,
+    nothing is evicted.
     """
     if prepare(root, read_only=False):
         raise _read_only(root)
@@ -87,7 +93,7 @@ def changing(root: Path, limit_bytes: Callable[[], int] = unlimited) -> Iterator
     writer = DiskWriter(root, files, index, room, tally)
     try:
         writer.open()
-        yield Opened(root, files, index, writer, pins)
+        yield OpenStore(root, files, index, writer, pins)
     finally:
         writer.close()
         index.close()
@@ -95,7 +101,7 @@ def changing(root: Path, limit_bytes: Callable[[], int] = unlimited) -> Iterator
 
 
 def require_store(root: Path) -> None:
-    """Refuse what is not a store, or one that this version cannot read."""
+    """Refuse a directory that is not a store, or a store this version cannot read."""
     with named_errors(f"opening store {root}"):
         if root.is_dir() and not _has_format(root):
             raise StoreUnavailableError(
@@ -106,18 +112,19 @@ def require_store(root: Path) -> None:
 
 
 def require_writable(root: Path) -> None:
-    """Refuse what is not a store, or one that this user cannot change."""
+    """Refuse a directory that is not a store, or a store this user cannot change."""
     require_store(root)
+    # prepare() refuses a store of another user, and names the owner
     if root.stat().st_uid == os.geteuid() and not os.access(root, os.W_OK | os.X_OK):
-        raise _read_only(root)  # of another owner, opening says whose it is
+        raise _read_only(root)
 
 
 def require_namespace(namespace: str | None) -> None:
-    """Refuse what is no whole name of a namespace; ``None`` is all of them."""
+    """Refuse anything but a full namespace name or ``None``, which means all namespaces."""
     if namespace is not None and not is_name(namespace):
         raise InvalidInputError(
             f"{namespace[:64]!r} is no namespace, expected 64 lowercase hex digits; "
-            "find_namespace gives the one that begins with fewer"
+            "find_namespace completes a shorter prefix"
         )
 
 
@@ -131,11 +138,17 @@ def find_namespace(root: Path, prefix: str) -> str:
     found = [name for name in known if prefix and name.startswith(prefix)]
     if len(found) == 1:
         return found[0]
-    many = f"fits {len(found)} namespaces" if found else "is no namespace"
-    among = ", ".join(name[:12] for name in (found or known)[:8]) or "none"
+    problem = f"matches {len(found)} namespaces" if found else "matches no namespace"
+    choices = ", ".join(name[:12] for name in (found or known)[:8]) or "none"
     raise InvalidInputError(
-        f"--namespace {prefix[:64]!r} {many} of store {root}, expected the beginning of one of: {among}"
+        f"--namespace {prefix[:64]!r} {problem} of store {root}, expected the beginning of one of: "
+        f"{choices}"
     )
+
+
+def walk(files: PayloadFiles, namespace: str | None) -> Iterator[Name]:
+    """Every payload of one namespace, or of all, in order."""
+    return files.walk() if namespace is None else files.walk_namespace(namespace)
 
 
 def _has_format(root: Path) -> bool:

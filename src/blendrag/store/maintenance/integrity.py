@@ -1,0 +1,246 @@
+"""Verify every payload of a store, compare files with index, and repair what can be repaired.
+
+A check only reads, so it works on a store that is in use or cannot be written. Foreign files, which
+the store did not name, are counted and never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from blendrag.errors import CorruptKVError, StoreError
+from blendrag.store.directories import DIRECTORY
+from blendrag.store.disk_errors import named_errors
+from blendrag.store.files import FILE_NAME, PREFIX, Name, PayloadFiles
+from blendrag.store.format import is_name
+from blendrag.store.index_check import DATABASE_FILES, JOURNAL
+from blendrag.store.index_errors import IndexOdd
+from blendrag.store.maintenance.index_view import IndexView
+from blendrag.store.maintenance.opening import (
+    Progress,
+    no_progress,
+    open_for_changes,
+    open_for_reading,
+    require_writable,
+)
+from blendrag.store.marks import MARK
+from blendrag.store.payload import opened, reader, verified_pieces
+from blendrag.store.writers import MARKER, PART
+
+#: Faults described in words; all are counted.
+MAX_FAULTS = 1000
+#: Names that the store gives in ``quarantine/``: payloads, and the files of an index database.
+QUARANTINED = re.compile(
+    rf"{FILE_NAME.pattern}|({'|'.join(map(re.escape, (*DATABASE_FILES, JOURNAL)))})(\.[0-9a-f]{{16}})?",
+    re.ASCII,
+)
+
+
+@dataclass
+class NamespaceCheck:
+    """What a check found in one namespace."""
+
+    namespace: str
+    good: int = 0
+    good_bytes: int = 0
+    damaged: int = 0
+    """Payloads whose bytes are not those that were put. A query would miss and set them aside."""
+    unreadable: int = 0
+    """Payloads that this user may not read."""
+    missing_rows: int | None = None
+    """Payloads that the index does not know; ``None`` unless the index is sound."""
+    dead_rows: int | None = None
+    """Rows of the index whose payload is gone; ``None`` unless the index is sound."""
+    foreign_files: int = 0
+
+
+@dataclass
+class CheckReport:
+    """What a check found, before any repair."""
+
+    root: str
+    namespaces: tuple[NamespaceCheck, ...] = ()
+    index: Literal["sound", "damaged", "unavailable"] = "sound"
+    """``damaged`` is rebuilt by a repair; ``unavailable`` could not be read now."""
+    index_fault: str = ""
+    """Why the index is not sound."""
+    foreign_files: int = 0
+    """Including those outside of any namespace."""
+    faults: list[str] = field(default_factory=list)
+    """Damaged or unreadable payloads and why; the first :data:`MAX_FAULTS`."""
+    read_bytes: int = 0
+    seconds: float = 0.0
+    repaired: bool = False
+
+    @property
+    def is_good(self) -> bool:
+        """Whether every payload could be read and is intact."""
+        return not any(each.damaged or each.unreadable for each in self.namespaces)
+
+
+class _Namespaces(dict[str, NamespaceCheck]):
+    def __missing__(self, namespace: str) -> NamespaceCheck:
+        return self.setdefault(namespace, NamespaceCheck(namespace))
+
+
+def check(root: Path, repair: bool = False, progress: Progress = no_progress) -> CheckReport:
+    """Verify the store at ``root``; with ``repair``, mend it.
+
+    A repair quarantines damaged payloads (their chunks are computed again on demand), rebuilds a
+    damaged index, drops dead rows and indexes missing payloads. It evicts nothing. Raises
+    :class:`StoreUnavailableError`.
+    """
+    began = time.monotonic()
+    if repair:
+        require_writable(root)
+    report, found = CheckReport(str(root), repaired=repair), _Namespaces()
+    with open_for_reading(root) as files, named_errors(f"checking store {root}"):
+        damaged = _check_payloads(files, report, found, progress)
+        _check_index(root, files, report, found)
+        for namespace in _foreign_files(root):
+            report.foreign_files += 1
+            if namespace:
+                found[namespace].foreign_files += 1
+    report.namespaces = tuple(found[namespace] for namespace in sorted(found))
+    if report.index == "sound":
+        for each in report.namespaces:
+            each.missing_rows, each.dead_rows = each.missing_rows or 0, each.dead_rows or 0
+    if repair:
+        _repair(root, damaged)
+    report.seconds = time.monotonic() - began
+    return report
+
+
+# -- payloads ----------------------------------------------------------------------------------------
+
+
+def _check_payloads(
+    files: PayloadFiles, report: CheckReport, found: _Namespaces, progress: Progress
+) -> list[Name]:
+    """Verify every payload; returns the damaged ones."""
+    total_bytes = sum(files.size(name) for name in files.walk())
+    damaged = []
+    for name in files.walk():
+        fault = ""
+        try:
+            size_bytes = verify(files, name)
+        except FileNotFoundError:
+            continue  # evicted meanwhile
+        except PermissionError as exc:
+            found[name.namespace].unreadable += 1
+            fault = exc.strerror or str(exc)
+        except CorruptKVError as exc:
+            found[name.namespace].damaged += 1
+            damaged.append(name)
+            fault = str(exc)
+        else:
+            found[name.namespace].good += 1
+            found[name.namespace].good_bytes += size_bytes
+        if fault and len(report.faults) < MAX_FAULTS:
+            report.faults.append(f"{name.namespace}/{name.file}: {fault}")
+        report.read_bytes += files.size(name)
+        progress(report.read_bytes, max(total_bytes, report.read_bytes))
+    return damaged
+
+
+def verify(files: PayloadFiles, name: Name) -> int:
+    """Read and verify a whole payload; returns its bytes. Raises like :func:`payload.opened`."""
+    with opened(files, name) as (fd, found):
+        for _ in verified_pieces(found, reader(fd, found.frame.header_bytes)):
+            pass
+        return found.file_bytes
+
+
+def _repair(root: Path, damaged: list[Name]) -> None:
+    with open_for_changes(root) as store:
+        for name in damaged:
+            try:
+                verify(store.files, name)  # again: the disk may have failed for a moment only
+            except CorruptKVError:
+                store.writer.quarantine(name)
+            except OSError:
+                continue
+        store.writer.recover()
+
+
+# -- index -------------------------------------------------------------------------------------------
+
+
+def _check_index(root: Path, files: PayloadFiles, report: CheckReport, found: _Namespaces) -> None:
+    """Count files without row and rows without file.
+
+    Each difference is looked at twice, because other processes may be writing or evicting.
+    """
+    try:
+        with IndexView(root / "index") as view:
+            unknown = [name for name in files.walk() if not view.knows(name)]
+            dead = [row.name for row in view if not files.exists(row.name)]
+            missing_rows = [name for name in unknown if files.exists(name) and not view.knows(name)]
+            dead_rows = [name for name in dead if view.knows(name) and not files.exists(name)]
+    except IndexOdd as exc:
+        report.index, report.index_fault = "damaged", str(exc)
+        return
+    except StoreError as exc:
+        report.index, report.index_fault = "unavailable", str(exc)
+        return
+    for namespace, count in Counter(name.namespace for name in missing_rows).items():
+        found[namespace].missing_rows = count
+    for namespace, count in Counter(name.namespace for name in dead_rows).items():
+        found[namespace].dead_rows = count
+
+
+# -- foreign files -----------------------------------------------------------------------------------
+
+
+def _foreign_files(root: Path) -> Iterator[str]:
+    """For each foreign file the namespace it is in, or ``""``. Raises ``OSError``.
+
+    Links, FIFOs and misplaced directories are foreign as well; a directory counts once. Nothing is
+    followed.
+    """
+    yield from _foreign_below(root, "kv", (is_name, PREFIX.fullmatch, FILE_NAME.fullmatch))
+    yield from _foreign_below(
+        root, "tmp", (lambda name: MARKER.fullmatch(name) or PART.fullmatch(name),)
+    )
+    yield from _foreign_below(root, "pinned", (MARK.fullmatch,))
+    yield from _foreign_below(root, "quarantine", (QUARANTINED.fullmatch,))
+
+
+def _foreign_below(
+    root: Path, path: str, rules: tuple[Callable[[str], object], ...]
+) -> Iterator[str]:
+    """``rules``: what directory names have to match, level by level, and last what file names have to."""
+    rule, *rest = rules
+    namespace = path.split("/")[1] if "/" in path else ""
+    for name, mode in _listed(root / path):
+        is_expected_kind = stat.S_ISDIR(mode) if rest else stat.S_ISREG(mode)
+        is_in_its_shard = path.count("/") < 2 or name.startswith(path[-2:])
+        if not (is_expected_kind and rule(name) and is_in_its_shard):
+            yield namespace
+        elif rest:
+            yield from _foreign_below(root, f"{path}/{name}", tuple(rest))
+
+
+def _listed(directory: Path) -> list[tuple[str, int]]:
+    """Name and mode of each entry; empty if there is no such directory."""
+    try:
+        fd = os.open(directory, DIRECTORY)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    try:
+        found = []
+        for name in os.listdir(fd):
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                found.append((name, os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode))
+        return found
+    finally:
+        os.close(fd)

@@ -1,0 +1,259 @@
+"""How much space a store takes, and how to free some: ``survey``, ``collect`` (gc) and ``clear``.
+
+Only files that the store wrote are counted or removed. Removal works in small batches, so it can be
+interrupted at any moment and other processes get the index in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from blendrag.store.directories import DIRECTORY, OUT_OF_RESOURCES
+from blendrag.store.disk_errors import named_errors
+from blendrag.store.files import Name, PayloadFiles
+from blendrag.store.format import Description
+from blendrag.store.identity import FORMAT_VERSION
+from blendrag.store.limit import DEFAULT_DISK_BYTES, settle_limit
+from blendrag.store.maintenance.integrity import QUARANTINED
+from blendrag.store.maintenance.opening import (
+    OpenStore,
+    Progress,
+    no_progress,
+    open_for_changes,
+    open_for_reading,
+    require_namespace,
+    require_writable,
+    walk,
+)
+from blendrag.store.payload import described
+from blendrag.store.room import oldest_first
+
+#: Payloads removed per index lock.
+BATCH = 64
+
+
+@dataclass(frozen=True)
+class NamespaceStats:
+    """What is stored for one model, loaded one way."""
+
+    namespace: str
+    dtypes: tuple[str, ...]
+    """From the headers. A store writes one dtype per namespace."""
+    encodings: tuple[str, ...]
+    """From the headers. A store writes one encoding per namespace."""
+    chunks: int
+    tokens: int
+    size_bytes: int
+    pinned: int
+    """Chunks that are never evicted."""
+    unknown: int
+    """Chunks whose header cannot be read; ``check`` tells more."""
+
+
+@dataclass(frozen=True)
+class StoreSurvey:
+    """What a store holds."""
+
+    root: str
+    format: int
+    limit_bytes: int
+    limit_is_remembered: bool
+    """Whether a user set the limit; otherwise it is the default."""
+    chunks: int
+    tokens: int
+    size_bytes: int
+    quarantine_files: int
+    quarantine_bytes: int
+    temporary_bytes: int
+    """Being written now, or left by a crash until the store is opened for writing."""
+    namespaces: tuple[NamespaceStats, ...]
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What was removed, and what is left."""
+
+    root: str
+    removed: int
+    removed_bytes: int
+    left: int
+    left_bytes: int
+    limit_bytes: int
+    """The size to reach; 0 for ``clear``."""
+    pinned: int
+    """Entries left that are never evicted."""
+
+
+# -- survey ------------------------------------------------------------------------------------------
+
+
+def survey(root: Path) -> StoreSurvey:
+    """Count what the store at ``root`` holds. Raises :class:`StoreUnavailableError`.
+
+    Costs one ``stat`` per chunk. Reads one header per namespace and file size, because files of one
+    namespace have equal sizes only if they have equal token counts. Verifies nothing.
+    """
+    with open_for_reading(root) as files, named_errors(f"listing store {root}"):
+        namespaces = _survey_namespaces(files)
+        quarantine = _file_sizes(root / "quarantine")
+        remembered = settle_limit(root, None, -1, read_only=False)
+        return StoreSurvey(
+            root=str(root),
+            format=FORMAT_VERSION,
+            limit_bytes=DEFAULT_DISK_BYTES if remembered < 0 else remembered,
+            limit_is_remembered=remembered >= 0,
+            chunks=sum(each.chunks for each in namespaces),
+            tokens=sum(each.tokens for each in namespaces),
+            size_bytes=sum(each.size_bytes for each in namespaces),
+            quarantine_files=len(quarantine),
+            quarantine_bytes=sum(quarantine),
+            temporary_bytes=sum(_file_sizes(root / "tmp")),
+            namespaces=namespaces,
+        )
+
+
+def _survey_namespaces(files: PayloadFiles) -> tuple[NamespaceStats, ...]:
+    sizes: dict[str, Counter[int]] = defaultdict(Counter)
+    headers: dict[tuple[str, int], Description | None] = {}
+    pinned, marks = Counter[str](), files.marks.all()
+    for name in files.walk():
+        size_bytes = files.size(name)
+        if not size_bytes and not files.exists(name):
+            continue  # evicted meanwhile
+        sizes[name.namespace][size_bytes] += 1
+        pinned[name.namespace] += name.entry in marks
+        if headers.get((name.namespace, size_bytes)) is None:
+            headers[name.namespace, size_bytes] = _read_header(files, name)
+    stats = []
+    for namespace, counts in sorted(sizes.items()):
+        known = {size: found for size in counts if (found := headers[namespace, size]) is not None}
+        stats.append(
+            NamespaceStats(
+                namespace=namespace,
+                dtypes=tuple(sorted({found.layout.dtype for found in known.values()})),
+                encodings=tuple(sorted({found.layout.encoding for found in known.values()})),
+                chunks=counts.total(),
+                tokens=sum(counts[size] * found.tokens for size, found in known.items()),
+                size_bytes=sum(size * count for size, count in counts.items()),
+                pinned=pinned[namespace],
+                unknown=sum(count for size, count in counts.items() if size not in known),
+            )
+        )
+    return tuple(stats)
+
+
+def _read_header(files: PayloadFiles, name: Name) -> Description | None:
+    try:
+        fd = files.open(name)
+    except OSError as exc:
+        if exc.errno in OUT_OF_RESOURCES:
+            raise
+        return None
+    try:
+        return described(fd, name)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+
+
+def _file_sizes(directory: Path) -> list[int]:
+    """Sizes of the files in a directory; empty if it is missing or not readable."""
+    try:
+        with os.scandir(directory) as entries:
+            return [entry.stat(follow_symlinks=False).st_size for entry in entries]
+    except (FileNotFoundError, PermissionError):
+        return []
+
+
+# -- gc ----------------------------------------------------------------------------------------------
+
+
+def collect(root: Path, max_bytes: int | None = None, progress: Progress = no_progress) -> Removal:
+    """Evict the least recently used entries until at most ``max_bytes`` are left.
+
+    ``None`` is the limit of the store. The limit itself is not changed. Pinned entries stay, even if
+    they take more. Raises :class:`StoreUnavailableError`.
+    """
+    require_writable(root)
+    if max_bytes is None:
+        max_bytes = settle_limit(root, None, DEFAULT_DISK_BYTES, read_only=False)
+    removed = removed_bytes = 0
+    with open_for_changes(root) as store, named_errors(f"evicting from store {root}"):
+        goal = max(0, store.with_index(store.index.totals)[1] - max_bytes)
+        while sizes := store.with_index(partial(_evict_batch, store, max_bytes)):
+            removed += len(sizes)
+            removed_bytes += sum(sizes)
+            progress(min(removed_bytes, goal), goal)
+        left, left_bytes = store.with_index(store.index.totals)
+        marks = store.files.marks.all()
+        pinned = sum(1 for namespace, key in marks if store.files.named(namespace, key))
+    return Removal(str(root), removed, removed_bytes, left, left_bytes, max_bytes, pinned)
+
+
+def _evict_batch(store: OpenStore, max_bytes: int) -> list[int]:
+    """Evict up to :data:`BATCH` entries and return their sizes. Caller holds the index lock."""
+    excess_bytes = store.index.totals()[1] - max_bytes
+    marks = store.files.marks.all()
+    oldest = oldest_first(store.index, excess_bytes, lambda name: name.entry in marks, BATCH)
+    if oldest.victims:
+        store.writer.remove([row.name for row in oldest.victims])
+    return [row.size_bytes for row in oldest.victims]
+
+
+# -- clear -------------------------------------------------------------------------------------------
+
+
+def clear(root: Path, namespace: str | None = None, progress: Progress = no_progress) -> Removal:
+    """Remove every payload of ``namespace`` or of all namespaces, pinned ones included.
+
+    Also empties the quarantine when all namespaces are cleared. The limit, the corpus, calibrations
+    and foreign files stay. Pinned entries go last, because the other chunks are not trusted without
+    them. Raises :class:`StoreUnavailableError`, and :class:`InvalidInputError` for a bad namespace.
+    """
+    require_namespace(namespace)
+    require_writable(root)
+    removed = removed_bytes = 0
+    with open_for_changes(root) as store, named_errors(f"clearing store {root}"):
+        total_bytes = sum(store.files.size(name) for name in walk(store.files, namespace))
+        for batch in _batches(store.files, namespace):
+            size_bytes = sum(store.files.size(name) for name in batch)
+            store.writer.remove(batch)
+            removed, removed_bytes = removed + len(batch), removed_bytes + size_bytes
+            progress(removed_bytes, max(total_bytes, removed_bytes))
+        for entry in store.files.marks.all():
+            if namespace in (None, entry[0]):
+                store.writer.delete(*entry)
+        if namespace is None:
+            _empty_quarantine(root)
+        store.writer.remove_empty_directories(namespace)
+        store.writer.recover()
+        left, left_bytes = store.with_index(store.index.totals)
+        pinned = len(store.files.marks.all())
+    return Removal(str(root), removed, removed_bytes, left, left_bytes, 0, pinned)
+
+
+def _batches(files: PayloadFiles, namespace: str | None) -> Iterator[list[Name]]:
+    """All payloads in batches, the pinned ones last."""
+    marks = files.marks.all()
+    for pinned in (False, True):
+        names = (name for name in walk(files, namespace) if (name.entry in marks) == pinned)
+        while batch := list(islice(names, BATCH)):
+            yield batch
+
+
+def _empty_quarantine(root: Path) -> None:
+    directory = os.open(root / "quarantine", DIRECTORY)
+    try:
+        for file in filter(QUARANTINED.fullmatch, os.listdir(directory)):
+            with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+                os.unlink(file, dir_fd=directory)
+    finally:
+        os.close(directory)
