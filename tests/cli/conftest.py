@@ -1,12 +1,13 @@
-"""Models and a store that the tests of the command share."""
+"""Models and stores that the tests of commands share."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
-from cli.lab import LLAMA, ingest_args, invoke, save_model, write_documents
+from cli.commands import LLAMA, ingest_args, invoke, save_model, write_documents
 
 
 @pytest.fixture(scope="session")
@@ -22,9 +23,9 @@ def other_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def refused_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """gpt2 learns its positions, so its KV cannot be moved; another tokenizer, too."""
+    """gpt2 learns its positions, so its KV cannot be moved."""
     folder = tmp_path_factory.mktemp("tiny-gpt2")
-    return save_model(folder, "GPT2", vocab=310, n_positions=2048, n_embd=32, n_layer=2, n_head=2)
+    return save_model(folder, "GPT2", vocab=310, n_positions=1024, n_embd=32, n_layer=2, n_head=2)
 
 
 @pytest.fixture
@@ -34,9 +35,15 @@ def docs(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def ingested(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with three documents of three chunks, made by the command. To be read only."""
+    """A store with three documents of three chunks, made by the command. For reading only."""
     root = tmp_path_factory.mktemp("ingested")
     docs = write_documents(root / "docs")
     result = invoke(*ingest_args(docs, model_dir, root / "store"))
     assert result.exit_code == 0, result.stderr
     return root / "store"
+
+
+@pytest.fixture
+def store(ingested: Path, tmp_path: Path) -> Path:
+    """A copy of that store, for changing. Its documents are in ``ingested.parent / "docs"``."""
+    return Path(shutil.copytree(ingested, tmp_path / "store"))

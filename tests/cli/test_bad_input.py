@@ -26,7 +26,7 @@ from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.embedder import _packaged_minilm
 from blendrag.engine import BlendEngine, Options
 from blendrag.engine.prompts import rag_prompt
-from cli.lab import ingest_args, invoke, said, save_model, write_documents
+from cli.commands import ingest_args, invoke, said, save_model, write_documents
 
 QUESTION = "What is the topic of document 2?"
 

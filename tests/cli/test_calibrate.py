@@ -10,7 +10,7 @@ import pytest
 from blendrag.cli import progress
 from blendrag.cli.ask import say_metrics
 from blendrag.metrics import RequestMetrics
-from cli.lab import ingest_args, invoke, said
+from cli.commands import ingest_args, invoke, said
 
 FEW = ("--samples", "2", "--top-k", "3", "--minutes", "0.3", "--ratio", "0.2", "--policy", "query")
 

@@ -15,7 +15,7 @@ from blendrag import __version__
 from blendrag.cli.options import model_for, parse_size
 from blendrag.cli.output import print_json
 from blendrag.engine import BlendEngine
-from cli.lab import ingest_args, invoke, said, start, write_documents
+from cli.commands import ingest_args, invoke, said, start, write_documents
 
 QUESTION = "What is the topic of document 2?"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.lab import ingest_args, invoke, said, start
+from cli.commands import ingest_args, invoke, said, start
 
 QUESTION = "What is the topic of document 2?"
 

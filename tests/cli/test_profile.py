@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from blendrag.planning import measure, prefills
-from cli.lab import invoke, said, start
+from cli.commands import invoke, said, start
 
 DEVICES = """
 [[devices]]

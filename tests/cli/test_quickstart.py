@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from blendrag.demo import demo_model_path
-from cli.lab import invoke
+from cli.commands import invoke
 
 ROOT = Path(__file__).resolve().parents[2]
 

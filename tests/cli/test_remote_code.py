@@ -17,7 +17,7 @@ from blendrag.engine import BlendEngine, Options
 from blendrag.errors import ModelLoadError
 from blendrag.frameworks.fields import EngineFields
 from blendrag.model.loading import load_adapter, load_context_tokens, load_tokens
-from cli.lab import invoke, said
+from cli.commands import invoke, said
 
 OWN_CODE = """
 from pathlib import Path

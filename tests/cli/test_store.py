@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 
 from blendrag.cli.app import app
 from blendrag.config import settings
-from cli.lab import ingest_args, invoke, said, start
-from cli.test_interrupt import interrupt, one_sentence
+from cli.commands import ingest_args, interrupt, interrupted_sentence, invoke, said, start
 
 QUESTION = "What is the topic of document 2?"
 CHUNKS = 10
@@ -321,7 +320,7 @@ def test_ctrl_c_is_one_sentence_and_the_store_is_sound(
     _, stderr, seconds = interrupt(process)
     assert process.returncode == 130
     assert seconds < 5
-    assert words.replace("FILE", archive) in one_sentence(stderr)
+    assert words.replace("FILE", archive) in interrupted_sentence(stderr)
     report = fields("check", "--store", target)
     assert report["good"]
     assert report["index"] == "sound"

@@ -16,7 +16,7 @@ from blendrag.demo import Question, demo_model_path, demo_questions
 from blendrag.demo.tour import MODES, Reply, Stop, Tour, table, take_tour, totals
 from blendrag.engine.kv_writer import KVWriter
 from blendrag.errors import StoreFullError
-from cli.lab import invoke
+from cli.commands import invoke
 
 trained = pytest.mark.skipif(
     not (demo_model_path() / "config.json").is_file(), reason="the demo model is not trained here"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from cli.lab import invoke
+from cli.commands import invoke
 
 #: Two chunks of 32 tokens and a question of 8, over 4 layers of 2 KV heads of 16.
 SMALL = (

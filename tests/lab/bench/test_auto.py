@@ -16,7 +16,7 @@ from blendrag.planning.controller import Controller
 from blendrag.planning.curve import Curve
 from blendrag.planning.profile import Profile, Tier
 from blendrag.planning.profile_record import conditions_of
-from cli.lab import invoke, said
+from cli.commands import invoke, said
 from lab.bench.lab import measured
 
 LAYERS = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cli.lab import invoke, said
+from cli.commands import invoke, said
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ from blendrag.engine.kv_writer import KVWriter
 from blendrag.errors import StoreFullError
 from blendrag.lab.bench.geometry import bench_adapter
 from blendrag.lab.bench.ingest import IngestWorkload, run_ingest
-from cli.lab import start
-from cli.test_interrupt import interrupt
+from cli.commands import interrupt, start
 from lab.bench.lab import measured
 
 RATES = ("--geometry", "tiny", "--chunks", "1", "--chunk-tokens", "64")

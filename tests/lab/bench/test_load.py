@@ -19,7 +19,7 @@ from blendrag.lab.bench.workload import Workload
 from blendrag.model import ModelAdapter
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.text.prompt import PromptPlan, Segment
-from cli.lab import invoke, said
+from cli.commands import invoke, said
 from lab.bench.lab import measured
 from lab.bench.test_ttft import _let_context_matter
 

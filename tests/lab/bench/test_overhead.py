@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from blendrag.lab.bench.overhead import operators_of
-from cli.lab import invoke
+from cli.commands import invoke
 from lab.bench.lab import measured
 
 

@@ -16,7 +16,7 @@ import pytest
 from blendrag.errors import InvalidInputError
 from blendrag.lab.bench.page import SECTIONS, main, write_page
 from blendrag.lab.bench.sweep import FACTORS
-from cli.lab import invoke
+from cli.commands import invoke
 from lab.bench.lab import SMALL, measured
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -14,7 +14,7 @@ from blendrag.cli.plots import write_png
 from blendrag.lab.bench.load import LoadResult, RateRow, WayResult
 from blendrag.lab.bench.sweep import SweepResult, SweepRow
 from blendrag.lab.plots import load_figure, sweep_figure
-from cli.lab import invoke, said
+from cli.commands import invoke, said
 from lab.bench.lab import SMALL, measured
 
 LOADED = (

@@ -10,7 +10,7 @@ from blendrag.lab.bench.recognise import RecogniseWorkload, run_recognise
 from blendrag.lab.bench.store_rounds import MeasuredNothingError
 from blendrag.text.matches import Match
 from blendrag.text.recognition import ChunkIndex
-from cli.lab import invoke
+from cli.commands import invoke
 from lab.bench.lab import measured
 
 SMALL = ("--chunks", "60", "--prompt-chars", "9000", "--rounds", "2")

@@ -17,7 +17,7 @@ from blendrag.lab.bench.cli.spread import spread
 from blendrag.lab.bench.cli.sweep import sweep
 from blendrag.lab.bench.cli.trace import trace
 from blendrag.lab.bench.cli.ttft import ttft
-from cli.lab import invoke
+from cli.commands import invoke
 
 
 @dataclass(frozen=True)

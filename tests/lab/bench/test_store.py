@@ -32,7 +32,7 @@ from blendrag.store.encodings.codec import Staging
 from blendrag.store.files import PayloadFiles
 from blendrag.store.kv import KVLayout, LayerShape
 from blendrag.store.reader import DiskReader
-from cli.lab import invoke, said
+from cli.commands import invoke, said
 from lab.bench.lab import measured
 
 SMALL = (

@@ -7,7 +7,7 @@ import pytest
 from blendrag.lab.bench.sweep import FACTORS, Case, make_cases
 from blendrag.lab.bench.tiers import ON_DISK
 from blendrag.lab.bench.workload import Workload
-from cli.lab import invoke, said
+from cli.commands import invoke, said
 from lab.bench.lab import SMALL, measured
 
 #: Whatever the machine is fast in.

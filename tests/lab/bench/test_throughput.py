@@ -15,7 +15,7 @@ from blendrag.lab.bench.geometry import bench_adapter
 from blendrag.lab.bench.throughput import ThroughputBench, parse_batch_sizes, run_throughput
 from blendrag.lab.bench.workload import Workload
 from blendrag.store import open_store
-from cli.lab import invoke
+from cli.commands import invoke
 from lab.bench.lab import SMALL, measured
 
 REQUESTS = 5

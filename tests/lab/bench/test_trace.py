@@ -17,7 +17,7 @@ from blendrag.lab.bench.trace import Pieces, overlap, run_trace
 from blendrag.lab.bench.ttft import TtftBench
 from blendrag.lab.bench.workload import Workload
 from blendrag.metrics import COMPUTE, LAYER, LOAD, REPOSITION, SELECT, WAIT, Timeline
-from cli.lab import invoke, said
+from cli.commands import invoke, said
 from lab.bench.lab import SMALL, measured
 
 LAYERS = 4

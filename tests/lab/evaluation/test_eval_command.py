@@ -14,7 +14,7 @@ import pytest
 import tiny
 from blendrag.errors import InvalidInputError
 from blendrag.lab.evaluation.journal import BEGINNING, Journal, Outcome
-from cli.lab import LLAMA, ingest_args, invoke, said, save_model, start, write_documents
+from cli.commands import LLAMA, ingest_args, invoke, said, save_model, start, write_documents
 
 ROW = {
     "dataset", "seed", "policy", "schedule", "encode_prefix", "ratio", "charged_ratio", "kind", "n",

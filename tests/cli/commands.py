@@ -1,4 +1,4 @@
-"""Tiny models on disk, documents to ingest, and the command: in this process or in one of its own."""
+"""Tiny models on disk, documents to ingest, and the command: in this process or in a new one."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -17,6 +19,7 @@ from typer.testing import CliRunner, Result
 from blendrag.cli.app import app
 from blendrag.config import settings
 
+QUESTION = "What is the topic of document 2?"
 TEMPLATE = "<|bos|>{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|end|>\n{% endfor %}assistant:"
 transformers.utils.logging.disable_progress_bar()
 
@@ -27,7 +30,7 @@ LLAMA: dict[str, Any] = {
 
 
 def save_model(folder: Path, kind: str = "Llama", vocab: int = 320, **config: Any) -> Path:
-    """A random model that never ends by itself, and its tokenizer."""
+    """A random model that never stops by itself, and its tokenizer."""
     torch.manual_seed(0)
     model, made = {
         "Llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig),
@@ -35,12 +38,12 @@ def save_model(folder: Path, kind: str = "Llama", vocab: int = 320, **config: An
     }[kind]
     never = vocab + 7
     model(made(vocab_size=vocab + 8, eos_token_id=never, **config)).eval().save_pretrained(folder)
-    save_tokenizer(folder, vocab)
+    _tokenizer(vocab).save_pretrained(folder)
     return folder
 
 
-def save_tokenizer(folder: Path, vocab: int) -> None:
-    """Byte-level, so that every text can be encoded; with two control tokens."""
+def _tokenizer(vocab: int) -> transformers.PreTrainedTokenizerFast:
+    """Byte-level, so every text can be encoded; with two control tokens."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -56,11 +59,11 @@ def save_tokenizer(folder: Path, vocab: int) -> None:
         tokenizer_object=backend, bos_token="<|bos|>", eos_token="<|end|>", pad_token="<|end|>"
     )
     tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
+    return tokenizer
 
 
 def write_documents(folder: Path, documents: int = 3, paragraphs: int = 3) -> Path:
-    """Every paragraph is a chunk of at most 64 tokens."""
+    """Each paragraph is a chunk of at most 64 tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(documents):
         texts = [
@@ -80,7 +83,7 @@ def ingest_args(path: Path, model: Path | str, store: Path, *more: str) -> list[
 
 
 def invoke(*args: str, stdin: str = "") -> Result:
-    """The command in this process; a traceback fails the test."""
+    """Run the command in this process; a traceback fails the test."""
     settings.cache_clear()
     try:
         result = CliRunner().invoke(app, list(args), stdin, prog_name="blendrag")
@@ -92,15 +95,23 @@ def invoke(*args: str, stdin: str = "") -> Result:
 
 
 def said(result: Result) -> str:
-    """The one line on stderr; more or fewer fail the test, but for progress, which a slow machine shows."""
+    """The one line on stderr, without progress, which a slow machine prints."""
     lines = result.stderr.strip().splitlines()
     lines = [line for line in lines if not line.startswith("progress: ")]
     assert len(lines) == 1, result.stderr
     return lines[0]
 
 
+def refused(*args: str, status: int = 2) -> str:
+    """The one sentence of a command that is refused; it prints nothing on stdout."""
+    result = invoke(*args)
+    assert result.exit_code == status, (result.stdout, result.stderr)
+    assert result.stdout == ""
+    return said(result)
+
+
 def start(*args: str, before: str = "") -> subprocess.Popen[str]:
-    """``blendrag`` in its own process; ``before`` runs first there. Ctrl-C reaches it as usual."""
+    """Start ``blendrag`` in a new process, which runs the code ``before`` first. It receives Ctrl-C."""
     code = f"{before}\nfrom blendrag.cli.main import main\nmain()"
     return subprocess.Popen(
         [sys.executable, "-c", code, *args],
@@ -110,3 +121,26 @@ def start(*args: str, before: str = "") -> subprocess.Popen[str]:
         env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
+
+
+def interrupt(process: subprocess.Popen[str], times: int = 1) -> tuple[str, str, float]:
+    """Wait for the line NOW, press Ctrl-C; stdout, the rest of stderr, and the seconds until the end."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line == "NOW\n":
+            break
+    else:
+        pytest.fail(f"ended before it could be interrupted, with {process.wait()}")
+    began = time.perf_counter()
+    for _ in range(times):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+    stdout, stderr = process.communicate(timeout=60)
+    return stdout, stderr, time.perf_counter() - began
+
+
+def interrupted_sentence(stderr: str) -> str:
+    """The one line that an interrupted command prints."""
+    (line,) = stderr.strip().splitlines()
+    assert line.startswith("interrupted: ")
+    return line
