@@ -366,7 +366,7 @@ def test_kv_that_the_store_lost_is_computed_again(engine: BlendEngine) -> None:
         (Entry("", "text"), "id ''"),
         (Entry("a", "x\ud800"), "at character 1"),
         (Entry("a", "x", {"when": object()}), "metadata 'when' of entry 'a' is a object"),
-        (Entry("a", "word " * 5000), "passes the"),
+        (Entry("a", "word " * 5000), "exceeds the"),
     ],
 )
 def test_what_cannot_be_stored_is_said_in_a_sentence(

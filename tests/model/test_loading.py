@@ -128,7 +128,7 @@ def test_a_broken_adapter_is_one_sentence(
 @pytest.mark.parametrize(
     ("error", "sentence"),
     [
-        (OSError("not there"), r"is no local directory and .*\(not there\)"),
+        (OSError("not there"), r"is not a local directory and .*\(not there\)"),
         (ValueError("unknown model type"), "was found but is not a loadable causal LM: unknown"),
         (RuntimeError("size mismatch"), "was found but is not a loadable causal LM: size mismatch"),
         (ImportError("needs sentencepiece"), "needs a package that is not installed: needs sent"),

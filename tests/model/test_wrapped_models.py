@@ -196,7 +196,7 @@ def test_an_offloaded_model_answers_in_mode_full_only(
 
 
 def test_a_model_on_several_devices_is_refused_with_their_names(tmp_path: Path) -> None:
-    refused(spread(tmp_path), tmp_path / "s", "lie on cuda:0, cuda:1")
+    refused(spread(tmp_path), tmp_path / "s", "are on cuda:0, cuda:1")
 
 
 def test_a_device_map_of_one_device_is_blended(tmp_path: Path) -> None:

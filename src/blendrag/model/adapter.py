@@ -1,9 +1,8 @@
-"""One loaded causal LM as the rest of blendrag sees it.
+"""The adapter around one unmodified Hugging Face causal LM.
 
-Owns: structure, position probe, identity, tokenizers and the encoding of a chunk behind its prefix.
-Puts the model into eval mode and changes nothing else of it; does not know stores, prompts or the
-fusor. A model the probe refuses is still an adapter: ``refusal`` holds the sentence and
-:meth:`require_blendable` raises it.
+It knows the model's structure, KV layout, identity and tokenizers, moves keys to other positions, and
+encodes a chunk behind its prefix. It puts the model into eval mode and changes nothing else. A model whose
+KV cannot be reused still gets an adapter: ``refusal`` says why, and :meth:`require_blendable` raises it.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ PROBE_TOKENS = 8
 
 
 class ModelAdapter:
-    """A causal LM with its tokenizer; thread-safe only under :attr:`lock`."""
+    """A causal LM with its tokenizer. Thread-safe only under :attr:`lock`."""
 
     def __init__(self, model: Any, tokenizer: Any, model_id: str = "", revision: str = "") -> None:
         model = unwrapped(model)
         if not hasattr(model, "config") or not hasattr(model, "generate"):
             raise InvalidInputError(
                 f"the model is a {type(model).__name__}, expected a causal LM of transformers; if it wraps "
-                "one, give that (model.module)"
+                "one, pass that (model.module)"
             )
         learned_prompt = _learns_prompt(model)
         unwrap = hasattr(model, "get_base_model") and not learned_prompt
@@ -56,25 +55,23 @@ class ModelAdapter:
         self.revision = revision or str(getattr(model.config, "_commit_hash", "") or "")
         self.tokens = Tokens(tokenizer)
         self.lock = lock_of(self.model)
-        """Of the model, not of this adapter: held from first hook to last token."""
+        """Belongs to the model, not to this adapter. Held from the first hook to the last token."""
         self.refusal: str | None = None
         self._stack: DecoderStack | None = None
         self._layout: KVLayout | None = None
         self._repositioner: Repositioner | None = None
         self._identity: ModelIdentity | None = None
-        self._marks: object = None
+        self._identified: object = None
         self._digests = fingerprint.Digests()
         try:
             if learned_prompt:
                 raise UnsupportedModelError(
-                    "prompt-learning adapters put tokens of their own before every prompt, so its "
-                    "chunks cannot be placed; use mode full"
+                    "prompt-learning adapters put extra tokens before every prompt, so its chunks cannot "
+                    "be placed; use mode full"
                 )
             self._probe()
         except UnsupportedModelError as refused:
             self.refusal = str(refused)
-
-    # -- what it is ---------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
@@ -87,11 +84,9 @@ class ModelAdapter:
 
     @property
     def blend_limit_tokens(self) -> int | None:
-        """Prompt length from which the rotary table itself changes (dynamic, LongRoPE), or ``None``."""
+        """Prompt length at which the rotary table changes (dynamic, LongRoPE), or ``None``."""
         rotary = self._stack.rotary if self._stack else None
-        kinds = getattr(rotary, "rope_type", "default")
-        kinds = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
-        if not any(kind in fingerprint.LENGTH_DEPENDENT for kind in kinds):
+        if not fingerprint.depends_on_length(rotary):
             return None
         config = self.stack.config
         parameters = getattr(config, "rope_parameters", None) or {}
@@ -101,7 +96,7 @@ class ModelAdapter:
         return int(original or self.context_tokens)
 
     def require_blendable(self) -> None:
-        """Raise :class:`UnsupportedModelError` with the probe's reason, if it refused."""
+        """Raise :class:`UnsupportedModelError` if this model's KV cannot be reused."""
         if self.refusal is not None:
             raise UnsupportedModelError(f"{self.model_id}: {self.refusal}")
 
@@ -110,23 +105,6 @@ class ModelAdapter:
         self.require_blendable()
         assert self._stack is not None
         return self._stack
-
-    @property
-    def decoder_layers(self) -> Sequence[nn.Module]:
-        """The decoder layers that hooks may be put on; none of a compiled model, or where none were found."""
-        return [] if self._stack is None or self.is_compiled else list(self._stack.layers)
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether ``torch.compile`` was applied to the model, its decoder or a decoder layer."""
-        if self._stack is None or "torch._dynamo" not in sys.modules:
-            return False
-        around = self._stack.around
-        return is_compiled(each for module in around for each in (module, *module.children()))
-
-    def uncompiled(self) -> AbstractContextManager[None]:
-        """Within this context a compiled model runs as the Python it was made from; others as ever."""
-        return uncompiled() if self.is_compiled else nullcontext()
 
     @property
     def layout(self) -> KVLayout:
@@ -141,68 +119,74 @@ class ModelAdapter:
         return self._repositioner
 
     @property
-    def identity(self) -> ModelIdentity:
-        """Identity of what is loaded *now*: re-hashed when a weight or an adapter has changed.
+    def decoder_layers(self) -> Sequence[nn.Module]:
+        """The decoder layers that may be hooked; empty for a compiled model or if none were found."""
+        return [] if self._stack is None or self.is_compiled else list(self._stack.layers)
 
-        Waits for a request under way.
+    @property
+    def is_compiled(self) -> bool:
+        """Whether ``torch.compile`` was applied to the model, its decoder or a decoder layer."""
+        if self._stack is None or "torch._dynamo" not in sys.modules:
+            return False
+        around = self._stack.around
+        return is_compiled(each for module in around for each in (module, *module.children()))
+
+    def uncompiled(self) -> AbstractContextManager[None]:
+        """Within this context a compiled model runs as plain Python."""
+        return uncompiled() if self.is_compiled else nullcontext()
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """Identity of what is loaded *now*: changed weights and adapters are hashed again.
+
+        Waits for a request in progress.
         """
         with self.lock:
             self.require_blendable()
             found = fingerprint.loaded(self.model)
-            marks = (self._digests.marks(found), found.adapters, self._loaded_as())
-            if self._identity is None or marks != self._marks:
+            marks = self._digests.marks(found)
+            config = self.model.config
+            identified = (marks, found.adapters, self.model.dtype, config._attn_implementation)
+            if self._identity is None or identified != self._identified:
                 if dtype_name(self.model.dtype) != self.layout.dtype:
-                    self._probe()  # converted since: K and V have another dtype now
-                self._identity = self._full_identity(found, marks[0])
-            self._marks = marks
+                    self._probe()  # the model was converted: K and V have another dtype now
+                self._identity = ModelIdentity(
+                    model_id=self.model_id,
+                    revision=self.revision,
+                    tensors_fingerprint=self._digests.fingerprint(found, marks),
+                    adapters=found.adapters,
+                    weight_quantization=fingerprint.weight_quantization(config),
+                    compute_dtype=dtype_name(self.model.dtype),
+                    attention=str(config._attn_implementation),
+                    geometry=fingerprint.geometry(self.stack.config, self.stack.layer_types),
+                    tokenizer_fingerprint=self.tokens.fingerprint,
+                    stored_dtype=self.layout.dtype,
+                )
+            self._identified = identified
             return self._identity
-
-    def _loaded_as(self) -> str:
-        return f"{self.model.dtype} {self.model.config._attn_implementation}"
-
-    def _full_identity(
-        self, found: fingerprint.Loaded, marks: Sequence[fingerprint.Mark]
-    ) -> ModelIdentity:
-        config = self.model.config
-        return ModelIdentity(
-            model_id=self.model_id,
-            revision=self.revision,
-            tensors_fingerprint=self._digests.fingerprint(found, marks),
-            adapters=found.adapters,
-            weight_quantization=fingerprint.weight_quantization(config),
-            compute_dtype=dtype_name(self.model.dtype),
-            attention=str(config._attn_implementation),
-            geometry=fingerprint.geometry(self.stack.config, self.stack.layer_types),
-            tokenizer_fingerprint=self.tokens.fingerprint,
-            stored_dtype=self.layout.dtype,
-        )
-
-    # -- what it does -------------------------------------------------------------------------
 
     @torch.inference_mode()
     def encode(self, prefix_ids: Sequence[int], chunk_ids: Sequence[int]) -> ChunkKV:
-        """KV of ``chunk_ids`` prefilled behind ``prefix_ids``, on the CPU, prefix dropped.
+        """KV of ``chunk_ids`` prefilled behind ``prefix_ids``, on the CPU, without the prefix.
 
-        Keys are rotated to ``[len(prefix_ids), …)``. Caller holds the lock. Raises
-        :class:`InvalidInputError` for an empty chunk and :class:`UnsupportedModelError`.
+        Keys are rotated to positions ``[len(prefix_ids), …)``. The caller holds the lock. Raises
+        :class:`InvalidInputError` for an empty or too long chunk, and :class:`UnsupportedModelError`.
         """
         if not chunk_ids:
             raise InvalidInputError("chunk of 0 tokens cannot be encoded; drop it before ingest")
         layout = self.layout
-        total = len(prefix_ids) + len(chunk_ids)
+        skip, tokens = len(prefix_ids), len(chunk_ids)
         limit = min(self.context_tokens, self.blend_limit_tokens or self.context_tokens)
-        if total > limit:
+        if skip + tokens > limit:
             raise InvalidInputError(
-                f"a chunk of {len(chunk_ids)} tokens behind a prefix of {len(prefix_ids)} passes the "
-                f"{limit} tokens this model encodes alike; take shorter chunks (--chunk-tokens)"
+                f"a chunk of {tokens} tokens behind a prefix of {skip} exceeds the {limit} tokens that "
+                "this model encodes alike; take shorter chunks (--chunk-tokens)"
             )
         cache = self.prefill_at([*prefix_ids, *chunk_ids])
-        skip, tokens = len(prefix_ids), len(chunk_ids)
         layers = []
         for i, layer in enumerate(cache.layers):
-            out = torch.empty(
-                layout.layer_shape(i, tokens), dtype=layout.torch_dtype
-            )  # [2,Hkv,T,D]
+            shape = layout.layer_shape(i, tokens)
+            out = torch.empty(shape, dtype=layout.torch_dtype)  # [2, Hkv, T, D]
             out[0].copy_(layer.keys[0, :, skip:])
             out[1].copy_(layer.values[0, :, skip:])
             layers.append(out)
@@ -214,25 +198,24 @@ class ModelAdapter:
         The LM head is not run; sliding-window layers keep every token.
         """
         assert self._stack is not None
-        cache = DynamicCache()  # no config: a sliding-window layer would forget all but window-1
+        cache = (
+            DynamicCache()
+        )  # with a config, sliding-window layers would keep only window-1 tokens
         batch = torch.tensor([list(ids)], device=self.device)
-        positions = {}
+        options = {}
         if offset is not None:
-            positions["position_ids"] = torch.arange(offset, offset + len(ids), device=self.device)[
-                None
-            ]
+            positions = torch.arange(offset, offset + len(ids), device=self.device)
+            options["position_ids"] = positions[None]
         with self.uncompiled():
-            self._stack.base(input_ids=batch, past_key_values=cache, use_cache=True, **positions)
+            self._stack.base(input_ids=batch, past_key_values=cache, use_cache=True, **options)
         return cache
-
-    # -- the probe ----------------------------------------------------------------------------
 
     @torch.inference_mode()
     def _probe(self) -> None:
+        """Measure layout and position dependence; raises :class:`UnsupportedModelError`."""
         check_placement(self.model)
-        fingerprint.loaded(self.model)  # raises for weights that cannot be told apart
-        self._stack = find_stack(self.model)
-        stack = self._stack
+        fingerprint.loaded(self.model)  # raises for weights that have no fingerprint
+        self._stack = stack = find_stack(self.model)
         vocab = self.model.get_input_embeddings().num_embeddings
         ids = [(17 + 31 * i) % vocab for i in range(PROBE_TOKENS)]
         try:
@@ -248,14 +231,12 @@ class ModelAdapter:
             cache = self.prefill_at(ids, offset)
             return [la.keys[0] for la in cache.layers], [la.values[0] for la in cache.layers]
 
-        # Beyond its table a learned position does not exist, and a length-dependent one changes.
+        # Learned positions end with their table, and a length-dependent table changes at its limit.
         reach = (self.blend_limit_tokens or self.context_tokens) - PROBE_TOKENS
         self._repositioner = classify(
             kv_at,
             kv_at(0, [(5 + 97 * i) % vocab for i in range(PROBE_TOKENS)]),
-            stack.attentions,
-            stack.rotary,
-            stack.layer_types,
+            stack,
             self._layout.torch_dtype,
             [max(1, min(delta, reach)) for delta in PROBE_OFFSETS],
         )
@@ -269,6 +250,6 @@ def context_tokens_of(config: Any) -> int:
 
 
 def _learns_prompt(model: Any) -> bool:
-    """Whether ``model`` is wrapped in a PEFT adapter of learned prompt tokens."""
+    """Whether ``model`` is wrapped in a PEFT adapter that learns prompt tokens."""
     config = getattr(model, "active_peft_config", None) if hasattr(model, "peft_type") else None
     return bool(getattr(config, "is_prompt_learning", False))

@@ -1,8 +1,8 @@
-"""Fingerprints of what is loaded: tensors, adapters, quantisation, geometry, tokenizer.
+"""Fingerprints of what is loaded: tensors, adapters, quantisation, geometry.
 
-Answers "are these the weights the KV was computed with?". :func:`loaded` lists every tensor that computes
-and the active LoRA adapters, and is cheap enough for every request. :class:`Digests` hashes a tensor once,
-and again only when it has changed: switching between adapters hashes the base weights once.
+They answer whether stored KV was computed with these weights. :func:`loaded` lists every tensor that takes
+part in computing and the active LoRA adapters; it is cheap enough for every request. :class:`Digests` hashes
+a tensor once, and again only when it has changed, so switching between adapters hashes the base weights once.
 """
 
 from __future__ import annotations
@@ -21,23 +21,21 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from blendrag.errors import UnsupportedModelError
 from blendrag.store.identity import digest_fields
 
-#: Rotary variants whose table depends on the length of the sequence (transformers' names).
-LENGTH_DEPENDENT = ("dynamic", "longrope")
 #: Values of each tensor that are compared before every request.
 SAMPLES = 16
-#: By size in bytes: the bits of any dtype, float8 included, can be copied together as these.
+#: By size in bytes: types that the bits of any dtype, float8 included, can be copied as.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class LoadedTensor(NamedTuple):
-    """One tensor that computes."""
+    """One tensor that takes part in computing."""
 
     name: str
     tensor: torch.Tensor
     is_kept: bool
-    """Whether the same tensor object is there next time; some quantizers make theirs anew on every look."""
+    """Whether the same tensor object is returned next time; some quantizers make a new one per access."""
     context: str = ""
-    """What a quantizer says about its tensor: block sizes, dtypes, …"""
+    """What a quantizer records with its tensor: block sizes, dtypes, …"""
 
 
 class Loaded(NamedTuple):
@@ -49,10 +47,10 @@ class Loaded(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Differs once a tensor was replaced or written.
+    """Changes when a tensor is replaced or written.
 
-    A write through ``weight.data`` moves neither version nor address, so a few values are looked at, too; of
-    such writes only one that spares all of them goes unnoticed.
+    A write through ``weight.data`` changes neither version nor address, so a few values are compared, too.
+    Only such a write that spares all of them goes unnoticed.
     """
 
     name: str
@@ -65,14 +63,14 @@ class Mark(NamedTuple):
 
 
 class Digests:
-    """Marks and xxh3-128 of tensors, each hashed again only when its mark has changed. Not thread-safe."""
+    """Marks and xxh3-128 of tensors; a tensor is hashed again only when its mark changes. Not thread-safe."""
 
     def __init__(self) -> None:
         self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._views: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def marks(self, found: Loaded) -> tuple[Mark, ...]:
-        """The marks of ``found``'s tensors now, in their order."""
+        """The current marks of ``found``'s tensors, in their order."""
         samples = self._samples(found.tensors)
         return tuple(
             Mark(
@@ -91,20 +89,15 @@ class Digests:
         """xxh3-128 hex over names, shapes, dtypes and bytes of ``found``, whose marks are ``marks``."""
         lines = []
         for mark, each in zip(marks, found.tensors, strict=True):
+            known = self._known.get(each.tensor)
+            if known is None or known[0] != mark:
+                known = self._known[each.tensor] = (mark, hash_bytes(each.tensor))
             what = f"{mark.name}|{tuple(mark.shape)}|{mark.dtype}|{mark.context}|"
-            lines.append(what.encode() + self._digest(each.tensor, mark))
+            lines.append(what.encode() + known[1])
         sha = xxhash.xxh3_128()
         for line in sorted(lines):
             sha.update(line)
         return sha.hexdigest()
-
-    def _digest(self, tensor: torch.Tensor, mark: Mark) -> bytes:
-        known = self._known.get(tensor)
-        if known is None or known[0] != mark:
-            known = (mark, hash_bytes(tensor))
-            self._known[tensor] = known
-        digest: bytes = known[1]
-        return digest
 
     def _samples(self, tensors: Sequence[LoadedTensor]) -> list[bytes]:
         """The bytes of about :data:`SAMPLES` values of every tensor; one copy per device and dtype."""
@@ -124,12 +117,12 @@ class Digests:
         return samples
 
     def _view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The values of ``tensor`` that are looked at, where they lie. Making that view takes longest."""
+        """A view of the sampled values. It is cached, as making it takes longest."""
         made = self._views.get(tensor)
         place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if made is None or made[0] != place:
             flat = tensor.detach()
-            # A row of what is not contiguous: flattening it would copy the whole.
+            # Of a tensor that is not contiguous, sample one row: flattening it would copy the whole.
             flat = flat.reshape(-1) if flat.is_contiguous() else flat[(0,) * (flat.ndim - 1)]
             some = flat[:: max(1, flat.numel() // SAMPLES)]
             made = (place, some.view(_WORDS.get(some.element_size(), some.dtype)))
@@ -150,18 +143,18 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-# -- what computes --------------------------------------------------------------------------------
+# -- tensors and adapters ---------------------------------------------------------------------------
 
 
 def loaded(model: Any) -> Loaded:
-    """Parameters, buffers and what quantizers keep beside them; tied ones once.
+    """Parameters, buffers and what quantizers keep in addition; tied tensors once.
 
-    Non-persistent buffers (rotary tables) are included. Left out are the weights of LoRA adapters that
-    are loaded and not active, and the table that a length-dependent rotary has in use: it follows the
-    last prompt's length, and the one it follows from is among the buffers.
+    Non-persistent buffers (rotary tables) are included. Left out are the weights of inactive LoRA adapters,
+    and the current table of a length-dependent rotary: it follows the length of the last prompt and derives
+    from another buffer.
 
-    Raises :class:`UnsupportedModelError` for weights that are not visible as tensors: their identity
-    cannot be told, so their KV is never stored.
+    Raises :class:`UnsupportedModelError` for weights that are not visible as tensors: without a fingerprint,
+    their KV is never stored.
     """
     tensors: list[LoadedTensor] = []
     adapters: list[bytes] = []
@@ -176,8 +169,9 @@ def loaded(model: Any) -> Loaded:
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         if hasattr(module, "active_adapters") and hasattr(module, "merged_adapters"):
-            adapters.append(f"{path}:{_adapter_state(module)}".encode())
-            seen.update(id(tensor) for tensor in _idle(module))
+            active = [] if getattr(module, "disable_adapters", False) else [*module.active_adapters]
+            adapters.append(f"{path}:{_adapter_state(module, active)}".encode())
+            seen.update(id(tensor) for tensor in _inactive(module, active))
         for key, weight in module._parameters.items():
             if weight is not None:
                 add(prefix + key, weight)
@@ -198,7 +192,7 @@ def loaded(model: Any) -> Loaded:
 def _plain(
     name: str, tensor: torch.Tensor, is_kept: bool, context: str = ""
 ) -> Iterator[LoadedTensor]:
-    """``tensor``, or those that a tensor subclass is made of (torchao: data, scales, zero points)."""
+    """``tensor``, or those that a tensor subclass consists of (torchao: data, scales, zero points)."""
     if tensor.device.type == "meta":
         raise UnsupportedModelError(f"weight {name!r} is not loaded (meta device); use mode full")
     if type(tensor) in (torch.Tensor, nn.Parameter) or not is_traceable_wrapper_subclass(tensor):
@@ -210,12 +204,16 @@ def _plain(
         yield from _plain(f"{name}.{part}", getattr(tensor, part), is_kept, said)
 
 
-def _follows_length(rotary: nn.Module, buffer: str) -> bool:
-    if not buffer.endswith("inv_freq"):
-        return False
+def depends_on_length(rotary: nn.Module | None) -> bool:
+    """Whether the rotary table depends on the length of the sequence (dynamic, LongRoPE)."""
     kinds = getattr(rotary, "rope_type", None)
     kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
-    return "original" not in buffer and any(kind in LENGTH_DEPENDENT for kind in kinds)
+    return any(kind in ("dynamic", "longrope") for kind in kinds)
+
+
+def _follows_length(rotary: nn.Module, buffer: str) -> bool:
+    is_current_table = buffer.endswith("inv_freq") and "original" not in buffer
+    return is_current_table and depends_on_length(rotary)
 
 
 def _saves_more(module: nn.Module) -> bool:
@@ -227,13 +225,13 @@ def _saves_more(module: nn.Module) -> bool:
     )
 
 
-#: Where classes of modules come from that hold their weights as parameters and buffers.
-_PLAIN_ROOMS = ("torch.nn.", "transformers.models.", "transformers_modules.", "peft.")
+#: Packages whose modules keep their weights as parameters and buffers.
+_PLAIN_PACKAGES = ("torch.nn.", "transformers.models.", "transformers_modules.", "peft.")
 
 
 def _refuse_hidden(prefix: str, module: nn.Module) -> None:
-    """Refuse what a quantizer put in if it keeps tensors in objects of its own (mxfp4 on a GPU)."""
-    if type(module).__module__.startswith(_PLAIN_ROOMS):
+    """Refuse a quantizer's module that keeps tensors in other objects (mxfp4 on a GPU)."""
+    if type(module).__module__.startswith(_PLAIN_PACKAGES):
         return
     for key, value in vars(module).items():
         is_plain = key.startswith("_") or isinstance(value, torch.Tensor | nn.Module)
@@ -257,8 +255,7 @@ def _packed(name: str, value: object) -> UnsupportedModelError:
     )
 
 
-def _adapter_state(module: Any) -> str:
-    active = [] if getattr(module, "disable_adapters", False) else list(module.active_adapters)
+def _adapter_state(module: Any, active: Sequence[str]) -> str:
     scaling = getattr(module, "scaling", None) or {}
     state = {
         "active": active,
@@ -268,10 +265,8 @@ def _adapter_state(module: Any) -> str:
     return json.dumps(state, sort_keys=True)
 
 
-def _idle(module: Any) -> Iterator[torch.Tensor]:
+def _inactive(module: Any, active: Sequence[str]) -> Iterator[torch.Tensor]:
     """Weights of adapters that are not active."""
-    disabled = getattr(module, "disable_adapters", False)
-    active = () if disabled else tuple(module.active_adapters)
     for layer in getattr(module, "adapter_layer_names", ()):
         kept = getattr(module, layer, None) or {}
         for adapter in kept:
@@ -280,7 +275,7 @@ def _idle(module: Any) -> Iterator[torch.Tensor]:
                 yield from weights.parameters() if isinstance(weights, nn.Module) else (weights,)
 
 
-# -- how it was made ------------------------------------------------------------------------------
+# -- the config -------------------------------------------------------------------------------------
 
 
 def weight_quantization(config: Any) -> str:
@@ -292,7 +287,7 @@ def weight_quantization(config: Any) -> str:
     return json.dumps(as_dict, sort_keys=True, default=str)
 
 
-#: What a config says that cannot change any KV.
+#: Config fields that cannot change any KV.
 VOLATILE = frozenset(
     (
         "_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype",
@@ -304,7 +299,7 @@ VOLATILE = frozenset(
 
 
 def geometry(config: Any, layer_types: Any) -> str:
-    """Canonical JSON of the whole text config but for what cannot change any KV, and layer types."""
+    """Canonical JSON of the text config, without :data:`VOLATILE`, and the layer types."""
     found = {k: v for k, v in config.to_dict().items() if k not in VOLATILE}
     found["layer_types"] = list(layer_types)
     return json.dumps(found, sort_keys=True, default=str)

@@ -1,9 +1,9 @@
-"""Are two computations of the same keys, or of the same values, equal up to noise?
+"""Compare two computations of the same keys or values, up to numerical noise.
 
-Owns the comparison that the position probe, the choice of attention and the probe kept in a store share.
-K and V are compared apart, and every channel (a KV head's dimension) on a scale of its own: how much
-the channel differs from token to token. A norm over a whole tensor is blind where a model adds large
-biases. In Qwen2's first layers they reach hundreds, while what the token itself adds is about 1.
+Used by the position probe, the choice of attention, the gate and the probe kept in a store. K and V are
+compared separately, and every channel (a KV head's dimension) relative to how much it differs from token to
+token. A norm over a whole tensor hides errors where a model adds large biases: in Qwen2's first layers they
+reach hundreds, while the token contributes about 1.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-#: Error that counts as noise of computing at another place or in another order, relative to a channel's
-#: content. On real models it is up to .04 in bfloat16 and .00003 in float32; what is wrong is off by
-#: order 1.
+#: Error from computing at another position or in another order, relative to a channel's content. On real
+#: models it is up to .04 in bfloat16 and .00003 in float32; real mistakes are of order 1.
 NOISE = {torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-#: An error of this many times what is allowed in one channel is too much, however well the others fit.
+#: No channel may be off by more than this many times its allowance, however well the others fit.
 WORST_CHANNEL = 10.0
 
 
@@ -35,7 +34,7 @@ class Misfit:
 
 
 def content(tensor: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """How much each channel says about its token: ``[H, 1, D]``, float32.
+    """How much each channel tells about its token: ``[H, 1, D]``, float32.
 
     ``tensor`` and ``others`` ``[H, n, D]`` hold different tokens. At equal positions a bias cancels,
     rotated or not.
@@ -52,13 +51,11 @@ def magnitude(*tensors: torch.Tensor) -> torch.Tensor:
 def misfit(actual: torch.Tensor, expected: torch.Tensor, allowed: torch.Tensor) -> Misfit:
     """The error of ``actual`` ``[H, n, D]``, where each channel may be off by ``allowed`` ``[H, 1, D]``.
 
-    In the root mean square over tokens and channels, not of the worst number: at far positions a
-    low-precision rotary table is rounded coarsely, and a trained, sharp attention turns that into a
-    large error of a few numbers. What is wrong differs all over.
+    Root mean squares over tokens and channels rather than the worst number: at far positions a
+    low-precision rotary table is rounded coarsely, and a sharp attention turns that into a large error of a
+    few numbers. Real mistakes differ everywhere.
     """
     error = (actual.float() - expected.float()).square().mean(-2, keepdim=True).sqrt()
-    relative = torch.where(
-        error == 0, 0.0, error / allowed
-    ).double()  # [H, 1, D]; 0 / 0 is no error
+    relative = torch.where(error == 0, 0.0, error / allowed).double()  # [H, 1, D]; 0/0 is no error
     channels = relative.square().mean((0, 1)).sqrt()  # [D]
     return Misfit(float(channels.square().mean().sqrt()), float(channels.max()))

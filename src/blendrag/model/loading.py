@@ -1,11 +1,14 @@
-"""Load an adapter by name."""
+"""Load an adapter by name: hub id, local directory, or ``demo``.
+
+Errors of the libraries underneath are mapped here, once.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -29,60 +32,6 @@ from blendrag.store.kv import DTYPES, dtype_name
 
 log = logging.getLogger(__name__)
 
-_SUPPORT = {
-    torch.bfloat16: "_is_mkldnn_bf16_supported",
-    torch.float16: "_is_mkldnn_fp16_supported",
-}
-
-
-def has_fast_products(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether matrix products in ``dtype`` take a fast path on ``device``.
-
-    On a CPU, whether oneDNN has kernels for it, which is what torch asks before it calls them.
-    """
-    if device.type != "cpu" or dtype not in _SUPPORT:
-        return True
-    supported = getattr(torch.ops.mkldnn, _SUPPORT[dtype], None)
-    return supported is not None and bool(supported())
-
-
-def automatic_dtype(checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
-    """What a model saved in ``checkpoint`` computes in on ``device`` where nobody named a dtype."""
-    return checkpoint if has_fast_products(checkpoint, device) else torch.float32
-
-
-def widened(model: Any, name: str) -> Any:
-    """``model`` as loaded, or in float32 where :func:`automatic_dtype` says so; logs that it did.
-
-    A quantised model stays as it is: its weights are not numbers of that dtype.
-    """
-    kept = model.dtype
-    wanted = automatic_dtype(kept, model.device)
-    if wanted == kept or getattr(model, "hf_quantizer", None) is not None:
-        return model
-    log.info(
-        "this CPU has no fast products in %s, so %s is loaded in %s: more memory, and KV stored in %s is "
-        "not used; name dtype %s to keep it",
-        *(dtype_name(kept), name, dtype_name(wanted), dtype_name(kept), dtype_name(kept)),
-    )
-    model.config.dtype = wanted
-    return model.to(wanted)
-
-
-def precision_signature(dtype: str, device: torch.device) -> str:
-    """What ``dtype`` comes to on ``device``, as far as it is known without the checkpoint."""
-    if dtype != "auto":
-        return dtype
-    slow = [dtype_name(kind) for kind in _SUPPORT if not has_fast_products(kind, device)]
-    return " ".join(("auto", *(f"-{name}" for name in slow)))
-
-
-def resolve_model(name: str) -> str:
-    """``demo`` → the directory inside the package; anything else unchanged."""
-    if name != DEMO_MODEL:
-        return name
-    return str(Path(__file__).resolve().parent.parent / "demo" / "model")
-
 
 def load_adapter(
     name: str = DEMO_MODEL,
@@ -93,27 +42,30 @@ def load_adapter(
 ) -> ModelAdapter:
     """Load ``name`` (hub id, directory or ``demo``) and probe it.
 
-    ``dtype``: ``auto`` (the checkpoint's, or float32 on a CPU without fast products in it) or a key of
-    :data:`blendrag.store.kv.DTYPES`; ``lora``: directory of a PEFT adapter; ``trust_remote_code``: run Python
-    files that the model's directory or repository brings.
-    Raises :class:`ModelLoadError` or :class:`InvalidInputError`; what is raised when memory or disk run
-    out passes as it is.
+    Args:
+        dtype: ``auto`` (the checkpoint's, or float32 on a CPU without fast products in it) or a key of
+            :data:`blendrag.store.kv.DTYPES`.
+        lora: directory of a PEFT adapter.
+        trust_remote_code: run Python files that the model's directory or repository contains.
+
+    Raises :class:`ModelLoadError` or :class:`InvalidInputError`; errors for lack of memory or disk space
+    pass unchanged.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise InvalidInputError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path = resolve_model(name)
+    path = _resolve_model(name)
     target = resolve_device(device)
     torch_dtype: Any = dtype if dtype == "auto" else DTYPES[dtype]
-    with _mapped(lambda exc: _load_message(name, path, exc)):
+    with _loading(name):
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch_dtype, trust_remote_code=trust_remote_code
         )
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     with _mapped(lambda exc: f"model {name!r} cannot be moved to {target}: {_first_line(exc)}"):
         model = model.to(target)
-        model = widened(model, name) if dtype == "auto" else model
+        model = _widened(model, name) if dtype == "auto" else model
     if lora is not None:
         model = _with_lora(model, lora)
     return ModelAdapter(model, tokenizer, model_id=name)
@@ -123,20 +75,27 @@ def load_tokens(name: str, trust_remote_code: bool = False) -> Tokens:
     """Only the tokenizers of ``name``, as :func:`load_adapter` loads them; raises :class:`ModelLoadError`."""
     from transformers import AutoTokenizer
 
-    path = resolve_model(name)
-    with _mapped(lambda exc: _load_message(name, path, exc)):
+    path = _resolve_model(name)
+    with _loading(name):
         return Tokens(AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code))
 
 
 @lru_cache(maxsize=32)
 def load_context_tokens(name: str, trust_remote_code: bool = False) -> int:
-    """Context window of ``name`` in tokens, by its config alone; raises :class:`ModelLoadError`."""
+    """Context window of ``name`` in tokens, from its config alone; raises :class:`ModelLoadError`."""
     from transformers import AutoConfig
 
-    path = resolve_model(name)
-    with _mapped(lambda exc: _load_message(name, path, exc)):
+    path = _resolve_model(name)
+    with _loading(name):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         return context_tokens_of(config)
+
+
+def _resolve_model(name: str) -> str:
+    """``demo`` → the directory inside the package; anything else unchanged."""
+    if name != DEMO_MODEL:
+        return name
+    return str(Path(__file__).resolve().parent.parent / "demo" / "model")
 
 
 def resolve_device(device: str) -> torch.device:
@@ -155,12 +114,12 @@ def resolve_device(device: str) -> torch.device:
 
 
 def model_signature(name: str) -> str:
-    """Cheap signature of a checkpoint's files on this disk (name, size, mtime), ``""`` if none are.
+    """Cheap signature of a checkpoint's local files (name, size, mtime); ``""`` if there are none.
 
-    Lets an unchanged corpus be recognised without loading the model; it only ever saves work. What
-    a query may reuse is decided by the fingerprint of the tensors really loaded.
+    It lets ingest skip an unchanged corpus without loading the model. What a query may reuse is decided by
+    the fingerprint of the loaded tensors.
     """
-    root = Path(resolve_model(name))
+    root = Path(_resolve_model(name))
     if not root.is_dir():
         cached = _cached_config(name)
         if cached is None:
@@ -174,10 +133,10 @@ def model_signature(name: str) -> str:
 
 
 def _cached_config(name: str) -> Path | None:
-    """The config of hub id ``name`` where the hub's local cache has it."""
+    """The config of hub id ``name`` in the hub's local cache."""
     try:
         cached = try_to_load_from_cache(name, "config.json") if "/" in name else None
-    except ValueError:  # no name that the hub could have
+    except ValueError:  # not a valid hub id
         return None
     return Path(cached) if isinstance(cached, str) else None
 
@@ -191,11 +150,65 @@ def _with_lora(model: Any, lora: str) -> Any:
         return PeftModel.from_pretrained(model, lora)
 
 
+# -- dtype auto -------------------------------------------------------------------------------------
+# Without CPU instructions for them, products in bfloat16 or float16 take about 75 times as long as in
+# float32 (measured on a CPU with AVX2 alone). float32 represents every number of either exactly, in twice
+# the memory.
+
+_SUPPORT = {
+    torch.bfloat16: "_is_mkldnn_bf16_supported",
+    torch.float16: "_is_mkldnn_fp16_supported",
+}
+
+
+def has_fast_products(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether ``device`` has fast matrix products in ``dtype``: on a CPU, oneDNN kernels."""
+    if device.type != "cpu" or dtype not in _SUPPORT:
+        return True
+    supported = getattr(torch.ops.mkldnn, _SUPPORT[dtype], None)
+    return supported is not None and bool(supported())
+
+
+def automatic_dtype(checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
+    """The compute dtype on ``device`` of a model saved in ``checkpoint``, if the dtype is ``auto``."""
+    return checkpoint if has_fast_products(checkpoint, device) else torch.float32
+
+
+def precision_signature(dtype: str, device: torch.device) -> str:
+    """What ``dtype`` means on ``device``, as far as it is known without the checkpoint."""
+    if dtype != "auto":
+        return dtype
+    slow = [dtype_name(kind) for kind in _SUPPORT if not has_fast_products(kind, device)]
+    return " ".join(("auto", *(f"-{name}" for name in slow)))
+
+
+def _widened(model: Any, name: str) -> Any:
+    """``model``, converted to its :func:`automatic_dtype` unless it is quantised; a conversion is logged."""
+    saved = model.dtype
+    dtype = automatic_dtype(saved, model.device)
+    if dtype == saved or getattr(model, "hf_quantizer", None) is not None:
+        return model
+    log.info(
+        "this CPU has no fast products in %s, so %s is loaded in %s: more memory, and KV stored in %s is "
+        "not used; pass dtype %s to keep it",
+        *(dtype_name(saved), name, dtype_name(dtype), dtype_name(saved), dtype_name(saved)),
+    )
+    model.config.dtype = dtype
+    return model.to(dtype)
+
+
+# -- errors -----------------------------------------------------------------------------------------
+
+
+def _loading(name: str) -> AbstractContextManager[None]:
+    return _mapped(lambda exc: _load_message(name, exc))
+
+
 @contextmanager
 def _mapped(message: Callable[[Exception], str]) -> Iterator[None]:
-    """Errors of loading as :class:`ModelLoadError`; of memory and disk that ran out, as they are.
+    """Raise :class:`ModelLoadError` for errors of loading; lack of memory and disk space pass unchanged.
 
-    transformers, peft, safetensors and tokenizers raise whatever a broken file leads to, bare
+    transformers, peft, safetensors and tokenizers raise all kinds of exceptions for a broken file, bare
     ``Exception`` included.
     """
     try:
@@ -210,33 +223,35 @@ def _mapped(message: Callable[[Exception], str]) -> Iterator[None]:
         raise ModelLoadError(message(exc)) from exc
 
 
-def _load_message(name: str, path: str, exc: Exception) -> str:
+def _load_message(name: str, exc: Exception) -> str:
     why = _first_line(exc)
-    if "trust_remote_code" in str(
-        exc
-    ):  # transformers (5.17) says it in three lines, with a question
+    if "trust_remote_code" in str(exc):  # transformers (5.17) asks in three lines
         return (
-            f"model {name!r} needs Python files of its own, which blendrag does not run unasked; read them, "
+            f"model {name!r} needs its own Python files, which blendrag does not run by default; read them, "
             "then allow them with trust_remote_code=True (--trust-remote-code)"
         )
     if isinstance(exc, ImportError):
         return f"model {name!r} needs a package that is not installed: {why}"
-    if Path(path).exists():
+    if Path(_resolve_model(name)).exists():
         return f"{name!r} is a directory but not a loadable causal LM: {why}"
     if not isinstance(exc, OSError) or _cached_config(name) is not None:
         return f"model {name!r} was found but is not a loadable causal LM: {why}"
     offline = os.environ.get("HF_HUB_OFFLINE") == "1"
     where = (
-        "not in the local cache (HF_HUB_OFFLINE=1)" if offline else "could not be had from the hub"
+        "not in the local cache (HF_HUB_OFFLINE=1)"
+        if offline
+        else "could not be loaded from the hub"
     )
     return (
-        f"model {name!r} is no local directory and {where}; expected a hub id, a directory with "
+        f"model {name!r} is not a local directory and {where}; expected a hub id, a directory with "
         f"config.json and weights, or 'demo' ({why})"
     )
 
 
 def _first_line(exc: BaseException) -> str:
     text = str(exc).strip()
-    if not text or isinstance(exc, KeyError | TypeError | AttributeError):  # no sentence without it
+    if not text or isinstance(
+        exc, KeyError | TypeError | AttributeError
+    ):  # unclear without the type
         text = f"{type(exc).__name__} {text}".strip()
     return text.splitlines()[0][:200]

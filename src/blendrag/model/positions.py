@@ -1,19 +1,16 @@
-"""Moving keys to other positions, with the loaded model's own rotary functions.
+"""Move keys to other positions with the loaded model's own rotary functions.
 
-Owns: which layers of a model can be re-positioned (measured, never looked up by name), and the
-rotation itself (CacheBlend, Appendix A: a key rotated to position p, rotated again by Δ, is the key
-at p + Δ). Does not know stores, prompts or how a model is loaded.
+A key rotated to position p and rotated again by Δ is the key at p + Δ (CacheBlend, Appendix A). Which layers
+this holds for is measured, not looked up by model name. :func:`classify` compares the keys that the model
+computes for the same tokens at positions 0… and at Δ…:
 
-Each layer is classified by comparing the keys the model computes for the same tokens at positions
-0… and at Δ…:
+* they equal the model's own rotary applied by Δ → **rotary**;
+* they equal the unchanged keys → **position-free** (NoPE layers, ALiBi);
+* neither, or the values differ → the model cannot be blended.
 
-* keys equal the model's own rotary applied by Δ → **rotary**;
-* keys equal unchanged → **position-free** (NoPE layers, ALiBi);
-* neither, or values differ → the model cannot be blended.
-
-A kind is accepted where its keys are off by no more than noise in every dimension
-(:mod:`blendrag.model.kv_compare`) and the other kind's are off by far more. Keys with large biases are why:
-where rotation hardly turns a bias, keys of either kind look alike in a norm over all dimensions.
+A kind is accepted if its keys are off by no more than noise (:mod:`blendrag.model.kv_compare`) and the other
+kind's by far more. Where a large bias hardly rotates, keys of both kinds look alike in a norm over all
+dimensions, so errors are measured per dimension.
 """
 
 from __future__ import annotations
@@ -29,13 +26,14 @@ from torch import nn
 
 from blendrag.errors import UnsupportedModelError
 from blendrag.model.kv_compare import NOISE, Misfit, content, magnitude, misfit
+from blendrag.model.structure import DecoderStack
 
 LayerKind = Literal["rotary", "position-free"]
 RotaryApply = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 #: K and V ``[Hkv, n, D]`` of every layer.
 LayersKV = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
-#: Offsets the probe tries: a small one, and one that turns the slow frequencies too.
+#: Offsets the probe tries: a small one, and one that turns the slow frequencies, too.
 PROBE_OFFSETS = (7, 1531)
 #: The kind of a layer must fit this many times better than the other one.
 MARGIN = 4.0
@@ -50,10 +48,10 @@ class RotaryTable:
 
 
 class Repositioner:
-    """Rotates stored keys of every layer by per-token offsets.
+    """Rotates the stored keys of every layer by per-token offsets.
 
-    ``kinds[i]`` says what layer *i* is; ``table_names[i]`` which of the model's rotary tables it uses
-    (``""`` for models with one, the layer type for models with several).
+    ``kinds[i]`` is the kind of layer *i*; ``table_names[i]`` the rotary table it uses (``""`` for models with
+    one table, the layer type for models with several).
     """
 
     def __init__(
@@ -69,44 +67,36 @@ class Repositioner:
         self._apply = apply
 
     def tables(self, offsets: torch.Tensor) -> dict[str, RotaryTable]:
-        """Tables for ``offsets`` ``[n]`` (int64), one per rotary table any layer uses; once a request."""
+        """Tables for ``offsets`` ``[n]`` (int64), one per rotary table in use."""
         used = {n for n, kind in zip(self.table_names, self.kinds, strict=True) if kind == "rotary"}
-        return {name: self._table(name, offsets) for name in used}
+        if not used:
+            return {}
+        assert self._rotary is not None
+        return {name: rotary_table(self._rotary, name, offsets) for name in used}
 
     def rotate_(self, keys: torch.Tensor, layer: int, tables: dict[str, RotaryTable]) -> None:
         """Rotate ``keys`` ``[…, Hkv, n, D]`` in place: in float32, rounded once.
 
-        They are those of ``layer``, or of several that have its kind and its table.
+        They belong to ``layer``, or to several layers of its kind and table.
         """
-        if self.kinds[layer] == "position-free":
-            return
-        table = tables[self.table_names[layer]]
-        keys.copy_(apply_rotary(self._apply, keys, table))
-
-    def _table(self, name: str, offsets: torch.Tensor) -> RotaryTable:
-        assert self._rotary is not None
-        return rotary_table(self._rotary, name, offsets)
+        if self.kinds[layer] == "rotary":
+            assert self._apply is not None
+            keys.copy_(apply_rotary(self._apply, keys, tables[self.table_names[layer]]))
 
 
 def rotary_table(rotary: nn.Module, name: str, offsets: torch.Tensor) -> RotaryTable:
-    """The model's own cos/sin for ``offsets`` with its attention scaling taken out again.
+    """The model's own cos/sin for ``offsets``, without its attention scaling.
 
-    The scaling (YaRN, LongRoPE) is already in the stored keys; a second time would be wrong.
+    The stored keys already include the scaling (YaRN, LongRoPE); applying it twice would be wrong.
     """
     like = torch.empty(1, dtype=torch.float32, device=offsets.device)
-    position_ids = offsets[None]
-    if name:
-        cos, sin = rotary(like, position_ids, name)
-        scaling = getattr(rotary, f"{name}_attention_scaling", 1.0)
-    else:
-        cos, sin = rotary(like, position_ids)
-        scaling = getattr(rotary, "attention_scaling", 1.0)
+    cos, sin = rotary(like, offsets[None], *([name] if name else []))
+    scaling = getattr(rotary, f"{name}_attention_scaling" if name else "attention_scaling", 1.0)
     return RotaryTable(cos.float() / scaling, sin.float() / scaling)
 
 
-def apply_rotary(apply: RotaryApply | None, keys: torch.Tensor, table: RotaryTable) -> torch.Tensor:
+def apply_rotary(apply: RotaryApply, keys: torch.Tensor, table: RotaryTable) -> torch.Tensor:
     """``keys`` ``[…, Hkv, n, D]`` rotated by ``table``, float32; partial rotary turns the first dims."""
-    assert apply is not None
     wide = keys.float().reshape(-1, *keys.shape[-3:])  # [B, Hkv, n, D]
     rotary_dim = table.cos.shape[-1]
     no_queries = wide[:, :0]
@@ -123,69 +113,65 @@ def apply_rotary(apply: RotaryApply | None, keys: torch.Tensor, table: RotaryTab
 def classify(
     kv_at: Callable[[int], LayersKV],
     other_tokens: LayersKV,
-    attentions: Sequence[nn.Module],
-    rotary: nn.Module | None,
-    layer_types: Sequence[str],
+    stack: DecoderStack,
     dtype: torch.dtype,
     offsets: Sequence[int] = PROBE_OFFSETS,
 ) -> Repositioner:
     """Probe every layer and return the model's :class:`Repositioner`.
 
-    ``kv_at(Δ)`` prefills the same few tokens at positions Δ…; it is asked for 0 and for each of
+    ``kv_at(Δ)`` prefills the same few tokens at positions Δ…; it is called for 0 and for each of
     ``offsets``. ``other_tokens`` is the KV of as many different tokens at positions 0…. Raises
     :class:`UnsupportedModelError` naming the first layer that is neither rotary nor position-free.
     """
     base_keys, base_values = kv_at(0)
     shifted = [(delta, *kv_at(delta)) for delta in offsets]
     other_keys, other_values = other_tokens
-    apply = _module_function(attentions[0], "apply_rotary_pos_emb")
-    takes_type = rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
+    rotary = stack.rotary
+    apply = getattr(sys.modules[type(stack.attentions[0]).__module__], "apply_rotary_pos_emb", None)
+    by_type = rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
+    names = [stack.layer_types[i] if by_type else "" for i in range(len(base_keys))]
     kinds: list[LayerKind] = []
-    names = [layer_types[i] if takes_type else "" for i in range(len(attentions))]
     for i, name in enumerate(names):
-        says = content(base_values[i], other_values[i])
+        carries = content(base_values[i], other_values[i])
         for delta, _, values in shifted:
-            if not _misfit(values[i], base_values[i], says, dtype).fits:
+            if not _misfit(values[i], base_values[i], carries, dtype).fits:
                 raise UnsupportedModelError(
                     f"the values of layer {i} change with position ({delta} tokens further on), so its "
                     "stored KV cannot be reused elsewhere; use mode full"
                 )
-        says = content(base_keys[i], other_keys[i])
-        moved = [(delta, keys[i]) for delta, keys, _ in shifted]
-        kinds.append(_kind_of_layer(base_keys[i], moved, says, i, name, rotary, apply, dtype))
+        carries = content(base_keys[i], other_keys[i])
+        free: list[Misfit] = []
+        turned: list[Misfit] = []
+        for delta, keys, _ in shifted:
+            free.append(_misfit(keys[i], base_keys[i], carries, dtype, delta))
+            moved = _rotated(base_keys[i], delta, name, rotary, apply)
+            if moved is not None:
+                turned.append(_misfit(keys[i], moved, carries, dtype, delta))
+        if len(turned) < len(free):
+            turned = []  # the model's rotary functions do not take these keys
+        if _explains(free, turned):
+            kinds.append("position-free")
+        elif turned and _explains(turned, free):
+            kinds.append("rotary")
+        else:
+            raise UnsupportedModelError(
+                f"the keys of layer {i} change with position in a way that is not the model's own rotary "
+                "embedding, so they cannot be moved; use mode full"
+            )
     return Repositioner(kinds, names, rotary, apply)
 
 
-def _kind_of_layer(
-    base: torch.Tensor,
-    shifted: Sequence[tuple[int, torch.Tensor]],
-    says: torch.Tensor,
-    layer: int,
-    name: str,
-    rotary: nn.Module | None,
-    apply: RotaryApply | None,
-    dtype: torch.dtype,
-) -> LayerKind:
-    """The kind that explains the keys at every offset, and far better than the other one does."""
-    free = [_misfit(keys, base, says, dtype, delta) for delta, keys in shifted]
-    turned: list[Misfit] = []
-    if rotary is not None and apply is not None:
-        for delta, keys in shifted:
-            offsets = torch.full((base.shape[-2],), delta, device=base.device)
-            try:
-                moved = apply_rotary(apply, base, rotary_table(rotary, name, offsets))
-            except (RuntimeError, TypeError, ValueError, AttributeError):
-                turned = []
-                break
-            turned.append(_misfit(keys, moved, says, dtype, delta))
-    if _explains(free, turned):
-        return "position-free"
-    if turned and _explains(turned, free):
-        return "rotary"
-    raise UnsupportedModelError(
-        f"the keys of layer {layer} change with position in a way that is not the model's own rotary "
-        "embedding, so they cannot be moved; use mode full"
-    )
+def _rotated(
+    keys: torch.Tensor, delta: int, name: str, rotary: nn.Module | None, apply: RotaryApply | None
+) -> torch.Tensor | None:
+    """``keys`` moved by ``delta``; ``None`` if the model's rotary functions do not take them."""
+    if rotary is None or apply is None:
+        return None
+    offsets = torch.full((keys.shape[-2],), delta, device=keys.device)
+    try:
+        return apply_rotary(apply, keys, rotary_table(rotary, name, offsets))
+    except (RuntimeError, TypeError, ValueError, AttributeError):
+        return None
 
 
 def _explains(kind: Sequence[Misfit], other: Sequence[Misfit]) -> bool:
@@ -199,19 +185,15 @@ def _explains(kind: Sequence[Misfit], other: Sequence[Misfit]) -> bool:
 def _misfit(
     actual: torch.Tensor,
     expected: torch.Tensor,
-    says: torch.Tensor,
+    carries: torch.Tensor,
     dtype: torch.dtype,
     offset: int = 0,
 ) -> Misfit:
-    """The error of K or V ``[Hkv, n, D]`` in units of noise, and of rounding numbers that large.
+    """The error of K or V ``[Hkv, n, D]`` in units of noise and rounding.
 
-    The model's table rounds angles to float32, so at far positions that counts too.
+    The model's table rounds angles to float32, which counts at far positions.
     """
     rounding = max(torch.finfo(dtype).eps, offset * torch.finfo(torch.float32).eps)
     noise = NOISE.get(dtype, NOISE[torch.bfloat16])
-    allowed = noise * says + rounding * magnitude(actual, expected)
+    allowed = noise * carries + rounding * magnitude(actual, expected)
     return misfit(actual, expected, allowed)
-
-
-def _module_function(attention: nn.Module, name: str) -> RotaryApply | None:
-    return getattr(sys.modules[type(attention).__module__], name, None)

@@ -2,9 +2,9 @@
 
 - :func:`loaded_once`: engines of the same name load the model once.
 - :func:`lock_of`: one lock per model object. Engines over the same model take turns.
-- :func:`in_this_thread`: hooks sit on the model, so every thread runs them; these act in one thread only.
+- :func:`in_this_thread`: hooks are on the model, so every thread runs them; these act in one thread only.
 
-Forwards that are not ours take no lock, and compute what they would without blendrag.
+Forwards by others take no lock, and compute what they would without blendrag.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch import nn
 
 T = TypeVar("T")
 
-#: How often a thread that waits for its turn asks whether it still wants it.
+#: How often a waiting thread checks whether it still needs the lock.
 CHECK_INTERVAL_S = 0.05
 
 
 class ModelLock:
-    """A reentrant lock under which waiting threads get their turn.
+    """A reentrant lock that gives waiting threads their turn.
 
-    The thread that releases a plain ``RLock`` can take it again before a waiting one wakes up. Here it
+    The thread that releases a plain ``RLock`` can take it again before a waiting thread wakes up. Here it
     must pass ``_door``, which the waiting thread holds until it has the lock.
     """
 
@@ -37,13 +37,13 @@ class ModelLock:
         self.renew()
 
     def renew(self) -> None:
-        """Forget who holds it: a forked child does not have that thread."""
+        """Forget the owner: a forked child does not have that thread."""
         self._door, self._held = threading.Lock(), threading.Lock()
         self._owner: int | None = None
         self._depth = 0
 
     def acquire(self, timeout: float = -1) -> bool:
-        """Take the lock; ``False`` if that took more than ``timeout`` seconds (-1: no limit)."""
+        """Take the lock; ``False`` after ``timeout`` seconds (-1: no limit)."""
         if self._owner != threading.get_ident():
             if not self._door.acquire(timeout=timeout):
                 return False
@@ -82,20 +82,18 @@ class ModelLock:
 
 _locks: weakref.WeakKeyDictionary[nn.Module, ModelLock] = weakref.WeakKeyDictionary()
 _making = threading.Lock()
-
-
-def lock_of(model: nn.Module) -> ModelLock:
-    """The lock of ``model``, the same for everybody who uses this object."""
-    with _making:
-        return _locks.setdefault(model, ModelLock())
-
-
 _loaded: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
 _loading: dict[Hashable, threading.Lock] = {}
 
 
+def lock_of(model: nn.Module) -> ModelLock:
+    """The lock of ``model``, the same for all users of this object."""
+    with _making:
+        return _locks.setdefault(model, ModelLock())
+
+
 def loaded_once(key: Hashable, load: Callable[[], T]) -> T:
-    """``load()``, or what another caller loaded by this ``key`` and still holds."""
+    """``load()``, or what another caller loaded under this ``key`` and still holds."""
     with _making:
         loading = _loading.setdefault(key, threading.Lock())
     with loading:
@@ -109,7 +107,7 @@ def _after_fork() -> None:
     global _making
     _making = threading.Lock()
     _loading.clear()
-    _loaded.clear()  # the parent's: its engines are refused in a child
+    _loaded.clear()  # the parent's: its engines refuse to work in a child
     for lock in list(_locks.values()):
         lock.renew()
 
@@ -119,7 +117,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """``hook`` where the calling thread runs the module; elsewhere, and while dynamo traces it, nothing."""
+    """``hook``, which does nothing in other threads and while dynamo traces the module."""
     owner = threading.get_ident()
 
     @functools.wraps(hook)

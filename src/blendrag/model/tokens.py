@@ -1,12 +1,12 @@
-"""Two tokenizers for two kinds of text: the template's own, and text that must stay text.
+"""Tokenisation of one model: template text, where control tokens count, and text that must stay text.
 
-A document may contain ``<|im_end|>``; it must never become the control token. Chunk text therefore
-goes through a second instance without added tokens that encodes special tokens as plain text. The
-flag lives in state shared with every user of a tokenizer, so the first instance is never touched.
+A document may contain ``<|im_end|>``, which must never become the control token. Chunk text therefore goes
+through a second tokenizer without added tokens that encodes special tokens as plain text. Its flag is state
+shared by every user of a tokenizer, so the model's own instance is never changed.
 
-A prompt may be tokenised in several pieces. Some tokenizers (SentencePiece's: Llama 2, Mistral, TinyLlama)
-put a space before every text. That is right for the piece that begins the prompt and for no other, so all
-others go through copies that put none.
+A prompt may be tokenised in several pieces. SentencePiece tokenizers (Llama 2, Mistral, TinyLlama) put a
+space before every text. That is right for the piece that begins the prompt only; all others go through a
+copy that adds none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any
 
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 
 from blendrag.errors import InvalidInputError, ModelLoadError, check_unicode
 from blendrag.store.identity import digest_fields
@@ -43,45 +43,47 @@ class Tokens:
                 "load the model with its fast tokenizer (use_fast=True)"
             )
         self.tokenizer = tokenizer
-        self.text = plain_text_tokenizer(tokenizer.backend_tokenizer)
-        self._behind = _continuing_tokenizer(tokenizer.backend_tokenizer)
+        self.text = _plain_text_tokenizer(tokenizer.backend_tokenizer)
+        self._continuing = _continuing_tokenizer(tokenizer.backend_tokenizer)
         added = tokenizer.added_tokens_decoder
         self._added_ids = frozenset(added)
         self._added_texts = {str(token) for token in added.values()}
         special = {index: str(token) for index, token in added.items() if token.special}
         self._special_ids = frozenset((*tokenizer.all_special_ids, *special))
-        # what a vocabulary has no piece for controls nothing
         self._never_in_text = self._special_ids - {tokenizer.unk_token_id}
         self._special_texts = sorted({*tokenizer.all_special_tokens, *special.values()})
         self._tools_shown: tuple[str, bool] | None = None
         self._control: tuple[str, re.Pattern[str]] | None = None
+
+    # -- encoding -----------------------------------------------------------------------------
 
     def encode_template(self, text: str) -> list[int]:
         """Ids of a rendered prompt, or of its beginning: control tokens count, nothing is added."""
         return self.encode_prompt(text).ids
 
     def encode_prompt(self, text: str, begins: bool = True) -> Encoded:
-        """Ids and offsets of a rendered prompt, or of a piece of it: control tokens count, nothing is added.
+        """Ids and offsets of a rendered prompt or a piece of it: control tokens count, nothing is added.
 
-        ``begins``: whether the prompt begins with it.
+        ``begins``: whether the prompt begins with this piece.
         """
         check_unicode(text, "the prompt")
-        if begins or self._behind is None:
+        if begins or self._continuing is None:
             return self._encode_stock(text)
-        encoded = _encoded(self._behind.encode(text, add_special_tokens=False))
-        # Behind a control token some tokenizers put a space again, and the model has learned that: from
-        # the first one on it is the tokenizer's own business.
-        for i, index in enumerate(encoded.ids):
+        encoding = self._continuing.encode(text, add_special_tokens=False)
+        # Behind a control token some tokenizers add a space again, as the model has learned: from the first
+        # control token on, the stock tokenizer decides.
+        for i, index in enumerate(encoding.ids):
             if index in self._added_ids:
-                at = encoded.offsets[i][0]
+                at = encoding.offsets[i][0]
                 rest = self._encode_stock(text[at:])
                 offsets = [(low + at, high + at) for low, high in rest.offsets]
-                return Encoded(encoded.ids[:i] + rest.ids, encoded.offsets[:i] + offsets)
-        return encoded
+                return Encoded(encoding.ids[:i] + rest.ids, encoding.offsets[:i] + offsets)
+        return Encoded(encoding.ids, encoding.offsets)
 
     def _encode_stock(self, text: str) -> Encoded:
-        # too long a prompt is told by its own error, so no warning of the tokenizer comes before it
-        return _encoded(self.tokenizer(text, add_special_tokens=False, verbose=False)[0])
+        # verbose=False: a prompt that is too long has its own error
+        encoding = self.tokenizer(text, add_special_tokens=False, verbose=False)[0]
+        return Encoded(encoding.ids, encoding.offsets)
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of document text: whatever looks like a control token stays text."""
@@ -89,29 +91,14 @@ class Tokens:
         ids: list[int] = self.text.encode(text, add_special_tokens=False).ids
         if self._never_in_text.isdisjoint(ids):
             return ids
-        return self._encode_broken_up(text)
-
-    def control_spans(self, text: str) -> list[tuple[int, int]]:
-        """Where ``text`` has what the tokenizer makes control tokens of, ascending.
-
-        Control tokens are the special ones, and added ones that the chat template writes (DeepSeek's are
-        not marked special); not those that are merely common (Gemma adds line breaks and HTML tags).
-        """
-        template = self.template_text
-        if self._control is None or self._control[0] != template:
-            written = {t for t in self._added_texts if t.strip() and t in template}
-            longest_first = sorted({*self._special_texts, *written} - {""}, key=len, reverse=True)
-            pattern = "|".join(map(re.escape, longest_first)) or r"(?!)"
-            self._control = (template, re.compile(pattern))
-        return [found.span() for found in self._control[1].finditer(text)]
-
-    def _encode_broken_up(self, text: str) -> list[int]:
-        # Some vocabularies (Unigram) hold control tokens as ordinary pieces; a piece cannot match
-        # across a cut, so each look-alike is cut after its first character.
+        # Some vocabularies (Unigram) contain control tokens as ordinary pieces. A piece cannot match across a
+        # cut, so each look-alike is cut behind its first character.
         cuts = sorted(
-            start + 1 for special in self._special_texts for start in _occurrences(text, special)
+            found.start() + 1
+            for special in self._special_texts
+            for found in re.finditer(f"(?={re.escape(special)})", text)
         )
-        ids: list[int] = []
+        ids = []
         for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True):
             ids += self.text.encode(text[a:b], add_special_tokens=False).ids
         if not self._never_in_text.isdisjoint(ids):
@@ -122,18 +109,15 @@ class Tokens:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """All of it as text, control tokens included."""
-        return str(
-            self.tokenizer.decode(
-                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+        """All ids as text, control tokens included."""
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return str(self.tokenizer.decode(list(ids), **options))
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of the fast tokenizer's whole definition, taken once.
+        """Digest of the fast tokenizer's definition, taken once.
 
-        Without truncation and padding: any call of the tokenizer leaves those behind as it had them.
+        Without truncation and padding, which every call of the tokenizer may change.
         """
         backend = self.tokenizer.backend_tokenizer
         definition = backend.to_str()
@@ -144,34 +128,40 @@ class Tokens:
             definition = plain.to_str()
         return digest_fields([definition.encode()])
 
+    # -- control tokens -----------------------------------------------------------------------
+
+    def control_spans(self, text: str) -> list[tuple[int, int]]:
+        """Spans of ``text`` that become control tokens, ascending.
+
+        Control tokens are the special ones, and added ones that the chat template writes (DeepSeek's are
+        not marked special), but not those that are merely common (Gemma adds line breaks and HTML tags).
+        """
+        template = self.template_text
+        if self._control is None or self._control[0] != template:
+            written = {t for t in self._added_texts if t.strip() and t in template}
+            longest_first = sorted({*self._special_texts, *written} - {""}, key=len, reverse=True)
+            pattern = "|".join(map(re.escape, longest_first)) or r"(?!)"
+            self._control = (template, re.compile(pattern))
+        return [found.span() for found in self._control[1].finditer(text)]
+
     @property
     def bos_id(self) -> int | None:
         return self.tokenizer.bos_token_id
 
     @property
     def adds_bos(self) -> bool:
-        """Whether the stock tokenizer call begins every plain prompt with BOS."""
+        """Whether the stock tokenizer begins every plain prompt with BOS."""
         ids = self.tokenizer.encode("a", add_special_tokens=True)
         return bool(ids) and ids[0] == self.bos_id
 
     @property
-    def has_template(self) -> bool:
-        return bool(getattr(self.tokenizer, "chat_template", None))
-
-    @property
-    def template_text(self) -> str:
-        """The chat template's source; of several, all of them."""
-        template = getattr(self.tokenizer, "chat_template", None) or ""
-        return template if isinstance(template, str) else "\n".join(template.values())
-
-    @property
     def special_texts(self) -> Sequence[str]:
-        """How the control tokens are written."""
+        """The control tokens as text."""
         return self._special_texts
 
     @property
     def framing_ids(self) -> frozenset[int]:
-        """Control tokens that begin, end and fill, and are never part of what is said."""
+        """Control tokens that begin, end and pad, and are never part of an answer."""
         tokenizer = self.tokenizer
         ids = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
         return frozenset(i for i in ids if i is not None)
@@ -180,9 +170,21 @@ class Tokens:
         """Those of ``ids`` that are control tokens."""
         return self._special_ids.intersection(ids)
 
+    # -- chat template ------------------------------------------------------------------------
+
+    @property
+    def has_template(self) -> bool:
+        return bool(self.template_text)
+
+    @property
+    def template_text(self) -> str:
+        """The source of the chat template, or of all of them."""
+        template = getattr(self.tokenizer, "chat_template", None) or ""
+        return template if isinstance(template, str) else "\n".join(template.values())
+
     @property
     def has_tools(self) -> bool:
-        """Whether the chat template shows the model the tools it is given: rendered, not read."""
+        """Whether the chat template shows tools to the model; found by rendering one."""
         template = self.template_text
         if self._tools_shown is None or self._tools_shown[0] != template:
             self._tools_shown = (template, self._shows_tools())
@@ -193,7 +195,9 @@ class Tokens:
             return False
         try:
             rendered = self.render([{"role": "user", "content": "a"}], tools=[_PROBE_TOOL])
-        except Exception:  # jinja errors of many kinds: a template that refuses tools has none
+        except (
+            Exception
+        ):  # jinja raises many kinds of errors; a template that refuses tools shows none
             return False
         return str(_PROBE_TOOL["function"]["name"]) in rendered
 
@@ -203,28 +207,23 @@ class Tokens:
         return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
 
     def default_prefix_ids(self) -> tuple[int, ...]:
-        """What chunks are encoded behind unless told: BOS, else the template's first token."""
+        """The default prefix of chunks: BOS, else the template's first token."""
         if self.bos_id is not None:
             return (self.bos_id,)
-        if self.has_template:
-            rendered = self.render([{"role": "user", "content": "a"}])
-            return tuple(self.encode_template(rendered)[:1])
-        return tuple(self.encode_template("\n")[:1])
+        has_template = self.has_template
+        first = self.render([{"role": "user", "content": "a"}]) if has_template else "\n"
+        return tuple(self.encode_template(first)[:1])
 
 
-def _encoded(encoding: Encoding) -> Encoded:
-    return Encoded(encoding.ids, encoding.offsets)
-
-
-def plain_text_tokenizer(backend: Tokenizer) -> Tokenizer:
-    """An independent copy of ``backend`` that knows no added tokens and adds none, nor a leading space."""
-    definition = _without_extras(backend)
+def _plain_text_tokenizer(backend: Tokenizer) -> Tokenizer:
+    """A copy of ``backend`` without added tokens that adds neither tokens nor a leading space."""
+    definition = _without_additions(backend)
     definition["added_tokens"] = []
     try:
         plain = Tokenizer.from_str(json.dumps(definition))
     except Exception:
-        # A model whose unknown token exists only as an added token cannot do without the list.
-        # Marked special, they are all encoded as text.
+        # A model whose unknown token exists only as an added token needs the list. Marked special, all of
+        # them are encoded as text.
         definition["added_tokens"] = [
             {**token, "special": True} for token in json.loads(backend.to_str())["added_tokens"]
         ]
@@ -233,19 +232,19 @@ def plain_text_tokenizer(backend: Tokenizer) -> Tokenizer:
     return plain
 
 
+_WHERE_SPACES_COME_FROM = ("normalizer", "pre_tokenizer")
+
+
 def _continuing_tokenizer(backend: Tokenizer) -> Tokenizer | None:
-    """A copy that puts no space before a text, for what stands behind another; ``None`` if it puts none."""
-    stock, definition = json.loads(backend.to_str()), _without_extras(backend)
+    """A copy that puts no space before a text that continues another; ``None`` if ``backend`` puts none."""
+    stock, definition = json.loads(backend.to_str()), _without_additions(backend)
     if all(definition[part] == stock[part] for part in _WHERE_SPACES_COME_FROM):
         return None
     return Tokenizer.from_str(json.dumps(definition))
 
 
-_WHERE_SPACES_COME_FROM = ("normalizer", "pre_tokenizer")
-
-
-def _without_extras(backend: Tokenizer) -> dict[str, Any]:
-    """Its definition, without what adds or removes tokens, and without the space before a text."""
+def _without_additions(backend: Tokenizer) -> dict[str, Any]:
+    """The definition without whatever adds or removes tokens, and without the space before a text."""
     definition: dict[str, Any] = json.loads(backend.to_str())
     definition["post_processor"] = None
     definition["padding"] = definition["truncation"] = None
@@ -255,7 +254,7 @@ def _without_extras(backend: Tokenizer) -> dict[str, Any]:
 
 
 def _without_prefix(part: Any) -> Any:
-    """A part of a definition; ``None`` for a normalizer that does nothing else (Llama 2's ``Prepend``)."""
+    """A part of a definition; ``None`` for a normalizer that only puts the space (Llama 2's ``Prepend``)."""
     if isinstance(part, list):
         return [kept for kept in map(_without_prefix, part) if kept is not None]
     if not isinstance(part, dict):
@@ -264,11 +263,3 @@ def _without_prefix(part: Any) -> Any:
         return None
     changed = {"prepend_scheme": "never", "add_prefix_space": False}
     return {name: changed.get(name, _without_prefix(value)) for name, value in part.items()}
-
-
-def _occurrences(text: str, needle: str) -> list[int]:
-    found, at = [], text.find(needle)
-    while at >= 0:
-        found.append(at)
-        at = text.find(needle, at + 1)
-    return found
