@@ -15,7 +15,7 @@ from blendrag.engine import BlendEngine, Options
 from blendrag.fusor import Fusor
 from blendrag.fusor.gate import verify
 from blendrag.fusor.loader import LayerLoader, LoadedSpan
-from blendrag.fusor.packing import Prefilled, Prompt
+from blendrag.fusor.pack import PackedPrompt, Prefilled
 from blendrag.fusor.staging import CudaRing
 from blendrag.model import ModelAdapter
 
@@ -107,7 +107,7 @@ def test_prompts_packed_on_the_device_get_what_they_get_alone_on_the_cpu(
     asked = spans(here)
     policies = ("hkvd", "query", "random")
     prompts = [
-        Prompt(IDS.to(there.device), tiny.request(IDS, asked, policy, 0.3, "constant"), 4)
+        PackedPrompt(IDS.to(there.device), tiny.request(IDS, asked, policy, 0.3, "constant"), 4)
         for policy in policies
     ]
     fusor = Fusor(there)

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import tiny
-from blendrag.engine import BlendEngine, Options, trust
+from blendrag.engine import BlendEngine, Options, kv_validity
 from blendrag.errors import UnsupportedModelError
 from blendrag.fusor import attention
 from blendrag.fusor import rows as rows_module
@@ -213,7 +213,7 @@ def test_refused_model_answers_in_mode_full_only(name: str, tmp_path) -> None:
 def test_a_gate_that_takes_long_says_so_before_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(trust, "ANNOUNCED_S", 0.0)
+    monkeypatch.setattr(kv_validity, "ANNOUNCED_S", 0.0)
     with (
         tiny.engine(tiny.llama(), tmp_path / "s") as engine,
         caplog.at_level("WARNING", "blendrag"),

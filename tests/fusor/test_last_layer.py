@@ -11,7 +11,7 @@ import torch
 
 import tiny
 from blendrag.fusor import Fusor
-from blendrag.fusor.packing import Prefilled, Prompt
+from blendrag.fusor.pack import PackedPrompt, Prefilled
 from blendrag.model import ModelAdapter
 from fusor.two_chunks import FRESH, IDS, LAYERS, N, exact_spans
 
@@ -94,9 +94,9 @@ def test_within_fuse_all_rows_go_on_unless_it_is_said_that_nobody_wants_them(
 
 
 def test_of_prompts_together_one_row_each_goes_on(adapter: ModelAdapter, fusor: Fusor) -> None:
-    def prompt(policy: str, tokens: int) -> Prompt:
+    def prompt(policy: str, tokens: int) -> PackedPrompt:
         ids: Any = IDS[:, :tokens]
-        return Prompt(ids, tiny.request(ids, exact_spans(adapter, 1.0), policy, 0.2), 4)
+        return PackedPrompt(ids, tiny.request(ids, exact_spans(adapter, 1.0), policy, 0.2), 4)
 
     prompts = [prompt("boundary(4)", 140), prompt("reuse", N), prompt("hkvd", 145)]
     layer = adapter.stack.layers[LAST]

@@ -18,7 +18,7 @@ import ctypes
 import resource
 import torch
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: a fault a page
-from blendrag.fusor.malloc import keep_freed_blocks
+from blendrag.fusor.fusor import keep_freed_blocks
 keep_freed_blocks()
 def layer():
     blocks = [torch.ones(5 << 20, dtype=torch.uint8) for _ in range(5)]

@@ -13,7 +13,7 @@ import torch
 
 import tiny
 from blendrag.errors import CorruptKVError, RequestCancelled
-from blendrag.fusor import BlendCache, Fusor, Prefilled, Prompt
+from blendrag.fusor import BlendCache, Fusor, PackedPrompt, Prefilled
 from blendrag.fusor.loader import LoadedSpan, SpanCorruptError
 from blendrag.fusor.selection import LayerView
 from blendrag.fusor.selection.hkvd import HKVDPolicy
@@ -66,10 +66,10 @@ FAMILIES = (
 )  # fmt: skip
 
 
-def prompt(adapter: ModelAdapter, asked: Asked, spans: Sequence[Any] | None = None) -> Prompt:
+def prompt(adapter: ModelAdapter, asked: Asked, spans: Sequence[Any] | None = None) -> PackedPrompt:
     spans = asked.spans(adapter) if spans is None else spans
     request = tiny.request(asked.ids, spans, asked.policy, asked.ratio, asked.schedule)
-    return Prompt(asked.ids, request, NEW_TOKENS)
+    return PackedPrompt(asked.ids, request, NEW_TOKENS)
 
 
 def assert_as_alone(fusor: Fusor, asked: Asked, got: Prefilled | Exception) -> None:
@@ -198,7 +198,7 @@ class Damaged(tiny.Held):
         super().read_layer(layer, out)
 
 
-def damaged(adapter: ModelAdapter, asked: Asked, layer: int) -> Prompt:
+def damaged(adapter: ModelAdapter, asked: Asked, layer: int) -> PackedPrompt:
     spans = [
         LoadedSpan(s.start, s.end, Damaged(s.reader, layer), s.stored_position, s.exact)  # type: ignore[arg-type]
         for s in asked.spans(adapter)
@@ -243,7 +243,7 @@ def test_a_caller_who_has_gone_leaves_alone(
     adapter: ModelAdapter, fusor: Fusor, asked: Asked, after: int
 ) -> None:
     gone = prompt(adapter, asked)
-    prompts = [prompt(adapter, VARIED[0]), Prompt(gone.ids, gone.request, 0, leaving(after))]
+    prompts = [prompt(adapter, VARIED[0]), PackedPrompt(gone.ids, gone.request, 0, leaving(after))]
     first, second = fusor.batched_prefill(prompts)
     assert_as_alone(fusor, VARIED[0], first)
     if after == 5 and asked.policy == "reuse":
@@ -270,7 +270,7 @@ def test_who_leaves_a_batch_keeps_nobodys_kv(adapter: ModelAdapter, fusor: Fusor
         gone = prompt(adapter, VARIED[3])
         prompts = [
             prompt(adapter, VARIED[0]),
-            Prompt(gone.ids, gone.request, 0, leaving(2)),
+            PackedPrompt(gone.ids, gone.request, 0, leaving(2)),
             damaged(adapter, VARIED[1], 2),
         ]
         failed = fusor.batched_prefill(prompts)[1:]
@@ -295,7 +295,7 @@ def test_rows_of_who_fails_are_computed_to_the_end_of_the_layer_and_no_further(
 ) -> None:
     asked, beside = Asked(110, ((5, 60),), "hkvd", 0.2), Asked(90, ((5, 60),), "reuse")
     request = tiny.request(asked.ids, asked.spans(adapter), Failing(), asked.ratio, "constant")
-    prompts = [prompt(adapter, beside), Prompt(asked.ids, request), prompt(adapter, beside)]
+    prompts = [prompt(adapter, beside), PackedPrompt(asked.ids, request), prompt(adapter, beside)]
     with layer_forwards(adapter, 1) as second, layer_forwards(adapter, 2) as third:
         first, failed, last = fusor.batched_prefill(prompts)
     assert isinstance(failed, ZeroDivisionError)

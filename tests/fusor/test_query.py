@@ -198,7 +198,7 @@ def test_the_metrics_name_the_policy_asked_for(tmp_path: Path) -> None:
         assert (metrics.policy, metrics.schedule) == (DEFAULT_POLICY, UNCALIBRATED_SCHEDULE)
 
 
-@pytest.mark.parametrize("after", [0, 2, LAYERS, LAYERS + 2])
+@pytest.mark.parametrize("after", [0, 2, LAYERS, LAYERS + 1])
 def test_abandoned_in_the_scout_or_later_it_leaves_nothing_behind(
     adapter: ModelAdapter, fusor: Fusor, after: int
 ) -> None:

@@ -380,7 +380,7 @@ def test_the_question_begins_behind_the_last_chunk_though_that_is_computed(
         seen.append(PromptGeometry(*given))
         return seen[-1]
 
-    monkeypatch.setattr("blendrag.fusor.choice.PromptGeometry", noted)
+    monkeypatch.setattr("blendrag.fusor.request.PromptGeometry", noted)
     options = replace(AUTO, ratio=0.2, policy="query", max_new_tokens=1)
     ask(engine, options)
     decide = Controller._chunk

@@ -19,7 +19,7 @@ from blendrag.engine.packing_rule import Load, PackingRule
 from blendrag.engine.preparation import Preparation
 from blendrag.engine.stream import AnswerStream
 from blendrag.engine.task import Prepared, Task
-from blendrag.fusor import Fusor, Prefilled, Prompt
+from blendrag.fusor import Fusor, PackedPrompt, Prefilled
 from blendrag.fusor.loader import SpanCorruptError
 from blendrag.model.adapter import ModelAdapter
 from blendrag.planning.controller import Controller
@@ -176,10 +176,12 @@ class PrefillTogether:
             for (number, prepared), outcome in zip(chosen.items(), outcomes, strict=True)
         }
 
-    def _prompt(self, prepared: Prepared, stream: AnswerStream) -> Prompt:
+    def _prompt(self, prepared: Prepared, stream: AnswerStream) -> PackedPrompt:
         task = prepared.task
         ids = torch.tensor([task.plan.ids], device=self.adapter.device)
-        return Prompt(ids, prepared.plan.request(ids.shape[1]), task.max_new_tokens, stream.check)
+        return PackedPrompt(
+            ids, prepared.plan.request(ids.shape[1]), task.max_new_tokens, stream.check
+        )
 
     def _ahead(self, prepared: Prepared, outcome: Prefilled | Exception, size: int) -> Ahead:
         """Those that failed are prepared again in their turn, and raise again what must be raised."""

@@ -1,9 +1,10 @@
 """Selective recompute over loaded KV, inside an unmodified model's own forward."""
 
 from blendrag.fusor.cache import BlendCache
-from blendrag.fusor.fusion import BlendRequest, Fusion, FusionCounts
+from blendrag.fusor.fusion import Fusion
 from blendrag.fusor.fusor import Fusor
-from blendrag.fusor.packing import Prefilled, Prompt
+from blendrag.fusor.pack import PackedPrompt, Prefilled
+from blendrag.fusor.request import BlendRequest, FusionCounts
 
 __all__ = [
     "BlendCache",
@@ -11,6 +12,6 @@ __all__ = [
     "Fusion",
     "FusionCounts",
     "Fusor",
+    "PackedPrompt",
     "Prefilled",
-    "Prompt",
 ]

@@ -21,8 +21,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from blendrag.fusor.packed_rows import AnyRows
-from blendrag.fusor.rows import Block, Rows
+from blendrag.fusor.rows import AnyRows, Block, Rows
 from blendrag.model.kv_compare import NOISE, content, magnitude, misfit
 from blendrag.model.sharing import in_this_thread
 from blendrag.model.structure import DecoderStack
@@ -61,14 +60,13 @@ def blend_attention(
     if any(kwargs.get(name) is not None for name in UNSERVED):
         raise NotServedError("attention asks for more than scaled dot products")
     rows.attended = True
-    if isinstance(rows, Rows):
-        return _attend(rows, query, key, value, scaling, sliding_window), None
-    out = query.new_empty((1, query.shape[2], query.shape[1], value.shape[-1]))
-    for part in rows.parts:  # several prompts: each over its own keys
-        keys, values = (kv[:, :, part.lo : part.hi] for kv in (key, value))
-        asked = query[:, :, part.a : part.b]
-        out[:, part.a : part.b] = _attend(part.rows, asked, keys, values, scaling, sliding_window)
-    return out, None
+    outs = [
+        _attend(
+            own, query[:, :, a:b], key[:, :, lo:hi], value[:, :, lo:hi], scaling, sliding_window
+        )
+        for _, own, a, b, lo, hi in rows.parts
+    ]
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1), None
 
 
 def _attend(

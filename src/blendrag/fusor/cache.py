@@ -86,6 +86,8 @@ class BlendCache(DynamicCache):
     """KV of one sequence of up to ``capacity`` tokens without reallocation."""
 
     layers: list[BlendLayer]
+    start = 0
+    """Where its tokens begin in the buffers that it shares."""
 
     def __init__(self, layout: KVLayout, capacity: int, device: torch.device) -> None:
         group_bytes = GROUP_BYTES.get(device.type, GROUP_BYTES["cpu"])
@@ -111,8 +113,9 @@ class BlendCache(DynamicCache):
         """Set while a fusion owns the first forward."""
 
     def part(self, start: int, capacity: int) -> BlendCache:
-        """A cache of its own in a stretch of this one's buffers; grown past it, it has its own."""
+        """A cache over a stretch of this one's buffers; if it grows, it gets buffers of its own."""
         made = BlendCache.__new__(BlendCache)
+        made.start = start
         with torch.inference_mode(False):
             made._keep_in([group[..., start : start + capacity, :] for group in self._groups])
         return made

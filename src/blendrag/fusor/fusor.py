@@ -1,15 +1,16 @@
-"""Blending inside an unmodified model: forward pre-hooks on its decoder layers, and a cache.
+"""Blended forwards of an unmodified model: forward pre-hooks on its decoder layers, and a cache.
 
-Owns when the hooks are there. They shrink each layer's arguments to the rows the fusion selects, serve
-exactly one forward, and are gone afterwards, whatever happens. They act on the forward that is given the
-fusion's cache and on no other, in whatever thread. The caller holds the adapter's lock from
+:class:`Fusor` decides when the hooks are there. They slice each layer's arguments to the rows that the pack
+selects, serve exactly one forward, and are removed afterwards, whatever happens. They act only on the forward
+that is given the pack's cache, in whatever thread. The caller holds the adapter's lock from
 :meth:`Fusor.fuse` to the last token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,25 +19,17 @@ from torch import nn
 from blendrag.errors import UnsupportedModelError
 from blendrag.fusor.attention import NAME, implementation, serves
 from blendrag.fusor.cache import BlendCache
-from blendrag.fusor.fusion import BlendRequest, Fusion
-from blendrag.fusor.hooks import (
-    Blending,
-    LayerEnd,
-    LayerHook,
-    carries,
-    is_under_way,
-    under_way,
-)
-from blendrag.fusor.malloc import keep_freed_blocks
-from blendrag.fusor.pack import NobodyLeft
-from blendrag.fusor.pack_scout import scouting_together
-from blendrag.fusor.packing import Packing, Prefilled, Prompt, replayed
-from blendrag.fusor.scout import Scouted, scouting
+from blendrag.fusor.fusion import Fusion
+from blendrag.fusor.hooks import LayerEnd, LayerHook, carries, is_under_way, under_way
+from blendrag.fusor.pack import NobodyLeft, Pack, PackedPrompt, Prefilled, replayed
+from blendrag.fusor.request import BlendRequest
 from blendrag.metrics import Timeline
 from blendrag.model.adapter import ModelAdapter
 
-#: Attention implementations that take an arbitrary mask, so that any rows can be selected.
+#: Attention implementations that take any mask, so that any rows can be selected.
 MASKABLE = ("sdpa", "eager")
+#: The largest block from which glibc's malloc learns, ``4 MiB · sizeof(long)``, less what it adds.
+LARGEST_LESSON = (32 << 20) - (64 << 10)
 
 
 class Fusor:
@@ -48,9 +41,9 @@ class Fusor:
         fast_attention: bool | None = None,
         force_masks: bool = False,
     ) -> None:
-        """``fast_attention=False`` keeps the model's own attention with explicit masks (the
-        reference); ``None`` measures whether the fast one serves this model. ``force_masks`` takes
-        the scatter and mask path even where all rows are computed (the gate's r = 1.0)."""
+        """``fast_attention=False`` keeps the model's own attention with explicit masks (the reference);
+        ``None`` measures whether the fast one serves this model. ``force_masks`` takes the scatter and mask
+        path even where all rows are computed (the gate's r = 1.0)."""
         adapter.require_blendable()
         self.adapter = adapter
         if fast_attention is None:
@@ -69,7 +62,7 @@ class Fusor:
 
     @property
     def packs(self) -> bool:
-        """Whether :meth:`batched_prefill` can be used: a mask would have to span all prompts' keys."""
+        """Whether :meth:`batched_prefill` can be used. A mask would have to span all prompts' keys."""
         return self.fast_attention
 
     def new_cache(self, prompt_tokens: int, new_tokens: int) -> BlendCache:
@@ -87,24 +80,17 @@ class Fusor:
         timeline: Timeline | None = None,
         last_row_only: bool = False,
     ) -> Iterator[Fusion]:
-        """Within this context the model's first forward with ``cache`` is blended, later ones stock.
+        """Within this context the model's first forward with ``cache`` is blended, later ones are stock.
 
-        Caller holds the adapter's lock. Raises :class:`SpanCorruptError` out of the forward when a
-        chunk's bytes are not what was put; the cache is then unusable. ``check()`` is called before
-        each layer and may raise to abandon the forward. ``timeline`` is told what is done when.
-        ``last_row_only``: the decoder returns the hidden state of the prompt's last token alone, for which
-        the last layer costs little more than its K/V.
+        The caller holds the adapter's lock. Raises :class:`SpanCorruptError` out of the forward if a chunk's
+        bytes fail verification; the cache is then unusable. ``check()`` is called before each layer and may
+        raise to abandon the forward. ``timeline`` notes what is done when. ``last_row_only``: the decoder
+        returns the hidden state of the prompt's last token alone; the last layer then costs little more than
+        its K/V.
         """
-        fusion = Fusion(
-            request, cache, self.adapter.repositioner, self._force_masks, timeline, last_row_only
-        )
-
-        @contextmanager
-        def scout_pass() -> Iterator[None]:
-            with fusion.scouting() as scout, scouting(self.adapter.stack, scout):
-                yield
-
-        with self._armed(fusion, cache, scout_pass, check):
+        repositioner = self.adapter.repositioner
+        fusion = Fusion(request, cache, repositioner, self._force_masks, timeline, check)
+        with self._armed(Pack([fusion], cache, last_row_only)):
             yield fusion
 
     @torch.inference_mode()
@@ -117,9 +103,10 @@ class Fusor:
         check: Callable[[], None] | None = None,
         timeline: Timeline | None = None,
     ) -> tuple[torch.Tensor, BlendCache, Fusion]:
-        """Blended prefill of ``ids`` ``[1, N]``; logits ``[1, n, V]`` of the last ``logits_to_keep``
-        rows computed in the last layer (0: all of them), or of the rows at these indices. With 1, the
-        last layer computes no other row beyond its K/V.
+        """Blended prefill of ``ids`` ``[1, N]``.
+
+        Returns logits ``[1, n, V]`` of the last ``logits_to_keep`` rows computed in the last layer (0: all of
+        them), or of the rows at these indices. With 1, the last layer computes only K/V of other rows.
         """
         cache = self.new_cache(request.prompt_tokens, new_tokens)
         last = isinstance(logits_to_keep, int) and logits_to_keep == 1
@@ -135,33 +122,48 @@ class Fusor:
     # -- several prompts ----------------------------------------------------------------------
 
     @torch.inference_mode()
-    def batched_prefill(self, prompts: Sequence[Prompt]) -> list[Prefilled | Exception]:
-        """Blended prefill of several prompts in one forward of the decoder, its LM head left out.
+    def batched_prefill(self, prompts: Sequence[PackedPrompt]) -> list[Prefilled | Exception]:
+        """Blended prefill of several prompts in one forward of the decoder, without its LM head.
 
-        Each gets what it would get alone, or what would be raised alone (:class:`SpanCorruptError`, its
-        check's own errors): an error of one is no other's. Raises what concerns all of them.
+        Each prompt gets what it would get alone, or the error that it would raise alone
+        (:class:`SpanCorruptError`, errors of its check). Raises errors that concern all of them.
         """
         assert self.packs, "see Fusor.packs"
-        packing = Packing(self.adapter, prompts)
-        pack, cache = packing.pack, packing.cache
-
-        @contextmanager
-        def scout_pass() -> Iterator[None]:
-            with pack.scouting() as scouts, scouting_together(self.adapter.stack, scouts):
-                yield
-
-        base = self.adapter.stack.base
-        with self.adapter.lock, self._armed(pack, cache, scout_pass):
+        adapter = self.adapter
+        capacities = [prompt.capacity for prompt in prompts]
+        cache = BlendCache(adapter.layout, sum(capacities), adapter.device)
+        starts = accumulate(capacities[:-1], initial=0)
+        fusions = [
+            Fusion(
+                prompt.request,
+                cache.part(start, prompt.capacity),
+                adapter.repositioner,
+                check=prompt.check,
+            )
+            for prompt, start in zip(prompts, starts, strict=True)
+        ]
+        pack = Pack(fusions, cache, last_row_only=True, isolates_errors=True)
+        positions = [torch.arange(f.prompt_tokens, device=adapter.device) for f in fusions]
+        with adapter.lock, self._armed(pack):
             try:
-                out = base(
-                    input_ids=packing.ids,
-                    position_ids=packing.position_ids,
+                out = adapter.stack.base(
+                    input_ids=torch.cat([prompt.ids for prompt in prompts], dim=1),  # [1, ΣN]
+                    position_ids=torch.cat(positions)[None],
                     past_key_values=cache,
                     use_cache=True,
                 )
+                rows = {member: row for row, member in enumerate(pack.finished)}
             except NobodyLeft:
-                out = None
-        return packing.outcomes(out)
+                out, rows = None, {}
+
+        def outcome(member: int, fusion: Fusion) -> Prefilled | Exception:
+            if member in pack.failures:
+                return pack.failures[member]
+            hidden = out.last_hidden_state[:, rows[member] : rows[member] + 1]  # [1, 1, D]
+            output = type(out)(last_hidden_state=hidden, past_key_values=fusion.cache)
+            return Prefilled(fusion.cache, fusion, output)
+
+        return [outcome(member, fusion) for member, fusion in enumerate(fusions)]
 
     @torch.inference_mode()
     def first_logits(self, prefilled: Sequence[Prefilled]) -> torch.Tensor:
@@ -171,30 +173,24 @@ class Fusor:
         ids = torch.zeros((1, len(prefilled)), dtype=torch.long, device=hidden.device)
         adapter = self.adapter
         with adapter.lock, adapter.uncompiled(), replayed(adapter.stack.base, output):
-            logits: torch.Tensor = self.adapter.model(input_ids=ids, logits_to_keep=0).logits
+            logits: torch.Tensor = adapter.model(input_ids=ids, logits_to_keep=0).logits
         return logits[0]
 
     # -- the hooks ----------------------------------------------------------------------------
 
     @contextmanager
-    def _armed(
-        self,
-        blending: Blending,
-        cache: BlendCache,
-        scouting_pass: Callable[[], AbstractContextManager[None]],
-        check: Callable[[], None] | None = None,
-    ) -> Iterator[None]:
-        """Within this context the decoder's first forward is ``blending``'s."""
-        stack = self.adapter.stack
+    def _armed(self, pack: Pack) -> Iterator[None]:
+        """Within this context the decoder's first forward with the pack's cache is blended."""
+        stack, cache = self.adapter.stack, pack.cache
         with self.adapter.uncompiled(), ExitStack() as armed:
-            armed.callback(blending.close)
-            cache.merge = blending.merge
+            armed.callback(pack.close)
+            cache.merge = pack.merge
             armed.callback(cache.end_fusion)
             for index, layer in enumerate(stack.layers):
-                hook = LayerHook(blending, cache, index, not self.fast_attention, check)
+                hook = LayerHook(pack, index, not self.fast_attention)
                 armed.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
-                if blending.timeline is not None:
-                    end = LayerEnd(blending.timeline, cache, index)
+                if pack.timeline is not None:
+                    end = LayerEnd(pack.timeline, cache, index)
                     armed.callback(layer.register_forward_hook(end).remove)
 
             def begin(
@@ -205,8 +201,8 @@ class Fusor:
                 armed.enter_context(under_way(cache))
                 if self.fast_attention:
                     armed.enter_context(implementation(stack, NAME))
-                if blending.scouts:  # over stored KV, before the blended forward
-                    with scouting_pass(), suppress(Scouted):
+                if pack.needs_scout:
+                    with pack.scout_pass(stack):
                         module.forward(*args, **kwargs)
 
             def finish(*_: Any) -> None:
@@ -216,5 +212,17 @@ class Fusor:
             before = stack.base.register_forward_pre_hook(begin, with_kwargs=True)
             armed.callback(before.remove)
             armed.callback(stack.base.register_forward_hook(finish).remove)
-            blending.start()
+            pack.start()
             yield
+
+
+def keep_freed_blocks() -> None:
+    """Free one large block, so that malloc keeps what a layer frees for the next layer.
+
+    glibc unmaps a large block when it is freed, and mapping it again costs a page fault per page. It learns:
+    once a large block was freed, blocks up to its size come from the heap, of which twice that size stays
+    (mallopt(3), ``M_MMAP_THRESHOLD``). The blocks of a stock prefill teach it that, those of a blended one
+    are too small. Up to 64 MiB then stay with each thread's heap. No effect with another malloc, or if
+    ``mallopt`` or the environment fixed the thresholds.
+    """
+    torch.empty(LARGEST_LESSON, dtype=torch.uint8)

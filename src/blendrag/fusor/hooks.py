@@ -1,18 +1,16 @@
 """Forward hooks on the decoder layers of an unmodified model, for one forward.
 
-They know nothing of policies or stores: :class:`Blending` says which rows a layer computes, and they cut
-the layer's arguments down to those. Who registers them removes them (:mod:`blendrag.fusor.fusor`).
-
-Other threads may run the same modules meanwhile: the hooks act only on the forward that was given the
-fusion's cache (:func:`under_way`).
+:class:`Pack` says which rows a layer computes, and the hooks slice the layer's arguments to those.
+:class:`Fusor` registers and removes them. Other threads may run the same modules meanwhile: the hooks act
+only on the forward that was given the pack's cache (:func:`under_way`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,54 +18,15 @@ from transformers.cache_utils import Cache
 
 from blendrag.errors import UnsupportedModelError
 from blendrag.fusor.attention import ROWS_KEYWORD
-from blendrag.fusor.fusion import Peek
-from blendrag.fusor.packed_rows import AnyRows
-from blendrag.fusor.rows import At
+from blendrag.fusor.fusion import Phase
+from blendrag.fusor.pack import Pack
+from blendrag.fusor.rows import AnyRows, At
 from blendrag.metrics import Timeline
 
 #: Tensor arguments indexed by token in their last dimension (``[…, N]``).
 BY_TOKEN = ("position_ids", "cache_position")
-#: Arguments that travel as they are.
+#: Arguments that are passed on as they are.
 UNTOUCHED = ("hidden_states", "past_key_values", "past_key_value", "layer_past")
-
-
-class Blending(Protocol):
-    """One prompt's fusion, or several prompts' in one forward."""
-
-    timeline: Timeline | None
-
-    @property
-    def scouts(self) -> bool:
-        """Whether a scout pass must come first."""
-        ...
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Length of the sequence that the model is given."""
-        ...
-
-    @property
-    def is_scouting(self) -> bool:
-        """Whether the forward under way is a scout pass, whose attention makes its own masks."""
-        ...
-
-    def enter_layer(self, layer: int, peek: Peek) -> tuple[AnyRows, torch.Tensor | None]:
-        """Rows of ``layer`` and their indices among those that arrive (``None``: all)."""
-        ...
-
-    def merge(
-        self, keys: torch.Tensor, values: torch.Tensor, layer: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take a layer's new K/V ``[1, Hkv, S, D]``; what the rows attend to."""
-        ...
-
-    def start(self) -> None:
-        """Begin to load."""
-        ...
-
-    def close(self) -> None:
-        """Stop loading. Idempotent."""
-        ...
 
 
 _cache_under_way: ContextVar[Cache | None] = ContextVar("blendrag_forward", default=None)
@@ -80,8 +39,7 @@ def under_way(cache: Cache) -> Iterator[None]:
     try:
         yield
     finally:
-        # A caller may leave the fusion in another context than the forward ran in; the error that
-        # brought it there is worth more than this variable.
+        # A caller may leave the fusion in another context than the forward ran in, after an error to keep.
         with suppress(ValueError):
             _cache_under_way.reset(token)
 
@@ -99,44 +57,35 @@ def carries(cache: Cache, args: tuple[Any, ...], kwargs: dict[str, Any] | None) 
 
 
 class LayerHook:
-    """Forward pre-hook of one decoder layer."""
+    """Forward pre-hook of one decoder layer: runs it on the pack's rows only."""
 
-    def __init__(
-        self,
-        blending: Blending,
-        cache: Cache,
-        index: int,
-        masked: bool,
-        check: Callable[[], None] | None,
-    ) -> None:
-        self._blending = blending
-        self._cache = cache
+    def __init__(self, pack: Pack, index: int, masked: bool) -> None:
+        """``masked``: the model's own attention runs, with explicit masks."""
+        self._pack = pack
         self._index = index
         self._masked = masked
-        self._check = check
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        # torch passes no kwargs where the hook is removed after another thread began to run hooks
-        if kwargs is None or not is_under_way(self._cache):
+        pack = self._pack
+        # torch passes no kwargs if the hook is removed after another thread began to run hooks
+        if kwargs is None or not is_under_way(pack.cache):
             return None
-        if self._check is not None:
-            self._check()
-        if self._blending.timeline is not None:
-            self._blending.timeline.enter(self._index)
+        if pack.timeline is not None:
+            pack.timeline.enter(self._index)
         hidden = args[0] if args else kwargs["hidden_states"]
         if hidden.shape[0] != 1:
             raise UnsupportedModelError(
                 f"a batch of {hidden.shape[0]} sequences cannot be blended in one forward; "
                 "blend one prompt at a time"
             )
-        refuse_positional(args[1:], self._blending.prompt_tokens)
+        refuse_positional(args[1:], pack.prompt_tokens)
 
         def arguments(
             rows: AnyRows, indices: torch.Tensor | None
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            masked = self._masked and not self._blending.is_scouting
+            masked = self._masked and pack.phase is not Phase.SCOUT  # scouts mask their rows
             sliced = slice_kwargs(kwargs, rows, masked)
             if not self._masked:
                 sliced[ROWS_KEYWORD] = rows
@@ -146,15 +95,15 @@ class LayerHook:
             sliced["hidden_states"] = states
             return args, sliced
 
-        def peek(rows: AnyRows, indices: torch.Tensor | None) -> None:
-            peek_args, peek_kwargs = arguments(rows, indices)
-            module.forward(*peek_args, **peek_kwargs)
+        def run(rows: AnyRows, indices: torch.Tensor | None) -> None:
+            run_args, run_kwargs = arguments(rows, indices)
+            module.forward(*run_args, **run_kwargs)
 
-        return arguments(*self._blending.enter_layer(self._index, peek))
+        return arguments(*pack.enter_layer(self._index, run))
 
 
 class LayerEnd:
-    """Forward hook of one decoder layer: its span of a timeline ends here."""
+    """Forward hook of one decoder layer: its span of the timeline ends here."""
 
     def __init__(self, timeline: Timeline, cache: Cache, index: int) -> None:
         self._timeline = timeline
@@ -190,7 +139,7 @@ def slice_kwargs(kwargs: dict[str, Any], rows: AnyRows, masked: bool) -> dict[st
 
 
 def refuse_positional(args: tuple[Any, ...], prompt_tokens: int) -> None:
-    """Positional arguments behind the hidden states must not depend on the prompt's length."""
+    """Refuse positional arguments after the hidden states that depend on the prompt's length."""
     for index, value in enumerate(args):
         _refuse_token_length(f"#{index + 1}", value, prompt_tokens)
 

@@ -1,9 +1,9 @@
-"""Brings layer i+1 of all chunks into place while layer i computes (CacheBlend §5, §6).
+"""Brings stored KV of layer i+1 into place while layer i computes (CacheBlend §5, §6).
 
-Owns one thread per request that only reads, verifies and decodes: torch operators there, on more than
-a block at a time, would start a second OpenMP team. Layers land straight in the prompt's KV buffers
-where a reader can write there. Does not know which tokens are recomputed, nor how keys
-are re-positioned.
+:class:`LayerLoader` has one thread per prompt, which only reads, verifies and decodes: torch operators there
+would start a second OpenMP team. Layers are read straight into the prompt's KV buffers if a reader can write
+there, otherwise through a :class:`StagingRing`. :class:`StoredKV` waits for a layer on the computing thread
+and rotates its keys to their prompt positions. Neither knows which tokens are recomputed.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 
 from blendrag.errors import CorruptKVError, starting_thread
 from blendrag.fusor.staging import Transfer, staging_ring
-from blendrag.metrics import LOAD, Timeline, noted
+from blendrag.metrics import LOAD, REPOSITION, WAIT, Timeline, noted
+from blendrag.model.positions import Repositioner
 from blendrag.store.base import KVReader
 
 
@@ -25,7 +28,7 @@ from blendrag.store.base import KVReader
 class LoadedSpan:
     """A stretch of the prompt whose KV comes from the store.
 
-    ``end - start`` may be less than ``reader.tokens``: a chunk cut off at its tail lends its head.
+    ``end - start`` may be less than ``reader.tokens``: of a chunk cut off at its tail, the head is used.
     """
 
     start: int
@@ -34,7 +37,7 @@ class LoadedSpan:
     stored_position: int
     """Position the first token had when it was encoded (the length of its prefix)."""
     exact: bool
-    """KV is what a full prefill would compute here: no candidate for recompute."""
+    """KV is what a full prefill would compute here: its tokens are not candidates for recompute."""
 
     @property
     def tokens(self) -> int:
@@ -57,8 +60,8 @@ class SpanCorruptError(CorruptKVError):
 class LayerLoader:
     """Reads the spans layer by layer in a background thread; the paper's ``fetch_kv``.
 
-    ``buffers[i]`` is layer i's ``[2, Hkv, N, D]``; ``wanted[i]`` the spans needed there. On a CPU whole
-    chunks are read in place; all else goes through a :class:`StagingRing` of two layers.
+    ``buffers[i]`` is layer i's ``[2, Hkv, N, D]``; ``wanted[i]`` the spans to read there. On a CPU whole
+    chunks are read in place; anything else goes through a :class:`StagingRing` of two layers.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class LayerLoader:
         self._stop = threading.Event()
         self._ready = [threading.Event() for _ in buffers]
         self._in_place = 0
-        """Layers that :meth:`synchronize` has seen in place, from the first on."""
+        """Number of layers that :meth:`synchronize` has seen in place."""
         self._work = [
             [(span, buffer[:, :, span.start : span.end]) for span in spans]
             for buffer, spans in zip(buffers, wanted, strict=True)
@@ -122,9 +125,9 @@ class LayerLoader:
             self.load_s += time.perf_counter() - began
 
     def synchronize(self, layer: int) -> None:
-        """Block until ``layer`` and those before it are in place; raise what the reading thread met.
+        """Block until ``layer`` and those before it are in place; raise what the reading thread raised.
 
-        On a GPU it is the stream that waits, for what is queued on it from now on.
+        On a GPU the current stream waits instead of the thread.
         """
         while self._in_place <= layer:
             self._ready[self._in_place].wait()
@@ -133,8 +136,8 @@ class LayerLoader:
             self._ring.receive(self._in_place)
             self._in_place += 1
 
-    def is_there(self, layer: int) -> bool:
-        """Whether ``layer`` is in place, so that :meth:`synchronize` waits for nothing."""
+    def is_ready(self, layer: int) -> bool:
+        """Whether :meth:`synchronize` would return without waiting."""
         ready = self._ready[layer].is_set() and self._failure is None
         return ready and self._ring.has_arrived(layer)
 
@@ -154,3 +157,82 @@ def _reads_in_place(span: LoadedSpan, view: torch.Tensor) -> bool:
 
 def _transfer(span: LoadedSpan, view: torch.Tensor) -> Transfer:
     return Transfer(view, (*view.shape[:2], span.reader.tokens, view.shape[3]))
+
+
+class StoredKV:
+    """Stored KV of one prompt, placed layer by layer: loaded, its keys rotated to their prompt positions."""
+
+    def __init__(
+        self,
+        spans: Sequence[LoadedSpan],
+        groups: Sequence[torch.Tensor],
+        repositioner: Repositioner,
+        all_enter: bool,
+        timeline: Timeline | None = None,
+    ) -> None:
+        """``groups`` are ``[layers, 2, Hkv, N, D]`` of consecutive layers. ``all_enter``: layer 0 computes
+        every token of blended chunks, so only exact chunks are loaded there."""
+        self._timeline = timeline
+        self._all_enter = all_enter
+        self._placed = 0
+        """Number of layers in place."""
+        self._repositioner = repositioner
+        self._runs = self._alike(groups)
+        self._moved: slice | None = None
+        """From the first moved token to the last. Tokens between spans rotate by 0, and are computed."""
+        moved = [span for span in spans if span.offset]
+        if moved:
+            self._moved = slice(moved[0].start, moved[-1].end)
+            offsets = torch.zeros(moved[-1].end - moved[0].start, dtype=torch.long)
+            for span in moved:
+                offsets[span.start - moved[0].start : span.end - moved[0].start] = span.offset
+            self._tables = repositioner.tables(offsets.to(groups[0].device))
+        exact = [span for span in spans if span.exact]
+        buffers = [buffer for group in groups for buffer in group]
+        wanted = [exact if self._skips(layer) else spans for layer in range(len(buffers))]
+        self.loader = LayerLoader(buffers, wanted, timeline)
+
+    def place(self, layer: int) -> None:
+        """Block until stored KV of ``layer`` is in place and rotated; raises what reading it raised.
+
+        Following layers that are ready and rotate alike are rotated in the same operation.
+        """
+        while self._placed <= layer:
+            first = end = self._placed
+            run = self._runs[first]
+            while end == first or (end < run.end and self.loader.is_ready(end)):
+                with noted(self._timeline, WAIT, end):
+                    self.loader.synchronize(end)
+                end += 1
+            with noted(self._timeline, REPOSITION, first):
+                if self._moved is not None and not self._skips(first):
+                    keys = run.keys[first - run.start : end - run.start, :, self._moved]
+                    self._repositioner.rotate_(keys, first, self._tables)
+            self._placed = end
+
+    def _skips(self, layer: int) -> bool:
+        return layer == 0 and self._all_enter
+
+    def _alike(self, groups: Sequence[torch.Tensor]) -> list[_Run]:
+        """For each layer, the run of layers of its group that are rotated alike."""
+
+        def kind(layer: int) -> tuple[bool, str, str]:
+            of = self._repositioner
+            return (self._skips(layer), of.kinds[layer], of.table_names[layer])
+
+        runs: list[_Run] = []
+        for group in groups:
+            first = len(runs)
+            for _, alike in groupby(range(first, first + len(group)), key=kind):
+                same = list(alike)
+                keys = group[same[0] - first : same[-1] + 1 - first, 0]
+                runs += [_Run(same[0], same[-1] + 1, keys)] * len(same)
+        return runs
+
+
+class _Run(NamedTuple):
+    """Layers ``[start, end)`` whose keys ``[end - start, Hkv, N, D]`` are rotated alike."""
+
+    start: int
+    end: int
+    keys: torch.Tensor

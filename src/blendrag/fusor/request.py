@@ -1,7 +1,8 @@
-"""What a fusion is asked to do and what it says it did."""
+"""What is fused for one prompt, which of its tokens are chosen, and what was computed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -9,21 +10,32 @@ import numpy as np
 import torch
 
 from blendrag.fusor.loader import LoadedSpan
-from blendrag.fusor.selection import Schedule, SelectionPolicy
+from blendrag.fusor.rows import LayerRows, PromptRows, Rows, nested_rows
+from blendrag.fusor.scout import Scout
+from blendrag.fusor.selection import (
+    LayerView,
+    PromptGeometry,
+    Schedule,
+    SelectionPolicy,
+    make_policy,
+)
+
+Fetch = Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
+"""See :attr:`LayerView.fetch`."""
 
 
 @dataclass(frozen=True)
 class BlendRequest:
-    """What to fuse: the spans loaded from the store and how to choose among their tokens."""
+    """The spans loaded from the store, and how to choose among their tokens."""
 
     prompt_tokens: int
     spans: tuple[LoadedSpan, ...]
-    """Ascending, disjoint, never covering the last token: its logits are wanted."""
+    """Ascending, disjoint, never covering the last token, whose logits are needed."""
     policy: SelectionPolicy
     schedule: Schedule
     ratio: float
     question_start: int = 0
-    """Behind the prompt's last chunk, which may be computed; what is loaded may end before."""
+    """First token after the prompt's last chunk. Loaded spans may end earlier if that chunk is computed."""
 
     @property
     def blended(self) -> tuple[LoadedSpan, ...]:
@@ -34,6 +46,17 @@ class BlendRequest:
         """N_chunk: tokens of blended chunks."""
         return sum(span.tokens for span in self.blended)
 
+    @property
+    def geometry(self) -> PromptGeometry:
+        """The query span is what follows the last chunk, loaded or computed: at least the last token."""
+        loaded = max((span.end for span in self.spans), default=0)
+        computed = min(self.question_start, self.prompt_tokens - 1)
+        return PromptGeometry(
+            self.prompt_tokens,
+            tuple((span.start, span.end) for span in self.blended),
+            (max(loaded, computed), self.prompt_tokens),
+        )
+
 
 @dataclass(frozen=True)
 class FusionCounts:
@@ -42,11 +65,34 @@ class FusionCounts:
     candidate_rows: tuple[int, ...]
     """Chunk tokens computed in each layer."""
     rows: tuple[int, ...]
-    """All rows computed in each layer: fresh ones included, twice where a scout pass was run. Of the last
-    layer, rows whose K/V were computed."""
+    """All rows computed in each layer: fresh ones included, twice if a scout pass ran. In the last layer,
+    rows whose K/V were computed."""
     recomputed_per_span: tuple[float, ...]
     """Mean over layers 1…L-1 of the tokens recomputed in each blended span."""
     candidates: int
+
+    @classmethod
+    def of(
+        cls,
+        request: BlendRequest,
+        recomputed: Sequence[torch.Tensor],
+        rows: Sequence[int],
+        scouted: Sequence[int],
+    ) -> FusionCounts:
+        """``recomputed`` are the chunk tokens ``[n]`` that each layer computed, ``rows`` all rows;
+        ``scouted`` the rows of each layer of the scout pass."""
+        times = np.zeros(request.prompt_tokens)
+        for _, run in groupby(recomputed[1:], key=id):
+            same = list(run)
+            times[same[0].cpu().numpy()] += len(same)
+        layers = max(len(recomputed) - 1, 1)
+        padded = [*scouted, *[0] * len(rows)]
+        return cls(
+            tuple(tokens.numel() for tokens in recomputed),
+            tuple(n + more for n, more in zip(rows, padded, strict=False)),
+            tuple(float(times[s.start : s.end].sum()) / layers for s in request.blended),
+            request.candidates,
+        )
 
     @property
     def ratio(self) -> float:
@@ -64,48 +110,75 @@ class FusionCounts:
         return sum(self.candidate_rows) / (len(self.candidate_rows) * self.candidates)
 
 
-class Tally:
-    """What each layer computes; added up after the forward, as that costs operators."""
+class TokenSelector:
+    """Which chunk tokens of one prompt each layer computes: its policy with its budgets and what it needs."""
 
-    def __init__(self, layers: int) -> None:
-        self.scouted_rows: tuple[int, ...] = ()
-        """Rows that a scout pass computed, layer by layer."""
-        self.candidates: list[torch.Tensor] = []
-        """Tokens of blended chunks that each layer computes ``[n]``."""
+    def __init__(self, request: BlendRequest, layers: int, device: torch.device) -> None:
+        state = np.zeros(request.prompt_tokens, dtype=np.int8)
+        for span in request.spans:
+            state[span.start : span.end] = 2 if span.exact else 1
+        self._host = np.flatnonzero(state == 0), np.flatnonzero(state == 1)
+        self.always, self.candidates = (torch.from_numpy(at).to(device) for at in self._host)
+        """Positions of the fresh tokens, and of those of blended chunks."""
+        self.geometry = request.geometry
+        self.policy = request.policy
+        self.schedule = self.policy.schedule or request.schedule
         self._layers = layers
-        self._rows: list[int] = []
+        budgets = self.schedule.counts(request.ratio, layers, self.candidates.numel())
+        self._budgets = [*budgets[:1], *budgets] if budgets else [self.candidates.numel()]
+        """Tokens per layer; layer 0 computes what layer 1 needs."""
+        self._attention: torch.Tensor | None = None
 
-    def add(self, candidates: torch.Tensor, rows: int) -> None:
-        """The next layer computes ``rows`` rows, of which these ``[n]`` are tokens of blended chunks."""
-        self.candidates.append(candidates)
-        self._rows.append(rows)
+    @property
+    def needs_scout(self) -> bool:
+        """Whether a scout pass must run before anything is chosen."""
+        needed = self.policy.needs_attention and self.candidates.numel() > 0
+        return needed and self._attention is None
 
-    def counts(self, request: BlendRequest) -> FusionCounts:
-        """All of it."""
-        recomputed = np.zeros(request.prompt_tokens)
-        for _, run in groupby(self.candidates[1:], key=id):
-            same = list(run)
-            recomputed[same[0].cpu().numpy()] += len(same)
-        scouted = [*self.scouted_rows, *[0] * self._layers]
-        layers = max(self._layers - 1, 1)
-        return FusionCounts(
-            tuple(tokens.numel() for tokens in self.candidates),
-            tuple(rows + also for rows, also in zip(self._rows, scouted, strict=False)),
-            tuple(float(recomputed[s.start : s.end].sum()) / layers for s in request.blended),
-            request.candidates,
+    @property
+    def needs_peek(self) -> bool:
+        """Whether layer 1's K/V of all candidates are needed before its tokens are chosen."""
+        return self.policy.needs_deviation and self.candidates.numel() > 0 and self._layers > 1
+
+    def new_scout(self, rows: Rows) -> Scout:
+        """Observes a scout pass over ``rows``."""
+        n, question = self.geometry.prompt_tokens, self.geometry.query_span[0]
+        layers = self.policy.attention_layers(self._layers)
+        return Scout(
+            n, n - question, self.candidates.device, layers, self.policy.sqrt_attention, rows
         )
 
+    def use(self, scout: Scout) -> None:
+        """Choose by the attention that ``scout`` observed."""
+        if scout.layers:
+            self._attention = scout.attention
+        else:  # the model does not compute attention through transformers' interface
+            self.policy = make_policy(self.policy.fallback)
 
-def split_tokens(request: BlendRequest) -> tuple[np.ndarray, np.ndarray]:
-    """Positions always computed (fresh) and candidates (tokens of blended chunks), ascending, int64."""
-    state = np.zeros(request.prompt_tokens, dtype=np.int8)
-    for span in request.spans:
-        state[span.start : span.end] = 2 if span.exact else 1
-    return np.flatnonzero(state == 0), np.flatnonzero(state == 1)
+    def plan(self, prompt: PromptRows, force_masks: bool) -> list[LayerRows]:
+        """The rows of all layers if the policy ranks tokens once, else an empty list."""
+        if not self.policy.ranks_once or not self.candidates.numel():
+            return []
+        view = self._view(self.candidates, _nothing_computed)
+        worth = self.policy.worth(view, self._budgets[0]).cpu().numpy()
+        rank = np.empty(len(worth), dtype=np.int64)
+        rank[np.argsort(-worth, kind="stable")] = np.arange(len(worth))
+        return nested_rows(prompt, *self._host, rank, self._budgets, force_masks)
+
+    def entry(self) -> torch.Tensor:
+        """Candidates computed in layer 0: all of them if fresh KV is compared with loaded."""
+        if self.policy.needs_deviation:
+            return self.candidates
+        return self.select(0, self.candidates, _nothing_computed)
+
+    def select(self, layer: int, tokens: torch.Tensor, fetch: Fetch) -> torch.Tensor:
+        """Tokens of ``layer``, out of the ``tokens`` of the layer before."""
+        return self.policy.select(layer, self._view(tokens, fetch), self._budgets[layer])
+
+    def _view(self, tokens: torch.Tensor, fetch: Fetch) -> LayerView:
+        attention = self._attention[tokens] if self._attention is not None else None
+        return LayerView(self.geometry, tokens, fetch, attention)
 
 
-def query_span(request: BlendRequest) -> tuple[int, int]:
-    """What asks: the tokens behind the last chunk, loaded or not, at least the prompt's last one."""
-    loaded = max((span.end for span in request.spans), default=0)
-    computed = min(request.question_start, request.prompt_tokens - 1)
-    return (max(loaded, computed), request.prompt_tokens)
+def _nothing_computed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    raise RuntimeError("nothing is computed before layer 0: there is no deviation to compare")

@@ -1,8 +1,9 @@
 """Which rows a layer computes, and what each of them may see.
 
-A selected row *s* sees key *j* iff ``pos_j <= pos_s`` and, in a sliding-window layer,
-``pos_s - pos_j < window``. A triangular mask aligned bottom-right would let selected rows see their
-future. Built once per selection and shared by every layer that keeps it.
+Row *s* sees key *j* iff ``pos_j <= pos_s`` and, in a sliding-window layer, ``pos_s - pos_j < window``. A
+triangular mask aligned bottom-right would let selected rows see their future. :class:`Rows` are the rows of
+one prompt, built once per selection and shared by every layer that keeps it. :class:`PackedRows` are those of
+several prompts that lie one after another in one sequence; rows of one prompt never see another's keys.
 """
 
 from __future__ import annotations
@@ -13,24 +14,25 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-#: Rows per attention call. Fewer rows see fewer keys that all of them mask; more calls cost more.
+#: Rows per attention call on a CPU. With fewer rows, fewer keys are masked by all of them; more calls cost
+#: more.
 BLOCK_ROWS = 96
-#: In a long contiguous run the calls are big anyway.
+#: The same where most rows of the prompt are computed.
 RUN_ROWS = 512
-#: What the biases of a prompt may take, folded.
+#: Most memory that the folded biases of a prompt may take.
 FOLDED_BYTES = 64 << 20
-#: Arguments of layers of which the rows are kept: a model with windows passes two tables and two masks.
+#: Layer arguments whose rows are kept: a model with windows passes two rotary tables and two masks.
 KEPT = 6
-#: Elements from one row of a bias to the next are a multiple of this: a GPU's kernels take no other, and
-#: torch would copy it for every call.
+#: Elements between rows of a bias are a multiple of this: GPU kernels need it, and torch would copy the bias
+#: for
+#: every call.
 ALIGNED = 16
 
 
 class Block(NamedTuple):
     """Rows ``[a, b)`` attending keys ``[lo, hi)`` under ``bias`` ``[b-a, hi-lo]`` (0 or -inf).
 
-    Folded, ``bias`` is ``[G·(b-a), hi-lo]``: for G query heads that share a KV head, one's rows behind
-    another's.
+    Folded, ``bias`` is ``[G·(b-a), hi-lo]``: repeated for the G query heads that share a KV head.
     """
 
     a: int
@@ -47,14 +49,26 @@ class Block(NamedTuple):
         return self._replace(bias=bias.flatten(0, 1))
 
 
+class PackPart(NamedTuple):
+    """One prompt's rows: ``[a, b)`` of those computed, over keys ``[lo, hi)`` of those in the cache."""
+
+    member: int
+    """The prompt's number in its pack."""
+    rows: Rows
+    a: int
+    b: int
+    lo: int
+    hi: int
+
+
 At = torch.Tensor | slice
-"""Which tokens are taken of a tensor: their indices ``[S]``, or a stretch, which is a view."""
+"""Tokens taken from a tensor: their indices ``[S]``, or a contiguous stretch, which is a view."""
 Gather = Callable[[Any, At], Any]
-"""What an argument of a layer is for some of its tokens."""
+"""Takes a layer argument's entries for some tokens."""
 
 
 class Gathered:
-    """Arguments of decoder layers, gathered for some rows once: one layer after another passes the same."""
+    """Layer arguments gathered once for some rows: consecutive layers pass the same objects."""
 
     def __init__(self) -> None:
         self._known: list[tuple[Any, Gather, Any]] = []
@@ -71,10 +85,10 @@ class Gathered:
 
 
 class PromptRows:
-    """What all rows of one prompt share: the numbers of its keys, and what is gathered for planned rows.
+    """What all :class:`Rows` of one prompt share.
 
-    ``planned`` ``[ΣS]`` are the positions of all layers' rows, where these are known before layer 0: then
-    the arguments of layers are gathered once for all of them, and each layer takes its stretch.
+    ``planned`` ``[ΣS]`` holds the positions of all layers' rows if they are known before layer 0. Layer
+    arguments are then gathered once for all layers, and each layer takes its stretch.
     """
 
     def __init__(self, tokens: int, device: torch.device) -> None:
@@ -101,7 +115,7 @@ class PromptRows:
 
 
 class Rows:
-    """Prompt positions ``[S]`` computed in a layer, ascending, out of ``prompt_tokens`` keys."""
+    """Positions ``[S]`` of one prompt that a layer computes, ascending, out of ``prompt_tokens``."""
 
     def __init__(
         self,
@@ -112,32 +126,36 @@ class Rows:
         host: np.ndarray | None = None,
         stretch: slice | None = None,
     ) -> None:
-        """``prompt`` is what the rows of one prompt share, or its number of tokens.
-
-        ``is_last``: they are the prompt's last token. ``host``: the positions where asking the device for
-        them costs nothing. ``stretch``: where they lie in ``prompt.planned``.
-        """
+        """``prompt``: what the prompt's rows share, or its number of tokens. ``force_masks``: use biases even
+        where all rows are computed. ``is_last``: only the prompt's last token. ``host``: the positions in
+        host memory, if known. ``stretch``: where they are in ``prompt.planned``."""
         if isinstance(prompt, int):
             prompt = PromptRows(prompt, positions.device)
         self.positions = positions
         self.prompt_tokens = prompt.tokens
         self.count = positions.numel()
         self.attended = False
-        """Whether the fast attention really ran over them."""
+        """Whether :func:`blend_attention` ran over them."""
+        self.covers_prompt = self.count == prompt.tokens and not force_masks
+        """Whether plain causality describes them."""
         self._prompt = prompt
         self._gathered = Gathered()
-        self._force_masks = force_masks
         self._is_last = is_last
         self._host = host
         self._stretch = stretch
+        self._mask: torch.Tensor | None = None
         self._blocks: dict[tuple[int | None, torch.dtype, int], list[Block]] = {}
-        self._masks: dict[int | None, torch.Tensor] = {}
         self._biases: dict[tuple[int, int, int | None, torch.dtype, int], torch.Tensor] = {}
 
-    def gather(self, value: Any, how: Gather, alone: bool = False) -> Any:
-        """``how(value, at)`` of these rows, computed once for as many layers as pass the same ``value``.
+    @property
+    def parts(self) -> list[PackPart]:
+        """These rows as those of the only prompt of a pack."""
+        return [PackPart(0, self, 0, self.count, 0, self.prompt_tokens)]
 
-        ``alone``: not for all planned rows at once, as that would take too much memory.
+    def gather(self, value: Any, how: Gather, alone: bool = False) -> Any:
+        """``how(value, at)`` for these rows, computed once while layers pass the same ``value``.
+
+        ``alone``: not for all planned rows at once, which would take too much memory for masks.
         """
         if self._stretch is None or alone:
             return self._gathered.once(value, how, self.positions)
@@ -145,32 +163,12 @@ class Rows:
         planned = self._prompt.gathered.once(value, how, self._prompt.planned)
         return how(planned, self._stretch)
 
-    @property
-    def covers_prompt(self) -> bool:
-        """Whether plain causality describes these rows; never while masks are forced."""
-        return self.count == self.prompt_tokens and not self._force_masks
-
-    def blocks(self, window: int | None, dtype: torch.dtype, sharing: int = 1) -> list[Block]:
-        """The attention calls of a layer with that sliding window (``None``: full attention).
-
-        Folded where ``sharing`` query heads share a KV head: of a long prompt, as many as take no more
-        than :data:`FOLDED_BYTES`.
-        """
-        key = (window, dtype, sharing)
-        if key not in self._blocks:
-            self._blocks[key] = self._cut(window, dtype, sharing)
-        return self._blocks[key]
-
     def mask(self) -> torch.Tensor:
-        """The same as one boolean mask ``[1, 1, S, N]``, True = visible: the slow reference."""
-        return self.visible(None)
-
-    def visible(self, window: int | None) -> torch.Tensor:
-        """:meth:`mask` of a layer with that sliding window."""
-        if window not in self._masks:
-            hidden = self._hidden(slice(None), slice(None), window)
-            self._masks[window] = hidden.logical_not_()[None, None]
-        return self._masks[window]
+        """Boolean mask ``[1, 1, S, N]`` without a window, True = visible: the slow reference."""
+        if self._mask is None:
+            hidden = self._hidden(slice(None), slice(None), None)
+            self._mask = hidden.logical_not_()[None, None]
+        return self._mask
 
     def bias(
         self, a: int, b: int, window: int | None, dtype: torch.dtype, sharing: int = 1
@@ -182,9 +180,19 @@ class Rows:
             self._biases[key] = self._bias(hidden, dtype, sharing)
         return self._biases[key]
 
+    def blocks(self, window: int | None, dtype: torch.dtype, sharing: int = 1) -> list[Block]:
+        """The attention calls of a layer with that sliding window (``None``: full attention).
+
+        Folded for ``sharing`` query heads per KV head, as many blocks as fit :data:`FOLDED_BYTES`.
+        """
+        key = (window, dtype, sharing)
+        if key not in self._blocks:
+            self._blocks[key] = self._cut(window, dtype, sharing)
+        return self._blocks[key]
+
     def _cut(self, window: int | None, dtype: torch.dtype, sharing: int) -> list[Block]:
         n = self.prompt_tokens
-        if self._is_last:  # sees all that its window lets it
+        if self._is_last:  # sees every key in its window
             lo = max(0, n - (window or n))
             seen = torch.zeros((sharing, n - lo), dtype=dtype, device=self.positions.device)
             return [Block(0, 1, lo, n, seen)]
@@ -202,9 +210,9 @@ class Rows:
     ) -> list[tuple[int, int, int, int]]:
         """Rows ``[a, b)`` and keys ``[lo, hi)`` of each attention call.
 
-        On a CPU, rows in small blocks: of the keys that all rows of a block are hidden from, none is
-        multiplied. A GPU masks them as fast as it multiplies, and each call costs a launch: blocks as large
-        as their biases may be, over all keys where the device would have to be asked which are seen.
+        On a CPU, rows go in small blocks, and keys hidden from all rows of a block are not multiplied. On a
+        GPU masking is as fast as multiplying and each call costs a launch: blocks are as large as their
+        biases may be, over all keys if the positions are only on the device.
         """
         n, on_cpu = self.prompt_tokens, self.positions.device.type == "cpu"
         step = RUN_ROWS if self.count > 0.6 * n else BLOCK_ROWS
@@ -238,9 +246,46 @@ class Rows:
         return bias.flatten(0, 1)
 
 
-def _new_bias(sharing: int, rows: int, keys: int, like: torch.Tensor) -> torch.Tensor:
-    """``[sharing, rows, keys]``, uninitialised, its rows :data:`ALIGNED`."""
-    return like.new_empty((sharing, rows, -(-keys // ALIGNED) * ALIGNED))[:, :, :keys]
+class PackedRows:
+    """The rows of some prompts of a pack, one prompt after another, out of ``prompt_tokens`` of all prompts.
+
+    ``rows`` are each prompt's own, by its number; ``token_starts`` and ``key_starts`` say where each prompt
+    of the pack begins in the sequence of all tokens and in the cache.
+    """
+
+    def __init__(
+        self,
+        rows: dict[int, Rows],
+        token_starts: Sequence[int],
+        key_starts: Sequence[int],
+        prompt_tokens: int,
+    ) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.attended = False
+        self.parts: list[PackPart] = []
+        self.count = 0
+        for member, own in rows.items():
+            a, lo = self.count, key_starts[member]
+            self.count += own.count
+            self.parts.append(PackPart(member, own, a, self.count, lo, lo + own.prompt_tokens))
+        self.positions = torch.cat(
+            [own.positions + token_starts[member] for member, own in rows.items()]
+        )
+        """``[ΣS]`` in the sequence of all tokens; rotary positions are each prompt's own."""
+        self._gathered = Gathered()
+
+    def gather(self, value: Any, how: Gather, alone: bool = False) -> Any:
+        """:meth:`Rows.gather` for the rows of all prompts."""
+        return self._gathered.once(value, how, self.positions)
+
+    def mask(self) -> torch.Tensor:
+        """Not available: it would span the keys of all prompts. See :attr:`Fusor.packs`."""
+        raise NotImplementedError(
+            "several prompts are packed only if attention takes rows, not masks"
+        )
+
+
+AnyRows = Rows | PackedRows
 
 
 class LayerRows(NamedTuple):
@@ -248,9 +293,9 @@ class LayerRows(NamedTuple):
 
     rows: Rows
     among: torch.Tensor
-    """Indices of its rows among those of the layer before, or of the prompt ``[S]``."""
+    """Indices of its rows among those of the layer before (layer 0: among all tokens), ``[S]``."""
     chosen: torch.Tensor
-    """Those of them that are candidates ``[n]``."""
+    """Those of them that are candidates, ``[n]``."""
 
 
 def nested_rows(
@@ -261,12 +306,14 @@ def nested_rows(
     budgets: Sequence[int],
     force_masks: bool = False,
 ) -> list[LayerRows]:
-    """The rows of every layer, planned at once.
+    """The rows of every layer, planned at once: one transfer to the device, no wait for it.
 
     Layer l computes the positions ``always`` and the ``candidates`` whose ``rank`` (from 0) is below
-    ``budgets[l]``; positions are ascending, budgets do not rise. One transfer to the device, no wait for it.
+    ``budgets[l]``. Positions are ascending, budgets non-increasing.
     """
-    order = np.full(prompt.tokens, len(candidates))  # neither always computed nor a candidate
+    order = np.full(
+        prompt.tokens, len(candidates)
+    )  # tokens of exact chunks keep this: never computed
     order[candidates] = rank
     order[always] = -1
     arriving = np.arange(prompt.tokens)
@@ -277,13 +324,18 @@ def nested_rows(
         found.append((arriving, among, arriving[order[arriving] >= 0]))
     columns = [np.concatenate(column) for column in zip(*found, strict=True)]
     sent = torch.from_numpy(np.concatenate(columns)).to(prompt.device)
-    prompt.planned, among_all, alive_all = sent.split([len(column) for column in columns])
+    prompt.planned, among_all, chosen_all = sent.split([len(column) for column in columns])
     layers: dict[int, LayerRows] = {}
-    start = alive_start = 0
-    for budget, (host, _, alive) in zip(dict.fromkeys(budgets), found, strict=True):
+    start = chosen_start = 0
+    for budget, (host, _, chosen) in zip(dict.fromkeys(budgets), found, strict=True):
         at = slice(start, start + len(host))
-        alive_at = slice(alive_start, alive_start + len(alive))
+        chosen_at = slice(chosen_start, chosen_start + len(chosen))
         rows = Rows(prompt.planned[at], prompt, force_masks, host=host, stretch=at)
-        layers[budget] = LayerRows(rows, among_all[at], alive_all[alive_at])
-        start, alive_start = at.stop, alive_at.stop
+        layers[budget] = LayerRows(rows, among_all[at], chosen_all[chosen_at])
+        start, chosen_start = at.stop, chosen_at.stop
     return [layers[budget] for budget in budgets]
+
+
+def _new_bias(sharing: int, rows: int, keys: int, like: torch.Tensor) -> torch.Tensor:
+    """``[sharing, rows, keys]``, uninitialised, its rows :data:`ALIGNED`."""
+    return like.new_empty((sharing, rows, -(-keys // ALIGNED) * ALIGNED))[:, :, :keys]

@@ -18,7 +18,7 @@ import torch
 
 from blendrag.config import Mode
 from blendrag.errors import InvalidInputError
-from blendrag.fusor import Fusor, Prefilled, Prompt
+from blendrag.fusor import Fusor, PackedPrompt, Prefilled
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.lab.bench.rounds import Timing, interleaved
 from blendrag.lab.bench.throughput_results import ThroughputResult, ThroughputRow
@@ -92,7 +92,7 @@ class ThroughputBench:
 
     def _prompt(
         self, plan: PromptPlan, mode: Mode, policy: str, ratio: float, opened: ExitStack
-    ) -> Prompt:
+    ) -> PackedPrompt:
         schedule = Schedule.parse(self.workload.schedule)
         options = PlanOptions(mode, make_policy(policy), lambda _: schedule, ratio)
         load = self._controller.plan(plan, options)
@@ -100,9 +100,11 @@ class ThroughputBench:
         if len(load.spans) != self.workload.chunks:
             raise InvalidInputError("a bench chunk is not in the store any more; run again")
         request = load.request(len(plan.ids))
-        return Prompt(torch.tensor([plan.ids], device=self.adapter.device), request, NEW_TOKENS)
+        return PackedPrompt(
+            torch.tensor([plan.ids], device=self.adapter.device), request, NEW_TOKENS
+        )
 
-    def _first_tokens(self, prompts: Sequence[Prompt]) -> list[int]:
+    def _first_tokens(self, prompts: Sequence[PackedPrompt]) -> list[int]:
         if len(prompts) == 1:
             (alone,) = prompts
             logits, _, _ = self._fusor.prefill(alone.ids, alone.request, NEW_TOKENS)

@@ -21,8 +21,8 @@ from transformers import DynamicCache
 from blendrag.config import Mode
 from blendrag.errors import InvalidInputError
 from blendrag.fusor import BlendRequest, Fusor
-from blendrag.fusor.fusion import FusionCounts
 from blendrag.fusor.loader import LoadedSpan
+from blendrag.fusor.request import FusionCounts
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.lab.bench.compiled import Compiled, compiled_prefill
 from blendrag.lab.bench.memory import peak_bytes

@@ -24,7 +24,7 @@ from blendrag.errors import InvalidInputError, UnsupportedModelError
 from blendrag.fusor import BlendRequest, Fusor
 from blendrag.fusor.gate import HeldKV
 from blendrag.fusor.loader import LoadedSpan
-from blendrag.fusor.scout import Scout, scouting
+from blendrag.fusor.scout import Observed, Scout, scouting
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.model import ModelAdapter
 from blendrag.store.kv import ChunkKV
@@ -139,7 +139,7 @@ class StoredPrompt:
         request = BlendRequest(n, spans, make_policy(policy), schedule, ratio)
         # by its index: asked for as a number, the last row would be the only one to be attended
         last = torch.tensor([-1], device=self.adapter.device)
-        with self.adapter.lock, scouting(self.adapter.stack, seen):
+        with self.adapter.lock, scouting(self.adapter.stack, lambda: [Observed(seen)]):
             _, cache, fusion = self._fusor.prefill(self._ids, request, logits_to_keep=last)
         kv = [buffer[:, :, columns].cpu() for buffer in cache.buffers(n)]
         counts = fusion.counts()
