@@ -1,10 +1,11 @@
+"""System calls fail one by one and the power goes: nothing acknowledged is lost, the store stays usable."""
+
 import contextlib
 import os
 
 import pytest
-from soak.faults import Bench, cut_everywhere, fail_everything, faults_of
-from soak.report import Report, checked
-from soak.scenarios import SCENARIOS
+from soak.audit import Report
+from soak.faults import OPERATIONS, Bench, cut_everywhere, fail_everything, faults_of
 from soak.tracer import Call, unavailable
 
 from blendrag.errors import StoreError
@@ -12,51 +13,47 @@ from blendrag.store import DiskStore
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
-BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
-#: Of each operation's thousands; ``make soak`` has every one.
-FAULTS = 20
+#: Of the thousands of each operation; ``make soak`` runs all.
+FAULTS = 10
 
 
 @pytest.fixture(autouse=True)
 def fast_disk():
-    """fsync as it is: here it is what all depends on."""
+    """Real fsync, which is what these tests are about."""
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_a_failing_system_call_loses_nothing_and_leaves_the_store_usable(tmp_path, name):
     report = Report()
-    fail_everything(tmp_path, (BY_NAME[name],), report, FAULTS)
-    checked(report)
+    fail_everything(tmp_path, name, report, FAULTS)
+    report.check()
     assert report.done["faults"] > FAULTS // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["put", "evict", "recover after a crash"])
 def test_a_power_cut_loses_nothing_that_was_acknowledged(tmp_path, name):
     report = Report()
-    cut_everywhere(tmp_path, (BY_NAME[name],), report, mixtures=0, seed=1, stride=5)
-    checked(report)
+    cut_everywhere(tmp_path, name, report, mixtures=0, seed=1, stride=10)
+    report.check()
     assert report.done["power cuts"] > 5
 
 
-def test_calls_of_sqlite_are_seen_as_well_as_ours(tmp_path):
-    calls = Bench(tmp_path).calls(BY_NAME["put"])
-    seen = {(call.name, call.path.rpartition("/")[2].rpartition(".")[2]) for call in calls}
-    ours = {("write", "part"), ("fsync", "part"), ("rename", "kv"), ("statfs", "store")}
-    assert ours <= seen
-    assert {("pwrite", "db-wal"), ("fcntl", "db-shm")} <= seen
-    calls = Bench(tmp_path).calls(BY_NAME["close"])
-    assert ("fdatasync", "store/index/cache.db") in {(call.name, call.path) for call in calls}
+def test_calls_of_sqlite_are_traced_too(tmp_path):
+    calls = Bench(tmp_path, OPERATIONS["put"]).calls()
+    seen = {(call.name, call.path.rpartition(".")[2]) for call in calls}
+    assert {("write", "part"), ("fsync", "part"), ("rename", "kv"), ("pwrite", "db-wal")} <= seen
 
 
-def test_a_put_that_does_not_wait_for_the_disk_is_found_out(tmp_path, monkeypatch):
-    """With this harness, an fsync that is not made is a chunk that is lost."""
+def test_a_missing_fsync_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     report = Report()
-    cut_everywhere(tmp_path, (BY_NAME["put"],), report, mixtures=0, seed=1, stride=10)
+    cut_everywhere(tmp_path, "put", report, mixtures=0, seed=1, stride=10)
     assert report.failed["acknowledged lost"] > 0
 
 
-def test_a_put_that_acknowledges_what_it_could_not_write_is_found_out(tmp_path, monkeypatch):
+def test_a_put_that_hides_its_failure_is_noticed(tmp_path, monkeypatch):
     put, acknowledged = DiskStore.put, set()
 
     def careless(store, namespace, key, kv):
@@ -65,26 +62,25 @@ def test_a_put_that_acknowledges_what_it_could_not_write_is_found_out(tmp_path, 
             with contextlib.suppress(StoreError):
                 put(store, namespace, key, kv)
 
-    bench, scenario = Bench(tmp_path), BY_NAME["put"]
-    call = next(call for call in bench.calls(scenario) if call.name == "fsync")
-    faults = [fault for fault in faults_of(call) if fault.what > 0]
-    assert not any(bench.run(scenario, fault).lost for fault in faults)
+    bench = Bench(tmp_path, OPERATIONS["put"])
+    call = next(call for call in bench.calls() if call.name == "fsync")
+    fault = next(fault for fault in faults_of(call) if fault.what > 0)
+    assert not bench.run(fault).lost
     monkeypatch.setattr(DiskStore, "put", careless)
-    assert all(bench.run(scenario, fault).lost for fault in faults)
+    assert bench.run(fault).lost
 
 
-def test_an_error_without_a_name_is_found_out(tmp_path, monkeypatch):
-    monkeypatch.setattr("blendrag.store.disk_errors._NO_SPACE", ())
-    monkeypatch.setattr(
-        "blendrag.store.writing.named_errors", lambda *args: contextlib.nullcontext()
-    )
-    bench, scenario = Bench(tmp_path), BY_NAME["put"]
-    call = next(call for call in bench.calls(scenario) if call.name == "fsync")
-    complaints = bench.run(scenario, faults_of(call)[0]).complaints
-    assert any("no named error: OSError" in text for text in complaints)
+def test_an_unnamed_error_is_noticed(tmp_path, monkeypatch):
+    def fail(*args):
+        raise OSError("Input/output error")
+
+    bench = Bench(tmp_path, OPERATIONS["put"])
+    fault = faults_of(bench.calls()[0])[0]
+    monkeypatch.setattr(DiskStore, "put", fail)
+    assert any("no named error: OSError" in text for text in bench.run(fault).complaints)
 
 
-def test_what_can_happen_to_a_call_depends_on_the_call():
+def test_the_faults_of_a_call_depend_on_the_call():
     def kinds(name, creates=False):
         return {str(fault).split()[0] for fault in faults_of(Call(0, name, "x", creates))}
 

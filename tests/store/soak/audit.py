@@ -1,22 +1,19 @@
-"""Whether a store is still what it must be, found out in a child, so that a crash or hang is seen.
+"""Checks that a store still holds what it must, and counts the failures of a run.
 
-Owns the numbered chunks of all of this package and the comparison of their bytes. Chunks are made
-in the parent: a forked child runs no torch operator.
+The store is read in a child, so that a crash or a hang is noticed. Chunks are numbered and made in the
+parent, because a forked child runs no torch operator.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import select
-import signal
 import time
-import traceback
-from collections.abc import Callable, Collection, Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from kv_lab import Lab
@@ -24,11 +21,10 @@ from kv_lab import Lab
 from blendrag.errors import StoreError
 from blendrag.store import DiskStore
 from blendrag.store.kv import ChunkKV
+from soak.children import Child, Teller
 
-#: No limit that any of this reaches.
+#: A limit that is never reached.
 PLENTY = 1 << 30
-#: What a child may take for what takes milliseconds.
-PATIENCE_S = 60.0
 
 _kvs: dict[int, ChunkKV] = {}
 _bytes: dict[int, list[bytes]] = {}
@@ -39,21 +35,24 @@ _out = [
 
 
 def make_chunks(numbers: Iterable[int]) -> None:
-    """Make these chunks, once. In the parent, before the fork."""
+    """Make these chunks once. Call it before a fork."""
     for number in numbers:
         if number not in _kvs:
             _kvs[number] = Lab.kv(number)
             _bytes[number] = [layer.numpy().tobytes() for layer in _kvs[number].layers]
 
 
-def put(store: DiskStore, number: int) -> None:
+def put(store: DiskStore, number: int, teller: Teller | None = None) -> None:
+    """Put a chunk and acknowledge it."""
     store.put(Lab.namespace, Lab.key(number), _kvs[number])
+    if teller is not None:
+        teller.say("acknowledged", number)
 
 
 def read(store: DiskStore, number: int) -> bool | None:
-    """Whether an entry gives exactly the bytes that were put; ``None`` is a miss.
+    """Whether an entry has exactly the bytes that were put; ``None`` is a miss.
 
-    Bytes in doubt raise :class:`CorruptKVError`, which is for the caller to judge.
+    Raises :class:`CorruptKVError` for bytes in doubt.
     """
     reader = Lab.open(store, number)
     if reader is None:
@@ -71,76 +70,15 @@ class Verdict:
     """What was found in one store."""
 
     lost: tuple[int, ...] = ()
-    """Acknowledged and not there."""
+    """Acknowledged chunks that are missing."""
     wrong: tuple[int, ...] = ()
-    """There with bytes that were never put: the unforgivable one."""
+    """Chunks read with bytes that were never put."""
     complaints: tuple[str, ...] = ()
-    """Everything else that a store must not do, hangs and crashes included."""
-    found: int = 0
+    """All other faults, hangs and crashes included."""
 
     @property
     def is_good(self) -> bool:
         return not (self.lost or self.wrong or self.complaints)
-
-
-def in_child(action: Callable[[], Any], timeout_s: float = PATIENCE_S) -> tuple[Any, str | None]:
-    """What ``action`` returns, by way of JSON, and how the child failed to say it, if it did."""
-    source, sink = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(source)
-        _answer(action, sink)
-    os.close(sink)
-    try:
-        said = _read_all(source, timeout_s)
-    finally:
-        os.close(source)
-        if child:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-    if said is None:
-        return None, f"hang: no answer within {timeout_s} s"
-    if not said:
-        return None, "crash: the child died without an answer"
-    answer, error = json.loads(said)
-    return answer, error
-
-
-def _answer(action: Callable[[], Any], sink: int) -> None:
-    """The child's whole life. A Ctrl-C is for its parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    said: tuple[Any, str | None] = (None, "crash: never said anything")
-    try:
-        said = (action(), None)
-    except BaseException as exc:
-        said = (None, f"crash: {summary(exc)}")
-    finally:
-        with os.fdopen(sink, "w") as file:
-            json.dump(said, file)
-        os._exit(0)
-
-
-def summary(error: BaseException) -> str:
-    """An exception nobody expected: what it says, and where in the store it was raised."""
-    frames = [
-        f"{Path(frame.filename).name}:{frame.lineno}"
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "blendrag" in frame.filename
-    ]
-    return f"{type(error).__name__}: {error} at {' '.join(frames[-4:])}"
-
-
-def _read_all(source: int, timeout_s: float) -> bytes | None:
-    """All that is written until the other end closes; ``None`` if it does not in time."""
-    parts: list[bytes] = []
-    deadline = time.monotonic() + timeout_s
-    while select.select([source], [], [], max(0.0, deadline - time.monotonic()))[0]:
-        part = os.read(source, 1 << 16)
-        if not part:
-            return b"".join(parts)
-        parts.append(part)
-    return None
 
 
 def audit(
@@ -150,50 +88,46 @@ def audit(
     limit_bytes: int = PLENTY,
     fresh: int | None = None,
 ) -> Verdict:
-    """Open the store at ``root``, read all that may be there, and put one more chunk.
+    """Open the store at ``root``, read all chunks, and put one more.
 
-    ``required`` must be there; the other ``candidates`` may be; ``fresh`` is put to see that the
-    store can be used, and must be there afterwards. Nobody else uses the store.
+    ``required`` must be there; the other ``candidates`` may be; ``fresh`` is put and must be readable
+    afterwards. No other process uses the store.
     """
-    make_chunks([*candidates, *required, *([] if fresh is None else [fresh])])
-    answer, error = in_child(
-        lambda: _inspect(root, sorted({*candidates, *required}), limit_bytes, fresh)
-    )
-    if error is not None:
-        return Verdict(complaints=(error,))
-    states: dict[str, bool | None] = answer["states"]
+    numbers = sorted({*candidates, *required})
+    make_chunks([*numbers, *([] if fresh is None else [fresh])])
+    heard = Child(lambda teller: _inspect(root, numbers, limit_bytes, fresh, teller)).wait()
+    states: dict[str, bool | None] = heard.answer or {}
     return Verdict(
-        lost=tuple(n for n in sorted(required) if states[str(n)] is None),
-        wrong=tuple(int(n) for n, state in states.items() if state is False),
-        complaints=tuple(answer["complaints"]),
-        found=sum(state is True for state in states.values()),
+        tuple(n for n in sorted(required) if states and states[str(n)] is None),
+        tuple(int(n) for n, state in states.items() if state is False),
+        tuple(heard.complaints),
     )
 
 
-def _inspect(root: Path, numbers: list[int], limit_bytes: int, fresh: int | None) -> Any:
-    store = DiskStore(root, limit_bytes)
-    complaints = []
-    left = os.listdir(root / "tmp")
-    if left:
-        complaints.append(f"temporaries left after opening: {left}")
-    states: dict[int, bool | None] = {}
-    for number in numbers:
-        try:
-            states[number] = read(store, number)
-        except StoreError as exc:
-            states[number] = None
-            complaints.append(f"chunk {number}: {exc}")
-    complaints += _mismatches(store, states, limit_bytes)
-    if fresh is not None:
-        put(store, fresh)
-        if read(store, fresh) is not True:
-            complaints.append("a chunk put afterwards cannot be read")
-    store.close()
-    return {"states": states, "complaints": complaints}
+def _inspect(
+    root: Path, numbers: list[int], limit_bytes: int, fresh: int | None, teller: Teller
+) -> None:
+    with contextlib.closing(DiskStore(root, limit_bytes)) as store:
+        if left := os.listdir(root / "tmp"):
+            teller.say("complaints", f"temporaries left after opening: {left}")
+        states: dict[int, bool | None] = {}
+        for number in numbers:
+            try:
+                states[number] = read(store, number)
+            except StoreError as exc:
+                states[number] = None
+                teller.say("complaints", f"chunk {number}: {exc}")
+        for complaint in _mismatches(store, states, limit_bytes):
+            teller.say("complaints", complaint)
+        if fresh is not None:
+            put(store, fresh)
+            if read(store, fresh) is not True:
+                teller.say("complaints", "a chunk put afterwards cannot be read")
+    teller.say("answer", states)
 
 
 def _mismatches(store: DiskStore, states: dict[int, bool | None], limit_bytes: int) -> list[str]:
-    """What index, files and counters say that does not fit together."""
+    """Disagreements between index, files and counters."""
     found = {Lab.key(number) for number, state in states.items() if state is not None}
     files = Lab.payloads(store.root)
     size_bytes = sum(path.stat().st_size for path in files)
@@ -208,3 +142,61 @@ def _mismatches(store: DiskStore, states: dict[int, bool | None], limit_bytes: i
         "bytes over the limit": (max(0, size_bytes - limit_bytes), 0),
     }
     return [f"{what}: {is_}, expected {must}" for what, (is_, must) in pairs.items() if is_ != must]
+
+
+class Report:
+    """Counts of one run: what was done to stores, and what they did not survive."""
+
+    #: Failures described in words; all are counted.
+    MAX_DETAILS = 20
+    FAILURES = ("acknowledged lost", "wrong KV", "hangs", "reader crashes", "other failures")
+
+    def __init__(self, progress: TextIO | None = None) -> None:
+        """Prints to ``progress`` every few seconds."""
+        self.done: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
+        self.details: list[str] = []
+        self._progress = progress
+        self._started = self._printed = time.monotonic()
+
+    def note(self, kind: str, circumstances: str, verdict: Verdict, count: int = 1) -> None:
+        """``count`` events of this ``kind`` happened to a store, with this result."""
+        self.done[kind] += count
+        self.failed["acknowledged lost"] += len(verdict.lost)
+        self.failed["wrong KV"] += len(verdict.wrong)
+        for complaint in verdict.complaints:
+            category = {"hang": "hangs", "crash": "reader crashes"}.get(complaint.split(":")[0])
+            self.failed[category or "other failures"] += 1
+        if not verdict.is_good and len(self.details) < self.MAX_DETAILS:
+            self.details.append(f"{circumstances}: {verdict}")
+            self.say(f"FAILED {self.details[-1]}")
+        if time.monotonic() - self._printed > 2.0:
+            self._printed = time.monotonic()
+            self.say(self.line())
+
+    @property
+    def is_good(self) -> bool:
+        return not self.failed.total()
+
+    def check(self) -> None:
+        """Raise ``AssertionError`` unless everything was survived."""
+        if not self.is_good:
+            raise AssertionError("\n".join([self.line(), *self.details]))
+
+    def line(self) -> str:
+        """All counts in one line."""
+        done = ", ".join(f"{count:,} {kind}" for kind, count in self.done.items())
+        failed = ", ".join(f"{self.failed[name]} {name}" for name in self.FAILURES)
+        return f"{done} | {failed} | {time.monotonic() - self._started:.0f} s"
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "done": dict(self.done),
+            **{name.lower().replace(" ", "_"): self.failed[name] for name in self.FAILURES},
+            "details": self.details,
+            "elapsed_s": round(time.monotonic() - self._started, 1),
+        }
+
+    def say(self, line: str) -> None:
+        if self._progress is not None:
+            print(line, file=self._progress, flush=True)

@@ -1,147 +1,340 @@
-"""Ways to damage a payload file behind the store's back, by chance or by malice.
+"""Ways to damage or forge the files of a store.
 
-What is *not* here: bytes forged together with the checksums that fit them. Checksums find damage;
-they are no signature.
+Not included: payload bytes forged together with matching checksums, which detect damage only.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import pickle
+import shutil
+import sqlite3
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
 
-from blendrag.store.format import ALIGNMENT_BYTES as PAGE
-from soak import header_damage
-from soak.payload_target import Damage, Target
+from kv_lab import Lab
 
+PAGE = 4096
 
-def _flip(target: Target, begin: int, end: int, count: int) -> None:
-    data = bytearray(target.data)
-    for _ in range(count):
-        data[target.chance.randrange(begin, end)] ^= 1 << target.chance.randrange(8)
-    target.write(data)
-
-
-def _flip_anywhere(target: Target) -> None:
-    _flip(target, 0, len(target.data), target.chance.choice([1, 1, 1, 2, 8]))
-
-
-def _flip_in_header(target: Target) -> None:
-    _flip(target, 0, PAGE, target.chance.choice([1, 1, 2]))
-
-
-def _flip_in_length(target: Target) -> None:
-    _flip(target, 0, 8, 1)
+#: Values that belong into no field of a header and no column of the index.
+_HOSTILE: list[Any] = [
+    2**63 - 1, 2**63, 2**31, -(2**63), -1, 0, 1, 1e308, None, True, "", "0", "9" * 5000, "x" * 100_000,
+    "../../../outside", "F64", "\ud800", Lab.key(1), Lab.namespace, [], {}, [2, 2, 24, 8], [0, 2**63],
+]  # fmt: skip
 
 
-def _overwrite(target: Target) -> None:
-    size = target.chance.choice([1, 16, 64, PAGE])
-    at = target.somewhere(size)
-    data = bytearray(target.data)
-    data[at : at + size] = target.chance.choice([bytes(size), target.chance.randbytes(size)])
-    target.write(data)
+class Trap:
+    """Unpickling this creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+
+    def __reduce__(self) -> Any:
+        return (open, (self._path, "w"))
 
 
-def _truncate(target: Target) -> None:
-    size = target.chance.choice([0, 7, 8, PAGE - 1, PAGE, target.somewhere(), len(target.data) - 1])
-    os.truncate(target.path, size)
+@dataclass(frozen=True)
+class Target:
+    """A store to damage, and what to do it with."""
+
+    root: Path
+    other: Path
+    """The root of another, sound store with other chunks."""
+    outside: Path
+    """A file next to the store that must not be touched."""
+    chance: Random
 
 
-def _extend(target: Target) -> None:
-    more = target.chance.choice([1, 8, PAGE, target.chance.randrange(1, 3 * PAGE)])
-    target.write(target.data + target.chance.choice([bytes(more), target.chance.randbytes(more)]))
+# -- bytes of any file -------------------------------------------------------------------------------
 
 
-def _insert(target: Target) -> None:
-    at = target.somewhere()
-    more = target.chance.randbytes(target.chance.randint(1, 64))
-    target.write(target.data[:at] + more + target.data[at:])
+def _flip(data: bytes, chance: Random, end: int | None = None) -> bytes:
+    changed = bytearray(data)
+    for _ in range(chance.choice([1, 1, 1, 2, 8])):
+        changed[chance.randrange(end or len(data))] ^= 1 << chance.randrange(8)
+    return bytes(changed)
 
 
-def _remove_bytes(target: Target) -> None:
-    at = target.somewhere()
-    target.write(target.data[:at] + target.data[at + target.chance.randint(1, 64) :])
+def _overwrite(data: bytes, chance: Random) -> bytes:
+    size = chance.choice([1, 16, 64, PAGE])
+    at = chance.randrange(max(1, len(data) - size))
+    return data[:at] + chance.choice([bytes(size), chance.randbytes(size)]) + data[at + size :]
 
 
-def _swap_pages(target: Target) -> None:
-    pages = [target.data[at : at + PAGE] for at in range(0, len(target.data), PAGE)]
-    i, j = (target.chance.randrange(len(pages)) for _ in range(2))
+def _truncate(data: bytes, chance: Random) -> bytes:
+    return data[: chance.choice([0, 7, 8, PAGE - 1, PAGE, chance.randrange(len(data)), -1])]
+
+
+def _extend(data: bytes, chance: Random) -> bytes:
+    more = chance.choice([1, 8, 24, PAGE, chance.randrange(1, 3 * PAGE)])
+    return data + chance.choice([bytes(more), chance.randbytes(more)])
+
+
+def _insert(data: bytes, chance: Random) -> bytes:
+    at = chance.randrange(len(data))
+    return data[:at] + chance.randbytes(chance.randint(1, 64)) + data[at:]
+
+
+def _cut_out(data: bytes, chance: Random) -> bytes:
+    at = chance.randrange(len(data))
+    return data[:at] + data[at + chance.randint(1, 64) :]
+
+
+def _swap_pages(data: bytes, chance: Random) -> bytes:
+    pages = [data[at : at + PAGE] for at in range(0, len(data), PAGE)]
+    i, j = (chance.randrange(len(pages)) for _ in range(2))
     pages[i], pages[j] = pages[j], pages[i]
-    target.write(b"".join(pages))
+    return b"".join(pages)
 
 
-def _of_another(target: Target) -> None:
-    target.write(target.chance.choice(target.others))
+_BYTES: dict[str, Callable[[bytes, Random], bytes]] = {
+    "flip anywhere": _flip,
+    "flip in the first page": lambda data, chance: _flip(data, chance, min(PAGE, len(data))),
+    "flip in the first 8 bytes": lambda data, chance: _flip(data, chance, 8),
+    "overwrite": _overwrite,
+    "truncate": _truncate,
+    "extend": _extend,
+    "insert": _insert,
+    "cut out": _cut_out,
+    "swap pages": _swap_pages,
+}
 
 
-def _header_of_another(target: Target) -> None:
-    target.write(target.chance.choice(target.others)[:PAGE] + target.data[PAGE:])
+# -- payloads ----------------------------------------------------------------------------------------
 
 
-def _data_of_another(target: Target) -> None:
-    target.write(target.data[:PAGE] + target.chance.choice(target.others)[PAGE:])
+def _with_header(data: bytes, header: bytes, chance: Random) -> bytes:
+    """With this header, padded or not, its length right or not."""
+    if chance.random() < 0.7 and len(header) < PAGE - 8:
+        header = header.ljust(PAGE - 8)
+    length = len(header) if chance.random() < 0.9 else chance.randrange(1 << 40)
+    return struct.pack("<Q", length) + header + data[PAGE:]
 
 
-def _layer_of_another(target: Target) -> None:
-    begin = target.chance.randrange(PAGE, len(target.data), 512)
-    end = min(begin + 512 * target.chance.randint(1, 8), len(target.data))
-    target.write(
-        target.data[:begin] + target.chance.choice(target.others)[begin:end] + target.data[end:]
-    )
+def _edit_header(data: bytes, chance: Random) -> bytes:
+    fields = place = json.loads(data[8:PAGE])
+    name = chance.choice(list(place))
+    while isinstance(place[name], dict) and chance.random() < 0.8:
+        place = place[name]
+        name = chance.choice(list(place))
+    action = chance.randrange(3)
+    if action == 1:
+        del place[name]
+    else:
+        place[name if action == 0 else f"{name}x"] = chance.choice(_HOSTILE)
+    return _with_header(data, json.dumps(fields, separators=(",", ":")).encode(), chance)
+
+
+def _header_length(data: bytes, chance: Random) -> bytes:
+    lengths = [0, 1, 7, PAGE - 9, PAGE - 7, 1 << 20, (1 << 20) + 1, 1 << 31, 1 << 63, (1 << 64) - 1]
+    return struct.pack("<Q", chance.choice(lengths)) + data[8:]
+
+
+def _duplicate_names(data: bytes, chance: Random) -> bytes:
+    name = chance.choice([b"__metadata__", b"l0000", b"l0002"])
+    return _with_header(data, data[8:PAGE].rstrip()[:-1] + b',"' + name + b'":{}}', chance)
+
+
+def _odd_json(data: bytes, chance: Random) -> bytes:
+    deep = chance.choice([b"[", b'{"a":']) * chance.choice([100, 1000, 100_000])
+    odd = [deep, b"", b"null", b"[]", b'"', b"\xff\xfe" * 99, b"{", b"1e999", b"NaN"]
+    return _with_header(data, chance.choice(odd), chance)
+
+
+def _of_another(data: bytes, other: bytes, chance: Random) -> bytes:
+    """Header, data, some layers or all of another payload."""
+    begin = chance.randrange(PAGE, len(data), 512)
+    end = min(begin + 512 * chance.randint(1, 8), len(data))
+    return chance.choice(
+        [other, other[:PAGE] + data[PAGE:], data[:PAGE] + other[PAGE:],
+         data[:begin] + other[begin:end] + data[end:]]
+    )  # fmt: skip
+
+
+_HEADERS: dict[str, Callable[[bytes, Random], bytes]] = {
+    "length of the header": _header_length,
+    "edit the header": _edit_header,
+    "duplicate names in the header": _duplicate_names,
+    "odd JSON in the header": _odd_json,
+}
+PAYLOAD = [*_BYTES, *_HEADERS, "of another", "replace"]
+
+
+def damage_payload(name: str, target: Target, path: Path) -> None:
+    """``name`` is one of :data:`PAYLOAD`."""
+    data, chance = path.read_bytes(), target.chance
+    if name == "replace":
+        _replace(path, target)
+    elif name == "of another":
+        others = Lab.payloads(target.other)
+        path.write_bytes(_of_another(data, chance.choice(others).read_bytes(), chance))
+    else:
+        path.write_bytes({**_BYTES, **_HEADERS}[name](data, chance))
+
+
+def restore(path: Path, data: bytes) -> None:
+    """The file as it was, whatever is there now."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    path.write_bytes(data)
+
+
+def _replace(path: Path, target: Target) -> None:
+    """Nothing, a link, a FIFO, a directory or other bytes in place of a file."""
+    chance = target.chance
+    data = path.read_bytes() if path.is_file() else b""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    kind = chance.randrange(7)
+    if kind == 0:
+        os.mkfifo(path)
+    elif kind == 1:
+        path.mkdir()
+        (path / "inside").write_bytes(b"mine")
+    elif kind == 2:
+        path.symlink_to(chance.choice([target.outside, path.parent, "nowhere"]))
+    elif kind == 3:  # the right bytes behind a link, which must not be followed
+        elsewhere = target.outside.with_name("elsewhere")
+        elsewhere.write_bytes(data)
+        path.symlink_to(elsewhere)
+    elif kind == 4:
+        path.write_bytes(chance.randbytes(chance.choice([0, 1, 64, 5000])))
+
+
+# -- index -------------------------------------------------------------------------------------------
+
+
+def _database(root: Path) -> Path:
+    (path,) = (root / "index").glob("*.db")
+    return path
+
+
+def _index_bytes(target: Target) -> None:
+    """The database, or its WAL if there is one."""
+    path = _database(target.root)
+    wal = path.with_name(f"{path.name}-wal")
+    if wal.exists() and wal.stat().st_size and target.chance.random() < 0.5:
+        path = wal
+    change = target.chance.choice(list(_BYTES.values()))
+    path.write_bytes(change(path.read_bytes(), target.chance))
+
+
+def _of_another_store(target: Target) -> None:
+    source = _database(target.other)
+    shutil.copy(source, target.root / "index" / source.name)
 
 
 def _vanish(target: Target) -> None:
-    target.path.unlink()
+    _database(target.root).unlink()
 
 
-def _link(target: Target) -> None:
-    target.path.unlink()
-    target.path.symlink_to(target.chance.choice([target.outside, target.path.parent, "nowhere"]))
+def _edit_rows(target: Target) -> None:
+    """Change, swap, add or delete rows of any table."""
+    chance = target.chance
+    hostile = [*_HOSTILE, b"", b"\xff" * 64, pickle.dumps(Trap(target.outside.with_name("trap")))]
+    values = [value for value in hostile if not isinstance(value, list | dict)]
+    with _connected(target) as database:
+        tables = [
+            name
+            for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type='table'")
+        ]
+        table = chance.choice(tables)
+        columns = [row[1] for row in database.execute(f"PRAGMA table_info({table})")]
+        column = chance.choice([*columns, "rowid"])
+        one = f"rowid = (SELECT rowid FROM {table} ORDER BY random() LIMIT 1)"
+        where, value = chance.choice([one, "1"]), chance.choice(values)
+        statement, *given = chance.choice(
+            [
+                (f"UPDATE OR REPLACE {table} SET {column} = ? WHERE {where}", value),
+                (f"UPDATE OR REPLACE {table} SET {column} = {column} + 1 WHERE {where}",),
+                (f"UPDATE OR REPLACE {table} SET {column} = "
+                 f"(SELECT {column} FROM {table} ORDER BY random() LIMIT 1)",),
+                (f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(columns))})",
+                 *chance.choices(values, k=len(columns))),
+                (f"DELETE FROM {table} WHERE {where}",),
+            ]
+        )  # fmt: skip
+        database.execute(statement, given)
 
 
-def _linked_copy(target: Target) -> None:
-    """The right bytes, but elsewhere: not followed all the same."""
-    elsewhere = target.outside.with_name("elsewhere")
-    elsewhere.write_bytes(target.data)
-    target.path.unlink()
-    target.path.symlink_to(elsewhere)
+def _change_schema(target: Target) -> None:
+    with _connected(target) as database:
+        database.execute("PRAGMA writable_schema = ON")
+        schema = database.execute(
+            "SELECT type, name, tbl_name FROM sqlite_master WHERE sql NOT NULL"
+        )
+        kind, name, table = target.chance.choice(schema.fetchall())
+        statements = [
+            f"CREATE TRIGGER evil AFTER INSERT ON {table} BEGIN DELETE FROM {table}; END",
+            "CREATE TABLE more (x)",
+            f"CREATE VIEW peek AS SELECT * FROM {table}",
+            f"DROP {kind} {name}",
+            f"ALTER TABLE {table} ADD COLUMN more",
+            f"ALTER TABLE {table} RENAME TO Other",
+            f"UPDATE sqlite_master SET sql = 'x' WHERE name = '{name}'",
+            "UPDATE sqlite_master SET rootpage = 2",
+            f"UPDATE sqlite_master SET rootpage = 9999 WHERE name = '{name}'",
+            f"DELETE FROM sqlite_master WHERE name = '{name}'",
+            "PRAGMA user_version = 7",
+            "PRAGMA journal_mode = DELETE",
+        ]
+        database.execute(target.chance.choice(statements))
 
 
-def _fifo(target: Target) -> None:
-    target.path.unlink()
-    os.mkfifo(target.path)
+@contextlib.contextmanager
+def _connected(target: Target) -> Any:
+    """Statements that SQLite refuses do no damage."""
+    database = sqlite3.connect(_database(target.root), timeout=0.1, isolation_level=None)
+    with (
+        contextlib.closing(database),
+        contextlib.suppress(sqlite3.Error, OverflowError, UnicodeError),
+    ):
+        yield database
 
 
-def _directory(target: Target) -> None:
-    target.path.unlink()
-    target.path.mkdir()
-    if target.chance.random() < 0.5:
-        (target.path / "inside").write_bytes(b"mine")
+def _replace_small_file(target: Target) -> None:
+    """One of the files that a store opens by name."""
+    database = _database(target.root).name
+    names = [database, f"{database}-wal", f"{database}-journal", "lock", "unfinished"]
+    paths = [*(f"index/{name}" for name in names), "format", "disk-bytes"]
+    _replace(target.root / target.chance.choice(paths), target)
 
 
-PAYLOAD: dict[str, Damage] = {
-    function.__name__.strip("_"): function
-    for function in (
-        _flip_anywhere,
-        _flip_in_header,
-        _flip_in_length,
-        _overwrite,
-        _truncate,
-        _extend,
-        _insert,
-        _remove_bytes,
-        _swap_pages,
-        _of_another,
-        _header_of_another,
-        _data_of_another,
-        _layer_of_another,
-        header_damage.length,
-        header_damage.edit_header,
-        header_damage.duplicate_names,
-        header_damage.deep_json,
-        header_damage.no_json,
-        _vanish,
-        _link,
-        _linked_copy,
-        _fifo,
-        _directory,
-    )
+def _plant_file(target: Target) -> None:
+    """Something unexpected under a name that the store would give."""
+    owner, nonce, key = "a" * 16, "b" * 16, Lab.key(1)
+    names = [
+        f"tmp/{owner}.writer",
+        f"tmp/{owner}.{nonce}.part",
+        f"pinned/{Lab.namespace}.{key}",
+        f"quarantine/{_database(target.root).name}",
+        f"kv/{Lab.namespace}/{key[:2]}/{key}.{nonce}.kv",
+        f"kv/{'c' * 64}/{key[:2]}/{key}.{nonce}.kv",
+        f"kv/{Lab.namespace}/{key[:2]}/README",
+    ]
+    path = target.root / target.chance.choice(names)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _replace(path, target)
+
+
+INDEX: dict[str, Callable[[Target], None]] = {
+    "index: bytes": _index_bytes,
+    "index: of another store": _of_another_store,
+    "index: vanish": _vanish,
+    "index: edit rows": _edit_rows,
+    "index: change schema": _change_schema,
+    "index: replace a small file": _replace_small_file,
+    "index: plant a file": _plant_file,
 }
+#: After these a store may refuse to be opened or written, because the file in the way is not its own.
+REFUSABLE = ("index: replace a small file", "index: plant a file")
+#: These may happen while the store is open.
+WHILE_OPEN = tuple(name for name in INDEX if name not in REFUSABLE)

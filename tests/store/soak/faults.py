@@ -1,35 +1,175 @@
-"""Every system call of an operation fails once, one by one; and the same for kills and power cuts.
+"""Operations of a store during which system calls fail, the process is killed, or the power goes.
 
-Owns which errors fit which call. After each: what was acknowledged is there bit-exact, the error
-was one of ours, the same store object and a new one can be used.
+Every call fails once, one by one. Afterwards all acknowledged chunks must be there bit-exact, the error
+must have been one of ours, and the same store object and a new one must work.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import itertools
 import os
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from soak.audit import PATIENCE_S, Verdict, audit
-from soak.line import Heard
+from kv_lab import Lab
+
+from blendrag.errors import BlendragError
+from blendrag.store import DiskStore
+from soak.audit import PLENTY, Report, Verdict, audit, make_chunks, put, read
+from soak.children import PATIENCE_S, Heard, Teller, summary
 from soak.power import Disk, outcomes
-from soak.report import Report
-from soak.scenarios import FRESH, NUMBERS, Scenario
 from soak.tracer import Call, Stuck, Traced
 
-#: Calls that take room on the disk or make something durable.
+#: All chunks that the operations put, and one that the audit puts.
+NUMBERS, FRESH = range(1, 8), 9
+_FEW = 3 * Lab.entry_bytes
+
+# -- operations --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation to be disturbed."""
+
+    build: Callable[[Path], object]
+    """Makes the store that it begins with."""
+    act: Callable[[DiskStore, Teller], object]
+    required: tuple[int, ...]
+    """Chunks that must be there afterwards, as well as the acknowledged ones."""
+    limit_bytes: int = PLENTY
+    opens: bool = False
+    """Whether opening the store is part of the operation."""
+    evicts: bool = False
+    """Whether acknowledged chunks except the last may be evicted."""
+    before: Callable[[DiskStore, Teller], object] = lambda store, teller: None
+    """What the same store does beforehand, undisturbed."""
+    may_lose: int = 0
+    """Chunks that one fault may cost: a file that could not be read is set aside."""
+
+    def prepare(self, root: Path, pipe: int, attempts: int) -> Callable[[], None]:
+        """For the child: get ready, and return the action to disturb.
+
+        A second attempt, undisturbed and with the same store, must succeed.
+        """
+        teller, store = Teller(pipe), None
+        if not self.opens:
+            store = DiskStore(root, self.limit_bytes)
+            self.before(store, teller)
+
+        def action() -> None:
+            for attempt in range(attempts):
+                try:
+                    if store is not None:
+                        self.act(store, teller)
+                    else:
+                        with contextlib.closing(DiskStore(root, self.limit_bytes)) as opened:
+                            self.act(opened, teller)
+                except BlendragError as exc:
+                    kind = "complaints" if attempt else "errors"
+                    teller.say(kind, f"{type(exc).__name__}: {exc}")
+                except Exception as exc:
+                    teller.say("complaints", f"no named error: {summary(exc)}")
+                teller.say("attempts")
+
+        return action
+
+
+def _filled(*numbers: int, limit_bytes: int = PLENTY) -> Callable[[Path], None]:
+    def build(root: Path) -> None:
+        make_chunks([*NUMBERS, FRESH])
+        with contextlib.closing(DiskStore(root, limit_bytes)) as store:
+            for number in numbers:
+                put(store, number)
+            if limit_bytes != PLENTY:
+                store.pin(Lab.namespace, Lab.key(1))
+
+    return build
+
+
+def _crashed(root: Path) -> None:
+    """Three chunks, one of them not in the index, and what two dead writers left."""
+    _filled(1, 2, 3)(root)
+    (path,) = (root / "kv").rglob(f"{Lab.key(1)}.*.kv")
+    data = path.read_bytes()
+    with contextlib.closing(DiskStore(root, PLENTY)) as store:
+        store.delete(Lab.namespace, Lab.key(1))
+    path.write_bytes(data)
+    for owner in ("0" * 16, "1" * 16):
+        (root / "tmp" / f"{owner}.writer").touch(0o600)
+        (root / "tmp" / f"{owner}.{'2' * 16}.part").write_bytes(b"half a payload")
+
+
+def _with_database(change: Callable[[Path], object]) -> Callable[[Path], None]:
+    def build(root: Path) -> None:
+        _filled(1, 2, 3)(root)
+        (database,) = (root / "index").glob("*.db")
+        change(database)
+
+    return build
+
+
+def _put(*numbers: int) -> Callable[[DiskStore, Teller], None]:
+    def act(store: DiskStore, teller: Teller) -> None:
+        for number in numbers:
+            put(store, number, teller)
+
+    return act
+
+
+def _pin(store: DiskStore, teller: Teller) -> None:
+    store.pin(Lab.namespace, Lab.key(1))
+    put(store, 4, teller)
+
+
+def _read_all(store: DiskStore, teller: Teller) -> None:
+    for number in (1, 2, 3):
+        if read(store, number) is False:
+            teller.say("complaints", f"chunk {number} is wrong")
+    if set(store.keys(Lab.namespace)) - {Lab.key(number) for number in (1, 2, 3)}:
+        teller.say("complaints", "keys that were never put")
+    store.stats()
+
+
+def _recover(store: DiskStore, teller: Teller) -> None:
+    store.recover()
+
+
+_FILLED, _ALL = _filled(1, 2, 3), (1, 2, 3)
+OPERATIONS = {
+    "create": Operation(lambda root: make_chunks([*NUMBERS, FRESH]), _put(1), (), opens=True),
+    "put": Operation(_FILLED, _put(4, 5), _ALL),
+    "evict": Operation(
+        _filled(1, 2, 3, limit_bytes=_FEW), _put(4, 5, 6), (1,), limit_bytes=_FEW, evicts=True
+    ),
+    "open after a crash": Operation(_crashed, _read_all, _ALL, opens=True, may_lose=1),
+    "recover after a crash": Operation(_crashed, _recover, _ALL, opens=True),
+    "recover without index": Operation(
+        _with_database(Path.unlink), _recover, _ALL, opens=True
+    ),
+    "recover a damaged index": Operation(
+        _with_database(lambda path: path.write_bytes(b"no database" * 1000)), _recover, _ALL, opens=True
+    ),
+    "delete": Operation(
+        _FILLED, lambda store, teller: store.delete(Lab.namespace, Lab.key(1)), (2, 3)
+    ),
+    "pin": Operation(_FILLED, _pin, _ALL),
+    "read": Operation(_FILLED, _read_all, _ALL, may_lose=1),
+    "close": Operation(_FILLED, lambda store, teller: store.close(), _ALL, before=_put(4)),
+}  # fmt: skip
+
+# -- faults ------------------------------------------------------------------------------------------
+
+#: Calls that take space on the disk, make something durable, or move bytes.
 _WRITING = ("write", "pwrite", "writev", "pwritev", "ftruncate", "fallocate", "mkdir", "rename")
 _SYNCING = ("fsync", "fdatasync")
 _MOVING = ("read", "pread", "preadv", "write", "pwrite")
-#: Moving half of what was asked for is no error.
-SHORT = 0
-KILL = -1
+#: Moving half of the bytes is not an error.
+SHORT, KILL = 0, -1
 
 
 @dataclass(frozen=True)
@@ -45,8 +185,8 @@ class Fault:
 
 
 def faults_of(call: Call) -> list[Fault]:
-    """All that can happen at a call."""
-    if call.name == "unlock":  # of a descriptor that is open: that does not fail
+    """All faults that can happen at a call."""
+    if call.name == "unlock":  # does not fail for an open descriptor
         return [Fault(call, KILL)]
     kinds = [errno.EIO, KILL]
     if call.name in (*_WRITING, *_SYNCING) or call.creates:
@@ -61,26 +201,30 @@ def faults_of(call: Call) -> list[Fault]:
 
 
 class Bench:
-    """Runs scenarios in a directory of its own."""
+    """Runs one operation again and again, each time on a copy of the same store."""
 
-    def __init__(self, place: Path) -> None:
-        self._here = place / "here"
+    def __init__(self, directory: Path, operation: Operation) -> None:
+        self._operation = operation
+        self._here = directory / "here"
         self._root = self._here / "store"
-        self._original = place / "original"
+        self._original = directory / "original"
+        _remove(self._original)
+        self._original.mkdir()
+        operation.build(self._original / self._root.name)
 
-    def calls(self, scenario: Scenario) -> list[Call]:
-        """The system calls of a scenario on its store, undisturbed."""
-        self._build(scenario)
-        traced, heard, pipe = self._start(scenario, attempts=1)
+    def calls(self) -> list[Call]:
+        """The system calls of the operation, undisturbed."""
+        traced, heard = self._start(attempts=1)
         calls = list(traced.calls())
-        self._end(traced, heard, pipe)
+        self._end(traced, heard)
         if heard.errors or heard.complaints:
-            raise AssertionError(f"{scenario.name} fails in peace: {heard}")
+            raise AssertionError(
+                f"the operation fails undisturbed: {heard.errors} {heard.complaints}"
+            )
         return calls
 
-    def run(self, scenario: Scenario, fault: Fault) -> Verdict:
-        """One fault. :meth:`calls` of this scenario came before."""
-        traced, heard, pipe = self._start(scenario, attempts=2)
+    def run(self, fault: Fault) -> Verdict:
+        traced, heard = self._start(attempts=2)
         for call in traced.calls():
             if call.number == fault.call.number:
                 if fault.what == KILL:
@@ -90,107 +234,82 @@ class Bench:
                 else:
                     traced.fail(fault.what)
                 break
-        failure = self._end(traced, heard, pipe)
-        complaints = [*heard.complaints, *([failure] if failure else [])]
-        if fault.what != KILL and heard.attempts < 2 and not failure:
-            complaints.append(f"crash: {heard.attempts} of 2 attempts came to an end")
-        seen = self._audit(scenario, heard)
-        lost = seen.lost if len(seen.lost) > (scenario.may_lose if fault.what > 0 else 0) else ()
-        return Verdict(lost, seen.wrong, (*complaints, *seen.complaints), seen.found)
+        self._end(traced, heard)
+        if fault.what != KILL and heard.attempts < 2 and not heard.complaints:
+            heard.complaints.append(f"crash: {heard.attempts} of 2 attempts came to an end")
+        seen = self._audit(heard, self._root)
+        allowed = self._operation.may_lose if fault.what > 0 else 0
+        lost = seen.lost if len(seen.lost) > allowed else ()
+        return Verdict(lost, seen.wrong, (*heard.complaints, *seen.complaints))
 
     def cuts(
-        self, scenario: Scenario, chance: random.Random, mixtures: int, stride: int = 1
+        self, chance: random.Random, mixtures: int, stride: int = 1
     ) -> Iterator[tuple[str, Verdict]]:
         """Cut the power before every ``stride``-th call that changes something, and at the end."""
-        self._build(scenario)
-        traced, heard, pipe = self._start(scenario, attempts=1)
-        disk, steps = Disk(self._here), itertools.count()
+        traced, heard = self._start(attempts=1)
+        disk, changes = Disk(self._here), 0
         try:
             for call in traced.calls():
-                changes = call.name in (*_WRITING, *_SYNCING, "unlink") or call.creates
-                if changes and next(steps) % stride == 0:
-                    heard.hear(pipe)
-                    yield from self._cut(scenario, disk, heard, chance, mixtures, str(call))
+                if call.name in (*_WRITING, *_SYNCING, "unlink") or call.creates:
+                    if changes % stride == 0:
+                        yield from self._cut(disk, heard, chance, mixtures, str(call))
+                    changes += 1
                 if call.name in _SYNCING and traced.finish() == 0:
                     disk.sync(self._here / call.path)
-            heard.hear(pipe)
-            yield from self._cut(scenario, disk, heard, chance, mixtures, "the end")
+            yield from self._cut(disk, heard, chance, mixtures, "the end")
         finally:
-            self._end(traced, heard, pipe)
+            self._end(traced, heard)
 
     def _cut(
-        self,
-        scenario: Scenario,
-        disk: Disk,
-        heard: Heard,
-        chance: random.Random,
-        mixtures: int,
-        where: str,
+        self, disk: Disk, heard: Heard, chance: random.Random, mixtures: int, where: str
     ) -> Iterator[tuple[str, Verdict]]:
         after = self._here.with_name("after")
+        heard.hear()
         for survives in outcomes(chance, mixtures):
             _remove(after)
             disk.cut(after, survives)
-            yield f"power cut before {where}", self._audit(scenario, heard, after / self._root.name)
+            yield f"power cut before {where}", self._audit(heard, after / self._root.name)
 
-    def _audit(self, scenario: Scenario, heard: Heard, root: Path | None = None) -> Verdict:
-        required = scenario.required(heard.acknowledged)
-        return audit(root or self._root, required, NUMBERS, scenario.limit_bytes, FRESH)
+    def _audit(self, heard: Heard, root: Path) -> Verdict:
+        acknowledged = heard.acknowledged[-1:] if self._operation.evicts else heard.acknowledged
+        required = {*self._operation.required, *acknowledged}
+        return audit(root, required, NUMBERS, self._operation.limit_bytes, FRESH)
 
-    def _build(self, scenario: Scenario) -> None:
-        """Make what the scenario begins with, to be copied as often as need be."""
-        _remove(self._original)
-        self._original.mkdir()
-        scenario.build(self._original / self._root.name)
-
-    def _start(self, scenario: Scenario, attempts: int) -> tuple[Traced, Heard, int]:
+    def _start(self, attempts: int) -> tuple[Traced, Heard]:
         _remove(self._here)
         shutil.copytree(self._original, self._here)
         source, sink = os.pipe()
-        os.set_blocking(source, False)
-        traced = Traced(self._here, partial(scenario.prepare, self._root, sink, attempts))
+        traced = Traced(self._here, partial(self._operation.prepare, self._root, sink, attempts))
         os.close(sink)
-        return traced, Heard(), source
+        return traced, Heard(source)
 
     @staticmethod
-    def _end(traced: Traced, heard: Heard, pipe: int) -> str | None:
+    def _end(traced: Traced, heard: Heard) -> None:
         """Let the child end, and hear the last of it."""
-        failure = None
         try:
             status = traced.wait(PATIENCE_S)
             if status not in (0, -9):
-                failure = f"crash: the child ended with status {status}"
+                heard.complaints.append(f"crash: the child ended with status {status}")
         except Stuck as exc:
-            failure = f"hang: {exc}"
-        heard.hear(pipe)
-        os.close(pipe)
-        return failure
+            heard.complaints.append(f"hang: {exc}")
+        heard.close()
 
 
-def fail_everything(
-    place: Path, scenarios: tuple[Scenario, ...], report: Report, most: int | None = None
-) -> None:
-    """Every fault of these scenarios, or about so many of each, evenly spread."""
-    bench = Bench(place)
-    for scenario in scenarios:
-        faults = [fault for call in bench.calls(scenario) for fault in faults_of(call)]
-        for fault in faults[:: 1 if most is None else -(-len(faults) // most)]:
-            report.note("faults", f"{scenario.name}, {fault}", bench.run(scenario, fault))
+def fail_everything(directory: Path, name: str, report: Report, most: int | None = None) -> None:
+    """Every fault of an operation, or about ``most`` of them, evenly spread."""
+    bench = Bench(directory, OPERATIONS[name])
+    faults = [fault for call in bench.calls() for fault in faults_of(call)]
+    for fault in faults[:: 1 if most is None else -(-len(faults) // most)]:
+        report.note("faults", f"{name}, {fault}", bench.run(fault))
 
 
 def cut_everywhere(
-    place: Path,
-    scenarios: tuple[Scenario, ...],
-    report: Report,
-    mixtures: int,
-    seed: int,
-    stride: int = 1,
+    directory: Path, name: str, report: Report, mixtures: int, seed: int, stride: int = 1
 ) -> None:
-    """Power cuts at every ``stride``-th step of these scenarios."""
-    bench, chance = Bench(place), random.Random(seed)
-    for scenario in scenarios:
-        for where, verdict in bench.cuts(scenario, chance, mixtures, stride):
-            report.note("power cuts", f"{scenario.name}, {where}", verdict)
+    """Power cuts at every ``stride``-th step of an operation."""
+    bench = Bench(directory, OPERATIONS[name])
+    for where, verdict in bench.cuts(random.Random(seed), mixtures, stride):
+        report.note("power cuts", f"{name}, {where}", verdict)
 
 
 def _remove(path: Path) -> None:

@@ -1,9 +1,8 @@
-"""Power cuts: what was not fsynced when the power went is lost, kept or torn, in any mixture.
+"""Power cuts: what was not fsynced is lost, kept or torn, in any mixture.
 
-A traced child tells when it fsyncs a file or a directory; that much is durable. Everything else at
-the moment of the cut is uncertain, each directory entry by itself and each page of a file by
-itself: a rename may be there in its target and not gone from its source, or neither, a file may
-have its new length and its old bytes. File systems are kinder than that.
+At the cut, everything not synced is uncertain: each directory entry and each page of a file by itself.
+A rename may be there in its target and in its source, or in neither; a file may have its new length and
+its old bytes. Real file systems lose less.
 """
 
 from __future__ import annotations
@@ -15,20 +14,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _PAGE = 4096
-#: Inode and name of everything in a directory.
-Listing = dict[str, int]
-#: Of a thing that has a durable and a present state: which one the cut leaves.
-Choose = Callable[[], bool]
+#: Whether the present state survives, of something whose durable state differs.
+Survives = Callable[[], bool]
 
 
 class Disk:
-    """What of a directory is durable. Everything is, when watching begins."""
+    """Tracks which files and directory entries are durable. At first, all are."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._files: dict[int, bytes] = {}
-        self._written_ns: dict[int, int] = {}
-        self._listings: dict[int, Listing] = {}
+        self._files: dict[int, tuple[bytes, int]] = {}
+        """Bytes and time of writing by inode."""
+        self._listings: dict[int, dict[str, int]] = {}
+        """Inodes by name, by inode of the directory."""
         for path in [root, *root.rglob("*")]:
             self.sync(path)
 
@@ -38,15 +36,14 @@ class Disk:
         if stat.S_ISDIR(status.st_mode):
             self._listings[status.st_ino] = _listing(path)
         elif stat.S_ISREG(status.st_mode):
-            self._files[status.st_ino] = path.read_bytes()
-            self._written_ns[status.st_ino] = status.st_mtime_ns
+            self._files[status.st_ino] = path.read_bytes(), status.st_mtime_ns
 
-    def cut(self, target: Path, survives: Choose) -> None:
+    def cut(self, target: Path, survives: Survives) -> None:
         """Write to ``target`` what is found when the power is back."""
         now = {path.lstat().st_ino: path for path in [self._root, *self._root.rglob("*")]}
         self._restore(self._root.lstat().st_ino, now, target, survives)
 
-    def _restore(self, inode: int, now: dict[int, Path], target: Path, survives: Choose) -> None:
+    def _restore(self, inode: int, now: dict[int, Path], target: Path, survives: Survives) -> None:
         path = now.get(inode)
         if inode in self._listings or (path is not None and path.is_dir()):
             target.mkdir(mode=0o700)
@@ -58,19 +55,20 @@ class Disk:
                 if entry is not None:
                     self._restore(entry, now, target / name, survives)
             return
-        durable_bytes = self._files.get(inode)
-        present_bytes = durable_bytes if path is None else path.read_bytes()
-        target.write_bytes(_torn(durable_bytes or b"", present_bytes or b"", survives))
-        written_ns = self._written_ns.get(inode, 0) if path is None else path.stat().st_mtime_ns
+        durable_bytes, written_ns = self._files.get(inode, (b"", 0))
+        present_bytes = durable_bytes
+        if path is not None:
+            present_bytes, written_ns = path.read_bytes(), path.stat().st_mtime_ns
+        target.write_bytes(_torn(durable_bytes, present_bytes, survives))
         os.utime(target, ns=(written_ns, written_ns))
 
 
-def _listing(directory: Path) -> Listing:
+def _listing(directory: Path) -> dict[str, int]:
     return {entry.name: entry.inode() for entry in os.scandir(directory)}
 
 
-def _torn(durable: bytes, present: bytes, survives: Choose) -> bytes:
-    """One length of the two, and each page from either; where the durable one ends, zeros."""
+def _torn(durable: bytes, present: bytes, survives: Survives) -> bytes:
+    """One of the two lengths, and each page from either; zeros after the end of the durable bytes."""
     if durable == present:
         return durable
     length = len(present if survives() else durable)
@@ -81,8 +79,8 @@ def _torn(durable: bytes, present: bytes, survives: Choose) -> bytes:
     return b"".join(pages)
 
 
-def outcomes(chance: random.Random, mixtures: int) -> Iterator[Choose]:
-    """Nothing survives that was not fsynced; all of it; then any mixtures."""
+def outcomes(chance: random.Random, mixtures: int) -> Iterator[Survives]:
+    """Nothing survives; everything survives; then mixtures."""
     yield lambda: False
     yield lambda: True
     for _ in range(mixtures):

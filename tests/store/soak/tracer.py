@@ -1,7 +1,6 @@
-"""A forked child, stopped before and after every system call that it makes below one directory.
+"""A forked child that is stopped before every system call it makes below one directory (ptrace).
 
-Owns ptrace, by which the store's own calls are seen as well as SQLite's. Knows nothing of stores.
-The registers are those of x86-64; :func:`unavailable` says so elsewhere.
+SQLite's calls are seen as well as the store's. Works on Linux for x86-64 only.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from soak.calls import CALLS, OPEN_FLAGS_AT
-
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.ptrace.restype = ctypes.c_long
 _libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
@@ -31,8 +28,29 @@ _SYSGOOD, _EXITKILL = 1, 1 << 20
 _RAX, _RDX, _ORIG_RAX = 10 * 8, 12 * 8, 15 * 8
 _AT_FDCWD = -100
 _PAGE = 4096
-#: Kind of stop: before a system call, and not behind it.
+#: Kind of stop: before a system call, and not after it.
 _BEFORE = 1
+
+#: System calls by number: name, and which argument is a descriptor, a path, or a directory and a path.
+_CALLS = {
+    number: (name, form, place)
+    for form, place, calls in (
+        ("fd", 0, {0: "read", 1: "write", 5: "fstat", 17: "pread", 18: "pwrite", 20: "writev",
+                   72: "fcntl", 73: "flock", 74: "fsync", 75: "fdatasync", 77: "ftruncate",
+                   91: "fchmod", 138: "fstatfs", 217: "getdents", 285: "fallocate", 295: "preadv",
+                   296: "pwritev"}),
+        ("fd", 4, {9: "mmap"}),
+        ("path", 0, {2: "open", 4: "stat", 6: "lstat", 21: "access", 83: "mkdir", 84: "rmdir",
+                     87: "unlink", 90: "chmod", 137: "statfs"}),
+        ("path", 1, {82: "rename"}),
+        ("directory", 0, {257: "open", 258: "mkdir", 262: "stat", 263: "unlink", 268: "chmod",
+                          269: "access", 332: "stat", 439: "access"}),
+        ("directory", 2, {264: "rename", 316: "rename"}),
+    )
+    for number, name in calls.items()
+}  # fmt: skip
+#: Which argument of an open has the flags.
+_OPEN_FLAGS = {2: 1, 257: 2}
 
 
 @dataclass(frozen=True)
@@ -40,19 +58,19 @@ class Call:
     """One system call below the directory."""
 
     number: int
-    """How many there were before it."""
+    """How many came before it."""
     name: str
     path: str
     """Relative to the directory."""
     creates: bool
-    """Whether it may make a file: an ``open`` with ``O_CREAT``."""
+    """Whether it may create a file: an ``open`` with ``O_CREAT``."""
 
     def __str__(self) -> str:
         return f"#{self.number} {self.name} {self.path}"
 
 
 def unavailable() -> str | None:
-    """Why nothing can be traced on this machine, if it cannot."""
+    """Why nothing can be traced on this machine; ``None`` if it can."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return "system calls are traced on Linux for x86-64 only"
     child = os.fork()
@@ -66,55 +84,55 @@ class Stuck(Exception):
 
 
 class Traced:
-    """A child that has run ``prepare`` and is stopped before ``action``."""
+    """A child that has run ``prepare`` and is stopped before the action that it returned."""
 
     def __init__(self, root: Path, prepare: Callable[[], Callable[[], None]]) -> None:
-        """``prepare`` runs untraced in the child and returns the action to trace."""
+        """``prepare`` runs untraced in the child."""
         self._root = str(root.resolve())
         self._calls = 0
         self._ended: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            _be_traced(prepare)
+            _live(prepare)
         os.waitpid(self.pid, 0)
         self._ptrace(_SETOPTIONS, None, _SYSGOOD | _EXITKILL)
 
     def calls(self) -> Iterator[Call]:
-        """Each call, the child stopped before it. After the last one, the child has ended."""
+        """Each call, with the child stopped before it. After the last one the child has ended."""
         while self._next_stop():
             call = self._current()
             if call is not None:
                 yield call
 
     def fail(self, code: int) -> None:
-        """Let the call at hand not happen and return ``code`` as its error."""
+        """Skip the current call, let it return the error ``code``, and stop tracing."""
         self._poke(_ORIG_RAX, -1)
         self._next_stop()
         self._poke(_RAX, -code)
         self._ptrace(_DETACH)
 
     def shorten(self) -> None:
-        """Let the call at hand, a read or write, move half of what it was asked to."""
+        """Let the current read or write move half of its bytes, and stop tracing."""
         count = self._info()[4]
         self._poke(_RDX, max(1, count // 2))
         self._next_stop()
-        self._poke(_RDX, count)  # the kernel leaves this register alone, and callers count on it
+        self._poke(_RDX, count)  # the kernel preserves this register, and callers rely on it
         self._ptrace(_DETACH)
 
     def finish(self) -> int:
-        """Let the child complete the call at hand; its value, or minus the error."""
+        """Let the child complete the current call; its value, or minus the error."""
         self._next_stop()
         (value,) = struct.unpack_from("<q", self._raw_info(), 24)
         return int(value)
 
     def kill(self) -> None:
-        """End the child at once, before the call at hand."""
+        """Kill the child before the current call."""
         if self._ended is None:
             os.kill(self.pid, signal.SIGKILL)
             self._ended = os.waitpid(self.pid, 0)[1]
 
     def wait(self, timeout_s: float) -> int:
-        """Exit status of the child let go by :meth:`fail` or :meth:`shorten`."""
+        """Exit status of the child after :meth:`fail` or :meth:`shorten`."""
         deadline = time.monotonic() + timeout_s
         while self._ended is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -155,17 +173,17 @@ class Traced:
 
     def _current(self) -> Call | None:
         kind, number, *arguments = self._info()
-        if kind != _BEFORE or number not in CALLS:
+        if kind != _BEFORE or number not in _CALLS:
             return None
-        name, form, place = CALLS[number]
+        name, form, place = _CALLS[number]
         try:
             path = self._path(form, arguments, place)
         except OSError:
             return None
         if path != self._root and not path.startswith(self._root + "/"):
             return None
-        flags_at = OPEN_FLAGS_AT.get(number)
-        creates = flags_at is not None and bool(arguments[flags_at] & os.O_CREAT)
+        flags = _OPEN_FLAGS.get(number)
+        creates = flags is not None and bool(arguments[flags] & os.O_CREAT)
         if self._unlocks(name, arguments):
             name = "unlock"
         self._calls += 1
@@ -180,9 +198,9 @@ class Traced:
         return False
 
     def _path(self, form: str, arguments: list[int], place: int) -> str:
-        if form == "f":
+        if form == "fd":
             return os.readlink(f"/proc/{self.pid}/fd/{_signed(arguments[place])}")
-        if form == "p":
+        if form == "path":
             return os.path.abspath(self._text(arguments[place]))
         directory, text = _signed(arguments[place]), self._text(arguments[place + 1])
         if text.startswith("/") or directory == _AT_FDCWD:
@@ -213,8 +231,8 @@ def _signed(value: int) -> int:
     return ctypes.c_int(value & 0xFFFF_FFFF).value
 
 
-def _be_traced(prepare: Callable[[], Callable[[], None]]) -> None:
-    """The child's whole life. Status 70 is an exception that nobody expected, a Ctrl-C its parent's."""
+def _live(prepare: Callable[[], Callable[[], None]]) -> None:
+    """The child's whole life. Status 70 is an unexpected exception."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     status = 70
     with contextlib.suppress(BaseException):
