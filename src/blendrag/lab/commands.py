@@ -49,8 +49,7 @@ def _unavailable(name: str, missing: list[str]) -> Callable[..., None]:
     def command(context: typer.Context) -> int:
         """Not installed: pip install 'blendrag[lab]'."""
         raise InvalidInputError(
-            f"blendrag {name} needs {' and '.join(missing)}, which are not installed; "
-            "pip install 'blendrag[lab]'"
+            f"blendrag {name} needs {', '.join(missing)}; pip install 'blendrag[lab]'"
         )
 
     return command
