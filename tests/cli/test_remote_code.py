@@ -1,4 +1,4 @@
-"""Python files of a model's directory are run only where the caller says so, whatever stdin says."""
+"""Python files in a model's directory are run only with trust_remote_code, whatever stdin answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from blendrag.engine import BlendEngine, Options
 from blendrag.errors import ModelLoadError
 from blendrag.frameworks.fields import EngineFields
 from blendrag.model.loading import load_adapter, load_context_tokens, load_tokens
-from cli.commands import invoke, said
+from cli.commands import invoke, refused, said
 
 OWN_CODE = """
 from pathlib import Path
@@ -34,13 +34,13 @@ class OwnTokenizer(PreTrainedTokenizerFast):
 
 @pytest.fixture
 def marker(tmp_path: Path) -> Path:
-    """Is there once code of :func:`own_code` was run."""
+    """A file that exists after the code of :func:`own_code` was run."""
     return tmp_path / "code was run"
 
 
 @pytest.fixture
 def own_code(tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A model directory that brings its own code; stdin says yes to every question."""
+    """A model directory with Python code; stdin answers every question with yes."""
     folder = tmp_path / "own"
     tiny.llama().save_pretrained(folder)
     tiny.tokenizer().save_pretrained(folder)
@@ -68,7 +68,7 @@ def change(file: Path, **fields: Any) -> None:
 
 
 @pytest.mark.parametrize("load", [load_adapter, load_tokens, load_context_tokens])
-def test_own_code_is_refused_though_stdin_says_yes(
+def test_code_is_refused_even_if_stdin_says_yes(
     load: Callable[[str], Any], own_code: str, marker: Path
 ) -> None:
     with pytest.raises(ModelLoadError, match="trust_remote_code=True") as raised:
@@ -77,14 +77,17 @@ def test_own_code_is_refused_though_stdin_says_yes(
     assert tiny.one_sentence(str(raised.value))
 
 
-def test_a_command_does_not_run_own_code_though_stdin_says_yes(own_code: str, marker: Path) -> None:
+def test_a_command_runs_code_only_with_its_option(own_code: str, marker: Path) -> None:
     result = invoke("verify", own_code, stdin="y\n" * 50)
     assert result.exit_code == 2
     assert "--trust-remote-code" in said(result)
     assert not marker.exists()
+    trusting = invoke("verify", own_code, "--trust-remote-code")
+    assert trusting.exit_code == 0, trusting.output
+    assert marker.exists()
 
 
-def test_own_code_runs_where_the_engine_is_told_to_trust_it(
+def test_an_engine_that_trusts_the_code_runs_it(
     own_code: str, marker: Path, tmp_path: Path
 ) -> None:
     with BlendEngine(own_code, tmp_path / "s", device="cpu", trust_remote_code=True) as engine:
@@ -94,20 +97,13 @@ def test_own_code_runs_where_the_engine_is_told_to_trust_it(
     assert load_context_tokens(own_code, trust_remote_code=True) == 4096
 
 
-def test_the_option_of_the_command_allows_own_code(own_code: str, marker: Path) -> None:
-    result = invoke("verify", own_code, "--trust-remote-code")
-    assert result.exit_code == 0, result.output
-    assert marker.exists()
-
-
 @pytest.mark.parametrize("command", [["ask", "why?"], ["calibrate"], ["profile"]])
-def test_a_store_does_not_choose_whose_code_is_run(command: list[str], tmp_path: Path) -> None:
-    result = invoke(*command, "--store", str(tmp_path), "--trust-remote-code")
-    assert result.exit_code == 2
-    assert "without --model" in said(result)
+def test_trusting_code_requires_naming_the_model(command: list[str], tmp_path: Path) -> None:
+    args = (*command, "--store", str(tmp_path), "--trust-remote-code")
+    assert "without --model" in refused(*args)
 
 
-def test_wrappers_trust_own_code_only_where_they_are_told(own_code: str, tmp_path: Path) -> None:
+def test_wrappers_trust_code_only_if_told_to(own_code: str, tmp_path: Path) -> None:
     with EngineFields(model=own_code, store=tmp_path / "s") as careful:
         assert not careful.engine.resources.trust_remote_code
         with pytest.raises(ModelLoadError, match="trust_remote_code=True"):
@@ -119,7 +115,7 @@ def test_wrappers_trust_own_code_only_where_they_are_told(own_code: str, tmp_pat
                 EngineFields(engine=trusting.engine, trust_remote_code=True)
 
 
-def test_own_code_of_an_embedder_runs_only_where_the_engine_is_told_to_trust_it(
+def test_code_of_an_embedder_runs_only_if_trusted(
     own_code: str, marker: Path, tmp_path: Path
 ) -> None:
     embedder = tmp_path / "embedder"
@@ -135,7 +131,7 @@ def test_own_code_of_an_embedder_runs_only_where_the_engine_is_told_to_trust_it(
         BlendEngine(
             "demo", tmp_path / "s", embedder=str(embedder), trust_remote_code=True
         ) as trusting,
-        pytest.raises(ModelLoadError),  # it is no embedder, though
+        pytest.raises(ModelLoadError),  # the code is not an embedder
     ):
         trusting.resources.embedder.embed(["a"])
     assert marker.exists()

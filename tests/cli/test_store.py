@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -12,21 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from blendrag.cli.app import app
-from blendrag.config import settings
-from cli.commands import ingest_args, interrupt, interrupted_sentence, invoke, said, start
+from cli.commands import (
+    QUESTION,
+    ingest_args,
+    interrupt,
+    interrupted_sentence,
+    invoke,
+    refused,
+    said,
+    start,
+)
 
-QUESTION = "What is the topic of document 2?"
+#: Three documents of three chunks, and the pinned one that identifies the namespace.
 CHUNKS = 10
-"""Three documents of three chunks, and the one that a namespace is recognised by."""
-
-
-@pytest.fixture
-def store(ingested: Path, tmp_path: Path) -> Path:
-    """A copy of the ingested store, to be changed."""
-    return Path(shutil.copytree(ingested, tmp_path / "store"))
 
 
 def fields(*args: str | Path, status: int = 0) -> dict[str, Any]:
@@ -42,15 +40,14 @@ def payloads(store: Path) -> list[Path]:
     return sorted((store / "kv").rglob("*.kv"))
 
 
-def unpinned(store: Path) -> list[Path]:
-    marks = {mark.split(".")[1] for mark in os.listdir(store / "pinned")}
-    return [path for path in payloads(store) if path.name.split(".")[0] not in marks]
-
-
-def flip(path: Path, offset: int = -1) -> None:
+def damage(store: Path, number: int = 0) -> Path:
+    """Flip the last bit of an unpinned payload."""
+    pinned = {mark.split(".")[1] for mark in os.listdir(store / "pinned")}
+    path = [path for path in payloads(store) if path.name.split(".")[0] not in pinned][number]
     data = bytearray(path.read_bytes())
-    data[offset] ^= 1
+    data[-1] ^= 1
     path.write_bytes(data)
+    return path
 
 
 def reused_tokens(store: Path) -> int:
@@ -59,27 +56,27 @@ def reused_tokens(store: Path) -> int:
     return int(json.loads(asked.stdout)["metrics"]["reused_tokens"])
 
 
-# -- what they do -------------------------------------------------------------------------------
+# -- what they do ---------------------------------------------------------------------------------
 
 
-def test_stats_names_the_model_counts_and_limits(store: Path, model_dir: Path) -> None:
-    found = fields("stats", "--store", store)
+def test_stats_names_the_model_counts_and_limits(ingested: Path, model_dir: Path) -> None:
+    found = fields("stats", "--store", ingested)
     (namespace,) = found["namespaces"]
     assert namespace["model"] == str(model_dir)
     assert (namespace["dtypes"], namespace["encodings"]) == (["float32"], ["native"])
     assert (namespace["chunks"], namespace["pinned"], namespace["unknown"]) == (CHUNKS, 1, 0)
-    assert namespace["size_bytes"] == sum(path.stat().st_size for path in payloads(store))
+    assert namespace["size_bytes"] == sum(path.stat().st_size for path in payloads(ingested))
     corpus = found["corpus"]
     assert (corpus["documents"], corpus["chunks"]) == (3, CHUNKS - 1)
     assert corpus["namespace"] == namespace["namespace"]
-    assert corpus["size_bytes"] >= (store / "corpus" / "corpus.sqlite").stat().st_size
-    shown = invoke("store", "stats", "--store", str(store)).stdout
+    assert corpus["size_bytes"] >= (ingested / "corpus" / "corpus.sqlite").stat().st_size
+    shown = invoke("store", "stats", "--store", str(ingested)).stdout
     assert f"{CHUNKS} chunks (1 pinned)" in shown
     assert "68,719.5 MB (the default)" in shown
     assert "3 documents, 9 chunks" in shown
 
 
-def test_stats_of_a_store_whose_corpus_is_broken_or_missing_still_counts(store: Path) -> None:
+def test_stats_of_a_store_with_a_broken_or_missing_corpus_still_counts(store: Path) -> None:
     (store / "corpus" / "corpus.sqlite").write_bytes(b"garbage" * 999)
     found = fields("stats", "--store", store)
     assert "not a corpus database" in found["corpus"]["fault"]
@@ -89,23 +86,16 @@ def test_stats_of_a_store_whose_corpus_is_broken_or_missing_still_counts(store: 
     assert fields("stats", "--store", store)["corpus"] is None
 
 
-def test_check_tells_good_from_damaged_by_its_exit_status(store: Path) -> None:
+def test_check_finds_damage_and_repairs_it(store: Path) -> None:
     good = invoke("store", "check", "--store", str(store))
-    assert good.exit_code == 0
-    assert good.stderr == ""
+    assert (good.exit_code, good.stderr) == (0, "")
     assert "all checksums match" in good.stdout
-    damaged = unpinned(store)[0]
-    flip(damaged)
+    damaged = damage(store)
     found = invoke("store", "check", "--store", str(store))
     assert found.exit_code == 1
     assert said(found).startswith(f"damaged: {damaged.parent.parent.name}/{damaged.name}: layer 2")
     assert "some of it is damaged" in found.stdout
     assert damaged.exists()
-
-
-def test_check_repair_mends_and_the_store_answers(store: Path) -> None:
-    before = reused_tokens(store)
-    flip(unpinned(store)[0])
     report = fields("check", "--repair", "--store", store, status=1)
     assert report["repaired"]
     assert report["namespaces"][0]["damaged"] == 1
@@ -114,11 +104,10 @@ def test_check_repair_mends_and_the_store_answers(store: Path) -> None:
     after = fields("check", "--store", store)
     assert after["good"]
     assert after["namespaces"][0]["good"] == CHUNKS - 1
-    assert reused_tokens(store) <= before
     assert reused_tokens(store) > 0
 
 
-def test_gc_reaches_a_size_and_says_what_is_pinned(store: Path) -> None:
+def test_gc_reaches_a_size_and_names_pinned_chunks(store: Path) -> None:
     size = payloads(store)[0].stat().st_size
     done = fields("gc", "--max-bytes", f"{4 * size}", "--store", store)
     assert done["left_bytes"] <= 4 * size
@@ -130,48 +119,41 @@ def test_gc_reaches_a_size_and_says_what_is_pinned(store: Path) -> None:
     shown = invoke("store", "stats", "--store", str(store)).stdout
     assert ": 1 chunk, " in shown
     assert ": 1 chunk (1 pinned), " in shown
-    assert "1 chunks" not in shown
-    assert reused_tokens(store) >= 0
 
 
 def test_clear_asks_and_removes_only_what_the_store_wrote(store: Path) -> None:
     (store / "kv" / "mine.txt").write_text("mine", encoding="utf-8")
-    refused = answer(store, "n\n")
-    assert refused.exit_code == 1
-    assert f"Remove {CHUNKS} chunks" in refused.stderr
-    assert "nothing was removed" in refused.stderr
-    silent = answer(store, "")
+    clear = ("store", "clear", "--store", str(store))
+    declined = invoke(*clear, stdin="n\n")
+    assert declined.exit_code == 1
+    assert f"Remove {CHUNKS} chunks" in declined.stderr
+    assert "nothing was removed" in declined.stderr
+    silent = invoke(*clear)
     assert silent.exit_code == 2
     assert "add --yes" in silent.stderr
     assert len(payloads(store)) == CHUNKS
-    assert answer(store, "y\n").exit_code == 0
+    assert invoke(*clear, stdin="y\n").exit_code == 0
     assert payloads(store) == []
     assert (store / "kv" / "mine.txt").read_text(encoding="utf-8") == "mine"
     assert fields("stats", "--store", store)["corpus"]["documents"] == 3
     assert reused_tokens(store) == 0
 
 
-def answer(store: Path, text: str) -> Any:
-    settings.cache_clear()
-    return CliRunner().invoke(app, ["store", "clear", "--store", str(store)], input=text)
-
-
-def test_clear_of_a_namespace_by_its_beginning(store: Path) -> None:
+def test_clear_finds_a_namespace_by_its_beginning(store: Path) -> None:
     (namespace,) = os.listdir(store / "kv")
-    wrong = invoke("store", "clear", "--namespace", "0g", "--yes", "--store", str(store))
-    assert wrong.exit_code == 2
-    assert "matches no namespace" in said(wrong)
-    assert namespace[:12] in said(wrong)
+    wrong = refused("store", "clear", "--namespace", "0g", "--yes", "--store", str(store))
+    assert "matches no namespace" in wrong
+    assert namespace[:12] in wrong
     done = fields("clear", "--namespace", namespace[:5], "--yes", "--store", store)
     assert (done["removed"], done["left"]) == (CHUNKS, 0)
 
 
-def test_what_is_exported_is_reused_where_it_is_imported(
-    store: Path, ingested: Path, model_dir: Path, tmp_path: Path
+def test_exported_kv_is_reused_where_it_is_imported(
+    ingested: Path, model_dir: Path, tmp_path: Path
 ) -> None:
     docs = ingested.parent / "docs"
     archive, elsewhere = tmp_path / "kv.tar", tmp_path / "elsewhere"
-    assert fields("export", archive, "--store", store)["payloads"] == CHUNKS
+    assert fields("export", archive, "--store", ingested)["payloads"] == CHUNKS
     taken = fields("import", archive, "--store", elsewhere, "--disk-bytes", "1GB")
     assert (taken["imported"], taken["pinned"], taken["stopped"]) == (CHUNKS, 1, "")
     again = invoke("store", "import", str(archive), "--store", str(elsewhere))
@@ -179,14 +161,14 @@ def test_what_is_exported_is_reused_where_it_is_imported(
     assert fields("stats", "--store", elsewhere)["limit_bytes"] == 10**9
     report = json.loads(invoke(*ingest_args(docs, model_dir, elsewhere, "--json")).stdout)
     assert (report["chunks_computed"], report["chunks_skipped"]) == (0, CHUNKS - 1)
-    assert reused_tokens(elsewhere) == reused_tokens(store) > 0
+    assert reused_tokens(elsewhere) == reused_tokens(ingested) > 0
 
 
-def test_export_leaves_damage_out_and_import_says_what_is_missing(
+def test_export_leaves_out_damage_and_import_reports_a_cut_archive(
     store: Path, tmp_path: Path
 ) -> None:
     archive = tmp_path / "kv.tar"
-    flip(unpinned(store)[3])
+    damage(store, 3)
     left = fields("export", archive, "--store", store, status=1)
     assert (left["payloads"], len(left["left_out"])) == (CHUNKS - 1, 1)
     archive.write_bytes(archive.read_bytes()[:-3000])
@@ -198,14 +180,14 @@ def test_export_leaves_damage_out_and_import_says_what_is_missing(
         assert next(iter(tar)).name == "blendrag-store-export.json"
 
 
-# -- bad input ----------------------------------------------------------------------------------
+# -- bad input ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "command",
     [["stats"], ["check"], ["check", "--repair"], ["gc"], ["clear", "--yes"], ["export", "x.tar"]],
 )
-def test_what_is_no_store_is_one_sentence_and_nothing_is_made(
+def test_a_path_without_a_store_is_refused_and_nothing_is_made(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -216,54 +198,38 @@ def test_what_is_no_store_is_one_sentence_and_nothing_is_made(
     cases = {"none": "no store at", "file": "is a file", "folder": "holds no store",
              "newer": "written by a newer blendrag"}  # fmt: skip
     for name, words in cases.items():
-        result = invoke("store", *command, "--store", str(tmp_path / name))
-        assert result.exit_code == 2, result.stderr
-        assert said(result).startswith("error: ")
-        assert words in said(result)
-        assert result.stdout == ""
+        assert words in refused("store", *command, "--store", str(tmp_path / name))
     assert sorted(os.listdir(tmp_path)) == ["file", "folder", "newer"]
     assert os.listdir(tmp_path / "folder") == []
 
 
 @pytest.mark.parametrize("command", [["check", "--repair"], ["gc"], ["clear", "--yes"]])
-def test_a_store_that_cannot_be_written_is_one_sentence(
+def test_a_read_only_store_is_refused(
     command: list[str], ingested: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK and real(path, mode))
-    result = invoke("store", *command, "--store", str(ingested))
-    assert result.exit_code == 2
-    assert "is read-only" in said(result)
+    assert "is read-only" in refused("store", *command, "--store", str(ingested))
     assert invoke("store", "check", "--store", str(ingested)).exit_code == 0
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        ("gc", "--max-bytes", "many"),
-        ("gc", "--max-bytes", "-1"),
-        ("export",),
-        ("import",),
-        ("mend",),
-    ],
-)
-def test_a_command_that_cannot_be_parsed_is_a_usage_error(args: tuple[str, ...]) -> None:
-    assert invoke("store", *args).exit_code == 2
+@pytest.mark.parametrize("args", ["gc --max-bytes many", "gc --max-bytes -1", "export", "mend"])
+def test_a_command_that_cannot_be_parsed_is_a_user_error(args: str) -> None:
+    assert invoke("store", *args.split()).exit_code == 2
 
 
-def test_what_is_no_archive_is_one_sentence_and_makes_no_store(tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_archive_is_refused_and_makes_no_store(tmp_path: Path) -> None:
     (tmp_path / "letter").write_text("Dear store", encoding="utf-8")
     for name, words in (("letter", "is not an archive"), ("nothing", "cannot be read")):
-        result = invoke("store", "import", str(tmp_path / name), "--store", str(tmp_path / "new"))
-        assert result.exit_code == 2
-        assert words in said(result)
+        args = ("store", "import", str(tmp_path / name), "--store", str(tmp_path / "new"))
+        assert words in refused(*args)
     assert not (tmp_path / "new").exists()
 
 
-# -- speed and Ctrl-C ---------------------------------------------------------------------------
+# -- imports and Ctrl-C ---------------------------------------------------------------------------
 
 
-def test_no_command_loads_torch(ingested: Path, tmp_path: Path) -> None:
+def test_no_command_imports_torch(ingested: Path, tmp_path: Path) -> None:
     commands = [["stats"], ["check"], ["export", str(tmp_path / "x.tar")]]
     code = f"""
 import sys
@@ -308,7 +274,7 @@ space.BATCH = 1
         (["import", "FILE"], "what was imported is kept"),
     ],
 )
-def test_ctrl_c_is_one_sentence_and_the_store_is_sound(
+def test_ctrl_c_is_one_sentence_and_the_store_is_intact(
     command: list[str], words: str, store: Path, tmp_path: Path
 ) -> None:
     archive, target = str(tmp_path / "kv.tar"), store
@@ -317,9 +283,8 @@ def test_ctrl_c_is_one_sentence_and_the_store_is_sound(
         target = tmp_path / "target"
     args = [archive if each == "FILE" else each for each in command]
     process = start("store", *args, "--store", str(target), before=SLOW_PAYLOADS)
-    _, stderr, seconds = interrupt(process)
+    _, stderr, _ = interrupt(process)
     assert process.returncode == 130
-    assert seconds < 5
     assert words.replace("FILE", archive) in interrupted_sentence(stderr)
     report = fields("check", "--store", target)
     assert report["good"]
@@ -328,14 +293,3 @@ def test_ctrl_c_is_one_sentence_and_the_store_is_sound(
     assert left == CHUNKS if command[0] in ("check", "export") else 0 < left < CHUNKS
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".part")]
     assert invoke("store", *args, "--store", str(target)).exit_code == 0
-
-
-def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(
-    ingested: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from blendrag.cli import progress
-
-    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
-    lines = invoke("store", "check", "--store", str(ingested)).stderr.splitlines()
-    assert len(lines) == CHUNKS
-    assert all(line.startswith("progress: ") and " checked" in line for line in lines)
