@@ -222,10 +222,16 @@ _FAILED_WRITES = (
 )
 
 
+def sqlite_code(error: sqlite3.Error) -> int | None:
+    """SQLite's primary result code; ``None`` if Python raised the error and not SQLite."""
+    code = getattr(error, "sqlite_errorcode", None)
+    return None if code is None else code & 0xFF
+
+
 def is_out_of_space(error: BaseException) -> bool:
     """Whether a disk is full or a limit on what may be written is reached, as the OS or SQLite reports it."""
     if isinstance(error, sqlite3.Error):
         code = getattr(error, "sqlite_errorcode", None)
-        return code is not None and (code & 0xFF == sqlite3.SQLITE_FULL or code in _FAILED_WRITES)
+        return sqlite_code(error) == sqlite3.SQLITE_FULL or code in _FAILED_WRITES
     full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return isinstance(error, OSError) and error.errno in full

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from blendrag.store import DiskStore
-from blendrag.store.format import frame
 from blendrag.store.kv import DTYPES, ChunkKV, KVLayout, LayerShape
+from blendrag.store.payload import frame
 
 TOKENS = 24
 

@@ -13,9 +13,9 @@ import pytest
 
 from blendrag.errors import BlendragError, InvalidInputError, StoreFullError, StoreUnavailableError
 from blendrag.store import DiskStore
-from blendrag.store.files import PayloadFiles
 from blendrag.store.maintenance import check, collect, export_archive, import_archive, survey
 from blendrag.store.maintenance.archive import FIRST, LAST
+from blendrag.store.payload_files import PayloadFiles
 
 
 @pytest.fixture
@@ -147,24 +147,6 @@ def test_damaged_payloads_are_left_out_of_a_complete_archive(lab, filled, tmp_pa
     assert len(lab.payloads(filled)) == 4
     assert import_archive(target, tmp_path / "kv.tar").is_complete
     assert intact(lab, target) == [2]
-
-
-def test_a_header_that_fails_when_it_is_copied_is_a_damaged_payload(
-    lab, filled, tmp_path, monkeypatch
-):
-    real, failing, offsets = os.pread, payload(lab, filled, 1), []
-
-    def pread(fd, size, offset):
-        if os.readlink(f"/proc/self/fd/{fd}") == str(failing):
-            offsets.append(offset)
-            if offsets.count(0) == 3:  # after its length and the whole header
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(fd, size, offset)
-
-    monkeypatch.setattr(os, "pread", pread)
-    report = export_archive(filled, tmp_path / "kv.tar")
-    assert report.payloads == 3
-    assert "cannot be read (Input/output error)" in report.left_out[0]
 
 
 @pytest.mark.parametrize("content", [b"", b"a letter", bytes(2048)])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from blendrag.errors import CorruptKVError
-from blendrag.store.files import QUARANTINE_FILES, Name
+from blendrag.store.payload_files import QUARANTINE_FILES, Name
 
 pytestmark = pytest.mark.early
 
@@ -257,5 +257,5 @@ def test_a_damaged_file_that_cannot_be_set_aside_gives_way_to_the_chunk_put_agai
     lab.put(store, 1)
     assert [path.name for path in lab.payloads(root)] == [last.file]
     store.close()
-    (root / "index" / "cache.db").unlink()
+    (root / "index" / "index.db").unlink()
     assert lab.is_right(make_store(), 1)

@@ -1,4 +1,5 @@
 import errno
+import fcntl
 import os
 import resource
 import signal
@@ -65,7 +66,7 @@ def filled(lab, root, numbers=(1, 2, 3)):
 
 
 def drop_index(root):
-    for path in (root / "index").glob("cache.db*"):
+    for path in (root / "index").glob("index.db*"):
         path.unlink()
 
 
@@ -267,8 +268,9 @@ def test_a_rebuild_that_cannot_see_all_files_is_none(lab, root, monkeypatch, wha
 def test_a_writer_whose_rows_cannot_be_made_durable_counts_as_crashed(lab, root, monkeypatch):
     store = DiskStore(root, 1 << 30)
     lab.put(store, 1)
-    with monkeypatch.context() as patch:
-        patch.setattr("blendrag.store.rows.RowCache.checkpoint", lambda cache: False)
+    monkeypatch.setattr("blendrag.store.index._SYNC_WAIT_S", 0.01)
+    with open(root / "index" / "lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         store.close()
     assert [name.endswith(".writer") for name in temporaries(root)] == [True]
     assert_complete(lab, root, [1])
@@ -334,7 +336,7 @@ def test_threads_that_put_the_same_chunks_leave_one_copy_of_each(lab, make_store
 def test_temporaries_of_a_living_writer_are_left_alone(lab, make_store, root):
     store = make_store()
     lab.put(store, 1)
-    part = store._writing._claim.temporary()
+    part = store._writer._claim.temporary()
     part.write_bytes(b"half")
     other = make_store()
     other.recover()
@@ -369,24 +371,6 @@ def test_files_in_tmp_that_the_store_did_not_name_are_left_alone(make_store, roo
     (root / "tmp" / "README").write_text("mine")
     make_store().recover()
     assert temporaries(root) == ["README", "notes.part"]
-
-
-def test_a_store_used_across_fork_works_in_both_processes(lab, make_store, root, fork):
-    store = make_store()
-    lab.put(store, 1)
-    second = lab.kv(2)
-
-    def child():
-        assert lab.open(store, 1) is not None
-        store.put(lab.namespace, lab.key(2), second)
-        assert lab.has(store, 2)
-
-    pid = fork(child)
-    assert os.waitpid(pid, 0)[1] == 0
-    lab.put(store, 3)
-    assert all(lab.is_right(store, number) for number in (1, 2, 3))
-    store.close()
-    assert all(lab.is_right(make_store(), number) for number in (1, 2, 3))
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
@@ -461,7 +445,7 @@ def test_a_store_on_a_full_disk_is_opened_and_queried(lab, root, fork):
         store.close()
 
     assert os.waitpid(fork(query_without_space), 0)[1] == 0
-    assert not (root / "quarantine" / "cache.db").exists()
+    assert not (root / "quarantine" / "index.db").exists()
     assert_complete(lab, root)
 
 
@@ -616,7 +600,7 @@ def test_recover_brings_strays_and_ghosts_in_order(lab, make_store, root):
     for number in (1, 2, 3):
         lab.put(store, number)
     lab.file(store, 1).unlink()
-    store._index.drop([store._reading.find(lab.namespace, lab.key(2))])
+    store._index.drop([store.find(lab.namespace, lab.key(2))])
     stray = lab.file(store, 3)
     twin = stray.with_name(f"{lab.key(3)}.{'0' * 16}.kv")
     twin.write_bytes(stray.read_bytes())
@@ -674,7 +658,7 @@ def test_a_living_writer_whose_marker_cannot_be_looked_at_is_not_taken_for_dead(
 ):
     store = make_store()
     lab.put(store, 1)
-    part = store._writing._claim.temporary()
+    part = store._writer._claim.temporary()
     part.write_bytes(b"half")
     before, real = temporaries(root), os.open
 

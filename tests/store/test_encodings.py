@@ -27,8 +27,8 @@ from blendrag.store.encodings import (
     stored_chunk_bytes,
     stored_layer_bytes,
 )
-from blendrag.store.format import describe, frame
 from blendrag.store.kv import DTYPES, ChunkKV, KVLayout, LayerShape
+from blendrag.store.payload import frame, parse_header
 from store.kv_lab import Lab
 
 ENCODED = ("int8", "fp8")
@@ -356,10 +356,12 @@ def test_nothing_is_decoded_from_bytes_that_are_not_verified(make_store):
 def test_an_index_is_rebuilt_from_files_in_any_encoding(make_store, root: Path, encoding):
     layout = layout_of(encoding)
     kv = put(make_store(), 1, layout)
-    found = describe(Lab.payloads(root)[0].read_bytes()[: frame(layout, Lab.tokens).header_bytes])
+    found = parse_header(
+        Lab.payloads(root)[0].read_bytes()[: frame(layout, Lab.tokens).header_bytes]
+    )
     assert found is not None
     assert (found.layout, found.tokens) == (layout, Lab.tokens)
-    (root / "index" / "cache.db").unlink()
+    (root / "index" / "index.db").unlink()
     store = make_store()
     assert store.stats().quarantined == 0
     read = Lab.read(opened(store, 1, layout), layout)
@@ -382,15 +384,15 @@ def test_headers_that_name_no_encoding_or_the_native_one_are_none_of_ours(make_s
     for layout in (layout_of("int8"), layout_of("native")):
         put(store, 1, layout)
         header = Lab.file(store, 1).read_bytes()[: frame(layout, Lab.tokens).header_bytes]
-        assert describe(header) is not None
+        assert parse_header(header) is not None
         for name in (b'"int4"', b'"native"', b"[[[[]]]]", b"null"):
             if layout.encoding == "native":
                 changed = header.replace(b'"tokens":', b'"encoding":' + name + b',"tokens":', 1)
             else:
                 changed = header.replace(b'"encoding":"int8"', b'"encoding":' + name, 1)
             assert changed != header
-            assert describe(changed[: len(header)]) is None
-            assert describe(changed.ljust(len(header))) is None
+            assert parse_header(changed[: len(header)]) is None
+            assert parse_header(changed.ljust(len(header))) is None
         store.delete(Lab.namespace, Lab.key(1))
     with pytest.raises(InvalidInputError, match="'int4'"):
         frame(layout_of("int4"), 1)

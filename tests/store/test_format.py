@@ -6,14 +6,14 @@ import torch
 from safetensors.torch import load_file
 
 from blendrag.errors import InvalidInputError
-from blendrag.store.format import (
+from blendrag.store.kv import KVLayout, LayerShape
+from blendrag.store.payload import (
     ALIGNMENT_BYTES,
-    describe,
     frame,
     layer_checksum,
     layer_seed,
+    parse_header,
 )
-from blendrag.store.kv import KVLayout, LayerShape
 
 
 def header_of(lab, number=1):
@@ -75,7 +75,7 @@ def test_every_changed_header_byte_outside_the_checksums_is_refused(lab):
         changed = bytearray(header)
         changed[position] ^= 0x11
         assert expected.checksums(bytes(changed), lab.namespace, lab.key(1)) is None
-        assert describe(bytes(changed)) is None
+        assert parse_header(bytes(changed)) is None
 
 
 @pytest.mark.parametrize("digits", [b"+00000000000001f", b"0_00000000000001", b"0X0000000000001f"])
@@ -88,7 +88,7 @@ def test_checksums_have_one_spelling(lab, digits):
 
 
 def test_describe_returns_what_was_written(lab):
-    found = describe(header_of(lab))
+    found = parse_header(header_of(lab))
     assert (found.namespace, found.key) == (lab.namespace, lab.key(1))
     assert (found.layout, found.tokens) == (lab.layout, lab.tokens)
     assert found.file_bytes == lab.entry_bytes
@@ -106,9 +106,9 @@ def test_describe_refuses_hostile_headers(lab):
     assert endless != good[8:]
     odd = (b"", b"{}", b"[]", b"null", b"\xff\xfe", b" " * (1 << 20))
     for text in (deep, duplicate, huge, endless, *odd):
-        assert describe(framed(text)) is None
-    assert describe(good[:-1]) is None
-    assert describe(b"") is None
+        assert parse_header(framed(text)) is None
+    assert parse_header(good[:-1]) is None
+    assert parse_header(b"") is None
 
 
 def test_a_layout_that_cannot_be_stored_is_refused(lab):

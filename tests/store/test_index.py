@@ -1,327 +1,481 @@
-import builtins
+"""The index: rebuilt from the files whenever anything about it is odd, and never waited for long."""
+
+from __future__ import annotations
+
 import errno
 import fcntl
 import os
-import pickle
 import sqlite3
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from diskcache import Timeout
 
 from blendrag.errors import StoreError, StoreUnavailableError
-from blendrag.store import DiskStore, index_check
-from blendrag.store.files import new_name
-from blendrag.store.index import Index
-from blendrag.store.index_errors import IndexOdd, mapped
-from blendrag.store.rows import Row, row_key
+from blendrag.store import DiskStore, index
+from blendrag.store.index import Index, IndexCorrupt, IndexLocked, Row
+from blendrag.store.payload_files import new_name
 
-pytestmark = pytest.mark.alone
+NUMBERS = (1, 2, 3)
 
 
-class Trap:
-    """Unpickling this would set a flag."""
-
-    def __reduce__(self):
-        return (exec, ("import builtins; builtins._blendrag_trap = True",))
-
-
-@pytest.fixture(autouse=True)
-def nothing_ran():
-    yield
-    assert not hasattr(builtins, "_blendrag_trap")
-
-
-def edit(root, *statements):
-    """Change the index database behind the store's back."""
-    connection = sqlite3.connect(root / "index" / "cache.db", isolation_level=None)
-    for statement, *values in statements:
-        connection.execute(statement, values)
-    connection.close()
-
-
-def filled(lab, make_store, numbers=(1, 2, 3)):
+@pytest.fixture
+def filled(lab, make_store):
+    """An open store of three chunks."""
     store = make_store()
-    for number in numbers:
+    for number in NUMBERS:
         lab.put(store, number)
     return store
 
 
-def assert_rebuilt(lab, store, numbers=(1, 2, 3)):
+@pytest.fixture
+def empty_index(tmp_path):
+    for name in ("index", "quarantine"):
+        (tmp_path / name).mkdir()
+    made = Index(tmp_path / "index", lock_timeout_s=0.2, busy_timeout_s=0.1)
+    with made.exclusive():
+        made.rebuild(lambda: None)
+    yield made
+    made.close()
+
+
+def database(root):
+    return root / "index" / "index.db"
+
+
+def edit(root, *statements):
+    """Change the index behind the store's back."""
+    connection = sqlite3.connect(database(root), isolation_level=None)
+    for statement in statements:
+        connection.execute(statement)
+    connection.close()
+
+
+def drop_index(root):
+    for path in (root / "index").glob("index.db*"):
+        path.unlink()
+
+
+def assert_rebuilt(lab, store, numbers=NUMBERS):
     assert all(lab.is_right(store, number) for number in numbers)
     stats = store.stats()
     assert (stats.entries, stats.size_bytes) == (len(numbers), len(numbers) * lab.entry_bytes)
-    assert store.root.joinpath("quarantine", "cache.db").exists()
+    assert store.root.joinpath("quarantine", "index.db").exists()
 
 
-def test_the_database_we_make_passes_our_own_check(lab, make_store, root, caplog):
-    filled(lab, make_store).close()
+# -- rows --------------------------------------------------------------------------------------------
+
+
+def test_rows_are_ordered_by_use_and_counted(lab, empty_index):
+    rows = [Row(new_name(lab.namespace, lab.key(number)), 10) for number in range(4)]
+    for row in rows:
+        empty_index.add(row)
+    empty_index.touch([(lab.namespace, lab.key(1)), (lab.namespace, lab.key(0))])
+    assert list(empty_index.oldest()) == [rows[2], rows[3], rows[1], rows[0]]
+    assert empty_index.totals() == (4, 40)
+    empty_index.drop([rows[2].name, new_name(lab.namespace, lab.key(3))])
+    assert empty_index.totals() == (3, 30)
+    again = Row(new_name(lab.namespace, lab.key(3)), 7)
+    empty_index.add(again)
+    assert empty_index.get(lab.namespace, lab.key(3)) == again
+    assert empty_index.totals() == (3, 27)
+
+
+def test_listing_rows_skips_those_used_meanwhile(lab, empty_index, monkeypatch):
+    monkeypatch.setattr(index, "_PAGE_ROWS", 2)
+    rows = [Row(new_name(lab.namespace, lab.key(number)), 10) for number in range(5)]
+    for row in rows:
+        empty_index.add(row)
+    listed = empty_index.oldest()
+    assert [next(listed), next(listed)] == rows[:2]
+    empty_index.touch([rows[0].name.entry, rows[3].name.entry])
+    assert list(listed) == [rows[2], rows[4]]
+
+
+def test_a_failed_transaction_changes_nothing(lab, filled):
+    row = filled._index.get(lab.namespace, lab.key(1))
+
+    def drop_and_fail():
+        with filled._index.transaction():
+            filled._index.drop([row.name])
+            assert filled._index.get(lab.namespace, lab.key(1)) is None
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        drop_and_fail()
+    assert filled._index.get(lab.namespace, lab.key(1)) == row
+    assert filled.stats().entries == 3
+    lab.put(filled, 4)
+    assert lab.is_right(filled, 4)
+
+
+def test_a_closed_store_has_its_rows_in_the_database_itself(lab, make_store, filled, tmp_path):
+    reader = make_store()  # keeps SQLite from writing them back when the last store closes
+    assert lab.open(reader, 9) is None
+    filled.close()
+    (tmp_path / "copy.db").write_bytes(database(filled.root).read_bytes())
+    copy = sqlite3.connect(tmp_path / "copy.db")
+    assert copy.execute("SELECT COUNT(*) FROM payload").fetchone() == (3,)
+    copy.close()
+
+
+# -- damage ------------------------------------------------------------------------------------------
+
+
+def test_the_index_we_write_is_accepted(lab, make_store, filled, caplog):
+    filled.close()
     assert lab.is_right(make_store(), 1)
-    assert not (root / "quarantine" / "cache.db").exists()
+    assert not (filled.root / "quarantine" / "index.db").exists()
     assert caplog.records == []
 
 
-def test_a_missing_index_is_rebuilt_from_the_files(lab, make_store, root):
-    filled(lab, make_store).close()
-    for path in (root / "index").glob("cache.db*"):
-        path.unlink()
-    store = make_store()
-    assert all(lab.is_right(store, number) for number in (1, 2, 3))
-    assert store.stats().entries == 3
-
-
-@pytest.mark.parametrize("order", [(1, 2, 3), (3, 2, 1), (2, 3, 1)])
-def test_after_a_rebuild_what_was_written_last_goes_last(lab, make_store, root, order):
-    """Of use nothing is known any more; the chunk just acknowledged is not the first to go."""
-    filled(lab, make_store).close()
-    for age, number in enumerate(order):
-        (path,) = root.glob(f"kv/*/*/{lab.key(number)}.*.kv")
-        os.utime(path, ns=(age, age))
-    for path in (root / "index").glob("cache.db*"):
-        path.unlink()
-    make_store(lab.entry_bytes).recover()
-    assert [lab.has(make_store(), number) for number in order] == [False, False, True]
-
-
-def test_a_file_that_is_back_although_it_was_evicted_goes_before_younger_ones(
-    lab, make_store, root
+def test_a_missing_index_is_rebuilt_and_the_index_of_an_earlier_version_removed(
+    lab, make_store, filled, caplog
 ):
-    store = filled(lab, make_store)
-    for age, number in enumerate((1, 2, 3)):
-        (path,) = root.glob(f"kv/*/*/{lab.key(number)}.*.kv")
-        os.utime(path, ns=(age, age))
-    found = store._reading.find(lab.namespace, lab.key(1))
-    store._index.drop([found])
-    store.close()
-    make_store(2 * lab.entry_bytes).recover()
-    assert [lab.has(make_store(), number) for number in (1, 2, 3)] == [False, True, True]
+    filled.close()
+    drop_index(filled.root)
+    for name in ("cache.db", "cache.db-wal"):
+        (filled.root / "index" / name).write_bytes(b"diskcache")
+    store = make_store()
+    assert all(lab.is_right(store, number) for number in NUMBERS)
+    assert store.stats().entries == 3
+    assert caplog.records == []
+    assert not list((filled.root / "index").glob("cache.db*"))
 
 
 @pytest.mark.parametrize(
     "garbage", [b"", b"not a database" * 500, b"SQLite format 3\0" + b"x" * 9000]
 )
-def test_a_corrupt_index_is_rebuilt_from_the_files(lab, make_store, root, garbage):
-    filled(lab, make_store).close()
-    (root / "index" / "cache.db").write_bytes(garbage)
+def test_a_corrupt_index_is_rebuilt_with_one_warning(lab, make_store, filled, garbage, caplog):
+    filled.close()
+    database(filled.root).write_bytes(garbage)
     assert_rebuilt(lab, make_store())
-
-
-def test_an_index_corrupted_while_open_never_stops_a_query(lab, make_store, root):
-    store = filled(lab, make_store)
-    for path in (root / "index").glob("cache.db*"):
-        path.write_bytes(os.urandom(path.stat().st_size))
-    assert lab.is_right(store, 1)
-    lab.put(store, 4)
-    again = make_store()
-    assert all(lab.is_right(again, number) for number in (1, 2, 3, 4))
-
-
-def test_an_index_deleted_while_open_is_rebuilt_by_the_next_put(lab, make_store, root):
-    store = filled(lab, make_store)
-    for path in (root / "index").glob("cache.db*"):
-        path.unlink()
-    assert lab.is_right(store, 1)
-    lab.put(store, 4)
-    assert store.stats().entries == 4
+    assert [r.getMessage() for r in caplog.records if "is damaged" in r.getMessage()] == [
+        r.getMessage() for r in caplog.records
+    ]
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize(
     "statement",
     [
-        "CREATE TRIGGER evil AFTER INSERT ON Cache BEGIN DELETE FROM Cache; END",
+        "CREATE TRIGGER evil AFTER INSERT ON payload BEGIN DELETE FROM payload; END",
         "CREATE TABLE more (x)",
-        "CREATE VIEW peek AS SELECT * FROM Cache",
-        "DROP TRIGGER Settings_size_insert",
-        "INSERT INTO Settings VALUES ('sqlite_temp_store_directory', '''/tmp''')",
-        "INSERT INTO Settings VALUES ('_disk', 'x')",
-        "UPDATE Settings SET value = 'least-recently-used' WHERE key = 'eviction_policy'",
-        "UPDATE Settings SET value = 10 WHERE key = 'cull_limit'",
-        "UPDATE Settings SET value = 'many' WHERE key = 'count'",
-        "UPDATE Settings SET value = -5 WHERE key = 'size'",
-        "DELETE FROM Settings WHERE key = 'sqlite_mmap_size'",
-        "INSERT INTO Settings VALUES (CAST(x'ff' AS TEXT), 1)",
-        "INSERT INTO Settings VALUES ('more', 1), (x'6d6f7265', 1)",
-        "INSERT INTO Settings VALUES ('more', NULL)",
-        "INSERT INTO Settings VALUES (x'6d6f7265', NULL)",
-        "DROP TABLE Cache",
+        "CREATE VIEW peek AS SELECT * FROM payload",
+        "DROP TRIGGER payload_added",
+        "ALTER TABLE payload ADD COLUMN more",
+        "DROP TABLE payload",
+        "CREATE TABLE Cache (rowid INTEGER PRIMARY KEY, key BLOB, value BLOB)",
     ],
 )
-def test_odd_settings_and_schema_are_set_aside_before_diskcache_sees_them(
-    lab, make_store, root, statement
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_changed_schema_is_set_aside_and_nothing_of_it_executed(
+    lab, make_store, filled, statement, is_open
 ):
-    filled(lab, make_store).close()
-    edit(root, (statement,))
+    store = filled
+    if not is_open:
+        filled.close()
+    edit(filled.root, statement)
+    if not is_open:
+        store = make_store()
+    lab.put(store, 4)
+    store.delete(lab.namespace, lab.key(1))
+    assert_rebuilt(lab, store, (2, 3, 4))
+
+
+def test_a_name_that_is_not_text_is_a_rebuild(lab, make_store, filled):
+    filled.close()
+    data = database(filled.root).read_bytes()
+    assert b"tablepayloadpayload" in data
+    database(filled.root).write_bytes(data.replace(b"tablepayloadpay", b"table\xb3ayloadpay"))
     assert_rebuilt(lab, make_store())
 
 
-@pytest.mark.parametrize("code", ["IOERR_READ", "CANTOPEN", "READONLY", "FULL", "BUSY", "LOCKED"])
-def test_a_disk_that_fails_for_a_moment_costs_no_index(lab, make_store, root, monkeypatch, code):
-    filled(lab, make_store).close()
-    access = os.access
-
-    def no_database_to_write(path, mode):
-        return access(path, mode) and not (code == "READONLY" and str(path).endswith("cache.db"))
-
-    def fail(connection):
-        error = sqlite3.OperationalError("the disk fails")
-        error.sqlite_errorcode = getattr(sqlite3, f"SQLITE_{code}")
-        raise error
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "access", no_database_to_write)
-        patch.setattr(index_check, "_schema_fault", fail)
-        store = make_store()
-        assert all(lab.is_right(store, number) for number in (1, 2, 3))
-        with pytest.raises(StoreError):
-            lab.put(store, 4)
-    assert not (root / "quarantine" / "cache.db").exists()
-    assert lab.is_right(store, 1)
-    lab.put(store, 4)
-    assert store.stats().entries == 4
+def test_a_name_damaged_while_the_store_is_open_is_a_rebuild(lab, filled):
+    edit(
+        filled.root,
+        "PRAGMA writable_schema = ON",
+        "UPDATE sqlite_master SET name = CAST(x'b3ff' AS TEXT), sql = 'x'",
+        "PRAGMA schema_version = 99",
+    )
+    assert lab.is_right(filled, 1)
+    lab.put(filled, 4)
+    assert_rebuilt(lab, filled, (1, 2, 3, 4))
 
 
-@pytest.mark.parametrize("where", ["value", "file", "key"])
-def test_a_pickle_in_the_index_is_refused_and_never_loaded(lab, make_store, root, where):
-    filled(lab, make_store).close()
-    row = row_key(lab.namespace, lab.key(1))
-    trap = pickle.dumps(Trap())
-    if where == "value":
-        edit(root, ("UPDATE Cache SET mode = 4, value = ? WHERE key = ?", trap, row))
-    elif where == "file":
-        (root / "index" / "trap.val").write_bytes(trap)
-        edit(
-            root,
-            (
-                "UPDATE Cache SET mode = 4, value = NULL, filename = 'trap.val' WHERE key = ?",
-                row,
-            ),
-        )
-    else:
-        edit(root, ("UPDATE Cache SET raw = 0, key = ? WHERE key = ?", trap, row))
+def test_a_database_marked_read_only_is_rebuilt(lab, make_store, filled):
+    filled.close()
+    with open(database(filled.root), "r+b") as file:
+        file.seek(18)  # the file format's write version
+        file.write(b"\x07")
     store = make_store()
-    if where != "key":
-        with pytest.raises(IndexOdd):
-            store._index.get(lab.namespace, lab.key(1))
-    with pytest.raises(IndexOdd):
+    lab.put(store, 4)
+    assert_rebuilt(lab, store, (1, 2, 3, 4))
+
+
+@pytest.mark.parametrize("column", ["namespace", "key", "nonce", "size_bytes"])
+@pytest.mark.parametrize("value", ["'../../../etc/passwd'", "-7", "NULL", "x'80042e'", "1e300"])
+def test_a_row_that_the_store_did_not_write_is_a_rebuild(lab, make_store, filled, column, value):
+    filled.close()
+    edit(filled.root, f"UPDATE payload SET {column} = {value} WHERE key = '{lab.key(1)}'")
+    store = make_store()
+    assert lab.open(store, 1) is None or lab.is_right(store, 1)
+    with pytest.raises(IndexCorrupt):
         list(store._index.oldest())
-    lab.open(store, 1)
     store.recover()
     assert_rebuilt(lab, store)
 
 
-@pytest.mark.parametrize("mode", [1, 2, 3])
-def test_a_path_in_the_index_is_neither_read_nor_deleted(lab, make_store, root, tmp_path, mode):
-    outside = tmp_path / "precious"
+def test_a_path_in_the_index_is_neither_read_nor_deleted(lab, make_store, filled, tmp_path):
+    outside = tmp_path / f"{lab.key(1)}.precious.kv"
     outside.write_text("precious")
-    filled(lab, make_store).close()
-    row = row_key(lab.namespace, lab.key(1))
-    edit(
-        root,
-        (
-            "UPDATE Cache SET mode = ?, filename = ?, value = ? WHERE key = ?",
-            mode,
-            str(outside),
-            "../../../precious",
-            row,
-        ),
-    )
+    filled.close()
+    edit(filled.root, "UPDATE payload SET nonce = 'precious', namespace = '../..'")
     store = make_store()
     lab.open(store, 1)
     store.delete(lab.namespace, lab.key(1))
     lab.put(store, 1)
     store.recover()
     assert outside.read_text() == "precious"
-    assert all(lab.is_right(store, number) for number in (1, 2, 3))
+    assert all(lab.is_right(store, number) for number in NUMBERS)
 
 
-@pytest.mark.parametrize("change", ["mode = 2", "mode = 4", "filename = 'x'"])
-def test_a_row_of_our_form_in_another_mode_is_refused(lab, make_store, root, change):
-    filled(lab, make_store).close()
-    edit(root, (f"UPDATE Cache SET {change}",))
+def test_a_row_that_points_to_the_file_of_another_chunk_is_a_miss(lab, make_store, filled):
+    filled.close()
+    other = lab.file(filled, 2).name.split(".")[1]
+    lab.file(filled, 1).rename(lab.file(filled, 1).with_name(f"{lab.key(1)}.{other}.kv"))
+    lab.file(filled, 1).write_bytes(lab.file(filled, 2).read_bytes())
+    edit(filled.root, f"UPDATE payload SET nonce = '{other}' WHERE key = '{lab.key(1)}'")
     store = make_store()
-    with pytest.raises(IndexOdd):
-        store._index.get(lab.namespace, lab.key(1))
-    assert lab.is_right(store, 1)
+    assert lab.open(store, 1) is None
+    assert lab.is_right(store, 2)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE totals SET entries = 'many'",
+        "UPDATE totals SET size_bytes = NULL",
+        "UPDATE totals SET size_bytes = 9e999",
+        "UPDATE totals SET size_bytes = -5",
+        "DELETE FROM totals",
+    ],
+)
+def test_impossible_totals_are_noticed_while_the_store_is_open(lab, filled, statement):
+    edit(filled.root, statement)
+    assert filled.stats().entries == 3  # counted without the index
+    lab.put(filled, 4)
+    assert_rebuilt(lab, filled, (1, 2, 3, 4))
+
+
+@pytest.mark.parametrize("limit_entries", [4, 1000])
+def test_totals_forged_beyond_the_limit_evict_nothing(lab, make_store, filled, limit_entries):
+    filled.close()
+    edit(filled.root, f"UPDATE totals SET size_bytes = {1 << 50}")
+    store = make_store(limit_bytes=limit_entries * lab.entry_bytes)
+    lab.put(store, 4)
+    assert store.stats().evictions == 0
+    assert_rebuilt(lab, store, (1, 2, 3, 4))
+
+
+def test_a_recovery_notices_totals_that_do_not_fit_the_rows(lab, filled):
+    edit(filled.root, "UPDATE totals SET size_bytes = size_bytes - 1")
+    filled.recover()
+    assert_rebuilt(lab, filled)
+
+
+def test_a_row_with_the_largest_number_does_no_harm(lab, filled):
+    edit(filled.root, f"UPDATE payload SET used = {2**63 - 1} WHERE used = 3")
+    lab.put(filled, 4)
+    assert_rebuilt(lab, filled, (1, 2, 3, 4))
+
+
+def hot_journal(root):
+    """A journal that SQLite leaves if it is interrupted before the database is in WAL mode."""
+    scratch = root.parent / "scratch.db"
+    connection = sqlite3.connect(scratch, isolation_level=None)
+    connection.execute("CREATE TABLE t AS SELECT 1 AS x")
+    connection.execute("PRAGMA cache_size = 1")
+    connection.execute("BEGIN")
+    connection.execute("INSERT INTO t VALUES (hex(randomblob(90000)))")
+    journal = scratch.with_name("scratch.db-journal").read_bytes()
+    assert journal.startswith(bytes.fromhex("d9d505f920a163d7"))  # or it would not be rolled back
+    return journal
+
+
+@pytest.mark.parametrize("kind", ["hot", "empty", "garbage", "fifo", "directory"])
+def test_a_journal_left_by_a_crash_neither_blocks_nor_stops_the_store(
+    lab, make_store, filled, kind
+):
+    filled.close()
+    journal = filled.root / "index" / "index.db-journal"
+    if kind == "fifo":
+        os.mkfifo(journal)
+    elif kind == "directory":
+        journal.mkdir()
+    else:
+        data = {"hot": hot_journal(filled.root), "empty": b""}.get(kind, b"x" * 999)
+        journal.write_bytes(data)
+    store = make_store()
+    assert all(lab.is_right(store, number) for number in NUMBERS)
     lab.put(store, 4)
     assert_rebuilt(lab, store, (1, 2, 3, 4))
 
 
-@pytest.mark.parametrize(
-    "value", ["../../../etc/passwd", 7, None, b"\x80\x04.", f"{'a' * 64}/{'b' * 64}.{'c' * 16}:1"]
-)
-def test_a_row_that_we_did_not_write_is_a_rebuild(lab, make_store, root, value):
-    filled(lab, make_store).close()
-    edit(
-        root,
-        ("UPDATE Cache SET value = ? WHERE key = ?", value, row_key(lab.namespace, lab.key(1))),
-    )
-    store = make_store()
-    assert lab.is_right(store, 1)  # found by listing
-    store.recover()
-    assert_rebuilt(lab, store)
+@pytest.mark.parametrize("name", ["index.db", "index.db-wal", "index.db-shm"])
+def test_a_directory_in_place_of_the_database_is_moved_away(lab, make_store, filled, name):
+    filled.close()
+    path = filled.root / "index" / name
+    for _ in range(2):  # the second time, the quarantine has one already
+        path.unlink(missing_ok=True)
+        path.mkdir()
+        (path / "mine").touch()
+        store = make_store()
+        lab.put(store, 4)
+        assert all(lab.is_right(store, number) for number in (1, 2, 3, 4))
+        store.close()
+    assert len(list((filled.root / "quarantine").rglob("mine"))) == 2
 
 
-def test_a_linked_database_is_refused(lab, make_store, root, tmp_path):
-    filled(lab, make_store).close()
-    (root / "index" / "cache.db").rename(tmp_path / "elsewhere.db")
-    (root / "index" / "cache.db").symlink_to(tmp_path / "elsewhere.db")
-    before = (tmp_path / "elsewhere.db").read_bytes()
+def test_a_linked_database_is_not_followed(lab, make_store, filled, tmp_path):
+    filled.close()
+    elsewhere = tmp_path / "elsewhere.db"
+    database(filled.root).rename(elsewhere)
+    database(filled.root).symlink_to(elsewhere)
+    before = elsewhere.read_bytes()
     store = make_store()
-    assert all(lab.is_right(store, number) for number in (1, 2, 3))
+    assert all(lab.is_right(store, number) for number in NUMBERS)
     lab.put(store, 4)
-    assert (tmp_path / "elsewhere.db").read_bytes() == before
+    assert elsewhere.read_bytes() == before
 
 
-def test_an_index_set_aside_by_one_store_is_picked_up_by_the_other(lab, make_store, root):
-    first = filled(lab, make_store)
+def test_a_store_path_with_special_characters_is_taken_literally(lab, tmp_path, monkeypatch):
+    monkeypatch.setenv("ELSEWHERE", "elsewhere")
+    for name in ("$ELSEWHERE", "~", "a?mode=memory#x%20"):
+        store = DiskStore(tmp_path / name / "store", 1 << 30)
+        lab.put(store, 1)
+        store.close()
+        assert database(tmp_path / name / "store").exists()
+
+
+# -- replaced or gone while the store is open --------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["overwritten", "deleted"])
+def test_an_index_lost_while_the_store_is_open_is_rebuilt_by_the_next_put(
+    lab, make_store, filled, damage
+):
+    for path in (filled.root / "index").glob("index.db*"):
+        if damage == "deleted":
+            path.unlink()
+        else:
+            path.write_bytes(os.urandom(path.stat().st_size))
+    assert lab.is_right(filled, 1)
+    lab.put(filled, 4)
+    again = make_store()
+    assert all(lab.is_right(again, number) for number in (1, 2, 3, 4))
+    assert again.stats().entries == 4
+
+
+def test_an_index_replaced_by_one_store_is_picked_up_by_the_other(lab, make_store, filled):
     second = make_store()
     assert lab.is_right(second, 1)
-    with second._index.exclusive():
-        second._index.set_aside()
+    drop_index(filled.root)
     second.recover()
     lab.put(second, 4)
-    assert lab.is_right(first, 4)
-    lab.put(first, 5)
+    assert lab.is_right(filled, 4)
+    lab.put(filled, 5)
     assert lab.is_right(second, 5)
-    assert first.stats().entries == second.stats().entries == 5
+    assert filled.stats().entries == second.stats().entries == 5
 
 
-def test_a_held_lock_delays_a_put_and_never_a_query(lab, make_store, root):
-    store = filled(lab, make_store)
-    store._index._lock.timeout_s = 0.3
-    with open(root / "index" / "lock") as lock:
+def test_a_query_does_not_wait_to_follow_a_replaced_index(lab, make_store, filled):
+    drop_index(filled.root)
+    make_store().recover()
+    with open(filled.root / "index" / "lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        start = time.monotonic()
-        assert lab.is_right(store, 1)
-        assert lab.open(store, 9) is None
-        assert time.monotonic() - start < 0.3
-        with pytest.raises(StoreUnavailableError, match="another process"):
-            lab.put(store, 9)
-        assert time.monotonic() - start < 3
+        assert all(lab.is_right(filled, number) for number in NUMBERS)
+        assert lab.open(filled, 9) is None
+    assert lab.is_right(filled, 1)
+    assert filled._index.totals() == (3, 3 * lab.entry_bytes)
+
+
+def test_queries_in_several_threads_go_on_while_the_index_is_replaced(lab, make_store, filled):
+    stop, wrong = threading.Event(), []
+
+    def query():
+        while not stop.is_set():
+            wrong.extend(number for number in NUMBERS if not lab.is_right(filled, number))
+
+    threads = [threading.Thread(target=query) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    other = make_store()
+    for _ in range(5):
+        drop_index(filled.root)
+        other.recover()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+# -- in use by another process -----------------------------------------------------------------------
+
+
+def test_a_held_lock_delays_a_put_but_not_a_query(lab, filled):
+    filled._index.lock_timeout_s = 0.3
+    with open(filled.root / "index" / "lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert lab.is_right(filled, 1)
+        assert lab.open(filled, 9) is None
+        with pytest.raises(StoreUnavailableError, match="held by another process"):
+            lab.put(filled, 9)
+    lab.put(filled, 9)
+    assert lab.is_right(filled, 9)
+
+
+def test_the_lock_is_not_shared_by_threads_and_never_waited_for_forever(empty_index):
+    held, done = threading.Event(), threading.Event()
+
+    def hold():
+        with empty_index.exclusive():
+            held.set()
+            done.wait(10)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        assert held.wait(10)
+        with pytest.raises(IndexLocked, match="another thread"), empty_index.exclusive():
+            pass
+    finally:
+        done.set()
+        thread.join()
+    with empty_index.exclusive():
+        pass
+
+
+def test_a_locked_database_is_survived_within_a_bounded_wait(lab, make_store, filled):
+    filled.close()
+    blocker = sqlite3.connect(database(filled.root), isolation_level=None)
+    blocker.execute("PRAGMA locking_mode = EXCLUSIVE")
+    blocker.execute("BEGIN EXCLUSIVE")
+    start = time.monotonic()
+    store = make_store()
+    assert lab.is_right(store, 1)
+    with pytest.raises(StoreUnavailableError):
+        lab.put(store, 9)
+    assert time.monotonic() - start < 30
+    blocker.close()
     lab.put(store, 9)
-    assert lab.is_right(store, 9)
+    assert store.stats().entries == 4
 
 
-def test_a_query_does_not_wait_to_follow_an_index_that_was_replaced(lab, make_store, root):
-    first, second = filled(lab, make_store), make_store()
-    with second._index.exclusive():
-        second._index.set_aside()
-    second.recover()
-    with open(root / "index" / "lock") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        start = time.monotonic()
-        assert all(lab.is_right(first, number) for number in (1, 2, 3))
-        assert lab.open(first, 9) is None
-        assert time.monotonic() - start < 2
-    assert lab.is_right(first, 1)
-    assert first._index.totals() == (3, 3 * lab.entry_bytes)
-
-
-def test_a_lock_that_cannot_be_opened_is_not_called_held(lab, make_store, root):
-    filled(lab, make_store).close()
-    (root / "index" / "lock").unlink()
-    (root / "index" / "lock").mkdir()
+def test_a_lock_file_that_cannot_be_opened_is_not_reported_as_held(lab, make_store, filled):
+    filled.close()
+    (filled.root / "index" / "lock").unlink()
+    (filled.root / "index" / "lock").mkdir()
     store = make_store()
     assert lab.is_right(store, 1)
     with pytest.raises(StoreUnavailableError, match=r"Is a directory.*; check") as caught:
@@ -329,7 +483,7 @@ def test_a_lock_that_cannot_be_opened_is_not_called_held(lab, make_store, root):
     assert "held" not in str(caught.value)
 
 
-def test_closing_one_store_leaves_the_locks_of_another_in_the_same_process(
+def test_closing_one_store_keeps_the_locks_of_another_in_the_same_process(
     lab, make_store, root, fork
 ):
     first, second = make_store(), make_store()
@@ -339,306 +493,86 @@ def test_closing_one_store_leaves_the_locks_of_another_in_the_same_process(
     assert list((root / "tmp").iterdir()) != []  # the second is still writing
 
     def lock_the_database():
-        shared_bytes = (510, 0x4000_0002)  # where SQLite says that somebody has the file open
-        with open(root / "index" / "cache.db", "r+b") as database:
+        shared_bytes = (510, 0x4000_0002)  # locked by SQLite while the database is open
+        with open(database(root), "r+b") as file:
             try:
-                fcntl.lockf(database, fcntl.LOCK_EX | fcntl.LOCK_NB, *shared_bytes)
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, *shared_bytes)
             except BlockingIOError:
                 os._exit(42)
 
     assert os.waitstatus_to_exitcode(os.waitpid(fork(lock_the_database), 0)[1]) == 42
 
 
-def test_a_closed_store_has_its_rows_in_the_database_itself(lab, make_store, root, tmp_path):
-    reader = make_store()  # or else SQLite would write them back as the last one closes
-    assert lab.open(reader, 1) is None
-    filled(lab, make_store).close()
-    (tmp_path / "copy.db").write_bytes((root / "index" / "cache.db").read_bytes())
-    copy = sqlite3.connect(tmp_path / "copy.db")
-    assert copy.execute("SELECT COUNT(*) FROM Cache").fetchone() == (3,)
-    copy.close()
+# -- failing disks -----------------------------------------------------------------------------------
 
 
-def test_a_locked_database_is_survived_within_a_bounded_wait(lab, make_store, root):
-    filled(lab, make_store).close()
-    blocker = sqlite3.connect(root / "index" / "cache.db", isolation_level=None)
-    blocker.execute("PRAGMA locking_mode = EXCLUSIVE")
-    blocker.execute("BEGIN EXCLUSIVE")
-    start = time.monotonic()
-    store = make_store()
-    assert lab.is_right(store, 1)
-    with pytest.raises(StoreUnavailableError):
-        lab.put(store, 9)
-    assert time.monotonic() - start < 5
-    blocker.close()
-    lab.put(store, 9)
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("IOERR_READ", "cannot be used"),
+        ("CANTOPEN", "cannot be used"),
+        ("READONLY", "cannot be used"),
+        ("FULL", "no space left"),
+        ("BUSY", "held by another process"),
+        ("LOCKED", "held by another process"),
+    ],
+)
+def test_a_disk_that_fails_for_a_moment_costs_no_index(
+    lab, make_store, filled, monkeypatch, code, message
+):
+    filled.close()
+    access = os.access
+
+    def not_the_database(path, mode):
+        return access(path, mode) and not (code == "READONLY" and str(path).endswith("index.db"))
+
+    def fail(database):
+        error = sqlite3.OperationalError("the disk fails")
+        error.sqlite_errorcode = getattr(sqlite3, f"SQLITE_{code}")
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", not_the_database)
+        patch.setattr(index, "_schema_version", fail)
+        store = make_store()
+        assert all(lab.is_right(store, number) for number in NUMBERS)
+        with pytest.raises(StoreError, match=message):
+            lab.put(store, 4)
+    assert not (filled.root / "quarantine" / "index.db").exists()
+    lab.put(store, 4)
     assert store.stats().entries == 4
 
 
-def test_rows_move_to_the_end_when_used(lab, root):
-    (root / "index").mkdir(parents=True)
-    (root / "quarantine").mkdir()
-    index = Index(root / "index")
-    with index.exclusive():
-        assert not index.open()
-        index.create()
-    rows = [Row(new_name(lab.namespace, lab.key(number)), 10) for number in range(4)]
-    for row in rows:
-        index.add(row)
-    index.touch([(lab.namespace, lab.key(1)), (lab.namespace, lab.key(0))])
-    assert list(index.oldest()) == [rows[2], rows[3], rows[1], rows[0]]
-    assert index.totals() == (4, 40)
-    index.drop([rows[2].name, new_name(lab.namespace, lab.key(3))])
-    assert index.totals() == (3, 30)
-    index.close()
+def test_a_database_whose_file_cannot_be_examined_is_not_taken_for_damaged(empty_index, failing):
+    with (
+        empty_index.exclusive(),
+        failing("lstat", "index.db"),
+        pytest.raises(IndexLocked, match="cannot be used now"),
+    ):
+        empty_index.open()
 
 
-def test_a_failed_transaction_leaves_nothing_half_done(lab, make_store):
-    store = filled(lab, make_store)
-    row = store._index.get(lab.namespace, lab.key(1))
-
-    def drop_and_fail():
-        with store._index.transaction():
-            store._index.drop([row.name])
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        drop_and_fail()
-    assert store._index.get(lab.namespace, lab.key(1)) == row
-    assert store.stats().entries == 3
-    lab.put(store, 4)
-    assert lab.is_right(store, 4)
+def test_a_rebuild_that_is_not_on_disk_is_not_finished(empty_index, monkeypatch):
+    mark = empty_index._directory / "unfinished"
+    assert not mark.exists()
+    with monkeypatch.context() as patch, empty_index.exclusive():
+        patch.setattr(empty_index, "sync", lambda: False)
+        empty_index.rebuild(lambda: None)
+    assert mark.exists()
+    with empty_index.exclusive():
+        with pytest.raises(IndexCorrupt, match="not finished"):
+            empty_index.open()
+        empty_index.rebuild(lambda: None)
+        empty_index.open()
+    assert not mark.exists()
 
 
-def hot_journal(root):
-    """What SQLite leaves when it is cut short in a transaction before the database is in WAL mode."""
-    scratch = root.parent / "scratch.db"
-    connection = sqlite3.connect(scratch, isolation_level=None)
-    connection.execute("CREATE TABLE t AS SELECT 1 AS x")
-    connection.execute("PRAGMA cache_size = 1")
-    connection.execute("BEGIN")
-    connection.execute("INSERT INTO t VALUES (hex(randomblob(90000)))")
-    journal = scratch.with_name("scratch.db-journal").read_bytes()
-    assert journal.startswith(bytes.fromhex("d9d505f920a163d7"))  # or nobody would roll it back
-    return journal
-
-
-@pytest.mark.parametrize("kind", ["hot", "empty", "garbage", "fifo", "directory"])
-def test_a_journal_left_by_a_crash_neither_blocks_nor_stops_the_store(lab, make_store, root, kind):
-    filled(lab, make_store).close()
-    journal = root / "index" / "cache.db-journal"
-    if kind == "fifo":
-        os.mkfifo(journal)
-    elif kind == "directory":
-        journal.mkdir()
-    else:
-        journal.write_bytes({"hot": hot_journal(root), "empty": b""}.get(kind, b"x" * 999))
-    store = make_store()
-    assert all(lab.is_right(store, number) for number in (1, 2, 3))
-    lab.put(store, 4)
-    assert_rebuilt(lab, store, (1, 2, 3, 4))
-
-
-@pytest.mark.parametrize("name", ["cache.db", "cache.db-wal", "cache.db-shm"])
-def test_a_directory_in_place_of_the_database_is_moved_away(lab, make_store, root, name):
-    filled(lab, make_store).close()
-    for _ in range(2):  # the second time, the quarantine has one already
-        (root / "index" / name).unlink(missing_ok=True)
-        (root / "index" / name).mkdir()
-        (root / "index" / name / "mine").touch()
+def test_a_mark_that_cannot_be_looked_for_is_not_taken_for_absent(lab, make_store, filled, failing):
+    filled.close()
+    (filled.root / "index" / "unfinished").touch()
+    edit(filled.root, "DELETE FROM payload")  # as if the rebuild had just begun
+    with failing("lstat", "unfinished", errno.EIO):
         store = make_store()
-        lab.put(store, 4)
-        assert all(lab.is_right(store, number) for number in (1, 2, 3, 4))
-        store.close()
-    assert len(list((root / "quarantine").rglob("mine"))) == 2
-
-
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "UPDATE Settings SET value = 'many' WHERE key = 'count'",
-        "UPDATE Settings SET value = NULL WHERE key = 'size'",
-        "UPDATE Settings SET value = 9e999 WHERE key = 'size'",
-        "UPDATE Settings SET value = -5 WHERE key = 'size'",
-        "DELETE FROM Settings WHERE key = 'count'",
-    ],
-)
-def test_totals_forged_while_the_store_is_open_are_noticed(lab, make_store, root, statement):
-    store = filled(lab, make_store)
-    edit(root, (statement,))
-    assert store.stats().entries == 3  # counted without the index
-    lab.put(store, 4)
-    assert_rebuilt(lab, store, (1, 2, 3, 4))
-
-
-def test_a_size_forged_beyond_the_limit_does_not_stop_puts(lab, make_store, root):
-    filled(lab, make_store).close()
-    edit(root, ("UPDATE Settings SET value = ? WHERE key = 'size'", 1 << 50))
-    store = make_store()
-    lab.put(store, 4)
-    assert store.stats().evictions == 0
-    assert_rebuilt(lab, store, (1, 2, 3, 4))
-
-
-def test_a_recovery_notices_totals_that_are_not_those_of_the_rows(lab, make_store, root):
-    store = filled(lab, make_store)
-    edit(root, ("UPDATE Settings SET value = value - 1 WHERE key = 'size'",))
-    store.recover()
-    assert_rebuilt(lab, store)
-
-
-def test_a_row_with_the_last_number_there_is_does_no_harm(lab, make_store, root):
-    store = filled(lab, make_store)
-    edit(root, ("UPDATE Cache SET rowid = ? WHERE rowid = 3", 2**63 - 1))
-    with pytest.raises(IndexOdd, match="out of range"):
-        list(store._index.oldest())
-    store.recover()
-    assert_rebuilt(lab, store)
-
-
-def in_thread(action):
-    """What ``action`` returns, run by a thread that has no connection yet."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(action).result()
-
-
-@pytest.mark.parametrize("name", ["sqlite_journal_mode", b"sqlite_", 7])
-def test_settings_planted_while_open_are_not_executed_by_the_next_thread(
-    lab, make_store, root, name
-):
-    store = filled(lab, make_store)
-    edit(root, ("INSERT OR REPLACE INTO Settings VALUES (?, 'delete')", name))
-    assert in_thread(lambda: lab.is_right(store, 1))
-    cache = store._index._cache
-    assert in_thread(lambda: cache._sql("PRAGMA journal_mode").fetchone()) == ("wal",)
-    assert in_thread(lambda: cache._sql("PRAGMA mmap_size").fetchone()) == (0,)
-
-
-def test_a_thread_that_meets_a_locked_database_waits_for_a_bounded_time(lab, make_store, root):
-    store = filled(lab, make_store)
-    store._index.close()
-    with store._index.exclusive():
-        assert store._index.open()
-    store._index._cache.close()  # nobody has it open but the blocker
-    blocker = sqlite3.connect(root / "index" / "cache.db", isolation_level=None)
-    blocker.execute("PRAGMA locking_mode = EXCLUSIVE")
-    blocker.execute("BEGIN EXCLUSIVE")
-    start = time.monotonic()
-    assert in_thread(lambda: lab.is_right(store, 1))
-    assert time.monotonic() - start < 10  # diskcache itself would wait for a minute
-    blocker.close()
-
-
-def test_a_store_whose_path_looks_like_a_variable_stays_where_it_is(lab, tmp_path, monkeypatch):
-    monkeypatch.setenv("ELSEWHERE", "elsewhere")
-    for name in ("$ELSEWHERE", "${ELSEWHERE}", "~"):
-        store = DiskStore(tmp_path / name / "store", 1 << 30)
-        lab.put(store, 1)
-        store.close()
-        assert (tmp_path / name / "store" / "index" / "cache.db").exists()
-    assert not (tmp_path / "elsewhere").exists()
-
-
-@pytest.mark.parametrize(
-    ("code", "expected"),
-    [
-        ("BUSY", "is held by another process"),
-        ("FULL", "no space left"),
-        ("IOERR_READ", "cannot be used"),
-    ],
-)
-def test_a_transaction_that_cannot_begin_says_why(tmp_path, code, expected):
-    def begin():
-        error = sqlite3.OperationalError("the disk says no")
-        error.sqlite_errorcode = getattr(sqlite3, f"SQLITE_{code}")
-        try:
-            raise error
-        except sqlite3.OperationalError:
-            raise Timeout from None  # as diskcache does
-
-    with pytest.raises(StoreError, match=expected), mapped(tmp_path, 1.0):
-        begin()
-
-
-def test_a_mark_that_cannot_be_looked_for_is_not_taken_for_absent(
-    lab, make_store, root, monkeypatch
-):
-    filled(lab, make_store).close()
-    (root / "index" / "unfinished").touch()
-    edit(root, ("DELETE FROM Cache",))  # as if the rebuild had just begun
-    real = os.lstat
-
-    def fail(path, *args, **kwargs):
-        if str(path).endswith("unfinished"):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(path, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "lstat", fail)
-        store = make_store()
-        assert all(lab.is_right(store, number) for number in (1, 2, 3))
+        assert all(lab.is_right(store, number) for number in NUMBERS)
     store.recover()
     assert store.stats().entries == 3
-
-
-def test_a_damaged_name_that_is_no_text_is_a_rebuild(lab, make_store, root):
-    filled(lab, make_store).close()
-    database = root / "index" / "cache.db"
-    data = database.read_bytes()
-    assert b"tableCacheCache" in data
-    database.write_bytes(data.replace(b"tableCacheCache", b"table\xb3acheCache"))
-    assert_rebuilt(lab, make_store())
-
-
-def test_a_name_damaged_while_the_store_is_open_is_a_rebuild(lab, make_store, root):
-    store = filled(lab, make_store)
-    connection = sqlite3.connect(root / "index" / "cache.db", isolation_level=None)
-    connection.execute("PRAGMA writable_schema = ON")
-    connection.execute("UPDATE sqlite_master SET name = CAST(x'b3ff' AS TEXT), sql = 'x'")
-    connection.execute("PRAGMA schema_version = 99")
-    connection.close()
-    assert lab.is_right(store, 1)
-    lab.put(store, 4)
-    assert_rebuilt(lab, store, (1, 2, 3, 4))
-
-
-def test_a_database_that_calls_itself_read_only_is_rebuilt(lab, make_store, root):
-    filled(lab, make_store).close()
-    with open(root / "index" / "cache.db", "r+b") as file:
-        file.seek(18)  # the version of whom it lets write
-        file.write(b"\x07")
-    store = make_store()
-    lab.put(store, 4)
-    assert_rebuilt(lab, store, (1, 2, 3, 4))
-
-
-@pytest.mark.parametrize("event", ["INSERT", "DELETE"])
-def test_a_trigger_planted_while_open_is_not_executed(lab, make_store, root, event):
-    store = filled(lab, make_store)
-    edit(root, (f"CREATE TRIGGER evil AFTER {event} ON Cache BEGIN DELETE FROM Cache; END",))
-    lab.put(store, 4)
-    store.delete(lab.namespace, lab.key(1))
-    assert_rebuilt(lab, store, (2, 3, 4))
-
-
-def test_a_setting_that_is_gone_when_the_next_process_looks_is_a_rebuild(
-    lab, make_store, root, monkeypatch
-):
-    filled(lab, make_store).close()
-    edit(
-        root,
-        ("DELETE FROM Settings WHERE key = 'count'",),
-        ("CREATE TRIGGER gone AFTER INSERT ON Settings BEGIN DELETE FROM Settings; END",),
-    )
-    monkeypatch.setattr(index_check, "_schema_fault", lambda connection: None)  # just before that
-    monkeypatch.setattr(index_check, "_settings_fault", lambda connection: None)
-    assert_rebuilt(lab, make_store())
-
-
-def test_that_an_index_is_odd_is_said_once(lab, root, make_store, caplog):
-    lab.put(make_store(), 1)
-    (root / "index" / "cache.db").write_bytes(b"no database" * 500)
-    make_store()
-    assert [r.getMessage() for r in caplog.records if "is odd" in r.getMessage()] == [
-        "index of the store is odd (file is not a database): rebuilt from the files"
-    ]

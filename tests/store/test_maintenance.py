@@ -6,15 +6,16 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
 from blendrag.errors import InvalidInputError, StoreUnavailableError
 from blendrag.store import DiskStore, maintenance
-from blendrag.store.files import QUARANTINE_FILES, PayloadFiles
+from blendrag.store.index import Index
 from blendrag.store.kv import KVLayout
-from blendrag.store.maintenance import space
-from blendrag.store.maintenance.index_view import IndexView
+from blendrag.store.maintenance import opening, space
+from blendrag.store.payload_files import QUARANTINE_FILES, PayloadFiles
 
 
 def fill(lab, root, numbers=range(5), pinned=(0,)):
@@ -54,7 +55,7 @@ def flip(path, offset=5000):
 
 
 def alter(index, statement, *values):
-    with sqlite3.connect(index / "cache.db") as connection:
+    with sqlite3.connect(index / "index.db") as connection:
         connection.execute(statement, values)
 
 
@@ -63,7 +64,7 @@ def snapshot(root):
     return {
         path.relative_to(root): path.read_bytes() if path.is_file() else None
         for path in root.rglob("*")
-        if not path.name.startswith("cache.db")
+        if not path.name.startswith("index.db")
     }
 
 
@@ -82,7 +83,7 @@ def only_namespace(report):
 
 def test_maintenance_does_not_import_torch():
     code = (
-        "import sys, blendrag.cli.app, blendrag.store.maintenance, blendrag.cli.store_corpus;"
+        "import sys, blendrag.cli.app, blendrag.store.maintenance, blendrag.cli.store;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -194,12 +195,12 @@ def test_missing_and_dead_rows_are_counted_and_are_not_damage(lab, filled):
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda index: (index / "cache.db").unlink(), "there is none"),
-        (lambda index: (index / "cache.db").write_bytes(b"garbage" * 999), "not a database"),
+        (lambda index: (index / "index.db").unlink(), "there is none"),
+        (lambda index: (index / "index.db").write_bytes(b"garbage" * 999), "not a database"),
         (lambda index: (index / "unfinished").touch(), "not finished"),
-        (lambda index: alter(index, "UPDATE Cache SET mode = 4"), "outside"),
-        (lambda index: alter(index, "UPDATE Cache SET key = upper(key)"), "64 hex"),
-        (lambda index: alter(index, "CREATE TRIGGER x AFTER INSERT ON Cache BEGIN SELECT 1; END"),
+        (lambda index: alter(index, "UPDATE payload SET nonce = '../../x'"), "not of the form"),
+        (lambda index: alter(index, "UPDATE payload SET key = upper(key)"), "not of the form"),
+        (lambda index: alter(index, "CREATE TRIGGER x AFTER INSERT ON payload BEGIN SELECT 1; END"),
          "schema"),
     ],
 )  # fmt: skip
@@ -216,13 +217,13 @@ def test_a_damaged_index_is_reported_and_rebuilt_by_a_repair(lab, filled, damage
 
 
 def test_a_locked_index_is_unavailable_after_a_bounded_wait(lab, filled):
-    connection = sqlite3.connect(filled / "index" / "cache.db", isolation_level=None)
+    connection = sqlite3.connect(filled / "index" / "index.db", isolation_level=None)
     connection.execute("PRAGMA locking_mode = EXCLUSIVE")
     connection.execute("BEGIN EXCLUSIVE")
     report = maintenance.check(filled)
     connection.close()
     assert (report.index, report.is_good) == ("unavailable", True)
-    assert "locked" in report.index_fault
+    assert "is held by another process" in report.index_fault
     assert only_namespace(report).dead_rows is None
 
 
@@ -286,7 +287,7 @@ def test_differences_between_files_and_index_are_looked_at_twice(lab, filled, mo
 
         return look
 
-    monkeypatch.setattr(IndexView, "knows", at_second_look(IndexView.knows))
+    monkeypatch.setattr(Index, "knows", at_second_look(Index.knows))
     monkeypatch.setattr(PayloadFiles, "exists", at_second_look(PayloadFiles.exists))
     each = only_namespace(maintenance.check(filled))
     assert (each.missing_rows, each.dead_rows) == (0, 0)
@@ -394,7 +395,7 @@ def test_gc_and_clear_work_in_batches(lab, root, monkeypatch):
 
 
 def test_gc_rebuilds_a_damaged_index(lab, filled):
-    alter(filled / "index", "UPDATE Cache SET value = '../../etc/passwd' WHERE rowid > 2")
+    alter(filled / "index", "UPDATE payload SET nonce = '../../etc/passwd' WHERE used > 2")
     assert maintenance.collect(filled, 2 * lab.entry_bytes).left == 2
     assert len(lab.payloads(filled)) == 2
 
@@ -547,12 +548,8 @@ def test_read_only_stores_and_stores_of_other_users_are_refused_for_changes(
 
 
 def test_a_held_index_is_an_error_and_never_a_hang(lab, filled, monkeypatch):
-    from blendrag.store import index_database
-    from blendrag.store.index_lock import IndexLock
-
-    briefly = lambda directory, timeout_s: IndexLock(directory, 0.05)  # noqa: E731
-    monkeypatch.setattr(index_database, "IndexLock", briefly)
-    with IndexLock(filled / "index", 1.0).hold():
+    monkeypatch.setattr(opening, "Index", partial(Index, lock_timeout_s=0.05))
+    with Index(filled / "index").exclusive():
         for action in CHANGING[:2]:
             assert_refused(action, filled, "is held by")
         assert maintenance.check(filled).is_good

@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 
 import pytest
+from blendrag.store.shards import Shards
 from soak.audit import PLENTY, audit, make_chunks
 from soak.power import Disk
 
 from blendrag.store import DiskStore, maintenance
-from blendrag.store.files import PayloadFiles
-from blendrag.store.shards import Shards
+from blendrag.store.payload_files import PayloadFiles
 from blendrag.store.writers import Writer
 
 

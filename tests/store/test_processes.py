@@ -10,7 +10,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -140,18 +139,6 @@ def test_an_open_store_is_not_sent_to_another_process_but_its_path_is(root, kind
 # -- fork ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def server(lab, root):
-    """Tiers with four chunks in memory and on disk, and a thread that promotes."""
-    store = TieredStore(MemoryStore(1 << 20), DiskStore(root, 1 << 30))
-    for number in range(4):
-        lab.put(store, number)
-        assert lab.is_right(store, number)
-    store.drain()
-    yield store
-    store.close()
-
-
 def bytes_are_right(lab, store, number, kv):
     """:meth:`Lab.is_right` without torch operators, which a forked child must not run."""
     reader = lab.open(store, number)
@@ -167,159 +154,6 @@ def gives(reader, kv):
             return False
     reader.close()
     return True
-
-
-def test_two_forked_ingests_put_through_the_servers_own_store(lab, root, server, fork):
-    kvs = [lab.kv(number) for number in range(24)]
-
-    def ingest(numbers):
-        for number in numbers:
-            server.put(lab.namespace, lab.key(number), kvs[number])
-        assert all(bytes_are_right(lab, server, number, kvs[number]) for number in numbers)
-        server.close()
-
-    children = [fork(lambda: ingest(range(4, 16))), fork(lambda: ingest(range(10, 24)))]
-    while len(lab.payloads(root)) < 12:
-        assert all(lab.is_right(server, number) for number in range(4))
-    assert all(map(succeeded, children))
-    assert all(lab.is_right(server, number) for number in range(24))
-    server.drain()
-    assert server.stats().entries == len(lab.payloads(root)) == 24
-    assert lab.open(server, 23).tier == "memory"
-    server.close()
-    report = maintenance.check(root)
-    assert report.is_good
-    assert report.index == "sound"
-    assert list((root / "tmp").iterdir()) == []
-
-
-def locks_of(store):
-    """Every lock that some thread of the parent may hold when it forks."""
-    worker = store._promotion
-    return [
-        store.memory._lock,
-        store.memory._tally._lock,
-        store.disk._lock,
-        store.disk._put_lock,
-        store.disk._tally._lock,
-        store.disk._pins._lock,
-        store.disk._reading._lock,
-        store.disk._index._lock._threads,
-        worker._start_lock,
-        worker.tally._lock,
-    ]
-
-
-@pytest.mark.parametrize("held", range(10))
-def test_a_lock_held_at_the_fork_holds_up_nothing_in_the_child(lab, server, fork, held):
-    """A thread that holds it is not in the child, and would hold it there for ever."""
-    kv, kvs = lab.kv(9), [lab.kv(number) for number in range(4)]
-    lock, release, is_held = locks_of(server)[held], threading.Event(), threading.Event()
-
-    def hold():
-        with lock:
-            is_held.set()
-            release.wait(60)
-
-    def use_everything():
-        assert bytes_are_right(lab, server, 0, kvs[0])
-        assert bytes_are_right(lab, server.disk, 1, kvs[1])
-        server.put(lab.namespace, lab.key(9), kv)
-        with server.pin_scope() as scope:
-            scope.protect(lab.namespace, lab.key(9))
-        server.delete(lab.namespace, lab.key(2))
-        assert server.stats().entries == 4
-        server.drain()
-        server.close()
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    try:
-        assert is_held.wait(10)
-        assert succeeded(fork(use_everything), within_s=20)
-    finally:
-        release.set()
-        holder.join()
-    assert lab.is_right(server, 9)
-    assert lab.is_right(server, 0)
-
-
-@pytest.mark.parametrize("encoding", ["native", "int8"])
-def test_a_child_reads_and_closes_what_a_thread_of_its_parent_is_reading_at_the_fork(
-    lab, make_store, fork, monkeypatch, encoding
-):
-    layout, store = lab.layout.encoded(encoding), make_store()
-    store.put(lab.namespace, lab.key(1), lab.kv(1, layout))
-    reader = store.open(lab.namespace, lab.key(1), layout, lab.tokens)
-    expected = lab.read(reader, layout)
-    parent, preadv = os.getpid(), os.preadv
-    is_inside, release = threading.Event(), threading.Event()
-
-    def held_up(*args):
-        if os.getpid() == parent:
-            is_inside.set()
-            release.wait(60)
-        return preadv(*args)
-
-    def read_on():
-        assert not reader.is_unlinked()
-        for layer, right in enumerate(expected):
-            out = torch.from_numpy(right.numpy() * 0)
-            reader.read_layer(layer, out)
-            assert out.numpy().tobytes() == right.numpy().tobytes()
-        reader.close()
-
-    monkeypatch.setattr(os, "preadv", held_up)
-    out = torch.zeros_like(expected[0])
-    thread = threading.Thread(target=reader.read_layer, args=(0, out))
-    thread.start()
-    try:
-        assert is_inside.wait(10)
-        assert succeeded(fork(read_on))
-    finally:
-        release.set()
-        thread.join()
-    assert torch.equal(out, expected[0])
-    reader.close()
-
-
-def test_a_child_decodes_from_memory_what_a_thread_of_its_parent_is_decoding_at_the_fork(lab, fork):
-    layout, store = lab.layout.encoded("int8"), MemoryStore(1 << 20)
-    store.put(lab.namespace, lab.key(1), lab.kv(1, layout))
-    reader = store.open(lab.namespace, lab.key(1), layout, lab.tokens)
-    expected = lab.read(reader, layout)
-    is_inside, release = threading.Event(), threading.Event()
-
-    def hold():
-        with reader._staging._lock:
-            is_inside.set()
-            release.wait(60)
-
-    def read_on():
-        out = torch.from_numpy(expected[0].numpy() * 0)
-        reader.read_layer(0, out)
-        assert out.numpy().tobytes() == expected[0].numpy().tobytes()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    try:
-        assert is_inside.wait(10)
-        assert succeeded(fork(read_on))
-    finally:
-        release.set()
-        thread.join()
-
-
-def test_what_a_child_counts_is_its_own(lab, server, fork):
-    before = server.stats()
-
-    def child():
-        assert server.stats().hits == before.hits
-        assert lab.open(server, 77) is None
-        assert server.stats().misses == before.misses + 1
-
-    assert succeeded(fork(child))
-    assert server.stats().misses == before.misses
 
 
 # -- a shared store that is only read -------------------------------------------------------------

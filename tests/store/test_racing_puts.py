@@ -9,8 +9,8 @@ import pytest
 
 from blendrag.errors import StoreUnavailableError
 from blendrag.store import DiskStore, maintenance
-from blendrag.store.files import PayloadFiles
-from blendrag.store.index_errors import IndexLocked
+from blendrag.store.index import IndexLocked
+from blendrag.store.payload_files import PayloadFiles
 
 
 @pytest.fixture

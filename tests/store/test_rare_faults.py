@@ -11,16 +11,14 @@ import threading
 
 import pytest
 import torch
+from blendrag.store.rows import row_key
 
 from blendrag.errors import CorruptKVError, InvalidInputError, StoreUnavailableError
 from blendrag.store import DiskStore, MemoryStore, TieredStore, maintenance
-from blendrag.store.files import PayloadFiles, new_name
-from blendrag.store.format import frame
-from blendrag.store.index import Index
-from blendrag.store.index_errors import IndexLocked, IndexOdd
+from blendrag.store.disk_writer import Pins
 from blendrag.store.maintenance.archive import ArchiveFault, ArchiveReader
-from blendrag.store.pins import Pins
-from blendrag.store.rows import Row, RowCache, Rows, row_key
+from blendrag.store.payload import frame
+from blendrag.store.payload_files import PayloadFiles
 
 
 @pytest.fixture
@@ -146,115 +144,6 @@ def test_checksums_that_no_store_writes_are_none(lab, digits):
 # -- the index --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def index(tmp_path):
-    for name in ("index", "quarantine"):
-        (tmp_path / name).mkdir()
-    made = Index(tmp_path / "index", lock_timeout_s=0.2, busy_timeout_s=0.1)
-    with made.exclusive(), made.unfinished():
-        made.create()
-    yield made
-    made.close()
-
-
-def test_the_index_is_not_had_by_two_threads_and_nobody_waits_for_ever(index):
-    held, done = threading.Event(), threading.Event()
-
-    def hold():
-        with index.exclusive():
-            held.set()
-            done.wait(10)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    try:
-        assert held.wait(10)
-        with pytest.raises(IndexLocked, match="another thread"), index.exclusive():
-            pass
-    finally:
-        done.set()
-        thread.join()
-    with index.exclusive():
-        pass
-
-
-def test_a_row_under_the_key_of_another_is_odd(lab, index):
-    row = Row(new_name(lab.namespace, lab.key(1)), 10)
-    index.add(row)
-    other = row_key(lab.namespace, lab.key(2))
-    index._cache._sql("UPDATE Cache SET key = ?", (other,))
-    with pytest.raises(IndexOdd, match="another key"):
-        index.get(lab.namespace, lab.key(2))
-    with pytest.raises(IndexOdd, match="another key"):
-        list(index.oldest())
-
-
-def test_a_row_that_is_dropped_while_rows_are_listed_is_passed_over(lab, index):
-    rows = [Row(new_name(lab.namespace, lab.key(number)), 10) for number in range(3)]
-    for row in rows:
-        index.add(row)
-    listed = index.oldest()
-    assert next(listed) == rows[0]
-    real = index._cache.get
-    gone = row_key(lab.namespace, lab.key(1))
-    index._cache.get = lambda key: None if key == gone else real(key)
-    assert list(listed) == [rows[2]]
-
-
-def test_a_database_that_cannot_be_looked_at_is_not_taken_for_odd(index, failing):
-    refused = pytest.raises(IndexLocked, match="cannot be used now")
-    with index.exclusive(), failing("stat", "cache.db"), refused:
-        index.connect()
-
-
-def test_a_database_that_is_busy_for_a_moment_is_tried_again(index, monkeypatch):
-    real, calls = RowCache.__init__, []
-
-    def busy_once(cache, *args):
-        calls.append(args)
-        if len(calls) == 1:
-            error = sqlite3.OperationalError("database is locked")
-            error.sqlite_errorcode = sqlite3.SQLITE_BUSY
-            raise error
-        real(cache, *args)
-
-    monkeypatch.setattr(RowCache, "__init__", busy_once)
-    with index.exclusive():
-        assert index.connect()
-    assert len(calls) == 2
-
-
-def test_rows_take_and_give_one_form_of_key_and_no_file(tmp_path):
-    rows = Rows(str(tmp_path))
-    for refused in (
-        lambda: rows.put("../cache"),
-        lambda: rows.put(7),
-        lambda: rows.get("x", 1),
-        lambda: rows.get("a" * 64, 0),
-        lambda: rows.filename("a" * 64),
-        lambda: rows.store("not a row", False),
-    ):
-        with pytest.raises(IndexOdd):
-            refused()
-    (tmp_path / "mine").touch()
-    rows.remove("mine")
-    rows.remove(str(tmp_path / "mine"))
-    assert (tmp_path / "mine").exists()
-
-
-def test_rows_forged_with_sizes_that_free_nothing_are_noticed_when_room_is_made(
-    lab, store, root, make_store
-):
-    store.close()
-    connection = sqlite3.connect(root / "index" / "cache.db", isolation_level=None)
-    connection.execute("UPDATE Settings SET value = value + 1000000 WHERE key = 'size'")
-    connection.close()
-    small = make_store(limit_bytes=4 * lab.entry_bytes)
-    lab.put(small, 4)
-    assert small.stats().evictions == 0
-    assert small._index.totals() == (4, 4 * lab.entry_bytes)
-
-
 # -- recovery ---------------------------------------------------------------------------------------
 
 
@@ -262,7 +151,7 @@ def test_a_payload_that_vanishes_while_the_index_is_rebuilt_is_passed_over(
     lab, store, root, monkeypatch
 ):
     store.close()
-    (root / "index" / "cache.db").unlink()
+    (root / "index" / "index.db").unlink()
     real = PayloadFiles.open
 
     def vanish(files, name):
@@ -279,7 +168,7 @@ def test_a_payload_that_vanishes_while_the_index_is_rebuilt_is_passed_over(
 
 def test_a_payload_that_can_never_be_read_is_set_aside_by_a_rebuild(lab, store, root, failing):
     store.close()
-    (root / "index" / "cache.db").unlink()
+    (root / "index" / "index.db").unlink()
     with failing("pread", lab.key(2)):
         again = DiskStore(root, 1 << 30)
     assert again.stats().quarantined == 1
@@ -399,7 +288,7 @@ def test_faults_beyond_those_that_are_told_are_counted(lab, store, root, monkeyp
 
 def test_a_row_that_is_another_keys_makes_the_index_one_to_be_rebuilt(lab, store, root):
     store.close()
-    connection = sqlite3.connect(root / "index" / "cache.db", isolation_level=None)
+    connection = sqlite3.connect(root / "index" / "index.db", isolation_level=None)
     other = row_key(lab.namespace, lab.key(9))
     one = "rowid = (SELECT min(rowid) FROM Cache)"
     connection.execute(f"UPDATE Cache SET key = ? WHERE {one}", (other,))

@@ -5,16 +5,12 @@ from __future__ import annotations
 import errno
 import os
 
-import diskcache
 import pytest
 
 from blendrag.errors import CorruptKVError, StoreUnavailableError
 from blendrag.store import MemoryStore, TieredStore, disk, maintenance
-from blendrag.store.files import PayloadFiles
-from blendrag.store.index import Index
-from blendrag.store.index_errors import IndexLocked
 from blendrag.store.payload import opened, reader, verified_pieces
-from blendrag.store.rows import RowCache
+from blendrag.store.payload_files import PayloadFiles
 
 
 @pytest.fixture
@@ -59,7 +55,7 @@ def test_a_put_that_cannot_find_out_whether_its_payload_is_still_there_is_not_ac
 
 
 def test_a_recovery_out_of_descriptors_sets_nothing_aside(lab, store, failing):
-    store._index.drop([store._reading.find(lab.namespace, lab.key(2))])
+    store._index.drop([store.find(lab.namespace, lab.key(2))])
     with (
         failing("open", ".kv", errno.EMFILE),
         pytest.raises(StoreUnavailableError, match="Too many"),
@@ -86,42 +82,6 @@ def test_only_the_last_uses_are_remembered_until_they_are_written_down(lab, stor
 
 
 # -- the index ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def index(tmp_path):
-    for name in ("index", "quarantine"):
-        (tmp_path / name).mkdir()
-    made = Index(tmp_path / "index", lock_timeout_s=0.2, busy_timeout_s=0.05)
-    yield made
-    made.close()
-
-
-def test_a_database_that_stays_busy_is_not_waited_for_for_ever(index, monkeypatch):
-    def busy(cache, *args):
-        raise diskcache.Timeout
-
-    with index.exclusive(), index.unfinished():
-        index.create()
-    monkeypatch.setattr(RowCache, "__init__", busy)
-    with (
-        index.exclusive(),
-        pytest.raises(IndexLocked, match=r"held by another process for 0\.05 s"),
-    ):
-        index.connect()
-
-
-def test_a_rebuild_that_is_not_on_disk_is_not_finished(index, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch, index.exclusive(), index.unfinished():
-        patch.setattr(RowCache, "checkpoint", lambda cache: False)
-        index.create()
-    assert (tmp_path / "index" / "unfinished").exists()
-    with index.exclusive():
-        assert not index.open()
-        with index.unfinished():
-            assert index.connect()
-        assert index.open()
-    assert not (tmp_path / "index" / "unfinished").exists()
 
 
 # -- tiers --------------------------------------------------------------------------------------------
@@ -182,7 +142,7 @@ def test_a_header_that_cannot_be_read_makes_a_check_say_damaged(lab, store, root
 
 
 def test_a_payload_that_gets_shorter_while_it_is_verified_is_not_what_was_put(lab, store):
-    name = store._reading.find(lab.namespace, lab.key(1))
+    name = store.find(lab.namespace, lab.key(1))
     with opened(store._files, name) as (fd, found):
         os.truncate(lab.file(store, 1), found.file_bytes - 100)
         pieces = verified_pieces(found, reader(fd, found.frame.header_bytes))
@@ -202,7 +162,7 @@ def test_what_is_gone_between_listing_and_opening_is_a_miss_for_who_only_reads(
     lab, store, make_store, monkeypatch
 ):
     reading = make_store(read_only=True)
-    found = reading._reading.find(lab.namespace, lab.key(1))
+    found = reading.find(lab.namespace, lab.key(1))
     monkeypatch.setattr(reading._files, "named", lambda *_: [found])
     lab.file(store, 1).unlink()
     assert lab.open(reading, 1) is None

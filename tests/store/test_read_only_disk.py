@@ -71,7 +71,7 @@ def crash(lab, root, fork):
         store = DiskStore(root, 1 << 30)
         for number, kv in enumerate(kvs):
             store.put(lab.namespace, lab.key(number), kv)
-        store._writing._claim.temporary().write_bytes(b"half")
+        store._writer._claim.temporary().write_bytes(b"half")
         os.kill(os.getpid(), 9)
 
     os.waitpid(fork(child), 0)
@@ -86,7 +86,7 @@ def test_a_store_on_a_read_only_mount_is_read_with_one_warning(
     else:
         fill(lab, root).close()
     if left == "without index":
-        (root / "index" / "cache.db").unlink()
+        (root / "index" / "index.db").unlink()
     expected = [in_bytes(lab.kv(number)) for number in range(3)]
     new = lab.kv(9)
     before = sorted(root.rglob("*"))
@@ -222,5 +222,5 @@ def test_a_disk_that_turns_read_only_under_an_open_store_costs_no_query(
     monkeypatch.undo()
     store = DiskStore(root, 1 << 30)
     assert all(lab.is_right(store, number) for number in (0, 1))
-    assert not (root / "quarantine" / "cache.db").exists()
+    assert not (root / "quarantine" / "index.db").exists()
     store.close()

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sqlite3
-import stat
-from pathlib import Path
 
 import pytest
 
-from blendrag.store import maintenance, recovery
+from blendrag.store import maintenance
 
 _SECOND = 10**9
 
@@ -38,7 +34,7 @@ def date(lab, store, number, written_s):
 
 def forget(lab, store, *numbers):
     """Files without a row, as a crash leaves them; or a power cut, of what had been evicted."""
-    store._index.drop(store._reading.find(lab.namespace, lab.key(number)) for number in numbers)
+    store._index.drop(store.find(lab.namespace, lab.key(number)) for number in numbers)
 
 
 def order(lab, store, numbers):
@@ -82,41 +78,6 @@ def test_more_rows_than_are_read_at_once_keep_their_order_behind_one_that_is_bac
     store.recover()
     assert order(lab, store, [*numbers, 999]) == [999, *numbers]
     assert store.stats().entries == 251
-
-
-def test_so_many_that_they_do_not_fit_into_memory_are_ordered_on_the_stores_own_disk(
-    lab, dated, root, monkeypatch
-):
-    """Where the system keeps temporary files, there may be no room, or nothing that can be written."""
-    connect, described, places = sqlite3.connect, recovery.described, set()
-
-    def with_little_memory(path, *args, **kwargs):
-        database = connect(path, *args, **kwargs)
-        if Path(path).suffix != ".db":
-            database.execute("PRAGMA page_size = 512")
-            database.execute("PRAGMA cache_size = 1")
-        return database
-
-    def looking(fd, name):
-        """Called while they are gone through."""
-        for descriptor in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                number = int(descriptor)
-                if os.fstat(number).st_size and stat.S_ISREG(os.fstat(number).st_mode):
-                    places.add(os.readlink(f"/proc/self/fd/{number}"))
-        return described(fd, name)
-
-    numbers = list(range(120))
-    store = dated({n: 1000 - n for n in numbers}, used=[])
-    forget(lab, store, *numbers)
-    monkeypatch.setattr(recovery.sqlite3, "connect", with_little_memory)
-    monkeypatch.setattr(recovery, "described", looking)
-    store.recover()
-    assert order(lab, store, numbers) == numbers[::-1]
-    assert any(place.startswith(f"{root}/tmp/") and place.endswith(".part") for place in places)
-    assert not any("etilqs" in place for place in places)  # SQLite's own
-    store.close()
-    assert os.listdir(root / "tmp") == []
 
 
 @pytest.mark.parametrize("written_s", [-(10**11), 10**11])

@@ -10,11 +10,11 @@ from collections import OrderedDict
 import pytest
 
 from blendrag.errors import StoreFullError
-from blendrag.store import DiskStore, MemoryStore, TieredStore, promotion, recovery
-from blendrag.store.files import new_name
-from blendrag.store.format import frame
-from blendrag.store.index import Index
-from blendrag.store.rows import Row
+from blendrag.store import DiskStore, MemoryStore, TieredStore
+from blendrag.store import tiered as promotion
+from blendrag.store.index import Index, Row
+from blendrag.store.payload import frame
+from blendrag.store.payload_files import new_name
 
 CHUNK_BYTES = 3 * 2 * 16 * 24 * 4
 #: The paper's: 16 MB for a million chunks, beyond SQLite's own cache.
@@ -229,34 +229,6 @@ def bytes_of_an_index_in_use(lab, directory, chunks):
     finally:
         tracemalloc.stop()
         index.close()
-
-
-def bytes_of_a_rebuild(lab, root, chunks):
-    """Python's own, at most, while an index is made anew from files; sound ones, as far as asked."""
-    DiskStore(root, 1 << 40).close()
-    for number in range(chunks):
-        name = new_name(lab.namespace, lab.key(number))
-        path = root / "kv" / name.namespace / name.key[:2] / name.file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    (root / "index" / "cache.db").unlink()
-    gc.collect()
-    tracemalloc.start()
-    try:
-        store = DiskStore(root, None)
-        assert store.stats().entries == chunks
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-        store.close()
-
-
-def test_a_rebuild_of_the_index_holds_neither_all_names_nor_all_rows(lab, tmp_path, monkeypatch):
-    monkeypatch.setattr(recovery, "sound_size", lambda files, name: 1000)
-    few, many = 1000, 9000
-    grown = bytes_of_a_rebuild(lab, tmp_path / "many", many)
-    grown -= bytes_of_a_rebuild(lab, tmp_path / "few", few)
-    assert grown / (many - few) < INDEX_BYTES_PER_CHUNK
 
 
 def test_the_index_takes_no_more_memory_for_more_chunks(lab, tmp_path):

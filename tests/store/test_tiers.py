@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from blendrag.errors import CorruptKVError, InvalidInputError, StoreFullError
-from blendrag.store import DiskStore, KVReader, MemoryStore, TieredStore, promotion
+from blendrag.store import DiskStore, KVReader, MemoryStore, TieredStore
+from blendrag.store import tiered as promotion
 from blendrag.store.kv import KVLayout
 
 CHUNK_BYTES = 3 * 2 * 16 * 24 * 4

@@ -21,9 +21,8 @@ from urllib.parse import quote
 
 import xxhash
 
-from blendrag.errors import CorpusError, StoreFullError, check_unicode, is_out_of_space
+from blendrag.errors import CorpusError, StoreFullError, check_unicode, is_out_of_space, sqlite_code
 from blendrag.store.regular_files import open_regular
-from blendrag.store.sqlite_errors import primary_code
 
 
 class Json:
@@ -163,7 +162,7 @@ def mapped(error: sqlite3.Error | UnicodeDecodeError, path: Path) -> CorpusError
     """SQLite's error in our words; its message may quote a damaged name that is no text."""
     if isinstance(error, UnicodeDecodeError):
         return damaged("a name in it is no text", path)
-    primary = primary_code(error)
+    primary = sqlite_code(error)
     if is_out_of_space(error):
         return StoreFullError(
             f"no space left to write {path}; free some, what was stored before is intact"

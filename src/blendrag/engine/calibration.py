@@ -33,7 +33,7 @@ from blendrag.planning.controller import Controller
 from blendrag.planning.deviation import ANSWER_TOKENS, Sample
 from blendrag.planning.sample import Asked, sample_corpus, sample_questions
 from blendrag.planning.search import Found, Step, Tried, search
-from blendrag.store.disk_errors import named_errors
+from blendrag.store.durable import named_errors
 from blendrag.text.prompt import PromptPlan
 
 Watch = Callable[[Step], None]

@@ -1,8 +1,8 @@
 """The KV store: chunk key → that chunk's KV cache, exactly the bytes that were put, or a miss.
 
-``base`` holds the contract, ``disk`` and ``memory`` a tier each, ``tiered`` the one over the other.
-The tiers hold tensors and are imported on first use (PEP 562), so that who only looks after the
-files (:mod:`blendrag.store.maintenance`) does not wait for torch.
+:mod:`.base` is the contract, :mod:`.disk` and :mod:`.memory` are the tiers, :mod:`.tiered` puts one
+over the other. The tiers are imported on first use (PEP 562), because they import torch, which
+:mod:`.maintenance` does not need.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blendrag.store.base import KVReader, KVStore, PinScope, StoreStats
-from blendrag.store.limit import DEFAULT_DISK_BYTES
+from blendrag.store.root import DEFAULT_DISK_BYTES
 
 if TYPE_CHECKING:
     from blendrag.store.disk import DiskStore
@@ -51,9 +51,9 @@ def open_store(
     read_only: bool = False,
     default_disk_bytes: int = DEFAULT_DISK_BYTES,
 ) -> KVStore:
-    """Open the store at ``root``, created if need be: ``ram_bytes`` of memory over ``disk_bytes``.
+    """Open or create the store at ``root``: ``ram_bytes`` of memory over ``disk_bytes`` of disk.
 
-    The store remembers its ``disk_bytes``. ``None`` takes what it remembers, or else
+    The store remembers ``disk_bytes``. ``None`` takes the remembered limit, or else
     ``default_disk_bytes``. Raises :class:`StoreUnavailableError` when the directory cannot be used.
     """
     from blendrag.store.disk import DiskStore

@@ -1,16 +1,20 @@
-"""The contract of a KV store tier: exactly the bytes that were put, or a miss.
+"""The contract of a KV store: exactly the bytes that were put, or a miss.
 
-One tier per file beside this one. A key is 64 lowercase hex digits (:func:`identity.chunk_key`), a
-namespace likewise (:attr:`identity.ModelIdentity.namespace`).
+Also what the tiers share: statistics, counters, and the refusal to be used in another process. Keys
+and namespaces are 64 lowercase hex digits (:mod:`blendrag.store.identity`).
 """
 
 from __future__ import annotations
 
+import os
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
+from blendrag.errors import InvalidInputError
 from blendrag.store.kv import ChunkKV, KVLayout
 
 if TYPE_CHECKING:
@@ -19,10 +23,10 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class KVReader(Protocol):
-    """One chunk's KV opened for reading; stays readable when the entry is evicted meanwhile.
+    """One chunk's KV opened for reading. It stays readable if the entry is evicted.
 
-    Safe to use from one thread other than the opener. Starts no threads of torch's, so that a loader
-    thread has no second OpenMP team: no operators but those that decode, on a block at a time.
+    May be used from one thread other than the opener's. Starts no threads of torch, so that a
+    loader thread has no second OpenMP team: its only torch operators decode a block at a time.
     """
 
     key: str
@@ -54,36 +58,36 @@ class TierStats:
     limit_bytes: int
     hits: int
     read_bytes: int
-    """Bytes of layers that were read and are good; on disk, those read for promotion included."""
+    """Bytes of verified layers that were read; on disk, including reads for promotion."""
     evictions: int
 
 
 @dataclass(frozen=True)
 class StoreStats:
-    """What is stored now, and counters since open, of one process."""
+    """What is stored now, and this process's counters since it opened the store."""
 
     entries: int
     size_bytes: int
     hits: int
     misses: int
-    """Opened in vain, in every tier."""
+    """Chunks that no tier had."""
     evictions: int
     quarantined: int
     puts: int = 0
-    """Chunks written; one that was there already is none."""
+    """Chunks written; putting one that exists does not count."""
     promotions: int = 0
-    """Chunks taken from disk into memory."""
+    """Chunks copied from disk to memory."""
     queue_drops: int = 0
-    """Chunks that stayed on disk only, because too many were waiting to be promoted."""
+    """Chunks that stayed on disk only, because the promotion queue was full."""
     tiers: tuple[TierStats, ...] = ()
     """Fastest first."""
 
 
 class PinScope(Protocol):
-    """Entries that may not be evicted for as long as the scope lasts."""
+    """Entries that may not be evicted while the scope lasts."""
 
     def protect(self, namespace: str, key: str) -> None:
-        """Keep this entry, too: one that ``contains`` found and that is therefore not put again."""
+        """Also keep an entry that ``contains`` found and that is therefore not put again."""
 
 
 class KVStore(Protocol):
@@ -91,49 +95,89 @@ class KVStore(Protocol):
 
     @property
     def read_only(self) -> bool:
-        """Whether nothing can be stored: asked for, or found out when the store was opened."""
+        """Whether nothing can be stored: as requested, or because the directory is not writable."""
 
     def put(self, namespace: str, key: str, kv: ChunkKV) -> None:
-        """Store ``kv``, encoded as its layout says; when this returns, it survives a crash.
+        """Store ``kv`` in its layout's encoding. When this returns, the entry survives a crash.
 
-        Putting a key again is a no-op.
-        Raises :class:`StoreFullError` when there is no room, :class:`InvalidInputError` for
-        NaN/Inf.
+        Putting a key again is a no-op. Raises :class:`StoreFullError` when there is no room,
+        :class:`InvalidInputError` for NaN or infinity.
         """
 
     def open(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> KVReader | None:
-        """Reader of that entry, or ``None``: absent, or anything about it in doubt.
+        """Reader of that entry, or ``None`` if it is absent or anything about it is in doubt.
 
-        ``layout`` and ``tokens`` come from the model and the prompt and are compared with what the
-        file says; numbers found in a file are never computed with.
+        ``layout`` and ``tokens`` come from the model and the prompt and are compared with the
+        file. Numbers found in a file are never computed with.
         """
 
     def contains(self, namespace: str, key: str) -> bool:
-        """Whether there is an entry, durable as ``put`` makes it; its bytes are verified on read."""
+        """Whether there is a durable entry. Its bytes are verified when they are read."""
 
     def delete(self, namespace: str, key: str) -> bool:
-        """Drop an entry; whether there was one."""
+        """Remove an entry; whether there was one."""
 
     def keys(self, namespace: str) -> Iterator[str]:
         """Keys of one namespace, in no particular order.
 
-        Raises :class:`StoreUnavailableError` rather than leave out what cannot be listed.
+        Raises :class:`StoreUnavailableError` if any of them cannot be listed.
         """
 
     def pin_scope(self) -> AbstractContextManager[PinScope]:
-        """Entries put while the scope lasts are never evicted to make room for others.
+        """Entries put while the scope lasts are not evicted to make room for others.
 
-        Ingest runs in one: when only its own entries are left to evict, ``put`` raises
-        :class:`StoreFullError` instead. Readers need no pin: an open file survives eviction.
+        Ingest runs in a scope: when only its own entries are left to evict, ``put`` raises
+        :class:`StoreFullError`. Readers need no pin, because an open file survives eviction.
         """
 
     def pin(self, namespace: str, key: str) -> None:
-        """Never evict this entry, here yet or put later, until it is deleted; survives reopening.
+        """Never evict this entry, whether it is there or put later, until it is deleted.
 
-        Its bytes count against the limit all the same, so this is for a few small entries.
+        Survives reopening. Its bytes count against the limit, so pin only a few small entries.
         """
 
     def stats(self) -> StoreStats: ...
 
     def close(self) -> None:
-        """Drain background writes and release the store. Idempotent."""
+        """Finish background work and release the store. Idempotent."""
+
+
+class Counters:
+    """Named counters of one tier since it was opened. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def add(self, name: str, amount: int = 1) -> None:
+        with self._lock:
+            self._counts[name] += amount
+
+    def __getitem__(self, name: str) -> int:
+        return self._counts[name]
+
+
+class ProcessBound:
+    """An object that belongs to the process that made it: neither copied, pickled nor used in a fork."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process was forked from the one that made the object."""
+        return self._pid != os.getpid()
+
+    def check_process(self) -> None:
+        """Raise :class:`InvalidInputError` in a forked process, where locks and threads are missing."""
+        if self.is_inherited:
+            raise InvalidInputError(
+                f"this {type(self).__name__} was opened in process {self._pid}, from which this one "
+                f"({os.getpid()}) was forked; open the store again here, or start processes by spawn"
+            )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise InvalidInputError(
+            f"an open {type(self).__name__} cannot be copied or sent to another process; send its "
+            "path and open it there"
+        )

@@ -1,46 +1,48 @@
-"""The disk tier: one verified payload file per chunk, a byte limit, least recently used goes first.
+"""The disk tier: one verified payload file per chunk, a byte limit, least recently used evicted first.
 
-Owns the contract and what was used recently. What a KV becomes is :mod:`sealing`, where files lie
-:mod:`files`, which there are :mod:`index`, how one is found and believed :mod:`reading`, and how the
-directory is changed :mod:`writing`.
+This module finds and opens payloads and decides what is in doubt; any doubt is a miss. Writing is in
+:mod:`blendrag.store.disk_writer`, paths in :mod:`blendrag.store.payload_files`, the index of what
+there is in :mod:`blendrag.store.index`.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 from blendrag.errors import InvalidInputError, StoreError, StoreUnavailableError
-from blendrag.store.base import StoreStats, TierStats
-from blendrag.store.disk_errors import named_errors
-from blendrag.store.files import PayloadFiles, new_name
-from blendrag.store.forking import StaysHere, renew_after_fork
-from blendrag.store.format import is_name
-from blendrag.store.index import Index
+from blendrag.store.base import Counters, ProcessBound, StoreStats, TierStats
+from blendrag.store.disk_writer import DiskWriter, Pins, Scope
+from blendrag.store.durable import OUT_OF_RESOURCES, named_errors
+from blendrag.store.index import Index, IndexCorrupt
 from blendrag.store.kv import ChunkKV, KVLayout
-from blendrag.store.limit import DEFAULT_DISK_BYTES, settle_limit
-from blendrag.store.pins import Pins, Scope
+from blendrag.store.payload import Frame, frame, is_name, layer_checksum, read_at
+from blendrag.store.payload_files import Name, PayloadFiles, new_name
 from blendrag.store.reader import DiskReader
-from blendrag.store.reading import DiskReading
-from blendrag.store.room import Room
-from blendrag.store.root import prepare
-from blendrag.store.sealing import sealed
-from blendrag.store.tally import Tally
-from blendrag.store.writing import DiskWriter
+from blendrag.store.root import DEFAULT_DISK_BYTES, prepare, settle_limit
+from blendrag.store.tensor_bytes import stored_layers, tensor_buffer
 
 logger = logging.getLogger("blendrag.store")
 
-#: Entries whose use is remembered until it is written to the index; older uses are forgotten.
+#: Uses remembered until they are written to the index; older ones are forgotten.
 MAX_RECENT = 4096
-#: How often a payload may be cleared away, by others, before it is indexed.
-_TRIES = 5
+#: Attempts to put a payload that others remove before it is indexed.
+_PUT_TRIES = 5
+#: Errors of opening a file that are no fault of the file.
+_NOT_THE_FILE = (*OUT_OF_RESOURCES, errno.EACCES, errno.EBADF)
 
 
-class DiskStore(StaysHere):
-    """A :class:`KVStore` on a directory. Thread-safe; several processes may share the directory."""
+class DiskStore(ProcessBound):
+    """A :class:`KVStore` on a directory. Thread-safe; several processes may share the directory.
+
+    Every process opens its own: a store is refused in a fork of the process that opened it.
+    """
 
     def __init__(
         self,
@@ -49,13 +51,14 @@ class DiskStore(StaysHere):
         read_only: bool = False,
         default_limit_bytes: int = DEFAULT_DISK_BYTES,
     ) -> None:
-        """Open or create the store at ``root``; reconcile it with its files if need be.
+        """Open or create the store at ``root``, and recover it after a crash.
 
-        The store remembers the ``limit_bytes`` it is given; ``None`` is the remembered one, and
-        ``default_limit_bytes``, which is not remembered, where there is none.
-        Raises :class:`StoreUnavailableError` for a directory that cannot or must not be used. A
-        directory that cannot be written is opened for reading, with a warning.
+        The store remembers ``limit_bytes``. ``None`` takes the remembered limit, or else
+        ``default_limit_bytes``, which is not remembered. Raises :class:`StoreUnavailableError` for a
+        directory that cannot or must not be used. A directory that cannot be written is opened for
+        reading, with a warning.
         """
+        super().__init__()
         self.root = Path(root).absolute()
         self.read_only = prepare(self.root, read_only)
         self._given_limit, self._default_limit = limit_bytes, default_limit_bytes
@@ -63,39 +66,35 @@ class DiskStore(StaysHere):
         with named_errors(f"opening store {self.root}"):
             self._files = PayloadFiles(self.root)
         self._index = Index(self.root / "index")
-        self._pins, self._tally = Pins(), Tally()
-        room = Room(
+        self._pins, self._counters = Pins(), Counters()
+        self._writer = DiskWriter(
             self.root,
             self._files,
             self._index,
             lambda: self.limit_bytes,
             self._pins,
+            self._counters,
             self.flush_recency,
-            self._tally,
         )
-        self._writing = DiskWriter(self.root, self._files, self._index, room, self._tally)
-        writer = None if self.read_only else self._writing
-        self._reading = DiskReading(self._files, self._index, writer, self._tally)
+        self._index_is_corrupt = False
+        """The next put rebuilds the index; a query does not wait for that."""
+        self._doubtful: set[Name] = set()
+        """Payloads that were set aside, or could not be."""
         self._recent: dict[tuple[str, str], None] = {}
+        self._recent_lock = threading.Lock()
+        self._put_lock = threading.Lock()
         self._closed = False
-        self.renew_locks()
-        renew_after_fork(self)
         try:
             if not self.read_only:
-                self._writing.open()
+                self._writer.open()
         except BaseException:
             self._index.close()
             self._files.close()
             raise
 
-    def renew_locks(self) -> None:
-        """See :mod:`forking`."""
-        self._lock = threading.Lock()
-        self._put_lock = threading.Lock()
-
     @property
     def limit_bytes(self) -> int:
-        """How large the store may be; without a limit of our own, what others say meanwhile."""
+        """The store's limit; if none was given here, other processes may change it."""
         if self._given_limit is not None:
             return self._given_limit
         return settle_limit(self.root, None, self._default_limit, self.read_only)
@@ -107,21 +106,21 @@ class DiskStore(StaysHere):
         self._check(namespace, key)
         self._check_writable()
         with self._put_lock:
-            if self._reading.index_is_odd:
-                self._reading.index_is_odd = False
-                self._writing.recover()
-            there = self._reading.sound(namespace, key)
-            if there is None or not self._writing.keep(there):
+            if self._index_is_corrupt:
+                self._index_is_corrupt = False
+                self._writer.recover()
+            there = self._sound(self.find(namespace, key))
+            if there is None or not self._writer.keep(there):
                 self._write(namespace, key, kv)
-                self._tally.add("puts")
+                self._counters.add("puts")
         self._pins.note_put((namespace, key))
         self.note_use(namespace, key)
 
     def open(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> DiskReader | None:
         """See :meth:`KVStore.open`."""
         self._check(namespace, key)
-        reader = self._reading.open(namespace, key, layout, tokens)
-        self._tally.add("misses" if reader is None else "hits")
+        reader = self._open(namespace, key, layout, tokens)
+        self._counters.add("misses" if reader is None else "hits")
         if reader is not None:
             self.note_use(namespace, key)
         return reader
@@ -129,40 +128,51 @@ class DiskStore(StaysHere):
     def contains(self, namespace: str, key: str) -> bool:
         """See :meth:`KVStore.contains`."""
         self._check(namespace, key)
-        return self._reading.contains(namespace, key)
+        found, is_durable = self._find(namespace, key)
+        name = self._sound(found)
+        if name is None or is_durable or self.read_only:
+            return name is not None
+        try:  # another process may be about to sync it
+            return self._writer.keep(name)
+        except StoreError as exc:
+            logger.warning("%s cannot be made durable (%s): a miss", name.file, exc)
+            return False
 
     def delete(self, namespace: str, key: str) -> bool:
         """See :meth:`KVStore.delete`."""
         self._check(namespace, key)
         self._check_writable()
-        return self._writing.delete(namespace, key)
+        return self._writer.delete(namespace, key)
 
     def keys(self, namespace: str) -> Iterator[str]:
         """See :meth:`KVStore.keys`."""
+        self.check_process()
         with named_errors(f"listing store {self.root}"):
             for name in self._files.walk_namespace(namespace):
-                if self._reading.find(namespace, name.key) == name:
+                if self.find(namespace, name.key) == name:
                     yield name.key
 
     def pin_scope(self) -> AbstractContextManager[Scope]:
         """See :meth:`KVStore.pin_scope`."""
+        self.check_process()
         return self._pins.scope()
 
     def pin(self, namespace: str, key: str) -> None:
         """See :meth:`KVStore.pin`."""
         self._check(namespace, key)
         self._check_writable()
-        self._writing.pin(namespace, key)
+        self._writer.pin(namespace, key)
 
     def stats(self) -> StoreStats:
         """See :class:`StoreStats`."""
+        self.check_process()
         try:
             entries, size_bytes = self._index.totals()
         except StoreError:
             with named_errors(f"listing store {self.root}"):
                 sizes = [self._files.size(name) for name in self._files.walk()]
             entries, size_bytes = len(sizes), sum(sizes)
-        count = self._tally
+        count = self._counters
         hits, read_bytes, evictions = count["hits"], count["read_bytes"], count["evictions"]
         tier = TierStats("disk", entries, size_bytes, self.limit_bytes, hits, read_bytes, evictions)
         return StoreStats(
@@ -177,56 +187,21 @@ class DiskStore(StaysHere):
         )
 
     def close(self) -> None:
-        """Write down what was used, release everything. Idempotent."""
-        if self._closed:
+        """Write recent uses to the index and release everything. Idempotent.
+
+        In a forked process this does nothing.
+        """
+        if self._closed or self.is_inherited:
             return
         self.flush_recency()
         self._closed = True
-        self._writing.close()
+        self._writer.close()
         self._index.close()
         self._files.close()
 
-    # -- recovery and recency --------------------------------------------------------------------
-
-    def recover(self) -> None:
-        """See :meth:`DiskWriter.recover`."""
-        self._check_writable()
-        self._writing.recover()
-
-    def flush_recency(self) -> None:
-        """Write the uses since the last time to the index; best effort, failure only blurs LRU."""
-        with self._lock:
-            recent, self._recent = self._recent, {}
-        if recent and not self.read_only:
-            self._writing.touch(recent)
-
-    def note_use(self, namespace: str, key: str) -> None:
-        """Remember that this entry is used most recently."""
-        with self._lock:
-            self._recent.pop((namespace, key), None)
-            self._recent[namespace, key] = None
-            if len(self._recent) > MAX_RECENT:
-                del self._recent[next(iter(self._recent))]
-
-    # -- writing ---------------------------------------------------------------------------------
-
-    def _write(self, namespace: str, key: str, kv: ChunkKV) -> None:
-        """Damaged payloads that could not be set aside go first: the new one would yield to them."""
-        payload = sealed(namespace, key, kv)
-        doubtful = self._reading.doubtful(namespace, key)
-        if doubtful:
-            self._writing.remove(doubtful)
-        for _ in range(_TRIES):
-            name = new_name(namespace, key)
-            if self._writing.put(name, payload.buffers, payload.size_bytes):
-                return
-        raise StoreUnavailableError(
-            f"KV {key[:12]}… was removed from store {self.root} {_TRIES} times while it was put, "
-            "expected nobody to clear the store meanwhile; put it again afterwards"
-        )
-
     def _check(self, namespace: str, key: str) -> None:
-        """Refuse malformed names and closed stores."""
+        """Refuse malformed names, closed stores and other processes."""
+        self.check_process()
         for text in (namespace, key):
             if not is_name(text):
                 raise InvalidInputError(
@@ -242,3 +217,122 @@ class DiskStore(StaysHere):
                 f"store {self.root} is read-only, expected one that can be written; "
                 "change its permissions or choose another --store"
             )
+
+    # -- finding and opening ---------------------------------------------------------------------
+
+    def find(self, namespace: str, key: str) -> Name | None:
+        """Where a key's payload is, by the index, or by listing if there is no usable index."""
+        return self._find(namespace, key)[0]
+
+    def _find(self, namespace: str, key: str) -> tuple[Name | None, bool]:
+        """:meth:`find`, and whether by the index, which knows only durable payloads."""
+        if not self.read_only:
+            try:
+                row = self._index.get(namespace, key)
+                return None if row is None else row.name, True
+            except IndexCorrupt:
+                self._index_is_corrupt = True
+            except StoreError:
+                pass
+        try:
+            names = self._files.named(namespace, key)
+        except OSError as exc:
+            logger.warning("%s cannot be looked for (%s): a miss", key[:12], exc.strerror)
+            return None, False
+        return next((name for name in names if name not in self._doubtful), None), False
+
+    def _sound(self, name: Name | None) -> Name | None:
+        """``name`` if its file is there and not in doubt."""
+        is_there = name is not None and name not in self._doubtful and self._files.exists(name)
+        return name if is_there else None
+
+    def _open(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> DiskReader | None:
+        expected = frame(layout, tokens)
+        name = self.find(namespace, key)
+        if name is None or name in self._doubtful:
+            return None
+        try:
+            fd = self._files.open(name)
+        except FileNotFoundError:
+            if not self.read_only:
+                self._writer.drop_row(name)
+            return None
+        except OSError as exc:
+            if exc.errno in _NOT_THE_FILE:
+                logger.warning("%s cannot be opened (%s): a miss", name.file, exc.strerror)
+            else:
+                self._doubt(name, f"cannot be opened ({exc.strerror or exc})")
+            return None
+        checksums = self._checksums(fd, expected, name)
+        if checksums is None:
+            return None
+        doubt, counted = partial(self._doubt, name), partial(self._counters.add, "read_bytes")
+        return DiskReader(fd, key, layout, tokens, expected, checksums, doubt, counted)
+
+    def _checksums(self, fd: int, expected: Frame, name: Name) -> list[int] | None:
+        """Checksums of a payload with the expected header; any other is closed and set aside."""
+        fault = "its header or size is not what was put"
+        checksums = None
+        try:
+            if os.fstat(fd).st_size == expected.file_bytes:
+                header = read_at(fd, expected.header_bytes)
+                checksums = expected.checksums(header, *name.entry)
+        except OSError as exc:
+            fault = f"cannot be read ({exc.strerror})"
+        finally:
+            if checksums is None:
+                os.close(fd)
+        if checksums is None:
+            self._doubt(name, fault)
+        return checksums
+
+    def _doubt(self, name: Name, fault: str) -> None:
+        """Set a payload aside. Called from reading threads; waits only briefly."""
+        self._counters.add("quarantined")
+        self._doubtful.add(name)
+        logger.warning("stored KV %s: %s; set aside, the chunk is a miss", name.file, fault)
+        if not self.read_only:
+            self._writer.quarantine(name)
+
+    # -- writing, recovery and recency -----------------------------------------------------------
+
+    def _write(self, namespace: str, key: str, kv: ChunkKV) -> None:
+        expected = frame(kv.layout, kv.tokens)
+        layers, checksums = [], []
+        for number, layer in enumerate(stored_layers(key, kv)):
+            layers.append(layer)
+            checksums.append(layer_checksum(key, number, tensor_buffer(layer)))
+        header = expected.header(namespace, key, checksums)
+        # Damaged payloads that could not be set aside go first: the new one would yield to them.
+        doubtful = [name for name in list(self._doubtful) if name.entry == (namespace, key)]
+        if doubtful:
+            self._writer.remove(doubtful)
+        for _ in range(_PUT_TRIES):
+            buffers = [header, *map(tensor_buffer, layers)]
+            if self._writer.put(new_name(namespace, key), buffers, expected.file_bytes):
+                return
+        raise StoreUnavailableError(
+            f"KV {key[:12]}… was removed from store {self.root} {_PUT_TRIES} times while it was put, "
+            "expected no process to clear the store meanwhile; put it again afterwards"
+        )
+
+    def recover(self) -> None:
+        """See :meth:`DiskWriter.recover`."""
+        self.check_process()
+        self._check_writable()
+        self._writer.recover()
+
+    def flush_recency(self) -> None:
+        """Write recent uses to the index; best effort, a failure only blurs the order of eviction."""
+        with self._recent_lock:
+            recent, self._recent = self._recent, {}
+        if recent and not self.read_only:
+            self._writer.touch(recent)
+
+    def note_use(self, namespace: str, key: str) -> None:
+        """Remember that this entry was used most recently."""
+        with self._recent_lock:
+            self._recent.pop((namespace, key), None)
+            self._recent[namespace, key] = None
+            if len(self._recent) > MAX_RECENT:
+                del self._recent[next(iter(self._recent))]

@@ -1,8 +1,8 @@
-"""Who computed a KV, from what: fingerprints, the store namespace, the chunk key.
+"""What a KV was computed by and from: model identity, the store's namespace, the chunk key.
 
-A key answers "would this model, loaded this way, compute exactly these bytes for these ids behind
-this prefix?" Everything that can change the answer is a field. SHA-256 over length-prefixed
-fields; never ``hash()``, never 64 bits. Knows nothing of files or of how a model is loaded.
+Equal keys mean: this model, loaded this way, computes exactly these bytes for these ids after this
+prefix. Everything that can change the bytes is a field. A key is SHA-256 over length-prefixed
+fields; ``hash()`` and 64-bit hashes are not used. Knows nothing of files or of loading models.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
-#: Raised whenever the meaning of stored bytes changes; old stores then miss instead of lying.
+#: Increased whenever the meaning of stored bytes changes, so that old stores miss.
 FORMAT_VERSION = 1
 
 #: How the KV is laid out and encoded at rest.
@@ -21,7 +21,7 @@ NATIVE_ENCODING = "native"
 
 
 def digest_fields(fields: Iterable[bytes]) -> str:
-    """SHA-256 hex over the fields, each preceded by its length as u64, so that none can run over."""
+    """SHA-256 hex over the fields, each preceded by its length as u64."""
     sha = hashlib.sha256()
     for field in fields:
         sha.update(struct.pack("<Q", len(field)))
@@ -30,39 +30,39 @@ def digest_fields(fields: Iterable[bytes]) -> str:
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """Token ids as u32 little-endian behind their count."""
+    """The number of token ids as u64, then the ids as u32, all little-endian."""
     return struct.pack(f"<Q{len(ids)}I", len(ids), *ids)
 
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """All that decides which KV a loaded model computes."""
+    """Everything that decides which KV a loaded model computes."""
 
     model_id: str
     revision: str
     tensors_fingerprint: str
     """xxh3-128 hex over names, shapes, dtypes and bytes of the loaded tensors."""
     adapters: str
-    """Active LoRA adapters, empty where there are none."""
+    """Active LoRA adapters, empty if there are none."""
     weight_quantization: str
-    """Quantisation method of the weights, ``"none"`` for plain float weights."""
+    """Quantisation method of the weights; ``"none"`` for plain float weights."""
     compute_dtype: str
     attention: str
-    """Attention implementation the KV was computed with: kernels differ in the last bits."""
+    """Attention implementation: kernels differ in the last bits."""
     geometry: str
     """Canonical JSON: layers, KV heads, head dims, rotary configuration, sliding windows."""
     tokenizer_fingerprint: str
     stored_dtype: str
     encoding: str = NATIVE_ENCODING
-    """How a store keeps the KV: other bytes, so another namespace."""
+    """How a store keeps the KV (:mod:`blendrag.store.encodings`)."""
 
     def encoded(self, encoding: str) -> ModelIdentity:
-        """The same model, its KV stored in another way."""
+        """The same model with its KV stored in another encoding."""
         return replace(self, encoding=encoding)
 
     @property
     def namespace(self) -> str:
-        """64 hex digits naming this identity's part of a store."""
+        """64 hex digits that name this identity's part of a store."""
         fields = [str(FORMAT_VERSION).encode(), LAYOUT.encode()]
         for name, value in sorted(asdict(self).items()):
             fields += [name.encode(), str(value).encode()]
@@ -70,5 +70,5 @@ class ModelIdentity:
 
 
 def chunk_key(namespace: str, prefix_ids: Sequence[int], chunk_ids: Sequence[int]) -> str:
-    """Key of the KV of ``chunk_ids`` encoded behind ``prefix_ids`` (64 hex digits)."""
+    """Key of the KV of ``chunk_ids`` computed after ``prefix_ids`` (64 hex digits)."""
     return digest_fields([b"chunk", namespace.encode(), pack_ids(prefix_ids), pack_ids(chunk_ids)])

@@ -1,122 +1,492 @@
-"""A disposable index over the payload files: which there are, how large, how recently used.
+"""The index: which payload belongs to a key, how large it is, and how recently it was used.
 
-diskcache is used for its SQLite table and nothing more: its serialisation is replaced by
-:class:`Rows`, its eviction is off, its endless retries are cut.
+A SQLite database ``index/index.db`` with one row per payload. It can be thrown away at any time and
+is then rebuilt from the payload files (:mod:`blendrag.store.recovery`). The column ``used`` is a
+logical clock: an entry that is put or used gets the next number. Times of day are not compared.
 
-The order of rows is the logical clock: an entry put or used goes to the end. No time of day is
-ever compared. Writes happen under one lock across threads and processes, because SQLite up to
-3.51.2 can corrupt a WAL that is written and checkpointed at once.
+A database is used only if its schema is exactly ours, and every row that is read is checked, so a
+forged index can cause a miss or a rebuild and nothing else. All writes happen under one lock across
+threads and processes, because SQLite up to 3.51.2 can corrupt a WAL that is written and checkpointed
+at the same time (https://sqlite.org/wal.html#walresetbug).
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import re
+import secrets
 import sqlite3
-from collections.abc import Iterable, Iterator
+import stat
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-import diskcache
+import filelock
 
-from blendrag.store.files import Name
-from blendrag.store.index_database import IndexDatabase
-from blendrag.store.index_errors import IndexOdd
-from blendrag.store.rows import Row, row_key
+from blendrag.errors import StoreError, StoreFullError, is_out_of_space, sqlite_code
+from blendrag.store.durable import sync_directory
+from blendrag.store.payload import is_name
+from blendrag.store.payload_files import Name
+
+logger = logging.getLogger("blendrag.store")
+
+#: How long a query waits for the index before it finds chunks by listing directories.
+QUERY_WAIT_S = 0.05
+#: How long a writer waits at its end to make its rows durable; otherwise the index is rebuilt.
+_SYNC_WAIT_S = 1.0
+#: Rows read at once by :meth:`Index.oldest`, so that no read transaction lasts.
+_PAGE_ROWS = 1000
+
+DATABASE = "index.db"
+_WAL = f"{DATABASE}-wal"
+#: SQLite writes it before the database is in WAL mode. One that a crash left would block the database.
+_JOURNAL = f"{DATABASE}-journal"
+DATABASE_FILES = (DATABASE, _WAL, f"{DATABASE}-shm", _JOURNAL)
+#: There while the index may not know all files: a rebuild is going on or was interrupted.
+_UNFINISHED = "unfinished"
+_MARK = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+#: The index of earlier versions, which nothing reads any more.
+_FORMER_DATABASE = "cache.db*"
+
+_SCHEMA = """
+CREATE TABLE payload (
+    used INTEGER PRIMARY KEY, namespace TEXT, key TEXT, nonce TEXT, size_bytes INTEGER,
+    UNIQUE (namespace, key)
+);
+CREATE TABLE totals (entries INTEGER, size_bytes INTEGER);
+INSERT INTO totals VALUES (0, 0);
+CREATE TRIGGER payload_added AFTER INSERT ON payload BEGIN
+    UPDATE totals SET entries = entries + 1, size_bytes = size_bytes + NEW.size_bytes;
+END;
+CREATE TRIGGER payload_removed AFTER DELETE ON payload BEGIN
+    UPDATE totals SET entries = entries - 1, size_bytes = size_bytes - OLD.size_bytes;
+END;
+"""
+_COLUMNS = "namespace, key, nonce, size_bytes"
+_ENTRY = "namespace = ? AND key = ?"
+_NONCE = re.compile(r"[0-9a-f]{16}", re.ASCII)
+_MAX_SIZE_BYTES = 1 << 50
+
+#: SQLite errors that say nothing about the content of the file: it is in use, or the disk fails.
+_IN_USE = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+_NOT_THE_CONTENT = (
+    *_IN_USE,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_READONLY,
+)
 
 
-class Index(IndexDatabase):
-    """The rows of one store. Methods raise as those of :class:`IndexDatabase`."""
+class IndexLocked(StoreError):
+    """The index is in use, or its disk does not allow access, for longer than we wait."""
+
+
+class IndexCorrupt(StoreError):
+    """The index is missing or is not what the store wrote. Rebuild it from the files."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One indexed payload."""
+
+    name: Name
+    size_bytes: int
+
+
+class Index:
+    """The rows of one store. Thread-safe.
+
+    Methods raise :class:`IndexLocked`, :class:`IndexCorrupt` or :class:`StoreFullError`.
+    """
 
     def __init__(
-        self, directory: Path, lock_timeout_s: float = 10.0, busy_timeout_s: float = 1.0
+        self,
+        directory: Path,
+        lock_timeout_s: float = 10.0,
+        busy_timeout_s: float = 1.0,
+        read_only: bool = False,
     ) -> None:
-        super().__init__(directory, lock_timeout_s, busy_timeout_s)
-        self._transaction_pid = 0
+        """``read_only``: :meth:`open` takes no lock and changes nothing; for maintenance."""
+        self.lock_timeout_s = lock_timeout_s
+        self._directory = directory
+        self._busy_timeout_s = busy_timeout_s
+        self._read_only = read_only
+        self._threads = threading.RLock()
+        self._processes = filelock.FileLock(directory / "lock", mode=0o600)
+        self._reader: sqlite3.Connection | None = None
+        self._reader_lock = threading.Lock()
+        self._writer: sqlite3.Connection | None = None
+        self._file = (0, 0)
+        """Device and inode of the open database."""
+        self._schema_version = 0
+        self._transaction_thread = self._rebuilding_thread = 0
+
+    # -- rows ------------------------------------------------------------------------------------
 
     def get(self, namespace: str, key: str) -> Row | None:
         """The row of a key. Takes no lock."""
-        with self._mapped():
-            value = self._current().get(row_key(namespace, key))
-        if value is None:
+        query = f"SELECT {_COLUMNS} FROM payload WHERE {_ENTRY}"
+        found = self._select(query, namespace, key)
+        if not found:
             return None
-        row = Row.decode(value)
-        if row.name.namespace != namespace or row.name.key != key:
-            raise IndexOdd("an index row belongs to another key")
+        row = _row(*found[0])
+        if row.name.entry != (namespace, key):
+            raise IndexCorrupt("a row belongs to another key")
         return row
+
+    def knows(self, name: Name) -> bool:
+        """Whether the row of that key points to exactly this file."""
+        row = self.get(*name.entry)
+        return row is not None and row.name == name
+
+    def oldest(self) -> Iterator[Row]:
+        """All rows, least recently used first, without those added or used since the first one."""
+        ((last,),) = self._select("SELECT MAX(used) FROM payload")
+        query = f"SELECT used, {_COLUMNS} FROM payload WHERE used > ? AND used <= ? ORDER BY used LIMIT ?"
+        used = -(1 << 63)
+        while last is not None and (page := self._select(query, used, last, _PAGE_ROWS)):
+            for _, *values in page:
+                yield _row(*values)
+            used = page[-1][0]
+
+    def totals(self) -> tuple[int, int]:
+        """Entries and bytes."""
+        found = self._select("SELECT entries, size_bytes FROM totals")
+        if len(found) != 1 or not all(type(total) is int and total >= 0 for total in found[0]):
+            raise IndexCorrupt("it does not count its rows")
+        entries, size_bytes = found[0]
+        return entries, size_bytes
 
     def add(self, row: Row) -> None:
         """Insert as the most recently used."""
-        with self._writing() as cache:
-            self._renew(cache, row)
+        with self.transaction() as database:
+            database.execute(f"DELETE FROM payload WHERE {_ENTRY}", row.name.entry)
+            database.execute(
+                f"INSERT INTO payload (used, {_COLUMNS}) "
+                "SELECT COALESCE(MAX(used), 0) + 1, ?, ?, ?, ? FROM payload",
+                (*row.name, row.size_bytes),
+            )
 
     def drop(self, names: Iterable[Name]) -> None:
         """Delete the rows that point to exactly these files."""
-        with self._writing() as cache:
-            for name in names:
-                row = self.get(name.namespace, name.key)
-                if row is not None and row.name == name:
-                    cache.delete(row_key(name.namespace, name.key))
+        with self.transaction() as database:
+            database.executemany(f"DELETE FROM payload WHERE {_ENTRY} AND nonce = ?", names)
 
     def touch(self, used: Iterable[tuple[str, str]]) -> None:
-        """Move the rows of ``(namespace, key)`` to the end, in this order."""
-        with self._writing() as cache:
-            for namespace, key in used:
-                row = self.get(namespace, key)
-                if row is not None:
-                    self._renew(cache, row)
+        """Mark ``(namespace, key)`` as used most recently, in this order."""
+        with self.transaction() as database:
+            database.executemany(
+                f"UPDATE payload SET used = (SELECT MAX(used) FROM payload) + 1 WHERE {_ENTRY}",
+                used,
+            )
 
-    @staticmethod
-    def _renew(cache: diskcache.Cache, row: Row) -> None:
-        key = row_key(row.name.namespace, row.name.key)
-        cache.delete(key)
-        cache.set(key, row.encode())
-
-    def oldest(self) -> Iterator[Row]:
-        """All rows, least recently used first."""
-        with self._mapped():
-            cache = self._current()
-            try:
-                for key in cache:
-                    value = cache.get(key)
-                    if value is None:
-                        continue
-                    row = Row.decode(value)
-                    if row_key(row.name.namespace, row.name.key) != key:
-                        raise IndexOdd("an index row belongs to another key")
-                    yield row
-            except OverflowError as exc:  # diskcache adds one to the last row's number
-                raise IndexOdd("the rows of the index are numbered out of range") from exc
-
-    def totals(self) -> tuple[int, int]:
-        """Entries and bytes, as SQLite counts them within the same transactions."""
-        with self._mapped():
-            cache = self._current()
-            totals = cache.reset("count"), cache.reset("size")
-        if not all(type(total) is int and total >= 0 for total in totals):
-            raise IndexOdd("the index does not count its rows")
-        return totals
+    def _select(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        with self._sqlite_errors():
+            if self._transaction_thread == threading.get_ident():
+                assert self._writer is not None
+                return self._writer.execute(query, values).fetchall()
+            self._follow_replacement()
+            with self._reader_lock:
+                if self._reader is None:
+                    raise IndexLocked(f"index {self._directory} is being replaced; try again")
+                return self._reader.execute(query, values).fetchall()
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[diskcache.Cache]:
-        with self.exclusive(), self._mapped():
-            cache = self._current()
-            if self._transaction_pid == os.getpid():
-                yield cache
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """Several writes as one. Reentrant."""
+        with self.exclusive(), self._sqlite_errors():
+            if self._transaction_thread != threading.get_ident():
+                self._follow_replacement()
+            database = self._writer
+            if database is None:
+                raise IndexCorrupt("it is not open")
+            if self._transaction_thread == threading.get_ident():
+                yield database
                 return
-            self._transaction_pid = os.getpid()
+            self._transaction_thread = threading.get_ident()
             try:
-                with cache.transact():
-                    if cache.schema_version() != self._schema_version:
-                        raise IndexOdd("the schema of the index was changed")  # a trigger would run
-                    yield cache
+                database.execute("BEGIN IMMEDIATE")
+                if _schema_version(database) != self._schema_version:  # a trigger would run
+                    raise IndexCorrupt("its schema was changed")
+                yield database
+                database.execute("COMMIT")
             except BaseException:
                 with contextlib.suppress(sqlite3.Error):
-                    cache.close()  # a failed COMMIT must not leave a transaction open
+                    database.execute("ROLLBACK")
                 raise
             finally:
-                self._transaction_pid = 0
+                self._transaction_thread = 0
 
-    def transaction(self) -> contextlib.AbstractContextManager[Any]:
-        """Several writes as one. Reentrant with the write methods."""
-        return self._writing()
+    # -- locking ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def exclusive(self, timeout_s: float | None = None) -> Iterator[None]:
+        """Hold the index against all other writers, in this process and others. Reentrant."""
+        wait_s = self.lock_timeout_s if timeout_s is None else timeout_s
+        if not self._threads.acquire(timeout=wait_s):
+            raise self._held("another thread", wait_s)
+        try:
+            try:
+                self._processes.acquire(timeout=wait_s, poll_interval=0.005)
+            except filelock.Timeout as exc:
+                raise self._held("another process", wait_s) from exc
+            except OSError as exc:
+                raise self._unusable(exc.strerror or exc) from exc
+            try:
+                yield
+            finally:
+                self._processes.release()
+        finally:
+            self._threads.release()
+
+    # -- the database ----------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Connect. Raises :class:`IndexCorrupt` unless the database is ours and knows all files.
+
+        Caller holds :meth:`exclusive`, except for a read-only index.
+        """
+        self.close()
+        if self._exists(_UNFINISHED):
+            raise IndexCorrupt("its rebuild was not finished")
+        if not self._exists(DATABASE):
+            raise IndexCorrupt("there is none")
+        self._connect()
+
+    def rebuild(self, reconcile: Callable[[], None]) -> None:
+        """Run ``reconcile`` on the database, or on an empty one if it is missing or corrupt.
+
+        Until that has succeeded and is on disk, no process takes the index for complete. Caller
+        holds :meth:`exclusive`.
+        """
+        self.close()
+        mark = self._directory / _UNFINISHED
+        os.close(os.open(mark, _MARK, 0o600))
+        sync_directory(self._directory)
+        self._rebuilding_thread = threading.get_ident()
+        try:
+            try:
+                if self._exists(DATABASE):
+                    self._connect()
+                else:
+                    self._create()
+                reconcile()
+            except IndexCorrupt as exc:
+                logger.warning("the store's index is damaged (%s): rebuilt from the files", exc)
+                self._create()
+                reconcile()
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._rebuilding_thread = 0
+        if self.sync():
+            with contextlib.suppress(OSError):
+                os.unlink(mark)
+
+    def set_aside(self) -> None:
+        """Move the database to the quarantine. Caller holds :meth:`exclusive`."""
+        self.close()
+        quarantine = self._directory.parent / "quarantine"
+        for name in DATABASE_FILES:
+            try:
+                os.replace(self._directory / name, quarantine / name)
+            except FileNotFoundError:
+                pass
+            except OSError:  # a directory, here or there
+                os.replace(self._directory / name, quarantine / f"{name}.{secrets.token_hex(8)}")
+
+    def sync(self) -> bool:
+        """Make all rows durable, which SQLite does only at a checkpoint; whether they are.
+
+        Never raises. SQLite does it, because closing a descriptor of our own on its files would drop
+        this process's locks on them (https://sqlite.org/howtocorrupt.html, §2.2).
+        """
+        try:
+            with self.exclusive(_SYNC_WAIT_S), self._sqlite_errors():
+                self._follow_replacement()
+                if self._writer is None:
+                    return False
+                query = "PRAGMA wal_checkpoint(FULL)"
+                ((busy, pages, written),) = self._writer.execute(query).fetchall()
+                return not busy and pages == written
+        except StoreError as exc:
+            logger.info("the index is rebuilt at the next opening: %s", exc)
+            return False
+
+    def close(self) -> None:
+        """Release the database. Idempotent."""
+        with self._reader_lock:
+            reader, self._reader = self._reader, None
+        writer, self._writer = self._writer, None
+        for connection in (reader, writer):
+            if connection is not None:
+                with contextlib.suppress(sqlite3.Error):
+                    connection.close()
+
+    def connections(self) -> tuple[object, ...]:
+        """What a forked child must keep alive: closing it there would disturb the parent's locks."""
+        return self._reader, self._writer
+
+    def _create(self) -> None:
+        self.set_aside()
+        for former in self._directory.glob(_FORMER_DATABASE):
+            with contextlib.suppress(OSError):
+                former.unlink()
+        with self._sqlite_errors():
+            database = self._connected("rwc")
+            with contextlib.closing(database):
+                database.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
+        self._connect()
+
+    def _connect(self) -> None:
+        """Open the database. Raises :class:`IndexCorrupt` if it is not exactly what we make."""
+        for name in DATABASE_FILES:
+            if self._exists(name):
+                if name == _JOURNAL:
+                    raise IndexCorrupt(f"{_JOURNAL} is left over")
+                if not stat.S_ISREG(os.lstat(self._directory / name).st_mode):
+                    raise IndexCorrupt(f"{name} is not a regular file")
+        with self._sqlite_errors():
+            # SQLite creates a WAL even to read; on a disk that cannot be written none is needed.
+            needs_wal = self._exists(_WAL) or os.access(self._directory, os.W_OK)
+            reader = self._connected("ro" if needs_wal else "ro&immutable=1")
+            try:
+                schema = set(reader.execute("SELECT type, name, sql FROM sqlite_master"))
+                if schema != _expected_schema():
+                    odd = {str(name) for _, name, _ in schema ^ _expected_schema()}
+                    raise IndexCorrupt(f"unexpected or missing schema: {', '.join(sorted(odd))}")
+                self._schema_version = _schema_version(reader)
+                if not self._read_only:
+                    self._writer = self._connected("rw")
+                    self._writer.execute("PRAGMA journal_mode = WAL").fetchall()
+                self._file = self._identity()
+            except BaseException:
+                reader.close()
+                self.close()
+                raise
+            self._reader = reader
+
+    def _connected(self, mode: str) -> sqlite3.Connection:
+        path = quote(str((self._directory / DATABASE).absolute()))
+        database = sqlite3.connect(
+            f"file:{path}?mode={mode}",
+            uri=True,
+            timeout=self._busy_timeout_s,
+            isolation_level=None,
+            check_same_thread=False,
+        )
+        try:
+            database.execute("PRAGMA trusted_schema = OFF")
+            database.execute("PRAGMA mmap_size = 0")  # a truncated file would be a SIGBUS
+            database.execute("PRAGMA synchronous = NORMAL")
+        except BaseException:
+            database.close()
+            raise
+        return database
+
+    def _follow_replacement(self) -> None:
+        """Reopen a database that another process has replaced."""
+        if self._rebuilding_thread not in (0, threading.get_ident()):
+            raise IndexLocked("the index is being rebuilt; try again in a moment")
+        if self._reader is None:
+            raise IndexCorrupt("it is not open")
+        if self._read_only:
+            return
+        file = self._identity()
+        if file == self._file:
+            return
+        with self.exclusive(QUERY_WAIT_S):  # a writer holds it already
+            if self._file != self._identity():
+                self.open()
+
+    def _identity(self) -> tuple[int, int]:
+        try:
+            status = os.stat(self._directory / DATABASE)
+        except OSError as exc:
+            raise IndexCorrupt("it is gone") from exc
+        return status.st_dev, status.st_ino
+
+    def _exists(self, name: str) -> bool:
+        """Whether there is a file of that name. Raises :class:`IndexLocked` if that is unknown."""
+        try:
+            os.lstat(self._directory / name)
+        except FileNotFoundError:
+            return False
+        except OSError as exc:
+            raise self._unusable(exc.strerror or exc) from exc
+        return True
+
+    # -- errors ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _sqlite_errors(self) -> Iterator[None]:
+        """Raise our error for any error of SQLite."""
+        try:
+            yield
+        except UnicodeDecodeError as exc:  # SQLite's message quotes a damaged name
+            raise IndexCorrupt(f"unreadable text: {exc}") from exc
+        except sqlite3.Error as exc:
+            raise self._error(exc) from exc
+
+    def _error(self, error: sqlite3.Error) -> StoreError:
+        code = sqlite_code(error)
+        if is_out_of_space(error):
+            return StoreFullError(
+                f"no space left for index {self._directory}; free some space", 1 << 20
+            )
+        if code in _IN_USE:
+            return self._held("another process", self._busy_timeout_s)
+        writable = os.access(self._directory / DATABASE, os.W_OK)
+        if code == sqlite3.SQLITE_READONLY and writable and os.access(self._directory, os.W_OK):
+            return IndexCorrupt(str(error))  # the database itself says so
+        if code in _NOT_THE_CONTENT:
+            return self._unusable(error)
+        return IndexCorrupt(str(error))
+
+    def _held(self, by: str, wait_s: float) -> IndexLocked:
+        return IndexLocked(
+            f"index {self._directory} is held by {by} for {wait_s} s, expected it to be free within "
+            "seconds; wait for the other one or stop it"
+        )
+
+    def _unusable(self, reason: object) -> IndexLocked:
+        return IndexLocked(
+            f"index {self._directory} cannot be used now ({reason}), expected a working disk and a "
+            "directory of our own; check both"
+        )
+
+
+def _row(namespace: object, key: object, nonce: object, size_bytes: object) -> Row:
+    """A row as the store writes it, or :class:`IndexCorrupt`."""
+    if (
+        isinstance(namespace, str)
+        and isinstance(key, str)
+        and isinstance(nonce, str)
+        and type(size_bytes) is int
+        and is_name(namespace)
+        and is_name(key)
+        and _NONCE.fullmatch(nonce)
+        and 0 <= size_bytes < _MAX_SIZE_BYTES
+    ):
+        return Row(Name(namespace, key, nonce), size_bytes)
+    raise IndexCorrupt("a row is not of the form that the store writes")
+
+
+def _schema_version(database: sqlite3.Connection) -> int:
+    """Changes with every change of a table, an index or a trigger."""
+    ((version,),) = database.execute("PRAGMA schema_version").fetchall()
+    return int(version)
+
+
+@cache
+def _expected_schema() -> frozenset[tuple[str, str, str | None]]:
+    with contextlib.closing(sqlite3.connect(":memory:")) as database:
+        database.executescript(_SCHEMA)
+        return frozenset(database.execute("SELECT type, name, sql FROM sqlite_master"))

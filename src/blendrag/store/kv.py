@@ -1,11 +1,9 @@
 """What a chunk's KV cache is: its layout, and the tensors themselves.
 
-Owns the shapes. Does not know about files, models or positions. Keys are stored as the model
-computed them behind the corpus's prefix, that is rotated to ``[prefix_tokens, prefix_tokens + T)``;
-moving them is the business of :mod:`blendrag.model.positions`.
+Keys are stored as the model computed them after the corpus's prefix, that is, rotated to positions
+``[prefix_tokens, prefix_tokens + T)``; :mod:`blendrag.model.positions` moves them.
 
-Layouts are of use to who knows no tensors (``blendrag store check``), so torch is imported when the
-first tensor is asked for.
+torch is imported on first use, because commands such as ``blendrag store check`` need only layouts.
 """
 
 from __future__ import annotations
@@ -19,10 +17,10 @@ from blendrag.store.identity import NATIVE_ENCODING
 if TYPE_CHECKING:
     import torch
 
-    #: Stored dtypes by the name that goes into keys and headers.
+    #: Stored dtypes by their names in keys and headers.
     DTYPES: dict[str, torch.dtype]
 
-#: Bytes of one number, by the name of its stored dtype.
+#: Bytes of one number by the name of its stored dtype.
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -42,7 +40,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Heads and width of one layer's K (and V, which has the same)."""
+    """Heads and width of one layer's K, which V shares."""
 
     kv_heads: int
     head_dim: int
@@ -54,12 +52,12 @@ class KVLayout:
 
     layers: tuple[LayerShape, ...]
     dtype: str
-    """Of the tensors, which a store takes and gives back."""
+    """Dtype of the tensors that a store takes and returns."""
     encoding: str = NATIVE_ENCODING
     """How a store keeps them (:mod:`blendrag.store.encodings`)."""
 
     def encoded(self, encoding: str) -> KVLayout:
-        """The same tensors, kept in another way."""
+        """The same tensors stored in another encoding."""
         return replace(self, encoding=encoding)
 
     @property
@@ -79,12 +77,12 @@ class KVLayout:
         return (2, shape.kv_heads, tokens, shape.head_dim)
 
     def layer_bytes(self, layer: int, tokens: int) -> int:
-        """Bytes of one layer's tensor, however it is stored."""
+        """Bytes of one layer's tensor, before encoding."""
         shape = self.layers[layer]
         return 2 * shape.kv_heads * tokens * shape.head_dim * self.item_bytes
 
     def chunk_bytes(self, tokens: int) -> int:
-        """Bytes of a chunk's tensors over all layers, however they are stored."""
+        """Bytes of a chunk's tensors over all layers, before encoding."""
         return sum(self.layer_bytes(i, tokens) for i in range(len(self.layers)))
 
 

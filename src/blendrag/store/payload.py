@@ -1,37 +1,301 @@
-"""A payload read without the model it belongs to: by what it says of itself, every byte verified.
+"""The payload file of one chunk: a safetensors file whose header can be predicted.
 
-Owns the order in which bytes are believed: the header if it is the one that its own layout, the
-name and the size require; then each layer if it has the header's checksum. Knows no directories.
+Tensors ``l0000``, ``l0001``, … of shape ``[2, Hkv, T, D]`` follow one another. The header is padded
+with spaces so that data starts at a multiple of 4096. Its ``__metadata__`` holds the format version,
+key, namespace, dtype, number of tokens, and one xxh3-64 checksum per layer, seeded with key and
+layer, over the layer's stored bytes. An encoded layer consists of several tensors, scales first
+(:mod:`blendrag.store.encodings`), and the metadata names the encoding.
+
+Everything in the header except the checksums is known before a file is opened. To read a file, its
+header is compared byte by byte with the one that layout, tokens, namespace and key require; it is
+not parsed, and no number in it is used. Only :func:`parse_header`, for rebuilding an index and for
+maintenance, parses, and its result has passed the same comparison.
+
+Knows no directories, and imports no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from blendrag.errors import CorruptKVError
-from blendrag.store.directories import OUT_OF_RESOURCES
-from blendrag.store.files import Name, PayloadFiles, read_at
-from blendrag.store.format import MAX_HEADER_BYTES, Description, describe, layer_seed
+from blendrag.errors import CorruptKVError, InvalidInputError
+from blendrag.store.durable import OUT_OF_RESOURCES
+from blendrag.store.encodings import ENCODINGS, stored_layer_bytes, stored_parts
+from blendrag.store.identity import FORMAT_VERSION, NATIVE_ENCODING
+from blendrag.store.kv import ITEM_BYTES, KVLayout, LayerShape
 
-#: Bytes held at a time.
+if TYPE_CHECKING:
+    from blendrag.store.payload_files import Name, PayloadFiles
+
+ALIGNMENT_BYTES = 4096
+MAX_HEADER_BYTES = 1 << 20
+#: Bytes of a payload held in memory by :func:`verified_pieces`.
 PIECE_BYTES = 1 << 20
 
-#: Gives up to that many bytes, fewer only at the end; what it gave last may be overwritten.
-Read = Callable[[int], memoryview]
+_MAX_DIMENSION = 1 << 31
+_LAYER = re.compile(r"l[0-9]{4,}", re.ASCII)
+_HEX64 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_HEX = re.compile(rb"[0-9a-f]*")
+_CHECKSUM_DIGITS = 16
+_SEED_STEP = 0x9E37_79B9_7F4A_7C15
+_U64 = (1 << 64) - 1
+
+
+def is_name(text: object) -> bool:
+    """Whether ``text`` has the form of a key or namespace: 64 lowercase hex digits."""
+    return isinstance(text, str) and _HEX64.fullmatch(text) is not None
+
+
+def layer_seed(key: str, layer: int) -> int:
+    """Seed of a layer's checksum: the key's leading 64 bits, moved by one step per layer."""
+    return (int(key[:16], 16) + layer * _SEED_STEP) & _U64
+
+
+def layer_checksum(key: str, layer: int, data: Any) -> int:
+    """xxh3-64 of one layer's bytes. Bytes of another key or layer match with a chance of 2^-64."""
+    return xxhash.xxh3_64_intdigest(data, layer_seed(key, layer))
+
+
+# -- the expected header -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The fixed part of the header for one layout and number of tokens, and where the layers are."""
+
+    before_checksums: bytes
+    before_key: bytes
+    before_namespace: bytes
+    rest: bytes
+    offsets: tuple[int, ...]
+    """Where each layer begins in the file; the last one is the end of the file."""
+
+    @property
+    def header_bytes(self) -> int:
+        return self.offsets[0]
+
+    @property
+    def file_bytes(self) -> int:
+        return self.offsets[-1]
+
+    @property
+    def layers(self) -> int:
+        return len(self.offsets) - 1
+
+    def header(self, namespace: str, key: str, checksums: Sequence[int]) -> bytes:
+        """The header of one file, including its length field."""
+        digits = struct.pack(f">{len(checksums)}Q", *checksums).hex().encode()
+        return self._header(namespace, key, digits)
+
+    def _header(self, namespace: str, key: str, digits: bytes) -> bytes:
+        return b"".join(
+            (
+                self.before_checksums,
+                digits,
+                self.before_key,
+                key.encode(),
+                self.before_namespace,
+                namespace.encode(),
+                self.rest,
+            )
+        )
+
+    def checksums(self, header: bytes, namespace: str, key: str) -> list[int] | None:
+        """Checksums in a header read from disk, or ``None`` if anything else in it differs."""
+        start = len(self.before_checksums)
+        digits = header[start : start + _CHECKSUM_DIGITS * self.layers]
+        if _HEX.fullmatch(digits) is None or header != self._header(namespace, key, digits):
+            return None
+        return list(struct.unpack(f">{self.layers}Q", bytes.fromhex(digits.decode())))
+
+
+@lru_cache(maxsize=1024)
+def frame(layout: KVLayout, tokens: int) -> Frame:
+    """The header of chunks with this layout and number of tokens.
+
+    Raises :class:`InvalidInputError` for a layout that cannot be stored.
+    """
+    if tokens < 1 or not layout.layers or layout.dtype not in ITEM_BYTES:
+        raise InvalidInputError(
+            f"a KV of {tokens} tokens, {len(layout.layers)} layers, dtype {layout.dtype} cannot "
+            f"be stored; expected at least one of each and a dtype of {', '.join(ITEM_BYTES)}"
+        )
+    if layout.encoding not in ENCODINGS:
+        raise InvalidInputError(
+            f"a KV cannot be stored in encoding {layout.encoding!r}; expected one of "
+            f"{', '.join(ENCODINGS)}"
+        )
+    ends = [0]
+    for layer in range(len(layout.layers)):
+        ends.append(ends[-1] + stored_layer_bytes(layout, layer, tokens))
+    fields = _header_fields(layout, tokens, ends)
+    before_checksums, before_key, before_namespace, rest = (
+        part.encode() for part in json.dumps(fields, separators=(",", ":")).split("\\u0000")
+    )
+    variable = _CHECKSUM_DIGITS * len(layout.layers) + 2 * 64
+    fixed = len(before_checksums) + len(before_key) + len(before_namespace) + len(rest)
+    data_start = -(-(8 + fixed + variable) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    if data_start > MAX_HEADER_BYTES:
+        raise InvalidInputError(
+            f"a KV of {len(layout.layers)} layers needs a header of {data_start} bytes, "
+            f"expected at most {MAX_HEADER_BYTES}; this model has too many layers to store"
+        )
+    return Frame(
+        struct.pack("<Q", data_start - 8) + before_checksums,
+        before_key,
+        before_namespace,
+        rest + b" " * (data_start - 8 - fixed - variable),
+        tuple(data_start + end for end in ends),
+    )
+
+
+def _header_fields(layout: KVLayout, tokens: int, ends: list[int]) -> dict[str, Any]:
+    """The header's JSON, with a NUL wherever one file differs from another."""
+    metadata = {
+        "blendrag_format": str(FORMAT_VERSION),
+        "checksums": "\0",
+        "dtype": layout.dtype,
+        "key": "\0",
+        "namespace": "\0",
+        "tokens": str(tokens),
+    }
+    if layout.encoding != NATIVE_ENCODING:
+        metadata["encoding"] = layout.encoding
+    fields: dict[str, Any] = {"__metadata__": metadata}
+    for layer, begin in enumerate(ends[:-1]):
+        for part in stored_parts(layout, layer, tokens):
+            fields[f"l{layer:04d}{part.name}"] = {
+                "dtype": part.dtype,
+                "shape": list(part.shape),
+                "data_offsets": [begin, begin + part.size_bytes],
+            }
+            begin += part.size_bytes
+    return fields
+
+
+# -- files whose model is not known --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PayloadHeader:
+    """What a payload file says about itself, found to be consistent."""
+
+    namespace: str
+    key: str
+    layout: KVLayout
+    tokens: int
+    frame: Frame
+    checksums: tuple[int, ...]
+    """One per layer, as in the header; the layers themselves are not verified."""
+
+    @property
+    def file_bytes(self) -> int:
+        return self.frame.file_bytes
+
+    @property
+    def encoded(self) -> bytes:
+        """The header's bytes, including its length field."""
+        return self.frame.header(self.namespace, self.key, self.checksums)
+
+
+def parse_header(header: bytes) -> PayloadHeader | None:
+    """Parse a whole header, including its length field; ``None`` unless this version wrote it."""
+    if not 8 < len(header) <= MAX_HEADER_BYTES:
+        return None
+    try:
+        fields = json.loads(header[8:], object_pairs_hook=_unique)
+        metadata = fields["__metadata__"]
+        namespace, key = metadata["namespace"], metadata["key"]
+        tokens = _dimension(int(metadata["tokens"]))
+        layers = [name for name in fields if _LAYER.fullmatch(name)]
+        shapes = [fields[f"l{layer:04d}"]["shape"] for layer in range(len(layers))]
+        layout = KVLayout(
+            tuple(LayerShape(_dimension(shape[1]), _dimension(shape[3])) for shape in shapes),
+            str(metadata["dtype"]),
+            str(metadata.get("encoding", NATIVE_ENCODING)),
+        )
+        expected = frame(layout, tokens)
+    except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError):
+        return None
+    if not (is_name(namespace) and is_name(key)):
+        return None
+    checksums = expected.checksums(header, namespace, key)
+    if checksums is None:
+        return None
+    return PayloadHeader(namespace, key, layout, tokens, expected, tuple(checksums))
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len({name for name, _ in pairs}) != len(pairs):
+        raise ValueError("duplicate names")
+    return dict(pairs)
+
+
+def _dimension(value: object) -> int:
+    if type(value) is not int or not 0 < value < _MAX_DIMENSION:
+        raise ValueError("not a dimension")
+    return value
+
+
+def read_header(
+    read: Callable[[int], bytes | memoryview], namespace: str, key: str, size_bytes: int
+) -> PayloadHeader | None:
+    """Header of a payload that ``read`` gives from its beginning.
+
+    ``None`` unless the header fits namespace, key and file size. Reads at most one header's bytes.
+    """
+    length = bytes(read(8))
+    if len(length) < 8 or (header_bytes := struct.unpack("<Q", length)[0]) > MAX_HEADER_BYTES:
+        return None
+    header = parse_header(length + bytes(read(header_bytes)))
+    if header is None or (header.namespace, header.key) != (namespace, key):
+        return None
+    return header if header.file_bytes == size_bytes else None
+
+
+def read_file_header(fd: int, name: Name) -> PayloadHeader | None:
+    """Header of an open payload file, or ``None`` unless its name and size fit it.
+
+    Raises ``OSError`` when the file cannot be read.
+    """
+    position = 0
+
+    def read(size_bytes: int) -> bytes:
+        nonlocal position
+        data = read_at(fd, size_bytes, position)
+        position += len(data)
+        return data
+
+    return read_header(read, name.namespace, name.key, os.fstat(fd).st_size)
+
+
+def read_at(fd: int, size_bytes: int, offset: int = 0) -> bytes:
+    """That many bytes, fewer only where the file ends; a single ``pread`` may be cut short."""
+    parts = []
+    while size_bytes > 0 and (part := os.pread(fd, size_bytes, offset)):
+        parts.append(part)
+        offset += len(part)
+        size_bytes -= len(part)
+    return b"".join(parts)
 
 
 @contextlib.contextmanager
-def opened(files: PayloadFiles, name: Name) -> Iterator[tuple[int, Description]]:
-    """A payload's descriptor and what it says of itself.
+def open_payload(files: PayloadFiles, name: Name) -> Iterator[tuple[int, PayloadHeader]]:
+    """A payload's descriptor and header.
 
-    Raises :class:`CorruptKVError` if that is not what was put, and ``OSError`` where nothing is known
-    of the file: it is gone, not this user's to read, or this process has no descriptor left.
+    Raises :class:`CorruptKVError` if the file is damaged, and ``OSError`` where nothing is known
+    about it: it is gone, this user may not read it, or this process has no descriptor left.
     """
     try:
         fd = files.open(name)
@@ -41,12 +305,12 @@ def opened(files: PayloadFiles, name: Name) -> Iterator[tuple[int, Description]]
         raise _unreadable(exc) from exc
     try:
         try:
-            found = described(fd, name)
+            header = read_file_header(fd, name)
         except OSError as exc:
             raise _unreadable(exc) from exc
-        if found is None:
+        if header is None:
             raise CorruptKVError("its header or size is not what was put")
-        yield fd, found
+        yield fd, header
     finally:
         os.close(fd)
 
@@ -55,49 +319,18 @@ def _unreadable(exc: OSError) -> CorruptKVError:
     return CorruptKVError(f"cannot be read ({exc.strerror or exc})")
 
 
-def described(fd: int, name: Name) -> Description | None:
-    """What a payload file says of itself, or ``None`` unless its name and size agree with it.
+#: Gives up to that many bytes, fewer only at the end. The next call may overwrite them.
+Read = Callable[[int], memoryview]
 
-    Raises ``OSError`` when the file cannot be read.
+
+def verified_pieces(header: PayloadHeader, read: Read) -> Iterator[memoryview]:
+    """The bytes after the header, in order. Each piece is valid until the next one is requested.
+
+    Raises :class:`CorruptKVError` at the end of a layer with a wrong checksum; discard what came
+    before.
     """
-    try:
-        (length,) = struct.unpack("<Q", read_at(fd, 8))
-    except struct.error:
-        return None
-    if length > MAX_HEADER_BYTES:
-        return None
-    found = describe(read_at(fd, 8 + length))
-    return found if fits(found, name.namespace, name.key, os.fstat(fd).st_size) else None
-
-
-def header_of(fd: int, found: Description) -> bytes:
-    """The bytes before the first layer, read again. Raises :class:`CorruptKVError`."""
-    try:
-        header = read_at(fd, found.frame.header_bytes)
-    except OSError as exc:
-        raise _unreadable(exc) from exc
-    if describe(header) != found:
-        raise CorruptKVError("its header is not what it was a moment ago")
-    return header
-
-
-def fits(found: Description | None, namespace: str, key: str, size_bytes: int) -> bool:
-    """Whether a header is that of this entry and of a file of this size."""
-    return found is not None and (found.namespace, found.key, found.file_bytes) == (
-        namespace,
-        key,
-        size_bytes,
-    )
-
-
-def verified_pieces(found: Description, read: Read) -> Iterator[memoryview]:
-    """The bytes behind the header, in order; each is the caller's until the next is asked for.
-
-    Raises :class:`CorruptKVError` where a layer ends that is not the one that was put: what came
-    before is to be thrown away.
-    """
-    for layer, (begin, end) in enumerate(pairwise(found.frame.offsets)):
-        digest = xxhash.xxh3_64(seed=layer_seed(found.key, layer))
+    for layer, (begin, end) in enumerate(pairwise(header.frame.offsets)):
+        digest = xxhash.xxh3_64(seed=layer_seed(header.key, layer))
         left = end - begin
         while left:
             piece = read(min(left, PIECE_BYTES))
@@ -106,12 +339,12 @@ def verified_pieces(found: Description, read: Read) -> Iterator[memoryview]:
             digest.update(piece)
             left -= len(piece)
             yield piece
-        if digest.intdigest() != found.checksums[layer]:
+        if digest.intdigest() != header.checksums[layer]:
             raise CorruptKVError(f"layer {layer}: the bytes are not those that were put")
 
 
-def reader(fd: int, offset: int) -> Read:
-    """Reads on from ``offset``, always into the same memory; raises :class:`CorruptKVError`."""
+def sequential_reader(fd: int, offset: int) -> Read:
+    """Reads a file from ``offset`` on into one buffer. Raises :class:`CorruptKVError`."""
     buffer = memoryview(bytearray(PIECE_BYTES))
     position = offset
 

@@ -1,7 +1,7 @@
-"""One payload file opened for reading: layers on demand, each verified before it is believed.
+"""One payload file opened for reading: layers on demand, each verified before it is used.
 
-Owns the file descriptor. Knows neither the index nor the directory: what to do about a file that
-lies is the business of the ``on_corrupt`` callback given by the store.
+Knows neither the index nor the directory. What happens to a damaged file is decided by the store's
+``on_corrupt`` callback.
 """
 
 from __future__ import annotations
@@ -17,25 +17,23 @@ import xxhash
 
 from blendrag.errors import CorruptKVError
 from blendrag.store.encodings import staging_of
-from blendrag.store.forking import renew_after_fork
-from blendrag.store.format import Frame, layer_seed
 from blendrag.store.kv import KVLayout
-from blendrag.store.raw import check_target, target_buffers
+from blendrag.store.payload import Frame, layer_seed
+from blendrag.store.tensor_bytes import check_target, target_buffers
 
 #: The kernel takes at most this many buffers in one preadv.
 IOV_MAX = 1024
-#: Read at once before it is summed up: what a core's second-level cache still holds then. A layer of
-#: 2 MiB read whole and summed up afterwards comes from memory a second time.
+#: Read at once before it is summed up, so that the checksum reads from the second-level cache. A layer
+#: of 2 MiB that is read whole and then summed up would come from memory a second time.
 PORTION_BYTES = 512 << 10
 
 
 class DiskReader:
     """Reads a chunk's layers with ``preadv`` straight into the prompt's buffers.
 
-    Encoded layers go through one buffer of this reader, and are decoded from there once verified.
-
-    Holds its descriptor, so an eviction or rename meanwhile changes nothing. No mmap: a file
-    truncated after open would kill the process with SIGBUS, whereas a short read can be handled.
+    Encoded layers are read into a buffer of this reader and decoded from there once verified. An
+    eviction or rename meanwhile changes nothing, because the descriptor stays open. There is no mmap:
+    a file truncated after open would kill the process with SIGBUS; a short read can be handled.
     """
 
     tier = "disk"
@@ -51,7 +49,7 @@ class DiskReader:
         on_corrupt: Callable[[str], None],
         on_read: Callable[[int], None] = lambda size_bytes: None,
     ) -> None:
-        """``on_read`` is told how many bytes were read, once they are verified."""
+        """``on_read`` gets the number of bytes of each verified layer."""
         self.key = key
         self.tokens = tokens
         self.layout = layout
@@ -62,15 +60,10 @@ class DiskReader:
         self._on_read = on_read
         self._dtype = layout.torch_dtype
         self._staging = staging_of(layout, tokens)
-        self.renew_locks()
-        renew_after_fork(self)
-
-    def renew_locks(self) -> None:
-        """See :mod:`forking`. A thread of the parent may have been about to read or to close."""
         self._lock = threading.Lock()
 
     def read_layer(self, layer: int, out: torch.Tensor) -> None:
-        """See :meth:`KVReader.read_layer`. Runs no torch operator, unless it is to decode."""
+        """See :meth:`KVReader.read_layer`. Runs no torch operator except to decode."""
         shape = self.layout.layer_shape(layer, self.tokens)
         if self._staging is None:
             self._read(layer, target_buffers(out, shape, self._dtype))
@@ -79,7 +72,7 @@ class DiskReader:
             self._staging.read(layer, lambda buffer: self._read(layer, [buffer]), out)
 
     def read_layer_bytes(self, layer: int, out: Any) -> None:
-        """The layer's verified bytes as they are stored, into one writable buffer of their size."""
+        """Read the layer's verified stored bytes into a writable buffer of their size."""
         self._read(layer, [out])
 
     def _read(self, layer: int, buffers: list[Any]) -> None:
@@ -97,7 +90,7 @@ class DiskReader:
         self._on_read(end - begin)
 
     def _fill(self, layer: int, buffers: list[Any]) -> str | None:
-        """Read and verify; what is wrong with the file, if anything. Caller holds the lock."""
+        """Read and verify; returns what is wrong with the file, if anything. Caller holds the lock."""
         offset, end = self._frame.offsets[layer : layer + 2]
         digest = xxhash.xxh3_64(seed=layer_seed(self.key, layer))
         try:
@@ -115,9 +108,9 @@ class DiskReader:
         return None
 
     def is_cached(self) -> bool:
-        """Whether the operating system holds the file's middle in memory; ``True`` where it cannot be asked.
+        """Whether the file's middle is in the page cache; ``True`` if the system cannot tell.
 
-        Asking may begin reading ahead, so ask of what is to be read.
+        Asking may start read-ahead, so ask only about what will be read.
         """
         middle = (self._frame.offsets[0] + self._frame.offsets[-1]) // 2
         try:
@@ -125,7 +118,7 @@ class DiskReader:
                 return bool(os.preadv(self._fd, [bytearray(1)], middle, os.RWF_NOWAIT))
         except BlockingIOError:
             return False
-        except (OSError, AttributeError):  # a file system or system without such a question
+        except (OSError, AttributeError):  # the system or file system cannot tell
             return True
 
     def is_unlinked(self) -> bool:
@@ -141,12 +134,13 @@ class DiskReader:
             os.close(fd)
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):
-            self.close()
+        with contextlib.suppress(AttributeError, OSError):  # no lock: nobody else has this reader
+            if self._fd >= 0:
+                os.close(self._fd)
 
 
 def portions(buffers: list[Any]) -> Iterator[list[memoryview]]:
-    """Buffers cut up and put together again, at most :data:`PORTION_BYTES` at a time."""
+    """The buffers in order, cut into groups of at most :data:`PORTION_BYTES`."""
     portion: list[memoryview] = []
     room = PORTION_BYTES
     for buffer in buffers:
@@ -162,14 +156,14 @@ def portions(buffers: list[Any]) -> Iterator[list[memoryview]]:
 
 
 def read_exactly(fd: int, buffers: list[Any], offset: int) -> int:
-    """Fill all buffers from ``offset``; their bytes, or 0 when the file ends before they are full."""
+    """Fill all buffers from ``offset``; returns their size, or 0 if the file ends early."""
     total = sum(map(len, buffers))
     done = os.preadv(fd, buffers, offset) if len(buffers) <= IOV_MAX else 0
     return total if done == total or _read_on(fd, buffers, offset, done) else 0
 
 
 def _read_on(fd: int, buffers: list[Any], offset: int, done: int) -> bool:
-    """The rest of :func:`read_exactly`: after a short read, or too many buffers for one call."""
+    """Continue :func:`read_exactly` after a short read, or with too many buffers for one call."""
     begin = 0
     for buffer in buffers:
         size = len(buffer)

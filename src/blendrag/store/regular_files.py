@@ -1,7 +1,7 @@
 """Small files read whole and written whole.
 
-Reading takes regular files only, up to a size: a FIFO or a device in the place of a file would block the
-reader or fill its memory. Writing goes through a temporary file in the same directory and a rename.
+Only regular files up to a size are read: a FIFO would block the reader, a device could fill its
+memory. Files are written to a temporary file in the same directory, which is then renamed.
 """
 
 from __future__ import annotations
@@ -16,23 +16,26 @@ from pathlib import Path
 MIB = 1024**2
 
 
-def open_regular(path: Path, follow: bool = False) -> int:
-    """Descriptor of a regular file. Never blocks. Raises :class:`OSError`.
+def open_regular(path: Path | str, follow: bool = False, dir_fd: int | None = None) -> int:
+    """Descriptor of a regular file, relative to ``dir_fd``. Never blocks. Raises :class:`OSError`.
 
-    ``follow``: also through a symbolic link, for files that the user named. Files of a store are never
+    ``follow``: also open symbolic links, for files that the user named. Files of a store are never
     links.
     """
     # O_NONBLOCK: opening a FIFO must not wait for a writer.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
-    fd = os.open(path, flags)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    fd = os.open(path, flags, dir_fd=dir_fd)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+    except BaseException:
         os.close(fd)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
+        raise
     return fd
 
 
 def read_bytes(path: Path, limit_bytes: int, follow: bool = False) -> bytes:
-    """The whole file. Raises :class:`OSError`, also for what is no regular file or is too large."""
+    """The whole file. Raises :class:`OSError`, also for a file that is irregular or too large."""
     with os.fdopen(open_regular(path, follow), "rb") as file:
         too_large = os.fstat(file.fileno()).st_size > limit_bytes
         data = b"" if too_large else file.read(limit_bytes + 1)
@@ -42,13 +45,13 @@ def read_bytes(path: Path, limit_bytes: int, follow: bool = False) -> bytes:
 
 
 def read_text(path: Path, limit_bytes: int, follow: bool = False, encoding: str = "utf-8") -> str:
-    """:func:`read_bytes`, decoded, with ``\\n`` line ends. Raises :class:`UnicodeDecodeError`, too."""
+    """:func:`read_bytes`, decoded, with ``\\n`` line ends. Also raises :class:`UnicodeDecodeError`."""
     text = read_bytes(path, limit_bytes, follow).decode(encoding)
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def replace(path: Path, *parts: bytes | memoryview) -> None:
-    """Write a file whole in place of whatever has that name. Raises :class:`OSError`."""
+    """Write a whole file, replacing the one at ``path``. Raises :class:`OSError`."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:

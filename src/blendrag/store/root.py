@@ -1,7 +1,8 @@
-"""The store's directory: is it ours, is it safe, is it of a version we can read.
+"""The store's root directory: is it ours and safe to use, its format version, and its size limit.
 
-Owns the checks made once, before anything in a store is touched. Knows nothing of payloads or of the
-index. Refusals are :class:`StoreUnavailableError` in one sentence: value, expectation, remedy.
+The checks run once, before anything in a store is touched. A refusal is a
+:class:`StoreUnavailableError` of one sentence: value, expectation, remedy. The root also holds two
+small files, ``format`` and ``disk-bytes``. This module knows no payloads and no index.
 """
 
 from __future__ import annotations
@@ -14,22 +15,36 @@ import stat
 from pathlib import Path
 
 from blendrag.errors import StoreUnavailableError
-from blendrag.store.directories import sync_directory
-from blendrag.store.disk_errors import store_error
+from blendrag.store.durable import store_error, sync_directory, write_all
 from blendrag.store.identity import FORMAT_VERSION
-from blendrag.store.small_files import read_text, replace
+from blendrag.store.writers import unclaimed_temporary
 
 logger = logging.getLogger("blendrag.store")
 
 SUBDIRECTORIES = ("tmp", "kv", "index", "quarantine", "pinned")
+#: Limit of a store for which no limit was ever given.
+DEFAULT_DISK_BYTES = 64 << 30
+
 _FORMAT_FILE = "format"
 _FORMAT_TEXT = re.compile(r"blendrag-kv ([0-9]{1,9})\n", re.ASCII)
+_LIMIT_FILE = "disk-bytes"
+_LIMIT_TEXT = re.compile(r"([0-9]{1,20})\n", re.ASCII)
+#: Larger limits are remembered as this one.
+_MAX_LIMIT_BYTES = (1 << 63) - 1
+#: Attempts to write a small file: each process that opens the store may remove the temporary.
+_WRITE_TRIES = 20
 
 
 def prepare(root: Path, read_only: bool) -> bool:
-    """Check ``root`` and create what is missing; whether it is usable for reading only."""
+    """Check ``root`` and create what is missing; returns whether it can only be read."""
     _create(root, read_only)
-    _check_trusted(root, read_only)
+    status = root.stat()
+    _refuse_if_shared(f"store {root}", status.st_mode)
+    if status.st_uid != os.geteuid() and not read_only:
+        raise StoreUnavailableError(
+            f"store {root} is owned by user {status.st_uid}, expected {os.geteuid()}; "
+            "change its owner, open it read-only or choose another --store"
+        )
     if not read_only and not os.access(root, os.W_OK | os.X_OK):
         logger.warning("store %s cannot be written: reads work, nothing new is kept", root)
         read_only = True
@@ -51,10 +66,14 @@ def _create(root: Path, read_only: bool) -> None:
         if root.is_symlink() and not root.exists():
             raise StoreUnavailableError(
                 f"store {root} is a symbolic link to nothing, expected a directory; "
-                "mend the link or choose another --store"
+                "fix the link or choose another --store"
             )
         if not root.exists() and not read_only:
-            _make(root)
+            missing = [path for path in (root, *root.parents) if not path.exists()]
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for path in missing:
+                with contextlib.suppress(OSError):  # the directory above may not be readable
+                    sync_directory(path.parent)
         is_directory = root.is_dir()
         exists = is_directory or os.path.lexists(root)
     except NotADirectoryError as exc:
@@ -73,27 +92,8 @@ def _create(root: Path, read_only: bool) -> None:
         )
 
 
-def _make(root: Path) -> None:
-    """The directory and those above it, each durably in the one above."""
-    missing = [path for path in (root, *root.parents) if not path.exists()]
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for path in missing:
-        with contextlib.suppress(OSError):  # one above may be for entering only
-            sync_directory(path.parent)
-
-
-def _check_trusted(root: Path, read_only: bool) -> None:
-    """Refuse a directory in which others could plant files."""
-    status = root.stat()
-    _refuse_if_shared(f"store {root}", status.st_mode)
-    if status.st_uid != os.geteuid() and not read_only:
-        raise StoreUnavailableError(
-            f"store {root} is owned by user {status.st_uid}, expected {os.geteuid()}; "
-            "change its owner, open it read-only or choose another --store"
-        )
-
-
 def _refuse_if_shared(what: str, mode: int) -> None:
+    """Refuse a directory in which other users could plant files."""
     if mode & stat.S_IWOTH:
         raise StoreUnavailableError(
             f"{what} can be written by every user (mode {stat.S_IMODE(mode):04o}), expected 0700; "
@@ -104,9 +104,8 @@ def _refuse_if_shared(what: str, mode: int) -> None:
 def _prepare_subdirectory(path: Path, read_only: bool) -> None:
     try:
         if not read_only:
-            path.mkdir(mode=0o700, exist_ok=True)
-        mode = path.lstat().st_mode
-    except FileExistsError:
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(mode=0o700)
         mode = path.lstat().st_mode
     except FileNotFoundError as exc:
         if path.name != "kv":
@@ -126,11 +125,14 @@ def _prepare_subdirectory(path: Path, read_only: bool) -> None:
     _refuse_if_shared(str(path), mode)
 
 
+# -- the format version --------------------------------------------------------------------------
+
+
 def _check_version(root: Path) -> None:
     path = root / _FORMAT_FILE
-    text = read_text(path)
+    text = _read(path)
     if not text:
-        return  # someone creates this store right now, or was interrupted while doing so
+        return  # the store is being created, or its creation was interrupted
     match = _FORMAT_TEXT.fullmatch(text)
     if match is None:
         raise StoreUnavailableError(
@@ -145,10 +147,100 @@ def _check_version(root: Path) -> None:
 
 
 def _write_version(root: Path) -> None:
-    """Write the format file unless it is there; racing writers write the same bytes."""
+    """Write the format file unless it is there. Racing writers write the same bytes."""
     path = root / _FORMAT_FILE
     try:
         if not path.exists() or not path.stat().st_size:
-            replace(path, f"blendrag-kv {FORMAT_VERSION}\n")
+            _write(path, f"blendrag-kv {FORMAT_VERSION}\n")
     except OSError as exc:
         raise store_error(exc, f"writing {path}", 4096) from exc
+
+
+# -- the size limit ------------------------------------------------------------------------------
+
+
+def settle_limit(root: Path, given: int | None, default: int, read_only: bool) -> int:
+    """Byte limit of the store at ``root``: the given one, which is remembered, or the remembered one.
+
+    A store thus keeps its limit when it is later opened without one. ``default`` is used if no limit
+    was ever given; it is not remembered.
+    """
+    if read_only:  # stores nothing, so that no limit matters
+        return default if given is None else given
+    path = root / _LIMIT_FILE
+    text = _read(path)
+    if given is not None:
+        remembered = f"{min(given, _MAX_LIMIT_BYTES)}\n"
+        if text != remembered:
+            _remember_limit(path, remembered)
+        return given
+    if text is None:
+        return default
+    match = _LIMIT_TEXT.fullmatch(text)
+    if match is None:
+        raise StoreUnavailableError(
+            f"{path} reads {text[:32]!r}, expected the store's limit in bytes; give it again with "
+            f"blendrag ingest --disk-bytes, because the default might evict what {root} holds"
+        )
+    return int(match[1])
+
+
+def _remember_limit(path: Path, text: str) -> None:
+    """Write the limit. A full disk does not keep the store from being opened."""
+    try:
+        _write(path, text)
+        sync_directory(path.parent)
+    except OSError as exc:
+        logger.warning(
+            "store %s cannot remember its limit (%s): give --disk-bytes again next time",
+            path.parent,
+            exc.strerror or exc,
+        )
+
+
+# -- small files ---------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> str | None:
+    """The beginning of a small file; ``None`` if there is none. Never blocks, follows no link."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise StoreUnavailableError(
+                    f"{path} is no regular file, expected one made by the store; "
+                    "move it away or choose another --store"
+                )
+            return os.read(fd, 64).decode("ascii", "replace")
+        finally:
+            os.close(fd)
+    except FileNotFoundError:
+        return None
+    except OSError as exc:
+        raise store_error(exc, f"reading {path}") from exc
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a small file whole and durably."""
+    for attempt in range(_WRITE_TRIES):
+        try:
+            _replace(unclaimed_temporary(path.parent / "tmp"), path, text)
+            return
+        except FileNotFoundError:
+            if attempt == _WRITE_TRIES - 1:
+                raise
+
+
+def _replace(temporary: Path, path: Path, text: str) -> None:
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            write_all(fd, text.encode())
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise

@@ -1,28 +1,179 @@
-"""Memory over disk: read from memory if it is there, promote what was read from disk.
+"""Memory over disk: chunks are read from memory if they are there, and promoted to it from disk.
 
-Owns which tier is asked for what; the tiers know nothing of one another, and how a chunk gets from
-one to the other is :mod:`promotion`.
+Promotion happens in one background thread, after the query has closed its reader. It reads the whole
+chunk once more, verified, through the query's open file: the query copies nothing twice, and may have
+read only some of the layers. It is best effort: if the queue is full, a chunk stays on disk.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import queue
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
-from blendrag.store.base import KVReader, StoreStats
+import torch
+
+from blendrag.errors import NoThreadError, StoreError, starting_thread
+from blendrag.store.base import Counters, KVReader, ProcessBound, StoreStats
 from blendrag.store.disk import DiskStore
+from blendrag.store.disk_writer import Scope
 from blendrag.store.encodings import stored_chunk_bytes
-from blendrag.store.forking import StaysHere
 from blendrag.store.kv import ChunkKV, KVLayout
-from blendrag.store.memory import MemoryStore
-from blendrag.store.pins import Scope
-from blendrag.store.promotion import PromotingReader, Promotion
+from blendrag.store.memory import MemoryBlock, MemoryStore
+from blendrag.store.reader import DiskReader
+
+logger = logging.getLogger("blendrag.store")
+
+#: Chunks that may wait for promotion, each with an open file.
+QUEUE_CHUNKS = 64
+#: How often uses are written to the index while nothing else happens.
+RECENCY_INTERVAL_S = 30.0
 
 
-class TieredStore(StaysHere):
-    """The :class:`KVStore` the engine uses. Thread-safe."""
+class _Job(NamedTuple):
+    namespace: str
+    key: str
+    reader: DiskReader
+
+
+class PromotingReader:
+    """A disk reader that leaves its open file to the promotion if a layer was read."""
+
+    tier = "disk"
+
+    def __init__(self, namespace: str, reader: DiskReader, promotion: Promotion) -> None:
+        self.key = reader.key
+        self.tokens = reader.tokens
+        self._namespace = namespace
+        self._reader = reader
+        self._promotion = promotion
+        self._was_read = self._failed = False
+        self._closed = False
+
+    def read_layer(self, layer: int, out: torch.Tensor) -> None:
+        """See :meth:`KVReader.read_layer`."""
+        if self._closed:
+            raise ValueError(f"reader of {self.key[:12]}… is closed")
+        try:
+            self._reader.read_layer(layer, out)
+        except BaseException:
+            self._failed = True
+            raise
+        self._was_read = True
+
+    def is_cached(self) -> bool:
+        """See :meth:`DiskReader.is_cached`."""
+        return self._reader.is_cached()
+
+    def close(self) -> None:
+        """See :meth:`KVReader.close`."""
+        if self._closed:
+            return
+        self._closed = True
+        job = _Job(self._namespace, self.key, self._reader)
+        if not self._was_read or self._failed or not self._promotion.offer(job):
+            self._reader.close()
+
+
+class Promotion:
+    """The background thread: promotes chunks, and writes uses to the index now and then."""
 
     def __init__(self, memory: MemoryStore, disk: DiskStore) -> None:
+        self.counters = Counters()
+        self._memory = memory
+        self._disk = disk
+        self._jobs: queue.Queue[_Job | None] = queue.Queue(QUEUE_CHUNKS)
+        self._thread: threading.Thread | None = None
+        self._start_lock = threading.Lock()
+        self._closed = False
+
+    def offer(self, job: _Job) -> bool:
+        """Queue a job, whose reader then belongs to the thread.
+
+        ``False`` if that is not possible: the queue is full, or no thread can be started.
+        """
+        if self._disk.is_inherited or self._memory.contains(job.namespace, job.key):
+            return False
+        with self._start_lock:
+            if self._closed:
+                return False
+            try:
+                if self._thread is None:
+                    self._thread = self._started()
+                self._jobs.put_nowait(job)
+            except (queue.Full, NoThreadError):
+                self.counters.add("drops")
+                return False
+        return True
+
+    def _started(self) -> threading.Thread:
+        thread = threading.Thread(target=self._run, name="blendrag-promotion", daemon=True)
+        with starting_thread():
+            thread.start()
+        return thread
+
+    def drain(self) -> None:
+        """Block until every job queued so far is done."""
+        if self._thread is not None:
+            self._jobs.join()
+
+    def close(self) -> None:
+        """Finish the queue and end the thread. Idempotent."""
+        with self._start_lock:
+            self._closed = True
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put(None)
+            thread.join()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                job = self._jobs.get(timeout=RECENCY_INTERVAL_S)
+            except queue.Empty:
+                with _best_effort("uses were not noted"):
+                    self._disk.flush_recency()
+                continue
+            try:
+                if job is None:
+                    return
+                with _best_effort("a chunk was not promoted to memory"):
+                    self._promote(job)
+            finally:
+                self._jobs.task_done()
+
+    def _promote(self, job: _Job) -> None:
+        with contextlib.closing(job.reader) as reader:
+            if self._memory.contains(job.namespace, job.key):
+                return
+            if reader.is_unlinked():  # deleted or evicted meanwhile
+                return
+            block = MemoryBlock.empty(reader.layout, reader.tokens)
+            for layer in range(len(reader.layout.layers)):
+                reader.read_layer_bytes(layer, block.layer(layer))
+            if self._memory.insert(job.namespace, job.key, block):
+                self.counters.add("promotions")
+
+
+@contextlib.contextmanager
+def _best_effort(failure: str) -> Iterator[None]:
+    """Log any failure: chunks are still served from disk, and the thread goes on."""
+    try:
+        yield
+    except Exception as exc:
+        level = logging.INFO if isinstance(exc, StoreError) else logging.WARNING
+        logger.log(level, "%s: %s", failure, exc)
+
+
+class TieredStore(ProcessBound):
+    """The :class:`KVStore` that the engine uses. Thread-safe."""
+
+    def __init__(self, memory: MemoryStore, disk: DiskStore) -> None:
+        super().__init__()
         self.memory = memory
         self.disk = disk
         self._promotion = Promotion(memory, disk)
@@ -34,11 +185,12 @@ class TieredStore(StaysHere):
         return self.disk.read_only
 
     def put(self, namespace: str, key: str, kv: ChunkKV) -> None:
-        """See :meth:`KVStore.put`. To disk only: an ingest would merely flush the memory tier."""
+        """See :meth:`KVStore.put`. Only to disk: an ingest would flush the memory tier."""
         self.disk.put(namespace, key, kv)
 
     def open(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> KVReader | None:
         """See :meth:`KVStore.open`."""
+        self.check_process()
         reader = self.memory.open(namespace, key, layout, tokens)
         if reader is not None:
             self.disk.note_use(namespace, key)
@@ -49,7 +201,7 @@ class TieredStore(StaysHere):
         return PromotingReader(namespace, on_disk, self._promotion)
 
     def contains(self, namespace: str, key: str) -> bool:
-        """See :meth:`KVStore.contains`: on disk. A copy in memory only would not be there again."""
+        """See :meth:`KVStore.contains`: on disk. A copy in memory would not survive a restart."""
         return self.disk.contains(namespace, key)
 
     def delete(self, namespace: str, key: str) -> bool:
@@ -59,7 +211,7 @@ class TieredStore(StaysHere):
         return self.memory.delete(namespace, key) or on_disk
 
     def keys(self, namespace: str) -> Iterator[str]:
-        """See :meth:`KVStore.keys`: those that would survive a restart."""
+        """See :meth:`KVStore.keys`: those on disk."""
         return self.disk.keys(namespace)
 
     def pin_scope(self) -> AbstractContextManager[Scope]:
@@ -67,11 +219,11 @@ class TieredStore(StaysHere):
         return self.disk.pin_scope()
 
     def pin(self, namespace: str, key: str) -> None:
-        """See :meth:`KVStore.pin`: on disk. Its copy in memory comes and goes as any."""
+        """See :meth:`KVStore.pin`: on disk. A copy in memory is dropped like any other."""
         self.disk.pin(namespace, key)
 
     def stats(self) -> StoreStats:
-        """What is on disk; a hit in either tier is a hit, a miss in both is a miss.
+        """What is on disk. A hit in either tier is a hit, a miss in both is a miss.
 
         Evictions are those from disk: after one from memory nothing has to be computed again.
         """
@@ -84,18 +236,19 @@ class TieredStore(StaysHere):
             disk.evictions,
             disk.quarantined,
             puts=disk.puts,
-            promotions=self._promotion.tally["promotions"],
-            queue_drops=self._promotion.tally["drops"],
+            promotions=self._promotion.counters["promotions"],
+            queue_drops=self._promotion.counters["drops"],
             tiers=memory.tiers + disk.tiers,
         )
 
     def drain(self) -> None:
         """Block until every promotion queued so far is done."""
+        self.check_process()
         self._promotion.drain()
 
     def close(self) -> None:
-        """Finish what is queued, close both tiers. Idempotent."""
-        if self._closed:
+        """Finish queued promotions and close both tiers. Idempotent. Does nothing in a fork."""
+        if self._closed or self.is_inherited:
             return
         self._closed = True
         self._promotion.close()

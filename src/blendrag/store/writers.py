@@ -1,8 +1,8 @@
-"""Who is writing to a store right now, and whose temporaries are left over from a crash.
+"""Who is writing to a store right now, and the temporaries that crashed writers left.
 
-Owns ``tmp/``. Every store that writes holds a marker ``tmp/<id>.writer`` under an exclusive flock
-and names its temporaries ``<id>.<nonce>.part``. The kernel drops the lock with the process, however
-it dies, so a marker that can be locked belongs to nobody: neither clocks nor pids are trusted.
+Every writing store holds a marker ``tmp/<id>.writer`` under an exclusive flock and names its
+temporaries ``tmp/<id>.<nonce>.part``. The kernel drops the lock when the process ends, however it
+ends, so a marker that can be locked belongs to a crashed writer. Clocks and pids are not used.
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from blendrag.store.directories import sync_directory
+from blendrag.store.durable import sync_directory
 
 MARKER = re.compile(r"([0-9a-f]{16})\.writer", re.ASCII)
 PART = re.compile(r"([0-9a-f]{16})\.[0-9a-f]{16}\.part", re.ASCII)
-#: What opening a marker says where there is none of ours: it is gone, a directory, a link, a socket.
+#: Errors of opening a marker that is gone, or is a directory, a link or a socket and so not ours.
 _NO_MARKER = (errno.ENOENT, errno.EISDIR, errno.ELOOP, errno.ENXIO)
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class Writer:
-    """This store's claim to be writing. Create it while holding the index lock."""
+class WriterClaim:
+    """A store's claim to be writing. Create it while holding the index lock."""
 
     def __init__(self, tmp: Path, make_durable: Callable[[], bool]) -> None:
-        """``make_durable`` says whether all that this writer acknowledged is on disk; otherwise the
-        marker stays. It is asked when the claim ends, also at interpreter exit, so a store that
-        nobody closed does not look crashed."""
+        """``make_durable`` syncs what was acknowledged; if it returns ``False``, the marker stays.
+
+        It is called when the claim ends, also at interpreter exit, so that a store that was not
+        closed does not look crashed.
+        """
         self._tmp = tmp
         self._id = secrets.token_hex(8)
         marker = tmp / f"{self._id}.writer"
@@ -48,17 +50,17 @@ class Writer:
         self._release = weakref.finalize(self, _release, marker, fd, os.getpid(), make_durable)
 
     def temporary(self) -> Path:
-        """A fresh path to write to."""
+        """A new path to write to."""
         return _part(self._tmp, self._id)
 
     def is_alone(self) -> bool:
-        """Whether nobody else is writing, nor will before the index lock is let go. Caller holds it."""
+        """Whether no other writer is alive. Caller holds the index lock, so none can start."""
         markers = filter(None, map(MARKER.fullmatch, os.listdir(self._tmp)))
         others = (marker[0] for marker in markers if marker[1] != self._id)
         return not any(_is_locked(self._tmp / other) for other in others)
 
     def close(self) -> None:
-        """Say that all that was begun is finished. Idempotent."""
+        """End the claim. In a forked child, only close the inherited descriptor. Idempotent."""
         self._release()
 
 
@@ -70,8 +72,8 @@ def _release(marker: Path, fd: int, pid: int, make_durable: Callable[[], bool]) 
         os.close(fd)
 
 
-def stray_temporary(tmp: Path) -> Path:
-    """A fresh path to write to without being a writer: whoever opens the store next may remove it."""
+def unclaimed_temporary(tmp: Path) -> Path:
+    """A new path to write to without a claim; the next process to open the store may remove it."""
     return _part(tmp, secrets.token_hex(8))
 
 
@@ -80,7 +82,7 @@ def _part(tmp: Path, owner: str) -> Path:
 
 
 class Leftovers(NamedTuple):
-    """What crashed writers left in ``tmp/``. Without their markers, nobody knows that they were."""
+    """What crashed writers left in ``tmp/``. Their markers are the only trace of the crash."""
 
     markers: list[Path]
     parts: list[Path]
@@ -89,7 +91,7 @@ class Leftovers(NamedTuple):
 def leftovers(tmp: Path) -> Leftovers:
     """What crashed writers left. Caller holds the index lock.
 
-    Only names that the store itself gives are listed, and nothing of a living writer.
+    Lists only names that the store itself gives, and nothing of a living writer.
     """
     names = os.listdir(tmp)
     alive: set[str] = set()
@@ -104,14 +106,14 @@ def leftovers(tmp: Path) -> Leftovers:
 
 
 def remove(paths: Iterable[Path]) -> None:
-    """Unlink files; one that cannot be is found again as a leftover."""
+    """Unlink files, ignoring errors: a file that stays is a leftover for the next process."""
     for path in paths:
         with contextlib.suppress(OSError):
             os.unlink(path)
 
 
 def _is_locked(marker: Path) -> bool:
-    """Raises ``OSError`` where that cannot be found out: a living writer must not be taken for dead."""
+    """Raises ``OSError`` if that is unknown: a living writer must not be taken for a crashed one."""
     try:
         fd = os.open(marker, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as exc:

@@ -29,8 +29,8 @@ from blendrag.lab.bench.store_writes import PlainWrites, Puts, measure_puts
 from blendrag.planning.page_cache import COLD_SHARE, cached_share
 from blendrag.store import open_store
 from blendrag.store.encodings.codec import Staging
-from blendrag.store.files import PayloadFiles
 from blendrag.store.kv import KVLayout, LayerShape
+from blendrag.store.payload_files import PayloadFiles
 from blendrag.store.reader import DiskReader
 from cli.commands import invoke, said
 from lab.bench.lab import measured

@@ -20,7 +20,7 @@ from blendrag.lab.bench.queue import Queue
 from blendrag.lab.bench.tiers import BenchTier, tier_store
 from blendrag.lab.bench.workload import Workload, check
 from blendrag.model import ModelAdapter
-from blendrag.store.format import frame
+from blendrag.store.payload import frame
 from blendrag.text.prompt import PromptPlan, Segment
 
 #: Request rates in the table, as shares of what full prefill can answer at most.

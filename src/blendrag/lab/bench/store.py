@@ -25,7 +25,7 @@ from blendrag.lab.bench.store_misses import measure_misses
 from blendrag.lab.bench.store_reads import measure_reads
 from blendrag.lab.bench.store_rounds import Row, Tick
 from blendrag.lab.bench.store_writes import measure_puts
-from blendrag.store.disk_errors import megabytes
+from blendrag.store.durable import megabytes
 from blendrag.store.kv import DTYPES, KVLayout, LayerShape
 
 #: What one row of the index takes on disk, its share of the write-ahead log included.

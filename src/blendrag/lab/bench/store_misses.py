@@ -1,7 +1,7 @@
 """A get of what is not there, over an index of very many rows.
 
-The rows are put into the index of a scratch store by SQL, in the form that diskcache writes: one
-statement for all instead of three for each. The index is opened again afterwards, and must count them.
+The rows are inserted into the index of a scratch store by one SQL statement for all of them. The index
+is opened again afterwards, and must count them.
 """
 
 from __future__ import annotations
@@ -13,25 +13,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from diskcache.core import MODE_RAW
-
 from blendrag.lab.bench.store_chunks import DISK_BYTES, NAMESPACE, key_of, random_chunk, stored
 from blendrag.lab.bench.store_rounds import MeasuredNothingError, Row, Tick, Way, measure
 from blendrag.store import KVStore, open_store
-from blendrag.store.files import new_name
 from blendrag.store.index import Index
 from blendrag.store.kv import ChunkKV, KVLayout, LayerShape
-from blendrag.store.rows import Row as IndexRow
-from blendrag.store.rows import row_key
+from blendrag.store.payload_files import Name, new_name
 
 #: Keys that are looked for, one after the other.
 GETS = 2000
 _BATCH_ROWS = 100_000
 _SMALL = KVLayout((LayerShape(1, 16),), "float32")
-_INSERT = (
-    "INSERT INTO Cache (key, raw, store_time, expire_time, access_time, access_count, tag, size, "
-    "mode, filename, value) VALUES (?, 1, 0, NULL, 0, 0, NULL, ?, ?, NULL, ?)"
-)
+_INSERT = "INSERT INTO payload (namespace, key, nonce, size_bytes) VALUES (?, ?, ?, 1)"
 
 
 class Misses(Way):
@@ -79,26 +72,19 @@ def fill_index(directory: Path, rows: int, tick: Tick) -> None:
     index = Index(directory)
     values = _rows(rows)
     with contextlib.closing(index), index.exclusive():
-        if not index.open():
-            raise MeasuredNothingError(
-                f"the index in {directory} cannot be opened, expected the one just made; "
-                "choose another --dir"
-            )
+        index.open()
         done = 0
         while batch := list(islice(values, _BATCH_ROWS)):
             tick(f"miss: {done:,} of {rows:,} rows")
-            with index.transaction() as cache:
-                cache._con.executemany(_INSERT, batch)
+            with index.transaction() as database:
+                database.executemany(_INSERT, batch)
             done += len(batch)
         index.sync()
 
 
-def _rows(count: int) -> Iterator[tuple[str, int, int, str]]:
-    size_bytes = 1
+def _rows(count: int) -> Iterator[Name]:
     for number in range(count):
-        key = hashlib.sha256(b"%d" % number).hexdigest()
-        row = IndexRow(new_name(NAMESPACE, key), size_bytes)
-        yield row_key(NAMESPACE, key), size_bytes, MODE_RAW, row.encode()
+        yield new_name(NAMESPACE, hashlib.sha256(b"%d" % number).hexdigest())
 
 
 def _require(store: KVStore, chunk: ChunkKV, rows: int) -> None:

@@ -21,8 +21,8 @@ from blendrag.lab.bench.store_cold import drop
 from blendrag.lab.bench.store_rounds import MeasuredNothingError, Row, Tick, Way, measure
 from blendrag.planning.page_cache import cached_share
 from blendrag.store import KVReader, MemoryStore, open_store
-from blendrag.store.format import frame
-from blendrag.store.raw import buffer_at, pieces
+from blendrag.store.payload import frame
+from blendrag.store.tensor_bytes import buffer_at, pieces
 
 
 class ReadWay(Way):

@@ -10,9 +10,9 @@ from pathlib import Path
 from blendrag.lab.bench.store_chunks import DISK_BYTES, NAMESPACE, key_of, stored
 from blendrag.lab.bench.store_rounds import MeasuredNothingError, Row, Tick, Way, measure
 from blendrag.store import KVStore, open_store
-from blendrag.store.format import frame, layer_checksum
 from blendrag.store.kv import ChunkKV
-from blendrag.store.raw import tensor_buffer
+from blendrag.store.payload import frame, layer_checksum
+from blendrag.store.tensor_bytes import tensor_buffer
 
 
 class _Settled(Way):

@@ -1,40 +1,74 @@
-"""How a layer's KV is stored: as it was computed, or as one byte a number beside scales.
+"""How a layer's KV is stored: as it was computed, or with one byte per number and scales.
 
-``base`` holds the parts of a stored layer and what they cost, ``int8`` and ``fp8`` a codec each.
-Nothing here loads torch but :func:`codec_of` where there is something to encode.
+This module knows the parts of a stored layer and their sizes, which make up a payload's header; it
+imports no torch. :mod:`.codec` is what both codecs share, :mod:`.int8` and :mod:`.fp8` are one each.
+
+Scales are shared by the keys of one channel (per KV head, over the chunk's tokens), because channels
+differ from one another far more than tokens do, and by the values of one token (per KV head, over
+its channels), where it is the other way round (KIVI, arXiv:2402.02750, §3). Scales are stored first,
+so that they are aligned wherever a layer is read to.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, NamedTuple
 
-from blendrag.store.encodings.base import (
-    ENCODINGS,
-    RELATIVE_ERROR,
-    Part,
-    stored_chunk_bytes,
-    stored_layer_bytes,
-    stored_parts,
-)
+from blendrag.store.identity import NATIVE_ENCODING
 from blendrag.store.kv import KVLayout
 
 if TYPE_CHECKING:
     from blendrag.store.encodings.codec import Codec, Staging
 
-__all__ = [
-    "ENCODINGS",
-    "RELATIVE_ERROR",
-    "Part",
-    "codec_of",
-    "staging_of",
-    "stored_chunk_bytes",
-    "stored_layer_bytes",
-    "stored_parts",
-]
+#: Encoding → largest error of a decoded number, relative to the largest one with the same scale: half
+#: a step of 127 (int8), half of the last of three mantissa bits (fp8).
+RELATIVE_ERROR = {NATIVE_ENCODING: 0.0, "int8": 1 / 254, "fp8": 1 / 16}
+ENCODINGS = tuple(RELATIVE_ERROR)
+
+_NATIVE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "F8_E4M3": 1}
+
+
+class Part(NamedTuple):
+    """One tensor of a stored layer."""
+
+    name: str
+    """Suffix of the layer's name in the header."""
+    dtype: str
+    """As safetensors calls it."""
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+
+def stored_parts(layout: KVLayout, layer: int, tokens: int) -> tuple[Part, ...]:
+    """The parts of one layer in the order of their bytes; the numbers themselves come last."""
+    shape = layout.layer_shape(layer, tokens)
+    _, heads, _, width = shape
+    key_scales = Part(".key_scales", "F32", (heads, width))
+    value_scales = Part(".value_scales", "F32", (heads, tokens))
+    if layout.encoding == "int8":
+        key_middles = Part(".key_middles", "F32", (heads, width))
+        return key_scales, key_middles, value_scales, Part("", "I8", shape)
+    if layout.encoding == "fp8":
+        return key_scales, value_scales, Part("", "F8_E4M3", shape)
+    return (Part("", _NATIVE[layout.dtype], shape),)
+
+
+def stored_layer_bytes(layout: KVLayout, layer: int, tokens: int) -> int:
+    """Bytes of one layer at rest."""
+    return sum(part.size_bytes for part in stored_parts(layout, layer, tokens))
+
+
+def stored_chunk_bytes(layout: KVLayout, tokens: int) -> int:
+    """Bytes of a chunk's KV at rest over all layers, without the header."""
+    return sum(stored_layer_bytes(layout, i, tokens) for i in range(len(layout.layers)))
 
 
 def codec_of(layout: KVLayout) -> Codec | None:
-    """What turns this layout's layers into stored bytes and back; ``None`` where they are the same."""
+    """The codec of this layout; ``None`` for the native encoding."""
     if layout.encoding == "int8":
         from blendrag.store.encodings.int8 import Int8
 
@@ -47,7 +81,7 @@ def codec_of(layout: KVLayout) -> Codec | None:
 
 
 def staging_of(layout: KVLayout, tokens: int) -> Staging | None:
-    """Where the layers of one chunk are decoded from; ``None`` where there is nothing to decode."""
+    """The buffer that one chunk's layers are decoded from; ``None`` for the native encoding."""
     codec = codec_of(layout)
     if codec is None:
         return None

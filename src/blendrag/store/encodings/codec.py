@@ -1,9 +1,9 @@
-"""What both codecs share: their contract, parts as tensors, and work in blocks.
+"""What the codecs share: their contract, the parts of a layer as tensors, and work in blocks.
 
-A block has at most :data:`BLOCK_ITEMS` numbers. Up to that size torch starts no threads of its own
+A block has at most :data:`BLOCK_ITEMS` numbers. Up to that size torch starts no threads
 (``at::parallel_for``'s grain size, torch 2.11 to 2.13), so a codec may run in a loader's thread
-without a second OpenMP team, and in a forked child; and a block's intermediate numbers stay in the
-cache. numpy, which is single-threaded, has no bfloat16 and takes twice as long.
+without a second OpenMP team, and a block's intermediate numbers stay in the cache. numpy is
+single-threaded too, but has no bfloat16 and takes twice as long.
 """
 
 from __future__ import annotations
@@ -15,45 +15,44 @@ from typing import Any, NamedTuple
 
 import torch
 
-from blendrag.store.encodings.base import stored_layer_bytes, stored_parts
-from blendrag.store.forking import renew_after_fork
+from blendrag.store.encodings import stored_layer_bytes, stored_parts
 from blendrag.store.kv import KVLayout, LayerShape
-from blendrag.store.raw import tensor_buffer
+from blendrag.store.tensor_bytes import tensor_buffer
 
-#: Numbers worked on at once.
+#: Numbers processed at once.
 BLOCK_ITEMS = 1 << 15
-#: Reductions go to several threads at that size already.
+#: Reductions already use several threads at that size.
 _REDUCED_ITEMS = BLOCK_ITEMS // 2
 
 _TORCH = {"F32": torch.float32, "I8": torch.int8, "F8_E4M3": torch.int8}
-#: A little below float32's largest number, so that rounding never leads beyond it.
+#: A little below float32's largest number, so that rounding never exceeds it.
 _LARGEST = torch.finfo(torch.float32).max * (1 - 2**-22)
 
 
 class Block(NamedTuple):
-    """Some tokens of one head's keys or values, as they are stored."""
+    """Some tokens of one head's stored keys or values."""
 
     head: int
-    """Which ``[T, D]`` of a layer's ``[2, Hkv, T, D]``, keys first."""
+    """Index of this ``[T, D]`` in a layer's ``[2, Hkv, T, D]``, keys first."""
     at: slice | None
-    """Which tokens of it, if not all."""
+    """Its tokens; ``None`` for all."""
     coded: torch.Tensor
-    """``[n, D]``, one byte each, or what a codec has unpacked them into."""
+    """``[n, D]``, one byte each, or the numbers that a codec unpacks them into."""
     scale: torch.Tensor
-    """Of keys ``[D]``, of values ``[n, 1]``."""
+    """``[D]`` for keys, ``[n, 1]`` for values."""
     middle: torch.Tensor | None
-    """``[D]``, where the numbers are counted from, if not from 0."""
+    """``[D]``, the zero point, if it is not 0."""
     exact: torch.Tensor | None
-    """float32 ``[n, D]`` to decode into; ``None`` where the target itself is float32."""
+    """float32 ``[n, D]`` to decode into; ``None`` if the target itself is float32."""
     unpack: Callable[[], None] | None = None
-    """To be called before this block and those behind it are decoded, up to the next that has one."""
+    """Called before this block and those up to the next one with ``unpack`` are decoded."""
 
 
 class Codec(ABC):
-    """One encoding of one layout. Stateless; runs no operator on more than a block."""
+    """One encoding of one layout. Stateless; no operator runs on more than a block."""
 
     steps: int
-    """Of its scale, the largest number that is coded."""
+    """The largest code, in steps of the scale."""
 
     def __init__(self, layout: KVLayout) -> None:
         self.layout = layout
@@ -84,7 +83,7 @@ class Codec(ABC):
     def blocks(
         self, layer: int, tokens: int, stored: torch.Tensor, scratch: torch.Tensor | None
     ) -> list[Block]:
-        """A stored layer block by block, in this order, to be decoded by way of ``scratch``."""
+        """The blocks of a stored layer in order, to be decoded through ``scratch``."""
         parts = self._parts(layer, tokens, stored)
         coded, found = parts[""], []
         _, heads, _, width = coded.shape
@@ -93,7 +92,7 @@ class Codec(ABC):
             name = ("key", "value")[kv]
             scale, middles = parts[f".{name}_scales"][head], parts.get(f".{name}_middles")
             middle = None if middles is None else middles[head]
-            for at in stretches(tokens, width):
+            for at in token_slices(tokens, width):
                 exact = None if scratch is None else scratch[: at.stop - at.start]
                 whole = at.stop - at.start == tokens
                 each = scale[at, None] if kv else scale
@@ -115,17 +114,18 @@ class Codec(ABC):
         if middle is None:
             reach = _largest(numbers, per_token)
         else:
-            low, high = _over_tokens(numbers, _lowest), _over_tokens(numbers, _highest)
+            low = _over_tokens(numbers, lambda x: x.amin(0))
+            high = _over_tokens(numbers, lambda x: x.amax(0))
             middle.copy_(low / 2 + high / 2)  # halves do not overflow
             reach = torch.maximum(high - middle, middle - low)
         scale.copy_(_scales_of(reach, self.steps, middle))
-        for at in stretches(*numbers.shape):
+        for at in token_slices(*numbers.shape):
             each = scale[at, None] if per_token else scale
             coded[at].copy_(self.code(_in_steps(numbers[at], each, middle, self.steps)))
 
     @abstractmethod
     def code(self, steps: torch.Tensor) -> torch.Tensor:
-        """Each byte, as an integer, of numbers in steps: float32 ``[n, D]``, which may be overwritten."""
+        """The codes, as integers, of numbers in steps: float32 ``[n, D]``, which may be overwritten."""
 
     @abstractmethod
     def decode(self, block: Block, out: torch.Tensor) -> None:
@@ -133,9 +133,9 @@ class Codec(ABC):
 
 
 class Staging:
-    """Room for one stored layer, used for layer after layer of a chunk. Thread-safe.
+    """A buffer for one stored layer, used for each layer of a chunk in turn. Thread-safe.
 
-    Its blocks are found once for every shape of layer: finding them anew would take as long as decoding.
+    The blocks are computed once per layer shape: computing them takes as long as decoding.
     """
 
     def __init__(self, codec: Codec, tokens: int) -> None:
@@ -144,18 +144,13 @@ class Staging:
         self._sizes = [stored_layer_bytes(codec.layout, i, tokens) for i in layers]
         self._stored: torch.Tensor | None = None
         self._blocks: dict[LayerShape, list[Block]] = {}
-        self.renew_locks()
-        renew_after_fork(self)
-
-    def renew_locks(self) -> None:
-        """See :mod:`forking`. What a thread of the parent left half done is done anew."""
         self._lock = threading.Lock()
 
     def read(self, layer: int, fill: Callable[[Any], object], out: torch.Tensor) -> None:
         """Decode ``layer`` into ``out`` ``[2, Hkv, T, D]`` of the compute dtype, rounded once.
 
-        ``fill`` puts its stored bytes into the writable buffer of their size that it is given; what it
-        raises is raised here, and ``out`` is untouched.
+        ``fill`` writes the stored bytes into the buffer it is given. If it raises, ``out`` is
+        untouched.
         """
         with self._lock, torch.inference_mode():
             if self._stored is None:
@@ -180,15 +175,15 @@ class Staging:
         layout = self._codec.layout
         shape = layout.layers[layer]
         if shape not in self._blocks:
-            rows = next(stretches(self._tokens, shape.head_dim)).stop
+            rows = next(token_slices(self._tokens, shape.head_dim)).stop
             direct = layout.torch_dtype == torch.float32
             scratch = None if direct else torch.empty(rows, shape.head_dim)
             self._blocks[shape] = self._codec.blocks(layer, self._tokens, stored, scratch)
         return self._blocks[shape]
 
 
-def stretches(tokens: int, width: int, items: int = BLOCK_ITEMS) -> Iterator[slice]:
-    """Stretches of tokens of at most ``items`` numbers."""
+def token_slices(tokens: int, width: int, items: int = BLOCK_ITEMS) -> Iterator[slice]:
+    """Slices of tokens with at most ``items`` numbers each."""
     step = max(1, items // width)
     return (slice(at, min(at + step, tokens)) for at in range(0, tokens, step))
 
@@ -196,23 +191,23 @@ def stretches(tokens: int, width: int, items: int = BLOCK_ITEMS) -> Iterator[sli
 def _over_tokens(
     numbers: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """``reduce`` (``amax`` and the like) over the tokens of ``[T, D]``, in float32 ``[D]``."""
+    """``reduce`` (such as ``amax``) over the tokens of ``[T, D]``: float32 ``[D]``."""
     tokens, width = numbers.shape
-    found = [reduce(numbers[at]) for at in stretches(tokens, width, _REDUCED_ITEMS)]
+    found = [reduce(numbers[at]) for at in token_slices(tokens, width, _REDUCED_ITEMS)]
     return reduce(torch.stack(found)).float()
 
 
 def _largest(numbers: torch.Tensor, per_token: bool) -> torch.Tensor:
-    """The largest magnitudes of ``[T, D]``: of every token ``[T]`` or of every channel ``[D]``."""
+    """The largest magnitudes of ``[T, D]``: per token ``[T]`` or per channel ``[D]``."""
     if not per_token:
         return _over_tokens(numbers, lambda x: x.abs().amax(0))
     tokens, width = numbers.shape
-    found = [numbers[at].abs().amax(1) for at in stretches(tokens, width, _REDUCED_ITEMS)]
+    found = [numbers[at].abs().amax(1) for at in token_slices(tokens, width, _REDUCED_ITEMS)]
     return torch.cat(found).float()
 
 
 def _scales_of(reach: torch.Tensor, steps: int, middle: torch.Tensor | None) -> torch.Tensor:
-    """Scales with which ``steps`` times the scale is ``reach``, and stays finite beside ``middle``."""
+    """Scales such that ``steps`` times the scale is ``reach``, and finite when added to ``middle``."""
     room = torch.full_like(reach, _LARGEST) - (0.0 if middle is None else middle.abs())
     return torch.minimum(reach, room).clamp_(min=0) / steps
 
@@ -220,15 +215,7 @@ def _scales_of(reach: torch.Tensor, steps: int, middle: torch.Tensor | None) -> 
 def _in_steps(
     numbers: torch.Tensor, scale: torch.Tensor, middle: torch.Tensor | None, steps: int
 ) -> torch.Tensor:
-    """``[n, D]`` in steps of the scale, at most ``steps`` of them; 0 where the scale is 0, as all that
-    share it are equal (or nearly)."""
+    """``[n, D]`` in steps of the scale, clamped to ``steps``; 0 where the scale is 0, because the
+    numbers that share it are (almost) equal."""
     away = numbers.float() if middle is None else numbers.float() - middle
     return torch.where(scale > 0, away / scale, 0.0).clamp_(-steps, steps)
-
-
-def _lowest(numbers: torch.Tensor) -> torch.Tensor:
-    return numbers.amin(0)
-
-
-def _highest(numbers: torch.Tensor) -> torch.Tensor:
-    return numbers.amax(0)

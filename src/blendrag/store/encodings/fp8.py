@@ -1,7 +1,7 @@
-"""fp8: e4m3, one scale for all that :mod:`base` lets share one, the largest number at 448.
+"""fp8: e4m3, scaled so that the largest number of a scale is 448.
 
-Steps grow with the number, so a decoded one is off by at most a sixteenth of itself, or by 2^-10 of
-its scale if it is small. There is no NaN among the bytes, as only finite numbers are stored.
+Steps grow with the number: a decoded number is off by at most a sixteenth of itself, or by 2^-10 of
+its scale if it is small. No byte is NaN, because only finite numbers are stored.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from dataclasses import dataclass
 
 import torch
 
-from blendrag.store.encodings.base import stored_parts
+from blendrag.store.encodings import stored_parts
 from blendrag.store.encodings.codec import BLOCK_ITEMS, Block, Codec
 
-#: What turns float16's smallest exponent into that of e4m3: 2^(15 - 7).
+#: Ratio between the smallest exponents of e4m3 and float16: 2^(15 - 7).
 _EXPONENT_GAP = 256.0
-#: Numbers of 16 bits that one of 64 has room for.
+#: 16-bit numbers in one of 64 bits.
 _LANES = 4
-#: Sign and the seven bits of each, without the bit below the sign and what is not of it.
+#: Keeps the sign and the seven bits of each number; clears the bit below the sign and foreign bits.
 _WITHOUT_SECOND_SIGN = torch.tensor(0xBF80_BF80_BF80_BF80 - (1 << 64))
 _SEVEN = torch.tensor(7)
-#: Unpacked at once: as many operations of 64 bits as start no thread.
+#: Unpacked at once: the largest number of 64-bit operations that starts no thread.
 UNPACKED_ITEMS = _LANES * BLOCK_ITEMS
 
 
 class Fp8(Codec):
-    """See the module."""
+    """See the module's docstring."""
 
     steps = 448
 
@@ -36,7 +36,7 @@ class Fp8(Codec):
     def blocks(
         self, layer: int, tokens: int, stored: torch.Tensor, scratch: torch.Tensor | None
     ) -> list[Block]:
-        """See :meth:`Codec.blocks`. They share the room that they are unpacked into."""
+        """See :meth:`Codec.blocks`. Blocks share the buffer that they are unpacked into."""
         blocks = super().blocks(layer, tokens, stored, scratch)
         scale_bytes = sum(part.size_bytes for part in stored_parts(self.layout, layer, tokens)[:-1])
         scales = stored[:scale_bytes].view(torch.float32).split(BLOCK_ITEMS)
@@ -56,19 +56,19 @@ class Fp8(Codec):
 
 @dataclass(frozen=True)
 class _Unpack:
-    """Bytes of some blocks into float16 numbers that are too small by a power of two.
+    """Turns bytes of some blocks into float16 numbers that are too small by a power of two.
 
-    torch converts e4m3 number by number (2.13: 3 ns each). Shifted, its bits are such a float16: sign
-    seeeemmm -> s0eeeemm m0000000, subnormals included. Four are shifted at once, and what moves from
-    one to the next then is cut off together with the second sign.
+    torch converts e4m3 one number at a time (2.13: 3 ns each). Its bits, shifted, are such a float16:
+    seeeemmm -> s0eeeemm m0000000, subnormals included. Four are shifted at once; bits that move into
+    a neighbour are cleared together with the second sign.
     """
 
     bits: list[tuple[torch.Tensor, torch.Tensor]]
-    """int16 and the bytes that it is filled from, ``[n, D]`` each."""
+    """int16 targets and the bytes they are filled from, ``[n, D]`` each."""
     lanes: torch.Tensor
-    """int64, all that is filled."""
+    """All the targets as int64."""
     scales: Sequence[torch.Tensor]
-    """Of the layer, if these are its first blocks: what is too small is made up for in them."""
+    """The layer's scales if these are its first blocks: they make up for the power of two."""
 
     def __call__(self) -> None:
         for wide, coded in self.bits:
@@ -81,7 +81,7 @@ class _Unpack:
 def _unpacked(
     blocks: list[Block], room: torch.Tensor, scales: Sequence[torch.Tensor]
 ) -> list[Block]:
-    """The blocks as numbers in ``room``, where the first of them puts them all."""
+    """The blocks as numbers in ``room``; the first of them unpacks them all."""
     bits, found, begin = [], [], 0
     for block in blocks:
         end = begin + block.coded.numel()

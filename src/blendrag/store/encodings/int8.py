@@ -1,4 +1,4 @@
-"""int8: 255 even steps, for keys around the middle of their channel, for values around 0.
+"""int8: 255 even steps, around the middle of the channel for keys and around 0 for values.
 
 A decoded number is off by at most half a step of its scale: the range of its channel / 508 for a
 key, the largest value of its token / 254 for a value.
@@ -12,12 +12,12 @@ from blendrag.store.encodings.codec import Block, Codec
 
 
 class Int8(Codec):
-    """See the module."""
+    """See the module's docstring."""
 
     steps = 127
 
     def code(self, steps: torch.Tensor) -> torch.Tensor:
-        # cut off rather than round_(), which goes to several threads from 2048 numbers on (torch 2.13)
+        # truncated: round_() uses several threads from 2048 numbers on (torch 2.13)
         return steps.add_(self.steps + 0.5).to(torch.int16).sub_(self.steps)
 
     def decode(self, block: Block, out: torch.Tensor) -> None:

@@ -21,7 +21,6 @@ import os
 import re
 import secrets
 import stat
-import struct
 import tarfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -37,12 +36,8 @@ from blendrag.errors import (
     StoreUnavailableError,
     is_out_of_space,
 )
-from blendrag.store.directories import sync_directory
-from blendrag.store.disk_errors import named_errors
-from blendrag.store.files import Name, PayloadFiles, new_name
-from blendrag.store.format import MAX_HEADER_BYTES, Description, describe
+from blendrag.store.durable import named_errors, sync_directory
 from blendrag.store.identity import FORMAT_VERSION
-from blendrag.store.limit import DEFAULT_DISK_BYTES, settle_limit
 from blendrag.store.maintenance.opening import (
     OpenStore,
     Progress,
@@ -55,12 +50,14 @@ from blendrag.store.maintenance.opening import (
 )
 from blendrag.store.payload import (
     PIECE_BYTES,
-    fits,
-    header_of,
-    opened,
-    reader,
+    PayloadHeader,
+    open_payload,
+    read_header,
+    sequential_reader,
     verified_pieces,
 )
+from blendrag.store.payload_files import Name, PayloadFiles, new_name
+from blendrag.store.root import DEFAULT_DISK_BYTES, settle_limit
 
 FIRST = "blendrag-store-export.json"
 LAST = "complete.json"
@@ -125,7 +122,7 @@ def export_archive(
     with open_for_reading(root) as files:
         _require_replaceable(root, archive)
         with named_errors(f"listing store {root}"):
-            marks = files.marks.all()
+            marks = files.pinned.all()
         report = ExportReport(str(archive))
         with _whole_file(archive) as file:
             _copy(files, namespace, marks, file, report, progress)
@@ -175,10 +172,10 @@ def _one_per_key(files: PayloadFiles, namespace: str | None) -> Iterator[Name]:
 
 def _add(file: BinaryIO, files: PayloadFiles, name: Name, pinned: bool) -> int:
     """Append one payload; returns its bytes."""
-    with opened(files, name) as (fd, found):
-        layers = verified_pieces(found, reader(fd, found.frame.header_bytes))
+    with open_payload(files, name) as (fd, found):
+        layers = verified_pieces(found, sequential_reader(fd, found.frame.header_bytes))
         entry = Entry(name.namespace, name.key, pinned, found.file_bytes)
-        _write_member(file, entry.member, entry.size_bytes, chain([header_of(fd, found)], layers))
+        _write_member(file, entry.member, entry.size_bytes, chain([found.encoded], layers))
         return found.file_bytes
 
 
@@ -295,8 +292,8 @@ def _take(store: OpenStore, source: ArchiveReader, entry: Entry, report: ImportR
     if row is not None and store.writer.keep(row.name):
         report.already_there += 1
     else:
-        header, found = _read_header(source, entry)
-        pieces = chain([memoryview(header)], verified_pieces(found, source.read))
+        header = _read_header(source, entry)
+        pieces = chain([memoryview(header.encoded)], verified_pieces(header, source.read))
         if not store.writer.put(new_name(namespace, key), pieces, entry.size_bytes):
             raise StoreUnavailableError(
                 f"{entry.member} was removed from store {store.root} during the import, expected "
@@ -310,16 +307,12 @@ def _take(store: OpenStore, source: ArchiveReader, entry: Entry, report: ImportR
         report.pinned += 1
 
 
-def _read_header(source: ArchiveReader, entry: Entry) -> tuple[bytes, Description]:
+def _read_header(source: ArchiveReader, entry: Entry) -> PayloadHeader:
     """The header of a payload if it fits name and size. Reads at most the allowed header size."""
-    length = bytes(source.read(8))
-    size_bytes = struct.unpack("<Q", length)[0] if len(length) == 8 else 0
-    if size_bytes <= MAX_HEADER_BYTES:
-        header = length + bytes(source.read(size_bytes))
-        found = describe(header)
-        if found is not None and fits(found, entry.namespace, entry.key, entry.size_bytes):
-            return header, found
-    raise CorruptKVError("its header or size is not what was put")
+    header = read_header(source.read, entry.namespace, entry.key, entry.size_bytes)
+    if header is None:
+        raise CorruptKVError("its header or size is not what was put")
+    return header
 
 
 # -- the archive file --------------------------------------------------------------------------------

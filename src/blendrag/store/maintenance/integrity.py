@@ -18,13 +18,8 @@ from pathlib import Path
 from typing import Literal
 
 from blendrag.errors import CorruptKVError, StoreError
-from blendrag.store.directories import DIRECTORY
-from blendrag.store.disk_errors import named_errors
-from blendrag.store.files import FILE_NAME, PREFIX, Name, PayloadFiles
-from blendrag.store.format import is_name
-from blendrag.store.index_check import DATABASE_FILES, JOURNAL
-from blendrag.store.index_errors import IndexOdd
-from blendrag.store.maintenance.index_view import IndexView
+from blendrag.store.durable import DIRECTORY, named_errors
+from blendrag.store.index import DATABASE_FILES, QUERY_WAIT_S, Index, IndexCorrupt
 from blendrag.store.maintenance.opening import (
     Progress,
     no_progress,
@@ -32,15 +27,15 @@ from blendrag.store.maintenance.opening import (
     open_for_reading,
     require_writable,
 )
-from blendrag.store.marks import MARK
-from blendrag.store.payload import opened, reader, verified_pieces
+from blendrag.store.payload import is_name, open_payload, sequential_reader, verified_pieces
+from blendrag.store.payload_files import FILE_NAME, PIN_NAME, PREFIX, Name, PayloadFiles
 from blendrag.store.writers import MARKER, PART
 
 #: Faults described in words; all are counted.
 MAX_FAULTS = 1000
 #: Names that the store gives in ``quarantine/``: payloads, and the files of an index database.
 QUARANTINED = re.compile(
-    rf"{FILE_NAME.pattern}|({'|'.join(map(re.escape, (*DATABASE_FILES, JOURNAL)))})(\.[0-9a-f]{{16}})?",
+    rf"{FILE_NAME.pattern}|({'|'.join(map(re.escape, DATABASE_FILES))})(\.[0-9a-f]{{16}})?",
     re.ASCII,
 )
 
@@ -153,9 +148,9 @@ def _check_payloads(
 
 
 def verify(files: PayloadFiles, name: Name) -> int:
-    """Read and verify a whole payload; returns its bytes. Raises like :func:`payload.opened`."""
-    with opened(files, name) as (fd, found):
-        for _ in verified_pieces(found, reader(fd, found.frame.header_bytes)):
+    """Read and verify a whole payload; returns its bytes. Raises like :func:`open_payload`."""
+    with open_payload(files, name) as (fd, found):
+        for _ in verified_pieces(found, sequential_reader(fd, found.frame.header_bytes)):
             pass
         return found.file_bytes
 
@@ -180,13 +175,17 @@ def _check_index(root: Path, files: PayloadFiles, report: CheckReport, found: _N
 
     Each difference is looked at twice, because other processes may be writing or evicting.
     """
+    index = Index(root / "index", busy_timeout_s=20 * QUERY_WAIT_S, read_only=True)
     try:
-        with IndexView(root / "index") as view:
-            unknown = [name for name in files.walk() if not view.knows(name)]
-            dead = [row.name for row in view if not files.exists(row.name)]
-            missing_rows = [name for name in unknown if files.exists(name) and not view.knows(name)]
-            dead_rows = [name for name in dead if view.knows(name) and not files.exists(name)]
-    except IndexOdd as exc:
+        with contextlib.closing(index):
+            index.open()
+            unknown = [name for name in files.walk() if not index.knows(name)]
+            dead = [row.name for row in index.oldest() if not files.exists(row.name)]
+            missing_rows = [
+                name for name in unknown if files.exists(name) and not index.knows(name)
+            ]
+            dead_rows = [name for name in dead if index.knows(name) and not files.exists(name)]
+    except IndexCorrupt as exc:
         report.index, report.index_fault = "damaged", str(exc)
         return
     except StoreError as exc:
@@ -211,7 +210,7 @@ def _foreign_files(root: Path) -> Iterator[str]:
     yield from _foreign_below(
         root, "tmp", (lambda name: MARKER.fullmatch(name) or PART.fullmatch(name),)
     )
-    yield from _foreign_below(root, "pinned", (MARK.fullmatch,))
+    yield from _foreign_below(root, "pinned", (PIN_NAME.fullmatch,))
     yield from _foreign_below(root, "quarantine", (QUARANTINED.fullmatch,))
 
 

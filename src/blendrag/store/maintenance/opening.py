@@ -13,16 +13,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from blendrag.errors import InvalidInputError, StoreUnavailableError
-from blendrag.store.disk_errors import named_errors
-from blendrag.store.files import Name, PayloadFiles
-from blendrag.store.format import is_name
-from blendrag.store.index import Index
-from blendrag.store.index_errors import IndexLocked, IndexOdd
-from blendrag.store.pins import Pins
-from blendrag.store.room import Room
+from blendrag.store.base import Counters
+from blendrag.store.disk_writer import DiskWriter, Pins
+from blendrag.store.durable import named_errors
+from blendrag.store.index import Index, IndexCorrupt, IndexLocked
+from blendrag.store.payload import is_name
+from blendrag.store.payload_files import Name, PayloadFiles
 from blendrag.store.root import prepare
-from blendrag.store.tally import Tally
-from blendrag.store.writing import DiskWriter
 
 _T = TypeVar("_T")
 
@@ -55,7 +52,7 @@ class OpenStore:
             with self.index.exclusive():
                 try:
                     return action()
-                except IndexOdd:
+                except IndexCorrupt:
                     self.writer.recover()
                     return action()
         except IndexLocked as exc:
@@ -88,9 +85,8 @@ def open_for_changes(root: Path, limit_bytes: Callable[[], int] = unlimited) -> 
         raise _read_only(root)
     with named_errors(f"opening store {root}"):
         files = PayloadFiles(root)
-    index, pins, tally = Index(root / "index"), Pins(), Tally()
-    room = Room(root, files, index, limit_bytes, pins, lambda: None, tally)
-    writer = DiskWriter(root, files, index, room, tally)
+    index, pins = Index(root / "index"), Pins()
+    writer = DiskWriter(root, files, index, limit_bytes, pins, Counters())
     try:
         writer.open()
         yield OpenStore(root, files, index, writer, pins)

@@ -15,12 +15,9 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from blendrag.store.directories import DIRECTORY, OUT_OF_RESOURCES
-from blendrag.store.disk_errors import named_errors
-from blendrag.store.files import Name, PayloadFiles
-from blendrag.store.format import Description
+from blendrag.store.disk_writer import oldest_first
+from blendrag.store.durable import DIRECTORY, OUT_OF_RESOURCES, named_errors
 from blendrag.store.identity import FORMAT_VERSION
-from blendrag.store.limit import DEFAULT_DISK_BYTES, settle_limit
 from blendrag.store.maintenance.integrity import QUARANTINED
 from blendrag.store.maintenance.opening import (
     OpenStore,
@@ -32,8 +29,9 @@ from blendrag.store.maintenance.opening import (
     require_writable,
     walk,
 )
-from blendrag.store.payload import described
-from blendrag.store.room import oldest_first
+from blendrag.store.payload import PayloadHeader, read_file_header
+from blendrag.store.payload_files import Name, PayloadFiles
+from blendrag.store.root import DEFAULT_DISK_BYTES, settle_limit
 
 #: Payloads removed per index lock.
 BATCH = 64
@@ -121,8 +119,8 @@ def survey(root: Path) -> StoreSurvey:
 
 def _survey_namespaces(files: PayloadFiles) -> tuple[NamespaceStats, ...]:
     sizes: dict[str, Counter[int]] = defaultdict(Counter)
-    headers: dict[tuple[str, int], Description | None] = {}
-    pinned, marks = Counter[str](), files.marks.all()
+    headers: dict[tuple[str, int], PayloadHeader | None] = {}
+    pinned, marks = Counter[str](), files.pinned.all()
     for name in files.walk():
         size_bytes = files.size(name)
         if not size_bytes and not files.exists(name):
@@ -149,7 +147,7 @@ def _survey_namespaces(files: PayloadFiles) -> tuple[NamespaceStats, ...]:
     return tuple(stats)
 
 
-def _read_header(files: PayloadFiles, name: Name) -> Description | None:
+def _read_header(files: PayloadFiles, name: Name) -> PayloadHeader | None:
     try:
         fd = files.open(name)
     except OSError as exc:
@@ -157,7 +155,7 @@ def _read_header(files: PayloadFiles, name: Name) -> Description | None:
             raise
         return None
     try:
-        return described(fd, name)
+        return read_file_header(fd, name)
     except OSError:
         return None
     finally:
@@ -193,7 +191,7 @@ def collect(root: Path, max_bytes: int | None = None, progress: Progress = no_pr
             removed_bytes += sum(sizes)
             progress(min(removed_bytes, goal), goal)
         left, left_bytes = store.with_index(store.index.totals)
-        marks = store.files.marks.all()
+        marks = store.files.pinned.all()
         pinned = sum(1 for namespace, key in marks if store.files.named(namespace, key))
     return Removal(str(root), removed, removed_bytes, left, left_bytes, max_bytes, pinned)
 
@@ -201,11 +199,11 @@ def collect(root: Path, max_bytes: int | None = None, progress: Progress = no_pr
 def _evict_batch(store: OpenStore, max_bytes: int) -> list[int]:
     """Evict up to :data:`BATCH` entries and return their sizes. Caller holds the index lock."""
     excess_bytes = store.index.totals()[1] - max_bytes
-    marks = store.files.marks.all()
+    marks = store.files.pinned.all()
     oldest = oldest_first(store.index, excess_bytes, lambda name: name.entry in marks, BATCH)
-    if oldest.victims:
-        store.writer.remove([row.name for row in oldest.victims])
-    return [row.size_bytes for row in oldest.victims]
+    if oldest.rows:
+        store.writer.remove([row.name for row in oldest.rows])
+    return [row.size_bytes for row in oldest.rows]
 
 
 # -- clear -------------------------------------------------------------------------------------------
@@ -228,7 +226,7 @@ def clear(root: Path, namespace: str | None = None, progress: Progress = no_prog
             store.writer.remove(batch)
             removed, removed_bytes = removed + len(batch), removed_bytes + size_bytes
             progress(removed_bytes, max(total_bytes, removed_bytes))
-        for entry in store.files.marks.all():
+        for entry in store.files.pinned.all():
             if namespace in (None, entry[0]):
                 store.writer.delete(*entry)
         if namespace is None:
@@ -236,13 +234,13 @@ def clear(root: Path, namespace: str | None = None, progress: Progress = no_prog
         store.writer.remove_empty_directories(namespace)
         store.writer.recover()
         left, left_bytes = store.with_index(store.index.totals)
-        pinned = len(store.files.marks.all())
+        pinned = len(store.files.pinned.all())
     return Removal(str(root), removed, removed_bytes, left, left_bytes, 0, pinned)
 
 
 def _batches(files: PayloadFiles, namespace: str | None) -> Iterator[list[Name]]:
     """All payloads in batches, the pinned ones last."""
-    marks = files.marks.all()
+    marks = files.pinned.all()
     for pinned in (False, True):
         names = (name for name in walk(files, namespace) if (name.entry in marks) == pinned)
         while batch := list(islice(names, BATCH)):

@@ -1,0 +1,79 @@
+"""Durable writes, safe directory access, and what an ``OSError`` means for a store.
+
+Knows no file names and no layout of a store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from blendrag.errors import StoreError, StoreFullError, StoreUnavailableError, is_out_of_space
+
+#: Flags that open a directory, but never one behind a symbolic link.
+DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+#: Errors of this process. They say nothing about the file that could not be opened.
+OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+#: Linux's ``sync_file_range``, which Python does not offer; ``None`` elsewhere.
+_SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None)
+_WRITE = 2
+_OFFSET = ctypes.c_longlong
+
+
+def write_all(fd: int, buffer: Any) -> None:
+    """Write a whole buffer; a single ``write`` may be cut short."""
+    view = memoryview(buffer).cast("B")
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def begin_sync(fd: int) -> None:
+    """Start writing to disk what was written so far, so that the later fsync takes less time.
+
+    Does not wait, makes nothing durable, and leaves all errors to the fsync.
+    """
+    if _SYNC_FILE_RANGE is not None:  # pragma: no branch - every Linux has it
+        _SYNC_FILE_RANGE(fd, _OFFSET(0), _OFFSET(0), _WRITE)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the entries of ``path`` durable: files created, renamed or removed there."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def megabytes(size_bytes: int) -> str:
+    """``1234567`` → ``"1.2 MB"``."""
+    return f"{size_bytes / 1e6:.1f} MB"
+
+
+def store_error(exc: OSError, doing: str, needed_bytes: int = 0) -> StoreError:
+    """The store's error for an ``OSError`` met while ``doing`` something; raise it ``from exc``."""
+    if is_out_of_space(exc):
+        return StoreFullError(
+            f"no space left while {doing}, which needs {megabytes(needed_bytes)}; "
+            "free some space or choose another --store",
+            needed_bytes,
+        )
+    return StoreUnavailableError(
+        f"{exc.strerror or exc} while {doing}, expected a working disk and a directory of our own; "
+        "check it or choose another --store"
+    )
+
+
+@contextlib.contextmanager
+def named_errors(doing: str, needed_bytes: int = 0) -> Iterator[None]:
+    """Raise the store's error for any ``OSError`` of the block."""
+    try:
+        yield
+    except OSError as exc:
+        raise store_error(exc, doing, needed_bytes) from exc

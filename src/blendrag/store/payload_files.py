@@ -1,0 +1,317 @@
+"""Payload files and their directories: written atomically, opened without following links.
+
+Layout of a store's root::
+
+    kv/<namespace>/<ab>/<key>.<nonce>.kv     payloads; <ab> are the key's first two digits
+    pinned/<namespace>.<key>                 empty files: keys that are never evicted
+    quarantine/                              payloads that were damaged
+    tmp/                                     see :mod:`blendrag.store.writers`
+
+All access below ``kv/`` is relative to directory descriptors opened with ``O_NOFOLLOW``, so a
+planted symbolic link is refused. This module knows neither the index nor limits nor the content
+of a payload, and raises plain ``OSError``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from blendrag.store.durable import DIRECTORY, begin_sync, write_all
+from blendrag.store.payload import is_name
+from blendrag.store.regular_files import open_regular
+
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_CREATE_PIN = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+FILE_NAME = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{16})\.kv", re.ASCII)
+PREFIX = re.compile(r"[0-9a-f]{2}", re.ASCII)
+PIN_NAME = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{64})", re.ASCII)
+#: Errors of opening a directory that is missing, a file, or a link that is not followed.
+_NO_DIRECTORY = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+#: Attempts to move a payload into its directory: others may remove the directory while it is empty.
+_MOVE_TRIES = 5
+#: Quarantined payloads kept for inspection.
+QUARANTINE_FILES = 8
+
+
+class Name(NamedTuple):
+    """Where one payload is: ``kv/<namespace>/<ab>/<key>.<nonce>.kv``."""
+
+    namespace: str
+    key: str
+    nonce: str
+
+    @property
+    def entry(self) -> tuple[str, str]:
+        """Namespace and key."""
+        return self.namespace, self.key
+
+    @property
+    def shard(self) -> tuple[str, str]:
+        """The directory below ``kv/``."""
+        return self.namespace, self.key[:2]
+
+    @property
+    def file(self) -> str:
+        return f"{self.key}.{self.nonce}.kv"
+
+
+def new_name(namespace: str, key: str) -> Name:
+    """A name that no file has or had."""
+    return Name(namespace, key, secrets.token_hex(8))
+
+
+class PinnedKeys:
+    """Keys that no process evicts: an empty file in ``pinned/`` for each."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def add(self, namespace: str, key: str) -> None:
+        """Pin a key, durably."""
+        with _opened(self._directory) as directory:
+            os.close(os.open(f"{namespace}.{key}", _CREATE_PIN, 0o600, dir_fd=directory))
+            os.fsync(directory)
+
+    def remove(self, namespace: str, key: str) -> None:
+        """Unpin a key, if it is pinned."""
+        with contextlib.suppress(FileNotFoundError), _opened(self._directory) as directory:
+            os.unlink(f"{namespace}.{key}", dir_fd=directory)
+
+    def all(self) -> set[tuple[str, str]]:
+        """Namespace and key of every pinned key."""
+        try:
+            with _opened(self._directory) as directory:
+                names = map(PIN_NAME.fullmatch, os.listdir(directory))
+                return {(name[1], name[2]) for name in names if name}
+        except FileNotFoundError:
+            return set()
+
+
+class PayloadFiles:
+    """The payload files of one store, by :class:`Name`."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._kv_fd = os.open(root / "kv", DIRECTORY)
+        self._durable: set[tuple[str, ...]] = set()
+        """Directories whose entry in the directory above is known to be on disk."""
+        self.pinned = PinnedKeys(root / "pinned")
+
+    def close(self) -> None:
+        """Close the descriptor of ``kv/``. Idempotent."""
+        fd, self._kv_fd = self._kv_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    # -- directories -----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _shard(self, shard: tuple[str, str], create: bool = False) -> Iterator[int]:
+        """Descriptor of ``kv/<namespace>/<ab>``."""
+        with (
+            self._entered(self._kv_fd, shard[:1], create) as outer,
+            self._entered(outer, shard, create) as inner,
+        ):
+            yield inner
+
+    @contextlib.contextmanager
+    def _entered(self, parent: int, way: tuple[str, ...], create: bool = False) -> Iterator[int]:
+        """Descriptor of the last directory of ``way``, which is created on request."""
+        try:
+            fd = os.open(way[-1], DIRECTORY, dir_fd=parent)
+        except FileNotFoundError:
+            if not create:
+                raise
+            self._durable.discard(way)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(way[-1], 0o700, dir_fd=parent)
+            fd = os.open(way[-1], DIRECTORY, dir_fd=parent)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _below(self, name: str, is_ours: Callable[[str], object]) -> list[str]:
+        """Sorted names of our form in a namespace, or in ``"."``; none where there is no directory."""
+        try:
+            with _opened(name, self._kv_fd) as directory:
+                return sorted(entry for entry in os.listdir(directory) if is_ours(entry))
+        except OSError as exc:
+            if exc.errno in _NO_DIRECTORY:
+                return []
+            raise
+
+    def forget_directories(self) -> None:
+        """Sync every directory again before the next payload is acknowledged.
+
+        Other processes may have removed and recreated directories.
+        """
+        self._durable.clear()
+
+    def remove_empty_directories(self, namespace: str | None) -> None:
+        """Remove the empty directories of one namespace or of all. No other process may be writing."""
+        self.forget_directories()
+        for name in self._below(".", is_name) if namespace is None else [namespace]:
+            for prefix in self._below(name, PREFIX.fullmatch):
+                with contextlib.suppress(OSError), self._entered(self._kv_fd, (name,)) as outer:
+                    os.rmdir(prefix, dir_fd=outer)
+            with contextlib.suppress(OSError):
+                os.rmdir(name, dir_fd=self._kv_fd)
+
+    # -- one payload -----------------------------------------------------------------------------
+
+    def open(self, name: Name) -> int:
+        """Descriptor of a payload; ``OSError`` unless it is a regular file."""
+        with self._shard(name.shard) as directory:
+            return open_regular(name.file, dir_fd=directory)
+
+    def _status(self, name: Name) -> os.stat_result:
+        with self._shard(name.shard) as directory:
+            return os.stat(name.file, dir_fd=directory, follow_symlinks=False)
+
+    def exists(self, name: Name) -> bool:
+        try:
+            self._status(name)
+        except OSError:
+            return False
+        return True
+
+    def is_gone(self, name: Name) -> bool:
+        """Whether there is no such payload. Raises ``OSError`` if that is unknown."""
+        try:
+            self._status(name)
+        except OSError as exc:
+            if exc.errno in _NO_DIRECTORY:
+                return True
+            raise
+        return False
+
+    def size(self, name: Name) -> int:
+        """Bytes of a payload; 0 if it is gone."""
+        try:
+            return self._status(name).st_size
+        except OSError:
+            return 0
+
+    def written_ns(self, name: Name) -> int:
+        """When a payload was written, by the clock at that time; 0 if it is gone."""
+        try:
+            return self._status(name).st_mtime_ns
+        except OSError:
+            return 0
+
+    def write(self, name: Name, temporary: Path, buffers: Iterable[Any]) -> None:
+        """Write, fsync, rename into place, fsync the directory. A failure leaves nothing behind."""
+        try:
+            fd = os.open(temporary, _CREATE, 0o600)
+            try:
+                for buffer in buffers:
+                    write_all(fd, buffer)
+                    begin_sync(fd)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            self._move_in(temporary, name)
+            self.sync(name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            with contextlib.suppress(OSError):
+                self.remove(name)
+            raise
+
+    def _move_in(self, temporary: Path, name: Name) -> None:
+        for attempt in range(_MOVE_TRIES):
+            try:
+                with self._shard(name.shard, create=True) as directory:
+                    os.rename(temporary, name.file, dst_dir_fd=directory)
+                return
+            except FileNotFoundError:
+                if attempt == _MOVE_TRIES - 1:
+                    raise
+
+    def sync(self, name: Name) -> None:
+        """Make a payload's name durable; its bytes were synced before it got that name."""
+        self.sync_shard(name.shard)
+
+    def sync_shard(self, shard: tuple[str, str]) -> None:
+        """:meth:`sync` for every payload in one directory.
+
+        Syncs directories that already existed as well: their creator may have been interrupted.
+        The payload's own directory comes first, because the file system's journal then holds the
+        ones above already.
+        """
+        with self._shard(shard) as directory:
+            os.fsync(directory)
+        if shard not in self._durable:
+            with self._entered(self._kv_fd, shard[:1]) as outer:
+                os.fsync(outer)
+            self._durable.add(shard)
+        if shard[:1] not in self._durable:
+            os.fsync(self._kv_fd)
+            self._durable.add(shard[:1])
+
+    def remove(self, name: Name) -> None:
+        """Unlink a payload, if it is there."""
+        with contextlib.suppress(FileNotFoundError), self._shard(name.shard) as directory:
+            os.unlink(name.file, dir_fd=directory)
+
+    def quarantine(self, name: Name) -> None:
+        """Move a payload to ``quarantine/``, which keeps the newest few."""
+        with _opened(self._root / "quarantine") as target:
+            with self._shard(name.shard) as directory:
+                os.rename(name.file, name.file, src_dir_fd=directory, dst_dir_fd=target)
+            ages = [
+                (os.stat(file, dir_fd=target, follow_symlinks=False).st_ctime_ns, file)
+                for file in os.listdir(target)
+                if FILE_NAME.fullmatch(file)
+            ]
+            for _, file in sorted(ages)[:-QUARANTINE_FILES]:
+                os.unlink(file, dir_fd=target)
+
+    # -- many payloads ---------------------------------------------------------------------------
+
+    def named(self, namespace: str, key: str) -> list[Name]:
+        """The payloads of one key, found by listing its directory."""
+        return [name for name in self._list((namespace, key[:2])) if name.key == key]
+
+    def walk(self) -> Iterator[Name]:
+        """Every payload of the store, in order, ignoring foreign names.
+
+        Holds the names of one directory at a time: there may be millions.
+        """
+        for namespace in self._below(".", is_name):
+            yield from self.walk_namespace(namespace)
+
+    def walk_namespace(self, namespace: str) -> Iterator[Name]:
+        """Every payload of one namespace."""
+        for prefix in self._below(namespace, PREFIX.fullmatch):
+            yield from self._list((namespace, prefix))
+
+    def _list(self, shard: tuple[str, str]) -> list[Name]:
+        try:
+            with self._shard(shard) as directory:
+                files = os.listdir(directory)
+        except OSError as exc:
+            if exc.errno in _NO_DIRECTORY:
+                return []
+            raise
+        matches = (FILE_NAME.fullmatch(file) for file in files)
+        return sorted(Name(shard[0], m[1], m[2]) for m in matches if m and m[1][:2] == shard[1])
+
+
+@contextlib.contextmanager
+def _opened(path: Path | str, parent: int | None = None) -> Iterator[int]:
+    """Descriptor of a directory."""
+    fd = os.open(path, DIRECTORY, dir_fd=parent)
+    try:
+        yield fd
+    finally:
+        os.close(fd)

@@ -1,0 +1,119 @@
+"""Tensor memory as plain buffers, so that bytes move without torch operators.
+
+bfloat16 has no numpy dtype, and torch operators in a loader thread would start a second OpenMP
+team, so memory is addressed directly. The caller keeps a tensor alive while it uses its buffer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from blendrag.errors import InvalidInputError
+from blendrag.store.encodings import codec_of
+from blendrag.store.kv import ChunkKV
+
+#: Dtype → integer types of its width, and the bits of infinity. Infinity and the NaNs are the largest
+#: bit patterns of either sign: signed integers order the positive ones, unsigned the negative ones.
+_INFINITY: dict[str, tuple[type[np.signedinteger[Any]], type[np.unsignedinteger[Any]], int]] = {
+    "float32": (np.int32, np.uint32, 0x7F80_0000),
+    "float16": (np.int16, np.uint16, 0x7C00),
+    "bfloat16": (np.int16, np.uint16, 0x7F80),
+}
+
+#: ``[2, Hkv, T, D]``.
+Shape = tuple[int, int, int, int]
+#: Begin and end of each piece, in bytes from the first number, and the largest end.
+_Pieces = tuple[tuple[tuple[int, int], ...], int]
+
+
+def buffer_at(address: int, size_bytes: int) -> Any:
+    """A writable buffer over ``size_bytes`` at ``address``."""
+    return (ctypes.c_ubyte * size_bytes).from_address(address)
+
+
+def tensor_buffer(tensor: torch.Tensor) -> Any:
+    """A buffer over a contiguous CPU tensor's bytes."""
+    return buffer_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+def stored_layers(key: str, kv: ChunkKV) -> Iterator[torch.Tensor]:
+    """Each layer as it is stored: checked, then encoded. One at a time, while it is in the cache.
+
+    Raises :class:`InvalidInputError` for NaN and infinity.
+    """
+    codec = codec_of(kv.layout)
+    for number, tensor in enumerate(kv.layers):
+        layer = tensor.detach().cpu().contiguous()
+        if not _all_finite(layer, kv.layout.dtype):
+            raise InvalidInputError(
+                f"KV {key[:12]}… has NaN or infinity in layer {number}, expected finite numbers; "
+                "compute it in bfloat16 or float32, or leave this chunk out"
+            )
+        yield codec.encode(number, layer) if codec else layer
+
+
+def _all_finite(layer: torch.Tensor, dtype: str) -> bool:
+    """Whether a contiguous CPU tensor holds neither NaN nor infinity. Makes no copy."""
+    signed, unsigned, infinity = _INFINITY[dtype]
+    bits = np.frombuffer(tensor_buffer(layer), dtype=signed)
+    negative_infinity = infinity | 1 << (8 * bits.itemsize - 1)
+    return bool(bits.max() < infinity and bits.view(unsigned).max() < negative_infinity)
+
+
+def check_target(out: torch.Tensor, shape: Shape, dtype: torch.dtype) -> None:
+    """Raise :class:`InvalidInputError` for a tensor that a layer cannot be read into."""
+    _pieces(out, shape, dtype)
+
+
+def pieces(out: torch.Tensor, shape: Shape, dtype: torch.dtype) -> list[tuple[int, int]]:
+    """``(address, bytes)`` of ``out`` ``[2, Hkv, T, D]`` in the order of a native layer's bytes.
+
+    One piece if ``out`` is contiguous, one per K/V if its heads are adjacent, otherwise one per
+    head. Raises :class:`InvalidInputError` for a tensor that a layer cannot be read into.
+    """
+    begin, (found, _) = out.data_ptr(), _pieces(out, shape, dtype)
+    return [(begin + at, end - at) for at, end in found]
+
+
+def target_buffers(out: torch.Tensor, shape: Shape, dtype: torch.dtype) -> list[memoryview]:
+    """:func:`pieces` as slices of one writable buffer, which is faster than a buffer for each."""
+    found, reach = _pieces(out, shape, dtype)
+    whole = memoryview(buffer_at(out.data_ptr(), reach)).cast("B")
+    return [whole[at:end] for at, end in found]
+
+
+def _pieces(out: torch.Tensor, shape: Shape, dtype: torch.dtype) -> _Pieces:
+    if out.dtype != dtype or not out.is_cpu or tuple(out.shape) != shape:
+        raise InvalidInputError(
+            f"a layer was to be read into {tuple(out.shape)} {out.dtype} on {out.device}, "
+            f"expected {shape} {dtype} on cpu; pass a view of that shape"
+        )
+    return _pieces_of(out.stride(), shape, dtype.itemsize)
+
+
+@lru_cache(maxsize=256)
+def _pieces_of(strides: tuple[int, ...], shape: Shape, item_bytes: int) -> _Pieces:
+    """Cached for all layers and chunks: computing it takes as long as a small read."""
+    _, heads, tokens, width = shape
+    kv_stride, head_stride, token_stride, item_stride = strides
+    if (item_stride != 1 and width > 1) or (token_stride != width and tokens > 1):
+        raise InvalidInputError(
+            f"a layer was to be read into strides {strides}, expected each "
+            f"[kv, head] to be contiguous [{tokens}, {width}]; do not transpose tokens and heads"
+        )
+    items = tokens * width
+    if heads == 1 or head_stride == items:
+        items *= heads
+        begins = [0, kv_stride]
+        if kv_stride == items:
+            begins, items = [0], 2 * items
+    else:
+        begins = [kv * kv_stride + head * head_stride for kv in (0, 1) for head in range(heads)]
+    found = tuple((begin * item_bytes, (begin + items) * item_bytes) for begin in begins)
+    return found, max(end for _, end in found)
