@@ -456,10 +456,10 @@ def test_a_store_that_cannot_be_opened_keeps_no_descriptor(lab, root, monkeypatc
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    for name in ("open", "connect"):
+    for name in ("open", "_create"):
         with monkeypatch.context() as patch:
             patch.setattr(Index, name, interrupt)
-            drop_index(root) if name == "connect" else None
+            drop_index(root) if name == "_create" else None
             with pytest.raises(KeyboardInterrupt):
                 DiskStore(root, 1 << 30)
         assert lab.descriptors() == before

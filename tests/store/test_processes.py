@@ -130,7 +130,7 @@ def test_a_process_spawned_beside_an_open_store_opens_its_own(lab, root):
 def test_an_open_store_is_not_sent_to_another_process_but_its_path_is(root, kind, send):
     disk, memory = DiskStore(root, 1 << 30), MemoryStore(1 << 20)
     store = {"disk": disk, "memory": memory, "tiers": TieredStore(memory, disk)}[kind]
-    with pytest.raises(InvalidInputError, match="expected its path; open it there"):
+    with pytest.raises(InvalidInputError, match="send its path and open it there"):
         send(store)
     store.close()
     disk.close()
@@ -154,6 +154,47 @@ def gives(reader, kv):
             return False
     reader.close()
     return True
+
+
+def test_a_store_is_refused_in_a_forked_child_which_opens_its_own(lab, root, fork):
+    """Even if a thread of the parent, which the child does not have, holds a lock at the fork."""
+    store = TieredStore(MemoryStore(1 << 20), DiskStore(root, 1 << 30))
+    kvs = [lab.kv(number) for number in range(3)]
+    lab.put(store, 0)
+    assert lab.is_right(store, 0)
+    store.drain()
+    reader = lab.open(store.disk, 0)
+
+    def use_in_child():
+        for use in (
+            lambda: lab.open(store, 0),
+            lambda: lab.open(store.disk, 0),
+            lambda: store.put(lab.namespace, lab.key(1), kvs[1]),
+            lambda: store.contains(lab.namespace, lab.key(0)),
+            lambda: store.delete(lab.namespace, lab.key(0)),
+            lambda: list(store.keys(lab.namespace)),
+            lambda: store.pin(lab.namespace, lab.key(0)),
+            store.pin_scope,
+            store.stats,
+            store.drain,
+            store.disk.recover,
+        ):
+            with pytest.raises(InvalidInputError, match="open the store again here"):
+                use()
+        store.close()
+        own = DiskStore(root, None)
+        assert bytes_are_right(lab, own, 0, kvs[0])
+        own.put(lab.namespace, lab.key(2), kvs[2])
+        own.close()
+
+    with store.disk._put_lock, store.disk._recent_lock, store.memory._lock, reader._lock:
+        assert succeeded(fork(use_in_child), within_s=20)
+    reader.close()
+    lab.put(store, 1)
+    assert all(lab.is_right(store, number) for number in range(3))
+    store.close()
+    assert maintenance.check(root).is_good
+    assert list((root / "tmp").iterdir()) == []
 
 
 # -- a shared store that is only read -------------------------------------------------------------

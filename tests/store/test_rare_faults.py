@@ -6,12 +6,10 @@ import errno
 import io
 import logging
 import os
-import sqlite3
 import threading
 
 import pytest
 import torch
-from blendrag.store.rows import row_key
 
 from blendrag.errors import CorruptKVError, InvalidInputError, StoreUnavailableError
 from blendrag.store import DiskStore, MemoryStore, TieredStore, maintenance
@@ -284,16 +282,6 @@ def test_faults_beyond_those_that_are_told_are_counted(lab, store, root, monkeyp
     report = maintenance.check(root)
     (namespace,) = report.namespaces
     assert (len(report.faults), namespace.damaged) == (2, 3)
-
-
-def test_a_row_that_is_another_keys_makes_the_index_one_to_be_rebuilt(lab, store, root):
-    store.close()
-    connection = sqlite3.connect(root / "index" / "index.db", isolation_level=None)
-    other = row_key(lab.namespace, lab.key(9))
-    one = "rowid = (SELECT min(rowid) FROM Cache)"
-    connection.execute(f"UPDATE Cache SET key = ? WHERE {one}", (other,))
-    connection.close()
-    assert maintenance.check(root).index_fault == "an index row belongs to another key"
 
 
 def test_a_store_that_stops_being_writable_is_refused_by_who_would_change_it(

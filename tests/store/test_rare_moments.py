@@ -9,7 +9,7 @@ import pytest
 
 from blendrag.errors import CorruptKVError, StoreUnavailableError
 from blendrag.store import MemoryStore, TieredStore, disk, maintenance
-from blendrag.store.payload import opened, reader, verified_pieces
+from blendrag.store.payload import open_payload, sequential_reader, verified_pieces
 from blendrag.store.payload_files import PayloadFiles
 
 
@@ -143,9 +143,9 @@ def test_a_header_that_cannot_be_read_makes_a_check_say_damaged(lab, store, root
 
 def test_a_payload_that_gets_shorter_while_it_is_verified_is_not_what_was_put(lab, store):
     name = store.find(lab.namespace, lab.key(1))
-    with opened(store._files, name) as (fd, found):
+    with open_payload(store._files, name) as (fd, found):
         os.truncate(lab.file(store, 1), found.file_bytes - 100)
-        pieces = verified_pieces(found, reader(fd, found.frame.header_bytes))
+        pieces = verified_pieces(found, sequential_reader(fd, found.frame.header_bytes))
         with pytest.raises(CorruptKVError, match="layer 2 ends 100 bytes early"):
             list(pieces)
 

@@ -208,8 +208,8 @@ def bytes_of_an_index_in_use(lab, directory, chunks):
     directory.mkdir()
     names = [new_name(lab.namespace, lab.key(number)) for number in range(chunks)]
     index = Index(directory)
-    with index.exclusive(), index.unfinished():
-        index.create()
+    with index.exclusive():
+        index.rebuild(lambda: None)
         with index.transaction():
             for name in names:
                 index.add(Row(name, 1000))
@@ -220,7 +220,7 @@ def bytes_of_an_index_in_use(lab, directory, chunks):
     try:
         index = Index(directory)
         with index.exclusive():
-            assert index.open()
+            index.open()
             assert index.totals() == (chunks, 1000 * chunks)
             assert all(index.get(*entry) is not None for entry in asked)
             index.touch(asked)

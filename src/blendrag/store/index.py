@@ -41,7 +41,7 @@ QUERY_WAIT_S = 0.05
 #: How long a writer waits at its end to make its rows durable; otherwise the index is rebuilt.
 _SYNC_WAIT_S = 1.0
 #: Rows read at once by :meth:`Index.oldest`, so that no read transaction lasts.
-_PAGE_ROWS = 1000
+_PAGE_ROWS = 100
 
 DATABASE = "index.db"
 _WAL = f"{DATABASE}-wal"
