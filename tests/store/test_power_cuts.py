@@ -7,13 +7,12 @@ import os
 from pathlib import Path
 
 import pytest
-from blendrag.store.shards import Shards
 from soak.audit import PLENTY, audit, make_chunks
 from soak.power import Disk
 
 from blendrag.store import DiskStore, maintenance
 from blendrag.store.payload_files import PayloadFiles
-from blendrag.store.writers import Writer
+from blendrag.store.writers import WriterClaim
 
 
 class Power:
@@ -55,7 +54,7 @@ def killed_before_it_syncs_the_way(lab, root, number, fork):
 
     def put():
         os.fsync = lambda fd: None
-        Shards.keep = lambda *args: os._exit(0)
+        PayloadFiles._sync_way = lambda *args: os._exit(0)
         DiskStore(root, None).put(lab.namespace, lab.key(number), kv)
 
     assert os.waitpid(fork(put), 0)[1] == 0
@@ -71,7 +70,7 @@ def test_a_chunk_outlives_that_others_remove_its_directory_and_make_it_again(
     lab.put(store, first)
     watched = power(root)
     if not is_heeded:
-        monkeypatch.setattr(Writer, "is_alone", lambda self: True)
+        monkeypatch.setattr(WriterClaim, "is_alone", lambda self: True)
     maintenance.clear(root)
     killed_before_it_syncs_the_way(lab, root, second, fork)
     lab.put(store, third)
@@ -112,23 +111,6 @@ def test_what_was_durable_before_a_process_began_to_write_is_synced_again(
     store.close()
 
 
-def test_a_child_syncs_anew_what_its_parent_knew_to_be_durable(lab, root, monkeypatch, fork):
-    store = DiskStore(root, PLENTY)
-    lab.put(store, 1)
-    kv = lab.kv(1)
-    way = {path.stat().st_ino for path in (root / "kv", root / "kv" / lab.namespace)}
-
-    def put():
-        synced = set()
-        os.fsync = lambda fd: synced.add(os.fstat(fd).st_ino)
-        store.delete(lab.namespace, lab.key(1))
-        store.put(lab.namespace, lab.key(1), kv)
-        assert way <= synced
-
-    assert os.waitpid(fork(put), 0)[1] == 0
-    store.close()
-
-
 def test_a_chunk_that_a_recovery_found_halfway_is_durable_once_it_is_indexed(
     lab, root, make_store, power, monkeypatch
 ):
@@ -159,4 +141,4 @@ def test_a_pin_in_a_new_store_survives_a_power_cut(lab, tmp_path, power):
     with contextlib.closing(DiskStore(here / "store", None)) as store:
         store.pin(lab.namespace, lab.key(1))
         after = watched.cut()
-    assert PayloadFiles(after / "store").marks.all() == {(lab.namespace, lab.key(1))}
+    assert PayloadFiles(after / "store").pinned.all() == {(lab.namespace, lab.key(1))}

@@ -149,7 +149,9 @@ def test_a_chunk_that_is_cleared_away_every_time_is_not_acknowledged(
 ):
     store = make_store()
     cleared_meanwhile(100)
-    with pytest.raises(StoreUnavailableError, match="expected no process to clear the store meanwhile"):
+    with pytest.raises(
+        StoreUnavailableError, match="expected no process to clear the store meanwhile"
+    ):
         lab.put(store, 1)
     assert not lab.has(store, 1)
     assert store.stats().entries == store.stats().puts == 0

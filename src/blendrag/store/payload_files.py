@@ -242,14 +242,18 @@ class PayloadFiles:
         self.sync_shard(name.shard)
 
     def sync_shard(self, shard: tuple[str, str]) -> None:
-        """:meth:`sync` for every payload in one directory.
-
-        Syncs directories that already existed as well: their creator may have been interrupted.
-        The payload's own directory comes first, because the file system's journal then holds the
-        ones above already.
-        """
+        """:meth:`sync` for every payload in one directory."""
         with self._shard(shard) as directory:
             os.fsync(directory)
+        self._sync_way(shard)
+
+    def _sync_way(self, shard: tuple[str, str]) -> None:
+        """Make the directories above a payload durable.
+
+        Directories that already existed are synced too: their creator may have been interrupted.
+        The payload's own directory comes before them, because the file system's journal then holds
+        them already.
+        """
         if shard not in self._durable:
             with self._entered(self._kv_fd, shard[:1]) as outer:
                 os.fsync(outer)
