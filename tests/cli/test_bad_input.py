@@ -25,7 +25,7 @@ import transformers
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.embedder import _packaged_minilm
 from blendrag.engine import BlendEngine, Options
-from blendrag.engine.prompts import rag_prompt
+from blendrag.engine.rendering import rag_prompt
 from cli.commands import QUESTION, ingest_args, invoke, refused, said, save_model, write_documents
 
 

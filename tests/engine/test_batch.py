@@ -11,7 +11,7 @@ import pytest
 
 import scripted
 import tiny
-from blendrag.engine import Answer, BlendEngine, Options, prompts, requests
+from blendrag.engine import Answer, BlendEngine, Options, rendering
 from blendrag.errors import ContextOverflowError, InvalidInputError, RequestTimeout
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.alone]
@@ -119,9 +119,9 @@ def test_a_timeout_while_prompts_are_planned_may_stand_in_their_places(
 ) -> None:
     def slow(*args: Any) -> str:
         time.sleep(0.2)
-        return prompts.render(*args)
+        return rendering.render(*args)
 
-    monkeypatch.setattr(requests, "render", slow)
+    monkeypatch.setattr("blendrag.engine.engine.render", slow)
     options = Options(timeout_s=0.3)
     found = run(engine, way, PROMPTS, options, return_exceptions=True)
     assert [type(one) for one in found] == [RequestTimeout] * 4

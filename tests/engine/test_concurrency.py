@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import tiny
-from blendrag.engine import BlendEngine, Options, prompts, resources
+from blendrag.engine import BlendEngine, Options, rendering, resources
 from blendrag.engine.worker import Worker
 from blendrag.errors import BlendragError
 from blendrag.model.tokens import Tokens
@@ -126,9 +126,9 @@ async def test_a_task_cancelled_while_its_prompt_is_planned_frees_the_model(
     def render_later(*args: Any) -> str:
         planning.set()
         assert go_on.wait(10)
-        return prompts.render(*args)
+        return rendering.render(*args)
 
-    monkeypatch.setattr("blendrag.engine.requests.render", render_later)
+    monkeypatch.setattr("blendrag.engine.engine.render", render_later)
     task = asyncio.create_task(engine.agenerate(prompt(engine, 1), Options(max_new_tokens=1000)))
     assert await asyncio.to_thread(planning.wait, 5)
     task.cancel()

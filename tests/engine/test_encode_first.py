@@ -50,9 +50,7 @@ def answers(engine: BlendEngine, count: int, options: Options = BLEND) -> list[A
     held = threading.Event()
     engine._worker.submit(held.wait)
     text = prompt(engine)
-    found: list[Future[Answer]] = [
-        engine._requests.start(text, options).future for _ in range(count)
-    ]
+    found: list[Future[Answer]] = [engine._start(text, options).future for _ in range(count)]
     held.set()
     return [future.result(60) for future in found]
 
@@ -154,7 +152,7 @@ def test_a_full_store_costs_no_answer(engine: BlendEngine, monkeypatch: pytest.M
 
 def test_a_request_that_is_over_encodes_nothing_more(engine: BlendEngine) -> None:
     keys = lose(engine)
-    background: BackgroundWriter = engine._requests._stored._background
+    background: BackgroundWriter = engine._background
     missing = [engine.resources.text_ids(text) for text in tiny.chunk_texts(engine, 1)]
     calls = 0
 

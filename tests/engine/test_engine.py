@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ import torch
 import tiny
 from blendrag.config import Mode
 from blendrag.engine import Answer, BlendEngine, Options
-from blendrag.engine.generation import Generation
+from blendrag.engine.generation import Generation, answer_of
+from blendrag.engine.planner import KVAccess
+from blendrag.engine.request import RagPrompt, Request
 from blendrag.engine.stream import AnswerStream
-from blendrag.engine.task import Task
-from blendrag.engine.types import RagPrompt
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.planning.controller import Controller, PlanOptions
 from blendrag.planning.plan import Action, ReasonCode
@@ -186,10 +187,15 @@ def test_beams_behind_a_stored_lead_over_a_chunk_of_one_token_equal_stock(
 
     def answer(mode: Mode, controller: Controller | None) -> Answer:
         options = Options(generate={"num_beams": 2})
-        task = Task(plan, mode, "hkvd", Schedule("constant"), 1.0, 6, options, 0.0, {}, ())
+        constant = Schedule("constant")
+        request = Request(plan, options, mode, "hkvd", constant, 1.0, 6, 0.0, sequences=2)
         stream = AnswerStream(adapter.tokens.tokenizer, (), 0.0)
-        generation = Generation(adapter, lambda: used.fusor)
-        return generation.run(task, controller, stream, lambda load: None)
+        with (
+            adapter.lock,
+            closing(KVAccess(request, adapter, controller, schedule=constant).plan()) as made,
+        ):
+            output = Generation(adapter, lambda: used.fusor, request, stream).run(made)
+            return answer_of(request, made, output, stream, adapter)
 
     blended = answer("blend", Controller(adapter, used.store, namespace, used.prefix_ids, 8))
     assert blended.metrics.reused_tokens == len(lead) - 1  # one to blend, one to begin with

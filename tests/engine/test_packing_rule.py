@@ -10,9 +10,7 @@ import pytest
 import torch
 
 import tiny
-from blendrag.engine import Options
 from blendrag.engine.packing_rule import ROWS, Load, PackingRule
-from blendrag.engine.task import Prepared, Task
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.model import ModelAdapter
 from blendrag.planning.curve import Curve
@@ -66,9 +64,7 @@ def test_no_more_files_are_open_at_once_than_half_of_those_allowed() -> None:
     assert 0 < AMPLE.limit_files <= os.sysconf("SC_OPEN_MAX") // 2
 
 
-def prepared(
-    adapter: ModelAdapter, policy: str, ratio: float, new_tokens: int = 6, mode: Any = "blend"
-) -> Prepared:
+def planned(adapter: ModelAdapter, policy: str, ratio: float) -> Plan:
     """100 tokens, of which 60 are in two blended chunks and 10 are exact."""
     ids = tiny.random_ids(100)
     spans = (
@@ -79,8 +75,7 @@ def prepared(
     asked = PromptPlan((Segment("", tuple(ids[0].tolist()), 0, None, ()),))
     schedule, why = Schedule("constant"), Reason(ReasonCode.MOVED, "")
     chunks = tuple(PlannedChunk(Segment("", (), span.start), why, span) for span in spans)
-    task = Task(asked, mode, policy, schedule, ratio, new_tokens, Options(), 0.0, {}, ())
-    return Prepared(task, Plan(asked, chunks, make_policy(policy), schedule, ratio))
+    return Plan(asked, chunks, make_policy(policy), schedule, ratio)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +94,7 @@ def prepared(
 def test_rows_are_those_that_the_policy_computes_in_a_layer(
     adapter: ModelAdapter, policy: str, ratio: float, rows: float
 ) -> None:
-    load = Load.of(prepared(adapter, policy, ratio), adapter)
+    load = Load.of(planned(adapter, policy, ratio), 6, adapter)
     assert load.rows == pytest.approx(rows)
     assert load.files == 3
 
@@ -107,15 +102,14 @@ def test_rows_are_those_that_the_policy_computes_in_a_layer(
 def test_memory_grows_with_the_answer_and_with_the_rows_of_the_fullest_layer(
     adapter: ModelAdapter,
 ) -> None:
-    small = Load.of(prepared(adapter, "reuse", 0.0), adapter).size_bytes
+    small = Load.of(planned(adapter, "reuse", 0.0), 6, adapter).size_bytes
     kv_bytes = sum(2 * la.kv_heads * la.head_dim * 4 for la in adapter.layout.layers)
-    longer = Load.of(prepared(adapter, "reuse", 0.0, new_tokens=106), adapter).size_bytes
+    longer = Load.of(planned(adapter, "reuse", 0.0), 106, adapter).size_bytes
     assert longer - small == 100 * kv_bytes
-    looking = Load.of(prepared(adapter, "hkvd", 0.1), adapter).size_bytes
-    assert looking > Load.of(prepared(adapter, "random", 0.1), adapter).size_bytes > small
+    looking = Load.of(planned(adapter, "hkvd", 0.1), 6, adapter).size_bytes
+    assert looking > Load.of(planned(adapter, "random", 0.1), 6, adapter).size_bytes > small
 
 
 def test_a_prompt_without_chunks_computes_all_its_tokens(adapter: ModelAdapter) -> None:
-    bare = prepared(adapter, "hkvd", 0.5)
-    bare = replace(bare, plan=replace(bare.plan, chunks=()))
-    assert Load.of(bare, adapter).rows == 100
+    bare = replace(planned(adapter, "hkvd", 0.5), chunks=())
+    assert Load.of(bare, 6, adapter).rows == 100

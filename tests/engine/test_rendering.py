@@ -10,8 +10,7 @@ import pytest
 import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.engine.library import Entry
-from blendrag.engine.prompts import prompt_over, render
-from blendrag.engine.recognition import is_question
+from blendrag.engine.rendering import is_question, prompt_over, render
 from blendrag.model.tokens import Tokens
 
 HEADER = "You are a helpful assistant of the harbour office and answer in short sentences."

@@ -14,7 +14,7 @@ import pytest
 import scripted
 import tiny
 from blendrag.engine import BlendEngine, Options
-from blendrag.engine.prompts import Rendered
+from blendrag.engine.rendering import Rendered
 from blendrag.errors import InvalidInputError, RequestTimeout
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.alone]
@@ -144,7 +144,7 @@ async def test_a_timeout_while_the_prompt_is_planned_frees_the_caller_and_starts
         time.sleep(0.6)
         return "talk"
 
-    monkeypatch.setattr("blendrag.engine.requests.render", plan_slowly)
+    monkeypatch.setattr("blendrag.engine.engine.render", plan_slowly)
     prompts, began = len(engine.adapter.model.prompts), time.perf_counter()
     with pytest.raises(RequestTimeout):
         await engine.agenerate("talk", Options(timeout_s=0.2))
@@ -183,7 +183,7 @@ def test_a_batchs_timeout_counts_from_before_its_first_prompt_was_planned(
         time.sleep(0.1)
         return Rendered("short")
 
-    monkeypatch.setattr("blendrag.engine.requests.render", plan_slowly)
+    monkeypatch.setattr("blendrag.engine.engine.render", plan_slowly)
     found = engine.batch(["short"] * 4, Options(timeout_s=0.35), return_exceptions=True)
     assert [type(one) for one in found] == [RequestTimeout] * 4
 

@@ -105,7 +105,7 @@ def test_no_memory_for_it_means_one_after_another(
     prompts = [prompt(engine, i) for i in range(3)]
     expected = [answer.text for answer in engine.batch(prompts, REUSE)]
     without = engine.settings.model_copy(update={"batch_bytes": 0})
-    monkeypatch.setattr(engine._requests._stored, "_settings", without)
+    monkeypatch.setattr(engine, "settings", without)
     with prefills(engine) as rows:
         answers = engine.batch(prompts, REUSE)
     assert len(rows) == 3

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tiny
-from blendrag.engine import Answer, BlendEngine, Options, requests
+from blendrag.engine import Answer, BlendEngine, Options
 from blendrag.errors import InvalidInputError
 from blendrag.fusor import BlendCache, Fusor
 from blendrag.planning.controller import Controller
@@ -61,9 +61,8 @@ def test_a_corrupt_chunk_of_one_prompt_is_computed_and_the_others_notice_nothing
 def test_a_prompt_that_was_abandoned_before_its_turn_is_left_out(engine: BlendEngine) -> None:
     prompts = [prompt(engine, i) for i in range(3)]
     expected = [engine.generate(text, REUSE).text for text in prompts]
-    requests = engine._requests
     with engine.adapter.lock:  # nothing is begun yet
-        started = requests.start_all(prompts, REUSE, False, 0.0)
+        started = engine._start_batch(prompts, REUSE, False, 0.0)
         started[1].stream.cancel()  # type: ignore[union-attr]
     first, third = (started[i].wait() for i in (0, 2))  # type: ignore[union-attr]
     assert [first.text, third.text] == [expected[0], expected[2]]
@@ -91,7 +90,7 @@ def test_kv_of_a_model_that_was_changed_meanwhile_is_computed_again(own: BlendEn
     prompts = [prompt(engine, i) for i in range(2)]
     model = engine.adapter.model
     with engine.adapter.lock:
-        started = engine._requests.start_all(prompts, Options(), False, 0.0)
+        started = engine._start_batch(prompts, Options(), False, 0.0)
         done: list[Any] = []
 
         def change(future: Any) -> None:  # on the worker, between the first answer and the second
@@ -142,7 +141,7 @@ def test_every_reader_is_closed_whatever_happens(engine: BlendEngine, loads: Loa
     many = "What do you know of the harbour? " * 40
     engine.batch([*prompts[:2], prompt(engine, 2, ask=many)], REUSE)
     with engine.adapter.lock:
-        started = engine._requests.start_all(prompts, REUSE, False, 0.0)
+        started = engine._start_batch(prompts, REUSE, False, 0.0)
         started[0].future.add_done_callback(  # type: ignore[union-attr]
             lambda _: [one.stream.cancel() for one in started]  # type: ignore[union-attr]
         )
@@ -167,7 +166,7 @@ def test_where_not_all_can_be_submitted_those_that_were_are_left_and_nothing_sta
     answering = threading.Event()
     hook = engine.adapter.model.lm_head.register_forward_pre_hook(lambda *_: answering.set())
     monkeypatch.setattr(engine._worker, "submit", failing)
-    monkeypatch.setattr(requests, "log_answer", answered.append)
+    monkeypatch.setattr("blendrag.engine.engine.log_answer", answered.append)
     with pytest.raises(KeyboardInterrupt):
         engine.batch([prompt(engine, i) for i in range(4)], REUSE)
     hook.remove()
@@ -188,7 +187,7 @@ def test_a_prompt_that_is_left_while_it_waits_releases_what_is_there_of_it(
         assert go_on.wait(60)
 
     hook = engine.adapter.model.lm_head.register_forward_pre_hook(hold)
-    started = engine._requests.start_all([prompt(engine, i) for i in range(3)], REUSE, False, 0.0)
+    started = engine._start_batch([prompt(engine, i) for i in range(3)], REUSE, False, 0.0)
     assert answering.wait(60)
     assert len(loads.opened) == 3  # all are prefilled, and the first is answered
 

@@ -84,7 +84,7 @@ def once(engine: BlendEngine, ask: Callable[[], Any]) -> dict[str, int]:
         calls = {
             "rendered": spies.enter_context(tiny.counted(resources.tokens, "render")),
             "searched": spies.enter_context(tiny.counted(resources.corpus.chunk_index, "find")),
-            "planned": spies.enter_context(tiny.counted(engine._requests, "plan_text")),
+            "planned": spies.enter_context(tiny.counted(engine, "segments")),
             "computed": spies.enter_context(tiny.counted(engine.adapter.model, "generate")),
         }
         ask()

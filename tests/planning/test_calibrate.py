@@ -243,7 +243,7 @@ def measured(engine: BlendEngine, policy: str, ratio: float) -> float:
     namespace = engine.adapter.identity.namespace
     with engine.adapter.lock:
         expected = reference(engine.adapter, plan)
-        controller = engine._requests.controller(namespace)
+        controller = engine.controller(namespace)
         schedule = Schedule("constant")
         got = deviation(used.fusor, controller, expected, make_policy(policy), schedule, ratio)
     assert got is not None
@@ -265,7 +265,7 @@ def test_deviation_is_the_divergence_of_what_generate_would_see(engine: BlendEng
     used = engine.resources
     namespace = engine.adapter.identity.namespace
     asked = PlanOptions("blend", make_policy("query"), lambda _: Schedule("constant"), RATIO)
-    plan = engine._requests.controller(namespace).plan(engine.plan(prompt), asked)
+    plan = engine.controller(namespace).plan(engine.plan(prompt), asked)
     logits, cache, _ = used.fusor.prefill(ids, plan.request(ids.shape[1]), ANSWER_TOKENS)
     rows = [logits[0, -1]]
     with torch.inference_mode():

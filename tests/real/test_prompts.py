@@ -11,8 +11,8 @@ import pytest
 import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.engine.library import Entry
-from blendrag.engine.prompts import prompt_over, render
-from blendrag.engine.types import Prompt
+from blendrag.engine.rendering import prompt_over, render
+from blendrag.engine.request import Prompt
 
 CHUNKS = [
     "\n".join(tiny.sentence(i) for i in range(3)),

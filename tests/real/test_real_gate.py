@@ -10,8 +10,8 @@ import torch
 
 import tiny
 from blendrag.engine import BlendEngine, Options
-from blendrag.engine.prompts import render
-from blendrag.engine.types import Answer
+from blendrag.engine.rendering import render
+from blendrag.engine.request import Answer
 from blendrag.model import ModelAdapter
 
 NEW_TOKENS = 6

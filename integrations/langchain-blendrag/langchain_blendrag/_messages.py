@@ -80,7 +80,7 @@ def to_dicts(messages: Sequence[BaseMessage]) -> list[Message]:
 
     Raises :class:`InvalidInputError` for content that is not text, and where nothing is said at all.
     """
-    from blendrag.engine.prompts import refuse_silence
+    from blendrag.engine.rendering import refuse_silence
 
     converted = [_to_dict(message) for message in messages]
     refuse_silence(converted)

@@ -174,7 +174,7 @@ class ChatBlend(RequestFields, BaseChatModel):
         self, messages: list[BaseMessage], tools: Sequence[Any] | None = None
     ) -> int:
         """Tokens of the whole prompt, as the template renders ``messages`` and ``tools``."""
-        from blendrag.engine.prompts import render
+        from blendrag.engine.rendering import render
 
         schemas = [convert_to_openai_tool(tool) for tool in tools or ()]
         request = make_request(self, messages, None, tools=schemas)

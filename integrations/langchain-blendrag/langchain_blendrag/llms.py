@@ -159,7 +159,7 @@ class BlendLLM(RequestFields, BaseLLM):
         return StringPromptValue(text=flat.to_string())
 
     def _render(self, messages: Sequence[Message], options: Options) -> str:
-        from blendrag.engine.prompts import render
+        from blendrag.engine.rendering import render
 
         return render(messages, self.engine.resources.tokens, options).text
 

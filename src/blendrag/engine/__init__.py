@@ -4,10 +4,10 @@ from blendrag.engine.answers import AnswerIterator, AsyncAnswerIterator
 from blendrag.engine.calibration import CalibrationOptions, CalibrationReport
 from blendrag.engine.engine import BlendEngine
 from blendrag.engine.ingest import DryRun, IngestReport
-from blendrag.engine.options import Options
-from blendrag.engine.types import (
+from blendrag.engine.request import (
     Answer,
     Message,
+    Options,
     Prompt,
     Source,
     TokenLogprob,

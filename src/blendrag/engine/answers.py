@@ -1,7 +1,6 @@
-"""An answer on its way: waited for, iterated, on threads or on an event loop, and its sources.
+"""An answer in progress: waited for, iterated or awaited, alone or in a batch.
 
-Owns what a caller sees of a request under way. Whoever stops waiting, for whatever reason, stops the
-computation too; nobody waits past the request's timeout.
+A caller that stops waiting stops the computation, too, and nobody waits past the request's timeout.
 """
 
 from __future__ import annotations
@@ -15,21 +14,21 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from blendrag.corpus.retriever import RetrievedChunk
+from blendrag.engine.request import Answer, Prompt, Source
 from blendrag.engine.stream import AnswerStream
-from blendrag.engine.types import Answer, Source
 from blendrag.errors import NoThreadError, RequestCancelled, RequestTimeout, starting_thread
 
 T = TypeVar("T")
 
 
 class Started(NamedTuple):
-    """A request that was handed to the worker."""
+    """A request that was submitted to the worker."""
 
     stream: AnswerStream
     future: Future[Answer]
 
     def wait(self) -> Answer:
-        """Block until it is answered. Raises what the worker raised, or :class:`RequestTimeout`."""
+        """Block until it is answered. Raises the worker's error, or :class:`RequestTimeout`."""
         try:
             return self.future.result(self.stream.remaining_s)
         except TimeoutError:
@@ -49,19 +48,19 @@ class Started(NamedTuple):
             self.stream.cancel()
 
     async def _done(self) -> None:
-        """Until the worker is through with it. ``asyncio.wrap_future`` would take a request that is left
-        while it waits out of the worker's queue, and nobody would release what is there ahead of it."""
+        """Until the worker has finished. ``asyncio.wrap_future`` would remove a cancelled request from the
+        worker's queue, and what was prefilled ahead of its turn would not be released."""
         loop, done = asyncio.get_running_loop(), asyncio.Event()
 
         def wake(future: Future[Answer]) -> None:
-            with suppress(RuntimeError):  # the loop was closed: nobody listens any more
+            with suppress(RuntimeError):  # the loop was closed
                 loop.call_soon_threadsafe(done.set)
 
         self.future.add_done_callback(wake)
         await done.wait()
 
     def _why_not(self) -> BaseException:
-        """After a ``TimeoutError``: what the worker ran into, or that waiting took too long."""
+        """The error behind a ``TimeoutError``: the worker's own, or that waiting took too long."""
         future = self.future
         failed = future.exception() if future.done() and not future.cancelled() else None
         return failed or self.stream.too_late()
@@ -95,7 +94,7 @@ class AnswerIterator:
 
     @property
     def answer(self) -> Answer:
-        """The whole answer; blocks until it is there. Raises :class:`RequestCancelled` once closed."""
+        """The whole answer; blocks until it is complete. Raises :class:`RequestCancelled` once closed."""
         if self._over and not self._started.future.done():
             self._started.stream.check()
         return replace(self._started.wait(), sources=self.sources)
@@ -143,12 +142,12 @@ class AsyncAnswerIterator:
         self._started = await self._start()
         loop, new = asyncio.get_running_loop(), self._new
 
-        def wake() -> None:  # holds no reference to this iterator: dropping that ends the request
-            with suppress(RuntimeError):  # the loop was closed: nobody listens any more
+        def wake() -> None:  # no reference to this iterator: dropping it must end the request
+            with suppress(RuntimeError):  # the loop was closed
                 loop.call_soon_threadsafe(new.set)
 
         self._started.stream.listen(wake)
-        if self._over:  # closed while it was being planned
+        if self._over:  # closed during planning
             self._started.stream.cancel()
         return self._started
 
@@ -192,7 +191,7 @@ def in_pool(begin: Callable[[], T]) -> asyncio.Future[T]:
     refused = False
 
     def begin_unless_refused() -> T:
-        if refused:  # the pool keeps a call for which it found no thread, for the next thread
+        if refused:  # the pool keeps a call that found no thread and gives it to the next thread
             raise NoThreadError
         return begin()
 
@@ -205,7 +204,7 @@ def in_pool(begin: Callable[[], T]) -> asyncio.Future[T]:
 
 
 async def off_loop(begin: Callable[[], T], timeout_s: float | None) -> T:
-    """``begin()`` on another thread. Who leaves before it is done, or is late, abandons what it began.
+    """``begin()`` on another thread. Leaving early or a timeout abandons the requests it has started.
 
     Raises :class:`NoThreadError`.
     """
@@ -232,5 +231,67 @@ def _abandon(starting: asyncio.Future[Any]) -> None:
 
 
 def sources_of(chunks: Sequence[RetrievedChunk]) -> tuple[Source, ...]:
-    """Retrieved chunks as an answer names them."""
+    """Retrieved chunks as the sources of an answer."""
     return tuple(Source(c.chunk_id, c.source, c.title, c.distance, c.text) for c in chunks)
+
+
+# -- batches ---------------------------------------------------------------------------------------
+
+
+def wait_all(started: Sequence[Started | Exception], keep_errors: bool) -> list[Answer | Exception]:
+    """Answers in order. The first error abandons the rest and is raised; with ``keep_errors`` errors are
+    returned in place."""
+    answers: list[Answer | Exception] = []
+    try:
+        for i, one in enumerate(started):
+            try:
+                answers.append(one.wait() if isinstance(one, Started) else one)
+            except Exception as exc:
+                name_prompt(exc, i, len(started))
+                if not keep_errors:
+                    raise
+                answers.append(exc)
+    finally:
+        _abandon_all(started)
+    return answers
+
+
+async def all_awaited(
+    started: Sequence[Started | Exception], keep_errors: bool
+) -> list[Answer | Exception]:
+    """:func:`wait_all` without blocking the event loop."""
+    answers: list[Answer | Exception] = []
+    try:
+        for i, one in enumerate(started):
+            try:
+                answers.append(await one.awaited() if isinstance(one, Started) else one)
+            except Exception as exc:
+                name_prompt(exc, i, len(started))
+                if not keep_errors:
+                    raise
+                answers.append(exc)
+    finally:
+        _abandon_all(started)
+    return answers
+
+
+def all_late(prompts: Sequence[Prompt], timeout_s: float) -> list[Answer | Exception]:
+    """One timeout error per prompt, for prompts that were still being planned."""
+    late: list[Answer | Exception] = []
+    for i in range(len(prompts)):
+        error = RequestTimeout(timeout_s)
+        name_prompt(error, i, len(prompts))
+        late.append(error)
+    return late
+
+
+def _abandon_all(started: Sequence[Started | Exception]) -> None:
+    for one in started:
+        if isinstance(one, Started):
+            one.stream.cancel()
+
+
+def name_prompt(exc: Exception, index: int, count: int) -> None:
+    """Add a note that says which prompt of a batch failed."""
+    if count > 1:
+        exc.add_note(f"prompt {index + 1} of {count} of this batch")

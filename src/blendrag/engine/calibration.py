@@ -11,14 +11,12 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blendrag.engine.measured import Measured
-from blendrag.engine.options import Options
-from blendrag.engine.prompts import prompt_over, render
-from blendrag.engine.requests import Requests
+from blendrag.engine.planner import UNTRUSTED
+from blendrag.engine.rendering import prompt_over
 from blendrag.engine.resources import Resources
-from blendrag.engine.stored import UNTRUSTED
 from blendrag.engine.worker import Worker
 from blendrag.errors import (
     ContextOverflowError,
@@ -35,6 +33,9 @@ from blendrag.planning.sample import Asked, sample_corpus, sample_questions
 from blendrag.planning.search import Found, Step, Tried, search
 from blendrag.store.durable import named_errors
 from blendrag.text.prompt import PromptPlan
+
+if TYPE_CHECKING:
+    from blendrag.engine.engine import BlendEngine
 
 Watch = Callable[[Step], None]
 #: A gain of so many standard errors is taken for one.
@@ -116,14 +117,14 @@ class CalibrationReport:
 
 
 def calibrate(
-    resources: Resources,
-    requests: Requests,
+    engine: BlendEngine,
     worker: Worker,
     options: CalibrationOptions,
     watch: Watch = lambda step: None,
 ) -> CalibrationReport:
     """See :meth:`BlendEngine.calibrate`."""
     began = time.monotonic()
+    resources = engine.resources
     resources.require_corpus()  # before a store is made where there is none
     if not resources.is_writable:
         raise StoreUnavailableError(
@@ -131,8 +132,8 @@ def calibrate(
             "copy of it"
         )
     policy = make_policy(options.policy)
-    plans = [_plan(resources, requests, asked) for asked in _asked(resources, options)]
-    controller, namespace = worker.run(lambda: _controller(resources, requests))
+    plans = [_plan(engine, asked) for asked in _asked(resources, options)]
+    controller, namespace = worker.run(lambda: _controller(engine))
     of = Measured(resources, worker, controller, namespace, policy, options.ratio)
     of.expect(plans)
     deadline = began + 60 * options.minutes
@@ -177,26 +178,25 @@ def _asked(resources: Resources, options: CalibrationOptions) -> list[Asked]:
     ]
 
 
-def _plan(resources: Resources, requests: Requests, asked: Asked) -> PromptPlan:
+def _plan(engine: BlendEngine, asked: Asked) -> PromptPlan:
     """As :meth:`BlendEngine.ask` would make it. Raises :class:`ContextOverflowError`."""
     prompt = prompt_over(asked.question, asked.chunks)
-    plan, _, _ = requests.plan_text(render(prompt, resources.tokens, Options()))
-    adapter = resources.adapter
+    plan, adapter = engine.plan(prompt), engine.adapter
     limit = min(adapter.context_tokens, adapter.blend_limit_tokens or adapter.context_tokens)
     if len(plan.ids) + ANSWER_TOKENS > limit:
         raise ContextOverflowError(len(plan.ids), ANSWER_TOKENS, limit)
     return plan
 
 
-def _controller(resources: Resources, requests: Requests) -> tuple[Controller, str]:
+def _controller(engine: BlendEngine) -> tuple[Controller, str]:
     """On the worker's thread. Raises :class:`CorpusError` where stored KV is not to be used."""
-    adapter = resources.adapter
+    resources, adapter = engine.resources, engine.adapter
     adapter.require_blendable()
     with adapter.lock:
         namespace = resources.kv_validity.namespace
         if not resources.kv_validity.is_valid(namespace):
-            raise CorpusError(UNTRUSTED)
-        return requests.controller(namespace), namespace
+            raise CorpusError(UNTRUSTED.text)
+        return engine.controller(namespace), namespace
 
 
 def _calibration(

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from blendrag.engine.options import Options
-from blendrag.engine.types import TokenLogprob
+from blendrag.engine.request import Options, TokenLogprob
 from blendrag.model.sharing import in_this_thread
 
 #: Tokens before the one at hand that its text is decoded behind: some tokenizers drop a first space.

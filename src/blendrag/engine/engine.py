@@ -1,57 +1,112 @@
-"""``BlendEngine``: ingest documents, answer questions over them; all an integration needs.
+"""``BlendEngine``: ingest documents, answer questions over them.
 
-The way of a query: rendered prompt → :func:`prompt.make_plan` → :class:`Controller` → loader and
-fusor inside ``model.generate`` → tokens stream → metrics; missing chunks are encoded afterwards, in
-the background. All model work runs on one worker thread.
+The road of a request, in :meth:`BlendEngine._answer`::
+
+    Request   what was asked, rendered, tokenised, its chunks recognised     caller's thread
+    Plan      per chunk: exact, blend or compute, and why; ratio, schedule   worker
+    Fusion    state of the blended forward inside ``model.generate``         worker
+    Answer    text, metrics
+
+All model work runs on one worker thread. Chunks that a request missed are encoded afterwards, in the
+background.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
+from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
-from blendrag.config import KVEncoding, Mode, Ratio, settings
+import torch
+
+from blendrag.config import AUTO, KVEncoding, Mode, Ratio, Settings, settings
+from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.engine import calibration as calibrating
 from blendrag.engine import ingest as ingesting
 from blendrag.engine import profiling
-from blendrag.engine.answering import Answering
+from blendrag.engine.answers import (
+    AnswerIterator,
+    AsyncAnswerIterator,
+    Started,
+    all_awaited,
+    all_late,
+    name_prompt,
+    off_loop,
+    sources_of,
+    wait_all,
+)
+from blendrag.engine.batched_prefill import Batch, BatchedPrefill, Entry
 from blendrag.engine.calibration import CalibrationOptions, CalibrationReport
+from blendrag.engine.decoding import Likelihoods
 from blendrag.engine.exposition import exposition
+from blendrag.engine.generation import Generation, answer_of
 from blendrag.engine.ingest import DryRun, IngestReport, Inputs, Watch
 from blendrag.engine.kv_writer import BackgroundWriter
 from blendrag.engine.library import Library
+from blendrag.engine.packing_rule import PackingRule
+from blendrag.engine.planner import Planner, check_fits, checked
 from blendrag.engine.profiling import ProfileReport
-from blendrag.engine.requests import Requests, check_defaults
+from blendrag.engine.rendering import (
+    Rendered,
+    explain_bos,
+    rag_prompt,
+    recognise,
+    refuse_silence,
+    render,
+)
+from blendrag.engine.request import Answer, Options, Prompt, RagPrompt, Request
+from blendrag.engine.request_log import log_answer, log_failure
 from blendrag.engine.resources import CorpusSettings, Resources
+from blendrag.engine.stream import AnswerStream
 from blendrag.engine.worker import Worker
+from blendrag.errors import (
+    InvalidInputError,
+    RequestCancelled,
+    RequestTimeout,
+    UnsupportedModelError,
+)
 from blendrag.fusor.gate_record import Verification
+from blendrag.fusor.loader import SpanCorruptError
+from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.model.adapter import ModelAdapter
+from blendrag.planning.controller import Controller
+from blendrag.planning.plan import Plan, Reason, ReasonCode
 from blendrag.planning.search import Step
 from blendrag.store import StoreStats
+from blendrag.store.encodings import ENCODINGS
+from blendrag.text.prompt import PromptPlan, make_plan
+
+#: Restarts of a request after chunks failed verification, before it is computed in full.
+MAX_RESTARTS = 8
+STILL_CORRUPT = Reason(ReasonCode.CORRUPT, "stored KV failed verification again and again")
 
 
-class BlendEngine(Answering):
+class BlendEngine:
     """Answers prompts with one model over one store.
 
     Args:
         model: hub id, directory, ``"demo"``, a loaded ``AutoModelForCausalLM`` (then ``tokenizer`` is
-            needed too) or a :class:`ModelAdapter`. Loaded on first use. Open engines of the same name,
-            files, dtype, device and adapter share one loaded model; they answer in turn.
-        store: directory of the KV store and the corpus beside it; made by the first ingest.
+            required) or a :class:`ModelAdapter`. Loaded on first use. Open engines with the same name, files,
+            dtype, device and adapter share one loaded model and take turns.
+        store: directory of the KV store and the corpus; created by the first ingest.
         mode, policy, schedule, ratio, max_new_tokens, top_k: defaults of every request.
-        min_ratio: the least that ratio ``auto`` takes.
-        chunk_tokens, prefix_text, embedder: settings of a corpus made by this engine's ingest.
-        encode_prefix: ``False`` makes a corpus whose chunks are encoded behind nothing at all, not even
-            BOS, to measure what the prefix is worth.
+        min_ratio: the smallest ratio that ``auto`` may choose.
+        chunk_tokens, prefix_text, embedder: settings of a corpus created by this engine.
+        encode_prefix: ``False`` encodes the chunks of a new corpus without any prefix, not even BOS, to
+            measure what the prefix is worth.
         ram_bytes, disk_bytes: limits of the store's tiers.
-        encoding: how a store made by this engine's ingest keeps KV: native, int8 or fp8.
+        encoding: how a new store keeps KV: native, int8 or fp8.
         lora: directory of a PEFT adapter to load onto the model.
-        trust_remote_code: run Python files that ``model`` or ``embedder`` brings in its directory or
-            repository. Read them first: they can do whatever you can.
+        trust_remote_code: run Python files from the directory or repository of ``model`` or ``embedder``.
+            Read them first: they run with your permissions.
 
-    Thread-safe. Close it, or use it as a context manager; :meth:`drain` first if chunks missed by
-    queries must be stored before.
+    Thread-safe. Close it, or use it as a context manager; call :meth:`drain` first to store the chunks that
+    queries missed.
     """
 
     def __init__(
@@ -102,28 +157,308 @@ class BlendEngine(Answering):
         )
         self._worker = Worker("blendrag-engine")
         self.library = Library(self._resources, self._worker)
-        background = BackgroundWriter(self._resources, self._worker)
-        self._requests = Requests(self._resources, self.settings, self._worker, background)
+        self._background = BackgroundWriter(self._resources, self._worker)
+        self._planner = Planner(self._resources, self.settings, self._background)
+
+    # -- asking ---------------------------------------------------------------------------------
+
+    def generate(self, prompt: Prompt, options: Options | None = None) -> Answer:
+        """Answer ``prompt``: a string (one user message, through the chat template) or messages.
+
+        Raises :class:`InvalidInputError` (also :class:`ContextOverflowError`), and
+        :class:`UnsupportedModelError` in any mode but full for a model whose KV cannot be reused.
+        """
+        return self._start(prompt, options or Options()).wait()
+
+    def stream(self, prompt: Prompt, options: Options | None = None) -> AnswerIterator:
+        """Like :meth:`generate`, piece by piece; ``.answer`` holds the whole answer once exhausted.
+
+        Abandoning the iterator (``close()``, ``break``, garbage collection) stops generation.
+        """
+        return AnswerIterator(self._start(prompt, options or Options()))
+
+    async def agenerate(self, prompt: Prompt, options: Options | None = None) -> Answer:
+        """:meth:`generate` without blocking the event loop; cancelling the task stops the work."""
+        return await (await self._start_off_loop(prompt, options or Options())).awaited()
+
+    def astream(self, prompt: Prompt, options: Options | None = None) -> AsyncAnswerIterator:
+        """:meth:`stream` for event loops: ``async for``, then ``.answer``. Starts when iterated."""
+        return AsyncAnswerIterator(partial(self._start_off_loop, prompt, options or Options()))
+
+    @overload
+    def batch(self, prompts: Sequence[Prompt], options: Options | None = ...) -> list[Answer]: ...
+    @overload
+    def batch(
+        self, prompts: Sequence[Prompt], options: Options | None = ..., *, return_exceptions: bool
+    ) -> list[Answer | Exception]: ...
+    def batch(
+        self,
+        prompts: Sequence[Prompt],
+        options: Options | None = None,
+        *,
+        return_exceptions: bool = False,
+    ) -> Any:
+        """Answers to several prompts, in order. ``timeout_s`` applies to all of them together.
+
+        All prompts are checked before anything is computed; those over stored KV are prefilled together
+        where that is faster. The first error ends the batch, names its prompt in a note, and is raised; with
+        ``return_exceptions`` errors are returned in place of answers.
+        """
+        options, asked_at = options or Options(), time.perf_counter()
+        started = self._start_batch(prompts, options, return_exceptions, asked_at)
+        return wait_all(started, return_exceptions)
+
+    async def abatch(
+        self,
+        prompts: Sequence[Prompt],
+        options: Options | None = None,
+        *,
+        return_exceptions: bool = False,
+    ) -> Any:
+        """:meth:`batch` without blocking the event loop; cancelling the task stops the work."""
+        options, asked_at = options or Options(), time.perf_counter()
+        begin = partial(self._start_batch, prompts, options, return_exceptions, asked_at)
+        try:
+            started = await off_loop(begin, options.timeout_s)
+        except RequestTimeout as late:
+            if not return_exceptions:
+                raise
+            return all_late(prompts, late.timeout_s)
+        return await all_awaited(started, return_exceptions)
+
+    def ask(
+        self, question: str, top_k: int | None = None, options: Options | None = None
+    ) -> Answer:
+        """Retrieve the nearest chunks and answer over them; the answer names its sources."""
+        chunks = self.retrieve(question, top_k)
+        answer = self.generate(rag_prompt(question, chunks), options)
+        return replace(answer, sources=sources_of(chunks))
+
+    def ask_stream(
+        self, question: str, top_k: int | None = None, options: Options | None = None
+    ) -> AnswerIterator:
+        """:meth:`ask`, piece by piece."""
+        chunks = self.retrieve(question, top_k)
+        pieces = self.stream(rag_prompt(question, chunks), options)
+        pieces.sources = sources_of(chunks)
+        return pieces
+
+    def retrieve(self, question: str, top_k: int | None = None) -> list[RetrievedChunk]:
+        """The ``top_k`` chunks nearest to ``question`` by L2, in reading order."""
+        k = self.settings.top_k if top_k is None else top_k
+        return self._resources.retriever().retrieve(question, k)
+
+    def plan(self, prompt: Prompt, options: Options | None = None) -> PromptPlan:
+        """How ``prompt`` is cut into segments; ``plan.ids`` is what mode ``full`` prefills."""
+        return self.segments(render(prompt, self._resources.tokens, options or Options()))[0]
+
+    # -- the road of a request ------------------------------------------------------------------
+
+    def _answer(self, batch: Batch, number: int) -> Answer:
+        """Request → Plan → Fusion → Answer, on the worker's thread.
+
+        The model's lock is held throughout, so that one request sees one model. If a chunk's bytes fail
+        verification, the request starts again without that chunk.
+        """
+        request, stream = batch.entries[number]
+        adapter = self._resources.adapter
+        with adapter.lock.while_wanted(stream.check), _forwards(adapter, request.mode):
+            ahead = batch.take(number, self._batched_prefill)
+            request = checked(request, adapter)
+            access = self._planner.access(request, None if ahead.plan else stream.check)
+            generation = Generation(adapter, lambda: self._resources.fusor, request, stream)
+            plan, prefilled, avoid = ahead.plan, ahead.prefilled, set(ahead.avoid)
+            for restarts_left in reversed(range(MAX_RESTARTS + 1)):
+                stream.check()
+                if plan is None:
+                    plan = (
+                        access.plan(frozenset(avoid))
+                        if restarts_left
+                        else Plan.computed(request.prompt, STILL_CORRUPT)
+                    )
+                try:
+                    with closing(plan):
+                        output = generation.run(plan, prefilled)
+                        self._background.note(plan)
+                        size = ahead.batch_size if prefilled is not None else 1
+                        return answer_of(request, plan, output, stream, adapter, size)
+                except SpanCorruptError as corrupt:
+                    avoid.add(corrupt.span.reader.key)
+                    plan = prefilled = None
+        raise AssertionError("the last attempt loads nothing")
+
+    def _request(self, prompt: Prompt, options: Options, asked_at: float) -> Request:
+        """Render, recognise chunks and tokenise, in the caller's thread. Nothing is computed."""
+        if options.timeout_s is not None and time.perf_counter() - asked_at > options.timeout_s:
+            raise RequestTimeout(
+                options.timeout_s
+            )  # earlier prompts of the batch took all the time
+        s, tokens = self.settings, self._resources.tokens
+        policy = options.policy or s.policy
+        make_policy(policy)  # fail before any work
+        schedule = Schedule.parse(options.schedule or s.schedule)
+        rendered = render(prompt, tokens, options)
+        if not isinstance(prompt, str | RagPrompt):
+            refuse_silence(prompt)
+        segments, source_of, notes = self.segments(rendered)
+        notes += explain_bos(prompt, tokens, options)
+        if not segments.ids:
+            raise InvalidInputError("the prompt is empty; ask something")
+        new_tokens = options.max_new_tokens or s.max_new_tokens
+        if self._resources.is_loaded:  # otherwise checked on the worker, once the model is loaded
+            check_fits(segments, new_tokens, self._resources.adapter)
+        ratio = s.ratio if options.ratio is None else options.ratio
+        min_ratio = s.min_ratio if options.min_ratio is None else options.min_ratio
+        if options.min_ratio is not None and ratio != AUTO:
+            notes += ("min_ratio ignored: it applies only to ratio=auto",)
+        return Request(
+            prompt=segments,
+            options=options,
+            mode=options.mode or s.mode,
+            policy=policy,
+            schedule=schedule,
+            ratio=min_ratio if ratio == AUTO else ratio,
+            is_auto=ratio == AUTO,
+            max_new_tokens=new_tokens,
+            asked_at=asked_at,
+            source_of=source_of,
+            notes=notes,
+        )
+
+    def segments(self, rendered: Rendered) -> tuple[PromptPlan, dict[str, str], tuple[str, ...]]:
+        """A rendered prompt cut at its chunks, the source of each chunk, and notes for the metrics."""
+        resources = self._resources
+        corpus, foreign = resources.own_corpus()
+        found = recognise(corpus, rendered, resources.tokens)
+        chunks = {}
+        for match in found.chunks:
+            with suppress(KeyError):  # another process may have removed it meanwhile
+                assert corpus is not None
+                chunks[match.chunk_id] = corpus.chunk(match.chunk_id)
+        segments = make_plan(
+            rendered.text,
+            [match for match in found.chunks if match.chunk_id in chunks],
+            resources.tokens,
+            lambda chunk_id: resources.text_ids(chunks[chunk_id].text),
+            found.plain,
+        )
+        notes = (foreign,) if foreign else found.notes
+        return segments, {c.chunk_id: c.source for c in chunks.values()}, notes
+
+    def _start(self, prompt: Prompt, options: Options, asked_at: float | None = None) -> Started:
+        """Check the request here, answer it on the worker. ``asked_at``: ``time.perf_counter()``."""
+        asked_at = time.perf_counter() if asked_at is None else asked_at
+        request = self._request(prompt, options, asked_at)
+        return self._submit(Batch([Entry(request, self._answer_stream(request))]), 0)
+
+    async def _start_off_loop(self, prompt: Prompt, options: Options) -> Started:
+        begin = partial(self._start, prompt, options, time.perf_counter())
+        return await off_loop(begin, options.timeout_s)
+
+    def _start_batch(
+        self, prompts: Sequence[Prompt], options: Options, keep_errors: bool, asked_at: float
+    ) -> list[Started | Exception]:
+        """:meth:`_start` for each, once all are checked. Errors are raised, or kept in place."""
+        made: list[Request | Exception] = []
+        for i, prompt in enumerate(prompts):
+            try:
+                made.append(self._request(prompt, options, asked_at))
+            except Exception as exc:
+                name_prompt(exc, i, len(prompts))
+                if not keep_errors:
+                    raise
+                made.append(exc)
+        requests = [request for request in made if isinstance(request, Request)]
+        batch = Batch([Entry(request, self._answer_stream(request)) for request in requests])
+        numbers = iter(range(len(requests)))
+        started: list[Started | Exception] = []
+        try:
+            for each in made:
+                if isinstance(each, Request):
+                    started.append(self._submit(batch, next(numbers)))
+                else:
+                    started.append(each)
+        except (
+            BaseException
+        ):  # closed or interrupted: nobody will wait for those that were submitted
+            submitted = [one for one in started if isinstance(one, Started)]
+            for one in submitted:
+                one.stream.cancel()
+            wait([one.future for one in submitted])
+            batch.close()
+            raise
+        return started
+
+    def _submit(self, batch: Batch, number: int) -> Started:
+        """Have the worker answer that prompt after everything submitted before."""
+        request, stream = batch.entries[number]
+
+        def work() -> Answer:
+            try:
+                stream.check()
+                answer = self._answer(batch, number)
+            except BaseException as exc:
+                log_failure(exc, request.asked_at)
+                if isinstance(exc, RequestCancelled | RequestTimeout):
+                    exc.__traceback__ = None  # its frames hold the KV cache
+                raise
+            finally:
+                batch.leave(number)
+                stream.finish()
+            log_answer(answer.metrics)
+            return answer
+
+        return Started(stream, self._worker.submit(work))
+
+    def _answer_stream(self, request: Request) -> AnswerStream:
+        options, tokens = request.options, self._resources.tokens
+        return AnswerStream(
+            tokens.tokenizer,
+            options.stop,
+            request.asked_at,
+            options.timeout_s,
+            # control tokens of tool calls are part of the text
+            hidden=tokens.framing_ids if options.tools else None,
+            likely=None if options.logprobs is None else Likelihoods(options.logprobs),
+        )
+
+    def _batched_prefill(self) -> BatchedPrefill | None:
+        """How prompts over stored KV are prefilled in one forward; ``None`` for a model that cannot."""
+        resources = self._resources
+        with suppress(UnsupportedModelError):
+            adapter = resources.adapter
+            if adapter.refusal is None and resources.fusor.packs:
+                return BatchedPrefill(
+                    adapter,
+                    resources.fusor,
+                    resources.kv_validity.namespace,
+                    self._planner.access,
+                    PackingRule(adapter.device, self.settings.batch_bytes),
+                )
+        return None
+
+    def controller(self, namespace: str) -> Controller:
+        """The loading controller over what is stored under ``namespace``."""
+        return self._planner.controller(namespace)
 
     # -- the corpus -----------------------------------------------------------------------------
 
     def ingest(self, inputs: Inputs, watch: Watch | None = None) -> IngestReport:
-        """Precompute files, directories or :class:`Document` objects; safe to interrupt and repeat.
+        """Precompute files, directories or :class:`Document` objects. Safe to interrupt and to repeat.
 
         Raises :class:`UnsupportedModelError` for a model whose KV cannot be reused.
         """
         return ingesting.ingest(self._resources, self._worker, inputs, watch)
 
     def remove(self, paths: Sequence[Path | str]) -> int:
-        """Forget documents by path (or directory): texts, vectors and KV. How many there were.
+        """Remove documents by path or directory: texts, vectors and KV. Returns how many.
 
-        Raises :class:`InvalidInputError` when nothing of a path is in the corpus; then nothing is
-        forgotten.
+        Raises :class:`InvalidInputError` if a path is not in the corpus; then nothing is removed.
         """
         return ingesting.remove(self._resources, paths)
 
     def dry_run(self, inputs: Inputs) -> DryRun:
-        """What :meth:`ingest` would do: chunks, bytes, and seconds from one timed chunk."""
+        """What :meth:`ingest` would do: chunks, bytes, and seconds estimated from one timed chunk."""
         return ingesting.dry_run(self._resources, self._worker, inputs)
 
     # -- the rest -------------------------------------------------------------------------------
@@ -135,7 +470,7 @@ class BlendEngine(Answering):
 
     @property
     def resources(self) -> Resources:
-        """Store, corpus and embedder, for those who need more than answers."""
+        """Store, corpus and embedder, for direct access."""
         return self._resources
 
     def verify(self) -> Verification:
@@ -155,7 +490,7 @@ class BlendEngine(Answering):
         """
         s = self.settings
         options = options or CalibrationOptions(s.policy, s.fixed_ratio, top_k=s.top_k)
-        return calibrating.calibrate(self._resources, self._requests, self._worker, options, watch)
+        return calibrating.calibrate(self, self._worker, options, watch)
 
     def profile(
         self,
@@ -172,11 +507,11 @@ class BlendEngine(Answering):
         return profiling.profile(self._resources, self._worker, directories, again, watch)
 
     def stats(self) -> StoreStats:
-        """What the store holds, and what this engine's use of it was so far. Opens the store."""
+        """What the store holds, and how this engine has used it. Opens the store."""
         return self._resources.store.stats()
 
     def prometheus(self) -> str:
-        """:meth:`stats` in Prometheus' text format, for a ``/metrics`` that the caller serves."""
+        """:meth:`stats` in Prometheus' text format, for a ``/metrics`` endpoint."""
         return exposition(self.stats(), str(self._resources.root.absolute()))
 
     @property
@@ -189,8 +524,8 @@ class BlendEngine(Answering):
         self._worker.drain()
 
     def close(self) -> None:
-        """Finish running requests, drop queued background work, close the store, and free a model loaded by
-        its name unless another open engine uses it. Idempotent.
+        """Finish running requests, drop queued background work, close the store, and free a model that was
+        loaded by name unless another open engine uses it. Idempotent.
         """
         self._worker.close()
         self._resources.close()
@@ -200,3 +535,29 @@ class BlendEngine(Answering):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+@contextmanager
+def _forwards(adapter: ModelAdapter, mode: Mode) -> Iterator[None]:
+    """Inference mode; forwards that may blend run uncompiled."""
+    compiled = nullcontext() if mode == "full" else adapter.uncompiled()
+    with compiled, torch.inference_mode():
+        yield
+
+
+def check_defaults(defaults: Settings) -> None:
+    """Raise :class:`InvalidInputError` for settings that no request or ingest could be made with."""
+    if defaults.kv_encoding not in ENCODINGS:
+        raise InvalidInputError(
+            f"encoding {defaults.kv_encoding!r} is not one of {', '.join(ENCODINGS)}"
+        )
+    Options(
+        mode=defaults.mode,
+        ratio=defaults.ratio,
+        min_ratio=defaults.min_ratio,
+        max_new_tokens=defaults.max_new_tokens,
+    )
+    make_policy(defaults.policy)
+    Schedule.parse(defaults.schedule)
+    if defaults.top_k < 1:
+        raise InvalidInputError(f"top_k is {defaults.top_k}, expected 1 or more")

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from blendrag.engine.task import Prepared
 from blendrag.model.adapter import ModelAdapter
+from blendrag.planning.plan import Plan
 from blendrag.planning.profile import Profile
 
 #: Rows a layer computes for all prompts together, where nothing was measured. On a CPU with bf16 arithmetic
@@ -40,17 +40,16 @@ class Load:
     """Stored parts that are read, each a file that stays open meanwhile."""
 
     @classmethod
-    def of(cls, prepared: Prepared, adapter: ModelAdapter) -> Load:
-        """Of a prompt that is opened and decided."""
-        rows = _rows_by_layer(prepared, len(adapter.layout.layers))
-        task = prepared.task
-        tokens = len(task.plan.ids) + task.max_new_tokens + 1
+    def of(cls, plan: Plan, new_tokens: int, adapter: ModelAdapter) -> Load:
+        """What a planned request brings."""
+        rows = _rows_by_layer(plan, len(adapter.layout.layers))
+        tokens = len(plan.prompt.ids) + new_tokens + 1
         width = adapter.layout.torch_dtype.itemsize
         kv = sum(2 * layer.kv_heads * layer.head_dim for layer in adapter.layout.layers)
         hidden = int(adapter.stack.config.hidden_size)
         activations = max(rows) * hidden * ROW_STATES
         size_bytes = int((tokens * kv + activations) * width)
-        return cls(sum(rows) / len(rows), size_bytes, len(prepared.plan.spans))
+        return cls(sum(rows) / len(rows), size_bytes, len(plan.spans))
 
 
 def _half_of_all_files() -> int:
@@ -81,15 +80,15 @@ class PackingRule:
         return profile.layer.base(rows + load.rows) <= WORTHWHILE * apart
 
 
-def _rows_by_layer(prepared: Prepared, layers: int) -> list[float]:
+def _rows_by_layer(plan: Plan, layers: int) -> list[float]:
     """Rows computed in each layer, those of a scout pass included."""
-    spans = prepared.plan.spans
+    spans = plan.spans
     blended = [span for span in spans if not span.exact]
     candidates = sum(span.tokens for span in blended)
-    fresh = len(prepared.task.plan.ids) - sum(span.tokens for span in spans)
+    fresh = len(plan.prompt.ids) - sum(span.tokens for span in spans)
     if not candidates:
         return [float(fresh)] * layers
-    plan, policy = prepared.plan, prepared.plan.policy
+    policy = plan.policy
     counts = policy.layer_counts(plan.schedule, plan.ratio, candidates, layers, len(blended))
     entry = candidates if policy.needs_deviation or not counts else counts[0]
     scouted = policy.attention_layers(layers)

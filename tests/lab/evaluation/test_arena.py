@@ -11,7 +11,7 @@ import torch
 import tiny
 from blendrag.config import DEFAULT_POLICY
 from blendrag.engine import Answer, BlendEngine, Options
-from blendrag.engine.types import RagPrompt
+from blendrag.engine.request import RagPrompt
 from blendrag.errors import ContextOverflowError, InvalidInputError, UnsupportedModelError
 from blendrag.lab.evaluation.arena import Arena
 from blendrag.lab.evaluation.asking import Reply, ask

@@ -6,7 +6,7 @@ import pytest
 
 import tiny
 from blendrag.engine import Options
-from blendrag.engine.prompts import render
+from blendrag.engine.rendering import render
 from blendrag.lab.evaluation.wording import DEMO, SHORT_ANSWER, SUMMARY, Wording, wording_for
 from blendrag.lab.training.samples import NATIVE, Entry, template
 from blendrag.model.loading import load_tokens

@@ -17,7 +17,7 @@ import torch
 from blendrag import __version__
 from blendrag.config import KVEncoding
 from blendrag.engine import Options
-from blendrag.engine.prompts import SEPARATOR, render
+from blendrag.engine.rendering import SEPARATOR, render
 from blendrag.errors import InvalidInputError
 from blendrag.lab.evaluation.asking import FIDELITY_TOKENS, Reply, ask
 from blendrag.lab.evaluation.cases import Case, Dataset, by_context

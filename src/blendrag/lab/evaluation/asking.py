@@ -14,7 +14,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from blendrag.engine import BlendEngine, Options
-from blendrag.engine.types import RagPrompt
+from blendrag.engine.request import RagPrompt
 from blendrag.errors import CorpusError
 from blendrag.metrics import ChunkReport, RequestMetrics
 from blendrag.text.chunking import canonical, chunk_id_of

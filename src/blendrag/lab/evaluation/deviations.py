@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from blendrag.config import DEMO_MODEL, absolute_model
 from blendrag.engine import Options
-from blendrag.engine.prompts import render
+from blendrag.engine.rendering import render
 from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.lab.evaluation.cases import Case, Dataset, by_context
 from blendrag.lab.evaluation.deviation import StoredPrompt

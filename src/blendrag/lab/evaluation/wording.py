@@ -13,7 +13,7 @@ from typing import Any
 
 from blendrag.demo import demo_model_path
 from blendrag.engine import Options
-from blendrag.engine.prompts import SEPARATOR, render
+from blendrag.engine.rendering import SEPARATOR, render
 from blendrag.lab.evaluation.cases import Metric
 from blendrag.lab.training.samples import CONTEXT, NATIVE, QUESTION
 from blendrag.model.tokens import Tokens

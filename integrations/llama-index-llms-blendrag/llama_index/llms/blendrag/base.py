@@ -85,7 +85,7 @@ class BlendLLM(ToolCalling):
 
     def count_tokens(self, messages: Sequence[ChatMessage]) -> int:
         """Tokens of ``messages`` as the model reads them, its template's own included."""
-        from blendrag.engine.prompts import render
+        from blendrag.engine.rendering import render
 
         options, tokens = self.request_options(), self.engine.resources.tokens
         asked = self._asked(self._extend_messages(list(messages)), options)
@@ -140,7 +140,7 @@ class BlendLLM(ToolCalling):
     def _chat_call(
         self, messages: Sequence[ChatMessage], overrides: dict[str, Any]
     ) -> Call[ChatResponse]:
-        from blendrag.engine.prompts import refuse_silence
+        from blendrag.engine.rendering import refuse_silence
 
         refuse_silence(to_dicts(messages))
         overrides = dict(overrides)

@@ -1,19 +1,37 @@
-"""How one request is to be answered, and which values that may have.
-
-Owns the limits of every option and the sentence that says one is broken. Does not know what an option
-is called by the frameworks' wrappers, which say it in their words (:mod:`blendrag.frameworks.fields`).
-"""
+"""What goes into a request and what comes out: prompts, options, the request itself, the answer."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
 from blendrag.config import AUTO, Mode, Ratio
 from blendrag.errors import InvalidInputError, InvalidOptionError
+from blendrag.fusor.selection import Schedule, SelectionPolicy, make_policy
+from blendrag.metrics import RequestMetrics
+from blendrag.text.matches import Match
+from blendrag.text.prompt import PromptPlan
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RagPrompt:
+    """One user message with known chunks and question; nothing needs to be recognised."""
+
+    text: str
+    chunks: tuple[Match, ...]
+    """Ascending, disjoint, in characters of ``text``."""
+    question: tuple[int, int]
+
+
+Prompt = str | Sequence[Message] | RagPrompt
+
+
+# -- options --------------------------------------------------------------------------------------
 
 _OWN = "the engine sets it itself"
 _NOT_ASSISTED = "assisted decoding cannot be combined with blending"
@@ -41,10 +59,10 @@ REFUSED = {
     "max_length": "use max_new_tokens",
 }
 
-#: Alternatives that may be asked for at each place, as many as OpenAI's API gives.
+#: Largest number of alternatives per token, as in OpenAI's API.
 MAX_LOGPROBS = 20
 
-#: What options of a request have to be, and what that is called; numpy's numbers are numbers, too.
+#: Types of options, and their names in errors. numpy's numbers are accepted, too.
 _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "max_new_tokens": (Integral, "a whole number"),
     "temperature": (Real, "a number"),
@@ -70,7 +88,7 @@ def _shown(value: Any) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a real number, and not merely ``True`` or ``False``."""
+    """Whether it is a real number and not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -79,7 +97,7 @@ def check_min_ratio(least: float | None) -> None:
     if least is not None and not (is_number(least) and 0.0 <= least <= 1.0):
         raise InvalidOptionError(
             "min_ratio",
-            f"{least!r} is outside [0, 1]; expected the least share that keeps quality",
+            f"{least!r} must be a number in [0, 1]",
         )
 
 
@@ -88,31 +106,31 @@ def check_ratio(ratio: Ratio | None) -> None:
     if ratio is None or (isinstance(ratio, str) and ratio == AUTO):
         return
     if not is_number(ratio):
-        raise InvalidInputError(f"ratio {ratio!r} is not a number in [0, 1] or {AUTO!r}")
+        raise InvalidInputError(f"ratio {ratio!r} must be a number in [0, 1] or {AUTO!r}")
     if not 0.0 <= ratio <= 1.0:
-        raise InvalidInputError(f"ratio {ratio} is outside [0, 1]; expected a share, or {AUTO!r}")
+        raise InvalidInputError(f"ratio {ratio} must be a number in [0, 1] or {AUTO!r}")
 
 
 @dataclass(frozen=True)
 class Options:
     """How to answer one request; ``None`` takes the engine's default.
 
-    ``temperature`` 0 or ``None`` decodes greedily; ``top_p`` asks for one beside it. ``generate``
-    holds further keyword arguments for ``model.generate`` (``num_beams``, ``num_return_sequences``,
-    ``repetition_penalty``, …); ``do_sample`` there samples as the checkpoint's generation config says.
+    ``temperature`` 0 or ``None`` decodes greedily; ``top_p`` needs a temperature. ``generate`` holds further
+    arguments of ``model.generate`` (``num_beams``, ``num_return_sequences``, ``repetition_penalty``, …);
+    with ``do_sample`` there, sampling follows the checkpoint's generation config.
 
-    Raises :class:`InvalidOptionError` (an :class:`InvalidInputError`) for a value out of range or of
-    the wrong kind.
+    Raises :class:`InvalidOptionError` (an :class:`InvalidInputError`) for a value of the wrong type or out of
+    range.
     """
 
     mode: Mode | None = None
     policy: str | None = None
     schedule: str | None = None
     ratio: Ratio | None = None
-    """In [0, 1]; ``auto`` leaves it, and what is loaded at all, to the loading controller."""
+    """In [0, 1]; with ``auto`` the loading controller chooses it, and what is loaded."""
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
-    """Texts that end the answer, none of them empty; a single string is one of them."""
+    """Texts that end the answer; a single string is one text."""
     temperature: float | None = None
     top_p: float | None = None
     apply_chat_template: bool = True
@@ -120,18 +138,18 @@ class Options:
     """Further arguments of the chat template (``enable_thinking``, …)."""
     generate: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float | None = None
-    """Seconds from being asked to the whole answer, waiting for other requests included."""
+    """Seconds for the whole answer, including the time spent waiting for other requests."""
     min_ratio: float | None = None
-    """In [0, 1]: the least that ``auto`` takes; a ratio that is given has none."""
+    """In [0, 1]: the smallest ratio that ``auto`` may choose."""
     seed: int | None = None
-    """Makes sampling repeatable, whatever else draws from torch's global generators meanwhile."""
+    """Makes sampling repeatable, independently of torch's global generators."""
     logprobs: int | None = None
-    """``None``: none; 0: of the chosen tokens; k: and of the k most likely at each place."""
+    """``None``: none; 0: of the chosen tokens; k: also of the k most likely tokens at each position."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """Function schemas as OpenAI writes them, for the chat template. The answer's text then keeps the
-    control tokens that calls are written with (:func:`blendrag.frameworks.tools.parse`)."""
+    """Function schemas in OpenAI's format, for the chat template. The answer's text then keeps the control
+    tokens of tool calls (:func:`blendrag.frameworks.tools.parse`)."""
     opening: str = ""
-    """What the answer begins with, put behind the rendered prompt; the answer's text goes on from it."""
+    """Beginning of the answer, appended to the rendered prompt; the answer's text continues it."""
 
     def __post_init__(self) -> None:
         self._check_kinds()
@@ -178,8 +196,7 @@ class Options:
             if not text:
                 raise InvalidOptionError(
                     "stop",
-                    "holds an empty text, which stands before every answer; leave it out to let the "
-                    "model end by itself",
+                    "holds an empty text; leave it out to let the model end by itself",
                 )
         return texts
 
@@ -187,7 +204,7 @@ class Options:
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise InvalidOptionError(
                 "timeout_s",
-                f"{self.timeout_s} is not more than 0; leave it out to wait for as long as it takes",
+                f"{self.timeout_s} must be above 0; leave it out for no limit",
             )
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             raise InvalidOptionError("seed", f"{self.seed} is not a 64-bit integer")
@@ -196,5 +213,81 @@ class Options:
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are drawn, not the likeliest taken."""
+        """Whether tokens are sampled."""
         return bool(self.generate.get("do_sample", self.temperature))
+
+
+# -- request and answer ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked, with every default filled in. Nothing has been computed yet."""
+
+    prompt: PromptPlan
+    options: Options
+    mode: Mode
+    policy: str
+    schedule: Schedule
+    ratio: float
+    """With ``is_auto``, the smallest allowed."""
+    max_new_tokens: int
+    asked_at: float
+    """``time.perf_counter()`` when the caller asked."""
+    source_of: Mapping[str, str] = field(default_factory=dict)
+    """Source of each chunk, by chunk id."""
+    notes: tuple[str, ...] = ()
+    is_auto: bool = False
+    """Whether the loading controller chooses the ratio."""
+    sequences: int = 1
+    """Sequences that ``generate`` runs: beams or returned sequences."""
+
+    def new_policy(self) -> SelectionPolicy:
+        """The policy that selects the recomputed tokens, for one fusion."""
+        if self.mode == "reuse":
+            return make_policy("reuse")
+        if self.mode == "prefix":  # every loaded span is exact, so there is nothing to select
+            return make_policy("full")
+        return make_policy(self.policy)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A retrieved chunk that the answer is based on."""
+
+    chunk_id: str
+    source: str
+    title: str
+    distance: float
+    text: str
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """One token of an answer and its log probability under the model, in nats.
+
+    ``token`` is the text that the token added, empty for the first bytes of a character; ``top`` has the most
+    likely tokens at its position, most likely first, each as the text it would have added.
+    """
+
+    token: str
+    id: int
+    logprob: float
+    top: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer with its metrics.
+
+    ``texts`` has one entry per returned sequence; ``text`` is the first. ``finish_reason`` is ``stop`` (end
+    token or stop string) or ``length``. ``logprobs``, if requested, has one entry per token; their texts
+    joined begin with ``text``, and equal it unless a stop string cut a token.
+    """
+
+    text: str
+    texts: tuple[str, ...]
+    finish_reason: str
+    metrics: RequestMetrics
+    sources: tuple[Source, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None

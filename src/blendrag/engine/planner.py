@@ -1,0 +1,241 @@
+"""From a request to its plan: may stored KV be used, with which schedule, machine profile and controller."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from blendrag.config import UNCALIBRATED_SCHEDULE, Settings
+from blendrag.engine.kv_writer import BackgroundWriter
+from blendrag.engine.request import ASSISTED, REFUSED, Options, Request
+from blendrag.engine.resources import Resources
+from blendrag.errors import ContextOverflowError, InvalidInputError, UnsupportedModelError
+from blendrag.fusor.selection import Schedule, make_policy
+from blendrag.model.adapter import ModelAdapter
+from blendrag.planning.calibration import Calibration, fitting, nearest
+from blendrag.planning.controller import Controller, PlanOptions
+from blendrag.planning.plan import MODE_FULL, Plan, Reason, ReasonCode
+from blendrag.planning.profile import Profile
+from blendrag.planning.profile_record import UNREADABLE
+from blendrag.text.prompt import PromptPlan
+
+UNTRUSTED = Reason(
+    ReasonCode.UNTRUSTED,
+    "stored KV is not used: its probe entry is damaged, or this machine computes different KV than the one "
+    "that ingested the corpus; ingest again to renew it",
+)
+UNCALIBRATED = (
+    f"no schedule is calibrated for this model and policy, so {UNCALIBRATED_SCHEDULE} is used; find one "
+    "with blendrag calibrate --questions FILE"
+)
+ENCODED_FIRST = "{} chunks were encoded before the answer because other requests waited"
+NO_PROFILE = "ratio auto needs a machine profile"
+OTHER_PROFILE = "ratio auto needs a machine profile, and the stored one was measured elsewhere ({})"
+UNREADABLE_PROFILE = f"ratio auto needs a machine profile, and the stored one is of {UNREADABLE}"
+
+
+def check_fits(prompt: PromptPlan, max_new_tokens: int, adapter: ModelAdapter) -> None:
+    """Raise :class:`ContextOverflowError` for a prompt that leaves no room for its answer."""
+    tokens = len(prompt.ids)
+    if tokens + max_new_tokens > adapter.context_tokens:
+        raise ContextOverflowError(tokens, max_new_tokens, adapter.context_tokens)
+
+
+def checked(request: Request, adapter: ModelAdapter) -> Request:
+    """``request`` with its number of sequences, once the model is loaded.
+
+    Raises :class:`ContextOverflowError`, :class:`InvalidInputError` for a checkpoint that asks for assisted
+    decoding and for ``logprobs`` of several sequences, :class:`UnsupportedModelError` in any mode but full.
+    """
+    check_fits(request.prompt, request.max_new_tokens, adapter)
+    if request.mode != "full":
+        adapter.require_blendable()
+    _refuse_assisted_decoding(adapter)
+    sequences = _sequences(request.options, adapter)
+    if sequences > 1 and request.options.logprobs is not None:
+        raise InvalidInputError(
+            f"logprobs of {sequences} beams or sequences, expected one sequence; leave out one of the two"
+        )
+    return replace(request, sequences=sequences)
+
+
+def _sequences(options: Options, adapter: ModelAdapter) -> int:
+    """As requested, else as in the checkpoint's generation config."""
+    config = adapter.model.generation_config
+    names = ("num_beams", "num_return_sequences")
+    return max(int(options.generate.get(n) or getattr(config, n, None) or 1) for n in names)
+
+
+def _refuse_assisted_decoding(adapter: ModelAdapter) -> None:
+    """Check the checkpoint's generation config; options of a request were checked before."""
+    config = adapter.model.generation_config
+    for name in ASSISTED:
+        value = getattr(config, name, None)
+        if value is not None and value is not False:
+            raise InvalidInputError(
+                f"the generation config of {adapter.model_id} sets {name} to {value!r}: "
+                f"{REFUSED[name]}; set model.generation_config.{name} to None"
+            )
+
+
+@dataclass(frozen=True)
+class KVAccess:
+    """How one request may use stored KV."""
+
+    request: Request
+    adapter: ModelAdapter
+    controller: Controller | None = None
+    """``None`` if no stored KV may be used."""
+    why_not: Reason = MODE_FULL
+    schedule: Schedule | None = None
+    """Used at every ratio that has no calibrated schedule."""
+    calibrated: tuple[Calibration, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def profile(self) -> Profile | None:
+        """Times of this machine, if they were measured."""
+        return self.controller.profile if self.controller is not None else None
+
+    def plan(self, avoid: frozenset[str] = frozenset()) -> Plan:
+        """Open what is loaded and decide the rest; the caller closes the plan.
+
+        ``avoid``: keys of chunks whose bytes failed verification. Raises :class:`UnsupportedModelError`.
+        """
+        request = self.request
+        if self.controller is None:
+            plan = Plan.computed(request.prompt, self.why_not)
+        else:
+            options = PlanOptions(
+                request.mode,
+                request.new_policy(),
+                self._schedule_at,
+                request.ratio,
+                request.is_auto,
+            )
+            reserve = 1 if request.sequences == 1 else 2
+            plan = self.controller.plan(request.prompt, options, avoid, reserve)
+        try:
+            if plan.spans:
+                self._check_length()
+        except BaseException:
+            plan.close()
+            raise
+        found = nearest(self.calibrated, plan.ratio)
+        note = found.note(plan.ratio) if found is not None else ""
+        notes = (*self.notes, *((note,) if note else ()), *plan.notes)
+        if plan.forecast is not None:  # from when the caller asked, like the measured TTFT
+            ttft_s = time.perf_counter() - request.asked_at + plan.forecast.ttft_s
+            plan = replace(plan, forecast=replace(plan.forecast, ttft_s=ttft_s))
+        return replace(plan, notes=notes)
+
+    def _schedule_at(self, ratio: float) -> Schedule:
+        found = nearest(self.calibrated, ratio)
+        if found is not None:
+            return found.schedule
+        assert self.schedule is not None
+        return self.schedule
+
+    def _check_length(self) -> None:
+        """Refuse to mix stored keys with a rotary table that changes with the length."""
+        tokens, limit = len(self.request.prompt.ids), self.adapter.blend_limit_tokens
+        if limit is not None and tokens + self.request.max_new_tokens > limit:
+            raise UnsupportedModelError(
+                f"prompt of {tokens} tokens passes {limit}, where {self.adapter.model_id}'s rotary "
+                "table changes with the length; use mode full or a shorter prompt"
+            )
+
+
+class Planner:
+    """Decides how requests of one engine use stored KV. Caller holds the model's lock."""
+
+    def __init__(
+        self, resources: Resources, settings: Settings, background: BackgroundWriter
+    ) -> None:
+        self._resources = resources
+        self._settings = settings
+        self._background = background
+        self._told: set[tuple[str, str]] = set()
+        """Namespaces and policies for which the note about a missing calibration was given."""
+
+    def access(self, request: Request, check: Callable[[], None] | None) -> KVAccess:
+        """May ``request`` use stored KV, and with which schedule, profile and controller?
+
+        If other requests wait, the chunks that it misses are encoded now, so that they are not computed
+        twice. ``check`` is called before each and raises for a request that is over; ``None`` encodes
+        nothing.
+        """
+        resources = self._resources
+        adapter = resources.adapter
+        if not request.prompt.chunks or request.mode == "full":
+            return KVAccess(request, adapter)
+        namespace = resources.kv_validity.namespace
+        if not resources.kv_validity.is_valid(namespace):
+            resources.forget_signature()
+            return KVAccess(request, adapter, why_not=UNTRUSTED, notes=(UNTRUSTED.text,))
+        schedule, calibrated, notes = self._schedule(request, namespace)
+        profile, profile_notes = self._profile(request, namespace)
+        controller = self.controller(namespace, profile)
+        first = self._encode_missing(request, controller, check) if check is not None else ()
+        notes = (*notes, *profile_notes, *first)
+        return KVAccess(
+            request, adapter, controller, schedule=schedule, calibrated=calibrated, notes=notes
+        )
+
+    def controller(self, namespace: str, profile: Profile | None = None) -> Controller:
+        """The loading controller over what is stored under ``namespace``."""
+        resources = self._resources
+        return Controller(
+            resources.adapter,
+            resources.store,
+            namespace,
+            resources.prefix_ids,
+            self._settings.prefix_min_tokens,
+            resources.encoding,
+            profile,
+        )
+
+    def _schedule(
+        self, request: Request, namespace: str
+    ) -> tuple[Schedule, tuple[Calibration, ...], tuple[str, ...]]:
+        """The schedule, the calibrated ones for other ratios, and notes.
+
+        A calibrated schedule that the request names may come from any calibration; the default only takes
+        one found on questions.
+        """
+        if not request.schedule.is_open:
+            return request.schedule, (), ()
+        named = request.options.schedule is not None
+        known = fitting(self._resources.root, namespace, request.policy, of_questions=not named)
+        found = nearest(known, request.ratio)
+        matters = request.mode == "blend" and make_policy(request.policy).follows_schedule
+        if found is not None:
+            return found.schedule, known if matters else (), ()
+        tell = matters and (named or self._is_news(namespace, request.policy))
+        return Schedule.parse(UNCALIBRATED_SCHEDULE), (), (UNCALIBRATED,) if tell else ()
+
+    def _is_news(self, namespace: str, policy: str) -> bool:
+        """Whether the note about a missing calibration has not been given yet."""
+        known = (namespace, policy) in self._told
+        self._told.add((namespace, policy))
+        return not known
+
+    def _profile(self, request: Request, namespace: str) -> tuple[Profile | None, tuple[str, ...]]:
+        """The machine profile; a note if ratio auto needs one and there is none."""
+        profile, differences = self._resources.profile_of(namespace)
+        if profile is not None or not request.is_auto or request.mode != "blend":
+            return profile, ()
+        whys = {"": NO_PROFILE, UNREADABLE: UNREADABLE_PROFILE}
+        why = whys.get(differences, OTHER_PROFILE.format(differences))
+        name, root = self._resources.model_name, self._resources.root
+        command = f"blendrag profile --model {name} --store {root}"
+        return None, (f"{why}; ratio {request.ratio:g} is used; run {command}",)
+
+    def _encode_missing(
+        self, request: Request, controller: Controller, check: Callable[[], None]
+    ) -> tuple[str, ...]:
+        if request.mode == "prefix" or not self._background.goes_first:
+            return ()
+        encoded = self._background.encode_first(controller.missing(request.prompt), check)
+        return (ENCODED_FIRST.format(encoded),) if encoded else ()

@@ -1,0 +1,525 @@
+"""From messages to a rendered prompt and the known chunks in it.
+
+A string is one user message through the chat template; ``apply_chat_template=False`` sends it raw, with BOS
+where the tokenizer adds one.
+
+Contents of messages are located by rendering twice: as asked, and with a mark at both ends of every
+content. Marks are drawn per request, so no document can contain them. If the marked rendering without
+its marks differs from the first, each content is replaced by a random word in turn, and what changes is
+the content.
+
+Chunks are searched only inside contents, never in the template's text, so that a document of template
+markup cannot turn markup into plain text. If contents are unknown (the caller rendered the prompt), no
+match covers a control token. The question is always computed, even if it is a chunk itself
+(:func:`is_question`).
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from blendrag.corpus.corpus import Corpus
+from blendrag.corpus.retriever import RetrievedChunk
+from blendrag.engine.request import Options, Prompt, RagPrompt
+from blendrag.errors import InvalidInputError, check_unicode
+from blendrag.model.tokens import Tokens
+from blendrag.text.chunking import canonical, chunk_id_of
+from blendrag.text.matches import Match, common_prefix
+
+LEADING = "Answer the question from the context.\n\n"
+SEPARATOR = "\n\n"
+
+Span = tuple[int, int]
+
+#: Longest line that counts as the label of an answer ("Answer:"), in characters.
+LABEL_CHARS = 48
+
+#: Longest chunk that can be a question, in characters.
+QUESTION_CHARS = 600
+#: Longest text that can be an instruction how to answer ("Answer in one sentence."), in characters.
+TAIL_CHARS = 120
+
+_QUESTION_MARKS = "?？؟"
+_TAGS = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")
+_NAME = r"(question|query|q|frage|pregunta|pergunta|domanda|вопрос|问题|問題|質問|질문)"
+_LABEL_BEFORE = re.compile(rf"(?<!/)\b{_NAME}[^\n:：]{{0,24}}[:：>][\W_]*$", re.IGNORECASE)
+#: Only at the beginning of a line: "Answer the question: be brief" is not a label.
+_LABEL_AND_QUESTION = re.compile(
+    rf"^[^\w\n/]*((the|your|my|user|user's|new|current|original)\s){{0,2}}{_NAME}"
+    r"(\s[^\n:：]{0,24})?[:：>]\W*\w",
+    re.IGNORECASE | re.MULTILINE,
+)
+
+#: Private-use characters around contents; a random word follows.
+_BEGIN, _END, _CLOSE = "\ue0f0", "\ue0f1", "\ue0f2"
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A rendered prompt. Spans are in characters of ``text``."""
+
+    text: str
+    contents: tuple[Span, ...] | None = None
+    """Contents of messages, ascending and disjoint; ``None`` if unknown."""
+    turn: Span | None = None
+    """Content of the last user message, if known."""
+    chunks: tuple[Match, ...] | None = None
+    """The chunks, if they are known. Then all other text in ``contents`` is tokenised as plain text."""
+
+
+def rag_prompt(question: str, chunks: Sequence[RetrievedChunk]) -> RagPrompt:
+    """blendrag's RAG prompt over retrieved chunks."""
+    return prompt_over(question, [chunk.text for chunk in chunks])
+
+
+def prompt_over(question: str, texts: Sequence[str]) -> RagPrompt:
+    """blendrag's RAG prompt over the texts of chunks."""
+    question = question.strip()
+    if not question:
+        raise InvalidInputError("the question is empty; ask something")
+    matches, at = [], len(LEADING)
+    for text in texts:
+        chunk = canonical(text)
+        start = at + text.index(chunk)
+        matches.append(Match(chunk_id_of(chunk), start, start + len(chunk), complete=True))
+        at += len(text) + len(SEPARATOR)
+    asked = f"{LEADING}{SEPARATOR.join(texts)}{SEPARATOR}Question: {question}"
+    end = len(asked)
+    return RagPrompt(f"{asked}\nAnswer:", tuple(matches), (end - len(question), end))
+
+
+def render(prompt: Prompt, tokens: Tokens, options: Options) -> Rendered:
+    """Render ``prompt``. Raises :class:`InvalidInputError` if it cannot be rendered."""
+    _check_tools(tokens, options)
+    if isinstance(prompt, str | RagPrompt):
+        text = prompt if isinstance(prompt, str) else prompt.text
+        if not text.strip():
+            raise InvalidInputError("the prompt is empty; ask something")
+        check_unicode(text, "the prompt")
+        if not (options.apply_chat_template and tokens.has_template):
+            return _raw(prompt, text, tokens, options)
+        messages: Sequence[Mapping[str, Any]] = [{"role": "user", "content": text}]
+    elif isinstance(prompt, Sequence) and all(isinstance(m, Mapping) for m in prompt):
+        messages = [_flattened(message) for message in prompt if isinstance(message, Mapping)]
+    else:
+        raise InvalidInputError(
+            f"a prompt that is a {type(prompt).__name__}, expected a text or a list of messages with "
+            "role and content; send one of them"
+        )
+    _check_messages(messages, tokens)
+    given = dict(options.template) | ({"tools": list(options.tools)} if options.tools else {})
+    try:
+        rendered = tokens.render([dict(m) for m in messages], **given)
+    except Exception as exc:  # jinja errors of many types, raised by the template's checks
+        roles = ", ".join(str(m.get("role")) for m in messages)
+        raise InvalidInputError(
+            f"the chat template refuses these messages (roles: {roles}): {exc}"
+        ) from exc
+    made = _located(rendered, messages, tokens, given)
+    if isinstance(prompt, RagPrompt):
+        made = _known(made, prompt.text, prompt.chunks)
+    text = made.text + options.opening
+    check_unicode(text, "the rendered prompt")
+    return replace(made, text=text)
+
+
+def _raw(prompt: str | RagPrompt, text: str, tokens: Tokens, options: Options) -> Rendered:
+    bos = tokens.tokenizer.bos_token if tokens.adds_bos else ""
+    bos = "" if text.startswith(bos) else bos
+    made = Rendered(f"{bos}{text}{options.opening}")
+    if isinstance(prompt, RagPrompt):
+        turn = (len(bos), len(bos) + len(text))
+        return _known(replace(made, contents=(turn,), turn=turn), text, prompt.chunks)
+    return made
+
+
+def _check_messages(messages: Sequence[Mapping[str, Any]], tokens: Tokens) -> None:
+    if not messages:
+        raise InvalidInputError("no messages; send at least one")
+    if not tokens.has_template:
+        raise InvalidInputError(
+            "this model's tokenizer has no chat template; send a plain string, or set "
+            "tokenizer.chat_template"
+        )
+    for number, message in enumerate(messages):
+        if isinstance(message.get("content"), str):
+            check_unicode(message["content"], f"message {number}")
+
+
+def _located(
+    rendered: str,
+    messages: Sequence[Mapping[str, Any]],
+    tokens: Tokens,
+    given: Mapping[str, Any],
+) -> Rendered:
+    """With the spans of contents: of messages, and of ``documents`` given to the template."""
+    word = _absent_word(rendered)
+    mark = re.compile(f"([{_BEGIN}{_END}]){word}([0-9]+){_CLOSE}")
+
+    def changed(change: Callable[[int, str], str]) -> str | None:
+        try:
+            return _rendered_with(change, messages, tokens, given)
+        except Exception:  # jinja errors of many types, from templates that check contents
+            return None
+
+    marked = changed(lambda i, body: f"{_BEGIN}{word}{i}{_CLOSE}{body}{_END}{word}{i}{_CLOSE}")
+    found = _unmarked(marked, rendered, mark) if marked is not None else None
+    if found is None:
+        found = _compared(rendered, f"{_BEGIN}{word}{_CLOSE}", changed)
+    if found is None:
+        return Rendered(rendered)
+    last = [i for i, m in enumerate(messages) if m.get("role") == "user"] or [len(messages) - 1]
+    turns = [span for number, span in found if number == last[-1]]
+    return Rendered(
+        rendered,
+        merged([span for _, span in found]),
+        turns[-1] if turns else (len(rendered),) * 2,
+    )
+
+
+def _absent_word(text: str) -> str:
+    """A random word that is not in ``text``."""
+    while (word := f"x{secrets.token_hex(8)}x") in text:
+        pass
+    return word
+
+
+def _rendered_with(
+    change: Callable[[int, str], str],
+    messages: Sequence[Mapping[str, Any]],
+    tokens: Tokens,
+    given: Mapping[str, Any],
+) -> str:
+    """The rendering with each content changed; documents are numbered after messages."""
+
+    def made(fields: Mapping[str, Any], names: Sequence[str], number: int) -> dict[str, Any]:
+        other = dict(fields)
+        for name in names:
+            text = other.get(name)
+            if isinstance(text, str) and (body := text.strip()):
+                other[name] = text.replace(body, change(number, body), 1)
+        return other
+
+    documents = given.get("documents")
+    if isinstance(documents, list):
+        given = {**given, "documents": [
+            made(document, tuple(document), len(messages) + i)
+            for i, document in enumerate(documents) if isinstance(document, Mapping)
+        ]}  # fmt: skip
+    return tokens.render([made(m, ("content",), i) for i, m in enumerate(messages)], **given)
+
+
+def _unmarked(marked: str, rendered: str, mark: re.Pattern[str]) -> list[tuple[int, Span]] | None:
+    """Number and span of each content between its marks.
+
+    ``None`` if the marks changed anything else, or if the template cut off a content and one of its marks.
+    """
+    if mark.sub("", marked) != rendered:
+        return None
+    found: list[tuple[int, Span]] = []
+    begun = (-1, 0)
+    marks = 0
+    for each in mark.finditer(marked):
+        number, at = int(each[2]), each.start() - marks
+        marks += len(each[0])
+        if (each[1] == _BEGIN) != (begun[0] < 0) or (each[1] == _END and begun[0] != number):
+            return None
+        if each[1] == _BEGIN:
+            begun = (number, at)
+        else:
+            found.append((number, (begun[1], at)))
+            begun = (-1, 0)
+    return found if begun[0] < 0 else None
+
+
+def _compared(
+    rendered: str, word: str, changed: Callable[[Callable[[int, str], str]], str | None]
+) -> list[tuple[int, Span]] | None:
+    """Number and span of what each content changes in the rendering when ``word`` replaces it."""
+    numbers: set[int] = set()
+
+    def noted(number: int, body: str) -> str:
+        numbers.add(number)
+        return body
+
+    changed(noted)
+    found = []
+    for number in sorted(numbers):
+        other = changed(lambda i, body, number=number: word if i == number else body)  # type: ignore[misc]
+        if other is None:
+            return None
+        low = common_prefix(rendered, 0, len(rendered), other)
+        left = len(rendered) - low
+        high = len(rendered) - common_prefix(rendered[::-1], 0, left, other[::-1])
+        if low < high:
+            found.append((number, (low, high)))
+    return found
+
+
+def merged(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """The same characters as ascending, disjoint spans."""
+    made: list[Span] = []
+    for low, high in sorted(spans):
+        if made and low < made[-1][1]:
+            made[-1] = (made[-1][0], max(high, made[-1][1]))
+        else:
+            made.append((low, high))
+    return tuple(made)
+
+
+def _known(made: Rendered, asked: str, chunks: Sequence[Match]) -> Rendered:
+    """With the known chunks of the prompt ``asked``.
+
+    If the template altered the prompt, only unaltered chunks count. If the prompt's span is unknown, the
+    whole rendering counts as its text, so that a document never becomes markup.
+    """
+    start, end = made.turn or (0, 0)
+    if made.text[start:end] == asked:
+        there = [replace(m, start=m.start + start, end=m.end + start) for m in chunks]
+        return replace(made, chunks=tuple(there))
+    contents = made.contents or ((0, len(made.text)),)
+    there = []
+    at, end = contents[0][0], contents[-1][1]
+    for match in chunks:
+        text = asked[match.start : match.end]
+        low = made.text.find(text, at, end)
+        if low >= 0 and any(a <= low and low + len(text) <= b for a, b in contents):
+            at = low + len(text)
+            there.append(replace(match, start=low, end=at))
+    return replace(made, contents=contents, chunks=tuple(there))
+
+
+def refuse_silence(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise :class:`InvalidInputError` if no message has text or a tool call."""
+    if messages and not any(_says(m.get("content")) or m.get("tool_calls") for m in messages):
+        empty = "the message is" if len(messages) == 1 else f"all {len(messages)} messages are"
+        raise InvalidInputError(f"{empty} empty, expected some text; ask something")
+
+
+def _says(content: Any) -> bool:
+    """Whether it holds more than white space. :func:`render` refuses parts that are not text."""
+    if isinstance(content, str):
+        return bool(content.strip())
+    if not isinstance(content, list):
+        return content is not None
+    return any(
+        _says(p.get("text") if isinstance(p, Mapping) and "text" in p else p) for p in content
+    )
+
+
+def _check_tools(tokens: Tokens, options: Options) -> None:
+    if not options.tools:
+        return
+    if not options.apply_chat_template:
+        raise InvalidInputError(
+            f"tools given ({len(options.tools)}) with apply_chat_template=False, but only a chat "
+            "template shows them to the model; leave out one of the two"
+        )
+    if not tokens.has_tools:
+        raise InvalidInputError(
+            f"tools given ({len(options.tools)}) to a model whose chat template does not support tools; "
+            "use a model whose template does, or ask for the call in plain text"
+        )
+
+
+def _flattened(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    texts = []
+    for part in content:
+        if isinstance(part, str):
+            texts.append(part)
+        elif isinstance(part, Mapping) and part.get("type") == "text":
+            texts.append(str(part["text"]))
+        else:
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise InvalidInputError(
+                f"a content part of type {kind!r}, expected text; describe it in words or leave it out"
+            )
+    return {**message, "content": "".join(texts)}
+
+
+def explain_bos(prompt: Prompt, tokens: Tokens, options: Options) -> tuple[str, ...]:
+    """A note if text that was already rendered goes through the template again."""
+    bos = tokens.tokenizer.bos_token
+    if not (bos and options.apply_chat_template and tokens.has_template):
+        return ()
+    if isinstance(prompt, RagPrompt):
+        return ()
+    contents = [prompt] if isinstance(prompt, str) else [m.get("content") for m in prompt]
+    if not any(isinstance(text, str) and text.startswith(bos) for text in contents):
+        return ()
+    return (
+        f"a message begins with {bos}, as if it had already been rendered; send rendered text with "
+        "apply_chat_template=False",
+    )
+
+
+# -- known chunks and the question ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """What was recognised in a rendered prompt."""
+
+    chunks: tuple[Match, ...] = ()
+    """Document chunks, ascending and disjoint."""
+    plain: tuple[Span, ...] = ()
+    """Other text to tokenise as plain text; ascending, outside chunks."""
+    notes: tuple[str, ...] = ()
+
+
+def recognise(corpus: Corpus | None, rendered: Rendered, tokens: Tokens) -> Recognised:
+    """The chunks of ``corpus`` in ``rendered``."""
+    control = tokens.control_spans(rendered.text)
+    if rendered.chunks is not None:
+        known = corpus.chunk_index if corpus is not None else ()
+        there = tuple(m for m in rendered.chunks if m.chunk_id in known)
+        rest = _without(rendered.contents or (), there)
+        return Recognised(there, tuple(span for span in rest if _overlaps(span, control)))
+    if corpus is None:
+        return Recognised()
+    text, contents = rendered.text, rendered.contents
+    within = _between(control, len(text)) if contents is None else contents
+    found = corpus.chunk_index.find(text, within)
+    chunks = without_question(found, text, rendered.turn or _last_turn(text, within))
+    plain: list[Span] = []
+    if contents is not None and any(_overlaps(span, control) for span in contents):
+        left = _without(contents, chunks)
+        loose = corpus.chunk_index.find(text, left, strict=False)
+        maybe = [(m.start, m.end) for m in loose]
+        maybe += [_rest(m, text, left) for m in found if not m.complete]
+        plain = [span for span in merged(maybe) if _overlaps(span, control)]
+    return Recognised(tuple(chunks), tuple(plain), _why_missed(corpus, text, found))
+
+
+def without_question(matches: Sequence[Match], text: str, turn: Span) -> list[Match]:
+    """``matches`` without those in the user's last ``turn`` that are, or may be, the question."""
+    start, end = turn
+    inside = [m for m in matches if start <= m.start and m.end <= end]
+    outside = [m for m in matches if m not in inside]
+    elsewhere = any(not _asks(text[m.start : m.end]) for m in outside)
+    asked = False
+    while inside:
+        last = inside[-1]
+        before, after = text[start : last.start], text[last.end : end]
+        chunk = text[last.start : last.end]
+        if elsewhere:
+            fresh = not _labelled(after)
+        elif asked:  # the question may be what follows
+            fresh = bool(_LABEL_BEFORE.search(before)) or _is_asked(chunk, after)
+        else:
+            fresh = is_question(before, chunk, after, others=len(inside) > 1)
+        if not fresh:
+            break
+        asked = True
+        inside.pop()
+    return sorted([*outside, *inside], key=lambda m: m.start)
+
+
+def is_question(before: str, chunk: str, after: str, others: bool) -> bool:
+    """Whether the last chunk in the user's last message, between ``before`` and ``after``, is the question.
+
+    It is
+
+    - if it has such a label (``Question:``, ``Query:``);
+    - if it is short, ends in a question mark, and no labelled question follows;
+    - if no question follows, and it follows other chunks (``others``) or no text at all. After a short chunk,
+      short text without a question mark (``Answer in one sentence.``) is not a question; after a long chunk,
+      only the label of an answer (``Answer:``) is not.
+
+    A single chunk after an instruction is a document (``Summarise this: …``).
+
+    An ambiguous chunk is computed, which is correct but slower: the last document of a prompt with its
+    documents after the question. Not detected is a question that is a chunk, has no question mark and no
+    label, and follows only unknown documents.
+    """
+    if _LABEL_BEFORE.search(before) or _is_asked(chunk, after):
+        return True
+    if _labelled(after):
+        return False
+    after = _TAGS.sub("", after).strip()
+    ends = not _has_text(after) or (
+        len(after) <= LABEL_CHARS and "\n" not in after and after.endswith((":", "："))
+    )
+    if len(chunk) <= QUESTION_CHARS and len(after) <= TAIL_CHARS:
+        ends = ends or not any(mark in after for mark in _QUESTION_MARKS)
+    return ends and (others or not _has_text(_TAGS.sub("", before)))
+
+
+def _is_asked(chunk: str, after: str) -> bool:
+    """Whether the chunk is a question and no labelled question follows."""
+    tail = re.match(r"[\W_]*", after)
+    return _asks(chunk + (tail[0] if tail else "")) and not _labelled(after)
+
+
+def _asks(chunk: str) -> bool:
+    """Whether the chunk is short and ends in a question mark, possibly in quotes."""
+    end = re.search(r"[\W_]*$", chunk)
+    return len(chunk) <= QUESTION_CHARS and any(
+        m in (end[0] if end else "") for m in _QUESTION_MARKS
+    )
+
+
+def _labelled(after: str) -> bool:
+    """Whether a labelled question follows."""
+    return bool(_LABEL_AND_QUESTION.search(after))
+
+
+def _has_text(text: str) -> bool:
+    return any(char.isalnum() for char in text)
+
+
+def _last_turn(text: str, pieces: Sequence[Span]) -> Span:
+    """In a prompt that the caller rendered: the last piece between control tokens with more than a role's
+    name."""
+    said = [span for span in pieces if len(text[slice(*span)].split()) > 1]
+    return said[-1] if said else (0, len(text))
+
+
+def _between(spans: Sequence[Span], size: int) -> list[Span]:
+    """The gaps between ``spans`` in a text of ``size`` characters."""
+    edges = [0, *(edge for span in spans for edge in span), size]
+    pairs = zip(edges[::2], edges[1::2], strict=True)
+    return [(low, high) for low, high in pairs if low < high]
+
+
+def _without(contents: Sequence[Span], chunks: Sequence[Match]) -> list[Span]:
+    """``contents`` without ``chunks``; each chunk lies inside one of them."""
+    left = []
+    for start, end in contents:
+        inside = [(m.start - start, m.end - start) for m in chunks if start <= m.start < end]
+        left += [(start + low, start + high) for low, high in _between(inside, end - start)]
+    return left
+
+
+def _rest(match: Match, text: str, within: Sequence[Span]) -> Span:
+    """The possible rest of a chunk whose beginning was matched: up to a blank line."""
+    for low, high in within:
+        if low <= match.end < high:
+            end = text.find("\n\n", match.end, high)
+            return (match.start if low <= match.start else match.end, high if end < 0 else end)
+    return (match.end, match.end)
+
+
+def _overlaps(span: Span, others: Sequence[Span]) -> bool:
+    return any(low < span[1] and span[0] < high for low, high in others)
+
+
+def _why_missed(corpus: Corpus, text: str, found: Sequence[Match]) -> tuple[str, ...]:
+    """Notes if nothing, or not everything, was recognised."""
+    if not len(corpus):
+        return ()
+    if corpus.chunk_index.looks_escaped(text, found):
+        return (
+            "chunk text arrived escaped (as JSON or a Python repr), so not all of it could be recognised; "
+            "pass texts, not their representation",
+        )
+    if found:
+        return ()
+    return ("no known chunk was recognised in this prompt; it was prefilled normally",)
