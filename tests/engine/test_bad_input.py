@@ -50,10 +50,10 @@ BAD: dict[str, tuple[Callable[[BlendEngine], Any], str]] = {
     "empty question": (lambda e: e.ask("  "), "ask something"),
     "an image": (
         lambda e: e.generate([{"role": "user", "content": [{"type": "image", "url": "x"}]}]),
-        "only text can be read; say it in words",
+        "expected text; describe it in words",
     ),
-    "ratio": (lambda e: e.generate("hi", Options(ratio=1.5)), "outside"),
-    "nan ratio": (lambda e: e.generate("hi", Options(ratio=float("nan"))), "outside"),
+    "ratio": (lambda e: e.generate("hi", Options(ratio=1.5)), r"in \[0, 1\]"),
+    "nan ratio": (lambda e: e.generate("hi", Options(ratio=float("nan"))), r"in \[0, 1\]"),
     "mode": (lambda e: e.generate("hi", Options(mode="fast")), "one of"),  # type: ignore[arg-type]
     "policy": (lambda e: e.generate("hi", Options(policy="best")), "one of"),
     "schedule": (lambda e: e.generate("hi", Options(schedule="cubic")), "schedule"),

@@ -19,7 +19,7 @@ from blendrag.errors import RequestCancelled, StoreFullError
 from blendrag.store.identity import chunk_key
 
 pytestmark = pytest.mark.timeout(120)
-NOTE = "chunks encoded before the answer instead of after it"
+NOTE = "chunks were encoded before the answer"
 BLEND = Options(mode="blend", ratio=0.3, max_new_tokens=2)
 
 
@@ -80,7 +80,7 @@ def test_what_a_busy_request_misses_is_encoded_once_and_reused_at_once(
     encoded = encodings(engine, monkeypatch)
     first, second = answers(engine, 2)
     assert "computed" not in [chunk.outcome for chunk in first.metrics.chunks]
-    assert notes(first) == [f"{NOTE}, as other requests waited: {len(keys)}"]
+    assert notes(first) == [f"{len(keys)} {NOTE} because other requests waited"]
     assert not notes(second)
     assert first.text == second.text == whole.text
     engine.drain()

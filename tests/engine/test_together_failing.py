@@ -19,6 +19,7 @@ from blendrag.errors import InvalidInputError
 from blendrag.fusor import BlendCache, Fusor
 from blendrag.planning.controller import Controller
 from blendrag.planning.plan import Plan
+from blendrag.store.base import KVReader
 from blendrag.store.identity import chunk_key
 from engine.batch_lab import REUSE, made_in, prompt
 
@@ -112,22 +113,23 @@ class Loads:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened: list[Plan] = []
-        self.closed: list[Plan] = []
+        self.closed: list[KVReader] = []
         plan, close = Controller.plan, Plan.close
 
         def planned(controller: Controller, *args: Any, **kwargs: Any) -> Plan:
             self.opened.append(plan(controller, *args, **kwargs))
             return self.opened[-1]
 
-        def closing(load: Plan) -> None:
-            self.closed.append(load)
-            close(load)
+        def closing(made: Plan) -> None:
+            self.closed += [span.reader for span in made.spans]
+            close(made)
 
         monkeypatch.setattr(Controller, "plan", planned)
         monkeypatch.setattr(Plan, "close", closing)
 
     def are_closed(self) -> bool:
-        return all(any(one is other for other in self.closed) for one in self.opened)
+        closed = {id(reader) for reader in self.closed}
+        return all(id(span.reader) in closed for plan in self.opened for span in plan.spans)
 
 
 @pytest.fixture

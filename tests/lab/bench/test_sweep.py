@@ -83,7 +83,7 @@ def test_every_factor_has_usual_values() -> None:
     [("weather", "1", "factor 'weather' is none of"), ("chunks", "0", "chunks '0'"),
      ("chunks", "two", "chunks 'two'"), ("chunk-tokens", "-4", "chunk-tokens '-4'"),
      ("context", "20", "no room for a chunk of 32"), ("tier", "floppy", "tier 'floppy'"),
-     ("encoding", "int3", "encoding 'int3'"), ("ratio", "2", "ratio 2.0 is outside")],
+     ("encoding", "int3", "encoding 'int3'"), ("ratio", "2", "ratio 2.0 must be a number")],
 )  # fmt: skip
 def test_values_that_a_factor_cannot_have_are_one_sentence(
     factor: str, values: str, sentence: str

@@ -182,7 +182,7 @@ def test_what_the_file_holds_is_not_asked_again(model: str, tmp_path: Path) -> N
      (("--schedules", ","), "--schedules ',' names none"),
      (("--schedules", "", "--schedules", ""), "--schedules '' --schedules '' names none"),
      (("--encode-prefix", ""), "--encode-prefix '' names none"),
-     (("--ratio", "1.5"), "ratio 1.5 is outside [0, 1]"),
+     (("--ratio", "1.5"), "ratio 1.5 must be a number in [0, 1]"),
      (("--ratio", "much"), "ratio 'much' is no number"),
      (("--schedules", "steep"), "schedule 'steep'"),
      (("--policies", "query", "--schedules", "calibrated"), "no schedule of policy query is"),

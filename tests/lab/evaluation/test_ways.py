@@ -68,8 +68,8 @@ def test_calibrated_means_what_the_store_holds_for_the_policy(tmp_path: Path) ->
     ("given", "sentence"),
     [((["magic"], ["constant"], [0.1]), "'magic' is not one of"),
      ((["query"], ["steep"], [0.1]), "'steep'"),
-     ((["query"], ["constant"], [1.5]), r"ratio 1.5 is outside \[0, 1\]"),
-     ((["query"], ["constant"], [float("nan")]), "ratio nan is outside")],
+     ((["query"], ["constant"], [1.5]), r"ratio 1.5 must be a number in \[0, 1\]"),
+     ((["query"], ["constant"], [float("nan")]), "ratio nan must be a number")],
 )  # fmt: skip
 def test_what_does_not_exist_is_one_sentence(
     given: tuple[list[str], list[str], list[float]], sentence: str
