@@ -363,7 +363,9 @@ def test_a_least_ratio_outside_is_refused(tmp_path: Path, least: Any) -> None:
         lambda: BlendEngine("demo", tmp_path, min_ratio=least),
         lambda: Options(min_ratio=least),
     ):
-        with pytest.raises(InvalidInputError, match=rf"min_ratio {least!r} must be a number") as raised:
+        with pytest.raises(
+            InvalidInputError, match=rf"min_ratio {least!r} must be a number"
+        ) as raised:
             made()
         assert tiny.one_sentence(str(raised.value))
 
