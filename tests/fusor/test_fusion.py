@@ -290,9 +290,9 @@ def test_boundary_computes_the_first_k_of_each_chunk_and_no_full_layer_zero(
     assert counts.candidate_rows == (sum(heads),) * LAYERS
     assert counts.recomputed_per_span == pytest.approx(tuple(float(h) for h in heads))
     assert counts.ratio == counts.charged_ratio == pytest.approx(sum(heads) / CANDIDATES)
-    assert fusion.geometry.chunk_spans == CHUNKS
+    assert fusion.request.geometry.chunk_spans == CHUNKS
     everywhere = torch.cat([torch.arange(a, b) for a, b in CHUNKS])
-    view = LayerView(fusion.geometry, everywhere, lambda: pytest.fail("nothing to compare"))
+    view = LayerView(fusion.request.geometry, everywhere, lambda: pytest.fail("nothing to compare"))
     entered = make_policy(f"boundary({k})").select(0, view, 1)
     assert entered.tolist() == [i for a, b in CHUNKS for i in range(a, min(a + k, b))]
 

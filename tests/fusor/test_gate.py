@@ -15,8 +15,7 @@ from blendrag.engine import BlendEngine, Options, kv_validity
 from blendrag.errors import UnsupportedModelError
 from blendrag.fusor import attention
 from blendrag.fusor import rows as rows_module
-from blendrag.fusor.gate import HeldKV, verify
-from blendrag.fusor.gate_record import remember, remembered
+from blendrag.fusor.gate import HeldKV, remember, remembered, verify
 from blendrag.model import ModelAdapter
 from blendrag.model.positions import Repositioner
 

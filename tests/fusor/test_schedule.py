@@ -90,7 +90,7 @@ def test_calibrated_is_open_until_it_carries_weights() -> None:
     assert found.shares(0.2, 4) == Schedule.parse("3,2,1").shares(0.2, 4)
     assert not found.is_open
     assert Schedule.parse("calibrated").is_open
-    with pytest.raises(InvalidInputError, match="look it up"):
+    with pytest.raises(InvalidInputError, match="look them up"):
         Schedule.parse("calibrated").shares(0.2, 4)
 
 

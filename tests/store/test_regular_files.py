@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from blendrag.errors import InvalidInputError
-from blendrag.fusor import gate_record as verdicts
+from blendrag.fusor import gate as verdicts
 from blendrag.lab.evaluation.records import read_records
 from blendrag.planning import calibration as schedules
 from blendrag.planning import profile_record as profiles

@@ -70,7 +70,7 @@ from blendrag.errors import (
     RequestTimeout,
     UnsupportedModelError,
 )
-from blendrag.fusor.gate_record import Verification
+from blendrag.fusor.gate import Verification
 from blendrag.fusor.loader import SpanCorruptError
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.model.adapter import ModelAdapter

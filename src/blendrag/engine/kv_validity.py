@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from blendrag.errors import CorruptKVError, IdentityChangedError, UnsupportedModelError
-from blendrag.fusor.gate import verify
-from blendrag.fusor.gate_record import Verification, remember, remembered
+from blendrag.fusor.gate import Verification, remember, remembered, verify
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.kv_compare import content, magnitude, misfit
 from blendrag.store import KVReader, KVStore

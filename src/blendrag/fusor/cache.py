@@ -1,8 +1,8 @@
-"""``BlendCache``: a stock ``DynamicCache`` whose first forward is a fusion.
+"""``BlendCache``: a stock ``DynamicCache`` whose first forward is blended.
 
-Owns the prompt's KV buffers. While a fusion is under way, ``update`` hands the K/V just computed to
-it; afterwards this is an ordinary growing cache that writes into headroom instead of concatenating.
-Every layer keeps all its tokens: windows are a matter of masks here, not of forgetting.
+It owns the prompt's KV buffers. During the blended forward, ``update`` hands new K/V to the pack; afterwards
+this is an ordinary growing cache that writes into headroom instead of concatenating. Every layer keeps all
+its tokens: sliding windows are applied by masks.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from blendrag.store.kv import KVLayout
 
-#: Layers' buffers are allocated together up to this size, and keys of layers in one allocation are moved
-#: together. On a CPU they stay in its cache that way, and below what glibc's malloc keeps; a GPU takes
-#: as long to launch an operation for one layer as for many.
+#: Buffers of consecutive layers are allocated together up to this size, and their keys rotated together. On a
+#: CPU
+#: they stay in its cache that way, and below what glibc's malloc keeps; on a GPU each operation costs a
+#: launch.
 GROUP_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 
 Merge = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
@@ -38,26 +39,26 @@ class BlendLayer(DynamicLayer):
         self.show(0)
 
     def show(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make the first ``length`` tokens the cache's content; returns K and V ``[1,Hkv,n,D]``."""
+        """Make the first ``length`` tokens the cache's content; returns K and V ``[1, Hkv, n, D]``."""
         self.keys = self.buffer[0, :, :, :length]
         self.values = self.buffer[1, :, :, :length]
         return self.keys, self.values
 
     def scatter(
         self, at: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor, length: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> None:
         """Write K and V ``[Hkv, S, D]`` at tokens ``at`` (``None``: all of ``length``), then :meth:`show`."""
         for buffer, fresh in zip(self.buffer[:, 0, :, :length], (keys, values), strict=True):
             if at is None:
                 buffer.copy_(fresh)
             else:
                 buffer.index_copy_(1, at, fresh)
-        return self.show(length)
+        self.show(length)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append in place; falls back to concatenation once beams have replaced the views."""
+        """Append in place; concatenates once beams have replaced the views."""
         if not self._is_view() or key_states.shape[0] != 1:
             return super().update(key_states, value_states)
         start = self.keys.shape[-2]
@@ -71,7 +72,7 @@ class BlendLayer(DynamicLayer):
     def _is_view(self) -> bool:
         if self.keys.shape[0] != 1:
             return False
-        # An empty view has no address of its own.
+        # An empty view has no address.
         return not self.keys.numel() or self.keys.data_ptr() == self.buffer.data_ptr()
 
     def _grow(self, used: int, needed: int) -> None:
@@ -87,7 +88,7 @@ class BlendCache(DynamicCache):
 
     layers: list[BlendLayer]
     start = 0
-    """Where its tokens begin in the buffers that it shares."""
+    """Where its tokens begin in buffers that it shares."""
 
     def __init__(self, layout: KVLayout, capacity: int, device: torch.device) -> None:
         group_bytes = GROUP_BYTES.get(device.type, GROUP_BYTES["cpu"])
@@ -110,10 +111,10 @@ class BlendCache(DynamicCache):
         """Buffers of consecutive layers, ``[layers, 2, 1, Hkv, capacity, D]`` each."""
         Cache.__init__(self, layers=[BlendLayer(buffer) for each in groups for buffer in each])
         self.merge: Merge | None = None
-        """Set while a fusion owns the first forward."""
+        """Takes new K/V during the blended forward."""
 
     def part(self, start: int, capacity: int) -> BlendCache:
-        """A cache over a stretch of this one's buffers; if it grows, it gets buffers of its own."""
+        """A cache over a stretch of this one's buffers; if it grows, it gets its own buffers."""
         made = BlendCache.__new__(BlendCache)
         made.start = start
         with torch.inference_mode(False):
@@ -126,15 +127,15 @@ class BlendCache(DynamicCache):
             layer.show(length)
 
     def groups(self, tokens: int) -> list[torch.Tensor]:
-        """Of consecutive layers each ``[layers, 2, Hkv, tokens, D]``, views; none after the fusion."""
+        """Views ``[layers, 2, Hkv, tokens, D]`` of consecutive layers; none after the blended forward."""
         return [group[:, :, 0, :, :tokens] for group in self._groups]
 
     def buffers(self, tokens: int) -> list[torch.Tensor]:
-        """Per layer ``[2, Hkv, tokens, D]``, views."""
+        """Views ``[2, Hkv, tokens, D]``, one per layer."""
         return [layer.buffer[:, 0, :, :tokens] for layer in self.layers]
 
     def end_fusion(self) -> None:
-        """An ordinary cache from now on; buffers that grow are no longer held by their group."""
+        """Become an ordinary cache. Buffers that grow are no longer held by their group. Idempotent."""
         self.merge, self._groups = None, ()
 
     def update(

@@ -29,7 +29,7 @@ from blendrag.fusor.loader import LayerLoader, StoredKV
 from blendrag.fusor.request import BlendRequest, FusionCounts, TokenSelector
 from blendrag.fusor.rows import LayerRows, PromptRows, Rows
 from blendrag.fusor.scout import Scout
-from blendrag.fusor.selection import PromptGeometry, Schedule, SelectionPolicy
+from blendrag.fusor.selection import Schedule, SelectionPolicy
 from blendrag.metrics import SELECT, Timeline, noted
 from blendrag.model.positions import Repositioner
 
@@ -100,10 +100,6 @@ class Fusion:
     @property
     def schedule(self) -> Schedule:
         return self._selector.schedule
-
-    @property
-    def geometry(self) -> PromptGeometry:
-        return self._selector.geometry
 
     @property
     def loader(self) -> LayerLoader:

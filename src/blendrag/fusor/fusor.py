@@ -1,26 +1,22 @@
-"""Blended forwards of an unmodified model: forward pre-hooks on its decoder layers, and a cache.
+"""Blended forwards of an unmodified model: :meth:`Fusor.fuse`, :meth:`Fusor.prefill`,
+:meth:`Fusor.batched_prefill`.
 
-:class:`Fusor` decides when the hooks are there. They slice each layer's arguments to the rows that the pack
-selects, serve exactly one forward, and are removed afterwards, whatever happens. They act only on the forward
-that is given the pack's cache, in whatever thread. The caller holds the adapter's lock from
-:meth:`Fusor.fuse` to the last token.
+The caller holds the adapter's lock from :meth:`Fusor.fuse` to the last token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import accumulate
-from typing import Any
 
 import torch
-from torch import nn
 
 from blendrag.errors import UnsupportedModelError
-from blendrag.fusor.attention import NAME, implementation, serves
+from blendrag.fusor.attention import serves
 from blendrag.fusor.cache import BlendCache
 from blendrag.fusor.fusion import Fusion
-from blendrag.fusor.hooks import LayerEnd, LayerHook, carries, is_under_way, under_way
+from blendrag.fusor.hooks import hooked
 from blendrag.fusor.pack import NobodyLeft, Pack, PackedPrompt, Prefilled, replayed
 from blendrag.fusor.request import BlendRequest
 from blendrag.metrics import Timeline
@@ -90,7 +86,7 @@ class Fusor:
         """
         repositioner = self.adapter.repositioner
         fusion = Fusion(request, cache, repositioner, self._force_masks, timeline, check)
-        with self._armed(Pack([fusion], cache, last_row_only)):
+        with self._blended(Pack([fusion], cache, last_row_only)):
             yield fusion
 
     @torch.inference_mode()
@@ -144,7 +140,7 @@ class Fusor:
         ]
         pack = Pack(fusions, cache, last_row_only=True, isolates_errors=True)
         positions = [torch.arange(f.prompt_tokens, device=adapter.device) for f in fusions]
-        with adapter.lock, self._armed(pack):
+        with adapter.lock, self._blended(pack):
             try:
                 out = adapter.stack.base(
                     input_ids=torch.cat([prompt.ids for prompt in prompts], dim=1),  # [1, ΣN]
@@ -176,43 +172,9 @@ class Fusor:
             logits: torch.Tensor = adapter.model(input_ids=ids, logits_to_keep=0).logits
         return logits[0]
 
-    # -- the hooks ----------------------------------------------------------------------------
-
     @contextmanager
-    def _armed(self, pack: Pack) -> Iterator[None]:
-        """Within this context the decoder's first forward with the pack's cache is blended."""
-        stack, cache = self.adapter.stack, pack.cache
-        with self.adapter.uncompiled(), ExitStack() as armed:
-            armed.callback(pack.close)
-            cache.merge = pack.merge
-            armed.callback(cache.end_fusion)
-            for index, layer in enumerate(stack.layers):
-                hook = LayerHook(pack, index, not self.fast_attention)
-                armed.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
-                if pack.timeline is not None:
-                    end = LayerEnd(pack.timeline, cache, index)
-                    armed.callback(layer.register_forward_hook(end).remove)
-
-            def begin(
-                module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-            ) -> None:
-                if kwargs is None or not carries(cache, args, kwargs):
-                    return
-                armed.enter_context(under_way(cache))
-                if self.fast_attention:
-                    armed.enter_context(implementation(stack, NAME))
-                if pack.needs_scout:
-                    with pack.scout_pass(stack):
-                        module.forward(*args, **kwargs)
-
-            def finish(*_: Any) -> None:
-                if is_under_way(cache):
-                    armed.close()
-
-            before = stack.base.register_forward_pre_hook(begin, with_kwargs=True)
-            armed.callback(before.remove)
-            armed.callback(stack.base.register_forward_hook(finish).remove)
-            pack.start()
+    def _blended(self, pack: Pack) -> Iterator[None]:
+        with self.adapter.uncompiled(), hooked(self.adapter.stack, pack, self.fast_attention):
             yield
 
 

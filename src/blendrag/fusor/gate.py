@@ -1,94 +1,95 @@
-"""The correctness gate: may this model's KV be reused at all? (``blendrag verify``)
+"""The correctness gate: may this model's stored KV be reused? (``blendrag verify``)
 
-r = 1.0 alone proves nothing, for no loaded KV is read there. So, on the model as loaded:
+r = 1.0 alone proves nothing, because no loaded KV is read. So, on the model as loaded:
 
-a. a prompt's KV computed at an offset, re-positioned to 0, a random non-contiguous fifth of its rows
-   recomputed from layer 1 on: logits of those rows equal a stock prefill's;
-b. the same with the loaded values disturbed must differ, or the test sees nothing. Each channel is
-   disturbed by what it says about its tokens, so that large biases make no disturbance larger. Keys
-   are left alone: where attention is nearly even, they hardly matter;
+a. KV of a prompt is computed at an offset and re-positioned to 0, and a random non-contiguous fifth of its
+rows is
+   recomputed from layer 1 on: logits of those rows equal a stock prefill's, and so do those of ``hkvd`` and
+   ``query``;
+b. the same with the loaded values disturbed must differ, or the test sees nothing. Each channel is disturbed
+in
+   proportion to what it says about its tokens, so that large biases do not enlarge the disturbance. Keys are
+   left alone: where attention is nearly even, they hardly matter;
 c. both on a prompt at least twice the smallest sliding window;
 d. r = 1.0 through the scatter and explicit-mask path, and greedy decoding over it, equal stock.
 
-Owns what is run and what is refused by it. Does not know that verdicts are kept
-(:mod:`blendrag.fusor.gate_record`).
+The verdict is kept in the store, by namespace, libraries and device.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
-from typing import Any, ClassVar
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch
+import transformers
 
 from blendrag.errors import CorruptKVError, UnsupportedModelError
-from blendrag.fusor import BlendRequest, Fusor
-from blendrag.fusor.gate_record import Verification
+from blendrag.fusor.fusor import Fusor
 from blendrag.fusor.loader import LoadedSpan
+from blendrag.fusor.request import BlendRequest
 from blendrag.fusor.selection import LayerView, Schedule, SelectionPolicy, make_policy
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.kv_compare import content
+from blendrag.store import regular_files
 from blendrag.store.kv import ChunkKV
+
+Verdict = Literal["blendable", "refused"]
 
 #: Largest difference of logits, relative to the largest logit, that counts as equal.
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2}
-#: A disturbance of the loaded values must move the logits by more than this, relative again.
+#: Disturbed values must move the logits by more than this, relative to the largest logit.
 NOTICED = 1e-2
 OFFSET = 37
 GREEDY_TOKENS = 32
 PROMPT_TOKENS = 96
-#: Rows whose logits are compared.
+#: Most rows whose logits are compared: logits of every row would take gigabytes with a large vocabulary.
 COMPARED_ROWS = 256
-CONSTANT = Schedule("constant")
-#: Longest prompt the gate will build for (c); windows beyond are checked as far as this goes.
+#: Longest prompt for (c); larger windows are checked as far as this goes.
 MAX_PROMPT_TOKENS = 16384
-#: What is left of the gate after its first prefill, in prefills of the same prompt.
+#: What follows the gate's first prefill, in prefills of the same prompt.
 REMAINING_PREFILLS = 5
+#: Size limit of a kept verdict's file.
+MAX_BYTES = regular_files.MIB
 
 
-class FixedRows(SelectionPolicy):
-    """Recomputes the same given tokens in every layer from 1 on; the gate's own policy."""
+@dataclass(frozen=True)
+class Verification:
+    """What the gate measured; differences are absolute, of logits."""
 
-    name: ClassVar[str] = "fixed"
+    verdict: Verdict
+    reason: str
+    layers: tuple[str, ...]
+    max_logit_diff: float | None = None
+    """At r = 1.0 (d)."""
+    subset_logit_diff: float | None = None
+    """Over loaded KV (a)."""
+    perturbed_logit_diff: float | None = None
+    """Over disturbed KV (b)."""
+    greedy_equal: bool | None = None
+    """Whether the first :data:`GREEDY_TOKENS` greedy tokens over the blended cache equal stock (d)."""
+    prompt_tokens: int = 0
+    fast_attention: bool = False
 
-    def __init__(self, positions: torch.Tensor) -> None:
-        self._positions = positions
+    @property
+    def blendable(self) -> bool:
+        return self.verdict == "blendable"
 
-    def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
-        return self._positions
-
-
-class HeldKV:
-    """A reader over KV in memory, its values disturbed if asked; what the store would have given back."""
-
-    key = "0" * 64
-    tier = "memory"
-
-    def __init__(self, kv: ChunkKV, disturbance: float = 0.0) -> None:
-        self.tokens = kv.tokens
-        self._layers = list(kv.layers)
-        if disturbance:
-            generator = torch.Generator().manual_seed(1)
-            self._layers = [_disturbed(layer, disturbance, generator) for layer in kv.layers]
-
-    @torch.inference_mode()
-    def read_layer(self, layer: int, out: torch.Tensor) -> None:
-        if self._layers[layer].shape != out.shape:
-            raise CorruptKVError(f"layer {layer} has another shape than asked for")
-        out.copy_(self._layers[layer])
-
-    def close(self) -> None:
-        """Nothing is held open."""
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 @torch.inference_mode()
 def verify(
     adapter: ModelAdapter, announce: Callable[[int, float], None] = lambda tokens, seconds: None
 ) -> Verification:
-    """Run the gate; never raises for a model that merely fails it. Takes the model's lock.
+    """Run the gate. A model that fails it is refused, not raised. Takes the model's lock.
 
-    ``announce(tokens, seconds)`` is told the prompt's length and how long the rest is expected to take.
+    ``announce(tokens, seconds)`` gets the prompt's length and how long the rest is expected to take.
     """
     if adapter.refusal is not None:
         return Verification("refused", adapter.refusal, ())
@@ -110,7 +111,6 @@ def _measure(
     announce(n, REMAINING_PREFILLS * (time.perf_counter() - began))
     rows = _random_fifth(n, adapter.device)
     computed = torch.cat((rows, torch.tensor([n - 1], device=adapter.device)))
-    # Logits of every row would take gigabytes on a large vocabulary: a spread of them is compared.
     spread = _spread(computed.numel(), adapter.device)
     seen = computed[spread]
     stock = adapter.model(input_ids=ids, use_cache=True, logits_to_keep=seen).logits[0]
@@ -123,17 +123,15 @@ def _measure(
         return _difference(logits[0], stock)
 
     def policy_diff(policy: str, schedule: str) -> float:
-        """What users run, over exact KV: the peek or the scout, narrowing from layer to layer."""
-        request = _request(n, HeldKV(kv), make_policy(policy), Schedule.parse(schedule), 0.2)
+        """What users run, over exact KV: the peek or the scout, fewer rows from layer to layer."""
+        request = _request(n, HeldKV(kv), make_policy(policy), schedule, 0.2)
         logits, _, _ = fusor.prefill(ids, request)
         return _difference(logits[0], stock[-1:])
 
-    policies = (("hkvd", "geometric"), ("query", "linear"))
-    subset = max(subset_diff(0.0), *(policy_diff(*each) for each in policies))
+    subset = max(subset_diff(0.0), policy_diff("hkvd", "geometric"), policy_diff("query", "linear"))
     perturbed = subset_diff(3.0)
     full, greedy = _full_recompute(adapter, ids, seen, stock, kv)
-    tolerance = TOLERANCE[adapter.layout.dtype] * max(scale, 1.0)
-    reason = _judge(subset, perturbed, full, greedy, tolerance, scale, adapter.layout.dtype)
+    reason = _why_refused(subset, perturbed, full, greedy, scale, adapter.layout.dtype)
     return Verification(
         verdict="refused" if reason else "blendable",
         reason=reason or "loaded KV reproduces a stock prefill, and disturbed KV does not",
@@ -147,16 +145,11 @@ def _measure(
     )
 
 
-def _judge(
-    subset: float,
-    perturbed: float,
-    full: float,
-    greedy: bool,
-    tolerance: float,
-    scale: float,
-    dtype: str,
+def _why_refused(
+    subset: float, perturbed: float, full: float, greedy: bool, scale: float, dtype: str
 ) -> str:
-    """The sentence that refuses the model, or an empty string."""
+    """One sentence, or an empty string if the model passes. NaN never passes."""
+    tolerance = TOLERANCE[dtype] * max(scale, 1.0)
     if not subset <= tolerance:
         return (
             f"recomputing a fifth of the rows over loaded KV changes logits by {subset:.3g} "
@@ -168,9 +161,9 @@ def _judge(
             "a wrong KV; use mode full"
         )
     if not full <= tolerance:
-        return f"recomputing everything changes logits by {full:.3g} (allowed {tolerance:.3g})"
+        return f"recomputing everything changes logits by {full:.3g} (allowed {tolerance:.3g}); use mode full"
     if not greedy and dtype == "float32":
-        return f"greedy decoding over the blended cache differs within {GREEDY_TOKENS} tokens"
+        return f"greedy decoding over the blended cache differs within {GREEDY_TOKENS} tokens; use mode full"
     return ""
 
 
@@ -182,11 +175,11 @@ def _full_recompute(
     request = _request(ids.shape[1], HeldKV(kv), make_policy("full"))
     logits, _, _ = fusor.prefill(ids, request, logits_to_keep=seen)
     last, cache, _ = fusor.prefill(ids, request, GREEDY_TOKENS)  # as requests run it
-    own = _greedy(adapter, int(last[0, -1].argmax()), cache)
+    blended = _greedy(adapter, int(last[0, -1].argmax()), cache)
     stock_out = adapter.model(input_ids=ids, use_cache=True, logits_to_keep=1)
-    theirs = _greedy(adapter, int(stock[-1].argmax()), stock_out.past_key_values)
+    expected = _greedy(adapter, int(stock[-1].argmax()), stock_out.past_key_values)
     difference = max(_difference(logits[0], stock), _difference(last[0], stock[-1:]))
-    return difference, own == theirs
+    return difference, blended == expected
 
 
 def _greedy(adapter: ModelAdapter, first: int, cache: Any) -> list[int]:
@@ -198,19 +191,57 @@ def _greedy(adapter: ModelAdapter, first: int, cache: Any) -> list[int]:
     return tokens
 
 
+# -- what it runs on ------------------------------------------------------------------------------
+
+
+class FixedRows(SelectionPolicy):
+    """Recomputes the given tokens in every layer from 1 on."""
+
+    name = "fixed"
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        self._positions = positions
+
+    def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
+        return self._positions
+
+
+class HeldKV:
+    """A reader over KV in memory, as the store would return it; its values disturbed if asked."""
+
+    key = "0" * 64
+    tier = "memory"
+
+    def __init__(self, kv: ChunkKV, disturbance: float = 0.0) -> None:
+        self.tokens = kv.tokens
+        self._layers = list(kv.layers)
+        if disturbance:
+            generator = torch.Generator().manual_seed(1)
+            self._layers = [_disturbed(layer, disturbance, generator) for layer in kv.layers]
+
+    @torch.inference_mode()
+    def read_layer(self, layer: int, out: torch.Tensor) -> None:
+        if self._layers[layer].shape != out.shape:
+            raise CorruptKVError(f"layer {layer} has another shape than asked for")
+        out.copy_(self._layers[layer])
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
 def _request(
     tokens: int,
     reader: HeldKV,
     policy: SelectionPolicy,
-    schedule: Schedule = CONSTANT,
+    schedule: str = "constant",
     ratio: float = 1.0,
 ) -> BlendRequest:
     span = LoadedSpan(0, tokens - 1, reader, OFFSET, exact=False)
-    return BlendRequest(tokens, (span,), policy, schedule, ratio)
+    return BlendRequest(tokens, (span,), policy, Schedule.parse(schedule), ratio)
 
 
 def _kv_at_offset(adapter: ModelAdapter, ids: torch.Tensor) -> ChunkKV:
-    """KV of the whole prompt computed at ``OFFSET``, its last token left out."""
+    """KV of the whole prompt but its last token, computed at ``OFFSET``."""
     cache = adapter.prefill_at(ids[0].tolist(), OFFSET)
     layout, n = adapter.layout, ids.shape[1] - 1
     layers = [
@@ -220,7 +251,7 @@ def _kv_at_offset(adapter: ModelAdapter, ids: torch.Tensor) -> ChunkKV:
 
 
 def _gate_prompt(adapter: ModelAdapter) -> torch.Tensor:
-    """Random ids ``[1, N]``, long enough to leave the smallest sliding window twice behind."""
+    """Random ids ``[1, N]``, more than twice the smallest sliding window."""
     config = adapter.stack.config
     window = getattr(config, "sliding_window", None)
     sliding = "sliding_attention" in adapter.stack.layer_types or not hasattr(config, "layer_types")
@@ -243,7 +274,7 @@ def _random_fifth(n: int, device: torch.device) -> torch.Tensor:
 
 
 def _spread(count: int, device: torch.device) -> torch.Tensor:
-    """At most :data:`COMPARED_ROWS` indices out of ``count``, evenly, the last one included."""
+    """At most :data:`COMPARED_ROWS` indices out of ``count``, evenly spread, the last one included."""
     step = -(-count // COMPARED_ROWS)
     return torch.arange(count - 1, -1, -step, device=device).flip(0)
 
@@ -258,3 +289,35 @@ def _disturbed(layer: torch.Tensor, size: float, generator: torch.Generator) -> 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.float() - b.float()).abs().max())
+
+
+# -- verdicts kept in the store -------------------------------------------------------------------
+
+
+def environment(device: torch.device) -> str:
+    """What a verdict holds for besides the model."""
+    return f"torch {torch.__version__}, transformers {transformers.__version__}, {device.type}"
+
+
+def remembered(root: Path, namespace: str, device: torch.device) -> Verification | None:
+    """The verification of ``namespace`` kept in the store at ``root`` for this environment."""
+    try:
+        fields = json.loads(regular_files.read_bytes(_file(root, namespace), MAX_BYTES))
+        if fields.pop("environment") != environment(device):
+            return None
+        kept = Verification(**{**fields, "layers": tuple(fields["layers"])})
+        return kept if kept.verdict in get_args(Verdict) and isinstance(kept.reason, str) else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+def remember(root: Path, namespace: str, device: torch.device, result: Verification) -> None:
+    """Keep ``result``. Raises :class:`OSError`."""
+    target = _file(root, namespace)
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fields = {**result.as_dict(), "environment": environment(device)}
+    regular_files.replace(target, json.dumps(fields).encode())
+
+
+def _file(root: Path, namespace: str) -> Path:
+    return Path(root) / "verified" / f"{namespace}.json"

@@ -1,14 +1,14 @@
-"""Forward hooks on the decoder layers of an unmodified model, for one forward.
+"""Forward hooks on an unmodified model, for one blended forward.
 
-:class:`Pack` says which rows a layer computes, and the hooks slice the layer's arguments to those.
-:class:`Fusor` registers and removes them. Other threads may run the same modules meanwhile: the hooks act
-only on the forward that was given the pack's cache (:func:`under_way`).
+:class:`Pack` says which rows a layer computes; the hooks slice the layer's arguments to those rows. They act
+only on the forward that is given the pack's cache, because other threads may run the same modules meanwhile.
+They serve exactly one forward, and are removed after it, whatever happens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,77 +17,88 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from blendrag.errors import UnsupportedModelError
-from blendrag.fusor.attention import ROWS_KEYWORD
+from blendrag.fusor.attention import NAME, ROWS_KEYWORD, implementation
 from blendrag.fusor.fusion import Phase
 from blendrag.fusor.pack import Pack
 from blendrag.fusor.rows import AnyRows, At
-from blendrag.metrics import Timeline
+from blendrag.model.structure import DecoderStack
 
 #: Tensor arguments indexed by token in their last dimension (``[…, N]``).
 BY_TOKEN = ("position_ids", "cache_position")
 #: Arguments that are passed on as they are.
 UNTOUCHED = ("hidden_states", "past_key_values", "past_key_value", "layer_past")
 
-
-_cache_under_way: ContextVar[Cache | None] = ContextVar("blendrag_forward", default=None)
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @contextmanager
-def under_way(cache: Cache) -> Iterator[None]:
-    """Within this context and thread the decoder runs the forward that was given ``cache``."""
-    token = _cache_under_way.set(cache)
-    try:
+def hooked(stack: DecoderStack, pack: Pack, fast_attention: bool) -> Iterator[None]:
+    """Within this context the first forward of ``stack`` with the pack's cache is blended."""
+    cache, timeline = pack.cache, pack.timeline
+    with ExitStack() as hooks:
+        hooks.callback(pack.close)
+        cache.merge = pack.merge
+        hooks.callback(cache.end_fusion)
+
+        def begin(module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
+            if kwargs is None or not _carries(cache, args, kwargs):
+                return
+            hooks.enter_context(_under_way(cache))
+            if fast_attention:
+                hooks.enter_context(implementation(stack, NAME))
+            if pack.needs_scout:
+                with pack.scout_pass(stack):
+                    module.forward(*args, **kwargs)
+
+        def finish(*_: Any) -> None:
+            if _is_under_way(cache):
+                hooks.close()
+
+        def end_of(index: int) -> Callable[..., None]:
+            def leave(*_: Any) -> None:
+                if timeline is not None and _is_under_way(cache):
+                    timeline.leave(index)
+
+            return leave
+
+        for index, layer in enumerate(stack.layers):
+            slicing = _slicing(pack, index, masked=not fast_attention)
+            hooks.callback(layer.register_forward_pre_hook(slicing, with_kwargs=True).remove)
+            if timeline is not None:
+                hooks.callback(layer.register_forward_hook(end_of(index)).remove)
+        hooks.callback(stack.base.register_forward_pre_hook(begin, with_kwargs=True).remove)
+        hooks.callback(stack.base.register_forward_hook(finish).remove)
+        pack.start()
         yield
-    finally:
-        # A caller may leave the fusion in another context than the forward ran in, after an error to keep.
-        with suppress(ValueError):
-            _cache_under_way.reset(token)
 
 
-def is_under_way(cache: Cache) -> bool:
-    """Whether this thread runs the forward that was given ``cache``. Never while dynamo traces one."""
-    return not torch.compiler.is_dynamo_compiling() and _cache_under_way.get() is cache
+def _slicing(pack: Pack, index: int, masked: bool) -> Callable[..., Arguments | None]:
+    """Forward pre-hook of layer ``index``: runs it on the pack's rows only.
 
+    ``masked``: the model's own attention runs, with explicit masks.
+    """
 
-def carries(cache: Cache, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-    """Whether ``cache`` is among the arguments of a forward. Never while dynamo traces one."""
-    if torch.compiler.is_dynamo_compiling():
-        return False
-    return any(value is cache for value in (*args, *(kwargs or {}).values()))
-
-
-class LayerHook:
-    """Forward pre-hook of one decoder layer: runs it on the pack's rows only."""
-
-    def __init__(self, pack: Pack, index: int, masked: bool) -> None:
-        """``masked``: the model's own attention runs, with explicit masks."""
-        self._pack = pack
-        self._index = index
-        self._masked = masked
-
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        pack = self._pack
+    def hook(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> Arguments | None:
         # torch passes no kwargs if the hook is removed after another thread began to run hooks
-        if kwargs is None or not is_under_way(pack.cache):
+        if kwargs is None or not _is_under_way(pack.cache):
             return None
         if pack.timeline is not None:
-            pack.timeline.enter(self._index)
+            pack.timeline.enter(index)
         hidden = args[0] if args else kwargs["hidden_states"]
         if hidden.shape[0] != 1:
             raise UnsupportedModelError(
                 f"a batch of {hidden.shape[0]} sequences cannot be blended in one forward; "
                 "blend one prompt at a time"
             )
-        refuse_positional(args[1:], pack.prompt_tokens)
+        for number, value in enumerate(args[1:], 1):
+            _refuse_token_length(f"#{number}", value, pack.prompt_tokens)
 
-        def arguments(
-            rows: AnyRows, indices: torch.Tensor | None
-        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            masked = self._masked and pack.phase is not Phase.SCOUT  # scouts mask their rows
-            sliced = slice_kwargs(kwargs, rows, masked)
-            if not self._masked:
+        def arguments(rows: AnyRows, indices: torch.Tensor | None) -> Arguments:
+            with_mask = masked and pack.phase is not Phase.SCOUT  # scouts mask their rows
+            sliced = slice_kwargs(kwargs, rows, with_mask)
+            if not masked:
                 sliced[ROWS_KEYWORD] = rows
             states = hidden if indices is None else hidden[:, indices]
             if args:
@@ -99,28 +110,48 @@ class LayerHook:
             run_args, run_kwargs = arguments(rows, indices)
             module.forward(*run_args, **run_kwargs)
 
-        return arguments(*pack.enter_layer(self._index, run))
+        return arguments(*pack.enter_layer(index, run))
+
+    return hook
 
 
-class LayerEnd:
-    """Forward hook of one decoder layer: its span of the timeline ends here."""
+# -- which forward it is ----------------------------------------------------------------------------
 
-    def __init__(self, timeline: Timeline, cache: Cache, index: int) -> None:
-        self._timeline = timeline
-        self._cache = cache
-        self._index = index
+_cache_under_way: ContextVar[Cache | None] = ContextVar("blendrag_forward", default=None)
 
-    def __call__(self, *args: Any) -> None:
-        if is_under_way(self._cache):
-            self._timeline.leave(self._index)
+
+@contextmanager
+def _under_way(cache: Cache) -> Iterator[None]:
+    """Within this context and thread the decoder runs the forward that was given ``cache``."""
+    token = _cache_under_way.set(cache)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # after an error it may be left in another context
+            _cache_under_way.reset(token)
+
+
+def _is_under_way(cache: Cache) -> bool:
+    """Whether this thread runs the forward that was given ``cache``. Never while dynamo traces one."""
+    return not torch.compiler.is_dynamo_compiling() and _cache_under_way.get() is cache
+
+
+def _carries(cache: Cache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether ``cache`` is among the arguments of a forward. Never while dynamo traces one."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    return any(value is cache for value in (*args, *kwargs.values()))
+
+
+# -- its arguments ----------------------------------------------------------------------------------
 
 
 def slice_kwargs(kwargs: dict[str, Any], rows: AnyRows, masked: bool) -> dict[str, Any]:
     """Keyword arguments of a layer for ``rows`` only.
 
-    ``masked``: the model's own attention runs and needs a mask: its rows are gathered, or built if the model
-    relied on plain causality (``None``). Arguments are not copied if ``rows`` are all rows of the prompt.
-    An argument of the prompt's length that is not known here is refused.
+    ``masked``: the attention needs a mask. Its rows are gathered, or built if the model relied on plain
+    causality (``None``). Nothing is copied if ``rows`` are all rows of the prompt. Raises
+    :class:`UnsupportedModelError` for an unknown argument of the prompt's length.
     """
     out = dict(kwargs)
     fewer = rows.count < rows.prompt_tokens
@@ -136,12 +167,6 @@ def slice_kwargs(kwargs: dict[str, Any], rows: AnyRows, masked: bool) -> dict[st
     if masked and "attention_mask" not in kwargs:
         out["attention_mask"] = rows.mask()
     return out
-
-
-def refuse_positional(args: tuple[Any, ...], prompt_tokens: int) -> None:
-    """Refuse positional arguments after the hidden states that depend on the prompt's length."""
-    for index, value in enumerate(args):
-        _refuse_token_length(f"#{index + 1}", value, prompt_tokens)
 
 
 def _mask_of(mask: torch.Tensor | None, rows: AnyRows) -> torch.Tensor:

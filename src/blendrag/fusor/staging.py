@@ -1,10 +1,9 @@
 """Host memory for KV on its way from a reader to where the model computes (CacheBlend §5, §6).
 
-Owns a ring of slots with room for one layer each, and the way out of them. Needed where a reader
-cannot write into the prompt's buffers: on another device, and for a chunk cut off at its tail. The
-reading thread fills a slot while those before it are copied out, and waits when all are full, so that
-a query takes two layers of memory beside the prompt's own, however deep the model. Knows neither
-chunks nor positions, and nothing of what a layer's bytes mean.
+Needed if a reader cannot write into the prompt's buffers: on another device, or for a chunk cut off at its
+tail. A ring of two slots, each with room for one layer: the reading thread fills one while the other is
+copied out, and waits if both are full. A query then takes two layers of memory on top of the prompt's own,
+however deep the model.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ SLOTS = 2
 
 
 class Transfer(NamedTuple):
-    """A tensor to be staged, and where its head goes."""
+    """A tensor to be staged, and where its first tokens go."""
 
     target: torch.Tensor
     """``[2, Hkv, n, D]`` of the prompt's buffer."""
     shape: tuple[int, ...]
-    """``[2, Hkv, T, D]`` with ``T >= n``: what the reader writes, of the target's dtype."""
+    """``[2, Hkv, T, D]`` with ``T >= n``: what the reader writes, in the target's dtype."""
 
     @property
     def size_bytes(self) -> int:
@@ -36,7 +35,7 @@ class Transfer(NamedTuple):
 class StagingRing(ABC):
     """The transfers of every layer, taken layer by layer. One thread fills, one receives.
 
-    What is staged of a layer lies in one slot, one transfer behind another.
+    A slot holds the transfers of one layer, one after another.
     """
 
     pinned = False
@@ -48,8 +47,11 @@ class StagingRing(ABC):
         self._used = 0
         self._closed = False
 
+    def start(self) -> None:  # noqa: B027 - only a device has something to wait for
+        """Called by the receiving thread before the first slot is filled."""
+
     def fill(self, layer: int) -> list[torch.Tensor]:
-        """Where the reader writes, in the order of the layer's transfers; none once it is closed.
+        """Where the reader writes, in the order of the layer's transfers; empty once the ring is closed.
 
         Blocks until a slot is free.
         """
@@ -58,41 +60,36 @@ class StagingRing(ABC):
         at = self._used % SLOTS
         self._used += 1
         if at == len(self._slots):
-            self._slots.append(
-                torch.empty(self._slot_bytes, dtype=torch.uint8, pin_memory=self.pinned)
-            )
+            slot = torch.empty(self._slot_bytes, dtype=torch.uint8, pin_memory=self.pinned)
+            self._slots.append(slot)
         else:
             self._wait_until_free(at)
-        return [] if self._closed else self._parts(layer, self._slots[at])
-
-    def _parts(self, layer: int, slot: torch.Tensor) -> list[torch.Tensor]:
+        if self._closed:
+            return []
         parts, begin = [], 0
         for transfer in self._transfers[layer]:
-            end = begin + transfer.size_bytes
-            parts.append(slot[begin:end].view(transfer.target.dtype).view(transfer.shape))
-            begin = end
+            part = self._slots[at][begin : begin + transfer.size_bytes]
+            parts.append(part.view(transfer.target.dtype).view(transfer.shape))
+            begin += transfer.size_bytes
         return parts
-
-    def start(self) -> None:  # noqa: B027 - only a device has anything to wait for
-        """To be called by the receiving thread, before the first slot is filled."""
 
     @abstractmethod
     def _wait_until_free(self, slot: int) -> None:
-        """Block until what ``slot`` held last has left it, or the ring is closed."""
+        """Block until the last content of ``slot`` is copied out, or the ring is closed."""
 
     @abstractmethod
     def send(self, layer: int, filled: Sequence[torch.Tensor]) -> None:
-        """What :meth:`fill` gave for ``layer`` is filled. Called by the filling thread."""
+        """Hand over what :meth:`fill` returned for ``layer``, now filled. Called by the filling thread."""
 
     @abstractmethod
     def receive(self, layer: int) -> None:
-        """``layer``, which was sent, is in place for all that the calling thread does after it.
+        """Put ``layer``, which was sent, in place for everything the calling thread does next.
 
         Layers are received in ascending order.
         """
 
     def has_arrived(self, layer: int) -> bool:
-        """Whether what was sent of ``layer`` can be received without waiting."""
+        """Whether ``layer``, which was sent, can be received without waiting."""
         return True
 
     def stop(self) -> None:
@@ -100,18 +97,19 @@ class StagingRing(ABC):
         self._closed = True
 
     def close(self) -> None:
-        """Leave the targets alone and let go of the slots; the filling thread has ended. Idempotent."""
+        """Leave the targets alone and free the slots; the filling thread has ended. Idempotent."""
         self._slots = []
 
 
 class HostRing(StagingRing):
-    """The receiving thread copies: torch operators in the reader's would start a second team of threads."""
+    """The receiving thread copies: torch operators in the reader's thread would start a second OpenMP
+    team."""
 
     def __init__(self, transfers: Sequence[Sequence[Transfer]]) -> None:
         super().__init__(transfers)
         self._sent: list[Sequence[torch.Tensor]] = [()] * len(transfers)
         self._free = threading.Semaphore(0)
-        """One for every slot that was left, in the order in which they were filled."""
+        """One for every slot copied out, in the order in which they were filled."""
 
     def _wait_until_free(self, slot: int) -> None:
         self._free.acquire()
@@ -137,10 +135,10 @@ class HostRing(StagingRing):
 
 
 class CudaRing(StagingRing):
-    """Pinned slots, copied on a stream of their own as soon as they are full; one event a layer.
+    """Pinned slots, copied on a separate stream as soon as they are full, with one event per layer.
 
-    Neither side waits for the device as a whole: the receiving thread's stream waits for the layer's
-    event, and the filling thread for the event of the copy that last used the slot.
+    Neither side waits for the whole device: the receiving thread's stream waits for the layer's event, and
+    the filling thread for the event of the copy that last used the slot.
     """
 
     pinned = True
@@ -149,13 +147,13 @@ class CudaRing(StagingRing):
         super().__init__(transfers)
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        # A waiting thread sleeps rather than spins beside the one that queues kernels.
+        # blocking: a waiting thread sleeps instead of spinning next to the one that queues kernels
         self._arrived = [torch.cuda.Event(blocking=True) for _ in transfers]
         self._last: dict[int, int] = {}
         """Slot → the layer that was last sent from it."""
 
     def start(self) -> None:
-        # Memory of the targets may still be read by what was queued before them.
+        # Work queued before may still read the targets' memory.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def _wait_until_free(self, slot: int) -> None:
@@ -166,8 +164,8 @@ class CudaRing(StagingRing):
             return
         with torch.cuda.stream(self._stream):
             for (target, _), staged in zip(self._transfers[layer], filled, strict=True):
-                # Whole to the device and from there into its stripes: the only copy of this shape
-                # that is asynchronous and needs no second one in host memory.
+                # Whole to the device and from there into its stripes: the only copy of this shape that is
+                # asynchronous and needs no second one in host memory.
                 arrived = staged.to(self._device, non_blocking=True)
                 target.copy_(arrived[:, :, : target.shape[2]])
             self._arrived[layer].record(self._stream)
@@ -181,9 +179,9 @@ class CudaRing(StagingRing):
             torch.cuda.current_stream(self._device).wait_event(self._arrived[layer])
 
     def close(self) -> None:
-        # The targets' memory may be given to something else: not before the last copy is through.
+        # The targets' memory must not be reused before the last copy. torch reuses pinned memory only after
+        # the copies queued from it.
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        # torch gives pinned memory to nobody else before the copies that were queued from it are through.
         super().close()
 
 

@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from blendrag.config import DEFAULT_POLICY
-from blendrag.fusor.selection import COUNTED, POLICIES
+from blendrag.fusor.selection import POLICIES
 from blendrag.lab.bench.cli.load import load
 from blendrag.lab.bench.cli.spread import spread
 from blendrag.lab.bench.cli.sweep import sweep
@@ -73,7 +73,9 @@ def test_the_help_of_policy_names_every_policy(command: str) -> None:
     helped = invoke("bench", command, "--help").stdout.replace("│", " ")
     listed = " ".join(helped.split()).partition("--policy")[2].partition("--schedule")[0]
     for name in POLICIES:
-        assert f"{name}(k)" in listed if name in COUNTED else f"{name}," in listed, name
+        assert f"{name}(k)" in listed if POLICIES[name].k is not None else f"{name}," in listed, (
+            name
+        )
 
 
 @pytest.mark.parametrize("command", [ttft, sweep, trace, load])

@@ -16,6 +16,16 @@ from blendrag.fusor.selection.query_hkvd import QueryHKVDPolicy
 from blendrag.fusor.selection.random import RandomPolicy
 from blendrag.fusor.selection.schedule import Schedule
 
+__all__ = [
+    "POLICIES",
+    "LayerView",
+    "PromptGeometry",
+    "Schedule",
+    "SelectionPolicy",
+    "make_policy",
+    "policy_names",
+]
+
 POLICIES: dict[str, type[SelectionPolicy]] = {
     policy.name: policy
     for policy in (
@@ -30,39 +40,20 @@ POLICIES: dict[str, type[SelectionPolicy]] = {
         BlendPolicy,
     )
 }
-#: Policies whose name may carry a number of tokens: ``boundary(16)``.
-COUNTED: dict[str, type[BoundaryPolicy] | type[BlendPolicy]] = {
-    BoundaryPolicy.name: BoundaryPolicy,
-    BlendPolicy.name: BlendPolicy,
-}
-
-__all__ = [
-    "COUNTED",
-    "POLICIES",
-    "LayerView",
-    "PromptGeometry",
-    "Schedule",
-    "SelectionPolicy",
-    "make_policy",
-    "policy_names",
-]
 
 
 def make_policy(text: str | SelectionPolicy) -> SelectionPolicy:
-    """``"hkvd"``, ``"boundary(32)"``, … → a policy.
-
-    Raises :class:`InvalidInputError`.
-    """
+    """The policy of ``"hkvd"``, ``"boundary(32)"``, … Raises :class:`InvalidInputError`."""
     if isinstance(text, SelectionPolicy):
         return text
     match = re.fullmatch(r"([a-z+-]+)(?:\((\d{1,9})\))?", text.strip())
-    counted = match is None or not match[2] or match[1] in COUNTED
-    if match is None or match[1] not in POLICIES or not counted:
+    policy = POLICIES.get(match[1]) if match else None
+    if match is None or policy is None or (match[2] and policy.k is None):
         raise InvalidInputError(f"policy {text!r} is not one of {policy_names()}")
-    return COUNTED[match[1]](int(match[2])) if match[2] else POLICIES[match[1]]()
+    return policy(int(match[2])) if match[2] else policy()
 
 
 def policy_names() -> str:
-    """All names that :func:`make_policy` reads, for a sentence."""
-    names = (f"{name}(k)" if name in COUNTED else name for name in POLICIES)
+    """All names that :func:`make_policy` accepts, for a sentence."""
+    names = (name if policy.k is None else f"{name}(k)" for name, policy in POLICIES.items())
     return f"{', '.join(names)} (k in tokens)"

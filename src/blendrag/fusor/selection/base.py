@@ -83,6 +83,8 @@ class SelectionPolicy:
     """One way to choose tokens. ``str(policy)`` is what :func:`make_policy` parses."""
 
     name: ClassVar[str]
+    k: int | None = None
+    """Tokens at the head of each chunk, if the policy takes such a number: ``boundary(16)``."""
     needs_deviation: bool = False
     """Whether it compares fresh with loaded KV. Layer 0 is then computed for every candidate."""
     needs_attention: bool = False
@@ -102,6 +104,10 @@ class SelectionPolicy:
     """Whether one ranking made before layer 0 decides every layer; see :meth:`worth`."""
     schedule: Schedule | None = None
     """A fixed schedule; ``None``: the request's."""
+
+    def __init__(self, k: int | None = None) -> None:
+        if k is not None:
+            self.k = k
 
     @property
     def follows_schedule(self) -> bool:
@@ -143,7 +149,7 @@ class SelectionPolicy:
         raise NotImplementedError(f"{type(self).__name__} does not rank tokens once")
 
     def __str__(self) -> str:
-        return self.name
+        return self.name if self.k is None else f"{self.name}({self.k})"
 
 
 def top(scores: torch.Tensor, tokens: torch.Tensor, budget: int) -> torch.Tensor:

@@ -11,11 +11,8 @@ says little about what later layers need.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
-from blendrag.errors import InvalidInputError
 from blendrag.fusor.selection.base import LayerView, SelectionPolicy
 
 #: Heads take at most 1/10 of the budget: with short chunks they would leave little for the question.
@@ -25,21 +22,14 @@ HEADS_PART = 10
 class BlendPolicy(SelectionPolicy):
     """Heads out of at most a tenth of the budget, then attention; one ranking for every layer."""
 
-    name: ClassVar[str] = "blend"
+    name = "blend"
+    k = 2
     needs_attention = True
     attention_depth = (0.25, 1.0)
     sqrt_attention = True
     ranks_once = True
 
-    def __init__(self, k: int = 2) -> None:
-        if k < 0:
-            raise InvalidInputError(f"blend({k}): k must be 0 or more tokens")
-        self.k = k
-
     def worth(self, view: LayerView, budget: int) -> torch.Tensor:
         assert view.attention is not None
         heads = min(self.k, budget // (HEADS_PART * len(view.geometry.chunk_spans)))
         return view.attention.masked_fill(view.index_in_chunk < heads, float("inf"))
-
-    def __str__(self) -> str:
-        return f"{self.name}({self.k})"

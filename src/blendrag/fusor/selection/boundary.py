@@ -6,11 +6,8 @@ Encoding a chunk alone damages its head most: the first tokens become attention 
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
-from blendrag.errors import InvalidInputError
 from blendrag.fusor.selection.base import LayerView, SelectionPolicy
 from blendrag.fusor.selection.schedule import Schedule
 
@@ -18,13 +15,9 @@ from blendrag.fusor.selection.schedule import Schedule
 class BoundaryPolicy(SelectionPolicy):
     """First ``k`` tokens of each blended chunk."""
 
-    name: ClassVar[str] = "boundary"
+    name = "boundary"
+    k = 16
     budgeted = False
-
-    def __init__(self, k: int = 16) -> None:
-        if k < 0:
-            raise InvalidInputError(f"boundary({k}): k must be 0 or more tokens")
-        self.k = k
 
     def layer_counts(
         self, schedule: Schedule, ratio: float, candidates: int, layers: int, chunks: int
@@ -35,6 +28,3 @@ class BoundaryPolicy(SelectionPolicy):
         if layer > 0:  # chosen once, at layer 0, so that no later layer waits for the device
             return view.tokens
         return view.tokens[view.index_in_chunk < self.k]
-
-    def __str__(self) -> str:
-        return f"{self.name}({self.k})"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from blendrag.fusor.selection.base import LayerView, SelectionPolicy
@@ -13,7 +11,7 @@ from blendrag.fusor.selection.schedule import Schedule
 class FullPolicy(SelectionPolicy):
     """Every candidate in every layer, through the same scatter path; equals a stock prefill."""
 
-    name: ClassVar[str] = "full"
+    name = "full"
     budgeted = False
 
     def layer_counts(
@@ -28,7 +26,7 @@ class FullPolicy(SelectionPolicy):
 class ReusePolicy(SelectionPolicy):
     """No candidate: full KV reuse with re-positioning, as Prompt Cache does."""
 
-    name: ClassVar[str] = "reuse"
+    name = "reuse"
     budgeted = False
 
     def layer_counts(

@@ -7,8 +7,6 @@ r.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from blendrag.fusor.selection.base import LayerView, SelectionPolicy, top
@@ -17,7 +15,7 @@ from blendrag.fusor.selection.base import LayerView, SelectionPolicy, top
 class HKVDPolicy(SelectionPolicy):
     """Gradual filtering on K and V deviation."""
 
-    name: ClassVar[str] = "hkvd"
+    name = "hkvd"
     needs_deviation = True
 
     def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:

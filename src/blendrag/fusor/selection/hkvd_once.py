@@ -7,8 +7,6 @@ layer; here only its projections are computed, as for ``hkvd``.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from blendrag.fusor.selection.base import LayerView, SelectionPolicy, top
@@ -18,7 +16,7 @@ from blendrag.fusor.selection.schedule import Schedule
 class HKVDOncePolicy(SelectionPolicy):
     """Largest squared V difference at layer 1; always the constant schedule."""
 
-    name: ClassVar[str] = "hkvd-once"
+    name = "hkvd-once"
     needs_deviation = True
     schedule = Schedule("constant")
 

@@ -11,8 +11,6 @@ third of the stored KV loads during recompute. In the embedded model of 12 layer
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from blendrag.fusor.selection.base import MIDDLE_THIRD, LayerView, SelectionPolicy
@@ -21,7 +19,7 @@ from blendrag.fusor.selection.base import MIDDLE_THIRD, LayerView, SelectionPoli
 class QueryPolicy(SelectionPolicy):
     """Most attention from the question; the same ranking in every layer."""
 
-    name: ClassVar[str] = "query"
+    name = "query"
     needs_attention = True
     deep_attention_depth = MIDDLE_THIRD
     ranks_once = True

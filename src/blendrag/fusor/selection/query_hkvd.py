@@ -8,8 +8,6 @@ for all candidates with the peek at layer 1.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from blendrag.fusor.selection.base import MIDDLE_THIRD, LayerView, SelectionPolicy, top
@@ -18,7 +16,7 @@ from blendrag.fusor.selection.base import MIDDLE_THIRD, LayerView, SelectionPoli
 class QueryHKVDPolicy(SelectionPolicy):
     """Most attention from the question first; the rest of the budget by deviation, filtered gradually."""
 
-    name: ClassVar[str] = "query+hkvd"
+    name = "query+hkvd"
     needs_deviation = True
     needs_attention = True
     deep_attention_depth = MIDDLE_THIRD

@@ -5,8 +5,6 @@ The order is drawn once per prompt, seeded by its geometry, so that the same pro
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 import xxhash
 
@@ -16,7 +14,7 @@ from blendrag.fusor.selection.base import LayerView, SelectionPolicy
 class RandomPolicy(SelectionPolicy):
     """Uniform over the candidates; layer 0 is computed for the chosen tokens alone."""
 
-    name: ClassVar[str] = "random"
+    name = "random"
     ranks_once = True
 
     def worth(self, view: LayerView, budget: int) -> torch.Tensor:

@@ -1,8 +1,7 @@
-"""How the recompute ratio r is spread over layers 1…L-1.
+"""How the recompute ratio r is spread over layers 1…L-1 (CacheBlend §4.3 asks for r1 > r2 > …).
 
-A schedule is a vector of L-1 shares, none above 1, none above the one before (selected sets are
-nested; weights that rise are refused), with mean exactly r. The paper asks for r1 > r2 > …; which
-shape is best is a matter of the model and is measured, not assumed.
+A schedule becomes L-1 shares in [0, 1], non-increasing because selected sets are nested, with mean exactly r.
+Which shape is best depends on the model; ``blendrag calibrate`` measures it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ DEFAULT_GROWTH = 0.8
 CALIBRATED = "calibrated"
 #: Weights smaller than this, relative to the first, count as 0.
 NEGLIGIBLE = 1e-12
-#: A weight may exceed the one before by this share of it: rounding, not a shape.
+#: A weight may exceed the one before by this share of it, for rounding.
 ROUNDING = 1e-6
 
 
@@ -26,9 +25,8 @@ ROUNDING = 1e-6
 class Schedule:
     """A named family (``constant``, ``linear``, ``geometric[:g]``, ``first:m``) or a vector of weights.
 
-    ``first:m`` spends r evenly on layers 1…m and nothing later: a model that resolves references early
-    needs no more. ``calibrated`` stands for the vector found for this model and is replaced by it
-    before a request runs; it carries that vector then.
+    ``first:m`` spends r evenly on layers 1…m and nothing later. ``calibrated`` stands for the vector found
+    for a model and its corpus; an engine looks it up before a request runs.
     """
 
     name: str
@@ -40,9 +38,9 @@ class Schedule:
     def parse(cls, text: str | Sequence[float]) -> Schedule:
         """``"geometric:0.6"``, ``"first:4"``, ``"0.4,0.2,0.1"``, … or a sequence of weights.
 
-        Raises :class:`InvalidInputError` for a name nobody knows and for weights that rise."""
+        Raises :class:`InvalidInputError`, also for weights that rise."""
         if not isinstance(text, str):
-            return cls("vector", _weights(list(text), repr(text)))
+            return cls("vector", _weights(text, repr(text)))
         name, _, argument = text.strip().partition(":")
         if name in ("constant", "linear") and not argument:
             return cls(name)
@@ -55,10 +53,12 @@ class Schedule:
             if not (argument.isdecimal() and int(argument) > 0):
                 raise InvalidInputError(f"schedule {text!r}: expected first:m, m layers, 1 or more")
             return cls(name, first=int(argument))
-        if name == CALIBRATED:
-            return cls(name, _vector(argument, text) if argument else ())
-        if "," in text:
-            return cls("vector", _vector(text, text))
+        if name == CALIBRATED and not argument:
+            return cls(name)
+        if name == CALIBRATED or "," in text:
+            vector = argument if name == CALIBRATED else text
+            weights = _weights([_number(part, text) for part in vector.split(",")], text)
+            return cls(CALIBRATED if name == CALIBRATED else "vector", weights)
         raise InvalidInputError(
             f"schedule {text!r} is not constant, linear, geometric[:g], first:m, calibrated or "
             "comma-separated weights for layers 1…L-1"
@@ -66,7 +66,7 @@ class Schedule:
 
     @property
     def is_open(self) -> bool:
-        """Whether it only says ``calibrated``, and not yet what that is."""
+        """Whether it is ``calibrated`` without the vector."""
         return self.name == CALIBRATED and not self.weights
 
     def __str__(self) -> str:
@@ -80,19 +80,16 @@ class Schedule:
         return vector or self.name
 
     def shares(self, ratio: float, layers: int) -> list[float]:
-        """Shares of layers 1…``layers``-1, non-increasing, each in [0, 1], mean exactly ``ratio``."""
+        """Shares of layers 1…``layers``-1, non-increasing, each in [0, 1], with mean ``ratio``."""
         if not 0.0 <= ratio <= 1.0:
             raise InvalidInputError(f"ratio {ratio} is outside [0, 1]")
         n = layers - 1
-        if n <= 0:
-            return []
-        return _capped([max(w, 0.0) for w in self._shape(n)], ratio)
+        return _capped(self._shape(n), ratio) if n > 0 else []
 
     def counts(self, ratio: float, layers: int, candidates: int) -> list[int]:
-        """Tokens per layer 1…``layers``-1; they sum to round(r · candidates · (layers - 1)).
+        """Tokens per layer 1…``layers``-1, non-increasing; they sum to round(r · candidates · (layers - 1)).
 
-        Rounding is carried from layer to layer, so that the mean over layers is r to within one
-        token in all, and the counts stay non-increasing.
+        Rounding is carried from layer to layer, so that the mean over layers is r to within one token in all.
         """
         counts: list[int] = []
         exact = 0.0
@@ -101,12 +98,17 @@ class Schedule:
             counts.append(max(0, round(exact) - sum(counts)))
         for i in range(1, len(counts)):  # carrying may lift a count one above its predecessor
             surplus = max(0, counts[i] - counts[i - 1])
-            if surplus:
-                counts[i] -= surplus
-                _give(counts, surplus, candidates)
+            counts[i] -= surplus
+            for j in range(len(counts)):  # the earliest layers with room take it
+                taken = min(surplus, (candidates if j == 0 else counts[j - 1]) - counts[j])
+                counts[j] += taken
+                surplus -= taken
+                if not surplus:
+                    break
         return counts
 
     def _shape(self, n: int) -> list[float]:
+        """``n`` weights, before scaling to the ratio."""
         if self.name == "constant":
             return [1.0] * n
         if self.name == "linear":  # 1.5r → 0.5r
@@ -117,8 +119,8 @@ class Schedule:
             return [float(i < self.first) for i in range(n)]
         if self.is_open:
             raise InvalidInputError(
-                "schedule 'calibrated' means what was found for a model and its corpus, expected an "
-                "engine to look it up; name a family here or give the weights"
+                "schedule 'calibrated' has no weights here, expected an engine to look them up; name a "
+                "family or give the weights"
             )
         if len(self.weights) != n:
             raise InvalidInputError(
@@ -129,43 +131,23 @@ class Schedule:
 
 
 def _capped(shape: list[float], ratio: float) -> list[float]:
-    """Scale ``shape`` to mean ``ratio`` with every entry ≤ 1; what the cap takes is redistributed."""
+    """``shape`` scaled to mean ``ratio`` with every entry ≤ 1; what the cap takes goes to later entries."""
     n = len(shape)
-    for i in range(1, n):  # what rises by rounding alone
+    for i in range(1, n):  # entries that rise by rounding
         shape[i] = min(shape[i], shape[i - 1])
-    # Weights that vanish beside the first would overflow the scale that is to lift them.
+    # Weights that vanish next to the first would overflow the scale.
     shape = [weight if weight > NEGLIGIBLE * shape[0] else 0.0 for weight in shape]
-    total = ratio * n
-    capped = 0
-    while True:
-        rest = sum(shape[capped:])
-        left = total - capped
-        if capped == n:
-            return [1.0] * n
+    for capped in range(n):
+        left, rest = ratio * n - capped, sum(shape[capped:])
         if rest <= 0.0:  # the weights end before the budget does
             return [1.0] * capped + [left / (n - capped)] * (n - capped)
         scale = left / rest
         if shape[capped] * scale <= 1.0 + 1e-12:
             return [1.0] * capped + [min(1.0, w * scale) for w in shape[capped:]]
-        capped += 1
+    return [1.0] * n
 
 
-def _give(counts: list[int], surplus: int, candidates: int) -> None:
-    """Hand ``surplus`` tokens to the earliest layers that may take them."""
-    for i in range(len(counts)):
-        room = (candidates if i == 0 else counts[i - 1]) - counts[i]
-        taken = min(room, surplus)
-        counts[i] += taken
-        surplus -= taken
-        if not surplus:
-            return
-
-
-def _vector(text: str, whole: str) -> tuple[float, ...]:
-    return _weights([_number(part, whole) for part in text.split(",")], whole)
-
-
-def _weights(values: list[float], text: str) -> tuple[float, ...]:
+def _weights(values: Sequence[float], text: str) -> tuple[float, ...]:
     if not values or not all(math.isfinite(v) and v >= 0 for v in values) or max(values) <= 0:
         raise InvalidInputError(f"schedule {text!r}: weights must be 0 or more, and not all 0")
     for layer, (before, weight) in enumerate(pairwise(values), 2):

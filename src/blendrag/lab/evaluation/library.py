@@ -21,8 +21,7 @@ from blendrag.config import KVEncoding
 from blendrag.corpus.embedder import Embedder
 from blendrag.engine import BlendEngine
 from blendrag.errors import InvalidInputError
-from blendrag.fusor.gate import verify
-from blendrag.fusor.gate_record import remember
+from blendrag.fusor.gate import remember, verify
 from blendrag.lab.evaluation.ways import PREFIX, Way
 from blendrag.model.adapter import ModelAdapter
 from blendrag.store.identity import chunk_key
