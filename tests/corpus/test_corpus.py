@@ -320,7 +320,7 @@ def test_a_search_that_fails_halfway_adds_no_vector_twice(
     with pytest.raises(CorpusError, match="disk I/O error"):
         corpus.nearest(vector_of("query"), 9)
     assert len(texts_found(corpus, "query", 9)) == 6
-    assert corpus.search.index._index.ntotal == 6
+    assert corpus.vectors._index.ntotal == 6
 
 
 def test_another_process_sees_changes_at_once(corpus: Corpus, tmp_path: Path) -> None:

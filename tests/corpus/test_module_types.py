@@ -15,7 +15,7 @@ from blendrag.corpus.embedder import (
     Embedder,
     _packaged_minilm,
     absolute_embedder,
-    check_module_types,
+    check_model_files,
     embedder_of,
 )
 from blendrag.corpus.manifest import Manifest, check_recorded
@@ -72,7 +72,7 @@ def test_code_behind_a_router_is_not_run(tmp_path: Path) -> None:
 def test_an_embedder_that_only_the_store_names_has_plain_modules_in_safetensors(
     minilm: Path,
 ) -> None:
-    check_module_types(str(minilm), True, recorded=True)
+    check_model_files(str(minilm), True, recorded=True)
     assert Embedder(str(minilm), recorded=True).embed(["x"]).shape == (1, 384)
     weights = next(minilm.rglob("model.safetensors"))
     weights.rename(weights.with_name("pytorch_model.bin"))
@@ -80,17 +80,17 @@ def test_an_embedder_that_only_the_store_names_has_plain_modules_in_safetensors(
         Embedder(str(minilm), recorded=True).embed(["x"])
     prefix = "sentence_transformers.models."
     words = with_modules(minilm.parent / "words", f"{prefix}WordEmbeddings")
-    check_module_types(str(words), True, recorded=False)
+    check_model_files(str(words), True, recorded=False)
     with pytest.raises(ModelLoadError, match="has a module 'WordEmbeddings', expected one of"):
-        check_module_types(str(words), True, recorded=True)
+        check_model_files(str(words), True, recorded=True)
     dense = with_modules(minilm.parent / "dense", f"{prefix}Dense")
     (dense / "0_part" / "model.safetensors").touch()
     config = dense / "0_part" / "config.json"
     config.write_text(json.dumps({"activation_function": "torch.nn.modules.activation.Tanh"}))
-    check_module_types(str(dense), True, recorded=True)
+    check_model_files(str(dense), True, recorded=True)
     config.write_text(json.dumps({"activation_function": "torch.hub.load"}))
     with pytest.raises(ModelLoadError, match="activation outside"):
-        check_module_types(str(dense), True, recorded=True)
+        check_model_files(str(dense), True, recorded=True)
 
 
 class Pickled:
@@ -144,7 +144,7 @@ def test_a_pickle_of_an_embedder_is_not_run(
     with_options(minilm, group or "model_args", {"weights_only": False}, file)
     expected = "sets model_.*weights_only"
     if group is None:  # even where the options are not seen
-        monkeypatch.setattr(embedder, "check_module_types", lambda *_: None)
+        monkeypatch.setattr(embedder, "check_model_files", lambda *_: None)
         expected = "cannot be loaded"
     with pytest.raises(ModelLoadError, match=expected):
         opened(minilm, recorded).embed(["x"])
@@ -156,24 +156,24 @@ def test_an_embedders_files_may_set_harmless_options_only(minilm: Path, tmp_path
     assert opened(minilm, recorded=True).embed(["x"]).shape == (1, 384)
     for harmless in ("model_args", {}), ("processing_kwargs", {"text": {"padding": True}}):
         with_options(minilm, *harmless)
-        check_module_types(str(minilm), True, recorded=True)
+        check_model_files(str(minilm), True, recorded=True)
     groups = "model_args model_kwargs config_args config_kwargs tokenizer_args processor_kwargs"
     for group in groups.split():
         for options in {"gguf_file": "x"}, {"dtype": {"weights_only": False}}, ["weights_only"]:
             with_options(minilm, group, options)
             with pytest.raises(ModelLoadError, match=f"sets {group}=.*expected only add_pooling"):
-                check_module_types(str(minilm), True, recorded=False)
+                check_model_files(str(minilm), True, recorded=False)
     (minilm / "modules.json").unlink()
     with pytest.raises(ModelLoadError, match="sets processor_kwargs="):
-        check_module_types(str(minilm), True, recorded=False)
+        check_model_files(str(minilm), True, recorded=False)
     router = with_modules(tmp_path / "router", "sentence_transformers.base.modules.router.Router")
     types = {"query": "sentence_transformers.models.Transformer"}
     (router / "0_part" / "router_config.json").write_text(json.dumps({"types": types}))
     (router / "0_part" / "query").mkdir()
-    check_module_types(str(router), True, recorded=False)
+    check_model_files(str(router), True, recorded=False)
     with_options(router / "0_part" / "query", "model_args", {"weights_only": False})
     with pytest.raises(ModelLoadError, match="sets model_args="):
-        check_module_types(str(router), True, recorded=False)
+        check_model_files(str(router), True, recorded=False)
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -184,23 +184,23 @@ def test_a_recorded_embedders_weights_are_safetensors_beside_their_index(
         (minilm / "modules.json").unlink()
     index = minilm / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
-    check_module_types(str(minilm), True, recorded=True)
+    check_model_files(str(minilm), True, recorded=True)
     for shards in {"a": "w.bin"}, {"a": "../w.safetensors"}, {"a": 1}, ["w.bin"]:
         index.write_text(json.dumps({"weight_map": shards}))
-        check_module_types(str(minilm), True, recorded=False)
+        check_model_files(str(minilm), True, recorded=False)
         with pytest.raises(ModelLoadError, match=r"names other files than \*\.safetensors"):
-            check_module_types(str(minilm), True, recorded=True)
+            check_model_files(str(minilm), True, recorded=True)
     index.rename(minilm / "own.safetensors.index.json")
-    check_module_types(str(minilm), True, recorded=True)
+    check_model_files(str(minilm), True, recorded=True)
     config = json.loads((minilm / "config.json").read_text())
     config["transformers_weights"] = "own.safetensors.index.json"
     (minilm / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelLoadError, match=r"has a own\.safetensors\.index\.json"):
-        check_module_types(str(minilm), True, recorded=True)
+        check_model_files(str(minilm), True, recorded=True)
     (minilm / "own.safetensors.index.json").unlink()
     (minilm / "adapter_config.json").write_text("{}")
     with pytest.raises(ModelLoadError, match="is an adapter of another model"):
-        check_module_types(str(minilm), True, recorded=True)
+        check_model_files(str(minilm), True, recorded=True)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_a_recorded_embedders_weights_are_safetensors_beside_their_index(
 def test_a_modules_json_of_something_else_is_a_sentence(tmp_path: Path, content: str) -> None:
     (tmp_path / "modules.json").write_text(content)
     with pytest.raises(ModelLoadError, match=f"embedder '{tmp_path}' has a mod"):
-        check_module_types(str(tmp_path), True, recorded=False)
+        check_model_files(str(tmp_path), True, recorded=False)
 
 
 def test_a_name_in_a_store_is_no_path_into_it(

@@ -1,13 +1,4 @@
-"""Which chunks answer a question: embeddings, nearest neighbours, and the corpus kept on disk.
+"""The corpus beside a store: documents, their chunks and vectors on disk, and retrieval from them.
 
-Knows texts, titles, sources and vectors. Does not know models, KV or the store that lies beside it.
-Heavy libraries (sentence-transformers, faiss) are imported when first used.
+Knows neither models nor KV. sentence-transformers and faiss are imported on first use.
 """
-
-from blendrag.corpus.corpus import Corpus
-from blendrag.corpus.documents import Entry, StoredChunk
-from blendrag.corpus.embedder import Embedder
-from blendrag.corpus.manifest import Manifest
-from blendrag.corpus.retriever import RetrievedChunk, Retriever
-
-__all__ = ["Corpus", "Embedder", "Entry", "Manifest", "RetrievedChunk", "Retriever", "StoredChunk"]

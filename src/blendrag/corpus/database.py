@@ -1,4 +1,26 @@
-"""The SQLite file of a corpus."""
+"""The SQLite file of a corpus: schema, checksummed rows, connection, transactions and errors.
+
+The file is the truth of a corpus; everything else, like the FAISS file, can be rebuilt from it.
+Several processes may use it at once, and several threads one connection.
+
+Invariants of the tables:
+
+- ``chunk`` holds a text once, whichever documents contain it; ``passage`` records where. A chunk is removed in
+  the transaction that removes its last passage.
+- A vector belongs to a passage, not to a chunk, as the document's title is embedded with it. It is empty for
+  text that search must not find. A passage's id is never reused (AUTOINCREMENT) and its vector never changes,
+  so two indexes over the same ids are equal.
+- Every row carries a digest of its other columns; ``document.passages`` counts passages, so that a lost one is
+  noticed.
+- ``generation`` grows with every transaction that changes passages. ``corpus_id`` is random and never changes,
+  so a file recreated at the same path is another corpus.
+- ``anchor`` has a row per chunk: the hashes that find it in prompts. Its ids ascend, so new rows have higher
+  ids than all earlier ones.
+- ``entry`` names documents that were added by id, with one chunk each; their source begins with
+  :data:`ENTRY_SOURCE`.
+- ``dropped`` records texts that no document holds although their KV may be stored: removed ones (``since`` 0),
+  or ones whose addition began at ``since`` (Unix time) and has not ended.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +35,6 @@ import struct
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,208 +45,22 @@ import xxhash
 from blendrag.errors import CorpusError, StoreFullError, check_unicode, is_out_of_space, sqlite_code
 from blendrag.store.regular_files import open_regular
 
+logger = logging.getLogger(__name__)
 
-class Json:
-    """Kind of a column that holds a JSON object as text; it is read as a ``dict``."""
-
-
-class DamagedRow(Exception):
-    """A row is not what was written; says which."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table: names and kinds of its columns, the first of which is its key."""
-
-    name: str
-    columns: tuple[tuple[str, tuple[type, ...]], ...]
-
-    @property
-    def selected(self) -> str:
-        """All columns and the digest, for a SELECT."""
-        names = [*(name for name, _ in self.columns), "row_digest"]
-        return ", ".join(f"{self.name}.{name}" for name in names)
-
-    @property
-    def width(self) -> int:
-        """Columns of :attr:`selected`."""
-        return len(self.columns) + 1
-
-    def checked(self, row: Sequence[Any]) -> tuple[Any, ...]:
-        """Values of a row of :attr:`selected`. Raises :class:`DamagedRow`."""
-        *values, digest = row
-        try:
-            if digest == self.digest(values):
-                return tuple(
-                    _checked(value, kinds)
-                    for value, (_, kinds) in zip(values, self.columns, strict=True)
-                )
-        except (TypeError, ValueError, RecursionError):
-            pass
-        raise DamagedRow(f"{self.name} {values[0]!r:.80}")
-
-    def digest(self, values: Sequence[Any]) -> bytes:
-        """xxh3-128 over the name of the table and the length-prefixed values."""
-        parts = [self.name.encode()]
-        for value in values:
-            data = _encoded(value)
-            parts += (b"%d:" % len(data), data)
-        return xxhash.xxh3_128_digest(b"".join(parts))
-
-    def put(self, connection: sqlite3.Connection, *values: Any) -> None:
-        """Writes a row in place of an earlier one of the same key."""
-        marks = ", ".join("?" * self.width)
-        connection.execute(
-            f"INSERT OR REPLACE INTO {self.name} VALUES ({marks})", (*values, self.digest(values))
-        )
-
-    def add(self, connection: sqlite3.Connection, *values: Any) -> int:
-        """Writes a new row; the key that it gets. ``values``: of the other columns."""
-        names = ", ".join(name for name, _ in self.columns[1:])
-        marks = ", ".join("?" * len(values))
-        (key,) = connection.execute(
-            f"INSERT INTO {self.name} ({names}, row_digest) VALUES ({marks}, x'') "
-            f"RETURNING {self.columns[0][0]}",
-            values,
-        ).fetchone()
-        self.seal(connection, key, *values)
-        return int(key)
-
-    def seal(self, connection: sqlite3.Connection, *values: Any) -> None:
-        """Writes the digest of a row that has these values."""
-        connection.execute(
-            f"UPDATE {self.name} SET row_digest = ? WHERE {self.columns[0][0]} = ?",
-            (self.digest(values), values[0]),
-        )
-
-
-def _encoded(value: Any) -> bytes:
-    """A value with its type. Raises :class:`TypeError`."""
-    if isinstance(value, str):
-        # surrogateescape: text that is no UTF-8 is read as such, see database.open_database
-        return b"t" + value.encode("utf-8", "surrogateescape")
-    if isinstance(value, bytes):
-        return b"b" + value
-    if isinstance(value, int):
-        return b"i%d" % value
-    if isinstance(value, float):
-        return b"f" + struct.pack("<d", value)
-    if value is None:
-        return b"n"
-    raise TypeError(f"a {type(value).__name__} in a row")
-
-
-def _checked(value: Any, kinds: tuple[type, ...]) -> Any:
-    if kinds == (Json,):
-        value, kinds = json.loads(value), (dict,)
-    if not isinstance(value, kinds):
-        raise TypeError(f"a {type(value).__name__}, expected {kinds}")
-    if isinstance(value, str):
-        value.encode("utf-8")  # raises UnicodeEncodeError for what was no UTF-8
-    return value
-
-
-META = Table("meta", (("key", (str,)), ("value", (str,))))
-DOCUMENT = Table(
-    "document",
-    (
-        ("id", (int,)), ("source", (str,)), ("title", (str,)), ("digest", (str,)),
-        ("metadata", (Json,)), ("passages", (int,)),
-    ),
-)  # fmt: skip
-CHUNK = Table("chunk", (("id", (int,)), ("chunk_id", (str,)), ("text", (str,)), ("tokens", (int,))))
-PASSAGE = Table(
-    "passage",
-    (
-        ("id", (int,)), ("document", (int,)), ("chunk", (int,)), ("start", (int,)), ("end", (int,)),
-        ("vector", (bytes,)),
-    ),
-)  # fmt: skip
-ENTRY = Table(
-    "entry",
-    (("id", (str,)), ("document", (int,)), ("parent", (str,)), ("given", (str, type(None)))),
-)
-ANCHOR = Table(
-    "anchor", (("id", (int,)), ("chunk", (int,)), ("chunk_id", (str,)), ("packed", (bytes,)))
-)
-DROPPED = Table("dropped", (("chunk_id", (str,)), ("text", (str,)), ("since", (float,))))
-TABLES = (META, DOCUMENT, CHUNK, PASSAGE, ENTRY, ANCHOR, DROPPED)
-
-
+DIRECTORY = "corpus"
+FILE_NAME = "corpus.sqlite"
+APPLICATION_ID = 0x424C5247  # "BLRG"
+SCHEMA_VERSION = 3
 #: Largest text, vector or row; SQLite reads and writes nothing larger.
 MAX_ROW_BYTES = 128 * 1024**2
 #: How long one process waits for another's transaction.
 BUSY_TIMEOUT_S = 30.0
-
-
-def mapped(error: sqlite3.Error | UnicodeDecodeError, path: Path) -> CorpusError | StoreFullError:
-    """SQLite's error in our words; its message may quote a damaged name that is no text."""
-    if isinstance(error, UnicodeDecodeError):
-        return damaged("a name in it is no text", path)
-    primary = sqlite_code(error)
-    if is_out_of_space(error):
-        return StoreFullError(
-            f"no space left to write {path}; free some, what was stored before is intact"
-        )
-    if primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        return CorpusError(
-            f"{path} is locked by another process for over {BUSY_TIMEOUT_S:.0f} s; "
-            "wait for it to finish, then try again"
-        )
-    if primary in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
-        return CorpusError(
-            f"{path} or its directory cannot be written, expected write permission; "
-            "change its permissions or choose another --store"
-        )
-    if primary == sqlite3.SQLITE_CANTOPEN:
-        return CorpusError(
-            f"{path} cannot be opened, expected a file and a directory that this user may read and "
-            "write; change their permissions or choose another --store"
-        )
-    if primary == sqlite3.SQLITE_IOERR:
-        return CorpusError(
-            f"{path} cannot be read or written ({error}), expected a working disk; check it, then "
-            "try again"
-        )
-    if primary == sqlite3.SQLITE_NOTADB:
-        return CorpusError(
-            f"{path} is not a corpus database; give --store another directory or delete the file"
-        )
-    if primary == sqlite3.SQLITE_TOOBIG or isinstance(error, sqlite3.DataError):
-        return CorpusError(
-            f"{path} would hold, or holds, a row of over {MAX_ROW_BYTES // 1024**2} MiB, expected less; "
-            "cut the text or its metadata into smaller ones"
-        )
-    if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_MISMATCH):
-        return damaged(str(error), path)
-    return CorpusError(f"{path} cannot be used ({error}); check the path and its permissions")
-
-
-def damaged_settings(what: str, path: Path) -> CorpusError:
-    """No repair mends a setting."""
-    return CorpusError(
-        f"the settings of the corpus {path} are damaged ({what}); delete the directory {path.parent} and "
-        "ingest again, which finds the stored KV"
-    )
-
-
-def damaged(what: str, path: Path) -> CorpusError:
-    """A corpus cannot be used because of ``what``."""
-    return CorpusError(
-        f"{path} is damaged ({what}); try blendrag store check --repair, else delete the directory "
-        f"{path.parent}, then ingest again, which finds the stored KV"
-    )
-
-
-APPLICATION_ID = 0x424C5247  # "BLRG"
-#: 3: every row has a digest. Files of earlier formats are refused.
-SCHEMA_VERSION = 3
-FILE_NAME = "corpus.sqlite"
-#: How the source of a document that came by an id begins.
+#: How the source of a document begins that was added by id.
 ENTRY_SOURCE = "entry:"
-#: The end of a rollback journal that names a super-journal, a file that SQLite would delete. We never
-#: write one (https://www.sqlite.org/fileformat.html#the_rollback_journal).
+#: The end of a rollback journal that names a super-journal, a file that SQLite would delete. blendrag never
+#: writes one (https://www.sqlite.org/fileformat.html#the_rollback_journal).
 _SUPER_JOURNAL = bytes.fromhex("d9d505f920a163d7")
+_NUMBER = re.compile(r"[0-9]{1,18}", re.ASCII)
 
 _SCHEMA = """
 CREATE TABLE meta (
@@ -283,26 +118,196 @@ CREATE TABLE dropped (
 """
 
 
+# -- rows -------------------------------------------------------------------------------------------
+
+
+class Json:
+    """Type of a column that holds a JSON object as text, read as a ``dict``."""
+
+
+class DamagedRow(Exception):
+    """A row is not what was written; the message names the row."""
+
+
+class Table:
+    """Columns of a table by name and type, the first of which is the key.
+
+    Every row ends with a digest of its values, written with it and checked when it is read. The digest detects
+    damage, not forgery, so types are checked as well: a forged row raises :class:`DamagedRow` or has them.
+    """
+
+    def __init__(self, name: str, **columns: Any) -> None:
+        self.name = name
+        self.columns = columns
+        self.key = next(iter(columns))
+        self.selected = ", ".join(f"{name}.{column}" for column in (*columns, "row_digest"))
+        """All columns and the digest, for a SELECT."""
+        self.width = len(columns) + 1
+
+    def checked(self, row: Sequence[Any]) -> tuple[Any, ...]:
+        """The values of a row of :attr:`selected`. Raises :class:`DamagedRow`."""
+        *values, digest = row
+        try:
+            if digest == self.digest(values):
+                kinds = self.columns.values()
+                return tuple(_checked(v, kind) for v, kind in zip(values, kinds, strict=True))
+        except (TypeError, ValueError, RecursionError):
+            pass
+        raise DamagedRow(f"{self.name} {values[0]!r:.80}")
+
+    def digest(self, values: Sequence[Any]) -> bytes:
+        """xxh3-128 over the name of the table and the length-prefixed values."""
+        parts = [self.name.encode()]
+        for value in values:
+            data = _encoded(value)
+            parts += (b"%d:" % len(data), data)
+        return xxhash.xxh3_128_digest(b"".join(parts))
+
+    def put(self, connection: sqlite3.Connection, *values: Any) -> None:
+        """Write a row in place of an earlier one with the same key."""
+        marks = ", ".join("?" * self.width)
+        connection.execute(
+            f"INSERT OR REPLACE INTO {self.name} VALUES ({marks})", (*values, self.digest(values))
+        )
+
+    def add(self, connection: sqlite3.Connection, *values: Any) -> int:
+        """Write a new row and return its key. ``values``: those of the other columns."""
+        names = ", ".join([*self.columns][1:])
+        marks = ", ".join("?" * len(values))
+        (key,) = connection.execute(
+            f"INSERT INTO {self.name} ({names}, row_digest) VALUES ({marks}, x'') "
+            f"RETURNING {self.key}",
+            values,
+        ).fetchone()
+        self.seal(connection, key, *values)
+        return int(key)
+
+    def seal(self, connection: sqlite3.Connection, *values: Any) -> None:
+        """Write the digest of a row with these values."""
+        connection.execute(
+            f"UPDATE {self.name} SET row_digest = ? WHERE {self.key} = ?",
+            (self.digest(values), values[0]),
+        )
+
+
+def _encoded(value: Any) -> bytes:
+    """A value with its type. Raises :class:`TypeError`."""
+    if isinstance(value, str):
+        # surrogateescape: text that is not UTF-8 is read in that form, see _connect
+        return b"t" + value.encode("utf-8", "surrogateescape")
+    if isinstance(value, bytes):
+        return b"b" + value
+    if isinstance(value, int):
+        return b"i%d" % value
+    if isinstance(value, float):
+        return b"f" + struct.pack("<d", value)
+    if value is None:
+        return b"n"
+    raise TypeError(f"a {type(value).__name__} in a row")
+
+
+def _checked(value: Any, kind: Any) -> Any:
+    if kind is Json:
+        value, kind = json.loads(value), dict
+    if not isinstance(value, kind):
+        raise TypeError(f"a {type(value).__name__}, expected {kind}")
+    if isinstance(value, str):
+        value.encode("utf-8")  # raises UnicodeEncodeError for bytes that were not UTF-8
+    return value
+
+
+META = Table("meta", key=str, value=str)
+DOCUMENT = Table(
+    "document", id=int, source=str, title=str, digest=str, metadata=Json, passages=int
+)
+CHUNK = Table("chunk", id=int, chunk_id=str, text=str, tokens=int)
+PASSAGE = Table("passage", id=int, document=int, chunk=int, start=int, end=int, vector=bytes)
+ENTRY = Table("entry", id=str, document=int, parent=str, given=str | None)
+HASHES = Table("anchor", id=int, chunk=int, chunk_id=str, packed=bytes)
+DROPPED = Table("dropped", chunk_id=str, text=str, since=float)
+TABLES = (META, DOCUMENT, CHUNK, PASSAGE, ENTRY, HASHES, DROPPED)
+
+
+# -- errors -----------------------------------------------------------------------------------------
+
+
 class EmptyDatabase(CorpusError):
-    """The file is there and has no tables: just being made, or emptied."""
+    """The file exists and has no tables: it is being created, or was emptied."""
+
+
+def mapped(error: sqlite3.Error | UnicodeDecodeError, path: Path) -> CorpusError | StoreFullError:
+    """One sentence for an error of SQLite, whose message may quote a damaged name that is not text."""
+    if isinstance(error, UnicodeDecodeError):
+        return damaged("a name in it is not text", path)
+    primary = sqlite_code(error)
+    if is_out_of_space(error):
+        return StoreFullError(
+            f"no space left to write {path}; free some, what was stored before is intact"
+        )
+    if primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return CorpusError(
+            f"{path} is locked by another process for over {BUSY_TIMEOUT_S:.0f} s; "
+            "wait for it to finish, then try again"
+        )
+    if primary in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
+        return CorpusError(
+            f"{path} or its directory cannot be written, expected write permission; "
+            "change its permissions or choose another --store"
+        )
+    if primary == sqlite3.SQLITE_CANTOPEN:
+        return CorpusError(
+            f"{path} cannot be opened, expected a file and a directory that this user may read and "
+            "write; change their permissions or choose another --store"
+        )
+    if primary == sqlite3.SQLITE_IOERR:
+        return CorpusError(
+            f"{path} cannot be read or written ({error}), expected a working disk; check it, then "
+            "try again"
+        )
+    if primary == sqlite3.SQLITE_NOTADB:
+        return CorpusError(
+            f"{path} is not a corpus database; give --store another directory or delete the file"
+        )
+    if primary == sqlite3.SQLITE_TOOBIG or isinstance(error, sqlite3.DataError):
+        return CorpusError(
+            f"{path} has or would get a row of over {MAX_ROW_BYTES // 1024**2} MiB, expected less; "
+            "cut the text or its metadata into smaller ones"
+        )
+    if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_MISMATCH):
+        return damaged(str(error), path)
+    return CorpusError(f"{path} cannot be used ({error}); check the path and its permissions")
+
+
+def damaged(what: str, path: Path) -> CorpusError:
+    return CorpusError(
+        f"{path} is damaged ({what}); try blendrag store check --repair, else delete the directory "
+        f"{path.parent}, then ingest again, which finds the stored KV"
+    )
+
+
+def damaged_settings(what: str, path: Path) -> CorpusError:
+    """A damaged setting, which no repair can restore."""
+    return CorpusError(
+        f"the settings of the corpus {path} are damaged ({what}); delete the directory {path.parent} and "
+        "ingest again, which finds the stored KV"
+    )
+
+
+# -- opening ----------------------------------------------------------------------------------------
 
 
 def can_write(directory: Path) -> bool:
-    """Whether this user may change the corpus in ``directory``, which SQLite writes beside, too."""
+    """Whether this user may change the corpus in ``directory``. SQLite writes other files there, too."""
     path = directory / FILE_NAME
     return os.access(directory, os.W_OK | os.X_OK) and (
         not path.exists() or os.access(path, os.W_OK)
     )
 
 
-def open_database(
-    directory: Path, read_only: bool = False, create: bool = False
-) -> sqlite3.Connection:
-    """Connects to the corpus in ``directory``; with ``create``, makes its tables in a new file.
+def _connect(directory: Path, read_only: bool, create: bool) -> sqlite3.Connection:
+    """Open the database; with ``create``, make the tables of an empty one.
 
-    Usable from any thread, one at a time (the caller holds a lock). With ``read_only``, the file
-    is there already and is not changed. Raises :class:`CorpusError` where the file is not a corpus, has
-    anything else in it than our tables, or was written by another version.
+    Raises :class:`CorpusError` if the file is not a corpus of this version with our tables and nothing else.
     """
     path = directory / FILE_NAME
     try:
@@ -315,8 +320,23 @@ def open_database(
             check_same_thread=False,
         )
         try:
-            _distrust(connection)
-            _prepare(connection, path, read_only, create)
+            # The file may come from anybody: run no code in its schema, read no row larger than ours.
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_ROW_BYTES)
+            connection.execute("PRAGMA trusted_schema = OFF")
+            connection.execute("PRAGMA cell_size_check = ON")
+            connection.text_factory = lambda data: data.decode("utf-8", "surrogateescape")
+            if not _is_corpus(connection, path):
+                if read_only or not create:
+                    raise EmptyDatabase(
+                        f"{path} is empty, expected a corpus; delete the directory {path.parent} and "
+                        "ingest again"
+                    )
+                connection.execute("PRAGMA journal_mode = WAL")
+                _create_tables(connection, path)
+            if not read_only:
+                connection.execute("PRAGMA foreign_keys = ON")
+                # Losing the last transaction costs ingesting one document again; the file is never torn.
+                connection.execute("PRAGMA synchronous = NORMAL")
         except BaseException:
             connection.close()
             raise
@@ -330,7 +350,7 @@ def open_database(
 
 
 def _check_files(directory: Path) -> None:
-    """Before SQLite opens them, which follows links and waits for a FIFO. Raises :class:`OSError`."""
+    """Refuse links, FIFOs and devices, which SQLite would follow or wait for. Raises :class:`OSError`, too."""
     for path in (directory, *(directory / f"{FILE_NAME}{end}" for end in ("", "-wal", "-shm"))):
         expected = stat.S_ISDIR if path == directory else stat.S_ISREG
         if os.path.lexists(path) and not expected(path.lstat().st_mode):
@@ -349,19 +369,11 @@ def _check_files(directory: Path) -> None:
             raise CorpusError(f"{journal} was not written by blendrag; delete it")
 
 
-def _distrust(connection: sqlite3.Connection) -> None:
-    """A file may be anybody's: no code in its schema, no row larger than ours, text that is no UTF-8."""
-    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_ROW_BYTES)
-    connection.execute("PRAGMA trusted_schema = OFF")
-    connection.execute("PRAGMA cell_size_check = ON")
-    connection.text_factory = lambda data: data.decode("utf-8", "surrogateescape")
-
-
 def _read_only_uri(directory: Path) -> str:
     path = (directory / FILE_NAME).absolute()
     uri = f"file:{quote(os.fsencode(path))}?mode=ro"
-    # A reader of a WAL needs a file to share locks in. Where it cannot make one, nobody is writing
-    # either: unless a log was left over, the database is all there is to read.
+    # A reader of a WAL needs a file to share locks in. If it cannot create one, nobody is writing either, and
+    # unless a log was left over, the database is complete.
     log = path.with_name(f"{FILE_NAME}-wal")
     left_over = log.exists() and log.stat().st_size > 0
     if os.access(directory, os.W_OK | os.X_OK) or left_over:
@@ -369,25 +381,10 @@ def _read_only_uri(directory: Path) -> str:
     return f"{uri}&immutable=1"
 
 
-def _prepare(connection: sqlite3.Connection, path: Path, read_only: bool, create: bool) -> None:
-    if not _identified(connection, path):
-        if read_only or not create:
-            raise EmptyDatabase(
-                f"{path} is empty, expected a corpus; delete the directory {path.parent} and ingest again"
-            )
-        connection.execute("PRAGMA journal_mode = WAL")
-        _make(connection, path)
-    if read_only:
-        return
-    connection.execute("PRAGMA foreign_keys = ON")
-    # A lost last transaction means ingesting one document again; a torn file cannot happen.
-    connection.execute("PRAGMA synchronous = NORMAL")
-
-
-def _make(connection: sqlite3.Connection, path: Path) -> None:
-    """Creates the tables. Two processes may at once: what is there is seen in the write lock."""
+def _create_tables(connection: sqlite3.Connection, path: Path) -> None:
+    """Two processes may do so at once: the second sees the tables once it has the write lock."""
     with transaction(connection, path):
-        if _identified(connection, path):
+        if _is_corpus(connection, path):
             return
         for statement in _SCHEMA.split(";"):
             connection.execute(statement)
@@ -397,8 +394,8 @@ def _make(connection: sqlite3.Connection, path: Path) -> None:
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
-def _identified(connection: sqlite3.Connection, path: Path) -> bool:
-    """Whether the file is a corpus we can read (True) or still empty (False)."""
+def _is_corpus(connection: sqlite3.Connection, path: Path) -> bool:
+    """Whether the file is a corpus of this version (True) or still empty (False)."""
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     objects = _objects(connection)
@@ -406,24 +403,21 @@ def _identified(connection: sqlite3.Connection, path: Path) -> bool:
         return False
     if application != APPLICATION_ID:
         raise CorpusError(
-            f"{path} is some other program's database, expected a blendrag corpus; "
+            f"{path} is a database of another program, expected a blendrag corpus; "
             "give --store another directory"
         )
-    if version > SCHEMA_VERSION:
+    if version != SCHEMA_VERSION:
+        newer = "a newer blendrag: upgrade, or ingest into another --store"
+        older = f"an older blendrag: delete the directory {path.parent} and ingest again"
         raise CorpusError(
-            f"{path} has format {version}, expected {SCHEMA_VERSION}; "
-            "it was written by a newer blendrag: upgrade, or ingest into another --store"
-        )
-    if version < SCHEMA_VERSION:
-        raise CorpusError(
-            f"{path} has format {version}, expected {SCHEMA_VERSION}; it was written by an older "
-            f"blendrag without checksums: delete the directory {path.parent} and ingest again"
+            f"{path} has format {version}, expected {SCHEMA_VERSION}; it was written by "
+            f"{newer if version > SCHEMA_VERSION else older}"
         )
     if strange := objects ^ _expected_objects():
         names = ", ".join(sorted(f"{kind} {name}"[:60] for kind, name, _ in strange)[:4])
         raise CorpusError(
-            f"{path} does not have the tables of a corpus and nothing else ({names}); delete the "
-            f"directory {path.parent} and ingest again"
+            f"{path} has other tables than a corpus ({names}); delete the directory {path.parent} and "
+            "ingest again"
         )
     return True
 
@@ -436,7 +430,6 @@ def _objects(connection: sqlite3.Connection) -> set[tuple[str, str, str]]:
 
 @lru_cache(maxsize=1)
 def _expected_objects() -> frozenset[tuple[str, str, str]]:
-    """What the schema makes."""
     with closing(sqlite3.connect(":memory:")) as empty:
         empty.executescript(_SCHEMA)
         return frozenset(_objects(empty))
@@ -445,15 +438,15 @@ def _expected_objects() -> frozenset[tuple[str, str, str]]:
 @contextmanager
 def transaction(
     connection: sqlite3.Connection, path: Path, reads_only: bool = False
-) -> Iterator[sqlite3.Connection]:
-    """All or nothing, one writer at a time across processes; maps SQLite's errors.
+) -> Iterator[None]:
+    """All or nothing, with one writer at a time across processes; maps SQLite's errors.
 
-    With ``reads_only``, nobody waits: what is read is one state of the file, whoever writes meanwhile.
+    With ``reads_only`` nobody waits: everything read is one state of the file.
     """
     try:
         connection.execute("BEGIN DEFERRED" if reads_only else "BEGIN IMMEDIATE")
         try:
-            yield connection
+            yield
             connection.execute("COMMIT")
         except BaseException:
             if connection.in_transaction:
@@ -463,68 +456,59 @@ def transaction(
         raise mapped(exc, path) from exc
 
 
-logger = logging.getLogger(__name__)
-
-_NUMBER = re.compile(r"[0-9]{1,18}", re.ASCII)
-
-
 class CorpusFile:
-    """Usable from several threads; several processes may use the file at once."""
+    """An open corpus file: one connection under one lock, transactions, and the corpus's settings."""
 
-    def __init__(
-        self, directory: Path, connection: sqlite3.Connection, read_only: bool = False
-    ) -> None:
+    def __init__(self, directory: Path, read_only: bool = False, create: bool = False) -> None:
+        """Raises :class:`CorpusError`."""
         self.directory = directory
         self.read_only = read_only
         self.path = directory / FILE_NAME
-        self.connection = connection
+        self.connection = _connect(directory, read_only, create)
         self.lock = threading.RLock()
         self.closed = False
         self._damaged: set[str] = set()
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
         with self.lock:
-            self.check_open()
+            if not self.closed:
+                self.connection.close()
+                self.closed = True
+
+    @contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        with self.lock:
+            self._check_open()
             if self.read_only:
                 raise CorpusError(
                     f"the corpus at {self.directory} is read-only, expected one that can be "
                     "written; change its permissions or choose another --store"
                 )
             with transaction(self.connection, self.path):
-                yield
+                yield self.connection
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Everything read within is of one state of the file, whoever writes meanwhile."""
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """Everything read within this context is one state of the file."""
         with self.lock:
-            self.check_open()
+            self._check_open()
             with transaction(self.connection, self.path, reads_only=True):
-                yield
-
-    def close(self) -> None:
-        """Closes the connection. Closing twice is no error."""
-        with self.lock:
-            if not self.closed:
-                self.connection.close()
-                self.closed = True
+                yield self.connection
 
     def rows(self, query: str, *parameters: str | float) -> list[tuple]:
         for value in parameters:
             if isinstance(value, str):
                 check_unicode(value, "an id, source or title")
         with self.lock:
-            self.check_open()
+            self._check_open()
             try:
                 return self.connection.execute(query, parameters).fetchall()
             except (sqlite3.Error, UnicodeDecodeError) as exc:
                 raise mapped(exc, self.path) from exc
 
     def checked(self, row: Sequence[Any], *tables: Table) -> list[tuple[Any, ...]] | None:
-        """Values of a joined row, a tuple for each table; ``None`` where one of them is damaged.
-
-        A damaged row is warned about once.
-        """
+        """The values of a joined row, a tuple per table; ``None``, and a warning, if it is damaged."""
         values, at = [], 0
         try:
             for table in tables:
@@ -535,8 +519,14 @@ class CorpusFile:
             return None
         return values
 
+    def sound_rows(self, table: Table, condition: str, *parameters: str | float) -> list[tuple[Any, ...]]:
+        """Values of the undamaged rows of ``table`` that meet a condition."""
+        rows = self.rows(f"SELECT {table.selected} FROM {table.name} {condition}", *parameters)
+        found = (self.checked(row, table) for row in rows)
+        return [values[0] for values in found if values is not None]
+
     def warn_damaged(self, what: str) -> None:
-        """Say once that something is left out."""
+        """Log once that a row is left out."""
         if what not in self._damaged:
             self._damaged.add(what)
             logger.warning(
@@ -546,7 +536,7 @@ class CorpusFile:
                 what,
             )
 
-    def check_open(self) -> None:
+    def _check_open(self) -> None:
         if self.closed:
             raise CorpusError(f"the corpus at {self.directory} is closed; open it again")
 
@@ -554,7 +544,7 @@ class CorpusFile:
         return self.number("generation") or 0
 
     def number(self, key: str) -> int | None:
-        """A setting that is a number. Raises :class:`CorpusError` for anything else."""
+        """A setting that is a number. Raises :class:`CorpusError` if it is not."""
         value = self.meta(key)
         if value is None:
             return None
@@ -563,7 +553,7 @@ class CorpusFile:
         return int(value)
 
     def meta(self, key: str) -> str | None:
-        """A setting. Raises :class:`CorpusError` where any of them is damaged: it might be this one."""
+        """A setting. Raises :class:`CorpusError` if any setting is damaged, as it might be this one."""
         rows = self.rows(f"SELECT {META.selected} FROM meta LIMIT 100")
         try:
             settings = dict(META.checked(row) for row in rows)
@@ -572,5 +562,5 @@ class CorpusFile:
         return settings.get(key)
 
     def set_meta(self, key: str, value: str) -> None:
-        """Inside a transaction."""
+        """Write a setting, inside a transaction."""
         META.put(self.connection, key, value)

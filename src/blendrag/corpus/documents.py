@@ -1,4 +1,9 @@
-"""Rows of documents, chunks and entries."""
+"""Documents, chunks and entries as rows: the statements that store, remove and read them.
+
+A text is stored once, however many documents hold it. An entry is a text added by id: a document with one
+chunk that is never split, so that search finds it like any other chunk. Functions that change rows run in
+the caller's transaction.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +18,26 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from blendrag.corpus.database import (
-    ANCHOR,
     CHUNK,
     DOCUMENT,
     DROPPED,
     ENTRY,
     ENTRY_SOURCE,
+    HASHES,
     PASSAGE,
     CorpusFile,
     DamagedRow,
 )
-from blendrag.corpus.vectors import VectorSearch, vector_of
+from blendrag.corpus.vectors import VectorIndex, vector_of
 from blendrag.text.chunking import Chunk
-from blendrag.text.readers import Document, MetadataValue
+from blendrag.text.readers import Document
 from blendrag.text.recognition import chunk_hashes
+
+#: Parameters of one statement at most.
+_BATCH = 500
+
+
+# -- chunks of documents ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -40,103 +51,74 @@ class StoredChunk:
     source: str
     start: int
     end: int
-    metadata: Mapping[str, MetadataValue]
-
-
-#: Tables of a :data:`PLACE`, in the order of its columns.
-PLACE_TABLES = (PASSAGE, CHUNK, DOCUMENT)
-#: Select of a chunk at a place, to be followed by a condition.
-PLACE = (
-    f"SELECT {', '.join(table.selected for table in PLACE_TABLES)} FROM passage "
-    "JOIN chunk ON chunk.id = passage.chunk JOIN document ON document.id = passage.document"
-)
-
-
-class Place(NamedTuple):
-    """A sound row of :data:`PLACE`."""
-
-    passage: int
-    document: int
-    chunk: Chunk
-    source: str
-    """As stored, see :func:`shown_source`."""
-    title: str
-    metadata: dict[str, Any]
+    metadata: Mapping[str, Any]
+    document: str
+    """The document's source as stored; differs from ``source`` for an entry."""
+    entry_id: str | None
     digest: str
-    """Of the document, as it was given."""
+    """Of the document, as given to :meth:`Corpus.put_document`."""
     vector: bytes
 
     @property
-    def stored(self) -> StoredChunk:
-        text, start, end, tokens, chunk_id = (
-            self.chunk.text, self.chunk.start, self.chunk.end, self.chunk.tokens, self.chunk.chunk_id,
-        )  # fmt: skip
-        source = shown_source(self.source)
-        return StoredChunk(chunk_id, text, tokens, self.title, source, start, end, self.metadata)
+    def chunk(self) -> Chunk:
+        return Chunk(self.text, self.start, self.end, self.tokens, self.chunk_id)
 
 
-def place(file: CorpusFile, row: Sequence[Any]) -> Place | None:
-    """``None`` for a damaged row, which is warned about."""
-    checked = file.checked(row, *PLACE_TABLES)
-    if checked is None:
-        return None
-    (passage, document, _, start, end, vector), (_, chunk_id, text, tokens), of = checked
-    _, source, title, digest, metadata, _ = of
-    chunk = Chunk(text, start, end, tokens, chunk_id)
-    return Place(passage, document, chunk, source, title, metadata, digest, vector)
+_PLACE_TABLES = (PASSAGE, CHUNK, DOCUMENT)
+_JOINED = (
+    "JOIN chunk ON chunk.id = passage.chunk JOIN document ON document.id = passage.document"
+)
+_PLACES = f"SELECT {', '.join(t.selected for t in _PLACE_TABLES)} FROM passage {_JOINED}"
 
 
-def places(file: CorpusFile, condition: str, *parameters: str | float) -> list[Place]:
-    """Sound rows of :data:`PLACE` that meet a condition."""
-    rows = file.rows(f"{PLACE} {condition}", *parameters)
-    return [found for row in rows if (found := place(file, row)) is not None]
+def stored_chunks(
+    file: CorpusFile, condition: str, *parameters: str | float
+) -> Iterator[StoredChunk]:
+    """Chunks at the places that meet a condition; damaged rows are left out with a warning."""
+    for row in file.rows(f"{_PLACES} {condition}", *parameters):
+        found = _stored_chunk(file, row)
+        if found is not None:
+            yield found
 
 
-def at(file: CorpusFile, passage: int) -> Place | None:
-    """The place of a passage that the index knows; ``None``, and a warning, where it is damaged."""
-    rows = file.rows(f"{PLACE} WHERE passage.id = ?", passage)
+def chunk_at(file: CorpusFile, passage: int) -> StoredChunk | None:
+    """The chunk at a passage that the vector index knows; ``None``, and a warning, if it is damaged."""
+    rows = file.rows(f"{_PLACES} WHERE passage.id = ?", passage)
     if not rows:  # its chunk or its document is lost
         file.warn_damaged(f"passage {passage}")
         return None
-    return place(file, rows[0])
+    return _stored_chunk(file, rows[0])
 
 
-def entry_source(entry_id: str, shown: str) -> str:
-    """Source of the document of an entry: no other entry has it, nor has a file."""
-    return ENTRY_SOURCE + json.dumps([entry_id, shown])
-
-
-def shown_source(source: str) -> str:
-    """A document's source as a reader is told it."""
-    named = _entry_named(source)
-    return source if named is None else named[1]
-
-
-def entry_id_of(source: str) -> str | None:
-    """The id of the entry whose document this is, None for any other document."""
-    named = _entry_named(source)
-    return None if named is None else named[0]
-
-
-def _entry_named(source: str) -> tuple[str, str] | None:
-    """What :func:`entry_source` was made of; ``None`` for anything else."""
-    if not source.startswith(ENTRY_SOURCE):
+def _stored_chunk(file: CorpusFile, row: Sequence[Any]) -> StoredChunk | None:
+    checked = file.checked(row, *_PLACE_TABLES)
+    if checked is None:
         return None
-    try:
-        entry_id, shown = json.loads(source[len(ENTRY_SOURCE) :])
-    except (ValueError, TypeError, RecursionError):
-        return None
-    return str(entry_id), str(shown)
+    (_, _, _, start, end, vector), (_, chunk_id, text, tokens), of = checked
+    _, document, title, digest, metadata, _ = of
+    entry_id, source = _entry_of(document)
+    return StoredChunk(
+        chunk_id, text, tokens, title, source, start, end, metadata, document, entry_id, digest, vector
+    )  # fmt: skip
 
 
-def is_of(source: str, path: Path | str) -> bool:
-    """Whether a document was read from that file, or from one below that directory."""
-    if source.startswith(ENTRY_SOURCE):
+def _entry_of(document: str) -> tuple[str | None, str]:
+    """Id and source of the entry whose document has this stored source."""
+    if document.startswith(ENTRY_SOURCE):
+        with suppress(ValueError, TypeError, RecursionError):
+            entry_id, source = json.loads(document[len(ENTRY_SOURCE) :])
+            return str(entry_id), str(source)
+    return None, document
+
+
+def is_below(document: str, path: Path | str) -> bool:
+    """Whether a document was read from the file ``path``, or from a file below the directory."""
+    if document.startswith(ENTRY_SOURCE):
         return False
     name = Path(path).as_posix()
     if name == ".":
-        return not source.startswith(("/", "../"))
-    return source == name or source.startswith((f"{name}#", f"{name.rstrip('/')}/"))
+        return not document.startswith(("/", "../"))
+    return document == name or document.startswith((f"{name}#", f"{name.rstrip('/')}/"))
 
 
 def insert_document(
@@ -146,25 +128,25 @@ def insert_document(
     chunks: Sequence[Chunk],
     vectors: np.ndarray,
 ) -> int:
-    """Adds a document that is not there; its row. ``vectors``: float32 [len(chunks), dim]."""
+    """Add a new document and return its row id. ``vectors``: float32 [len(chunks), dim]."""
     metadata = json.dumps(dict(document.metadata))
     document_row = DOCUMENT.add(
         connection, document.source, document.title, digest, metadata, len(chunks)
     )
     for chunk, vector in zip(chunks, vectors, strict=True):
-        chunk_row = _chunk_row(connection, chunk)
+        chunk_row = _insert_chunk(connection, chunk)
         PASSAGE.add(connection, document_row, chunk_row, chunk.start, chunk.end, vector.tobytes())
     return document_row
 
 
-def _chunk_row(connection: sqlite3.Connection, chunk: Chunk) -> int:
-    """Row of the chunk, stored if it is new and mended if it is damaged."""
+def _insert_chunk(connection: sqlite3.Connection, chunk: Chunk) -> int:
+    """Row id of the chunk, which is added if it is new and mended if it is damaged."""
     found = connection.execute(
         f"SELECT {CHUNK.selected} FROM chunk WHERE chunk_id = ?", (chunk.chunk_id,)
     ).fetchone()
     if found is None:
         row = CHUNK.add(connection, chunk.chunk_id, chunk.text, chunk.tokens)
-        ANCHOR.add(connection, row, chunk.chunk_id, chunk_hashes(chunk.text))
+        HASHES.add(connection, row, chunk.chunk_id, chunk_hashes(chunk.text))
         connection.execute("DELETE FROM dropped WHERE chunk_id = ?", (chunk.chunk_id,))
         return row
     row = int(found[0])
@@ -180,7 +162,7 @@ def _chunk_row(connection: sqlite3.Connection, chunk: Chunk) -> int:
 
 
 def delete_document(connection: sqlite3.Connection, source: str) -> list[int]:
-    """Removes the document, if it is there, and its passages; rows of the chunks that it held."""
+    """Remove a document and its passages, if it exists; row ids of the chunks that it held."""
     rows = connection.execute(
         "SELECT DISTINCT chunk FROM passage JOIN document ON document.id = passage.document "
         "WHERE source = ?",
@@ -190,11 +172,17 @@ def delete_document(connection: sqlite3.Connection, source: str) -> list[int]:
     return [row[0] for row in rows]
 
 
-def drop_orphans(connection: sqlite3.Connection, suspects: Sequence[int]) -> list[str]:
-    """Removes those chunks that no passage refers to; their ids.
+def end_change(file: CorpusFile, suspects: Sequence[int]) -> list[str]:
+    """End every change: remove the suspects without a passage and return their ids.
 
-    Their texts are remembered as dropped, as their KV is still there.
+    Their texts are recorded as dropped, as their KV is still stored. Readers see that passages changed.
     """
+    orphans = drop_orphans(file.connection, suspects)
+    file.set_meta("generation", str(file.generation() + 1))
+    return orphans
+
+
+def drop_orphans(connection: sqlite3.Connection, suspects: Sequence[int]) -> list[str]:
     orphans: list[str] = []
     for row in dict.fromkeys(suspects):
         deleted = connection.execute(
@@ -203,25 +191,55 @@ def drop_orphans(connection: sqlite3.Connection, suspects: Sequence[int]) -> lis
             (row, row),
         ).fetchall()
         for each in deleted:
-            with suppress(
-                DamagedRow
-            ):  # the KV of a text that nobody knows stays until it is evicted
+            with suppress(DamagedRow):  # KV of a text that is lost stays until it is evicted
                 _, chunk_id, text, _ = CHUNK.checked(each)
                 DROPPED.put(connection, chunk_id, text, 0.0)
                 orphans.append(chunk_id)
     return orphans
 
 
-#: Parameters that one statement is given at most.
-_BATCH = 500
+class DroppedTexts:
+    """Records of texts that no document holds although their KV may be stored."""
+
+    def __init__(self, file: CorpusFile) -> None:
+        self._file = file
+
+    def texts(self, before: float = 0.0) -> dict[str, str]:
+        """Ids and texts of removed chunks, and of additions that began ``before`` (Unix time) and have
+        not ended."""
+        rows = self._file.sound_rows(
+            DROPPED,
+            "WHERE since <= ? AND NOT EXISTS "
+            "(SELECT 1 FROM chunk WHERE chunk.chunk_id = dropped.chunk_id)",
+            before,
+        )
+        return {chunk_id: text for chunk_id, text, _ in rows}
+
+    def note(self, chunks: Sequence[Chunk], now: float) -> None:
+        """Record an addition that begins, before KV is stored for its chunks."""
+        with self._file.writing() as connection:
+            for chunk in chunks:
+                known = "SELECT 1 FROM chunk WHERE chunk_id = ?"
+                if not connection.execute(known, (chunk.chunk_id,)).fetchone():
+                    DROPPED.put(connection, chunk.chunk_id, chunk.text, float(now))
+
+    def forget(self, chunk_ids: Sequence[str]) -> None:
+        """Delete records of chunks whose KV is gone."""
+        with self._file.writing() as connection:
+            connection.executemany(
+                "DELETE FROM dropped WHERE chunk_id = ?", [(chunk_id,) for chunk_id in chunk_ids]
+            )
+
+
+# -- entries ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A text with the id it goes by; ``text`` is given back exactly as it was given.
+    """A text with the caller's id; ``text`` is returned exactly as given.
 
-    ``parent`` names what it was cut out of, ``start`` where it stood there, and ``title`` is embedded
-    before it. ``metadata`` holds JSON values.
+    ``parent`` names the document it was cut from, at character ``start``; ``title`` is embedded before the
+    text. ``metadata`` holds JSON values.
     """
 
     id: str
@@ -233,13 +251,13 @@ class Entry:
 
     @property
     def source(self) -> str:
-        """What a reader is told of where this comes from."""
+        """The source shown to readers."""
         named = self.metadata.get("source")
         return named if isinstance(named, str) and named else self.parent or self.id
 
 
 class NewEntry(NamedTuple):
-    """An entry to be stored; ``vector`` is float32 [dim], or [0] where no search shall find it."""
+    """An entry to be stored; ``vector`` is float32 [dim], or [0] if search must not find it."""
 
     entry: Entry
     chunk: Chunk
@@ -248,67 +266,45 @@ class NewEntry(NamedTuple):
 
 
 class EntryHit(NamedTuple):
-    """An entry found, or a chunk of an ingested document in the shape of one."""
+    """An entry found, or a chunk of an ingested document in the form of one."""
 
     entry: Entry
     vector: np.ndarray
 
 
-_ENTRY = (
-    f"SELECT {', '.join(table.selected for table in (ENTRY, *PLACE_TABLES))} FROM entry "
+_ENTRIES = (
+    f"SELECT {', '.join(table.selected for table in (ENTRY, *_PLACE_TABLES))} FROM entry "
     "JOIN document ON document.id = entry.document JOIN passage ON passage.document = document.id "
     "JOIN chunk ON chunk.id = passage.chunk"
 )
-
-
-class _Row(NamedTuple):
-    """What is stored of an entry, every row of it sound."""
-
-    id: str
-    parent: str
-    given: str | None
-    place: Place
-
-    @property
-    def entry(self) -> Entry:
-        text = self.place.chunk.text if self.given is None else self.given
-        at = self.place
-        return Entry(self.id, text, at.metadata, self.parent, at.title, at.chunk.start)
 
 
 class EntryTable:
     """The entries of one corpus."""
 
     def __init__(
-        self,
-        file: CorpusFile,
-        search: VectorSearch,
-        before_put: Callable[[], None],
-        changed: Callable[[Sequence[int]], list[str]],
+        self, file: CorpusFile, vectors: VectorIndex, before_put: Callable[[], None]
     ) -> None:
-        """``before_put`` may refuse; ``changed`` ends a change, given the rows of chunks that may have
-        lost their last place."""
+        """``before_put`` runs in the transaction and may refuse."""
         self._file = file
-        self._search = search
+        self._vectors = vectors
         self._before_put = before_put
-        self._changed = changed
 
     def __len__(self) -> int:
         return int(self._file.rows("SELECT count(*) FROM entry")[0][0])
 
     def ids(self, parent: str | None = None) -> list[str]:
-        """In the order in which they were added or last changed."""
+        """Ids in the order in which the entries were added or last changed."""
         where, given = ("", ()) if parent is None else ("WHERE parent = ?", (parent,))
-        rows = self._file.rows(f"SELECT {ENTRY.selected} FROM entry {where}", *given)
-        found = [each[0] for row in rows if (each := self._file.checked(row, ENTRY)) is not None]
+        found = self._file.sound_rows(ENTRY, where, *given)
         return [entry_id for entry_id, *_ in sorted(found, key=lambda values: values[1])]
 
     def get(self, ids: Sequence[str]) -> dict[str, Entry]:
-        """Those of ``ids`` that are there."""
-        return {row.id: row.entry for row in self._of(ids)}
+        """The entries with these ids; unknown ids are left out."""
+        return {entry.id: entry for entry, _ in self._read(ids)}
 
     def all(self, parent: str | None = None) -> Iterator[Entry]:
-        """In the order of :meth:`ids`; what is removed meanwhile is left out."""
+        """Entries in the order of :meth:`ids`, without those removed meanwhile."""
         ids = self.ids(parent)
         for at in range(0, len(ids), _BATCH):
             batch = ids[at : at + _BATCH]
@@ -316,45 +312,40 @@ class EntryTable:
             yield from (found[entry_id] for entry_id in batch if entry_id in found)
 
     def digests(self, ids: Sequence[str]) -> dict[str, str]:
-        """The digest given with each entry's last version."""
-        return {row.id: row.place.digest for row in self._of(ids)}
+        """The digest stored with each entry."""
+        return {entry.id: stored.digest for entry, stored in self._read(ids)}
 
     def chunk_texts(self, ids: Sequence[str]) -> dict[str, str]:
         """Canonical text of each entry."""
-        return {row.id: row.place.chunk.text for row in self._of(ids)}
+        return {entry.id: stored.text for entry, stored in self._read(ids)}
 
     def put(self, entries: Sequence[NewEntry]) -> list[str]:
-        """Stores entries in place of those of the same ids, in one transaction.
+        """Store entries in place of those with the same ids, in one transaction.
 
-        Returns the ids of chunks that nothing holds any more. Raises :class:`InvalidInputError` for
-        vectors of another length than the corpus's.
+        Returns the ids of chunks that are no longer used. Raises :class:`InvalidInputError` for vectors of
+        another length than the corpus's.
         """
-        with self._file.writing():
+        with self._file.writing() as connection:
             self._before_put()
             suspects = self._delete([new.entry.id for new in entries])
             for new in entries:
-                vector = np.ascontiguousarray(new.vector, np.float32)
-                self._search.check(vector[None], 1)
-                self._insert(new, vector)
-            return self._changed(suspects)
-
-    def _insert(self, new: NewEntry, vector: np.ndarray) -> None:
-        entry, connection = new.entry, self._file.connection
-        source = entry_source(entry.id, entry.source)
-        document = Document(source, entry.text, entry.title, entry.metadata)
-        row = insert_document(connection, document, new.digest, [new.chunk], vector[None])
-        given = None if entry.text == new.chunk.text else entry.text
-        ENTRY.put(connection, entry.id, row, entry.parent, given)
+                entry, vector = new.entry, np.ascontiguousarray(new.vector, np.float32)[None]
+                self._vectors.check(vector, 1)
+                source = ENTRY_SOURCE + json.dumps([entry.id, entry.source])
+                document = Document(source, entry.text, entry.title, entry.metadata)
+                row = insert_document(connection, document, new.digest, [new.chunk], vector)
+                given = None if entry.text == new.chunk.text else entry.text
+                ENTRY.put(connection, entry.id, row, entry.parent, given)
+            return end_change(self._file, suspects)
 
     def remove(self, ids: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Removes entries: ids of those that were there, and of chunks that nothing holds any more."""
+        """Remove entries: ids of those that existed, and of chunks that are no longer used."""
         with self._file.writing():
-            there = list(self.digests(list(dict.fromkeys(ids))))
-            return there, self._changed(self._delete(there)) if there else []
+            known = list(self.digests(list(dict.fromkeys(ids))))
+            return known, end_change(self._file, self._delete(known)) if known else []
 
     def _delete(self, ids: Sequence[str]) -> list[int]:
-        """Rows of the chunks that the entries held. Their documents are known by their sources, too,
-        so that what is left of a damaged entry goes with it."""
+        """Delete rows of entries, damaged ones included; row ids of the chunks that they held."""
         chunks: list[int] = []
         connection = self._file.connection
         for entry_id in ids:
@@ -371,7 +362,7 @@ class EntryTable:
     def nearest(
         self, vector: np.ndarray, k: int, where: Callable[[Entry], bool] | None = None
     ) -> list[tuple[EntryHit, float]]:
-        """The k nearest entries, and chunks of ingested documents, that ``where`` takes.
+        """The k nearest entries and chunks of ingested documents that ``where`` accepts.
 
         With their L2 distance, nearest first. ``vector``: float32 [dim].
         """
@@ -382,44 +373,37 @@ class EntryTable:
                 return None
             return hit.entry.id, hit
 
-        return self._search.nearest(vector, k, accept)
+        return self._vectors.nearest(vector, k, accept)
 
     def _hit(self, passage: int) -> EntryHit | None:
-        found = at(self._file, passage)
+        found = chunk_at(self._file, passage)
         if found is None:
             return None
         vector = vector_of(found.vector, self._file.number("dim") or 0)
         if vector is None:
             self._file.warn_damaged(f"passage {passage}")
             return None
-        entry_id = entry_id_of(found.source)
-        if entry_id is None:
-            return EntryHit(self._ingested(found.stored), vector)
-        entry = self.get([entry_id]).get(entry_id)
-        return None if entry is None else EntryHit(entry, vector)
+        if found.entry_id is not None:
+            entry = self.get([found.entry_id]).get(found.entry_id)
+            return None if entry is None else EntryHit(entry, vector)
+        place = ("source", "title", "start", "end", "chunk_id")
+        metadata = {**found.metadata, **{name: getattr(found, name) for name in place}}
+        entry = Entry(
+            found.chunk_id, found.text, metadata, found.source, found.title, found.start
+        )  # equal chunks are one entry
+        return EntryHit(entry, vector)
 
-    def _ingested(self, chunk: StoredChunk) -> Entry:
-        """A chunk of a document, as an entry: equal chunks are one."""
-        place = {
-            "source": chunk.source,
-            "title": chunk.title,
-            "start": chunk.start,
-            "end": chunk.end,
-            "chunk_id": chunk.chunk_id,
-        }
-        metadata = {**chunk.metadata, **place}
-        return Entry(chunk.chunk_id, chunk.text, metadata, chunk.source, chunk.title, chunk.start)
-
-    def _of(self, ids: Sequence[str]) -> list[_Row]:
-        """Those of ``ids`` that are there and sound."""
-        rows: list[_Row] = []
+    def _read(self, ids: Sequence[str]) -> Iterator[tuple[Entry, StoredChunk]]:
+        """The undamaged entries with these ids, and their chunks."""
         for at in range(0, len(ids), _BATCH):
             batch = ids[at : at + _BATCH]
             marks = ", ".join("?" * len(batch))
-            for row in self._file.rows(f"{_ENTRY} WHERE entry.id IN ({marks})", *batch):
-                entry = self._file.checked(row, ENTRY)
-                found = place(self._file, row[ENTRY.width :])
-                if entry is not None and found is not None:
-                    entry_id, _, parent, given = entry[0]
-                    rows.append(_Row(entry_id, parent, given, found))
-        return rows
+            for row in self._file.rows(f"{_ENTRIES} WHERE entry.id IN ({marks})", *batch):
+                checked = self._file.checked(row[: ENTRY.width], ENTRY)
+                stored = _stored_chunk(self._file, row[ENTRY.width :])
+                if checked is None or stored is None:
+                    continue
+                ((entry_id, _, parent, given),) = checked
+                text = stored.text if given is None else given
+                entry = Entry(entry_id, text, stored.metadata, parent, stored.title, stored.start)
+                yield entry, stored

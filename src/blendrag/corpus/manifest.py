@@ -1,4 +1,4 @@
-"""What a corpus was ingested with, and which of the models it names are loaded because it does."""
+"""What a corpus was ingested with, and which of the models it names may be loaded because it does."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from blendrag.config import KVEncoding
 from blendrag.errors import InvalidInputError
 from blendrag.store.identity import NATIVE_ENCODING
 
-#: What chunks are cut by, and their KV kept under. Whose KV it is, is renewed as models change.
+#: Fields that chunks and their KV depend on. The model may change.
 _BINDING = ("encoding", "chunk_tokens", "prefix_ids", "tokenizer_fingerprint")
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a corpus was ingested with. ``prefix_ids`` stand before every chunk when encoded."""
+    """What a corpus was ingested with. Every chunk is encoded behind ``prefix_ids``."""
 
     model: str
     model_signature: str
@@ -33,12 +33,9 @@ class Manifest:
     """How the chunks' KV is stored."""
 
     def differences(self, other: Manifest) -> dict[str, tuple[object, object]]:
-        """Settings that chunks and their KV depend on, by name, where this one's are not the other's."""
-        return {
-            name: (getattr(self, name), getattr(other, name))
-            for name in _BINDING
-            if getattr(self, name) != getattr(other, name)
-        }
+        """This and the other value of each field that chunks and their KV depend on, where they differ."""
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in _BINDING}
+        return {name: (ours, theirs) for name, (ours, theirs) in pairs.items() if ours != theirs}
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -48,14 +45,14 @@ class Manifest:
         """Raises :class:`ValueError` or :class:`TypeError` for anything that no ingest wrote."""
         fields = json.loads(value)
         if not isinstance(fields, dict):
-            raise TypeError("no object")
+            raise TypeError("not an object")
         made = cls(**fields)
         texts = [v for k, v in fields.items() if k not in ("chunk_tokens", "prefix_ids")]
         ids = [made.chunk_tokens, *made.prefix_ids]
         if not all(isinstance(text, str) for text in texts):
-            raise TypeError("a text that is none")
+            raise TypeError("a text has another type")
         if not all(type(number) is int and 0 <= number < 1 << 32 for number in ids):
-            raise TypeError("a number that is none")
+            raise TypeError("a number has another type or is out of range")
         if made.chunk_tokens < 1 or made.encoding not in get_args(KVEncoding):
             raise ValueError(f"chunks of {made.chunk_tokens} tokens in {made.encoding}")
         return replace(made, prefix_ids=tuple(made.prefix_ids))
@@ -65,11 +62,11 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 
 
 def check_recorded(name: str, root: Path, option: str) -> None:
-    """Refuse to load a model because the store at ``root`` names it, unless that is harmless.
+    """Refuse to load a model that only the store at ``root`` names, unless the name is harmless.
 
-    Harmless are hub ids and absolute directories outside of the store, whose weights are safetensors:
-    whoever made the store could have put anything else there. ``option`` is how the user names it.
-    Raises :class:`InvalidInputError`.
+    Hub ids and absolute directories outside of the store are harmless; their weights are loaded from
+    safetensors. Anything else may have been put there by whoever made the store. ``option``: how the user can
+    name the model. Raises :class:`InvalidInputError`.
     """
     if not os.path.lexists(name) and _HUB_ID.fullmatch(name):
         return

@@ -1,8 +1,7 @@
-"""A question → the chunks to read, in the order to read them.
+"""From a question to the chunks to read, in reading order.
 
-Owns the order. Chunks are chosen by L2 distance (CacheBlend §7.1); they are handed out document by
-document, the nearest first, and within a document as the document has them, so that what refers
-back ("she", "this city") follows what it refers to.
+Chunks are chosen by L2 distance (CacheBlend §7.1). They are returned document by document, the nearest
+document first, and in the document's order, so that "she" or "this city" follows what it refers to.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class RetrievedChunk:
 
 
 class Retriever:
-    """Nearest chunks of a corpus. Holds no state of its own."""
+    """Nearest chunks of a corpus."""
 
     def __init__(self, corpus: Corpus, embedder: Embedder) -> None:
         self.corpus = corpus
@@ -58,26 +57,13 @@ class Retriever:
             )
         if self.corpus.has_manifest:
             refuse_given(self.corpus.manifest.embedder)
-        hits = self.corpus.nearest(self.embedder.embed_query(question), top_k)
         chunks = [
             RetrievedChunk(
-                chunk_id=stored.chunk_id,
-                text=stored.text,
-                source=stored.source,
-                title=stored.title,
-                start=stored.start,
-                end=stored.end,
-                distance=distance,
-                metadata=stored.metadata,
+                c.chunk_id, c.text, c.source, c.title, c.start, c.end, distance, c.metadata
             )
-            for stored, distance in hits
+            for c, distance in self.corpus.nearest(self.embedder.embed_query(question), top_k)
         ]
-        return in_reading_order(chunks)
-
-
-def in_reading_order(chunks: list[RetrievedChunk]) -> list[RetrievedChunk]:
-    """Documents by their best distance, chunks of one document by their place in it."""
-    best: dict[str, float] = {}
-    for chunk in chunks:
-        best[chunk.source] = min(chunk.distance, best.get(chunk.source, chunk.distance))
-    return sorted(chunks, key=lambda chunk: (best[chunk.source], chunk.source, chunk.start))
+        best: dict[str, float] = {}
+        for chunk in chunks:
+            best[chunk.source] = min(chunk.distance, best.get(chunk.source, chunk.distance))
+        return sorted(chunks, key=lambda chunk: (best[chunk.source], chunk.source, chunk.start))

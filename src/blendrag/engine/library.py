@@ -208,7 +208,7 @@ class Library:
         :class:`InvalidInputError` for a vector of the wrong length, and for a text if vectors were given.
         """
         corpus = self._own()
-        if corpus is None or k < 1 or corpus.search.dim() is None:
+        if corpus is None or k < 1 or corpus.vectors.dim() is None:
             return []
         vector = self.embed_query(query) if isinstance(query, str) else unit_vector(query)
         hits = corpus.entries.nearest(vector, k, where)
