@@ -438,10 +438,10 @@ def test_a_store_does_not_choose_which_code_is_run(
 ) -> None:
     folder = with_own_code((store if inside else tmp_path) / "evil")
     with_manifest(store, embedder=str(folder))
-    reason = "a directory inside the store" if inside else "code that it brings along"
+    reason = "a directory inside the store" if inside else "code that comes with it"
     assert reason in refused("ask", QUESTION, "--store", str(store))
     named = refused("ask", QUESTION, "--store", str(store), "--embedder", str(folder))
-    assert "code that it brings along" in named
+    assert "code that comes with it" in named
     assert not (folder / "ran").exists()
 
 

@@ -1,4 +1,4 @@
-"""A damaged or hostile corpus gives what was put, less of it with a warning, or one sentence."""
+"""A damaged or hostile corpus returns what was put, less of it with a warning, or raises one sentence."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import logging
 import os
 import random
 import sqlite3
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,22 +32,25 @@ def execute(root: Path, *statements: str) -> None:
     connection.close()
 
 
-def test_damaged_copies_never_lie_and_never_raise_anything_else(tmp_path: Path) -> None:
+def nearest_text(root: Path, text: str, read_only: bool = False) -> str:
+    with Corpus.open(root, read_only=read_only) as corpus:
+        return corpus.nearest(vector_of(text), 1)[0][0].text
+
+
+def test_damaged_copies_give_no_wrong_answer_and_no_other_error(tmp_path: Path) -> None:
     fuzzing = Fuzzing(tmp_path, seed=3)
-    fuzzing.run(25)
+    fuzzing.run(15)
     assert fuzzing.failures == []
-    assert fuzzing.refused > 5
+    assert fuzzing.refused > 3
 
 
-def test_the_fuzzer_notices_rows_that_are_believed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fuzzer_notices_unchecked_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unchecked(table: database.Table, row: tuple) -> tuple:
+        columns = zip(row, table.columns.values(), strict=False)
+        return tuple({"n": 1} if kind is database.Json else value for value, kind in columns)
+
+    monkeypatch.setattr(database.Table, "checked", unchecked)
     fuzzing = Fuzzing(tmp_path, seed=3)
-    believed = lambda table, row: tuple(  # noqa: E731
-        {"n": 1} if kinds == (database.Json,) else value
-        for value, (_, kinds) in zip(row, table.columns, strict=False)
-    )
-    monkeypatch.setattr(database.Table, "checked", believed)
     fuzzing.run(10)
     assert fuzzing.failures
 
@@ -64,10 +65,10 @@ def test_the_fuzzer_notices_rows_that_are_believed(
         "DROP INDEX passage_by_chunk",
     ],
 )
-def test_anything_in_the_schema_that_is_not_ours_is_refused(root: Path, statement: str) -> None:
+def test_a_schema_with_anything_else_is_refused(root: Path, statement: str) -> None:
     execute(root, statement)
     for read_only in (True, False):
-        with pytest.raises(CorpusError, match="not have the tables of a corpus and nothing else"):
+        with pytest.raises(CorpusError, match="has other tables than a corpus"):
             Corpus.open(root, read_only=read_only)
 
 
@@ -80,9 +81,7 @@ def test_a_huge_row_is_not_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("name", [FILE_NAME, f"{FILE_NAME}-wal", VECTORS])
 @pytest.mark.parametrize("kind", ["fifo", "link", "directory"])
-def test_files_that_are_no_files_are_refused_or_ignored_at_once(
-    root: Path, name: str, kind: str
-) -> None:
+def test_irregular_files_are_refused_or_ignored_at_once(root: Path, name: str, kind: str) -> None:
     path = root / "corpus" / name
     path.unlink(missing_ok=True)
     if kind == "fifo":
@@ -96,8 +95,7 @@ def test_files_that_are_no_files_are_refused_or_ignored_at_once(
             Corpus.open(root)
         return
     for read_only in (True, False):
-        with Corpus.open(root, read_only=read_only) as corpus:
-            assert corpus.nearest(vector_of(text_of(1, 1)), 1)[0][0].text == text_of(1, 1)
+        assert nearest_text(root, text_of(1, 1), read_only) == text_of(1, 1)
 
 
 def test_a_corpus_directory_behind_a_link_is_refused(root: Path, tmp_path: Path) -> None:
@@ -115,21 +113,19 @@ def test_a_journal_that_would_delete_a_file_is_refused(root: Path) -> None:
     assert journal.exists()
 
 
-def test_vectors_that_state_any_size_are_made_anew(root: Path) -> None:
+def test_a_damaged_vector_cache_of_any_size_is_rebuilt(root: Path) -> None:
     path = root / "corpus" / VECTORS
     good = path.read_bytes()
     rng = random.Random(1)
     with path.open("r+b") as file:
         file.truncate(1 << 40)
-    with Corpus.open(root) as corpus:
-        assert corpus.nearest(vector_of(text_of(2, 0)), 1)[0][0].text == text_of(2, 0)
+    assert nearest_text(root, text_of(2, 0)) == text_of(2, 0)
     assert path.read_bytes() == good
-    for _ in range(20):
+    for _ in range(10):
         damaged = bytearray(good)
         damaged[rng.randrange(len(good))] ^= 1 << rng.randrange(8)
         path.write_bytes(damaged)
-        with Corpus.open(root, read_only=True) as corpus:
-            assert corpus.nearest(vector_of(text_of(2, 0)), 1)[0][0].text == text_of(2, 0)
+        assert nearest_text(root, text_of(2, 0), read_only=True) == text_of(2, 0)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +138,7 @@ def test_vectors_that_state_any_size_are_made_anew(root: Path) -> None:
         ("UPDATE document SET metadata = x'ff' WHERE id = 2", "document 2"),
     ],
 )
-def test_a_damaged_row_is_left_out_named_repaired_and_ingested_again(
+def test_a_damaged_row_is_left_out_reported_and_repaired(
     root: Path, statement: str, row: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     (root / "corpus" / VECTORS).unlink()
@@ -153,19 +149,19 @@ def test_a_damaged_row_is_left_out_named_repaired_and_ingested_again(
             assert text not in [found.text for found, _ in corpus.nearest(vector_of(text), 3)]
         assert corpus.unchanged("doc1.md", "digest 1") is None
         assert corpus.unchanged("doc2.md", "digest 2") is not None
-    assert [f"row {row} " in record.getMessage() for record in caplog.records].count(True) == 1
+    assert sum(f"row {row} " in record.getMessage() for record in caplog.records) == 1
     found = check_corpus(root)
     assert not found.is_good
     assert any(row in fault for fault in found.faults)
     assert check_corpus(root, repair=True).repaired
     assert check_corpus(root).is_good
-    change(root)  # as an ingest would
+    change(root)
+    assert nearest_text(root, text) == text
     with Corpus.open(root) as corpus:
-        assert corpus.nearest(vector_of(text), 1)[0][0].text == text
         assert corpus.unchanged("doc1.md", "digest 1") is not None
 
 
-def test_a_document_ingested_again_mends_its_rows_without_a_repair(root: Path) -> None:
+def test_ingesting_a_document_again_mends_its_rows(root: Path) -> None:
     execute(root, "UPDATE chunk SET tokens = 1 WHERE id = 4", "DELETE FROM passage WHERE id = 5")
     with Corpus.open(root) as corpus:
         assert corpus.unchanged("doc1.md", "digest 1") is None
@@ -175,15 +171,16 @@ def test_a_document_ingested_again_mends_its_rows_without_a_repair(root: Path) -
     assert check_corpus(root).is_good
 
 
-@pytest.mark.parametrize(
-    "value", ["x", "[]", "[" * 100_000, '{"model": 1}', '{"prefix_ids": null}', "null"]
-)
-def test_a_damaged_manifest_is_one_sentence(root: Path, value: str) -> None:
+@pytest.mark.parametrize("value", ["x", "[]", "[" * 100_000, '{"model": 1}', "null"])
+def test_an_invalid_manifest_is_one_sentence(root: Path, value: str) -> None:
     with Corpus.open(root) as corpus:
         with corpus._file.writing():
             corpus._file.set_meta("manifest", value)
-        with pytest.raises(CorpusError, match="the manifest is none"):
+        with pytest.raises(CorpusError, match="not a valid manifest"):
             _ = corpus.manifest
+
+
+def test_a_damaged_setting_is_one_sentence(root: Path) -> None:
     execute(root, "UPDATE meta SET value = 'y' WHERE key = 'manifest'")
     with Corpus.open(root, read_only=True) as corpus, pytest.raises(CorpusError, match="row meta"):
         _ = corpus.manifest
@@ -191,26 +188,22 @@ def test_a_damaged_manifest_is_one_sentence(root: Path, value: str) -> None:
         check_corpus(root, repair=True)
 
 
-def test_a_damaged_anchor_is_made_from_the_text(root: Path) -> None:
+def test_damaged_hashes_are_computed_from_the_text(root: Path) -> None:
     execute(root, "UPDATE anchor SET packed = x'00' WHERE chunk < 4")
     with Corpus.open(root) as corpus:
         assert len(corpus.chunk_index.find(text_of(0, 0))) == 1
 
 
-def test_a_vector_of_another_length_or_without_numbers_is_left_out(root: Path) -> None:
+def test_forged_vectors_of_another_length_or_nan_are_left_out(root: Path) -> None:
     (root / "corpus" / VECTORS).unlink()
-    forged: Callable[[Any], bytes] = lambda numbers: np.asarray(numbers, np.float32).tobytes()  # noqa: E731
-    with Corpus.open(root) as corpus, corpus._file.writing():
-        found = corpus._file.rows(f"SELECT {database.PASSAGE.selected} FROM passage WHERE id < 3")
-        for row, vector in zip(found, (forged([1.0]), forged([np.nan] * 8)), strict=True):
-            values = [*row[:5], vector]
-            corpus._file.connection.execute(
-                "UPDATE passage SET vector = ? WHERE id = ?", (vector, row[0])
-            )
-            database.PASSAGE.seal(corpus._file.connection, *values)
+    with Corpus.open(root) as corpus, corpus._file.writing() as connection:
+        passages = corpus._file.sound_rows(database.PASSAGE, "WHERE id < 3")
+        for values, numbers in zip(passages, ([1.0], [np.nan] * 8), strict=True):
+            vector = np.asarray(numbers, np.float32).tobytes()
+            connection.execute("UPDATE passage SET vector = ? WHERE id = ?", (vector, values[0]))
+            database.PASSAGE.seal(connection, *values[:5], vector)
     with Corpus.open(root) as corpus:
-        found_texts = [found.text for found, _ in corpus.nearest(vector_of("x"), 99)]
-    assert len(found_texts) == 5 * 3 + 3 - 2
+        assert len(corpus.nearest(vector_of("x"), 99)) == 5 * 3 + 3 - 2
 
 
 def test_an_emptied_database_is_not_silently_begun_anew(root: Path) -> None:

@@ -1,4 +1,4 @@
-"""Vectors come from the whole chunk, behind its title, by a model found offline."""
+"""Vectors cover the whole chunk, behind its title, by a model that is found offline."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ FILLER = (
     "On most days there was little to report, and the lamp was trimmed, lit and put out again. "
 )
 TOPICS = ["sailing boats", "potato farming", "choir music", "roof tiles", "wool prices"]
-
-
-@pytest.fixture(scope="module")
-def embedder() -> Embedder:
-    return Embedder("minilm-offline")
+PASSWORD = "Where is the password of the Zanzibar vault written?"
 
 
 def long_chunk(seed: int, fact: str = "") -> str:
@@ -44,44 +40,36 @@ def test_vectors_are_unit_length_float32(embedder: Embedder) -> None:
     assert embedder.embed_query("one").shape == (384,)
 
 
-def test_a_fact_in_the_tail_of_a_long_chunk_is_found_where_truncation_misses_it(
-    embedder: Embedder,
-) -> None:
+def test_a_fact_in_the_tail_of_a_chunk_counts(embedder: Embedder) -> None:
     fact = "The password of the Zanzibar vault is written inside the violin of Doctor Ferreira."
-    question = embedder.embed_query("Where is the password of the Zanzibar vault written?")
-    chunks = [long_chunk(i) for i in range(30)]
-    chunks.insert(17, long_chunk(40, fact))
+    chunks = [long_chunk(1), long_chunk(1, fact)]
     model = embedder._loaded()
-    tokens = len(model.tokenizer(chunks[17], truncation=False, verbose=False)["input_ids"])
+    tokens = len(model.tokenizer(chunks[1], truncation=False, verbose=False)["input_ids"])
     assert 480 <= tokens <= 560, "as long as a chunk gets"
-    # The fact's chunk beats all distractors by our vectors …
-    assert int(np.argmax(embedder.embed(chunks) @ question)) == 17
-    # … and stand somewhere in the crowd by vectors of what the model reads of it.
-    naive = model.encode(chunks, normalize_embeddings=True, show_progress_bar=False)
-    assert int(np.argmax(naive @ question)) != 17
+    without, with_fact = embedder.embed(chunks) @ embedder.embed_query(PASSWORD)
+    assert with_fact > without + 0.05
+    truncated = model.encode(chunks, show_progress_bar=False)
+    assert np.allclose(truncated[0], truncated[1], atol=1e-5), "the model alone cuts the fact off"
 
 
 def test_windows_cover_the_chunk_and_fit_the_model(embedder: Embedder) -> None:
     model = embedder._loaded()
+    title = "A title that says what this is about"
     for text in (long_chunk(3), "x" * 3000, "灯塔的看守人每天傍晚点亮油灯。" * 80, "short"):
-        windows = embedder._windows(text, "A title that says what this is about")
-        bodies = [
-            window.removeprefix("A title that says what this is about\n") for window in windows
-        ]
-        assert bodies[0] == text[: len(bodies[0])]
+        windows = embedder._windows(text, title)
+        bodies = [window.removeprefix(f"{title}\n") for window in windows]
+        assert text.startswith(bodies[0])
         assert text.endswith(bodies[-1])
         at = 0
         for body in bodies:
-            place = text.find(body)
-            assert place >= 0
-            assert place <= at, "no gap between windows"
-            at = max(at, place + len(body))
+            assert 0 <= text.find(body) <= at, "no gap between windows"
+            at = max(at, text.find(body) + len(body))
         for window in windows:
             ids = model.tokenizer(window, truncation=False, verbose=False)["input_ids"]
             assert len(ids) <= model.max_seq_length
 
 
-def test_a_question_far_too_long_is_embedded_by_its_ends(
+def test_an_overlong_question_is_embedded_by_its_ends(
     embedder: Embedder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encode, encoded = embedder._loaded().encode_query, []
@@ -91,41 +79,36 @@ def test_a_question_far_too_long_is_embedded_by_its_ends(
         return encode(texts, **options)
 
     monkeypatch.setattr(embedder._loaded(), "encode_query", counting)
-    asked = "Where is the password of the Zanzibar vault written?"
-    for text in (f"{asked} {FILLER * 400}".strip(), f"{FILLER * 400} {asked}"):
+    near, far = embedder.embed([PASSWORD, "The price of wool went up in March."])
+    for text in (f"{PASSWORD} {FILLER * 60}".strip(), f"{FILLER * 60} {PASSWORD}"):
         encoded.clear()
         vector = embedder.embed_query(text)
         assert len(encoded) == MAX_QUESTION_WINDOWS < len(embedder._windows(text, ""))
         assert text.startswith(encoded[0])
         assert text.endswith(encoded[-1])
-        near, far = embedder.embed([asked, "The price of wool went up in March."])
         assert vector @ near > vector @ far
     encoded.clear()
-    whole = long_chunk(1)  # not too long: all of it counts
+    whole = long_chunk(1)  # not overlong: all of it counts
     embedder.embed_query(whole)
     assert encoded == embedder._windows(whole, "")
 
 
-def test_a_title_tells_apart_chunks_that_only_say_she(embedder: Embedder) -> None:
+def test_a_title_tells_chunks_apart_that_only_say_she(embedder: Embedder) -> None:
     text = "She moved there as a child and later became its mayor."
     vectors = embedder.embed([text, text], titles=["Anna Kowalska", "Maria Silva"])
     question = embedder.embed_query("Of what did Maria Silva become mayor?")
     assert vectors[1] @ question > vectors[0] @ question
-    plain = embedder.embed([text])
-    assert np.allclose(plain, embedder.embed([text], titles=[""]), atol=1e-6)
+    assert np.allclose(embedder.embed([text]), embedder.embed([text], titles=[""]), atol=1e-6)
 
 
-def test_an_endless_title_leaves_room_for_the_text(embedder: Embedder) -> None:
-    (first, *rest) = embedder._windows(FILLER, "word " * 1000)
-    assert rest == []
-    assert first.endswith(FILLER)
+def test_a_very_long_title_leaves_room_for_the_text(embedder: Embedder) -> None:
+    (window,) = embedder._windows(FILLER, "word " * 1000)
+    assert window.endswith(FILLER)
     with pytest.raises(InvalidInputError, match="one for each"):
         embedder.embed(["a", "b"], titles=["only one"])
 
 
-def test_the_default_model_is_found_in_its_package_when_the_hub_is_not_there(
-    embedder: Embedder,
-) -> None:
+def test_the_default_model_is_found_in_its_package_without_the_hub(embedder: Embedder) -> None:
     text = ["the same model under two names"]
     assert np.allclose(Embedder(MINILM).embed(text), embedder.embed(text), atol=1e-6)
     assert same_embedder(MINILM, "minilm-offline")
@@ -133,7 +116,7 @@ def test_the_default_model_is_found_in_its_package_when_the_hub_is_not_there(
 
 
 class OneAtATime:
-    """A sentence-transformers model whose state two callers would spoil for each other."""
+    """A sentence-transformers model that notices two callers at once."""
 
     max_seq_length = None
     tokenizer = None
@@ -168,10 +151,10 @@ def test_an_unknown_model_says_what_to_do(tmp_path: Path, monkeypatch: pytest.Mo
         Embedder(str(tmp_path)).embed(["x"])
 
 
-def test_importing_and_naming_an_embedder_loads_no_heavy_library() -> None:
+def test_importing_the_corpus_and_text_rooms_loads_no_heavy_library() -> None:
     script = (
         "import sys; import blendrag.text.chunking, blendrag.text.readers, blendrag.text.recognition\n"
-        "from blendrag.corpus import Embedder, Corpus, Retriever; Embedder('x')\n"
+        "import blendrag.corpus.retriever; blendrag.corpus.retriever.Embedder('x')\n"
         "heavy = {'torch', 'transformers', 'faiss', 'sentence_transformers'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )

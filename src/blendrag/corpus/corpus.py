@@ -65,8 +65,8 @@ class Corpus:
         """The corpus of the store at ``root``; with ``create``, a new one if there is none.
 
         With ``read_only``, or without write permission, nothing is created or changed, and every method that
-        would change the corpus raises :class:`CorpusError`. Raises :class:`CorpusError` if the corpus does not
-        exist, is not a corpus, or has another format.
+        would change the corpus raises :class:`CorpusError`. Raises :class:`CorpusError` if the corpus does
+        not exist, is not a corpus, or has another format.
         """
         directory = Path(root) / DIRECTORY
         exists = os.path.lexists(directory / FILE_NAME)
@@ -200,9 +200,9 @@ class Corpus:
     ) -> list[str]:
         """Store a document in place of its earlier version, in one transaction.
 
-        ``vectors``: float32 [len(chunks), dim], unit length. Returns the ids of chunks that are no longer used.
-        Raises :class:`InvalidInputError` for vectors of another shape, and :class:`CorpusError` if another
-        process began this corpus (see :meth:`begin`).
+        ``vectors``: float32 [len(chunks), dim], unit length. Returns the ids of chunks that are no longer
+        used. Raises :class:`InvalidInputError` for vectors of another shape, and :class:`CorpusError` if
+        another process began this corpus (see :meth:`begin`).
         """
         if document.source.startswith(ENTRY_SOURCE):
             raise InvalidInputError(
@@ -345,9 +345,7 @@ MAX_FAULTS = 1000
 #: Faults found by SQLite that are described.
 _MAX_STRUCTURE_FAULTS = 10
 #: Condition for documents that have lost passages.
-_LOST_PASSAGES = (
-    "passages != (SELECT count(*) FROM passage WHERE passage.document = document.id)"
-)
+_LOST_PASSAGES = "passages != (SELECT count(*) FROM passage WHERE passage.document = document.id)"
 
 
 @dataclass(frozen=True)

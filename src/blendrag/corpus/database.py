@@ -5,21 +5,21 @@ Several processes may use it at once, and several threads one connection.
 
 Invariants of the tables:
 
-- ``chunk`` holds a text once, whichever documents contain it; ``passage`` records where. A chunk is removed in
-  the transaction that removes its last passage.
+- ``chunk`` holds a text once, whichever documents contain it; ``passage`` records where. A chunk is removed
+  in the transaction that removes its last passage.
 - A vector belongs to a passage, not to a chunk, as the document's title is embedded with it. It is empty for
   text that search must not find. A passage's id is never reused (AUTOINCREMENT) and its vector never changes,
   so two indexes over the same ids are equal.
-- Every row carries a digest of its other columns; ``document.passages`` counts passages, so that a lost one is
-  noticed.
-- ``generation`` grows with every transaction that changes passages. ``corpus_id`` is random and never changes,
-  so a file recreated at the same path is another corpus.
+- Every row carries a digest of its other columns; ``document.passages`` counts passages, so that a lost one
+  is noticed.
+- ``generation`` grows with every transaction that changes passages. ``corpus_id`` is random and never
+  changes, so a file recreated at the same path is another corpus.
 - ``anchor`` has a row per chunk: the hashes that find it in prompts. Its ids ascend, so new rows have higher
   ids than all earlier ones.
 - ``entry`` names documents that were added by id, with one chunk each; their source begins with
   :data:`ENTRY_SOURCE`.
-- ``dropped`` records texts that no document holds although their KV may be stored: removed ones (``since`` 0),
-  or ones whose addition began at ``since`` (Unix time) and has not ended.
+- ``dropped`` records texts that no document holds although their KV may be stored: removed ones (``since``
+  0), or ones whose addition began at ``since`` (Unix time) and has not ended.
 """
 
 from __future__ import annotations
@@ -132,8 +132,9 @@ class DamagedRow(Exception):
 class Table:
     """Columns of a table by name and type, the first of which is the key.
 
-    Every row ends with a digest of its values, written with it and checked when it is read. The digest detects
-    damage, not forgery, so types are checked as well: a forged row raises :class:`DamagedRow` or has them.
+    Every row ends with a digest of its values, written with it and checked when it is read. The digest
+    detects damage, not forgery, so types are checked as well: a forged row raises :class:`DamagedRow` or has
+    them.
     """
 
     def __init__(self, name: str, **columns: Any) -> None:
@@ -217,9 +218,7 @@ def _checked(value: Any, kind: Any) -> Any:
 
 
 META = Table("meta", key=str, value=str)
-DOCUMENT = Table(
-    "document", id=int, source=str, title=str, digest=str, metadata=Json, passages=int
-)
+DOCUMENT = Table("document", id=int, source=str, title=str, digest=str, metadata=Json, passages=int)
 CHUNK = Table("chunk", id=int, chunk_id=str, text=str, tokens=int)
 PASSAGE = Table("passage", id=int, document=int, chunk=int, start=int, end=int, vector=bytes)
 ENTRY = Table("entry", id=str, document=int, parent=str, given=str | None)
@@ -350,7 +349,7 @@ def _connect(directory: Path, read_only: bool, create: bool) -> sqlite3.Connecti
 
 
 def _check_files(directory: Path) -> None:
-    """Refuse links, FIFOs and devices, which SQLite would follow or wait for. Raises :class:`OSError`, too."""
+    """Refuse links, FIFOs and devices, which SQLite would follow or wait for. May raise :class:`OSError`."""
     for path in (directory, *(directory / f"{FILE_NAME}{end}" for end in ("", "-wal", "-shm"))):
         expected = stat.S_ISDIR if path == directory else stat.S_ISREG
         if os.path.lexists(path) and not expected(path.lstat().st_mode):
@@ -519,7 +518,9 @@ class CorpusFile:
             return None
         return values
 
-    def sound_rows(self, table: Table, condition: str, *parameters: str | float) -> list[tuple[Any, ...]]:
+    def sound_rows(
+        self, table: Table, condition: str, *parameters: str | float
+    ) -> list[tuple[Any, ...]]:
         """Values of the undamaged rows of ``table`` that meet a condition."""
         rows = self.rows(f"SELECT {table.selected} FROM {table.name} {condition}", *parameters)
         found = (self.checked(row, table) for row in rows)

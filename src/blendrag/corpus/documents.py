@@ -65,9 +65,7 @@ class StoredChunk:
 
 
 _PLACE_TABLES = (PASSAGE, CHUNK, DOCUMENT)
-_JOINED = (
-    "JOIN chunk ON chunk.id = passage.chunk JOIN document ON document.id = passage.document"
-)
+_JOINED = "JOIN chunk ON chunk.id = passage.chunk JOIN document ON document.id = passage.document"
 _PLACES = f"SELECT {', '.join(t.selected for t in _PLACE_TABLES)} FROM passage {_JOINED}"
 
 

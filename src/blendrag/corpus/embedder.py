@@ -57,8 +57,8 @@ MAX_TITLE_TOKENS = 32
 OVERLAP_TOKENS = 32
 #: Tokens kept free, as cutting a word in two may lengthen its tokens.
 SPARE_TOKENS = 4
-#: Most windows of a question, taken from both its ends: the question is at one of them, and an overlong prompt
-#: must not take a minute to embed.
+#: Most windows of a question, taken from both its ends: the question is at one of them, and an overlong
+#: prompt must not take a minute to embed.
 MAX_QUESTION_WINDOWS = 8
 
 
@@ -92,7 +92,8 @@ class Embedder:
     Args:
         name: the model.
         recorded: the name was read from a store: fewer module types, weights in safetensors only.
-        trust_remote_code: run code in a model directory or hub repository, and accept all options in its files.
+        trust_remote_code: run code in a model directory or hub repository, and accept all options in its
+        files.
     """
 
     def __init__(self, name: str, recorded: bool = False, trust_remote_code: bool = False) -> None:
@@ -241,8 +242,8 @@ def embedder_of(
 ) -> Embedder:
     """The embedder of the corpus at ``root``. ``named``: by the user, in this call.
 
-    ``trust_remote_code`` applies only to an embedder that the user named. Raises :class:`InvalidInputError` if
-    only the store names the embedder, and in a way that is not trusted.
+    ``trust_remote_code`` applies only to an embedder that the user named. Raises :class:`InvalidInputError`
+    if only the store names the embedder, and in a way that is not trusted.
     """
     if named is not None and same_embedder(named, manifest.embedder):
         return Embedder(named, trust_remote_code=trust_remote_code)
@@ -297,9 +298,11 @@ _OPTION_FILES = tuple(
 )
 #: Options that neither name a file nor decide how one is read.
 _OPTIONS = frozenset(
-    "add_pooling_layer do_lower_case dtype max_position_embeddings model_max_length padding_side "
-    "torch_dtype truncation_side use_fast".split()
-)
+    {
+        "add_pooling_layer", "do_lower_case", "dtype", "max_position_embeddings", "model_max_length",
+        "padding_side", "torch_dtype", "truncation_side", "use_fast",
+    }
+)  # fmt: skip
 _MAX_BYTES = regular_files.MIB
 #: Routers within routers.
 _MAX_DEPTH = 4

@@ -19,8 +19,8 @@ import torch
 import transformers
 
 from blendrag.config import Settings, absolute_model
-from blendrag.corpus.corpus import DIRECTORY, Corpus
-from blendrag.corpus.database import FILE_NAME, EmptyDatabase
+from blendrag.corpus.corpus import Corpus
+from blendrag.corpus.database import DIRECTORY, FILE_NAME, EmptyDatabase
 from blendrag.corpus.embedder import GIVEN, Embedder, absolute_embedder, embedder_of, same_embedder
 from blendrag.corpus.manifest import Manifest
 from blendrag.corpus.retriever import Retriever

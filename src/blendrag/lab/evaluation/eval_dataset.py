@@ -67,7 +67,8 @@ def _retrieving(
     store: Path | None, top_k: int, embedder: str | None
 ) -> Iterator[tuple[Retrieve | None, int]]:
     """As ``blendrag ask`` retrieves from ``store``, and the tokens of its chunks; nothing without one."""
-    from blendrag.corpus.corpus import DIRECTORY, Corpus
+    from blendrag.corpus.corpus import Corpus
+    from blendrag.corpus.database import DIRECTORY
     from blendrag.corpus.embedder import embedder_of
     from blendrag.corpus.retriever import Retriever
 

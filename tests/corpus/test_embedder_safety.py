@@ -1,10 +1,11 @@
-"""A store never decides what code runs: neither by the name of an embedder nor by that of a model."""
+"""A store never decides what code runs, neither by an embedder's name nor by a model's."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,11 @@ from blendrag.corpus.embedder import (
     check_model_files,
     embedder_of,
 )
-from blendrag.corpus.manifest import Manifest, check_recorded
+from blendrag.corpus.manifest import check_recorded
 from blendrag.errors import InvalidInputError, ModelLoadError
+from corpus.corpus_fuzz import MANIFEST
 
 CODE = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\nclass Own: pass\n"
-MANIFEST = Manifest("m", "sig", "tok", "ns", 512, (1, 2), "<s>\n", "minilm-offline")
 
 
 @pytest.fixture
@@ -46,10 +47,12 @@ def with_modules(folder: Path, *types: str) -> Path:
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_code_of_an_embedders_directory_is_not_run(tmp_path: Path, recorded: bool) -> None:
+def test_code_in_an_embedders_directory_is_not_run(tmp_path: Path, recorded: bool) -> None:
     folder = with_modules(tmp_path / "evil", "own_code.Own")
     (folder / "own_code.py").write_text(CODE)
-    with pytest.raises(ModelLoadError, match=r"consists of 'own_code.Own', code that it brings"):
+    with pytest.raises(
+        ModelLoadError, match=r"consists of 'own_code.Own', code that comes with it"
+    ):
         Embedder(str(folder), recorded=recorded).embed(["x"])
     assert not (folder / "ran").exists()
 
@@ -69,9 +72,7 @@ def test_code_behind_a_router_is_not_run(tmp_path: Path) -> None:
     assert not (folder / "ran").exists()
 
 
-def test_an_embedder_that_only_the_store_names_has_plain_modules_in_safetensors(
-    minilm: Path,
-) -> None:
+def test_a_recorded_embedder_has_plain_modules_in_safetensors(minilm: Path) -> None:
     check_model_files(str(minilm), True, recorded=True)
     assert Embedder(str(minilm), recorded=True).embed(["x"]).shape == (1, 384)
     weights = next(minilm.rglob("model.safetensors"))
@@ -94,7 +95,7 @@ def test_an_embedder_that_only_the_store_names_has_plain_modules_in_safetensors(
 
 
 class Pickled:
-    """Makes a directory when it is unpickled."""
+    """Makes a directory when unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -104,7 +105,7 @@ class Pickled:
 
 
 def with_pickle(folder: Path, mark: Path, recorded: bool) -> None:
-    """Weights that run code: in a pickle, or in one that an index of safetensors files names."""
+    """Weights that run code: in a pickle, or in one named by an index of safetensors files."""
     (folder / "model.safetensors").unlink()
     file = "w.bin" if recorded else "pytorch_model.bin"
     torch.save({"embeddings.word_embeddings.weight": Pickled(mark)}, folder / file)
@@ -123,7 +124,7 @@ def with_options(folder: Path, group: str, options: object, file: str = "bert") 
 def opened(folder: Path, recorded: bool) -> Embedder:
     if not recorded:
         return Embedder(str(folder))
-    manifest = Manifest(**{**vars(MANIFEST), "embedder": str(folder)})
+    manifest = replace(MANIFEST, embedder=str(folder))
     return embedder_of(manifest, folder.parent.parent / "store", None)
 
 
@@ -143,7 +144,7 @@ def test_a_pickle_of_an_embedder_is_not_run(
     with_pickle(minilm, mark, recorded)
     with_options(minilm, group or "model_args", {"weights_only": False}, file)
     expected = "sets model_.*weights_only"
-    if group is None:  # even where the options are not seen
+    if group is None:  # even if the options are not checked
         monkeypatch.setattr(embedder, "check_model_files", lambda *_: None)
         expected = "cannot be loaded"
     with pytest.raises(ModelLoadError, match=expected):
@@ -151,7 +152,7 @@ def test_a_pickle_of_an_embedder_is_not_run(
     assert not mark.exists()
 
 
-def test_an_embedders_files_may_set_harmless_options_only(minilm: Path, tmp_path: Path) -> None:
+def test_an_embedders_files_may_set_only_harmless_options(minilm: Path, tmp_path: Path) -> None:
     with_options(minilm, "tokenizer_args", {"model_max_length": 32})
     assert opened(minilm, recorded=True).embed(["x"]).shape == (1, 384)
     for harmless in ("model_args", {}), ("processing_kwargs", {"text": {"padding": True}}):
@@ -177,7 +178,7 @@ def test_an_embedders_files_may_set_harmless_options_only(minilm: Path, tmp_path
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_a_recorded_embedders_weights_are_safetensors_beside_their_index(
+def test_a_recorded_embedders_index_names_only_safetensors_in_its_folder(
     minilm: Path, plain: bool
 ) -> None:
     if plain:
@@ -206,13 +207,13 @@ def test_a_recorded_embedders_weights_are_safetensors_beside_their_index(
 @pytest.mark.parametrize(
     "content", ["{}", "[1]", "[" * 100_000, '[{"type": "sentence_transformers.x", "path": "../y"}]']
 )
-def test_a_modules_json_of_something_else_is_a_sentence(tmp_path: Path, content: str) -> None:
+def test_an_invalid_modules_json_is_one_sentence(tmp_path: Path, content: str) -> None:
     (tmp_path / "modules.json").write_text(content)
     with pytest.raises(ModelLoadError, match=f"embedder '{tmp_path}' has a mod"):
         check_model_files(str(tmp_path), True, recorded=False)
 
 
-def test_a_name_in_a_store_is_no_path_into_it(
+def test_a_recorded_name_is_not_a_path_into_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "store"
@@ -228,11 +229,11 @@ def test_a_name_in_a_store_is_no_path_into_it(
             check_recorded(name, root, "--model")
 
 
-def test_an_embedder_inside_a_store_is_loaded_only_where_the_user_names_it(
+def test_an_embedder_inside_a_store_is_loaded_only_if_the_user_names_it(
     minilm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "models"
-    manifest = Manifest(**{**vars(MANIFEST), "embedder": str(minilm)})
+    manifest = replace(MANIFEST, embedder=str(minilm))
     with pytest.raises(InvalidInputError, match="a directory inside the store"):
         embedder_of(manifest, root, None)
     with pytest.raises(InvalidInputError, match="a directory inside the store"):
