@@ -1,53 +1,49 @@
-# Everything sets itself up: `make demo` and `make test` work on a fresh machine with Python 3.11+.
+# Every target sets itself up: `make demo` and `make test` work on a fresh machine with Python 3.11 or later.
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-# Further arguments for installing torch, such as an index of CPU builds.
+# Further arguments for installing torch, such as --index-url for the CPU builds.
 TORCH_ARGS ?=
 
-PLUGS    := $(sort $(patsubst %/pyproject.toml,%,$(wildcard integrations/*/pyproject.toml)))
-PROJECTS := . $(PLUGS)
+INTEGRATIONS := $(sort $(patsubst %/pyproject.toml,%,$(wildcard integrations/*/pyproject.toml)))
+PROJECTS     := . $(INTEGRATIONS)
 
-# Models come from the packages, never from a hub.
+# Tests and the demo use models from the packages, never from a hub.
 export HF_HUB_OFFLINE = 1
 export TRANSFORMERS_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-real test-oldest test-newest lint bench bench-all arena soak fuzz-corpus coverage-store reuse-table wheels
+.PHONY: help setup demo check test test-real test-oldest test-newest lint bench bench-all answer-figure arena soak fuzz-corpus coverage-store reuse-table wheels
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
 setup: $(READY) ## make .venv with everything the other targets need
 
-# torch comes first and alone, at the version of the constraints: whatever asks for it more loosely
-# would pull another build. On Linux the default index serves the CUDA build of it; where the CPU is
-# enough, name an index of CPU builds: make TORCH_ARGS="--index-url …".
-$(READY): pyproject.toml constraints.txt $(PLUGS:%=%/pyproject.toml)
+# torch is installed first, at the version of the constraints, because later packages would install another
+# build. On Linux the default index has the CUDA build; TORCH_ARGS names another index.
+$(READY): pyproject.toml constraints.txt $(INTEGRATIONS:%=%/pyproject.toml)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "$(PYTHON) is older than Python 3.11; name another one: make PYTHON=python3.12" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0 $(TORCH_ARGS)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]' $(PLUGS:%=-e %)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]' $(INTEGRATIONS:%=-e %)
 	@touch $@
 
 demo: $(READY) ## ingest the demo corpus, ask it questions in three modes, print one table
 	@$(BIN)/blendrag demo
 
-# In two processes, but for what says how soon something has to come.
-test: lint ## everything: style, types, layers, tests
+check: lint ## lint and the fast tests, before every commit
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not alone"
+
+test: lint ## everything: lint and all tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone"
 	$(BIN)/python -m pytest -m alone
 
-# Any Hugging Face directories of causal LMs: DIR/NAME/config.json and weights. Minutes a model.
-test-real: $(READY) ## the tests on real pretrained models: make test-real MODELS=DIR
-	@test -d "$(MODELS)" || { echo "no directory of models: make test-real MODELS=DIR" >&2; exit 2; }
-	BLENDRAG_TEST_MODELS="$(MODELS)" $(BIN)/python -m pytest tests/real
-
-lint: $(READY) ## style, types, layers
+lint: $(READY) ## style, types and the order of the packages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -55,10 +51,26 @@ lint: $(READY) ## style, types, layers
 	cd integrations/llama-index-llms-blendrag && ../../$(BIN)/mypy -p llama_index.llms.blendrag
 	$(BIN)/lint-imports
 
-# Into build/bench/NAME.json, which is whole or not there; from all that are there, docs/performance.md.
-# Further arguments: make bench GEOMETRY=tiny BENCH_ARGS="--chunks 2 --chunk-tokens 64". They are of all benches
-# but load, which counts no --rounds, auto, which has no --ratio and no --tier, and overhead, which has
-# no --tier: LOAD_ARGS, AUTO_ARGS and OVERHEAD_ARGS.
+# DIR/NAME/config.json and weights, for each model. Takes minutes per model.
+test-real: $(READY) ## the tests on pretrained models: make test-real MODELS=DIR
+	@test -d "$(MODELS)" || { echo "no directory of models: make test-real MODELS=DIR" >&2; exit 2; }
+	BLENDRAG_TEST_MODELS="$(MODELS)" $(BIN)/python -m pytest tests/real
+
+# The versions of integrations/oldest.txt and newest.txt, and the constraints for all other packages.
+test-oldest: ## the integrations with the oldest framework versions that they support
+test-newest: ## the integrations with the newest framework versions that were tested
+test-oldest test-newest: test-%: integrations/%.txt
+	$(PYTHON) -m venv .venv-$*
+	sed -n 's/==.*//p' $< | sed 's/.*/^&==/' > .venv-$*/named
+	grep -vif .venv-$*/named constraints.txt > .venv-$*/constraints.txt
+	.venv-$*/bin/python -m pip install --quiet -c constraints.txt torch==2.13.0 $(TORCH_ARGS)
+	.venv-$*/bin/python -m pip install --quiet -c .venv-$*/constraints.txt -r $< -e . $(INTEGRATIONS:%=-e %)
+	.venv-$*/bin/python -m pytest $(INTEGRATIONS:%=%/tests) $(ENDS_ARGS)
+
+# Each bench writes build/bench/NAME.json, completely or not at all; docs/performance.md is made from them.
+# More arguments: make bench GEOMETRY=tiny BENCH_ARGS="--chunks 2 --chunk-tokens 64". Some benches have no
+# --rounds, --ratio or --tier, so they take LOAD_ARGS, AUTO_ARGS and OVERHEAD_ARGS instead.
+GEOMETRY ?= qwen2.5-0.5b
 BENCH_ARGS ?=
 LOAD_ARGS  ?=
 AUTO_ARGS  ?=
@@ -67,15 +79,14 @@ measure = mkdir -p build/bench && $(BIN)/blendrag bench $(2) --json > build/benc
   && mv build/bench/$(1).part build/bench/$(1).json
 page = $(BIN)/python -m blendrag.lab.bench.page --from build/bench --out docs
 
-bench: $(READY) ## time to first token on the geometry of a 0.5B model: docs/performance.md
+bench: $(READY) ## measure time to first token: docs/performance.md
 	$(call measure,ttft,ttft --geometry $(GEOMETRY) --chunks 6 --chunk-tokens 512 \
 	  --question-tokens 32 --ratio 0.15 $(BENCH_ARGS))
 	$(page)
 
-# Hours on two cores; each factor of the sweep by itself: make bench-all FACTORS="tier encoding"
+# Hours on two cores. Factors of the sweep can be measured one by one: make bench-all FACTORS="tier encoding"
 FACTORS  ?= ratio chunks chunk-tokens context tier encoding geometry
-GEOMETRY ?= qwen2.5-0.5b
-bench-all: bench ## compiled prefill, sweeps, trace, throughput, load, auto: docs/performance.md, its plots
+bench-all: bench ## measure everything else in docs/performance.md, with its plots
 	$(call measure,ttft-compiled,ttft --geometry $(GEOMETRY) --chunks 4 --chunk-tokens 256 \
 	  --question-tokens 32 --ratio 0.15 --compiled $(BENCH_ARGS))
 	for factor in $(FACTORS); do \
@@ -90,41 +101,32 @@ bench-all: bench ## compiled prefill, sweeps, trace, throughput, load, auto: doc
 	$(call measure,auto,auto --geometry $(GEOMETRY) $(AUTO_ARGS))
 	$(page)
 
-# An hour on two cores. Interrupted, it goes on where it was: make arena ARENA_ARGS=--keep
-arena: $(READY) ## policies against one another: docs/quality.md, its figures and numbers
+answer-figure: $(READY) ## measure one answer and draw it: the figure of README.md
+	$(BIN)/python -m blendrag.lab.answer_figure docs/answer.png
+
+# An hour on two cores. After an interruption: make arena ARENA_ARGS=--keep
+arena: $(READY) ## compare the policies: docs/quality.md, its figures and numbers
 	$(BIN)/python -m blendrag.lab.evaluation.quality_page --out docs $(ARENA_ARGS)
 
-# Of the store, for hours: kills, damage, failing system calls, power cuts. Ctrl-C prints the counts
-# so far. make soak KILLS=1000 MUTATIONS=100000 FAULTS=10 CUTS=1 SEED=7 DIR=/tmp JSON=soak.json
+# Hours. Ctrl-C prints the counts so far.
+# make soak KILLS=1000 MUTATIONS=100000 FAULTS=10 CUTS=1 SEED=7 DIR=/tmp JSON=soak.json
 soak: $(READY) ## kill, damage and starve the KV store: 10,000 kills, 1,000,000 mutations
 	@PYTHONPATH=tests/store:tests $(BIN)/python -m soak \
 	  $(if $(KILLS),--kills $(KILLS)) $(if $(MUTATIONS),--mutations $(MUTATIONS)) \
 	  $(if $(FAULTS),--faults $(FAULTS)) $(if $(CUTS),--cuts $(CUTS)) \
 	  $(if $(SEED),--seed $(SEED)) $(if $(DIR),--dir $(DIR)) $(if $(JSON),--json $(JSON))
 
-# Of the corpus beside it: make fuzz-corpus COPIES=1000 SEED=7
+# make fuzz-corpus COPIES=1000 SEED=7
 fuzz-corpus: $(READY) ## damage copies of a corpus: never a wrong text, never a traceback
 	@$(BIN)/python tests/corpus/corpus_fuzz.py \
 	  $(if $(COPIES),--copies $(COPIES)) $(if $(SEED),--seed $(SEED))
 
-# Killed children leave files that are not whole, which is said of each and changes nothing.
+# Killed child processes leave incomplete data files; coverage reports each and ignores it.
 coverage-store: $(READY) ## branch coverage of the KV store by its tests, at least 95%
 	rm -rf build/coverage && mkdir -p build/coverage
 	$(BIN)/python -m coverage run --source=src/blendrag/store -m pytest tests/store
-	$(BIN)/python -m coverage combine --quiet 2>build/coverage/not-whole
+	$(BIN)/python -m coverage combine --quiet 2>build/coverage/incomplete
 	$(BIN)/python -m coverage report --fail-under=95
-
-# Each end in a virtual environment of its own, with the versions of integrations/*.txt and otherwise
-# those of the constraints. What is new in the suites that newer versions bring is not run at the old end.
-test-oldest: ## the framework packages over the oldest versions they promise to work with
-test-newest: ## the same over the newest they were tested with
-test-oldest test-newest: test-%: integrations/%.txt
-	$(PYTHON) -m venv .venv-$*
-	sed -n 's/==.*//p' $< | sed 's/.*/^&==/' > .venv-$*/named
-	grep -vif .venv-$*/named constraints.txt > .venv-$*/constraints.txt
-	.venv-$*/bin/python -m pip install --quiet -c constraints.txt torch==2.13.0 $(TORCH_ARGS)
-	.venv-$*/bin/python -m pip install --quiet -c .venv-$*/constraints.txt -r $< -e . $(PLUGS:%=-e %)
-	.venv-$*/bin/python -m pytest $(PLUGS:%=%/tests) $(ENDS_ARGS)
 
 reuse-table: $(READY) ## what stock chains and query engines reuse: the table of docs/integrations.md
 	$(BIN)/python examples/reuse_table.py --write docs/integrations.md
