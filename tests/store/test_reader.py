@@ -87,7 +87,7 @@ def test_a_large_layer_cut_off_between_portions_while_it_is_open_is_noticed(lab,
 )
 def test_portions_are_all_of_the_buffers_in_order_and_none_is_larger_than_it_may_be(sizes):
     buffers = [bytearray(os.urandom(size)) for size in sizes]
-    found = list(portions(buffers))
+    found = list(portions([memoryview(buffer) for buffer in buffers]))
     lengths = [sum(map(len, portion)) for portion in found]
     assert all(length == PORTION_BYTES for length in lengths[:-1])
     assert all(0 < length <= PORTION_BYTES for length in lengths)

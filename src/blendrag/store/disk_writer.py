@@ -15,9 +15,9 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import wraps
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from blendrag.errors import StoreError, StoreFullError, StoreUnavailableError
 from blendrag.store.base import Counters
@@ -28,6 +28,7 @@ from blendrag.store.recovery import reconcile
 from blendrag.store.writers import WriterClaim, leftovers, remove
 
 logger = logging.getLogger("blendrag.store")
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 #: Free space left on the file system for the index and other programs.
@@ -118,6 +119,23 @@ def oldest_first(
 # -- the writer ----------------------------------------------------------------------------------
 
 
+def _with_index(
+    method: Callable[Concatenate[DiskWriter, _P], _T],
+) -> Callable[Concatenate[DiskWriter, _P], _T]:
+    """Run a method under the index lock, once more after a rebuild if the index is corrupt."""
+
+    @wraps(method)
+    def run(self: DiskWriter, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with self._usable_index():
+            try:
+                return method(self, *args, **kwargs)
+            except IndexCorrupt:
+                self.recover()
+                return method(self, *args, **kwargs)
+
+    return run
+
+
 class DiskWriter:
     """The writing side of one store. Thread-safe."""
 
@@ -182,18 +200,18 @@ class DiskWriter:
         Returns ``False`` if another process cleared the store before the payload was indexed.
         """
         with named_errors(f"writing to store {self._root}", size_bytes):
-            claim = self._with_index(partial(self._begin, size_bytes))
+            claim = self._begin(size_bytes)
             self._require_space(size_bytes)
             try:
                 self._files.write(name, claim.temporary(), buffers)
-                return self._with_index(partial(self._finish, Row(name, size_bytes)))
+                return self._finish(Row(name, size_bytes))
             except BaseException:
                 with contextlib.suppress(OSError):
                     self._files.remove(name)
                 raise
 
+    @_with_index
     def _begin(self, size_bytes: int) -> WriterClaim:
-        """Caller holds the index lock."""
         claim = self._claimed()
         self._make_room(size_bytes)
         return claim
@@ -211,11 +229,9 @@ class DiskWriter:
             self._claim = claim
         return self._claim
 
+    @_with_index
     def _finish(self, row: Row) -> bool:
-        """Index what was written, unless another writer was faster; whether there is an entry now.
-
-        Caller holds the index lock.
-        """
+        """Index what was written, unless another writer was faster; whether there is an entry now."""
         other = self._index.get(*row.name.entry)
         is_ours = other is not None and other.name == row.name  # indexed by a recovery elsewhere
         if other is not None and not is_ours and self._keep(other.name):
@@ -241,11 +257,12 @@ class DiskWriter:
             return False
         return self._files.exists(name)
 
+    @_with_index
     def pin(self, namespace: str, key: str) -> None:
         """Keep a key out of every eviction, by any process."""
         with named_errors(f"writing to store {self._root}", 4096):
-            self._with_index(self._claimed)  # makes pinned/ durable
-            self._with_index(partial(self._files.pinned.add, namespace, key))
+            self._claimed()  # makes pinned/ durable
+            self._files.pinned.add(namespace, key)
 
     # -- room ------------------------------------------------------------------------------------
 
@@ -302,31 +319,26 @@ class DiskWriter:
 
     # -- removal ---------------------------------------------------------------------------------
 
+    @_with_index
     def delete(self, namespace: str, key: str) -> bool:
         """Remove an entry and its pin; whether there was one."""
         with named_errors(f"deleting from store {self._root}"):
-            return self._with_index(partial(self._delete, namespace, key))
-
-    def _delete(self, namespace: str, key: str) -> bool:
-        """Caller holds the index lock."""
-        self._claimed()
-        names = self._files.named(namespace, key)
-        self._files.pinned.remove(namespace, key)
-        self._remove(names)
+            self._claimed()
+            names = self._files.named(namespace, key)
+            self._files.pinned.remove(namespace, key)
+            self.remove(names)
         return bool(names)
 
+    @_with_index
     def remove(self, names: list[Name]) -> None:
         """Remove several payloads; their pins stay."""
         with named_errors(f"deleting from store {self._root}"):
-            self._with_index(partial(self._remove, names))
+            self._claimed()
+            self._index.drop(names)
+            for name in names:
+                self._files.remove(name)
 
-    def _remove(self, names: list[Name]) -> None:
-        """Caller holds the index lock."""
-        self._claimed()
-        self._index.drop(names)
-        for name in names:
-            self._files.remove(name)
-
+    @_with_index
     def remove_empty_directories(self, namespace: str | None) -> None:
         """Remove those of a namespace or of all, unless another process is writing.
 
@@ -334,12 +346,8 @@ class DiskWriter:
         the durable one that it knew, and acknowledge the payload too early.
         """
         with named_errors(f"deleting from store {self._root}"):
-            self._with_index(partial(self._remove_empty_directories, namespace))
-
-    def _remove_empty_directories(self, namespace: str | None) -> None:
-        """Caller holds the index lock."""
-        if self._claimed().is_alone():
-            self._files.remove_empty_directories(namespace)
+            if self._claimed().is_alone():
+                self._files.remove_empty_directories(namespace)
 
     def quarantine(self, name: Name) -> None:
         """Set a payload aside. Called while a query runs: waits only briefly, never fails."""
@@ -384,14 +392,10 @@ class DiskWriter:
         with contextlib.suppress(StoreFullError):
             self._make_room(0)
 
-    def _with_index(self, action: Callable[[], _T]) -> _T:
-        """Run ``action`` under the index lock, after a rebuild if the index is corrupt."""
-        with self._usable_index():
-            try:
-                return action()
-            except IndexCorrupt:
-                self.recover()
-                return action()
+    @_with_index
+    def with_index(self, action: Callable[[], _T]) -> _T:
+        """Run ``action`` under the index lock, once more after a rebuild if the index is corrupt."""
+        return action()
 
     @contextmanager
     def _usable_index(self) -> Iterator[None]:

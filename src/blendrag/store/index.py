@@ -112,11 +112,11 @@ class Index:
         busy_timeout_s: float = 1.0,
         read_only: bool = False,
     ) -> None:
-        """``read_only``: :meth:`open` takes no lock and changes nothing; for maintenance."""
+        """``read_only``: for maintenance that changes nothing and takes no lock."""
         self.lock_timeout_s = lock_timeout_s
-        self._directory = directory
         self._busy_timeout_s = busy_timeout_s
         self._read_only = read_only
+        self._directory = directory
         self._threads = threading.RLock()
         self._processes = filelock.FileLock(directory / "lock", mode=0o600)
         self._reader: sqlite3.Connection | None = None
@@ -201,25 +201,22 @@ class Index:
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """Several writes as one. Reentrant."""
         with self.exclusive(), self._sqlite_errors():
-            if self._transaction_thread != threading.get_ident():
+            is_inner = self._transaction_thread == threading.get_ident()
+            if not is_inner:
                 self._follow_replacement()
             database = self._writer
             if database is None:
                 raise IndexCorrupt("it is not open")
-            if self._transaction_thread == threading.get_ident():
+            if is_inner:
                 yield database
                 return
             self._transaction_thread = threading.get_ident()
             try:
-                database.execute("BEGIN IMMEDIATE")
-                if _schema_version(database) != self._schema_version:  # a trigger would run
-                    raise IndexCorrupt("its schema was changed")
-                yield database
-                database.execute("COMMIT")
-            except BaseException:
-                with contextlib.suppress(sqlite3.Error):
-                    database.execute("ROLLBACK")
-                raise
+                with database:  # commits, or rolls back
+                    database.execute("BEGIN IMMEDIATE")
+                    if _schema_version(database) != self._schema_version:  # a trigger would run
+                        raise IndexCorrupt("its schema was changed")
+                    yield database
             finally:
                 self._transaction_thread = 0
 
@@ -347,12 +344,11 @@ class Index:
 
     def _connect(self) -> None:
         """Open the database. Raises :class:`IndexCorrupt` if it is not exactly what we make."""
-        for name in DATABASE_FILES:
-            if self._exists(name):
-                if name == _JOURNAL:
-                    raise IndexCorrupt(f"{_JOURNAL} is left over")
-                if not stat.S_ISREG(os.lstat(self._directory / name).st_mode):
-                    raise IndexCorrupt(f"{name} is not a regular file")
+        if self._exists(_JOURNAL):
+            raise IndexCorrupt(f"{_JOURNAL} is left over")
+        for name in filter(self._exists, DATABASE_FILES):
+            if not stat.S_ISREG(os.lstat(self._directory / name).st_mode):
+                raise IndexCorrupt(f"{name} is not a regular file")
         with self._sqlite_errors():
             # SQLite creates a WAL even to read; on a disk that cannot be written none is needed.
             needs_wal = self._exists(_WAL) or os.access(self._directory, os.W_OK)

@@ -69,13 +69,13 @@ class DiskReader:
             self._read(layer, target_buffers(out, shape, self._dtype))
         else:
             check_target(out, shape, self._dtype)
-            self._staging.read(layer, lambda buffer: self._read(layer, [buffer]), out)
+            self._staging.read(layer, lambda buffer: self.read_layer_bytes(layer, buffer), out)
 
     def read_layer_bytes(self, layer: int, out: Any) -> None:
         """Read the layer's verified stored bytes into a writable buffer of their size."""
-        self._read(layer, [out])
+        self._read(layer, [memoryview(out).cast("B")])
 
-    def _read(self, layer: int, buffers: list[Any]) -> None:
+    def _read(self, layer: int, buffers: list[memoryview]) -> None:
         with self._lock:
             if self._fd < 0:
                 raise ValueError(f"reader of {self.key[:12]}… is closed")
@@ -89,18 +89,17 @@ class DiskReader:
         begin, end = self._frame.offsets[layer : layer + 2]
         self._on_read(end - begin)
 
-    def _fill(self, layer: int, buffers: list[Any]) -> str | None:
+    def _fill(self, layer: int, buffers: list[memoryview]) -> str | None:
         """Read and verify; returns what is wrong with the file, if anything. Caller holds the lock."""
         offset, end = self._frame.offsets[layer : layer + 2]
         digest = xxhash.xxh3_64(seed=layer_seed(self.key, layer))
         try:
             for portion in [buffers] if end - offset <= PORTION_BYTES else portions(buffers):
-                count = read_exactly(self._fd, portion, offset)
-                if not count:
+                if not read_exactly(self._fd, portion, offset):
                     return "the file is shorter than what was put"
-                offset += count
                 for buffer in portion:
                     digest.update(buffer)
+                    offset += len(buffer)
         except OSError as exc:
             return f"cannot be read ({exc.strerror})"
         if offset != end or digest.intdigest() != self._checksums[layer]:
@@ -139,12 +138,11 @@ class DiskReader:
                 os.close(self._fd)
 
 
-def portions(buffers: list[Any]) -> Iterator[list[memoryview]]:
+def portions(buffers: list[memoryview]) -> Iterator[list[memoryview]]:
     """The buffers in order, cut into groups of at most :data:`PORTION_BYTES`."""
     portion: list[memoryview] = []
     room = PORTION_BYTES
-    for buffer in buffers:
-        rest = memoryview(buffer).cast("B")
+    for rest in buffers:
         while rest:
             portion.append(rest[:room])
             rest, room = rest[room:], room - len(portion[-1])
@@ -155,23 +153,19 @@ def portions(buffers: list[Any]) -> Iterator[list[memoryview]]:
         yield portion
 
 
-def read_exactly(fd: int, buffers: list[Any], offset: int) -> int:
-    """Fill all buffers from ``offset``; returns their size, or 0 if the file ends early."""
-    total = sum(map(len, buffers))
-    done = os.preadv(fd, buffers, offset) if len(buffers) <= IOV_MAX else 0
-    return total if done == total or _read_on(fd, buffers, offset, done) else 0
-
-
-def _read_on(fd: int, buffers: list[Any], offset: int, done: int) -> bool:
-    """Continue :func:`read_exactly` after a short read, or with too many buffers for one call."""
-    begin = 0
-    for buffer in buffers:
-        size = len(buffer)
-        view = memoryview(buffer).cast("B")
-        while done < begin + size:
-            count = os.preadv(fd, [view[done - begin :]], offset + done)
-            if count == 0:
-                return False
-            done += count
-        begin += size
+def read_exactly(fd: int, buffers: list[memoryview], offset: int) -> bool:
+    """Fill all buffers from ``offset``; ``False`` if the file ends before they are full."""
+    left = buffers
+    while left:
+        count = os.preadv(fd, left[:IOV_MAX], offset)
+        if not count:
+            return False
+        offset += count
+        full = 0
+        while full < len(left) and count >= len(left[full]):
+            count -= len(left[full])
+            full += 1
+        left = left[full:]
+        if count:
+            left[0] = left[0][count:]
     return True

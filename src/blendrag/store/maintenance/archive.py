@@ -288,7 +288,7 @@ def _take_all(
 def _take(store: OpenStore, source: ArchiveReader, entry: Entry, report: ImportReport) -> None:
     """Import one payload unless the store has it. Raises :class:`CorruptKVError` and puts nothing."""
     namespace, key = entry.namespace, entry.key
-    row = store.with_index(partial(store.index.get, namespace, key))
+    row = store.writer.with_index(partial(store.index.get, namespace, key))
     if row is not None and store.writer.keep(row.name):
         report.already_there += 1
     else:

@@ -19,7 +19,7 @@ from typing import Literal
 
 from blendrag.errors import CorruptKVError, StoreError
 from blendrag.store.durable import DIRECTORY, named_errors
-from blendrag.store.index import DATABASE_FILES, QUERY_WAIT_S, Index, IndexCorrupt
+from blendrag.store.index import DATABASE_FILES, Index, IndexCorrupt
 from blendrag.store.maintenance.opening import (
     Progress,
     no_progress,
@@ -175,7 +175,7 @@ def _check_index(root: Path, files: PayloadFiles, report: CheckReport, found: _N
 
     Each difference is looked at twice, because other processes may be writing or evicting.
     """
-    index = Index(root / "index", busy_timeout_s=20 * QUERY_WAIT_S, read_only=True)
+    index = Index(root / "index", read_only=True)
     try:
         with contextlib.closing(index):
             index.open()

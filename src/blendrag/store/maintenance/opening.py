@@ -10,18 +10,15 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from blendrag.errors import InvalidInputError, StoreUnavailableError
 from blendrag.store.base import Counters
 from blendrag.store.disk_writer import DiskWriter, Pins
 from blendrag.store.durable import named_errors
-from blendrag.store.index import Index, IndexCorrupt, IndexLocked
+from blendrag.store.index import Index
 from blendrag.store.payload import is_name
 from blendrag.store.payload_files import Name, PayloadFiles
 from blendrag.store.root import prepare
-
-_T = TypeVar("_T")
 
 #: Called with the bytes done so far and the bytes in total.
 Progress = Callable[[int, int], None]
@@ -45,18 +42,6 @@ class OpenStore:
     index: Index
     writer: DiskWriter
     pins: Pins
-
-    def with_index(self, action: Callable[[], _T]) -> _T:
-        """Run ``action`` under the index lock; rebuild the index and retry if it is damaged."""
-        try:
-            with self.index.exclusive():
-                try:
-                    return action()
-                except IndexCorrupt:
-                    self.writer.recover()
-                    return action()
-        except IndexLocked as exc:
-            raise StoreUnavailableError(str(exc)) from exc
 
 
 @contextlib.contextmanager

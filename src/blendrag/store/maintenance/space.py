@@ -185,12 +185,12 @@ def collect(root: Path, max_bytes: int | None = None, progress: Progress = no_pr
         max_bytes = settle_limit(root, None, DEFAULT_DISK_BYTES, read_only=False)
     removed = removed_bytes = 0
     with open_for_changes(root) as store, named_errors(f"evicting from store {root}"):
-        goal = max(0, store.with_index(store.index.totals)[1] - max_bytes)
-        while sizes := store.with_index(partial(_evict_batch, store, max_bytes)):
+        goal = max(0, store.writer.with_index(store.index.totals)[1] - max_bytes)
+        while sizes := store.writer.with_index(partial(_evict_batch, store, max_bytes)):
             removed += len(sizes)
             removed_bytes += sum(sizes)
             progress(min(removed_bytes, goal), goal)
-        left, left_bytes = store.with_index(store.index.totals)
+        left, left_bytes = store.writer.with_index(store.index.totals)
         marks = store.files.pinned.all()
         pinned = sum(1 for namespace, key in marks if store.files.named(namespace, key))
     return Removal(str(root), removed, removed_bytes, left, left_bytes, max_bytes, pinned)
@@ -233,7 +233,7 @@ def clear(root: Path, namespace: str | None = None, progress: Progress = no_prog
             _empty_quarantine(root)
         store.writer.remove_empty_directories(namespace)
         store.writer.recover()
-        left, left_bytes = store.with_index(store.index.totals)
+        left, left_bytes = store.writer.with_index(store.index.totals)
         pinned = len(store.files.pinned.all())
     return Removal(str(root), removed, removed_bytes, left, left_bytes, 0, pinned)
 
