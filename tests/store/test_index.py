@@ -552,27 +552,30 @@ def test_a_database_whose_file_cannot_be_examined_is_not_taken_for_damaged(empty
         empty_index.open()
 
 
-def test_a_rebuild_that_is_not_on_disk_is_not_finished(empty_index, monkeypatch):
-    mark = empty_index._directory / "unfinished"
-    assert not mark.exists()
-    with monkeypatch.context() as patch, empty_index.exclusive():
-        patch.setattr(empty_index, "sync", lambda: False)
-        empty_index.rebuild(lambda: None)
-    assert mark.exists()
+def test_an_index_whose_rebuild_failed_is_not_complete(empty_index):
+    drop_index(empty_index._directory.parent)
+
+    def fail():
+        raise OSError(errno.EIO, "the disk fails")
+
     with empty_index.exclusive():
+        with pytest.raises(OSError, match="the disk fails"):
+            empty_index.rebuild(fail)
         with pytest.raises(IndexCorrupt, match="not finished"):
             empty_index.open()
         empty_index.rebuild(lambda: None)
         empty_index.open()
-    assert not mark.exists()
 
 
-def test_a_mark_that_cannot_be_looked_for_is_not_taken_for_absent(lab, make_store, filled, failing):
+def test_markers_of_a_crash_stay_until_the_rebuilt_index_is_on_disk(
+    lab, make_store, filled, monkeypatch
+):
     filled.close()
-    (filled.root / "index" / "unfinished").touch()
-    edit(filled.root, "DELETE FROM payload")  # as if the rebuild had just begun
-    with failing("lstat", "unfinished", errno.EIO):
-        store = make_store()
-        assert all(lab.is_right(store, number) for number in NUMBERS)
-    store.recover()
-    assert store.stats().entries == 3
+    marker = filled.root / "tmp" / f"{'0' * 16}.writer"
+    marker.touch(0o600)
+    with monkeypatch.context() as patch:
+        patch.setattr(Index, "sync", lambda self: False)
+        make_store()
+    assert marker.exists()
+    make_store()
+    assert not marker.exists()

@@ -197,7 +197,7 @@ def test_missing_and_dead_rows_are_counted_and_are_not_damage(lab, filled):
     [
         (lambda index: (index / "index.db").unlink(), "there is none"),
         (lambda index: (index / "index.db").write_bytes(b"garbage" * 999), "not a database"),
-        (lambda index: (index / "unfinished").touch(), "not finished"),
+        (lambda index: alter(index, "PRAGMA user_version = 0"), "not finished"),
         (lambda index: alter(index, "UPDATE payload SET nonce = '../../x'"), "not of the form"),
         (lambda index: alter(index, "UPDATE payload SET key = upper(key)"), "not of the form"),
         (lambda index: alter(index, "CREATE TRIGGER x AFTER INSERT ON payload BEGIN SELECT 1; END"),

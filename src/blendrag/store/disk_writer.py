@@ -10,9 +10,7 @@ import contextlib
 import logging
 import os
 import sys
-import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -41,53 +39,36 @@ RESERVE_BYTES = 4 << 20
 class Scope:
     """One open :meth:`Pins.scope`; see :class:`blendrag.store.base.PinScope`."""
 
-    def __init__(self, pins: Pins) -> None:
-        self._pins = pins
+    def __init__(self) -> None:
         self.held: set[tuple[str, str]] = set()
 
     def protect(self, namespace: str, key: str) -> None:
-        self._pins.hold(self, (namespace, key))
+        self.held.add((namespace, key))
 
 
 class Pins:
-    """Entries held by at least one open scope of this process. Thread-safe."""
+    """Entries held by an open scope of this process. Thread-safe, as sets and lists are."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._scopes: list[Scope] = []
-        self._counts: Counter[tuple[str, str]] = Counter()
 
     @contextmanager
     def scope(self) -> Iterator[Scope]:
         """Hold every entry that is put or protected from here to the end of the block."""
-        scope = Scope(self)
-        with self._lock:
-            self._scopes.append(scope)
+        scope = Scope()
+        self._scopes.append(scope)
         try:
             yield scope
         finally:
-            with self._lock:
-                self._scopes.remove(scope)
-                self._counts -= Counter(scope.held)
-
-    def hold(self, scope: Scope, entry: tuple[str, str]) -> None:
-        with self._lock:
-            self._hold(scope, entry)
+            self._scopes.remove(scope)
 
     def note_put(self, entry: tuple[str, str]) -> None:
         """An entry was put: every open scope holds it."""
-        with self._lock:
-            for scope in self._scopes:
-                self._hold(scope, entry)
-
-    def _hold(self, scope: Scope, entry: tuple[str, str]) -> None:
-        if entry not in scope.held:
+        for scope in list(self._scopes):
             scope.held.add(entry)
-            self._counts[entry] += 1
 
     def __contains__(self, entry: tuple[str, str]) -> bool:
-        with self._lock:
-            return self._counts.get(entry, 0) > 0
+        return any(entry in scope.held for scope in list(self._scopes))
 
 
 class Victims(NamedTuple):
@@ -380,17 +361,17 @@ class DiskWriter:
 
         Caller holds the index lock.
         """
-        left = leftovers(self._tmp)
-        remove(left.parts)
+        markers, parts = leftovers(self._tmp)
+        remove(parts)
         self._files.forget_directories()
         self._index.rebuild(self._reconcile)
-        remove(left.markers)
-
-    def _reconcile(self) -> None:
-        """Caller holds the index lock."""
-        self._counters.add("quarantined", reconcile(self._files, self._index))
         with contextlib.suppress(StoreFullError):
             self._make_room(0)
+        if self._index.sync():  # or the rows could be lost, and with the markers any trace of that
+            remove(markers)
+
+    def _reconcile(self) -> None:
+        self._counters.add("quarantined", reconcile(self._files, self._index))
 
     @_with_index
     def with_index(self, action: Callable[[], _T]) -> _T:

@@ -30,7 +30,6 @@ from urllib.parse import quote
 import filelock
 
 from blendrag.errors import StoreError, StoreFullError, is_out_of_space, sqlite_code
-from blendrag.store.durable import sync_directory
 from blendrag.store.payload import is_name
 from blendrag.store.payload_files import Name
 
@@ -48,9 +47,6 @@ _WAL = f"{DATABASE}-wal"
 #: SQLite writes it before the database is in WAL mode. One that a crash left would block the database.
 _JOURNAL = f"{DATABASE}-journal"
 DATABASE_FILES = (DATABASE, _WAL, f"{DATABASE}-shm", _JOURNAL)
-#: There while the index may not know all files: a rebuild is going on or was interrupted.
-_UNFINISHED = "unfinished"
-_MARK = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 #: The index of earlier versions, which nothing reads any more.
 _FORMER_DATABASE = "cache.db*"
 
@@ -68,6 +64,8 @@ CREATE TRIGGER payload_removed AFTER DELETE ON payload BEGIN
     UPDATE totals SET entries = entries - 1, size_bytes = size_bytes - OLD.size_bytes;
 END;
 """
+#: ``user_version`` of a database that knows all files; 0 until its first rebuild is committed.
+_COMPLETE = 1
 _COLUMNS = "namespace, key, nonce, size_bytes"
 _ENTRY = "namespace = ? AND key = ?"
 _NONCE = re.compile(r"[0-9a-f]{16}", re.ASCII)
@@ -249,23 +247,19 @@ class Index:
 
         Caller holds :meth:`exclusive`, except for a read-only index.
         """
-        self.close()
-        if self._exists(_UNFINISHED):
-            raise IndexCorrupt("its rebuild was not finished")
         if not self._exists(DATABASE):
+            self.close()
             raise IndexCorrupt("there is none")
         self._connect()
+        if self._select("PRAGMA user_version") != [(_COMPLETE,)]:
+            self.close()
+            raise IndexCorrupt("its rebuild was not finished")
 
     def rebuild(self, reconcile: Callable[[], None]) -> None:
         """Run ``reconcile`` on the database, or on an empty one if it is missing or corrupt.
 
-        Until that has succeeded and is on disk, no process takes the index for complete. Caller
-        holds :meth:`exclusive`.
+        Its changes become visible at once, at the end. Caller holds :meth:`exclusive`.
         """
-        self.close()
-        mark = self._directory / _UNFINISHED
-        os.close(os.open(mark, _MARK, 0o600))
-        sync_directory(self._directory)
         self._rebuilding_thread = threading.get_ident()
         try:
             try:
@@ -273,19 +267,21 @@ class Index:
                     self._connect()
                 else:
                     self._create()
-                reconcile()
+                self._fill(reconcile)
             except IndexCorrupt as exc:
                 logger.warning("the store's index is damaged (%s): rebuilt from the files", exc)
                 self._create()
-                reconcile()
+                self._fill(reconcile)
         except BaseException:
             self.close()
             raise
         finally:
             self._rebuilding_thread = 0
-        if self.sync():
-            with contextlib.suppress(OSError):
-                os.unlink(mark)
+
+    def _fill(self, reconcile: Callable[[], None]) -> None:
+        with self.transaction() as database:
+            reconcile()
+            database.execute(f"PRAGMA user_version = {_COMPLETE}")
 
     def set_aside(self) -> None:
         """Move the database to the quarantine. Caller holds :meth:`exclusive`."""
@@ -344,6 +340,7 @@ class Index:
 
     def _connect(self) -> None:
         """Open the database. Raises :class:`IndexCorrupt` if it is not exactly what we make."""
+        self.close()
         if self._exists(_JOURNAL):
             raise IndexCorrupt(f"{_JOURNAL} is left over")
         for name in filter(self._exists, DATABASE_FILES):

@@ -8,12 +8,12 @@ are not verified again. Knows nothing of files.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from blendrag.store.base import Counters, ProcessBound, StoreStats, TierStats
 from blendrag.store.durable import megabytes
 from blendrag.store.encodings import staging_of, stored_layer_bytes
 from blendrag.store.kv import ChunkKV, KVLayout
-from blendrag.store.tensor_bytes import check_target, pieces, stored_layers, tensor_buffer
+from blendrag.store.tensor_bytes import check_target, stored_layers, target_buffers, tensor_buffer
 
 
 @dataclass(frozen=True)
@@ -71,20 +71,24 @@ class MemoryReader:
         if block is None:
             raise ValueError(f"reader of {self.key[:12]}… is closed")
         stored = block.layer(layer)
-        source = int(stored.ctypes.data)
         shape = block.layout.layer_shape(layer, block.tokens)
         if self._staging is None:
-            for address, size_bytes in pieces(out, shape, self._dtype):
-                ctypes.memmove(address, source, size_bytes)  # releases the GIL
-                source += size_bytes
+            copied = 0
+            for target in target_buffers(out, shape, self._dtype):
+                _copy(target, stored[copied : copied + len(target)])
+                copied += len(target)
         else:
             check_target(out, shape, self._dtype)
-            self._staging.read(layer, lambda room: ctypes.memmove(room, source, stored.nbytes), out)
+            self._staging.read(layer, lambda target: _copy(target, stored), out)
         self._on_read(stored.nbytes)
 
     def close(self) -> None:
         """Release the block. Idempotent."""
         self._block = None
+
+
+def _copy(target: Any, stored: np.ndarray) -> None:
+    np.frombuffer(target, dtype=np.uint8)[:] = stored  # releases the GIL
 
 
 class MemoryStore(ProcessBound):

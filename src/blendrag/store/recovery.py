@@ -31,38 +31,37 @@ _READ_TRIES = 2
 def reconcile(files: PayloadFiles, index: Index) -> int:
     """Index every sound file durably, drop rows without a file; returns the number set aside.
 
-    Of two files of one key, written by racing processes, one stays. Caller holds the index lock.
-    Raises ``OSError``, and changes no row, when it cannot see all files; :class:`IndexCorrupt` when
-    the index miscounts.
+    Of two files of one key, written by racing processes, one stays. Runs within a transaction of the
+    index, see :meth:`Index.rebuild`. Raises ``OSError`` when it cannot see all files,
+    :class:`IndexCorrupt` when the index miscounts.
     """
     quarantined = 0
     shards: set[tuple[str, str]] = set()
-    with index.transaction():
-        for name in _in_order(files, index):
-            row = index.get(*name.entry)
-            if row is not None and row.name == name:
-                index.touch([name.entry])
-            elif row is not None and not files.is_gone(row.name):
-                with contextlib.suppress(OSError):
-                    files.remove(name)
-            elif (size_bytes := sound_size(files, name)) is not None:
-                index.add(Row(name, size_bytes))
-                shards.add(name.shard)
-            elif files.exists(name):
-                logger.warning("%s is not a payload of this store: set aside", name.file)
-                quarantined += 1
-                with contextlib.suppress(OSError):
-                    files.quarantine(name)
-        # A row promises a durable file, and the writer of these may have crashed before the sync.
-        for shard in sorted(shards):
-            with contextlib.suppress(FileNotFoundError):
-                files.sync_shard(shard)
-        index.drop([row.name for row in index.oldest() if files.is_gone(row.name)])
-        entries = size_bytes = 0
-        for row in index.oldest():
-            entries, size_bytes = entries + 1, size_bytes + row.size_bytes
-        if index.totals() != (entries, size_bytes):
-            raise IndexCorrupt("it miscounts its rows")
+    for name in _in_order(files, index):
+        row = index.get(*name.entry)
+        if row is not None and row.name == name:
+            index.touch([name.entry])
+        elif row is not None and not files.is_gone(row.name):
+            with contextlib.suppress(OSError):
+                files.remove(name)
+        elif (size_bytes := sound_size(files, name)) is not None:
+            index.add(Row(name, size_bytes))
+            shards.add(name.shard)
+        elif files.exists(name):
+            logger.warning("%s is not a payload of this store: set aside", name.file)
+            quarantined += 1
+            with contextlib.suppress(OSError):
+                files.quarantine(name)
+    # A row promises a durable file, and the writer of these may have crashed before the sync.
+    for shard in sorted(shards):
+        with contextlib.suppress(FileNotFoundError):
+            files.sync_shard(shard)
+    index.drop([row.name for row in index.oldest() if files.is_gone(row.name)])
+    entries = size_bytes = 0
+    for row in index.oldest():
+        entries, size_bytes = entries + 1, size_bytes + row.size_bytes
+    if index.totals() != (entries, size_bytes):
+        raise IndexCorrupt("it miscounts its rows")
     return quarantined
 
 

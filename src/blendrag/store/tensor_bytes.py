@@ -71,21 +71,15 @@ def check_target(out: torch.Tensor, shape: Shape, dtype: torch.dtype) -> None:
     _pieces(out, shape, dtype)
 
 
-def pieces(out: torch.Tensor, shape: Shape, dtype: torch.dtype) -> list[tuple[int, int]]:
-    """``(address, bytes)`` of ``out`` ``[2, Hkv, T, D]`` in the order of a native layer's bytes.
+def target_buffers(out: torch.Tensor, shape: Shape, dtype: torch.dtype) -> list[memoryview]:
+    """The memory of ``out`` ``[2, Hkv, T, D]`` in the order of a native layer's bytes.
 
-    One piece if ``out`` is contiguous, one per K/V if its heads are adjacent, otherwise one per
+    One buffer if ``out`` is contiguous, one per K/V if its heads are adjacent, otherwise one per
     head. Raises :class:`InvalidInputError` for a tensor that a layer cannot be read into.
     """
-    begin, (found, _) = out.data_ptr(), _pieces(out, shape, dtype)
-    return [(begin + at, end - at) for at, end in found]
-
-
-def target_buffers(out: torch.Tensor, shape: Shape, dtype: torch.dtype) -> list[memoryview]:
-    """:func:`pieces` as slices of one writable buffer, which is faster than a buffer for each."""
-    found, reach = _pieces(out, shape, dtype)
+    pieces, reach = _pieces(out, shape, dtype)
     whole = memoryview(buffer_at(out.data_ptr(), reach)).cast("B")
-    return [whole[at:end] for at, end in found]
+    return [whole[at:end] for at, end in pieces]
 
 
 def _pieces(out: torch.Tensor, shape: Shape, dtype: torch.dtype) -> _Pieces:
@@ -115,5 +109,5 @@ def _pieces_of(strides: tuple[int, ...], shape: Shape, item_bytes: int) -> _Piec
             begins, items = [0], 2 * items
     else:
         begins = [kv * kv_stride + head * head_stride for kv in (0, 1) for head in range(heads)]
-    found = tuple((begin * item_bytes, (begin + items) * item_bytes) for begin in begins)
-    return found, max(end for _, end in found)
+    pieces = tuple((begin * item_bytes, (begin + items) * item_bytes) for begin in begins)
+    return pieces, max(end for _, end in pieces)

@@ -16,7 +16,6 @@ import secrets
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 from blendrag.store.durable import sync_directory
 
@@ -81,17 +80,11 @@ def _part(tmp: Path, owner: str) -> Path:
     return tmp / f"{owner}.{secrets.token_hex(8)}.part"
 
 
-class Leftovers(NamedTuple):
-    """What crashed writers left in ``tmp/``. Their markers are the only trace of the crash."""
+def leftovers(tmp: Path) -> tuple[list[Path], list[Path]]:
+    """Markers and temporaries of crashed writers. Caller holds the index lock.
 
-    markers: list[Path]
-    parts: list[Path]
-
-
-def leftovers(tmp: Path) -> Leftovers:
-    """What crashed writers left. Caller holds the index lock.
-
-    Lists only names that the store itself gives, and nothing of a living writer.
+    The markers are the only trace of a crash: remove them last. Ignores names that the store does
+    not give.
     """
     names = os.listdir(tmp)
     alive: set[str] = set()
@@ -102,7 +95,7 @@ def leftovers(tmp: Path) -> Leftovers:
         else:
             markers.append(tmp / match[0])
     parts = filter(None, map(PART.fullmatch, names))
-    return Leftovers(markers, [tmp / part[0] for part in parts if part[1] not in alive])
+    return markers, [tmp / part[0] for part in parts if part[1] not in alive]
 
 
 def remove(paths: Iterable[Path]) -> None:

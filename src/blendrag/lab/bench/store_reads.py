@@ -22,7 +22,7 @@ from blendrag.lab.bench.store_rounds import MeasuredNothingError, Row, Tick, Way
 from blendrag.planning.page_cache import cached_share
 from blendrag.store import KVReader, MemoryStore, open_store
 from blendrag.store.payload import frame
-from blendrag.store.tensor_bytes import buffer_at, pieces
+from blendrag.store.tensor_bytes import target_buffers
 
 
 class ReadWay(Way):
@@ -213,9 +213,9 @@ def measure_reads(root: Path, prompt: Prompt, rounds: int, tick: Tick) -> tuple[
         return rows, max(way.cached_share for way in from_disk)
 
 
-def _buffers(target: torch.Tensor) -> list[Any]:
+def _buffers(target: torch.Tensor) -> list[memoryview]:
     shape = (target.shape[0], target.shape[1], target.shape[2], target.shape[3])
-    return [buffer_at(*piece) for piece in pieces(target, shape, target.dtype)]
+    return target_buffers(target, shape, target.dtype)
 
 
 def _payload(store: Path, number: int) -> Path:
