@@ -14,7 +14,6 @@ import pytest
 
 import tiny
 from blendrag.engine import BlendEngine, Options, rendering, resources
-from blendrag.engine.worker import Worker
 from blendrag.errors import BlendragError
 from blendrag.model.tokens import Tokens
 
@@ -105,19 +104,6 @@ def test_concurrent_threads_each_get_their_answer_in_any_mode(engine: BlendEngin
 
 
 @pytest.mark.usefixtures("slow")
-async def test_a_cancelled_task_frees_the_model(engine: BlendEngine) -> None:
-    task = asyncio.create_task(engine.agenerate(prompt(engine, 1), Options(max_new_tokens=1000)))
-    await asyncio.sleep(0.25)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    began = time.perf_counter()
-    answer = await engine.agenerate(prompt(engine, 2), Options(max_new_tokens=1))
-    assert answer.metrics.new_tokens == 1
-    assert time.perf_counter() - began < 2.0
-
-
-@pytest.mark.usefixtures("slow")
 async def test_a_task_cancelled_while_its_prompt_is_planned_frees_the_model(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,17 +124,6 @@ async def test_a_task_cancelled_while_its_prompt_is_planned_frees_the_model(
     began = time.perf_counter()
     answer = await engine.agenerate(prompt(engine, 2), Options(max_new_tokens=1))
     assert answer.metrics.new_tokens == 1
-    assert time.perf_counter() - began < 2.0
-
-
-@pytest.mark.usefixtures("slow")
-async def test_leaving_astream_early_frees_the_model(engine: BlendEngine) -> None:
-    pieces = engine.astream(prompt(engine, 1), Options(max_new_tokens=1000))
-    async for _ in pieces:
-        break
-    await pieces.aclose()  # type: ignore[attr-defined]
-    began = time.perf_counter()
-    await engine.agenerate(prompt(engine, 2), Options(max_new_tokens=1))
     assert time.perf_counter() - began < 2.0
 
 
@@ -223,89 +198,3 @@ async def test_a_loading_model_does_not_block_the_event_loop(
         assert (await first).text == (await second).text
         beat.cancel()
         assert max(gaps) < 0.3
-
-
-# -- the worker ---------------------------------------------------------------------------------
-
-
-def test_requests_come_before_background_work() -> None:
-    worker = Worker("test")
-    order: list[str] = []
-    gate = threading.Event()
-    worker.submit(gate.wait)
-    for i in range(2):
-        worker.submit(lambda i=i: order.append(f"back{i}"), background=True)
-    for i in range(2):
-        worker.submit(lambda i=i: order.append(f"front{i}"))
-    gate.set()
-    worker.drain()
-    assert order == ["front0", "front1", "back0", "back1"]
-    worker.close()
-
-
-def test_work_may_call_work_and_errors_come_back() -> None:
-    worker = Worker("test")
-    assert worker.run(lambda: worker.run(lambda: 7)) == 7
-
-    def explode() -> None:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        worker.run(explode)
-    assert worker.run(lambda: 8) == 8
-    worker.close()
-
-
-def test_background_work_asked_for_by_a_request_waits_until_it_is_answered() -> None:
-    worker = Worker("test")
-    order: list[str] = []
-
-    def request() -> None:
-        worker.submit(lambda: order.append("encoded"), background=True)
-        order.append("answered")
-
-    worker.run(request)
-    worker.drain()
-    assert order == ["answered", "encoded"]
-    worker.close()
-
-
-def test_a_request_that_runs_while_the_worker_closes_is_finished() -> None:
-    worker = Worker("test")
-    gate, started = threading.Event(), threading.Event()
-
-    def request() -> tuple[str, bool]:
-        started.set()
-        assert gate.wait(5)
-        later = worker.submit(lambda: None, background=True)
-        return "answered", later.cancelled()
-
-    future = worker.submit(request)
-    assert started.wait(5)
-    closing = threading.Thread(target=worker.close)
-    closing.start()
-    while not worker.closed:
-        time.sleep(0.001)
-    gate.set()
-    assert future.result(5) == ("answered", True)
-    closing.join(5)
-    assert not closing.is_alive()
-
-
-def test_closing_drops_background_work_and_is_idempotent() -> None:
-    worker = Worker("test")
-    ran: list[int] = []
-    gate, started = threading.Event(), threading.Event()
-    worker.submit(lambda: (started.set(), gate.wait()))
-    assert started.wait(5)
-    future = worker.submit(lambda: ran.append(1), background=True)
-    closing = threading.Thread(target=worker.close)
-    closing.start()
-    gate.set()
-    closing.join(5)
-    assert not closing.is_alive()
-    worker.close()
-    assert ran == []
-    assert future.cancelled()
-    with pytest.raises(BlendragError, match="closed"):
-        worker.submit(lambda: None)

@@ -1,0 +1,389 @@
+"""A request that is abandoned, cancelled or late stops, and the model is free for the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+import scripted
+import tiny
+from blendrag.engine import BlendEngine, Options
+from blendrag.engine.rendering import Rendered
+from blendrag.errors import InvalidInputError, RequestCancelled, RequestTimeout
+from blendrag.frameworks.shared import astream_pieces, stream_pieces
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.alone]
+LONG = "one two three four five six seven eight nine ten " * 6
+SHORT = "Yes, it is."
+
+
+@pytest.fixture
+def engine(tmp_path: Any) -> Iterator[BlendEngine]:
+    """Answers "talk" for many seconds unless it is stopped."""
+    with scripted.engine([("short", SHORT)], tmp_path / "s", default=LONG) as made:
+        made.generate("short")
+        made.adapter.model.pause_s = 0.03
+        yield made
+
+
+def assert_free(engine: BlendEngine) -> None:
+    """Nothing runs, and the next request is answered at once."""
+    model = engine.adapter.model
+    model.pause_s = 0.0
+    assert engine.generate("short", Options(timeout_s=5)).text == SHORT
+    forwards = model.forwards
+    time.sleep(0.1)
+    assert model.forwards == forwards
+
+
+# -- abandoned streams ----------------------------------------------------------------------------
+
+
+def close(pieces: Any) -> None:
+    pieces.close()
+
+
+def drop(pieces: Any) -> None:
+    """The test's reference is the last one."""
+
+
+def throw(pieces: Any) -> None:
+    with pytest.raises(ZeroDivisionError):
+        pieces.throw(ZeroDivisionError)
+
+
+@pytest.mark.parametrize(
+    ("start", "leave"),
+    [
+        (BlendEngine.stream, close),
+        (BlendEngine.stream, drop),
+        (stream_pieces, close),
+        (stream_pieces, drop),
+        (stream_pieces, throw),
+    ],
+)
+def test_leaving_a_stream_stops_it(
+    engine: BlendEngine, start: Callable[..., Any], leave: Callable[[Any], None]
+) -> None:
+    pieces = start(engine, "talk", Options())
+    next(pieces)
+    leave(pieces)
+    del pieces
+    gc.collect()
+    assert_free(engine)
+
+
+@pytest.mark.parametrize("start", [BlendEngine.astream, astream_pieces])
+async def test_leaving_an_async_stream_stops_it(
+    engine: BlendEngine, start: Callable[..., Any]
+) -> None:
+    pieces = start(engine, "talk", Options())
+    async for _ in pieces:
+        break
+    await pieces.aclose()
+    await asyncio.to_thread(assert_free, engine)
+
+
+async def test_cancelling_a_task_stops_its_stream_before_the_first_piece(
+    engine: BlendEngine,
+) -> None:
+    engine.adapter.model.pause_s = 0.5
+
+    async def consume() -> None:
+        async for _ in astream_pieces(engine, "talk", Options()):
+            raise AssertionError("it was cancelled before")
+
+    task = asyncio.create_task(consume())
+    await asyncio.sleep(0.2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.to_thread(assert_free, engine)
+
+
+async def test_a_request_cancelled_in_the_queue_never_starts(engine: BlendEngine) -> None:
+    talking = engine.stream("talk")
+    next(talking)
+    prompts = len(engine.adapter.model.prompts)
+    waiting = asyncio.create_task(engine.agenerate("short"))
+    await asyncio.sleep(0.1)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    talking.close()
+    await asyncio.to_thread(engine.drain)
+    assert len(engine.adapter.model.prompts) == prompts
+
+
+def test_a_loop_that_ends_during_a_stream_leaves_nothing_running(engine: BlendEngine) -> None:
+    async def leave() -> None:
+        pieces = engine.astream("talk")
+        await anext(pieces)
+        keep.append(pieces)
+
+    keep: list[Any] = []
+    asyncio.run(leave())
+    time.sleep(0.1)  # the worker still notifies the closed loop
+    keep.clear()
+    gc.collect()
+    assert_free(engine)
+
+
+def test_an_abandoned_stream_releases_its_kv_cache(engine: BlendEngine) -> None:
+    """Even while its iterator is kept, and with it the error that ended the request."""
+    caches: list[weakref.ref[Any]] = []
+
+    def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        caches.append(weakref.ref(kwargs["past_key_values"]))
+
+    hook = engine.adapter.model.model.register_forward_pre_hook(note, with_kwargs=True)
+    pieces = engine.stream("talk")
+    next(pieces)
+    pieces.close()
+    hook.remove()
+    engine.drain()
+    gc.collect()
+    assert caches
+    assert [cache() for cache in caches if cache() is not None] == []
+    with pytest.raises(RequestCancelled):
+        _ = pieces.answer
+
+
+# -- iterators ------------------------------------------------------------------------------------
+
+
+def test_an_exhausted_iterator_stays_exhausted_and_keeps_its_answer(engine: BlendEngine) -> None:
+    pieces = engine.stream("short")
+    assert "".join(pieces) == SHORT
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(pieces)
+    pieces.close()
+    assert pieces.answer.text == SHORT
+
+
+def test_a_closed_iterator_ends_at_once_and_has_no_answer(engine: BlendEngine) -> None:
+    talking, queued = engine.stream("talk"), engine.stream("talk")
+    next(talking)
+    for pieces in (queued, talking):
+        pieces.close()
+        pieces.close()
+        assert list(pieces) == []
+        with pytest.raises(RequestCancelled):
+            _ = pieces.answer
+
+
+def test_closing_from_another_thread_wakes_the_reader(engine: BlendEngine) -> None:
+    engine.adapter.model.pause_s = 1.0
+    pieces = engine.stream("talk")
+    threading.Timer(0.1, pieces.close).start()
+    began = time.perf_counter()
+    assert list(pieces) == []
+    assert time.perf_counter() - began < 0.9
+
+
+async def test_an_async_iterator_has_its_answer_once_exhausted(engine: BlendEngine) -> None:
+    pieces = engine.astream("short")
+    with pytest.raises(RequestCancelled, match="iterate to the end"):
+        _ = pieces.answer
+    assert "".join([piece async for piece in pieces]) == SHORT
+    with pytest.raises(StopAsyncIteration):
+        await anext(pieces)
+    assert pieces.answer.text == SHORT
+
+
+async def test_an_async_iterator_closed_before_its_start_asks_nothing(engine: BlendEngine) -> None:
+    prompts = len(engine.adapter.model.prompts)
+    pieces = engine.astream("talk")
+    await pieces.aclose()
+    assert [piece async for piece in pieces] == []
+    assert len(engine.adapter.model.prompts) == prompts
+
+
+async def test_sync_and_async_calls_work_in_one_event_loop_after_another(
+    engine: BlendEngine,
+) -> None:
+    assert engine.generate("short").text == SHORT
+    assert (await engine.agenerate("short")).text == SHORT
+    answer = await asyncio.to_thread(lambda: asyncio.run(engine.agenerate("short")))
+    assert answer.text == SHORT
+
+
+async def test_waiting_streams_take_no_threads_of_the_event_loop(engine: BlendEngine) -> None:
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+    engine.adapter.model.pause_s = 0.1
+    streams = [engine.astream("short") for _ in range(6)]
+    waiting = [asyncio.ensure_future(anext(pieces)) for pieces in streams]
+    await asyncio.sleep(0.2)
+    began = time.perf_counter()
+    await asyncio.to_thread(lambda: None)
+    assert time.perf_counter() - began < 0.1
+    assert await asyncio.gather(*waiting) == ["Y"] * 6
+    for pieces in streams:
+        await pieces.aclose()
+
+
+def test_a_closed_engine_finishes_its_streams_and_refuses_more(engine: BlendEngine) -> None:
+    engine.adapter.model.pause_s = 0.0
+    pieces = engine.stream("short")
+    engine.close()
+    assert "".join(pieces) == SHORT
+    with pytest.raises(InvalidInputError, match="closed"):
+        asyncio.run(engine.agenerate("short"))
+
+
+# -- timeouts -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def slow_layers(engine: BlendEngine) -> Iterator[list[float]]:
+    """Every layer takes a fifth of a second; yields the times at which one was entered."""
+    entered: list[float] = []
+
+    def enter(*_: Any) -> None:
+        entered.append(time.perf_counter())
+        time.sleep(0.2)
+
+    hooks = [layer.register_forward_pre_hook(enter) for layer in engine.adapter.decoder_layers]
+    try:
+        yield entered
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def test_a_timeout_stops_decoding(engine: BlendEngine) -> None:
+    before = engine.adapter.model.forwards
+    with pytest.raises(RequestTimeout, match=r"timeout of 0\.4 s") as raised:
+        engine.generate("talk", Options(timeout_s=0.4))
+    assert tiny.one_sentence(str(raised.value))
+    assert isinstance(raised.value, TimeoutError)
+    assert_free(engine)
+    assert engine.adapter.model.forwards - before < 40
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"mode": "reuse"}, {"mode": "reuse", "generate": {"num_beams": 2}}], ids=str
+)
+def test_a_timeout_stops_a_prefill_at_the_next_layer(
+    engine: BlendEngine, options: dict[str, Any]
+) -> None:
+    engine.ingest([tiny.document(0)])
+    text = "\n\n".join(tiny.chunk_texts(engine, 0)) + "\n\nshort?"
+    text = text if options else "talk"
+    engine.generate(text, Options(**options, max_new_tokens=1))
+    with slow_layers(engine) as entered:
+        with pytest.raises(RequestTimeout):
+            engine.generate(text, Options(**options, timeout_s=0.3))
+        time.sleep(0.4)
+    assert 1 <= len(entered) <= 2  # of four
+    assert_free(engine)
+
+
+def test_time_in_the_queue_counts(engine: BlendEngine) -> None:
+    talking = engine.stream("talk")
+    next(talking)
+    prompts = len(engine.adapter.model.prompts)
+    with pytest.raises(RequestTimeout):
+        engine.generate("short", Options(timeout_s=0.3))
+    assert next(talking)  # the request before it goes on
+    talking.close()
+    assert_free(engine)
+    assert len(engine.adapter.model.prompts) == prompts + 1  # the late one never started
+
+
+def test_a_late_stream_gives_its_pieces_and_then_raises(engine: BlendEngine) -> None:
+    pieces = engine.stream("talk", Options(timeout_s=0.5))
+    heard: list[str] = []
+    with pytest.raises(RequestTimeout):
+        heard.extend(pieces)
+    assert heard
+    assert LONG.startswith("".join(heard))
+    with pytest.raises(StopIteration):
+        next(pieces)
+    with pytest.raises(RequestTimeout):
+        _ = pieces.answer
+    assert_free(engine)
+
+
+@pytest.mark.parametrize("way", ["agenerate", "astream", "wait_for"])
+async def test_timeouts_on_an_event_loop(engine: BlendEngine, way: str) -> None:
+    async def ask() -> None:
+        if way == "agenerate":
+            await engine.agenerate("talk", Options(timeout_s=0.3))
+        elif way == "astream":
+            _ = [piece async for piece in engine.astream("talk", Options(timeout_s=0.3))]
+        else:
+            await asyncio.wait_for(engine.agenerate("talk"), 0.3)
+
+    with pytest.raises(TimeoutError):
+        await ask()
+    await asyncio.to_thread(assert_free, engine)
+
+
+async def test_a_timeout_while_rendering_frees_the_caller_and_starts_nothing(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def render_slowly(*args: Any) -> Rendered:
+        time.sleep(0.6)
+        return Rendered("talk")
+
+    monkeypatch.setattr("blendrag.engine.engine.render", render_slowly)
+    prompts, began = len(engine.adapter.model.prompts), time.perf_counter()
+    with pytest.raises(RequestTimeout):
+        await engine.agenerate("talk", Options(timeout_s=0.2))
+    assert time.perf_counter() - began < 0.55
+    await asyncio.sleep(0.8)
+    assert len(engine.adapter.model.prompts) == prompts
+
+
+@pytest.mark.parametrize("way", ["agenerate", "astream", "abatch"])
+async def test_waiting_for_a_thread_of_the_loop_counts(engine: BlendEngine, way: str) -> None:
+    async def ask() -> None:
+        if way == "astream":
+            _ = [piece async for piece in engine.astream("talk", options)]
+        elif way == "abatch":
+            await engine.abatch(["talk"], options)
+        else:
+            await engine.agenerate("talk", options)
+
+    loop, options = asyncio.get_running_loop(), Options(timeout_s=0.8)
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    busy = loop.run_in_executor(None, time.sleep, 0.7)
+    began = time.perf_counter()
+    with pytest.raises(RequestTimeout):
+        await ask()
+    assert time.perf_counter() - began < 1.4  # 1.5 if the time began after the wait
+    await busy
+    await asyncio.to_thread(assert_free, engine)
+
+
+def test_a_timeout_error_of_something_else_is_not_changed(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """filelock's is a ``TimeoutError`` too."""
+
+    def locked(*args: Any, **kwargs: Any) -> None:
+        raise TimeoutError("the lock of the store")
+
+    monkeypatch.setattr(engine.adapter.model, "generate", locked)
+    with pytest.raises(TimeoutError, match="lock of the store"):
+        engine.generate("talk", Options(timeout_s=30))
+    with pytest.raises(TimeoutError, match="lock of the store"):
+        asyncio.run(engine.agenerate("talk", Options(timeout_s=30)))
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan")])
+def test_a_timeout_must_be_above_zero(timeout_s: float) -> None:
+    with pytest.raises(InvalidInputError, match="timeout_s") as raised:
+        Options(timeout_s=timeout_s)
+    assert tiny.one_sentence(str(raised.value))
