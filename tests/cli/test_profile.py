@@ -10,37 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from blendrag.planning import measure, prefills
+from blendrag.planning import measure
 from cli.commands import invoke, refused, said, start
-
-DEVICES = """
-[[devices]]
-name = "dear"
-throughput = "10 GB/s"
-price_per_gb_month = 0.5
-[[devices]]
-name = "cheap"
-throughput = "9 GB/s"
-price_per_gb_month = 0.1
-[[devices]]
-name = "tape"
-throughput = 10
-price_per_gb_month = 0.001
-"""
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "LENGTHS", (64, 128))
-    monkeypatch.setattr(prefills, "QUESTIONS", (8,))
+    monkeypatch.setattr(measure, "QUESTIONS", (8,))
     monkeypatch.setattr(measure, "ROUNDS", 1)
-
-
-@pytest.fixture
-def devices(tmp_path: Path) -> str:
-    path = tmp_path / "devices.toml"
-    path.write_text(DEVICES)
-    return str(path)
 
 
 def profiles(store: Path) -> list[Path]:
@@ -74,7 +52,7 @@ def test_a_profile_is_printed_and_kept_and_ask_uses_it(store: Path) -> None:
     ("change", "words"),
     [
         ("machine", "machine another (64 cores)"),
-        ("version", "a form that this version cannot read"),
+        ("version", "another version of blendrag"),
     ],
 )
 def test_a_profile_that_does_not_fit_is_measured_again_with_a_note(
@@ -100,14 +78,14 @@ def test_a_note_says_when_a_cold_disk_could_not_be_timed(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for share, noted in ((0.5, True), (0.0, False)):
-        monkeypatch.setattr("blendrag.planning.page_cache.cached_share", lambda files, s=share: s)
+        monkeypatch.setattr("blendrag.planning.tier_times.cached_share", lambda files, s=share: s)
         result = invoke("profile", "--store", str(store), "--again", "--json")
         assert json.loads(result.stdout)["is_new"]
         assert ("reading from a cold disk was not timed" in result.stderr) == noted
 
 
 def test_a_store_that_cannot_be_written_is_measured_without_its_disk(
-    store: Path, devices: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     access = os.access
     monkeypatch.setattr(
@@ -116,7 +94,7 @@ def test_a_store_that_cannot_be_written_is_measured_without_its_disk(
         lambda path, mode: access(path, mode) and not (str(path) == str(store) and mode & os.W_OK),
     )
     picture = tmp_path / "latencies.png"
-    result = invoke("profile", "--store", str(store), "--devices", devices, "--plot", str(picture))
+    result = invoke("profile", "--store", str(store), "--plot", str(picture))
     assert result.exit_code == 0, result.stderr
     assert (
         "note: the store cannot be written, so reading from its disk was not timed and the profile was not "
@@ -124,25 +102,21 @@ def test_a_store_that_cannot_be_written_is_measured_without_its_disk(
     ) in result.stderr
     assert "  memory: " in result.stdout
     assert "  disk: " not in result.stdout
-    assert "cheap: first token after" in result.stdout
+    assert "EBS gp3 (SSD): first token after" in result.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert not profiles(store)
 
 
-def test_the_cheapest_device_that_adds_no_latency_is_named(
-    store: Path, devices: str, tmp_path: Path
-) -> None:
-    args = ("profile", "--store", str(store), "--devices", devices, "--dir", str(tmp_path))
-    result = invoke(*args, "--policy", "random")
+def test_directories_and_storage_devices_are_rated(store: Path, tmp_path: Path) -> None:
+    args = ("profile", "--store", str(store), "--dir", str(tmp_path), "--policy", "random")
+    result = invoke(*args)
     assert result.exit_code == 0, result.stderr
-    assert "cheapest that adds no latency: cheap" in result.stdout
-    assert "tape: " in result.stdout
+    assert "cheapest that adds no latency: EBS" in result.stdout
     assert f"{tmp_path}: " in result.stdout  # --dir was timed
     assert not list(tmp_path.glob(".profile-*"))
-    fields = json.loads(invoke(*args, "--json").stdout)
-    rated = fields["storage"]["rated"]
-    assert [each["device"]["name"] for each in rated] == ["dear", "cheap", "tape"]
-    assert rated[2]["hides"] is False
+    rated = json.loads(invoke(*args, "--json").stdout)["storage"]["rated"]
+    assert len(rated) == 3
+    assert {"device", "ttft_s", "waiting_s", "hides", "cost_per_month"} == set(rated[0])
 
 
 @pytest.mark.slow
@@ -168,23 +142,14 @@ def test_ctrl_c_ends_the_command_and_keeps_nothing(store: Path) -> None:
     ("more", "words"),
     [
         (("--dir", "no/such/place"), "no/such/place"),
-        (("--devices", "no-such-list.json"), "cannot be read"),
-        (("--devices", "devices.json"), "throughput 'fast'"),
         (("--plot", "picture.jpg"), ".png"),
         (("--plot", "no/such/place/p.png"), "no/such/place/p.png cannot be written"),
         (("--policy", "magic"), "policy 'magic' is not one of"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_measured(
-    store: Path,
-    more: tuple[str, ...],
-    words: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    store: Path, more: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    device = '[{"name": "a", "throughput": "fast", "price_per_gb_month": 1}]'
-    (tmp_path / "devices.json").write_text(device)
     monkeypatch.setattr(measure.Measure, "profile", None)
     assert words in refused("profile", "--store", str(store), *more)
 

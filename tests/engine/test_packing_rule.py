@@ -13,8 +13,8 @@ import tiny
 from blendrag.engine.packing_rule import ROWS, Load, PackingRule
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.model import ModelAdapter
-from blendrag.planning.curve import Curve
 from blendrag.planning.plan import Plan, PlannedChunk, Reason, ReasonCode
+from blendrag.planning.profile import Curve
 from blendrag.text.prompt import PromptPlan, Segment
 
 CPU = torch.device("cpu")

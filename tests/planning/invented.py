@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from blendrag.planning.choice import Wish
-from blendrag.planning.curve import Curve
-from blendrag.planning.forecast import Prompt
-from blendrag.planning.parts import Part
-from blendrag.planning.profile import Conditions, Profile, Tier
+from blendrag.planning.choice import Choice, choose
+from blendrag.planning.estimate import Estimator, Forecast, Part, StoredPrompt
+from blendrag.planning.profile import Conditions, Curve, Profile, Tier
 
 LAYERS = 4
 CHUNK = 100
@@ -24,7 +22,7 @@ def line(row_s: float, pair_s: float = 0.0, placed_s: float = 0.0) -> Curve:
 
 
 def profile(bytes_per_s: float = 1e9, **changes: Any) -> Profile:
-    """A millisecond a row and layer; one tier ``disk``; nothing outside the layers."""
+    """A millisecond per row and layer; one tier ``disk``; nothing outside the layers."""
     given: dict[str, Any] = {
         "conditions": CONDITIONS,
         "prefill": line(LAYERS * 1e-3),
@@ -44,19 +42,29 @@ def profile(bytes_per_s: float = 1e9, **changes: Any) -> Profile:
     return Profile(**{**given, **changes})
 
 
-def prompt(chunks: int = 3, fresh: int = 20, tier: str = "disk", **policy: int) -> Prompt:
+def prompt(chunks: int = 3, fresh: int = 20, tier: str = "disk", **policy: Any) -> StoredPrompt:
     parts = tuple(
         Part(i * CHUNK, (i + 1) * CHUNK, tier, (LAYER_BYTES,) * LAYERS) for i in range(chunks)
     )
-    return Prompt(chunks * CHUNK + fresh, parts, **policy)
+    return StoredPrompt(chunks * CHUNK + fresh, parts, **policy)
 
 
 def evenly(ratio: float, candidates: int, chunks: int = 0) -> Sequence[float]:
     return [round(ratio * candidates)] * (LAYERS - 1)
 
 
-def wish(
+def forecast(
+    made: Profile, asked: StoredPrompt, counts: Sequence[float], loaded: Iterable[int] | None = None
+) -> Forecast:
+    parts = range(len(asked.parts)) if loaded is None else loaded
+    return Estimator(made, asked).loading(list(parts)).at(counts)
+
+
+def chosen(
+    made: Profile,
+    asked: StoredPrompt,
     min_ratio: float = 0.15,
     counts: Callable[[float, int, int], Sequence[float]] = evenly,
-) -> Wish:
-    return Wish(min_ratio, counts)
+    budgeted: bool = True,
+) -> Choice:
+    return choose(Estimator(made, asked), counts, min_ratio, budgeted)

@@ -1,15 +1,17 @@
-"""Measuring a tiny model and remembering it: whole or not at all, and only for what it was measured on."""
+"""Measuring a machine profile: whole or not at all, remembered, and only for what it was measured on."""
 
 from __future__ import annotations
 
 import errno
 import json
+import mmap
 import os
+import random
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,35 +21,61 @@ import torch
 import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.engine.resources import CorpusSettings
-from blendrag.errors import InvalidInputError, StoreFullError
-from blendrag.planning import measure, page_cache, prefills
-from blendrag.planning.model_times import SHORTEST
-from blendrag.planning.profile import Profile
-from blendrag.planning.profile_record import (
-    UNREADABLE,
-    Remembered,
-    conditions_of,
-    cores,
-    path_of,
-    recall,
-    remember,
+from blendrag.errors import InvalidInputError, UnsupportedModelError
+from blendrag.planning import measure, tier_times
+from blendrag.planning.measure import (
+    DEVIATION_POLICY,
+    FAR_TOKENS,
+    FRESH,
+    RATIOS,
+    SCOUT_POLICY,
+    SHORTEST,
+    Figures,
+    Measure,
+    Point,
+    Prefills,
+    Shape,
+    Timed,
+    fit,
+    median,
 )
-from blendrag.planning.tier_times import Reading, measure_directory, tier_of
+from blendrag.planning.profile import (
+    UNREADABLE,
+    Curve,
+    Profile,
+    cores,
+    recall_profile,
+    remember_profile,
+)
+from blendrag.planning.tier_times import Reading, tier_of
+from blendrag.store import records
+
+LAYERS = 4
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured is not looked at here, so little is enough."""
     monkeypatch.setattr(measure, "LENGTHS", (64, 128))
-    monkeypatch.setattr(prefills, "QUESTIONS", (8,))
+    monkeypatch.setattr(measure, "QUESTIONS", (8,))
+    monkeypatch.setattr(measure, "RATIOS", (0.0, 0.15, 1.0))
     monkeypatch.setattr(measure, "ROUNDS", 1)
-    monkeypatch.setattr(page_cache, "cached_share", lambda files: 0.0)  # wherever the tests run
+    monkeypatch.setattr(tier_times, "ROUNDS", 1)
+    monkeypatch.setattr(tier_times, "READ_BYTES", 1 << 16)
+    monkeypatch.setattr(tier_times, "cached_share", lambda files: 0.0)  # on any file system
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
+    with tiny.engine(tiny.llama(), tmp_path_factory.mktemp("measure") / "store") as made:
+        made.ingest([tiny.document(0)])
+        yield made
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[BlendEngine]:
-    with tiny.engine(tiny.llama(), tmp_path / "store") as made:
-        yield made
+def engine(shared: BlendEngine) -> Iterator[BlendEngine]:
+    """Without a profile."""
+    yield shared
+    kept(shared).unlink(missing_ok=True)
 
 
 def namespace_of(engine: BlendEngine) -> str:
@@ -55,21 +83,25 @@ def namespace_of(engine: BlendEngine) -> str:
 
 
 def kept(engine: BlendEngine) -> Path:
-    return path_of(engine.resources.root, namespace_of(engine))
+    return records.profiles(engine.resources.root, namespace_of(engine)).path
 
 
-def test_all_of_a_profile_is_measured(engine: BlendEngine, tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
+# -- through an engine -------------------------------------------------------------------------------
+
+
+def test_all_of_a_profile_is_measured_and_the_store_gains_nothing(
+    engine: BlendEngine, tmp_path: Path
+) -> None:
+    before = engine.stats()
     steps: list[tuple[str, int, int]] = []
-    report = engine.profile([elsewhere], watch=lambda *step: steps.append(step))
+    report = engine.profile([tmp_path], watch=lambda *step: steps.append(step))
     found = report.profile
     assert report.is_new
     assert report.kept
     names = [tier.name for tier in found.tiers]
-    assert names == ["memory", "disk", "disk-cold", str(elsewhere), f"{elsewhere} (cold)"]
+    assert names == ["memory", "disk", "disk-cold", str(tmp_path), f"{tmp_path} (cold)"]
     assert found.device_bytes_per_s is None  # a CPU
-    assert found.layers == 4
+    assert found.layers == LAYERS
     times = [found.prefill_s(n) for n in (32, 64, 128, 1000)]
     assert times == sorted(times)
     assert times[0] > 0
@@ -77,78 +109,57 @@ def test_all_of_a_profile_is_measured(engine: BlendEngine, tmp_path: Path) -> No
     assert found.last(64, 64) > 0
     assert [done for _, done, _ in steps] == list(range(len(steps)))
     assert {total for _, _, total in steps} == {len(steps)}
+    assert Profile.of(json.loads(json.dumps(found.as_dict()))) == found
+    after = engine.stats()
+    assert (after.entries, after.size_bytes) == (before.entries, before.size_bytes)
 
 
 def test_it_is_measured_once_and_then_remembered(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     first = engine.profile().profile
-    monkeypatch.setattr(measure.Measure, "profile", None)  # measuring now would fail
+    monkeypatch.setattr(Measure, "profile", None)  # measuring now would fail
     second = engine.profile()
     assert not second.is_new
     assert second.profile == first
     assert engine.resources.profile_of(namespace_of(engine)) == (first, "")
-    more = engine.profile([tmp_path])  # only the directory is measured
+    more = engine.profile([tmp_path, tmp_path / "." / "."])  # only the directory, once
     assert more.is_new
     assert more.profile.layer == first.layer
-    assert more.profile.tier(str(tmp_path)) is not None
-    assert recall(engine.resources.root, first.conditions) == more.profile
+    names = [tier.name for tier in more.profile.tiers]
+    assert names.count(str(tmp_path)) == 1
+    assert recall_profile(engine.resources.root, first.conditions) == more.profile
 
 
-def test_again_measures_again(engine: BlendEngine) -> None:
-    first, second = engine.profile(), engine.profile(again=True)
-    assert second.is_new
-    assert second.replaces == ""
-    assert second.profile != first.profile
-
-
-def test_again_keeps_the_directories_measured_before(engine: BlendEngine, tmp_path: Path) -> None:
-    there, away = tmp_path / "there", tmp_path / "away"
-    for directory in (there, away):
-        directory.mkdir()
-    first = engine.profile([there, away]).profile
-    away.rmdir()
-    steps: list[str] = []
-    second = engine.profile(again=True, watch=lambda what, *_: steps.append(what)).profile
-    assert [tier.name for tier in second.tiers] == [tier.name for tier in first.tiers]
-    assert second.tier(str(there)) != first.tier(str(there))  # measured anew
-    assert second.tier(str(away)) == first.tier(str(away))  # nothing else is known of it
-    assert [what for what in steps if str(tmp_path) in what] == [f"reading from {there}"]
-
-
-@pytest.mark.parametrize(
-    "error", [StoreFullError("no room"), InvalidInputError("not writable"), OSError("stale")]
-)
-def test_again_keeps_what_is_known_of_a_directory_that_refuses_now(
-    engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    first = engine.profile([tmp_path]).profile
-
-    def refusing(directory: Path, *given: Any) -> Any:
-        if directory == tmp_path:
-            raise error
-        return measure_directory(directory, *given)
-
-    monkeypatch.setattr("blendrag.planning.measure.measure_directory", refusing)
-    second = engine.profile(again=True).profile
-    assert second.tier(str(tmp_path)) == first.tier(str(tmp_path))
-    assert second.took_s != first.took_s
-    with pytest.raises(type(error)):  # named now, it is not passed over
-        engine.profile([tmp_path], again=True)
-
-
-def test_a_directory_that_is_named_twice_is_measured_once(
+def test_again_measures_again_and_directories_keep_their_figures(
     engine: BlendEngine, tmp_path: Path
 ) -> None:
-    found = engine.profile([tmp_path, tmp_path / "." / "."]).profile
-    names = [tier.name for tier in found.tiers]
-    assert names.count(str(tmp_path)) == 1
+    first = engine.profile([tmp_path])
+    second = engine.profile(again=True)
+    assert second.is_new
+    assert second.replaces == ""
+    assert second.profile.layer != first.profile.layer
+    assert second.profile.tier(str(tmp_path)) == first.profile.tier(str(tmp_path))
+    assert second.profile.tier("disk") != first.profile.tier("disk")
+
+
+def test_a_profile_of_another_machine_is_not_used_and_stays(engine: BlendEngine) -> None:
+    mine = engine.profile().profile
+    theirs = replace(mine, conditions=replace(mine.conditions, device="NVIDIA H200", threads=64))
+    kept(engine).unlink()
+    remember_profile(engine.resources.root, theirs)
+    says = "device NVIDIA H200, threads 64"
+    assert engine.resources.profile_of(namespace_of(engine)) == (None, says)
+    report = engine.profile()
+    assert (report.is_new, report.replaces) == (True, says)
+    assert engine.resources.profile_of(namespace_of(engine)) == (report.profile, "")
+    assert recall_profile(engine.resources.root, theirs.conditions) == theirs
 
 
 @pytest.mark.skipif(not torch.backends.openmp.is_available(), reason="one count for all threads")
 def test_conditions_are_those_of_the_thread_that_computes(engine: BlendEngine) -> None:
-    """torch counts threads for each thread of its caller's, once that one has computed."""
-    engine.generate("What was built?")
+    """torch counts threads per thread, once that thread has computed."""
+    engine.generate("What was built?", Options(max_new_tokens=1))
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
@@ -157,185 +168,105 @@ def test_conditions_are_those_of_the_thread_that_computes(engine: BlendEngine) -
         torch.set_num_threads(threads)
     assert report.profile.conditions.threads == threads
     assert report.profile.is_shared == (threads >= cores())
-    metrics = engine.generate("What was built?", options=Options(ratio="auto")).metrics
-    assert not metrics.notes
 
 
-def test_reading_is_shared_where_torch_computes_on_every_core(
-    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("count", "is_shared"), [(1, True), (1000, False)])
+def test_reading_shares_cores_if_torch_computes_on_all(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, count: int, is_shared: bool
 ) -> None:
-    for count, is_shared in ((1, True), (1000, False)):
-        monkeypatch.setattr(measure, "cores", lambda count=count: count)
-        assert engine.profile(again=True).profile.is_shared == is_shared
+    monkeypatch.setattr(measure, "cores", lambda: count)
+    assert engine.profile().profile.is_shared == is_shared
 
 
-def test_a_store_of_another_model_is_refused(tmp_path: Path) -> None:
-    with tiny.engine(tiny.llama(), tmp_path / "store") as one:
-        one.ingest([tiny.document(0)])
+def test_a_store_of_another_model_is_refused_unless_it_is_empty(tmp_path: Path) -> None:
     tokenizer = tiny.tokenizer()
     tokenizer.add_tokens(["<|more|>"])
+    with tiny.engine(tiny.llama(), tmp_path / "store") as one:
+        one.resources.create_corpus()
+        with tiny.engine(tiny.llama(), tmp_path / "store", tokenizer=tokenizer) as other:
+            assert other.profile().kept
+        one.ingest([tiny.document(0)])
     with tiny.engine(tiny.llama(), tmp_path / "store", tokenizer=tokenizer) as other:
         with pytest.raises(InvalidInputError, match="was ingested with model") as refused:
             other.profile()
         assert tiny.one_sentence(str(refused.value))
 
 
-def test_an_empty_corpus_binds_nobody(tmp_path: Path) -> None:
-    with tiny.engine(tiny.llama(), tmp_path / "store") as one:
-        one.resources.create_corpus()
-    tokenizer = tiny.tokenizer()
-    tokenizer.add_tokens(["<|more|>"])
-    with tiny.engine(tiny.llama(), tmp_path / "store", tokenizer=tokenizer) as other:
-        assert other.profile().kept
+@pytest.mark.parametrize("last", [0, 2, 3, 9])
+def test_an_interrupted_measurement_keeps_nothing(engine: BlendEngine, last: int) -> None:
+    def interrupt(what: str, done: int, steps: int) -> None:
+        if done == last:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.profile(watch=interrupt)
+    assert not kept(engine).exists()
+    assert engine.resources.profile_of(namespace_of(engine)) == (None, "")
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"machine": "another (64 cores)"}, "machine another (64 cores)"),
-        ({"device": "NVIDIA H200", "threads": 64}, "device NVIDIA H200, threads 64"),
-        ({"torch": "1.0"}, "torch 1.0"),
-        ({"dtype": "float16"}, "dtype float16"),
-        ({"blendrag": "9"}, "blendrag 9"),
-    ],
-)
-def test_a_profile_of_something_else_is_not_used_and_is_measured_anew(
-    engine: BlendEngine, change: dict[str, Any], says: str
-) -> None:
-    mine = engine.profile().profile
-    theirs = replace(mine, conditions=replace(mine.conditions, **change))
-    kept(engine).unlink()
-    remember(engine.resources.root, theirs)
-    assert engine.resources.profile_of(namespace_of(engine)) == (None, says)
-    report = engine.profile()
-    assert report.is_new
-    assert report.replaces == says
-    found, _ = engine.resources.profile_of(namespace_of(engine))
-    assert found == report.profile
-    assert recall(engine.resources.root, theirs.conditions) == theirs  # that machine's is kept, too
-
-
-def test_another_models_profile_is_not_seen(tmp_path: Path) -> None:
-    with tiny.engine(tiny.llama(), tmp_path / "store") as one:
-        one.profile()
-    with tiny.engine(tiny.llama(seed=1), tmp_path / "store") as other:
-        assert other.resources.profile_of(namespace_of(other)) == (None, "")
-
-
-def test_interrupted_at_any_step_it_keeps_nothing(engine: BlendEngine) -> None:
-    for last in (0, 2, 3, 7, 20):
-
-        def interrupt(what: str, done: int, steps: int, last: int = last) -> None:
-            if done == last:
-                raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            engine.profile(watch=interrupt)
-        assert not kept(engine).exists()
-        assert not list(engine.resources.root.glob(".profile-*"))
-        assert engine.resources.profile_of(namespace_of(engine)) == (None, "")
-    assert engine.profile().kept
-
-
-def test_interrupted_while_reading_it_leaves_no_files_behind(
+def test_an_interrupted_reading_leaves_no_files(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def read(*args: Any) -> None:
+    def interrupt(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("blendrag.store.disk.DiskStore.open", read)
+    monkeypatch.setattr("blendrag.store.disk.DiskStore.open", interrupt)
     with pytest.raises(KeyboardInterrupt):
         engine.profile()
     assert not list(engine.resources.root.glob(".profile-*"))
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ('{"profiles": []}', ""),
-        ("", UNREADABLE),
-        ("{", UNREADABLE),
-        ("[]", UNREADABLE),
-        ('{"profiles": 3}', UNREADABLE),
-        ('{"profiles": [3, {}, {"version": 1}]}', UNREADABLE),
-        ('{"profiles": ' + 100_000 * "[" + 100_000 * "]" + "}", UNREADABLE),
-    ],
-)
-def test_a_damaged_file_is_no_profile_and_is_said_to_be_there(
-    engine: BlendEngine, text: str, says: str
-) -> None:
-    path = kept(engine)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    assert engine.resources.profile_of(namespace_of(engine)) == (None, says)
-    report = engine.profile()
-    assert report.replaces == says
-    assert engine.resources.profile_of(namespace_of(engine)) == (report.profile, "")
+def test_files_of_a_killed_measurement_are_removed_by_the_next(engine: BlendEngine) -> None:
+    old, young = (engine.resources.root / f".profile-{name}" for name in ("killed", "running"))
+    for left in (old, young):
+        (left / "kv").mkdir(parents=True)
+    os.utime(old, (0, 0))
+    engine.profile()
+    assert not old.exists()
+    assert young.exists()  # another process may be measuring now
+    (young / "kv").rmdir()
+    young.rmdir()
 
 
-def test_requests_are_answered_whatever_the_file_holds(engine: BlendEngine) -> None:
-    engine.ingest([tiny.document(0)])
+def test_requests_are_answered_whatever_the_record_holds(engine: BlendEngine) -> None:
     text = tiny.chunk_texts(engine, 0)[0] + "\n\nQuestion: What did the company build?\nAnswer:"
-    path = kept(engine)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    found = engine.profile().profile
-    for damaged in ({**found.as_dict(), "layer_bytes": [float("inf")]}, {"version": 1}):
-        path.write_text(json.dumps({"profiles": [damaged]}))
+    for damaged in ('{"profiles": [{"version": 1}]}', '{"profiles": ' + 100_000 * "["):
+        kept(engine).write_text(damaged)
         for ratio in (0.2, "auto"):
-            options = Options(mode="blend", ratio=ratio, max_new_tokens=1)
-            metrics = engine.generate(text, options=options).metrics
+            metrics = engine.generate(text, Options(ratio=ratio, max_new_tokens=1)).metrics
             assert metrics.reused_tokens > 0
-            said = [note for note in metrics.notes if UNREADABLE in note]
-            assert len(said) == (ratio == "auto")
-            assert all(tiny.one_sentence(note) for note in said)
-    path.write_text('{"profiles": ' + 100_000 * "[")
-    assert engine.generate(text, options=Options(max_new_tokens=1)).metrics.reused_tokens > 0
-
-
-def test_a_half_written_profile_beside_a_whole_one_is_left_out(engine: BlendEngine) -> None:
-    found = engine.profile().profile
-    entries = json.loads(kept(engine).read_text())["profiles"]
-    broken = {**entries[0], "layer": {"rows": [1], "seconds": []}}
-    kept(engine).write_text(json.dumps({"profiles": [broken, *entries]}))
-    assert recall(engine.resources.root, found.conditions) == found
+            about = [note for note in metrics.notes if "machine profile" in note]
+            assert len(about) == (ratio == "auto")
+            assert all(tiny.one_sentence(note) for note in about)
+            assert all((UNREADABLE in note) == ("version" in damaged) for note in about)
 
 
 def test_a_store_that_cannot_be_written_is_not_written_and_keeps_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    with tiny.engine(tiny.llama(), root) as made:
-        made.ingest([tiny.document(0)])
     written: list[Path] = []
     mkdtemp = tempfile.mkdtemp
     monkeypatch.setattr(
         tempfile, "mkdtemp", lambda **given: written.append(given["dir"]) or mkdtemp(**given)
     )
-    with tiny.engine(tiny.llama(), root, read_only=True) as reader:
+    with tiny.engine(tiny.llama(), engine.resources.root, read_only=True) as reader:
         steps: list[tuple[int, int]] = []
-        report = reader.profile([elsewhere], watch=lambda _, *step: steps.append(step))
+        report = reader.profile([tmp_path], watch=lambda _, *step: steps.append(step))
         assert report.is_new
         assert not report.kept
         assert not kept(reader).exists()
-        assert report.profile.tier("disk") is None
-        assert report.profile.tier("memory") is not None
-        assert report.profile.tier(str(elsewhere)) is not None
-        assert set(written) == {elsewhere}
-        assert [done for done, _ in steps] == list(range(steps[0][1]))
+    assert report.profile.tier("disk") is None
+    assert report.profile.tier("memory") is not None
+    assert report.profile.tier(str(tmp_path)) is not None
+    assert set(written) == {tmp_path}
+    assert [done for done, _ in steps] == list(range(steps[0][1]))
 
 
-@pytest.mark.parametrize(("directories", "option"), [((), "--store"), (("place",), "--dir")])
-def test_where_no_scratch_can_be_made_the_option_that_named_it_is_said(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    directories: tuple[str, ...],
-    option: str,
+@pytest.mark.parametrize("option", ["--store", "--dir"])
+def test_a_directory_that_cannot_be_written_is_named_with_its_option(
+    engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
 ) -> None:
-    places = [tmp_path / name for name in directories]
-    for place in places:
-        place.mkdir()
-    refused = places[0] if places else tmp_path / "store"
+    refused = tmp_path if option == "--dir" else engine.resources.root
     mkdtemp = tempfile.mkdtemp
 
     def made(**given: Any) -> str:
@@ -344,111 +275,56 @@ def test_where_no_scratch_can_be_made_the_option_that_named_it_is_said(
         return mkdtemp(**given)
 
     monkeypatch.setattr(tempfile, "mkdtemp", made)
-    with tiny.engine(tiny.llama(), tmp_path / "store") as engine:
-        with pytest.raises(InvalidInputError, match=f"choose another {option}$") as error:
-            engine.profile(places)
-        assert str(refused) in str(error.value)
+    with pytest.raises(InvalidInputError, match=f"choose another {option}$") as error:
+        engine.profile([tmp_path])
+    assert str(refused) in str(error.value)
 
 
-def test_files_that_stay_in_the_cache_make_no_cold_tier(
-    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(page_cache, "cached_share", lambda files: 0.5)
-    report = engine.profile([tmp_path])
-    assert [tier.name for tier in report.profile.tiers] == ["memory", "disk", str(tmp_path)]
-    assert report.profile.tier("disk-cold") == report.profile.tier("disk")
-
-
-@pytest.mark.parametrize("left", [SHORTEST + 1, 3, 0])
-def test_a_prefix_that_leaves_no_prompt_is_refused_in_a_sentence(tmp_path: Path, left: int) -> None:
-    with measured_behind(tmp_path, left) as made:
-        with pytest.raises(InvalidInputError, match="behind a shorter prefix") as refused:
-            made.profile()
-        assert tiny.one_sentence(str(refused.value))
-
-
-def test_the_longest_prefix_that_leaves_a_prompt_is_measured_behind(tmp_path: Path) -> None:
-    with measured_behind(tmp_path, SHORTEST + 2) as made:
-        assert made.profile().profile.chunk_tokens == SHORTEST // 4
-
-
-@contextmanager
-def measured_behind(root: Path, left: int) -> Iterator[BlendEngine]:
-    """A prefix that leaves so many tokens of the context."""
-    model = tiny.llama(max_position_embeddings=256)
-    text = "x" * 300
-    with tiny.engine(model, root / "store", prefix_text=text) as made:
-        prefix = made.resources.prefix_ids
-        assert len(prefix) >= 256
-        with mock.patch.object(CorpusSettings, "prefix_ids", return_value=prefix[: 256 - left]):
-            yield made
-
-
-def test_a_directory_that_is_none_is_refused(engine: BlendEngine, tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match="is no directory"):
-        engine.profile([tmp_path / "none"])
-    for texts in (str(tmp_path / "none"), [str(tmp_path / "none")]):
+def test_what_is_no_directory_is_refused(engine: BlendEngine, tmp_path: Path) -> None:
+    for given in ([tmp_path / "none"], str(tmp_path / "none"), [str(tmp_path / "none")]):
         with pytest.raises(InvalidInputError, match="none is no directory"):
-            engine.profile(texts)
+            engine.profile(given)
 
 
-def test_what_a_killed_measurement_left_behind_is_gone_after_the_next(engine: BlendEngine) -> None:
-    root = engine.resources.root
-    old, young = root / ".profile-killed", root / ".profile-running"
-    for left in (old, young):
-        (left / "kv").mkdir(parents=True)
-    os.utime(old, (0, 0))
-    engine.profile()
-    assert not old.exists()
-    assert young.exists()  # it may be another process that is measuring now
+def test_files_that_stay_in_the_page_cache_make_no_cold_tier(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_times, "cached_share", lambda files: 0.5)
+    found = engine.profile().profile
+    assert [tier.name for tier in found.tiers] == ["memory", "disk"]
+    assert found.tier("disk-cold") == found.tier("disk")
 
 
-def test_the_store_gains_nothing_by_being_measured(engine: BlendEngine) -> None:
-    before = engine.stats()
-    engine.profile()
-    after = engine.stats()
-    assert (after.entries, after.size_bytes) == (before.entries, before.size_bytes)
+@pytest.mark.parametrize("left", [SHORTEST + 2, SHORTEST + 1, 3, 0])
+def test_a_prefix_must_leave_room_for_a_prompt(tmp_path: Path, left: int) -> None:
+    model = tiny.llama(max_position_embeddings=256)
+    with tiny.engine(model, tmp_path / "store", prefix_text="x" * 300) as made:
+        prefix = made.resources.prefix_ids[: 256 - left]
+        with mock.patch.object(CorpusSettings, "prefix_ids", return_value=prefix):
+            if left == SHORTEST + 2:
+                assert made.profile().profile.chunk_tokens == SHORTEST // 4
+                return
+            with pytest.raises(InvalidInputError, match="use a shorter prefix") as refused:
+                made.profile()
+            assert tiny.one_sentence(str(refused.value))
 
 
-def test_an_encoded_store_is_measured_as_it_is_kept(tmp_path: Path) -> None:
-    sizes = {}
-    for encoding in ("native", "int8"):
-        with tiny.engine(tiny.llama(), tmp_path / encoding, encoding=encoding) as made:
-            sizes[encoding] = sum(made.profile().profile.layer_bytes)
-    assert sizes["int8"] < sizes["native"] / 2
+def test_an_encoded_store_is_measured_as_it_is_kept(engine: BlendEngine, tmp_path: Path) -> None:
+    with tiny.engine(tiny.llama(), tmp_path / "int8", encoding="int8") as made:
+        encoded = sum(made.profile().profile.layer_bytes)
+    assert encoded < sum(engine.profile().profile.layer_bytes) / 2
 
 
 def test_a_model_that_cannot_be_blended_is_refused(tmp_path: Path) -> None:
-    from blendrag.errors import UnsupportedModelError
-
-    with (
-        tiny.engine(tiny.family("gpt2", n_positions=512), tmp_path / "store") as made,
-        pytest.raises(UnsupportedModelError),
-    ):
+    model = tiny.family("gpt2", n_positions=512)
+    with tiny.engine(model, tmp_path / "store") as made, pytest.raises(UnsupportedModelError):
         made.profile()
 
 
-def test_the_file_is_looked_at_again_when_it_changes(engine: BlendEngine) -> None:
-    looked: list[str] = []
-
-    def conditions(namespace: str) -> Any:
-        looked.append(namespace)
-        return conditions_of(engine.adapter, namespace)
-
-    remembered = Remembered(engine.resources.root, conditions)
-    namespace = namespace_of(engine)
-    assert remembered(namespace) == remembered(namespace) == (None, "")
-    assert len(looked) == 1
-    found = engine.profile().profile
-    assert remembered(namespace) == (found, "")
-    kept(engine).unlink()
-    assert remembered(namespace) == (None, "")
+# -- readings and the page cache ---------------------------------------------------------------------
 
 
-# -- readings ----------------------------------------------------------------------------------------
-
-
-def test_a_tier_is_what_its_readings_say() -> None:
+def test_a_tier_follows_from_readings_of_long_and_short_chunks() -> None:
     def reading(chunk_bytes: int, reads: int) -> Reading:
         return Reading(reads * chunk_bytes, reads, reads * (chunk_bytes / 1e9 + 1e-4), 0.0)
 
@@ -457,14 +333,187 @@ def test_a_tier_is_what_its_readings_say() -> None:
     assert tier.read_s == pytest.approx(1e-4)
 
 
-def test_a_tier_of_odd_readings_is_still_one_of_finite_speed() -> None:
-    """Short chunks that took longer than long ones, by chance."""
+def test_a_tier_is_finite_even_if_short_chunks_took_longer() -> None:
     tier = tier_of("disk", [Reading(10**8, 40, 0.1, 0.1), Reading(10**7, 40, 0.5, 0.1)])
     assert tier.seconds(10**8, 40) == pytest.approx(0.1)
     assert 1e9 <= tier.bytes_per_s <= 2e9
     assert 0 < tier.busy < 1
 
 
-def test_what_is_measured_is_json(engine: BlendEngine) -> None:
-    found = engine.profile().profile
-    assert Profile.of(json.loads(json.dumps(found.as_dict()))) == found
+def test_pages_in_the_cache_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    path, empty = tmp_path / "file", tmp_path / "empty"
+    path.write_bytes(bytes(40 * mmap.PAGESIZE + 1))
+    empty.touch()
+    assert tier_times.cached_share([path, empty]) > 0.5
+    assert tier_times.cached_share([empty]) == 0.0
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    if tier_times.drop_cached([path, empty]):
+        assert tier_times.cached_share([path, empty]) < 0.5
+
+
+def test_files_are_dropped_again_and_count_as_dropped_only_if_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shares = iter([0.5, 0.0])
+    monkeypatch.setattr(tier_times, "cached_share", lambda files: next(shares))
+    assert tier_times.drop_cached([]) == hasattr(os, "posix_fadvise")
+    refused = mock.Mock(side_effect=OSError(errno.ENOSYS, "mincore"))
+    monkeypatch.setattr(tier_times, "cached_share", refused)
+    assert not tier_times.drop_cached([])
+
+
+# -- which prefills are timed ------------------------------------------------------------------------
+
+
+def prefills(
+    longest: int, context: int = 32768, chunk_tokens: int = 512, layers: int = LAYERS
+) -> Prefills:
+    times: Any = SimpleNamespace(longest=context, stock=print, blended=print)
+    lengths = [n for n in (64, 128, 256, 512, 1024, 2048, 4096) if n <= longest]
+    return Prefills(times, layers, chunk_tokens, lengths)
+
+
+def blended(made: Prefills, policy: str) -> list[tuple[float, Shape]]:
+    keys: list[Any] = [key for key in made.jobs() if key[0] == policy]
+    return [(ratio, shape) for _, ratio, shape in keys]
+
+
+def test_a_far_longer_prompt_is_timed_at_ratios_that_compute_few_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(measure, "RATIOS", RATIOS)
+    timed = blended(prefills(512), "random")
+    far = max(timed, key=lambda each: each[1].tokens)[1]
+    assert far == Shape(5, 512, FRESH)  # six times 512 tokens, in whole chunks
+    assert [ratio for ratio, shape in timed if shape == far] == [0.0, 0.05, 0.15]
+    for shape in {shape for _, shape in timed} - {far}:
+        assert shape.tokens <= 512
+        assert [ratio for ratio, each in timed if each == shape] == list(RATIOS)
+    assert max(shape.candidates for _, shape in blended(prefills(512), SCOUT_POLICY)) == 5 * 512
+
+
+@pytest.mark.parametrize("longest", [64, 512, 4096])
+@pytest.mark.parametrize("context", [300, 1000, 5000, 32768])
+def test_no_prompt_exceeds_the_context_or_the_limit(longest: int, context: int) -> None:
+    made = prefills(min(longest, context), context, min(512, context // 4))
+    for policy in ("random", SCOUT_POLICY, DEVIATION_POLICY):
+        for _, shape in blended(made, policy):
+            assert shape.tokens <= min(context, max(FAR_TOKENS, longest))
+
+
+@pytest.mark.parametrize(
+    ("times_s", "bearable"),
+    [
+        ((9.0, 3.0, 7.0), [128, 256]),  # the first is slow even warm: two lengths all the same
+        ((9.0, 0.4, 0.9, 2.0), [128, 256, 512]),  # that it was slow cold says nothing
+        ((9.0, 0.1, 0.2, 0.3, 0.6, 0.9), [128, 256, 512, 1024, 2048]),
+    ],
+)
+def test_lengths_end_where_they_take_too_long_but_there_are_at_least_two(
+    times_s: tuple[float, ...], bearable: list[int]
+) -> None:
+    left = list(times_s)
+    measuring: Any = SimpleNamespace(
+        _stock_s=lambda tokens: left.pop(0) if left else 99.0, _step=lambda what: None
+    )
+    lengths = [128, 256, 512, 1024, 2048][: len(bearable) + 1]
+    assert Measure._bearable(measuring, lengths) == bearable
+
+
+# -- what their times say ----------------------------------------------------------------------------
+
+
+def test_the_median_counts() -> None:
+    runs = [
+        Timed((1.0, 5.0), (0.1, 0.5), 0.1),
+        Timed((9.0, 4.0), (0.9, 0.1), 0.9),
+        Timed((2.0, 6.0), (0.2, 0.9), 0.2),
+    ]
+    assert median(runs) == Timed((2.0, 5.0), (0.2, 0.5), 0.2)
+
+
+@pytest.mark.parametrize(("layers", "pass_s", "each"), [(4, 3 * 0.2 + 0.05, 0.2), (1, 0.05, 0.05)])
+def test_the_last_layer_is_timed_apart_from_the_others(
+    layers: int, pass_s: float, each: float
+) -> None:
+    made = prefills(256, layers=layers)
+    found = Figures(made, {key: Timed((pass_s,), (0.05,), 0.1) for key in made.jobs()})
+    assert [point.seconds for point in found.layers()] == pytest.approx(
+        [each] * len(found.layers())
+    )
+    assert {point.seconds for point in found.lasts()} == {0.05}
+
+
+@pytest.mark.parametrize(("lengths", "pair_s"), [(2, LAYERS * 5e-7), (6, 0.0)])
+def test_a_prefill_timed_at_few_lengths_takes_attention_from_the_layers(
+    lengths: int, pair_s: float
+) -> None:
+    layer = Curve((1.0,), (1e-3,), 1e-4, pair_s=5e-7)
+    made = prefills(64 * 2 ** (lengths - 1))
+    timed: Any = {("prefill", n): Timed((1e-2 * n,), (2e-3 * n,), 0.1) for n in made.lengths}
+    assert Figures(made, timed).prefill_curve(layer).pair_s == pytest.approx(pair_s, abs=1e-9)
+
+
+# -- fitting -----------------------------------------------------------------------------------------
+
+
+def test_a_fit_finds_the_terms_that_times_were_made_of() -> None:
+    points = [
+        Point(rows, context, placed, 2e-3 + 1e-4 * rows + 3e-8 * rows * context + 1e-6 * placed)
+        for rows in (10, 50, 200, 800)
+        for context, placed in ((500, 900), (1000, 400), (1500, 3000))
+    ]
+    curve = fit(points)
+    assert curve.pair_s == pytest.approx(3e-8, rel=1e-3)
+    assert curve.placed_s == pytest.approx(1e-6, rel=1e-3)
+    for point in points:
+        assert curve(*point[:3]) == pytest.approx(point.seconds, rel=1e-3)
+    expected = 2e-3 + 1e-4 * 1600 + 3e-8 * 1600 * 800
+    assert curve(1600, 800) == pytest.approx(expected, rel=1e-2)  # beyond what was measured
+
+
+def test_a_fit_of_noise_never_falls_and_has_no_negative_term() -> None:
+    draw = random.Random(3)
+    for _ in range(20):
+        points = [
+            Point(rows, context, 0, draw.uniform(0.001, 0.1))
+            for rows in (8, 32, 128, 512)
+            for context in (100, 1000)
+        ]
+        curve = fit(points)
+        assert min(curve.row_s, curve.pair_s, curve.placed_s) >= 0
+        times = [curve(rows, 500) for rows in range(0, 2000, 7)]
+        assert times == sorted(times)
+
+
+def test_a_flat_beginning_stays_flat() -> None:
+    """As on a GPU: few rows cost what many do."""
+    curve = fit([Point(rows, 1, 0, max(1e-3, 1e-5 * rows)) for rows in (1, 30, 100, 400, 800)])
+    for rows, seconds in ((30, 1e-3), (100, 1e-3), (600, 6e-3)):
+        assert curve(rows, 1) == pytest.approx(seconds, rel=0.02)
+
+
+def test_times_of_a_single_length_are_proportional_to_it() -> None:
+    curve = fit([Point(128, 64, 0, 1.0), Point(128, 64, 0, 1.2)])
+    assert curve(128, 64) == pytest.approx(1.1)
+    assert curve(1280, 640) == pytest.approx(11.0)
+
+
+def test_two_lengths_and_the_cost_of_attention_predict_a_long_prefill() -> None:
+    def seconds(n: int) -> float:
+        return 0.1 + 7e-3 * n + 2e-6 * n * n / 2
+
+    points = [Point(n, n / 2, 0, seconds(n)) for n in (128, 256)]
+    curve = fit(points, 2e-6)
+    assert curve.pair_s == 2e-6
+    assert curve(4096, 2048) == pytest.approx(seconds(4096), rel=0.02)
+    slow = fit(points, 1.0)  # attention that would take longer than everything
+    assert slow.row_s > 0
+    assert slow(128, 64) == pytest.approx(points[0].seconds, rel=0.1)
+
+
+def test_a_fit_without_times_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="no time was measured"):
+        fit([Point(10, 10, 0, 0.0)])

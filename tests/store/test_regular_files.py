@@ -8,11 +8,7 @@ from pathlib import Path
 import pytest
 
 from blendrag.errors import InvalidInputError
-from blendrag.fusor import gate as verdicts
 from blendrag.lab.evaluation.records import read_records
-from blendrag.planning import calibration as schedules
-from blendrag.planning import profile_record as profiles
-from blendrag.planning.storage import read_devices
 from blendrag.store import regular_files
 
 
@@ -45,38 +41,7 @@ def test_a_file_above_the_limit_is_not_read(tmp_path: Path) -> None:
         regular_files.read_bytes(tmp_path / "large", regular_files.MIB)
 
 
-@pytest.mark.parametrize("hostile", ["fifo", "zero", "directory"])
-def test_a_record_that_is_no_file_counts_as_none(tmp_path: Path, hostile: str) -> None:
-    import torch
-
-    (tmp_path / "verified").mkdir()
-    for suffix in ("", ".schedules", ".profiles"):
-        path = tmp_path / "verified" / f"ns{suffix}.json"
-        if hostile == "fifo":
-            os.mkfifo(path)
-        elif hostile == "zero":
-            path.symlink_to("/dev/zero")
-        else:
-            path.mkdir()
-    assert verdicts.remembered(tmp_path, "ns", torch.device("cpu")) is None
-    assert schedules.recall(tmp_path, "ns") == ()
-    assert profiles._entries(tmp_path, "ns") == []
-
-
-def test_a_record_nested_too_deeply_counts_as_none(tmp_path: Path) -> None:
-    import torch
-
-    (tmp_path / "verified").mkdir()
-    for suffix in ("", ".schedules", ".profiles"):
-        (tmp_path / "verified" / f"ns{suffix}.json").write_text("[" * 200_000)
-    assert verdicts.remembered(tmp_path, "ns", torch.device("cpu")) is None
-    assert schedules.recall(tmp_path, "ns") == ()
-    assert profiles._kept(tmp_path, "ns") == []
-
-
-def test_lists_of_devices_and_datasets_are_regular_files(tmp_path: Path) -> None:
+def test_a_dataset_is_a_regular_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(InvalidInputError, match="not a regular file"):
-        read_devices(tmp_path / "fifo")
     with pytest.raises(InvalidInputError, match="not a regular file"):
         read_records(tmp_path / "fifo")

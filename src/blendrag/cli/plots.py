@@ -260,7 +260,7 @@ USUAL_RATIO = 0.15
 
 def profile_figure(found: Profile, policy: str, chunks: int) -> Figure:
     """Time to recompute and time to load (figure 10a of the paper): by ratio, and by size of the KV."""
-    from blendrag.engine.profiling import usual_prompt
+    from blendrag.planning.storage import usual_prompt
 
     figure, (by_ratio, by_size) = panels(2)
     tier_styles = [
@@ -303,9 +303,7 @@ def profile_figure(found: Profile, policy: str, chunks: int) -> Figure:
 
 def _compute_s(found: Profile, policy: str, chunks: int, ratio: float) -> float:
     """Seconds to compute a prompt whose KV is already loaded."""
-    from blendrag.engine.profiling import counts_for, usual_prompt
-    from blendrag.planning.forecast import Estimator
+    from blendrag.planning.storage import usual_estimate
 
-    prompt = usual_prompt(found, policy, chunks)
-    estimator = Estimator(found, prompt, prompt.parts)
-    return estimator.at(counts_for(found, policy, ratio, chunks)(estimator.candidates)).compute_s
+    estimate, counts = usual_estimate(found, policy, ratio, chunks)
+    return estimate.at(counts).compute_s

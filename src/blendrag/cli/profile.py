@@ -31,13 +31,6 @@ def profile(
         list[Path] | None,
         options.optional("Time reading from this directory too; repeatable.", "--dir"),
     ] = None,
-    devices: Annotated[
-        Path | None,
-        options.optional(
-            "JSON or TOML list of devices (name, throughput, price_per_gb_month); the cheapest that adds "
-            "no latency is named."
-        ),
-    ] = None,
     plot: Annotated[Path | None, options.optional("Draw both latencies into this PNG.")] = None,
     policy: options.Policy = None,
     ratio: options.Ratio = None,
@@ -54,15 +47,14 @@ def profile(
 ) -> int:
     """Measure loading and computing on this machine, once, for --ratio auto.
 
-    --policy, --ratio and --top-k set the prompt that --plot and --devices are for.
+    --policy, --ratio and --top-k set the prompt that --plot and the table of storage devices are for.
     """
     begin(verbose, "nothing was kept; an incomplete profile is not used")
     from blendrag.cli.progress import StepProgress
     from blendrag.config import settings
     from blendrag.fusor.selection import make_policy
-    from blendrag.planning.storage import read_devices
+    from blendrag.planning.storage import choose_storage
 
-    listed = read_devices(devices) if devices is not None else ()
     policy = policy or settings().policy
     ratio = settings().fixed_ratio if ratio is None else ratio
     chunks = top_k or settings().top_k
@@ -71,24 +63,19 @@ def profile(
     engine = options.engine_for(
         model, store, dtype=dtype, device=device, lora=lora, trust_remote_code=trust_remote_code
     )
-    choice = None
     with engine:
         with StepProgress() as progress:
             report = engine.profile(directories or (), again, progress)
-        if listed:
-            from blendrag.engine.profiling import storage_choice
-
-            stored_bytes = _corpus_bytes(engine, report.profile)
-            choice = storage_choice(report.profile, listed, stored_bytes, policy, ratio, chunks)
+        stored_bytes = _corpus_bytes(engine, report.profile)
+        choice = choose_storage(report.profile, policy, ratio, chunks, stored_bytes)
     _say_notes(report)
     interrupt.expect("the profile is kept" if report.kept else "nothing was kept")
     if json:
         print_json(_fields(report, choice))
     else:
         _print(report.profile)
-        if choice is not None:
-            typer.echo(f"devices, for {chunks} chunks, {policy} at ratio {ratio:g}:")
-            _print_choice(choice)
+        typer.echo(f"storage for {chunks} chunks, {policy} at ratio {ratio:g}:")
+        _print_choice(choice)
     if plot is not None:
         write_png(profile_figure(report.profile, policy, chunks), plot)
     return DONE
@@ -122,14 +109,14 @@ def _say_notes(report: ProfileReport) -> None:
         say("note", "this is the kept profile; measure again with --again")
 
 
-def _fields(report: ProfileReport, choice: StorageChoice | None) -> dict[str, Any]:
-    fields = {
+def _fields(report: ProfileReport, choice: StorageChoice) -> dict[str, Any]:
+    return {
         "profile": report.profile.as_dict(),
         "is_new": report.is_new,
         "kept": report.kept,
         "replaces": report.replaces,
+        "storage": asdict(choice),
     }
-    return fields if choice is None else {**fields, "storage": asdict(choice)}
 
 
 def _print(found: Profile) -> None:
@@ -162,7 +149,7 @@ def _print_choice(choice: StorageChoice) -> None:
         waits = "adds no latency" if each.hides else f"{milliseconds(each.waiting_s)} of waiting"
         typer.echo(
             f"  {each.device.name}: first token after {milliseconds(each.ttft_s)}, {waits}, "
-            f"{each.cost_per_month:,.4g} a month"
+            f"${each.cost_per_month:,.4g} a month"
         )
     if choice.best is not None:
         typer.echo(f"cheapest that adds no latency: {choice.best.device.name}")

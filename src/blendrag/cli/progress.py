@@ -14,7 +14,7 @@ from blendrag.cli.output import count, duration, megabytes, say
 
 if TYPE_CHECKING:
     from blendrag.engine.ingest import Totals
-    from blendrag.planning.search import Step
+    from blendrag.planning.calibrate import Step
 
 #: Between two printed lines.
 LINE_EVERY_S = 5.0

@@ -1,7 +1,6 @@
-"""Calibrating the schedule of an engine's model on its own corpus (``blendrag calibrate``).
+"""Calibrates the schedule of an engine's model on its own corpus (``blendrag calibrate``).
 
-Owns how a sample becomes prompts the engine would be asked, and where each piece of work runs: the
-search in the caller's thread, so that Ctrl-C ends it at once, every forward on the worker.
+The search runs in the caller's thread, so that Ctrl-C ends it at once; every prefill runs on the worker.
 """
 
 from __future__ import annotations
@@ -9,11 +8,11 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from blendrag.engine.measured import Measured
 from blendrag.engine.planner import UNTRUSTED
 from blendrag.engine.rendering import prompt_over
 from blendrag.engine.resources import Resources
@@ -21,24 +20,44 @@ from blendrag.engine.worker import Worker
 from blendrag.errors import (
     ContextOverflowError,
     CorpusError,
+    CorruptKVError,
+    IdentityChangedError,
     InvalidInputError,
     StoreUnavailableError,
 )
+from blendrag.fusor.loader import SpanCorruptError
 from blendrag.fusor.selection import Schedule, SelectionPolicy, make_policy
 from blendrag.fusor.selection.schedule import CALIBRATED
-from blendrag.planning.calibration import GIVEN, PSEUDO, Calibration, remember, resolve
+from blendrag.planning.calibrate import (
+    ANSWER_TOKENS,
+    MeanDeviation,
+    Reference,
+    SampledQuestion,
+    Step,
+    Tried,
+    deviation,
+    reference,
+    sample_corpus,
+    sample_questions,
+    search,
+)
+from blendrag.planning.calibration import (
+    GIVEN,
+    PSEUDO,
+    Calibration,
+    remember_calibration,
+    resolve_schedule,
+)
 from blendrag.planning.controller import Controller
-from blendrag.planning.deviation import ANSWER_TOKENS, Sample
-from blendrag.planning.sample import Asked, sample_corpus, sample_questions
-from blendrag.planning.search import Found, Step, Tried, search
 from blendrag.store.durable import named_errors
 from blendrag.text.prompt import PromptPlan
 
 if TYPE_CHECKING:
     from blendrag.engine.engine import BlendEngine
 
+T = TypeVar("T")
 Watch = Callable[[Step], None]
-#: A gain of so many standard errors is taken for one.
+#: A gain counts if it is this many standard errors.
 SURE = 2
 
 
@@ -46,7 +65,7 @@ SURE = 2
 class CalibrationOptions:
     """How to calibrate; the same options on the same store find the same schedule, time permitting.
 
-    What was found before for the policy, at the nearest ratio, is gone on from.
+    The search continues from an earlier result for the policy, at the nearest ratio.
     """
 
     policy: str
@@ -80,7 +99,7 @@ class CalibrationOptions:
 
 @dataclass(frozen=True)
 class CalibrationReport:
-    """What was found, and what it was found among."""
+    """What was found, and what it was chosen from."""
 
     calibration: Calibration
     families: tuple[Tried, ...]
@@ -89,14 +108,14 @@ class CalibrationReport:
     interrupted: bool
     out_of_time: bool
     gain: float
-    """By how much the schedule found is closer to full prefill than recomputing nothing: mean over the
-    prompts of the difference in KL, in nats per token."""
+    """How much closer the schedule is to full prefill than recomputing nothing: mean difference in KL over
+    the prompts, in nats per token."""
     gain_error: float | None
     """Its standard error; ``None`` for a single prompt."""
 
     @property
     def note(self) -> str:
-        """A sentence where recomputing nothing scores as well within noise; else empty."""
+        """A sentence if recomputing nothing scores as well within noise; else empty."""
         if self.gain_error is not None and self.gain > SURE * self.gain_error:
             return ""
         found = self.calibration
@@ -133,25 +152,37 @@ def calibrate(
         )
     policy = make_policy(options.policy)
     plans = [_plan(engine, asked) for asked in _asked(resources, options)]
-    controller, namespace = worker.run(lambda: _controller(engine))
-    of = Measured(resources, worker, controller, namespace, policy, options.ratio)
-    of.expect(plans)
+    controller = worker.run(lambda: _controller(engine))
+    deviations = PromptDeviations(resources, worker, controller, policy, options.ratio)
+    deviations.prefill(plans)
     deadline = began + 60 * options.minutes
     layers = len(resources.adapter.layout.layers)
     found = search(
-        Sample(of, of.prompts),
+        MeanDeviation(deviations, deviations.prompts),
         layers,
         options.ratio,
         options.seed,
         lambda: time.monotonic() < deadline,
         watch,
-        _known(resources, namespace, options),
+        _known(resources, controller.namespace, options),
     )
-    calibration = _calibration(found, of, options, policy, layers)
+    best, family = found.best, found.family
+    assert best is not None
+    calibration = Calibration(
+        policy=str(policy),
+        ratio=options.ratio,
+        weights=tuple(best.schedule.shares(options.ratio, layers)),
+        deviation=best.deviation,
+        family=str(family.schedule),
+        family_deviation=family.deviation,
+        reuse_deviation=deviations.reuse_deviation,
+        prompts=deviations.prompts,
+        seed=options.seed,
+        questions=GIVEN if options.questions else PSEUDO,
+    )
     with named_errors(f"writing the schedule below {resources.root}"):
-        remember(resources.root, namespace, calibration)
-    assert found.best is not None
-    gains = of.gains(found.best.schedule)
+        remember_calibration(resources.root, controller.namespace, calibration)
+    gains = deviations.gains(best.schedule)
     error = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else None
     return CalibrationReport(
         calibration, tuple(found.families), found.tried, time.monotonic() - began,
@@ -160,59 +191,134 @@ def calibrate(
 
 
 def _known(resources: Resources, namespace: str, options: CalibrationOptions) -> Schedule | None:
-    """What was found before, to go on from."""
-    schedule = Schedule(CALIBRATED)
-    found = resolve(resources.root, namespace, schedule, options.policy, options.ratio)
+    """An earlier result to continue from."""
+    found = resolve_schedule(
+        resources.root, namespace, Schedule(CALIBRATED), options.policy, options.ratio
+    )
     fits = len(found.weights) == len(resources.adapter.layout.layers) - 1
     return Schedule("vector", found.weights) if found.name == CALIBRATED and fits else None
 
 
-def _asked(resources: Resources, options: CalibrationOptions) -> list[Asked]:
+def _asked(resources: Resources, options: CalibrationOptions) -> list[SampledQuestion]:
     corpus = resources.require_corpus()
     if not options.questions:
         return list(sample_corpus(corpus, options.samples, options.top_k, options.seed))
     retriever = resources.retriever()
     return [
-        Asked(question, tuple(c.text for c in retriever.retrieve(question, options.top_k)))
+        SampledQuestion(
+            question, tuple(c.text for c in retriever.retrieve(question, options.top_k))
+        )
         for question in sample_questions(options.questions, options.samples, options.seed)
     ]
 
 
-def _plan(engine: BlendEngine, asked: Asked) -> PromptPlan:
+def _plan(engine: BlendEngine, asked: SampledQuestion) -> PromptPlan:
     """As :meth:`BlendEngine.ask` would make it. Raises :class:`ContextOverflowError`."""
-    prompt = prompt_over(asked.question, asked.chunks)
-    plan, adapter = engine.plan(prompt), engine.adapter
+    plan, adapter = engine.plan(prompt_over(asked.question, asked.chunks)), engine.adapter
     limit = min(adapter.context_tokens, adapter.blend_limit_tokens or adapter.context_tokens)
     if len(plan.ids) + ANSWER_TOKENS > limit:
         raise ContextOverflowError(len(plan.ids), ANSWER_TOKENS, limit)
     return plan
 
 
-def _controller(engine: BlendEngine) -> tuple[Controller, str]:
-    """On the worker's thread. Raises :class:`CorpusError` where stored KV is not to be used."""
+def _controller(engine: BlendEngine) -> Controller:
+    """On the worker. Raises :class:`CorpusError` if stored KV must not be used."""
     resources, adapter = engine.resources, engine.adapter
     adapter.require_blendable()
     with adapter.lock:
         namespace = resources.kv_validity.namespace
         if not resources.kv_validity.is_valid(namespace):
             raise CorpusError(UNTRUSTED.text)
-        return engine.controller(namespace), namespace
+        return engine.controller(namespace)
 
 
-def _calibration(
-    found: Found, of: Measured, options: CalibrationOptions, policy: SelectionPolicy, layers: int
-) -> Calibration:
-    best, family = found.best, found.family
-    assert best is not None
-    return Calibration(
-        policy=str(policy),
-        ratio=options.ratio,
-        weights=tuple(best.schedule.shares(options.ratio, layers)),
-        deviation=best.deviation,
-        family=str(family.schedule),
-        family_deviation=family.deviation,
-        reuse_deviation=of.reuse_deviation,
-        prompts=of.prompts,
-        seed=options.seed,
-        questions=GIVEN if options.questions else PSEUDO,
-    )
+class PromptDeviations:
+    """Deviation of any schedule on each prompt, one prefill at a time on the worker.
+
+    Between two prefills somebody may change the model, so each checks that it is still the one whose KV the
+    controller reads.
+    """
+
+    def __init__(
+        self,
+        resources: Resources,
+        worker: Worker,
+        controller: Controller,
+        policy: SelectionPolicy,
+        ratio: float,
+    ) -> None:
+        self._resources = resources
+        self._worker = worker
+        self._controller = controller
+        self._policy = policy
+        self._ratio = ratio
+        self._references: list[Reference] = []
+        self._reused: list[float] = []
+        self._known: dict[tuple[int, Schedule], float] = {}
+
+    @property
+    def prompts(self) -> int:
+        return len(self._references)
+
+    @property
+    def reuse_deviation(self) -> float:
+        """Mean over the prompts, with nothing recomputed."""
+        return statistics.fmean(self._reused)
+
+    def prefill(self, plans: Sequence[PromptPlan]) -> None:
+        """Prefill ``plans`` in full; those that hold nothing to blend are left out."""
+        adapter = self._resources.adapter
+        for plan in plans:
+            expected = self._run(partial(reference, adapter, plan))
+            reused = self._deviation(expected, make_policy("reuse"), Schedule("constant"))
+            if reused is not None:
+                self._references.append(expected)
+                self._reused.append(reused)
+        if not self._references:
+            raise InvalidInputError(
+                f"store {self._resources.root} holds no KV of {adapter.model_id} that could be blended; "
+                "expected an ingested corpus, ingest it with this model first"
+            )
+
+    def gains(self, schedule: Schedule) -> list[float]:
+        """Per prompt, how much closer ``schedule`` is to full prefill than recomputing nothing."""
+        return [reused - self(i, schedule) for i, reused in enumerate(self._reused)]
+
+    def __call__(self, index: int, schedule: Schedule) -> float:
+        known = self._known.get((index, schedule))
+        if known is not None:
+            return known
+        measured = self._deviation(self._references[index], self._policy, schedule)
+        if measured is None:
+            raise CorruptKVError("chunks were removed during the calibration; start it again")
+        self._known[index, schedule] = measured
+        return measured
+
+    def _deviation(
+        self, expected: Reference, policy: SelectionPolicy, schedule: Schedule
+    ) -> float | None:
+        def measure() -> float | None:
+            fusor = self._resources.fusor
+            return deviation(fusor, self._controller, expected, policy, schedule, self._ratio)
+
+        try:
+            return self._run(measure)
+        except SpanCorruptError as exc:
+            raise CorruptKVError(
+                "stored KV failed verification and was set aside; ingest again, then calibrate"
+            ) from exc
+
+    def _run(self, call: Callable[[], T]) -> T:
+        """On the worker, under the model's lock. Raises :class:`IdentityChangedError`."""
+        adapter = self._resources.adapter
+
+        def run() -> T:
+            with adapter.lock:
+                if self._resources.kv_validity.namespace != self._controller.namespace:
+                    raise IdentityChangedError(
+                        f"the weights or adapters of {adapter.model_id} changed during the "
+                        "calibration; nothing was kept, start it again"
+                    )
+                return call()
+
+        return self._worker.run(run)

@@ -74,9 +74,9 @@ from blendrag.fusor.gate import Verification
 from blendrag.fusor.loader import SpanCorruptError
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.model.adapter import ModelAdapter
+from blendrag.planning.calibrate import Step
 from blendrag.planning.controller import Controller
 from blendrag.planning.plan import Plan, Reason, ReasonCode
-from blendrag.planning.search import Step
 from blendrag.store import StoreStats
 from blendrag.store.encodings import ENCODINGS
 from blendrag.text.prompt import PromptPlan, make_plan

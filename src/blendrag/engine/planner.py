@@ -13,11 +13,10 @@ from blendrag.engine.resources import Resources
 from blendrag.errors import ContextOverflowError, InvalidInputError, UnsupportedModelError
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.model.adapter import ModelAdapter
-from blendrag.planning.calibration import Calibration, fitting, nearest
+from blendrag.planning.calibration import Calibration, calibrations_of, nearest
 from blendrag.planning.controller import Controller, PlanOptions
 from blendrag.planning.plan import MODE_FULL, Plan, Reason, ReasonCode
 from blendrag.planning.profile import Profile
-from blendrag.planning.profile_record import UNREADABLE
 from blendrag.text.prompt import PromptPlan
 
 UNTRUSTED = Reason(
@@ -31,8 +30,7 @@ UNCALIBRATED = (
 )
 ENCODED_FIRST = "{} chunks were encoded before the answer because other requests waited"
 NO_PROFILE = "ratio auto needs a machine profile"
-OTHER_PROFILE = "ratio auto needs a machine profile, and the stored one was measured elsewhere ({})"
-UNREADABLE_PROFILE = f"ratio auto needs a machine profile, and the stored one is of {UNREADABLE}"
+OTHER_PROFILE = "ratio auto needs a machine profile, and the stored one is for {}"
 
 
 def check_fits(prompt: PromptPlan, max_new_tokens: int, adapter: ModelAdapter) -> None:
@@ -207,7 +205,9 @@ class Planner:
         if not request.schedule.is_open:
             return request.schedule, (), ()
         named = request.options.schedule is not None
-        known = fitting(self._resources.root, namespace, request.policy, of_questions=not named)
+        known = calibrations_of(
+            self._resources.root, namespace, request.policy, of_questions=not named
+        )
         found = nearest(known, request.ratio)
         matters = request.mode == "blend" and make_policy(request.policy).follows_schedule
         if found is not None:
@@ -226,8 +226,7 @@ class Planner:
         profile, differences = self._resources.profile_of(namespace)
         if profile is not None or not request.is_auto or request.mode != "blend":
             return profile, ()
-        whys = {"": NO_PROFILE, UNREADABLE: UNREADABLE_PROFILE}
-        why = whys.get(differences, OTHER_PROFILE.format(differences))
+        why = OTHER_PROFILE.format(differences) if differences else NO_PROFILE
         name, root = self._resources.model_name, self._resources.root
         command = f"blendrag profile --model {name} --store {root}"
         return None, (f"{why}; ratio {request.ratio:g} is used; run {command}",)

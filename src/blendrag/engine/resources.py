@@ -38,8 +38,7 @@ from blendrag.model.loading import (
 )
 from blendrag.model.sharing import loaded_once
 from blendrag.model.tokens import Tokens
-from blendrag.planning.profile import Profile
-from blendrag.planning.profile_record import Remembered, conditions_of
+from blendrag.planning.profile import Profile, ProfileCache, conditions_of
 from blendrag.store import KVStore, open_store
 from blendrag.store.kv import KVLayout
 from blendrag.text.chunking import Chunker
@@ -426,12 +425,12 @@ class Resources:
         )
 
     @opened
-    def _remembered(self) -> Remembered:
-        return Remembered(self.root, lambda namespace: conditions_of(self.adapter, namespace))
+    def _profiles(self) -> ProfileCache:
+        return ProfileCache(self.root, lambda namespace: conditions_of(self.adapter, namespace))
 
     def profile_of(self, namespace: str) -> tuple[Profile | None, str]:
         """The machine profile for this namespace; else ``None`` and how the stored profile differs."""
-        return self._remembered(namespace)
+        return self._profiles(namespace)
 
     def namespace(self) -> str:
         """Namespace of the model, from the manifest if the corpus was made from the same files.

@@ -18,9 +18,9 @@ The verdict is kept in the store, by namespace, libraries and device.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -35,7 +35,7 @@ from blendrag.fusor.request import BlendRequest
 from blendrag.fusor.selection import LayerView, Schedule, SelectionPolicy, make_policy
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.kv_compare import content
-from blendrag.store import regular_files
+from blendrag.store import records
 from blendrag.store.kv import ChunkKV
 
 Verdict = Literal["blendable", "refused"]
@@ -53,8 +53,6 @@ COMPARED_ROWS = 256
 MAX_PROMPT_TOKENS = 16384
 #: What follows the gate's first prefill, in prefills of the same prompt.
 REMAINING_PREFILLS = 5
-#: Size limit of a kept verdict's file.
-MAX_BYTES = regular_files.MIB
 
 
 @dataclass(frozen=True)
@@ -301,23 +299,20 @@ def environment(device: torch.device) -> str:
 
 def remembered(root: Path, namespace: str, device: torch.device) -> Verification | None:
     """The verification of ``namespace`` kept in the store at ``root`` for this environment."""
-    try:
-        fields = json.loads(regular_files.read_bytes(_file(root, namespace), MAX_BYTES))
-        if fields.pop("environment") != environment(device):
-            return None
-        kept = Verification(**{**fields, "layers": tuple(fields["layers"])})
-        return kept if kept.verdict in get_args(Verdict) and isinstance(kept.reason, str) else None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None
+    for entry in records.verdicts(root, namespace).entries():
+        with suppress(*records.DAMAGE):
+            fields = dict(entry)
+            if fields.pop("environment") == environment(device):
+                kept = Verification(**{**fields, "layers": tuple(fields["layers"])})
+                if kept.verdict in get_args(Verdict) and isinstance(kept.reason, str):
+                    return kept
+    return None
 
 
 def remember(root: Path, namespace: str, device: torch.device, result: Verification) -> None:
-    """Keep ``result``. Raises :class:`OSError`."""
-    target = _file(root, namespace)
-    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fields = {**result.as_dict(), "environment": environment(device)}
-    regular_files.replace(target, json.dumps(fields).encode())
-
-
-def _file(root: Path, namespace: str) -> Path:
-    return Path(root) / "verified" / f"{namespace}.json"
+    """Keep ``result`` in place of an earlier one of this environment. Raises :class:`OSError`."""
+    here = environment(device)
+    records.verdicts(root, namespace).keep(
+        {**result.as_dict(), "environment": here},
+        lambda entry: isinstance(entry, dict) and entry.get("environment") == here,
+    )

@@ -1,14 +1,10 @@
-"""What calibrations found, kept beside the store where the gate's verdict is kept.
-
-One file per namespace: another model, other weights or another dtype is another namespace, and has
-found nothing yet. Holds one entry per policy and ratio.
-"""
+"""Calibrated schedules: the vector found for a model, policy and ratio, and its record in the store."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +12,7 @@ from typing import Any
 from blendrag.config import UNCALIBRATED_SCHEDULE
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.fusor.selection.schedule import CALIBRATED
-from blendrag.store import regular_files
-
-#: Size limit of a namespace's file.
-MAX_BYTES = 16 * regular_files.MIB
+from blendrag.store import records
 
 GIVEN = "questions given"
 PSEUDO = "first sentences of chunks, in place of questions"
@@ -32,7 +25,7 @@ class Calibration:
     policy: str
     ratio: float
     weights: tuple[float, ...]
-    """Shares of layers 1…L-1 at that ratio."""
+    """Shares of layers 1…L-1 at that ratio; none for a model of one layer."""
     deviation: float
     family: str
     """The best of the fixed families, and its deviation on the same prompts."""
@@ -41,7 +34,7 @@ class Calibration:
     prompts: int
     seed: int
     questions: str
-    """Where the questions of the sample came from, in words."""
+    """:data:`GIVEN` or :data:`PSEUDO`."""
 
     @property
     def schedule(self) -> Schedule:
@@ -49,11 +42,10 @@ class Calibration:
 
     @property
     def is_of_questions(self) -> bool:
-        """Whether it was found on questions, and not on sentences in their place."""
         return self.questions == GIVEN
 
     def note(self, ratio: float) -> str:
-        """What a user of it at ``ratio`` should know; empty where it was found at that very one."""
+        """A sentence for a user of it at another ratio; else empty."""
         if math.isclose(ratio, self.ratio):
             return ""
         return (
@@ -65,50 +57,42 @@ class Calibration:
         return asdict(self)
 
 
-def recall(root: Path, namespace: str) -> tuple[Calibration, ...]:
-    """All that was found for ``namespace``; nothing where the file is missing or damaged."""
-    try:
-        data = regular_files.read_bytes(_file(root, namespace), MAX_BYTES)
-        return tuple(_calibration(entry) for entry in json.loads(data)["calibrations"])
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return ()
+def recall_calibrations(root: Path, namespace: str) -> tuple[Calibration, ...]:
+    """Everything found for ``namespace``; damaged entries are left out."""
+    found = []
+    for entry in records.calibrations(root, namespace).entries():
+        with suppress(*records.DAMAGE):
+            found.append(_read(entry))
+    return tuple(found)
 
 
-def _calibration(entry: dict[str, Any]) -> Calibration:
-    """Raises :class:`ValueError` or :class:`TypeError` for what no request could run with."""
+def _read(entry: dict[str, Any]) -> Calibration:
+    """Raises one of :data:`records.DAMAGE` for what no request could use."""
     made = Calibration(**{**entry, "weights": tuple(entry["weights"])})
-    if made.weights:  # a model of one layer has none
+    if made.weights:
         Schedule.parse(made.weights)
     numbers = (made.deviation, made.family_deviation, made.reuse_deviation, made.prompts, made.seed)
     texts = (made.policy, made.family, made.questions)
-    if not all(isinstance(each, int | float) for each in numbers):
-        raise TypeError(f"numbers {numbers}")
-    if not all(isinstance(each, str) for each in texts):
-        raise TypeError(f"texts {texts}")
-    if not 0.0 < made.ratio < 1.0:
-        raise ValueError(f"ratio {made.ratio}")
+    is_typed = all(isinstance(each, int | float) for each in numbers)
+    if not is_typed or not all(isinstance(each, str) for each in texts) or not 0 < made.ratio < 1:
+        raise ValueError(f"calibration {entry}")
     return made
 
 
-def remember(root: Path, namespace: str, found: Calibration) -> None:
-    """Keep ``found`` in place of an earlier one of the same policy and ratio, found on the same:
-    what was found on sentences never replaces what was found on questions.
+def remember_calibration(root: Path, namespace: str, found: Calibration) -> None:
+    """Keep ``found`` in place of an earlier one of the same policy, ratio and kind of questions.
 
     Raises :class:`OSError`.
     """
-    others = [
-        known
-        for known in recall(root, namespace)
-        if (known.policy, known.ratio, known.is_of_questions)
-        != (found.policy, found.ratio, found.is_of_questions)
-    ]
-    target = _file(root, namespace)
-    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    entries = [known.as_dict() for known in (*others, found)]
-    regular_files.replace(target, json.dumps({"calibrations": entries}).encode())
+    same = {name: getattr(found, name) for name in ("policy", "ratio", "questions")}
+
+    def replaces(entry: Any) -> bool:
+        return isinstance(entry, dict) and all(entry.get(k) == v for k, v in same.items())
+
+    records.calibrations(root, namespace).keep(found.as_dict(), replaces)
 
 
-def resolve(
+def resolve_schedule(
     root: Path,
     namespace: str,
     schedule: Schedule,
@@ -116,35 +100,27 @@ def resolve(
     ratio: float,
     of_questions: bool = False,
 ) -> Schedule:
-    """``schedule``, or what ``calibrated`` means: the vector found for this policy at the nearest ratio,
-    else the family that is taken where nothing was found.
-
-    ``of_questions`` leaves out what was found on stand-ins for questions: nobody asked for it, and
-    what suits them may suit questions less than any family."""
+    """``schedule``, or for ``calibrated`` the vector found for this policy at the nearest ratio, if any."""
     if not schedule.is_open:
         return schedule
-    found = nearest(fitting(root, namespace, policy, of_questions), ratio)
+    found = nearest(calibrations_of(root, namespace, policy, of_questions), ratio)
     return Schedule.parse(UNCALIBRATED_SCHEDULE) if found is None else found.schedule
 
 
-def fitting(
+def calibrations_of(
     root: Path, namespace: str, policy: str, of_questions: bool = False
 ) -> tuple[Calibration, ...]:
-    """What was found for this policy; ``of_questions`` as :func:`resolve` has it."""
+    """What was found for this policy. ``of_questions``: only on real questions, as a default should be."""
     policy = str(make_policy(policy))
     return tuple(
         each
-        for each in recall(root, namespace)
+        for each in recall_calibrations(root, namespace)
         if each.policy == policy and (each.is_of_questions or not of_questions)
     )
 
 
 def nearest(found: Iterable[Calibration], ratio: float) -> Calibration | None:
-    """The one at the nearest ratio, on questions rather than on sentences."""
+    """The one at the nearest ratio, preferably on real questions."""
     return min(
         found, key=lambda each: (abs(each.ratio - ratio), not each.is_of_questions), default=None
     )
-
-
-def _file(root: Path, namespace: str) -> Path:
-    return Path(root) / "verified" / f"{namespace}.schedules.json"

@@ -13,9 +13,8 @@ from blendrag.config import Mode
 from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.selection import Schedule, SelectionPolicy
 from blendrag.model.adapter import ModelAdapter
-from blendrag.planning.choice import Choice, Wish, choose
-from blendrag.planning.forecast import Prompt, forecast
-from blendrag.planning.parts import Part
+from blendrag.planning.choice import Choice, choose
+from blendrag.planning.estimate import Estimator, Part, StoredPrompt
 from blendrag.planning.plan import MODE_FULL, Plan, PlannedChunk, Reason, ReasonCode
 from blendrag.planning.profile import COLD, DISK, Profile
 from blendrag.store.base import KVReader, KVStore
@@ -90,13 +89,14 @@ class Controller:
         if self.profile is None or not plan.chunks:
             return plan
         try:
-            estimated = self._estimated(plan, options)
-            untimed = _untimed(self.profile, estimated)
+            stored = self._stored_prompt(plan)
+            untimed = _untimed(self.profile, stored)
             if untimed is not None:
                 return _unpredicted(plan, untimed, options.is_auto)
+            estimator = Estimator(self.profile, stored)
             if options.is_auto and options.mode == "blend":
-                return self._chosen(plan, estimated, options)
-            return self._predicted(plan, estimated, options)
+                return self._chosen(plan, estimator, options)
+            return self._predicted(plan, estimator, options)
         except BaseException:
             plan.close()
             raise
@@ -144,7 +144,12 @@ class Controller:
         return LoadedSpan(0, end, reader, 0, exact=True), ()
 
     def _chunk(
-        self, segment: Segment, prompt: PromptPlan, mode: Mode, avoid: frozenset[str], last: int
+        self,
+        segment: Segment,
+        prompt: PromptPlan,
+        mode: Mode,
+        avoid: frozenset[str],
+        last: int,
     ) -> PlannedChunk:
         at, end = segment.position, min(segment.end, last)
         exact = prompt.ids[:at] == self.prefix_ids
@@ -167,35 +172,30 @@ class Controller:
 
     # -- predict and choose ---------------------------------------------------------------------------
 
-    def _estimated(self, plan: Plan, options: PlanOptions) -> Prompt:
+    def _stored_prompt(self, plan: Plan) -> StoredPrompt:
         """What the estimates need of the plan; its parts are the plan's spans, in order."""
         stored = self.adapter.layout.encoded(self.encoding)
         parts = tuple(_part(span, stored) for span in plan.spans)
-        scouted = options.policy.attention_layers(len(stored.layers)).stop
-        return Prompt(len(plan.prompt.ids), parts, options.policy.needs_deviation, scouted)
+        scouted = plan.policy.attention_layers(len(stored.layers)).stop
+        return StoredPrompt(len(plan.prompt.ids), parts, plan.policy.needs_deviation, scouted)
 
-    def _predicted(self, plan: Plan, prompt: Prompt, options: PlanOptions) -> Plan:
-        """At the ratio asked for, with everything loaded."""
-        assert self.profile is not None
-        blended = [part.tokens for part in prompt.parts if not part.exact]
-        counts = options.counts(options.ratio, self.profile.layers, sum(blended), len(blended))
-        return replace(plan, forecast=forecast(self.profile, prompt, prompt.parts, counts))
+    def _predicted(self, plan: Plan, estimator: Estimator, options: PlanOptions) -> Plan:
+        """With everything loaded, at the ratio asked for."""
+        estimate = estimator.loading_all()
+        layers = estimator.profile.layers
+        counts = options.counts(options.ratio, layers, estimate.candidates, estimate.chunks)
+        return replace(plan, forecast=estimate.at(counts))
 
-    def _chosen(self, plan: Plan, prompt: Prompt, options: PlanOptions) -> Plan:
+    def _chosen(self, plan: Plan, estimator: Estimator, options: PlanOptions) -> Plan:
         """With the loads and the ratio that are fastest; readers of what is not loaded are closed."""
-        profile = self.profile
-        assert profile is not None
-        wish = Wish(
-            options.ratio,
-            lambda ratio, candidates, chunks: options.counts(
-                ratio, profile.layers, candidates, chunks
-            ),
-            options.policy.budgeted,
-        )
-        choice = choose(profile, prompt, wish)
-        decision, notes = _explained(prompt, choice)
+
+        def counts(ratio: float, candidates: int, chunks: int) -> Sequence[float]:
+            return options.counts(ratio, estimator.profile.layers, candidates, chunks)
+
+        choice = choose(estimator, counts, options.ratio, options.policy.budgeted)
+        decision, notes = _explained(estimator.prompt, choice)
         return replace(
-            _without_slow_loads(plan, prompt, choice),
+            _without_slow_loads(plan, estimator.prompt, choice),
             ratio=choice.ratio,
             schedule=options.schedule_at(choice.ratio),
             forecast=choice.forecast,
@@ -229,7 +229,7 @@ def _tier(span: LoadedSpan) -> str:
     return span.reader.tier
 
 
-def _untimed(profile: Profile, prompt: Prompt) -> str | None:
+def _untimed(profile: Profile, prompt: StoredPrompt) -> str | None:
     """A tier that the profile has no times for, if a part is stored there."""
     return next((part.tier for part in prompt.parts if profile.tier(part.tier) is None), None)
 
@@ -242,7 +242,7 @@ def _unpredicted(plan: Plan, tier: str, is_auto: bool) -> Plan:
     return replace(plan, notes=(note,) if is_auto else ())
 
 
-def _without_slow_loads(plan: Plan, prompt: Prompt, choice: Choice) -> Plan:
+def _without_slow_loads(plan: Plan, prompt: StoredPrompt, choice: Choice) -> Plan:
     computed = {
         span.start: part
         for i, (span, part) in enumerate(zip(plan.spans, prompt.parts, strict=True))
@@ -272,7 +272,7 @@ def _why_computed(part: Part, waits: bool) -> Reason:
     )
 
 
-def _explained(prompt: Prompt, choice: Choice) -> tuple[str, tuple[str, ...]]:
+def _explained(prompt: StoredPrompt, choice: Choice) -> tuple[str, tuple[str, ...]]:
     """The decision in words, and notes for the user."""
     given_up = len(prompt.parts) - len(choice.loaded)
     if not given_up:

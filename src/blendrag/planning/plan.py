@@ -10,7 +10,7 @@ from blendrag.fusor import BlendRequest
 from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.selection import Schedule, SelectionPolicy, make_policy
 from blendrag.metrics import ChunkOutcome, ChunkReport
-from blendrag.planning.forecast import Forecast
+from blendrag.planning.estimate import Forecast
 from blendrag.text.prompt import PromptPlan, Segment
 
 

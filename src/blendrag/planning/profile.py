@@ -1,28 +1,111 @@
-"""The figures of one model on one machine, and what they hold for.
+"""What loading and computing take on one machine, and the record of it in the store.
 
-Owns their meaning and their JSON. How they are measured is :mod:`blendrag.planning.measure`.
+A profile holds for one model, machine and set of library versions; a store used by several machines keeps
+one for each. :mod:`blendrag.planning.measure` measures it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import platform
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
-from blendrag.errors import InvalidInputError
-from blendrag.planning.curve import Curve
+import torch
+import transformers
 
-#: Of this form of the figures; others are measured again.
+from blendrag.errors import InvalidInputError
+from blendrag.model.adapter import ModelAdapter
+from blendrag.store import records
+
+#: Form of the figures; entries of other forms are kept but not read.
 VERSION = 4
 MEMORY = "memory"
 DISK = "disk"
-#: The disk tier where the operating system does not hold the file in its cache.
+#: The disk tier for a file that is not in the page cache.
 COLD = "disk-cold"
+#: Stands in for the differences to a profile that cannot be read.
+UNREADABLE = "another version of blendrag"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds of one layer over its rows, or of a prefill over its tokens.
+
+    ``base(rows) + pair_s · rows · context + placed_s · placed``. ``base`` interpolates the measurements and
+    never falls; it is flat where few rows cost what many do, as on a GPU. Attention is linear in
+    ``context``, the mean number of keys a row sees. ``placed``: loaded tokens moved to their positions.
+    """
+
+    rows: tuple[float, ...]
+    """Ascending, not empty."""
+    seconds: tuple[float, ...]
+    """As many, never falling."""
+    row_s: float
+    """Of each row beyond the last measured."""
+    pair_s: float = 0.0
+    placed_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        numbers = (*self.rows, *self.seconds, self.row_s, self.pair_s, self.placed_s)
+        _require(
+            len(self.rows) == len(self.seconds) > 0
+            and all(0 <= x < float("inf") for x in numbers)
+            and all(a < b for a, b in pairwise(self.rows))
+            and all(a <= b for a, b in pairwise(self.seconds)),
+            "a curve that is empty, falls or is not finite",
+        )
+
+    def base(self, rows: float) -> float:
+        """Everything but attention and moving keys."""
+        at = bisect_right(self.rows, rows)
+        if at == 0:
+            return self.seconds[0]
+        if at == len(self.rows):
+            return self.seconds[-1] + self.row_s * (rows - self.rows[-1])
+        part = (rows - self.rows[at - 1]) / (self.rows[at] - self.rows[at - 1])
+        return self.seconds[at - 1] + part * (self.seconds[at] - self.seconds[at - 1])
+
+    def __call__(self, rows: float, context: float, placed: float = 0.0) -> float:
+        """Seconds."""
+        moved = self.placed_s * placed
+        return moved + (self.base(rows) + self.pair_s * rows * context if rows > 0 else 0.0)
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Where KV is read from, through the store's verified read."""
+
+    name: str
+    bytes_per_s: float
+    """Of bytes as stored."""
+    read_s: float = 0.0
+    """Latency of each read: one layer of one chunk."""
+    busy: float = 0.0
+    """Share of the reading time for which a core works (copying, checksums, decoding), in [0, 1]."""
+
+    def __post_init__(self) -> None:
+        _require(
+            0 < self.bytes_per_s < float("inf")
+            and 0 <= self.read_s < float("inf")
+            and 0 <= self.busy <= 1,
+            f"tier {self.name} with impossible times",
+        )
+
+    def seconds(self, size_bytes: float, reads: int = 1) -> float:
+        """T_load of ``size_bytes`` in ``reads`` reads."""
+        return size_bytes / self.bytes_per_s + reads * self.read_s
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a profile holds for: anything else is another profile."""
+    """What a profile holds for."""
 
     namespace: str
     """Of the KV store: model, weights, dtype, attention implementation, encoding."""
@@ -36,7 +119,7 @@ class Conditions:
     machine: str
 
     def differences(self, other: Conditions) -> tuple[str, ...]:
-        """What ``other`` is measured under and this is not, in words."""
+        """Where ``other`` differs, in words."""
         return tuple(
             f"{f.name} {getattr(other, f.name)}"
             for f in fields(self)
@@ -45,80 +128,54 @@ class Conditions:
 
 
 @dataclass(frozen=True)
-class Tier:
-    """Where KV is read from, through the store's own verified read."""
-
-    name: str
-    bytes_per_s: float
-    """Bytes as they are stored."""
-    read_s: float = 0.0
-    """On top, of each read: one layer of one chunk."""
-    busy: float = 0.0
-    """Share of that time for which a core works (copying, summing up, decoding), in [0, 1]."""
-
-    def __post_init__(self) -> None:
-        fine = 0 < self.bytes_per_s < float("inf") and 0 <= self.read_s < float("inf")
-        if not fine or not 0 <= self.busy <= 1:
-            raise InvalidInputError(
-                f"tier {self.name} reads {self.bytes_per_s} bytes/s and is busy for {self.busy} of it, "
-                "expected a positive throughput and a share in [0, 1]; measure again"
-            )
-
-    def seconds(self, size_bytes: float, reads: int = 1) -> float:
-        """T_load: of ``size_bytes`` in that many reads."""
-        return size_bytes / self.bytes_per_s + reads * self.read_s
-
-
-@dataclass(frozen=True)
 class Profile:
-    """Seconds, bytes and rows of one model on one machine. Layers are taken to be alike, but for the last."""
+    """Times of one model on one machine. All layers but the last are taken to be alike."""
 
     conditions: Conditions
     prefill: Curve
-    """Stock prefill over tokens; a row's context is half of them."""
+    """Stock prefill over tokens; a row sees half of them."""
     layer: Curve
     """One decoder layer over computed rows, through the fusor."""
     last: Curve
-    """The last one, which computes K and V of the rows and the rest of one."""
+    """The last layer, which computes K and V of all rows and the rest of one."""
     scout: Curve
-    """One layer in the scout pass, whose attention is written out."""
+    """One layer of the scout pass."""
     peek_s: float
-    """Per row: K and V of layer 1 before a policy that looks has chosen, and its looking."""
+    """Per row: K and V of layer 1 and their deviation, for a policy that needs deviations."""
     fixed_s: float
-    """Outside the layers: embedding, last logits, what ``generate`` does round a forward."""
+    """Outside of the layers: embedding, logits, ``generate`` itself."""
     tiers: tuple[Tier, ...]
     device_bytes_per_s: float | None
-    """Host to device; ``None`` where compute is on the host."""
+    """Host to device; ``None`` if the model computes on the host."""
     is_shared: bool
-    """Whether reading takes cores from computing: then what it is busy for is added to the compute."""
+    """Whether reading takes cores from computing."""
     chunk_tokens: int
     layer_bytes: tuple[int, ...]
-    """Of one stored chunk of ``chunk_tokens``, per layer."""
+    """Per layer, of one stored chunk of ``chunk_tokens``."""
     took_s: float
     measured: Mapping[str, Any]
-    """The points the curves go through, as they were measured."""
+    """The points that the curves were fitted to."""
 
     def __post_init__(self) -> None:
-        if not self.layer_bytes or not self.tiers or self.chunk_tokens < 1:
-            raise InvalidInputError("a profile without layers, tiers or tokens; measure again")
-        if not all(size > 0 for size in self.layer_bytes):
-            raise InvalidInputError("a profile of chunks that hold nothing; measure again")
-        times = (self.peek_s, self.fixed_s, self.took_s)
-        if not all(0 <= x < float("inf") for x in times):
-            raise InvalidInputError("a profile of times that are no times; measure again")
-        if self.device_bytes_per_s is not None and not self.device_bytes_per_s > 0:
-            raise InvalidInputError("a profile of a device that takes no bytes; measure again")
+        _require(
+            bool(self.tiers and self.layer_bytes)
+            and min(self.layer_bytes) > 0
+            and self.chunk_tokens >= 1
+            and all(0 <= x < float("inf") for x in (self.peek_s, self.fixed_s, self.took_s))
+            and (self.device_bytes_per_s is None or self.device_bytes_per_s > 0),
+            "impossible figures",
+        )
 
     @property
     def layers(self) -> int:
         return len(self.layer_bytes)
 
     def prefill_s(self, tokens: int) -> float:
-        """T_prefill: of that many tokens, the first new one sampled."""
+        """T_prefill of ``tokens``, to the first new one."""
         return self.prefill(tokens, tokens / 2)
 
     def tier(self, name: str) -> Tier | None:
-        """The tier of that name; a cold disk that could not be measured is taken for a warm one."""
+        """The tier of that name; a cold disk that could not be measured counts as a warm one."""
         found = {tier.name: tier for tier in self.tiers}
         return found.get(name) or (found.get(DISK) if name == COLD else None)
 
@@ -127,8 +184,7 @@ class Profile:
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> Profile:
-        """From :meth:`as_dict`. Of anything else, raises what looking at it raises, or
-        :class:`InvalidInputError`."""
+        """From :meth:`as_dict`. Raises one of :data:`records.DAMAGE` for anything else."""
         if entry["version"] != VERSION:
             raise ValueError(f"version {entry['version']}")
         rest = {k: v for k, v in entry.items() if k != "version"}
@@ -142,3 +198,110 @@ class Profile:
 def _curve(entry: Mapping[str, Any]) -> Curve:
     rows, seconds = (tuple(float(x) for x in entry[name]) for name in ("rows", "seconds"))
     return Curve(**{**entry, "rows": rows, "seconds": seconds})
+
+
+def _require(fine: bool, what: str) -> None:
+    if not fine:
+        raise InvalidInputError(f"a machine profile of {what}; run blendrag profile --again")
+
+
+# -- the record in the store --------------------------------------------------------------------------
+
+
+def recall_profile(root: Path, wanted: Conditions) -> Profile | None:
+    """The profile measured under exactly these conditions."""
+    return next((p for p in _readable(root, wanted.namespace) if p.conditions == wanted), None)
+
+
+def remember_profile(root: Path, profile: Profile) -> None:
+    """Keep ``profile`` in place of an earlier one of the same conditions. Raises :class:`OSError`."""
+    conditions = asdict(profile.conditions)
+
+    def replaces(entry: Any) -> bool:
+        is_own = isinstance(entry, dict) and entry.get("version") == VERSION
+        return is_own and entry.get("conditions") == conditions
+
+    records.profiles(root, profile.conditions.namespace).keep(profile.as_dict(), replaces)
+
+
+def kept_differs(root: Path, wanted: Conditions) -> str:
+    """How the kept profile that comes closest differs from ``wanted``; empty if none is kept."""
+    others = [wanted.differences(p.conditions) for p in _readable(root, wanted.namespace)]
+    if others:
+        least = min(others, key=len)
+        return ", ".join(least)
+    return UNREADABLE if records.profiles(root, wanted.namespace).entries() else ""
+
+
+def _readable(root: Path, namespace: str) -> list[Profile]:
+    found = []
+    for entry in records.profiles(root, namespace).entries():
+        with suppress(*records.DAMAGE):
+            found.append(Profile.of(entry))
+    return [profile for profile in found if profile.conditions.namespace == namespace]
+
+
+class ProfileCache:
+    """The profile of the loaded model, read again when its file changes. Not thread-safe."""
+
+    def __init__(self, root: Path, conditions: Callable[[str], Conditions]) -> None:
+        self._root = root
+        self._conditions = conditions
+        self._known: tuple[object, Profile | None, str] = (None, None, "")
+
+    def __call__(self, namespace: str) -> tuple[Profile | None, str]:
+        """The profile for now, or ``None`` and how the one that is kept differs."""
+        kept = records.profiles(self._root, namespace)
+        stamp = (namespace, torch.get_num_threads(), kept.stamp)
+        if self._known[0] != stamp:
+            wanted = self._conditions(namespace)
+            found = recall_profile(self._root, wanted)
+            differs = "" if found is not None else kept_differs(self._root, wanted)
+            self._known = (stamp, found, differs)
+        return self._known[1:]
+
+
+# -- this machine -------------------------------------------------------------------------------------
+
+
+def conditions_of(adapter: ModelAdapter, namespace: str) -> Conditions:
+    """What a profile measured now would hold for."""
+    return Conditions(
+        namespace=namespace,
+        model=adapter.model_id,
+        dtype=adapter.layout.dtype,
+        device=_device_name(adapter.device),
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        blendrag=_own_version(),
+        machine=f"{platform.node() or 'unnamed'} ({cores()} cores)",
+    )
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _own_version() -> str:
+    try:
+        return version("blendrag")
+    except PackageNotFoundError:  # run from its sources
+        return "unknown"
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return _cpu_name() if device.type == "cpu" else device.type
+
+
+def _cpu_name() -> str:
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

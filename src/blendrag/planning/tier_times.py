@@ -1,14 +1,16 @@
 """What reading costs: from memory, from disk, from any directory, and from host to device.
 
-Owns a scratch store of its own in the directory that is measured: the real tiers, their checksums and
-decoding, over chunks of the model's own KV; the store that is in use gains nothing. Layers are read as
-the loader reads them, layer by layer of all chunks, into buffers such as a prompt's.
+Reads chunks of the model's own KV through the store's tiers, layer by layer of all chunks as the loader
+does, from a scratch store that is removed afterwards.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
+import mmap
+import os
 import shutil
 import statistics
 import tempfile
@@ -21,25 +23,25 @@ from pathlib import Path
 import torch
 
 from blendrag.errors import InvalidInputError, StoreError
-from blendrag.planning.page_cache import forget
 from blendrag.planning.profile import COLD, DISK, MEMORY, Tier
-from blendrag.store import DiskStore, KVReader, MemoryStore
+from blendrag.store import DiskStore, MemoryStore
 from blendrag.store.encodings import stored_chunk_bytes
-from blendrag.store.kv import ChunkKV, KVLayout
+from blendrag.store.kv import ChunkKV
 
-#: Bytes read at a time, about, if so many chunks are not too many.
+#: Bytes read at a time, about, from 2 to :data:`MAX_CHUNKS` chunks.
 READ_BYTES = 64 << 20
 MAX_CHUNKS = 8
 ROUNDS = 3
 SCRATCH = ".profile-"
-#: A scratch directory this old is left over from a process that was killed.
+#: A scratch directory of this age was left by a process that was killed.
 STALE_S = 3600.0
 COPIED_BYTES = 64 << 20
+NAMESPACE = hashlib.sha256(b"profile").hexdigest()
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One way of reading, timed: ``reads`` layers of chunks, in ``seconds``, ``busy_s`` of them on a core."""
+    """One timed reading: ``reads`` layers of chunks, ``busy_s`` of the seconds on a core."""
 
     size_bytes: int
     reads: int
@@ -48,10 +50,9 @@ class Reading:
 
 
 def tier_of(name: str, readings: Sequence[Reading]) -> Tier:
-    """Throughput and cost of a read, from a reading of long chunks and one of short ones.
+    """Throughput and latency from a reading of long chunks and one of short ones.
 
-    Long chunks take what they took; of that, reads are at most half: times that differ by chance alone
-    would else make a tier of endless throughput.
+    Latency is at most half of the time for long chunks, or noise could make throughput infinite.
     """
     long, short = sorted(readings, key=lambda each: -each.size_bytes)
     spread = long.size_bytes / long.reads - short.size_bytes / short.reads
@@ -63,14 +64,13 @@ def tier_of(name: str, readings: Sequence[Reading]) -> Tier:
 
 
 def measure_memory(kvs: Sequence[ChunkKV], pinned: bool) -> Tier:
-    """The memory tier; ``kvs`` are a long chunk and a short one, laid out as the store keeps them."""
+    """The memory tier. ``kvs``: a long and a short chunk, laid out as the store keeps them."""
     readings = []
     for kv in kvs:
-        count = _count(kv.layout, kv.tokens)
-        store = MemoryStore(2 * count * stored_chunk_bytes(kv.layout, kv.tokens) + 1)
-        with contextlib.closing(store):
-            _fill(store.put, kv, count)
-            readings.append(_median(store.open, kv, count, pinned))
+        size_bytes = 2 * _count(kv) * stored_chunk_bytes(kv.layout, kv.tokens) + 1
+        with contextlib.closing(MemoryStore(size_bytes)) as store:
+            _fill(store, kv)
+            readings.append(_median(store, kv, pinned))
     return tier_of(MEMORY, readings)
 
 
@@ -87,30 +87,34 @@ def measure_directory(
     cold_name: str,
     option: str = "--dir",
 ) -> tuple[Tier, ...]:
-    """The disk tier in ``directory``: with its files in the operating system's cache, and without, unless
-    some of them stay there whatever it is told.
+    """The disk tier in ``directory``: with its files in the page cache, and without if they can be dropped.
 
-    Raises :class:`InvalidInputError` for a directory that cannot be written, which ``option`` named;
+    Raises :class:`InvalidInputError` for a directory that cannot be written (named by ``option``);
     :class:`StoreFullError`.
     """
     warm, cold = [], []
     is_cold = True
     for kv in kvs:
-        count = _count(kv.layout, kv.tokens)
         scratch_of = _scratch(directory, option)
         with scratch_of as scratch, contextlib.closing(DiskStore(scratch, None)) as store:
-            _fill(store.put, kv, count)
+            _fill(store, kv)
             files = [path for path in (scratch / "kv").rglob("*") if path.is_file()]
-            is_cold = is_cold and forget(files)
+            is_cold = is_cold and drop_cached(files)
             if is_cold:
-                cold.append(_median(store.open, kv, count, pinned, partial(forget, files)))
-            warm.append(_median(store.open, kv, count, pinned))
+                cold.append(_median(store, kv, pinned, partial(drop_cached, files)))
+            warm.append(_median(store, kv, pinned))
     found = tier_of(name, warm)
     return (found, tier_of(cold_name, cold)) if is_cold else (found,)
 
 
+def directory_tiers(path: Path) -> tuple[str, str]:
+    """Names of a directory's tiers, with its files in the page cache and without."""
+    name = str(path.expanduser().resolve())
+    return name, f"{name} (cold)"
+
+
 def measure_device(device: torch.device) -> float | None:
-    """Bytes per second from pinned host memory to ``device``; ``None`` where that is the host."""
+    """Bytes per second from pinned host memory to ``device``; ``None`` if that is the host."""
     if device.type != "cuda":
         return None
     there = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
@@ -127,71 +131,72 @@ def measure_device(device: torch.device) -> float | None:
 
 # -- the pieces -----------------------------------------------------------------------------------
 
-Open = Callable[[str, str, KVLayout, int], KVReader | None]
-NAMESPACE = hashlib.sha256(b"profile").hexdigest()
+
+def _count(kv: ChunkKV) -> int:
+    return max(2, min(MAX_CHUNKS, READ_BYTES // stored_chunk_bytes(kv.layout, kv.tokens)))
 
 
 def _key(number: int) -> str:
     return hashlib.sha256(f"profile {number}".encode()).hexdigest()
 
 
-def _count(layout: KVLayout, tokens: int) -> int:
-    return max(2, min(MAX_CHUNKS, READ_BYTES // stored_chunk_bytes(layout, tokens)))
-
-
-def _fill(put: Callable[[str, str, ChunkKV], None], kv: ChunkKV, count: int) -> None:
-    for number in range(count):
-        put(NAMESPACE, _key(number), kv)
+def _fill(store: DiskStore | MemoryStore, kv: ChunkKV) -> None:
+    for number in range(_count(kv)):
+        store.put(NAMESPACE, _key(number), kv)
 
 
 def _median(
-    open_: Open, kv: ChunkKV, count: int, pinned: bool, before: Callable[[], object] = lambda: None
+    store: DiskStore | MemoryStore,
+    kv: ChunkKV,
+    pinned: bool,
+    before: Callable[[], object] = lambda: None,
 ) -> Reading:
-    """The median of some rounds, after one that is not counted."""
+    """The median of some rounds, after one to warm up."""
     found = []
     for _ in range(1 + ROUNDS):
         before()
-        found.append(_read(open_, kv, count, pinned))
+        found.append(_read(store, kv, pinned))
     return sorted(found[1:], key=lambda each: each.seconds)[ROUNDS // 2]
 
 
-def _read(open_: Open, kv: ChunkKV, count: int, pinned: bool) -> Reading:
+def _read(store: DiskStore | MemoryStore, kv: ChunkKV, pinned: bool) -> Reading:
+    count = _count(kv)
     targets = _targets(kv, count, pinned)
-    readers = [open_(NAMESPACE, _key(number), kv.layout, kv.tokens) for number in range(count)]
-    try:
+    with contextlib.ExitStack() as opened:
+        readers = []
+        for number in range(count):
+            reader = store.open(NAMESPACE, _key(number), kv.layout, kv.tokens)
+            if reader is None:
+                raise StoreError("a chunk written a moment ago cannot be read; profile again")
+            opened.callback(reader.close)
+            readers.append(reader)
         began, worked = time.perf_counter(), time.thread_time()
         for layer, row in enumerate(targets):
             for reader, target in zip(readers, row, strict=True):
-                if reader is None:
-                    raise StoreError("a chunk written a moment ago cannot be read; profile again")
                 reader.read_layer(layer, target)
         seconds, busy_s = time.perf_counter() - began, time.thread_time() - worked
-    finally:
-        for reader in readers:
-            if reader is not None:
-                reader.close()
-    size = count * stored_chunk_bytes(kv.layout, kv.tokens)
-    return Reading(size, count * len(targets), seconds, min(busy_s, seconds))
+    size_bytes = count * stored_chunk_bytes(kv.layout, kv.tokens)
+    return Reading(size_bytes, count * len(targets), seconds, min(busy_s, seconds))
 
 
 def _targets(kv: ChunkKV, count: int, pinned: bool) -> list[list[torch.Tensor]]:
-    """Per layer, where each chunk goes: fresh memory, as a prompt's buffers are, or pinned staging."""
+    """Where each layer of each chunk is read to: fresh memory like a prompt's buffers, or pinned."""
     rows = []
     for layer in range(len(kv.layout.layers)):
-        two, heads, tokens, width = kv.layout.layer_shape(layer, kv.tokens)
+        shape = kv.layout.layer_shape(layer, kv.tokens)  # [2, Hkv, T, D]
         dtype = kv.layout.torch_dtype
         if pinned:
-            shape = (two, heads, tokens, width)
             rows.append([torch.empty(shape, dtype=dtype, pin_memory=True) for _ in range(count)])
-            continue
-        buffer = torch.empty((two, heads, count * tokens, width), dtype=dtype)
-        rows.append([buffer[:, :, i * tokens : (i + 1) * tokens] for i in range(count)])
+        else:
+            two, heads, tokens, width = shape
+            buffer = torch.empty((two, heads, count * tokens, width), dtype=dtype)
+            rows.append(list(buffer.split(tokens, dim=2)))
     return rows
 
 
 @contextlib.contextmanager
 def _scratch(directory: Path, option: str) -> Iterator[Path]:
-    """A directory in ``directory`` that is gone afterwards, and others' that should have been."""
+    """A temporary directory in ``directory``; also removes those left by killed processes."""
     try:
         for left in directory.glob(f"{SCRATCH}*"):
             if left.is_dir() and time.time() - left.stat().st_mtime > STALE_S:
@@ -208,11 +213,54 @@ def _scratch(directory: Path, option: str) -> Iterator[Path]:
         shutil.rmtree(made, ignore_errors=True)
 
 
-__all__ = [
-    "Reading",
-    "measure_device",
-    "measure_directory",
-    "measure_memory",
-    "measure_store",
-    "tier_of",
-]
+# -- the page cache -------------------------------------------------------------------------------
+
+#: Share of pages that may be left in the cache of files that count as dropped.
+COLD_SHARE = 0.02
+#: Attempts to drop them: another process may be reading.
+TRIES = 3
+
+
+def drop_cached(files: Sequence[Path]) -> bool:
+    """Drop files from the operating system's page cache; whether they are gone.
+
+    ``posix_fadvise`` is only advice (tmpfs ignores it), so ``mincore`` counts what is left.
+    """
+    return hasattr(os, "posix_fadvise") and any(_dropped(files) for _ in range(TRIES))
+
+
+def _dropped(files: Sequence[Path]) -> bool:
+    for path in files:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+    try:
+        return cached_share(files) <= COLD_SHARE
+    except (OSError, AttributeError):
+        return False
+
+
+def cached_share(files: Sequence[Path]) -> float:
+    """Share of the files' pages that are in the page cache, in [0, 1]. Raises :class:`OSError`."""
+    pages = [page for path in files for page in _resident(path)]
+    return sum(pages) / len(pages) if pages else 0.0
+
+
+def _resident(path: Path) -> list[bool]:
+    """For every page of a file, whether it is in the page cache."""
+    size_bytes = path.stat().st_size
+    if not size_bytes:
+        return []
+    found = (ctypes.c_ubyte * -(-size_bytes // mmap.PAGESIZE))()
+    libc = ctypes.CDLL(None, use_errno=True)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapping:
+        first = ctypes.c_ubyte.from_buffer(mapping)
+        try:
+            address = ctypes.c_void_p(ctypes.addressof(first))
+            if libc.mincore(address, ctypes.c_size_t(size_bytes), found):
+                raise OSError(ctypes.get_errno(), "mincore", str(path))
+        finally:
+            del first  # a mapping with pointers into it cannot be closed
+    return [bool(page & 1) for page in found]

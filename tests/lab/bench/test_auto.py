@@ -13,9 +13,7 @@ from blendrag.lab.bench.auto_results import Run, tier_result
 from blendrag.lab.bench.tiers import parse_tier
 from blendrag.lab.bench.ttft import TtftBench
 from blendrag.planning.controller import Controller
-from blendrag.planning.curve import Curve
-from blendrag.planning.profile import Profile, Tier
-from blendrag.planning.profile_record import conditions_of
+from blendrag.planning.profile import Curve, Profile, Tier, conditions_of
 from cli.commands import invoke, said
 from lab.bench.lab import measured
 

@@ -26,7 +26,7 @@ from blendrag.lab.bench.store_misses import fill_index, measure_misses
 from blendrag.lab.bench.store_reads import ReadWay, measure_reads, reading_ways
 from blendrag.lab.bench.store_rounds import MeasuredNothingError, Way, measure
 from blendrag.lab.bench.store_writes import PlainWrites, Puts, measure_puts
-from blendrag.planning.page_cache import COLD_SHARE, cached_share
+from blendrag.planning.tier_times import COLD_SHARE, cached_share
 from blendrag.store import open_store
 from blendrag.store.encodings.codec import Staging
 from blendrag.store.kv import KVLayout, LayerShape

@@ -9,7 +9,7 @@ import pytest
 from blendrag.errors import InvalidInputError
 from blendrag.fusor.selection import POLICIES
 from blendrag.lab.evaluation.ways import Way, default_policies, look_up, make_ways
-from blendrag.planning.calibration import Calibration, remember
+from blendrag.planning.calibration import Calibration, remember_calibration
 
 
 def test_full_prefill_and_no_context_are_always_there_and_once() -> None:
@@ -51,7 +51,7 @@ def test_every_way_becomes_a_request(policy: str) -> None:
 
 def test_calibrated_means_what_the_store_holds_for_the_policy(tmp_path: Path) -> None:
     found = Calibration("query", 0.1, (0.5, 0.25), 0.0, "constant", 0.0, 0.0, 1, 0, "given")
-    remember(tmp_path, "model", found)
+    remember_calibration(tmp_path, "model", found)
     made = make_ways(["full", "query"], ["calibrated", "constant"], [0.1], [True])
     *others, calibrated, constant = look_up(made, tmp_path, "model")
     assert (*others, constant) == (*made[:2], made[3])

@@ -27,8 +27,7 @@ from blendrag.model import ModelAdapter
 from blendrag.planning.controller import PlanOptions
 from blendrag.planning.measure import Measure
 from blendrag.planning.plan import Plan
-from blendrag.planning.profile import DISK, Profile, Tier
-from blendrag.planning.profile_record import conditions_of
+from blendrag.planning.profile import DISK, Profile, Tier, conditions_of
 
 Tick = Callable[[str], None]
 

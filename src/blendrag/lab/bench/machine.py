@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from blendrag.model import ModelAdapter
-from blendrag.planning.profile_record import conditions_of, cores
+from blendrag.planning.profile import conditions_of, cores
 
 
 @dataclass(frozen=True)

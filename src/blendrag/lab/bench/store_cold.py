@@ -1,4 +1,4 @@
-"""Files out of the page cache, and whether they left it (:mod:`blendrag.planning.page_cache`)."""
+"""Files out of the page cache, and whether they left it (:mod:`blendrag.planning.tier_times`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from blendrag.planning.page_cache import COLD_SHARE
+from blendrag.planning.tier_times import COLD_SHARE
 
 
 def drop(paths: Iterable[Path]) -> None:

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from blendrag.lab.bench.store_chunks import DISK_BYTES, NAMESPACE, Prompt, key_of
 from blendrag.lab.bench.store_cold import drop
 from blendrag.lab.bench.store_rounds import MeasuredNothingError, Row, Tick, Way, measure
-from blendrag.planning.page_cache import cached_share
+from blendrag.planning.tier_times import cached_share
 from blendrag.store import KVReader, MemoryStore, open_store
 from blendrag.store.payload import frame
 from blendrag.store.tensor_bytes import target_buffers

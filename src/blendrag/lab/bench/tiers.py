@@ -7,6 +7,7 @@ of that throughput would: all its readers share the device, and what the read it
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -20,9 +21,8 @@ import torch
 from blendrag.errors import InvalidInputError
 from blendrag.lab.bench.scratch import scratch
 from blendrag.lab.bench.store_cold import drop, is_cold
-from blendrag.planning.page_cache import cached_share
 from blendrag.planning.profile import COLD, DISK, MEMORY
-from blendrag.planning.storage import throughput_of
+from blendrag.planning.tier_times import cached_share
 from blendrag.store import KVReader, KVStore, open_store
 from blendrag.store.encodings import stored_layer_bytes
 from blendrag.store.kv import KVLayout
@@ -31,6 +31,7 @@ from blendrag.store.tiered import TieredStore
 #: Room for any workload; the free space of the disk still counts.
 AMPLE_BYTES = 1 << 40
 TIERS = ("memory", "disk", "cold")
+_SPEED = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([kmgt]?)b/s\s*", re.IGNORECASE)
 #: The slowest device that is simulated: from anything slower, KV takes hours.
 MIN_BYTES_PER_S = 1e3
 
@@ -55,8 +56,8 @@ def parse_tier(text: str) -> BenchTier:
     """``"memory"``, ``"disk"``, ``"cold"`` or ``"0.5GB/s"``; raises :class:`InvalidInputError`."""
     if text in TIERS:
         return BenchTier(text)
-    bytes_per_s = throughput_of(text)
-    if bytes_per_s is None or not 0 < bytes_per_s < float("inf"):
+    bytes_per_s = _throughput(text)
+    if not 0 < bytes_per_s < float("inf"):
         raise InvalidInputError(
             f"tier {text!r} is none of {', '.join(TIERS)}; expected one of them or a throughput such as "
             "0.5GB/s"
@@ -66,6 +67,12 @@ def parse_tier(text: str) -> BenchTier:
             f"tier {text!r} is slower than any disk, expected a throughput of 1 KB/s or more; check its unit"
         )
     return BenchTier(text.strip(), bytes_per_s)
+
+
+def _throughput(text: str) -> float:
+    """Bytes per second of a text such as ``500 MB/s``; 0 for anything else."""
+    match = _SPEED.fullmatch(text)
+    return float(match[1]) * 1000 ** "_KMGT".index(match[2].upper() or "_") if match else 0.0
 
 
 class Throttle:

@@ -15,7 +15,7 @@ from blendrag.config import Mode
 from blendrag.engine import Options
 from blendrag.errors import InvalidInputError
 from blendrag.fusor.selection import POLICIES, Schedule, make_policy
-from blendrag.planning.calibration import resolve
+from blendrag.planning.calibration import resolve_schedule
 
 FULL, NONE, PREFIX, REUSE = "full", "none", "prefix", "reuse"
 CHAINS = ("map-reduce", "map-rerank")
@@ -135,7 +135,7 @@ def look_up(ways: Sequence[Way], root: Path, namespace: str) -> tuple[Way, ...]:
 
 def _meaning(way: Way, root: Path, namespace: str) -> str:
     asked = Schedule.parse(way.schedule)
-    found = resolve(root, namespace, asked, way.policy, way.ratio or 0.0)
+    found = resolve_schedule(root, namespace, asked, way.policy, way.ratio or 0.0)
     if found.name != asked.name:
         raise InvalidInputError(
             f"no schedule of policy {way.policy} is calibrated for this model in store {root}; find one "

@@ -1,0 +1,364 @@
+"""Finds the schedule with the smallest deviation at a given ratio: sampled prompts, measure, search.
+
+The deviation of a schedule is the KL divergence of blended answers from those of a full prefill.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from blendrag.corpus.corpus import Corpus
+from blendrag.errors import InvalidInputError
+from blendrag.fusor import Fusor
+from blendrag.fusor.selection import Schedule, SelectionPolicy
+from blendrag.model.adapter import ModelAdapter
+from blendrag.planning.controller import Controller, PlanOptions
+from blendrag.text.prompt import PromptPlan
+
+# -- sample: questions over chunks of the user's corpus -------------------------------------------
+
+#: Chunks of a document taken together: one and those before it, to which it may refer.
+RUN = 3
+#: Longest stand-in for a question.
+QUESTION_CHARS = 200
+_SENTENCE = re.compile(r".+?[.!?](?=\s|$)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class SampledQuestion:
+    """A question and the texts of the chunks before it, in the prompt's order."""
+
+    question: str
+    chunks: tuple[str, ...]
+
+
+def sample_corpus(corpus: Corpus, prompts: int, top_k: int, seed: int) -> Iterator[SampledQuestion]:
+    """``prompts`` random sets of at most ``top_k`` chunks; a chunk's first sentence stands in for a question.
+
+    Chunks come with their neighbours: blending can lose what chunks say about each other.
+    """
+    sources = corpus.sources()
+    if not sources:
+        raise InvalidInputError(
+            "the corpus holds no document to calibrate on; ingest first (blendrag ingest PATH…)"
+        )
+    rng = random.Random(f"calibrate/{seed}")
+    order = rng.sample(sources, len(sources))
+    for number in range(prompts):
+        first = order[number % len(order)]
+        runs = [_run(corpus, first, top_k, rng)]
+        question = first_sentence(runs[0][-1])
+        for source in rng.sample(sources, min(len(sources), top_k)):
+            left = top_k - sum(map(len, runs))
+            if left > 0 and source != first:
+                runs.append(_run(corpus, source, left, rng))
+        rng.shuffle(runs)
+        yield SampledQuestion(question, tuple(text for run in runs for text in run))
+
+
+def sample_questions(questions: Sequence[str], prompts: int, seed: int) -> list[str]:
+    """At most ``prompts`` of ``questions``, drawn at random."""
+    asked = [question for question in questions if question.strip()]
+    if not asked:
+        raise InvalidInputError("there is no question to calibrate on; expected one a line")
+    return random.Random(f"calibrate/{seed}").sample(asked, min(prompts, len(asked)))
+
+
+def first_sentence(text: str) -> str:
+    """Of ``text``, at most :data:`QUESTION_CHARS` characters."""
+    found = _SENTENCE.match(text.strip())
+    sentence = " ".join((found[0] if found else text).split())
+    return sentence[:QUESTION_CHARS]
+
+
+def _run(corpus: Corpus, source: str, at_most: int, rng: random.Random) -> list[str]:
+    """A random chunk of a document and those before it."""
+    chunks = corpus.chunks_of(source)
+    last = rng.randrange(len(chunks))
+    return [chunk.text for chunk in chunks[: last + 1][-min(RUN, at_most) :]]
+
+
+# -- measure: deviation from full prefill ---------------------------------------------------------
+
+#: Answer tokens compared.
+ANSWER_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What full prefill answers to a prompt; on the CPU."""
+
+    prompt: PromptPlan
+    answer: torch.Tensor
+    """Its greedy continuation ``[T]``."""
+    log_probs: torch.Tensor
+    """``[T, V]`` float32, of the distributions those tokens were taken from."""
+
+
+@torch.inference_mode()
+def reference(adapter: ModelAdapter, prompt: PromptPlan) -> Reference:
+    """Full prefill and greedy decoding of ``prompt``. The caller holds the lock."""
+    eos = adapter.model.generation_config.eos_token_id
+    ends = set(eos) if isinstance(eos, list | tuple) else {eos}
+    cache = DynamicCache()
+    ids = torch.tensor([prompt.ids], device=adapter.device)
+    answer: list[int] = []
+    rows = []
+    while True:
+        logits = _logits(adapter, ids, cache, 1)  # [1, V]
+        rows.append(logits)
+        answer.append(int(logits.argmax()))
+        if len(answer) == ANSWER_TOKENS or answer[-1] in ends:
+            break
+        ids = torch.tensor([answer[-1:]], device=adapter.device)
+    return Reference(prompt, torch.tensor(answer), torch.cat(rows).log_softmax(-1))
+
+
+@torch.inference_mode()
+def deviation(
+    fusor: Fusor,
+    controller: Controller,
+    expected: Reference,
+    policy: SelectionPolicy,
+    schedule: Schedule,
+    ratio: float,
+) -> float | None:
+    """Mean KL(full prefill ‖ blended) per answer token, in nats.
+
+    The blended prompt is made to give the same answer (teacher forcing), which keeps positions comparable.
+    ``None`` if the prompt holds no chunk to blend. The caller holds the lock. Raises
+    :class:`SpanCorruptError`.
+    """
+    prompt, adapter = expected.prompt, fusor.adapter
+    plan = controller.plan(prompt, PlanOptions("blend", policy, lambda _: schedule, ratio))
+    try:
+        request = plan.request(len(prompt.ids))
+        if not request.candidates:
+            return None
+        ids = torch.tensor([prompt.ids], device=adapter.device)
+        logits, cache, _ = fusor.prefill(ids, request, new_tokens=len(expected.answer))
+    finally:
+        plan.close()
+    rows = logits[0].float().cpu()  # [1, V]
+    if len(expected.answer) > 1:
+        said = expected.answer[None, :-1].to(adapter.device)
+        rows = torch.cat((rows, _logits(adapter, said, cache, said.shape[1])))  # [T, V]
+    return divergence(expected.log_probs, rows.log_softmax(-1))
+
+
+def divergence(full: torch.Tensor, blended: torch.Tensor) -> float:
+    """Mean KL of ``[T, V]`` log probabilities, in nats per token; infinity if it is not a number."""
+    parts = full.exp() * (full - blended)
+    parts = parts.masked_fill(full == -math.inf, 0.0)  # 0 · log 0 counts as 0
+    mean = float(parts.sum(-1).mean())
+    return math.inf if math.isnan(mean) else max(0.0, mean)
+
+
+def _logits(adapter: ModelAdapter, ids: torch.Tensor, cache: Any, keep: int) -> torch.Tensor:
+    """``[keep, V]`` float32 on the CPU."""
+    out = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=keep)
+    return out.logits[0].float().cpu()
+
+
+class MeanDeviation:
+    """Mean deviation of a schedule over the same prompts."""
+
+    def __init__(self, of: Callable[[int, Schedule], float], prompts: int) -> None:
+        """``of(i, schedule)`` is the deviation of prompt ``i``."""
+        self._of = of
+        self._order = list(range(prompts))
+
+    def __call__(self, schedule: Schedule, bound: float) -> float:
+        """Infinity as soon as the mean is certain to exceed ``bound``.
+
+        Prompts that deviated most in the last whole measurement come first, as they show it soonest.
+        """
+        prompts = len(self._order)
+        seen: dict[int, float] = {}
+        for i in self._order:
+            seen[i] = self._of(i, schedule)
+            if sum(seen.values()) > bound * prompts:
+                return math.inf
+        self._order.sort(key=lambda i: -seen[i])
+        return sum(seen[i] for i in range(prompts)) / prompts
+
+
+# -- search ---------------------------------------------------------------------------------------
+
+Shares = tuple[float, ...]
+#: ``measure(schedule, bound)``: mean deviation, or infinity once it is certain to exceed ``bound``.
+Deviates = Callable[[Schedule, float], float]
+
+GROWTHS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.25)
+#: Layers after which a family or a move may stop spending.
+STOPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80)
+#: Parts of the whole mass that a move gives to a vertex, largest first.
+PARTS = (0.5, 0.2, 0.08, 0.03)
+#: A move counts if it saves at least this share of the deviation.
+WORTHWHILE = 2e-3
+MAX_ROUNDS = 6
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A schedule and its mean deviation."""
+
+    schedule: Schedule
+    deviation: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """Progress of a search, reported after every schedule measured."""
+
+    tried: int
+    family: Tried
+    """Best of the fixed families so far."""
+    best: Tried
+
+
+@dataclass
+class Found:
+    """Result of a search; ``best`` is never worse than any of ``families``."""
+
+    families: list[Tried] = field(default_factory=list)
+    best: Tried | None = None
+    tried: int = 0
+    interrupted: bool = False
+    out_of_time: bool = False
+
+    @property
+    def family(self) -> Tried:
+        """The best of the fixed families."""
+        return min(self.families, key=lambda each: each.deviation)
+
+    def add(self, tried: Tried) -> None:
+        self.tried += 1
+        if self.best is None or tried.deviation < self.best.deviation:
+            self.best = tried
+
+
+def families(layers: int) -> list[Schedule]:
+    """The fixed shapes a search begins with: constant, linear, geometric, first:m."""
+    names = ["constant", "linear", *(f"geometric:{g:g}" for g in GROWTHS)]
+    names += [f"first:{m}" for m in STOPS if m < layers - 1]
+    return [Schedule.parse(name) for name in names]
+
+
+def search(
+    measure: Deviates,
+    layers: int,
+    ratio: float,
+    seed: int = 0,
+    has_time: Callable[[], bool] = lambda: True,
+    watch: Callable[[Step], None] = lambda step: None,
+    known: Schedule | None = None,
+) -> Found:
+    """The best schedule for a model of ``layers`` at ``ratio``, the same for the same arguments.
+
+    Every non-increasing vector is a mixture of the vertices ``first:1`` … ``first:L-1``. Starting from the
+    best fixed family, moves shift mass to or from a vertex at the same ratio. ``known``, an earlier result,
+    is tried first. Ends early when ``has_time()`` says so or at ``KeyboardInterrupt``, with the best so far;
+    before the first family is measured the interrupt is raised.
+    """
+    found = Found()
+    try:
+        if known is not None:
+            found.add(Tried(known, measure(known, math.inf)))
+        for schedule in _distinct(families(layers), ratio, layers):
+            if found.families and not has_time():
+                found.out_of_time = True
+                return found
+            tried = Tried(schedule, measure(schedule, math.inf))
+            found.add(tried)  # first: an interrupt between the two leaves the best never worse
+            found.families.append(tried)
+            _tell(found, watch)
+        _refine(found, measure, layers, ratio, random.Random(seed), has_time, watch)
+    except KeyboardInterrupt:
+        if not found.families:
+            raise
+        found.interrupted = True
+    return found
+
+
+def _distinct(schedules: Sequence[Schedule], ratio: float, layers: int) -> list[Schedule]:
+    """Without those that are the same at this ratio, because shares are capped at 1."""
+    by_shares: dict[Shares, Schedule] = {}
+    for schedule in schedules:
+        shares = tuple(round(share, 9) for share in schedule.shares(ratio, layers))
+        by_shares.setdefault(shares, schedule)
+    return list(by_shares.values())
+
+
+def _refine(
+    found: Found,
+    measure: Deviates,
+    layers: int,
+    ratio: float,
+    rng: random.Random,
+    has_time: Callable[[], bool],
+    watch: Callable[[Step], None],
+) -> None:
+    """Rounds of moves, until one round brings nothing."""
+    for _ in range(MAX_ROUNDS):
+        improved = False
+        for stop, part in _shuffled_moves(layers - 1, rng):
+            assert found.best is not None
+            if not has_time():
+                found.out_of_time = True
+                return
+            shares = _moved(found.best.schedule.shares(ratio, layers), stop, part, ratio)
+            if shares is None:
+                continue
+            bound = (1 - WORTHWHILE) * found.best.deviation
+            schedule = Schedule("vector", shares)
+            tried = Tried(schedule, measure(schedule, bound))
+            improved |= tried.deviation < bound
+            found.add(tried)
+            _tell(found, watch)
+        if not improved:
+            return
+
+
+def _tell(found: Found, watch: Callable[[Step], None]) -> None:
+    assert found.best is not None
+    watch(Step(found.tried, found.family, found.best))
+
+
+def _shuffled_moves(n: int, rng: random.Random) -> Iterator[tuple[int, float]]:
+    """Moves ``(stop, part)``: give vertex ``first:stop`` that part of the whole mass, or if negative, take
+    that part of its own. Large steps first, each size in random order; none if there is only one vertex."""
+    if n < 2:
+        return
+    stops = [*(m for m in STOPS if m < n), n]
+    for part in PARTS:
+        moves = [(m, part) for m in stops]
+        moves += [(m, -2 * part) for m in stops]  # -1: all of its own
+        rng.shuffle(moves)
+        yield from moves
+
+
+def _moved(shares: Sequence[float], stop: int, part: float, ratio: float) -> Shares | None:
+    """``shares`` after a move, with the same mean; ``None`` if it is impossible or changes nothing."""
+    n = len(shares)
+    total = ratio * n
+    vertex = [total / stop if i < stop else 0.0 for i in range(n)]
+    if part < 0:
+        below = shares[stop] if stop < n else 0.0
+        own = (shares[stop - 1] - below) * stop / total  # the vertex's part of the mass
+        if own < 1e-3 or own > 1 - 1e-3:
+            return None
+        taken = -part * own
+        part = -taken / (1 - taken)
+    mixed = tuple((1 - part) * s + part * v for s, v in zip(shares, vertex, strict=True))
+    if mixed[0] > 1.0 or max(abs(a - b) for a, b in zip(mixed, shares, strict=True)) < 1e-6:
+        return None
+    return tuple(max(0.0, share) for share in mixed)

@@ -1,0 +1,225 @@
+"""How long one prompt takes on this machine: its time to first token, from the figures of a profile.
+
+Follows the fusor. A policy that needs attention runs the fresh tokens over the loaded KV first, through some
+or all layers (the scout pass); loading of those layers hides behind that pass. A policy that needs
+deviations computes layer 0 for all candidates and peeks at layer 1. Any other computes its chosen tokens in
+every layer while the next one loads. Candidates that are all computed in layer 0 are not loaded there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from blendrag.planning.profile import Profile
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of the prompt whose KV is stored: a chunk, or everything before the first one."""
+
+    start: int
+    end: int
+    tier: str
+    layer_bytes: tuple[int, ...]
+    """As stored, of the whole chunk: a chunk that is cut off is read whole."""
+    exact: bool = False
+    """Never recomputed."""
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def keys(self) -> float:
+        """Sum over its tokens of the keys that each sees."""
+        return (self.end * (self.end + 1) - self.start * (self.start + 1)) / 2
+
+
+@dataclass(frozen=True)
+class StoredPrompt:
+    """A prompt, the parts of it that are stored, and what its policy needs."""
+
+    tokens: int
+    parts: tuple[Part, ...]
+    needs_deviation: bool = False
+    scouted_layers: int = 0
+    """Layers of the scout pass; 0 without one."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Predicted seconds. Loading and computing overlap, so ``ttft_s`` is at most their sum."""
+
+    ttft_s: float
+    load_s: float
+    compute_s: float
+
+
+class Estimator:
+    """Estimates one prompt with any set of its parts loaded.
+
+    Figures of the parts are kept as arrays: the controller tries many sets before the first token.
+    """
+
+    def __init__(self, profile: Profile, prompt: StoredPrompt) -> None:
+        """Raises :class:`KeyError` for a part in a tier that was not measured."""
+        self.profile, self.prompt = profile, prompt
+        parts = prompt.parts
+        tiers = [profile.tier(part.tier) for part in parts]
+        if None in tiers:
+            raise KeyError(parts[tiers.index(None)].tier)
+        self.tokens = np.array([part.tokens for part in parts], dtype=np.int64)  # [P]
+        self.keys = np.array([part.keys for part in parts])  # [P]
+        self.exact = np.array([part.exact for part in parts], dtype=bool)  # [P]
+        shape = (len(parts), profile.layers)
+        sizes = np.array([part.layer_bytes for part in parts], dtype=float).reshape(shape)
+        per_byte = np.array([tier.seconds(1.0, 0) for tier in tiers if tier]).reshape(-1, 1)
+        read_s = np.array([tier.read_s for tier in tiers if tier]).reshape(-1, 1)
+        busy = np.array([tier.busy for tier in tiers if tier]).reshape(-1, 1)
+        reads = sizes * per_byte + read_s
+        self.loads = np.stack((reads, busy * reads, sizes))  # [reads, busy, bytes; P; L]
+
+    def load_s(self, part: int) -> float:
+        """Seconds to read one part."""
+        return float(self.loads[0, part].sum())
+
+    def loading(self, parts: Sequence[int]) -> Estimate:
+        """With those parts loaded, by index."""
+        return Estimate(self, parts)
+
+    def loading_all(self) -> Estimate:
+        """With every part loaded."""
+        return Estimate(self, range(len(self.prompt.parts)))
+
+
+class Estimate:
+    """One prompt with some of its parts loaded, for any number of recomputed tokens."""
+
+    def __init__(self, of: Estimator, loaded: Sequence[int]) -> None:
+        profile, prompt, chosen = of.profile, of.prompt, list(loaded)
+        self._profile, self._prompt = profile, prompt
+        self.parts = len(chosen)
+        exact = of.exact[chosen]
+        blended = ~exact
+        tokens, keys, loads = of.tokens[chosen], of.keys[chosen], of.loads[:, chosen]
+        self.chunks = int(blended.sum())
+        self.candidates = int(tokens[blended].sum())
+        self._placed = int(tokens.sum())
+        self._keys = float(keys[blended].sum()) / max(self.candidates, 1)
+        self._fresh = prompt.tokens - self._placed
+        self._fresh_keys = prompt.tokens * (prompt.tokens + 1) / 2 - float(keys.sum())
+        whole = loads.sum(axis=1)  # [3, L]
+        entry_exact = whole.copy()
+        entry_exact[:, 0] = loads[:, exact, 0].sum(axis=1)
+        self._loads = {False: whole.tolist(), True: entry_exact.tolist()}
+        self._scouted = prompt.scouted_layers if self.candidates else 0
+        self._needs_deviation = prompt.needs_deviation and self.candidates > 0
+        self._scout_s, self._scouted_s = self._scouting() if self._scouted else (0.0, 0.0)
+
+    def at(self, counts: Sequence[float]) -> Forecast:
+        """With ``counts`` candidates recomputed in layers 1…L-1."""
+        profile = self._profile
+        if not self.parts:
+            seconds = profile.prefill_s(self._prompt.tokens)
+            return Forecast(seconds, 0.0, seconds)
+        computes = self._computes(counts)
+        arrived = [max(0.0, at - self._scouted_s) for at in self._arrived(counts)]
+        arrived[: self._scouted] = [0.0] * self._scouted
+        ttft_s = profile.fixed_s + self._scouted_s + finish(arrived, computes)
+        compute_s = profile.fixed_s + self._scout_s + sum(computes)
+        return Forecast(ttft_s, sum(self._loads[self._skips_first(counts)][0]), compute_s)
+
+    def waiting_s(self, counts: Sequence[float]) -> float:
+        """How much longer it takes than if everything were loaded from the start."""
+        predicted = self.at(counts)
+        return predicted.ttft_s - predicted.compute_s
+
+    def first_load_s(self, counts: Sequence[float]) -> float:
+        """Loading of layer 0, which nothing can hide, but no more than a layer's compute."""
+        computes = [self._scout_s / self._scouted] if self._scouted else self._computes(counts)
+        return min(self._arrived(counts)[0], max(computes))
+
+    # -- computing --------------------------------------------------------------------------------
+
+    def _computes(self, counts: Sequence[float]) -> list[float]:
+        """Seconds of each layer of the pass that recomputes."""
+        profile = self._profile
+        if not self.candidates:
+            counts = [0.0] * (profile.layers - 1)
+        skips = self._skips_first(counts)
+        known: dict[tuple[float, float, bool], float] = {}
+        seconds = []
+        for layer, chosen in enumerate((self._entering(counts), *counts)):
+            placed = self._placed - self.candidates * (skips and layer == 0)
+            if layer < self._scouted:  # the scout pass has moved everything to its place
+                placed = 0
+            key = (chosen, placed, layer == profile.layers - 1)
+            if key not in known:
+                known[key] = self._layer_s(*key)
+            seconds.append(known[key])
+        if self._needs_deviation and len(seconds) > 1:
+            seconds[1] += profile.peek_s * (self._fresh + self.candidates)
+        if profile.is_shared:
+            busy = self._loads[skips][1]
+            for layer in range(self._scouted, len(seconds)):
+                seconds[layer] += busy[layer]
+        return seconds
+
+    def _layer_s(self, chosen: float, placed: float, is_last: bool) -> float:
+        """T_recompute of one layer: of the fresh tokens and ``chosen`` candidates."""
+        rows = self._fresh + chosen
+        context = (self._fresh_keys + chosen * self._keys) / rows if rows else 0.0
+        return (self._profile.last if is_last else self._profile.layer)(rows, context, placed)
+
+    def _entering(self, counts: Sequence[float]) -> float:
+        """Candidates computed in layer 0."""
+        return self.candidates if self._needs_deviation or not counts else counts[0]
+
+    def _scouting(self) -> tuple[float, float]:
+        """Seconds of the scout pass: of computing, and with its waits for loading."""
+        context = self._fresh_keys / self._fresh if self._fresh else 0.0
+        each = self._profile.scout(self._fresh, context, self._placed)
+        reads, busy, sizes = (figures[: self._scouted] for figures in self._loads[False])
+        computes = [each + core * self._profile.is_shared for core in busy]
+        return sum(computes), finish(arrivals(reads, self._copies(sizes)), computes)
+
+    # -- loading ----------------------------------------------------------------------------------
+
+    def _skips_first(self, counts: Sequence[float]) -> bool:
+        """Whether layer 0 of blended chunks is not loaded, because all of it is computed there."""
+        return not self._scouted and self._entering(counts) >= self.candidates > 0
+
+    def _arrived(self, counts: Sequence[float]) -> list[float]:
+        reads, _, sizes = self._loads[self._skips_first(counts)]
+        return arrivals(reads, self._copies(sizes))
+
+    def _copies(self, sizes: Sequence[float]) -> list[float]:
+        """Seconds of copying each layer to the device; empty if computing is on the host."""
+        speed = self._profile.device_bytes_per_s
+        return [size / speed for size in sizes] if speed else []
+
+
+# -- pipeline: reading, copying and computing, each one layer at a time and in order ------------------
+
+
+def arrivals(reads: Sequence[float], copies: Sequence[float] = ()) -> list[float]:
+    """When each layer's KV is in place: copied after it was read and after the copy before."""
+    read = list(accumulate(reads))
+    if not copies:
+        return read
+    there: list[float] = []
+    for done, copy in zip(read, copies, strict=True):
+        there.append(max(done, there[-1] if there else 0.0) + copy)
+    return there
+
+
+def finish(arrived: Sequence[float], computes: Sequence[float]) -> float:
+    """When the last layer is computed: each after it arrived and after the layer before."""
+    done = 0.0
+    for there, compute in zip(arrived, computes, strict=True):
+        done = max(done, there) + compute
+    return done

@@ -1,0 +1,131 @@
+"""The figures of a machine profile, and the record of profiles in a store."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blendrag.errors import InvalidInputError
+from blendrag.planning.profile import (
+    UNREADABLE,
+    VERSION,
+    Curve,
+    Profile,
+    ProfileCache,
+    Tier,
+    kept_differs,
+    recall_profile,
+    remember_profile,
+)
+from blendrag.store import records
+from planning.invented import CONDITIONS, line, profile
+
+MINE = profile(device_bytes_per_s=1e10)
+THEIRS = replace(MINE, conditions=replace(CONDITIONS, machine="another"))
+LONG = 10**400
+
+
+def write(root: Path, *entries: Any) -> None:
+    kept = records.profiles(root, CONDITIONS.namespace)
+    kept.path.parent.mkdir(parents=True, exist_ok=True)
+    kept.path.write_text(json.dumps({"profiles": entries}))
+
+
+# -- figures -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "seconds"),
+    [((), ()), ((1.0, 2.0), (2.0, 1.0)), ((2.0, 1.0), (1.0, 2.0)), ((1.0,), (float("nan"),))],
+)
+def test_an_empty_falling_or_infinite_curve_is_refused(rows: Any, seconds: Any) -> None:
+    with pytest.raises(InvalidInputError, match="run blendrag profile"):
+        Curve(rows, seconds, 0.0)
+
+
+def test_no_rows_cost_nothing_but_the_moving_of_keys() -> None:
+    assert line(1e-3, placed_s=1e-6)(0, 0, 100) == pytest.approx(1e-4)
+    assert line(1e-3)(0, 0) == 0.0
+
+
+def test_a_read_costs_its_latency_and_its_bytes() -> None:
+    assert Tier("disk", 1e6, read_s=1e-3).seconds(1e6, 3) == pytest.approx(1.003)
+
+
+# -- the record --------------------------------------------------------------------------------------
+
+
+def test_a_profile_is_recalled_only_for_its_own_conditions(tmp_path: Path) -> None:
+    assert (recall_profile(tmp_path, CONDITIONS), kept_differs(tmp_path, CONDITIONS)) == (None, "")
+    other = replace(THEIRS, conditions=replace(THEIRS.conditions, threads=64))
+    for made in (other, THEIRS):
+        remember_profile(tmp_path, made)
+    assert recall_profile(tmp_path, CONDITIONS) is None
+    assert kept_differs(tmp_path, CONDITIONS) == "machine another"  # the closest
+    remember_profile(tmp_path, MINE)
+    assert recall_profile(tmp_path, CONDITIONS) == MINE
+    assert recall_profile(tmp_path, THEIRS.conditions) == THEIRS
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layer_bytes": [float("inf")]},
+        {"layer_bytes": [1000, 0]},
+        {"layer_bytes": []},
+        {"layer_bytes": [LONG, "many"]},
+        {"took_s": "long"},
+        {"peek_s": -1.0},
+        {"fixed_s": float("inf")},
+        {"device_bytes_per_s": 0.0},
+        {"layer": {"rows": [LONG], "seconds": [1.0], "row_s": 1.0}},
+        {"tiers": [3]},
+        {"tiers": []},
+        {"conditions": []},
+        {"version": VERSION - 1},
+    ],
+    ids=lambda change: str(change)[:32],
+)
+def test_an_unreadable_entry_is_no_profile_and_is_reported(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    broken = {**MINE.as_dict(), **change}
+    with pytest.raises(records.DAMAGE):
+        Profile.of(broken)
+    write(tmp_path, broken)
+    cached = ProfileCache(tmp_path, lambda namespace: CONDITIONS)
+    assert cached(CONDITIONS.namespace) == (None, UNREADABLE)
+    write(tmp_path, broken, MINE.as_dict())
+    assert cached(CONDITIONS.namespace) == (MINE, "")
+
+
+def test_a_profile_replaces_that_of_its_conditions_and_keeps_other_versions(tmp_path: Path) -> None:
+    earlier = {"version": VERSION - 1, "conditions": MINE.as_dict()["conditions"]}
+    broken = {**MINE.as_dict(), "layer_bytes": []}
+    write(tmp_path, earlier, broken, MINE.as_dict(), THEIRS.as_dict())
+    again = replace(MINE, fixed_s=0.5)
+    remember_profile(tmp_path, again)
+    assert recall_profile(tmp_path, CONDITIONS) == again
+    entries = records.profiles(tmp_path, CONDITIONS.namespace).entries()
+    assert len(entries) == 3
+    assert entries[0] == earlier
+
+
+def test_the_record_is_read_again_only_when_it_changes(tmp_path: Path) -> None:
+    looked: list[str] = []
+
+    def conditions(namespace: str) -> Any:
+        looked.append(namespace)
+        return CONDITIONS
+
+    cached = ProfileCache(tmp_path, conditions)
+    assert cached(CONDITIONS.namespace) == cached(CONDITIONS.namespace) == (None, "")
+    assert len(looked) == 1
+    remember_profile(tmp_path, MINE)
+    assert cached(CONDITIONS.namespace) == (MINE, "")
+    records.profiles(tmp_path, CONDITIONS.namespace).path.unlink()
+    assert cached(CONDITIONS.namespace) == (None, "")
