@@ -1,7 +1,6 @@
-"""The embedded default model `demo`: its weights, its corpus, and the questions that show the
-point.
+"""The embedded default model ``demo``: its weights, its corpus and its questions.
 
-Owns: where they lie inside the package. Importing this loads neither torch nor transformers.
+Importing this loads neither torch nor transformers.
 """
 
 import json
@@ -14,37 +13,34 @@ Paragraph = tuple[str, int]
 
 @dataclass(frozen=True)
 class Question:
-    """A plain-language question with its one short answer.
-
-    `kind`: `direct` (a naming paragraph states it), `coreference` (a later paragraph does), `two-hop`
-    (along a link to another document), `comparison` (of two documents), `unanswerable` (no document
-    states it; the answer is `unknown`). `needs`: the paragraphs without which it has no answer.
-    """
+    """A question with its one short answer."""
 
     text: str
     answer: str
     kind: str
+    """``direct`` (a paragraph with the name states it), ``coreference`` (a later paragraph does), ``two-hop``
+    (through a link to another document), ``comparison`` (of two documents), ``unanswerable`` (no document
+    states it; the answer is ``unknown``)."""
     document_id: str
     needs: tuple[Paragraph, ...] = ()
+    """The paragraphs that are needed for the answer."""
 
 
 _HERE = Path(__file__).parent
 
 
 def demo_model_path() -> Path:
-    """The directory to give to `AutoModelForCausalLM` and `AutoTokenizer`."""
+    """The directory for ``AutoModelForCausalLM`` and ``AutoTokenizer``."""
     return _HERE / "model"
 
 
 def demo_corpus_path() -> Path:
-    """The directory of the demo corpus: `*.txt` files, names unseen in training."""
+    """The directory of the demo corpus: ``*.txt`` files with names that are not in the training data."""
     return _HERE / "corpus"
 
 
 def demo_questions() -> tuple[Question, ...]:
-    """The questions of the demo corpus with their expected answers; `document_id` is the file
-    name without `.txt`.
-    """
+    """The questions on the demo corpus; ``document_id`` is the file name without ``.txt``."""
     records = json.loads((_HERE / "questions.json").read_text(encoding="utf-8"))
     return tuple(
         Question(**record | {"needs": tuple((doc_id, index) for doc_id, index in record["needs"])})

@@ -1,15 +1,15 @@
-"""What ``make demo`` runs: one small corpus, a dozen questions, three ways to answer each.
+"""What ``make demo`` runs: a small corpus, a dozen questions, and three ways to answer each.
 
-Owns the comparison and its table. ``full`` prefills the whole prompt, ``reuse`` loads every chunk's KV
-as it was stored, ``blend`` loads it and recomputes a small share (CacheBlend). Half of what the corpus
-says can be told apart only by the paragraph before, which is another chunk: there ``reuse`` must fail.
+``full`` prefills the whole prompt, ``reuse`` loads every chunk's KV as it was stored, ``blend`` loads it and
+recomputes a small share (CacheBlend). Half of what the corpus says can only be understood with the paragraph
+before, which is another chunk, so ``reuse`` must fail there.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from blendrag.engine import BlendEngine
 
 MODES: tuple[Mode, ...] = ("full", "reuse", "blend")
-#: A paragraph of the corpus fits, two do not: each paragraph is a chunk of its own.
+#: One paragraph of the corpus fits, two do not, so each paragraph is a chunk.
 CHUNK_TOKENS = 64
 EMBEDDER = "minilm-offline"
-LEGEND = (
-    "full prefills the whole prompt; reuse loads every chunk's KV as it was stored; blend loads it and "
-    "recomputes a small share. TTFT: time to first token. This model is so small that "
-    "fixed costs eat what blending saves: blendrag bench ttft measures it on a bigger one."
-)
-#: What an engine retrieves by default, and contexts of the size that the model was trained on.
+#: The engine's default; the model was trained on contexts of this size.
 TOP_K = 6
 MAX_NEW_TOKENS = 16
+LEGEND = (
+    "full prefills the whole prompt; reuse loads every chunk's KV as it was stored; blend loads it and "
+    "recomputes a small share. TTFT: time to first token. For this small model, fixed costs hide most of "
+    "what blending saves: blendrag bench ttft measures a larger one."
+)
 
 
 @dataclass(frozen=True)
@@ -51,17 +51,18 @@ class Reply:
 
 @dataclass(frozen=True)
 class Stop:
-    """One question of the tour; ``kind`` as in :class:`blendrag.demo.Question`."""
+    """One question of the tour, with the reply of each mode."""
 
     question: str
     kind: str
+    """As in :class:`blendrag.demo.Question`."""
     expected: str
     replies: dict[str, Reply]
 
 
 @dataclass(frozen=True)
 class Tour:
-    """All stops, in order, and what they amount to."""
+    """All questions, in order, and their totals."""
 
     documents: int
     chunks: int
@@ -79,7 +80,7 @@ class Tour:
         return median(s.replies["full"].ttft_s / s.replies[mode].ttft_s for s in self.stops)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON-ready dictionary, totals included."""
+        """JSON-ready, with the totals."""
         totals = {
             mode: {
                 "correct": self.correct(mode),
@@ -96,55 +97,45 @@ def take_tour(
     model: Any = DEMO_MODEL,
     corpus: Path | None = None,
     questions: Sequence[Question] | None = None,
-    **engine: Any,
+    **settings: Any,
 ) -> Tour:
-    """Ingest the corpus into ``store`` (a temporary one if ``None``) and ask everything.
+    """Ingest the corpus into ``store`` (``None``: a temporary one) and ask every question in every mode.
 
-    Further arguments go to :class:`BlendEngine`. Modes take turns, so that whatever else the
-    machine does hits all of them alike; retrieval is outside the times.
+    ``settings`` go to :class:`BlendEngine`. The modes take turns, so that other load on the machine affects
+    all of them equally; retrieval is not timed.
 
-    Raises :class:`KeyboardInterrupt` and :class:`StoreFullError` for an ingest that was cut short.
+    Raises :class:`KeyboardInterrupt` and :class:`StoreFullError` if the ingest was cut short.
     """
     from blendrag.engine import BlendEngine
 
     asked = tuple(questions if questions is not None else demo_questions())
-    settings: dict[str, Any] = {
-        "embedder": EMBEDDER, "max_new_tokens": MAX_NEW_TOKENS, "top_k": TOP_K
-    } | engine  # fmt: skip
-    with (
-        _directory(store) as root,
-        BlendEngine(model, root, chunk_tokens=CHUNK_TOKENS, **settings) as blend,
-    ):
-        report = blend.ingest([corpus if corpus is not None else demo_corpus_path()]).whole()
-        for mode in MODES:  # the first answer of a mode pays for what is set up only once
-            _reply(blend, asked[0], mode)
-        stops = tuple(_stop(blend, question) for question in asked)
+    defaults = {"embedder": EMBEDDER, "max_new_tokens": MAX_NEW_TOKENS, "top_k": TOP_K}
+    settings = {**defaults, **settings}
+    with ExitStack() as stack:
+        if store is None:
+            folder = tempfile.TemporaryDirectory(prefix="blendrag-demo-")
+            store = Path(stack.enter_context(folder)) / "store"
+        engine = BlendEngine(model, store, chunk_tokens=CHUNK_TOKENS, **settings)
+        stack.enter_context(engine)
+        report = engine.ingest([corpus if corpus is not None else demo_corpus_path()]).whole()
+        for mode in MODES:  # warm up: the first answer of a mode takes longer
+            _reply(engine, asked[0], mode)
+        stops = tuple(
+            Stop(each.text, each.kind, each.answer, {m: _reply(engine, each, m) for m in MODES})
+            for each in asked
+        )
     return Tour(report.documents, report.chunks, stops)
-
-
-@contextmanager
-def _directory(store: Path | None) -> Iterator[Path]:
-    if store is not None:
-        yield store
-        return
-    with tempfile.TemporaryDirectory(prefix="blendrag-demo-") as folder:
-        yield Path(folder) / "store"
-
-
-def _stop(engine: BlendEngine, question: Question) -> Stop:
-    replies: dict[str, Reply] = {mode: _reply(engine, question, mode) for mode in MODES}
-    return Stop(question.text, question.kind, question.answer, replies)
 
 
 def _reply(engine: BlendEngine, question: Question, mode: Mode) -> Reply:
     from blendrag.engine import Options
 
     answer = engine.ask(question.text, options=Options(mode=mode))
-    engine.drain()  # nothing of this question may run during the next
+    engine.drain()  # finish background work before the next question is timed
     metrics = answer.metrics
     return Reply(
         answer.text.strip(),
-        _same(answer.text, question.answer),
+        _normalized(answer.text) == _normalized(question.answer),
         metrics.ttft_s,
         metrics.prompt_tokens,
         metrics.reused_tokens,
@@ -152,15 +143,15 @@ def _reply(engine: BlendEngine, question: Question, mode: Mode) -> Reply:
     )
 
 
-def _same(answer: str, expected: str) -> bool:
-    return answer.strip(" .\n").casefold() == expected.strip(" .\n").casefold()
+def _normalized(answer: str) -> str:
+    return answer.strip(" .\n").casefold()
 
 
-# -- on paper -----------------------------------------------------------------------------------
+# -- printing -------------------------------------------------------------------------------------
 
 
 def print_tour(tour: Tour) -> None:
-    """The table and the line of totals, on stdout."""
+    """Print the table and the line of totals."""
     from rich.console import Console
 
     console = Console()
@@ -172,6 +163,7 @@ def print_tour(tour: Tour) -> None:
 
 def table(tour: Tour) -> Table:
     """One row per question; wrong answers are marked ✗."""
+    from rich.markup import escape
     from rich.table import Table
 
     drawn = Table(
@@ -184,16 +176,14 @@ def table(tour: Tour) -> Table:
     drawn.add_column("expected")
     for mode in MODES:
         drawn.add_column(mode)
-    drawn.add_column("TTFT ms\n" + " / ".join(MODES), justify="right")
-    drawn.add_column("prompt", justify="right")
-    drawn.add_column("reused", justify="right")
-    drawn.add_column("of them\nrecomputed", justify="right")
+    for heading in ("TTFT ms\n" + " / ".join(MODES), "prompt", "reused", "of them\nrecomputed"):
+        drawn.add_column(heading, justify="right")
     for stop in tour.stops:
         replies = [stop.replies[mode] for mode in MODES]
         blend = stop.replies["blend"]
         drawn.add_row(
-            _plain(stop.question),
-            _plain(stop.expected),
+            escape(stop.question),
+            escape(stop.expected),
             *map(_marked, replies),
             " / ".join(f"{1e3 * reply.ttft_s:.0f}" for reply in replies),
             str(blend.prompt_tokens),
@@ -203,8 +193,16 @@ def table(tour: Tour) -> Table:
     return drawn
 
 
+def _marked(reply: Reply) -> str:
+    from rich.markup import escape
+
+    printable = "".join(c if c.isprintable() else "�" for c in " ".join(reply.answer.split()))
+    shown = escape(printable or "(nothing)")
+    return shown if reply.correct else f"[bold red]✗ {shown}[/]"
+
+
 def totals(tour: Tour) -> str:
-    """The one line below the table."""
+    """The line below the table."""
     n = len(tour.stops)
     right = ", ".join(f"{mode} {tour.correct(mode)}/{n}" for mode in MODES)
     times = ", ".join(f"{mode} {1e3 * tour.ttft_s(mode):.0f} ms" for mode in MODES)
@@ -212,15 +210,3 @@ def totals(tour: Tour) -> str:
         f"correct: {right}; median TTFT: {times}; speed over full prefill: "
         f"reuse {tour.speedup('reuse'):.1f}×, blend {tour.speedup('blend'):.1f}×"
     )
-
-
-def _plain(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
-
-
-def _marked(reply: Reply) -> str:
-    printable = "".join(c if c.isprintable() else "�" for c in " ".join(reply.answer.split()))
-    shown = _plain(printable or "(nothing)")
-    return shown if reply.correct else f"[bold red]✗ {shown}[/]"
