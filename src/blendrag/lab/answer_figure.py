@@ -16,8 +16,7 @@ import torch
 from blendrag.cli.plots import COLOURS, GREY, STYLE, require_place, write_png
 from blendrag.lab.bench.geometry import bench_adapter
 from blendrag.lab.bench.tiers import ON_DISK, tier_store
-from blendrag.lab.bench.ttft import TtftBench
-from blendrag.lab.bench.workload import NEW_TOKENS, Workload
+from blendrag.lab.bench.workload import NEW_TOKENS, PromptBench, Workload
 from blendrag.metrics import LOAD, WAIT, Span, Timeline
 from blendrag.model import ModelAdapter
 
@@ -49,15 +48,15 @@ def measure(adapter: ModelAdapter, workload: Workload) -> MeasuredAnswer:
     fulls: list[float] = []
     found: list[tuple[float, Timeline, tuple[tuple[int, ...], ...]]] = []
     with tier_store(ON_DISK) as there:
-        bench = TtftBench(adapter, workload, there.store)
+        bench = PromptBench(adapter, workload, there.store)
         bench.blend()  # warm up
         for _ in range(workload.rounds):
             began = time.perf_counter()
             bench.full()
             fulls.append(time.perf_counter() - began)
             timeline = Timeline()
-            with bench.opened() as load:
-                request = bench.request(load, workload.policy, workload.ratio)
+            with bench.opened() as plan:
+                request = plan.request(bench.prompt_tokens)
                 _, _, fusion = bench.fusor.prefill(
                     bench.ids, request, NEW_TOKENS, timeline=timeline
                 )

@@ -35,13 +35,30 @@ def register(app: typer.Typer) -> None:
 def bench(context: typer.Context) -> int:
     """Measure times and memory; see blendrag bench --help."""
     begin(verbose=False, if_interrupted="the measurement was abandoned")
-    from blendrag.lab.bench.cli import app as benchmarks
-
-    command = typer.main.get_command(benchmarks)
+    command = typer.main.get_command(_benches())
     status = command.main(context.args, prog_name="blendrag bench", standalone_mode=False)
     if status == INTERRUPTED:  # typer turns Ctrl-C into this status without a message
         raise KeyboardInterrupt
     return status if isinstance(status, int) else DONE
+
+
+def _benches() -> typer.Typer:
+    """The benches, which import torch."""
+    from blendrag.lab.bench.auto import auto
+    from blendrag.lab.bench.ingest import ingest
+    from blendrag.lab.bench.load import load
+    from blendrag.lab.bench.overhead import overhead
+    from blendrag.lab.bench.recognise import recognise
+    from blendrag.lab.bench.store import store
+    from blendrag.lab.bench.sweep import sweep
+    from blendrag.lab.bench.throughput import throughput
+    from blendrag.lab.bench.trace import trace
+    from blendrag.lab.bench.ttft import ttft
+
+    app = typer.Typer(no_args_is_help=True, help="Measure speed: interleaved rounds, medians.")
+    for command in (ttft, sweep, throughput, trace, load, auto, overhead, ingest, store, recognise):
+        app.command()(command)
+    return app
 
 
 def _unavailable(name: str, missing: list[str]) -> Callable[..., None]:

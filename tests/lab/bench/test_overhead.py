@@ -1,4 +1,4 @@
-"""What a request costs beside arithmetic: what is counted, and that it does not grow with the plan."""
+"""Operators of a request: how they are counted, and that they do not grow with the plan."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ import torch
 
 from blendrag.lab.bench.overhead import operators_of
 from cli.commands import invoke
-from lab.bench.lab import measured
+from lab.bench.small import printed
+
+WAYS = ("reuse", "query, constant", "query, geometric:0.9")
 
 
 @pytest.fixture(scope="module")
 def rows() -> dict[tuple[str, int], dict[str, Any]]:
-    fields = measured(
-        "overhead", "--chunks", "3,9", "--chunk-tokens", "8", "--policies", "reuse,query", "--rounds", "1"
-    )  # fmt: skip
-    assert fields["layers"] == 32
-    return {(row["way"], row["chunks"]): row for row in fields["rows"]}
+    assert printed("overhead")["layers"] == 32
+    return {(row["way"], row["chunks"]): row for row in printed("overhead")["rows"]}
 
 
 def test_views_and_allocations_are_not_operators() -> None:
@@ -30,34 +29,27 @@ def test_views_and_allocations_are_not_operators() -> None:
     assert operators_of(lambda: x.sum().item()).waits == 1
 
 
-def test_reuse_costs_little_more_operators_than_a_stock_prefill(rows: dict) -> None:
+def test_reuse_is_little_more_than_one_forward_and_query_than_two(rows: dict) -> None:
     assert rows["reuse", 3]["over_stock"] < 1.2
-
-
-def test_query_costs_little_more_than_two_forwards(rows: dict) -> None:
     assert rows["query, constant", 3]["over_stock"] < 2.4
 
 
-@pytest.mark.parametrize("chunks", [3, 9])
-def test_a_schedule_that_falls_costs_at_most_a_tenth_more(rows: dict, chunks: int) -> None:
-    constant, falling = (
-        rows[f"query, {s}", chunks]["operators"] for s in ("constant", "geometric:0.9")
-    )
-    assert falling <= 1.1 * constant
+def test_a_falling_schedule_costs_at_most_a_tenth_more(rows: dict) -> None:
+    for chunks in (3, 9):
+        constant, falling = (rows[way, chunks]["operators"] for way in WAYS[1:])
+        assert falling <= 1.1 * constant
 
 
-@pytest.mark.parametrize("way", ["reuse", "query, constant", "query, geometric:0.9"])
-def test_operators_do_not_grow_with_the_number_of_chunks(rows: dict, way: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_operators_do_not_grow_with_chunks_nor_waits_with_layers(rows: dict, way: str) -> None:
     assert rows[way, 9]["operators"] <= rows[way, 3]["operators"] + 40
+    assert rows[way, 3]["waits"] <= rows["stock", 3]["waits"] + 2
 
 
-def test_the_host_waits_for_the_device_once_a_request_not_once_a_layer(rows: dict) -> None:
-    for way in ("reuse", "query, constant", "query, geometric:0.9"):
-        assert rows[way, 3]["waits"] <= rows["stock", 3]["waits"] + 2
-
-
-def test_bad_lists_are_refused_in_a_sentence() -> None:
-    for arguments in (("--chunks", "6,x"), ("--policies", "nonsense"), ("--geometry", "nonsense")):
-        result = invoke("bench", "overhead", *arguments)
-        assert result.exit_code == 2
-        assert "Traceback" not in result.stderr
+@pytest.mark.parametrize(
+    "wrong", [("--chunks", "6,x"), ("--policies", "nonsense"), ("--geometry", "nonsense")]
+)
+def test_bad_lists_are_refused_in_a_sentence(wrong: tuple[str, str]) -> None:
+    result = invoke("bench", "overhead", *wrong)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.stderr

@@ -1,9 +1,12 @@
-"""Tiers to measure: where KV is read from, and a wrapper that is as slow as it says."""
+"""Tiers: where KV is read from, a device as slow as its name, and temporary directories."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,84 +15,74 @@ import torch
 
 import tiny
 from blendrag.errors import InvalidInputError
-from blendrag.lab.bench import tiers
-from blendrag.lab.bench.geometry import bench_adapter
+from blendrag.lab.bench import auto, tiers
+from blendrag.lab.bench.ingest import IngestWorkload, run_ingest
+from blendrag.lab.bench.recognise import RecogniseWorkload, run_recognise
+from blendrag.lab.bench.scratch import PREFIX, scratch
+from blendrag.lab.bench.store import StoreWorkload, run_store
 from blendrag.lab.bench.tiers import (
     MIN_BYTES_PER_S,
+    ON_DISK,
     Throttle,
     ThrottledStore,
     TierStore,
     parse_tier,
     tier_store,
 )
-from blendrag.lab.bench.ttft import TtftBench
-from blendrag.lab.bench.workload import Workload
-from blendrag.model import ModelAdapter
+from blendrag.lab.bench.workload import PromptBench, Workload
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.kv import ChunkKV
+from lab.bench.small import tiny_adapter
 
-pytestmark = pytest.mark.alone
-
-NAMESPACE, KEY = "a" * 64, "b" * 64
-LAYERS, TOKENS = 4, 30
+NAMESPACE, KEY, OTHER_KEY = "a" * 64, "b" * 64, "c" * 64
+TOKENS = 30
 
 
 @pytest.fixture(scope="module")
 def kv() -> ChunkKV:
-    made: ModelAdapter = tiny.adapter(tiny.llama())
-    return made.encode((), tiny.random_ids(TOKENS)[0].tolist())
+    return tiny_adapter().encode((), tiny.random_ids(TOKENS)[0].tolist())
 
 
 @pytest.fixture
-def store(tmp_path: Path, kv: ChunkKV) -> Iterator[TierStore]:
-    with tier_store(parse_tier("disk")) as there:
+def there(kv: ChunkKV) -> Iterator[TierStore]:
+    with tier_store(ON_DISK) as there:
         there.store.put(NAMESPACE, KEY, kv)
         yield there
 
 
-def read(store: object, kv: ChunkKV) -> list[torch.Tensor]:
-    """Every layer, through whatever ``store`` opens."""
-    reader = store.open(NAMESPACE, KEY, kv.layout, TOKENS)  # type: ignore[attr-defined]
-    layers = [torch.empty_like(layer) for layer in kv.layers]
-    for i, layer in enumerate(layers):
-        reader.read_layer(i, layer)
-    reader.close()
-    return layers
-
-
-# -- a throttled store -------------------------------------------------------------------------
+# -- a throttled store ----------------------------------------------------------------------------
 
 
 def test_a_throttled_read_delivers_the_same_bytes_no_sooner_than_its_device(
-    store: TierStore, kv: ChunkKV
+    there: TierStore, kv: ChunkKV
 ) -> None:
     size = stored_chunk_bytes(kv.layout, TOKENS)
-    slow = ThrottledStore(store.store, Throttle(size / 0.2), "slow")
+    slow = ThrottledStore(there.store, Throttle(size / 0.2), "slow")
     began = time.perf_counter()
-    layers = read(slow, kv)
-    assert time.perf_counter() - began >= 0.199
-    assert all(torch.equal(a, b) for a, b in zip(layers, kv.layers, strict=True))
     reader = slow.open(NAMESPACE, KEY, kv.layout, TOKENS)
     assert reader is not None
     assert reader.tier == "slow"
+    for i, expected in enumerate(kv.layers):
+        layer = torch.empty_like(expected)
+        reader.read_layer(i, layer)
+        assert torch.equal(layer, expected)
     reader.close()
+    assert time.perf_counter() - began >= 0.199
+    assert slow.open(NAMESPACE, "d" * 64, kv.layout, 1) is None
 
 
-def test_readers_share_the_device(store: TierStore, kv: ChunkKV) -> None:
-    """Two layers asked for at once come one after the other."""
+def test_readers_share_a_device_that_owes_nothing_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 5.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
     device = Throttle(1000.0)
-    first, second = device.begin(100), device.begin(100)
-    assert second - first == pytest.approx(0.1)
+    assert [device.begin(100), device.begin(100)] == pytest.approx([5.1, 5.2])
+    now = 9.0
+    assert device.begin(100) == pytest.approx(9.1)
 
 
-def test_a_device_that_stood_idle_owes_nothing(store: TierStore) -> None:
-    device = Throttle(1e6)
-    device.begin(1)
-    time.sleep(0.01)
-    assert device.begin(1) - time.perf_counter() <= 1e-6
-
-
-def test_fewer_stored_bytes_take_less_of_the_device(store: TierStore, kv: ChunkKV) -> None:
+def test_encoded_chunks_take_fewer_bytes_of_the_device(there: TierStore, kv: ChunkKV) -> None:
     asked: list[int] = []
 
     class Counting(Throttle):
@@ -98,9 +91,9 @@ def test_fewer_stored_bytes_take_less_of_the_device(store: TierStore, kv: ChunkK
             return super().begin(size_bytes)
 
     small = replace(kv, layout=kv.layout.encoded("int8"))
-    store.store.put(NAMESPACE, "c" * 64, small)
-    for key, layout in ((KEY, kv.layout), ("c" * 64, small.layout)):
-        reader = ThrottledStore(store.store, Counting(1e9)).open(NAMESPACE, key, layout, TOKENS)
+    there.store.put(NAMESPACE, OTHER_KEY, small)
+    for key, layout in ((KEY, kv.layout), (OTHER_KEY, small.layout)):
+        reader = ThrottledStore(there.store, Counting(1e9)).open(NAMESPACE, key, layout, TOKENS)
         assert reader is not None
         reader.read_layer(0, torch.empty_like(kv.layers[0]))
         reader.close()
@@ -108,13 +101,7 @@ def test_fewer_stored_bytes_take_less_of_the_device(store: TierStore, kv: ChunkK
     assert encoded < 0.6 * native
 
 
-def test_what_is_not_there_is_not_opened(store: TierStore, kv: ChunkKV) -> None:
-    assert (
-        ThrottledStore(store.store, Throttle(1e9)).open(NAMESPACE, "d" * 64, kv.layout, 1) is None
-    )
-
-
-# -- names --------------------------------------------------------------------------------------
+# -- names ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("text", "bytes_per_s"), [("0.5GB/s", 5e8), ("200 MB/s", 2e8)])
@@ -122,60 +109,156 @@ def test_a_throughput_is_a_tier(text: str, bytes_per_s: float) -> None:
     tier = parse_tier(text)
     assert tier.bytes_per_s == bytes_per_s
     assert tier.name == tier.profiled == text
-
-
-@pytest.mark.parametrize("text", ["", "floppy", "0GB/s", "-1GB/s", "1e999GB/s", "nan"])
-def test_what_is_no_tier_is_one_sentence(text: str) -> None:
-    with pytest.raises(InvalidInputError, match="is none of memory, disk, cold") as caught:
-        parse_tier(text)
-    assert tiny.one_sentence(str(caught.value))
-
-
-@pytest.mark.parametrize("text", ["1e-300B/s", "1B/s", "0.9KB/s"])
-def test_a_disk_from_which_a_read_takes_hours_is_refused_in_one_sentence(text: str) -> None:
-    with pytest.raises(
-        InvalidInputError, match="expected a throughput of 1 KB/s or more"
-    ) as caught:
-        parse_tier(text)
-    assert tiny.one_sentence(str(caught.value))
     assert parse_tier("1KB/s").bytes_per_s == MIN_BYTES_PER_S
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [*((text, "is none of memory, disk, cold")
+       for text in ("", "floppy", "0GB/s", "-1GB/s", "1e999GB/s", "nan")),
+     *((text, "expected a throughput of 1 KB/s or more") for text in ("1e-300B/s", "1B/s", "0.9KB/s"))],
+)  # fmt: skip
+def test_a_bad_tier_is_refused_in_one_sentence(text: str, sentence: str) -> None:
+    with pytest.raises(InvalidInputError, match=sentence) as caught:
+        parse_tier(text)
+    assert tiny.one_sentence(str(caught.value))
 
 
 # -- where a bench reads from ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "from_"), [("memory", "memory"), ("disk", "disk"), ("9GB/s", "9GB/s")]
-)
-def test_a_bench_reads_from_the_tier_it_names(name: str, from_: str) -> None:
-    adapter = bench_adapter("tiny", None, "float32", "cpu")
+@pytest.mark.parametrize("name", ["memory", "disk", "9GB/s"])
+def test_a_bench_reads_from_the_tier_it_names(name: str) -> None:
     with tier_store(parse_tier(name)) as there, torch.inference_mode():
-        bench = TtftBench(adapter, Workload(2, 32, 8, 0.15), there.store)
+        bench = PromptBench(tiny_adapter(), Workload(2, 32, 8, 0.15), there.store)
         token = bench.blend()
         there.settle()
         there.prepare()
         with bench.opened() as load:
-            assert {span.reader.tier for span in load.spans} == {from_}
+            assert {span.reader.tier for span in load.spans} == {name}
         assert bench.blend() == token
 
 
-def test_a_cold_disk_is_asked_for_its_pages_before_every_measurement(
+def test_a_cold_tier_drops_its_files_before_every_measurement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     dropped: list[int] = []
-    monkeypatch.setattr(tiers, "drop", lambda files: dropped.append(len(list(files))))
-    monkeypatch.setattr(tiers, "cached_share", lambda files: 0.0)
-    adapter = bench_adapter("tiny", None, "float32", "cpu")
+    left = iter((0.0, 0.5))
+    monkeypatch.setattr(tiers, "drop_cached", lambda files: dropped.append(len(list(files))))
+    monkeypatch.setattr(tiers, "cached_share", lambda files: next(left))
     with tier_store(parse_tier("cold")) as there, torch.inference_mode():
-        TtftBench(adapter, Workload(2, 32, 8, 0.15), there.store)
+        PromptBench(tiny_adapter(), Workload(2, 32, 8, 0.15), there.store)
         there.prepare()
-    assert dropped == [2]
+        assert dropped == [2]
+        with pytest.raises(InvalidInputError, match="50% of the files stay in the page cache"):
+            there.prepare()
 
 
-def test_a_page_cache_that_keeps_its_pages_is_no_cold_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "cached_share", lambda files: 0.5)
-    with (
-        tier_store(parse_tier("cold")) as there,
-        pytest.raises(InvalidInputError, match="50% of the files stay in the page cache"),
-    ):
-        there.prepare()
+# -- temporary directories ------------------------------------------------------------------------
+
+#: Make a scratch directory with a file in it, print its path, and die.
+KILLED = """
+import os, sys
+from pathlib import Path
+from blendrag.lab.bench.scratch import scratch
+with scratch(Path(sys.argv[1])) as made:
+    (made / "kv").write_bytes(b"kv")
+    print(made, flush=True)
+    os._exit(130)
+"""
+
+
+def killed(parent: Path) -> Path:
+    """What a process that was killed has left in ``parent``: a directory without a lock."""
+    left = parent / f"{PREFIX}left"
+    left.mkdir()
+    (left / "kv").write_bytes(b"kv")
+    return left
+
+
+def test_a_scratch_directory_is_empty_and_removed_in_the_end(tmp_path: Path) -> None:
+    with scratch(tmp_path) as made:
+        assert made.parent == tmp_path
+        assert list(made.iterdir()) == []
+        (made / "store").mkdir()
+        (made / "store" / "kv").write_bytes(b"kv")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_directory_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 130, ended.stderr
+    assert (Path(ended.stdout.strip()) / "kv").is_file()
+    with scratch(tmp_path) as made:
+        assert list(tmp_path.iterdir()) == [made]
+
+
+def test_a_directory_in_use_stays_however_old_it_is(tmp_path: Path) -> None:
+    waits = KILLED.replace("os._exit(130)", "sys.stdin.read()")
+    process = subprocess.Popen(
+        [sys.executable, "-c", waits, str(tmp_path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        theirs = Path(process.stdout.readline().strip())
+        os.utime(theirs, (0, 0))
+        with scratch(tmp_path) as ours:
+            (ours / "kv").write_bytes(b"kv")
+            os.utime(ours, (0, 0))
+            with scratch(tmp_path):
+                pass
+            assert (ours / "kv").is_file()
+        assert (theirs / "kv").is_file()
+    finally:
+        process.communicate()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    others = tmp_path / "others"
+    others.mkdir()
+    (others / "kv").write_bytes(b"kv")
+    (tmp_path / f"{PREFIX}link").symlink_to(others)
+    (tmp_path / f"{PREFIX}file").write_bytes(b"kv")
+    (tmp_path / f"{PREFIX}new").mkdir()  # its owner is about to lock it
+    before = sorted(tmp_path.rglob("*"))
+    with scratch(tmp_path):
+        pass
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def in_tiers() -> None:
+    with tier_store(ON_DISK):
+        pass
+
+
+def in_profile() -> None:
+    with tier_store(ON_DISK) as there, torch.inference_mode():
+        auto.measure_profile(
+            PromptBench(tiny_adapter(), Workload(2, 32, 8), there.store), lambda text: None
+        )
+
+
+@pytest.mark.parametrize(
+    "bench",
+    [
+        in_tiers,
+        in_profile,
+        lambda: run_ingest(tiny_adapter(), IngestWorkload(1, 64, 0)),
+        lambda: run_store(StoreWorkload(2, 2, 16, chunks=1, chunk_tokens=16, rows=100, rounds=1)),
+        lambda: run_recognise(RecogniseWorkload(20, 4000, 1)),
+    ],
+)
+def test_every_bench_that_writes_removes_what_was_left(
+    bench: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(auto.Measure, "profile", lambda self, conditions, root: None)
+    monkeypatch.setattr("blendrag.lab.bench.store.GETS", 5)
+    left = killed(tmp_path)
+    bench()
+    assert not left.exists()
+    assert list(tmp_path.iterdir()) == []

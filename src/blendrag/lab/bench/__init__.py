@@ -1,4 +1,4 @@
-"""Speed, measured side by side: ratios within one run, modes interleaved, medians.
+"""Benches: ratios of times within one run, from medians of interleaved rounds.
 
-Nothing here is imported by the engine; it measures through the same public rooms a query uses.
+One file per bench has its command, its result, its table and its measurement.
 """

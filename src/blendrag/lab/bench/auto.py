@@ -1,112 +1,211 @@
-"""``ratio="auto"`` against every fixed ratio, tier by tier; and predicted beside measured times.
+"""``blendrag bench auto``: ratio ``auto`` against fixed ratios on each tier, and predictions of TTFT.
 
-The profile is measured in the same process, by what ``blendrag profile`` measures; a throttled tier enters
-it as what it is. Fixed ratios and the automatic one are interleaved, each from opening the chunks to the
-first token of ``generate``, as a request runs it. The best fixed ratio is the fastest of those swept, none
-below the smallest that the automatic one may take.
+The profile is measured in the same process, as ``blendrag profile`` does; a throttled tier enters it with its
+throughput. Fixed ratios and the automatic one are interleaved. Each request runs from opening the chunks to
+the first token of ``generate``.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated, Any
 
 import torch
+import typer
 
 from blendrag.errors import InvalidInputError
-from blendrag.fusor.selection import Schedule, make_policy
-from blendrag.lab.bench.auto_results import AutoResult, Run, share_close, tier_result
+from blendrag.lab.bench import options
+from blendrag.lab.bench.geometry import TimedModel
+from blendrag.lab.bench.rounds import Tick, Timing, clock, run_rounds, silent
 from blendrag.lab.bench.scratch import scratch
-from blendrag.lab.bench.tiers import BenchTier, TierStore, tier_store
-from blendrag.lab.bench.ttft import TtftBench
-from blendrag.lab.bench.workload import PREFIX_IDS, Workload
+from blendrag.lab.bench.tiers import BenchTier, TierStore, parse_tier, settle_all, tier_store
+from blendrag.lab.bench.workload import (
+    PREFIX_IDS,
+    BlendResult,
+    PromptBench,
+    Workload,
+    conditions,
+    parse_ratios,
+)
+from blendrag.lab.tables import Table, spread, table
 from blendrag.model import ModelAdapter
-from blendrag.planning.controller import PlanOptions
 from blendrag.planning.measure import Measure
-from blendrag.planning.plan import Plan
 from blendrag.planning.profile import DISK, Profile, Tier, conditions_of
 
-Tick = Callable[[str], None]
+#: A prediction is close if it is off by at most this share of the measured time.
+CLOSE = 0.15
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class AutoRow:
+    """One ratio from one tier; medians."""
+
+    asked: str
+    """A ratio, or ``"auto"``."""
+    ratio: float
+    loaded: int
+    ms: float
+    spread_ms: tuple[float, float]
+    predicted_ms: float
+
+
+@dataclass(frozen=True)
+class TierResult:
+    """One tier."""
+
+    tier: str
+    rows: tuple[AutoRow, ...]
+    auto_ms: float
+    best_ms: float
+    best_ratio: float
+    relative: float
+    """Time of the automatic ratio over the best fixed ratio's."""
+    close: float
+    """Share of requests whose prediction is :data:`CLOSE`."""
+    auto_close: float
+    """The same for requests at the automatic ratio."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoResult(BlendResult):
+    """One run."""
+
+    prompt_tokens: int
+    min_ratio: float
+    tiers: tuple[TierResult, ...]
+    close: float
+    """Over all tiers."""
+    auto_close: float
+    requests: int
+    profile: dict[str, Any]
+    """The profile that the predictions follow from."""
+
+
+@options.spread(ratio=options.OMIT)
+def auto(
+    context: typer.Context,
+    timed: TimedModel,
+    workload: Workload,
+    tiers: Annotated[
+        str, typer.Option(help="Comma-separated: memory, disk, cold or throughputs.")
+    ] = "memory,disk,cold,1GB/s,0.5GB/s",
+    ratios: Annotated[
+        str, typer.Option(help="Fixed ratios to compare with, comma-separated.")
+    ] = "0.15,0.2,0.3,0.5,0.7,1.0",
+    min_ratio: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Smallest automatic ratio.")
+    ] = 0.15,
+    as_json: options.Json = False,
+) -> None:
+    """Ratio auto against the best fixed ratio on each tier, and predicted against measured TTFT."""
+    wanted = [parse_tier(text.strip()) for text in tiers.split(",")]
+    fixed = parse_ratios(ratios)
+    work = replace(workload, ratio=min_ratio)
+    options.run_bench(
+        context,
+        timed,
+        lambda adapter, tick: run_auto(adapter, work, wanted, fixed, tick),
+        auto_table,
+        as_json,
+    )
+
+
+def auto_table(result: AutoResult) -> Table:
+    """A row for each tier: the automatic ratio and the best fixed one."""
+    return table(
+        [
+            ("tier", lambda tier: tier.tier),
+            ("auto: r", lambda tier: f"{tier.rows[-1].ratio:.2f}"),
+            ("chunks loaded", lambda tier: str(tier.rows[-1].loaded)),
+            ("TTFT ms (lowest to highest)", lambda tier: spread(tier.auto_ms, tier.rows[-1].spread_ms)),
+            ("predicted ms", lambda tier: f"{tier.rows[-1].predicted_ms:,.0f}"),
+            ("best fixed r", lambda tier: f"{tier.best_ratio:.2f}"),
+            ("TTFT ms", lambda tier: f"{tier.best_ms:,.0f}"),
+            ("auto over best", lambda tier: f"{tier.relative:.2f}"),
+            ("predictions within 15%", lambda tier: f"{tier.close:.0%}"),
+        ],
+        result.tiers,
+        f"{result.prompt_tokens:,} tokens, smallest ratio {result.min_ratio:g}: {result.about}",
+        [
+            f"{result.close:.0%} of {result.requests} predictions are within 15%, {result.auto_close:.0%} "
+            "of those at ratio auto."
+        ],
+    )  # fmt: skip
+
+
+# -- one request ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """One request: measured and predicted seconds, and its ratio."""
+
+    seconds: float
+    predicted_s: float
+    ratio: float
+    loaded: int
+    """Chunks that were loaded, not computed."""
+
+    @property
+    def is_close(self) -> bool:
+        return abs(self.predicted_s - self.seconds) <= CLOSE * self.seconds
 
 
 class AutoBench:
-    """Requests over one tier, decided by a profile."""
+    """Requests over one tier, planned with a profile."""
 
-    def __init__(
-        self,
-        bench: TtftBench,
-        profile: Profile,
-        tier: BenchTier,
-        min_ratio: float,
-    ) -> None:
-        self._bench, self._min_ratio = bench, min_ratio
-        self._controller = replace(bench.controller, profile=with_tier(profile, tier))
+    def __init__(self, bench: PromptBench, profile: Profile, tier: BenchTier) -> None:
+        self._bench = bench
+        self._controller = replace(bench.stored.controller, profile=with_tier(profile, tier))
 
     def run(self, ratio: float | None) -> Run:
-        """At a fixed ratio, or at the automatic one (``None``)."""
-        bench = self._bench
-        schedule = Schedule.parse(bench.workload.schedule)
-        options = PlanOptions(
-            "blend",
-            make_policy(bench.workload.policy),
-            lambda _: schedule,
-            self._min_ratio if ratio is None else ratio,
-            is_auto=ratio is None,
-        )
-        began = self._now()
-        plan = self._controller.plan(bench.prompt, options)
-        planned_s = self._now() - began
-        with closing(plan):
+        """One request at a fixed ratio, or at the automatic one (``None``)."""
+        bench, device = self._bench, self._bench.adapter.device
+        options = replace(bench.stored.plan_options(ratio=ratio), is_auto=ratio is None)
+        began = clock(device)
+        with closing(self._controller.plan(bench.prompt, options)) as plan:
+            planned_s = clock(device) - began
             if plan.missing:
-                raise InvalidInputError("a bench chunk is not in the store any more; run again")
-            self._first_token(plan)
-        seconds = self._now() - began
+                raise InvalidInputError("a bench chunk is no longer in the store; run again")
+            if plan.spans:
+                request = plan.request(bench.prompt_tokens)
+                cache = bench.fusor.new_cache(bench.prompt_tokens, 1)
+                with bench.adapter.lock, bench.fusor.fuse(cache, request, last_row_only=True):
+                    self._generate(past_key_values=cache)
+            else:
+                self._generate()
+        seconds = clock(device) - began
         if plan.forecast is None:
             raise InvalidInputError(f"nothing was predicted: {' '.join(plan.notes)}")
-        # from opening the chunks on, as an engine predicts
-        predicted_s = planned_s + plan.forecast.ttft_s
-        return Run(seconds, predicted_s, plan.ratio, len(plan.spans))
-
-    def _first_token(self, plan: Plan) -> None:
-        bench = self._bench
-        if not plan.spans:
-            self._generate()
-            return
-        request = plan.request(bench.prompt_tokens)
-        cache = bench.fusor.new_cache(bench.prompt_tokens, 1)
-        with bench.adapter.lock, bench.fusor.fuse(cache, request, last_row_only=True):
-            self._generate(past_key_values=cache)
+        # From opening the chunks, as an engine predicts.
+        return Run(seconds, planned_s + plan.forecast.ttft_s, plan.ratio, len(plan.spans))
 
     def _generate(self, **more: Any) -> None:
-        bench = self._bench
-        bench.adapter.model.generate(
-            bench.ids,
-            attention_mask=torch.ones_like(bench.ids),
-            max_new_tokens=1,
-            do_sample=False,
-            pad_token_id=0,
-            **more,
-        )
-
-    def _now(self) -> float:
-        if self._bench.adapter.device.type == "cuda":
-            torch.cuda.synchronize(self._bench.adapter.device)
-        return time.perf_counter()
+        ids = self._bench.ids
+        self._bench.adapter.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False,
+            pad_token_id=0, **more,
+        )  # fmt: skip
 
 
 def with_tier(profile: Profile, tier: BenchTier) -> Profile:
-    """``profile``, in which a throttled tier is one of those measured."""
+    """``profile`` with a throttled tier added to the measured ones."""
     if tier.bytes_per_s is None:
         return profile
     disk = profile.tier(DISK)
     assert disk is not None
-    # The read itself is a warm disk's, and is over before the device has delivered.
+    # The read itself is a warm disk's, and ends before the device would have delivered.
     busy = disk.busy * min(1.0, tier.bytes_per_s / disk.bytes_per_s)
     slow = Tier(tier.profiled, min(tier.bytes_per_s, disk.bytes_per_s), busy=busy)
     return replace(profile, tiers=(*profile.tiers, slow))
+
+
+# -- the run --------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -115,54 +214,62 @@ def run_auto(
     workload: Workload,
     tiers: Sequence[BenchTier],
     ratios: Sequence[float],
-    min_ratio: float,
-    tick: Tick = lambda text: None,
+    tick: Tick = silent,
 ) -> AutoResult:
-    """Measure a profile, then every tier. Raises :class:`InvalidInputError` without a ratio to compare."""
-    swept = sorted({ratio for ratio in ratios if ratio >= min_ratio})
-    if not swept or not tiers:
+    """Measure a profile, then every tier; ``workload.ratio`` is the smallest automatic ratio.
+
+    Raises :class:`InvalidInputError` without a ratio to compare with.
+    """
+    swept = sorted({ratio for ratio in ratios if ratio >= workload.ratio})
+    if not swept:
         raise InvalidInputError(
-            f"ratios {', '.join(map(str, ratios)) or 'none'} hold none of {min_ratio} or more; name some "
-            "that the automatic ratio could be compared with"
+            f"ratios {', '.join(map(str, ratios))} include none of {workload.ratio} or more; name some to "
+            "compare the automatic ratio with"
         )
     asked: list[float | None] = [*swept, None]
     with ExitStack() as stores:
         benches: list[tuple[AutoBench, TierStore]] = []
         profile: Profile | None = None
-        tokens = 0
         for tier in tiers:
             tick(f"encoding the chunks for tier {tier.name}")
             there = stores.enter_context(tier_store(tier))
-            bench = TtftBench(adapter, workload, there.store)
+            bench = PromptBench(adapter, workload, there.store)
             profile = profile or measure_profile(bench, tick)
-            tokens = bench.prompt_tokens
-            benches.append((AutoBench(bench, profile, tier, min_ratio), there))
-        runs = _rounds(benches, asked, workload.rounds, tick)
+            benches.append((AutoBench(bench, profile, tier), there))
+        ways = {
+            (i, ratio): partial(bench.run, ratio)
+            for i, (bench, _) in enumerate(benches)
+            for ratio in asked
+        }
+
+        runs = run_rounds(
+            ways,
+            workload.rounds,
+            tick,
+            lambda name: benches[name[0]][1].prepare(),
+            lambda: settle_all(there for _, there in benches),
+        )
     assert profile is not None  # there is a tier
     found = tuple(
-        tier_result(tier, [(ratio, runs[i, ratio]) for ratio in asked])
+        tier_result(tier, {ratio: runs[i, ratio] for ratio in asked})
         for i, tier in enumerate(tiers)
     )
     every = [run for each in runs.values() for run in each]
     automatic = [run for (_, ratio), each in runs.items() if ratio is None for run in each]
     return AutoResult(
-        model=adapter.model_id,
-        device=str(adapter.device),
-        policy=workload.policy,
-        encoding=workload.encoding,
-        prompt_tokens=tokens,
-        min_ratio=min_ratio,
+        **conditions(adapter, workload, ", ".join(tier.name for tier in tiers)),
+        prompt_tokens=workload.prompt_tokens,
+        min_ratio=workload.ratio,
         tiers=found,
         close=share_close(every),
         auto_close=share_close(automatic),
         requests=len(every),
-        rounds=workload.rounds,
         profile=profile.as_dict(),
     )
 
 
-def measure_profile(bench: TtftBench, tick: Tick) -> Profile:
-    """What ``blendrag profile`` measures, of this model and of the disk of the scratch store."""
+def measure_profile(bench: PromptBench, tick: Tick) -> Profile:
+    """Measure what ``blendrag profile`` measures, for this model and the disk of temporary files."""
     adapter, workload = bench.adapter, bench.workload
     namespace = adapter.identity.encoded(workload.encoding).namespace
     measure = Measure(
@@ -178,28 +285,35 @@ def measure_profile(bench: TtftBench, tick: Tick) -> Profile:
         return measure.profile(conditions_of(adapter, namespace), root)
 
 
-def _rounds(
-    benches: Sequence[tuple[AutoBench, TierStore]],
-    asked: Sequence[float | None],
-    rounds: int,
-    tick: Tick,
-) -> dict[tuple[int, float | None], list[Run]]:
-    """Every tier and ratio once a round, after one that warms up.
+def tier_result(tier: BenchTier, runs: dict[float | None, list[Run]]) -> TierResult:
+    """What follows from the runs of one tier by ratio; ``None`` is the automatic one."""
+    rows = tuple(_row(ratio, each) for ratio, each in runs.items())
+    auto = next(row for row in rows if row.asked == AUTO)
+    best = min((row for row in rows if row.asked != AUTO), key=lambda row: row.ms)
+    return TierResult(
+        tier=tier.name,
+        rows=rows,
+        auto_ms=auto.ms,
+        best_ms=best.ms,
+        best_ratio=best.ratio,
+        relative=auto.ms / best.ms,
+        close=share_close([run for each in runs.values() for run in each]),
+        auto_close=share_close(runs[None]),
+    )
 
-    Each round begins with another ratio, so that the automatic one is not always last.
-    """
-    runs: dict[tuple[int, float | None], list[Run]] = {
-        (i, ratio): [] for i in range(len(benches)) for ratio in asked
-    }
-    for number in range(rounds + 1):
-        tick(f"round {number} of {rounds}" if number else "warming up")
-        first = number % len(asked)
-        for i, (bench, there) in enumerate(benches):
-            for ratio in (*asked[first:], *asked[:first]):
-                there.prepare()
-                run = bench.run(ratio)
-                if number:
-                    runs[i, ratio].append(run)
-        for _, there in benches:
-            there.settle()
-    return runs
+
+def share_close(runs: Sequence[Run]) -> float:
+    """Share of runs with a close prediction."""
+    return statistics.fmean(run.is_close for run in runs)
+
+
+def _row(ratio: float | None, runs: Sequence[Run]) -> AutoRow:
+    timing = Timing.of([1e3 * run.seconds for run in runs])
+    return AutoRow(
+        asked=AUTO if ratio is None else f"{ratio:g}",
+        ratio=statistics.median(run.ratio for run in runs),
+        loaded=min(run.loaded for run in runs),
+        ms=timing.median,
+        spread_ms=timing.spread,
+        predicted_ms=1e3 * statistics.median(run.predicted_s for run in runs),
+    )

@@ -1,16 +1,19 @@
-"""Models to time: known geometries with random weights, or any loadable model.
+"""Models to time: known geometries with random weights, or any model that loads.
 
-Time to first token depends on shapes and dtypes, not on what the weights say, so that a geometry can be
-timed where its checkpoint cannot be had.
+Time to first token depends on shapes and dtypes, not on the weights, so a geometry can be timed without its
+checkpoint.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import torch
+import typer
 
 from blendrag.errors import InvalidInputError
+from blendrag.lab.bench import options
 from blendrag.model import ModelAdapter, load_adapter
 from blendrag.model.loading import automatic_dtype, load_tokens, resolve_device
 from blendrag.store.kv import DTYPES
@@ -44,14 +47,33 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def random_model(geometry: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """A Qwen2 model of that geometry with random weights, sdpa attention."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+@dataclass(frozen=True)
+class TimedModel:
+    """Options that name the model to time."""
 
+    geometry: options.Geometry = None
+    model: Annotated[str | None, typer.Option(help="Hub id, directory, or demo.")] = None
+    dtype: options.Dtype = None
+    device: options.Device = None
+
+    def load(self) -> ModelAdapter:
+        """Raises :class:`InvalidInputError` and what loading a model raises."""
+        return bench_adapter(self.geometry, self.model, self.dtype, self.device)
+
+
+def config_of(geometry: str) -> dict[str, Any]:
+    """Config values of a geometry; raises :class:`InvalidInputError` for an unknown name."""
     if geometry not in GEOMETRIES:
         raise InvalidInputError(f"geometry {geometry!r} is not one of {', '.join(GEOMETRIES)}")
+    return GEOMETRIES[geometry]
+
+
+def random_model(geometry: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """A Qwen2 model of that geometry with random weights and sdpa attention."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
     config = Qwen2Config(
-        **GEOMETRIES[geometry],
+        **config_of(geometry),
         max_position_embeddings=32768,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         attn_implementation="sdpa",
@@ -67,17 +89,18 @@ def random_model(geometry: str, dtype: torch.dtype, device: torch.device) -> Any
         torch.set_default_dtype(before)
 
 
-def bench_adapter(geometry: str | None, model: str | None, dtype: str, device: str) -> ModelAdapter:
-    """The model to time; a geometry borrows the demo model's tokenizer, whose ids are as good as any.
+def bench_adapter(
+    geometry: str | None, model: str | None, dtype: str | None = None, device: str | None = None
+) -> ModelAdapter:
+    """Load the model to time. A geometry uses the demo model's tokenizer, because any ids will do.
 
     Raises :class:`InvalidInputError` and what :func:`load_adapter` raises.
     """
-    if (geometry is None) == (model is None):
-        raise InvalidInputError("give either --geometry or --model, not both and not neither")
-    target = resolve_device(device)
-    if model is not None:
-        return load_adapter(model, dtype, device)
-    assert geometry is not None
+    dtype, target = dtype or "auto", resolve_device(device or "auto")
+    if model is not None and geometry is None:
+        return load_adapter(model, dtype, device or "auto")
+    if model is not None or geometry is None:
+        raise InvalidInputError("give either --geometry or --model")
     if dtype != "auto" and dtype not in DTYPES:
         raise InvalidInputError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
     kind = automatic_dtype(torch.bfloat16, target) if dtype == "auto" else DTYPES[dtype]

@@ -1,46 +1,83 @@
-"""Load: first tokens under Poisson arrivals over a skewed corpus, full, prefix and blend beside each other.
+"""``blendrag bench load``: TTFT under Poisson arrivals over a skewed corpus, for full, prefix and blend.
 
-Every request is answered by all three, one after the other, so that what disturbs the machine disturbs
-all alike; only first tokens are computed. From the times each took follows what a queue before one model
-does at any rate (:mod:`blendrag.lab.bench.queue`), the arrivals being the same for all three.
+All three ways answer every request, one after the other; only first tokens are computed. The queue before
+one model is then computed from these times, for any rate and with equal arrivals for all ways.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+from typing import Annotated, Protocol
 
 import numpy as np
 import torch
+import typer
 
 from blendrag.errors import InvalidInputError
-from blendrag.lab.bench.load_servers import BlendServer, FullServer, PrefixServer, Served, Server
-from blendrag.lab.bench.queue import Queue
-from blendrag.lab.bench.tiers import BenchTier, tier_store
-from blendrag.lab.bench.workload import Workload, check
+from blendrag.fusor import Fusor
+from blendrag.fusor.loader import LoadedSpan
+from blendrag.lab.bench import options
+from blendrag.lab.bench.geometry import TimedModel
+from blendrag.lab.bench.rounds import Tick, clock, silent
+from blendrag.lab.bench.tiers import BenchTier, TierStore, parse_tier, tier_store
+from blendrag.lab.bench.workload import (
+    NEW_TOKENS,
+    BlendResult,
+    StoredChunks,
+    Workload,
+    conditions,
+    exact_request,
+    stock_prefill,
+)
+from blendrag.lab.plots import load_figure
+from blendrag.lab.tables import Table, figure, times
 from blendrag.model import ModelAdapter
+from blendrag.store import MemoryStore
+from blendrag.store.kv import ChunkKV
 from blendrag.store.payload import frame
 from blendrag.text.prompt import PromptPlan, Segment
 
-#: Request rates in the table, as shares of what full prefill can answer at most.
+#: Request rates in the table, as shares of the highest rate that full prefill can answer.
 RATES = (0.2, 0.4, 0.6, 0.8, 1.0, 2.0, 3.0, 4.0, 6.0)
+#: Arrivals in a computed queue; the measured requests repeat in their order.
+ARRIVALS = 2000
 
 
 @dataclass(frozen=True)
 class LoadWorkload:
-    """Requests of ``prompt.chunks`` chunks each, out of a corpus that is asked for by Zipf's law."""
+    """Requests of ``prompt.chunks`` chunks each, drawn from a corpus by Zipf's law."""
 
     prompt: Workload
     corpus_chunks: int = 100
     store_chunks: int = 100
-    """Room in ``prefix``'s cache and in ``blend``'s store, in files of chunks as the model computes them."""
+    """Room in the prefix cache and in the KV store, in files of native chunks."""
     skew: float = 1.0
-    """The chunk of rank k is asked for in proportion to k to the power of -skew."""
+    """The chunk of rank k is drawn in proportion to k to the power of -skew."""
     requests: int = 60
     warm_requests: int = 20
-    """Answered first, to fill what is kept, and not counted."""
+    """Answered first to fill cache and store, and not counted."""
     seed: int = 0
+
+    def check(self, adapter: ModelAdapter) -> None:
+        """Raise :class:`InvalidInputError` for a workload that cannot be measured."""
+        prompt = self.prompt
+        if self.corpus_chunks < prompt.chunks:
+            raise InvalidInputError(
+                f"a corpus of {self.corpus_chunks} chunks cannot fill prompts of {prompt.chunks}; make it "
+                "larger (--corpus-chunks)"
+            )
+        if self.store_chunks <= prompt.chunks:
+            raise InvalidInputError(
+                f"room for {self.store_chunks} chunks holds no more than one prompt of {prompt.chunks}; "
+                "allow more (--store-chunks)"
+            )
+        if not 0.0 <= self.skew < float("inf"):
+            raise InvalidInputError(f"skew {self.skew}: expected a number of 0 or more")
+        prompt.check(adapter)
 
 
 @dataclass(frozen=True)
@@ -50,7 +87,7 @@ class RateRow:
     way: str
     requests_per_s: float
     of_full: float
-    """The rate as a share of what full prefill can answer at most."""
+    """The rate as a share of the highest rate that full prefill can answer."""
     mean_ttft_ms: float
     p95_ttft_ms: float
     throughput_per_s: float
@@ -58,31 +95,26 @@ class RateRow:
 
 @dataclass(frozen=True)
 class WayResult:
-    """One way, whatever the rate."""
+    """One way at any rate."""
 
     way: str
     service_ms: float
-    """Median to the first token, without waiting."""
+    """Median TTFT without waiting."""
     busy_ms: float
-    """Mean of the same: what a request keeps the model from the next."""
+    """Mean TTFT without waiting: how long a request occupies the model."""
     reused: float
-    """Share of prompt tokens whose KV was there."""
+    """Share of prompt tokens whose KV was stored or cached."""
     equal_ttft_per_s: float
-    """The rate at which its mean TTFT is what full prefill's has doubled to."""
+    """The rate at which its mean TTFT is twice full prefill's TTFT without load."""
 
 
-@dataclass(frozen=True)
-class LoadResult:
+@dataclass(frozen=True, kw_only=True)
+class LoadResult(BlendResult):
     """One run."""
 
-    model: str
-    tier: str
-    encoding: str
-    policy: str
-    ratio: float
     limit_bytes: int
     full_doubles_per_s: float
-    """The rate at which full prefill's mean TTFT is twice what it is without load."""
+    """The rate at which full prefill's mean TTFT is twice that without load."""
     doubled_ttft_ms: float
     blend_rate_ratio: float
     """Blend's rate at that TTFT over full prefill's."""
@@ -92,23 +124,86 @@ class LoadResult:
     requests: int
 
 
-# -- the requests -----------------------------------------------------------------------------------
+@options.spread(rounds=options.OMIT)
+def load(
+    context: typer.Context,
+    timed: TimedModel,
+    workload: Workload,
+    requests: options.Count = 60,
+    warm_requests: Annotated[
+        int, typer.Option(min=0, help="Answered first to fill cache and store; not counted.")
+    ] = 20,
+    corpus_chunks: options.Count = 100,
+    store_chunks: Annotated[
+        int, typer.Option(min=1, help="Room of the prefix cache and of the KV store, in chunks.")
+    ] = 100,
+    skew: Annotated[float, typer.Option(min=0.0, max=10.0, help="Exponent of Zipf's law.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of requests and arrivals.")] = 0,
+    tier: options.Tier = "disk",
+    plot: options.Plot = None,
+    as_json: options.Json = False,
+) -> None:
+    """Poisson arrivals over a skewed corpus: TTFT and throughput of full, prefix and blend by rate."""
+    wanted = parse_tier(tier)
+    whole = LoadWorkload(workload, corpus_chunks, store_chunks, skew, requests, warm_requests, seed)
+    options.run_bench(
+        context,
+        timed,
+        lambda adapter, tick: run_load(adapter, whole, wanted, tick),
+        load_table,
+        as_json,
+        plot,
+        load_figure,
+    )
+
+
+def load_table(result: LoadResult) -> Table:
+    """A row for each rate, and a note for each way."""
+    names = [way.way for way in result.ways]
+    found = {(row.requests_per_s, row.way): row for row in result.rows}
+
+    def cell(row: RateRow) -> str:
+        return (
+            f"{figure(row.mean_ttft_ms)} ({figure(row.p95_ttft_ms)}), {row.throughput_per_s:.3g}/s"
+        )
+
+    ways = (
+        f"{way.way}: {figure(way.service_ms)} ms without load, {way.reused:.0%} of the tokens reused, "
+        f"{way.equal_ttft_per_s:.3g} requests/s at a TTFT of {figure(result.doubled_ttft_ms)} ms."
+        for way in result.ways
+    )
+    return Table(
+        ("requests/s", *(f"{name}: mean TTFT ms (p95), first tokens/s" for name in names)),
+        [
+            (f"{rate:.3g}", *(cell(found[rate, name]) for name in names))
+            for rate in dict.fromkeys(row.requests_per_s for row in result.rows)
+        ],
+        f"{result.requests} requests, room for {result.limit_bytes / 1e6:,.0f} MB: {result.about}",
+        [
+            *ways,
+            f"At the rate where full prefill's TTFT has doubled, blend sustains "
+            f"{times(result.blend_rate_ratio)} that rate, prefix {times(result.prefix_rate_ratio)}.",
+        ],
+    )
+
+
+# -- requests -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Requests:
-    """What is asked of all three ways."""
+    """What all three ways are asked."""
 
     corpus: tuple[tuple[int, ...], ...]
-    """Ids of its chunks, those asked for most first."""
+    """Ids of its chunks, the most requested first."""
     plans: tuple[PromptPlan, ...]
-    """In order, those that warm up first."""
+    """In order, warm-up requests first."""
 
 
 def make_requests(adapter: ModelAdapter, workload: LoadWorkload) -> Requests:
     """A corpus, and prompts over it. Raises :class:`InvalidInputError`."""
+    workload.check(adapter)
     prompt = workload.prompt
-    _check(adapter, workload)
     vocab = adapter.model.get_input_embeddings().num_embeddings
     rng = np.random.default_rng(workload.seed)
 
@@ -130,61 +225,177 @@ def make_requests(adapter: ModelAdapter, workload: LoadWorkload) -> Requests:
     return Requests(tuple(corpus), tuple(plans))
 
 
-def _check(adapter: ModelAdapter, workload: LoadWorkload) -> None:
-    prompt = workload.prompt
-    if workload.corpus_chunks < prompt.chunks:
-        raise InvalidInputError(
-            f"a corpus of {workload.corpus_chunks} chunks cannot fill prompts of {prompt.chunks}; make it "
-            "larger (--corpus-chunks)"
-        )
-    if workload.store_chunks <= prompt.chunks:
-        raise InvalidInputError(
-            f"room for {workload.store_chunks} chunks holds no more than one prompt of {prompt.chunks}; "
-            "allow more (--store-chunks)"
-        )
-    if not 0.0 <= workload.skew < float("inf"):
-        raise InvalidInputError(f"skew {workload.skew}: expected a number of 0 or more")
-    check(adapter, prompt)
+# -- the three ways -------------------------------------------------------------------------------
 
 
-# -- the run ------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Served:
+    """One request: its first token, seconds to it, and prompt tokens whose KV was there."""
+
+    token: int
+    first_s: float
+    reused_tokens: int
+
+
+class Server(Protocol):
+    """Answers one request after the other."""
+
+    def serve(self, plan: PromptPlan) -> Served: ...
+
+
+class FullServer:
+    """Stock prefill of every prompt; keeps nothing."""
+
+    def __init__(self, adapter: ModelAdapter) -> None:
+        self._adapter = adapter
+
+    def serve(self, plan: PromptPlan) -> Served:
+        ids = torch.tensor([plan.ids], device=self._adapter.device)  # [1, N]
+        began = clock(self._adapter.device)
+        token = stock_prefill(self._adapter, ids)
+        return Served(token, clock(self._adapter.device) - began, 0)
+
+
+class PrefixServer:
+    """Idealised prefix caching: KV of whole chunks after exactly the chunks before them, in memory.
+
+    Least recently used chunks are evicted. Adding KV to the cache costs no time.
+    """
+
+    def __init__(self, adapter: ModelAdapter, limit_bytes: int) -> None:
+        self._adapter = adapter
+        self._fusor = Fusor(adapter)
+        self._known = MemoryStore(limit_bytes)
+
+    def serve(self, plan: PromptPlan) -> Served:
+        device, tokens = self._adapter.device, len(plan.ids)
+        ids = torch.tensor([plan.ids], device=device)  # [1, N]
+        began = clock(device)
+        spans = self._open(plan)
+        logits, cache, _ = self._fusor.prefill(ids, exact_request(tokens, spans), NEW_TOKENS)
+        token = int(logits[0, -1].argmax())
+        first_s = clock(device) - began
+        for span in spans:
+            span.reader.close()
+        self._keep(plan, cache.buffers(tokens))
+        return Served(token, first_s, sum(span.tokens for span in spans))
+
+    def _open(self, plan: PromptPlan) -> tuple[LoadedSpan, ...]:
+        known: list[tuple[Segment, str]] = []
+        for segment, name in _prefixes(plan):
+            if not self._known.contains("", name):
+                break
+            known.append((segment, name))
+        spans = []
+        # The last chunk first: it is useless without those before it, so it must be evicted first.
+        for segment, name in reversed(known):
+            reader = self._known.open("", name, self._adapter.layout, len(segment.ids))
+            assert reader is not None
+            at = segment.position
+            spans.append(LoadedSpan(at, segment.end, reader, at, exact=True))
+        return tuple(reversed(spans))
+
+    def _keep(self, plan: PromptPlan, buffers: Sequence[torch.Tensor]) -> None:
+        for segment, name in reversed(_prefixes(plan)):
+            if not self._known.contains("", name):
+                layers = tuple(b[:, :, segment.position : segment.end].cpu() for b in buffers)
+                self._known.put("", name, ChunkKV(self._adapter.layout, len(segment.ids), layers))
+
+
+def _prefixes(plan: PromptPlan) -> list[tuple[Segment, str]]:
+    """Every chunk with a name for it and all chunks before it."""
+    names = [str(segment.chunk_id) for segment in plan.chunks]
+    return [(segment, " ".join(names[: i + 1])) for i, segment in enumerate(plan.chunks)]
+
+
+class BlendServer:
+    """A KV store of limited size. Missing chunks are encoded and stored before the answer."""
+
+    def __init__(self, adapter: ModelAdapter, there: TierStore, workload: Workload) -> None:
+        self._adapter, self._there = adapter, there
+        self.stored = StoredChunks(adapter, workload, there.store)
+
+    def serve(self, plan: PromptPlan) -> Served:
+        device, stored = self._adapter.device, self.stored
+        ids = torch.tensor([plan.ids], device=device)  # [1, N]
+        self._there.prepare()
+        began = clock(device)
+        missing = stored.controller.missing(plan)
+        stored.put(missing)
+        # Not opened(): a store that is too small may have evicted a chunk of this very prompt.
+        with closing(stored.controller.plan(plan, stored.plan_options())) as opened:
+            logits, _, _ = stored.fusor.prefill(ids, opened.request(len(plan.ids)), NEW_TOKENS)
+            token = int(logits[0, -1].argmax())
+            first_s = clock(device) - began
+        return Served(token, first_s, opened.reused_tokens - sum(map(len, missing)))
+
+
+# -- the queue ------------------------------------------------------------------------------------
+
+
+class Queue:
+    """One worker that answers in order: open-loop arrivals with exponential gaps, and measured times."""
+
+    def __init__(self, served: Sequence[Served], seed: int = 0) -> None:
+        self._served = list(islice(cycle(served), ARRIVALS))
+        self._gaps = np.random.default_rng(seed).exponential(size=ARRIVALS)
+        self.alone_s = statistics.fmean(s.first_s for s in served)
+
+    def at(self, rate: float) -> tuple[list[float], float]:
+        """Seconds from arrival to first token of every request at ``rate`` per second; the throughput."""
+        arrived = free = 0.0
+        found = []
+        for gap, served in zip(self._gaps, self._served, strict=True):
+            arrived += gap / rate
+            free = max(arrived, free) + served.first_s
+            found.append(free - arrived)
+        return found, len(found) / free
+
+    def mean(self, rate: float) -> float:
+        """Mean seconds from arrival to first token."""
+        return statistics.fmean(self.at(rate)[0])
+
+    def rate_of(self, ttft_s: float) -> float:
+        """The highest rate with a mean TTFT of at most ``ttft_s``; 0 if there is none."""
+        if self.alone_s > ttft_s:
+            return 0.0
+        low, high = 0.0, 4.0 / self.alone_s
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.mean(middle) <= ttft_s else (low, middle)
+        return low
+
+
+# -- the run --------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
 def run_load(
-    adapter: ModelAdapter,
-    workload: LoadWorkload,
-    tier: BenchTier,
-    tick: Callable[[str], None] = lambda text: None,
+    adapter: ModelAdapter, workload: LoadWorkload, tier: BenchTier, tick: Tick = silent
 ) -> LoadResult:
     """Answer every request in every way, then compute the queues."""
     adapter.require_blendable()
     requests = make_requests(adapter, workload)
-    plans = requests.plans
     limit = workload.store_chunks * frame(adapter.layout, workload.prompt.chunk_tokens).file_bytes
     with tier_store(tier, limit) as there:
         blend = BlendServer(adapter, there, workload.prompt)
         tick(f"encoding the corpus of {len(requests.corpus)} chunks")
-        blend.ingest(_shuffled(requests.corpus, workload.seed))
+        # In random order: which chunks a small store keeps does not depend on the requests.
+        order = np.random.default_rng(workload.seed + 1).permutation(len(requests.corpus))
+        blend.stored.put(requests.corpus[i] for i in order)
         servers: dict[str, Server] = {
             "full": FullServer(adapter),
             "prefix": PrefixServer(adapter, limit),
             "blend": blend,
         }
         served: dict[str, list[Served]] = {name: [] for name in servers}
-        for number, plan in enumerate(plans):
-            tick(f"request {number + 1} of {len(plans)}")
+        for number, plan in enumerate(requests.plans):
+            tick(f"request {number + 1} of {len(requests.plans)}")
             for name, server in servers.items():
                 served[name].append(server.serve(plan))
             there.settle()
     counted = {name: each[workload.warm_requests :] for name, each in served.items()}
     return _result(adapter, workload, tier, limit, counted)
-
-
-def _shuffled(corpus: Sequence[tuple[int, ...]], seed: int) -> list[tuple[int, ...]]:
-    """In an order that knows nothing of what will be asked for."""
-    order = np.random.default_rng(seed + 1).permutation(len(corpus))
-    return [corpus[i] for i in order]
 
 
 def _result(
@@ -195,39 +406,30 @@ def _result(
     served: dict[str, list[Served]],
 ) -> LoadResult:
     queues = {name: Queue(each, workload.seed) for name, each in served.items()}
-    full = queues["full"]
-    doubled_s = 2 * full.alone_s
-    equal = {name: queue.rate_of(doubled_s) for name, queue in queues.items()}
-    prompt = workload.prompt
-    tokens = prompt.chunks * prompt.chunk_tokens + prompt.question_tokens
-    ways = tuple(
-        WayResult(
-            name,
-            1e3 * statistics.median(s.first_s for s in each),
-            1e3 * queues[name].alone_s,
-            statistics.fmean(s.reused_tokens for s in each) / tokens,
-            equal[name],
-        )
-        for name, each in served.items()
-    )
-    rows = tuple(
-        _row(name, queue, share / full.alone_s, share)
-        for share in RATES
-        for name, queue in queues.items()
-    )
+    full_s, prompt = queues["full"].alone_s, workload.prompt
+    equal = {name: queue.rate_of(2 * full_s) for name, queue in queues.items()}
     return LoadResult(
-        model=adapter.model_id,
-        tier=tier.name,
-        encoding=prompt.encoding,
-        policy=prompt.policy,
-        ratio=prompt.ratio,
+        **conditions(adapter, replace(prompt, rounds=1), tier.name),
         limit_bytes=limit,
         full_doubles_per_s=equal["full"],
-        doubled_ttft_ms=1e3 * doubled_s,
+        doubled_ttft_ms=2e3 * full_s,
         blend_rate_ratio=equal["blend"] / equal["full"],
         prefix_rate_ratio=equal["prefix"] / equal["full"],
-        ways=ways,
-        rows=rows,
+        ways=tuple(
+            WayResult(
+                way=name,
+                service_ms=1e3 * statistics.median(s.first_s for s in each),
+                busy_ms=1e3 * queues[name].alone_s,
+                reused=statistics.fmean(s.reused_tokens for s in each) / prompt.prompt_tokens,
+                equal_ttft_per_s=equal[name],
+            )
+            for name, each in served.items()
+        ),
+        rows=tuple(
+            _row(name, queue, share / full_s, share)
+            for share in RATES
+            for name, queue in queues.items()
+        ),
         requests=workload.requests,
     )
 

@@ -1,7 +1,7 @@
-"""What a request costs beside arithmetic: operators, time of the host and time a layer.
+"""``blendrag bench overhead``: operators, CPU time of the host and time per layer of a request.
 
-Measured on a geometry so small that its products take no time to speak of. On a GPU each operator is a kernel
-to launch, which is what binds a request there as long as its rows are few.
+The default geometry is so small that arithmetic takes almost no time. On a GPU every operator is a kernel
+launch, and launches limit requests with few rows.
 """
 
 from __future__ import annotations
@@ -10,22 +10,26 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from blendrag.config import UNCALIBRATED_SCHEDULE
+from blendrag.config import DEFAULT_POLICY, UNCALIBRATED_SCHEDULE
 from blendrag.fusor.selection import make_policy
-from blendrag.lab.bench.rounds import milliseconds
+from blendrag.lab.bench import options
+from blendrag.lab.bench.geometry import bench_adapter
+from blendrag.lab.bench.rounds import Tick, Timing, milliseconds, run_rounds, silent
 from blendrag.lab.bench.tiers import parse_tier, tier_store
-from blendrag.lab.bench.ttft import TtftBench
-from blendrag.lab.bench.workload import Workload
+from blendrag.lab.bench.workload import PromptBench, Workload, whole_numbers
+from blendrag.lab.tables import Table, figure, spread, table, times
 from blendrag.model import ModelAdapter
 
-#: A schedule whose rows fall from layer to layer.
+#: A schedule whose rows decrease from layer to layer.
 FALLING = "geometric:0.9"
-#: Operators that compute nothing, whatever they return.
+#: Operators that compute nothing.
 _FREE = ("empty", "new_empty", "empty_like", "empty_strided", "detach_")
 #: Operators for which the host waits for the device.
 _WAITING = ("item", "_local_scalar_dense", "nonzero", "equal", "masked_select", "unique")
@@ -38,18 +42,18 @@ class OverheadRow:
     way: str
     chunks: int
     operators: int
-    """ATen operators that compute something: no views, allocations, or conversions to the same dtype."""
+    """ATen operators that compute: no views, allocations, or conversions to the same dtype."""
     waits: int
-    """Operators among them for which the host waits for the device."""
+    """Those of them for which the host waits for the device."""
     ms: float
-    """Median milliseconds of a request."""
+    """Median of a request."""
     spread_ms: tuple[float, float]
     host_ms: float
-    """Median milliseconds of CPU time of the thread that computes: Python and dispatch."""
+    """Median CPU time of the computing thread: Python and dispatch."""
     layer_us: float
-    """Microseconds a layer, of :attr:`ms`."""
+    """Microseconds per layer, from :attr:`ms`."""
     over_stock: float
-    """Operators over those of the stock prefill of the same prompt."""
+    """Operators over those of stock prefill of the same prompt."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,51 @@ class OverheadResult:
     rows: tuple[OverheadRow, ...]
 
 
+def overhead(
+    context: typer.Context,
+    geometry: options.Geometry = "deep",
+    dtype: options.Dtype = "float32",
+    device: options.Device = None,
+    chunks: Annotated[str, typer.Option(help="Chunks per prompt, comma-separated.")] = "6,20",
+    chunk_tokens: options.Count = 32,
+    question_tokens: options.Count = 16,
+    policies: Annotated[str, typer.Option(help="Selection policies, comma-separated.")] = (
+        f"reuse,{DEFAULT_POLICY},hkvd"
+    ),
+    ratio: options.Ratio = 0.15,
+    rounds: options.Rounds = 9,
+    as_json: options.Json = False,
+) -> None:
+    """Operators, Python time and time per layer of a request, on a model that hardly computes."""
+    counts = whole_numbers(chunks, "numbers of chunks", "6,20")
+    names = list(dict.fromkeys(name.strip() for name in policies.split(",")))
+    adapter = bench_adapter(geometry, None, dtype, device)
+    workload = Workload(1, chunk_tokens, question_tokens, ratio, rounds=rounds)
+    with options.progress("encoding the chunks") as status:
+        result = run_overhead(adapter, workload, counts, names, status.update)
+    options.show(result, overhead_table, context, as_json, adapter)
+
+
+def overhead_table(result: OverheadResult) -> Table:
+    """A row for each way and number of chunks."""
+    return table(
+        [
+            ("way", lambda row: row.way),
+            ("chunks", lambda row: str(row.chunks)),
+            ("operators", lambda row: f"{row.operators:,}"),
+            ("of stock's", lambda row: times(row.over_stock)),
+            ("ms (lowest to highest)", lambda row: spread(row.ms, row.spread_ms)),
+            ("host ms", lambda row: figure(row.host_ms)),
+            ("µs per layer", lambda row: f"{row.layer_us:,.0f}"),
+        ],
+        result.rows,
+        f"{result.model}, {result.layers} layers, chunks of {result.chunk_tokens} tokens and a question of "
+        f"{result.question_tokens}, r = {result.ratio:g}, KV from memory, {result.rounds} rounds",
+    )
+
+
 class OperatorCount(TorchDispatchMode):
-    """Within this context, counts the operators that this thread dispatches."""
+    """Counts the operators that this thread dispatches in this context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,10 +131,18 @@ class OperatorCount(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if name not in _FREE and (func._schema.is_mutable or not _aliases(out, args)):
+        if name not in _FREE and (func._schema.is_mutable or not _is_view(out, args)):
             self.operators += 1
             self.waits += name in _WAITING
         return out
+
+
+def _is_view(out: Any, args: Iterable[Any]) -> bool:
+    """Whether all results share memory with arguments."""
+    outputs = out if isinstance(out, tuple | list) else (out,)
+    results = [t for t in outputs if isinstance(t, torch.Tensor)]
+    given = {t.untyped_storage()._cdata for t in args if isinstance(t, torch.Tensor)}
+    return bool(results) and all(t.untyped_storage()._cdata in given for t in results)
 
 
 def operators_of(work: Callable[[], object]) -> OperatorCount:
@@ -103,89 +158,65 @@ def run_overhead(
     workload: Workload,
     chunks: Sequence[int],
     policies: Sequence[str],
-    tick: Callable[[str], None] = lambda text: None,
+    tick: Tick = silent,
 ) -> OverheadResult:
-    """Stock prefill, and each policy over KV in memory; policies that follow a schedule with two of them."""
-    layers = len(adapter.stack.layers)
+    """Stock prefill, and each policy over KV in memory; policies with a schedule run with two of them."""
     rows: list[OverheadRow] = []
     for count in chunks:
         with tier_store(parse_tier("memory")) as there:
-            bench = TtftBench(adapter, replace(workload, chunks=count), there.store)
-            ways = _ways(bench, policies)
-            timings = _timed(ways, workload.rounds, adapter.device, tick)
-            counted = {name: operators_of(way) for name, way in ways.items()}
-        for name, (wall, host) in timings.items():
-            found = counted[name]
-            median = statistics.median(wall)
-            rows.append(
-                OverheadRow(
-                    name,
-                    count,
-                    found.operators,
-                    found.waits,
-                    median,
-                    (min(wall), max(wall)),
-                    statistics.median(host),
-                    1e3 * median / layers,
-                    found.operators / counted["stock"].operators,
-                )
-            )
+            bench = PromptBench(adapter, replace(workload, chunks=count), there.store)
+            rows += _rows(bench, _ways(bench, policies), tick)
     return OverheadResult(
-        adapter.model_id,
-        adapter.layout.dtype,
-        str(adapter.device),
-        layers,
-        workload.chunk_tokens,
-        workload.question_tokens,
-        workload.ratio,
-        workload.rounds,
-        tuple(rows),
+        model=adapter.model_id,
+        dtype=adapter.layout.dtype,
+        device=str(adapter.device),
+        layers=len(adapter.stack.layers),
+        chunk_tokens=workload.chunk_tokens,
+        question_tokens=workload.question_tokens,
+        ratio=workload.ratio,
+        rounds=workload.rounds,
+        rows=tuple(rows),
     )
 
 
-def _ways(bench: TtftBench, policies: Sequence[str]) -> dict[str, Callable[[], object]]:
+def _ways(bench: PromptBench, policies: Sequence[str]) -> dict[str, Callable[[], object]]:
     ways: dict[str, Callable[[], object]] = {"stock": bench.full}
-
-    def blend(policy: str, schedule: str) -> Callable[[], object]:
-        def way() -> None:
-            bench.blended("blend", policy, bench.workload.ratio, schedule)
-
-        return way
-
     for policy in policies:
+        blend = partial(bench.blended, policy=policy)
         if not make_policy(policy).follows_schedule:
-            ways[policy] = blend(policy, UNCALIBRATED_SCHEDULE)
+            ways[policy] = blend
             continue
         for schedule in (UNCALIBRATED_SCHEDULE, FALLING):
-            ways[f"{policy}, {schedule}"] = blend(policy, schedule)
+            ways[f"{policy}, {schedule}"] = partial(blend, schedule=schedule)
     return ways
 
 
-def _timed(
-    ways: dict[str, Callable[[], object]],
-    rounds: int,
-    device: torch.device,
-    tick: Callable[[str], None],
-) -> dict[str, tuple[list[float], list[float]]]:
-    """Milliseconds and milliseconds of this thread's CPU time of each way, in alternating rounds."""
-    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ways}
-    for number in range(-1, rounds):  # the first to warm up
-        tick(f"round {number + 1} of {rounds}")
-        for name, way in ways.items():
-            began = time.thread_time()
-            ms = milliseconds(way, device)
-            if number >= 0:
-                found[name][0].append(ms)
-                found[name][1].append(1e3 * (time.thread_time() - began))
-    return found
+def _rows(
+    bench: PromptBench, ways: dict[str, Callable[[], object]], tick: Tick
+) -> list[OverheadRow]:
+    def timed(way: Callable[[], object]) -> tuple[float, float]:
+        """Milliseconds, and milliseconds of this thread's CPU time."""
+        began = time.thread_time()
+        ms = milliseconds(way, bench.adapter.device)
+        return ms, 1e3 * (time.thread_time() - began)
 
-
-def _aliases(out: Any, args: Iterable[Any]) -> bool:
-    """Whether what came out is only another view of what went in."""
-    results = [t for t in (out if isinstance(out, tuple | list) else (out,)) if _is_tensor(t)]
-    given = {t.untyped_storage()._cdata for t in args if _is_tensor(t)}
-    return bool(results) and all(t.untyped_storage()._cdata in given for t in results)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
+    timers = {name: partial(timed, way) for name, way in ways.items()}
+    samples = run_rounds(timers, bench.workload.rounds, tick)
+    counted = {name: operators_of(way) for name, way in ways.items()}
+    rows = []
+    for name, found in counted.items():
+        wall = Timing.of([ms for ms, _ in samples[name]])
+        rows.append(
+            OverheadRow(
+                way=name,
+                chunks=bench.workload.chunks,
+                operators=found.operators,
+                waits=found.waits,
+                ms=wall.median,
+                spread_ms=wall.spread,
+                host_ms=statistics.median(host for _, host in samples[name]),
+                layer_us=1e3 * wall.median / len(bench.adapter.stack.layers),
+                over_stock=found.operators / counted["stock"].operators,
+            )
+        )
+    return rows

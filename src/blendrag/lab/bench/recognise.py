@@ -1,8 +1,7 @@
-"""What finding known chunks in a prompt costs, over a large corpus: time, memory, and keeping up.
+"""``blendrag bench recognise``: finding known chunks in a prompt, over a large corpus.
 
-Two corpora on disk are searched in turn: one of chunks that differ from their first words on, one of
-chunks whose first characters are all the same. Every way checks that what it found is what stood there.
-No model is loaded and nothing is embedded.
+Two corpora on disk are searched: one whose chunks differ from their first words on, and one whose chunks
+share their first characters. Each way checks what it found. No model is loaded and nothing is embedded.
 """
 
 from __future__ import annotations
@@ -10,182 +9,144 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, takewhile
 from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+import typer
 
 from blendrag.corpus.corpus import Corpus
-from blendrag.lab.bench.memory import peak_bytes
+from blendrag.lab.bench import options
+from blendrag.lab.bench.rounds import (
+    MeasuredNothingError,
+    Tick,
+    Way,
+    WayRow,
+    measure_part,
+    peak_bytes,
+    silent,
+)
 from blendrag.lab.bench.scratch import scratch
-from blendrag.lab.bench.store_rounds import MeasuredNothingError, Row, Tick, Way, measure
+from blendrag.lab.tables import NOTHING, Table, figure, table
 from blendrag.text.chunking import Chunk, chunk_id_of
-from blendrag.text.matches import Match
 from blendrag.text.readers import Document
 
-#: Characters that all chunks of the second corpus begin with.
+#: Characters that all chunks of the second corpus start with.
 SHARED_CHARS = 200
 CHUNK_CHARS = 2000
-#: Chunks written to a corpus in one transaction.
-_BATCH = 1000
+#: Chunks added to a corpus in one transaction.
+BATCH = 1000
 
 
 @dataclass(frozen=True)
 class RecogniseWorkload:
-    """How large the corpora and the prompts are."""
+    """Size of the corpora and of the prompts."""
 
-    chunks: int = 100_000
-    prompt_chars: int = 32_000
-    rounds: int = 21
+    chunks: options.Count = 100_000
+    prompt_chars: Annotated[int, typer.Option(min=4000, help="Characters of a prompt.")] = 32_000
+    rounds: options.Rounds = 21
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """One corpus's anchors, from its file into memory."""
+class LoadedIndex:
+    """The index of one corpus, loaded from its file."""
 
     corpus: str
     chunks: int
     add_s: float
-    """All chunks into the corpus: texts, anchors, rows."""
+    """Adding all chunks to the corpus."""
     load_s: float
-    """The index from the file, with the first prompt searched."""
+    """Loading the index, including the search of the first prompt."""
     memory_bytes: int | None
-    """By which loading raised the process's memory at its highest."""
+    """By how much loading raised the peak memory of the process."""
     follow_s: float
-    """The first prompt after one chunk was added and one removed."""
+    """The first search after one chunk was added and one removed."""
 
 
-@dataclass(frozen=True)
-class RecogniseResult:
+@dataclass(frozen=True, kw_only=True)
+class RecogniseResult(RecogniseWorkload):
     """One run; times of a prompt in milliseconds."""
 
-    chunks: int
-    prompt_chars: int
-    rounds: int
-    rows: tuple[Row, ...]
+    rows: tuple[WayRow, ...]
     cpu_ms: tuple[float, ...]
-    """Of each row, the median of the thread's own time: what is left on a machine that others use."""
-    loads: tuple[Loaded, ...]
+    """Median CPU time of the thread for each row, which other processes hardly disturb."""
+    loads: tuple[LoadedIndex, ...]
 
 
-def run_recognise(workload: RecogniseWorkload, tick: Tick = lambda text: None) -> RecogniseResult:
-    """Build both corpora in a directory of their own, which is removed, and search them in turn."""
-    loads: list[Loaded] = []
-    ways: list[_Find] = []
-    with scratch() as directory:
-        opened = []
-        try:
-            for name, shared in (("distinct", 0), (f"first {SHARED_CHARS} shared", SHARED_CHARS)):
-                tick(f"{name}: adding {workload.chunks} chunks")
-                root = directory / str(shared)
-                with _timed() as adding:
-                    texts = _fill(root, workload.chunks, shared)
-                corpus = Corpus.open(root)
-                opened.append(corpus)
-                tick(f"{name}: loading")
-                loads.append(_load(corpus, name, texts, adding()))
-                ways += _ways(corpus, name, texts, workload.prompt_chars)
-            rows = measure("find", ways, workload.rounds, tick)
-        finally:
-            for corpus in opened:
-                corpus.close()
-    cpu_ms = tuple(statistics.median(way.cpu_ms) for way in ways)
-    return RecogniseResult(
-        workload.chunks, workload.prompt_chars, workload.rounds, tuple(rows), cpu_ms, tuple(loads)
+@options.spread()
+def recognise(
+    context: typer.Context, workload: RecogniseWorkload, as_json: options.Json = False
+) -> None:
+    """Finding known chunks in a prompt, over a corpus of many; loading its index, following changes."""
+    with options.progress("starting") as status:
+        result = run_recognise(workload, status.update)
+    options.show(result, recognise_table, context, as_json)
+
+
+def recognise_table(result: RecogniseResult) -> Table:
+    """A row for each corpus and prompt, and a note for each index."""
+    notes = []
+    for each in result.loads:
+        size = NOTHING if each.memory_bytes is None else f"{each.memory_bytes / 1e6:.0f} MB"
+        notes.append(
+            f"{each.corpus}: added in {each.add_s:.1f} s, loaded in {each.load_s:.2f} s and {size}, followed "
+            f"a change in {each.follow_s * 1e3:.0f} ms"
+        )
+    return table(
+        [
+            ("corpus and prompt", lambda pair: pair[0].way),
+            ("ms", lambda pair: figure(pair[0].ms)),
+            ("lowest", lambda pair: figure(pair[0].low_ms)),
+            ("highest", lambda pair: figure(pair[0].high_ms)),
+            ("CPU ms", lambda pair: figure(pair[1])),
+        ],
+        zip(result.rows, result.cpu_ms, strict=True),
+        f"{result.chunks:,} chunks, prompts of {result.prompt_chars:,} characters, {result.rounds} rounds",
+        notes,
     )
 
 
-class _Find(Way):
-    """Searching one prompt in which so many chunks stand whole, or cut off, and no others."""
-
-    def __init__(self, corpus: Corpus, name: str, prompt: str, whole: int, cut: int) -> None:
-        self.name = name
-        self.size_bytes = 0
-        self._corpus, self._prompt, self._expected = corpus, prompt, (whole, cut)
-        self._found: list[Match] = []
-        self.cpu_ms: list[float] = []
-
-    def run(self) -> None:
-        began = time.thread_time()
-        self._found = self._corpus.chunk_index.find(self._prompt)
-        self.cpu_ms.append((time.thread_time() - began) * 1e3)
-
-    def check(self) -> None:
-        whole = sum(match.complete for match in self._found)
-        if (whole, len(self._found) - whole) != self._expected:
-            raise MeasuredNothingError(
-                f"{self.name}: {whole} whole and {len(self._found) - whole} cut chunks found, expected "
-                f"{self._expected}"
-            )
-
-
-def _ways(corpus: Corpus, name: str, texts: list[str], chars: int) -> list[_Find]:
-    """Prompts of whole chunks, of chunks cut in half, and of text that is in no chunk."""
-    halves = [text[: len(text) // 2] for text in texts]
-    unknown = _texts(random.Random(-1), len(texts), 0)
-    ways: list[_Find] = []
-    for kind, parts in (
-        ("whole chunks", texts),
-        ("chunks cut off", halves),
-        ("no chunks", unknown),
-    ):
-        taken, size = [], 0
-        for part in _spread(parts):
-            if size + len(part) + 2 > chars:
-                break
-            taken.append(part)
-            size += len(part) + 2
-        whole = len(taken) if parts is texts else 0
-        cut = len(taken) if parts is halves else 0
-        ways.append(_Find(corpus, f"{name}: {kind}", "\n\n".join(taken), whole, cut))
-    return ways
+def run_recognise(workload: RecogniseWorkload, tick: Tick = silent) -> RecogniseResult:
+    """Build both corpora in a temporary directory, and search them in rounds."""
+    loads: list[LoadedIndex] = []
+    ways: list[Way] = []
+    cpu_ms: dict[str, list[float]] = {}
+    with scratch() as directory, ExitStack() as corpora:
+        for name, shared in (("distinct", 0), (f"first {SHARED_CHARS} shared", SHARED_CHARS)):
+            tick(f"{name}: adding {workload.chunks} chunks")
+            root = directory / str(shared)
+            texts = _texts(random.Random(shared), workload.chunks, shared)
+            add_s = _seconds(lambda root=root, texts=texts: _fill(root, texts))  # type: ignore[misc]
+            corpus = corpora.enter_context(Corpus.open(root))
+            tick(f"{name}: loading")
+            loads.append(_load(corpus, name, texts, add_s))
+            ways += _ways(corpus, name, texts, workload.prompt_chars, cpu_ms)
+        rows = measure_part("find", ways, workload.rounds, tick)
+    return RecogniseResult(
+        **vars(workload),
+        rows=tuple(rows),
+        cpu_ms=tuple(statistics.median(cpu_ms[row.way]) for row in rows),
+        loads=tuple(loads),
+    )
 
 
-def _spread(parts: list[str]) -> Iterator[str]:
-    """Parts from all over the list, none twice."""
-    step = max(1, len(parts) // 64)
-    for first in range(step):
-        yield from parts[first::step]
+def _seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
 
 
-def _load(corpus: Corpus, name: str, texts: list[str], add_s: float) -> Loaded:
-    prompt = texts[0]
-    with _timed() as loading:
-        memory = peak_bytes(lambda: corpus.chunk_index.find(prompt), torch.device("cpu"))
-    load_s = loading()
-    if len(corpus.chunk_index) != len(texts) or not corpus.chunk_index.find(prompt):
-        raise MeasuredNothingError(
-            f"{name}: {len(corpus.chunk_index)} of {len(texts)} chunks loaded"
-        )
-    _put(corpus, "later", _texts(random.Random(-2), 1, 0))
-    corpus.remove_source("later")
-    _put(corpus, "later", _texts(random.Random(-3), 1, 0))
-    with _timed() as following:
-        corpus.chunk_index.find(prompt)
-    if len(corpus.chunk_index) != len(texts) + 1:
-        raise MeasuredNothingError(f"{name}: a chunk that was added is not known")
-    return Loaded(name, len(texts), add_s, load_s, memory, following())
-
-
-def _fill(root: Path, count: int, shared: int) -> list[str]:
-    texts = _texts(random.Random(shared), count, shared)
-    with Corpus.open(root, create=True) as corpus:
-        for at in range(0, count, _BATCH):
-            _put(corpus, f"document {at}", texts[at : at + _BATCH])
-    return texts
-
-
-def _put(corpus: Corpus, source: str, texts: list[str]) -> None:
-    chunks = [Chunk(text, 0, len(text), len(text) // 4, chunk_id_of(text)) for text in texts]
-    nothing = np.zeros((len(texts), 0), np.float32)  # nothing is searched by vector here
-    corpus.put_document(Document(source, "", source), source, chunks, nothing)
+# -- corpora --------------------------------------------------------------------------------------
 
 
 def _texts(rng: random.Random, count: int, shared: int) -> list[str]:
-    """Chunks of :data:`CHUNK_CHARS` and more characters, no two alike behind the shared ones."""
+    """Texts of :data:`CHUNK_CHARS` or more characters, all different after the shared ones."""
     words = ["".join(rng.choices("etaoinshrdlucmf", k=rng.randint(2, 9))) for _ in range(4000)]
     lines = [" ".join(rng.choices(words, k=24)) for _ in range(4000)]
     head = "".join(f"{word} " for word in words)[: max(0, shared - 1)] + " " * (shared > 0)
@@ -193,22 +154,81 @@ def _texts(rng: random.Random, count: int, shared: int) -> list[str]:
     return [head + f"{i} " + ". ".join(rng.choice(lines) for _ in long) for i in range(count)]
 
 
+def _fill(root: Path, texts: list[str]) -> None:
+    with Corpus.open(root, create=True) as corpus:
+        for at in range(0, len(texts), BATCH):
+            _put(corpus, f"document {at}", texts[at : at + BATCH])
+
+
+def _put(corpus: Corpus, source: str, texts: list[str]) -> None:
+    chunks = [Chunk(text, 0, len(text), len(text) // 4, chunk_id_of(text)) for text in texts]
+    vectors = np.zeros((len(texts), 0), np.float32)  # [n, 0]: nothing is searched by vector
+    corpus.put_document(Document(source, "", source), source, chunks, vectors)
+
+
+def _load(corpus: Corpus, name: str, texts: list[str], add_s: float) -> LoadedIndex:
+    prompt = texts[0]
+    peak: list[int | None] = []
+    load_s = _seconds(
+        lambda: peak.append(
+            peak_bytes(lambda: corpus.chunk_index.find(prompt), torch.device("cpu"))
+        )
+    )
+    if len(corpus.chunk_index) != len(texts) or not corpus.chunk_index.find(prompt):
+        raise MeasuredNothingError(
+            f"{name}: {len(corpus.chunk_index)} of {len(texts)} chunks loaded"
+        )
+    _put(corpus, "later", _texts(random.Random(-2), 1, 0))
+    corpus.remove_source("later")
+    _put(corpus, "later", _texts(random.Random(-3), 1, 0))
+    follow_s = _seconds(lambda: corpus.chunk_index.find(prompt))
+    if len(corpus.chunk_index) != len(texts) + 1:
+        raise MeasuredNothingError(f"{name}: a chunk that was added is not known")
+    return LoadedIndex(name, len(texts), add_s, load_s, peak[0], follow_s)
+
+
+# -- searches -------------------------------------------------------------------------------------
+
+
+def _ways(
+    corpus: Corpus, name: str, texts: list[str], chars: int, cpu_ms: dict[str, list[float]]
+) -> list[Way]:
+    """Prompts of whole chunks, of chunks cut in half, and of text that is in no chunk."""
+    unknown = _texts(random.Random(-1), len(texts), 0)
+    halves = [text[: len(text) // 2] for text in texts]
+    ways = []
+    for kind, parts in (
+        ("whole chunks", texts),
+        ("chunks cut off", halves),
+        ("no chunks", unknown),
+    ):
+        step = max(1, len(parts) // 64)  # from all over the corpus, no part twice
+        order = [part for first in range(step) for part in parts[first::step]]
+        ends = accumulate(len(part) + 2 for part in order)
+        prompt = list(takewhile(lambda pair: pair[1] <= chars, zip(order, ends, strict=True)))
+        expected = (len(prompt) * (parts is texts), len(prompt) * (parts is halves))
+        text = "\n\n".join(part for part, _ in prompt)
+        way, times = f"{name}: {kind}", cpu_ms.setdefault(f"{name}: {kind}", [])
+        ways.append(Way(way, partial(_find, corpus, way, text, expected, times)))
+    return ways
+
+
 @contextmanager
-def _timed() -> Iterator[_Clock]:
-    clock = _Clock()
-    yield clock
-    clock.stop()
+def _find(
+    corpus: Corpus, name: str, prompt: str, expected: tuple[int, int], cpu_ms: list[float]
+) -> Iterator[Callable[[], None]]:
+    """Search one prompt, which has ``expected`` whole and cut chunks."""
+    found: list[Any] = []
 
+    def run() -> None:
+        began = time.thread_time()
+        found.extend(corpus.chunk_index.find(prompt))
+        cpu_ms.append((time.thread_time() - began) * 1e3)
 
-class _Clock:
-    """Seconds, once stopped."""
-
-    def __init__(self) -> None:
-        self._began = time.perf_counter()
-        self._seconds = 0.0
-
-    def stop(self) -> None:
-        self._seconds = time.perf_counter() - self._began
-
-    def __call__(self) -> float:
-        return self._seconds
+    yield run
+    whole = sum(match.complete for match in found)
+    if (whole, len(found) - whole) != expected:
+        raise MeasuredNothingError(
+            f"{name}: {whole} whole and {len(found) - whole} cut chunks found, expected {expected[0]} and "
+            f"{expected[1]}"
+        )

@@ -1,13 +1,36 @@
-"""Ways to do the same, timed in rounds: a machine that slows down slows everybody down."""
+"""The harness of all benches: rounds in which every way runs once, medians, and peak memory.
+
+Whatever slows the machine down for a while slows all ways down, so ratios within one run stay meaningful.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
 import torch
+
+from blendrag.errors import BlendragError
+
+Tick = Callable[[str], None]
+"""Reports progress."""
+
+Name = TypeVar("Name", bound=Hashable)
+Sample = TypeVar("Sample")
+
+_STATUS = Path("/proc/self/status")
+_RESET = Path("/proc/self/clear_refs")
+
+
+def silent(text: str) -> None:
+    """Progress that nobody sees."""
 
 
 @dataclass(frozen=True)
@@ -18,33 +41,161 @@ class Timing:
     low: float
     high: float
 
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Timing:
+        return cls(statistics.median(samples), min(samples), max(samples))
 
-def interleaved(
-    ways: Mapping[str, Callable[[], object]],
+    @property
+    def spread(self) -> tuple[float, float]:
+        """Lowest and highest."""
+        return self.low, self.high
+
+
+def run_rounds(
+    ways: Mapping[Name, Callable[[], Sample]],
     rounds: int,
-    device: torch.device,
-    tick: Callable[[str], None] = lambda text: None,
-    prepare: Callable[[str], None] = lambda name: None,
-) -> dict[str, Timing]:
-    """Median, lowest and highest milliseconds of each way over ``rounds`` alternating rounds.
+    tick: Tick = silent,
+    prepare: Callable[[Name], object] = lambda name: None,
+    settle: Callable[[], object] = lambda: None,
+    warm_up: bool = True,
+) -> dict[Name, list[Sample]]:
+    """What every way returned in each round. Each round starts with another way.
 
-    ``prepare(name)`` runs before each piece of work, outside its time.
+    ``prepare(name)`` runs before each call of a way. One round before the others warms up and does not
+    count; ``settle()`` runs after it.
     """
-    samples: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds):
-        tick(f"round {number + 1} of {rounds}")
-        for name, way in ways.items():
+    names = list(ways)
+    samples: dict[Name, list[Sample]] = {name: [] for name in names}
+    for number in range(0 if warm_up else 1, rounds + 1):
+        tick(f"round {number} of {rounds}" if number else "warming up")
+        first = number % len(names)
+        for name in (*names[first:], *names[:first]):
             prepare(name)
-            samples[name].append(milliseconds(way, device))
-    return {n: Timing(statistics.median(s), min(s), max(s)) for n, s in samples.items()}
+            sample = ways[name]()
+            if number:
+                samples[name].append(sample)
+        if not number:
+            settle()
+    return samples
 
 
 def milliseconds(way: Callable[[], object], device: torch.device) -> float:
-    """What ``way`` takes, the device's work included."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    began = time.perf_counter()
+    """Time of one call, including its work on the device."""
+    began = clock(device)
     way()
+    return (clock(device) - began) * 1e3
+
+
+def clock(device: torch.device) -> float:
+    """Seconds, after all work queued on the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return (time.perf_counter() - began) * 1e3
+    return time.perf_counter()
+
+
+# -- ways that are checked ------------------------------------------------------------------------
+
+
+class MeasuredNothingError(BlendragError):
+    """A way did not do what its time is reported for."""
+
+
+@dataclass(frozen=True)
+class WayRow:
+    """One way over all rounds; ``ms`` is the median."""
+
+    part: str
+    """What is done: ``warm read``, ``cold read``, ``put``, ``miss``, ``decode``, ``find``."""
+    way: str
+    ms: float
+    low_ms: float
+    high_ms: float
+    size_bytes: int
+    """Moved in one round."""
+    speed: float | None
+    """Against the baseline of the part, 1.0 being as fast; the median of the rounds' ratios."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to do a part.
+
+    ``open()`` prepares one round and yields what is timed, which may return its own seconds. Leaving it
+    checks that the work was done, because a way that does nothing is always the fastest.
+    """
+
+    name: str
+    open: Callable[[], AbstractContextManager[Callable[[], float | None]]]
+    size_bytes: int = 0
+
+    def once(self) -> float:
+        """Seconds of one round."""
+        with self.open() as run:
+            began = time.perf_counter()
+            seconds = run()
+            return time.perf_counter() - began if seconds is None else seconds
+
+
+def measure_part(
+    part: str,
+    ways: Sequence[Way],
+    rounds: int,
+    tick: Tick,
+    baseline: str | None = None,
+    warm_up: bool = True,
+) -> list[WayRow]:
+    """A row for each way; speeds are against ``baseline``, one of the ways."""
+    samples = run_rounds(
+        {way.name: way.once for way in ways},
+        rounds,
+        lambda text: tick(f"{part}: {text}"),
+        warm_up=warm_up,
+    )
+    rows = []
+    for way in ways:
+        found, speed = samples[way.name], None
+        if baseline is not None:
+            pairs = zip(samples[baseline], found, strict=True)
+            speed = statistics.median(base / own for base, own in pairs)
+        ms = Timing.of([1e3 * seconds for seconds in found])
+        rows.append(WayRow(part, way.name, ms.median, ms.low, ms.high, way.size_bytes, speed))
+    return rows
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+def peak_bytes(work: Callable[[], object], device: torch.device) -> int | None:
+    """Bytes by which ``work`` raised the peak memory of the process, or of a CUDA device.
+
+    ``None`` if neither Linux's high-water mark nor a CUDA allocator is available.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - before
+    try:
+        _trim()
+        _RESET.write_text("5")  # resets VmHWM to the present size
+        before = _status("VmRSS")
+        work()
+        return max(0, _status("VmHWM") - before)
+    except (OSError, KeyError):
+        return None
+
+
+def _trim() -> None:
+    """Return freed memory to the system; otherwise ``work`` could use it again without being counted."""
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):  # not glibc
+        return
+
+
+def _status(field: str) -> int:
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(field)

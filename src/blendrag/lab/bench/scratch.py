@@ -1,9 +1,7 @@
-"""Where benches keep their files: a directory that is gone afterwards, if not at once.
+"""Temporary directories of benches, which are removed even if the process that made them was killed.
 
-Ctrl-C may end a process before it has removed anything, so whoever makes the next directory there
-removes what nobody owns any more. An owner holds an exclusive flock on its directory, which the kernel
-drops with the process, however it dies: neither clocks nor pids are trusted. Where several machines share
-the directory, each has to see the others' locks.
+Each owner holds an exclusive flock on its directory, which the kernel releases with the process. The next
+bench removes directories without an owner.
 """
 
 from __future__ import annotations
@@ -22,12 +20,12 @@ _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 @contextlib.contextmanager
 def scratch(parent: Path | None = None) -> Iterator[Path]:
-    """An empty directory in ``parent``, by default where the system keeps temporary files."""
-    _sweep(parent or Path(tempfile.gettempdir()))
+    """An empty directory in ``parent``, by default the system's directory for temporary files."""
+    _remove_abandoned(parent or Path(tempfile.gettempdir()))
     made = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
     owner = os.open(made, _FLAGS)
     try:
-        with contextlib.suppress(OSError):  # where there are no locks, nobody takes it for dead
+        with contextlib.suppress(OSError):  # without locks, no other bench removes it either
             fcntl.flock(owner, fcntl.LOCK_EX)
         yield made
     finally:
@@ -35,8 +33,8 @@ def scratch(parent: Path | None = None) -> Iterator[Path]:
         os.close(owner)
 
 
-def _sweep(parent: Path) -> None:
-    """Remove directories of dead owners. One that is empty may be new, its owner about to lock it."""
+def _remove_abandoned(parent: Path) -> None:
+    """Remove directories of dead owners. An empty one stays: its owner may be about to lock it."""
     for left in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             claim = os.open(left, _FLAGS)

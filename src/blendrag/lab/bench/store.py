@@ -1,40 +1,74 @@
-"""The store's speed beside what else could be done: reads, puts, misses, decoding, in one run.
+"""``blendrag bench store``: the KV store against raw I/O: reads, puts, misses and decoding.
 
-Every part measures its ways in turn, round by round, and checks after each what it left behind; the
-parts are in ``store_reads``, ``store_writes``, ``store_misses`` and ``store_decoding``. KV is random,
-as time depends on shapes only. No model is loaded.
+Each part measures its ways in rounds and checks the result of every round. KV is random, because time
+depends on shapes only. No model is loaded.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import hashlib
 import os
+import secrets
 import shutil
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+import typer
+from safetensors import safe_open
 
 from blendrag.errors import InvalidInputError
+from blendrag.lab.bench import options
+from blendrag.lab.bench.geometry import config_of
+from blendrag.lab.bench.rounds import (
+    MeasuredNothingError,
+    Tick,
+    Way,
+    WayRow,
+    measure_part,
+    silent,
+)
 from blendrag.lab.bench.scratch import scratch
-from blendrag.lab.bench.store_chunks import Prompt, random_chunk
-from blendrag.lab.bench.store_cold import is_cold
-from blendrag.lab.bench.store_decoding import DISK_BYTES_PER_S, ENCODINGS, measure_decoding
-from blendrag.lab.bench.store_misses import measure_misses
-from blendrag.lab.bench.store_reads import measure_reads
-from blendrag.lab.bench.store_rounds import Row, Tick
-from blendrag.lab.bench.store_writes import measure_puts
+from blendrag.lab.bench.tiers import AMPLE_BYTES, drop_cached
+from blendrag.lab.tables import NOTHING, Table, figure, table, times
+from blendrag.planning.tier_times import COLD_SHARE, cached_share
+from blendrag.store import KVReader, KVStore, MemoryStore, open_store
 from blendrag.store.durable import megabytes
-from blendrag.store.kv import DTYPES, KVLayout, LayerShape
+from blendrag.store.encodings import RELATIVE_ERROR, codec_of, staging_of, stored_chunk_bytes
+from blendrag.store.index import Index
+from blendrag.store.kv import DTYPES, ChunkKV, KVLayout, LayerShape
+from blendrag.store.payload import frame, layer_checksum
+from blendrag.store.payload_files import new_name
+from blendrag.store.tensor_bytes import target_buffers, tensor_buffer
 
-#: What one row of the index takes on disk, its share of the write-ahead log included.
-_ROW_BYTES = 1200
+NAMESPACE = hashlib.sha256(b"blendrag bench store").hexdigest()
+#: Disk space of one index row, with its share of the write-ahead log.
+ROW_BYTES = 1200
+#: Missing keys that are looked up, one after the other.
+GETS = 2000
+BATCH_ROWS = 100_000
+#: Decoding is compared with reading from a common NVMe disk.
+DISK_BYTES_PER_S = 2e9
+ENCODINGS = ("int8", "fp8")
+#: Relative rounding error of bfloat16, which decoded numbers have too.
+BF16_ERROR = 2**-8
+OTHER_BYTES = (
+    "has other bytes than were written, expected the same; the disk or this installation cannot be "
+    "trusted"
+)
 
 
 @dataclass(frozen=True)
 class StoreWorkload:
-    """Chunks of one shape, and where they are written. The shape of the defaults is 0.5 MiB per layer."""
+    """Chunks of one shape, and where they are written. The default shape has 0.5 MiB per layer."""
 
     layers: int = 24
     kv_heads: int = 2
@@ -43,10 +77,10 @@ class StoreWorkload:
     chunks: int = 6
     chunk_tokens: int = 512
     rows: int = 1_000_000
-    """Of the index in which a key is missing."""
+    """Rows of the index in which a key is missing."""
     rounds: int = 7
     directory: Path | None = None
-    """On the disk to measure; ``None`` is where temporary files go."""
+    """On the disk to measure; ``None`` is the directory for temporary files."""
 
     @property
     def layout(self) -> KVLayout:
@@ -56,12 +90,29 @@ class StoreWorkload:
     def disk_bytes(self) -> int:
         """Needed at most at once: payloads, the same for ``torch.load``, two puts, the index."""
         chunk_bytes = self.layout.chunk_bytes(self.chunk_tokens)
-        return (2 * self.chunks + 2) * chunk_bytes + self.rows * _ROW_BYTES
+        return (2 * self.chunks + 2) * chunk_bytes + self.rows * ROW_BYTES
+
+    def check(self) -> None:
+        """Raise :class:`InvalidInputError` for a workload that cannot be measured."""
+        if self.dtype not in DTYPES:
+            raise InvalidInputError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        directory = self.directory or Path(tempfile.gettempdir())
+        if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
+            raise InvalidInputError(
+                f"--dir {directory} is not a writable directory; name one on the disk to measure"
+            )
+        free_bytes = shutil.disk_usage(directory).free
+        if free_bytes < self.disk_bytes:
+            raise InvalidInputError(
+                f"--dir {directory} has {megabytes(free_bytes)} left, expected "
+                f"{megabytes(self.disk_bytes)}; name another one, or take fewer --rows or --chunks or "
+                "--tokens"
+            )
 
 
 @dataclass(frozen=True)
 class Target:
-    """A figure and what it has to be."""
+    """A figure and its bound."""
 
     figure: str
     value: float
@@ -69,7 +120,7 @@ class Target:
     at_least: bool
     """Otherwise at most."""
     met: bool | None
-    """``None`` where nothing could be measured: a cold read of what does not leave the page cache."""
+    """``None`` if it could not be measured: a cold read of files that stay in the page cache."""
 
 
 @dataclass(frozen=True)
@@ -88,50 +139,87 @@ class StoreResult:
     rounds: int
     threads: int
     load_average: tuple[float, float]
-    """Of the last minute, before and after: on a machine with other work, more than its cores, times are
-    those of waiting."""
+    """Of the last minute, before and after. If it is above the number of cores, times include waiting."""
     cold_cached_share: float
-    """Of the pages that a cold read found in the page cache after all, the largest share."""
-    rows: tuple[Row, ...]
+    """Largest share of pages that a cold read found in the page cache."""
+    rows: tuple[WayRow, ...]
     targets: tuple[Target, ...]
 
-    def row(self, part: str, way: str) -> Row:
-        return next(row for row in self.rows if (row.part, row.way) == (part, way))
 
-
-def kv_shape(
-    geometry: str | None, layers: int | None, kv_heads: int | None, head_dim: int | None
-) -> tuple[int, int, int]:
-    """Layers, KV heads and width: those of a model's geometry, or as given, or the defaults."""
-    if geometry is None:
-        plain = StoreWorkload
-        return layers or plain.layers, kv_heads or plain.kv_heads, head_dim or plain.head_dim
-    if any(size is not None for size in (layers, kv_heads, head_dim)):
-        raise InvalidInputError(
-            "--geometry says layers, heads and dim; leave out --layers, --heads and --dim, or it"
+def store(
+    context: typer.Context,
+    geometry: options.Geometry = None,
+    tokens: options.Count = 512,
+    chunks: options.Count = 6,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    rows: Annotated[
+        int, typer.Option(min=1, help="Rows of the index in which a key is missing.")
+    ] = 1_000_000,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="A directory on the disk to measure.")
+    ] = None,
+    rounds: options.Rounds = 7,
+    as_json: options.Json = False,
+) -> None:
+    """Reads, puts, misses and decoding of the store against preadv, torch.load and safetensors."""
+    workload = StoreWorkload(
+        dtype=dtype,
+        chunks=chunks,
+        chunk_tokens=tokens,
+        rows=rows,
+        rounds=rounds,
+        directory=directory,
+    )
+    if geometry is not None:
+        config = config_of(geometry)
+        workload = replace(
+            workload,
+            layers=config["num_hidden_layers"],
+            kv_heads=config["num_key_value_heads"],
+            head_dim=config["hidden_size"] // config["num_attention_heads"],
         )
-    from blendrag.lab.bench.geometry import GEOMETRIES
-
-    if geometry not in GEOMETRIES:
-        raise InvalidInputError(f"geometry {geometry!r} is not one of {', '.join(GEOMETRIES)}")
-    found = GEOMETRIES[geometry]
-    width = found["hidden_size"] // found["num_attention_heads"]
-    return found["num_hidden_layers"], found["num_key_value_heads"], width
+    with options.progress("starting") as status:
+        result = run_store(workload, status.update)
+    options.show(result, store_table, context, as_json)
 
 
-def run_store(workload: StoreWorkload, tick: Tick = lambda text: None) -> StoreResult:
-    """Measure in a directory of its own below ``workload.directory``, removed in the end.
+def store_table(result: StoreResult) -> Table:
+    """A row for each part and way, and a note for each target."""
+    verdicts = {True: "met", False: "missed", None: "not measured, the page cache keeps its pages"}
+    return table(
+        [
+            ("part", lambda row: row.part),
+            ("way", lambda row: row.way),
+            ("ms", lambda row: figure(row.ms)),
+            ("lowest", lambda row: figure(row.low_ms)),
+            ("highest", lambda row: figure(row.high_ms)),
+            ("GB/s", lambda row: f"{row.size_bytes / row.ms / 1e6:.2f}" if row.size_bytes else NOTHING),
+            ("speed", lambda row: NOTHING if row.speed is None else times(row.speed)),
+        ],
+        result.rows,
+        f"{result.chunks} × {result.layers} layers of {result.layer_bytes / 1024:.0f} KiB, "
+        f"{result.directory}, {result.rounds} rounds",
+        [
+            f"{target.figure}: {target.value:.3g}, expected {'≥' if target.at_least else '≤'} "
+            f"{target.bound:g}: {verdicts[target.met]}"
+            for target in result.targets
+        ],
+    )  # fmt: skip
 
-    Raises :class:`InvalidInputError` for what cannot be measured, :class:`MeasuredNothingError` where
-    something did not do what its time would stand for.
+
+def run_store(workload: StoreWorkload, tick: Tick = silent) -> StoreResult:
+    """Measure in a temporary directory below ``workload.directory``.
+
+    Raises :class:`InvalidInputError` for what cannot be measured, and :class:`MeasuredNothingError` if a way
+    did not do its work.
     """
-    _check(workload)
+    workload.check()
     layout, tokens, rounds = workload.layout, workload.chunk_tokens, workload.rounds
     load = os.getloadavg()[0]
     with scratch(workload.directory) as root:
         tick("making chunks")
         chunks = [random_chunk(layout, tokens, seed) for seed in range(workload.chunks)]
-        rows, share = measure_reads(root / "reads", Prompt(chunks), rounds, tick)
+        rows, share = measure_reads(root / "reads", PromptBuffers(chunks), rounds, tick)
         rows += measure_puts(root / "puts", chunks[0], rounds, tick)
         rows += measure_decoding(chunks[0], rounds, tick)
         rows.append(measure_misses(root / "misses", workload.rows, layout, tokens, tick))
@@ -154,8 +242,8 @@ def run_store(workload: StoreWorkload, tick: Tick = lambda text: None) -> StoreR
     )
 
 
-def _targets(rows: Sequence[Row], cold_cached_share: float) -> tuple[Target, ...]:
-    """What the store is held to (see ``docs/store.md``)."""
+def _targets(rows: Sequence[WayRow], cold_cached_share: float) -> tuple[Target, ...]:
+    """The bounds of ``docs/store.md``."""
     by = {(row.part, row.way): row for row in rows}
 
     def speed(part: str, way: str) -> float:
@@ -163,38 +251,379 @@ def _targets(rows: Sequence[Row], cold_cached_share: float) -> tuple[Target, ...
         assert found is not None
         return found
 
-    warm, cold = speed("warm read", "store"), speed("cold read", "store")
-    put, miss_ms = 1 / speed("put", "store"), by["miss", "store"].ms
-    decoding = [(name, speed("decode", name)) for name in ENCODINGS]
+    def at_least(figure: str, value: float, bound: float) -> Target:
+        return Target(figure, value, bound, True, value >= bound)
+
+    def at_most(figure: str, value: float, bound: float) -> Target:
+        return Target(figure, value, bound, False, value <= bound)
+
+    cold = at_least("cold read, share of raw preadv", speed("cold read", "store"), 0.9)
     disk = f"{DISK_BYTES_PER_S / 1e9:.0f} GB/s"
     return (
-        Target("warm read, share of raw preadv", warm, 0.75, True, warm >= 0.75),
-        Target(
-            "cold read, share of raw preadv", cold, 0.9, True,
-            cold >= 0.9 if is_cold(cold_cached_share) else None,
-        ),
-        Target("put, times write+fsync+rename", put, 1.3, False, put <= 1.3),
-        Target("miss, ms", miss_ms, 0.1, False, miss_ms < 0.1),
+        at_least("warm read, share of raw preadv", speed("warm read", "store"), 0.75),
+        cold if cold_cached_share <= COLD_SHARE else replace(cold, met=None),
+        at_most("put, times write+fsync+rename", 1 / speed("put", "store"), 1.3),
+        at_most("miss, ms", by["miss", "store"].ms, 0.1),
         *(
-            Target(f"{name} decode, times the read it saves at {disk}", 1 / x, 1.0, False, x > 1.0)
-            for name, x in decoding
+            at_most(f"{name} decode, times the read it saves at {disk}", 1 / speed("decode", name), 1.0)
+            for name in ENCODINGS
         ),
     )  # fmt: skip
 
 
-def _check(workload: StoreWorkload) -> None:
-    if workload.dtype not in DTYPES:
-        raise InvalidInputError(f"dtype {workload.dtype!r} is not one of {', '.join(DTYPES)}")
-    directory = workload.directory or Path(tempfile.gettempdir())
-    if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
-        raise InvalidInputError(
-            f"--dir {directory} is no directory that can be written to; "
-            "name one on the disk to measure"
+# -- chunks ---------------------------------------------------------------------------------------
+
+
+def random_chunk(layout: KVLayout, tokens: int, seed: int) -> ChunkKV:
+    """KV of normally distributed numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [layout.layer_shape(i, tokens) for i in range(len(layout.layers))]
+    layers = [torch.randn(s, generator=generator).to(layout.torch_dtype) for s in shapes]
+    return ChunkKV(layout, tokens, layers)
+
+
+def open_chunk(kv_store: Any, key: str, chunk: ChunkKV) -> KVReader:
+    """Raises :class:`MeasuredNothingError` if the chunk is not in the store."""
+    reader: KVReader | None = kv_store.open(NAMESPACE, key, chunk.layout, chunk.tokens)
+    if reader is None:
+        raise MeasuredNothingError(
+            "the store does not find a chunk that was put, expected a hit; choose another --dir"
         )
-    free_bytes = shutil.disk_usage(directory).free
-    if free_bytes < workload.disk_bytes:
-        raise InvalidInputError(
-            f"--dir {directory} has {megabytes(free_bytes)} left, expected "
-            f"{megabytes(workload.disk_bytes)}; name another one, or "
-            "take fewer --rows or --chunks or --tokens"
+    return reader
+
+
+def check_stored(kv_store: KVStore, key: str, chunk: ChunkKV) -> None:
+    """Raise :class:`MeasuredNothingError` unless the store returns the chunk bit for bit."""
+    with contextlib.closing(open_chunk(kv_store, key, chunk)) as reader:
+        for layer, expected in enumerate(chunk.layers):
+            out = torch.zeros_like(expected)
+            reader.read_layer(layer, out)
+            if not torch.equal(out, expected):
+                raise MeasuredNothingError(f"layer {layer} {OTHER_BYTES}")
+
+
+class PromptBuffers:
+    """Chunks with their keys, and buffers for all of them, one per layer: ``[2, Hkv, chunks · T, D]``."""
+
+    def __init__(self, chunks: Sequence[ChunkKV]) -> None:
+        first = chunks[0]
+        self.chunks = {new_key(): chunk for chunk in chunks}
+        self.size_bytes = sum(chunk.size_bytes for chunk in chunks)
+        self.buffers = [torch.zeros_like(x).repeat(1, 1, len(chunks), 1) for x in first.layers]
+        self.targets = [list(buffer.split(first.tokens, dim=2)) for buffer in self.buffers]
+        """By layer and chunk, views ``[2, Hkv, T, D]``."""
+
+    def clear(self) -> None:
+        for buffer in self.buffers:
+            buffer.zero_()
+
+    def check(self, name: str) -> None:
+        """Raise :class:`MeasuredNothingError` unless all chunks are in place, bit for bit."""
+        for layer, targets in enumerate(self.targets):
+            for target, chunk in zip(targets, self.chunks.values(), strict=True):
+                if not torch.equal(target, chunk.layers[layer]):
+                    raise MeasuredNothingError(f"layer {layer}, read by {name}, {OTHER_BYTES}")
+
+
+def new_key() -> str:
+    """A random key."""
+    return secrets.token_hex(32)
+
+
+# -- reads ----------------------------------------------------------------------------------------
+
+Read = Callable[[int, int, torch.Tensor], object]
+"""Reads a layer of the chunk with that number to a target ``[2, Hkv, T, D]``."""
+
+
+@dataclass(frozen=True)
+class Reads:
+    """A way to fill a prompt's buffers. Files are opened before the time starts, as a query does."""
+
+    name: str
+    opened: Callable[[], AbstractContextManager[Read]]
+    files: Sequence[Path]
+
+    def way(self, prompt: PromptBuffers, cached: list[float] | None = None) -> Way:
+        """Read layer by layer, every chunk, as a query does.
+
+        ``cached`` makes reads cold; it collects the shares of the files that stay in the page cache.
+        """
+
+        @contextlib.contextmanager
+        def opened() -> Iterator[Callable[[], None]]:
+            prompt.clear()
+            with self.opened() as read:
+                if cached is not None:
+                    drop_cached(self.files)
+                    cached.append(cached_share(self.files))
+
+                def run() -> None:
+                    for layer, targets in enumerate(prompt.targets):
+                        for number, target in enumerate(targets):
+                            read(layer, number, target)
+
+                yield run
+            prompt.check(self.name)
+
+        return Way(self.name, opened, prompt.size_bytes)
+
+
+@contextlib.contextmanager
+def store_reads(prompt: PromptBuffers, kv_store: KVStore | MemoryStore) -> Iterator[Read]:
+    """Verified layers of any tier."""
+    with contextlib.ExitStack() as stack:
+        readers = []
+        for key, chunk in prompt.chunks.items():
+            readers.append(open_chunk(kv_store, key, chunk))
+            stack.callback(readers[-1].close)
+        yield lambda layer, number, target: readers[number].read_layer(layer, target)
+
+
+@contextlib.contextmanager
+def raw_reads(prompt: PromptBuffers, files: Sequence[Path]) -> Iterator[Read]:
+    """``preadv`` of the same bytes to the same memory: nothing parsed, nothing verified."""
+    first = next(iter(prompt.chunks.values()))
+    offsets = frame(first.layout, first.tokens).offsets
+    buffers = [[_buffers(target) for target in targets] for targets in prompt.targets]
+    fds = [os.open(path, os.O_RDONLY) for path in files]
+    try:
+        yield lambda layer, number, _: os.preadv(
+            fds[number], buffers[layer][number], offsets[layer]
         )
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _buffers(target: torch.Tensor) -> list[memoryview]:
+    shape = (target.shape[0], target.shape[1], target.shape[2], target.shape[3])
+    return target_buffers(target, shape, target.dtype)
+
+
+@contextlib.contextmanager
+def torch_loads(prompt: PromptBuffers, paths: Sequence[Sequence[Path]]) -> Iterator[Read]:
+    """``torch.load`` of a file per layer and chunk, copied into place."""
+    yield lambda layer, number, target: target.copy_(
+        torch.load(paths[layer][number], weights_only=True)
+    )
+
+
+@contextlib.contextmanager
+def safe_opens(files: Sequence[Path]) -> Iterator[Read]:
+    """safetensors' ``safe_open``, a mapping of the payload; each layer is copied into place."""
+    with contextlib.ExitStack() as stack:
+        opened: list[Any] = [stack.enter_context(safe_open(f, framework="pt")) for f in files]
+        yield lambda layer, number, target: target.copy_(opened[number].get_tensor(f"l{layer:04d}"))
+
+
+@contextlib.contextmanager
+def reading_ways(root: Path, prompt: PromptBuffers) -> Iterator[list[Reads]]:
+    """Every way, over files written below ``root``. The memory tier is the last."""
+    disk = open_store(root / "store", ram_bytes=0, disk_bytes=AMPLE_BYTES)
+    memory = MemoryStore(prompt.size_bytes)
+    saved = root / "torch"
+    with contextlib.closing(disk), contextlib.closing(memory):
+        for key, chunk in prompt.chunks.items():
+            disk.put(NAMESPACE, key, chunk)
+            memory.put(NAMESPACE, key, chunk)
+        files = [
+            next((root / "store").glob(f"kv/{NAMESPACE}/*/{key}.*.kv")) for key in prompt.chunks
+        ]
+        saved.mkdir()
+        paths: list[list[Path]] = []
+        for layer in range(len(prompt.targets)):
+            paths.append([saved / f"{layer}-{number}.pt" for number in range(len(prompt.chunks))])
+            for path, chunk in zip(paths[-1], prompt.chunks.values(), strict=True):
+                torch.save(chunk.layers[layer], path)
+        yield [
+            Reads("store", partial(store_reads, prompt, disk), files),
+            Reads("raw preadv", partial(raw_reads, prompt, files), files),
+            Reads("torch.load", partial(torch_loads, prompt, paths), [p for ps in paths for p in ps]),
+            Reads("safe_open", partial(safe_opens, files), files),
+            Reads("memory tier", partial(store_reads, prompt, memory), []),
+        ]  # fmt: skip
+
+
+def measure_reads(
+    root: Path, prompt: PromptBuffers, rounds: int, tick: Tick
+) -> tuple[list[WayRow], float]:
+    """Warm and cold rows, and the largest share of pages that were cached in cold rounds."""
+    cached: list[float] = []
+    with reading_ways(root, prompt) as reads:
+        warm = [each.way(prompt) for each in reads]
+        cold = [each.way(prompt, cached) for each in reads if each.files]
+        rows = measure_part("warm read", warm, rounds, tick, "raw preadv")
+        rows += measure_part("cold read", cold, rounds, tick, "raw preadv", warm_up=False)
+    return rows, max(cached)
+
+
+# -- puts -----------------------------------------------------------------------------------------
+
+
+def _settle(directory: Path) -> None:
+    """Sync a small file, so that no earlier write is synced within the time: most file systems share one
+    journal."""
+    with (directory / "settling").open("wb") as file:
+        file.write(secrets.token_bytes(16))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def store_put(directory: Path, kv_store: KVStore, chunk: ChunkKV) -> Iterator[Callable[[], None]]:
+    """:meth:`KVStore.put` of a new chunk."""
+    _settle(directory)
+    key = new_key()
+    try:
+        yield lambda: kv_store.put(NAMESPACE, key, chunk)
+        check_stored(kv_store, key, chunk)
+    finally:
+        kv_store.delete(NAMESPACE, key)
+
+
+@contextlib.contextmanager
+def plain_write(directory: Path, header: bytes, chunk: ChunkKV) -> Iterator[Callable[[], None]]:
+    """The payload's bytes, written, synced and renamed into place; no directory is synced."""
+    buffers = [header, *map(tensor_buffer, chunk.layers)]
+    temporary, final = directory / "temporary", directory / "final"
+
+    def run() -> None:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            for buffer in buffers:
+                os.write(fd, buffer)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(temporary, final)
+
+    _settle(directory)
+    try:
+        yield run
+        if final.read_bytes() != b"".join(map(bytes, buffers)):
+            raise MeasuredNothingError(f"a plain file {OTHER_BYTES}")
+    finally:
+        for path in (temporary, final):
+            path.unlink(missing_ok=True)
+
+
+def putting_ways(directory: Path, kv_store: KVStore, chunk: ChunkKV) -> list[Way]:
+    """Both ways, on the file system of ``directory``."""
+    key, framed = new_key(), frame(chunk.layout, chunk.tokens)
+    sums = [layer_checksum(key, i, tensor_buffer(x)) for i, x in enumerate(chunk.layers)]
+    header = framed.header(NAMESPACE, key, sums)
+    size = len(header) + chunk.size_bytes
+    return [
+        Way("store", partial(store_put, directory, kv_store, chunk), framed.file_bytes),
+        Way("write+fsync+rename", partial(plain_write, directory, header, chunk), size),
+    ]
+
+
+def measure_puts(root: Path, chunk: ChunkKV, rounds: int, tick: Tick) -> list[WayRow]:
+    """A row for each way."""
+    root.mkdir()
+    with contextlib.closing(open_store(root / "store", 0, AMPLE_BYTES)) as kv_store:
+        ways = putting_ways(root, kv_store, chunk)
+        return measure_part("put", ways, rounds, tick, "write+fsync+rename")
+
+
+# -- decoding -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def decode(chunk: ChunkKV, encoding: str) -> Iterator[Callable[[], float]]:
+    """Decode every layer of a chunk through the buffer of a reader. Only decoding is timed."""
+    layout = chunk.layout.encoded(encoding)
+    codec, staging = codec_of(layout), staging_of(layout, chunk.tokens)
+    assert codec is not None
+    assert staging is not None
+    encoded = [codec.encode(i, layer) for i, layer in enumerate(chunk.layers)]
+    decoded = [torch.zeros_like(layer) for layer in chunk.layers]
+
+    def run() -> float:
+        total = 0.0
+        for layer, (stored, out) in enumerate(zip(encoded, decoded, strict=True)):
+            began = 0.0
+
+            def fill(room: Any, stored: torch.Tensor = stored) -> None:
+                nonlocal began
+                ctypes.memmove(room, stored.data_ptr(), stored.numel())
+                began = time.perf_counter()
+
+            staging.read(layer, fill, out)
+            total += time.perf_counter() - began
+        return total
+
+    yield run
+    for layer, (expected, out) in enumerate(zip(chunk.layers, decoded, strict=True)):
+        bound = expected.float().abs().max().item() * (2 * RELATIVE_ERROR[encoding] + BF16_ERROR)
+        error = (out.float() - expected.float()).abs().max().item()
+        if not error <= bound:
+            raise MeasuredNothingError(
+                f"layer {layer} decoded from {encoding} is off by {error:.3g}, expected at most "
+                f"{bound:.3g}; this installation cannot be trusted"
+            )
+
+
+def measure_decoding(chunk: ChunkKV, rounds: int, tick: Tick) -> list[WayRow]:
+    """For every encoding its row, and a row of the read that its smaller payload saves (computed)."""
+    ways = [Way(name, partial(decode, chunk, name), chunk.size_bytes) for name in ENCODINGS]
+    rows = []
+    for decoded in measure_part("decode", ways, rounds, tick):
+        layout = chunk.layout.encoded(decoded.way)
+        saved = chunk.size_bytes - stored_chunk_bytes(layout, chunk.tokens)
+        ms = saved / DISK_BYTES_PER_S * 1e3
+        rows.append(replace(decoded, speed=ms / decoded.ms))
+        rows.append(WayRow("decode", f"read saved by {decoded.way}", ms, ms, ms, saved, 1.0))
+    return rows
+
+
+# -- misses ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def miss(kv_store: KVStore, layout: KVLayout, tokens: int) -> Iterator[Callable[[], None]]:
+    """:meth:`KVStore.open` of a key that was never put."""
+    key, before = new_key(), kv_store.stats().misses
+    found: list[object] = []
+    yield lambda: found.append(kv_store.open(NAMESPACE, key, layout, tokens))
+    if found != [None] or kv_store.stats().misses != before + 1:
+        raise MeasuredNothingError(
+            "a key that was never put was found, or was not looked up, expected a miss; this installation "
+            "cannot be trusted"
+        )
+
+
+def measure_misses(root: Path, rows: int, layout: KVLayout, tokens: int, tick: Tick) -> WayRow:
+    """Gets in a store of ``rows`` chunks, with a memory tier as an engine has."""
+    key, chunk = new_key(), random_chunk(KVLayout((LayerShape(1, 16),), "float32"), 4, 0)
+    with contextlib.closing(open_store(root, 1 << 30, AMPLE_BYTES)) as kv_store:
+        kv_store.put(NAMESPACE, key, chunk)
+    fill_index(root / "index", rows - 1, tick)
+    with contextlib.closing(open_store(root, 1 << 30, AMPLE_BYTES)) as kv_store:
+        entries = kv_store.stats().entries
+        if entries != rows:
+            raise MeasuredNothingError(
+                f"the index has {entries} rows, expected {rows}; choose another --dir"
+            )
+        check_stored(kv_store, key, chunk)
+        tick("miss: looking up")
+        way = Way("store", partial(miss, kv_store, layout, tokens))
+        (found,) = measure_part("miss", [way], GETS, silent)
+    return found
+
+
+def fill_index(directory: Path, rows: int, tick: Tick) -> None:
+    """Add that many rows without payloads to the index of a closed store."""
+    insert = "INSERT INTO payload (namespace, key, nonce, size_bytes) VALUES (?, ?, ?, 1)"
+    index = Index(directory)
+    with contextlib.closing(index), index.exclusive():
+        index.open()
+        for first in range(0, rows, BATCH_ROWS):
+            tick(f"miss: {first:,} of {rows:,} rows")
+            numbers = range(first, min(first + BATCH_ROWS, rows))
+            with index.transaction() as database:
+                keys = (hashlib.sha256(b"%d" % number).hexdigest() for number in numbers)
+                database.executemany(insert, (new_name(NAMESPACE, key) for key in keys))
+        index.sync()

@@ -1,7 +1,7 @@
-"""TTFT over one factor at a time, all its values interleaved with stock prefill in one run.
+"""``blendrag bench sweep``: TTFT over one factor, with all values interleaved in one run.
 
-A factor is a part of the workload (ratio, number and length of chunks, length of the prompt), or what it
-runs on: the model's geometry, the tier that KV comes from, the encoding it is stored in.
+A factor is a part of the workload (ratio, number or length of chunks, length of the prompt), the model's
+geometry, the tier that KV comes from, or the encoding it is stored in.
 """
 
 from __future__ import annotations
@@ -9,17 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated
 
 import torch
+import typer
 
+from blendrag.cli.plots import require_plot, write_png
 from blendrag.errors import InvalidInputError
-from blendrag.lab.bench.rounds import Timing, interleaved
-from blendrag.lab.bench.tiers import BenchTier, TierStore, parse_tier, tier_store
-from blendrag.lab.bench.ttft import TtftBench
-from blendrag.lab.bench.workload import Workload
+from blendrag.lab.bench import options
+from blendrag.lab.bench.geometry import TimedModel, bench_adapter
+from blendrag.lab.bench.rounds import Tick, Timing, milliseconds, run_rounds, silent
+from blendrag.lab.bench.tiers import BenchTier, TierStore, parse_tier, settle_all, tier_store
+from blendrag.lab.bench.workload import PromptBench, Workload, parse_ratios, whole_numbers
+from blendrag.lab.plots import sweep_figure
+from blendrag.lab.tables import Table, spread, table, times
 from blendrag.model import ModelAdapter
 
-#: Factors → the values they are swept over where none are named.
+#: Factors → their default values.
 FACTORS = {
     "ratio": "0.05,0.1,0.15,0.2,0.3,0.5,1.0",
     "chunks": "2,4,6,8,12",
@@ -29,37 +36,13 @@ FACTORS = {
     "tier": "memory,disk,cold,1GB/s,0.5GB/s",
     "encoding": "native,int8",
 }
-
-
-#: Factors whose value is the most that a prompt may have, not what it has.
-LIMITS = ("context",)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One value of the factor, and everything else as it is for all of them."""
-
-    value: str
-    workload: Workload
-    tier: BenchTier
-    geometry: str | None
-    """``None`` for a model that is loaded."""
-
-    @property
-    def place(self) -> tuple[object, ...]:
-        """What decides on the stored KV: cases that agree on it share a store."""
-        return (self.prompt, self.tier, self.workload.encoding)
-
-    @property
-    def prompt(self) -> tuple[object, ...]:
-        """What decides on a stock prefill."""
-        w = self.workload
-        return (self.geometry, w.chunks, w.chunk_tokens, w.question_tokens)
+#: Stands for what differs from row to row.
+OPEN = "…"
 
 
 @dataclass(frozen=True)
 class SweepRow:
-    """One value; speedups and floor are against stock prefill of the same run and prompt."""
+    """One value; speedups and floor are against stock prefill of the same prompt in the same run."""
 
     factor: str
     value: str
@@ -69,7 +52,7 @@ class SweepRow:
     ms: float
     """Of blend."""
     spread_ms: tuple[float, float]
-    """Lowest and highest, here and of the others."""
+    """Lowest and highest."""
     full_ms: float
     full_spread_ms: tuple[float, float]
     reuse_ms: float
@@ -78,12 +61,7 @@ class SweepRow:
     reuse_speedup: float
     floor_speedup: float
     kv_bytes: int
-    """Of the prompt's chunks, as stored."""
-
-    @property
-    def label(self) -> str:
-        """The value as it stands in tables."""
-        return f"≤ {self.value}" if self.factor in LIMITS else self.value
+    """Size of the prompt's chunks as stored."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +70,106 @@ class SweepResult:
 
     factor: str
     about: tuple[str, str]
-    """What was as it is for all values, in words."""
+    """What is equal for all values, in words."""
     rounds: int
     rows: tuple[SweepRow, ...]
 
 
+@options.spread(rounds=3)
+def sweep(
+    context: typer.Context,
+    timed: TimedModel,
+    workload: Workload,
+    factor: Annotated[str, typer.Option(help=f"One of {', '.join(FACTORS)}.")] = "ratio",
+    values: Annotated[
+        str | None, typer.Option(help="Comma-separated values of the factor.", show_default=False)
+    ] = None,
+    tier: options.Tier = "disk",
+    plot: options.Plot = None,
+    as_json: options.Json = False,
+) -> None:
+    """Time to first token over one factor, all its values in one run."""
+    if factor == "geometry" and (timed.geometry, timed.model) != (None, None):
+        raise InvalidInputError(
+            "--factor geometry with --geometry or --model; name geometries with --values"
+        )
+    require_plot(plot)
+    base = Case("", workload, parse_tier(tier), timed.geometry)
+    cases = make_cases(factor, values, base)
+    loaded: list[ModelAdapter] = []
+
+    def load(geometry: str | None) -> ModelAdapter:
+        loaded.append(bench_adapter(geometry, timed.model, timed.dtype, timed.device))
+        return loaded[-1]
+
+    with options.progress("loading") as status:
+        rows = run_sweep(load, factor, cases, status.update)
+    about = _about(factor, base, timed.model)
+    result = SweepResult(factor, about, workload.rounds, tuple(rows))
+    options.show(result, sweep_table, context, as_json, loaded[0])
+    if plot is not None:
+        write_png(sweep_figure(result), plot)
+
+
+def _about(factor: str, base: Case, model: str | None) -> tuple[str, str]:
+    """What is equal for all values; what the factor changes is left open."""
+    w = base.workload
+    chunks = OPEN if factor in ("chunks", "context") else w.chunks
+    chunk_tokens = OPEN if factor == "chunk-tokens" else w.chunk_tokens
+    ratio = OPEN if factor == "ratio" else f"{w.ratio:g}"
+    encoding = OPEN if factor == "encoding" else w.encoding
+    tier = OPEN if factor == "tier" else base.tier.name
+    return (
+        f"{model or base.geometry or OPEN}, {chunks} × {chunk_tokens} + {w.question_tokens} tokens",
+        f"{w.policy} at r = {ratio}, {encoding} KV from {tier}",
+    )
+
+
+def sweep_table(result: SweepResult) -> Table:
+    """A row for each value."""
+    limit = "≤ " if result.factor == "context" else ""
+    return table(
+        [
+            (result.factor, lambda row: f"{limit}{row.value}"),
+            ("tokens", lambda row: f"{row.prompt_tokens:,}"),
+            ("blend: TTFT ms (lowest to highest)", lambda row: spread(row.ms, row.spread_ms)),
+            ("speedup", lambda row: times(row.speedup)),
+            ("floor", lambda row: times(row.floor_speedup)),
+            ("reuse", lambda row: spread(row.reuse_ms, row.reuse_spread_ms)),
+            ("full", lambda row: spread(row.full_ms, row.full_spread_ms)),
+        ],
+        result.rows,
+        f"{', '.join(result.about)}, {result.rounds} rounds",
+    )
+
+
+# -- what is measured -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """One value of the factor, with everything else."""
+
+    value: str
+    workload: Workload
+    tier: BenchTier
+    geometry: str | None
+    """``None`` for a model that is loaded."""
+
+    @property
+    def prompt(self) -> tuple[object, ...]:
+        """What decides on the time of a stock prefill."""
+        w = self.workload
+        return (self.geometry, w.chunks, w.chunk_tokens, w.question_tokens)
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """What decides on the stored KV: cases with an equal place share a store."""
+        return (self.prompt, self.tier, self.workload.encoding)
+
+
 def make_cases(factor: str, values: str | None, base: Case) -> list[Case]:
-    """Cases for comma-separated ``values``, the usual ones by default; raises :class:`InvalidInputError`."""
+    """Cases for comma-separated ``values``, or for the default ones; raises :class:`InvalidInputError`."""
     if factor not in FACTORS:
         raise InvalidInputError(
             f"factor {factor!r} is none of {', '.join(FACTORS)}; sweep one of them"
@@ -109,110 +180,84 @@ def make_cases(factor: str, values: str | None, base: Case) -> list[Case]:
 
 def _case(factor: str, value: str, base: Case) -> Case:
     workload = base.workload
-    if factor == "geometry":
-        return replace(base, value=value, geometry=value)
-    if factor == "tier":
-        return replace(base, value=value, tier=parse_tier(value))
-    if factor == "encoding":
-        changed = replace(workload, encoding=value)
-    elif factor == "ratio":
-        changed = replace(workload, ratio=parse_ratio(value))
-    elif factor == "chunks":
-        changed = replace(workload, chunks=_count(factor, value))
-    elif factor == "chunk-tokens":
-        changed = replace(workload, chunk_tokens=_count(factor, value))
-    else:
-        chunks = (_count(factor, value) - workload.question_tokens) // workload.chunk_tokens
-        if chunks < 1:
-            raise InvalidInputError(
-                f"context {value} has no room for a chunk of {workload.chunk_tokens} tokens and "
-                f"{workload.question_tokens} of a question; take a longer one or shorter chunks"
-            )
-        changed = replace(workload, chunks=chunks)
+    match factor:
+        case "geometry":
+            return replace(base, value=value, geometry=value)
+        case "tier":
+            return replace(base, value=value, tier=parse_tier(value))
+        case "encoding":
+            changed = replace(workload, encoding=value)
+        case "ratio":
+            (ratio,) = parse_ratios(value)
+            changed = replace(workload, ratio=ratio)
+        case "chunks":
+            changed = replace(workload, chunks=_count(factor, value))
+        case "chunk-tokens":
+            changed = replace(workload, chunk_tokens=_count(factor, value))
+        case _:
+            room = _count(factor, value) - workload.question_tokens
+            if room < workload.chunk_tokens:
+                raise InvalidInputError(
+                    f"context {value} has no room for a chunk of {workload.chunk_tokens} tokens and a "
+                    f"question of {workload.question_tokens}; take a longer context or shorter chunks"
+                )
+            changed = replace(workload, chunks=room // workload.chunk_tokens)
     return replace(base, value=value, workload=changed)
 
 
-def parse_ratio(value: str) -> float:
-    """A number in [0, 1]; raises :class:`InvalidInputError`."""
-    try:
-        ratio = float(value)
-    except ValueError as exc:
-        raise InvalidInputError(
-            f"ratio {value!r}: expected comma-separated numbers in [0, 1]"
-        ) from exc
-    if not 0.0 <= ratio <= 1.0:
-        raise InvalidInputError(f"ratio {ratio} is outside [0, 1]")
-    return ratio
-
-
 def _count(factor: str, value: str) -> int:
-    if not value.isdecimal() or int(value) < 1:
-        raise InvalidInputError(
-            f"{factor} {value!r}: expected comma-separated whole numbers of 1 or more"
-        )
-    return int(value)
+    return whole_numbers(value, factor, "4")[0]
 
 
 @torch.inference_mode()
 def run_sweep(
-    adapter_of: Callable[[str | None], ModelAdapter],
+    load: Callable[[str | None], ModelAdapter],
     factor: str,
     cases: Sequence[Case],
-    tick: Callable[[str], None] = lambda text: None,
+    tick: Tick = silent,
 ) -> list[SweepRow]:
-    """Rows in the order of ``cases``; ``adapter_of(geometry)`` is asked once for each that they name."""
+    """Rows in the order of ``cases``; ``load(geometry)`` is called once for each geometry."""
     with ExitStack() as stores:
-        adapters = {g: adapter_of(g) for g in dict.fromkeys(case.geometry for case in cases)}
-        benches: dict[object, tuple[TtftBench, TierStore]] = {}
+        adapters = {g: load(g) for g in dict.fromkeys(case.geometry for case in cases)}
+        benches: dict[object, tuple[PromptBench, TierStore]] = {}
         for case in cases:
             if case.place not in benches:
                 tick(f"encoding the chunks, {factor} {case.value}")
                 there = stores.enter_context(tier_store(case.tier))
-                bench = TtftBench(adapters[case.geometry], case.workload, there.store)
+                bench = PromptBench(adapters[case.geometry], case.workload, there.store)
                 benches[case.place] = bench, there
-        return _measure(factor, cases, benches, tick)
+        ways: dict[object, Callable[[], object]] = {}
+        places: dict[object, TierStore] = {}
+        for case in cases:
+            bench, there = benches[case.place]
+            blend = partial(bench.blended, ratio=case.workload.ratio)
+            # Cases share stock prefills of equal prompts and reuse of equal stores.
+            shared: dict[object, Callable[[], object]] = {
+                ("full", case.prompt): bench.full,
+                ("reuse", case.place): bench.reuse,
+            }
+            shared["blend", case] = blend
+            for name, way in shared.items():
+                ways.setdefault(name, way)
+                places.setdefault(name, there)
+
+        device = adapters[cases[0].geometry].device
+        timed = {name: partial(milliseconds, way, device) for name, way in ways.items()}
+        samples = run_rounds(
+            timed,
+            cases[0].workload.rounds,
+            tick,
+            lambda name: places[name].prepare(),
+            lambda: settle_all(places.values()),
+        )
+        timings = {name: Timing.of(ms) for name, ms in samples.items()}
+        return [_row(factor, case, benches[case.place][0], timings) for case in cases]
 
 
-def _measure(
-    factor: str,
-    cases: Sequence[Case],
-    benches: dict[object, tuple[TtftBench, TierStore]],
-    tick: Callable[[str], None],
-) -> list[SweepRow]:
-    ways: dict[str, Callable[[], object]] = {}
-    stores: dict[str, TierStore] = {}
-    for case in cases:
-        bench, there = benches[case.place]
-        blend = _blend(bench, case.workload)
-        found = {_name("full", case.prompt): bench.full, _name("reuse", case.place): bench.reuse}
-        for name, way in {**found, _name("blend", case): blend}.items():
-            ways.setdefault(name, way)
-            stores.setdefault(name, there)
-    tick("warming up")
-    for way in ways.values():
-        way()
-    for there in stores.values():
-        there.settle()
-    device = next(iter(benches.values()))[0].adapter.device
-    rounds = cases[0].workload.rounds
-    timings = interleaved(ways, rounds, device, tick, lambda name: stores[name].prepare())
-    return [_row(factor, case, benches[case.place][0], timings) for case in cases]
-
-
-def _name(way: str, key: object) -> str:
-    return f"{way} {key!r}"
-
-
-def _blend(bench: TtftBench, workload: Workload) -> Callable[[], object]:
-    return lambda: bench.blended("blend", workload.policy, workload.ratio)
-
-
-def _row(factor: str, case: Case, bench: TtftBench, timings: dict[str, Timing]) -> SweepRow:
-    workload = case.workload
-    counts = bench.blended("blend", workload.policy, workload.ratio)[1]
-    blend = timings[_name("blend", case)]
-    full = timings[_name("full", case.prompt)]
-    reuse = timings[_name("reuse", case.place)]
+def _row(factor: str, case: Case, bench: PromptBench, timings: dict[object, Timing]) -> SweepRow:
+    counts = bench.blended(ratio=case.workload.ratio)[1]
+    blend, full = timings["blend", case], timings["full", case.prompt]
+    reuse = timings["reuse", case.place]
     return SweepRow(
         factor=factor,
         value=case.value,
@@ -220,11 +265,11 @@ def _row(factor: str, case: Case, bench: TtftBench, timings: dict[str, Timing]) 
         ratio=counts.ratio,
         charged_ratio=counts.charged_ratio,
         ms=blend.median,
-        spread_ms=(blend.low, blend.high),
+        spread_ms=blend.spread,
         full_ms=full.median,
-        full_spread_ms=(full.low, full.high),
+        full_spread_ms=full.spread,
         reuse_ms=reuse.median,
-        reuse_spread_ms=(reuse.low, reuse.high),
+        reuse_spread_ms=reuse.spread,
         speedup=full.median / blend.median,
         reuse_speedup=full.median / reuse.median,
         floor_speedup=bench.floor_speedup(counts),

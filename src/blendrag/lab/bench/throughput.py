@@ -1,121 +1,186 @@
-"""First tokens per second by batch size: stock prefill, full reuse and blend in one run.
+"""``blendrag bench throughput``: first tokens per second of full, reuse and blend by batch size.
 
-The same requests are answered by every way at every batch size, in groups of that many, so that all
-figures are of the same work: chunks of one pool in another order each, and questions of different lengths.
-Stock prefill takes a group as one padded batch; reuse and blend take it as one packed sequence
-(:mod:`blendrag.fusor.pack`). Rounds are interleaved. Inside and outside of the time is what
-:mod:`blendrag.lab.bench.ttft` says.
+Every way answers the same requests at every batch size. Stock prefill takes a batch as one padded batch;
+reuse and blend take it as one packed sequence (:mod:`blendrag.fusor.pack`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Annotated
 
 import torch
+import typer
 
 from blendrag.config import Mode
 from blendrag.errors import InvalidInputError
-from blendrag.fusor import Fusor, PackedPrompt, Prefilled
-from blendrag.fusor.selection import Schedule, make_policy
-from blendrag.lab.bench.rounds import Timing, interleaved
-from blendrag.lab.bench.throughput_results import ThroughputResult, ThroughputRow
-from blendrag.lab.bench.tiers import ON_DISK, BenchTier, tier_store
-from blendrag.lab.bench.workload import NEW_TOKENS, PREFIX_IDS, Workload, random_plan, whole_numbers
+from blendrag.fusor import PackedPrompt, Prefilled
+from blendrag.lab.bench import options
+from blendrag.lab.bench.geometry import TimedModel
+from blendrag.lab.bench.rounds import Tick, Timing, silent
+from blendrag.lab.bench.tiers import ON_DISK, BenchTier, parse_tier, tier_store
+from blendrag.lab.bench.workload import (
+    NEW_TOKENS,
+    BlendResult,
+    StoredChunks,
+    Workload,
+    conditions,
+    random_prompt,
+    stock_prefill,
+    whole_numbers,
+)
+from blendrag.lab.tables import Table, figure, times
 from blendrag.model import ModelAdapter
-from blendrag.planning.controller import Controller, PlanOptions
 from blendrag.store import KVStore
-from blendrag.store.identity import chunk_key
 from blendrag.text.prompt import PromptPlan, Segment
 
-#: Questions differ in length by up to this share, so that padding has something to pad.
+#: Questions differ in length by up to this share, so that batches need padding.
 SHORTER = 0.5
 WAYS = ("full", "reuse", "blend")
 
 
+@dataclass(frozen=True)
+class ThroughputRow:
+    """One way at one batch size."""
+
+    way: str
+    batch_size: int
+    first_tokens_per_s: float
+    """Of the median round."""
+    spread: tuple[float, float]
+    """Lowest and highest."""
+    batch_ms: float
+    """Until a batch has its first tokens, all at once."""
+    over_full: float
+    """Against stock prefill at batch size 1."""
+    over_alone: float
+    """Against the same way at batch size 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThroughputResult(BlendResult):
+    """One run."""
+
+    requests: int
+    prompt_tokens: tuple[int, int]
+    """Of the shortest and the longest prompt."""
+    rows: tuple[ThroughputRow, ...]
+
+
+@options.spread(rounds=3)
+def throughput(
+    context: typer.Context,
+    timed: TimedModel,
+    workload: Workload,
+    batch_size: Annotated[
+        str, typer.Option(help="Prompts per batch, comma-separated.")
+    ] = "1,2,4,8",
+    tier: options.Tier = "disk",
+    as_json: options.Json = False,
+) -> None:
+    """First tokens per second of full, reuse and blend by batch size."""
+    sizes, wanted = whole_numbers(batch_size, "batch sizes", "1,2,4,8"), parse_tier(tier)
+    options.run_bench(
+        context,
+        timed,
+        lambda adapter, tick: run_throughput(adapter, workload, sizes, tick, wanted),
+        throughput_table,
+        as_json,
+    )
+
+
+def throughput_table(result: ThroughputResult) -> Table:
+    """A row for each batch size."""
+    low, high = result.prompt_tokens
+    found = {(row.way, row.batch_size): row for row in result.rows}
+    ways, sizes = (list(dict.fromkeys(part)) for part in zip(*found, strict=True))
+
+    def cell(row: ThroughputRow) -> str:
+        rates = f"{figure(row.spread[0])} to {figure(row.spread[1])}"
+        return f"{figure(row.first_tokens_per_s)} ({rates}), {times(row.over_alone)}"
+
+    return Table(
+        ("batch size", *(f"{way}: first tokens/s (lowest to highest), over batch size 1" for way in ways)),
+        [(str(size), *(cell(found[way, size]) for way in ways)) for size in sizes],
+        f"{result.requests} prompts of {low:,} to {high:,} tokens: {result.about}",
+    )  # fmt: skip
+
+
 class ThroughputBench:
-    """Requests over chunks in a store, and one callable for each way."""
+    """Requests over chunks in a store, and a method for each way."""
 
     def __init__(
         self, adapter: ModelAdapter, workload: Workload, requests: int, store: KVStore
     ) -> None:
-        adapter.require_blendable()
-        self.adapter = adapter
-        self.workload = workload
-        self._fusor = Fusor(adapter)
-        namespace = adapter.identity.encoded(workload.encoding).namespace
-        self._controller = Controller(adapter, store, namespace, PREFIX_IDS, 1, workload.encoding)
-        self.plans = _plans(random_plan(adapter, workload), requests)
-        for segment in self.plans[0].chunks:
-            kv = adapter.encode(PREFIX_IDS, segment.stored_ids)
-            kept = replace(kv, layout=kv.layout.encoded(workload.encoding))
-            store.put(namespace, chunk_key(namespace, PREFIX_IDS, segment.stored_ids), kept)
+        self.adapter, self._stored = adapter, StoredChunks(adapter, workload, store)
+        self.plans = _plans(random_prompt(adapter, workload), requests)
+        self._stored.put(segment.stored_ids for segment in self.plans[0].chunks)
 
     def check(self, batch_sizes: Sequence[int]) -> None:
-        """Raise :class:`InvalidInputError` for sizes that cannot be measured."""
-        if max(batch_sizes) > 1 and not self._fusor.packs:
+        """Raise :class:`InvalidInputError` for sizes that this model cannot batch."""
+        if max(batch_sizes) > 1 and not self._stored.fusor.packs:
             raise InvalidInputError(
-                f"batch sizes {', '.join(map(str, batch_sizes))}, but the attention of "
-                f"{self.adapter.model_id} takes masks, so its prompts are prefilled one after another; "
-                "leave out all but 1"
+                f"batch sizes {', '.join(map(str, batch_sizes))}: the attention of "
+                f"{self.adapter.model_id} takes masks, so its prompts cannot be packed; use only 1"
             )
 
     def full(self, batch_size: int) -> list[int]:
-        """Stock prefill of padded batches, last logits only; nothing is padded in a batch of one."""
+        """Stock prefill of padded batches; a batch of one is not padded."""
         tokens: list[int] = []
-        for plans in _groups(self.plans, batch_size):
+        for plans in self._batches(batch_size):
             ids, mask = _padded([plan.ids for plan in plans], self.adapter.device)
-            given = (
-                {} if len(plans) == 1 else {"attention_mask": mask, "position_ids": _places(mask)}
-            )
-            out = self.adapter.model(input_ids=ids, use_cache=True, logits_to_keep=1, **given)
+            if len(plans) == 1:
+                tokens.append(stock_prefill(self.adapter, ids))
+                continue
+            positions = (mask.cumsum(-1) - 1).clamp_min(0)
+            out = self.adapter.model(
+                input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True,
+                logits_to_keep=1,
+            )  # fmt: skip
             tokens += out.logits[:, -1].argmax(-1).tolist()
         return tokens
 
     def reuse(self, batch_size: int) -> list[int]:
-        """Load from the store, compute the questions only."""
+        """Load all chunks and compute only the questions."""
         return self._loaded(batch_size, "reuse", "reuse", 0.0)
 
     def blend(self, batch_size: int) -> list[int]:
-        """Load from the store, recompute by the workload's policy and ratio."""
-        return self._loaded(batch_size, "blend", self.workload.policy, self.workload.ratio)
+        """Load all chunks and recompute as the workload says."""
+        return self._loaded(batch_size, "blend")
 
-    def _loaded(self, batch_size: int, mode: Mode, policy: str, ratio: float) -> list[int]:
+    def _loaded(
+        self, batch_size: int, mode: Mode, policy: str | None = None, ratio: float | None = None
+    ) -> list[int]:
         tokens: list[int] = []
-        for plans in _groups(self.plans, batch_size):
-            with ExitStack() as opened:
-                prompts = [self._prompt(plan, mode, policy, ratio, opened) for plan in plans]
+        for plans in self._batches(batch_size):
+            with ExitStack() as stack:
+                prompts = []
+                for plan in plans:
+                    opened = self._stored.opened(plan, mode, policy, ratio)
+                    request = stack.enter_context(opened).request(len(plan.ids))
+                    ids = torch.tensor([plan.ids], device=self.adapter.device)  # [1, N]
+                    prompts.append(PackedPrompt(ids, request, NEW_TOKENS))
                 tokens += self._first_tokens(prompts)
         return tokens
 
-    def _prompt(
-        self, plan: PromptPlan, mode: Mode, policy: str, ratio: float, opened: ExitStack
-    ) -> PackedPrompt:
-        schedule = Schedule.parse(self.workload.schedule)
-        options = PlanOptions(mode, make_policy(policy), lambda _: schedule, ratio)
-        load = self._controller.plan(plan, options)
-        opened.callback(load.close)
-        if len(load.spans) != self.workload.chunks:
-            raise InvalidInputError("a bench chunk is not in the store any more; run again")
-        request = load.request(len(plan.ids))
-        return PackedPrompt(
-            torch.tensor([plan.ids], device=self.adapter.device), request, NEW_TOKENS
-        )
-
     def _first_tokens(self, prompts: Sequence[PackedPrompt]) -> list[int]:
+        fusor = self._stored.fusor
         if len(prompts) == 1:
-            (alone,) = prompts
-            logits, _, _ = self._fusor.prefill(alone.ids, alone.request, NEW_TOKENS)
+            logits, _, _ = fusor.prefill(prompts[0].ids, prompts[0].request, NEW_TOKENS)
             return [int(logits[0, -1].argmax())]
         prefilled: list[Prefilled] = []
-        for outcome in self._fusor.batched_prefill(prompts):
+        for outcome in fusor.batched_prefill(prompts):
             if isinstance(outcome, Exception):
                 raise outcome
             prefilled.append(outcome)
-        found: list[int] = self._fusor.first_logits(prefilled).argmax(-1).tolist()
+        found: list[int] = fusor.first_logits(prefilled).argmax(-1).tolist()
         return found
+
+    def _batches(self, size: int) -> list[Sequence[PromptPlan]]:
+        return [self.plans[at : at + size] for at in range(0, len(self.plans), size)]
 
 
 @torch.inference_mode()
@@ -123,10 +188,10 @@ def run_throughput(
     adapter: ModelAdapter,
     workload: Workload,
     batch_sizes: Sequence[int],
-    tick: Callable[[str], None] = lambda text: None,
+    tick: Tick = silent,
     tier: BenchTier = ON_DISK,
 ) -> ThroughputResult:
-    """Interleaved rounds of every way at every batch size; as many requests as the largest batch has.
+    """Rounds of every way at every batch size, over as many requests as the largest batch has.
 
     Raises :class:`InvalidInputError`.
     """
@@ -137,52 +202,33 @@ def run_throughput(
         bench.check(batch_sizes)
         sizes = sorted({1, *batch_sizes})
         ways = {(way, size): partial(getattr(bench, way), size) for size in sizes for way in WAYS}
-        tick("warming up")
-        for way in ways.values():
-            way()
-        there.settle()
-        named = {f"{way} {size}": call for (way, size), call in ways.items()}
-        timings = interleaved(
-            named, workload.rounds, adapter.device, tick, lambda name: there.prepare()
-        )
+        timings = there.time_ways(ways, workload.rounds, adapter.device, tick)
     lengths = [len(plan.ids) for plan in bench.plans]
     return ThroughputResult(
-        adapter.model_id,
-        adapter.layout.dtype,
-        str(adapter.device),
-        torch.get_num_threads(),
-        requests,
-        (min(lengths), max(lengths)),
-        workload.policy,
-        workload.ratio,
-        tier.name,
-        workload.encoding,
-        workload.rounds,
-        tuple(_row(way, size, requests, timings) for way, size in ways),
+        **conditions(adapter, workload, tier.name),
+        requests=requests,
+        prompt_tokens=(min(lengths), max(lengths)),
+        rows=tuple(_row(way, size, requests, timings) for way, size in ways),
     )
 
 
-def _row(way: str, size: int, requests: int, timings: dict[str, Timing]) -> ThroughputRow:
-    timing = timings[f"{way} {size}"]
-    batches = -(-requests // size)
+def _row(
+    way: str, size: int, requests: int, timings: dict[tuple[str, int], Timing]
+) -> ThroughputRow:
+    timing = timings[way, size]
     return ThroughputRow(
-        way,
-        size,
-        1e3 * requests / timing.median,
-        (1e3 * requests / timing.high, 1e3 * requests / timing.low),
-        timing.median / batches,
-        timings["full 1"].median / timing.median,
-        timings[f"{way} 1"].median / timing.median,
+        way=way,
+        batch_size=size,
+        first_tokens_per_s=1e3 * requests / timing.median,
+        spread=(1e3 * requests / timing.high, 1e3 * requests / timing.low),
+        batch_ms=timing.median / -(-requests // size),
+        over_full=timings["full", 1].median / timing.median,
+        over_alone=timings[way, 1].median / timing.median,
     )
-
-
-def parse_batch_sizes(text: str) -> list[int]:
-    """``"1,2,4"``; raises :class:`InvalidInputError`."""
-    return whole_numbers(text, "batch sizes", "1,2,4,8")
 
 
 def _plans(first: PromptPlan, requests: int) -> list[PromptPlan]:
-    """The chunks of ``first`` in another order each, and questions that differ in length and words."""
+    """The chunks of ``first`` in different orders, with questions of different lengths and words."""
     *chunks, question = first.segments
     plans = []
     for number in range(requests):
@@ -198,14 +244,10 @@ def _plans(first: PromptPlan, requests: int) -> list[PromptPlan]:
     return plans
 
 
-def _groups(plans: Sequence[PromptPlan], size: int) -> list[Sequence[PromptPlan]]:
-    return [plans[at : at + size] for at in range(0, len(plans), size)]
-
-
 def _padded(
     prompts: Sequence[Sequence[int]], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask ``[B, N]``, padding before the prompts."""
+    """Ids and mask ``[B, N]``, with padding before the prompts."""
     longest = max(len(ids) for ids in prompts)
     ids = torch.zeros((len(prompts), longest), dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -213,8 +255,3 @@ def _padded(
         ids[row, longest - len(prompt) :] = torch.tensor(prompt)
         mask[row, longest - len(prompt) :] = 1
     return ids.to(device), mask.to(device)
-
-
-def _places(mask: torch.Tensor) -> torch.Tensor:
-    """Positions of the tokens behind the padding."""
-    return (mask.cumsum(-1) - 1).clamp_min(0)

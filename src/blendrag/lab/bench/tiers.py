@@ -1,55 +1,57 @@
-"""Where a measurement's KV comes from: memory, disk, a disk out of the page cache, or a slower disk.
+"""Where the KV of a measurement comes from: memory, disk, a disk without page cache, or a throttled disk.
 
-Owns a scratch store in one tier, and the wrapper that delivers at so many bytes a second. A throttled
-read is the store's own verified, decoding read from a warm disk, which returns no earlier than a device
-of that throughput would: all its readers share the device, and what the read itself takes is inside.
+A throttled read is the store's own verified read from a warm disk that returns no earlier than a device of
+that throughput would deliver. All readers of a store share the device.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from blendrag.errors import InvalidInputError
+from blendrag.lab.bench.rounds import Name, Tick, Timing, milliseconds, run_rounds
 from blendrag.lab.bench.scratch import scratch
-from blendrag.lab.bench.store_cold import drop, is_cold
 from blendrag.planning.profile import COLD, DISK, MEMORY
-from blendrag.planning.tier_times import cached_share
+from blendrag.planning.tier_times import COLD_SHARE, cached_share
 from blendrag.store import KVReader, KVStore, open_store
 from blendrag.store.encodings import stored_layer_bytes
 from blendrag.store.kv import KVLayout
 from blendrag.store.tiered import TieredStore
 
-#: Room for any workload; the free space of the disk still counts.
+#: A limit that no workload reaches; the free space of the disk still applies.
 AMPLE_BYTES = 1 << 40
-TIERS = ("memory", "disk", "cold")
-_SPEED = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([kmgt]?)b/s\s*", re.IGNORECASE)
-#: The slowest device that is simulated: from anything slower, KV takes hours.
+#: Names of tiers → their names in a profile, which their readers report too.
+TIERS = {"memory": MEMORY, "disk": DISK, "cold": COLD}
+#: The slowest device that is simulated; from a slower one, reading KV takes hours.
 MIN_BYTES_PER_S = 1e3
+_SPEED = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([kmgt]?)b/s\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class BenchTier:
-    """One of :data:`TIERS`, or a disk of ``bytes_per_s``, which its ``name`` says."""
+    """One of :data:`TIERS`, or a disk of ``bytes_per_s``, whose name is its throughput."""
 
     name: str
     bytes_per_s: float | None = None
 
     @property
     def profiled(self) -> str:
-        """Its name in a profile, and where its readers say they read from."""
-        return {"memory": MEMORY, "disk": DISK, "cold": COLD}.get(self.name, self.name)
+        """Its name in a profile."""
+        return TIERS.get(self.name, self.name)
 
 
-ON_DISK = BenchTier(DISK)
+ON_DISK = BenchTier("disk")
 
 
 def parse_tier(text: str) -> BenchTier:
@@ -75,6 +77,17 @@ def _throughput(text: str) -> float:
     return float(match[1]) * 1000 ** "_KMGT".index(match[2].upper() or "_") if match else 0.0
 
 
+def drop_cached(paths: Iterable[Path]) -> None:
+    """Write these files to disk and ask the system to drop them from the page cache."""
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
 class Throttle:
     """A device that delivers ``bytes_per_s``, one read after the other. Thread-safe."""
 
@@ -84,7 +97,7 @@ class Throttle:
         self._free_at = 0.0
 
     def begin(self, size_bytes: int) -> float:
-        """When a read of so many bytes, asked for now, is delivered, by ``time.perf_counter()``."""
+        """When a read that starts now will be delivered, in seconds of ``time.perf_counter()``."""
         with self._lock:
             begins = max(time.perf_counter(), self._free_at)
             self._free_at = begins + size_bytes / self._bytes_per_s
@@ -92,12 +105,12 @@ class Throttle:
 
 
 class ThrottledReader:
-    """A :class:`KVReader` of another reader's bytes, as stored under ``layout``, through ``device``."""
+    """A :class:`KVReader` that reads stored bytes of ``layout`` through ``device``."""
 
     def __init__(
         self, reader: KVReader, layout: KVLayout, device: Throttle, tier: str | None = None
     ) -> None:
-        """``tier`` is what it calls itself; the reader's own name by default."""
+        """``tier`` is the name it reports; by default the reader's."""
         self._reader, self._layout, self._device = reader, layout, device
         self.key, self.tokens, self.tier = reader.key, reader.tokens, tier or reader.tier
 
@@ -115,7 +128,7 @@ class ThrottledReader:
 
 
 class ThrottledStore:
-    """A :class:`KVStore` whose reads are throttled; everything else is the store's own."""
+    """A :class:`KVStore` with throttled reads."""
 
     def __init__(self, store: KVStore, device: Throttle, tier: str | None = None) -> None:
         self._store, self._device, self._tier = store, device, tier
@@ -130,7 +143,7 @@ class ThrottledStore:
 
 
 class TierStore:
-    """A scratch store of one tier, and what must be done for its KV to lie there."""
+    """A temporary store of one tier, and what puts its KV into that tier."""
 
     def __init__(self, tier: BenchTier, store: KVStore, root: Path) -> None:
         self.tier = tier
@@ -138,31 +151,51 @@ class TierStore:
         self._root = root
 
     def settle(self) -> None:
-        """After a first use of all its KV: what goes into memory is there."""
+        """After the first use of all KV: wait until it is in memory, if it goes there."""
         if isinstance(self.store, TieredStore):
             self.store.drain()
 
-    def prepare(self) -> None:
-        """Before every measurement, outside its time. Raises :class:`InvalidInputError` where the
-        system keeps the files in its cache whatever it is told."""
+    def prepare(self, name: object = None) -> None:
+        """Before every measurement, outside its time: drop a cold tier's files from the page cache.
+
+        Raises :class:`InvalidInputError` if the system keeps them.
+        """
         if self.tier.name != "cold":
             return
         files = [path for path in (self._root / "kv").rglob("*") if path.is_file()]
-        drop(files)
+        drop_cached(files)
         left = cached_share(files)
-        if not is_cold(left):
+        if left > COLD_SHARE:
             raise InvalidInputError(
                 f"tier cold cannot be measured in {self._root.parent}: {left:.0%} of the files stay in the "
                 "page cache; set TMPDIR to a directory on a disk"
             )
 
+    def time_ways(
+        self,
+        ways: Mapping[Name, Callable[[], object]],
+        rounds: int,
+        device: torch.device,
+        tick: Tick,
+    ) -> dict[Name, Timing]:
+        """Milliseconds of each way over rounds from this tier."""
+        timed = {name: partial(milliseconds, way, device) for name, way in ways.items()}
+        samples = run_rounds(timed, rounds, tick, self.prepare, self.settle)
+        return {name: Timing.of(ms) for name, ms in samples.items()}
+
+
+def settle_all(stores: Iterable[TierStore]) -> None:
+    """:meth:`TierStore.settle` for each."""
+    for there in stores:
+        there.settle()
+
 
 @contextmanager
 def tier_store(tier: BenchTier, limit_bytes: int = AMPLE_BYTES) -> Iterator[TierStore]:
-    """A scratch store of at most ``limit_bytes``, which is removed afterwards."""
+    """A temporary store of at most ``limit_bytes``."""
     with scratch() as directory:
         root = directory / "store"
-        ram_bytes = limit_bytes if tier.name == MEMORY else 0
+        ram_bytes = limit_bytes if tier.name == "memory" else 0
         store = open_store(root, ram_bytes=ram_bytes, disk_bytes=limit_bytes)
         try:
             given: Any = store

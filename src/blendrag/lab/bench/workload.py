@@ -1,47 +1,140 @@
-"""What is measured: a prompt of random chunks and a question, and how it is blended."""
+"""What benches measure: a prompt of random chunks and a question, and the ways to its first token."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 import torch
+import typer
 
-from blendrag.config import DEFAULT_POLICY, UNCALIBRATED_SCHEDULE
+from blendrag.config import DEFAULT_POLICY, UNCALIBRATED_SCHEDULE, Mode
 from blendrag.errors import InvalidInputError
+from blendrag.fusor import BlendRequest, Fusor
+from blendrag.fusor.loader import LoadedSpan
+from blendrag.fusor.request import FusionCounts
+from blendrag.fusor.selection import Schedule, make_policy, policy_names
+from blendrag.lab.bench.options import Count, Ratio, Rounds
 from blendrag.model import ModelAdapter
-from blendrag.store.encodings import ENCODINGS
-from blendrag.store.identity import NATIVE_ENCODING
+from blendrag.planning.controller import Controller, PlanOptions
+from blendrag.planning.plan import Plan
+from blendrag.store import KVStore
+from blendrag.store.encodings import ENCODINGS, stored_chunk_bytes
+from blendrag.store.identity import NATIVE_ENCODING, chunk_key
 from blendrag.text.prompt import PromptPlan, Segment
 
-#: Behind what the bench's chunks are encoded; the prompt begins with a chunk, so none of them is exact.
+#: The prefix that chunks are encoded behind. The prompt starts with a chunk, so no chunk is exact.
 PREFIX_IDS = (1,)
-#: Headroom of a blended cache, in tokens of the answer.
+#: Room for the answer in a blended cache, in tokens.
 NEW_TOKENS = 32
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A prompt of chunks and a question, and how it is blended."""
+    """A prompt of chunks and a question, how it is blended, and how its KV is stored."""
 
-    chunks: int = 6
-    chunk_tokens: int = 512
-    question_tokens: int = 32
-    ratio: float = 0.15
-    policy: str = DEFAULT_POLICY
-    schedule: str = UNCALIBRATED_SCHEDULE
-    rounds: int = 5
-    encoding: str = NATIVE_ENCODING
+    chunks: Count = 6
+    chunk_tokens: Count = 512
+    question_tokens: Count = 32
+    ratio: Ratio = 0.15
+    policy: Annotated[str, typer.Option(help=f"{policy_names()}.")] = DEFAULT_POLICY
+    schedule: Annotated[
+        str, typer.Option(help="constant, linear, geometric[:g], first:m or one per layer.")
+    ] = UNCALIBRATED_SCHEDULE
+    rounds: Rounds = 5
+    encoding: Annotated[str, typer.Option(help="How KV is stored: native, int8 or fp8.")] = (
+        NATIVE_ENCODING
+    )
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.chunks * self.chunk_tokens + self.question_tokens
+
+    def check(self, adapter: ModelAdapter) -> None:
+        """Raise :class:`InvalidInputError` if this cannot be measured on the model."""
+        if self.encoding not in ENCODINGS:
+            raise InvalidInputError(
+                f"encoding {self.encoding!r} is not one of {', '.join(ENCODINGS)}; choose one of them"
+            )
+        if self.prompt_tokens > adapter.context_tokens:
+            raise InvalidInputError(
+                f"a prompt of {self.prompt_tokens} tokens exceeds the context of "
+                f"{adapter.context_tokens}; take fewer or shorter chunks"
+            )
 
 
-def random_plan(adapter: ModelAdapter, workload: Workload) -> PromptPlan:
-    """Chunks of random ids, back to back, and a question of random ids."""
-    check(adapter, workload)
+@dataclass(frozen=True, kw_only=True)
+class BlendResult:
+    """What results of benches that blend say about their run."""
+
+    model: str
+    dtype: str
+    device: str
+    threads: int
+    policy: str
+    schedule: str
+    ratio: float
+    tier: str
+    encoding: str
+    rounds: int
+
+    @property
+    def about(self) -> str:
+        """The run in words."""
+        rounds = f"{self.rounds} round{'s' if self.rounds > 1 else ''}"
+        return (
+            f"{self.model}, policy {self.policy} at r = {self.ratio:.3g}, schedule {self.schedule}, "
+            f"{self.encoding} KV from {self.tier}, {rounds}"
+        )
+
+
+def conditions(adapter: ModelAdapter, workload: Workload, tier: str) -> dict[str, Any]:
+    """Values for the fields of :class:`BlendResult`."""
+    return {
+        "model": adapter.model_id,
+        "dtype": adapter.layout.dtype,
+        "device": str(adapter.device),
+        "threads": torch.get_num_threads(),
+        "policy": workload.policy,
+        "schedule": str(Schedule.parse(workload.schedule)),
+        "ratio": workload.ratio,
+        "tier": tier,
+        "encoding": workload.encoding,
+        "rounds": workload.rounds,
+    }
+
+
+def whole_numbers(text: str, what: str, example: str) -> list[int]:
+    """``"1,2,4"`` → numbers; raises :class:`InvalidInputError`, which calls them ``what``."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise InvalidInputError(
+            f"{what} {text!r}: expected comma-separated whole numbers of 1 or more, such as {example}"
+        )
+    return [int(part) for part in parts]
+
+
+def parse_ratios(text: str) -> list[float]:
+    """``"0.1,0.5"`` → numbers in [0, 1]; raises :class:`InvalidInputError`."""
+    try:
+        ratios = [float(part) for part in text.split(",")]
+    except ValueError:
+        ratios = []
+    if not ratios or not all(0.0 <= ratio <= 1.0 for ratio in ratios):
+        raise InvalidInputError(f"ratio {text!r}: expected comma-separated numbers in [0, 1]")
+    return ratios
+
+
+def random_prompt(adapter: ModelAdapter, workload: Workload) -> PromptPlan:
+    """Chunks of random ids followed by a question of random ids."""
+    workload.check(adapter)
     vocab = adapter.model.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(0)
     segments: list[Segment] = []
     position = 0
-    lengths: Sequence[int] = [workload.chunk_tokens] * workload.chunks
+    lengths = [workload.chunk_tokens] * workload.chunks
     for number, length in enumerate([*lengths, workload.question_tokens]):
         ids = tuple(torch.randint(2, vocab, (length,), generator=generator).tolist())
         chunk = f"chunk-{number}" if number < workload.chunks else None
@@ -50,33 +143,114 @@ def random_plan(adapter: ModelAdapter, workload: Workload) -> PromptPlan:
     return PromptPlan(tuple(segments))
 
 
-def check(adapter: ModelAdapter, workload: Workload) -> None:
-    """Raise :class:`InvalidInputError` for a workload that cannot be measured on this model."""
-    counts = (workload.chunks, workload.chunk_tokens, workload.question_tokens, workload.rounds)
-    if min(counts) < 1:
-        raise InvalidInputError(
-            "chunks, chunk-tokens, question-tokens and rounds must be 1 or more, not "
-            f"{', '.join(map(str, counts))}"
+class StoredChunks:
+    """Chunks in a store, and what it takes to blend prompts over them."""
+
+    def __init__(self, adapter: ModelAdapter, workload: Workload, store: KVStore) -> None:
+        adapter.require_blendable()
+        self.adapter, self.workload, self._store = adapter, workload, store
+        self.fusor = Fusor(adapter)
+        self._namespace = adapter.identity.encoded(workload.encoding).namespace
+        self.controller = Controller(
+            adapter, store, self._namespace, PREFIX_IDS, 1, workload.encoding
         )
-    if workload.encoding not in ENCODINGS:
-        raise InvalidInputError(
-            f"encoding {workload.encoding!r} is not one of {', '.join(ENCODINGS)}; take one of them"
+
+    def put(self, chunks: Iterable[Sequence[int]]) -> None:
+        """Encode and store chunks of these ids."""
+        for ids in chunks:
+            kv = self.adapter.encode(PREFIX_IDS, ids)
+            kept = replace(kv, layout=kv.layout.encoded(self.workload.encoding))
+            self._store.put(self._namespace, chunk_key(self._namespace, PREFIX_IDS, ids), kept)
+
+    @contextmanager
+    def opened(
+        self,
+        prompt: PromptPlan,
+        mode: Mode = "blend",
+        policy: str | None = None,
+        ratio: float | None = None,
+        schedule: str | None = None,
+    ) -> Iterator[Plan]:
+        """Open every chunk of the prompt in the store; by default to blend as the workload says."""
+        options = self.plan_options(mode, policy, ratio, schedule)
+        with closing(self.controller.plan(prompt, options)) as plan:
+            if plan.missing:
+                raise InvalidInputError("a bench chunk is no longer in the store; run again")
+            yield plan
+
+    def plan_options(
+        self,
+        mode: Mode = "blend",
+        policy: str | None = None,
+        ratio: float | None = None,
+        schedule: str | None = None,
+    ) -> PlanOptions:
+        """What a request asks for; by default what the workload says."""
+        workload = self.workload
+        parsed = Schedule.parse(schedule or workload.schedule)
+        return PlanOptions(
+            mode,
+            make_policy(policy or workload.policy),
+            lambda _: parsed,
+            workload.ratio if ratio is None else ratio,
         )
-    total = workload.chunks * workload.chunk_tokens + workload.question_tokens
-    if total > adapter.context_tokens:
-        raise InvalidInputError(
-            f"a prompt of {total} tokens passes the context of {adapter.context_tokens}; "
-            "take fewer or shorter chunks"
-        )
-    if not 0.0 <= workload.ratio <= 1.0:
-        raise InvalidInputError(f"ratio {workload.ratio} is outside [0, 1]")
 
 
-def whole_numbers(text: str, what: str, example: str) -> list[int]:
-    """``"1,2,4"`` → numbers; raises :class:`InvalidInputError`, naming ``what`` they are."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise InvalidInputError(
-            f"{what} {text!r}, expected whole numbers from 1 on, with commas between them; write {example}"
-        )
-    return [int(part) for part in parts]
+class PromptBench:
+    """One random prompt over stored chunks, and the ways to its first token."""
+
+    def __init__(self, adapter: ModelAdapter, workload: Workload, store: KVStore) -> None:
+        self.adapter, self.workload = adapter, workload
+        self.stored = StoredChunks(adapter, workload, store)
+        self.fusor = self.stored.fusor
+        self.prompt = random_prompt(adapter, workload)
+        self.ids = torch.tensor([self.prompt.ids], device=adapter.device)  # [1, N]
+        self.stored.put(segment.stored_ids for segment in self.prompt.chunks)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.workload.prompt_tokens
+
+    @property
+    def kv_bytes(self) -> int:
+        """Size of all chunks as stored."""
+        layout = self.adapter.layout.encoded(self.workload.encoding)
+        return self.workload.chunks * stored_chunk_bytes(layout, self.workload.chunk_tokens)
+
+    def full(self) -> int:
+        """Stock prefill of the unmodified model."""
+        return stock_prefill(self.adapter, self.ids)
+
+    def reuse(self) -> int:
+        """Load all chunks and compute only the question."""
+        return self.blended("reuse", policy="reuse", ratio=0.0)[0]
+
+    def blend(self) -> int:
+        """Load all chunks and recompute as the workload says."""
+        return self.blended()[0]
+
+    def blended(self, mode: Mode = "blend", **options: Any) -> tuple[int, FusionCounts]:
+        """The first token and the rows computed for it; ``options`` as in :meth:`opened`."""
+        with self.opened(mode, **options) as plan:
+            request = plan.request(self.prompt_tokens)
+            logits, _, fusion = self.fusor.prefill(self.ids, request, NEW_TOKENS)
+            return int(logits[0, -1].argmax()), fusion.counts()
+
+    def opened(self, mode: Mode = "blend", **options: Any) -> AbstractContextManager[Plan]:
+        """See :meth:`StoredChunks.opened`."""
+        return self.stored.opened(self.prompt, mode, **options)
+
+    def floor_speedup(self, counts: FusionCounts) -> float:
+        """L·N over the rows computed in all layers: the speedup that the row counts alone allow."""
+        return len(counts.rows) * self.prompt_tokens / sum(counts.rows)
+
+
+def stock_prefill(adapter: ModelAdapter, ids: torch.Tensor, **more: Any) -> int:
+    """First token after a stock forward over ``ids`` ``[1, N]`` that computes only the last logits."""
+    out = adapter.model(input_ids=ids, use_cache=True, logits_to_keep=1, **more)
+    return int(out.logits[0, -1].argmax())
+
+
+def exact_request(tokens: int, spans: tuple[LoadedSpan, ...]) -> BlendRequest:
+    """Compute everything after exact spans, as the engine's mode ``prefix`` does."""
+    return BlendRequest(tokens, spans, make_policy("full"), Schedule("constant"), 1.0)
