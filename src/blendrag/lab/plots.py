@@ -5,30 +5,41 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from blendrag.cli.plots import (
+    BANDS,
     BASELINES,
     COLOURS,
+    DASHES,
     GREY,
     PANEL_HEIGHT,
     Line,
+    Style,
     draw,
+    from_zero,
     legend,
     log_scale,
     panels,
     styles,
     title,
 )
+from blendrag.lab.evaluation.rows import ALL
+from blendrag.lab.evaluation.ways import CHAINS, FULL, NONE, PREFIX
 from blendrag.metrics import COMPUTE, LOAD, REPOSITION, SELECT, WAIT
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from blendrag.lab.bench.load import LoadResult
     from blendrag.lab.bench.sweep import SweepResult
     from blendrag.lab.bench.trace import TraceResult
+    from blendrag.lab.evaluation.deviation import DeviationReport
+    from blendrag.lab.evaluation.rows import Row
 
 # -- benches --------------------------------------------------------------------------------------
 
@@ -136,4 +147,206 @@ def trace_figure(result: TraceResult) -> Figure:
         f"{result.model}, {result.prompt_tokens} tokens, {result.policy} at r = {result.ratio:g}, KV from "
         f"{result.tier}: overlap {result.overlap:.2f}",
     )
+    return figure
+
+
+# -- the arena ------------------------------------------------------------------------------------
+
+QUALITY = "PGR (0: no context, 1: full prefill)"
+#: Share of tokens that the paper calls high-deviation (§4.3).
+HIGH_SHARE = 0.15
+
+
+def quality_against_ttft(rows: Sequence[Row]) -> Figure:
+    """Figures 12 and 13 of CacheBlend: PGR against TTFT, a point for each way, ratios of a policy joined."""
+    figure, (axes,) = panels(1)
+    shown = [row for row in rows if row.kind == ALL and row.policy != NONE]
+    _draw_rows(axes, shown, "ttft_ms")
+    _level(axes, 1.0)
+    axes.set(xlabel="time to first token, ms", ylabel=QUALITY)
+    from_zero(axes)
+    legend(figure, [axes])
+    return figure
+
+
+def quality_against_ratio(rows: Sequence[Row], kinds: Sequence[str]) -> Figure:
+    """Figure 16, a panel for each kind of question: PGR against the recompute ratio."""
+    columns = min(len(kinds), 3)
+    figure, axes = panels(columns, -(-len(kinds) // 3), share_y="all")
+    for panel, kind in zip(axes, kinds, strict=False):
+        _draw_rows(panel, _reusing(rows, kind), "ratio")
+        _level(panel, 1.0)
+        title(panel, kind)
+        panel.set_xlabel("recompute ratio r")
+        from_zero(panel)
+    for panel in axes[len(kinds) :]:
+        panel.remove()
+    for panel in axes[::columns]:
+        panel.set_ylabel("PGR")
+    legend(figure, axes[: len(kinds)])
+    return figure
+
+
+def quality_against_chunks(rows: Sequence[Row]) -> Figure:
+    """Figure 15: PGR and TTFT over the number of chunks and over their length."""
+    figure, axes = panels(2, 2, share_y="none")
+    axes[1].sharey(axes[0])
+    shown = [row for row in rows if row.kind == ALL and row.policy != NONE]
+    n_chunks, chunk_tokens = (
+        _usual([row.n_chunks for row in shown]),
+        _usual([row.chunk_tokens for row in shown]),
+    )
+    columns = (
+        ("n_chunks", f"chunks of {chunk_tokens} tokens",
+         [row for row in shown if row.chunk_tokens == chunk_tokens]),
+        ("chunk_tokens", f"tokens of a chunk, {n_chunks} chunks",
+         [row for row in shown if row.n_chunks == n_chunks]),
+    )  # fmt: skip
+    for column, (x, label, there) in enumerate(columns):
+        _draw_rows(axes[column], there, x)
+        _draw_rows(axes[2 + column], there, x, y="ttft_ms")
+        axes[2 + column].set(xlabel=label, ylim=(0, None))
+        for panel in (axes[column], axes[2 + column]):
+            panel.set_xticks(sorted({getattr(row, x) for row in there}))
+    axes[0].set_ylabel("PGR")
+    axes[2].set_ylabel("TTFT, ms")
+    legend(figure, axes)
+    return figure
+
+
+def quality_by_schedule(rows: Sequence[Row]) -> Figure:
+    """PGR at one ratio for each schedule, the policies side by side."""
+    figure, (axes,) = panels(1)
+    shown = [row for row in _reusing(rows, ALL) if row.has_budget and row.pgr is not None]
+    schedules = list(dict.fromkeys(row.schedule for row in shown))
+    known = styles(row.policy for row in shown)
+    lines = []
+    for policy in known:
+        of = [row for row in shown if row.policy == policy]
+        at = [schedules.index(row.schedule) for row in of]
+        style = replace(known[policy], dash="none")
+        lines.append(Line(policy, style, at, *_with_bounds(of, "pgr")))
+    draw(axes, lines, spread=True)
+    _level(axes, 1.0)
+    axes.set_xticks(range(len(schedules)), schedules, rotation=45, ha="right")
+    axes.set(xlabel="schedule", ylabel="PGR")
+    legend(figure, [axes])
+    return figure
+
+
+def _reusing(rows: Sequence[Row], kind: str) -> list[Row]:
+    """Rows of ``kind`` of the ways that reuse chunks out of their place."""
+    return [
+        row for row in rows if row.kind == kind and row.policy not in (FULL, NONE, PREFIX, *CHAINS)
+    ]
+
+
+def _draw_rows(axes: Axes, rows: Sequence[Row], x: str, y: str = "pgr") -> None:
+    """A line for each policy and schedule; rows without a value are left out."""
+    there = [row for row in rows if getattr(row, y) is not None]
+    known = styles(row.policy for row in there)
+    several = len({row.schedule for row in there} - {""}) > 1
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in there:
+        groups.setdefault((row.policy, row.schedule), []).append(row)
+    lines, drawn = [], Counter[str]()
+    for (policy, schedule), group in groups.items():
+        group.sort(key=lambda row: row.charged_ratio if x == "ttft_ms" else getattr(row, x))
+        label = f"{policy}, {schedule}" if several and schedule else policy
+        style = known[policy]
+        if drawn[policy]:  # further schedules of a policy are hollow and dashed
+            style = replace(style, dash=DASHES[(drawn[policy] - 1) % 3 + 1], filled=False)
+        drawn[policy] += 1
+        lines.append(
+            Line(label, style, [getattr(row, x) for row in group], *_with_bounds(group, y))
+        )
+    draw(axes, lines, spread=x == "ratio" and len(lines) > BANDS)
+
+
+def _with_bounds(
+    rows: Sequence[Row], y: str
+) -> tuple[list[float], list[float | None], list[float | None]]:
+    """Values, and the bounds of their intervals; only PGR has any."""
+    if y != "pgr":
+        return [getattr(row, y) for row in rows], [], []
+    return (
+        [row.pgr or 0.0 for row in rows],
+        [row.pgr_low for row in rows],
+        [row.pgr_high for row in rows],
+    )
+
+
+def _usual(values: Sequence[int]) -> int:
+    """The most frequent value; the smallest of several."""
+    counted = Counter(values)
+    return max(sorted(counted), key=lambda value: counted[value])
+
+
+def _level(axes: Axes, y: float, text: str = "") -> None:
+    axes.axhline(y, color=GREY, linewidth=0.8, linestyle="--", zorder=1)
+    if text:
+        axes.annotate(
+            text, (1.0, y), xycoords=("axes fraction", "data"), xytext=(0, -3), ha="right",
+            va="top", textcoords="offset points", color=GREY, fontsize=7.5,
+        )  # fmt: skip
+
+
+# -- deviations -----------------------------------------------------------------------------------
+
+
+def deviation_against_ratio(report: DeviationReport) -> Figure:
+    """Figure 6: mean Δ_attn over layers against the recompute ratio, with 95% intervals."""
+    figure, (axes,) = panels(1)
+    known = styles(point.policy for point in report.points)
+    several = len({point.schedule for point in report.points} - {""}) > 1
+    lines = []
+    for policy, schedule in dict.fromkeys((p.policy, p.schedule) for p in report.points):
+        of = [p for p in report.points if (p.policy, p.schedule) == (policy, schedule)]
+        lines.append(
+            Line(
+                f"{policy}, {schedule}" if several and schedule else policy,
+                known[policy],
+                [point.ratio for point in of],
+                [point.attention for point in of],
+                [point.attention_low for point in of],
+                [point.attention_high for point in of],
+            )
+        )
+    draw(axes, lines)
+    axes.set(xlabel="recompute ratio r", ylabel="attention deviation, relative", ylim=(0, None))
+    legend(figure, [axes])
+    return figure
+
+
+def deviation_distribution(report: DeviationReport) -> Figure:
+    """Figure 7: share of tokens whose Δ_kv is below a value, in a low, a middle and a high layer."""
+    figure, (axes,) = panels(1)
+    layers = report.distribution
+    lines = []
+    for number, index in enumerate(sorted({0, len(layers) // 2, len(layers) - 1})):
+        quantiles = layers[index].quantiles
+        shares = [i / (len(quantiles) - 1) for i in range(len(quantiles))]
+        style = Style(COLOURS[number], "none", ("-", "--", ":")[number])
+        lines.append(Line(f"layer {layers[index].layer}", style, quantiles, shares))
+    draw(axes, lines)
+    _level(axes, 1 - HIGH_SHARE, f"{1 - HIGH_SHARE:.0%} of the tokens")
+    axes.set(xlabel="KV deviation, relative", ylabel="share of tokens below", ylim=(0, 1.02))
+    from_zero(axes)
+    legend(figure, [axes])
+    return figure
+
+
+def layer_correlation(report: DeviationReport) -> Figure:
+    """Figure 8: Spearman's correlation of Δ_kv between neighbouring layers, with 95% intervals."""
+    figure, (axes,) = panels(1, legend=False)
+    pairs = report.correlation
+    at, rho = list(range(len(pairs))), [pair.rho for pair in pairs]
+    reach = [[pair.rho - pair.low for pair in pairs], [pair.high - pair.rho for pair in pairs]]
+    axes.bar(at, rho, color=COLOURS[0], width=0.6)
+    axes.errorbar(at, rho, yerr=reach, fmt="none", color="#000000", capsize=2, linewidth=1)
+    names = [f"{pair.layer}–{pair.layer + 1}" for pair in pairs]
+    axes.set_xticks(at, names, rotation=0 if len(names) < 10 else 90)
+    axes.set(xlabel="neighbouring layers", ylabel="Spearman's ρ of KV deviation")
+    axes.set_ylim(min(0.0, *rho), 1.02)
+    axes.grid(visible=False, axis="x")
     return figure

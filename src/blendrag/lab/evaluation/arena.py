@@ -1,30 +1,30 @@
 """The arena: every way answers every question over the same chunks, in one run.
 
-Owns the order. A context's chunks are encoded once; then its questions come one by one, and each is
-asked in every way before the next (*interleaved*), the ways shuffled anew for each, so that a machine
-that slows down slows all of them alike and none follows the same other every time. Full prefill
-answers a question once, and everything is compared with that. What the journal holds already is not
-asked again.
+The chunks of a context are encoded once. Then each question is asked in every way before the next, the ways
+in a new random order each time, so that a slower machine slows all of them alike. Full prefill answers a
+question once, and everything is compared with that. Nothing that the journal holds is asked again.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
 
 import torch
 
-from blendrag import __version__
+import blendrag
 from blendrag.config import KVEncoding
 from blendrag.engine import Options
 from blendrag.engine.rendering import SEPARATOR, render
 from blendrag.errors import InvalidInputError
-from blendrag.lab.evaluation.asking import FIDELITY_TOKENS, Reply, ask
-from blendrag.lab.evaluation.cases import Case, Dataset, by_context
+from blendrag.lab.evaluation.asking import FIDELITY_TOKENS, Reply, ask, wording_for
 from blendrag.lab.evaluation.chains import ask_chain, require_chains
-from blendrag.lab.evaluation.journal import Journal, Outcome
-from blendrag.lab.evaluation.library import Library, open_library
-from blendrag.lab.evaluation.metrics import (
+from blendrag.lab.evaluation.datasets import Case, Dataset, by_context
+from blendrag.lab.evaluation.engines import Engines, open_engines
+from blendrag.lab.evaluation.rows import Journal, Outcome, Row, make_rows
+from blendrag.lab.evaluation.scoring import (
     agreement,
     exact_match,
     f1,
@@ -33,10 +33,7 @@ from blendrag.lab.evaluation.metrics import (
     rouge_l,
     token_kl,
 )
-from blendrag.lab.evaluation.rows import Row, make_rows
-from blendrag.lab.evaluation.source import source_digest
 from blendrag.lab.evaluation.ways import CHAINS, FULL, NONE, Way
-from blendrag.lab.evaluation.wording import wording_for
 from blendrag.model.adapter import ModelAdapter
 from blendrag.store.identity import digest_fields
 
@@ -45,10 +42,13 @@ Watch = Callable[[int, int], None]
 
 #: Longest answers: names and numbers, a few words, a summary.
 NEW_TOKENS = {"accuracy": 16, "f1": 32, "rouge_l": 256}
+PACKAGE = Path(blendrag.__file__).parent
+#: Rooms whose code does not change the answer to a given question.
+OTHER_ROOMS = ("cli", "demo", "frameworks", "lab/bench", "lab/training")
 
 
 class Arena:
-    """One dataset, one model, and the ways they meet."""
+    """One dataset, one model, and several ways."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class Arena:
         max_new_tokens: int | None = None,
         kv_encoding: KVEncoding = "native",
     ) -> None:
-        """``seed`` of the bootstrap and of the ways' order; ``max_new_tokens`` ``None``: what the
-        dataset's metric asks for; ``kv_encoding``: how chunks are kept at rest.
+        """``seed`` of the bootstrap and of the order of ways; ``max_new_tokens``: default by the dataset's
+        metric; ``kv_encoding`` of stored chunks.
 
         Raises :class:`InvalidInputError` for a prompt that does not fit the model's context and for a
-        package that is missing, :class:`UnsupportedModelError` for a model whose KV cannot be reused."""
+        missing package, :class:`UnsupportedModelError` for a model whose KV cannot be reused."""
         if any(way.policy in CHAINS for way in ways):
             require_chains()
         if dataset.metric == "rouge_l":
@@ -79,12 +79,17 @@ class Arena:
         self._keys = {case.case_id: self._key(case) for case in dataset.cases}
         self._largest_chunk = self._check_lengths()
 
+    @property
+    def digest(self) -> str:
+        """Names the questions and the model, not the ways."""
+        return digest_fields(key.encode() for key in self._keys.values())[:16]
+
     # -- the run ----------------------------------------------------------------------------------
 
     def run(
         self, journal: Journal | None = None, watch: Watch = lambda done, total: None
     ) -> list[Row]:
-        """Ask what ``journal`` does not hold yet; rows of all of it."""
+        """Ask what ``journal`` does not hold, and return the rows of all of it."""
         journal = journal if journal is not None else Journal()
         total = len(self.dataset.cases)
         pending = [case for case in self.dataset.cases if self._missing(case, journal)]
@@ -92,31 +97,31 @@ class Arena:
         watch(done, total)
         if pending:
             head = self._wording.head(self.adapter.tokens)
-            with open_library(
+            with open_engines(
                 self.adapter, self.ways, head, self._largest_chunk, self.kv_encoding
-            ) as library:
+            ) as engines:
                 for number, cases in enumerate(by_context(pending)):
-                    library.hold(cases[0].chunks)
+                    engines.hold(cases[0].chunks)
                     if not number:
-                        self._warm_up(library, cases[0], pending, journal)
+                        self._warm_up(engines, cases[0], pending, journal)
                     for case in cases:
-                        journal.add(self._ask(library, case, self._missing(case, journal)))
+                        journal.add(self._ask(engines, case, self._missing(case, journal)))
                         done += 1
                         watch(done, total)
         return make_rows(self.dataset, self._outcomes(journal), self.seed, self.kv_encoding)
 
-    def _ask(self, library: Library, case: Case, ways: Sequence[Way]) -> list[Outcome]:
-        """Outcomes of ``ways``. Full prefill is asked in any case: the others' measure."""
-        wanted = list(dict.fromkeys((Way(FULL), *ways)))
-        random.Random(f"{self.seed}/{case.case_id}").shuffle(wanted)
-        replies = {way: self._reply(library, case, way) for way in wanted}
+    def _ask(self, engines: Engines, case: Case, ways: Sequence[Way]) -> list[Outcome]:
+        """Outcomes of ``ways``. Full prefill is asked in any case, to compare with."""
+        asked = list(dict.fromkeys((Way(FULL), *ways)))
+        random.Random(f"{self.seed}/{case.case_id}").shuffle(asked)
+        replies = {way: self._reply(engines, case, way) for way in asked}
         full = replies[Way(FULL)]
-        followed = {way: self._follow(library, case, way, replies[way], full) for way in ways}
+        followed = {way: self._follow(engines, case, way, replies[way], full) for way in ways}
         return [self._judge(case, way, replies[way], full, followed[way]) for way in ways]
 
-    def _reply(self, library: Library, case: Case, way: Way, forced: Sequence[int] = ()) -> Reply:
-        """``forced``: the answer's tokens, if they are not to be its own."""
-        engine = library.engine(way)
+    def _reply(self, engines: Engines, case: Case, way: Way, forced: Sequence[int] = ()) -> Reply:
+        """``forced``: tokens of the answer that the model must give."""
+        engine = engines.of(way)
         if way.policy in CHAINS:
             return ask_chain(engine, way.policy, case, self.max_new_tokens)
         chunks = () if way.policy == NONE else case.chunks
@@ -125,29 +130,28 @@ class Arena:
         return ask(engine, prompt, options, chunks, forced)
 
     def _follow(
-        self, library: Library, case: Case, way: Way, reply: Reply, full: Reply
+        self, engines: Engines, case: Case, way: Way, reply: Reply, full: Reply
     ) -> torch.Tensor | None:
-        """``[T, V]``: what ``way`` makes of full prefill's answer, token by token (teacher forcing). Where
-        its own answer begins alike, that is known already. ``None`` for a chain of several prompts."""
+        """Logits ``[T, V]`` of ``way`` over full prefill's answer (teacher forcing). They are known already
+        if its own answer begins alike. ``None`` for a chain of several prompts."""
         answer = full.tokens[:FIDELITY_TOKENS]
         if reply.logits is None or reply.tokens[: len(answer)] == answer:
             return reply.logits
-        return self._reply(library, case, way, answer).logits
+        return self._reply(engines, case, way, answer).logits
 
     def _warm_up(
-        self, library: Library, case: Case, pending: Sequence[Case], journal: Journal
+        self, engines: Engines, case: Case, pending: Sequence[Case], journal: Journal
     ) -> None:
-        """The first answer of a way pays for what is set up only once: of every way that any of
-        ``pending`` will be asked in."""
+        """Ask once in every way that is missing: the first answer of a way pays for its setup."""
         missing = (way for other in pending for way in self._missing(other, journal))
         for way in dict.fromkeys((Way(FULL), *missing)):
-            self._reply(library, case, way)
+            self._reply(engines, case, way)
 
     def _judge(
         self, case: Case, way: Way, reply: Reply, full: Reply, followed: torch.Tensor | None
     ) -> Outcome:
         metric, text = self.dataset.metric, reply.text.strip()
-        if metric != "rouge_l":  # what follows the first line is chatter
+        if metric != "rouge_l":  # short answers end with their first line
             text = text.split("\n", 1)[0]
         kl = mean_kl = agrees = None
         if full.logits is not None and followed is not None:
@@ -171,42 +175,33 @@ class Arena:
             token_kl=mean_kl,
         )
 
-    # -- what there is ----------------------------------------------------------------------------
-
-    @property
-    def digest(self) -> str:
-        """Names the questions and the model, not the ways."""
-        return digest_fields(key.encode() for key in self._keys.values())[:16]
+    # -- keys and checks --------------------------------------------------------------------------
 
     def _missing(self, case: Case, journal: Journal) -> list[Way]:
         key = self._keys[case.case_id]
         return [way for way in self.ways if journal.get(key, way.key) is None]
 
     def _outcomes(self, journal: Journal) -> dict[Way, Sequence[Outcome]]:
-        found: dict[Way, Sequence[Outcome]] = {}
-        for way in self.ways:
-            outcomes = [
-                journal.get(self._keys[case.case_id], way.key) for case in self.dataset.cases
-            ]
-            found[way] = [outcome for outcome in outcomes if outcome is not None]
-        return found
+        keys = self._keys.values()
+        found = {way: [journal.get(key, way.key) for key in keys] for way in self.ways}
+        return {way: [o for o in outcomes if o is not None] for way, outcomes in found.items()}
 
     def _key(self, case: Case) -> str:
-        """Digest of all that decides how a case is answered, but for the way."""
+        """Digest of all that decides how a case is answered, besides the way."""
         fields = (
             case.digest, self.dataset.metric,
             self.adapter.identity.encoded(self.kv_encoding).namespace, self._wording.template,
-            str(self.max_new_tokens), __version__, source_digest(),
+            str(self.max_new_tokens), blendrag.__version__, source_digest(),
         )  # fmt: skip
         return digest_fields(field.encode() for field in fields)[:32]
 
     def _check_lengths(self) -> int:
-        """Tokens of the largest chunk; every prompt fits, or :class:`InvalidInputError`."""
-        largest = 0
+        """Tokens of the largest chunk. Raises :class:`InvalidInputError` unless every prompt fits."""
+        largest = 1
         count = self.adapter.tokens.encode_text
         for cases in by_context(self.dataset.cases):
             sizes = [len(count(chunk)) for chunk in cases[0].chunks]
-            largest = max(largest, *sizes, 1) if sizes else largest
+            largest = max(largest, *sizes) if sizes else largest
             between = len(sizes) * len(count(SEPARATOR))
             for case in cases:
                 self._check_length(case, sum(sizes) + between)
@@ -228,3 +223,14 @@ class Arena:
                 f"for the answer more than the model's context of {limit}; take fewer --chunks or "
                 "smaller --chunk-tokens"
             )
+
+
+@lru_cache(maxsize=1)
+def source_digest(package: Path = PACKAGE) -> str:
+    """64 hex digits over the package's modules, so that answers of changed code are not reused."""
+    fields: list[bytes] = []
+    for path in sorted(package.rglob("*.py")):
+        name = path.relative_to(package).as_posix()
+        if not name.startswith(tuple(f"{room}/" for room in OTHER_ROOMS)):
+            fields += [name.encode(), path.read_bytes()]
+    return digest_fields(fields)

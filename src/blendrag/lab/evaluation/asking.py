@@ -1,51 +1,103 @@
-"""One question asked one way, through the engine as a user asks it, and seen while it is answered.
+"""One question asked in one way, through the engine as a user asks it.
 
-Owns the witness: a logits processor that keeps the logits and the tokens chosen, which is how KL and
-agreement come from the very request whose time is measured. It changes nothing, unless it is to make the
-model say a given answer (teacher forcing).
+A logits processor observes the answer, so that KL and agreement are of the same request whose time is
+measured. It changes nothing, unless it forces a given answer (teacher forcing).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from blendrag.demo import demo_model_path
 from blendrag.engine import BlendEngine, Options
+from blendrag.engine.rendering import SEPARATOR, render
 from blendrag.engine.request import RagPrompt
 from blendrag.errors import CorpusError
+from blendrag.lab.evaluation.datasets import Metric
+from blendrag.lab.training.samples import CONTEXT, NATIVE, QUESTION
 from blendrag.metrics import ChunkReport, RequestMetrics
+from blendrag.model.tokens import Tokens
 from blendrag.text.chunking import canonical, chunk_id_of
 from blendrag.text.matches import Match
 
 #: Answer tokens whose distributions are compared.
 FIDELITY_TOKENS = 32
 
+# -- wording --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wording:
+    """A user message with holes for context and question. Chunks are separated by blank lines, exactly
+    as they were ingested, so that the engine recognises them."""
+
+    name: str
+    template: str
+
+    def prompt(self, chunks: Sequence[str], question: str) -> str:
+        """The message; ``chunks`` may be empty."""
+        template = self.template
+        if not chunks:
+            template = template.replace(CONTEXT + SEPARATOR, "").replace(CONTEXT, "")
+        filled = template.replace(QUESTION, question.strip())
+        return filled.replace(CONTEXT, SEPARATOR.join(chunk.strip() for chunk in chunks)).strip()
+
+    def head(self, tokens: Tokens) -> str:
+        """The rendered text before the first chunk of any prompt."""
+        return render(self.template, tokens, Options()).text.split(CONTEXT)[0]
+
+
+DEMO = Wording("demo", NATIVE.messages[0][1])
+SHORT_ANSWER = Wording(
+    "short answer",
+    "Answer the question from the passages. Reply with the answer alone, in a few words.\n\n"
+    f"{CONTEXT}{SEPARATOR}Question: {QUESTION}\nAnswer:",
+)
+SUMMARY = Wording(
+    "summary",
+    f"Summarise what follows, as the examples do where there are any.\n\n{CONTEXT}{SEPARATOR}"
+    f"{QUESTION}\nSummary:",
+)
+
+
+def wording_for(tokenizer: Any, metric: Metric) -> Wording:
+    """What the demo model was trained on, for models with its chat template; else plain instructions."""
+    demo = (demo_model_path() / "chat_template.jinja").read_text(encoding="utf-8")
+    if getattr(tokenizer, "chat_template", None) == demo:
+        return DEMO
+    return SUMMARY if metric == "rouge_l" else SHORT_ANSWER
+
+
+# -- asking ---------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer and what it took; ``logits`` ``[T, V]`` of its first :data:`FIDELITY_TOKENS` tokens, where
-    one model call gave it."""
+    """An answer and what it cost."""
 
     text: str
     tokens: tuple[int, ...]
     logits: torch.Tensor | None
+    """``[T, V]`` of the first :data:`FIDELITY_TOKENS` tokens; ``None`` if several prompts gave the answer."""
     ratio: float
     charged_ratio: float
     ttft_s: float
     policy: str = ""
-    """That really chose, where it is another than asked for."""
+    """The policy that chose."""
     schedule: str = ""
-    """That really ran."""
+    """The schedule that ran."""
 
 
 class Witness(LogitsProcessor):
-    """Sees what a greedy ``generate`` of one sequence chooses from."""
+    """Keeps the logits and tokens of a greedy ``generate`` of one sequence."""
 
     def __init__(self, forced: Sequence[int] = ()) -> None:
-        """``forced``: tokens that are chosen whatever the model prefers; those after them are its own."""
+        """``forced``: tokens that are chosen whatever the model prefers."""
         self._forced = tuple(forced)
         self._rows: list[torch.Tensor] = []
         self._chosen: list[torch.Tensor] = []
@@ -68,7 +120,7 @@ class Witness(LogitsProcessor):
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The answer's, its end token included."""
+        """Tokens that the model preferred, with the end token."""
         return tuple(int(token) for token in self._chosen)
 
 
@@ -79,37 +131,40 @@ def ask(
     chunks: Sequence[str],
     forced: Sequence[int] = (),
 ) -> Reply:
-    """Greedy answer to one user message that quotes ``chunks``; nothing of it runs on when this returns.
+    """Greedy answer to one user message that quotes ``chunks``; background work is done when this returns.
 
-    ``forced`` is the answer it is made to give; ``tokens`` are those it would have chosen.
+    ``forced`` is the answer that the model must give; ``tokens`` are those it would have chosen.
 
-    Raises :class:`CorpusError` if KV of one of them was to be loaded and was not (idealised prefix
-    caching loads the first): that would be full prefill under another name.
+    Raises :class:`CorpusError` if KV that should have been loaded was not: that would be full prefill
+    under another name. Idealised prefix caching loads the first chunk only.
     """
     witness = Witness(forced)
     watched = {**options.generate, "logits_processor": LogitsProcessorList([witness])}
     answer = engine.generate(_quoting(prompt, chunks), replace(options, generate=watched))
     engine.drain()
     metrics = answer.metrics
+    ratio, charged = metrics.ratio, metrics.charged_ratio
     if options.mode == "prefix":
         _require_loaded(metrics.chunks[:1], 1, metrics.notes)
     elif options.mode != "full":
         _require_loaded(metrics.chunks, len(chunks), metrics.notes)
-    computed = _computed_share(metrics, [len(engine.resources.text_ids(text)) for text in chunks])
+    if options.mode in ("full", "prefix"):
+        tokens = [len(engine.resources.text_ids(text)) for text in chunks]
+        ratio = charged = _computed_share(metrics, sum(tokens))
     return Reply(
-        answer.text,
-        witness.tokens,
-        witness.logits,
-        metrics.ratio if computed is None else computed,
-        metrics.charged_ratio if computed is None else computed,
-        metrics.ttft_s,
-        metrics.policy,
-        metrics.schedule,
+        text=answer.text,
+        tokens=witness.tokens,
+        logits=witness.logits,
+        ratio=ratio,
+        charged_ratio=charged,
+        ttft_s=metrics.ttft_s,
+        policy=metrics.policy,
+        schedule=metrics.schedule,
     )
 
 
 def _quoting(prompt: str, chunks: Sequence[str]) -> RagPrompt:
-    """The prompt, with the places of its chunks."""
+    """The prompt with the positions of its chunks."""
     matches, at = [], 0
     for chunk in map(canonical, chunks):
         start = prompt.index(chunk, at)
@@ -129,9 +184,7 @@ def _require_loaded(chunks: Sequence[ChunkReport], expected: int, notes: Sequenc
         )
 
 
-def _computed_share(metrics: RequestMetrics, chunk_tokens: Sequence[int]) -> float | None:
-    """Share of chunk tokens computed where chunks are computed whole or not at all; else ``None``."""
-    if metrics.mode not in ("full", "prefix"):
-        return None
+def _computed_share(metrics: RequestMetrics, chunk_tokens: int) -> float:
+    """Share of chunk tokens computed if each chunk is either loaded or computed."""
     loaded = sum(chunk.tokens for chunk in metrics.chunks if chunk.outcome != "computed")
-    return 1 - loaded / sum(chunk_tokens) if chunk_tokens else 0.0
+    return 1 - loaded / chunk_tokens if chunk_tokens else 0.0

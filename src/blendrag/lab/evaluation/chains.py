@@ -1,9 +1,8 @@
-"""MapReduce and MapRerank: LangChain's own chains over the same model, as CacheBlend compares with.
+"""MapReduce and MapRerank, as in CacheBlend's comparison: LangChain's chains over the arena's engine.
 
-Owns how a chain is asked and what it costs: every chunk is read by full prefill in a prompt of its
-own. Time to first token is what passes until the chain's last answer begins, all its answers before
-it included. The chains are ``langchain-classic``'s with its prompts; only models that follow
-instructions can follow them. LangChain is imported here alone, when a chain is asked for.
+The chains are those of ``langchain-classic``, with its prompts; only models that follow instructions can
+follow them. Every chunk is read by full prefill in its own prompt. TTFT is the time until the chain's last
+answer begins. LangChain is imported only when a chain is asked for.
 """
 
 from __future__ import annotations
@@ -14,98 +13,97 @@ import time
 import warnings
 from typing import Any
 
-from blendrag.engine import BlendEngine
-from blendrag.errors import InvalidInputError
+from blendrag.engine import BlendEngine, Options
+from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.lab.evaluation.asking import Reply
-from blendrag.lab.evaluation.cases import Case
+from blendrag.lab.evaluation.datasets import Case
+from blendrag.lab.evaluation.ways import MAP_REDUCE, MAP_RERANK
 
 log = logging.getLogger(__name__)
 
-PACKAGES = ("langchain_classic", "langchain_blendrag")
-#: What MapReduce may take over from a chunk: its prompt asks for "any relevant text verbatim", which
-#: has no room in the few words of an answer.
+PACKAGE = "langchain_classic"
+#: Length of what MapReduce extracts from a chunk: its prompt asks for "any relevant text verbatim".
 PASSAGE_TOKENS = 128
-#: What MapRerank says behind an answer: how sure it is.
+#: Length of the score that MapRerank adds to an answer.
 SCORE_TOKENS = 16
 
 
 def require_chains() -> None:
     """Raises :class:`InvalidInputError` unless LangChain's chains can be imported."""
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
+    if importlib.util.find_spec(PACKAGE) is None:
         raise InvalidInputError(
-            f"map-reduce and map-rerank need {' and '.join(missing)}, which is not installed; "
-            "pip install langchain-blendrag langchain-classic"
+            f"map-reduce and map-rerank need {PACKAGE}, which is not installed; "
+            "pip install langchain-classic"
         )
 
 
 def ask_chain(engine: BlendEngine, name: str, case: Case, max_new_tokens: int) -> Reply:
     """``map-reduce`` or ``map-rerank`` over the case's chunks.
 
-    Where the chain cannot go on with what the model replies (no score, too long), nothing is answered.
+    The answer is empty if the chain cannot use a reply of the model (no score, or too long).
     """
     require_chains()
+    from langchain_classic.chains.question_answering import load_qa_chain
     from langchain_core.documents import Document
 
-    costs = _costs()
+    Model = _model_class()
     documents = [Document(page_content=chunk) for chunk in case.chunks]
-    given = {"input_documents": documents, "question": case.question}
+    last = Model(engine=engine, tokens=max_new_tokens)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecated in favour of agents, which these are not
-        chain = _chain(engine, name, max_new_tokens)
+        warnings.simplefilter("ignore")  # LangChain recommends agents instead
+        if name == MAP_RERANK:
+            scoring = Model(engine=engine, tokens=max_new_tokens + SCORE_TOKENS)
+            chain = load_qa_chain(scoring, chain_type="map_rerank")
+        else:
+            chain = load_qa_chain(
+                Model(engine=engine, tokens=max(max_new_tokens, PASSAGE_TOKENS)),
+                chain_type="map_reduce",
+                reduce_llm=last,
+                # Joins all that fits; LangChain's default of 3,000 is less than its prompt with some
+                # tokenizers.
+                token_max=engine.adapter.context_tokens - max_new_tokens,
+            )
         began = time.perf_counter()
-        text = _answer(chain, given, costs)
-    took = time.perf_counter() - began
+        text = _answer(chain, {"input_documents": documents, "question": case.question})
+    took_s = time.perf_counter() - began
     engine.drain()
-    # MapReduce's last answer streams from its first token on; MapRerank's is known when all are.
-    ttft_s = took - costs.last_decode_s if name == "map-reduce" else took
+    # MapReduce's answer streams from its first token on; MapRerank's is known when all replies are.
+    ttft_s = took_s - last.decode_s if name == MAP_REDUCE else took_s
     return Reply(text, (), None, 1.0, 1.0, ttft_s)
 
 
-def _chain(engine: BlendEngine, name: str, max_new_tokens: int) -> Any:
-    from langchain_classic.chains.question_answering import load_qa_chain
-
-    from langchain_blendrag import BlendLLM
-
-    def llm(tokens: int) -> BlendLLM:
-        return BlendLLM(engine=engine, mode="full", max_new_tokens=tokens)
-
-    if name == "map-rerank":
-        return load_qa_chain(llm(max_new_tokens + SCORE_TOKENS), chain_type="map_rerank")
-    return load_qa_chain(
-        llm(max(max_new_tokens, PASSAGE_TOKENS)),
-        chain_type="map_reduce",
-        reduce_llm=llm(max_new_tokens),
-        # What fits is joined at once; LangChain's own bound of 3,000 is less than its prompt takes
-        # up with some tokenizers.
-        token_max=engine.adapter.context_tokens - max_new_tokens,
-    )
-
-
-def _answer(chain: Any, given: dict[str, Any], costs: Any) -> str:
+def _answer(chain: Any, given: dict[str, Any]) -> str:
     try:
-        return str(chain.invoke(given, config={"callbacks": [costs]})["output_text"])
-    except ValueError as exc:
-        if costs.model_failed:
-            raise
-        log.info("a chain cannot go on: %s", exc)
+        return str(chain.invoke(given)["output_text"])
+    except BlendragError:
+        raise
+    except ValueError as exc:  # LangChain's, for replies it cannot parse or join
+        log.info("a chain cannot use a reply: %s", exc)
         return ""
 
 
-def _costs() -> Any:
-    from langchain_core.callbacks import BaseCallbackHandler
+def _model_class() -> Any:
+    from langchain_core.language_models.llms import LLM
 
-    class Costs(BaseCallbackHandler):
-        """How long the last answer took behind its first token, and whether one failed."""
+    class EngineModel(LLM):
+        """Full prefill by the engine, as LangChain's chains call it."""
 
-        last_decode_s = 0.0
-        model_failed = False
+        engine: Any
+        tokens: int
+        decode_s: float = 0.0
+        """Time that the last answer took after its first token."""
 
-        def on_llm_error(self, error: BaseException, **kwargs: Any) -> None:
-            self.model_failed = True
+        @property
+        def _llm_type(self) -> str:
+            return "blendrag-arena"
 
-        def on_llm_end(self, response: Any, **kwargs: Any) -> None:
-            metrics = response.generations[-1][0].generation_info["blendrag"]
-            self.last_decode_s = metrics["total_s"] - metrics["ttft_s"]
+        def _call(self, prompt: str, stop: list[str] | None = None, *_: Any, **__: Any) -> str:
+            options = Options(mode="full", max_new_tokens=self.tokens, stop=tuple(stop or ()))
+            answer = self.engine.generate(prompt, options)
+            self.decode_s = answer.metrics.total_s - answer.metrics.ttft_s
+            return str(answer.text)
 
-    return Costs()
+        def get_num_tokens(self, text: str) -> int:
+            return len(self.engine.adapter.tokens.encode_text(text))
+
+    return EngineModel

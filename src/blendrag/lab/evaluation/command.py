@@ -1,7 +1,7 @@
-"""``blendrag eval``: the arena from the command line. Parses, runs, prints; heavy imports inside.
+"""``blendrag eval``: options → ways and a dataset → the arena → a table or JSON.
 
-Owns the options and where the journal of an interrupted run lies: in ``--out``, which is kept, else
-in the cache directory until the run is whole.
+The journal of a run is in ``--out``, which is kept, else in the cache directory until the run is complete.
+Heavy imports are inside functions.
 """
 
 from __future__ import annotations
@@ -16,19 +16,17 @@ import typer
 from blendrag.cli import interrupt, options, output
 from blendrag.cli.lifecycle import DONE, begin, reporting
 from blendrag.cli.output import say
-from blendrag.lab.evaluation import lists
-from blendrag.lab.evaluation.eval_dataset import SYNTHETIC, Asked, make_dataset
+from blendrag.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from blendrag.config import KVEncoding
     from blendrag.lab.evaluation.arena import Arena
-    from blendrag.lab.evaluation.cases import Dataset
     from blendrag.lab.evaluation.rows import Row
     from blendrag.lab.evaluation.ways import Way
 
-#: Contexts of generated documents, or records of a file.
+#: Generated contexts, or records of a file.
 CONTEXTS, QUICK_CONTEXTS = 20, 4
-#: Of a generated context.
+#: Questions of a generated context.
 QUICK_QUESTIONS = 10
 
 
@@ -40,79 +38,62 @@ def evaluate(
             help="synthetic, or a JSON or JSON lines file of {question, answers, ctxs}, "
             "{context, input, answers} or, with --store, {question, answers}."
         ),
-    ] = SYNTHETIC,
+    ] = "synthetic",
     model: Annotated[
         str | None,
-        typer.Option(
+        options.optional(
+            "Hub id or directory of a causal LM, or demo. [default: that of --store, else demo]",
             "--model",
             "-m",
-            help="Hub id or directory of a causal LM, or demo. [default: that of --store, else demo]",
-            show_default=False,
         ),
     ] = None,
     policies: Annotated[
         str | None,
-        typer.Option(
-            help="Comma-separated: policies, full, reuse, prefix, map-reduce, map-rerank. "
-            "[default: full, prefix, reuse and every policy]",
-            show_default=False,
+        options.optional(
+            "Comma-separated: policies, full, reuse, prefix, map-reduce, map-rerank. "
+            "[default: full, prefix, reuse and every policy]"
         ),
     ] = None,
     schedules: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Comma-separated names, or one vector of numbers; repeatable. "
-            "[default: the engine's for a model that is not calibrated]",
-            show_default=False,
+        options.optional(
+            "Comma-separated names, or one vector of numbers; repeatable. "
+            "[default: the engine's for a model that is not calibrated]"
         ),
     ] = None,
     ratio: Annotated[
-        list[str] | None,
-        typer.Option(help="r in [0, 1]; repeatable. [default: the engine's]", show_default=False),
+        list[str] | None, options.optional("r in [0, 1]; repeatable. [default: the engine's]")
     ] = None,
     store: Annotated[
         Path | None,
-        typer.Option(
-            help="KV store whose calibration the schedule calibrated means, and among whose documents "
-            "chunks are looked up for {question, answers}.",
-            show_default=False,
+        options.optional(
+            "KV store whose calibration the schedule calibrated means, and whose documents are "
+            "searched for the chunks of {question, answers}."
         ),
     ] = None,
     encode_prefix: Annotated[
         str, typer.Option(help="Chunks encoded behind the corpus's prefix: on, off or on,off.")
     ] = "on",
-    seed: Annotated[int, typer.Option(min=0, help="Of the questions and the bootstrap.")] = 1,
-    split: Annotated[str, typer.Option(help="Of the generated dataset.")] = "test",
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of questions and bootstrap.")] = 1,
+    split: Annotated[str, typer.Option(help="Split of the generated dataset.")] = "test",
     contexts: Annotated[
         int | None,
-        typer.Option(
-            min=1, help=f"Contexts, or records of a file. [default: {CONTEXTS}]", show_default=False
-        ),
+        options.optional(f"Contexts, or records of a file. [default: {CONTEXTS}]", min=1),
     ] = None,
     questions: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Most questions of a generated context. [default: all]", show_default=False
-        ),
+        options.optional("Most questions of a generated context. [default: all]", min=1),
     ] = None,
     chunks: Annotated[int, typer.Option(min=1, help="Chunks of a prompt.")] = 6,
     chunk_tokens: Annotated[
         int | None,
-        typer.Option(
-            min=64,
-            max=4096,
-            help="Largest chunk. [default: 64 generated, 512 of a file]",
-            show_default=False,
-        ),
+        options.optional("Largest chunk. [default: 64 generated, 512 of a file]", min=64, max=4096),
     ] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longest answer.", show_default=False)
-    ] = None,
+    max_new_tokens: Annotated[int | None, options.optional("Longest answer.", min=1)] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Keep every answer in this file of JSON lines; what it holds is not asked again.",
-            show_default=False,
+        options.optional(
+            "Keep every answer in this file of JSON lines; what it holds is not asked again."
         ),
     ] = None,
     quick: Annotated[
@@ -120,22 +101,30 @@ def evaluate(
         typer.Option("--quick", help="Few questions: under three minutes on two cores."),
     ] = False,
     embedder: Annotated[
-        str | None,
-        typer.Option(help="sentence-transformers model, or minilm-offline.", show_default=False),
+        str | None, options.optional("sentence-transformers model, or minilm-offline.")
     ] = None,
     encoding: options.Encoding = None,
     dtype: options.Dtype = None,
     device: options.Device = None,
     trust_remote_code: options.TrustRemoteCode = False,
-    json: Annotated[bool, typer.Option("--json", help="A list of rows on stdout.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print a list of rows on stdout.")] = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Compare policies by what they answer at equal r (--ratio); what each is charged for that, the
-    entry layer included, and takes stands beside it. Interrupted, it goes on where it was.
+    """Compare the answers of policies at equal r (--ratio), and what each is charged for that, the
+    entry layer included. An interrupted run continues where it was.
     """
     begin(verbose, "nothing was asked yet; repeat the command")
     ways = _ways(policies, schedules, ratio, encode_prefix)
-    asked = Asked(
+    from blendrag.config import absolute_model, settings
+    from blendrag.lab.evaluation.arena import Arena
+    from blendrag.lab.evaluation.datasets import DatasetOptions, make_dataset
+    from blendrag.lab.evaluation.ways import look_up
+    from blendrag.model.loading import load_adapter, load_tokens
+
+    if store is not None:
+        model = options.model_for(model, store, trust_remote_code=trust_remote_code)
+    name = absolute_model(model or settings().model)
+    asked = DatasetOptions(
         name=dataset,
         split=split,
         seed=seed,
@@ -146,60 +135,25 @@ def evaluate(
         embedder=embedder,
         store=store,
     )
-    kept_as = cast("KVEncoding | None", encoding)
-    arena = _arena(ways, asked, model, dtype, device, max_new_tokens, kept_as, trust_remote_code)
-    rows = _run(arena, out)
-    if json:
-        output.print_json([row.as_dict() for row in rows])
-    else:
-        from blendrag.lab.evaluation.report import print_rows
-
-        print_rows(rows)
-    _say_notes(arena.dataset, rows, in_words=not json)
-    return DONE
-
-
-def _say_notes(dataset: Dataset, rows: Sequence[Row], in_words: bool) -> None:
-    from blendrag.lab.evaluation.notes import few_questions, lone_chunks, reuse_suffices
-
-    few = few_questions(dataset) if in_words else ""
-    for note in (lone_chunks(dataset), few, reuse_suffices(rows)):
-        if note:
-            say("note", note)
-
-
-def _arena(
-    ways: Sequence[Way],
-    asked: Asked,
-    model: str | None,
-    dtype: str | None,
-    device: str | None,
-    max_new_tokens: int | None,
-    encoding: KVEncoding | None,
-    trust_remote_code: bool,
-) -> Arena:
-    from blendrag.config import absolute_model, settings
-    from blendrag.lab.evaluation.arena import Arena
-    from blendrag.lab.evaluation.ways import look_up
-    from blendrag.model.loading import load_adapter, load_tokens
-
-    if asked.store is not None:
-        model = options.model_for(model, asked.store, trust_remote_code=trust_remote_code)
-    name = absolute_model(model or settings().model)
-    dataset = make_dataset(asked, load_tokens(name, trust_remote_code))
-    dtype, device = dtype or settings().dtype, device or settings().device
-    adapter = load_adapter(name, dtype, device, trust_remote_code=trust_remote_code)
-    adapter.require_blendable()
-    kept_as = encoding or settings().kv_encoding
-    ways = look_up(
-        ways, asked.store or settings().store, adapter.identity.encoded(kept_as).namespace
+    made = make_dataset(asked, load_tokens(name, trust_remote_code))
+    adapter = load_adapter(
+        name,
+        dtype or settings().dtype,
+        device or settings().device,
+        trust_remote_code=trust_remote_code,
     )
-    return Arena(adapter, dataset, ways, asked.seed, max_new_tokens, kept_as)
+    adapter.require_blendable()
+    kept_as = cast("KVEncoding", encoding or settings().kv_encoding)
+    namespace = adapter.identity.encoded(kept_as).namespace
+    ways = look_up(ways, store or settings().store, namespace)
+    arena = Arena(adapter, made, ways, seed, max_new_tokens, kept_as)
+    _report(arena, _run(arena, out), json)
+    return DONE
 
 
 def _run(arena: Arena, out: Path | None) -> list[Row]:
     from blendrag.cli.progress import QuestionProgress
-    from blendrag.lab.evaluation.journal import Journal, drop_without_lines
+    from blendrag.lab.evaluation.rows import Journal, drop_without_lines
 
     path = out if out is not None else _cache() / f"eval-{arena.digest}.jsonl"
     with QuestionProgress() as progress:
@@ -220,30 +174,92 @@ def _run(arena: Arena, out: Path | None) -> list[Row]:
     return rows
 
 
+def _report(arena: Arena, rows: Sequence[Row], as_json: bool) -> None:
+    from blendrag.lab.evaluation import report
+
+    if as_json:
+        output.print_json([row.as_dict() for row in rows])
+    else:
+        report.print_rows(rows)
+    few = "" if as_json else report.few_questions_note(arena.dataset)
+    for note in (report.lone_chunks_note(arena.dataset), few, report.reuse_note(rows)):
+        if note:
+            say("note", note)
+
+
+def _cache() -> Path:
+    """The directory for journals of runs that are not complete."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "blendrag"
+
+
+# -- options with several values ------------------------------------------------------------------
+
+
 def _ways(
     policies: str | None, schedules: list[str] | None, ratios: list[str] | None, prefix: str
 ) -> tuple[Way, ...]:
     from blendrag.config import settings
     from blendrag.lab.evaluation.ways import default_policies, make_ways
 
-    named = lists.given("--policies", None if policies is None else [policies])
+    named = _listed("--policies", None if policies is None else [policies])
     return make_ways(
         named or default_policies(),
-        lists.schedules(schedules) or (_uncalibrated(settings().schedule),),
-        [lists.ratio(text) for text in lists.given("--ratio", ratios)] or (settings().fixed_ratio,),
-        [lists.is_on(text) for text in lists.given("--encode-prefix", [prefix])],
+        _schedules(schedules) or (_uncalibrated(settings().schedule),),
+        [_ratio(text) for text in _listed("--ratio", ratios)] or (settings().fixed_ratio,),
+        [_is_on(text) for text in _listed("--encode-prefix", [prefix])],
     )
 
 
 def _uncalibrated(schedule: str) -> str:
-    """What the engine's default means where nothing was calibrated: the same rows in any store."""
+    """The engine's default for a model that is not calibrated: the same rows in any store."""
     from blendrag.config import UNCALIBRATED_SCHEDULE
     from blendrag.fusor.selection import Schedule
 
     return UNCALIBRATED_SCHEDULE if Schedule.parse(schedule).is_open else schedule
 
 
-def _cache() -> Path:
-    """Where what must outlive this process, but no longer than its run, is kept."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "blendrag"
+def _listed(option: str, texts: Sequence[str] | None) -> list[str]:
+    """The comma-separated values of ``option``; empty if it is not given.
+
+    Raises :class:`InvalidInputError` if it is given without a value, as by an unset shell variable.
+    """
+    found = _split(texts or ())
+    if texts and not found:
+        shown = " ".join(f"{option} {text!r}" for text in texts)
+        raise InvalidInputError(f"{shown} names none; name one, or leave the option out")
+    return found
+
+
+def _split(texts: Sequence[str]) -> list[str]:
+    return [part.strip() for text in texts for part in text.split(",") if part.strip()]
+
+
+def _schedules(texts: Sequence[str] | None) -> list[str]:
+    """As :func:`_listed`, but comma-separated numbers are one schedule."""
+    found: list[str] = []
+    for text in texts or ():
+        parts = _split([text.removeprefix("calibrated:")])
+        is_vector = len(parts) > 1 and all(map(_is_number, parts))
+        found += [text] if is_vector else _split([text])
+    return found or _listed("--schedules", texts)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _ratio(text: str) -> float:
+    if not _is_number(text):
+        raise InvalidInputError(f"ratio {text!r} is not a number, expected one in [0, 1]")
+    return float(text)
+
+
+def _is_on(text: str) -> bool:
+    if text not in ("on", "off"):
+        raise InvalidInputError(f"--encode-prefix {text!r} is not on, off or on,off")
+    return text == "on"

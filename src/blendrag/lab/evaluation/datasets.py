@@ -1,33 +1,197 @@
-"""Question files → cases: ``{question, answers, ctxs}`` and ``{context, input, answers}``.
+"""What is asked: questions with their accepted answers and chunks, generated or from a file.
 
-Owns the two forms and how each is recognised, record by record: MuSiQue, 2WikiMQA and HotpotQA as
-retrievers hand them out (passages), and LongBench (one long text; MultiNews and SAMSum are summaries).
-Passages and texts are cut into chunks of the model's tokens, the nearest to the question by L2
-distance are taken (CacheBlend §7.1), nearest first. Does not know how a prompt is worded.
+Files are JSON lists or JSON lines. A record has passages (``ctxs``: MuSiQue, 2WikiMQA and HotpotQA as
+retrievers return them), one long text (``context``: LongBench), or no text, and then its chunks are retrieved
+from a store. Texts are cut into chunks of the model's tokens, and the nearest to the question by L2 distance
+are taken (CacheBlend §7.1), nearest first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from blendrag.corpus.embedder import Embedder
+from blendrag.config import settings
+from blendrag.corpus.corpus import Corpus
+from blendrag.corpus.database import DIRECTORY
+from blendrag.corpus.embedder import Embedder, embedder_of
+from blendrag.corpus.retriever import Retriever
 from blendrag.errors import InvalidInputError
-from blendrag.lab.evaluation.cases import Case, Dataset, Metric
-from blendrag.lab.evaluation.records import FORMS, Record, read_records
+from blendrag.lab.training.facts import SPLITS
+from blendrag.lab.training.questions import contexts
+from blendrag.model.tokens import Tokens
+from blendrag.store import regular_files
+from blendrag.store.identity import digest_fields
 from blendrag.text.chunking import Chunker
 from blendrag.text.matches import MIN_LETTERS, is_recognisable
 
-#: Chunks for a question, in the order of the prompt.
+#: The measure that is a question's score: whole answers, words found, or the longest common subsequence.
+Metric = Literal["accuracy", "f1", "rouge_l"]
+Record = Mapping[str, Any]
+#: Question → chunks in the order of the prompt.
 Retrieve = Callable[[str], Sequence[str]]
 
-#: What LongBench calls the tasks whose answers are summaries.
+SYNTHETIC = "synthetic"
+#: Default size of a chunk, in tokens: of generated contexts, and of files.
+GENERATED_TOKENS, FILE_TOKENS = 64, 512
+#: More questions than a generated context has of any kind.
+ALL_QUESTIONS = 1000
+#: Size limit of a file.
+MAX_BYTES = 4096 * regular_files.MIB
+FORMS = "{question, answers, ctxs} or {context, input, answers}"
+#: LongBench's tasks whose answers are summaries.
 SUMMARIES = ("multi_news", "multinews", "samsum", "gov_report", "qmsum", "vcsum")
-#: What to look for where nothing is asked.
+#: The query for chunks if nothing is asked.
 NO_QUESTION = "Summarise the news."
+
+
+@dataclass(frozen=True)
+class Case:
+    """One question. Cases of one context have the same chunks and follow one another."""
+
+    case_id: str
+    context_id: str
+    kind: str
+    question: str
+    answers: tuple[str, ...]
+    chunks: tuple[str, ...]
+    """Texts in prompt order."""
+
+    @property
+    def digest(self) -> str:
+        """Of all that decides an answer and its score."""
+        fields = (self.kind, self.question, *self.answers, "", *self.chunks)
+        return digest_fields(field.encode("utf-8", "surrogatepass") for field in fields)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Cases, grouped by context, and the metric that scores them."""
+
+    name: str
+    metric: Metric
+    cases: tuple[Case, ...]
+    n_chunks: int
+    """Most chunks of a prompt."""
+    chunk_tokens: int
+    """Most tokens of a chunk."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of question, sorted by name."""
+        return tuple(sorted({case.kind for case in self.cases}))
+
+
+def by_context(cases: Sequence[Case]) -> Iterator[tuple[Case, ...]]:
+    """Neighbours that share their chunks."""
+    for _, group in groupby(cases, key=lambda case: case.context_id):
+        yield tuple(group)
+
+
+@dataclass(frozen=True)
+class DatasetOptions:
+    """The dataset that the options of ``blendrag eval`` describe."""
+
+    name: str
+    split: str
+    seed: int
+    contexts: int
+    questions: int | None
+    chunks: int
+    chunk_tokens: int | None
+    embedder: str | None
+    store: Path | None
+    """Its documents are searched for records without texts."""
+
+
+def make_dataset(options: DatasetOptions, tokens: Tokens) -> Dataset:
+    """Needs only the tokenizer, so errors of a dataset come before the model is loaded."""
+    if options.name == SYNTHETIC:
+        return synthetic_dataset(
+            tokens, options.seed, options.split, options.contexts, options.chunks,
+            options.chunk_tokens or GENERATED_TOKENS, options.questions,
+        )  # fmt: skip
+    with _retrieval(options.store, options.chunks, options.embedder) as (retrieve, corpus_tokens):
+        return read_dataset(
+            Path(options.name),
+            Chunker(tokens.text, options.chunk_tokens or corpus_tokens),
+            Embedder(options.embedder or settings().embedder),
+            options.contexts,
+            options.chunks,
+            retrieve,
+        )
+
+
+@contextmanager
+def _retrieval(
+    store: Path | None, top_k: int, embedder: str | None
+) -> Iterator[tuple[Retrieve | None, int]]:
+    """Retrieval as of ``blendrag ask`` and the tokens of a chunk; ``None`` without documents."""
+    if store is None or not (store / DIRECTORY).is_dir():  # a calibration needs no documents
+        yield None, FILE_TOKENS
+        return
+    with Corpus.open(store, read_only=True) as corpus:
+        retriever = Retriever(corpus, embedder_of(corpus.manifest, store, embedder))
+
+        def retrieve(question: str) -> list[str]:
+            return [chunk.text for chunk in retriever.retrieve(question, top_k)]
+
+        yield retrieve, corpus.manifest.chunk_tokens
+
+
+# -- generated ------------------------------------------------------------------------------------
+
+
+def synthetic_dataset(
+    tokens: Tokens,
+    seed: int = 1,
+    split: str = "test",
+    n_contexts: int = 20,
+    n_chunks: int = 6,
+    chunk_tokens: int = 64,
+    n_questions: int | None = None,
+) -> Dataset:
+    """Generated documents about invented entities (:mod:`blendrag.lab.training.generator`): at most
+    ``n_questions`` of each context, all kinds equally often.
+
+    Raises :class:`InvalidInputError` for an unknown split.
+    """
+    if split not in SPLITS:
+        raise InvalidInputError(f"split {split!r} is not one of {', '.join(SPLITS)}")
+    cases: list[Case] = []
+    made = contexts(
+        tokens.tokenizer, seed, split, n_contexts, n_chunks, chunk_tokens,
+        n_questions or ALL_QUESTIONS,
+    )  # fmt: skip
+    for number, context in enumerate(made):
+        name = f"{split}/{seed}/{number}"
+        asked = [
+            Case(f"{name}/{i}", name, q.kind, q.text, (q.answer,), context.chunks)
+            for i, q in enumerate(context.questions)
+        ]
+        cases += _balanced(asked, n_questions or len(asked))
+    return Dataset(SYNTHETIC, "accuracy", tuple(cases), n_chunks, chunk_tokens)
+
+
+def _balanced(cases: list[Case], n: int) -> list[Case]:
+    """``n`` cases in their old order: the first of each kind, then the second of each kind, …"""
+    seen: dict[str, int] = {}
+    rounds = []
+    for case in cases:
+        seen[case.kind] = seen.get(case.kind, 0) + 1
+        rounds.append(seen[case.kind])
+    chosen = sorted(range(len(cases)), key=lambda i: (rounds[i], i))[:n]
+    return [cases[i] for i in sorted(chosen)]
+
+
+# -- files ----------------------------------------------------------------------------------------
 
 
 def read_dataset(
@@ -38,12 +202,9 @@ def read_dataset(
     n_chunks: int = 6,
     retrieve: Retrieve | None = None,
 ) -> Dataset:
-    """Cases of the first ``n_cases`` records of a JSON list or of JSON lines.
+    """Cases of the first ``n_cases`` records; ``retrieve`` gives the chunks of records without texts.
 
-    ``retrieve`` gives the chunks of a question whose record brings no texts of its own.
-
-    Raises :class:`InvalidInputError` for a file that cannot be read, a form nobody knows, and records
-    without question, answers or chunks, each by its number.
+    Raises :class:`InvalidInputError`, with the number of the record.
     """
     records = read_records(path)[:n_cases]
     if not records:
@@ -52,43 +213,95 @@ def read_dataset(
     cases = []
     for number, record in enumerate(records, 1):
         where = f"record {number} of {path}"
-        texts = _texts(record, where) if retrieve is None or _has_texts(record) else None
         question = _question(record, where, metric)
-        if texts is not None:
-            chunks = [chunk.text for text in texts for chunk in chunker.split(text)]
+        if retrieve is None or _has_texts(record):
+            cut = [chunk.text for text in _texts(record, where) for chunk in chunker.split(text)]
+            chunks = _nearest(embedder, question or NO_QUESTION, _usable(cut, where), n_chunks)
         else:
-            assert retrieve is not None
-            chunks = list(retrieve(question or NO_QUESTION))
-        chunks = _recognised(chunks, where)
-        name = str(record.get("id") or record.get("_id") or number)
-        kind = str(record.get("type") or ("summary" if metric == "rouge_l" else "question"))
-        if texts is not None:
-            chunks = _nearest(embedder, question or NO_QUESTION, chunks, n_chunks)
+            chunks = _usable(retrieve(question or NO_QUESTION), where)
+        name = record.get("id") or record.get("_id") or number
+        kind = record.get("type") or ("summary" if metric == "rouge_l" else "question")
+        context = f"{path.stem}/{number}"
+        answers = _answers(record, where)
         cases.append(
-            Case(
-                f"{path.stem}/{number}/{name}",
-                f"{path.stem}/{number}",
-                kind,
-                question,
-                _answers(record, where),
-                tuple(chunks),
-            )
+            Case(f"{context}/{name}", context, str(kind), question, answers, tuple(chunks))
         )
     return Dataset(path.stem, metric, tuple(cases), n_chunks, chunker.chunk_tokens)
 
 
-def _recognised(chunks: Sequence[str], where: str) -> list[str]:
-    """Each once, but for those too short to be recognised in a prompt: no way could load them."""
-    left = list(dict.fromkeys(text for text in chunks if is_recognisable(text)))
-    if not left:
+def read_records(path: Path) -> list[Record]:
+    """All records of ``path``.
+
+    Raises :class:`InvalidInputError` for a file that cannot be read, and for what is not a JSON object.
+    """
+    try:
+        # utf-8-sig: Windows editors begin files with a mark.
+        text = regular_files.read_text(path, MAX_BYTES, follow=True, encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else "not UTF-8"
         raise InvalidInputError(
-            f"{where} has an empty chunk list, expected contexts of {MIN_LETTERS} letters or more; "
-            "leave it out"
-        )
-    return left
+            f"dataset {path} cannot be read ({reason}); expected synthetic, or a JSON or JSON lines "
+            f"file of {FORMS}"
+        ) from exc
+    found = list(_parsed(text, path))
+    for number, record in enumerate(found, 1):
+        if not isinstance(record, Mapping):
+            raise InvalidInputError(
+                f"record {number} of {path} is of type {type(record).__name__}, expected {FORMS}"
+            )
+    return found
 
 
-# -- records --------------------------------------------------------------------------------------
+def _parsed(text: str, path: Path) -> Iterator[Any]:
+    is_list = text.lstrip().startswith("[")
+    # Not splitlines: strings may contain U+2028 unescaped.
+    parts = [text] if is_list else text.split("\n")
+    for number, part in enumerate(parts, 1):
+        if not part.strip():
+            continue
+        try:
+            value = json.loads(part)
+        except (ValueError, RecursionError) as exc:
+            if "{" not in text:
+                raise InvalidInputError(
+                    f"dataset {path} is plain text, expected a list or lines of {FORMS}, because answers "
+                    "are compared with known ones; questions alone are for blendrag calibrate --questions"
+                ) from exc
+            line, reason = number, str(exc)
+            if isinstance(exc, json.JSONDecodeError):
+                line, reason = number + exc.lineno - 1, f"{exc.msg} at column {exc.colno}"
+            raise InvalidInputError(
+                f"line {line} of dataset {path} is not JSON ({reason}); expected one list, or one record "
+                f"a line, of {FORMS}"
+            ) from exc
+        if is_list:
+            yield from value
+        else:
+            yield value
+
+
+def _common_metric(records: Sequence[Record], path: Path) -> Metric:
+    """Raises :class:`InvalidInputError` if questions and summaries are mixed: their mean means nothing."""
+    metric, reason = _metric_of(records[0], path)
+    for number, record in enumerate(records, 1):
+        other, why = _metric_of(record, path)
+        if other != metric:
+            raise InvalidInputError(
+                f"record {number} of {path} is scored by {other}, as {why}, record 1 by {metric}, as "
+                f"{reason}; put questions and summaries in separate files"
+            )
+    return metric
+
+
+def _metric_of(record: Record, path: Path) -> tuple[Metric, str]:
+    """Rouge-L for summaries, F1 on words otherwise; and why."""
+    task = str(record.get("dataset", "")) or path.stem
+    if task.startswith(SUMMARIES):
+        return "rouge_l", f"its task is {task}"
+    asked = record.get("question", record.get("input"))
+    if asked == "":
+        return "rouge_l", "it asks nothing"
+    return "f1", "it asks a question" if asked else "it has no question"
 
 
 def _has_texts(record: Record) -> bool:
@@ -96,45 +309,14 @@ def _has_texts(record: Record) -> bool:
 
 
 def _texts(record: Record, where: str) -> list[str]:
-    """Of either form; a file may hold both."""
-    if "ctxs" in record:
-        return _passages(record, where)
-    if _has_texts(record):
+    if not _has_texts(record):
+        raise InvalidInputError(
+            f"{where} has the fields {', '.join(map(str, record)) or 'none'}; expected {FORMS}, or "
+            "{question, answers} with --store of the documents they are about"
+        )
+    if "ctxs" not in record:
         return [_text(record, "context", where)]
-    raise InvalidInputError(
-        f"{where} has the fields {', '.join(map(str, record)) or 'none'}; expected {FORMS}, or "
-        "{question, answers} with --store of the documents they are about"
-    )
-
-
-def _common_metric(records: Sequence[Record], path: Path) -> Metric:
-    """Raises :class:`InvalidInputError` where some are summaries and others are not: one mean of words
-    found and subsequences means nothing."""
-    metric, reason = _metric_of(records[0], path)
-    for number, record in enumerate(records, 1):
-        other, why = _metric_of(record, path)
-        if other != metric:
-            raise InvalidInputError(
-                f"record {number} of {path} is scored by {other}, as {why}, record 1 by {metric}, as "
-                f"{reason}; mend or leave out the odd one, or give questions and summaries in files of "
-                "their own"
-            )
-    return metric
-
-
-def _metric_of(record: Record, path: Path) -> tuple[Metric, str]:
-    """Rouge-L for summaries, by the task's name or because nothing is asked; F1 on words else. And why."""
-    named = str(record.get("dataset", "")) or path.stem
-    if named.startswith(SUMMARIES):
-        return "rouge_l", f"its task is {named}"
-    asked = record.get("question", record.get("input"))
-    if asked == "":
-        return "rouge_l", "it asks nothing"
-    return "f1", "it asks a question" if asked else "it has no question"
-
-
-def _passages(record: Record, where: str) -> list[str]:
-    passages = record.get("ctxs")
+    passages = record["ctxs"]
     if not isinstance(passages, list) or not passages:
         raise InvalidInputError(
             f"{where} has an empty chunk list, expected ctxs: [{{title, text}}, …]; leave it out"
@@ -160,14 +342,16 @@ def _text(record: Record, name: str, where: str) -> str:
 
 def _question(record: Record, where: str, metric: Metric) -> str:
     question = _text(record, "question" if "question" in record else "input", where).strip()
-    if not question and metric != "rouge_l":
+    if metric == "rouge_l":
+        # SAMSum's dialogues end with the word that the prompt for a summary ends with.
+        return question.removesuffix("Summary:").strip()
+    if not question:
         raise InvalidInputError(f"{where} has an empty question; ask something or leave it out")
-    # SAMSum's dialogues end with the word that every prompt for a summary ends with.
-    return question.removesuffix("Summary:").strip() if metric == "rouge_l" else question
+    return question
 
 
 def _answers(record: Record, where: str) -> tuple[str, ...]:
-    """Flat, as 2WikiMQA nests each in a list of its own."""
+    """Flat: 2WikiMQA nests each answer in a list."""
     given = record.get("answers", record.get("answer"))
     nested = given if isinstance(given, list) else [given]
     flat = [text for entry in nested for text in (entry if isinstance(entry, list) else [entry])]
@@ -175,20 +359,26 @@ def _answers(record: Record, where: str) -> tuple[str, ...]:
     answers = tuple(text for text in texts if text.strip())
     if not answers:
         raise InvalidInputError(
-            f"{where} has no answers, expected answers: [text, …], which what is answered is compared "
-            "with; add them or leave it out"
+            f"{where} has no answers, expected answers: [text, …] to compare with; add them or leave it out"
         )
     return answers
 
 
-# -- retrieval ------------------------------------------------------------------------------------
+def _usable(chunks: Sequence[str], where: str) -> list[str]:
+    """Each once, without chunks too short to be recognised in a prompt: no way could load them."""
+    left = list(dict.fromkeys(text for text in chunks if is_recognisable(text)))
+    if not left:
+        raise InvalidInputError(
+            f"{where} has an empty chunk list, expected contexts of {MIN_LETTERS} letters or more; "
+            "leave it out"
+        )
+    return left
 
 
 def _nearest(embedder: Embedder, question: str, chunks: Sequence[str], n: int) -> list[str]:
     """The ``n`` chunks nearest to the question by L2 distance, nearest first."""
     if len(chunks) == 1:
         return list(chunks)
-    distances = np.linalg.norm(
-        embedder.embed(chunks) - embedder.embed_query(question)[None], axis=1
-    )  # [chunks]
+    vectors = embedder.embed(chunks) - embedder.embed_query(question)[None]  # [chunks, dim]
+    distances = np.linalg.norm(vectors, axis=1)
     return [chunks[i] for i in np.argsort(distances, kind="stable")[:n]]

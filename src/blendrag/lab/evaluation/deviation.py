@@ -1,34 +1,58 @@
-"""How far a blended prompt's KV and attention are from a full prefill's (CacheBlend §4.1).
+"""How far a blended prompt's KV and attention are from a full prefill's: CacheBlend §4.1, figures 6 to 8.
 
-Owns the two measured quantities of the paper, per layer and token of one prompt:
+``python -m blendrag.lab.evaluation.deviation`` measures generated prompts and prints one JSON object.
 
-- KV deviation Δ_kv: how far a chunk token's K and V are from those a full prefill computes;
-- attention deviation Δ_attn: the L2 norm of the difference of the forward attention matrices, whose
-  rows are the tokens behind the context (the question) and whose columns are the chunk tokens.
+- KV deviation Δ_kv: how far the K and V of a chunk token are from those that a full prefill computes.
+- Attention deviation Δ_attn: the L2 norm of the difference of the forward attention matrices, whose rows are
+  the tokens after the context (the question) and whose columns are the chunk tokens.
 
-Both are relative here, to the size of what full prefill computes in that layer: the paper's absolute
-differences cannot be averaged over layers and prompts. Does not know where prompts come from, what is
-averaged or drawn.
+Both are relative to the size of what full prefill computes in that layer: the paper's absolute differences
+cannot be averaged over layers and prompts. KV is compared from layer 1 on: K and V of layer 0 do not depend
+on other chunks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.progress import Progress
+from scipy import stats
+from transformers.utils import logging
 
-from blendrag.errors import InvalidInputError, UnsupportedModelError
+from blendrag.config import DEMO_MODEL, absolute_model
+from blendrag.engine import Options
+from blendrag.engine.rendering import render
+from blendrag.errors import BlendragError, InvalidInputError, UnsupportedModelError
 from blendrag.fusor import BlendRequest, Fusor
 from blendrag.fusor.gate import HeldKV
 from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.scout import Observed, Scout, scouting
 from blendrag.fusor.selection import Schedule, make_policy
-from blendrag.model import ModelAdapter
+from blendrag.lab.evaluation.asking import Wording, wording_for
+from blendrag.lab.evaluation.datasets import Case, Dataset, by_context, synthetic_dataset
+from blendrag.model import ModelAdapter, load_adapter
+from blendrag.model.tokens import Tokens
 from blendrag.store.kv import ChunkKV
-from blendrag.text.prompt import PromptPlan, Segment
+from blendrag.text.matches import Match
+from blendrag.text.prompt import PromptPlan, Segment, make_plan
+
+#: The curve whose tokens are chosen with knowledge of the full prefill (figure 6).
+ORACLE = "oracle"
+#: Shares of tokens at which the distribution of Δ_kv is kept.
+SHARES = tuple(i / 100 for i in range(101))
+#: Upper end of a 95% interval, as a share of the distribution below it.
+UPPER = 0.975
+
+# -- one prompt -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -36,10 +60,9 @@ class Deviation:
     """Distances of one blended prompt from its full prefill; ``n`` chunk tokens, ``L`` layers."""
 
     kv: np.ndarray
-    """``[L, n]``: Δ_kv; 1 is as far as K and V of that layer are long."""
+    """``[L, n]``: Δ_kv relative to the mean length of K and V in that layer."""
     attention: np.ndarray
-    """``[L, n]``: what each chunk token adds to Δ_attn, over heads and rows."""
-    ratio: float
+    """``[L, n]``: the part of each chunk token in Δ_attn, over heads and rows."""
     charged_ratio: float
 
     @property
@@ -55,26 +78,25 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """What one prefill left behind: per layer K and V of the chunk tokens, and A_i."""
+    """Per layer, K and V of the chunk tokens and A_i after one prefill."""
 
     kv: Sequence[torch.Tensor]
     """Each ``[2, Hkv, n, D]``, keys at their prompt positions."""
     attention: Sequence[torch.Tensor]
     """Each ``[H, Q, n]`` float32."""
-    ratio: float
     charged_ratio: float
 
 
 class StoredPrompt:
-    """A prompt whose chunks were encoded apart, held against a full prefill of the same tokens.
+    """A prompt whose chunks were encoded apart, compared with a full prefill of the same tokens.
 
-    Every prefill runs with attention written out, so that its weights can be kept and equal KV gives
-    equal numbers. Holds all KV of the prompt in memory. Does not modify the model; takes its lock.
+    Every prefill computes attention weights explicitly, so that they can be kept and equal KV gives equal
+    numbers. Holds all KV of the prompt in memory. Does not modify the model; takes its lock.
     """
 
     def __init__(self, adapter: ModelAdapter, plan: PromptPlan, prefix_ids: Sequence[int]) -> None:
-        """Encodes the chunks of ``plan`` behind ``prefix_ids``. A chunk that stands exactly behind
-        them is exact and no subject here. Raises :class:`InvalidInputError` where no other is."""
+        """Encodes the chunks of ``plan`` behind ``prefix_ids``. A chunk directly behind them is exact and
+        left out. Raises :class:`InvalidInputError` if there is no other."""
         self.adapter = adapter
         self._fusor = Fusor(adapter, fast_attention=False, force_masks=True)
         self._ids = torch.tensor([plan.ids], device=adapter.device)  # [1, N]
@@ -82,15 +104,15 @@ class StoredPrompt:
         self._blended = tuple(span for span in self._spans if not span.exact)
         if not self._blended:
             raise InvalidInputError(
-                f"a prompt of {len(plan.ids)} tokens holds no chunk out of its place, so nothing "
-                "deviates; give one with chunks behind other text"
+                f"a prompt of {len(plan.ids)} tokens has no chunk after other text, so nothing deviates; "
+                "give one with chunks after other text"
             )
         self.tokens = torch.cat([torch.arange(s.start, s.end) for s in self._blended])
         """``[n]``: prompt positions of the chunk tokens that may deviate."""
 
     @cached_property
     def full(self) -> Prefilled:
-        """The full prefill that everything is measured against."""
+        """The full prefill that everything is compared with."""
         return self._prefill((), "full", Schedule("constant"), 1.0)
 
     @cached_property
@@ -105,9 +127,8 @@ class StoredPrompt:
         return self._from_full(self._prefill(self._spans, policy, Schedule.parse(schedule), ratio))
 
     def oracle(self, ratio: float) -> Deviation:
-        """The selection of figure 6: in every layer the KV of the ``ratio`` tokens that deviate most
-        there is exact. It takes a full prefill to know them, which is what policies must do without.
-        """
+        """The selection of figure 6: in every layer the KV of the ``ratio`` tokens that deviate most is
+        exact. Policies cannot do that: it takes a full prefill to know them."""
         count = round(ratio * self.tokens.numel())
         mended = []
         for stored, exact in zip(self.reused.kv, self.full.kv, strict=True):
@@ -118,10 +139,10 @@ class StoredPrompt:
         exact_spans = tuple(span for span in self._spans if span.exact)
         spans = sorted((*exact_spans, *self._cut(mended)), key=lambda span: span.start)
         done = self._prefill(tuple(spans), "reuse", Schedule("constant"), 0.0)
-        return self._from_full(Prefilled(done.kv, done.attention, ratio, ratio))
+        return self._from_full(Prefilled(done.kv, done.attention, ratio))
 
     def _cut(self, layers: Sequence[torch.Tensor]) -> list[LoadedSpan]:
-        """Spans over ``layers`` of all chunk tokens, whose keys stand where they belong."""
+        """Spans over ``layers`` of all chunk tokens, whose keys are at their prompt positions."""
         spans, at = [], 0
         for span in self._blended:
             parts = [layer[:, :, at : at + span.tokens].contiguous() for layer in layers]
@@ -137,13 +158,12 @@ class StoredPrompt:
         columns = self.tokens.to(self.adapter.device)
         seen = ForwardAttention(n, n - max(s.end for s in self._spans), columns)
         request = BlendRequest(n, spans, make_policy(policy), schedule, ratio)
-        # by its index: asked for as a number, the last row would be the only one to be attended
+        # An index keeps all rows in the last layer's attention; a number would cut them to the last row.
         last = torch.tensor([-1], device=self.adapter.device)
         with self.adapter.lock, scouting(self.adapter.stack, lambda: [Observed(seen)]):
             _, cache, fusion = self._fusor.prefill(self._ids, request, logits_to_keep=last)
         kv = [buffer[:, :, columns].cpu() for buffer in cache.buffers(n)]
-        counts = fusion.counts()
-        return Prefilled(kv, seen.matrices(), counts.ratio, counts.charged_ratio)
+        return Prefilled(kv, seen.matrices(), fusion.counts().charged_ratio)
 
     def _from_full(self, blended: Prefilled) -> Deviation:
         pairs = zip(blended.kv, self.full.kv, strict=True)
@@ -151,13 +171,12 @@ class StoredPrompt:
         return Deviation(
             np.stack([_kv_deviation(new, exact) for new, exact in pairs]),
             np.stack([_attention_deviation(new, exact) for new, exact in seen]),
-            blended.ratio,
             blended.charged_ratio,
         )
 
 
 class ForwardAttention(Scout):
-    """Keeps the forward attention matrix of every layer where a scout adds them up."""
+    """Keeps the forward attention matrix of every layer, which a scout would add up."""
 
     def __init__(self, prompt_tokens: int, asking: int, columns: torch.Tensor) -> None:
         super().__init__(prompt_tokens, asking, columns.device)
@@ -191,7 +210,7 @@ def _stored(
 
 
 def _kv_deviation(new: torch.Tensor, exact: torch.Tensor) -> np.ndarray:
-    """Δ_kv ``[n]`` of ``[2, Hkv, n, D]``: distances of K and V, each by its mean length, together.
+    """Δ_kv ``[n]`` of ``[2, Hkv, n, D]``: distances of K and of V, each divided by its mean length.
 
     The paper takes absolute differences; the order of tokens is that of
     :attr:`~blendrag.fusor.selection.LayerView.deviation`, which policies see.
@@ -203,7 +222,231 @@ def _kv_deviation(new: torch.Tensor, exact: torch.Tensor) -> np.ndarray:
 
 
 def _attention_deviation(new: torch.Tensor, exact: torch.Tensor) -> np.ndarray:
-    """What each column of ``[H, Q, n]`` adds to the norm of the difference, by the norm of A^full."""
+    """Norm of each column of the difference of two ``[H, Q, n]``, divided by the norm of A^full ``[n]``."""
     columns = (new - exact).square().sum(dim=(0, 1)).sqrt()  # [n]
     deviation: np.ndarray = (columns / exact.norm().clamp_min(1e-12)).numpy()
     return deviation
+
+
+# -- many prompts ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DeviationPoint:
+    """One policy, schedule and ratio; means over prompts, 95% intervals of those over all layers."""
+
+    policy: str
+    schedule: str
+    ratio: float
+    charged_ratio: float
+    attention: float
+    """Mean of Δ_attn over layers."""
+    attention_low: float
+    attention_high: float
+    kv: float
+    """Mean of Δ_kv over tokens and layers 1…L-1."""
+    attention_by_layer: Sequence[float]
+    kv_by_layer: Sequence[float]
+
+
+@dataclass(frozen=True)
+class LayerDistribution:
+    """Δ_kv of stored KV in one layer: quantiles at :data:`SHARES` over the tokens of all prompts."""
+
+    layer: int
+    quantiles: Sequence[float]
+
+
+@dataclass(frozen=True)
+class LayerCorrelation:
+    """Spearman's rank correlation of the tokens' Δ_kv in ``layer`` and the next; mean over prompts."""
+
+    layer: int
+    rho: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class DeviationReport:
+    """Everything measured of one model over one set of prompts."""
+
+    model: str
+    prompts: int
+    tokens: int
+    """Chunk tokens of all prompts."""
+    points: Sequence[DeviationPoint]
+    distribution: Sequence[LayerDistribution]
+    correlation: Sequence[LayerCorrelation]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure(
+    prompts: Iterable[StoredPrompt],
+    policies: Sequence[str],
+    schedules: Sequence[str],
+    ratios: Sequence[float],
+    tick: Callable[[], None] = lambda: None,
+) -> DeviationReport:
+    """Blend every prompt by every policy, schedule and ratio, and by the oracle at every ratio.
+
+    Takes prompts one at a time, so that an iterator needs the memory of one. ``tick()`` is called after
+    each. Raises :class:`InvalidInputError` if there is no prompt.
+    """
+    ways = [(p, s, r) for p in policies for s in schedules for r in ratios]
+    ways += [(ORACLE, "", r) for r in ratios]
+    found: list[list[Deviation]] = [[] for _ in ways]
+    stored: list[Deviation] = []
+    model = ""
+    for prompt in prompts:
+        model = prompt.adapter.model_id
+        stored.append(prompt.deviation("reuse"))
+        for (policy, schedule, ratio), into in zip(ways, found, strict=True):
+            if policy == ORACLE:
+                into.append(prompt.oracle(ratio))
+            else:
+                into.append(prompt.deviation(policy, schedule, ratio))
+        tick()
+    if not stored:
+        raise InvalidInputError("no prompt to measure deviations on; give at least one context")
+    return DeviationReport(
+        model=model,
+        prompts=len(stored),
+        tokens=sum(one.kv.shape[1] for one in stored),
+        points=tuple(_point(*way, of) for way, of in zip(ways, found, strict=True)),
+        distribution=distribution(stored),
+        correlation=correlation(stored),
+    )
+
+
+def distribution(stored: Sequence[Deviation]) -> tuple[LayerDistribution, ...]:
+    """Figure 7, of each layer from 1 on."""
+    kv = np.concatenate([one.kv for one in stored], axis=1)  # [L, n of all prompts]
+    return tuple(
+        LayerDistribution(layer, tuple(np.quantile(kv[layer], SHARES).tolist()))
+        for layer in range(1, len(kv))
+    )
+
+
+def correlation(stored: Sequence[Deviation]) -> tuple[LayerCorrelation, ...]:
+    """Figure 8, of layers 1 and 2, 2 and 3, …"""
+    found = []
+    for layer in range(1, len(stored[0].kv) - 1):
+        rhos = [float(stats.spearmanr(*one.kv[layer : layer + 2]).statistic) for one in stored]
+        found.append(LayerCorrelation(layer, *_mean_interval(rhos)))
+    return tuple(found)
+
+
+def _point(policy: str, schedule: str, ratio: float, of: Sequence[Deviation]) -> DeviationPoint:
+    attention = np.stack([one.attention_by_layer for one in of])  # [prompts, L]
+    kv = np.stack([one.kv_by_layer for one in of])  # [prompts, L]
+    mean, low, high = _mean_interval(attention.mean(axis=1).tolist())
+    return DeviationPoint(
+        policy=policy,
+        schedule=schedule,
+        ratio=ratio,
+        charged_ratio=float(np.mean([one.charged_ratio for one in of])),
+        attention=mean,
+        attention_low=low,
+        attention_high=high,
+        kv=float(kv[:, 1:].mean()),
+        attention_by_layer=tuple(attention.mean(axis=0).tolist()),
+        kv_by_layer=tuple(kv.mean(axis=0).tolist()),
+    )
+
+
+def _mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean and its 95% interval (Student's, as prompts are few); of one value the interval is the value."""
+    mean = float(np.mean(values))
+    if len(values) < 2:
+        return mean, mean, mean
+    reach = float(stats.t.ppf(UPPER, len(values) - 1) * stats.sem(values))
+    return mean, mean - reach, mean + reach
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+def plan_of(tokens: Tokens, wording: Wording, case: Case) -> PromptPlan:
+    """The arena's prompt of ``case``, cut at its chunks.
+
+    Raises :class:`InvalidInputError` if the chat template changes chunks.
+    """
+    rendered = render(wording.prompt(case.chunks, case.question), tokens, Options()).text
+    found, at = [], 0
+    for number, chunk in enumerate(case.chunks):
+        start = rendered.find(chunk.strip(), at)
+        if start < 0:
+            raise InvalidInputError(
+                f"chunk {number} of {case.case_id} is not in the rendered prompt as it was given; "
+                "take a model whose chat template leaves text alone"
+            )
+        at = start + len(chunk.strip())
+        found.append(Match(str(number), start, at, complete=True))
+
+    def encode_chunk(chunk_id: str) -> tuple[int, ...]:
+        return tuple(tokens.encode_text(case.chunks[int(chunk_id)].strip()))
+
+    return make_plan(rendered, found, tokens, encode_chunk)
+
+
+def stored_prompts(adapter: ModelAdapter, dataset: Dataset) -> Iterator[StoredPrompt]:
+    """One prompt of every context, its chunks encoded behind the model's default prefix."""
+    wording = wording_for(adapter.tokens.tokenizer, dataset.metric)
+    prefix_ids = adapter.tokens.default_prefix_ids()
+    for cases in by_context(dataset.cases):
+        yield StoredPrompt(adapter, plan_of(adapter.tokens, wording, cases[0]), prefix_ids)
+
+
+def run(args: argparse.Namespace) -> DeviationReport:
+    """Measure with a progress bar on stderr."""
+    adapter = load_adapter(absolute_model(args.model), args.dtype, args.device)
+    dataset = synthetic_dataset(
+        adapter.tokens, args.seed, args.split, args.contexts, args.chunks, args.chunk_tokens, 1
+    )
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("prompts", total=args.contexts)
+        return measure(
+            stored_prompts(adapter, dataset),
+            args.policies.split(","),
+            args.schedules.split(","),
+            args.ratio,
+            lambda: progress.advance(task),
+        )
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m blendrag.lab.evaluation.deviation",
+        description="KV and attention deviation of generated prompts, one JSON object.",
+    )
+    made.add_argument("--model", default=DEMO_MODEL)
+    made.add_argument("--dtype", default="auto")
+    made.add_argument("--device", default="auto")
+    made.add_argument("--seed", type=int, default=1)
+    made.add_argument("--split", default="test")
+    made.add_argument("--contexts", type=int, default=8)
+    made.add_argument("--chunks", type=int, default=6)
+    made.add_argument("--chunk-tokens", type=int, default=64)
+    made.add_argument("--policies", default="hkvd", help="comma-separated")
+    made.add_argument("--schedules", default="constant", help="comma-separated families")
+    made.add_argument("--ratio", type=float, action="append", required=True, help="repeatable")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the report. Exits with status 2 and one sentence on an error."""
+    args = parser().parse_args(arguments)
+    logging.disable_progress_bar()  # transformers shows one while it loads weights
+    try:
+        report = run(args)
+    except BlendragError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)
+    sys.stdout.write(json.dumps(report.as_dict()) + "\n")
+
+
+if __name__ == "__main__":
+    main()

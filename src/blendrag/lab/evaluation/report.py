@@ -1,141 +1,142 @@
-"""The rows as a table on a terminal."""
+"""The rows on a terminal, and notes that a reader should know before believing them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
-from rich.table import Table
 
-from blendrag.lab.evaluation.rows import ALL, Row
-from blendrag.lab.evaluation.ways import FULL, NONE
+from blendrag.lab.evaluation.datasets import Dataset
+from blendrag.lab.evaluation.rows import ALL, Row, certain_lead
+from blendrag.lab.evaluation.ways import BASELINES, FULL, NONE, REUSE
+from blendrag.lab.tables import Column, Table, interval, number, table
 
 LEGEND = (
     "PGR: 0 answers as without context, 1 as full prefill does, with the 95% interval of a paired "
     "bootstrap over contexts; – where full prefill gains nothing. charged: share of chunk tokens "
-    "computed over all layers; above r where a policy computes the entry layer for all of them to "
+    "computed over all layers; above r if a policy computes the entry layer for all of them to "
     "choose. KL: of the first token, KL/tok: per token of full prefill's answer, in nats. recovered: "
     "1 - KL/tok over reuse's, with its 95% interval. prefix on/off: chunks encoded behind the corpus's "
     "prefix or behind nothing. TTFT: median, KV read from disk."
 )
-
-
-#: Columns of a terminal that the whole table fits in.
-WIDE = 180
+#: Width of output that is not a terminal.
+WIDE = 190
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """One line per way: score by kind, then what all of its answers together were worth and cost.
-
-    On a narrow terminal the two stand below one another.
-    """
+    """One line per way: what all its answers were worth and cost, and the score by kind of question."""
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=190)
-    if console.width >= WIDE:
-        console.print(table(rows))
-    else:
-        console.print(table(rows, by_kind=False))
-        console.print(kinds_table(rows))
+    for part in tables(rows, console.width if console.is_terminal else WIDE):
+        part.print()
 
 
-def table(rows: Sequence[Row], by_kind: bool = True) -> Table:
-    """Ways down; score by kind, if asked for, and the rest across."""
-    kinds = _kinds(rows) if by_kind else []
-    drawn = _titled(rows)
-    drawn.caption, drawn.caption_justify = LEGEND, "left"
-    if not by_kind:
-        drawn.padding = (0, 0, 0, 0)
-    several = len({row.encode_prefix for row in rows} - {None}) > 1 or by_kind
-    _add_names(drawn, several)
-    for column in (
-        "r",
-        "charged",
-        *kinds,
-        "all",
-        "PGR",
-        "KL",
-        "KL/tok",
-        "recovered",
-        "agrees",
-        "TTFT ms",
-    ):
-        drawn.add_column(column, justify="right", no_wrap=not by_kind)
-    for whole, of_kind in _ways(rows):
-        drawn.add_row(
-            *_names(whole, several),
-            f"{whole.charged_ratio:.3f}",
-            *(f"{of_kind[kind].score:.3f}" for kind in kinds),
-            f"{whole.score:.3f}",
-            _interval(whole.pgr, whole.pgr_low, whole.pgr_high),
-            _number(whole.kl, ".2g"),
-            _number(whole.token_kl, ".2g"),
-            _interval(whole.recovered, whole.recovered_low, whole.recovered_high),
-            _number(whole.agreement, ".2f"),
-            f"{whole.ttft_ms:.0f}",
-            end_section=whole.policy == FULL,
-        )
-    return drawn
+def tables(rows: Sequence[Row], width: int) -> list[Table]:
+    """As few tables as fit into ``width`` columns; each names the ways."""
+    whole = [row for row in rows if row.kind == ALL]
+    by_kind = {(row.way, row.kind): row for row in rows}
 
+    def score(kind: str) -> Column:
+        return kind, lambda row: number(by_kind[row.way, kind].score, ".3f")
 
-def kinds_table(rows: Sequence[Row]) -> Table:
-    """Ways down, score by kind across, and how many questions each kind has."""
-    drawn = Table(title="score by kind, and questions asked", padding=0)
-    several = len({row.encode_prefix for row in rows} - {None}) > 1
-    _add_names(drawn, several)
-    kinds = _kinds(rows)
-    asked = {row.kind: row.n for row in rows}
-    for column in ("r", *(f"{kind} {asked[kind]}" for kind in kinds)):
-        drawn.add_column(column, justify="right", overflow="fold")
-    for whole, of_kind in _ways(rows):
-        scores = (f"{of_kind[kind].score:.3f}" for kind in kinds)
-        drawn.add_row(*_names(whole, several), *scores, end_section=whole.policy == FULL)
-    return drawn
-
-
-def _titled(rows: Sequence[Row]) -> Table:
+    kinds = dict.fromkeys(row.kind for row in rows if row.kind != ALL)
+    columns: list[Column] = [
+        ("charged", lambda row: f"{row.charged_ratio:.3f}"),
+        ("score", lambda row: f"{row.score:.3f}"),
+        ("PGR", lambda row: interval(row.pgr, row.pgr_low, row.pgr_high)),
+        ("KL", lambda row: number(row.kl, ".2g")),
+        ("KL/tok", lambda row: number(row.token_kl, ".2g")),
+        ("recovered", lambda row: interval(row.recovered, row.recovered_low, row.recovered_high)),
+        ("agrees", lambda row: number(row.agreement, ".2f")),
+        ("TTFT ms", lambda row: f"{row.ttft_ms:.0f}"),
+        *(score(kind) for kind in kinds),
+    ]
+    names = names_of(whole)
+    groups: list[list[Column]] = [[]]
+    for column in columns:
+        taken = sum(_width(each, whole) for each in (*names, *groups[-1]))
+        if groups[-1] and taken + _width(column, whole) >= width:
+            groups.append([])
+        groups[-1].append(column)
     first = rows[0]
-    return Table(
-        title=f"{first.dataset}: {first.n} questions, up to {first.n_chunks} chunks of at most "
-        f"{first.chunk_tokens} tokens; {first.metric.replace('_', ' ')}"
+    title = (
+        f"{first.dataset}: {first.n} questions, up to {first.n_chunks} chunks of at most "
+        f"{first.chunk_tokens} tokens; score: {first.metric.replace('_', ' ')}"
+    )
+    made = [table([*names, *group], whole) for group in groups]
+    made[0] = table([*names, *groups[0]], whole, title)
+    made[-1] = Table(made[-1].head, made[-1].rows, made[-1].title, [LEGEND])
+    return made
+
+
+def names_of(rows: Sequence[Row]) -> list[Column]:
+    """Columns that name a way: policy and ratio, and whatever else varies."""
+
+    def varies(value: Callable[[Row], object]) -> bool:
+        return len({value(row) for row in rows} - {None, ""}) > 1
+
+    columns: list[Column] = [("policy", lambda row: row.policy)]
+    if varies(lambda row: row.schedule):
+        columns.append(("schedule", lambda row: row.schedule))
+    if varies(lambda row: row.encode_prefix):
+        prefix = {None: "", True: "on", False: "off"}
+        columns.append(("prefix", lambda row: prefix[row.encode_prefix]))
+    columns.append(("r", lambda row: "" if row.policy in (NONE, FULL) else f"{row.ratio:.3g}"))
+    return columns
+
+
+def _width(column: Column, rows: Sequence[Row]) -> int:
+    """Of a column on the terminal, with its border."""
+    name, write = column
+    return 3 + max(len(name), *(len(write(row)) for row in rows))
+
+
+# -- notes ----------------------------------------------------------------------------------------
+
+#: Fewer questions leave intervals too wide to tell ways apart.
+FEW_QUESTIONS = 30
+
+
+def lone_chunks_note(dataset: Dataset) -> str:
+    """A sentence if prompts hold one chunk alone, whose KV misses nothing; else empty."""
+    alone = sum(len(case.chunks) == 1 for case in dataset.cases)
+    if not alone:
+        return ""
+    return (
+        f"prompts of one chunk alone: {alone} of {len(dataset.cases)}; their chunk has no other to attend "
+        "to, so almost nothing deviates from full prefill and quality looks perfect; use several chunks "
+        "(smaller --chunk-tokens, more --chunks, longer contexts)"
     )
 
 
-def _kinds(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(row.kind for row in rows if row.kind != ALL))
+def few_questions_note(dataset: Dataset) -> str:
+    """A sentence if most differences may be chance; else empty."""
+    n = len(dataset.cases)
+    if n >= FEW_QUESTIONS:
+        return ""
+    asked = "1 question leaves" if n == 1 else f"{n} questions leave"
+    return (
+        f"{asked} wide intervals, within which ways differ by chance; ask {FEW_QUESTIONS} or more "
+        "(--contexts)"
+    )
 
 
-def _ways(rows: Sequence[Row]) -> Iterator[tuple[Row, dict[str, Row]]]:
-    """Of each way the row of all its answers, and its rows by kind."""
-    for whole in (row for row in rows if row.kind == ALL):
-        yield whole, {row.kind: row for row in rows if _way(row) == _way(whole)}
-
-
-def _add_names(drawn: Table, several: bool) -> None:
-    for column in ("policy", "schedule", *(["prefix"] if several else [])):
-        drawn.add_column(column, overflow="fold", min_width=len(column))
-
-
-def _names(row: Row, several: bool) -> list[str]:
-    """Policy, schedule, prefix where there are several, and r."""
-    prefix = {None: "", True: "on", False: "off"}[row.encode_prefix]
-    ratio = "" if row.policy in (NONE, FULL) else f"{row.ratio:.3g}"
-    return [row.policy, row.schedule, *([prefix] if several else []), ratio]
-
-
-def _way(row: Row) -> tuple[object, ...]:
-    # The ratio is measured for some policies, so it may differ by kind.
-    asked = row.ratio if row.schedule else None
-    return row.policy, row.schedule, asked, row.encode_prefix
-
-
-def _interval(value: float | None, low: float | None, high: float | None) -> str:
-    if value is None:
-        return "–"
-    if low is None or high is None:
-        return f"{value:.2f}"
-    return f"{value:.2f} [{low:.2f}, {high:.2f}]"
-
-
-def _number(value: float | None, spec: str) -> str:
-    return "–" if value is None else format(value, spec)
+def reuse_note(rows: Sequence[Row]) -> str:
+    """A sentence if no policy scores above reuse by more than the interval; else empty."""
+    whole = [row for row in rows if row.kind == ALL]
+    reuse = {row.encode_prefix: row for row in whole if row.policy == REUSE}
+    tried = [row for row in whole if row.policy not in BASELINES and row.encode_prefix in reuse]
+    if not tried or any(certain_lead(row, reuse[row.encode_prefix]) for row in tried):
+        return ""
+    best = max(tried, key=lambda row: row.score)
+    closer = [row for row in tried if (row.recovered_low or 0.0) > 0.0]
+    nearest = max(closer, key=lambda row: row.recovered or 0.0, default=None)
+    by_kl = "nor is any policy closer to full prefill by KL per token"
+    if nearest is not None:
+        by_kl = (
+            f"by KL per token {nearest.policy} is closer to full prefill ({nearest.recovered:.2f} "
+            "recovered)"
+        )
+    return (
+        f"recomputing nothing scored as well: reuse {reuse[best.encode_prefix].score:.3f}, the best policy "
+        f"({best.policy}) {best.score:.3f}, which {best.n} questions cannot tell apart; {by_kl}"
+    )

@@ -1,39 +1,148 @@
-"""The arena's result: a row per way and kind of question.
+"""Results: the outcome of each question in a journal, and the rows made of them.
 
-Owns how outcomes of single questions become means, medians and PGR with its interval. Rows are what
-``blendrag eval --json`` prints and what plots and pages are made of.
+A row is the result of one way on one kind of question. Rows are what ``blendrag eval --json`` prints and
+what plots and docs/quality.md are made of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from blendrag.lab.evaluation.bootstrap import UNDEFINED, Gain, PairedBootstrap
-from blendrag.lab.evaluation.cases import Dataset
-from blendrag.lab.evaluation.journal import Outcome
+from blendrag.errors import InvalidInputError
+from blendrag.lab.evaluation.datasets import Dataset
+from blendrag.lab.evaluation.scoring import UNDEFINED, Gain, PairedBootstrap, paired_lead
 from blendrag.lab.evaluation.ways import FULL, NONE, REUSE, Way
 from blendrag.store.kv import NATIVE_ENCODING
 
+#: The kind of a row over all questions.
 ALL = "all"
 #: Reuse must diverge by more than this from full prefill, in nats, for a share of it to mean anything.
 SMALLEST_KL = 1e-4
+#: How every line of a journal begins.
+BEGINNING = '{"case_key": '
+
+# -- the journal ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The answer of one way to one question."""
+
+    case_key: str
+    """Digest of all that decides the outcome besides the way: question, model, wording, code."""
+    way_key: str
+    answer: str
+    accuracy: float
+    f1: float
+    rouge_l: float | None
+    """Only if it is the score."""
+    kl: float | None
+    """KL of the first token from full prefill, in nats."""
+    agreement: float | None
+    """Share of answer tokens equal to full prefill's before the first difference."""
+    ratio: float
+    charged_ratio: float
+    ttft_ms: float
+    policy: str = ""
+    """The policy that chose."""
+    schedule: str = ""
+    """The schedule that ran."""
+    token_kl: float | None = None
+    """Mean KL over full prefill's answer, teacher-forced, in nats per token."""
+
+
+class Journal:
+    """Outcomes by case and way, in memory and, with a path, in a file of JSON lines.
+
+    An interrupted run continues from the file. A file may hold several runs, and a run with more ways or
+    contexts asks only what is new. Lines are appended when a question has been answered in every way; the
+    question of an incomplete line is asked again.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        """Reads ``path`` if it exists; raises :class:`InvalidInputError` for any other file."""
+        self.path = path
+        self._outcomes: dict[tuple[str, str], Outcome] = {}
+        if path is not None and path.exists():
+            self._read(path)
+
+    def get(self, case_key: str, way_key: str) -> Outcome | None:
+        return self._outcomes.get((case_key, way_key))
+
+    def add(self, outcomes: Sequence[Outcome]) -> None:
+        """Keep the outcomes of one question; they are in the file when this returns."""
+        for outcome in outcomes:
+            self._outcomes[outcome.case_key, outcome.way_key] = outcome
+        if self.path is None:
+            return
+        lines = "".join(json.dumps(asdict(outcome)) + "\n" for outcome in outcomes)
+        with _mapped_errors(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(lines)
+
+    def _read(self, path: Path) -> None:
+        with _mapped_errors(path):
+            content = path.read_bytes()
+        *lines, rest = content.decode("utf-8", errors="replace").split("\n")
+        is_incomplete = rest.startswith(BEGINNING[: len(rest)])
+        for line in [*lines, *([] if is_incomplete else [rest])]:
+            try:
+                outcome = Outcome(**json.loads(line))
+            except (ValueError, TypeError) as exc:
+                raise InvalidInputError(
+                    f"{path} holds {line[:40]!r}, expected the lines of an earlier evaluation; "
+                    "give --out another file"
+                ) from exc
+            self._outcomes[outcome.case_key, outcome.way_key] = outcome
+        if rest:  # the next line must begin on its own; complete lines are not rewritten
+            with _mapped_errors(path), path.open("r+b") as file:
+                if is_incomplete:
+                    file.truncate(content.rfind(b"\n") + 1)
+                else:
+                    file.seek(0, os.SEEK_END)
+                    file.write(b"\n")
+
+
+def drop_without_lines(path: Path) -> None:
+    """Remove the journal at ``path`` if it has no complete line to continue from."""
+    with suppress(OSError):
+        if b"\n" not in path.read_bytes():
+            path.unlink()
+
+
+@contextmanager
+def _mapped_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        raise InvalidInputError(
+            f"{path} cannot be used ({exc.strerror or exc}); give --out another file"
+        ) from exc
+
+
+# -- rows -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Row:
-    """How one way answered the questions of one kind; shares in [0, 1], KL in nats."""
+    """The result of one way on the questions of one kind; shares in [0, 1], KL in nats."""
 
     dataset: str
     seed: int
     policy: str
     schedule: str
-    """As asked for; empty where the policy knows none."""
+    """As asked for; empty if the policy has none."""
     encode_prefix: bool | None
     ratio: float
-    """As asked for; as measured where the policy knows no ratio."""
+    """As asked for; as measured if the policy has none."""
     charged_ratio: float
     kind: str
     """Of question; ``all``: every kind."""
@@ -41,11 +150,11 @@ class Row:
     score: float
     """Mean of the dataset's ``metric``."""
     pgr: float | None
-    """``None`` where full prefill gains nothing over no context."""
+    """``None`` if full prefill gains nothing over no context."""
     pgr_low: float | None
     pgr_high: float | None
     kl: float | None
-    """Mean over the questions, of the first token, from full prefill."""
+    """Mean KL of the first token from full prefill."""
     ttft_ms: float
     """Median over the questions."""
     metric: str
@@ -53,115 +162,114 @@ class Row:
     f1: float
     rouge_l: float | None
     agreement: float | None
-    """Share of answer tokens as full prefill gave them, up to the first difference."""
+    """Mean share of answer tokens equal to full prefill's before the first difference."""
     same_answer: float | None
-    """Share of answers that are full prefill's, token by token."""
+    """Share of answers equal to full prefill's, token by token."""
     n_chunks: int
     chunk_tokens: int
     kv_encoding: str = NATIVE_ENCODING
-    """How the store kept the KV that was loaded; idealised prefix caching keeps it native."""
     schedule_run: str = ""
-    """The one that really ran, where that is another."""
+    """The schedule that ran, if it is not the one asked for."""
     chosen_by: str = ""
-    """The policy that really chose, where the model did not allow the one asked for."""
+    """The policy that chose, if it is not the one asked for."""
     token_kl: float | None = None
-    """Mean KL per token from full prefill, over full prefill's own answer (teacher-forced), in nats."""
+    """Mean KL per token from full prefill, over full prefill's answer (teacher-forced)."""
     recovered: float | None = None
-    """1 − ``token_kl`` / that of reuse: 0 is as far from full prefill as reuse, 1 is full prefill. ``None``
-    where reuse was not asked, or is not apart from full prefill."""
+    """1 − ``token_kl`` / that of reuse: 0 is as far from full prefill as reuse, 1 is full prefill.
+    ``None`` if reuse was not asked, or does not differ from full prefill."""
     recovered_low: float | None = None
     recovered_high: float | None = None
-    by_context: tuple[tuple[int, float], ...] = ()
-    """Questions and their summed score, of each context: rows of other runs over the same questions can
-    be compared with this one in pairs (:func:`~blendrag.lab.evaluation.bootstrap.paired_lead`)."""
+    by_context: Sequence[Sequence[float]] = ()
+    """Number of questions and their summed score for each context: for paired differences of rows."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON-ready dictionary."""
         return asdict(self)
+
+    @property
+    def has_budget(self) -> bool:
+        """A ratio and a schedule steer the policy."""
+        return self.schedule != ""
+
+    @property
+    def way(self) -> tuple[object, ...]:
+        """Identifies the way, also across kinds: a measured ratio differs by kind."""
+        ratio = self.ratio if self.has_budget else None
+        size = (self.n_chunks, self.chunk_tokens)
+        return (self.policy, self.schedule, ratio, self.encode_prefix, *size)
+
+
+def from_dict(fields: Mapping[str, Any]) -> Row:
+    """A row that ``--json`` printed; raises :class:`TypeError` for other fields."""
+    return Row(**fields)
+
+
+def certain_lead(other: Row, own: Row) -> bool:
+    """Whether ``other`` scores above ``own`` by more than the interval of their paired difference."""
+    lead = paired_lead(other.by_context, own.by_context)
+    return lead is not None and lead.is_certain
 
 
 def make_rows(
     dataset: Dataset,
-    outcomes: dict[Way, Sequence[Outcome]],
+    outcomes: Mapping[Way, Sequence[Outcome]],
     seed: int,
     kv_encoding: str = NATIVE_ENCODING,
 ) -> list[Row]:
-    """Rows of every way, kind by kind, ``all`` first; outcomes stand in the order of the cases."""
+    """Rows of every way, kind by kind, ``all`` first. Outcomes are in the order of the cases."""
     rows: dict[tuple[Way, str], Row] = {}
     kinds = (ALL, *dataset.kinds)
     for kind in kinds:
         at = [i for i, case in enumerate(dataset.cases) if kind in (ALL, case.kind)]
         contexts = [dataset.cases[i].context_id for i in at]
-
-        def of(way: Way, at: list[int] = at) -> list[Outcome]:
-            return [outcomes[way][i] for i in at]
-
-        def scores(way: Way, at: list[int] = at) -> list[float]:
-            return [getattr(outcomes[way][i], dataset.metric) for i in at]
-
-        paired = PairedBootstrap(scores(Way(FULL)), scores(Way(NONE)), contexts, seed)
-        for way in outcomes:
-            gain, by_context = paired.gain(scores(way)), paired.by_context(scores(way))
-            row = _row(dataset, way, kind, seed, of(way), gain, by_context)
-            reuse = Way(REUSE, encode_prefix=way.encode_prefix)
-            kept = _recovered(of(way), of(reuse) if reuse in outcomes else (), contexts, seed)
-            rows[way, kind] = replace(
-                row,
+        found = {way: [of[i] for i in at] for way, of in outcomes.items()}
+        scores = {way: [getattr(o, dataset.metric) for o in of] for way, of in found.items()}
+        paired = PairedBootstrap(scores[Way(FULL)], scores[Way(NONE)], contexts, seed)
+        for way, of in found.items():
+            reuse = found.get(Way(REUSE, encode_prefix=way.encode_prefix), [])
+            gain, recovered = paired.gain(scores[way]), _recovered(of, reuse, contexts, seed)
+            agreements = _known([o.agreement for o in of])
+            rows[way, kind] = Row(
+                dataset=dataset.name,
+                seed=seed,
+                policy=way.policy,
+                schedule=way.schedule,
+                encode_prefix=way.encode_prefix,
+                ratio=fmean(o.ratio for o in of) if way.ratio is None else way.ratio,
+                charged_ratio=fmean(o.charged_ratio for o in of),
+                kind=kind,
+                n=len(of),
+                score=fmean(scores[way]),
+                pgr=gain.pgr,
+                pgr_low=gain.low,
+                pgr_high=gain.high,
+                kl=_mean(_known([o.kl for o in of])),
+                ttft_ms=median(o.ttft_ms for o in of),
+                metric=dataset.metric,
+                accuracy=fmean(o.accuracy for o in of),
+                f1=fmean(o.f1 for o in of),
+                rouge_l=_mean(_known([o.rouge_l for o in of])),
+                agreement=_mean(agreements),
+                same_answer=_mean([float(a == 1.0) for a in agreements]),
+                n_chunks=dataset.n_chunks,
+                chunk_tokens=dataset.chunk_tokens,
                 kv_encoding=kv_encoding,
-                recovered=kept.pgr,
-                recovered_low=kept.low,
-                recovered_high=kept.high,
+                schedule_run=_others([o.schedule for o in of], way.schedule)
+                if way.schedule
+                else "",
+                chosen_by=_others([o.policy for o in of], way.policy),
+                token_kl=_mean(_known([o.token_kl for o in of])),
+                recovered=recovered.pgr,
+                recovered_low=recovered.low,
+                recovered_high=recovered.high,
+                by_context=paired.by_context(scores[way]),
             )
     return [rows[way, kind] for way in outcomes for kind in kinds]
-
-
-def _row(
-    dataset: Dataset,
-    way: Way,
-    kind: str,
-    seed: int,
-    outcomes: Sequence[Outcome],
-    gain: Gain,
-    by_context: tuple[tuple[int, float], ...],
-) -> Row:
-    measured = fmean(o.ratio for o in outcomes)
-    agreements = _known([o.agreement for o in outcomes])
-    return Row(
-        dataset=dataset.name,
-        seed=seed,
-        policy=way.policy,
-        schedule=way.schedule,
-        encode_prefix=way.encode_prefix,
-        ratio=measured if way.ratio is None else way.ratio,
-        charged_ratio=fmean(o.charged_ratio for o in outcomes),
-        kind=kind,
-        n=len(outcomes),
-        score=fmean(getattr(o, dataset.metric) for o in outcomes),
-        pgr=gain.pgr,
-        pgr_low=gain.low,
-        pgr_high=gain.high,
-        kl=_mean(_known([o.kl for o in outcomes])),
-        ttft_ms=median(o.ttft_ms for o in outcomes),
-        metric=dataset.metric,
-        accuracy=fmean(o.accuracy for o in outcomes),
-        f1=fmean(o.f1 for o in outcomes),
-        rouge_l=_mean(_known([o.rouge_l for o in outcomes])),
-        token_kl=_mean(_known([o.token_kl for o in outcomes])),
-        agreement=_mean(agreements),
-        same_answer=_mean([float(a == 1.0) for a in agreements]),
-        n_chunks=dataset.n_chunks,
-        chunk_tokens=dataset.chunk_tokens,
-        schedule_run=_others([o.schedule for o in outcomes], way.schedule) if way.schedule else "",
-        chosen_by=_others([o.policy for o in outcomes], way.policy),
-        by_context=by_context,
-    )
 
 
 def _recovered(
     outcomes: Sequence[Outcome], reuse: Sequence[Outcome], contexts: Sequence[str], seed: int
 ) -> Gain:
-    """What a way wins back of reuse's divergence from full prefill: PGR of the negative divergence, reuse
-    in the place of no context."""
+    """PGR of the negative divergence from full prefill, with reuse in place of no context."""
     own = _known([o.token_kl for o in outcomes])
     lost = _known([o.token_kl for o in reuse])
     if not len(own) == len(lost) == len(contexts):
@@ -179,5 +287,5 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _others(run: Sequence[str], asked: str) -> str:
-    """What really ran, as far as it is not what was asked for."""
+    """What ran, if it is not what was asked for."""
     return "; ".join(sorted(set(run) - {"", asked}))

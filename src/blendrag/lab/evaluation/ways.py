@@ -1,9 +1,4 @@
-"""Ways to answer one prompt: the arena's columns before anything was asked.
-
-Owns the names of the ways and which dimensions each of them has: a selection policy has a ratio, a
-schedule and chunks encoded behind the prefix or not; ``reuse`` only the last; full prefill none.
-Policies come by name from :mod:`blendrag.fusor.selection` and are not listed here.
-"""
+"""Ways to answer a prompt: baselines, and selection policies with ratio, schedule and prefix."""
 
 from __future__ import annotations
 
@@ -18,39 +13,45 @@ from blendrag.fusor.selection import POLICIES, Schedule, make_policy
 from blendrag.planning.calibration import resolve_schedule
 
 FULL, NONE, PREFIX, REUSE = "full", "none", "prefix", "reuse"
-CHAINS = ("map-reduce", "map-rerank")
-#: What is no selection policy: the two ends of PGR, the controls and the chains.
+MAP_REDUCE, MAP_RERANK = CHAINS = ("map-reduce", "map-rerank")
+#: Ways that are not selection policies: the two ends of PGR, the controls and the chains.
 BASELINES = (FULL, NONE, PREFIX, REUSE, *CHAINS)
+_MODES: dict[str, Mode] = {
+    FULL: "full",
+    NONE: "full",
+    PREFIX: "prefix",
+    REUSE: "reuse",
+    **dict.fromkeys(CHAINS, "full"),
+}
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to answer; ``None`` or empty where a dimension does not apply."""
+    """One way to answer; ``None`` or empty if a dimension does not apply."""
 
     policy: str
-    """A baseline or a selection policy, as written."""
+    """A baseline, or a selection policy as written."""
     schedule: str = ""
     ratio: float | None = None
     encode_prefix: bool | None = None
+    """Chunks encoded behind the corpus's prefix, or behind nothing."""
     meaning: str = ""
-    """What schedule ``calibrated`` means for this policy and ratio, once that was looked up."""
+    """The schedule that ``calibrated`` means for this policy and ratio."""
 
     @property
     def mode(self) -> Mode:
-        """The engine's."""
-        if self.policy in (FULL, NONE, *CHAINS):
-            return "full"
-        return self.policy if self.policy in (PREFIX, REUSE) else "blend"  # type: ignore[return-value]
+        """The engine's mode."""
+        return _MODES.get(self.policy, "blend")
 
     @property
     def key(self) -> str:
-        """One line that no other way has."""
+        """Identifies the way in a journal."""
         ratio = "" if self.ratio is None else repr(self.ratio)
         prefix = {None: "", True: "on", False: "off"}[self.encode_prefix]
         return "|".join((self.policy, self.meaning or self.schedule, ratio, prefix))
 
     def options(self, max_new_tokens: int) -> Options:
-        """Of the engine's request; greedy."""
+        """The engine's options for a greedy answer."""
         if self.mode != "blend":
             return Options(mode=self.mode, max_new_tokens=max_new_tokens)
         return Options(
@@ -73,9 +74,9 @@ def make_ways(
     ratios: Sequence[float],
     encode_prefix: Sequence[bool],
 ) -> tuple[Way, ...]:
-    """No context and full prefill, which every other way is measured by, then all combinations.
+    """No context and full prefill, against which everything is measured, then all combinations.
 
-    Raises :class:`InvalidInputError` for a policy, schedule or ratio that does not exist.
+    Raises :class:`InvalidInputError` for an unknown policy, schedule or ratio.
     """
     for schedule in schedules:
         Schedule.parse(schedule)
@@ -84,46 +85,34 @@ def make_ways(
             raise InvalidInputError(f"ratio {ratio} is outside [0, 1]")
     made = [Way(NONE), Way(FULL)]
     for policy in policies:
-        _require(policy)
-        if policy in (FULL, NONE, PREFIX, *CHAINS):
-            made.append(Way(policy))
-        elif policy == REUSE:
+        if policy == REUSE:
             made += [Way(policy, encode_prefix=prefix) for prefix in encode_prefix]
+        elif policy in BASELINES:
+            made.append(Way(policy))
         else:
-            made += [
-                Way(policy, schedule, ratio, prefix)
-                for prefix in encode_prefix
-                for ratio, schedule in _costs(policy, schedules, ratios)
-            ]
+            costs = _costs(policy, schedules, ratios)
+            made += [Way(policy, s, r, prefix) for prefix in encode_prefix for r, s in costs]
     return tuple(dict.fromkeys(made))
-
-
-def _require(policy: str) -> None:
-    if policy in BASELINES:
-        return
-    try:
-        make_policy(policy)
-    except InvalidInputError as exc:
-        raise InvalidInputError(
-            f"{exc}; beside the policies there are {', '.join(BASELINES)}"
-        ) from exc
 
 
 def _costs(
     policy: str, schedules: Sequence[str], ratios: Sequence[float]
 ) -> list[tuple[float | None, str]]:
-    """Ratio and schedule, as far as the policy knows either."""
-    known = make_policy(policy)
-    if not known.budgeted:
+    """Ratios and schedules, as far as the policy has either."""
+    try:
+        made = make_policy(policy)
+    except InvalidInputError as exc:
+        raise InvalidInputError(f"{exc}; or a baseline: {', '.join(BASELINES)}") from exc
+    if not made.budgeted:
         return [(None, "")]
-    own = known.schedule
+    own = made.schedule
     return [(ratio, s) for ratio in ratios for s in ([str(own)] if own else schedules)]
 
 
 def look_up(ways: Sequence[Way], root: Path, namespace: str) -> tuple[Way, ...]:
-    """``ways`` with what ``calibrated`` means in the store at ``root`` for the model of ``namespace``.
+    """``ways`` with the meaning of ``calibrated`` in the store at ``root`` for the model of ``namespace``.
 
-    Raises :class:`InvalidInputError` where nothing was found for a policy.
+    Raises :class:`InvalidInputError` if a policy is not calibrated there.
     """
     return tuple(
         replace(way, meaning=_meaning(way, root, namespace))
