@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from blendrag.errors import InvalidInputError
-from blendrag.lab.evaluation.records import read_records
+from blendrag.lab.evaluation.datasets import read_records
 from blendrag.store import regular_files
 
 

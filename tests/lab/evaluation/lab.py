@@ -1,4 +1,4 @@
-"""A tiny model in the arena: random weights, whose answers depend on their context all the same."""
+"""A tiny model in the arena: random weights, whose answers nevertheless depend on their context."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import tiny
 from blendrag.lab.evaluation.arena import Arena
-from blendrag.lab.evaluation.cases import Case, Dataset
+from blendrag.lab.evaluation.datasets import Case, Dataset
 from blendrag.lab.evaluation.ways import Way
 from blendrag.model import ModelAdapter
 
-#: What chunks say, by context.
+#: Chunks by context.
 CHUNKS = tuple(tuple(tiny.sentence(10 * c + i) for i in range(3)) for c in range(2))
 
 

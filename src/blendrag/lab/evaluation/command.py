@@ -255,7 +255,7 @@ def _is_number(text: str) -> bool:
 
 def _ratio(text: str) -> float:
     if not _is_number(text):
-        raise InvalidInputError(f"ratio {text!r} is not a number, expected one in [0, 1]")
+        raise InvalidInputError(f"ratio {text!r} must be a number in [0, 1]")
     return float(text)
 
 

@@ -213,12 +213,14 @@ def read_dataset(
     cases = []
     for number, record in enumerate(records, 1):
         where = f"record {number} of {path}"
+        texts = _texts(record, where) if retrieve is None or _has_texts(record) else None
         question = _question(record, where, metric)
-        if retrieve is None or _has_texts(record):
-            cut = [chunk.text for text in _texts(record, where) for chunk in chunker.split(text)]
-            chunks = _nearest(embedder, question or NO_QUESTION, _usable(cut, where), n_chunks)
+        query = question or NO_QUESTION
+        if retrieve is not None and texts is None:
+            chunks = _usable(retrieve(query), where)
         else:
-            chunks = _usable(retrieve(question or NO_QUESTION), where)
+            cut = [chunk.text for text in texts or () for chunk in chunker.split(text)]
+            chunks = _nearest(embedder, query, _usable(cut, where), n_chunks)
         name = record.get("id") or record.get("_id") or number
         kind = record.get("type") or ("summary" if metric == "rouge_l" else "question")
         context = f"{path.stem}/{number}"

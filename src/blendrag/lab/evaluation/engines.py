@@ -80,7 +80,8 @@ class Engines:
             )
         for stored, engine in self._engines.items():
             wanted = texts[:1] if stored is Stored.PROMPT else texts
-            engine.remove([f"chunk {number}" for number in range(self._held[stored])])
+            if held := self._held[stored]:
+                engine.remove([f"chunk {number}" for number in range(held)])
             documents = [
                 Document(f"chunk {number}", text, "") for number, text in enumerate(wanted)
             ]

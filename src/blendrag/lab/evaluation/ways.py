@@ -82,7 +82,7 @@ def make_ways(
         Schedule.parse(schedule)
     for ratio in ratios:
         if not 0.0 <= ratio <= 1.0:
-            raise InvalidInputError(f"ratio {ratio} is outside [0, 1]")
+            raise InvalidInputError(f"ratio {ratio} must be a number in [0, 1]")
     made = [Way(NONE), Way(FULL)]
     for policy in policies:
         if policy == REUSE:

@@ -1,0 +1,191 @@
+"""Ways to answer, the wording of questions, and LangChain's chains over the arena's engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from blendrag.engine import Answer, BlendEngine, Options
+from blendrag.engine.rendering import render
+from blendrag.errors import ContextOverflowError, InvalidInputError
+from blendrag.fusor.selection import POLICIES
+from blendrag.lab.evaluation.asking import DEMO, SHORT_ANSWER, SUMMARY, Wording, ask, wording_for
+from blendrag.lab.evaluation.chains import PASSAGE_TOKENS, SCORE_TOKENS, ask_chain
+from blendrag.lab.evaluation.ways import Way, default_policies, look_up, make_ways
+from blendrag.lab.training.samples import NATIVE, Entry, template
+from blendrag.model.loading import load_tokens
+from blendrag.model.tokens import Tokens
+from blendrag.planning.calibration import Calibration, remember
+from lab.evaluation import lab
+
+# -- ways -----------------------------------------------------------------------------------------
+
+
+def test_full_prefill_and_no_context_are_always_asked_once() -> None:
+    assert make_ways([], [], [], []) == (Way("none"), Way("full"))
+    made = make_ways(["full", "none", "full"], ["constant"], [0.1], [True])
+    assert made == (Way("none"), Way("full"))
+
+
+def test_a_policy_is_combined_with_every_schedule_ratio_and_prefix() -> None:
+    made = make_ways(["query"], ["constant", "linear"], [0.1, 0.2], [True, False])
+    assert len({way.key for way in made}) == len(made) == 2 + 8
+    assert Way("query", "linear", 0.2, False) in made
+    close = make_ways(["query"], ["constant"], [0.1234567, 0.1234568], [True])
+    assert len({way.key for way in close}) == 4
+    limited = make_ways(
+        ["reuse", "boundary(4)", "hkvd-once"], ["constant", "linear"], [0.1], [True]
+    )
+    assert limited[2:] == (
+        Way("reuse", encode_prefix=True),
+        Way("boundary(4)", encode_prefix=True),
+        Way("hkvd-once", "constant", 0.1, True),
+    )
+
+
+def test_every_registered_policy_is_asked_by_default() -> None:
+    named = {way.policy for way in make_ways(default_policies(), ["constant"], [0.1], [True])}
+    assert named == {*POLICIES, "none", "prefix"}
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "prefix", "map-reduce", "map-rerank", "none"])
+def test_every_way_becomes_a_request(policy: str) -> None:
+    for way in make_ways([policy], ["linear"], [0.1], [True]):
+        options = way.options(5)
+        assert options.max_new_tokens == 5
+        assert (options.policy == policy) == (options.mode == "blend")
+
+
+def test_calibrated_means_the_schedule_in_the_store(tmp_path: Path) -> None:
+    found = Calibration("query", 0.1, (0.5, 0.25), 0.0, "constant", 0.0, 0.0, 1, 0, "given")
+    remember(tmp_path, "model", found)
+    made = make_ways(["full", "query"], ["calibrated", "constant"], [0.1], [True])
+    *others, calibrated, constant = look_up(made, tmp_path, "model")
+    assert (*others, constant) == (*made[:2], made[3])
+    assert calibrated.schedule == "calibrated"
+    assert calibrated.options(5).schedule == "calibrated:0.5,0.25"
+    assert calibrated.key != made[2].key  # another calibration is asked anew
+    with pytest.raises(InvalidInputError, match="no schedule of policy hkvd is calibrated"):
+        look_up(make_ways(["hkvd"], ["calibrated"], [0.1], [True]), tmp_path, "model")
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [((["magic"], ["constant"], [0.1]), "'magic' is not one of"),
+     ((["query"], ["steep"], [0.1]), "'steep'"),
+     ((["query"], ["constant"], [float("nan")]), "ratio nan must be a number")],
+)  # fmt: skip
+def test_an_unknown_way_is_one_sentence(
+    given: tuple[list[str], list[str], list[float]], sentence: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=sentence):
+        make_ways(*given, [True])
+
+
+# -- wording --------------------------------------------------------------------------------------
+
+
+def test_the_demo_model_reads_what_it_was_trained_on() -> None:
+    tokens = load_tokens("demo")
+    assert wording_for(tokens.tokenizer, "f1") == DEMO
+    trained = template(tokens.tokenizer, NATIVE)
+    segments = trained.context_segments([Entry("One."), Entry("Two.")])
+    expected = "".join(text for text, _ in segments) + trained.question("Who?")
+    assert render(DEMO.prompt(["One.", "Two."], "Who?"), tokens, Options()).text == expected
+    assert wording_for(tiny.tokenizer(), "accuracy") == SHORT_ANSWER
+    assert wording_for(tiny.tokenizer(), "rouge_l") == SUMMARY
+
+
+@pytest.mark.parametrize("wording", [DEMO, SHORT_ANSWER, SUMMARY], ids=lambda w: w.name)
+def test_chunks_are_between_blank_lines_and_leave_no_trace_if_there_are_none(
+    wording: Wording,
+) -> None:
+    prompt = wording.prompt([" One. ", "Two."], " Who? ")
+    assert "\n\nOne.\n\nTwo.\n\n" in prompt
+    assert wording.prompt([], "Who?") == prompt.replace("One.\n\nTwo.\n\n", "")
+    assert "{context}" in wording.prompt(["{context} {question}"], "Who?")
+    tokens = Tokens(tiny.tokenizer())
+    shown = render(prompt, tokens, Options()).text
+    assert shown.startswith(wording.head(tokens) + "One.")
+
+
+def test_a_forced_answer_is_judged_as_one_forward_over_it(tmp_path: Path) -> None:
+    said = (5, 9, 7, 6)
+    with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
+        reply = ask(engine, "Where is it?", Options(mode="full", max_new_tokens=4), (), said)
+        ids = engine.plan("Where is it?").ids
+        rows = tiny.stock(engine.adapter.model, torch.tensor([[*ids, *said]]))[0, len(ids) - 1 : -1]
+    assert reply.logits is not None
+    assert tiny.difference(reply.logits, rows) < 1e-4
+    assert reply.tokens == tuple(rows.argmax(-1).tolist())
+
+
+# -- chains ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[BlendEngine]:
+    pytest.importorskip("langchain_classic")
+    with BlendEngine(lab.adapter(), tmp_path / "store") as made:
+        yield made
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, replies: list[str]) -> list[Any]:
+    """The engine measures as ever but answers ``replies``; returns what it was asked."""
+    asked: list[Any] = []
+    real = BlendEngine.generate
+
+    def speak(self: BlendEngine, prompt: str, options: Options) -> Answer:
+        text = replies[len(asked)]
+        asked.append((prompt, options))
+        return Answer(text, (text,), "stop", real(self, prompt, options).metrics)
+
+    monkeypatch.setattr(BlendEngine, "generate", speak)
+    return asked
+
+
+def test_map_reduce_reads_every_chunk_alone_and_then_the_replies(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = scripted(monkeypatch, ["one", "two", "three", "ships"])
+    (case,) = lab.cases(1, 1)
+    reply = ask_chain(engine, "map-reduce", case, 3)
+    assert reply.text == "ships"
+    assert len(asked) == 4
+    for chunk, (prompt, options) in zip(case.chunks, asked, strict=False):
+        assert chunk in prompt
+        assert (options.mode, options.max_new_tokens) == ("full", PASSAGE_TOKENS)
+    assert asked[-1][1].max_new_tokens == 3
+    assert all(part in asked[-1][0] for part in ("one", "two", "three"))
+    assert (reply.charged_ratio, reply.logits) == (1.0, None)
+    assert reply.ttft_s > 0
+
+
+@pytest.mark.parametrize(
+    ("replies", "answer"),
+    [(["a\nScore: 10", "ships\nScore: 90", "b\nScore: 20"], "ships"), (["a", "b", "c"], "")],
+)
+def test_map_rerank_takes_the_answer_with_the_best_score(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, replies: list[str], answer: str
+) -> None:
+    asked = scripted(monkeypatch, replies)
+    assert ask_chain(engine, "map-rerank", lab.cases(1, 1)[0], 3).text == answer
+    assert {options.max_new_tokens for _, options in asked} == {3 + SCORE_TOKENS}
+
+
+def test_a_prompt_too_long_for_the_model_is_an_error_and_not_an_answer(tmp_path: Path) -> None:
+    pytest.importorskip("langchain_classic")
+    short = tiny.adapter(tiny.llama(max_position_embeddings=64))
+    with BlendEngine(short, tmp_path) as engine, pytest.raises(ContextOverflowError):
+        ask_chain(engine, "map-reduce", lab.cases(1, 1)[0], 3)
+
+
+def test_chains_without_their_package_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("blendrag.lab.evaluation.chains.PACKAGE", "no_such_package")
+    with pytest.raises(InvalidInputError, match="no_such_package, which is not installed"):
+        lab.arena(make_ways(["map-reduce"], [], [], []))

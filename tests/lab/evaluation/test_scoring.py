@@ -1,0 +1,161 @@
+"""Scores against values worked by hand; PGR and its paired intervals."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+
+import pytest
+import torch
+
+from blendrag.errors import InvalidInputError, UnsupportedModelError
+from blendrag.lab.evaluation import scoring
+from blendrag.lab.evaluation.scoring import UNDEFINED, PairedBootstrap, paired_lead
+
+CONTEXTS = [f"c{i // 3}" for i in range(60)]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("The  Eiffel Tower!", "eiffel tower"), ("a theatre, an apple", "theatre apple"),
+     ("U.S.A.", "usa"), ("", "")],
+)  # fmt: skip
+def test_normalisation_is_squads(text: str, expected: str) -> None:
+    assert scoring.normalised(text) == expected
+
+
+def test_an_answer_matches_a_whole_accepted_answer() -> None:
+    assert scoring.exact_match("the Porto.", ["Lisbon", "porto"]) == 1.0
+    assert scoring.exact_match("Porto city", ["porto"]) == 0.0
+    assert scoring.exact_match("", ["porto"]) == 0.0
+
+
+def test_f1_counts_words_and_takes_the_best_accepted_answer() -> None:
+    # two of two given words are among three expected ones: 2 · 2 / (2 + 3)
+    assert scoring.f1("Exeter College", ["Exeter College Oxford"]) == pytest.approx(0.8)
+    assert scoring.f1("Exeter College", ["no", "exeter, college"]) == 1.0
+    assert scoring.f1("red red", ["red blue"]) == pytest.approx(0.5)  # a word counts once a time
+    assert scoring.f1("something", ["other"]) == 0.0
+    assert scoring.f1("", ["other"]) == 0.0
+
+
+def test_rouge_l_is_the_longest_common_subsequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    # "cat sat" of three words each
+    assert scoring.rouge_l("the cat sat", ["a cat sat"]) == pytest.approx(2 / 3)
+    assert scoring.rouge_l("nothing", ["a cat sat", "nothing"]) == 1.0
+    scoring.require_rouge.cache_clear()
+    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
+    with pytest.raises(InvalidInputError, match=r"blendrag\[lab\]"):
+        scoring.rouge_l("x", ["x"])
+    scoring.require_rouge.cache_clear()
+
+
+def test_first_token_kl_is_of_full_prefill_from_the_other() -> None:
+    full = torch.tensor([0.75, 0.25]).log()
+    other = torch.tensor([0.5, 0.5]).log() + 3.0  # logits are known up to a constant
+    expected = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
+    assert scoring.first_token_kl(full, other) == pytest.approx(expected)
+    assert scoring.first_token_kl(full, full) == 0.0
+    excluded = torch.tensor([1.0, 0.0, -math.inf])
+    assert scoring.first_token_kl(excluded, excluded) == 0.0
+    assert scoring.first_token_kl(excluded, torch.tensor([1.0, 0.0, 5.0])) > 0.0
+    infinite = scoring.first_token_kl(torch.tensor([1.0, 0.0]), torch.tensor([1.0, -math.inf]))
+    assert infinite == math.inf
+
+
+def test_logits_that_are_not_numbers_are_an_error() -> None:
+    numbers, broken = torch.tensor([1.0, 0.0]), torch.tensor([1.0, math.nan])
+    for full, other in ((numbers, broken), (broken, numbers), (broken, broken)):
+        with pytest.raises(UnsupportedModelError, match="not numbers"):
+            scoring.first_token_kl(full, other)
+
+
+def test_agreement_ends_at_the_first_difference() -> None:
+    assert scoring.agreement([1, 2, 3, 4], [1, 2, 9, 4]) == 0.5
+    assert scoring.agreement([1, 2], [1, 2, 3, 4]) == 0.5
+    assert scoring.agreement([1], [2]) == 0.0
+    assert scoring.agreement([], []) == 1.0
+
+
+# -- PGR ------------------------------------------------------------------------------------------
+
+
+def shares(share: float, seed: int) -> list[float]:
+    rng = random.Random(seed)
+    return [float(rng.random() < share) for _ in CONTEXTS]
+
+
+def test_pgr_between_nothing_and_everything_is_the_score() -> None:
+    scores = shares(0.7, 1)
+    gain = PairedBootstrap([1.0] * 60, [0.0] * 60, CONTEXTS).gain(scores)
+    assert gain.pgr == pytest.approx(sum(scores) / 60)
+    assert 0.0 < gain.low < gain.pgr < gain.high < 1.0  # type: ignore[operator]
+
+
+def test_full_prefill_gains_one_and_no_context_nothing_in_every_draw() -> None:
+    full, nothing = shares(0.9, 2), shares(0.2, 3)
+    paired = PairedBootstrap(full, nothing, CONTEXTS, seed=7)
+    one, none = paired.gain(full), paired.gain(nothing)
+    assert (one.pgr, one.low, one.high) == pytest.approx((1.0, 1.0, 1.0))
+    assert (none.pgr, none.low, none.high) == pytest.approx((0.0, 0.0, 0.0))
+    again = PairedBootstrap(full, nothing, CONTEXTS, seed=7)
+    assert again.gain(shares(0.6, 4)) == paired.gain(shares(0.6, 4))
+
+
+def test_pgr_may_be_below_no_context_and_above_full_prefill() -> None:
+    paired = PairedBootstrap([1.0, 0.0] * 30, [1.0, 0.0, 0.0] * 20, CONTEXTS)
+    assert paired.gain([0.0] * 60).pgr == pytest.approx(-2.0)
+    assert paired.gain([1.0] * 60).pgr == pytest.approx(4.0)
+
+
+def test_pgr_is_undefined_if_full_prefill_gains_almost_nothing() -> None:
+    paired = PairedBootstrap([1.0, 0.0] * 30, [1.0, 0.0] * 30, CONTEXTS)
+    assert paired.gain([1.0] * 60) == UNDEFINED
+
+
+def test_questions_about_one_context_are_drawn_together() -> None:
+    scores = [float(i % 6 < 3) for i in range(60)]  # whole contexts right, others wrong
+    full, nothing = [1.0] * 60, [0.0] * 60
+    by_context = PairedBootstrap(full, nothing, CONTEXTS).gain(scores)
+    by_question = PairedBootstrap(full, nothing, [str(i) for i in range(60)]).gain(scores)
+    width = by_context.high - by_context.low  # type: ignore[operator]
+    assert width > 1.3 * (by_question.high - by_question.low)  # type: ignore[operator]
+
+
+def test_one_context_has_no_interval() -> None:
+    gain = PairedBootstrap([1.0] * 3, [0.0] * 3, ["c"] * 3).gain([1.0, 0.0, 1.0])
+    assert (gain.low, gain.high) == (None, None)
+    assert gain.pgr == pytest.approx(2 / 3)
+
+
+def test_a_paired_lead_is_the_difference_of_means_with_an_interval() -> None:
+    own, other = shares(0.5, 1), shares(0.8, 2)
+    paired = PairedBootstrap([1.0] * 60, [0.0] * 60, CONTEXTS)
+    mine, theirs = paired.by_context(own), paired.by_context(other)
+    lead, back = paired_lead(theirs, mine), paired_lead(mine, theirs)
+    assert lead is not None
+    assert back is not None
+    assert lead.mean == pytest.approx((sum(other) - sum(own)) / 60)
+    assert lead.low < lead.mean < lead.high
+    assert (back.mean, back.low, back.high) == pytest.approx((-lead.mean, -lead.high, -lead.low))
+
+
+def test_what_two_ways_have_in_common_cancels_in_their_lead() -> None:
+    own = [(1, float(i % 2)) for i in range(40)]  # a wide interval by itself
+    lead = paired_lead([(n, score + 0.1) for n, score in own], own)
+    assert lead is not None
+    assert (lead.low, lead.high) == pytest.approx((0.1, 0.1))
+
+
+def test_other_questions_or_one_context_have_no_lead() -> None:
+    assert paired_lead([(5, 4.0)], [(5, 3.0)]) is None
+    assert paired_lead([(5, 4.0), (5, 4.0)], [(5, 3.0), (4, 3.0)]) is None
+    assert paired_lead([(5, 4.0), (5, 4.0)], ()) is None
+
+
+def test_scores_that_do_not_match_the_questions_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match="expected as many"):
+        PairedBootstrap([1.0], [0.0, 0.0], ["a"])
+    with pytest.raises(InvalidInputError, match="expected one for each"):
+        PairedBootstrap([1.0], [0.0], ["a"]).gain([1.0, 1.0])
