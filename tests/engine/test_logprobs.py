@@ -117,5 +117,5 @@ def test_of_several_sequences_they_are_refused(says: BlendEngine, generate: dict
 
 @pytest.mark.parametrize("logprobs", [-1, 21])
 def test_as_many_as_openai_gives_may_be_asked_for(logprobs: int) -> None:
-    with pytest.raises(InvalidInputError, match=r"outside \[0, 20\]"):
+    with pytest.raises(InvalidInputError, match=r"in \[0, 20\]"):
         Options(logprobs=logprobs)

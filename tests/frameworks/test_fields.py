@@ -72,7 +72,7 @@ def test_openais_two_arguments_for_logprobs_are_one(
         ({"min_ratio": 1.5}, r"min_ratio 1.5 must be a number in"),
         ({"seed": 2**64}, "seed"),
         ({"top_logprobs": 3}, "add logprobs=True"),
-        ({"logprobs": True, "top_logprobs": 21}, r"outside \[0, 20\]"),
+        ({"logprobs": True, "top_logprobs": 21}, r"in \[0, 20\]"),
     ],
 )
 def test_a_bad_value_is_refused_when_the_wrapper_is_made_and_in_a_call(

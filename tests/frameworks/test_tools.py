@@ -266,13 +266,13 @@ def test_control_tokens_that_calls_are_written_with_stay_in_the_text(tmp_path: A
 
 def test_tools_for_a_model_without_are_one_sentence(tmp_path: Any) -> None:
     with tiny.engine(tiny.llama(), tmp_path / "s") as plain:
-        with pytest.raises(InvalidInputError, match="knows none") as raised:
+        with pytest.raises(InvalidInputError, match="does not support tools") as raised:
             plain.generate("find", Options(tools=(SEARCH,)))
         assert tiny.one_sentence(str(raised.value))
         assert plain.generate("find").text
 
 
 def test_tools_for_raw_text_are_one_sentence(engine: BlendEngine) -> None:
-    with pytest.raises(InvalidInputError, match="shows them to nobody") as raised:
+    with pytest.raises(InvalidInputError, match="only a chat template shows them") as raised:
         engine.generate("find", Options(tools=(SEARCH,), apply_chat_template=False))
     assert tiny.one_sentence(str(raised.value))

@@ -66,8 +66,8 @@ async def test_messages_that_cannot_be_read_are_refused(
     ("options", "sentence"),
     [
         ({"temperatur": 0.5}, "Extra inputs are not permitted"),
-        ({"ratio": 1.5}, r"ratio 1.5 is outside \[0, 1\]"),
-        ({"min_ratio": 1.5}, r"min_ratio 1.5 is outside \[0, 1\]"),
+        ({"ratio": 1.5}, r"ratio 1.5 must be a number in \[0, 1\]"),
+        ({"min_ratio": 1.5}, r"min_ratio 1.5 must be a number in \[0, 1\]"),
         ({"mode": "fast"}, "'blend', 'full', 'prefix' or 'reuse'"),
         ({"policy": "best"}, "policy 'best' is not one of"),
         ({"max_tokens": 0}, "max_tokens 0 is not 1 or more"),

@@ -162,7 +162,7 @@ class Options:
         if self.temperature is not None and self.temperature < 0:
             raise InvalidOptionError("temperature", f"{self.temperature} is not 0 or more")
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
-            raise InvalidOptionError("top_p", f"{self.top_p} is outside (0, 1]")
+            raise InvalidOptionError("top_p", f"{self.top_p} must be a number in (0, 1]")
         if self.top_p is not None and self.temperature is None and not self.samples:
             raise InvalidOptionError(
                 "top_p",
@@ -209,7 +209,7 @@ class Options:
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             raise InvalidOptionError("seed", f"{self.seed} is not a 64-bit integer")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise InvalidOptionError("logprobs", f"{self.logprobs} is outside [0, {MAX_LOGPROBS}]")
+            raise InvalidOptionError("logprobs", f"{self.logprobs} must be a number in [0, {MAX_LOGPROBS}]")
 
     @property
     def samples(self) -> bool:
