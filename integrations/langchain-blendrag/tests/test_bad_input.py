@@ -92,7 +92,10 @@ async def test_a_prompt_longer_than_the_context_says_by_how_much_and_nothing_els
 
 async def test_tools_on_a_model_without_tools_are_refused(llm: ChatBlend) -> None:
     for said in await refusals(llm, "Where?", tools=[TOOL]):
-        assert "tools given (1) to a model whose chat template does not support tools; use a model" in said
+        assert (
+            "tools given (1) to a model whose chat template does not support tools; use a model"
+            in said
+        )
         assert tiny.one_sentence(said)
 
 
@@ -104,7 +107,7 @@ async def test_tools_on_a_model_without_tools_are_refused(llm: ChatBlend) -> Non
         ({"min_ratio": 1.5}, r"min_ratio 1.5 must be a number in \[0, 1\]"),
         ({"mode": "fast"}, "'blend', 'full', 'prefix' or 'reuse'"),
         ({"policy": "best"}, "policy 'best' is not one of"),
-        ({"timeout": 0}, "timeout 0.0 is not more than 0"),
+        ({"timeout": 0}, "timeout 0.0 must be above 0"),
         ({"max_tokens": 0}, "max_tokens 0 is not 1 or more"),
         ({"max_tokens": "many"}, "max_tokens\n"),
         ({"temperature": -1}, "temperature -1.0 is not 0 or more"),
@@ -128,7 +131,7 @@ def test_a_wrong_option_is_refused_when_the_wrapper_is_made(
         ({"max_length": 3}, "max_length: not an option of a call; expected"),
         ({"max_tokens": 0}, "max_tokens 0 is not 1 or more"),
         ({"max_new_tokens": 0}, "max_new_tokens 0 is not 1 or more"),
-        ({"timeout": -1}, "timeout -1 is not more than 0"),
+        ({"timeout": -1}, "timeout -1 must be above 0"),
         ({"stop": [""]}, "stop holds an empty text"),
         ({"stop": ["x", ""]}, "stop holds an empty text"),
     ],

@@ -209,7 +209,9 @@ class Options:
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             raise InvalidOptionError("seed", f"{self.seed} is not a 64-bit integer")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise InvalidOptionError("logprobs", f"{self.logprobs} must be a number in [0, {MAX_LOGPROBS}]")
+            raise InvalidOptionError(
+                "logprobs", f"{self.logprobs} must be a number in [0, {MAX_LOGPROBS}]"
+            )
 
     @property
     def samples(self) -> bool:
