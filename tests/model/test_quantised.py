@@ -1,4 +1,4 @@
-"""Quantised weights: what computes is in the fingerprint, and what cannot be seen is refused."""
+"""Quantised weights: everything that computes is in the fingerprint, and hidden weights are refused."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def tensor_of(model: Any, name: str) -> torch.Tensor:
     return next(each.tensor for each in fingerprint.loaded(model).tensors if each.name == name)
 
 
-def is_another_identity(model: Any, name: str, write: Callable[[torch.Tensor], Any]) -> None:
-    """Whether ``write`` to the tensor of that name is noticed, and undoing it leads back."""
+def assert_identifies(model: Any, name: str, write: Callable[[torch.Tensor], Any]) -> None:
+    """``write`` to the tensor of that name changes the identity, and undoing it restores it."""
     adapter = tiny.adapter(model)
     before, tensor = adapter.identity, tensor_of(model, name)
     kept = tensor.detach().clone()
@@ -40,7 +40,7 @@ def is_another_identity(model: Any, name: str, write: Callable[[torch.Tensor], A
     assert adapter.identity == before
 
 
-def blends(model: Any, store: Path) -> None:
+def assert_blends(model: Any, store: Path) -> None:
     with tiny.engine(model, store) as engine:
         assert engine.verify().blendable, engine.verify().reason
         engine.ingest([tiny.document(0)])
@@ -51,17 +51,7 @@ def blends(model: Any, store: Path) -> None:
         assert blended.text == full.text
 
 
-# -- torchao ------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def int8_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("int8")
-    tiny.llama().save_pretrained(folder)
-    return folder
-
-
-def int8(folder: Path) -> Any:
+def int8(folder: str) -> Any:
     quantization = pytest.importorskip("torchao.quantization")
     config = transformers.TorchAoConfig(quantization.Int8WeightOnlyConfig())
     return transformers.AutoModelForCausalLM.from_pretrained(
@@ -69,20 +59,17 @@ def int8(folder: Path) -> Any:
     ).eval()
 
 
-def test_torchao_int8_weights_blend(int8_dir: Path, tmp_path: Path) -> None:
-    blends(int8(int8_dir), tmp_path / "s")
-
-
-def test_every_part_of_a_torchao_weight_is_in_the_fingerprint(int8_dir: Path) -> None:
-    model = int8(int8_dir)
+def test_torchao_int8_weights_blend_and_every_part_is_fingerprinted(
+    checkpoint: str, tmp_path: Path
+) -> None:
+    model = int8(checkpoint)
+    assert_blends(model, tmp_path / "s")
     parts = {f"{DOWN}.weight.{part}" for part in ("qdata", "scale", "zero_point")}
     assert parts <= names_of(model)
     for part in parts:
-        is_another_identity(model, part, lambda tensor: tensor.add_(1))
-    assert tiny.adapter(int8(int8_dir)).identity == tiny.adapter(model).identity
+        assert_identifies(model, part, lambda tensor: tensor.add_(1))
+    assert tiny.adapter(int8(checkpoint)).identity == tiny.adapter(model).identity
 
-
-# -- packed GGUF --------------------------------------------------------------------------------
 
 Q8_0 = 8
 BLOCK = 32
@@ -99,7 +86,7 @@ def q8_0(weight: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def packed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A model of transformers' packed GGUF modules; its kernel of the hub is replaced by its reference."""
+    """A model of transformers' packed GGUF modules, with the reference in place of the hub's kernel."""
     gguf = pytest.importorskip("transformers.integrations.gguf.utils")
     kernels = pytest.importorskip("transformers.integrations.gguf.kernels")
     dequantize = kernels.dequantize
@@ -124,21 +111,17 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> Any:
     return model.eval()
 
 
-def test_packed_gguf_weights_blend(packed: Any, tmp_path: Path) -> None:
+def test_packed_gguf_weights_blend_and_every_part_is_fingerprinted(
+    packed: Any, tmp_path: Path
+) -> None:
     assert tensor_of(packed, f"{DOWN}.weight").dtype == torch.uint8
-    blends(packed, tmp_path / "s")
-
-
-def test_every_part_of_a_packed_gguf_weight_is_in_the_fingerprint(packed: Any) -> None:
+    assert_blends(packed, tmp_path / "s")
     module = packed.get_submodule(DOWN)
-    is_another_identity(packed, f"{DOWN}.weight", lambda tensor: tensor[0, 0].add_(1))
+    assert_identifies(packed, f"{DOWN}.weight", lambda tensor: tensor[0, 0].add_(1))
     module.input_permutation = torch.arange(64)
-    is_another_identity(
+    assert_identifies(
         packed, f"{DOWN}.input_permutation", lambda tensor: tensor.copy_(tensor.flip(0))
     )
-
-
-# -- what other quantizers do -------------------------------------------------------------------
 
 
 class GPTQLike(nn.Module):
@@ -156,7 +139,7 @@ class GPTQLike(nn.Module):
 
 
 class BitsAndBytesLike(nn.Module):
-    """Scales in no buffer: only the state dict names them, and packs some anew each time."""
+    """Scales are in the state dict only, which packs some anew each time."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -175,7 +158,7 @@ class BitsAndBytesLike(nn.Module):
 
 
 class Mxfp4Like(nn.Module):
-    """Weights in objects of its own."""
+    """Weights in other objects."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -201,16 +184,16 @@ def with_module(kind: type[nn.Module]) -> Any:
         (BitsAndBytesLike, ("weight", "weight.absmax")),
     ],
 )
-def test_scales_and_zero_points_are_in_the_fingerprint(
+def test_scales_and_zero_points_are_fingerprinted(
     kind: type[nn.Module], parts: tuple[str, ...]
 ) -> None:
     model = with_module(kind)
     assert verify(tiny.adapter(model)).blendable
     for part in parts:
-        is_another_identity(model, f"{DOWN}.{part}", lambda tensor: tensor.add_(1))
+        assert_identifies(model, f"{DOWN}.{part}", lambda tensor: tensor.add_(1))
 
 
-def test_what_a_quantizer_packs_anew_is_not_taken_for_a_change() -> None:
+def test_repacked_scales_are_not_taken_for_a_change() -> None:
     adapter = tiny.adapter(with_module(BitsAndBytesLike))
     before = adapter.identity
     with tiny.counted(fingerprint, "hash_bytes") as hashed:
@@ -218,10 +201,23 @@ def test_what_a_quantizer_packs_anew_is_not_taken_for_a_change() -> None:
     assert not hashed
 
 
-def test_weights_in_objects_of_a_quantizer_are_refused(tmp_path: Path) -> None:
-    with tiny.engine(with_module(Mxfp4Like), tmp_path / "s") as engine:
+def torch_int8() -> Any:
+    engines = torch.backends.quantized.supported_engines
+    if not {"fbgemm", "x86", "qnnpack", "onednn"} & set(engines):
+        pytest.skip(f"torch has no quantised kernels here ({engines})")
+    return torch.ao.quantization.quantize_dynamic(tiny.llama(), {nn.Linear}, dtype=torch.qint8)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"), [(lambda: with_module(Mxfp4Like), f"{DOWN}.weight"), (torch_int8, "packed")]
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_weights_in_other_objects_are_refused(
+    make: Callable[[], Any], name: str, tmp_path: Path
+) -> None:
+    with tiny.engine(make(), tmp_path / "s") as engine:
         verdict = engine.verify()
         assert not verdict.blendable
-        assert f"{DOWN}.weight" in verdict.reason
+        assert name in verdict.reason
         assert tiny.one_sentence(verdict.reason)
         assert engine.generate("hello there", Options(mode="full")).metrics.new_tokens == 6

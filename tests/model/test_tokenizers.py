@@ -1,19 +1,28 @@
-"""Whatever kind of tokenizer a model has, the ids of a prompt's segments are its text.
+"""The ids of a prompt's segments decode to the prompt, for every kind of tokenizer; BOS comes once.
 
-Tiny tokenizers of the kinds that real families have, trained here: byte-level (Llama 3, Qwen), and those
-that SentencePiece made: with a space put before every text (Llama 2, TinyLlama, older Mistral), before the
-first one only (as transformers 5 builds Llama's and Mistral's), of the Unigram kind, and none (Gemma).
+Tiny tokenizers of the kinds of real families, trained here: byte-level (Llama 3, Qwen), and SentencePiece's
+with a space before every text (Llama 2, TinyLlama, older Mistral), before the first one only (Llama and
+Mistral in transformers 5), Unigram, and without such spaces (Gemma).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
 import tiny
@@ -33,7 +42,7 @@ TEMPLATE = (
 
 @lru_cache
 def bpe(prefix: str) -> str:
-    """A BPE with byte fallback over ``▁`` for spaces, trained with or without a space before texts."""
+    """A BPE with byte fallback and ``▁`` for spaces, trained with or without a space before texts."""
     trained = Tokenizer(models.BPE(unk_token="<unk>"))
     trained.normalizer = normalizers.Replace(" ", "▁")
     trained.pre_tokenizer = pre_tokenizers.Metaspace(
@@ -67,7 +76,7 @@ UNDO = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
 
 
 def llama2() -> Any:
-    """tokenizer.json of Llama 2, TinyLlama and Mistral 0.1 and 0.2: a space before every piece of text."""
+    """As Llama 2, TinyLlama and Mistral 0.1 and 0.2: a space before every piece of text."""
     backend = Tokenizer.from_str(bpe("▁"))
     backend.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -123,7 +132,7 @@ def gemma() -> Any:
 
 
 def byte_level_with_a_space() -> Any:
-    """GPT-2's kind as some models configure it: ``add_prefix_space``."""
+    """GPT-2's kind with ``add_prefix_space``."""
     made = tiny.tokenizer()
     made.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     return made
@@ -163,7 +172,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "Unigram": unigram,
     "Gemma": gemma,
 }
-#: They put a space behind control tokens, too, and the models have learned that.
+#: Kinds that put a space behind control tokens, too, as the models have learned.
 SPACE_BEHIND_CONTROL = ("Llama 2", "Mistral", "byte-level with a space")
 CHUNKS = {
     "plain": " ".join(tiny.sentence(i) for i in range(3)),
@@ -173,20 +182,24 @@ CHUNKS = {
 }
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=KINDS, scope="module")
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(scope="module")
+def tokens(kind: str) -> Tokens:
+    return Tokens(KINDS[kind]())
+
+
+INDEX = ChunkIndex(CHUNKS.__getitem__)
+for name, text in CHUNKS.items():
+    INDEX.add(name, text)
+
+
 def planned(tokens: Tokens, rendered: str) -> Any:
-    index = ChunkIndex(CHUNKS.__getitem__)
-    for name, text in CHUNKS.items():
-        index.add(name, text)
     return make_plan(
-        rendered,
-        index.find(rendered),
-        tokens,
-        lambda name: tuple(tokens.encode_text(CHUNKS[name])),
+        rendered, INDEX.find(rendered), tokens, lambda name: tuple(tokens.encode_text(CHUNKS[name]))
     )
 
 
@@ -201,12 +214,11 @@ def decoded(kind: str, tokens: Tokens, plan: Any) -> str:
     return said
 
 
-SEPARATORS = ["\n\n", "\n", " ", "  ", "\n---\n", " [1] ", "(", "<|end|>\n<|user|>\n"]
+SEPARATORS = ["\n\n", " ", "  ", " [1] ", "(", "<|end|>\n<|user|>\n"]
 
 
 @pytest.mark.parametrize("separator", SEPARATORS)
-def test_decoded_ids_are_the_rendered_prompt(kind: str, separator: str) -> None:
-    tokens = Tokens(KINDS[kind]())
+def test_decoded_ids_are_the_rendered_prompt(kind: str, tokens: Tokens, separator: str) -> None:
     texts = [*CHUNKS.values(), CHUNKS["plain"][:150], "Question: what did it build? Answer:"]
     rendered = f"Answer the question.{separator}{separator.join(texts)}{separator}The end"
     plan = planned(tokens, rendered)
@@ -215,13 +227,11 @@ def test_decoded_ids_are_the_rendered_prompt(kind: str, separator: str) -> None:
 
 
 @pytest.mark.parametrize("separator", ["\n\n", "\n---\n", "\n"])
-def test_ids_are_those_of_the_stock_tokenizer(kind: str, separator: str) -> None:
-    """Also where the end of a chunk merges with what is behind it.
+def test_ids_are_those_of_the_stock_tokenizer(kind: str, tokens: Tokens, separator: str) -> None:
+    """Also where the end of a chunk merges with the text behind it.
 
     Gemma's line breaks are added tokens, which chunk text is encoded without: not its ``pages``.
     """
-    tokenizer = KINDS[kind]()
-    tokens = Tokens(tokenizer)
     loaded = [CHUNKS[name] for name in ("plain", "indented", "pages", "plain")]
     if kind == "Gemma":
         loaded = [CHUNKS["plain"]] * 2
@@ -229,7 +239,7 @@ def test_ids_are_those_of_the_stock_tokenizer(kind: str, separator: str) -> None
         [{"role": "user", "content": f"Read:{separator.join(['', *loaded, 'What?'])}"}]
     )
     plan = planned(tokens, rendered)
-    assert list(plan.ids) == tokenizer.encode(rendered, add_special_tokens=False)
+    assert list(plan.ids) == tokens.tokenizer.encode(rendered, add_special_tokens=False)
     assert [segment.text for segment in plan.chunks] == loaded
     for segment in plan.chunks:
         assert segment.complete
@@ -246,9 +256,10 @@ def test_an_end_that_merges_with_the_separator_is_computed() -> None:
 
 
 @pytest.mark.parametrize("tail", ["<|end|>", "<|en", "</s>."])
-def test_control_text_at_the_end_of_a_chunk_stays_text(kind: str, tail: str) -> None:
-    """However little of the chunk it is, and where the text behind it completes it."""
-    tokens = Tokens(KINDS[kind]())
+def test_control_text_at_the_end_of_a_chunk_stays_text(
+    kind: str, tokens: Tokens, tail: str
+) -> None:
+    """Even if the text behind the chunk completes it."""
     chunk = f"{CHUNKS['plain']} {tail}"
     rendered = f"The\n\n{chunk}d|>\n\nThe end"
     match = Match("c", 5, 5 + len(chunk), complete=True)
@@ -260,32 +271,23 @@ def test_control_text_at_the_end_of_a_chunk_stays_text(kind: str, tail: str) -> 
     assert decoded(kind, tokens, plan).removeprefix(" ") == rendered
 
 
-def test_a_prompt_without_chunks_has_the_ids_of_the_stock_tokenizer(kind: str) -> None:
-    tokenizer = KINDS[kind]()
-    tokens = Tokens(tokenizer)
+def test_a_prompt_without_chunks_has_the_ids_of_the_stock_tokenizer(tokens: Tokens) -> None:
     messages = [{"role": "user", "content": f"Who built  ships?\n\n{tiny.sentence(3)}"}]
     rendered = tokens.render(messages)
-    stock = tokenizer.encode(rendered, add_special_tokens=False)
+    stock = tokens.tokenizer.encode(rendered, add_special_tokens=False)
     assert list(planned(tokens, rendered).ids) == stock
 
 
-def test_chunk_text_is_encoded_as_it_stands_behind_a_line_break(kind: str) -> None:
-    """As the stock tokenizer encodes it there: nothing is put before it."""
-    tokens = Tokens(KINDS[kind]())
-    stock = tokens.encode_template(f"Context:\n{CHUNKS['plain']}")
-    ids = tokens.encode_text(CHUNKS["plain"])
-    assert stock[-len(ids) :] == ids
-
-
-def test_behind_a_control_token_a_segment_is_the_stock_tokenizers(kind: str) -> None:
-    tokens = Tokens(KINDS[kind]())
+def test_text_behind_a_line_break_is_encoded_as_the_stock_tokenizer_does(tokens: Tokens) -> None:
     behind = "Question: who?<|end|>\nAnswer: [INST]"
-    stock = tokens.encode_template(f"Context:\n{behind}")
-    ids = tokens.encode_prompt(behind, begins=False).ids
-    assert stock[-len(ids) :] == ids
+    for text, ids in (
+        (CHUNKS["plain"], tokens.encode_text(CHUNKS["plain"])),
+        (behind, tokens.encode_prompt(behind, begins=False).ids),
+    ):
+        assert tokens.encode_template(f"Context:\n{text}")[-len(ids) :] == ids
 
 
-def test_a_prompt_of_an_engine_decodes_to_what_was_rendered(kind: str, tmp_path: Any) -> None:
+def test_an_engines_prompt_decodes_to_the_rendered_text(kind: str, tmp_path: Any) -> None:
     tokenizer = KINDS[kind]()
     with BlendEngine(
         tiny.llama(vocab_size=1024), tmp_path, tokenizer=tokenizer, chunk_tokens=128
@@ -300,9 +302,81 @@ def test_a_prompt_of_an_engine_decodes_to_what_was_rendered(kind: str, tmp_path:
         assert decoded(kind, engine.resources.tokens, plan) == rendered
 
 
-def test_a_lone_surrogate_is_refused_before_a_tokenizer_sees_it(kind: str) -> None:
-    tokens = Tokens(KINDS[kind]())
+def test_a_lone_surrogate_is_refused_before_tokenising() -> None:
+    tokens = Tokens(tiny.tokenizer())
     for encode in (tokens.encode_template, tokens.encode_text):
         with pytest.raises(InvalidInputError, match="lone surrogate") as error:
             encode("an \udcff")
         assert tiny.one_sentence(str(error.value))
+
+
+# -- BOS ----------------------------------------------------------------------------------------
+
+BOS = "<|bos|>"
+
+
+@pytest.fixture(scope="module")
+def with_bos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
+    """An engine whose tokenizer adds BOS to every text, and whose template writes one."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, 0)]
+    )
+    assert tokenizer("a")["input_ids"][0] == 0
+    root = tmp_path_factory.mktemp("bos") / "s"
+    with tiny.engine(tiny.llama(), root, tokenizer=tokenizer, max_new_tokens=1) as made:
+        made.ingest([tiny.document(0)])
+        yield made
+
+
+def ids_seen(engine: BlendEngine, prompt: Any, options: Options) -> list[int]:
+    """The ids that ``generate`` gets."""
+    with tiny.counted(engine.adapter.model, "generate") as calls:
+        engine.generate(prompt, options)
+    ids: list[int] = calls[0][0][0].tolist()
+    return ids
+
+
+RAW = Options(apply_chat_template=False)
+WAYS: dict[str, Callable[[str], tuple[Any, Options]]] = {
+    "a string": lambda q: (q, Options()),
+    "a conversation": lambda q: (
+        [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": q}]},
+        ],
+        Options(),
+    ),
+    "raw": lambda q: (q, RAW),
+    "raw with BOS": lambda q: (BOS + q, RAW),
+    "rendered": lambda q: (f"{BOS}<|start|>user\n{q}<|end|>\n<|start|>assistant\n", RAW),
+}
+
+
+@pytest.mark.parametrize("chunks", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_prompt_begins_with_bos_once(with_bos: BlendEngine, way: str, chunks: bool) -> None:
+    context = "\n\n".join(tiny.chunk_texts(with_bos, 0)) + "\n\n" if chunks else ""
+    prompt, options = WAYS[way](f"{context}What?")
+    ids = ids_seen(with_bos, prompt, options)
+    assert (ids[0], ids.count(0)) == (0, 1)
+    metrics = with_bos.generate(prompt, options).metrics
+    assert (metrics.reused_tokens > 0) == chunks
+    assert not any(BOS in note for note in metrics.notes)
+
+
+def test_raw_text_gets_no_bos_if_the_tokenizer_adds_none(tmp_path: Any) -> None:
+    with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
+        assert 0 not in ids_seen(engine, "What?", RAW)
+        assert ids_seen(engine, "What?", Options()).count(0) == 1
+
+
+@pytest.mark.parametrize("as_messages", [False, True])
+def test_rendered_text_sent_through_the_template_again_is_noted(
+    with_bos: BlendEngine, as_messages: bool
+) -> None:
+    rendered, _ = WAYS["rendered"]("What?")
+    prompt = [{"role": "user", "content": rendered}] if as_messages else rendered
+    (note,) = [n for n in with_bos.generate(prompt).metrics.notes if BOS in n]
+    assert "apply_chat_template=False" in note
+    assert tiny.one_sentence(note)

@@ -1,4 +1,4 @@
-"""Compiled, offloaded, spread and sharded models: each works, or says in one sentence what does."""
+"""Compiled, offloaded, spread and sharded models work, or say in one sentence what does."""
 
 from __future__ import annotations
 
@@ -32,10 +32,6 @@ def compiled(module: Any) -> Any:
     return torch.compile(module, backend=refuse, fullgraph=True)
 
 
-def wrapped(model: Any) -> Any:
-    return compiled(model)
-
-
 def in_place(model: Any) -> Any:
     model.compile(backend=refuse, fullgraph=True)
     return model
@@ -63,14 +59,14 @@ def layers_wrapped(model: Any) -> Any:
     return model
 
 
-WAYS = [wrapped, in_place, forward_replaced, decoder_wrapped, layers_in_place, layers_wrapped]
+WAYS = [compiled, in_place, forward_replaced, decoder_wrapped, layers_in_place, layers_wrapped]
 
 
 def prompt(engine: BlendEngine) -> str:
     return "\n\n".join(tiny.chunk_texts(engine, 0)) + "\n\nWhat did the company build?"
 
 
-# -- torch.compile ----------------------------------------------------------------------------------
+# -- torch.compile ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -79,23 +75,26 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("compiled") / "store"
     with tiny.engine(tiny.llama(), root) as engine:
         engine.ingest([tiny.document(0)])
-        engine.verify()
     return root
 
 
-@pytest.mark.parametrize("compile_it", WAYS)
-def test_the_first_forward_of_a_compiled_model_may_be_a_blended_one(
-    store: Path, compile_it: Callable[[Any], Any]
-) -> None:
+@pytest.fixture(scope="module")
+def expected(store: Path) -> Any:
     with tiny.engine(tiny.llama(), store) as engine:
-        expected = engine.generate(prompt(engine))
+        return engine.generate(prompt(engine))
+
+
+@pytest.mark.parametrize("compile_it", WAYS)
+def test_a_compiled_model_blends_uncompiled(
+    store: Path, expected: Any, compile_it: Callable[[Any], Any]
+) -> None:
     with tiny.engine(compile_it(tiny.llama()), store) as engine:
         answer = engine.generate(prompt(engine))
     assert answer.metrics.reused_tokens == expected.metrics.reused_tokens > 0
     assert answer.text == expected.text
 
 
-def test_a_compiled_model_passes_the_gate_uncompiled(tmp_path: Path) -> None:
+def test_a_compiled_model_passes_the_gate_and_ingests_uncompiled(tmp_path: Path) -> None:
     with tiny.engine(forward_replaced(tiny.llama()), tmp_path / "s") as engine:
         assert engine.verify().blendable
         assert engine.ingest([tiny.document(0)]).chunks_computed > 0
@@ -111,7 +110,7 @@ def test_mode_full_runs_what_the_caller_compiled(store: Path) -> None:
         engine.generate("hello there", Options(mode="full"))
 
 
-def test_compiled_functions_are_compiled_again_once_the_last_thread_has_left() -> None:
+def test_functions_are_compiled_again_once_the_last_thread_has_left() -> None:
     function = torch.compile(lambda x: x + 1, backend=refuse)
     inside, leave = threading.Event(), threading.Event()
 
@@ -131,7 +130,7 @@ def test_compiled_functions_are_compiled_again_once_the_last_thread_has_left() -
         function(torch.ones(1))
 
 
-# -- not whole on one device ------------------------------------------------------------------------
+# -- not whole on one device --------------------------------------------------------------------
 
 
 def cpu_offloaded(folder: Path) -> Any:
@@ -145,12 +144,6 @@ def disk_offloaded(folder: Path) -> Any:
     return accelerate.dispatch_model(
         tiny.llama(), device_map, main_device="cpu", offload_dir=str(folder)
     )
-
-
-def spread(folder: Path) -> Any:
-    model = tiny.llama()
-    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
-    return model
 
 
 @pytest.fixture
@@ -169,7 +162,7 @@ def sharded(tmp_path: Path) -> Iterator[Any]:
         torch.distributed.destroy_process_group()
 
 
-def refused(model: Any, store: Path, saying: str) -> None:
+def assert_refused(model: Any, store: Path, saying: str) -> None:
     with tiny.engine(model, store) as engine:
         verdict = engine.verify()
         assert not verdict.blendable
@@ -188,28 +181,27 @@ def test_an_offloaded_model_answers_in_mode_full_only(
     tmp_path: Path, offloaded: Callable[[Path], Any]
 ) -> None:
     model = offloaded(tmp_path)
-    refused(model, tmp_path / "s", "are offloaded")
-    with tiny.engine(tiny.llama(), tmp_path / "t") as engine:
-        expected = engine.generate("hello there", Options(mode="full"))
-    with tiny.engine(model, tmp_path / "s") as engine:
-        assert engine.generate("hello there", Options(mode="full")).text == expected.text
+    assert_refused(model, tmp_path / "s", "are offloaded")
+    texts = []
+    for each in (model, tiny.llama()):
+        with tiny.engine(each, tmp_path / "t") as engine:
+            texts.append(engine.generate("hello there", Options(mode="full")).text)
+    assert texts[0] == texts[1]
 
 
 def test_a_model_on_several_devices_is_refused_with_their_names(tmp_path: Path) -> None:
-    refused(spread(tmp_path), tmp_path / "s", "are on cuda:0, cuda:1")
-
-
-def test_a_device_map_of_one_device_is_blended(tmp_path: Path) -> None:
     model = tiny.llama()
     model.hf_device_map = {"": "cpu"}
     assert tiny.adapter(model).refusal is None
+    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    assert_refused(model, tmp_path / "s", "are on cuda:0, cuda:1")
 
 
 def test_sharded_weights_are_refused(sharded: Any, tmp_path: Path) -> None:
-    refused(sharded, tmp_path / "s", "sharded over processes")
+    assert_refused(sharded, tmp_path / "s", "sharded over processes")
 
 
-def test_a_wrapper_that_is_no_model_of_transformers_is_refused() -> None:
+def test_a_wrapper_of_another_kind_is_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"is a DataParallel.*model\.module") as raised:
         tiny.adapter(nn.DataParallel(tiny.llama()))
     assert tiny.one_sentence(str(raised.value))
