@@ -17,6 +17,7 @@ import torch
 import typer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from blendrag.cli.output import count
 from blendrag.config import DEFAULT_POLICY, UNCALIBRATED_SCHEDULE
 from blendrag.fusor.selection import make_policy
 from blendrag.lab.bench import options
@@ -110,7 +111,7 @@ def overhead_table(result: OverheadResult) -> Table:
         ],
         result.rows,
         f"{result.model}, {result.layers} layers, chunks of {result.chunk_tokens} tokens and a question of "
-        f"{result.question_tokens}, r = {result.ratio:g}, KV from memory, {result.rounds} rounds",
+        f"{result.question_tokens}, r = {result.ratio:g}, KV from memory, {count(result.rounds, 'round')}",
     )
 
 
@@ -162,9 +163,9 @@ def run_overhead(
 ) -> OverheadResult:
     """Stock prefill, and each policy over KV in memory; policies with a schedule run with two of them."""
     rows: list[OverheadRow] = []
-    for count in chunks:
+    for number in chunks:
         with tier_store(parse_tier("memory")) as there:
-            bench = PromptBench(adapter, replace(workload, chunks=count), there.store)
+            bench = PromptBench(adapter, replace(workload, chunks=number), there.store)
             rows += _rows(bench, _ways(bench, policies), tick)
     return OverheadResult(
         model=adapter.model_id,

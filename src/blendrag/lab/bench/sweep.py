@@ -15,6 +15,7 @@ from typing import Annotated
 import torch
 import typer
 
+from blendrag.cli.output import count
 from blendrag.cli.plots import require_plot, write_png
 from blendrag.errors import InvalidInputError
 from blendrag.lab.bench import options
@@ -139,7 +140,7 @@ def sweep_table(result: SweepResult) -> Table:
             ("full", lambda row: spread(row.full_ms, row.full_spread_ms)),
         ],
         result.rows,
-        f"{', '.join(result.about)}, {result.rounds} rounds",
+        f"{', '.join(result.about)}, {count(result.rounds, 'round')}",
     )
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from blendrag.cli.output import count
 from blendrag.config import DEFAULT_POLICY, UNCALIBRATED_SCHEDULE, Mode
 from blendrag.errors import InvalidInputError
 from blendrag.fusor import BlendRequest, Fusor
@@ -83,10 +84,9 @@ class BlendResult:
     @property
     def about(self) -> str:
         """The run in words."""
-        rounds = f"{self.rounds} round{'s' if self.rounds > 1 else ''}"
         return (
             f"{self.model}, policy {self.policy} at r = {self.ratio:.3g}, schedule {self.schedule}, "
-            f"{self.encoding} KV from {self.tier}, {rounds}"
+            f"{self.encoding} KV from {self.tier}, {count(self.rounds, 'round')}"
         )
 
 
