@@ -1,5 +1,4 @@
-"""Shared by all tests: no network, quiet libraries, one thread, nothing unpickled, and ``tiny`` importable
-from every folder."""
+"""Shared by all tests: no network, quiet libraries, one thread, nothing unpickled, ``tiny`` importable."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ def fusor(adapter: ModelAdapter) -> Fusor:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> str:
-    """Directory of that model, to be loaded by name."""
+    """Directory of that model, for loading by name."""
     directory = tmp_path / "model"
     tiny.llama().save_pretrained(directory)
     tiny.tokenizer().save_pretrained(directory)
@@ -64,12 +63,11 @@ def ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files marked ``early`` first; all else stays in order."""
+    """Run files marked ``early`` first."""
     items.sort(key=lambda item: item.get_closest_marker("early") is None)
 
 
-#: Tests of pickling itself: that a wrapper, or an error, survives being pickled by its user. They load
-#: what they have just written.
+#: Tests of pickling itself: a wrapper or an error can be pickled by its user.
 MAY_UNPICKLE = (
     "test_a_rendered_prompt_survives_pickling",
     "test_a_wrapper_is_pickled_by_its_names_or_not_at_all",
@@ -80,8 +78,7 @@ MAY_UNPICKLE = (
 
 
 class NothingIsUnpickled:
-    """Fails every test in which something was, its fixtures included, even if the exception was
-    swallowed."""
+    """Fails every test in which something was unpickled, even if the exception was swallowed."""
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
@@ -95,7 +92,7 @@ class NothingIsUnpickled:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before any test module is imported, and for all of them: a hook of a conftest would be called for
-    the tests beside it only, and those of the plugs are elsewhere."""
+    """Before any test module is imported, and for all: a hook of a conftest runs for the tests below it only,
+    and those of the integrations are elsewhere."""
     unpickling.arm()
     config.pluginmanager.register(NothingIsUnpickled())

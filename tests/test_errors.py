@@ -1,4 +1,4 @@
-"""Errors survive the way between processes, whatever they were made with."""
+"""Errors can be pickled and renamed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MADE: list[errors.BlendragError] = [
 
 
 def test_an_error_that_was_pickled_is_the_same() -> None:
-    """A pool of processes waits forever for a result that cannot be unpickled."""
+    """A process pool hangs on an error that cannot be unpickled."""
     for error in MADE:
         error.add_note("prompt 2 of 3")
         for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
@@ -29,6 +29,6 @@ def test_an_error_that_was_pickled_is_the_same() -> None:
             assert again.__notes__ == ["prompt 2 of 3"]
 
 
-def test_an_option_may_be_called_otherwise() -> None:
+def test_an_option_error_can_be_renamed() -> None:
     renamed = errors.InvalidOptionError("timeout_s", "0 is not more than 0").called("timeout")
     assert (renamed.name, str(renamed)) == ("timeout", "timeout 0 is not more than 0")

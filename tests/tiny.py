@@ -1,6 +1,6 @@
-"""Tiny models made from a config, a byte-level tokenizer with a chat template, and held KV.
+"""Tiny models from a config, a byte-level tokenizer with a chat template, and KV in memory.
 
-Everything here is random but seeded: no download, no training, milliseconds to build.
+Everything is random but seeded: no download, no training, milliseconds to build.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COMMON: dict[str, Any] = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SLIDES = {"sliding_window": WINDOW}
 
-#: Families that must pass the gate: class prefix and what its config needs beside COMMON.
+#: Families that must pass the gate: model and config class, and config fields besides COMMON.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
     "mistral": ("MistralForCausalLM", "MistralConfig", SLIDES),
@@ -75,7 +75,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ernie4_5": ("Ernie4_5ForCausalLM", "Ernie4_5Config", {}),
 }  # fmt: skip
 
-#: Families whose KV cannot be vouched for.
+#: Families whose KV cannot be reused.
 REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4}),
     "deepseek_v3": (
@@ -114,7 +114,7 @@ def build(classes: tuple[str, str, dict[str, Any]], seed: int = 0, **changes: An
 
 
 def family(name: str, seed: int = 0, **changes: Any) -> Any:
-    """A seeded random model of a family by its name in FAMILIES or REFUSED."""
+    """A seeded random model of a family in FAMILIES or REFUSED."""
     return build(FAMILIES.get(name) or REFUSED[name], seed, **changes)
 
 
@@ -124,8 +124,8 @@ def llama(seed: int = 0, **changes: Any) -> Any:
 
 
 def large_biases(size: float = 300.0, values: float = 0.0, **changes: Any) -> Any:
-    """A Qwen2 whose first layer adds ``size`` to the channels of its keys that rotate least, as trained
-    ones do, and ``values`` to all channels of its values; what a token itself adds is about 1."""
+    """A Qwen2 whose first layer adds ``size`` to the key channels that rotate least, as trained ones do, and
+    ``values`` to all value channels; a token contributes about 1."""
     given = {
         "initializer_range": 0.2, "head_dim": 32, "use_sliding_window": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
@@ -133,9 +133,8 @@ def large_biases(size: float = 300.0, values: float = 0.0, **changes: Any) -> An
     model = family("qwen2", **{**given, **changes})
     attention = model.model.layers[0].self_attn
     with torch.no_grad():
-        keys = attention.k_proj.bias.view(
-            2, 2, -1
-        )  # heads, halves that rotate together, frequencies
+        # heads, halves that rotate together, frequencies
+        keys = attention.k_proj.bias.view(2, 2, -1)
         keys[..., -1] = torch.tensor([[size, -size], [-size, size / 2]])
         attention.v_proj.bias.fill_(values)
     return model
@@ -174,7 +173,7 @@ def _backend() -> str:
 
 
 def tokenizer() -> Any:
-    """A byte-level BPE tokenizer of its own, with a chat template."""
+    """A byte-level BPE tokenizer with a chat template."""
     made = transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_backend()),
         bos_token="<|bos|>",
@@ -196,7 +195,7 @@ def random_ids(n: int, seed: int = 0, low: int = 3, high: int = 590) -> torch.Te
 
 
 class Held:
-    """A reader over KV in memory; counts what was read of it."""
+    """A reader over KV in memory that records the layers read."""
 
     tier = "memory"
 
@@ -218,7 +217,7 @@ class Held:
 
 @torch.no_grad()
 def kv_between(made: ModelAdapter, ids: Sequence[int], start: int, end: int) -> ChunkKV:
-    """KV of ``ids[start:end]`` in its context ``ids[:start]``: exact, at positions start…"""
+    """Exact KV of ``ids[start:end]`` behind ``ids[:start]``, at positions start…"""
     cache = made.prefill_at(list(ids)[:end])
     layers = [torch.stack((x.keys[0, :, start:], x.values[0, :, start:])) for x in cache.layers]
     return ChunkKV(made.layout, end - start, layers)

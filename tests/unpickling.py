@@ -1,12 +1,9 @@
-"""The trap: while it is set, nothing in this process can be unpickled, by whichever way in.
+"""Fail tests in which anything is unpickled.
 
-Two nets. The names through which people unpickle (``pickle.load``, ``pickle.loads``,
-``pickle.Unpickler``, ``torch.load`` without ``weights_only``) are replaced. And CPython announces
-every global that an unpickler looks up, C or Python, as the audit event ``pickle.find_class``:
-whoever bound ``loads`` before the trap was set is caught as soon as a pickle names anything that
-could run. What was caught is remembered, because a library may swallow the exception.
-
-An audit hook cannot be taken away again: it sleeps while the trap is not set.
+``pickle.load``, ``pickle.loads``, ``pickle.Unpickler`` and ``torch.load`` without ``weights_only`` are
+replaced. Code that bound them earlier is caught by the audit event ``pickle.find_class``, which CPython
+raises for every global that a pickle names. What was caught is recorded, as a library may swallow the
+exception. An audit hook cannot be removed; it does nothing while the trap is not armed.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ def _loads(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 class _Unpickler(pickle.Unpickler):
-    """A class all the same, so that libraries can still derive from it."""
+    """A class, so that libraries can derive from it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _refuse("pickle.Unpickler")
@@ -70,7 +67,7 @@ _NETS: tuple[tuple[Any, str, Any, Any], ...] = (
 
 
 def arm() -> None:
-    """Set the trap for the rest of this process, and of those it forks."""
+    """Set the trap for this process and its forks."""
     global _hears
     if not _hears:
         sys.addaudithook(_hear)
@@ -87,7 +84,7 @@ def _set(armed: bool) -> None:
 
 @contextlib.contextmanager
 def allowed() -> Iterator[None]:
-    """For a test of pickling itself, which loads what it has just written."""
+    """For a test of pickling itself."""
     _set(False)
     try:
         yield
@@ -96,14 +93,13 @@ def allowed() -> Iterator[None]:
 
 
 def caught() -> list[str]:
-    """What was caught since the last time that somebody asked."""
+    """What was caught since the last call."""
     found = _caught.copy()
     _caught.clear()
     return found
 
 
 def check() -> None:
-    """Fail if anything was caught since the last time, swallowed or not."""
-    found = caught()
-    if found:
+    """Fail if anything was caught since the last check."""
+    if found := caught():
         raise Unpickled(f"unpickled in this test: {', '.join(found)}")

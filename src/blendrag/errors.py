@@ -1,27 +1,27 @@
-"""Every exception blendrag raises on purpose, and nothing else.
+"""Every exception that blendrag raises on purpose, and tests for foreign errors of the system.
 
 ::
 
     BlendragError
-    ├── InvalidInputError        the caller's value is wrong; the message says value, expectation, remedy
-    │   ├── InvalidOptionError       one option of a request, which wrappers may know by another name
+    ├── InvalidInputError        the caller's value is wrong
+    │   ├── InvalidOptionError       one option of a request
     │   ├── ContextOverflowError     prompt + new tokens do not fit the model's context
-    │   └── UnreadableDocumentError  one input file could not be read; ingest goes on with the next
+    │   └── UnreadableDocumentError  one input file cannot be read; ingest continues with the next
     ├── ModelError
-    │   ├── ModelLoadError           no model at that name, or it cannot be loaded
-    │   ├── UnsupportedModelError    the probe cannot vouch for re-using this model's KV
-    │   └── IdentityChangedError     weights or adapters changed while KV was being computed
+    │   ├── ModelLoadError           there is no model of that name, or it cannot be loaded
+    │   ├── UnsupportedModelError    this model's KV cannot be reused safely; mode full works
+    │   └── IdentityChangedError     weights or adapters changed while KV was computed
     ├── StoreError
-    │   ├── StoreUnavailableError    path is a file, not writable, locked, written by a newer version
-    │   ├── StoreFullError           the disk or the byte limit is reached; says how much is needed
-    │   └── CorruptKVError           bytes on disk are not the bytes that were put (a miss, never an answer)
-    ├── NoThreadError            the system starts no more threads (a RuntimeError)
-    ├── CorpusError              texts, vectors and anchors beside the store do not fit together
-    ├── RequestTimeout           the request took longer than its timeout, waiting included (a TimeoutError)
-    └── RequestCancelled         the caller abandoned the request; no partial state is left
+    │   ├── StoreUnavailableError    the directory is a file, not writable, locked, or of a newer version
+    │   ├── StoreFullError           the disk is full or the byte limit is reached
+    │   └── CorruptKVError           bytes on disk differ from those that were stored; treated as a miss
+    ├── NoThreadError            the system cannot start a thread (a RuntimeError)
+    ├── CorpusError              the corpus beside the store cannot be used
+    ├── RequestTimeout           the request exceeded its timeout, waiting included (a TimeoutError)
+    └── RequestCancelled         the caller abandoned the request
 
-A message is one sentence or two: the value, what was expected, what to do. Foreign errors are
-mapped once, where they enter, with ``raise … from exc``.
+A message is one or two sentences: the value, what was expected, what to do. Foreign errors are mapped once,
+where they enter, with ``raise … from exc``.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from typing import Any
 
 
 class BlendragError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of every error that this package raises on purpose."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled by its message, not made again: a pool's results never arrive after an error that cannot
-        be unpickled, and some of these take other arguments than their message."""
+        """Pickled by its message: some errors take other arguments, and a process pool hangs on an error that
+        cannot be unpickled."""
         return _restored, (type(self), self.args), self.__dict__
 
 
 def _restored(kind: type[BlendragError], args: tuple[Any, ...]) -> BlendragError:
     made = kind.__new__(kind, *args)
-    made.args = args  # an OSError, as RequestTimeout is, takes them when it is initialised
+    made.args = args  # RequestTimeout is an OSError, which takes them in __init__
     return made
 
 
@@ -54,9 +54,9 @@ class InvalidInputError(BlendragError, ValueError):
 
 
 def check_unicode(text: str, name: str) -> None:
-    """Raise :class:`InvalidInputError` for lone surrogates, which no tokenizer, file or database takes.
+    """Raise :class:`InvalidInputError` for lone surrogates, which no tokenizer, file or database accepts.
 
-    They come from bytes that are not UTF-8: of a file name, of a command line, of broken JSON.
+    They come from bytes that are not UTF-8: in a file name, on a command line, in broken JSON.
     """
     try:
         text.encode("utf-8")
@@ -68,7 +68,7 @@ def check_unicode(text: str, name: str) -> None:
 
 
 class InvalidOptionError(InvalidInputError):
-    """An option of a request is out of range, or of the wrong kind."""
+    """An option of a request is out of range or has the wrong type."""
 
     def __init__(self, name: str, wrong: str) -> None:
         self.name = name
@@ -76,12 +76,12 @@ class InvalidOptionError(InvalidInputError):
         super().__init__(f"{name} {wrong}")
 
     def called(self, name: str) -> InvalidOptionError:
-        """The same error for a caller who knows the option by that name."""
+        """The same error, for a caller who knows the option by another name."""
         return InvalidOptionError(name, self.wrong)
 
 
 class ContextOverflowError(InvalidInputError):
-    """The prompt and the tokens asked for do not fit the model's context window."""
+    """The prompt and the new tokens do not fit the model's context window."""
 
     def __init__(
         self, prompt_tokens: int, max_new_tokens: int, context_tokens: int, option: str = ""
@@ -98,7 +98,7 @@ class ContextOverflowError(InvalidInputError):
         )
 
     def by(self, option: str) -> ContextOverflowError:
-        """The same error for a caller who sets the number of chunks by that option."""
+        """The same error, naming the option that sets the number of chunks."""
         sizes = self.prompt_tokens, self.max_new_tokens, self.context_tokens
         return ContextOverflowError(*sizes, option)
 
@@ -113,22 +113,22 @@ class UnreadableDocumentError(InvalidInputError):
 
 
 class ModelError(BlendragError):
-    """Something about the model, not about the request."""
+    """Base of the errors about a model."""
 
 
 class ModelLoadError(ModelError):
-    """No usable model under that name or path."""
+    """There is no usable model of that name."""
 
 
 class UnsupportedModelError(ModelError):
-    """Re-using this model's KV was measured to be wrong, or cannot be measured.
+    """Reusing this model's KV was measured to be wrong, or cannot be measured.
 
     The model still loads and answers in mode ``full``.
     """
 
 
 class IdentityChangedError(ModelError):
-    """The loaded model is no longer the one whose KV was asked for; nothing was stored."""
+    """The loaded model changed while KV was computed; nothing wrong was stored."""
 
 
 class StoreError(BlendragError):
@@ -136,11 +136,11 @@ class StoreError(BlendragError):
 
 
 class StoreUnavailableError(StoreError):
-    """The store's directory cannot be used as it is."""
+    """The store's directory cannot be used."""
 
 
 class StoreFullError(StoreError):
-    """There is no room for what was to be written; nothing already stored was lost."""
+    """There is no space to write; nothing already stored was lost."""
 
     def __init__(self, message: str, needed_bytes: int = 0) -> None:
         self.needed_bytes = needed_bytes
@@ -148,11 +148,11 @@ class StoreFullError(StoreError):
 
 
 class CorruptKVError(StoreError):
-    """A payload is not what was put; the caller treats the chunk as a miss."""
+    """A payload differs from what was stored; the caller treats the chunk as a miss."""
 
 
 class NoThreadError(BlendragError, RuntimeError):
-    """The system starts no more threads; what was asked for was not begun."""
+    """The system cannot start another thread; nothing was begun."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -166,7 +166,7 @@ class CorpusError(BlendragError):
 
 
 class RequestTimeout(BlendragError, TimeoutError):
-    """The request did not finish within its ``timeout_s``; nothing of it is left running."""
+    """The request did not finish within ``timeout_s``; it was stopped."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -180,7 +180,7 @@ class RequestCancelled(BlendragError):
     """The request was abandoned by its caller."""
 
 
-#: What torch's allocators and the libraries underneath say; their types are many.
+#: Messages of torch's allocators and other libraries, which raise many types.
 _NO_MEMORY = (
     "can't allocate memory",
     "cannot allocate memory",
@@ -191,7 +191,7 @@ _NO_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, of the machine or of a device."""
+    """Whether memory of the machine or of a device ran out."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return any(said in str(error).lower() for said in _NO_MEMORY)
@@ -204,7 +204,7 @@ def is_out_of_threads(error: BaseException) -> bool:
 
 @contextmanager
 def starting_thread() -> Iterator[None]:
-    """Raise :class:`NoThreadError` where a thread that is started within cannot be."""
+    """Raise :class:`NoThreadError` if a thread cannot be started within this context."""
     try:
         yield
     except RuntimeError as exc:
@@ -213,7 +213,7 @@ def starting_thread() -> Iterator[None]:
         raise
 
 
-#: Codes of SQLite for a write that failed for lack of space, beside SQLITE_FULL.
+#: SQLite's codes, besides SQLITE_FULL, for a write that failed for lack of space.
 _FAILED_WRITES = (
     sqlite3.SQLITE_IOERR_WRITE,
     sqlite3.SQLITE_IOERR_FSYNC,
@@ -229,7 +229,7 @@ def sqlite_code(error: sqlite3.Error) -> int | None:
 
 
 def is_out_of_space(error: BaseException) -> bool:
-    """Whether a disk is full or a limit on what may be written is reached, as the OS or SQLite reports it."""
+    """Whether a disk, a quota or a file size limit is full, as the OS or SQLite reports it."""
     if isinstance(error, sqlite3.Error):
         code = getattr(error, "sqlite_errorcode", None)
         return sqlite_code(error) == sqlite3.SQLITE_FULL or code in _FAILED_WRITES

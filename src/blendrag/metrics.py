@@ -1,17 +1,17 @@
-"""What one request measured.
+"""What one request measured, and its timeline.
 
-Definitions (CacheBlend's words, ours where the paper is silent):
+Definitions (CacheBlend's, or ours where the paper has none):
 
-* ``prompt_tokens = reused_tokens + fresh_tokens``; every prompt token is one or the other.
-* ``reused_tokens``: tokens whose stored KV was loaded, exact prefix and chunks alike, whether or
-  not the fusor recomputed some of them afterwards.
+* ``prompt_tokens = reused_tokens + fresh_tokens``.
+* ``reused_tokens``: tokens whose stored KV was loaded, exact prefix and chunks, including those that the
+  fusor recomputed afterwards.
 * ``recomputed_tokens = round(ratio × blended chunk tokens)``.
 * ``ratio`` r: mean share of blended chunk tokens recomputed in layers 1…L-1.
-* ``charged_ratio = Σ_l |chunk tokens computed in layer l| / (L · N_chunk)``: what was paid, the entry
-  layer and any fully computed check layer included.
+* ``charged_ratio = Σ_l |chunk tokens computed in layer l| / (L · N_chunk)``: the cost, with the entry
+  layer and any fully computed check layer.
 
-A chunk that stands exactly behind the prefix it was encoded with is *exact*: it is loaded as part of
-the exact prefix and is neither a candidate for recompute nor part of ``N_chunk``.
+A chunk directly behind the prefix it was encoded with is *exact*: it is loaded as part of the exact prefix
+and is neither a candidate for recompute nor part of ``N_chunk``.
 """
 
 from __future__ import annotations
@@ -64,19 +64,18 @@ class RequestMetrics:
     schedule: str = ""
     chunks: tuple[ChunkReport, ...] = field(default_factory=tuple)
     notes: tuple[str, ...] = field(default_factory=tuple)
-    """Sentences a user should see: why nothing was reused, what was switched or refused."""
+    """Sentences for the user: why nothing was reused, what was changed or refused."""
     predicted_ttft_s: float | None = None
-    """What the loading controller expected ``ttft_s`` to be when it had planned the loads; ``None`` without
-    a profile of this machine."""
+    """``ttft_s`` as the loading controller predicted it; ``None`` without a profile of this machine."""
     predicted_load_s: float | None = None
-    """Of that, what ``load_s`` was expected to be."""
+    """The predicted ``load_s``."""
     predicted_compute_s: float | None = None
-    """Of that, computing; the two overlap."""
+    """The predicted time of computing, which overlaps loading."""
     decision: str = ""
-    """Why this ratio and these loads, where the ratio was ``auto``."""
+    """Why this ratio and these loads, if the ratio was ``auto``."""
     batch_size: int = 1
-    """Prompts that were prefilled in the same forward; more than one only in a batch. ``ttft_s`` then ends
-    with this request's own first token all the same, which comes after the answers before it."""
+    """Prompts prefilled in the same forward; more than one only in a batch. ``ttft_s`` still ends with this
+    request's first token, which comes after the answers before it."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON-ready dictionary."""
@@ -85,15 +84,15 @@ class RequestMetrics:
 
 #: Reading, verifying and decoding a layer's chunks.
 LOAD = "load"
-#: Computing stood still until the layer's chunks were in place.
+#: Waiting for the layer's chunks.
 WAIT = "wait"
 #: Moving stored keys to their positions in the prompt.
 REPOSITION = "re-position"
-#: Choosing the next layer's tokens; a peek's projections are computing.
+#: Choosing the next layer's tokens; a peek's projections count as computing.
 SELECT = "select"
-#: One decoder layer from its entry to its end, all of the above but loading inside.
+#: One decoder layer from entry to end, with all of the above except loading.
 LAYER = "layer"
-#: A layer less what else was done or waited for in it.
+#: A layer without waiting, re-positioning and selecting.
 COMPUTE = "compute"
 _NOTHING = nullcontext()
 
@@ -115,7 +114,7 @@ class Span:
 
 
 class Timeline:
-    """Notes spans from several threads, each in the order in which they end."""
+    """Records spans from several threads, each thread's in the order in which they end."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -129,7 +128,7 @@ class Timeline:
 
     @contextmanager
     def span(self, what: str, layer: int) -> Iterator[None]:
-        """Note the time that the body takes, whether it raises or not."""
+        """Record the time of the body, also if it raises."""
         began = self.now()
         try:
             yield
@@ -141,7 +140,7 @@ class Timeline:
         self._open[layer] = self.now()
 
     def leave(self, layer: int) -> None:
-        """It is left; nothing is noted of one that was not entered."""
+        """A decoder layer is left; ignored if it was not entered."""
         began = self._open.pop(layer, None)
         if began is not None:
             self._note(LAYER, layer, began)
@@ -152,7 +151,7 @@ class Timeline:
             self.spans.append(Span(what, layer, began, ended, self.pass_name * (what != LOAD)))
 
     def computing(self) -> list[Span]:
-        """What is left of every layer once waiting, re-positioning and selecting are taken out."""
+        """Every layer without waiting, re-positioning and selecting."""
         within = [s for s in self.spans if s.what in (WAIT, REPOSITION, SELECT)]
         left: list[Span] = []
         for layer in (s for s in self.spans if s.what == LAYER):
@@ -165,11 +164,11 @@ class Timeline:
         return left
 
     def all_spans(self) -> list[Span]:
-        """Spans that do not overlap within a thread: loading, and what layers consist of."""
+        """Spans that do not overlap within a thread: loading, and the parts of layers."""
         parts = [s for s in self.spans if s.what != LAYER]
         return sorted([*parts, *self.computing()], key=lambda s: s.began_s)
 
 
 def noted(timeline: Timeline | None, what: str, layer: int) -> AbstractContextManager[None]:
-    """A span of ``timeline``, or nothing where there is none."""
+    """A span of ``timeline``, or a null context if there is none."""
     return _NOTHING if timeline is None else timeline.span(what, layer)
