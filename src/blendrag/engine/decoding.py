@@ -1,8 +1,4 @@
-"""How the next token is chosen, and how likely it was.
-
-Owns the arguments of ``generate`` that say how to choose, draws that a seed repeats, and the log
-probabilities of what was chosen. Does not know prompts or stored KV.
-"""
+"""How the next token is chosen: sampling arguments, seeded sampling, log probabilities."""
 
 from __future__ import annotations
 
@@ -17,15 +13,12 @@ from torch.overrides import TorchFunctionMode
 from blendrag.engine.request import Options, TokenLogprob
 from blendrag.model.sharing import in_this_thread
 
-#: Tokens before the one at hand that its text is decoded behind: some tokenizers drop a first space.
+#: Tokens decoded before a token to find its text, because some tokenizers drop a leading space.
 CONTEXT_TOKENS = 4
 
 
 def sampling(options: Options) -> dict[str, Any]:
-    """Arguments of ``generate`` that say how a token is chosen.
-
-    Who samples gets the checkpoint's defaults for what is not said; who does not would be warned of them.
-    """
+    """Sampling arguments of ``generate``. Greedy decoding unsets the checkpoint's, which cause warnings."""
     if not options.samples:
         return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     given = {"temperature": options.temperature or None, "top_p": options.top_p}
@@ -33,12 +26,11 @@ def sampling(options: Options) -> dict[str, Any]:
 
 
 class SeededDraws(TorchFunctionMode):
-    """Within this context, what *this thread* draws comes from a generator of its own.
+    """Within this context, this thread samples from a seeded generator.
 
-    torch's global generators are neither read nor moved, so that neither the request nor whoever else
-    draws meanwhile notices the other. ``fork_rng`` would hide the request, but not protect it.
-
-    Every operation within costs a call of Python: see :meth:`between_forwards`.
+    torch's global generators are neither read nor changed, so requests and other samplers do not affect each
+    other; ``fork_rng`` would only protect the others. Every operation within costs a Python call: see
+    :meth:`between_forwards`.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -59,7 +51,7 @@ class SeededDraws(TorchFunctionMode):
 
     @contextmanager
     def between_forwards(self, model: nn.Module) -> Iterator[None]:
-        """Within this context, but not in the forwards of ``model``: many operations, and none draws."""
+        """Active outside the forwards of ``model``, which have many operations and never sample."""
         with ExitStack() as around:
             active = around.enter_context(ExitStack())
 
@@ -80,8 +72,7 @@ class SeededDraws(TorchFunctionMode):
 
 
 class Likelihoods:
-    """Log probabilities of one answer's tokens, by the model's logits as they are: before temperature,
-    ``top_p`` and penalties."""
+    """Log probabilities of one answer's tokens, before temperature, ``top_p`` and penalties."""
 
     def __init__(self, top: int) -> None:
         self._top = top
@@ -90,7 +81,7 @@ class Likelihoods:
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Look at the logits of every forward of ``model``."""
+        """Record the logits of every forward of ``model``."""
 
         def look(module: Any, args: Any, out: Any) -> None:
             self._logits = out.logits[0, -1].detach()  # [V]
@@ -102,7 +93,7 @@ class Likelihoods:
             hook.remove()
 
     def note(self, token: int) -> None:
-        """``token`` was chosen after the forward last seen."""
+        """``token`` was chosen after the last forward."""
         assert self._logits is not None
         likely = torch.log_softmax(self._logits.float(), -1)  # [V]
         values, ids = likely.topk(self._top)
@@ -112,7 +103,7 @@ class Likelihoods:
     def of(
         self, text: str, tokens: Sequence[tuple[int, str]], decode: Callable[[list[int]], str]
     ) -> tuple[TokenLogprob, ...]:
-        """One entry for each of ``tokens`` (id, text) that has a part in ``text``."""
+        """One entry for each of ``tokens`` (id, text) that contributes to ``text``."""
         entries: list[TokenLogprob] = []
         length = 0
         for i, ((token, piece), (logprob, top)) in enumerate(zip(tokens, self._found, strict=True)):

@@ -1,8 +1,7 @@
-"""From token ids to text while ``generate`` runs: incremental decoding, stop strings, cancelling.
+"""From token ids to text while ``generate`` runs: incremental decoding, stop strings, cancelling, timeout.
 
-The worker's thread pushes, the caller's thread or event loop pulls. Text that might turn out to be the
-beginning of a stop string is held back until it is known not to be. Owns the request's clock: when it
-began, and when it is too late.
+The worker's thread pushes, the caller's thread or event loop pulls. Text that may be the beginning of a stop
+string is held back until that is decided.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ class AnswerStream:
         hidden: Collection[int] | None = None,
         likely: Likelihoods | None = None,
     ) -> None:
-        """``started`` by ``time.perf_counter()``. ``hidden``: ids that make no text, instead of all
-        control tokens. ``likely`` is told of every token."""
+        """``started``: ``time.perf_counter()``. ``hidden``: ids without text, instead of all control tokens.
+        ``likely`` records every token."""
         self._backend = tokenizer.backend_tokenizer
         self.hidden = hidden
         self._decode = self._new_decoder()
@@ -77,21 +76,20 @@ class AnswerStream:
         try:
             return self._decode.step(self._backend, token)
         except Exception as exc:
-            # Bytes that are no UTF-8 may decode otherwise once more of them follow; tokenizers (seen in
-            # 0.23) then refuses every further token: DecodeStreamError::InvalidPrefix, a bare
-            # Exception (huggingface/tokenizers#1677, vllm-project/vllm#17448). Begin anew from here.
+            # Invalid UTF-8 may decode differently once more bytes follow; tokenizers 0.23 then refuses every
+            # further token with a bare Exception (huggingface/tokenizers#1677, vllm-project/vllm#17448).
             if not str(exc).startswith("Invalid prefix encountered"):
                 raise
             self._decode = self._new_decoder()
             return self._decode.step(self._backend, token)
 
     def mark_first_token(self) -> None:
-        """Note the time of the first new token; later calls change nothing."""
+        """Record the time to first token; later calls change nothing."""
         if not self.ttft_s:
             self.ttft_s = time.perf_counter() - self._started
 
     def end(self) -> None:
-        """Nothing more is generated: what was held back is text after all."""
+        """Generation has ended: emit what was held back."""
         if self.stopped_by is None:
             self._emit(self._held)
         self._held = ""
@@ -131,7 +129,7 @@ class AnswerStream:
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds until it is too late, never negative; ``None`` for a request that may take forever."""
+        """Seconds until the timeout, at least 0; ``None`` without a timeout."""
         if self._timeout_s is None:
             return None
         return max(0.0, self._started + self._timeout_s - time.perf_counter())
@@ -141,12 +139,12 @@ class AnswerStream:
         return self.remaining_s == 0.0
 
     def too_late(self) -> RequestTimeout:
-        """The error of a request that ran into its timeout."""
+        """The timeout error of this request."""
         assert self._timeout_s is not None
         return RequestTimeout(self._timeout_s)
 
     def check(self) -> None:
-        """Raise :class:`RequestCancelled` if the caller has gone, :class:`RequestTimeout` if it is late."""
+        """Raise :class:`RequestCancelled` if it was abandoned, :class:`RequestTimeout` if it is late."""
         if self.expired:
             raise self.too_late()
         if self.cancelled:
@@ -155,7 +153,7 @@ class AnswerStream:
     # -- caller's side ------------------------------------------------------------------------
 
     def cancel(self) -> None:
-        """Ask the worker to stop at the next layer or token, and end the iteration."""
+        """Stop the worker at the next layer or token, and end the iteration."""
         if not self.cancelled:
             self._cancelled.set()
             self._send(_END)
@@ -165,13 +163,13 @@ class AnswerStream:
         return self._cancelled.is_set()
 
     def listen(self, wake: Callable[[], None]) -> None:
-        """Have ``wake()`` called, on another thread, whenever :meth:`take` has something new."""
+        """Call ``wake()`` on the worker's thread whenever :meth:`take` has something new."""
         self._wake = wake
 
     def take(self, block: bool = True) -> str | None:
-        """The next piece, ``None`` at the end and ever after.
+        """The next piece; ``None`` at the end and from then on.
 
-        Raises :class:`RequestTimeout`, and :class:`queue.Empty` if not to ``block``.
+        Raises :class:`RequestTimeout`, and :class:`queue.Empty` without ``block``.
         """
         try:
             item = self._queue.get(block, self.remaining_s if block else None)
@@ -191,14 +189,13 @@ class AnswerStream:
 
 
 class StopWhenDone(StoppingCriteria):
-    """Hands each new token on, and ends ``generate`` once there is nothing more to wait for.
+    """Passes each new token to the stream, and ends ``generate`` when the stream is done.
 
-    A streamer would be told of a token only after this was asked, so that a stop string would cost one
-    more forward.
+    A streamer would get a token only after the stopping criteria, so a stop string would cost one more forward.
     """
 
     def __init__(self, stream: AnswerStream, feeds: bool = True) -> None:
-        """``feeds``: the one sequence generated is the answer; not so with beams."""
+        """``feeds``: the generated sequence is the answer, which it is not with beams."""
         self._stream = stream
         self._feeds = feeds
 
@@ -219,16 +216,13 @@ def cut_at_stop(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:
 
 
 def first_stop(text: str, stop: tuple[str, ...]) -> tuple[int, str] | None:
-    """Where the stop string that is complete first begins, and which it is; of several, the longest.
-
-    By its end, so that it does not matter how the text was cut into tokens.
-    """
+    """Start and text of the stop string that completes first, so that tokenisation does not matter."""
     found = [(text.find(s) + len(s), text.find(s), s) for s in stop if s in text]
     return min(found)[1:] if found else None
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that is a proper beginning of ``stop``."""
+    """Length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
     for n in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[-n:]):
             return n

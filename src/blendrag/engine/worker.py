@@ -1,8 +1,4 @@
-"""One thread that does all work on the model: requests first, background work when idle.
-
-Keeps a single OpenMP team busy, makes async callers free of the event loop's thread, and lets
-encoding of missing chunks wait until nobody asks anything.
-"""
+"""One thread that does all work on the model: requests first, background work in between."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ CLOSED = "this engine is closed; make a new BlendEngine"
 
 
 class Worker:
-    """Runs foreground calls in order of arrival, background calls only in between."""
+    """Runs foreground calls in order, background calls only while there are none."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -36,9 +32,8 @@ class Worker:
     def submit(self, call: Callable[[], T], background: bool = False) -> Future[T]:
         """Queue ``call``; its result or exception arrives in the future.
 
-        A foreground call from the worker's own thread runs at once, so that work may call work;
-        background calls always wait, and are cancelled once the worker is closed. Raises
-        :class:`NoThreadError` where there is no thread yet and none can be started.
+        A foreground call from the worker's thread runs at once. Background calls are cancelled once the
+        worker is closed. Raises :class:`NoThreadError` if the thread cannot be started.
         """
         future: Future[T] = Future()
         self._check_process()
@@ -46,7 +41,7 @@ class Worker:
             _settle(future, call)
             return future
         with self._changed:
-            if self._closed and background:  # asked for by a request that is being finished
+            if self._closed and background:  # from a request that is being finished
                 future.cancel()
                 return future
             if self._closed:
@@ -68,11 +63,11 @@ class Worker:
             raise
 
     def _check_process(self) -> None:
-        """A fork has no worker thread, and perhaps a lock that nobody will release: never wait there."""
+        """Refuse to work in a fork: it has no worker thread and may hold a lock that is never released."""
         if self._is_elsewhere:
             raise InvalidInputError(
-                f"this engine works in process {self._pid}, from which this one ({os.getpid()}) was "
-                "forked; make a new BlendEngine here, or start processes by spawn"
+                f"this engine belongs to process {self._pid}, and this is its fork {os.getpid()}; make a new "
+                "BlendEngine here, or start processes by spawn"
             )
 
     @property
@@ -85,7 +80,7 @@ class Worker:
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether a foreground call waits, besides one that runs."""
+        """Whether a foreground call is queued."""
         return bool(self._foreground)
 
     @property
@@ -93,7 +88,7 @@ class Worker:
         return self._closed
 
     def drain(self) -> None:
-        """Block until everything queued so far, background work included, is done."""
+        """Block until everything queued so far is done, background work included."""
         self._check_process()
         with self._changed:
             pending = [future for future, _ in (*self._foreground, *self._background)]
@@ -103,7 +98,7 @@ class Worker:
         self.submit(lambda: None).result()
 
     def close(self) -> None:
-        """Finish the foreground, drop the background, end the thread. Idempotent."""
+        """Finish foreground calls, drop background calls, end the thread. Idempotent."""
         if self._is_elsewhere:
             self._closed = True
             return
@@ -126,7 +121,7 @@ class Worker:
                     return
                 future, call = queue.popleft()
             _settle(future, call)
-            # an idle worker holds on to no request: the error of one keeps all that it had computed
+            # the error of a failed request would keep all that it had computed
             del future, call
 
 
