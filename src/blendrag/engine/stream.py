@@ -191,7 +191,7 @@ class AnswerStream:
 class StopWhenDone(StoppingCriteria):
     """Passes each new token to the stream, and ends ``generate`` when the stream is done.
 
-    A streamer would get a token only after the stopping criteria, so a stop string would cost one more forward.
+    A streamer gets a token only after the stopping criteria, so a stop string would cost one more forward.
     """
 
     def __init__(self, stream: AnswerStream, feeds: bool = True) -> None:
