@@ -61,6 +61,15 @@ def make_store(root: Path):
 
 
 @pytest.fixture
+def filled(make_store):
+    """An open store of chunks 1, 2 and 3."""
+    store = make_store()
+    for number in (1, 2, 3):
+        Lab.put(store, number)
+    return store
+
+
+@pytest.fixture
 def failing(monkeypatch):
     """``with failing("listdir", about="kv"):``, every such call of ``os`` fails."""
 

@@ -1,3 +1,7 @@
+"""Crashes, recovery and full disks: what was acknowledged is there, and nothing is left over."""
+
+from __future__ import annotations
+
 import errno
 import fcntl
 import os
@@ -8,17 +12,51 @@ import threading
 
 import pytest
 
-from blendrag.errors import StoreError, StoreFullError, StoreUnavailableError
-from blendrag.store import DiskStore
+from blendrag.errors import StoreFullError, StoreUnavailableError
+from blendrag.store import DiskStore, maintenance
 from blendrag.store.index import Index
+from blendrag.store.payload_files import PayloadFiles
+
+_SECOND_NS = 10**9
 
 
 def temporaries(root):
     return sorted(os.listdir(root / "tmp"))
 
 
+def die(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def assert_killed(pid):
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+def fill(lab, root, numbers=(1, 2, 3)):
+    store = DiskStore(root, 1 << 30)
+    for number in numbers:
+        lab.put(store, number)
+    store.close()
+
+
+def drop_index(root):
+    for path in (root / "index").glob("index.db*"):
+        path.unlink()
+
+
+def assert_complete(lab, root, numbers=(1, 2, 3)):
+    store = DiskStore(root, 1 << 30)
+    assert all(lab.is_right(store, number) for number in numbers)
+    assert len(lab.payloads(root)) == store.stats().entries == len(numbers)
+    assert temporaries(root) == []
+    store.close()
+
+
+# -- kills -------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("step", ["before rename", "before index", "before unlink"])
-def test_a_crash_between_two_steps_is_reconciled_at_the_next_open(lab, root, fork, step):
+def test_a_crash_between_two_steps_of_a_put_is_reconciled(lab, root, fork, step):
     store = DiskStore(root, 2 * lab.entry_bytes)
     lab.put(store, 1)
     lab.put(store, 2)
@@ -50,37 +88,9 @@ def test_a_crash_between_two_steps_is_reconciled_at_the_next_open(lab, root, for
     store.close()
 
 
-def die(*args, **kwargs):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def assert_killed(pid):
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-
-
-def filled(lab, root, numbers=(1, 2, 3)):
-    store = DiskStore(root, 1 << 30)
-    for number in numbers:
-        lab.put(store, number)
-    store.close()
-
-
-def drop_index(root):
-    for path in (root / "index").glob("index.db*"):
-        path.unlink()
-
-
-def assert_complete(lab, root, numbers=(1, 2, 3)):
-    store = DiskStore(root, 1 << 30)
-    assert all(lab.is_right(store, number) for number in numbers)
-    assert len(lab.payloads(root)) == store.stats().entries == len(numbers)
-    assert temporaries(root) == []
-    store.close()
-
-
 @pytest.mark.parametrize(("step", "kills"), [("add", 2), ("_fill", 1), ("sync", 1)])
 def test_a_kill_while_the_index_is_rebuilt_loses_nothing(lab, root, fork, step, kills):
-    filled(lab, root)
+    fill(lab, root)
     drop_index(root)
 
     def killed_while_opening():
@@ -92,8 +102,8 @@ def test_a_kill_while_the_index_is_rebuilt_loses_nothing(lab, root, fork, step, 
     assert_complete(lab, root)
 
 
-def test_a_kill_while_a_crash_is_made_good_leaves_it_to_the_next_one(lab, root, fork):
-    filled(lab, root, (1, 2))
+def test_a_kill_during_recovery_is_recovered_by_the_next_process(lab, root, fork):
+    fill(lab, root, (1, 2))
     third = lab.kv(3)
 
     def killed_while_putting():
@@ -110,7 +120,19 @@ def test_a_kill_while_a_crash_is_made_good_leaves_it_to_the_next_one(lab, root, 
     assert_complete(lab, root)
 
 
-def test_a_crash_is_noticed_although_a_child_of_the_crashed_lives_on(lab, root, fork):
+def test_a_kill_during_delete_leaves_no_uncounted_file(lab, root, fork):
+    fill(lab, root)
+
+    def killed_while_deleting():
+        store = DiskStore(root, 1 << 30)
+        store._files.remove = die
+        store.delete(lab.namespace, lab.key(1))
+
+    assert_killed(fork(killed_while_deleting))
+    assert_complete(lab, root)
+
+
+def test_a_crash_is_noticed_although_a_forked_child_lives(lab, root, fork):
     one, two = lab.kv(1), lab.kv(2)
     source, sink = os.pipe()
 
@@ -136,7 +158,7 @@ def test_a_crash_is_noticed_although_a_child_of_the_crashed_lives_on(lab, root, 
         os.close(sink)
 
 
-def test_what_the_crashed_held_is_free_although_a_child_of_the_crashed_lives_on(
+def test_the_index_lock_of_a_crashed_process_is_free_although_a_forked_child_lives(
     lab, make_store, root, fork
 ):
     """It inherits the lock's descriptor, which filelock closes there from version 4 on."""
@@ -163,8 +185,22 @@ def test_what_the_crashed_held_is_free_although_a_child_of_the_crashed_lives_on(
         os.close(sink)
 
 
-def test_a_rebuild_that_fails_is_no_index_for_anybody(lab, root, monkeypatch):
-    filled(lab, root)
+def test_a_writer_whose_rows_cannot_be_made_durable_counts_as_crashed(lab, root, monkeypatch):
+    store = DiskStore(root, 1 << 30)
+    lab.put(store, 1)
+    monkeypatch.setattr("blendrag.store.index._SYNC_WAIT_S", 0.01)
+    with open(root / "index" / "lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        store.close()
+    assert [name.endswith(".writer") for name in temporaries(root)] == [True]
+    assert_complete(lab, root, [1])
+
+
+# -- rebuilding the index -----------------------------------------------------------------------------
+
+
+def test_a_failed_rebuild_is_used_by_no_store(lab, root, monkeypatch):
+    fill(lab, root)
     running = DiskStore(root, 1 << 30)
     with running._index.exclusive():
         running._index.set_aside()
@@ -187,8 +223,8 @@ def test_a_rebuild_that_fails_is_no_index_for_anybody(lab, root, monkeypatch):
     assert_complete(lab, root, (1, 2, 3, 4))
 
 
-def test_a_store_in_use_does_not_believe_an_index_whose_rebuild_was_killed(lab, root, fork):
-    filled(lab, root)
+def test_an_open_store_does_not_use_an_index_whose_rebuild_was_killed(lab, root, fork):
+    fill(lab, root)
     running = DiskStore(root, 1 << 30)
 
     def killed_while_recovering():
@@ -206,7 +242,7 @@ def test_a_store_in_use_does_not_believe_an_index_whose_rebuild_was_killed(lab, 
     assert_complete(lab, root, (1, 2, 3, 4))
 
 
-def test_queries_during_a_rebuild_find_chunks_all_the_same(lab, make_store, monkeypatch):
+def test_queries_during_a_rebuild_find_chunks(lab, make_store, monkeypatch):
     store = make_store()
     for number in (1, 2, 3):
         lab.put(store, number)
@@ -230,21 +266,9 @@ def test_queries_during_a_rebuild_find_chunks_all_the_same(lab, make_store, monk
     assert store.stats().entries == 3
 
 
-def test_a_kill_while_deleting_leaves_no_file_that_nobody_counts(lab, root, fork):
-    filled(lab, root)
-
-    def killed_while_deleting():
-        store = DiskStore(root, 1 << 30)
-        store._files.remove = die
-        store.delete(lab.namespace, lab.key(1))
-
-    assert_killed(fork(killed_while_deleting))
-    assert_complete(lab, root)
-
-
 @pytest.mark.parametrize("what", ["listdir", "open"])
-def test_a_rebuild_that_cannot_see_all_files_is_none(lab, root, monkeypatch, what):
-    filled(lab, root)
+def test_a_rebuild_that_cannot_see_all_files_fails(lab, root, monkeypatch, what):
+    fill(lab, root)
     drop_index(root)
     real = getattr(os, what)
 
@@ -263,52 +287,135 @@ def test_a_rebuild_that_cannot_see_all_files_is_none(lab, root, monkeypatch, wha
     assert_complete(lab, root)
 
 
-def test_a_writer_whose_rows_cannot_be_made_durable_counts_as_crashed(lab, root, monkeypatch):
-    store = DiskStore(root, 1 << 30)
-    lab.put(store, 1)
-    monkeypatch.setattr("blendrag.store.index._SYNC_WAIT_S", 0.01)
-    with open(root / "index" / "lock") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        store.close()
-    assert [name.endswith(".writer") for name in temporaries(root)] == [True]
-    assert_complete(lab, root, [1])
-
-
-def test_a_marker_that_cannot_be_made_durable_is_taken_back(lab, make_store, root, monkeypatch):
+def test_recover_handles_files_without_rows_and_rows_without_files(lab, make_store, root):
     store = make_store()
-    tmp = (root / "tmp").stat().st_ino
+    for number in (1, 2, 3):
+        lab.put(store, number)
+    lab.file(store, 1).unlink()
+    store._index.drop([store.find(lab.namespace, lab.key(2))])
+    stray = lab.file(store, 3)
+    twin = stray.with_name(f"{lab.key(3)}.{'0' * 16}.kv")
+    twin.write_bytes(stray.read_bytes())
+    broken = stray.with_name(f"{lab.key(3)[:2]}{'0' * 62}.{'0' * 16}.kv")
+    broken.write_bytes(b"\xff" * 5000)
+    (root / "kv" / "README").write_text("mine")
+    store.recover()
+    assert not lab.has(store, 1)
+    assert lab.is_right(store, 2)
+    assert lab.is_right(store, 3)
+    assert len(lab.payloads(root)) == 2
+    assert (root / "quarantine" / broken.name).exists()
+    assert (root / "kv" / "README").exists()
+    assert store.stats().entries == 2
+
+
+@pytest.mark.parametrize("failing", ["pread", "open", "fstat"])
+def test_a_file_that_cannot_be_read_for_a_moment_is_not_set_aside(lab, root, monkeypatch, failing):
+    fill(lab, root)
+    drop_index(root)
+    real, calls = getattr(os, failing), []
+
+    def fail_once(what, *args, **kwargs):
+        path = what if failing == "open" else os.readlink(f"/proc/self/fd/{what}")
+        if str(path).endswith(".kv"):
+            calls.append(what)
+            if len(calls) == 1:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(what, *args, **kwargs)
+
     before = lab.descriptors()
-
-    def fsync(fd):
-        if os.fstat(fd).st_ino == tmp:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fsync)
-        with pytest.raises(StoreUnavailableError, match="Input/output error"):
-            lab.put(store, 1)
-    assert temporaries(root) == []
-    assert lab.descriptors() == before
-    lab.put(store, 1)
-    assert lab.is_right(store, 1)
-
-
-def test_processes_that_put_the_same_chunks_leave_one_copy_of_each(lab, root, fork):
-    kvs = {number: lab.kv(number) for number in range(12)}
-
-    def ingest():
+        patch.setattr(os, failing, fail_once)
         store = DiskStore(root, 1 << 30)
-        for number, kv in kvs.items():
-            store.put(lab.namespace, lab.key(number), kv)
+    assert calls
+    store.close()
+    assert lab.descriptors() == before
+    assert_complete(lab, root)
+
+
+def test_short_reads_of_headers_are_continued(lab, root, monkeypatch):
+    fill(lab, root)
+    drop_index(root)
+    real = os.pread
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", lambda fd, size, offset: real(fd, min(size, 700), offset))
+        store = DiskStore(root, 1 << 30)
+        assert store.stats().entries == 3
+        assert all(lab.is_right(store, number) for number in (1, 2, 3))
         store.close()
 
-    for pid in [fork(ingest) for _ in range(3)]:
-        assert os.waitpid(pid, 0)[1] == 0
-    store = DiskStore(root, 1 << 30)
-    assert len(lab.payloads(root)) == store.stats().entries == 12
-    assert all(lab.is_right(store, number) for number in kvs)
-    assert temporaries(root) == []
-    store.close()
+
+@pytest.mark.parametrize(
+    ("written", "used", "forgotten", "expected"),
+    [
+        ({1: 10, 2: 20, 3: 30, 4: 40, 9: 25}, [1, 3, 4, 2], [9], [1, 9, 3, 4, 2]),
+        ({1: 10, 2: 20, 3: 30, 8: 50, 9: 40}, [3, 1, 2], [8, 9], [3, 1, 2, 9, 8]),
+        ({1: 10, 2: 20, 9: 20}, [1, 2], [9], [1, 9, 2]),
+        ({1: 10, 2: 30, 3: 50, 7: 5, 8: 20, 9: 60}, [1, 2, 3], [9, 8, 7], [7, 1, 8, 2, 3, 9]),
+        ({**{n: 100 + n for n in range(1, 251)}, 999: 0}, [], [999], [999, *range(1, 251)]),
+        ({1: 10, 2: 10**11}, [], [2], [1, 2]),
+        ({1: 10, 2: -(10**11)}, [], [2], [2, 1]),
+        ({1: 30, 2: 10, 3: 20}, [], [1, 2, 3], [2, 3, 1]),
+    ],
+)
+def test_recovered_files_go_before_what_was_written_later(
+    lab, make_store, root, written, used, forgotten, expected
+):
+    """``written``: seconds by chunk; ``forgotten``: files that lose their rows, as in a crash."""
+    store = make_store()
+    for number, written_s in written.items():
+        lab.put(store, number)
+        os.utime(lab.file(store, number), ns=(written_s * _SECOND_NS,) * 2)
+    for number in used:
+        lab.open(store, number).close()
+    store.flush_recency()
+    store._index.drop([store.find(lab.namespace, lab.key(number)) for number in forgotten])
+    store.recover()
+    numbers = {lab.key(number): number for number in written}
+    assert [numbers[row.name.key] for row in store._index.oldest()] == expected
+    assert maintenance.check(root).is_good
+
+
+def test_a_payload_that_vanishes_during_a_rebuild_is_skipped(lab, filled, root, monkeypatch):
+    filled.close()
+    (root / "index" / "index.db").unlink()
+    real = PayloadFiles.open
+
+    def vanish(files, name):
+        if name.key == lab.key(2):
+            files.remove(name)
+        return real(files, name)
+
+    monkeypatch.setattr(PayloadFiles, "open", vanish)
+    again = DiskStore(root, 1 << 30)
+    assert again._index.totals() == (2, 2 * lab.entry_bytes)
+    assert again.stats().quarantined == 0
+    again.close()
+
+
+def test_a_payload_that_can_never_be_read_is_set_aside_by_a_rebuild(lab, filled, root, failing):
+    filled.close()
+    (root / "index" / "index.db").unlink()
+    with failing("pread", lab.key(2)):
+        again = DiskStore(root, 1 << 30)
+    assert again.stats().quarantined == 1
+    assert set(again.keys(lab.namespace)) == {lab.key(1), lab.key(3)}
+    again.close()
+
+
+def test_a_recovery_out_of_descriptors_sets_nothing_aside(lab, filled, failing):
+    filled._index.drop([filled.find(lab.namespace, lab.key(2))])
+    with (
+        failing("open", ".kv", errno.EMFILE),
+        pytest.raises(StoreUnavailableError, match="Too many"),
+    ):
+        filled.recover()
+    filled.recover()
+    assert lab.is_right(filled, 2)
+    assert filled.stats().quarantined == 0
+
+
+# -- several writers ----------------------------------------------------------------------------------
 
 
 def test_threads_that_put_the_same_chunks_leave_one_copy_of_each(lab, make_store, root):
@@ -331,19 +438,6 @@ def test_threads_that_put_the_same_chunks_leave_one_copy_of_each(lab, make_store
     assert len(lab.payloads(root)) == store.stats().entries == 8
 
 
-def test_temporaries_of_a_living_writer_are_left_alone(lab, make_store, root):
-    store = make_store()
-    lab.put(store, 1)
-    part = store._writer._claim.temporary()
-    part.write_bytes(b"half")
-    other = make_store()
-    other.recover()
-    assert part.exists()
-    store.close()
-    other.recover()
-    assert not part.exists()
-
-
 def test_two_writers_that_fill_the_store_at_once_stay_within_its_limit(
     lab, make_store, root, monkeypatch
 ):
@@ -363,12 +457,106 @@ def test_two_writers_that_fill_the_store_at_once_stay_within_its_limit(
     assert len(lab.payloads(root)) == 3
 
 
-def test_files_in_tmp_that_the_store_did_not_name_are_left_alone(make_store, root):
+def test_temporaries_of_a_living_writer_are_left_alone(lab, make_store, root):
+    store = make_store()
+    lab.put(store, 1)
+    part = store._writer._claim.temporary()
+    part.write_bytes(b"half")
+    other = make_store()
+    other.recover()
+    assert part.exists()
+    store.close()
+    other.recover()
+    assert not part.exists()
+
+
+def test_a_writer_whose_marker_cannot_be_opened_is_not_taken_for_dead(
+    lab, make_store, root, monkeypatch
+):
+    store = make_store()
+    lab.put(store, 1)
+    part = store._writer._claim.temporary()
+    part.write_bytes(b"half")
+    before, real = temporaries(root), os.open
+
+    def fail(path, *args, **kwargs):
+        if str(path).endswith(".writer"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", fail)
+        other = make_store()
+        assert lab.is_right(other, 1)
+        with pytest.raises(StoreUnavailableError, match="Input/output error"):
+            other.recover()
+    assert temporaries(root) == before
+
+
+def test_a_file_of_another_kind_in_place_of_a_marker_is_no_writer(lab, make_store, root):
+    fill(lab, root)
+    for kind, owner in (("mkdir", "0" * 16), ("mkfifo", "1" * 16)):
+        getattr(os, kind)(root / "tmp" / f"{owner}.writer")
+    os.symlink("nowhere", root / "tmp" / f"{'2' * 16}.writer")
+    store = make_store()
+    assert store.stats().entries == 3
+    lab.put(store, 4)
+    assert lab.is_right(store, 4)
+
+
+def test_foreign_files_in_tmp_are_left_alone(make_store, root):
     make_store().close()
     (root / "tmp" / "notes.part").write_text("mine")
     (root / "tmp" / "README").write_text("mine")
     make_store().recover()
     assert temporaries(root) == ["README", "notes.part"]
+
+
+# -- durability, full disks, interrupts ----------------------------------------------------------------
+
+
+def test_put_is_durable_before_it_is_indexed(lab, make_store, monkeypatch):
+    store = make_store()
+    lab.put(store, 1)
+    steps = []
+    rename, add = os.rename, store._index.add
+
+    def noted(step, real):
+        def call(*args, **kwargs):
+            steps.append(step)
+            return real(*args, **kwargs)
+
+        return call
+
+    def fsync(fd):
+        steps.append("fsync directory" if stat.S_ISDIR(os.fstat(fd).st_mode) else "fsync file")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", noted("rename", rename))
+    monkeypatch.setattr(store._index, "add", noted("index", add))
+    lab.put(store, 2)
+    way = ["fsync directory"]  # of the namespace, whose entry for the file's directory is new
+    assert steps == ["fsync file", "rename", "fsync directory", *way, "index"]
+
+
+def test_a_directory_whose_sync_failed_is_synced_again(lab, make_store, root, monkeypatch):
+    store = make_store()
+    lab.put(store, 1)
+    namespace = (root / "kv" / lab.namespace).stat().st_ino
+    synced, failing = [], True
+
+    def fsync(fd):
+        inode = os.fstat(fd).st_ino
+        if inode == namespace and failing:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        synced.append(inode)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(StoreUnavailableError, match="Input/output error"):
+        lab.put(store, 2)
+    failing = False
+    lab.put(store, 2)
+    assert namespace in synced
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
@@ -430,7 +618,7 @@ def test_a_file_size_limit_is_a_full_store_and_not_a_crash(lab, root, fork):
 
 
 def test_a_store_on_a_full_disk_is_opened_and_queried(lab, root, fork):
-    filled(lab, root)
+    fill(lab, root)
     fourth = lab.kv(4)
 
     def query_without_space():
@@ -445,135 +633,6 @@ def test_a_store_on_a_full_disk_is_opened_and_queried(lab, root, fork):
     assert os.waitpid(fork(query_without_space), 0)[1] == 0
     assert not (root / "quarantine" / "index.db").exists()
     assert_complete(lab, root)
-
-
-def test_a_store_that_cannot_be_opened_keeps_no_descriptor(lab, root, monkeypatch):
-    filled(lab, root)
-    before = lab.descriptors()
-
-    def interrupt(*args):
-        raise KeyboardInterrupt
-
-    for name in ("open", "_create"):
-        with monkeypatch.context() as patch:
-            patch.setattr(Index, name, interrupt)
-            drop_index(root) if name == "_create" else None
-            with pytest.raises(KeyboardInterrupt):
-                DiskStore(root, 1 << 30)
-        assert lab.descriptors() == before
-    assert_complete(lab, root)
-
-
-@pytest.mark.parametrize("call", ["unlink", "statvfs", "listdir"])
-def test_a_failing_system_call_is_a_named_error_whatever_was_asked_for(
-    lab, make_store, root, monkeypatch, call
-):
-    store = make_store()
-    lab.put(store, 1)
-    twin = lab.file(store, 1).with_name(f"{lab.key(1)}.{'f' * 16}.kv")
-    twin.write_bytes(lab.file(store, 1).read_bytes())
-
-    def fail(*args, **kwargs):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, fail)
-        if call == "statvfs":
-            with pytest.raises(StoreUnavailableError, match="writing to store"):
-                lab.put(store, 2)
-        else:
-            with pytest.raises(StoreUnavailableError, match="deleting from store"):
-                store.delete(lab.namespace, lab.key(1))
-        if call == "listdir":
-            with pytest.raises(StoreUnavailableError, match="recovering store"):
-                store.recover()
-            with pytest.raises(StoreUnavailableError, match="listing store"):
-                list(store.keys(lab.namespace))
-    lab.put(store, 2)
-    assert lab.is_right(store, 2)
-
-
-@pytest.mark.parametrize("call", ["fsync", "rename", "open", "mkdir"])
-def test_a_failing_system_call_of_put_is_a_named_error_and_leaves_nothing(
-    lab, make_store, root, monkeypatch, call
-):
-    store = make_store()
-    lab.put(store, 1)
-    real = getattr(os, call)
-
-    def fail(path, *args, **kwargs):
-        if call == "open" and not str(path).endswith(".part"):
-            return real(path, *args, **kwargs)
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, fail)
-        with pytest.raises(StoreUnavailableError, match="Input/output error"):
-            lab.put(store, 2)
-    assert len(lab.payloads(root)) == 1
-    assert not list((root / "tmp").glob("*.part"))
-    assert lab.is_right(store, 1)
-    lab.put(store, 2)
-    assert lab.is_right(store, 2)
-
-
-def test_an_index_that_cannot_be_written_leaves_no_unindexed_file(
-    lab, make_store, root, monkeypatch
-):
-    store = make_store()
-    lab.put(store, 1)
-
-    def fail(row):
-        raise StoreFullError("no space left for the index", 1)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store._index, "add", fail)
-        with pytest.raises(StoreError):
-            lab.put(store, 2)
-    assert len(lab.payloads(root)) == 1
-
-
-def test_put_is_durable_before_it_is_indexed(lab, make_store, monkeypatch):
-    store = make_store()
-    lab.put(store, 1)
-    steps = []
-    rename, add = os.rename, store._index.add
-
-    def noted(step, real):
-        def call(*args, **kwargs):
-            steps.append(step)
-            return real(*args, **kwargs)
-
-        return call
-
-    def fsync(fd):
-        steps.append("fsync directory" if stat.S_ISDIR(os.fstat(fd).st_mode) else "fsync file")
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(os, "rename", noted("rename", rename))
-    monkeypatch.setattr(store._index, "add", noted("index", add))
-    lab.put(store, 2)
-    way = ["fsync directory"]  # of the namespace, whose entry for the file's directory is new
-    assert steps == ["fsync file", "rename", "fsync directory", *way, "index"]
-
-
-def test_the_first_put_makes_the_way_to_its_payload_durable(lab, root, monkeypatch):
-    store = DiskStore(root, None)
-    synced = set()
-    monkeypatch.setattr(os, "fsync", lambda fd: synced.add(os.fstat(fd).st_ino))
-    lab.put(store, 1)
-    path = lab.file(store, 1)
-    way = [path, *(parent for parent in path.parents if parent.is_relative_to(root))]
-    assert way[-1] == root
-    assert {path.stat().st_ino for path in way} <= synced
-    store.close()
-
-
-def test_a_new_root_is_made_durable_in_the_directory_above(tmp_path, monkeypatch):
-    synced = set()
-    monkeypatch.setattr(os, "fsync", lambda fd: synced.add(os.fstat(fd).st_ino))
-    DiskStore(tmp_path / "above" / "store", None).close()
-    assert {path.stat().st_ino for path in (tmp_path, tmp_path / "above")} <= synced
 
 
 def test_an_interrupt_during_put_leaves_the_store_usable(lab, make_store, root, monkeypatch):
@@ -593,137 +652,26 @@ def test_an_interrupt_during_put_leaves_the_store_usable(lab, make_store, root, 
     assert lab.is_right(store, 1)
 
 
-def test_recover_brings_strays_and_ghosts_in_order(lab, make_store, root):
-    store = make_store()
-    for number in (1, 2, 3):
-        lab.put(store, number)
-    lab.file(store, 1).unlink()
-    store._index.drop([store.find(lab.namespace, lab.key(2))])
-    stray = lab.file(store, 3)
-    twin = stray.with_name(f"{lab.key(3)}.{'0' * 16}.kv")
-    twin.write_bytes(stray.read_bytes())
-    broken = stray.with_name(f"{lab.key(3)[:2]}{'0' * 62}.{'0' * 16}.kv")
-    broken.write_bytes(b"\xff" * 5000)
-    (root / "kv" / "README").write_text("mine")
-    store.recover()
-    assert not lab.has(store, 1)
-    assert lab.is_right(store, 2)
-    assert lab.is_right(store, 3)
-    assert len(lab.payloads(root)) == 2
-    assert (root / "quarantine" / broken.name).exists()
-    assert (root / "kv" / "README").exists()
-    assert store.stats().entries == 2
-
-
-@pytest.mark.parametrize("failing", ["pread", "open", "fstat"])
-def test_a_file_that_cannot_be_read_for_a_moment_is_not_set_aside(lab, root, monkeypatch, failing):
-    filled(lab, root)
-    drop_index(root)
-    real, calls = getattr(os, failing), []
-
-    def fail_once(what, *args, **kwargs):
-        path = what if failing == "open" else os.readlink(f"/proc/self/fd/{what}")
-        if str(path).endswith(".kv"):
-            calls.append(what)
-            if len(calls) == 1:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(what, *args, **kwargs)
-
+def test_a_store_that_cannot_be_opened_keeps_no_descriptor(lab, root, monkeypatch):
+    fill(lab, root)
     before = lab.descriptors()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, failing, fail_once)
-        store = DiskStore(root, 1 << 30)
-    assert calls
-    store.close()
-    assert lab.descriptors() == before
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    for name in ("open", "_create"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Index, name, interrupt)
+            drop_index(root) if name == "_create" else None
+            with pytest.raises(KeyboardInterrupt):
+                DiskStore(root, 1 << 30)
+        assert lab.descriptors() == before
     assert_complete(lab, root)
 
 
-def test_reads_that_are_cut_short_hide_nothing(lab, root, monkeypatch):
-    filled(lab, root)
-    drop_index(root)
-    real = os.pread
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pread", lambda fd, size, offset: real(fd, min(size, 700), offset))
-        store = DiskStore(root, 1 << 30)
-        assert store.stats().entries == 3
-        assert all(lab.is_right(store, number) for number in (1, 2, 3))
-        store.close()
-
-
-def test_a_living_writer_whose_marker_cannot_be_looked_at_is_not_taken_for_dead(
-    lab, make_store, root, monkeypatch
-):
-    store = make_store()
-    lab.put(store, 1)
-    part = store._writer._claim.temporary()
-    part.write_bytes(b"half")
-    before, real = temporaries(root), os.open
-
-    def fail(path, *args, **kwargs):
-        if str(path).endswith(".writer"):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(path, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", fail)
-        other = make_store()
-        assert lab.is_right(other, 1)
-        with pytest.raises(StoreUnavailableError, match="Input/output error"):
-            other.recover()
-    assert temporaries(root) == before
-
-
-def test_something_else_by_the_name_of_a_marker_is_no_writer(lab, make_store, root):
-    filled(lab, root)
-    for kind, owner in (("mkdir", "0" * 16), ("mkfifo", "1" * 16)):
-        getattr(os, kind)(root / "tmp" / f"{owner}.writer")
-    os.symlink("nowhere", root / "tmp" / f"{'2' * 16}.writer")
-    store = make_store()
-    assert store.stats().entries == 3
-    lab.put(store, 4)
-    assert lab.is_right(store, 4)
-
-
-def test_a_directory_whose_own_entry_did_not_get_to_disk_is_synced_again(
-    lab, make_store, root, monkeypatch
-):
-    store = make_store()
-    lab.put(store, 1)
-    namespace = (root / "kv" / lab.namespace).stat().st_ino
-    synced, failing = [], True
-
-    def fsync(fd):
-        inode = os.fstat(fd).st_ino
-        if inode == namespace and failing:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        synced.append(inode)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(StoreUnavailableError, match="Input/output error"):
-        lab.put(store, 2)
-    failing = False
-    lab.put(store, 2)
-    assert namespace in synced
-
-
-def test_a_directory_that_another_process_made_is_synced_by_whoever_relies_on_it(
-    lab, make_store, root, monkeypatch
-):
-    store = make_store()
-    (root / "kv" / lab.namespace / lab.key(1)[:2]).mkdir(parents=True)
-    synced = set()
-    monkeypatch.setattr(os, "fsync", lambda fd: synced.add(os.fstat(fd).st_ino))
-    lab.put(store, 1)
-    way = [root / "kv", root / "kv" / lab.namespace]
-    assert {path.stat().st_ino for path in way} <= synced
-
-
-def test_a_directory_that_was_removed_meanwhile_is_made_again(lab, make_store):
-    store = make_store()
-    lab.put(store, 1)
-    directory = lab.file(store, 1).parent
-    store.delete(lab.namespace, lab.key(1))
-    directory.rmdir()
-    lab.put(store, 1)
-    assert lab.is_right(store, 1)
+def test_a_put_whose_payload_cannot_be_examined_is_not_acknowledged(lab, filled, root, failing):
+    with failing("stat", f"{lab.key(4)}."), pytest.raises(StoreUnavailableError, match="output er"):
+        lab.put(filled, 4)
+    assert len(lab.payloads(root)) == filled.stats().entries == 3
+    lab.put(filled, 4)
+    assert lab.is_right(filled, 4)

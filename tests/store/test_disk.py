@@ -1,12 +1,26 @@
+"""The disk tier: what is put is read bit-exact, and the least recently used goes first."""
+
+from __future__ import annotations
+
+import gc
 import os
+import random
+import time
+import tracemalloc
+from collections import OrderedDict
 
 import pytest
 import torch
-from safetensors.torch import safe_open
 
 from blendrag.errors import InvalidInputError, StoreFullError, StoreUnavailableError
-from blendrag.store import DiskStore, KVReader
+from blendrag.store import DiskStore, KVReader, disk
+from blendrag.store.index import Index, Row
 from blendrag.store.kv import ChunkKV, KVLayout, LayerShape
+from blendrag.store.payload import frame
+from blendrag.store.payload_files import new_name
+
+#: The paper's: 16 MB for a million chunks.
+INDEX_BYTES_PER_CHUNK = 16
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -66,8 +80,9 @@ def test_a_destination_of_another_shape_dtype_or_order_is_refused(lab, make_stor
         torch.zeros(2, 2, 24, 8, dtype=torch.float16),
         torch.zeros(2, 24, 2, 8).transpose(1, 2),
         torch.zeros(2, 2, 8, 24).transpose(2, 3),
+        torch.empty(2, 2, 24, 8, device="meta"),
     ):
-        with pytest.raises(InvalidInputError):
+        with pytest.raises(InvalidInputError, match="a layer was to be read into"):
             reader.read_layer(0, out)
 
 
@@ -183,6 +198,25 @@ def test_everything_in_the_store_is_private_to_its_owner(lab, make_store, root):
             assert path.stat().st_mode & 0o077 == 0, path
 
 
+# -- eviction --------------------------------------------------------------------------------------
+
+
+def stored(lab, store, numbers):
+    return [number for number in numbers if lab.has(store, number)]
+
+
+def put_tokens(lab, store, number, tokens):
+    store.put(lab.namespace, lab.key(number), lab.kv(number, tokens=tokens))
+
+
+def use(lab, store, number, tokens):
+    reader = store.open(lab.namespace, lab.key(number), lab.layout, tokens)
+    if reader is not None:
+        lab.read(reader, tokens=tokens)
+        reader.close()
+    return reader is not None
+
+
 def test_an_entry_larger_than_the_limit_is_refused_and_nothing_evicted(lab, make_store):
     store = make_store(limit_bytes=2 * lab.entry_bytes)
     lab.put(store, 1)
@@ -193,8 +227,201 @@ def test_an_entry_larger_than_the_limit_is_refused_and_nothing_evicted(lab, make
     assert lab.is_right(store, 1)
 
 
-def test_a_payload_is_a_plain_safetensors_file_with_metadata(lab, make_store):
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_most_recently_used_chunks_that_fit_are_kept(lab, make_store, root, monkeypatch, seed):
+    """Compared with a model; the clock jumps, and has no effect."""
+    generator = random.Random(seed)
+    sizes = {tokens: frame(lab.layout, tokens).file_bytes for tokens in (1, 24, 60, 200)}
+    limit_bytes = sizes[200] + 3 * sizes[24]
+    store, model = make_store(limit_bytes=limit_bytes), OrderedDict()
+    for step in range(120):
+        real = time.time()
+        monkeypatch.setattr(time, "time", lambda now=real: now + generator.uniform(-1e6, 1e6))
+        number = generator.randrange(25)
+        tokens = list(sizes)[number % len(sizes)]
+        if generator.random() < 0.4:
+            assert use(lab, store, number, tokens) == (number in model), step
+            if number in model:
+                model.move_to_end(number)
+            continue
+        if number not in model:
+            while sum(model.values()) + sizes[tokens] > limit_bytes:
+                model.popitem(last=False)
+        put_tokens(lab, store, number, tokens)
+        model[number] = sizes[tokens]
+        model.move_to_end(number)
+        assert {p.name[:64] for p in lab.payloads(root)} == {lab.key(n) for n in model}, step
+        assert store.stats().size_bytes == sum(model.values()) <= limit_bytes
+
+
+def test_uses_survive_reopening(lab, make_store):
+    store = make_store(limit_bytes=3 * lab.entry_bytes)
+    for number in range(3):
+        lab.put(store, number)
+    lab.open(store, 0).close()
+    store.close()
+    again = make_store(limit_bytes=3 * lab.entry_bytes)
+    lab.put(again, 3)
+    assert stored(lab, again, range(4)) == [0, 2, 3]
+
+
+def test_entries_put_within_a_scope_are_not_evicted(lab, make_store):
+    store = make_store(limit_bytes=3 * lab.entry_bytes)
+    lab.put(store, 0)
+    with store.pin_scope():
+        for number in (1, 2, 3):
+            lab.put(store, number)
+        assert stored(lab, store, range(4)) == [1, 2, 3]
+        with pytest.raises(StoreFullError, match="--disk-bytes") as caught:
+            lab.put(store, 4)
+        assert caught.value.needed_bytes == lab.entry_bytes
+        assert all(lab.is_right(store, number) for number in (1, 2, 3))
+    lab.put(store, 4)
+    assert stored(lab, store, range(5)) == [2, 3, 4]
+
+
+def test_a_scope_protects_existing_entries(lab, make_store):
+    store = make_store(limit_bytes=3 * lab.entry_bytes)
+    for number in range(3):
+        lab.put(store, number)
+    with store.pin_scope() as scope:
+        scope.protect(lab.namespace, lab.key(0))
+        lab.put(store, 1)  # there already: pinned all the same
+        lab.put(store, 3)
+        assert stored(lab, store, range(4)) == [0, 1, 3]
+
+
+def test_scopes_nest(lab, make_store):
+    store = make_store(limit_bytes=2 * lab.entry_bytes)
+    with store.pin_scope():
+        lab.put(store, 0)
+        with store.pin_scope():
+            lab.put(store, 1)
+            with pytest.raises(StoreFullError):
+                lab.put(store, 2)
+        with pytest.raises(StoreFullError):
+            lab.put(store, 2)
+    lab.put(store, 2)
+    assert stored(lab, store, range(3)) == [1, 2]
+
+
+def test_a_smaller_limit_is_reached_by_recover(lab, make_store, root):
     store = make_store()
-    lab.put(store, 1)
-    with safe_open(lab.file(store, 1), "pt") as tensors:
-        assert tensors.metadata()["key"] == lab.key(1)
+    for number in range(5):
+        lab.put(store, number)
+    store.close()
+    smaller = make_store(limit_bytes=2 * lab.entry_bytes)
+    smaller.recover()
+    assert stored(lab, smaller, range(5)) == [3, 4]
+    assert len(lab.payloads(root)) == 2
+
+
+@pytest.mark.parametrize("before_put", [False, True])
+def test_a_pinned_entry_is_not_evicted_by_any_store(lab, make_store, before_put):
+    store, other = (make_store(limit_bytes=3 * lab.entry_bytes) for _ in range(2))
+    if before_put:
+        store.pin(lab.namespace, lab.key(0))
+    lab.put(store, 0)
+    store.pin(lab.namespace, lab.key(0))
+    for number in range(1, 5):
+        lab.put(other, number)
+    assert stored(lab, store, range(5)) == [0, 3, 4]
+    store.close()
+    other.close()
+    again = make_store(limit_bytes=2 * lab.entry_bytes)
+    again.recover()
+    lab.put(again, 5)
+    assert stored(lab, again, range(6)) == [0, 5]
+    assert lab.is_right(again, 0)
+
+
+def test_deleting_an_entry_removes_its_pin(lab, make_store, root):
+    store = make_store(limit_bytes=2 * lab.entry_bytes)
+    lab.put(store, 0)
+    store.pin(lab.namespace, lab.key(0))
+    assert store.delete(lab.namespace, lab.key(0))
+    assert list((root / "pinned").iterdir()) == []
+    for number in range(3):
+        lab.put(store, number)
+    assert stored(lab, store, range(3)) == [1, 2]
+
+
+def test_a_quarantined_entry_stays_pinned(lab, make_store):
+    store = make_store(limit_bytes=2 * lab.entry_bytes)
+    lab.put(store, 0)
+    store.pin(lab.namespace, lab.key(0))
+    lab.file(store, 0).write_bytes(b"no payload")
+    assert lab.open(store, 0) is None
+    for number in range(3):
+        lab.put(store, number)
+    assert stored(lab, store, range(3)) == [0, 2]
+
+
+def test_when_only_pinned_entries_are_left_the_store_is_full(lab, make_store):
+    store = make_store(limit_bytes=lab.entry_bytes)
+    lab.put(store, 0)
+    store.pin(lab.namespace, lab.key(0))
+    with pytest.raises(StoreFullError, match="--disk-bytes"):
+        lab.put(store, 1)
+    assert lab.is_right(store, 0)
+
+
+def test_a_malformed_key_or_a_read_only_store_is_not_pinned(lab, make_store, root):
+    with pytest.raises(InvalidInputError, match="no key"):
+        make_store().pin(lab.namespace, "../../format")
+    with pytest.raises(StoreUnavailableError, match="read-only"):
+        make_store(read_only=True).pin(lab.namespace, lab.key(1))
+    assert list((root / "pinned").iterdir()) == []
+
+
+def test_only_the_latest_uses_are_remembered(lab, filled, monkeypatch):
+    filled.flush_recency()
+    monkeypatch.setattr(disk, "MAX_RECENT", 2)
+    for number in (1, 3, 2):
+        lab.open(filled, number).close()
+    filled.flush_recency()
+    used = [row.name.key for row in filled._index.oldest()]
+    assert used == [lab.key(1), lab.key(3), lab.key(2)]
+    for number in (3, 2, 1):
+        lab.open(filled, number).close()  # that 3 is used is forgotten
+    filled.flush_recency()
+    used = [row.name.key for row in filled._index.oldest()]
+    assert used == [lab.key(3), lab.key(2), lab.key(1)]
+
+
+def bytes_of_an_index_in_use(lab, directory, chunks):
+    """Python's own, at most, over opening, look-ups, uses, counting, and a search for the oldest.
+
+    SQLite allocates its pages itself, which Python does not see.
+    """
+    directory.mkdir()
+    names = [new_name(lab.namespace, lab.key(number)) for number in range(chunks)]
+    index = Index(directory)
+    with index.exclusive():
+        index.rebuild(lambda: None)
+        with index.transaction():
+            for name in names:
+                index.add(Row(name, 1000))
+    index.close()
+    asked = [name.entry for name in names[:: chunks // 200]]
+    gc.collect()
+    tracemalloc.start()
+    try:
+        index = Index(directory)
+        with index.exclusive():
+            index.open()
+            assert index.totals() == (chunks, 1000 * chunks)
+            assert all(index.get(*entry) is not None for entry in asked)
+            index.touch(asked)
+            assert sum(1 for _ in index.oldest()) == chunks
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        index.close()
+
+
+def test_the_index_takes_no_memory_per_chunk(lab, tmp_path):
+    few, many = 1000, 9000
+    grown = bytes_of_an_index_in_use(lab, tmp_path / "many", many)
+    grown -= bytes_of_an_index_in_use(lab, tmp_path / "few", few)
+    assert grown / (many - few) < INDEX_BYTES_PER_CHUNK

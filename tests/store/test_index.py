@@ -20,15 +20,6 @@ NUMBERS = (1, 2, 3)
 
 
 @pytest.fixture
-def filled(lab, make_store):
-    """An open store of three chunks."""
-    store = make_store()
-    for number in NUMBERS:
-        lab.put(store, number)
-    return store
-
-
-@pytest.fixture
 def empty_index(tmp_path):
     for name in ("index", "quarantine"):
         (tmp_path / name).mkdir()

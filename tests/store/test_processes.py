@@ -1,9 +1,10 @@
-"""Several processes on one store: spawned or forked, writing, reading, looking after it, all at once."""
+"""Several processes on one store: spawned or forked, writing, reading and maintaining it at once."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import json
 import os
 import pickle
@@ -18,8 +19,10 @@ import torch
 
 from blendrag.errors import InvalidInputError, StoreUnavailableError
 from blendrag.store import DiskStore, MemoryStore, TieredStore, maintenance
+from blendrag.store.index import IndexLocked
+from blendrag.store.payload_files import PayloadFiles
 
-#: What a spawned process runs: nothing of its parent is there.
+#: The beginning of a spawned process.
 PROLOGUE = f"""
 import json, sys, torch
 torch.set_num_threads(1)
@@ -78,6 +81,7 @@ def succeeded(pid: int, within_s: float = 60.0) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_two_spawned_ingests_and_a_server_share_a_store(lab, root):
     DiskStore(root, 1 << 30).close()
     ingests = [spawn(INGEST, root, 0, 30), spawn(INGEST, root, 15, 45)]
@@ -105,38 +109,33 @@ def test_two_spawned_ingests_and_a_server_share_a_store(lab, root):
     assert list((root / "tmp").iterdir()) == []
 
 
-NEIGHBOUR = """
-assert Lab.is_right(store, 0)
-Lab.put(store, int(sys.argv[2]))
-store.close()
-"""
+def test_forked_processes_that_put_the_same_chunks_leave_one_copy_of_each(lab, root, fork):
+    kvs = {number: lab.kv(number) for number in range(12)}
 
+    def ingest():
+        store = DiskStore(root, 1 << 30)
+        for number, kv in kvs.items():
+            store.put(lab.namespace, lab.key(number), kv)
+        store.close()
 
-def test_a_process_spawned_beside_an_open_store_opens_its_own(lab, root):
-    store = TieredStore(MemoryStore(1 << 20), DiskStore(root, 1 << 30))
-    lab.put(store, 0)
-    assert lab.is_right(store, 0)
-    processes = [spawn(NEIGHBOUR, root, n) for n in (1, 2)]
-    for process in processes:
-        _, stderr = process.communicate(timeout=200)
-        assert process.returncode == 0, stderr
-    assert all(lab.is_right(store, number) for number in range(3))
+    for pid in [fork(ingest) for _ in range(3)]:
+        assert os.waitpid(pid, 0)[1] == 0
+    store = DiskStore(root, 1 << 30)
+    assert len(lab.payloads(root)) == store.stats().entries == 12
+    assert all(lab.is_right(store, number) for number in kvs)
+    assert os.listdir(root / "tmp") == []
     store.close()
-    assert maintenance.check(root).is_good
 
 
 @pytest.mark.parametrize("kind", ["disk", "memory", "tiers"])
 @pytest.mark.parametrize("send", [pickle.dumps, copy.deepcopy, copy.copy])
-def test_an_open_store_is_not_sent_to_another_process_but_its_path_is(root, kind, send):
+def test_an_open_store_is_neither_pickled_nor_copied(root, kind, send):
     disk, memory = DiskStore(root, 1 << 30), MemoryStore(1 << 20)
     store = {"disk": disk, "memory": memory, "tiers": TieredStore(memory, disk)}[kind]
     with pytest.raises(InvalidInputError, match="send its path and open it there"):
         send(store)
     store.close()
     disk.close()
-
-
-# -- fork ---------------------------------------------------------------------------------------
 
 
 def bytes_are_right(lab, store, number, kv):
@@ -197,12 +196,10 @@ def test_a_store_is_refused_in_a_forked_child_which_opens_its_own(lab, root, for
     assert list((root / "tmp").iterdir()) == []
 
 
-# -- a shared store that is only read -------------------------------------------------------------
+# -- readers -----------------------------------------------------------------------------------------
 
 
-def test_readers_of_a_shared_store_see_right_bytes_or_a_miss_while_it_changes(
-    lab, root, make_store, fork
-):
+def test_readers_see_right_bytes_or_a_miss_while_the_store_changes(lab, root, make_store, fork):
     writer = make_store(limit_bytes=4 * lab.entry_bytes)
     kvs = [lab.kv(number) for number in range(8)]
     lab.put(writer, 0)
@@ -232,7 +229,7 @@ def test_readers_of_a_shared_store_see_right_bytes_or_a_miss_while_it_changes(
     assert sorted(os.listdir(root / "quarantine")) == []
 
 
-def test_a_reader_of_a_shared_store_creates_no_file_in_it(lab, root, make_store, fork):
+def test_a_read_only_store_creates_no_file(lab, root, make_store, fork):
     lab.put(make_store(), 1)
     make_store().close()
     kv = lab.kv(1)
@@ -254,10 +251,11 @@ def test_a_reader_of_a_shared_store_creates_no_file_in_it(lab, root, make_store,
     assert files() == before
 
 
-# -- maintenance beside writers -------------------------------------------------------------------
+# -- other processes put or remove the same -----------------------------------------------------------
 
 
-def test_a_store_is_looked_after_while_two_processes_write(lab, root, tmp_path, fork):
+@pytest.mark.slow
+def test_maintenance_while_two_processes_write(lab, root, tmp_path, fork):
     kvs = [lab.kv(number) for number in range(12)]
     DiskStore(root, 8 * lab.entry_bytes).close()
     stop = root.parent / "stop"
@@ -290,3 +288,187 @@ def test_a_store_is_looked_after_while_two_processes_write(lab, root, tmp_path, 
     store = DiskStore(root, None)
     assert store.stats().size_bytes == sum(p.stat().st_size for p in lab.payloads(root))
     store.close()
+
+
+@pytest.fixture
+def synced(monkeypatch):
+    """Inodes of what was synced so far."""
+    inodes = set()
+    monkeypatch.setattr(os, "fsync", lambda fd: inodes.add(os.fstat(fd).st_ino))
+    return inodes
+
+
+def way_to(payload, root):
+    """Inodes of the directories that have to be durable for a payload to be there."""
+    way = [parent for parent in payload.parents if parent.is_relative_to(root / "kv")]
+    return {path.stat().st_ino for path in way}
+
+
+def test_an_existing_chunk_is_made_durable_before_put_returns(lab, make_store, root, synced):
+    lab.put(make_store(), 1)
+    store = make_store()
+    synced.clear()  # as if the other one had only come to that
+    lab.put(store, 1)
+    assert way_to(lab.file(store, 1), root) <= synced
+    assert len(lab.payloads(root)) == 1
+
+
+def test_a_chunk_found_by_listing_is_made_durable_before_contains_returns(
+    lab, make_store, root, monkeypatch, synced
+):
+    lab.put(make_store(), 1)
+    store = make_store()
+    synced.clear()
+    assert lab.has(store, 1)
+    assert not synced  # the index knows only what is durable
+
+    def is_locked(*args):
+        raise IndexLocked("the index is held")
+
+    def fail(fd):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(store._index, "get", is_locked)
+    assert lab.has(store, 1)
+    assert way_to(lab.file(store, 1), root) <= synced
+    assert not lab.has(store, 2)
+    monkeypatch.setattr(os, "fsync", fail)
+    assert not lab.has(store, 1)
+
+
+def test_a_put_that_lost_a_race_makes_the_other_copy_durable(
+    lab, make_store, root, monkeypatch, synced
+):
+    store, other = make_store(), make_store()
+    write = store._files.write
+
+    def slowly(*args):
+        write(*args)
+        lab.put(other, 1)
+        synced.clear()
+
+    monkeypatch.setattr(store._files, "write", slowly)
+    lab.put(store, 1)
+    assert lab.file(store, 1).parent.stat().st_ino in synced
+    assert lab.is_right(store, 1)
+
+
+def test_a_chunk_removed_before_it_is_made_durable_is_put_again(lab, make_store, monkeypatch):
+    lab.put(make_store(), 1)
+    store = make_store()
+    sync = store._files.sync
+
+    def too_late(name):
+        monkeypatch.setattr(store._files, "sync", sync)
+        directory = lab.file(store, 1).parent
+        lab.file(store, 1).unlink()
+        directory.rmdir()
+        sync(name)
+
+    monkeypatch.setattr(store._files, "sync", too_late)
+    lab.put(store, 1)
+    assert lab.is_right(store, 1)
+
+
+@pytest.mark.parametrize("times", [1, 3, 4])
+def test_a_directory_removed_before_the_rename_is_made_again(lab, root, monkeypatch, times):
+    rename, left = os.rename, [times]
+
+    def after_a_clear(source, target, *, dst_dir_fd):
+        if left[0]:
+            left[0] -= 1
+            os.rmdir(f"/proc/self/fd/{dst_dir_fd}/../{target[:2]}")
+        return rename(source, target, dst_dir_fd=dst_dir_fd)
+
+    store = DiskStore(root, None)
+    monkeypatch.setattr(os, "rename", after_a_clear)
+    lab.put(store, 1)
+    assert lab.is_right(store, 1)
+    assert left == [0]
+    assert not list((root / "tmp").glob("*.part"))
+    store.close()
+
+
+@pytest.fixture
+def cleared_meanwhile(root, monkeypatch):
+    """``cleared_meanwhile(times)``: between writing and indexing, a payload is cleared away so often."""
+    write = PayloadFiles.write
+
+    def begin(times):
+        left = [times]
+
+        def cleared(files, *args):
+            write(files, *args)
+            if left[0]:
+                left[0] -= 1
+                maintenance.clear(root)
+
+        monkeypatch.setattr(PayloadFiles, "write", cleared)
+
+    return begin
+
+
+@pytest.mark.parametrize("times", [1, 4])
+def test_a_chunk_cleared_before_it_is_indexed_is_put_again(
+    lab, make_store, root, cleared_meanwhile, times
+):
+    store = make_store()
+    cleared_meanwhile(times)
+    lab.put(store, 1)
+    assert lab.is_right(store, 1)
+    assert len(lab.payloads(root)) == store.stats().entries == store.stats().puts == 1
+
+
+def test_a_chunk_cleared_every_time_is_not_acknowledged(lab, make_store, root, cleared_meanwhile):
+    store = make_store()
+    cleared_meanwhile(100)
+    with pytest.raises(
+        StoreUnavailableError, match="expected no process to clear the store meanwhile"
+    ):
+        lab.put(store, 1)
+    assert not lab.has(store, 1)
+    assert store.stats().entries == store.stats().puts == 0
+
+
+def test_a_copy_removed_by_a_recovery_is_put_again_if_the_other_goes(
+    lab, make_store, root, monkeypatch
+):
+    store, other = make_store(), make_store()
+    write = store._files.write
+
+    def meanwhile(*args):
+        monkeypatch.setattr(store._files, "write", write)
+        lab.put(other, 1)
+        write(*args)
+        other.recover()
+        other.delete(lab.namespace, lab.key(1))
+
+    monkeypatch.setattr(store._files, "write", meanwhile)
+    lab.put(store, 1)
+    assert lab.is_right(store, 1)
+
+
+@pytest.fixture
+def archive(lab, tmp_path):
+    """Of chunk 1."""
+    store = DiskStore(tmp_path / "elsewhere", None)
+    lab.put(store, 1)
+    store.close()
+    maintenance.export_archive(tmp_path / "elsewhere", tmp_path / "kv.tar")
+    return tmp_path / "kv.tar"
+
+
+def test_an_import_cleared_meanwhile_is_an_error(lab, root, archive, cleared_meanwhile):
+    cleared_meanwhile(1)
+    with pytest.raises(StoreUnavailableError, match=r"removed from store .* repeat the command"):
+        maintenance.import_archive(root, archive)
+    assert maintenance.import_archive(root, archive).imported == 1
+    assert maintenance.check(root).is_good
+
+
+def test_an_import_makes_existing_chunks_durable(lab, root, archive, synced):
+    maintenance.import_archive(root, archive)
+    synced.clear()
+    assert maintenance.import_archive(root, archive).already_there == 1
+    (payload,) = lab.payloads(root)
+    assert way_to(payload, root) <= synced

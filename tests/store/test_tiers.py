@@ -1,3 +1,7 @@
+"""The memory tier, and memory over disk: promotion, limits, counters."""
+
+from __future__ import annotations
+
 import os
 import threading
 import time
@@ -6,8 +10,7 @@ import pytest
 import torch
 
 from blendrag.errors import CorruptKVError, InvalidInputError, StoreFullError
-from blendrag.store import DiskStore, KVReader, MemoryStore, TieredStore
-from blendrag.store import tiered as promotion
+from blendrag.store import DiskStore, KVReader, MemoryStore, TieredStore, tiered
 from blendrag.store.kv import KVLayout
 
 CHUNK_BYTES = 3 * 2 * 16 * 24 * 4
@@ -32,6 +35,9 @@ def tier_of(lab, store, number):
     with_tier = reader.tier
     reader.close()
     return with_tier
+
+
+# -- memory ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -74,7 +80,28 @@ def test_memory_stays_within_its_limit_and_drops_the_least_recently_used(lab):
     assert all(map(torch.equal, lab.read(reader), lab.kv(0).layers))
 
 
-def test_memory_refuses_what_it_cannot_hold_or_must_not(lab):
+def test_memory_stays_within_its_limit_with_several_threads(lab):
+    store = MemoryStore(int(3.5 * CHUNK_BYTES))
+    kvs = {number: lab.kv(number, tokens=24 if number % 3 else 48) for number in range(60)}
+    seen = []
+
+    def fill(numbers):
+        for number in numbers:
+            store.put(lab.namespace, lab.key(number), kvs[number])
+            seen.append(store.stats().size_bytes)
+
+    threads = [threading.Thread(target=fill, args=(range(n, 60, 3),)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) == 60
+    assert max(seen) <= store.limit_bytes
+    assert store.stats().size_bytes == sum(b.size_bytes for b in store._blocks.values())
+    assert store.stats().size_bytes + 2 * CHUNK_BYTES > store.limit_bytes
+
+
+def test_memory_refuses_large_chunks_and_nan(lab):
     with pytest.raises(StoreFullError, match="--ram-bytes"):
         lab.put(MemoryStore(CHUNK_BYTES - 1), 1)
     store = MemoryStore(CHUNK_BYTES)
@@ -95,7 +122,30 @@ def test_memory_misses_for_another_layout_or_length(lab):
     assert store.stats().size_bytes == 0
 
 
-def test_a_chunk_read_whole_from_disk_is_in_memory_afterwards(lab, make_tiers):
+def test_memory_keeps_one_copy_of_a_chunk(lab):
+    store = MemoryStore(1 << 20)
+    lab.put(store, 1)
+    size_bytes = store.stats().size_bytes
+    lab.put(store, 1)
+    (block,) = store._blocks.values()
+    assert store.insert(lab.namespace, lab.key(1), block)
+    assert (store.stats().entries, store.stats().size_bytes) == (1, size_bytes)
+
+
+@pytest.mark.parametrize("kind", ["memory", "tiers"])
+def test_a_closed_reader_stays_closed(lab, make_tiers, kind):
+    store = MemoryStore(1 << 20) if kind == "memory" else make_tiers()
+    lab.put(store, 1)
+    reader = lab.open(store, 1)
+    reader.close()
+    with pytest.raises(ValueError, match="is closed"):
+        lab.read(reader)
+
+
+# -- promotion ---------------------------------------------------------------------------------------
+
+
+def test_a_chunk_that_was_read_is_promoted(lab, make_tiers):
     store = make_tiers()
     lab.put(store, 1)
     assert tier_of(lab, store, 1) == "disk"
@@ -107,7 +157,7 @@ def test_a_chunk_read_whole_from_disk_is_in_memory_afterwards(lab, make_tiers):
     assert lab.is_right(store, 1)
 
 
-def test_a_chunk_of_which_some_layers_were_read_is_promoted_whole(lab, make_tiers):
+def test_a_chunk_is_promoted_whole_after_one_layer_was_read(lab, make_tiers):
     store = make_tiers()
     lab.put(store, 1)
     reader = lab.open(store, 1)
@@ -118,7 +168,7 @@ def test_a_chunk_of_which_some_layers_were_read_is_promoted_whole(lab, make_tier
     assert lab.is_right(store, 1)
 
 
-def test_a_layer_that_was_not_read_is_verified_before_it_is_promoted(lab, make_tiers):
+def test_layers_that_were_not_read_are_verified_before_promotion(lab, make_tiers):
     store = make_tiers()
     lab.put(store, 1)
     with open(lab.file(store.disk, 1), "r+b") as file:
@@ -132,7 +182,7 @@ def test_a_layer_that_was_not_read_is_verified_before_it_is_promoted(lab, make_t
     assert store.stats().quarantined == 1
 
 
-def test_a_chunk_found_corrupt_is_counted_once(lab, make_tiers):
+def test_a_corrupt_chunk_is_counted_once_and_not_promoted(lab, make_tiers):
     store = make_tiers()
     lab.put(store, 1)
     reader = lab.open(store, 1)
@@ -142,7 +192,9 @@ def test_a_chunk_found_corrupt_is_counted_once(lab, make_tiers):
         reader.read_layer(2, torch.zeros(lab.layout.layer_shape(2, lab.tokens)))
     reader.close()
     store.drain()
-    assert store.stats().quarantined == 1
+    stats = store.stats()
+    layer_bytes = lab.layout.layer_bytes(0, lab.tokens)
+    assert (stats.quarantined, stats.tiers[1].read_bytes, stats.promotions) == (1, layer_bytes, 0)
 
 
 def test_memory_serves_when_the_file_is_gone(lab, make_tiers):
@@ -162,47 +214,87 @@ def test_a_chunk_larger_than_memory_is_served_from_disk(lab, make_tiers):
     assert tier_of(lab, store, 1) == "disk"
 
 
-def test_a_corrupt_chunk_is_never_promoted(lab, make_tiers):
-    store = make_tiers()
-    lab.put(store, 1)
-    reader = lab.open(store, 1)
+def test_a_chunk_that_does_not_fit_when_its_turn_comes_stays_on_disk(lab, filled):
+    tiers = TieredStore(MemoryStore(1 << 20), filled)
+    before = lab.descriptors()
+    found = lab.open(tiers, 1)
+    lab.read(found)
+    tiers.memory.limit_bytes = 0
+    found.close()
+    found.close()  # once is enough
+    tiers.drain()
+    assert tiers.stats().promotions == tiers.memory.stats().entries == 0
+    assert lab.descriptors() == before
+    assert lab.is_right(tiers, 1)
+    tiers.close()
+
+
+def test_a_reader_closed_after_its_store_promotes_nothing(lab, filled):
+    tiers = TieredStore(MemoryStore(1 << 20), filled)
+    before = lab.descriptors()
+    reader = lab.open(tiers, 1)
     lab.read(reader)
-    path = lab.file(store.disk, 1)
-    with open(path, "r+b") as file:
-        file.seek(5000)
-        file.write(b"\xff\xff\xff\xff")
+    tiers._promotion.close()
     reader.close()
-    store.drain()
-    assert not lab.has(store, 1)
-    lab.put(store, 1)
-    assert lab.is_right(store, 1)
+    assert lab.descriptors() == before
+    assert tiers.memory.stats().entries == 0
+    tiers.close()
+    tiers.close()
 
 
-def test_promotion_respects_the_memory_limit(lab, make_tiers):
-    store = make_tiers(ram_bytes=2 * CHUNK_BYTES)
-    for number in range(6):
-        lab.put(store, number)
-    for number in range(6):
-        assert lab.is_right(store, number)
-        store.drain()
-        assert store.memory.stats().size_bytes <= 2 * CHUNK_BYTES
-    assert [n for n in range(6) if store.memory.contains(lab.namespace, lab.key(n))] == [4, 5]
+def test_a_chunk_read_twice_at_once_is_promoted_once(lab, filled):
+    tiers = TieredStore(MemoryStore(1 << 20), filled)
+    readers = [lab.open(tiers, 1), lab.open(tiers, 1)]
+    for reader in readers:
+        lab.read(reader)
+    gate, real = threading.Event(), tiers._promotion._promote
+
+    def wait(job):
+        assert gate.wait(10)
+        real(job)
+
+    tiers._promotion._promote = wait
+    for reader in readers:
+        reader.close()
+    gate.set()
+    tiers.drain()
+    assert tiers.stats().promotions == 1
+    assert tiers.memory.stats().entries == 1
+    tiers.close()
 
 
-def test_delete_reaches_both_tiers(lab, make_tiers):
+def test_a_full_queue_leaves_chunks_on_disk_and_counts_them(lab, make_tiers, monkeypatch):
     store = make_tiers()
-    lab.put(store, 1)
-    assert lab.is_right(store, 1)
+    at_work, go_on = threading.Event(), threading.Event()
+    real = tiered.Promotion._promote
+
+    def slow(self, job):
+        at_work.set()
+        assert go_on.wait(30)
+        real(self, job)
+
+    monkeypatch.setattr(tiered.Promotion, "_promote", slow)
+    count = tiered.QUEUE_CHUNKS + 9
+    for number in range(count):
+        lab.put(store, number)
+    assert lab.is_right(store, 0)
+    assert at_work.wait(10)
+    descriptors = lab.descriptors()
+    for number in range(1, count):
+        assert lab.is_right(store, number)
+    assert store.stats().queue_drops == count - 1 - tiered.QUEUE_CHUNKS
+    assert lab.descriptors() == descriptors + tiered.QUEUE_CHUNKS  # one of each that waits
+    go_on.set()
     store.drain()
-    assert store.memory.contains(lab.namespace, lab.key(1))
-    assert store.delete(lab.namespace, lab.key(1))
-    assert not store.disk.contains(lab.namespace, lab.key(1))
-    assert not store.memory.contains(lab.namespace, lab.key(1))
-    assert lab.open(store, 1) is None
+    assert store.stats().promotions == 1 + tiered.QUEUE_CHUNKS
+    assert lab.open(store, count - 1).tier == "disk"
+    assert lab.is_right(store, count - 1)
+    store.drain()
+    assert lab.open(store, count - 1).tier == "memory"
 
 
 def test_uses_that_cannot_be_noted_do_not_end_the_promotions(lab, make_tiers, monkeypatch):
-    monkeypatch.setattr(promotion, "RECENCY_INTERVAL_S", 0.01)
+    monkeypatch.setattr(tiered, "RECENCY_INTERVAL_S", 0.01)
     store = make_tiers()
     failed = threading.Event()
 
@@ -224,16 +316,44 @@ def test_uses_that_cannot_be_noted_do_not_end_the_promotions(lab, make_tiers, mo
     assert tier_of(lab, store, 2) == "memory"
 
 
-def test_the_tiers_say_that_nothing_can_be_stored(lab, make_tiers, monkeypatch):
+def test_close_finishes_promotions_and_releases_every_descriptor(lab, make_tiers):
+    before, others = lab.descriptors(), set(threading.enumerate())
+    store = make_tiers()
+    for number in range(20):
+        lab.put(store, number)
+    for number in range(20):
+        assert lab.is_right(store, number)
+    assert set(threading.enumerate()) > others
+    store.close()
+    store.close()
+    assert store._promotion.counters["promotions"] == 20
+    assert lab.descriptors() == before
+    assert set(threading.enumerate()) <= others
+
+
+def test_an_abandoned_reader_releases_its_descriptor(lab, make_tiers):
     store = make_tiers()
     lab.put(store, 1)
-    assert not store.read_only
-    assert make_tiers(read_only=True).read_only
-    real = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK and real(path, mode))
-    found_out = make_tiers()
-    assert found_out.read_only
-    assert lab.is_right(found_out, 1)
+    lab.open(store, 1).close()
+    before = lab.descriptors()
+    for _ in range(10):
+        lab.open(store, 1)
+    assert lab.descriptors() == before
+
+
+# -- both tiers --------------------------------------------------------------------------------------
+
+
+def test_delete_reaches_both_tiers(lab, make_tiers):
+    store = make_tiers()
+    lab.put(store, 1)
+    assert lab.is_right(store, 1)
+    store.drain()
+    assert store.memory.contains(lab.namespace, lab.key(1))
+    assert store.delete(lab.namespace, lab.key(1))
+    assert not store.disk.contains(lab.namespace, lab.key(1))
+    assert not store.memory.contains(lab.namespace, lab.key(1))
+    assert lab.open(store, 1) is None
 
 
 def test_a_reader_open_during_delete_does_not_bring_the_chunk_back(lab, make_tiers):
@@ -247,7 +367,7 @@ def test_a_reader_open_during_delete_does_not_bring_the_chunk_back(lab, make_tie
     assert lab.open(store, 1) is None
 
 
-def test_what_is_in_memory_only_is_not_contained_and_is_put_again(lab, make_tiers):
+def test_a_chunk_in_memory_only_is_not_contained_and_is_put_again(lab, make_tiers):
     store = make_tiers(disk_bytes=2 * lab.entry_bytes)
     for number in range(2):
         lab.put(store, number)
@@ -275,75 +395,35 @@ def test_a_chunk_used_in_memory_is_recent_on_disk(lab, make_tiers):
     assert set(store.keys(lab.namespace)) == {lab.key(n) for n in (0, 3, 4)}
 
 
-def test_stats_count_a_hit_in_either_tier(lab, make_tiers):
-    store = make_tiers()
-    lab.put(store, 1)
-    assert lab.is_right(store, 1)
-    store.drain()
-    assert lab.is_right(store, 1)
-    assert lab.open(store, 2) is None
-    stats = store.stats()
-    assert (stats.hits, stats.misses, stats.entries) == (2, 1, 1)
-
-
-def test_close_finishes_promotions_and_releases_every_descriptor(lab, make_tiers):
-    before, others = lab.descriptors(), set(threading.enumerate())
-    store = make_tiers()
-    for number in range(20):
-        lab.put(store, number)
-    for number in range(20):
-        assert lab.is_right(store, number)
-    assert set(threading.enumerate()) > others
-    store.close()
-    store.close()
-    assert lab.descriptors() == before
-    assert set(threading.enumerate()) <= others
-
-
-def test_an_abandoned_reader_releases_its_descriptor(lab, make_tiers):
-    store = make_tiers()
-    lab.put(store, 1)
-    lab.open(store, 1).close()
-    before = lab.descriptors()
-    for _ in range(10):
-        lab.open(store, 1)
-    assert lab.descriptors() == before
-
-
-def test_a_reader_is_closed_for_good(lab, make_tiers):
-    store = make_tiers()
-    lab.put(store, 1)
-    reader = lab.open(store, 1)
-    reader.close()
-    with pytest.raises(ValueError, match="closed"):
-        lab.read(reader)
-
-
-def test_a_reader_works_in_another_thread(lab, make_tiers):
-    store = make_tiers()
-    lab.put(store, 1)
-    reader = lab.open(store, 1)
-    outs = [torch.zeros(lab.layout.layer_shape(i, lab.tokens)) for i in range(3)]
-
-    def load():
-        for i, out in enumerate(outs):
-            reader.read_layer(i, out)
-
-    thread = threading.Thread(target=load)
-    thread.start()
-    thread.join()
-    assert all(map(torch.equal, outs, lab.kv(1).layers))
-
-
-def test_corruption_in_mid_query_raises_through_the_tiers(lab, make_tiers):
-    store = make_tiers()
-    lab.put(store, 1)
-    reader = lab.open(store, 1)
-    os.truncate(lab.file(store.disk, 1), 4096)
-    with pytest.raises(CorruptKVError):
-        lab.read(reader)
-    reader.close()
+def test_a_store_without_room_serves_misses(lab, make_tiers):
+    store = make_tiers(ram_bytes=0, disk_bytes=0)
+    with pytest.raises(StoreFullError):
+        lab.put(store, 1)
     assert lab.open(store, 1) is None
+    assert store.stats().size_bytes == 0
+
+
+def test_counters_of_each_tier(lab, make_tiers):
+    store = make_tiers(ram_bytes=2 * CHUNK_BYTES, disk_bytes=3 * lab.entry_bytes)
+    for number in (0, 1, 2, 2):
+        lab.put(store, number)
+    for number in range(3):
+        assert lab.is_right(store, number)  # from disk, then promoted; 0 is dropped from memory
+        store.drain()
+    assert lab.is_right(store, 2)  # from memory
+    assert lab.open(store, 9) is None
+    lab.put(store, 3)  # evicts 0 from disk
+    stats = store.stats()
+    memory, disk = stats.tiers
+    assert (memory.tier, disk.tier) == ("memory", "disk")
+    assert (stats.puts, stats.hits, stats.misses, stats.promotions) == (4, 4, 1, 3)
+    assert (memory.hits, disk.hits) == (1, 3)
+    assert (memory.evictions, disk.evictions, stats.evictions) == (1, 1, 1)
+    assert (memory.entries, memory.size_bytes) == (2, 2 * CHUNK_BYTES)
+    assert (disk.entries, disk.size_bytes) == (3, 3 * lab.entry_bytes)
+    assert memory.read_bytes == CHUNK_BYTES
+    assert disk.read_bytes == 2 * 3 * CHUNK_BYTES  # each by the query, and by the promotion
+    assert (memory.limit_bytes, disk.limit_bytes) == (2 * CHUNK_BYTES, 3 * lab.entry_bytes)
 
 
 def test_queries_and_eviction_at_once_never_see_wrong_bytes(lab, make_tiers):

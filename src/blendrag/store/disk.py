@@ -102,7 +102,6 @@ class DiskStore(ProcessBound):
     # -- the contract ----------------------------------------------------------------------------
 
     def put(self, namespace: str, key: str, kv: ChunkKV) -> None:
-        """See :meth:`KVStore.put`."""
         self._check(namespace, key)
         self._check_writable()
         with self._put_lock:
@@ -117,7 +116,6 @@ class DiskStore(ProcessBound):
         self.note_use(namespace, key)
 
     def open(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> DiskReader | None:
-        """See :meth:`KVStore.open`."""
         self._check(namespace, key)
         reader = self._open(namespace, key, layout, tokens)
         self._counters.add("misses" if reader is None else "hits")
@@ -126,7 +124,6 @@ class DiskStore(ProcessBound):
         return reader
 
     def contains(self, namespace: str, key: str) -> bool:
-        """See :meth:`KVStore.contains`."""
         self._check(namespace, key)
         found, is_durable = self._find(namespace, key)
         name = self._sound(found)
@@ -139,13 +136,11 @@ class DiskStore(ProcessBound):
             return False
 
     def delete(self, namespace: str, key: str) -> bool:
-        """See :meth:`KVStore.delete`."""
         self._check(namespace, key)
         self._check_writable()
         return self._writer.delete(namespace, key)
 
     def keys(self, namespace: str) -> Iterator[str]:
-        """See :meth:`KVStore.keys`."""
         self.check_process()
         with named_errors(f"listing store {self.root}"):
             for name in self._files.walk_namespace(namespace):
@@ -153,18 +148,15 @@ class DiskStore(ProcessBound):
                     yield name.key
 
     def pin_scope(self) -> AbstractContextManager[Scope]:
-        """See :meth:`KVStore.pin_scope`."""
         self.check_process()
         return self._pins.scope()
 
     def pin(self, namespace: str, key: str) -> None:
-        """See :meth:`KVStore.pin`."""
         self._check(namespace, key)
         self._check_writable()
         self._writer.pin(namespace, key)
 
     def stats(self) -> StoreStats:
-        """See :class:`StoreStats`."""
         self.check_process()
         try:
             entries, size_bytes = self._index.totals()
@@ -317,7 +309,6 @@ class DiskStore(ProcessBound):
         )
 
     def recover(self) -> None:
-        """See :meth:`DiskWriter.recover`."""
         self.check_process()
         self._check_writable()
         self._writer.recover()

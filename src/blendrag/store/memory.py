@@ -28,28 +28,22 @@ from blendrag.store.tensor_bytes import check_target, stored_layers, target_buff
 
 @dataclass(frozen=True)
 class MemoryBlock:
-    """One chunk's stored layers in one buffer."""
+    """One chunk's stored layers. Not changed once it is in a store."""
 
     layout: KVLayout
     tokens: int
-    data: np.ndarray
-    """uint8 ``[size]``, not changed once it is in a store."""
-    spans: tuple[slice, ...]
-    """Where each layer is in ``data``."""
+    layers: list[np.ndarray]
+    """uint8 ``[n]`` each."""
 
     @staticmethod
     def empty(layout: KVLayout, tokens: int) -> MemoryBlock:
         """A block for all layers with undefined content."""
-        spans, begin = [], 0
-        for layer in range(len(layout.layers)):
-            end = begin + stored_layer_bytes(layout, layer, tokens)
-            spans.append(slice(begin, end))
-            begin = end
-        return MemoryBlock(layout, tokens, np.empty(begin, dtype=np.uint8), tuple(spans))
+        sizes = [stored_layer_bytes(layout, i, tokens) for i in range(len(layout.layers))]
+        return MemoryBlock(layout, tokens, [np.empty(size, dtype=np.uint8) for size in sizes])
 
-    def layer(self, layer: int) -> np.ndarray:
-        """One layer's stored bytes, uint8 ``[n]``."""
-        return self.data[self.spans[layer]]
+    @property
+    def size_bytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
 
 
 class MemoryReader:
@@ -70,7 +64,7 @@ class MemoryReader:
         block = self._block
         if block is None:
             raise ValueError(f"reader of {self.key[:12]}… is closed")
-        stored = block.layer(layer)
+        stored = block.layers[layer]
         shape = block.layout.layer_shape(layer, block.tokens)
         if self._staging is None:
             copied = 0
@@ -110,18 +104,18 @@ class MemoryStore(ProcessBound):
         if self.contains(namespace, key):
             return
         block = MemoryBlock.empty(kv.layout, kv.tokens)
-        for number, layer in enumerate(stored_layers(key, kv)):
-            block.layer(number)[:] = np.frombuffer(tensor_buffer(layer), dtype=np.uint8)
+        for target, layer in zip(block.layers, stored_layers(key, kv), strict=True):
+            target[:] = np.frombuffer(tensor_buffer(layer), dtype=np.uint8)
         if not self.insert(namespace, key, block):
             raise StoreFullError(
                 f"the memory tier's limit of {megabytes(self.limit_bytes)} has no room for "
-                f"{megabytes(block.data.nbytes)} more; raise --ram-bytes",
-                block.data.nbytes,
+                f"{megabytes(block.size_bytes)} more; raise --ram-bytes",
+                block.size_bytes,
             )
 
     def insert(self, namespace: str, key: str, block: MemoryBlock) -> bool:
         """Take over a complete and verified block; ``False`` if it is larger than the limit."""
-        entry, size_bytes = (namespace, key), block.data.nbytes
+        entry, size_bytes = (namespace, key), block.size_bytes
         if size_bytes > self.limit_bytes:
             return False
         with self._lock:
@@ -137,13 +131,10 @@ class MemoryStore(ProcessBound):
     def _drop(self, entry: tuple[str, str]) -> bool:
         """Caller holds the lock."""
         block = self._blocks.pop(entry, None)
-        if block is None:
-            return False
-        self._size_bytes -= block.data.nbytes
-        return True
+        self._size_bytes -= 0 if block is None else block.size_bytes
+        return block is not None
 
     def open(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> MemoryReader | None:
-        """See :meth:`KVStore.open`."""
         entry = (namespace, key)
         with self._lock:
             block = self._blocks.get(entry)
@@ -155,17 +146,14 @@ class MemoryStore(ProcessBound):
         return MemoryReader(key, block, partial(self._counters.add, "read_bytes"))
 
     def contains(self, namespace: str, key: str) -> bool:
-        """See :meth:`KVStore.contains`."""
         with self._lock:
             return (namespace, key) in self._blocks
 
     def delete(self, namespace: str, key: str) -> bool:
-        """See :meth:`KVStore.delete`."""
         with self._lock:
             return self._drop((namespace, key))
 
     def stats(self) -> StoreStats:
-        """See :class:`StoreStats`."""
         with self._lock:
             entries, size_bytes = len(self._blocks), self._size_bytes
         count = self._counters

@@ -41,17 +41,17 @@ def prepare(root: Path, read_only: bool) -> bool:
     status = root.stat()
     _refuse_if_shared(f"store {root}", status.st_mode)
     if status.st_uid != os.geteuid() and not read_only:
-        raise StoreUnavailableError(
+        raise _refused(
             f"store {root} is owned by user {status.st_uid}, expected {os.geteuid()}; "
-            "change its owner, open it read-only or choose another --store"
+            "change its owner, open it read-only"
         )
     if not read_only and not os.access(root, os.W_OK | os.X_OK):
         logger.warning("store %s cannot be written: reads work, nothing new is kept", root)
         read_only = True
     if not os.access(root, os.R_OK | os.X_OK):
-        raise StoreUnavailableError(
+        raise _refused(
             f"store {root} cannot be read by this user, expected read and write permission; "
-            "change its mode or choose another --store"
+            "change its mode"
         )
     _check_version(root)
     for name in SUBDIRECTORIES:
@@ -64,9 +64,8 @@ def prepare(root: Path, read_only: bool) -> bool:
 def _create(root: Path, read_only: bool) -> None:
     try:
         if root.is_symlink() and not root.exists():
-            raise StoreUnavailableError(
-                f"store {root} is a symbolic link to nothing, expected a directory; "
-                "fix the link or choose another --store"
+            raise _refused(
+                f"store {root} is a symbolic link to nothing, expected a directory; fix the link"
             )
         if not root.exists() and not read_only:
             missing = [path for path in (root, *root.parents) if not path.exists()]
@@ -74,30 +73,30 @@ def _create(root: Path, read_only: bool) -> None:
             for path in missing:
                 with contextlib.suppress(OSError):  # the directory above may not be readable
                     sync_directory(path.parent)
-        is_directory = root.is_dir()
-        exists = is_directory or os.path.lexists(root)
+        if not root.is_dir():
+            if os.path.lexists(root):
+                raise _refused(f"store {root} is a file, expected a directory; move it away")
+            raise StoreUnavailableError(
+                f"no store at {root}, expected one to read from; run blendrag ingest first"
+            )
     except NotADirectoryError as exc:
-        raise StoreUnavailableError(
-            f"store {root} lies below a file, expected a directory; choose another --store"
+        raise _refused(
+            f"store {root} lies below a file, expected a directory; move it away"
         ) from exc
     except OSError as exc:
         raise store_error(exc, f"creating store {root}") from exc
-    if exists and not is_directory:
-        raise StoreUnavailableError(
-            f"store {root} is a file, expected a directory; choose another --store"
-        )
-    if not exists:
-        raise StoreUnavailableError(
-            f"no store at {root}, expected one to read from; run blendrag ingest first"
-        )
+
+
+def _refused(why: str) -> StoreUnavailableError:
+    return StoreUnavailableError(f"{why} or choose another --store")
 
 
 def _refuse_if_shared(what: str, mode: int) -> None:
     """Refuse a directory in which other users could plant files."""
     if mode & stat.S_IWOTH:
-        raise StoreUnavailableError(
+        raise _refused(
             f"{what} can be written by every user (mode {stat.S_IMODE(mode):04o}), expected 0700; "
-            "run chmod o-w on it or choose another --store"
+            "run chmod o-w on it"
         )
 
 
@@ -118,10 +117,7 @@ def _prepare_subdirectory(path: Path, read_only: bool) -> None:
         raise store_error(exc, f"creating {path}") from exc
     if not stat.S_ISDIR(mode):
         kind = "a symbolic link" if stat.S_ISLNK(mode) else "not a directory"
-        raise StoreUnavailableError(
-            f"{path} is {kind}, expected a directory made by the store; "
-            "move it away or choose another --store"
-        )
+        raise _refused(f"{path} is {kind}, expected a directory made by the store; move it away")
     _refuse_if_shared(str(path), mode)
 
 
@@ -140,9 +136,9 @@ def _check_version(root: Path) -> None:
             "this is not a blendrag store, choose another --store"
         )
     if int(match[1]) > FORMAT_VERSION:
-        raise StoreUnavailableError(
+        raise _refused(
             f"store {root} has format {match[1]}, written by a newer blendrag, expected at most "
-            f"{FORMAT_VERSION}; upgrade blendrag or choose another --store"
+            f"{FORMAT_VERSION}; upgrade blendrag"
         )
 
 
@@ -207,9 +203,8 @@ def _read(path: Path) -> str | None:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise StoreUnavailableError(
-                    f"{path} is no regular file, expected one made by the store; "
-                    "move it away or choose another --store"
+                raise _refused(
+                    f"{path} is no regular file, expected one made by the store; move it away"
                 )
             return os.read(fd, 64).decode("ascii", "replace")
         finally:

@@ -55,7 +55,6 @@ class PromotingReader:
         self._closed = False
 
     def read_layer(self, layer: int, out: torch.Tensor) -> None:
-        """See :meth:`KVReader.read_layer`."""
         if self._closed:
             raise ValueError(f"reader of {self.key[:12]}… is closed")
         try:
@@ -66,11 +65,9 @@ class PromotingReader:
         self._was_read = True
 
     def is_cached(self) -> bool:
-        """See :meth:`DiskReader.is_cached`."""
         return self._reader.is_cached()
 
     def close(self) -> None:
-        """See :meth:`KVReader.close`."""
         if self._closed:
             return
         self._closed = True
@@ -153,8 +150,8 @@ class Promotion:
             if reader.is_unlinked():  # deleted or evicted meanwhile
                 return
             block = MemoryBlock.empty(reader.layout, reader.tokens)
-            for layer in range(len(reader.layout.layers)):
-                reader.read_layer_bytes(layer, block.layer(layer))
+            for number, layer in enumerate(block.layers):
+                reader.read_layer_bytes(number, layer)
             if self._memory.insert(job.namespace, job.key, block):
                 self.counters.add("promotions")
 
@@ -181,7 +178,6 @@ class TieredStore(ProcessBound):
 
     @property
     def read_only(self) -> bool:
-        """See :attr:`KVStore.read_only`."""
         return self.disk.read_only
 
     def put(self, namespace: str, key: str, kv: ChunkKV) -> None:
@@ -189,7 +185,6 @@ class TieredStore(ProcessBound):
         self.disk.put(namespace, key, kv)
 
     def open(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> KVReader | None:
-        """See :meth:`KVStore.open`."""
         self.check_process()
         reader = self.memory.open(namespace, key, layout, tokens)
         if reader is not None:
@@ -215,7 +210,6 @@ class TieredStore(ProcessBound):
         return self.disk.keys(namespace)
 
     def pin_scope(self) -> AbstractContextManager[Scope]:
-        """See :meth:`KVStore.pin_scope`."""
         return self.disk.pin_scope()
 
     def pin(self, namespace: str, key: str) -> None:

@@ -1,19 +1,54 @@
-"""A store on a disk that cannot be written: what is there is read, the rest is one sentence."""
+"""Stores that cannot be written: chunks are read, every change is one error."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import logging
 import os
 import threading
+from pathlib import Path
 
-import mounts
 import pytest
 import torch
 
 from blendrag.errors import CorruptKVError, StoreUnavailableError
 from blendrag.store import DiskStore, maintenance, open_store
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_NEWNS, _NEWUSER = 0x20000, 0x10000000
+_RDONLY, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 32, 4096, 16384, 1 << 18
+
+
+def _call(function: str, *arguments: object) -> None:
+    if getattr(_libc, function)(*arguments) < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{function}: {os.strerror(code)}")
+
+
+def own_mounts() -> None:
+    """Give this process, which has one thread, mounts of its own. Raises ``OSError`` if it may not."""
+    user, group = os.geteuid(), os.getegid()
+    try:
+        _call("unshare", _NEWNS)
+    except PermissionError:
+        _call("unshare", _NEWNS | _NEWUSER)
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    _call("mount", None, b"/", None, _REC | _PRIVATE, None)
+
+
+def bind(path: Path) -> None:
+    """Make a directory a mount of its own, by way of which it is opened from now on."""
+    _call("mount", os.fsencode(path), os.fsencode(path), None, _BIND | _REC, None)
+
+
+def remount(path: Path, read_only: bool) -> None:
+    """Let a mount made by :func:`bind` be written, or no more."""
+    flags = _REMOUNT | _BIND | (_RDONLY if read_only else 0)
+    _call("mount", None, os.fsencode(path), None, flags, None)
 
 
 @pytest.fixture
@@ -23,9 +58,9 @@ def on_read_only_mount(root, fork):
     def run(action):
         def child():
             try:
-                mounts.own_mounts()
-                mounts.bind(root)
-                mounts.remount(root, read_only=True)
+                own_mounts()
+                bind(root)
+                remount(root, read_only=True)
             except OSError:
                 os._exit(77)
             action()
@@ -121,7 +156,7 @@ def test_a_store_on_a_read_only_mount_is_read_with_one_warning(
 
 
 @pytest.mark.parametrize("left", ["closed", "crashed"])
-def test_a_store_on_a_read_only_mount_is_looked_at_and_not_changed(
+def test_maintenance_of_a_store_on_a_read_only_mount_changes_nothing(
     lab, root, fork, tmp_path, on_read_only_mount, left
 ):
     crash(lab, root, fork) if left == "crashed" else fill(lab, root).close()
@@ -189,7 +224,7 @@ def disk_turns_read_only(root, monkeypatch):
     return turn
 
 
-def test_a_disk_that_turns_read_only_under_an_open_store_costs_no_query(
+def test_queries_go_on_when_the_disk_of_an_open_store_turns_read_only(
     lab, root, disk_turns_read_only, monkeypatch
 ):
     store = fill(lab, root)
@@ -224,3 +259,46 @@ def test_a_disk_that_turns_read_only_under_an_open_store_costs_no_query(
     assert all(lab.is_right(store, number) for number in (0, 1))
     assert not (root / "quarantine" / "index.db").exists()
     store.close()
+
+
+def snapshot(root):
+    return {path: path.stat().st_mtime_ns for path in [root, *root.rglob("*")]}
+
+
+def test_a_read_only_store_reads_and_changes_nothing(lab, make_store, root):
+    store = make_store()
+    for number in (1, 2):
+        lab.put(store, number)
+    store.close()
+    os.truncate(lab.file(store, 2), 100)
+    before = snapshot(root)
+    reader = make_store(read_only=True)
+    assert lab.is_right(reader, 1)
+    assert lab.open(reader, 2) is None
+    assert lab.open(reader, 2) is None
+    assert lab.open(reader, 3) is None
+    assert list(reader.keys(lab.namespace)) == [lab.key(1)]
+    assert reader.stats().quarantined == 1
+    with pytest.raises(StoreUnavailableError, match="read-only"):
+        lab.put(reader, 3)
+    with pytest.raises(StoreUnavailableError, match="read-only"):
+        reader.delete(lab.namespace, lab.key(1))
+    reader.close()
+    assert snapshot(root) == before
+
+
+def test_a_directory_without_write_permission_is_read_with_one_warning(
+    lab, make_store, root, monkeypatch, caplog
+):
+    store = make_store()
+    lab.put(store, 1)
+    store.close()
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK and real(path, mode))
+    with caplog.at_level(logging.WARNING, "blendrag.store"):
+        reader = make_store()
+        assert lab.is_right(reader, 1)
+        assert lab.open(reader, 2) is None
+    assert reader.read_only
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "cannot be written" in caplog.text

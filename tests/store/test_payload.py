@@ -1,0 +1,520 @@
+"""Payload files: their header, reading them in portions, and damage, which is always a miss."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import struct
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from blendrag.errors import CorruptKVError, InvalidInputError
+from blendrag.store import MemoryStore, TieredStore
+from blendrag.store.kv import KVLayout, LayerShape
+from blendrag.store.payload import (
+    ALIGNMENT_BYTES,
+    frame,
+    layer_checksum,
+    layer_seed,
+    open_payload,
+    parse_header,
+    sequential_reader,
+    verified_pieces,
+)
+from blendrag.store.payload_files import QUARANTINE_FILES, Name
+from blendrag.store.reader import PORTION_BYTES, portions
+
+
+def header_of(lab, number=1):
+    return frame(lab.layout, lab.tokens).header(lab.namespace, lab.key(number), [1, 2, 3])
+
+
+# -- the header ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_safetensors_reads_a_payload(lab, make_store, dtype):
+    store = make_store()
+    layout = KVLayout(lab.layout.layers, dtype)
+    kv = lab.kv(3, layout)
+    store.put(lab.namespace, lab.key(3), kv)
+    tensors = load_file(lab.file(store, 3))
+    assert list(tensors) == ["l0000", "l0001", "l0002"]
+    assert all(map(torch.equal, tensors.values(), kv.layers))
+
+
+def test_the_header_fills_a_page_and_names_key_namespace_tokens_and_dtype(lab):
+    header = header_of(lab)
+    assert len(header) == frame(lab.layout, lab.tokens).header_bytes
+    assert len(header) % ALIGNMENT_BYTES == 0
+    metadata = json.loads(header[8:])["__metadata__"]
+    assert metadata["key"] == lab.key(1)
+    assert metadata["namespace"] == lab.namespace
+    assert metadata["tokens"] == str(lab.tokens)
+    assert metadata["dtype"] == "float32"
+    assert metadata["blendrag_format"] == "1"
+    assert metadata["checksums"] == "".join(f"{i:016x}" for i in (1, 2, 3))
+
+
+def test_checksums_depend_on_key_and_layer(lab):
+    data = b"x" * 1000
+    sums = {layer_checksum(lab.key(k), layer, data) for k in range(4) for layer in range(4)}
+    assert len(sums) == 16
+    assert layer_seed("f" * 64, 1) < 1 << 64
+
+
+def test_a_header_of_another_layout_tokens_key_or_namespace_is_refused(lab):
+    header = header_of(lab)
+    expected = frame(lab.layout, lab.tokens)
+    assert expected.checksums(header, lab.namespace, lab.key(1)) == [1, 2, 3]
+    assert expected.checksums(header, lab.namespace, lab.key(2)) is None
+    assert expected.checksums(header, lab.key(1), lab.key(1)) is None
+    assert frame(lab.layout, 25).checksums(header, lab.namespace, lab.key(1)) is None
+    other = KVLayout(lab.layout.layers[:2], "float32")
+    assert frame(other, lab.tokens).checksums(header, lab.namespace, lab.key(1)) is None
+
+
+def test_every_changed_header_byte_outside_the_checksums_is_refused(lab):
+    header = header_of(lab)
+    expected = frame(lab.layout, lab.tokens)
+    start = len(expected.before_checksums)
+    for position in range(0, len(header), 7):
+        if start <= position < start + 48:
+            continue
+        changed = bytearray(header)
+        changed[position] ^= 0x11
+        assert expected.checksums(bytes(changed), lab.namespace, lab.key(1)) is None
+        assert parse_header(bytes(changed)) is None
+
+
+@pytest.mark.parametrize(
+    "digits",
+    [b"+00000000000001f", b"0_00000000000001", b"0X0000000000001f", b"-fffffffffffffff", b"F" * 16],
+)
+def test_a_checksum_has_one_spelling(lab, digits):
+    expected = frame(lab.layout, lab.tokens)
+    start = len(expected.before_checksums)
+    header = header_of(lab)
+    changed = header[:start] + digits + header[start + 16 :]
+    assert expected.checksums(changed, lab.namespace, lab.key(1)) is None
+
+
+def test_parsing_a_header_returns_what_was_written(lab):
+    found = parse_header(header_of(lab))
+    assert (found.namespace, found.key) == (lab.namespace, lab.key(1))
+    assert (found.layout, found.tokens) == (lab.layout, lab.tokens)
+    assert found.file_bytes == lab.entry_bytes
+
+
+def test_parsing_refuses_hostile_headers(lab):
+    def framed(text: bytes) -> bytes:
+        return struct.pack("<Q", len(text)) + text
+
+    good = header_of(lab)
+    deep = b'{"__metadata__":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    duplicate = good[8:].replace(b'{"__metadata__"', b'{"l0000":1,"__metadata__"', 1)
+    huge = good[8:].replace(b'"tokens":"24"', b'"tokens":"9999999999999999999"', 1)
+    endless = good[8:].replace(b'"tokens":"24"', b'"tokens":1e999', 1)
+    assert endless != good[8:]
+    odd = (b"", b"{}", b"[]", b"null", b"\xff\xfe", b" " * (1 << 20))
+    for text in (deep, duplicate, huge, endless, *odd):
+        assert parse_header(framed(text)) is None
+    assert parse_header(good[:-1]) is None
+    assert parse_header(b"") is None
+
+
+def test_a_layout_that_cannot_be_stored_is_refused(lab):
+    with pytest.raises(InvalidInputError, match="0 tokens"):
+        frame(lab.layout, 0)
+    with pytest.raises(InvalidInputError, match="too many layers"):
+        frame(KVLayout((LayerShape(1, 1),) * 20_000, "float32"), 1)
+
+
+# -- damage ----------------------------------------------------------------------------------------
+
+
+def assert_miss_with_quarantine(lab, store, number):
+    """Opening misses, or reading raises; either way the file is set aside and put heals."""
+    reader = lab.open(store, number)
+    if reader is not None:
+        with pytest.raises(CorruptKVError):
+            lab.read(reader)
+    assert store.stats().quarantined == 1
+    assert lab.open(store, number) is None
+    assert not lab.has(store, number)
+    assert lab.payloads(store.root) == []
+    lab.put(store, number)
+    assert lab.is_right(store, number)
+
+
+def overwrite(path, offset, data):
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+@pytest.mark.parametrize("position", [0, 7, 8, 100, 4000, 4096, 9000, -1])
+def test_a_flipped_bit_is_a_miss(lab, make_store, position, caplog):
+    store = make_store()
+    lab.put(store, 1)
+    path = lab.file(store, 1)
+    data = path.read_bytes()
+    overwrite(path, position % len(data), bytes([data[position] ^ 1]))
+    with caplog.at_level(logging.WARNING, "blendrag.store"):
+        assert_miss_with_quarantine(lab, store, 1)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("change", [-1, -5000, -(1 << 20), 1, 4096])
+def test_a_truncated_or_extended_file_is_a_miss(lab, make_store, change):
+    store = make_store()
+    lab.put(store, 1)
+    path = lab.file(store, 1)
+    os.truncate(path, max(0, path.stat().st_size + change))
+    assert_miss_with_quarantine(lab, store, 1)
+
+
+def test_a_file_truncated_while_open_raises(lab, make_store):
+    store = make_store()
+    lab.put(store, 1)
+    reader = lab.open(store, 1)
+    os.truncate(lab.file(store, 1), 4096 + 100)
+    with pytest.raises(CorruptKVError, match="shorter"):
+        reader.read_layer(0, torch.zeros(2, 2, lab.tokens, 8))
+    assert lab.open(store, 1) is None
+    assert store.stats().quarantined == 1
+
+
+def test_swapped_files_are_misses(lab, make_store):
+    store = make_store()
+    lab.put(store, 1)
+    lab.put(store, 2)
+    one, two = lab.file(store, 1), lab.file(store, 2)
+    first, second = one.read_bytes(), two.read_bytes()
+    one.write_bytes(second)
+    two.write_bytes(first)
+    assert lab.open(store, 1) is None
+    assert lab.open(store, 2) is None
+    assert store.stats().quarantined == 2
+
+
+def test_swapped_layers_of_equal_shape_are_noticed(lab, make_store):
+    store = make_store()
+    lab.put(store, 1)
+    path = lab.file(store, 1)
+    data = path.read_bytes()
+    size = lab.layout.layer_bytes(0, lab.tokens)
+    sums = data.index(b'"checksums":"') + len(b'"checksums":"')
+    digits = data[sums : sums + 32]
+    overwrite(path, sums, digits[16:] + digits[:16])
+    overwrite(path, 4096, data[4096 + size : 4096 + 2 * size] + data[4096 : 4096 + size])
+    assert_miss_with_quarantine(lab, store, 1)
+
+
+@pytest.mark.parametrize(
+    "length", [0, 1, 4087, 4089, 1 << 20, (1 << 20) + 1, 1 << 31, 1 << 63, (1 << 64) - 1]
+)
+def test_a_hostile_header_length_is_a_miss(lab, make_store, length):
+    store = make_store()
+    lab.put(store, 1)
+    overwrite(lab.file(store, 1), 0, struct.pack("<Q", length))
+    assert_miss_with_quarantine(lab, store, 1)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b'{"a":' * 400,
+        b'{"l0000":0,"l0000":1}',
+        b'{"__metadata__":{"blendrag_format":"2"}}',
+        b"\xff" * 2000,
+    ],
+)
+def test_a_hostile_header_is_a_miss(lab, make_store, header):
+    store = make_store()
+    lab.put(store, 1)
+    overwrite(lab.file(store, 1), 8, header)
+    assert_miss_with_quarantine(lab, store, 1)
+
+
+def test_a_symbolic_link_is_not_followed(lab, make_store, tmp_path):
+    store = make_store()
+    lab.put(store, 1)
+    path = lab.file(store, 1)
+    elsewhere = tmp_path / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    assert lab.open(store, 1) is None
+    assert elsewhere.exists()
+    lab.put(store, 1)
+    assert lab.is_right(store, 1)
+
+
+def test_a_linked_directory_is_not_followed(lab, make_store, tmp_path):
+    store = make_store()
+    lab.put(store, 1)
+    directory = lab.file(store, 1).parent
+    directory.rename(tmp_path / "elsewhere")
+    directory.symlink_to(tmp_path / "elsewhere")
+    assert lab.open(store, 1) is None
+    assert len(list((tmp_path / "elsewhere").iterdir())) == 1
+
+
+def test_a_fifo_is_a_miss_and_does_not_hang(lab, make_store):
+    store = make_store()
+    lab.put(store, 1)
+    path = lab.file(store, 1)
+    path.unlink()
+    os.mkfifo(path)
+    assert_miss_with_quarantine(lab, store, 1)
+
+
+def test_a_vanished_file_is_a_miss_and_put_writes_it_again(lab, make_store):
+    store = make_store()
+    lab.put(store, 1)
+    lab.file(store, 1).unlink()
+    assert lab.open(store, 1) is None
+    assert store.stats().entries == 0
+    lab.put(store, 1)
+    assert lab.is_right(store, 1)
+
+
+def test_the_quarantine_keeps_only_the_newest_files(lab, make_store, root):
+    store = make_store()
+    for number in range(QUARANTINE_FILES + 4):
+        lab.put(store, number)
+        os.truncate(lab.file(store, number), 10)
+        assert lab.open(store, number) is None
+    assert len(list((root / "quarantine").glob("*.kv"))) == QUARANTINE_FILES
+
+
+@pytest.mark.parametrize("index", ["free", "held"])
+def test_a_damaged_file_that_cannot_be_moved_is_replaced_by_the_next_put(
+    lab, make_store, root, monkeypatch, index
+):
+    store = make_store()
+    lab.put(store, 1)
+    path = lab.file(store, 1)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+    def fail(*args, **kwargs):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch, open(root / "index" / "lock") as lock:
+        patch.setattr(os, "rename", fail)
+        if index == "held":
+            fcntl.flock(lock, fcntl.LOCK_EX)  # nor can its row be dropped
+        with pytest.raises(CorruptKVError):
+            lab.read(lab.open(store, 1))
+    assert path.exists()
+    last = Name(lab.namespace, lab.key(1), "f" * 16)  # a rebuild meets the other one first
+    monkeypatch.setattr("blendrag.store.disk.new_name", lambda namespace, key: last)
+    lab.put(store, 1)
+    assert [path.name for path in lab.payloads(root)] == [last.file]
+    store.close()
+    (root / "index" / "index.db").unlink()
+    assert lab.is_right(make_store(), 1)
+
+
+def test_a_payload_cut_while_it_is_verified_is_noticed(lab, filled):
+    name = filled.find(lab.namespace, lab.key(1))
+    with open_payload(filled._files, name) as (fd, found):
+        os.truncate(lab.file(filled, 1), found.file_bytes - 100)
+        pieces = verified_pieces(found, sequential_reader(fd, found.frame.header_bytes))
+        with pytest.raises(CorruptKVError, match="layer 2 ends 100 bytes early"):
+            list(pieces)
+
+
+# -- errors of the system ---------------------------------------------------------------------------
+
+
+def test_a_query_out_of_descriptors_is_a_miss_and_not_the_fault_of_the_file(
+    lab, make_store, monkeypatch
+):
+    store = make_store()
+    lab.put(store, 1)
+    with monkeypatch.context() as patch:
+
+        def fail(name):
+            raise OSError(24, "Too many open files")
+
+        patch.setattr(store._files, "open", fail)
+        assert lab.open(store, 1) is None
+    assert store.stats().quarantined == 0
+    assert lab.is_right(store, 1)
+
+
+def test_a_directory_that_cannot_be_listed_is_a_miss_with_a_warning(
+    lab, filled, make_store, failing, caplog
+):
+    reader = make_store(read_only=True)
+    with failing("listdir"), caplog.at_level(logging.WARNING, "blendrag.store"):
+        assert lab.open(reader, 1) is None
+    assert "cannot be looked for (Input/output error): a miss" in caplog.text
+    assert reader.stats().quarantined == 0
+    assert lab.is_right(reader, 1)
+
+
+def test_a_header_that_cannot_be_read_is_a_miss_and_leaves_no_descriptor(lab, filled, failing):
+    before = lab.descriptors()
+    with failing("pread", ".kv"):
+        assert lab.open(filled, 1) is None
+    assert filled.stats().quarantined == 1
+    assert lab.descriptors() == before
+    lab.put(filled, 1)
+    assert lab.is_right(filled, 1)
+
+
+def test_an_interrupt_while_a_payload_is_opened_leaves_no_descriptor(lab, filled, monkeypatch):
+    before = lab.descriptors()
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            lab.open(filled, 1)
+    assert lab.descriptors() == before
+    assert lab.is_right(filled, 1)
+
+
+def test_a_layer_that_cannot_be_read_is_corrupt(lab, filled, failing):
+    reader = lab.open(filled, 1)
+    with failing("preadv", ".kv"), pytest.raises(CorruptKVError, match="cannot be read"):
+        lab.read(reader)
+    assert lab.open(filled, 1) is None
+
+
+def test_a_file_removed_between_listing_and_opening_is_a_miss_for_a_reader(
+    lab, filled, make_store, monkeypatch
+):
+    reading = make_store(read_only=True)
+    found = reading.find(lab.namespace, lab.key(1))
+    monkeypatch.setattr(reading._files, "named", lambda *_: [found])
+    lab.file(filled, 1).unlink()
+    assert lab.open(reading, 1) is None
+    assert reading.stats().quarantined == 0
+
+
+# -- large layers -----------------------------------------------------------------------------------
+
+
+LAYOUT = KVLayout((LayerShape(4, 64), LayerShape(4, 64)), "float32")
+TOKENS = 601
+LAYER_BYTES = 2 * 4 * TOKENS * 64 * 4
+
+
+@pytest.fixture
+def put(lab, make_store):
+    """A chunk whose layers take several portions, and no whole number of them."""
+    assert LAYER_BYTES > 2 * PORTION_BYTES
+    assert LAYER_BYTES % PORTION_BYTES
+    kv, store = lab.kv(1, LAYOUT, TOKENS), make_store()
+    store.put(lab.namespace, lab.key(1), kv)
+    return kv, store
+
+
+def opened(lab, store):
+    return store.open(lab.namespace, lab.key(1), LAYOUT, TOKENS)
+
+
+def test_a_large_layer_is_read_into_a_prompt_and_nothing_else_changes(lab, put):
+    kv, store = put
+    reader = opened(lab, store)
+    prompt = torch.full((2, 4, TOKENS + 30, 64), 7.0)
+    for layer, expected in enumerate(kv.layers):
+        reader.read_layer(layer, prompt[:, :, 10 : 10 + TOKENS])
+        assert torch.equal(prompt[:, :, 10 : 10 + TOKENS], expected)
+    assert (prompt[:, :, :10] == 7.0).all()
+    assert (prompt[:, :, 10 + TOKENS :] == 7.0).all()
+    reader.close()
+
+
+@pytest.mark.parametrize("portion", range(3))
+def test_a_flipped_bit_in_any_portion_of_a_layer_is_noticed(lab, put, portion):
+    _, store = put
+    path = lab.file(store, 1)
+    data = bytearray(path.read_bytes())
+    data[len(data) - LAYER_BYTES + portion * PORTION_BYTES] ^= 1
+    path.write_bytes(data)
+    reader = opened(lab, store)
+    reader.read_layer(0, torch.empty(2, 4, TOKENS, 64))
+    with pytest.raises(CorruptKVError, match="not those that were put"):
+        reader.read_layer(1, torch.empty(2, 4, TOKENS, 64))
+    assert opened(lab, store) is None
+
+
+def test_a_file_cut_between_portions_while_open_is_noticed(lab, put):
+    _, store = put
+    path, reader = lab.file(store, 1), opened(lab, store)
+    os.truncate(path, path.stat().st_size - LAYER_BYTES + PORTION_BYTES)
+    with pytest.raises(CorruptKVError, match="shorter than what was put"):
+        reader.read_layer(1, torch.empty(2, 4, TOKENS, 64))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [],
+        [1],
+        [PORTION_BYTES],
+        [PORTION_BYTES + 1],
+        [PORTION_BYTES - 1, 1, 1],
+        [1000] * 1200,
+        [3 * PORTION_BYTES],
+    ],
+)
+def test_portions_keep_the_order_and_the_maximum_size(sizes):
+    buffers = [bytearray(os.urandom(size)) for size in sizes]
+    found = list(portions([memoryview(buffer) for buffer in buffers]))
+    lengths = [sum(map(len, portion)) for portion in found]
+    assert all(length == PORTION_BYTES for length in lengths[:-1])
+    assert all(0 < length <= PORTION_BYTES for length in lengths)
+    assert b"".join(b"".join(portion) for portion in found) == b"".join(buffers)
+
+
+# -- the page cache ----------------------------------------------------------------------------------
+
+
+def test_a_file_just_written_is_in_the_page_cache(lab, put):
+    reader = opened(lab, put[1])
+    assert reader.is_cached()
+    reader.close()
+    assert reader.is_cached()  # of a file that is closed nothing is known
+
+
+@pytest.mark.parametrize("in_tiers", [False, True])
+@pytest.mark.parametrize(
+    ("code", "is_cached"), [(errno.EAGAIN, False), (errno.EOPNOTSUPP, True), (errno.EIO, True)]
+)
+def test_a_file_counts_as_cached_unless_the_kernel_would_wait(
+    lab, put, monkeypatch, code, is_cached, in_tiers
+):
+    store = TieredStore(MemoryStore(1 << 24), put[1]) if in_tiers else put[1]
+    reader = opened(lab, store)
+    asked = []
+
+    def answer(fd, buffers, offset, flags=0):
+        asked.append(flags)
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", answer)
+        assert reader.is_cached() == is_cached
+    assert asked == [os.RWF_NOWAIT]
+    reader.close()
+
+
+def test_a_file_counts_as_cached_where_the_system_cannot_tell(lab, put, monkeypatch):
+    reader = opened(lab, put[1])
+    monkeypatch.delattr(os, "RWF_NOWAIT")
+    assert reader.is_cached()
+    reader.close()
