@@ -5,13 +5,19 @@ from __future__ import annotations
 import math
 import random
 import sys
+from typing import Any
 
 import pytest
 import torch
 
 from blendrag.errors import InvalidInputError, UnsupportedModelError
 from blendrag.lab.evaluation import scoring
-from blendrag.lab.evaluation.scoring import UNDEFINED, PairedBootstrap, paired_lead
+from blendrag.lab.evaluation.scoring import (
+    Estimate,
+    paired_lead,
+    performance_gap_recovered,
+    sum_by_context,
+)
 
 CONTEXTS = [f"c{i // 3}" for i in range(60)]
 
@@ -80,82 +86,73 @@ def test_agreement_ends_at_the_first_difference() -> None:
 
 # -- PGR ------------------------------------------------------------------------------------------
 
+ALL_RIGHT, NONE_RIGHT = [1.0] * 60, [0.0] * 60
+
 
 def shares(share: float, seed: int) -> list[float]:
     rng = random.Random(seed)
     return [float(rng.random() < share) for _ in CONTEXTS]
 
 
+def pgr(
+    own: list[float], full: list[float] = ALL_RIGHT, nothing: list[float] = NONE_RIGHT, **more: Any
+) -> Estimate:
+    contexts = more.get("contexts", CONTEXTS)
+    return performance_gap_recovered(*(sum_by_context(s, contexts) for s in (own, full, nothing)))
+
+
 def test_pgr_between_nothing_and_everything_is_the_score() -> None:
     scores = shares(0.7, 1)
-    gain = PairedBootstrap([1.0] * 60, [0.0] * 60, CONTEXTS).gain(scores)
-    assert gain.pgr == pytest.approx(sum(scores) / 60)
-    assert 0.0 < gain.low < gain.pgr < gain.high < 1.0  # type: ignore[operator]
+    gain = pgr(scores)
+    assert gain.value == pytest.approx(sum(scores) / 60)
+    assert 0.0 < gain.low < gain.value < gain.high < 1.0  # type: ignore[operator]
 
 
 def test_full_prefill_gains_one_and_no_context_nothing_in_every_draw() -> None:
     full, nothing = shares(0.9, 2), shares(0.2, 3)
-    paired = PairedBootstrap(full, nothing, CONTEXTS, seed=7)
-    one, none = paired.gain(full), paired.gain(nothing)
-    assert (one.pgr, one.low, one.high) == pytest.approx((1.0, 1.0, 1.0))
-    assert (none.pgr, none.low, none.high) == pytest.approx((0.0, 0.0, 0.0))
-    again = PairedBootstrap(full, nothing, CONTEXTS, seed=7)
-    assert again.gain(shares(0.6, 4)) == paired.gain(shares(0.6, 4))
+    one, none = pgr(full, full, nothing), pgr(nothing, full, nothing)
+    assert (one.value, one.low, one.high) == pytest.approx((1.0, 1.0, 1.0))
+    assert (none.value, none.low, none.high) == pytest.approx((0.0, 0.0, 0.0))
+    assert pgr(shares(0.6, 4), full, nothing) == pgr(shares(0.6, 4), full, nothing)
 
 
-def test_pgr_may_be_below_no_context_and_above_full_prefill() -> None:
-    paired = PairedBootstrap([1.0, 0.0] * 30, [1.0, 0.0, 0.0] * 20, CONTEXTS)
-    assert paired.gain([0.0] * 60).pgr == pytest.approx(-2.0)
-    assert paired.gain([1.0] * 60).pgr == pytest.approx(4.0)
-
-
-def test_pgr_is_undefined_if_full_prefill_gains_almost_nothing() -> None:
-    paired = PairedBootstrap([1.0, 0.0] * 30, [1.0, 0.0] * 30, CONTEXTS)
-    assert paired.gain([1.0] * 60) == UNDEFINED
+def test_pgr_may_be_below_no_context_above_full_prefill_or_undefined() -> None:
+    full, nothing = [1.0, 0.0] * 30, [1.0, 0.0, 0.0] * 20
+    assert pgr(NONE_RIGHT, full, nothing).value == pytest.approx(-2.0)
+    assert pgr(ALL_RIGHT, full, nothing).value == pytest.approx(4.0)
+    assert pgr(ALL_RIGHT, full, full) == Estimate(None)
 
 
 def test_questions_about_one_context_are_drawn_together() -> None:
     scores = [float(i % 6 < 3) for i in range(60)]  # whole contexts right, others wrong
-    full, nothing = [1.0] * 60, [0.0] * 60
-    by_context = PairedBootstrap(full, nothing, CONTEXTS).gain(scores)
-    by_question = PairedBootstrap(full, nothing, [str(i) for i in range(60)]).gain(scores)
+    by_context, by_question = pgr(scores), pgr(scores, contexts=[str(i) for i in range(60)])
     width = by_context.high - by_context.low  # type: ignore[operator]
     assert width > 1.3 * (by_question.high - by_question.low)  # type: ignore[operator]
-
-
-def test_one_context_has_no_interval() -> None:
-    gain = PairedBootstrap([1.0] * 3, [0.0] * 3, ["c"] * 3).gain([1.0, 0.0, 1.0])
-    assert (gain.low, gain.high) == (None, None)
-    assert gain.pgr == pytest.approx(2 / 3)
+    assert pgr(scores, contexts=["c"] * 60) == Estimate(0.5)  # one context has no interval
 
 
 def test_a_paired_lead_is_the_difference_of_means_with_an_interval() -> None:
     own, other = shares(0.5, 1), shares(0.8, 2)
-    paired = PairedBootstrap([1.0] * 60, [0.0] * 60, CONTEXTS)
-    mine, theirs = paired.by_context(own), paired.by_context(other)
+    mine, theirs = sum_by_context(own, CONTEXTS), sum_by_context(other, CONTEXTS)
     lead, back = paired_lead(theirs, mine), paired_lead(mine, theirs)
-    assert lead is not None
-    assert back is not None
-    assert lead.mean == pytest.approx((sum(other) - sum(own)) / 60)
-    assert lead.low < lead.mean < lead.high
-    assert (back.mean, back.low, back.high) == pytest.approx((-lead.mean, -lead.high, -lead.low))
+    assert lead.value == pytest.approx((sum(other) - sum(own)) / 60)
+    assert lead.low < lead.value < lead.high  # type: ignore[operator]
+    assert (back.value, back.low, back.high) == pytest.approx((-lead.value, -lead.high, -lead.low))  # type: ignore[operator]
+    assert (lead.is_above_zero, back.is_above_zero) == (True, False)
 
 
 def test_what_two_ways_have_in_common_cancels_in_their_lead() -> None:
     own = [(1, float(i % 2)) for i in range(40)]  # a wide interval by itself
     lead = paired_lead([(n, score + 0.1) for n, score in own], own)
-    assert lead is not None
     assert (lead.low, lead.high) == pytest.approx((0.1, 0.1))
 
 
 def test_other_questions_or_one_context_have_no_lead() -> None:
-    assert paired_lead([(5, 4.0)], [(5, 3.0)]) is None
-    assert paired_lead([(5, 4.0), (5, 4.0)], [(5, 3.0), (4, 3.0)]) is None
-    assert paired_lead([(5, 4.0), (5, 4.0)], ()) is None
+    assert paired_lead([(5, 4.0)], [(5, 3.0)]) == Estimate(None)
+    assert paired_lead([(5, 4.0), (5, 4.0)], [(5, 3.0), (4, 3.0)]) == Estimate(None)
+    assert paired_lead([(5, 4.0), (5, 4.0)], ()) == Estimate(None)
 
 
 def test_scores_that_do_not_match_the_questions_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match="expected as many"):
-        PairedBootstrap([1.0], [0.0, 0.0], ["a"])
     with pytest.raises(InvalidInputError, match="expected one for each"):
-        PairedBootstrap([1.0], [0.0], ["a"]).gain([1.0, 1.0])
+        sum_by_context([1.0, 1.0], ["a"])

@@ -17,7 +17,13 @@ from typing import Any
 
 from blendrag.errors import InvalidInputError
 from blendrag.lab.evaluation.datasets import Dataset
-from blendrag.lab.evaluation.scoring import UNDEFINED, Gain, PairedBootstrap, paired_lead
+from blendrag.lab.evaluation.scoring import (
+    ByContext,
+    Estimate,
+    paired_lead,
+    performance_gap_recovered,
+    sum_by_context,
+)
 from blendrag.lab.evaluation.ways import FULL, NONE, REUSE, Way
 from blendrag.store.kv import NATIVE_ENCODING
 
@@ -179,7 +185,7 @@ class Row:
     ``None`` if reuse was not asked, or does not differ from full prefill."""
     recovered_low: float | None = None
     recovered_high: float | None = None
-    by_context: Sequence[Sequence[float]] = ()
+    by_context: ByContext = ()
     """Number of questions and their summed score for each context: for paired differences of rows."""
 
     def as_dict(self) -> dict[str, Any]:
@@ -198,15 +204,9 @@ class Row:
         return (self.policy, self.schedule, ratio, self.encode_prefix, *size)
 
 
-def from_dict(fields: Mapping[str, Any]) -> Row:
-    """A row that ``--json`` printed; raises :class:`TypeError` for other fields."""
-    return Row(**fields)
-
-
 def certain_lead(other: Row, own: Row) -> bool:
     """Whether ``other`` scores above ``own`` by more than the interval of their paired difference."""
-    lead = paired_lead(other.by_context, own.by_context)
-    return lead is not None and lead.is_certain
+    return paired_lead(other.by_context, own.by_context).is_above_zero
 
 
 def make_rows(
@@ -222,11 +222,18 @@ def make_rows(
         at = [i for i, case in enumerate(dataset.cases) if kind in (ALL, case.kind)]
         contexts = [dataset.cases[i].context_id for i in at]
         found = {way: [of[i] for i in at] for way, of in outcomes.items()}
-        scores = {way: [getattr(o, dataset.metric) for o in of] for way, of in found.items()}
-        paired = PairedBootstrap(scores[Way(FULL)], scores[Way(NONE)], contexts, seed)
+        scores = {
+            way: sum_by_context([getattr(o, dataset.metric) for o in of], contexts)
+            for way, of in found.items()
+        }
+        divergence = {way: _divergence(of, contexts) for way, of in found.items()}
         for way, of in found.items():
-            reuse = found.get(Way(REUSE, encode_prefix=way.encode_prefix), [])
-            gain, recovered = paired.gain(scores[way]), _recovered(of, reuse, contexts, seed)
+            pgr = performance_gap_recovered(scores[way], scores[Way(FULL)], scores[Way(NONE)], seed)
+            recovered = Estimate(None)
+            own, lost = divergence[way], divergence.get(Way(REUSE, encode_prefix=way.encode_prefix))
+            if own and lost:
+                exact = [(n, 0.0) for n, _ in own]
+                recovered = performance_gap_recovered(own, exact, lost, seed, SMALLEST_KL)
             agreements = _known([o.agreement for o in of])
             rows[way, kind] = Row(
                 dataset=dataset.name,
@@ -238,10 +245,10 @@ def make_rows(
                 charged_ratio=fmean(o.charged_ratio for o in of),
                 kind=kind,
                 n=len(of),
-                score=fmean(scores[way]),
-                pgr=gain.pgr,
-                pgr_low=gain.low,
-                pgr_high=gain.high,
+                score=fmean(getattr(o, dataset.metric) for o in of),
+                pgr=pgr.value,
+                pgr_low=pgr.low,
+                pgr_high=pgr.high,
                 kl=_mean(_known([o.kl for o in of])),
                 ttft_ms=median(o.ttft_ms for o in of),
                 metric=dataset.metric,
@@ -258,24 +265,20 @@ def make_rows(
                 else "",
                 chosen_by=_others([o.policy for o in of], way.policy),
                 token_kl=_mean(_known([o.token_kl for o in of])),
-                recovered=recovered.pgr,
+                recovered=recovered.value,
                 recovered_low=recovered.low,
                 recovered_high=recovered.high,
-                by_context=paired.by_context(scores[way]),
+                by_context=scores[way],
             )
     return [rows[way, kind] for way in outcomes for kind in kinds]
 
 
-def _recovered(
-    outcomes: Sequence[Outcome], reuse: Sequence[Outcome], contexts: Sequence[str], seed: int
-) -> Gain:
-    """PGR of the negative divergence from full prefill, with reuse in place of no context."""
-    own = _known([o.token_kl for o in outcomes])
-    lost = _known([o.token_kl for o in reuse])
-    if not len(own) == len(lost) == len(contexts):
-        return UNDEFINED
-    paired = PairedBootstrap([0.0] * len(own), [-kl for kl in lost], contexts, seed)
-    return paired.gain([-kl for kl in own], SMALLEST_KL)
+def _divergence(outcomes: Sequence[Outcome], contexts: Sequence[str]) -> ByContext:
+    """Negative KL per token from full prefill; empty if a question has none."""
+    known = _known([o.token_kl for o in outcomes])
+    if len(known) < len(outcomes):
+        return ()
+    return sum_by_context([-kl for kl in known], contexts)
 
 
 def _known(values: Sequence[float | None]) -> list[float]:

@@ -17,7 +17,7 @@ from typing import Any
 from blendrag.config import DEFAULT_SCHEDULE, UNCALIBRATED_SCHEDULE
 from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.fusor.selection.schedule import CALIBRATED
-from blendrag.lab.evaluation.rows import Row, from_dict
+from blendrag.lab.evaluation.rows import Row
 
 #: Nothing was trained, calibrated or chosen on this seed.
 SEED = "2027"
@@ -136,7 +136,7 @@ class Result:
     def rows(self) -> list[Row]:
         """Of all commands of the arena; a row that several of them printed is taken once."""
         found: dict[Any, Row] = {}
-        for row in (from_dict(fields) for rows in self.printed for fields in rows):
+        for row in (Row(**fields) for rows in self.printed for fields in rows):
             found.setdefault((*row.way, row.kind), row)
         return list(found.values())
 

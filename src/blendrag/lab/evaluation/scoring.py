@@ -120,105 +120,84 @@ ByContext = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True)
-class Gain:
-    """PGR with its interval. ``None`` if full prefill gains nothing over no context. No interval if there
-    is one context, or if full prefill gains nothing in more draws than an interval leaves out."""
+class Estimate:
+    """A value with its 95% interval, if there is one."""
 
-    pgr: float | None
-    low: float | None
-    high: float | None
-
-
-UNDEFINED = Gain(None, None, None)
-
-
-class PairedBootstrap:
-    """Draws contexts once; every way is scored on the same draws."""
-
-    def __init__(
-        self,
-        full: Sequence[float],
-        nothing: Sequence[float],
-        contexts: Sequence[str],
-        seed: int = 0,
-    ) -> None:
-        """``full``, ``nothing``: scores with full prefill and without context, for each question;
-        ``contexts``: the context of each question."""
-        if not len(full) == len(nothing) == len(contexts) > 0:
-            raise InvalidInputError(
-                f"{len(full)}, {len(nothing)} and {len(contexts)} scores and contexts, expected as "
-                "many of each and at least one"
-            )
-        names, member = np.unique(np.asarray(contexts), return_inverse=True)
-        self._member = member  # [Q] → context
-        self._sizes = np.bincount(member, minlength=len(names)).astype(float)  # [C]
-        self._draws = _weights(self._sizes, seed)  # [B, C]
-        self._full, self._full_drawn = self._means(full)
-        self._nothing, self._nothing_drawn = self._means(nothing)
-
-    def gain(self, scores: Sequence[float], smallest_gap: float = SMALLEST_GAP) -> Gain:
-        """PGR of one way from its score for each question."""
-        gap = self._full - self._nothing
-        if gap <= smallest_gap:
-            return UNDEFINED
-        mean, drawn = self._means(scores)
-        pgr = (mean - self._nothing) / gap
-        gaps = self._full_drawn - self._nothing_drawn  # [B]
-        defined = gaps > smallest_gap
-        if len(self._sizes) < 2 or 1 - defined.mean() > TAIL:
-            return Gain(pgr, None, None)
-        ratios = (drawn - self._nothing_drawn)[defined] / gaps[defined]
-        low, high = np.quantile(ratios, [TAIL, 1 - TAIL])
-        return Gain(pgr, float(low), float(high))
-
-    def by_context(self, scores: Sequence[float]) -> tuple[tuple[int, float], ...]:
-        """What :func:`paired_lead` compares."""
-        sums = np.bincount(self._member, weights=np.asarray(scores, dtype=float))  # [C]
-        return tuple((int(n), float(s)) for n, s in zip(self._sizes, sums, strict=True))
-
-    def _means(self, scores: Sequence[float]) -> tuple[float, np.ndarray]:
-        """Mean over the questions, and over those of each draw ``[B]``."""
-        values = np.asarray(scores, dtype=float)  # [Q]
-        if len(values) != len(self._member):
-            raise InvalidInputError(
-                f"{len(values)} scores for {len(self._member)} questions, expected one for each"
-            )
-        sums = np.bincount(self._member, weights=values)  # [C]
-        return float(values.mean()), self._draws @ sums
-
-
-@dataclass(frozen=True)
-class Lead:
-    """Difference of two mean scores, with its interval."""
-
-    mean: float
-    low: float
-    high: float
+    value: float | None
+    low: float | None = None
+    high: float | None = None
 
     @property
-    def is_certain(self) -> bool:
+    def is_above_zero(self) -> bool:
         """The whole interval is above 0."""
-        return self.low > SMALLEST_LEAD
+        return self.low is not None and self.low > SMALLEST_LEAD
 
 
-def paired_lead(other: ByContext, own: ByContext, seed: int = 0) -> Lead | None:
+def sum_by_context(scores: Sequence[float], contexts: Sequence[str]) -> ByContext:
+    """Scores of questions, summed over those of one context."""
+    if not len(scores) == len(contexts) > 0:
+        raise InvalidInputError(
+            f"{len(scores)} scores of {len(contexts)} questions, expected one for each"
+        )
+    names, member = np.unique(np.asarray(contexts), return_inverse=True)
+    sizes = np.bincount(member, minlength=len(names))  # [C]
+    sums = np.bincount(member, weights=np.asarray(scores, dtype=float))  # [C]
+    return tuple((int(n), float(s)) for n, s in zip(sizes, sums, strict=True))
+
+
+def performance_gap_recovered(
+    own: ByContext,
+    full: ByContext,
+    nothing: ByContext,
+    seed: int = 0,
+    smallest_gap: float = SMALLEST_GAP,
+) -> Estimate:
+    """PGR from the scores of one way, of full prefill and without context.
+
+    No value if full prefill gains nothing. No interval if there is one context, or if full prefill gains
+    nothing in more draws than an interval leaves out.
+    """
+    (mean, drawn), (top, top_drawn), (bottom, bottom_drawn) = (
+        _means(scores, seed) for scores in (own, full, nothing)
+    )
+    if top - bottom <= smallest_gap:
+        return Estimate(None)
+    pgr = (mean - bottom) / (top - bottom)
+    gaps = top_drawn - bottom_drawn  # [B]
+    defined = gaps > smallest_gap
+    if len(own) < 2 or 1 - defined.mean() > TAIL:
+        return Estimate(pgr)
+    return _with_interval(pgr, (drawn - bottom_drawn)[defined] / gaps[defined])
+
+
+def paired_lead(other: ByContext, own: ByContext, seed: int = 0) -> Estimate:
     """Lead of ``other`` over ``own`` on the same questions. What both have in common cancels, which it does
     not between two separate intervals.
 
-    ``None`` if nothing can be said: fewer than two contexts, or other questions.
+    No value for fewer than two contexts, or other questions.
     """
-    sizes = np.asarray([n for n, _ in own], dtype=float)  # [C]
-    if len(sizes) < 2 or [n for n, _ in other] != [n for n, _ in own]:
-        return None
-    ahead = np.asarray([b - a for (_, a), (_, b) in zip(own, other, strict=True)])  # [C]
-    drawn = _weights(sizes, seed) @ ahead  # [B]
+    if len(own) < 2 or [n for n, _ in other] != [n for n, _ in own]:
+        return Estimate(None)
+    ahead = [(n, b - a) for (_, b), (n, a) in zip(other, own, strict=True)]
+    return _with_interval(*_means(ahead, seed))
+
+
+def _with_interval(value: float, drawn: np.ndarray) -> Estimate:
     low, high = np.quantile(drawn, [TAIL, 1 - TAIL])
-    return Lead(float(ahead.sum() / sizes.sum()), float(low), float(high))
+    return Estimate(value, float(low), float(high))
 
 
-def _weights(sizes: np.ndarray, seed: int) -> np.ndarray:
-    """``[B, C]``: the weight of each question of a context of ``sizes`` ``[C]`` in each draw."""
+def _means(scores: ByContext, seed: int) -> tuple[float, np.ndarray]:
+    """Mean over the questions, and over those of each draw ``[B]``."""
+    sums = np.asarray([s for _, s in scores])  # [C]
+    sizes = tuple(n for n, _ in scores)
+    return float(sums.sum() / sum(sizes)), _weights(sizes, seed) @ sums
+
+
+@lru_cache(maxsize=8)
+def _weights(sizes: tuple[float, ...], seed: int) -> np.ndarray:
+    """``[B, C]``: the weight of each question of a context of ``sizes`` in each draw."""
     count = len(sizes)
     share = np.full(count, 1 / count)
     drawn = np.random.default_rng(seed).multinomial(count, share, size=RESAMPLES)  # [B, C]
-    return np.asarray(drawn / (drawn @ sizes)[:, None])
+    return np.asarray(drawn / (drawn @ np.asarray(sizes, dtype=float))[:, None])
