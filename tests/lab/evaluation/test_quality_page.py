@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from matplotlib.figure import Figure
 import tiny
 from blendrag.cli.app import app
 from blendrag.cli.plots import write_png
-from blendrag.errors import BlendragError, InvalidInputError
+from blendrag.errors import InvalidInputError
 from blendrag.lab import plots
 from blendrag.lab.evaluation import deviation
 from blendrag.lab.evaluation.quality_page import (
@@ -27,12 +28,8 @@ from blendrag.lab.evaluation.quality_page import (
 )
 from blendrag.lab.evaluation.rows import Row
 from blendrag.lab.evaluation.runs import (
-    ARENA,
-    CALIBRATION,
-    DEVIATIONS,
     RUNS,
     Result,
-    Run,
     RunFailedError,
     collect,
     execute,
@@ -102,9 +99,7 @@ def test_the_published_page_is_short_and_written_from_its_results(tmp_path: Path
     published = Path(__file__).parents[3] / "docs" / "quality.md"
     text = published.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 150
-    results = {
-        run.name: load_result(published.with_suffix("") / f"{run.name}.json") for run in RUNS
-    }
+    results = {name: load_result(published.with_suffix("") / f"{name}.json") for name in RUNS}
     again = tmp_path / "quality.md"
     again.write_text(text, encoding="utf-8")
     write_page(again, results)
@@ -285,53 +280,51 @@ def test_deviations_are_drawn_as_in_cacheblend(tmp_path: Path) -> None:
 # -- the runs -------------------------------------------------------------------------------------
 
 
-def printing(name: str, text: str) -> Run:
-    """A run whose only command prints ``text``."""
-    return Run(name, (("python", "-c", f"print({text!r})"),))
+def printing(text: str) -> str:
+    """A command that prints ``text``."""
+    return shlex.join(("python", "-c", f"print({text!r})"))
 
 
-def parsed(command: Sequence[str]) -> dict[str, Any]:
-    program, subcommand, *arguments = command
+def parsed(command: str) -> dict[str, Any]:
+    program, subcommand, *arguments = shlex.split(command)
     assert program == "blendrag"
     made = typer.main.get_command(app).commands[subcommand]  # type: ignore[attr-defined]
-    params: dict[str, Any] = made.make_context(subcommand, list(arguments)).params
+    params: dict[str, Any] = made.make_context(subcommand, arguments).params
     return params
 
 
-def test_every_command_of_the_runs_is_valid() -> None:
-    for command in (c for run in (CALIBRATION, *ARENA) for c in run.commands):
-        assert parsed(command)["json"] is True
-    ((program, _, module, *arguments),) = DEVIATIONS.commands
+def test_every_command_of_the_runs_is_valid_and_calibrated_policies_come_first() -> None:
+    (deviations,) = RUNS["deviations"]
+    program, _, module, *arguments = deviations.split()
     assert (program, module) == ("python", deviation.__name__)
     assert deviation.parser().parse_args(arguments).chunk_tokens == 64
-
-
-def test_calibrated_policies_are_calibrated_first() -> None:
-    calibrated = {parsed(c)["policy"] for c in CALIBRATION.commands[1:]}
-    for given in (parsed(c) for run in ARENA for c in run.commands if "calibrated" in " ".join(c)):
-        assert set(given["policies"].split(",")) <= calibrated
-        assert str(given["store"]) in CALIBRATION.commands[0]
+    calibration, *evaluations = [run for name, run in RUNS.items() if name != "deviations"]
+    calibrated = {parsed(command)["policy"] for command in calibration[1:]}
+    for given in (parsed(command) for run in evaluations for command in run):
+        assert given["json"] is True
+        if "calibrated" in given["schedules"][0]:
+            assert set(given["policies"].split(",")) <= calibrated
+            assert str(given["store"]) in calibration[0]
 
 
 def test_a_kept_result_is_measured_again_only_if_its_commands_changed(tmp_path: Path) -> None:
-    run = printing("one", json.dumps([0.123456789]))
+    run = {"one": [printing("[0.123456789]")]}
     said: list[str] = []
-    found = collect(tmp_path, [run], keep=True, say=said.append)
+    found = collect(tmp_path, run, keep=True, say=said.append)
     assert found["one"].printed == ([0.123457],)
-    collect(tmp_path, [run], keep=True, say=said.append)
+    collect(tmp_path, run, keep=True, say=said.append)
     assert len(said) == 1
-    collect(tmp_path, [run], keep=False, say=said.append)
-    changed = printing("one", "[]")
-    assert collect(tmp_path, [changed], keep=True, say=said.append)["one"].rows == []
+    collect(tmp_path, run, keep=False, say=said.append)
+    changed = {"one": [printing("[]")]}
+    assert collect(tmp_path, changed, keep=True, say=said.append)["one"].rows == []
     assert len(said) == 3
 
 
 def test_a_failing_command_is_named_in_one_sentence_and_nothing_is_kept(tmp_path: Path) -> None:
-    run = Run("two", (("python", "-c", "raise SystemExit(2)"),))
+    run = {"two": ["python -c 'raise SystemExit(2)'"]}
     with pytest.raises(RunFailedError, match="status 2") as failed:
-        collect(tmp_path, [run], keep=False, say=lambda text: None)
+        collect(tmp_path, run, keep=False, say=lambda text: None)
     assert tiny.one_sentence(str(failed.value))
-    assert isinstance(failed.value, BlendragError)
     assert not list(tmp_path.rglob("*.json"))
 
 
@@ -339,7 +332,6 @@ def test_a_row_that_several_commands_printed_is_taken_once() -> None:
     full, query, hkvd = (row(policy) for policy in ("full", "query", "hkvd"))
     again = row("full", ttft_ms=99.0)
     commands = [
-        printing("", json.dumps([r.as_dict() for r in rows])).commands[0]
-        for rows in ([full, query], [again, hkvd])
+        printing(json.dumps([r.as_dict() for r in rows])) for rows in ([full, query], [again, hkvd])
     ]
-    assert [r.ttft_ms for r in execute(Run("", tuple(commands))).rows] == [30.0] * 3
+    assert [r.ttft_ms for r in execute(commands).rows] == [30.0] * 3

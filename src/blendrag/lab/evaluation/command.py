@@ -117,15 +117,16 @@ def evaluate(
     ways = _ways(policies, schedules, ratio, encode_prefix)
     from blendrag.config import absolute_model, settings
     from blendrag.lab.evaluation.arena import Arena
-    from blendrag.lab.evaluation.datasets import DatasetOptions, make_dataset
+    from blendrag.lab.evaluation.datasets import make_dataset
     from blendrag.lab.evaluation.ways import look_up
     from blendrag.model.loading import load_adapter, load_tokens
 
     if store is not None:
         model = options.model_for(model, store, trust_remote_code=trust_remote_code)
     name = absolute_model(model or settings().model)
-    asked = DatasetOptions(
-        name=dataset,
+    made = make_dataset(
+        dataset,
+        load_tokens(name, trust_remote_code),
         split=split,
         seed=seed,
         contexts=contexts or (QUICK_CONTEXTS if quick else CONTEXTS),
@@ -135,7 +136,6 @@ def evaluate(
         embedder=embedder,
         store=store,
     )
-    made = make_dataset(asked, load_tokens(name, trust_remote_code))
     adapter = load_adapter(
         name,
         dtype or settings().dtype,

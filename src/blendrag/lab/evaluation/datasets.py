@@ -95,38 +95,28 @@ def by_context(cases: Sequence[Case]) -> Iterator[tuple[Case, ...]]:
         yield tuple(group)
 
 
-@dataclass(frozen=True)
-class DatasetOptions:
-    """The dataset that the options of ``blendrag eval`` describe."""
-
-    name: str
-    split: str
-    seed: int
-    contexts: int
-    questions: int | None
-    chunks: int
-    chunk_tokens: int | None
-    embedder: str | None
-    store: Path | None
-    """Its documents are searched for records without texts."""
-
-
-def make_dataset(options: DatasetOptions, tokens: Tokens) -> Dataset:
-    """Needs only the tokenizer, so errors of a dataset come before the model is loaded."""
-    if options.name == SYNTHETIC:
-        return synthetic_dataset(
-            tokens, options.seed, options.split, options.contexts, options.chunks,
-            options.chunk_tokens or GENERATED_TOKENS, options.questions,
-        )  # fmt: skip
-    with _retrieval(options.store, options.chunks, options.embedder) as (retrieve, corpus_tokens):
-        return read_dataset(
-            Path(options.name),
-            Chunker(tokens.text, options.chunk_tokens or corpus_tokens),
-            Embedder(options.embedder or settings().embedder),
-            options.contexts,
-            options.chunks,
-            retrieve,
-        )
+def make_dataset(
+    name: str,
+    tokens: Tokens,
+    *,
+    split: str,
+    seed: int,
+    contexts: int,
+    questions: int | None,
+    chunks: int,
+    chunk_tokens: int | None,
+    embedder: str | None,
+    store: Path | None,
+) -> Dataset:
+    """The dataset that the options of ``blendrag eval`` describe; ``store`` is searched for records without
+    texts. Needs only the tokenizer, so errors of a dataset come before the model is loaded."""
+    if name == SYNTHETIC:
+        size = chunk_tokens or GENERATED_TOKENS
+        return synthetic_dataset(tokens, seed, split, contexts, chunks, size, questions)
+    with _retrieval(store, chunks, embedder) as (retrieve, corpus_tokens):
+        chunker = Chunker(tokens.text, chunk_tokens or corpus_tokens)
+        searched = Embedder(embedder or settings().embedder)
+        return read_dataset(Path(name), chunker, searched, contexts, chunks, retrieve)
 
 
 @contextmanager

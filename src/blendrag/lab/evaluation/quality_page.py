@@ -22,22 +22,12 @@ from blendrag.fusor.selection.schedule import CALIBRATED
 from blendrag.lab import plots
 from blendrag.lab.evaluation.deviation import DeviationReport
 from blendrag.lab.evaluation.rows import ALL, Row, certain_lead
-from blendrag.lab.evaluation.runs import (
-    CALIBRATION,
-    DEVIATIONS,
-    FAMILY,
-    RUNS,
-    TARGET_RATIO,
-    Result,
-    collect,
-    load_result,
-)
+from blendrag.lab.evaluation.runs import FAMILY, RATIO, RUNS, Result, collect, load_result
 from blendrag.lab.evaluation.ways import CHAINS, FULL, NONE, PREFIX, REUSE
 from blendrag.lab.pages import picture, write_regions
 from blendrag.lab.tables import NOTHING, Column, interval, number, table
 
 PAGE = "quality.md"
-RATIO = float(TARGET_RATIO)
 #: Ways that compute chunks instead of loading them, at least all but the first.
 COMPUTING = (FULL, NONE, PREFIX, *CHAINS)
 
@@ -47,20 +37,19 @@ def write_page(page: Path, results: Mapping[str, Result]) -> None:
 
     Raises :class:`InvalidInputError` if the page cannot be read.
     """
-    rows = {name: result.rows for name, result in results.items() if name not in _OTHERS}
-    calibrations = [one for one in results[CALIBRATION.name].printed if "weights" in one]
-    report = TypeAdapter(DeviationReport).validate_python(results[DEVIATIONS.name].printed[0])
+    calibrations = [one for one in results["calibration"].printed if "weights" in one]
+    report = TypeAdapter(DeviationReport).validate_python(results["deviations"].printed[0])
+    short, long, schedules, prefix, chunks = (
+        results[name].rows for name in ("policies", "long", "schedules", "prefix", "chunks")
+    )
     texts = {
-        "policies": policies_text(rows["policies"], rows["long"], page),
-        "default": default_text(rows["policies"], rows["long"]),
-        "schedules": schedules_text(rows["schedules"], calibrations, rows["prefix"], page),
-        "chunks": chunks_text(rows["chunks"], page),
+        "policies": policies_text(short, long, page),
+        "default": default_text(short, long),
+        "schedules": schedules_text(schedules, calibrations, prefix, page),
+        "chunks": chunks_text(chunks, page),
         "deviations": deviations_text(report, page),
     }
     write_regions(page, texts)
-
-
-_OTHERS = (CALIBRATION.name, DEVIATIONS.name)
 
 
 def _join(*parts: str) -> str:
@@ -108,7 +97,7 @@ def policies_text(short: Sequence[Row], long: Sequence[Row], page: Path) -> str:
         *dict.fromkeys(row.kind for row in short if row.kind != ALL and row.pgr is not None),
     ]
     return _join(
-        f"r = {TARGET_RATIO}, schedule `{FAMILY}`. 6 chunks of at most 64 tokens: {_questions(short)}. "
+        f"r = {RATIO}, schedule `{FAMILY}`. 6 chunks of at most 64 tokens: {_questions(short)}. "
         f"6 of at most 512: {_questions(long)}.",
         table(columns, list(compared.values())).markdown(),
         picture(
@@ -130,7 +119,7 @@ def policies_text(short: Sequence[Row], long: Sequence[Row], page: Path) -> str:
 def _is_compared(row: Row) -> bool:
     if row.kind != ALL or row.policy == NONE or row.schedule == CALIBRATED:
         return False
-    return not row.has_budget or row.ratio == RATIO
+    return not row.has_budget or row.ratio == float(RATIO)
 
 
 def _name(row: Row) -> str:
@@ -212,7 +201,7 @@ def default_text(
         *default_standings(short, policy, schedule),
         *(one for one in default_standings(long, policy, schedule) if one.own.kind == ALL),
     ]
-    shown = [one for one in found if one.own.kind == ALL or one.own.ratio == RATIO]
+    shown = [one for one in found if one.own.kind == ALL or one.own.ratio == float(RATIO)]
     shown.sort(key=lambda one: (one.own.chunk_tokens, one.own.ratio))
     columns: list[Column] = [
         ("chunks", lambda one: f"{one.own.n_chunks} × {one.own.chunk_tokens}"),
@@ -257,7 +246,7 @@ def schedules_text(
         for one in calibrations
     )
     return _join(
-        f"r = {TARGET_RATIO}, 6 chunks of at most 64 tokens, {_questions(rows)}. PGR [95%]:",
+        f"r = {RATIO}, 6 chunks of at most 64 tokens, {_questions(rows)}. PGR [95%]:",
         _by_policy(whole, ("schedule", lambda row: row.schedule)),
         f"Fixed families above `{CALIBRATED}` by more than the interval of the paired difference: "
         f"{', '.join(ahead) or 'none'}. Mean KL on the calibration's own sample of "
@@ -287,7 +276,7 @@ def chunks_text(rows: Sequence[Row], page: Path) -> str:
     whole = [row for row in rows if row.kind == ALL]
     full = {_subject(row): row for row in whole if row.policy == FULL}
     return _join(
-        f"r = {TARGET_RATIO}, schedule `{FAMILY}`. PGR [95%]:",
+        f"r = {RATIO}, schedule `{FAMILY}`. PGR [95%]:",
         _by_policy(
             [row for row in whole if row.policy not in COMPUTING],
             ("chunks", lambda row: f"{row.n_chunks} × {row.chunk_tokens}"),
@@ -369,7 +358,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         require_matplotlib("pictures")  # before an hour of measuring
         if args.page_only:
-            results = {run.name: load_result(folder / f"{run.name}.json") for run in RUNS}
+            results = {name: load_result(folder / f"{name}.json") for name in RUNS}
         else:
             results = collect(folder, RUNS, args.keep, say)
         write_page(page, results)

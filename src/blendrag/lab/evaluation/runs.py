@@ -9,7 +9,7 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,109 +20,80 @@ from blendrag.fusor.selection.schedule import CALIBRATED
 from blendrag.lab.evaluation.rows import Row
 
 #: Nothing was trained, calibrated or chosen on this seed.
-SEED = "2027"
-RATIOS = ("0.02", "0.05", "0.10", "0.15")
+SEED = 2027
 #: The ratio at which policies are compared.
-TARGET_RATIO = "0.05"
-POLICIES = "prefix,reuse,random,boundary(4),hkvd-once,hkvd,query,query+hkvd,blend"
-#: For long chunks, of which four tokens are a smaller share.
-LONG_POLICIES = POLICIES.replace("boundary(4)", "boundary(16)")
-#: The policies that are calibrated, and compared in every schedule.
-CALIBRATED_POLICIES = ("hkvd", "query", "blend")
+RATIO = "0.05"
 #: The schedule at which policies are compared.
 FAMILY = UNCALIBRATED_SCHEDULE if DEFAULT_SCHEDULE == CALIBRATED else DEFAULT_SCHEDULE
-SCHEDULES = "constant,linear,geometric:0.8,geometric:0.5,first:2,first:4,first:6"
-DEVIATION_RATIOS = ("0", "0.02", "0.05", "0.1", "0.15", "0.3", "0.5", "0.75", "1")
-#: Corpus and store of the calibration; its names are in no test question.
-CORPUS, STORE = "src/blendrag/demo/corpus", "build/arena-store"
-QUESTIONS = "src/blendrag/demo/calibration.txt"
+#: The policies that are calibrated, and compared in every schedule.
+TUNED = ("hkvd", "query", "blend")
+SCHEDULES = f"constant,linear,geometric:0.8,geometric:0.5,first:2,first:4,first:6,{CALIBRATED}"
+STORE = "build/arena-store"
 #: Contexts and questions of each: short prompts, long prompts, prompts of varying size.
 SHORT, LONG, SIZED = (20, 10), (12, 8), (8, 8)
-SIZES = ((2, 64), (6, 64), (12, 64), (24, 64), (6, 128), (6, 256))
 
 #: Arguments of the Python interpreter, so that a run needs no script on the path.
 PROGRAMS = {"blendrag": ("-m", "blendrag.cli.main"), "python": ()}
 
 
-@dataclass(frozen=True)
-class Run:
-    """Commands whose results belong together."""
-
-    name: str
-    commands: tuple[tuple[str, ...], ...]
-
-
-def evaluation(
-    policies: str,
+def _evaluation(
+    policies: Sequence[str],
     chunks: int = 6,
     chunk_tokens: int = 64,
     size: tuple[int, int] = SHORT,
-    ratios: Sequence[str] = (TARGET_RATIO,),
+    ratios: Sequence[str] = (RATIO,),
     schedules: str = FAMILY,
-    encode_prefix: str = "on",
-) -> tuple[str, ...]:
+    more: str = "",
+) -> str:
     """``blendrag eval`` on generated questions."""
-    contexts, questions = size
-    more: tuple[str, ...] = ("--encode-prefix", encode_prefix) if encode_prefix != "on" else ()
     if CALIBRATED in schedules:
-        more += ("--store", STORE)
+        more += f" --store {STORE}"
     return (
-        "blendrag", "eval", "--dataset", "synthetic", "--seed", SEED,
-        "--chunks", str(chunks), "--chunk-tokens", str(chunk_tokens),
-        "--contexts", str(contexts), "--questions", str(questions),
-        "--policies", policies, "--schedules", schedules, *_ratios(ratios), *more, "--json",
-    )  # fmt: skip
+        f"blendrag eval --dataset synthetic --seed {SEED} --chunks {chunks} --chunk-tokens {chunk_tokens} "
+        f"--contexts {size[0]} --questions {size[1]} --policies {shlex.quote(','.join(policies))} "
+        f"--schedules {schedules}{''.join(f' --ratio {ratio}' for ratio in ratios)}{more} --json"
+    )
 
 
-def _ratios(ratios: Sequence[str]) -> tuple[str, ...]:
-    return tuple(part for ratio in ratios for part in ("--ratio", ratio))
+def _policies(boundary: int) -> tuple[str, ...]:
+    """``boundary``: tokens that this policy recomputes of a chunk."""
+    ranking = ("hkvd-once", "hkvd", "query", "query+hkvd", "blend")
+    return ("prefix", "reuse", "random", f"boundary({boundary})", *ranking)
 
 
-_TUNED = ",".join(CALIBRATED_POLICIES)
-_COMPARED = "reuse,hkvd,query,blend"
-CALIBRATION = Run(
-    "calibration",
-    (
-        ("blendrag", "ingest", CORPUS, "--store", STORE, "--chunk-tokens", "64",
-         "--embedder", "minilm-offline", "--json"),
+_COMPARED = ("reuse", *TUNED)
+_LOW, _SWEEP = ("0.02", RATIO), ("0.02", RATIO, "0.10", "0.15")
+#: Commands by the name of their run.
+RUNS: dict[str, tuple[str, ...]] = {
+    "calibration": (
+        f"blendrag ingest src/blendrag/demo/corpus --store {STORE} --chunk-tokens 64 "
+        "--embedder minilm-offline --json",
         *(
-            ("blendrag", "calibrate", "--store", STORE, "--policy", policy,
-             "--ratio", TARGET_RATIO, "--questions", QUESTIONS, "--samples", "33",
-             "--minutes", "3", "--json")
-            for policy in CALIBRATED_POLICIES
+            f"blendrag calibrate --store {STORE} --policy {policy} --ratio {RATIO} "
+            "--questions src/blendrag/demo/calibration.txt --samples 33 --minutes 3 --json"
+            for policy in TUNED
         ),
     ),
-)  # fmt: skip
-ARENA = (
-    Run(
-        "policies",
-        (
-            evaluation(POLICIES, ratios=RATIOS),
-            evaluation(_TUNED, ratios=RATIOS[:2], schedules=CALIBRATED),
-        ),
+    "policies": (
+        _evaluation(_policies(4), ratios=_SWEEP),
+        _evaluation(TUNED, ratios=_LOW, schedules=CALIBRATED),
     ),
-    Run(
-        "long",
-        (
-            evaluation(LONG_POLICIES, 6, 512, LONG, RATIOS[:2]),
-            evaluation(_TUNED, 6, 512, LONG, RATIOS[:2], CALIBRATED),
-        ),
+    "long": (
+        _evaluation(_policies(16), 6, 512, LONG, _LOW),
+        _evaluation(TUNED, 6, 512, LONG, _LOW, CALIBRATED),
     ),
-    Run("schedules", (evaluation(_TUNED, schedules=f"{SCHEDULES},{CALIBRATED}"),)),
-    Run("prefix", (evaluation(_COMPARED, encode_prefix="on,off"),)),
-    Run("chunks", tuple(evaluation(_COMPARED, n, tokens, SIZED) for n, tokens in SIZES)),
-)
-DEVIATIONS = Run(
-    "deviations",
-    (
-        (
-            "python", "-m", "blendrag.lab.evaluation.deviation", "--seed", SEED, "--chunks", "6",
-            "--chunk-tokens", "64", "--contexts", "12", "--policies", "random,hkvd,query,blend",
-            "--schedules", "constant", *_ratios(DEVIATION_RATIOS),
-        ),
+    "schedules": (_evaluation(TUNED, schedules=SCHEDULES),),
+    "prefix": (_evaluation(_COMPARED, more=" --encode-prefix on,off"),),
+    "chunks": tuple(
+        _evaluation(_COMPARED, chunks, tokens, SIZED)
+        for chunks, tokens in ((2, 64), (6, 64), (12, 64), (24, 64), (6, 128), (6, 256))
     ),
-)  # fmt: skip
-RUNS = (CALIBRATION, *ARENA, DEVIATIONS)
+    "deviations": (
+        f"python -m blendrag.lab.evaluation.deviation --seed {SEED} --chunks 6 --chunk-tokens 64 "
+        "--contexts 12 --policies random,hkvd,query,blend --schedules constant --ratio 0 --ratio 0.02 "
+        "--ratio 0.05 --ratio 0.1 --ratio 0.15 --ratio 0.3 --ratio 0.5 --ratio 0.75 --ratio 1",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -145,42 +116,38 @@ class RunFailedError(BlendragError):
     """A command of the arena failed; its own message is above."""
 
 
-def execute(run: Run, say: Callable[[str], None] = lambda text: None) -> Result:
-    """Run its commands one after another; their progress goes to stderr.
+def execute(commands: Sequence[str], say: Callable[[str], None] = lambda text: None) -> Result:
+    """Run ``commands`` one after another; their progress goes to stderr.
 
     Raises :class:`RunFailedError`.
     """
     printed = []
-    for command in run.commands:
-        say(shlex.join(command))
-        arguments = [sys.executable, *PROGRAMS[command[0]], *command[1:]]
-        done = subprocess.run(arguments, stdout=subprocess.PIPE, check=False)
+    for command in commands:
+        say(command)
+        program, *arguments = shlex.split(command)
+        line = [sys.executable, *PROGRAMS[program], *arguments]
+        done = subprocess.run(line, stdout=subprocess.PIPE, check=False)
         if done.returncode:
             raise RunFailedError(
-                f"{shlex.join(command)} ended with status {done.returncode}, expected 0; read its message, "
-                "then repeat with --keep, which continues after the finished runs"
+                f"{command} ended with status {done.returncode}, expected 0; read its message, then repeat "
+                "with --keep, which continues after the finished runs"
             )
         printed.append(json.loads(done.stdout))
-    return Result(tuple(map(shlex.join, run.commands)), tuple(printed))
+    return Result(tuple(commands), tuple(printed))
 
 
 def collect(
-    folder: Path, runs: Sequence[Run], keep: bool, say: Callable[[str], None]
+    folder: Path, runs: Mapping[str, Sequence[str]], keep: bool, say: Callable[[str], None]
 ) -> dict[str, Result]:
     """Execute ``runs`` and keep each result in ``folder``. With ``keep``, a kept result of the same
     commands is used instead."""
     found = {}
-    for run in runs:
-        path = folder / f"{run.name}.json"
-        is_kept = keep and path.is_file() and _commands(run) == load_result(path).commands
-        if not is_kept:
-            save_result(execute(run, say), path)
-        found[run.name] = load_result(path)
+    for name, commands in runs.items():
+        path = folder / f"{name}.json"
+        if not (keep and path.is_file() and load_result(path).commands == tuple(commands)):
+            save_result(execute(commands, say), path)
+        found[name] = load_result(path)
     return found
-
-
-def _commands(run: Run) -> tuple[str, ...]:
-    return tuple(map(shlex.join, run.commands))
 
 
 def save_result(result: Result, path: Path) -> None:
