@@ -40,7 +40,7 @@ def mount_read_only(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr("blendrag.engine.kv_validity.remember", refuse)
+    monkeypatch.setattr("blendrag.store.records.Records.keep", refuse)
 
 
 def files(root: Path) -> dict[str, bytes]:

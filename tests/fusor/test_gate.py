@@ -15,7 +15,7 @@ from blendrag.engine import BlendEngine, Options, kv_validity
 from blendrag.errors import UnsupportedModelError
 from blendrag.fusor import attention
 from blendrag.fusor import rows as rows_module
-from blendrag.fusor.gate import HeldKV, remember, remembered, verify
+from blendrag.fusor.gate import HeldKV, remembered, verdicts, verify
 from blendrag.model import ModelAdapter
 from blendrag.model.positions import Repositioner
 
@@ -168,14 +168,14 @@ def test_verification_is_remembered_per_namespace(tmp_path, adapter: ModelAdapte
     result = verify(adapter)
     namespace = adapter.identity.namespace
     assert remembered(tmp_path, namespace, CPU) is None
-    remember(tmp_path, namespace, CPU, result)
+    verdicts(tmp_path, namespace).keep(result)
     assert remembered(tmp_path, namespace, CPU) == result
     assert remembered(tmp_path, namespace, torch.device("meta")) is None
     assert remembered(tmp_path, "f" * 64, CPU) is None
 
 
 def test_a_damaged_memory_of_the_gate_is_no_memory(tmp_path, adapter: ModelAdapter) -> None:
-    remember(tmp_path, "a" * 64, CPU, verify(adapter))
+    verdicts(tmp_path, "a" * 64).keep(verify(adapter))
     file = next((tmp_path / "verified").iterdir())
     for content in ("", "{", "[]", "null", '{"verdict": "blendable"}'):
         file.write_text(content)

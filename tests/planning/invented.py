@@ -37,7 +37,6 @@ def profile(bytes_per_s: float = 1e9, **changes: Any) -> Profile:
         "chunk_tokens": CHUNK,
         "layer_bytes": (LAYER_BYTES,) * LAYERS,
         "took_s": 1.0,
-        "measured": {},
     }
     return Profile(**{**given, **changes})
 

@@ -41,17 +41,16 @@ from blendrag.planning.calibrate import (
 from blendrag.planning.calibration import (
     GIVEN,
     Calibration,
-    recall_calibrations,
-    remember_calibration,
-    resolve_schedule,
+    calibrations,
+    calibrations_of,
+    nearest,
 )
 from blendrag.planning.controller import PlanOptions
-from blendrag.store import records
+from blendrag.store.records import Records
 
 RATIO = 0.2
 WEIGHTS = (0.5, 0.1, 0.0)
 CONSTANT = Schedule("constant")
-CALIBRATED = Schedule.parse("calibrated")
 
 
 def found(policy: str = "query", ratio: float = RATIO, weights: Any = WEIGHTS) -> Calibration:
@@ -177,37 +176,33 @@ def test_a_bad_schedule_is_given_up_before_all_prompts_are_measured() -> None:
 # -- the record ---------------------------------------------------------------------------------
 
 
-def test_calibrated_means_the_vector_found_for_the_policy_at_the_nearest_ratio(
-    tmp_path: Path,
-) -> None:
+def test_the_schedule_found_for_the_policy_at_the_nearest_ratio_is_taken(tmp_path: Path) -> None:
     near, far, other = found(), found(ratio=0.6, weights=(1.0, 0.8, 0.0)), found("blend(2)")
     removed = found("offset+query", ratio=0.05)  # a policy of an earlier version
     for each in (found(weights=(0.2, 0.2, 0.2)), near, far, other, removed):  # near replaces
-        remember_calibration(tmp_path, "n", each)
-    assert len(recall_calibrations(tmp_path, "n")) == 4
-    for asked, policy, ratio, expected in (
-        (CALIBRATED, "query", 0.05, near.schedule),
-        (CALIBRATED, "query", 0.5, far.schedule),
-        (CALIBRATED, "blend", 0.2, other.schedule),  # the same policy as blend(2)
-        (Schedule("linear"), "query", 0.2, Schedule("linear")),
-        (CALIBRATED, "blend(3)", 0.2, Schedule.parse(UNCALIBRATED_SCHEDULE)),
+        calibrations(tmp_path, "n").keep(each)
+    assert len(calibrations(tmp_path, "n").entries()) == 4
+    for policy, ratio, expected in (
+        ("query", 0.05, near),
+        ("query", 0.5, far),
+        ("blend", 0.2, other),  # the same policy as blend(2)
+        ("blend(3)", 0.2, None),
     ):
-        assert resolve_schedule(tmp_path, "n", asked, policy, ratio) == expected
-    uncalibrated = resolve_schedule(tmp_path, "another", CALIBRATED, "query", 0.2)
-    assert str(uncalibrated) == UNCALIBRATED_SCHEDULE
+        assert nearest(calibrations_of(tmp_path, "n", policy), ratio) == expected
+    assert calibrations_of(tmp_path, "another", "query") == ()
 
 
 @pytest.mark.parametrize(
     "change",
     [{"policy": 1}, {"weights": ["a"]}, {"weights": [-1.0, 2.0]}, {"weights": [0.0]},
-     {"ratio": None}, {"ratio": 7}, {"seed": "x"}, {"more": 1}],
+     {"ratio": None}, {"ratio": 7}, {"seed": "x"}],
 )  # fmt: skip
 def test_a_damaged_calibration_is_left_out(tmp_path: Path, change: dict[str, Any]) -> None:
-    kept = records.calibrations(tmp_path, "n")
-    kept.keep({**found().as_dict(), **change}, lambda entry: False)
-    assert recall_calibrations(tmp_path, "n") == ()
-    remember_calibration(tmp_path, "n", found())
-    assert recall_calibrations(tmp_path, "n") == (found(),)
+    kept = calibrations(tmp_path, "n")
+    kept.keep(found())
+    broken = {**found().as_dict(), **change}
+    kept.path.write_text(json.dumps({"calibrations": [broken, found("hkvd").as_dict()]}))
+    assert kept.entries() == [found("hkvd")]
 
 
 # -- through an engine --------------------------------------------------------------------------
@@ -228,12 +223,8 @@ def engine(shared: BlendEngine) -> Iterator[BlendEngine]:
     kept(shared).path.unlink(missing_ok=True)
 
 
-def kept(engine: BlendEngine) -> records.Records:
-    return records.calibrations(engine.resources.root, engine.adapter.identity.namespace)
-
-
-def found_in(engine: BlendEngine) -> tuple[Calibration, ...]:
-    return recall_calibrations(engine.resources.root, engine.adapter.identity.namespace)
+def kept(engine: BlendEngine) -> Records[Calibration]:
+    return calibrations(engine.resources.root, engine.adapter.identity.namespace)
 
 
 def options(**changes: Any) -> CalibrationOptions:
@@ -332,7 +323,7 @@ def test_a_schedule_found_on_questions_runs_for_every_answer(engine: BlendEngine
 def test_a_schedule_found_at_another_ratio_is_used_with_a_note(
     engine: BlendEngine, schedule: str | None
 ) -> None:
-    kept(engine).keep(found().as_dict(), lambda entry: False)
+    kept(engine).keep(found())
     asked = Options(schedule=schedule, ratio=0.5, max_new_tokens=1)
     metrics = engine.generate(prompt(engine), asked).metrics
     assert metrics.schedule == str(found().schedule)
@@ -379,11 +370,10 @@ def test_a_gain_within_noise_is_no_gain(gain: float, error: float | None, is_noi
 def test_the_calibrated_schedule_decides_how_many_tokens_are_recomputed(
     engine: BlendEngine,
 ) -> None:
-    root, namespace = engine.resources.root, engine.adapter.identity.namespace
     asked = Options(schedule="calibrated", ratio=RATIO, max_new_tokens=1)
     charged = []
     for weights in ((0.2, 0.2, 0.2), (0.6, 0.0, 0.0)):
-        remember_calibration(root, namespace, found(weights=weights))
+        kept(engine).keep(found(weights=weights))
         charged.append(engine.generate(prompt(engine), asked).metrics.charged_ratio)
     assert charged[0] == pytest.approx(0.2, abs=0.02)
     assert charged[1] == pytest.approx(0.3, abs=0.02)  # what enters layer 1 enters layer 0
@@ -394,7 +384,7 @@ def test_calibrating_again_continues_and_stores_no_kv(engine: BlendEngine) -> No
     before = sorted(store.keys(namespace))
     one, again = (engine.calibrate(options(), interrupt_after(8)) for _ in range(2))
     assert one.interrupted
-    assert found_in(engine) == (again.calibration,)
+    assert kept(engine).entries() == [again.calibration]
     assert again.calibration.deviation <= one.calibration.deviation * (1 + 1e-6)
     after = engine.calibrate(options(), interrupt_after(2))
     assert after.tried == 2  # what was known, and one family
@@ -405,7 +395,6 @@ def test_calibrating_again_continues_and_stores_no_kv(engine: BlendEngine) -> No
 def test_a_model_changed_meanwhile_ends_the_calibration(tmp_path: Path) -> None:
     with tiny.engine(tiny.llama(), tmp_path / "s", policy="query") as engine:
         engine.ingest([tiny.document(i) for i in range(2)])
-        found_before = found_in(engine)
 
         def watch(step: Step) -> None:
             with torch.no_grad():
@@ -414,7 +403,7 @@ def test_a_model_changed_meanwhile_ends_the_calibration(tmp_path: Path) -> None:
         with pytest.raises(IdentityChangedError, match="changed during the calibration") as raised:
             engine.calibrate(options(), watch)
         assert tiny.one_sentence(str(raised.value))
-        assert found_before == found_in(engine) == ()
+        assert kept(engine).entries() == []
 
 
 def test_a_sample_takes_neighbours_along_and_is_the_same_for_the_same_seed(

@@ -15,10 +15,10 @@ from blendrag.engine import Answer, BlendEngine, Options
 from blendrag.errors import InvalidInputError
 from blendrag.fusor.selection import PromptGeometry, Schedule, make_policy
 from blendrag.lab.bench.tiers import Throttle, ThrottledStore
-from blendrag.planning.calibration import GIVEN, Calibration, remember_calibration
+from blendrag.planning.calibration import GIVEN, Calibration, calibrations
 from blendrag.planning.controller import PROMPT_END, Controller, PlanOptions
 from blendrag.planning.plan import Action, Plan, PlannedChunk, ReasonCode
-from blendrag.planning.profile import Curve, Profile, Tier, conditions_of, remember_profile
+from blendrag.planning.profile import Curve, Profile, Tier, conditions_of, profiles
 from blendrag.store.identity import chunk_key
 from blendrag.text.prompt import PromptPlan, Segment
 
@@ -67,9 +67,9 @@ def profiled(engine: BlendEngine, bytes_per_s: float, row_s: float = 1e-6, **cha
         chunk_tokens=64,
         layer_bytes=tuple(layout.layer_bytes(i, 64) for i in range(LAYERS)),
         took_s=1.0,
-        measured={},
     )
-    remember_profile(engine.resources.root, replace(made, **changes))
+    made = replace(made, **changes)
+    profiles(engine.resources.root, made.conditions.namespace).keep(made)
 
 
 def token_bytes(engine: BlendEngine) -> int:
@@ -179,7 +179,7 @@ def test_the_calibrated_schedule_is_that_of_the_ratio_chosen(engine: BlendEngine
         for ratio, weights in ((0.15, (0.45, 0.0, 0.0)), (0.9, (1.0, 1.0, 0.7)))
     )
     for each in (near, far):
-        remember_calibration(root, namespace, each)
+        calibrations(root, namespace).keep(each)
     flat = Curve((1.0, 4096.0), (1e-3, 1e-3), 0.0)  # as on a GPU, to which all these rows are few
     profiled(engine, 1e12, layer=flat, last=flat, prefill=line(1.0))
     metrics = ask(engine).metrics

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import mmap
 import os
 import random
@@ -42,13 +41,11 @@ from blendrag.planning.measure import (
 from blendrag.planning.profile import (
     UNREADABLE,
     Curve,
-    Profile,
     cores,
+    profiles,
     recall_profile,
-    remember_profile,
 )
 from blendrag.planning.tier_times import Reading, tier_of
-from blendrag.store import records
 
 LAYERS = 4
 
@@ -83,7 +80,7 @@ def namespace_of(engine: BlendEngine) -> str:
 
 
 def kept(engine: BlendEngine) -> Path:
-    return records.profiles(engine.resources.root, namespace_of(engine)).path
+    return profiles(engine.resources.root, namespace_of(engine)).path
 
 
 # -- through an engine -------------------------------------------------------------------------------
@@ -109,7 +106,7 @@ def test_all_of_a_profile_is_measured_and_the_store_gains_nothing(
     assert found.last(64, 64) > 0
     assert [done for _, done, _ in steps] == list(range(len(steps)))
     assert {total for _, _, total in steps} == {len(steps)}
-    assert Profile.of(json.loads(json.dumps(found.as_dict()))) == found
+    assert recall_profile(engine.resources.root, found.conditions) == found
     after = engine.stats()
     assert (after.entries, after.size_bytes) == (before.entries, before.size_bytes)
 
@@ -147,7 +144,7 @@ def test_a_profile_of_another_machine_is_not_used_and_stays(engine: BlendEngine)
     mine = engine.profile().profile
     theirs = replace(mine, conditions=replace(mine.conditions, device="NVIDIA H200", threads=64))
     kept(engine).unlink()
-    remember_profile(engine.resources.root, theirs)
+    profiles(engine.resources.root, namespace_of(engine)).keep(theirs)
     says = "device NVIDIA H200, threads 64"
     assert engine.resources.profile_of(namespace_of(engine)) == (None, says)
     report = engine.profile()

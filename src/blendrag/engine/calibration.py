@@ -27,7 +27,6 @@ from blendrag.errors import (
 )
 from blendrag.fusor.loader import SpanCorruptError
 from blendrag.fusor.selection import Schedule, SelectionPolicy, make_policy
-from blendrag.fusor.selection.schedule import CALIBRATED
 from blendrag.planning.calibrate import (
     ANSWER_TOKENS,
     MeanDeviation,
@@ -45,8 +44,9 @@ from blendrag.planning.calibration import (
     GIVEN,
     PSEUDO,
     Calibration,
-    remember_calibration,
-    resolve_schedule,
+    calibrations,
+    calibrations_of,
+    nearest,
 )
 from blendrag.planning.controller import Controller
 from blendrag.store.durable import named_errors
@@ -181,7 +181,7 @@ def calibrate(
         questions=GIVEN if options.questions else PSEUDO,
     )
     with named_errors(f"writing the schedule below {resources.root}"):
-        remember_calibration(resources.root, controller.namespace, calibration)
+        calibrations(resources.root, controller.namespace).keep(calibration)
     gains = deviations.gains(best.schedule)
     error = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else None
     return CalibrationReport(
@@ -192,11 +192,10 @@ def calibrate(
 
 def _known(resources: Resources, namespace: str, options: CalibrationOptions) -> Schedule | None:
     """An earlier result to continue from."""
-    found = resolve_schedule(
-        resources.root, namespace, Schedule(CALIBRATED), options.policy, options.ratio
-    )
-    fits = len(found.weights) == len(resources.adapter.layout.layers) - 1
-    return Schedule("vector", found.weights) if found.name == CALIBRATED and fits else None
+    found = nearest(calibrations_of(resources.root, namespace, options.policy), options.ratio)
+    if found is None or len(found.weights) != len(resources.adapter.layout.layers) - 1:
+        return None
+    return Schedule("vector", found.weights)
 
 
 def _asked(resources: Resources, options: CalibrationOptions) -> list[SampledQuestion]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from blendrag.errors import CorruptKVError, IdentityChangedError, UnsupportedModelError
-from blendrag.fusor.gate import Verification, remember, remembered, verify
+from blendrag.fusor.gate import Verification, remembered, verdicts, verify
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.kv_compare import content, magnitude, misfit
 from blendrag.store import KVReader, KVStore
@@ -84,7 +84,7 @@ class KVValidity:
 
     def _remember(self, namespace: str, result: Verification) -> None:
         try:
-            remember(self._root, namespace, self._adapter.device, result)
+            verdicts(self._root, namespace).keep(result)
         except OSError as exc:  # the next process runs the gate again
             log.info("the gate's result cannot be kept in %s: %s", self._root, exc)
 

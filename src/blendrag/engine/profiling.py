@@ -18,8 +18,8 @@ from blendrag.planning.profile import (
     Profile,
     conditions_of,
     kept_differs,
+    profiles,
     recall_profile,
-    remember_profile,
 )
 
 
@@ -101,7 +101,7 @@ def _keep(resources: Resources, made: Profile) -> bool:
     if resources.store.read_only:
         return False
     try:
-        remember_profile(resources.root, made)
+        profiles(resources.root, made.conditions.namespace).keep(made)
     except OSError:
         return False
     return True

@@ -20,10 +20,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -35,8 +34,8 @@ from blendrag.fusor.request import BlendRequest
 from blendrag.fusor.selection import LayerView, Schedule, SelectionPolicy, make_policy
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.kv_compare import content
-from blendrag.store import records
 from blendrag.store.kv import ChunkKV
+from blendrag.store.records import Records
 
 Verdict = Literal["blendable", "refused"]
 
@@ -72,6 +71,8 @@ class Verification:
     """Whether the first :data:`GREEDY_TOKENS` greedy tokens over the blended cache equal stock (d)."""
     prompt_tokens: int = 0
     fast_attention: bool = False
+    environment: str = ""
+    """Libraries and device that the verdict holds for."""
 
     @property
     def blendable(self) -> bool:
@@ -96,7 +97,8 @@ def verify(
         with adapter.lock, adapter.uncompiled():
             return _measure(adapter, layers, announce)
     except UnsupportedModelError as refused:
-        return Verification("refused", str(refused), layers)
+        here = environment(adapter.device)
+        return Verification("refused", str(refused), layers, environment=here)
 
 
 def _measure(
@@ -138,6 +140,7 @@ def _measure(
         subset_logit_diff=subset,
         perturbed_logit_diff=perturbed,
         greedy_equal=greedy,
+        environment=environment(adapter.device),
         prompt_tokens=n,
         fast_attention=fusor.fast_attention,
     )
@@ -297,22 +300,13 @@ def environment(device: torch.device) -> str:
     return f"torch {torch.__version__}, transformers {transformers.__version__}, {device.type}"
 
 
+def verdicts(root: Path, namespace: str) -> Records[Verification]:
+    """Verifications of ``namespace`` kept in the store at ``root``."""
+    return Records(root, namespace, "verdicts", Verification, ("environment",))
+
+
 def remembered(root: Path, namespace: str, device: torch.device) -> Verification | None:
-    """The verification of ``namespace`` kept in the store at ``root`` for this environment."""
-    for entry in records.verdicts(root, namespace).entries():
-        with suppress(*records.DAMAGE):
-            fields = dict(entry)
-            if fields.pop("environment") == environment(device):
-                kept = Verification(**{**fields, "layers": tuple(fields["layers"])})
-                if kept.verdict in get_args(Verdict) and isinstance(kept.reason, str):
-                    return kept
-    return None
-
-
-def remember(root: Path, namespace: str, device: torch.device, result: Verification) -> None:
-    """Keep ``result`` in place of an earlier one of this environment. Raises :class:`OSError`."""
+    """The verification kept for this environment."""
     here = environment(device)
-    records.verdicts(root, namespace).keep(
-        {**result.as_dict(), "environment": here},
-        lambda entry: isinstance(entry, dict) and entry.get("environment") == here,
-    )
+    kept = verdicts(root, namespace).entries()
+    return next((each for each in kept if each.environment == here), None)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from blendrag.config import UNCALIBRATED_SCHEDULE
+from pydantic import Field
+
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.fusor.selection.schedule import CALIBRATED
-from blendrag.store import records
+from blendrag.store.records import Records
 
 GIVEN = "questions given"
 PSEUDO = "first sentences of chunks, in place of questions"
@@ -23,7 +23,7 @@ class Calibration:
     """A schedule found for one policy at one ratio. Deviations are KL in nats per token."""
 
     policy: str
-    ratio: float
+    ratio: Annotated[float, Field(gt=0, lt=1)]
     weights: tuple[float, ...]
     """Shares of layers 1…L-1 at that ratio; none for a model of one layer."""
     deviation: float
@@ -35,6 +35,10 @@ class Calibration:
     seed: int
     questions: str
     """:data:`GIVEN` or :data:`PSEUDO`."""
+
+    def __post_init__(self) -> None:
+        if self.weights:
+            Schedule.parse(self.weights)  # raises for weights that no request could use
 
     @property
     def schedule(self) -> Schedule:
@@ -57,54 +61,10 @@ class Calibration:
         return asdict(self)
 
 
-def recall_calibrations(root: Path, namespace: str) -> tuple[Calibration, ...]:
-    """Everything found for ``namespace``; damaged entries are left out."""
-    found = []
-    for entry in records.calibrations(root, namespace).entries():
-        with suppress(*records.DAMAGE):
-            found.append(_read(entry))
-    return tuple(found)
-
-
-def _read(entry: dict[str, Any]) -> Calibration:
-    """Raises one of :data:`records.DAMAGE` for what no request could use."""
-    made = Calibration(**{**entry, "weights": tuple(entry["weights"])})
-    if made.weights:
-        Schedule.parse(made.weights)
-    numbers = (made.deviation, made.family_deviation, made.reuse_deviation, made.prompts, made.seed)
-    texts = (made.policy, made.family, made.questions)
-    is_typed = all(isinstance(each, int | float) for each in numbers)
-    if not is_typed or not all(isinstance(each, str) for each in texts) or not 0 < made.ratio < 1:
-        raise ValueError(f"calibration {entry}")
-    return made
-
-
-def remember_calibration(root: Path, namespace: str, found: Calibration) -> None:
-    """Keep ``found`` in place of an earlier one of the same policy, ratio and kind of questions.
-
-    Raises :class:`OSError`.
-    """
-    same = {name: getattr(found, name) for name in ("policy", "ratio", "questions")}
-
-    def replaces(entry: Any) -> bool:
-        return isinstance(entry, dict) and all(entry.get(k) == v for k, v in same.items())
-
-    records.calibrations(root, namespace).keep(found.as_dict(), replaces)
-
-
-def resolve_schedule(
-    root: Path,
-    namespace: str,
-    schedule: Schedule,
-    policy: str,
-    ratio: float,
-    of_questions: bool = False,
-) -> Schedule:
-    """``schedule``, or for ``calibrated`` the vector found for this policy at the nearest ratio, if any."""
-    if not schedule.is_open:
-        return schedule
-    found = nearest(calibrations_of(root, namespace, policy, of_questions), ratio)
-    return Schedule.parse(UNCALIBRATED_SCHEDULE) if found is None else found.schedule
+def calibrations(root: Path, namespace: str) -> Records[Calibration]:
+    """Everything found for ``namespace``; a policy and ratio have one for each kind of questions."""
+    same = ("policy", "ratio", "questions")
+    return Records(root, f"{namespace}.schedules", "calibrations", Calibration, same)
 
 
 def calibrations_of(
@@ -114,7 +74,7 @@ def calibrations_of(
     policy = str(make_policy(policy))
     return tuple(
         each
-        for each in recall_calibrations(root, namespace)
+        for each in calibrations(root, namespace).entries()
         if each.policy == policy and (each.is_of_questions or not of_questions)
     )
 

@@ -186,12 +186,6 @@ class Measure:
                 stored_layer_bytes(self._layout, i, self._chunk_tokens) for i in range(self._layers)
             ),
             took_s=time.monotonic() - began,
-            measured={
-                "prefill": [list(point) for point in found.prefills()],
-                "layer": [list(point) for point in found.layers()],
-                "last": [list(point) for point in found.lasts()],
-                "scout": [list(point) for point in found.scouts()],
-            },
         )
 
     def directories(self, directories: Sequence[Path]) -> list[Tier]:

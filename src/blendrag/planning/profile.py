@@ -9,23 +9,25 @@ from __future__ import annotations
 import os
 import platform
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 import transformers
+from pydantic import Field
 
-from blendrag.errors import InvalidInputError
 from blendrag.model.adapter import ModelAdapter
-from blendrag.store import records
+from blendrag.store.records import Records
 
-#: Form of the figures; entries of other forms are kept but not read.
-VERSION = 4
+Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
 MEMORY = "memory"
 DISK = "disk"
 #: The disk tier for a file that is not in the page cache.
@@ -43,24 +45,20 @@ class Curve:
     ``context``, the mean number of keys a row sees. ``placed``: loaded tokens moved to their positions.
     """
 
-    rows: tuple[float, ...]
+    rows: tuple[Finite, ...]
     """Ascending, not empty."""
-    seconds: tuple[float, ...]
+    seconds: tuple[Finite, ...]
     """As many, never falling."""
-    row_s: float
+    row_s: Finite
     """Of each row beyond the last measured."""
-    pair_s: float = 0.0
-    placed_s: float = 0.0
+    pair_s: Finite = 0.0
+    placed_s: Finite = 0.0
 
     def __post_init__(self) -> None:
-        numbers = (*self.rows, *self.seconds, self.row_s, self.pair_s, self.placed_s)
-        _require(
-            len(self.rows) == len(self.seconds) > 0
-            and all(0 <= x < float("inf") for x in numbers)
-            and all(a < b for a, b in pairwise(self.rows))
-            and all(a <= b for a, b in pairwise(self.seconds)),
-            "a curve that is empty, falls or is not finite",
-        )
+        rising = all(a < b for a, b in pairwise(self.rows))
+        falling = any(a > b for a, b in pairwise(self.seconds))
+        if not 0 < len(self.rows) == len(self.seconds) or not rising or falling:
+            raise ValueError(f"no curve: {self.seconds} seconds over {self.rows} rows")
 
     def base(self, rows: float) -> float:
         """Everything but attention and moving keys."""
@@ -83,20 +81,12 @@ class Tier:
     """Where KV is read from, through the store's verified read."""
 
     name: str
-    bytes_per_s: float
+    bytes_per_s: Positive
     """Of bytes as stored."""
-    read_s: float = 0.0
+    read_s: Finite = 0.0
     """Latency of each read: one layer of one chunk."""
-    busy: float = 0.0
-    """Share of the reading time for which a core works (copying, checksums, decoding), in [0, 1]."""
-
-    def __post_init__(self) -> None:
-        _require(
-            0 < self.bytes_per_s < float("inf")
-            and 0 <= self.read_s < float("inf")
-            and 0 <= self.busy <= 1,
-            f"tier {self.name} with impossible times",
-        )
+    busy: Share = 0.0
+    """Share of the reading time for which a core works (copying, checksums, decoding)."""
 
     def seconds(self, size_bytes: float, reads: int = 1) -> float:
         """T_load of ``size_bytes`` in ``reads`` reads."""
@@ -140,31 +130,21 @@ class Profile:
     """The last layer, which computes K and V of all rows and the rest of one."""
     scout: Curve
     """One layer of the scout pass."""
-    peek_s: float
+    peek_s: Finite
     """Per row: K and V of layer 1 and their deviation, for a policy that needs deviations."""
-    fixed_s: float
+    fixed_s: Finite
     """Outside of the layers: embedding, logits, ``generate`` itself."""
-    tiers: tuple[Tier, ...]
-    device_bytes_per_s: float | None
+    tiers: Annotated[tuple[Tier, ...], Field(min_length=1)]
+    device_bytes_per_s: Positive | None
     """Host to device; ``None`` if the model computes on the host."""
     is_shared: bool
     """Whether reading takes cores from computing."""
-    chunk_tokens: int
-    layer_bytes: tuple[int, ...]
+    chunk_tokens: Annotated[int, Field(ge=1)]
+    layer_bytes: Annotated[tuple[Annotated[int, Field(gt=0)], ...], Field(min_length=1)]
     """Per layer, of one stored chunk of ``chunk_tokens``."""
-    took_s: float
-    measured: Mapping[str, Any]
-    """The points that the curves were fitted to."""
-
-    def __post_init__(self) -> None:
-        _require(
-            bool(self.tiers and self.layer_bytes)
-            and min(self.layer_bytes) > 0
-            and self.chunk_tokens >= 1
-            and all(0 <= x < float("inf") for x in (self.peek_s, self.fixed_s, self.took_s))
-            and (self.device_bytes_per_s is None or self.device_bytes_per_s > 0),
-            "impossible figures",
-        )
+    took_s: Finite
+    version: Literal[4] = 4
+    """Of the form of these figures."""
 
     @property
     def layers(self) -> int:
@@ -180,65 +160,32 @@ class Profile:
         return found.get(name) or (found.get(DISK) if name == COLD else None)
 
     def as_dict(self) -> dict[str, Any]:
-        return {"version": VERSION, **asdict(self)}
-
-    @classmethod
-    def of(cls, entry: Mapping[str, Any]) -> Profile:
-        """From :meth:`as_dict`. Raises one of :data:`records.DAMAGE` for anything else."""
-        if entry["version"] != VERSION:
-            raise ValueError(f"version {entry['version']}")
-        rest = {k: v for k, v in entry.items() if k != "version"}
-        rest |= {name: _curve(entry[name]) for name in ("prefill", "layer", "last", "scout")}
-        rest["conditions"] = Conditions(**entry["conditions"])
-        rest["tiers"] = tuple(Tier(**tier) for tier in entry["tiers"])
-        rest["layer_bytes"] = tuple(int(size) for size in entry["layer_bytes"])
-        return cls(**rest)
-
-
-def _curve(entry: Mapping[str, Any]) -> Curve:
-    rows, seconds = (tuple(float(x) for x in entry[name]) for name in ("rows", "seconds"))
-    return Curve(**{**entry, "rows": rows, "seconds": seconds})
-
-
-def _require(fine: bool, what: str) -> None:
-    if not fine:
-        raise InvalidInputError(f"a machine profile of {what}; run blendrag profile --again")
+        return asdict(self)
 
 
 # -- the record in the store --------------------------------------------------------------------------
 
 
+def profiles(root: Path, namespace: str) -> Records[Profile]:
+    """Profiles kept in the store at ``root``, one for each machine, device and set of versions."""
+    name = f"{namespace}.profiles"
+    return Records(root, name, "profiles", Profile, ("version", "conditions"))
+
+
 def recall_profile(root: Path, wanted: Conditions) -> Profile | None:
     """The profile measured under exactly these conditions."""
-    return next((p for p in _readable(root, wanted.namespace) if p.conditions == wanted), None)
-
-
-def remember_profile(root: Path, profile: Profile) -> None:
-    """Keep ``profile`` in place of an earlier one of the same conditions. Raises :class:`OSError`."""
-    conditions = asdict(profile.conditions)
-
-    def replaces(entry: Any) -> bool:
-        is_own = isinstance(entry, dict) and entry.get("version") == VERSION
-        return is_own and entry.get("conditions") == conditions
-
-    records.profiles(root, profile.conditions.namespace).keep(profile.as_dict(), replaces)
+    kept = profiles(root, wanted.namespace).entries()
+    return next((profile for profile in kept if profile.conditions == wanted), None)
 
 
 def kept_differs(root: Path, wanted: Conditions) -> str:
     """How the kept profile that comes closest differs from ``wanted``; empty if none is kept."""
-    others = [wanted.differences(p.conditions) for p in _readable(root, wanted.namespace)]
+    kept = profiles(root, wanted.namespace)
+    others = [wanted.differences(profile.conditions) for profile in kept.entries()]
     if others:
         least = min(others, key=len)
         return ", ".join(least)
-    return UNREADABLE if records.profiles(root, wanted.namespace).entries() else ""
-
-
-def _readable(root: Path, namespace: str) -> list[Profile]:
-    found = []
-    for entry in records.profiles(root, namespace).entries():
-        with suppress(*records.DAMAGE):
-            found.append(Profile.of(entry))
-    return [profile for profile in found if profile.conditions.namespace == namespace]
+    return UNREADABLE if kept.unchecked() else ""
 
 
 class ProfileCache:
@@ -251,8 +198,7 @@ class ProfileCache:
 
     def __call__(self, namespace: str) -> tuple[Profile | None, str]:
         """The profile for now, or ``None`` and how the one that is kept differs."""
-        kept = records.profiles(self._root, namespace)
-        stamp = (namespace, torch.get_num_threads(), kept.stamp)
+        stamp = (namespace, torch.get_num_threads(), profiles(self._root, namespace).stamp)
         if self._known[0] != stamp:
             wanted = self._conditions(namespace)
             found = recall_profile(self._root, wanted)

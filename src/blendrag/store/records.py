@@ -1,48 +1,69 @@
 """Small JSON records that a store keeps of this machine: gate verdicts, machine profiles, calibrations.
 
-One file per namespace and kind in the store's folder ``verified``. Its entries belong to machines and
-versions of blendrag that may differ: each reads the entries it understands and keeps the others.
+One file per namespace and kind in the store's folder ``verified``. Its entries may come from several machines
+and versions of blendrag: each reads the entries that are valid for it and keeps the others.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from blendrag.store import regular_files
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 log = logging.getLogger(__name__)
 
+T = TypeVar("T", bound="DataclassInstance")
 #: Largest file that is read.
 MAX_BYTES = 16 * regular_files.MIB
 #: Entries kept per file; the oldest goes first.
 MAX_ENTRIES = 64
-#: What reading an entry of unknown content may raise.
-DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
-class Records:
-    """The entries of one file, a JSON object with one list."""
+class Records(Generic[T]):
+    """The entries of one file; ``kind`` is a dataclass whose annotations say which entries are valid."""
 
-    path: Path
+    root: Path
+    name: str
+    """Of the file: the namespace, and what is recorded."""
     key: str
-    """Name of the list."""
+    """Of the list of entries in the file."""
+    kind: type[T]
+    same: tuple[str, ...]
+    """Fields by which an entry replaces an earlier one."""
 
-    def entries(self) -> list[Any]:
-        """All entries, oldest first. A damaged file is renamed and has none."""
+    @property
+    def path(self) -> Path:
+        return Path(self.root) / "verified" / f"{self.name}.json"
+
+    def entries(self) -> list[T]:
+        """All valid entries, oldest first."""
+        adapter: TypeAdapter[T] = TypeAdapter(self.kind)
+        valid = []
+        for entry in self.unchecked():
+            with suppress(ValidationError):
+                valid.append(adapter.validate_python(entry))
+        return valid
+
+    def unchecked(self) -> list[Any]:
+        """All entries as they are. A damaged file is renamed and has none."""
         try:
             data = regular_files.read_bytes(self.path, MAX_BYTES)
         except OSError:
             return []
-        with suppress(*DAMAGE):
+        with suppress(ValueError, AttributeError, RecursionError):
             found = json.loads(data)
-            entries = found.get(self.key, [found])  # a gate verdict used to be a file of its own
+            entries = found.get(self.key, [found])  # verdicts used to be files of their own
             if isinstance(entries, list):
                 return entries
         aside = self.path.with_suffix(".damaged")
@@ -51,12 +72,16 @@ class Records:
             self.path.rename(aside)
         return []
 
-    def keep(self, entry: dict[str, Any], replaces: Callable[[Any], bool]) -> None:
-        """Append ``entry`` and drop those that it ``replaces``. Atomic. Raises :class:`OSError`."""
-        others = [other for other in self.entries() if not replaces(other)]
+    def keep(self, entry: T) -> None:
+        """Append ``entry`` in place of an earlier one. Atomic. Raises :class:`OSError`."""
+        new = json.loads(json.dumps(asdict(entry)))
+        others = [old for old in self.unchecked() if not self._is_same(old, new)]
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        kept = [*others, entry][-MAX_ENTRIES:]
-        regular_files.replace(self.path, json.dumps({self.key: kept}).encode())
+        kept = {self.key: [*others, new][-MAX_ENTRIES:]}
+        regular_files.replace(self.path, json.dumps(kept).encode())
+
+    def _is_same(self, old: Any, new: dict[str, Any]) -> bool:
+        return isinstance(old, dict) and all(old.get(name) == new[name] for name in self.same)
 
     @property
     def stamp(self) -> tuple[int, int] | None:
@@ -66,18 +91,3 @@ class Records:
         except OSError:
             return None
         return status.st_mtime_ns, status.st_ino
-
-
-def verdicts(root: Path, namespace: str) -> Records:
-    """What the gate found about a model."""
-    return Records(Path(root) / "verified" / f"{namespace}.json", "verdicts")
-
-
-def profiles(root: Path, namespace: str) -> Records:
-    """What loading and computing take on a machine."""
-    return Records(Path(root) / "verified" / f"{namespace}.profiles.json", "profiles")
-
-
-def calibrations(root: Path, namespace: str) -> Records:
-    """Schedules found for a model."""
-    return Records(Path(root) / "verified" / f"{namespace}.schedules.json", "calibrations")

@@ -80,5 +80,5 @@ def invented_profile(bench: PromptBench, tick: object = None, row_s: float = 1e-
         tiers=(Tier("disk", 1e12, busy=1.0), Tier("memory", 1e12)),
         device_bytes_per_s=None, is_shared=False, chunk_tokens=32,
         layer_bytes=tuple(adapter.layout.layer_bytes(i, 32) for i in range(LAYERS)),
-        took_s=1.0, measured={},
+        took_s=1.0,
     )  # fmt: skip

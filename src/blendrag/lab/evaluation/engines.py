@@ -20,7 +20,7 @@ from blendrag.config import KVEncoding
 from blendrag.corpus.embedder import Embedder
 from blendrag.engine import BlendEngine
 from blendrag.errors import InvalidInputError
-from blendrag.fusor.gate import remember, verify
+from blendrag.fusor.gate import verdicts, verify
 from blendrag.lab.evaluation.ways import PREFIX, Way
 from blendrag.model.adapter import ModelAdapter
 from blendrag.store.identity import chunk_key
@@ -143,5 +143,5 @@ def open_engines(
             engines[stored] = stack.enter_context(engine)
             _ = engine.resources.store  # makes its directory
             # The gate verifies the model, so once is enough.
-            remember(root / str(number), adapter.identity.namespace, adapter.device, verification)
+            verdicts(root / str(number), adapter.identity.namespace).keep(verification)
         yield Engines(engines)

@@ -10,7 +10,7 @@ from blendrag.config import Mode
 from blendrag.engine import Options
 from blendrag.errors import InvalidInputError
 from blendrag.fusor.selection import POLICIES, Schedule, make_policy
-from blendrag.planning.calibration import resolve_schedule
+from blendrag.planning.calibration import calibrations_of, nearest
 
 FULL, NONE, PREFIX, REUSE = "full", "none", "prefix", "reuse"
 MAP_REDUCE, MAP_RERANK = CHAINS = ("map-reduce", "map-rerank")
@@ -123,11 +123,10 @@ def look_up(ways: Sequence[Way], root: Path, namespace: str) -> tuple[Way, ...]:
 
 
 def _meaning(way: Way, root: Path, namespace: str) -> str:
-    asked = Schedule.parse(way.schedule)
-    found = resolve_schedule(root, namespace, asked, way.policy, way.ratio or 0.0)
-    if found.name != asked.name:
+    found = nearest(calibrations_of(root, namespace, way.policy), way.ratio or 0.0)
+    if found is None:
         raise InvalidInputError(
             f"no schedule of policy {way.policy} is calibrated for this model in store {root}; find one "
             f"with blendrag calibrate --policy '{way.policy}' --store {root}, or name other --schedules"
         )
-    return str(found)
+    return str(found.schedule)
