@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 
 import tiny
 from blendrag.errors import InvalidInputError
-from blendrag.fusor.selection import Schedule, make_policy
+from blendrag.fusor.selection import Schedule
 
-ratios = st.floats(0.0, 1.0)
 named = st.one_of(
-    st.just("constant"),
-    st.just("linear"),
+    st.sampled_from(["constant", "linear"]),
     st.floats(0.05, 1.0).map(lambda g: f"geometric:{g}"),
     st.integers(1, 50).map(lambda m: f"first:{m}"),
 )
@@ -33,10 +31,10 @@ def schedules(draw: st.DrawFn) -> tuple[Schedule, int]:
     return Schedule.parse(sorted(weights, reverse=True)), layers
 
 
-@settings(max_examples=300, deadline=None)
-@given(schedules(), ratios)
-def test_shares_have_mean_r_lie_in_zero_to_one_and_never_increase(
-    drawn: tuple[Schedule, int], ratio: float
+@settings(max_examples=200, deadline=None)
+@given(schedules(), st.floats(0.0, 1.0), st.integers(0, 4000))
+def test_shares_have_mean_r_counts_sum_to_it_and_neither_increases(
+    drawn: tuple[Schedule, int], ratio: float, candidates: int
 ) -> None:
     schedule, layers = drawn
     shares = schedule.shares(ratio, layers)
@@ -44,14 +42,6 @@ def test_shares_have_mean_r_lie_in_zero_to_one_and_never_increase(
     assert math.isclose(sum(shares) / len(shares), ratio, abs_tol=1e-9)
     assert all(0.0 <= share <= 1.0 for share in shares)
     assert all(b <= a + 1e-12 for a, b in pairwise(shares))
-
-
-@settings(max_examples=300, deadline=None)
-@given(schedules(), ratios, st.integers(0, 4000))
-def test_counts_sum_to_r_and_never_increase(
-    drawn: tuple[Schedule, int], ratio: float, candidates: int
-) -> None:
-    schedule, layers = drawn
     counts = schedule.counts(ratio, layers, candidates)
     total = ratio * candidates * (layers - 1)
     assert abs(sum(counts) - total) <= 0.5 + 1e-6 * max(total, 1.0)
@@ -59,36 +49,38 @@ def test_counts_sum_to_r_and_never_increase(
     assert counts == sorted(counts, reverse=True)
 
 
-def test_the_cap_gives_what_it_takes_to_the_later_layers() -> None:
+def test_what_the_cap_takes_goes_to_later_layers() -> None:
     shares = Schedule.parse("geometric:0.2").shares(0.5, 5)
     assert shares[0] == 1.0
     assert sum(shares) == pytest.approx(2.0)
-    assert shares[1] / shares[2] == pytest.approx(5.0) or shares[1] == 1.0
     uncapped = [0.5 * 4 * 0.2**i / sum(0.2**j for j in range(4)) for i in range(4)]
-    assert uncapped[0] > 1.0  # the cap had something to take
+    assert uncapped[0] > 1.0
     assert all(a > b for a, b in zip(shares[1:], uncapped[1:], strict=True))
-
-
-def test_shapes_are_what_their_names_say() -> None:
-    assert Schedule.parse("constant").shares(0.3, 5) == pytest.approx([0.3] * 4)
-    linear = Schedule.parse("linear").shares(0.2, 4)
-    assert linear == pytest.approx([0.3, 0.2, 0.1])
-    geometric = Schedule.parse("geometric:0.5").shares(0.1, 4)
-    assert [b / a for a, b in pairwise(geometric)] == pytest.approx([0.5] * 2)
-    assert Schedule.parse("first:2").shares(0.2, 5) == pytest.approx([0.4, 0.4, 0.0, 0.0])
-    vector = Schedule.parse("4,2,2").shares(0.2, 4)
-    assert vector == pytest.approx([0.3, 0.15, 0.15])
-
-
-def test_more_than_the_first_layers_hold_goes_to_the_later_ones() -> None:
     assert Schedule.parse("first:1").shares(0.4, 5) == pytest.approx([1.0, 0.2, 0.2, 0.2])
-    assert Schedule.parse("first:9").shares(0.4, 5) == pytest.approx([0.4] * 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "ratio", "shares"),
+    [
+        ("constant", 0.3, [0.3] * 4),
+        ("linear", 0.2, [0.3, 0.2, 0.1]),
+        ("geometric:0.5", 0.07, [0.12, 0.06, 0.03]),
+        ("first:2", 0.2, [0.4, 0.4, 0.0, 0.0]),
+        ("first:9", 0.4, [0.4] * 4),
+        ("4,2,2", 0.2, [0.3, 0.15, 0.15]),
+        ("calibrated:4,2,2", 0.2, [0.3, 0.15, 0.15]),
+        ([0.1 + 0.2, 0.3, 0.1 + 0.2], 0.2, [0.2] * 3),  # a rise of rounding
+        ("constant", 0.5, []),
+    ],
+)
+def test_shapes_are_what_their_names_say(text: Any, ratio: float, shares: list[float]) -> None:
+    got = Schedule.parse(text).shares(ratio, len(shares) + 1)
+    assert got == pytest.approx(shares)
+    assert got == sorted(got, reverse=True)
 
 
 def test_calibrated_is_open_until_it_carries_weights() -> None:
-    found = Schedule.parse("calibrated:3,2,1")
-    assert found.shares(0.2, 4) == Schedule.parse("3,2,1").shares(0.2, 4)
-    assert not found.is_open
+    assert not Schedule.parse("calibrated:3,2,1").is_open
     assert Schedule.parse("calibrated").is_open
     with pytest.raises(InvalidInputError, match="look them up"):
         Schedule.parse("calibrated").shares(0.2, 4)
@@ -101,16 +93,6 @@ def test_a_vector_that_rises_is_refused_because_sets_are_nested(weights: Any) ->
     assert tiny.one_sentence(str(raised.value))
 
 
-def test_a_rise_of_rounding_alone_is_none() -> None:
-    shares = Schedule.parse([0.1 + 0.2, 0.3, 0.1 + 0.2]).shares(0.2, 4)
-    assert shares == pytest.approx([0.2] * 3)
-    assert shares == sorted(shares, reverse=True)
-
-
-def test_one_layer_has_nothing_to_spread() -> None:
-    assert Schedule.parse("constant").shares(0.5, 1) == []
-
-
 @pytest.mark.parametrize(
     "text",
     ["constant", "linear", "geometric:0.6", "first:3", "3,2,1", "calibrated", "calibrated:3,2,1"],
@@ -118,31 +100,22 @@ def test_one_layer_has_nothing_to_spread() -> None:
 def test_a_schedule_prints_as_it_is_read(text: str) -> None:
     assert str(Schedule.parse(text)) == text
     assert Schedule.parse(str(Schedule.parse(text))) == Schedule.parse(text)
+    assert Schedule.parse("geometric:") == Schedule.parse("geometric")
+    assert Schedule.parse("calibrated:") == Schedule.parse("calibrated")
 
 
 @pytest.mark.parametrize(
     "text",
     [
         "", "cubic", "constant:2", "linear:1", "geometric:0", "geometric:1.5", "geometric:-1",
-        "geometric:x", "geometric:nan", "geometric:", "1,2,x", "0,0,0", "1,-1,2", ",", "1,,2", "0.5",
-        "nan,1,1", "inf,1,1", "first", "first:", "first:0", "first:-1", "first:1.5", "calibrated:",
-        "calibrated:x", "calibrated:0,0",
+        "geometric:x", "geometric:nan", "1,2,x", "0,0,0", "1,-1,2", ",", "1,,2", "0.5",
+        "nan,1,1", "inf,1,1", "first", "first:", "first:0", "first:-1", "first:1.5",
+        "calibrated:x", "calibrated:0,0", [], [0.0, 0.0], [-1.0, 2.0], [float("nan"), 1.0],
     ],
 )  # fmt: skip
-def test_a_bad_schedule_is_one_sentence(text: str) -> None:
-    if text in ("geometric:", "calibrated:"):  # nothing behind the colon is said to be different
-        assert Schedule.parse(text) == Schedule.parse(text[:-1])
-        return
-    with pytest.raises(InvalidInputError) as raised:
+def test_a_bad_schedule_is_one_sentence(text: Any) -> None:
+    with pytest.raises(InvalidInputError, match="schedule") as raised:
         Schedule.parse(text)
-    assert tiny.one_sentence(str(raised.value))
-    assert "schedule" in str(raised.value)
-
-
-@pytest.mark.parametrize("weights", [[], [0.0, 0.0], [-1.0, 2.0], [float("nan"), 1.0]])
-def test_a_bad_sequence_of_weights_is_one_sentence(weights: list[float]) -> None:
-    with pytest.raises(InvalidInputError) as raised:
-        Schedule.parse(weights)
     assert tiny.one_sentence(str(raised.value))
 
 
@@ -155,20 +128,3 @@ def test_a_ratio_outside_zero_to_one_is_refused(ratio: float) -> None:
 def test_a_vector_of_another_length_says_how_many_are_needed() -> None:
     with pytest.raises(InvalidInputError, match=r"has 2 entries, this model needs 3"):
         Schedule.parse("2,1").shares(0.2, 4)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "best", "hkvd(3)", "boundary(-1)", "boundary(x)", "HKVD", "reuse()"]
-)
-def test_a_bad_policy_is_one_sentence(text: str) -> None:
-    with pytest.raises(InvalidInputError) as raised:
-        make_policy(text)
-    assert tiny.one_sentence(str(raised.value))
-
-
-def test_policies_are_made_by_name() -> None:
-    for name in ("full", "reuse", "hkvd", "boundary"):
-        assert make_policy(name).name == name
-    assert make_policy(" boundary(7) ").k == 7  # type: ignore[attr-defined]
-    policy = make_policy("hkvd")
-    assert make_policy(policy) is policy
