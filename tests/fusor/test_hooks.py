@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,89 +18,63 @@ from blendrag.errors import CorruptKVError, RequestCancelled
 from blendrag.fusor import Fusor
 from blendrag.fusor.loader import LoadedSpan, SpanCorruptError
 from blendrag.model import ModelAdapter
+from fusor.two_chunks import IDS, N, assert_untouched, exact_spans
 
 pytestmark = pytest.mark.alone
 
-IDS = tiny.random_ids(80)
+
+@contextmanager
+def unchanged(adapter: ModelAdapter, engine: BlendEngine | None = None) -> Iterator[None]:
+    """Logits are the same afterwards; no hook, thread or lock is left."""
+    expected = tiny.stock(adapter.model, IDS)
+    yield
+    if engine is not None:
+        engine.drain()
+    assert_untouched(adapter)
+    assert not [t for t in threading.enumerate() if t.name == "blendrag-loader"]
+    assert torch.equal(tiny.stock(adapter.model, IDS), expected)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(adapter.lock.acquire, timeout=4).result()
+        pool.submit(adapter.lock.release).result()
 
 
-def hooks(adapter: ModelAdapter) -> int:
-    """Hooks of any kind on any module of the model."""
-    return sum(
-        len(module._forward_pre_hooks) + len(module._forward_hooks) + len(module._backward_hooks)
-        for module in adapter.model.modules()
-    )
+@contextmanager
+def exploding(module: torch.nn.Module) -> Iterator[None]:
+    """Forwards of ``module`` raise."""
 
+    def explode(*args: Any) -> None:
+        raise ZeroDivisionError("in a layer")
 
-def loader_threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name == "blendrag-loader"]
-
-
-class State:
-    """What must be the same before and after."""
-
-    def __init__(self, adapter: ModelAdapter) -> None:
-        self.adapter = adapter
-        self.logits = tiny.stock(adapter.model, IDS)
-        self.implementation = adapter.model.config._attn_implementation
-        assert hooks(adapter) == 0
-
-    def check(self) -> None:
-        assert hooks(self.adapter) == 0
-        assert self.adapter.model.config._attn_implementation == self.implementation
-        assert loader_threads() == []
-        assert torch.equal(tiny.stock(self.adapter.model, IDS), self.logits)
-        taken = threading.Thread(target=self._take_lock)
-        taken.start()
-        taken.join(5)
-        assert self.free
-
-    def _take_lock(self) -> None:
-        self.free = self.adapter.lock.acquire(timeout=4)
-        if self.free:
-            self.adapter.lock.release()
-
-
-@pytest.fixture
-def state(adapter: ModelAdapter) -> State:
-    return State(adapter)
-
-
-def spans(adapter: ModelAdapter) -> list[LoadedSpan]:
-    return [tiny.span(adapter, IDS, 5, 60, stored_at=1)]
+    handle = module.register_forward_hook(explode)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("policy", ["hkvd", "reuse", "full", "boundary(4)"])
+@pytest.mark.parametrize("policy", ["hkvd", "reuse", "full", "query"])
 def test_the_model_is_untouched_after_a_fusion(
-    adapter: ModelAdapter, state: State, policy: str, fast: bool
+    adapter: ModelAdapter, policy: str, fast: bool
 ) -> None:
-    tiny.fuse(Fusor(adapter, fast_attention=fast), IDS, spans(adapter), policy, 0.2)
-    state.check()
+    with unchanged(adapter):
+        tiny.fuse(Fusor(adapter, fast_attention=fast), IDS, exact_spans(adapter), policy, 0.2)
 
 
 @pytest.mark.parametrize("layer", [0, 1, 3])
 @pytest.mark.parametrize("part", ["mlp", "self_attn"])
 def test_the_model_is_untouched_after_an_exception_in_a_layer(
-    adapter: ModelAdapter, fusor: Fusor, state: State, layer: int, part: str
+    adapter: ModelAdapter, fusor: Fusor, layer: int, part: str
 ) -> None:
-    def explode(*args: Any) -> None:
-        raise ZeroDivisionError("in a layer")
-
-    module = getattr(adapter.stack.layers[layer], part)
-    prepared = spans(adapter)
-    handle = module.register_forward_hook(explode)
-    try:
-        with pytest.raises(ZeroDivisionError):
-            tiny.fuse(fusor, IDS, prepared, "hkvd", 0.2)
-    finally:
-        handle.remove()
-    state.check()
+    spans = exact_spans(adapter)
+    broken = exploding(getattr(adapter.stack.layers[layer], part))
+    with unchanged(adapter), broken, pytest.raises(ZeroDivisionError):
+        tiny.fuse(fusor, IDS, spans, "hkvd", 0.2)
 
 
 @pytest.mark.parametrize("corrupt", [1, 3])
 def test_the_model_is_untouched_after_corrupt_bytes(
-    adapter: ModelAdapter, fusor: Fusor, state: State, corrupt: int
+    adapter: ModelAdapter, fusor: Fusor, corrupt: int
 ) -> None:
     class Corrupt(tiny.Held):
         def read_layer(self, layer: int, out: torch.Tensor) -> None:
@@ -108,62 +82,69 @@ def test_the_model_is_untouched_after_corrupt_bytes(
                 raise CorruptKVError("flipped bit")
             super().read_layer(layer, out)
 
-    good = spans(adapter)[0]
-    bad = LoadedSpan(5, 60, Corrupt(good.reader.kv), 1, False)  # type: ignore[attr-defined]
-    with pytest.raises(SpanCorruptError):
+    good = exact_spans(adapter)[0]
+    bad = LoadedSpan(good.start, good.end, Corrupt(good.reader.kv), 1, False)  # type: ignore[attr-defined]
+    with unchanged(adapter), pytest.raises(SpanCorruptError):
         tiny.fuse(fusor, IDS, [bad], "hkvd", 0.2)
-    state.check()
 
 
 def test_a_context_left_without_a_forward_leaves_nothing(
-    adapter: ModelAdapter, fusor: Fusor, state: State
+    adapter: ModelAdapter, fusor: Fusor
 ) -> None:
-    from blendrag.fusor import BlendRequest
-    from blendrag.fusor.selection import Schedule, make_policy
-
-    request = BlendRequest(
-        80, tuple(spans(adapter)), make_policy("hkvd"), Schedule.parse("constant"), 0.2
-    )
-    cache = fusor.new_cache(80, 4)
+    request = tiny.request(IDS, exact_spans(adapter))
+    cache = fusor.new_cache(N, 4)
 
     def leave_early() -> None:
         with fusor.fuse(cache, request):
-            assert hooks(adapter) > 0
+            assert adapter.stack.layers[0]._forward_pre_hooks
             raise KeyError("left early")
 
-    with pytest.raises(KeyError, match="left early"):
+    with unchanged(adapter), pytest.raises(KeyError, match="left early"):
         leave_early()
-    state.check()
     assert cache.merge is None
 
 
 @torch.inference_mode()
-def test_hooks_serve_exactly_one_forward(adapter: ModelAdapter, fusor: Fusor, state: State) -> None:
-    from blendrag.fusor import BlendRequest
-    from blendrag.fusor.selection import Schedule, make_policy
+def test_hooks_serve_exactly_one_forward(adapter: ModelAdapter, fusor: Fusor) -> None:
+    request = tiny.request(IDS, exact_spans(adapter), "reuse")
+    cache = fusor.new_cache(N, 4)
+    token = torch.tensor([[7]])
+    with unchanged(adapter):
+        with fusor.fuse(cache, request):
+            adapter.model(input_ids=IDS, past_key_values=cache, use_cache=True)
+            assert_untouched(adapter)  # although the context lasts
+            step = adapter.model(input_ids=token, past_key_values=cache, use_cache=True)
+        expected = tiny.stock(adapter.model, torch.cat((IDS, token), 1))[0, -1]
+        assert tiny.difference(step.logits[0, -1], expected) < 1e-3
 
-    request = BlendRequest(
-        80, tuple(spans(adapter)), make_policy("reuse"), Schedule.parse("constant"), 0.2
-    )
-    cache = fusor.new_cache(80, 4)
-    with fusor.fuse(cache, request):
+
+def test_an_error_in_another_thread_than_the_fusion_was_begun_in_is_raised(
+    adapter: ModelAdapter, fusor: Fusor
+) -> None:
+    def check() -> None:
+        raise InterruptedError
+
+    @torch.inference_mode()
+    def forward() -> None:
         adapter.model(input_ids=IDS, past_key_values=cache, use_cache=True)
-        assert hooks(adapter) == 0  # gone although the context lasts
-        assert adapter.model.config._attn_implementation == state.implementation
-        step = adapter.model(
-            input_ids=torch.tensor([[7]]), past_key_values=cache, use_cache=True
-        ).logits[0, -1]
-    expected = tiny.stock(adapter.model, torch.cat((IDS, torch.tensor([[7]])), 1))[0, -1]
-    assert tiny.difference(step, expected) < 1e-3
-    state.check()
+
+    request = tiny.request(IDS, exact_spans(adapter), "query", 0.2)
+    cache = fusor.new_cache(N, 0)
+    with (
+        unchanged(adapter),
+        ThreadPoolExecutor(1) as pool,
+        pytest.raises(InterruptedError),
+        fusor.fuse(cache, request, check),
+    ):
+        pool.submit(forward).result()
 
 
-# -- abandoned streams --------------------------------------------------------------------------
+# -- through an engine --------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
-    root: Path = tmp_path_factory.mktemp("hooks") / "store"
+    root = tmp_path_factory.mktemp("hooks") / "store"
     with tiny.engine(tiny.llama(eos_token_id=599), root) as made:
         made.adapter.model.generation_config.eos_token_id = None
         made.ingest([tiny.document(1), tiny.document(2)])
@@ -174,34 +155,14 @@ def prompt_of(engine: BlendEngine) -> str:
     return "Answer from this.\n\n" + "\n\n".join(tiny.chunk_texts(engine, 1)) + "\n\nWhat?"
 
 
-def test_a_request_right_after_an_abandoned_stream_is_right(engine: BlendEngine) -> None:
-    state = State(engine.adapter)
+def test_a_request_after_an_abandoned_stream_is_right(engine: BlendEngine) -> None:
     prompt = prompt_of(engine)
     expected = engine.generate(prompt, Options(mode="blend")).text
-    for close in ("close", "delete", "break"):
+    with unchanged(engine.adapter, engine):
         pieces = engine.stream(prompt, Options(max_new_tokens=1500))
         next(pieces)
-        if close == "close":
-            pieces.close()
-        elif close == "break":
-            for _ in pieces:
-                break
-        del pieces
-        began = time.perf_counter()
+        pieces.close()
         assert engine.generate(prompt, Options(mode="blend")).text == expected
-        assert time.perf_counter() - began < 2.0  # 1500 tokens take longer than that
-    engine.drain()
-    state.check()
-
-
-def test_an_abandoned_stream_is_told_so(engine: BlendEngine) -> None:
-    pieces = engine.stream(prompt_of(engine), Options(max_new_tokens=1500))
-    next(pieces)
-    pieces.close()
-    with pytest.raises(RequestCancelled):
-        _ = pieces.answer
-    assert list(pieces) == []  # as any closed generator
-    engine.drain()
 
 
 @pytest.mark.parametrize("generate", [{}, {"num_beams": 2}])
@@ -210,54 +171,41 @@ def test_cancelling_during_prefill_stops_at_the_next_layer(
     engine: BlendEngine, mode: Mode, generate: dict[str, Any]
 ) -> None:
     engine.drain()
-    state = State(engine.adapter)
     entered, go_on = threading.Event(), threading.Event()
     ran: list[int] = []
 
-    def hold(module: Any, args: Any, layer: int) -> None:
+    def hold(layer: int) -> None:
         ran.append(layer)
         if layer == 1:
             entered.set()
             assert go_on.wait(10)
 
-    layers = engine.adapter.stack.layers
-    handles = [
-        layer.mlp.register_forward_pre_hook(lambda m, a, i=i: hold(m, a, i))
-        for i, layer in enumerate(layers)
-    ]
-    try:
-        pieces = engine.stream(prompt_of(engine), Options(mode=mode, generate=generate))
-        assert entered.wait(10)
-        pieces.close()
-        go_on.set()
-        with pytest.raises(RequestCancelled, match="abandoned"):
-            _ = pieces.answer
-    finally:
-        go_on.set()
-        for handle in handles:
-            handle.remove()
+    with unchanged(engine.adapter, engine):
+        handles = [
+            layer.mlp.register_forward_pre_hook(lambda m, a, i=i: hold(i))
+            for i, layer in enumerate(engine.adapter.stack.layers)
+        ]
+        try:
+            pieces = engine.stream(prompt_of(engine), Options(mode=mode, generate=generate))
+            assert entered.wait(10)
+            pieces.close()
+            go_on.set()
+            with pytest.raises(RequestCancelled, match="abandoned"):
+                _ = pieces.answer
+        finally:
+            go_on.set()
+            for handle in handles:
+                handle.remove()
     assert ran == [0, 1]  # layers 2 and 3 were never begun
-    engine.drain()
-    state.check()
 
 
 def test_an_error_inside_a_request_reaches_the_caller_and_the_next_one_works(
     engine: BlendEngine,
 ) -> None:
-    state = State(engine.adapter)
-
-    def explode(*args: Any) -> None:
-        raise ZeroDivisionError("in a layer")
-
-    handle = engine.adapter.stack.layers[2].mlp.register_forward_hook(explode)
-    try:
-        with pytest.raises(ZeroDivisionError):
-            engine.generate(prompt_of(engine))
-        pieces = engine.stream(prompt_of(engine))
-        with pytest.raises(ZeroDivisionError):
-            list(pieces)
-    finally:
-        handle.remove()
-    assert engine.generate(prompt_of(engine)).metrics.new_tokens == 6
-    engine.drain()
-    state.check()
+    with unchanged(engine.adapter, engine):
+        with exploding(engine.adapter.stack.layers[2].mlp):
+            with pytest.raises(ZeroDivisionError):
+                engine.generate(prompt_of(engine))
+            with pytest.raises(ZeroDivisionError):
+                list(engine.stream(prompt_of(engine)))
+        assert engine.generate(prompt_of(engine)).metrics.new_tokens == 6

@@ -1,4 +1,4 @@
-"""The loader reads layer by layer in its own thread, ahead of compute, and stops when told."""
+"""The loader reads layer by layer in its own thread, in place or through a ring of two layers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tiny
 from blendrag.errors import CorruptKVError
 from blendrag.fusor.loader import LayerLoader, LoadedSpan, SpanCorruptError
+from blendrag.fusor.staging import SLOTS, HostRing, Transfer
 from blendrag.model import ModelAdapter
 from blendrag.store import open_store
 from blendrag.store.kv import ChunkKV
@@ -26,7 +29,7 @@ LAYERS = 4
 class Gated(tiny.Held):
     """Each layer's read waits for its gate, and is noted in a shared log."""
 
-    def __init__(self, kv: ChunkKV, log: list[tuple[str, int]], name: str) -> None:
+    def __init__(self, kv: ChunkKV, log: list[tuple[str, int]], name: str = "a") -> None:
         super().__init__(kv)
         self.gates = [threading.Event() for _ in kv.layers]
         self.log, self.name = log, name
@@ -43,120 +46,138 @@ class Gated(tiny.Held):
         super().read_layer(layer, out)
 
 
+class Failing(tiny.Held):
+    """Raises in one layer."""
+
+    def __init__(self, kv: ChunkKV, layer: int, error: type[Exception] = CorruptKVError) -> None:
+        super().__init__(kv)
+        self.layer, self.error = layer, error
+
+    def read_layer(self, layer: int, out: torch.Tensor) -> None:
+        if layer == self.layer:
+            raise self.error("cannot be read")
+        super().read_layer(layer, out)
+
+
 @pytest.fixture(scope="module")
 def kv(adapter: ModelAdapter) -> ChunkKV:
     return tiny.kv_between(adapter, IDS, 0, 30)
 
 
-def buffers(n: int = 40) -> list[torch.Tensor]:
-    return [torch.full((2, 2, n, 8), float("nan")) for _ in range(LAYERS)]
+def buffers() -> list[torch.Tensor]:
+    return [torch.full((2, 2, 40, 8), float("nan")) for _ in range(LAYERS)]
 
 
-def wait_for(condition: Any) -> None:
+def whole(reader: tiny.Held, start: int = 0) -> LoadedSpan:
+    """All thirty tokens: read in place."""
+    return LoadedSpan(start, start + 30, reader, 0, False)
+
+
+def cut(reader: tiny.Held, start: int = 3) -> LoadedSpan:
+    """Ten tokens of thirty: the reader writes more than there is room for."""
+    return LoadedSpan(start, start + 10, reader, 0, False)
+
+
+@contextmanager
+def loading(
+    *spans: LoadedSpan, into: list[torch.Tensor] | None = None, start: bool = True
+) -> Iterator[LayerLoader]:
+    """A loader of these spans in every layer."""
+    loader = LayerLoader(into or buffers(), [list(spans)] * LAYERS)
+    try:
+        if start:
+            loader.start()
+        yield loader
+    finally:
+        loader.close()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 10
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.002)
     assert condition()
 
 
+def settles_at(reader: tiny.Held, layers: int) -> bool:
+    """Whether it reads so many layers and, within a while, no more."""
+    wait_for(lambda: len(reader.read) >= layers)
+    time.sleep(0.03)
+    return len(reader.read) == layers
+
+
 def test_layers_arrive_in_order_and_a_layer_is_ready_before_the_next_is_read(kv: ChunkKV) -> None:
     log: list[tuple[str, int]] = []
     first, second = Gated(kv, log, "a"), Gated(kv, log, "b")
-    spans = [LoadedSpan(0, 5, first, 0, False), LoadedSpan(6, 36, second, 0, False)]
     held = buffers()
-    loader = LayerLoader(held, [spans] * LAYERS)
-    loader.start()
-    for gate in (first.gates[0], second.gates[0]):
-        gate.set()
-    loader.synchronize(0)  # returns although layer 1 cannot be read yet
-    assert log == [("a", 0), ("b", 0)]
-    assert torch.equal(held[0][:, :, 6:36], kv.layers[0])
-    assert torch.equal(held[0][:, :, :5], kv.layers[0][:, :, :5])
-    assert held[0][:, :, 36:].isnan().all()
-    assert held[1].isnan().all()
-    for reader in (first, second):
-        reader.open_all()
-    loader.synchronize(3)
+    with loading(LoadedSpan(0, 5, first, 0, False), whole(second, 6), into=held) as loader:
+        waiter = threading.Thread(target=loader.synchronize, args=(0,))
+        waiter.start()
+        waiter.join(0.05)
+        assert waiter.is_alive()  # nothing is read yet
+        first.gates[0].set()
+        second.gates[0].set()
+        waiter.join(10)  # returns although layer 1 cannot be read yet
+        assert log == [("a", 0), ("b", 0)]
+        assert torch.equal(held[0][:, :, 6:36], kv.layers[0])
+        assert torch.equal(held[0][:, :, :5], kv.layers[0][:, :, :5])
+        assert held[0][:, :, 36:].isnan().all()
+        assert held[1].isnan().all()
+        first.open_all()
+        second.open_all()
+        loader.synchronize(3)
     assert log == [(name, layer) for layer in range(LAYERS) for name in "ab"]
-    loader.close()
 
 
-def test_layers_are_read_ahead_of_compute(kv: ChunkKV) -> None:
-    reader = Gated(kv, [], "a")
+def test_layers_are_read_ahead_of_compute_in_another_thread(kv: ChunkKV) -> None:
+    reader = Gated(kv, [])
     reader.open_all()
-    loader = LayerLoader(buffers(), [[LoadedSpan(0, 30, reader, 0, False)]] * LAYERS)
-    assert reader.log == []  # nothing before start
-    loader.start()
-    wait_for(lambda: len(reader.log) == LAYERS)  # nobody synchronized
-    assert threading.get_ident() not in reader.threads
-    loader.close()
+    with loading(whole(reader), start=False) as loader:
+        assert reader.log == []
+        loader.start()
+        wait_for(lambda: len(reader.log) == LAYERS)  # nobody synchronized
+        assert threading.get_ident() not in reader.threads
 
 
-def test_synchronize_waits_until_the_layer_is_in_place(kv: ChunkKV) -> None:
-    reader = Gated(kv, [], "a")
-    loader = LayerLoader(buffers(), [[LoadedSpan(0, 30, reader, 0, False)]] * LAYERS)
-    loader.start()
-    returned = threading.Event()
-    waiter = threading.Thread(target=lambda: (loader.synchronize(0), returned.set()))
-    waiter.start()
-    assert not returned.wait(0.05)
-    reader.gates[0].set()
-    assert returned.wait(10)
-    waiter.join()
-    reader.open_all()
-    loader.close()
+def test_only_wanted_layers_are_read_and_need_slots(kv: ChunkKV) -> None:
+    for span_of in (whole, cut):
+        reader, held = tiny.Held(kv), buffers()
+        span = span_of(reader)
+        loader = LayerLoader(held, [[], [span], [], [span]])
+        loader.start()
+        loader.synchronize(3)
+        loader.close()
+        assert reader.read == [1, 3]
+        expected = kv.layers[3][:, :, : span.tokens]
+        assert torch.equal(held[3][:, :, span.start : span.end], expected)
+        assert held[2].isnan().all()
 
 
-def test_only_wanted_layers_are_read(kv: ChunkKV) -> None:
-    reader = tiny.Held(kv)
-    span = LoadedSpan(0, 30, reader, 0, False)
-    loader = LayerLoader(buffers(), [[], [span], [], [span]])
-    loader.start()
-    loader.synchronize(3)
-    loader.close()
-    assert reader.read == [1, 3]
+@pytest.mark.parametrize("span_of", [whole, cut])
+def test_a_corrupt_layer_is_raised_where_it_is_waited_for_and_names_its_span(
+    kv: ChunkKV, span_of: Callable[[tiny.Held], LoadedSpan]
+) -> None:
+    bad = span_of(Failing(kv, 2))
+    with loading(LoadedSpan(0, 3, tiny.Held(kv), 0, False), bad) as loader:
+        loader.synchronize(0)
+        loader.synchronize(1)
+        with pytest.raises(SpanCorruptError, match="cannot be read") as raised:
+            loader.synchronize(2)
+        assert raised.value.span is bad
 
 
-def test_a_chunk_cut_off_at_its_tail_lends_its_head_and_nothing_behind_it(kv: ChunkKV) -> None:
-    held = buffers(20)
-    loader = LayerLoader(held, [[LoadedSpan(3, 13, tiny.Held(kv), 0, False)]] * LAYERS)
-    loader.start()
-    for layer in range(LAYERS):
-        loader.synchronize(layer)
-        assert torch.equal(held[layer][:, :, 3:13], kv.layers[layer][:, :, :10])
-        assert held[layer][:, :, :3].isnan().all()
-        assert held[layer][:, :, 13:].isnan().all()
-    loader.close()
-
-
-def test_a_corrupt_layer_is_raised_where_it_is_waited_for_and_names_its_span(kv: ChunkKV) -> None:
-    class Corrupt(tiny.Held):
-        def read_layer(self, layer: int, out: torch.Tensor) -> None:
-            if layer == 2:
-                raise CorruptKVError("layer 2 has another checksum")
-            super().read_layer(layer, out)
-
-    good = LoadedSpan(0, 5, tiny.Held(kv), 0, False)
-    bad = LoadedSpan(5, 35, Corrupt(kv), 0, False)
-    loader = LayerLoader(buffers(), [[good, bad]] * LAYERS)
-    loader.start()
-    with pytest.raises(SpanCorruptError, match="another checksum") as raised:
-        loader.synchronize(2)
-    assert raised.value.span is bad
-    loader.close()
+def test_an_unexpected_error_in_the_reading_thread_is_raised(kv: ChunkKV) -> None:
+    reader = Failing(kv, 1, OSError)
+    with loading(whole(reader)) as loader, pytest.raises(OSError, match="cannot be read"):
+        loader.synchronize(3)
 
 
 def test_a_loader_that_met_a_corrupt_layer_holds_no_buffers_once_it_is_dropped(kv: ChunkKV) -> None:
-    """Its error's frames hold the loader: until garbage is collected, were it to keep the error."""
-
-    class Corrupt(tiny.Held):
-        def read_layer(self, layer: int, out: torch.Tensor) -> None:
-            raise CorruptKVError("another checksum")
-
+    """Its error's frames hold the loader: until garbage is collected, if it kept the error."""
     gc.collect()
     gc.disable()
     try:
-        loader = LayerLoader(buffers(), [[LoadedSpan(0, 30, Corrupt(kv), 0, False)]] * LAYERS)
+        loader = LayerLoader(buffers(), [[whole(Failing(kv, 0))]] * LAYERS)
         loader.start()
         with pytest.raises(SpanCorruptError):
             loader.synchronize(0)
@@ -168,45 +189,96 @@ def test_a_loader_that_met_a_corrupt_layer_holds_no_buffers_once_it_is_dropped(k
         gc.enable()
 
 
-def test_an_unexpected_error_in_the_reading_thread_surfaces_and_never_hangs(kv: ChunkKV) -> None:
-    class Broken(tiny.Held):
-        def read_layer(self, layer: int, out: torch.Tensor) -> None:
-            raise OSError("device gone")
-
-    loader = LayerLoader(buffers(), [[LoadedSpan(0, 30, Broken(kv), 0, False)]] * LAYERS)
-    loader.start()
-    with pytest.raises(OSError, match="device gone"):
-        loader.synchronize(3)
-    loader.close()
-
-
 def test_close_stops_reading_and_joins_the_thread(kv: ChunkKV) -> None:
-    reader = Gated(kv, [], "a")
-    loader = LayerLoader(buffers(), [[LoadedSpan(0, 30, reader, 0, False)]] * LAYERS)
-    loader.start()
-    threading.Timer(0.05, reader.open_all).start()
-    loader.close()
-    assert not loader._thread.is_alive()
-    assert len(reader.log) <= 1  # the read under way was finished, the rest was not begun
-    loader.close()
-
-
-def test_close_before_start_is_no_error(kv: ChunkKV) -> None:
-    LayerLoader(buffers(), [[]] * LAYERS).close()
+    reader = Gated(kv, [])
+    with loading(whole(reader)) as loader:
+        threading.Timer(0.05, reader.open_all).start()
+        loader.close()
+        assert not loader._thread.is_alive()
+        assert len(reader.log) <= 1  # the read under way was finished, the rest was not begun
+    with loading(start=False):
+        pass  # closed before it was started
 
 
 def test_load_seconds_count_reading_only(kv: ChunkKV) -> None:
     class Slow(tiny.Held):
         def read_layer(self, layer: int, out: torch.Tensor) -> None:
-            time.sleep(0.02)
+            time.sleep(0.01)
             super().read_layer(layer, out)
 
-    loader = LayerLoader(buffers(), [[LoadedSpan(0, 30, Slow(kv), 0, False)]] * LAYERS)
-    time.sleep(0.2)
+    began = time.perf_counter()
+    with loading(whole(Slow(kv)), start=False) as loader:
+        time.sleep(0.1)
+        loader.start()
+        loader.synchronize(LAYERS - 1)
+    assert 0.04 <= loader.load_s < time.perf_counter() - began - 0.1
+
+
+# -- staging ------------------------------------------------------------------------------------
+
+
+def test_reading_runs_two_layers_ahead_and_waits_for_a_slot(kv: ChunkKV) -> None:
+    reader, held = tiny.Held(kv), buffers()
+    with loading(cut(reader), into=held) as loader:
+        assert settles_at(reader, 2)
+        loader.synchronize(0)
+        assert settles_at(reader, 3)
+        loader.synchronize(3)
+    for layer in range(LAYERS):
+        assert torch.equal(held[layer][:, :, 3:13], kv.layers[layer][:, :, :10])
+        assert held[layer][:, :, :3].isnan().all()
+        assert held[layer][:, :, 13:].isnan().all()
+
+
+def test_a_chunk_read_in_place_needs_no_slot(kv: ChunkKV) -> None:
+    reader = tiny.Held(kv)
+    with loading(whole(reader)) as loader:
+        assert settles_at(reader, LAYERS)
+        assert loader._ring._slots == []
+
+
+def test_two_slots_hold_what_is_staged_of_the_largest_layer(kv: ChunkKV) -> None:
+    pair = [cut(tiny.Held(kv)), cut(tiny.Held(kv), start=20)]
+    loader = LayerLoader(buffers(), [pair, pair[:1], [], pair])
     loader.start()
-    loader.synchronize(LAYERS - 1)
+    loader.synchronize(3)
+    one = 2 * 2 * 30 * 8 * 4
+    assert [slot.numel() for slot in loader._ring._slots] == [2 * one] * SLOTS
     loader.close()
-    assert 0.08 <= loader.load_s < 0.2
+
+
+@pytest.mark.parametrize("seen", [0, 1, 4])
+def test_a_closed_loader_stops_waiting_for_slots_and_frees_them(kv: ChunkKV, seen: int) -> None:
+    """A prompt prefilled with others keeps its loader until its answer is there."""
+    reader, held = tiny.Held(kv), buffers()
+    with loading(cut(reader), into=held) as loader:
+        for layer in range(seen):
+            loader.synchronize(layer)
+        assert settles_at(reader, min(LAYERS, 2 + seen))
+        slots = [weakref.ref(slot) for slot in loader._ring._slots]
+        assert len(slots) == SLOTS
+        closer = threading.Thread(target=loader.close)
+        closer.start()
+        closer.join(10)
+        assert not closer.is_alive()
+        assert [slot() for slot in slots] == [None] * SLOTS
+        assert len(reader.read) == min(LAYERS, 2 + seen)
+        assert all(layer.isnan().all() for layer in held[seen:])  # read, and no longer copied
+
+
+def test_what_one_layer_leaves_in_a_slot_does_not_reach_the_next_target() -> None:
+    targets = [torch.zeros(2, 1, n, 4) for n in (6, 2, 4)]
+    ring = HostRing([[Transfer(t, (2, 1, 8, 4))] for t in targets])
+    ring.start()
+    for layer in range(3):
+        (slot,) = ring.fill(layer)
+        slot.fill_(layer + 1)
+        ring.send(layer, [slot])
+        ring.receive(layer)
+    assert [t.unique().tolist() for t in targets] == [[1.0], [2.0], [3.0]]
+
+
+# -- what the reading thread runs ---------------------------------------------------------------
 
 
 class Operators(TorchDispatchMode):
@@ -230,8 +302,7 @@ def test_the_reading_thread_runs_no_torch_kernel(
     adapter: ModelAdapter, kv: ChunkKV, tmp_path: Any, tier: str
 ) -> None:
     namespace, key = "a" * 64, "b" * 64
-    with_ram = 1 << 24 if tier == "memory" else 0
-    store = open_store(tmp_path / "s", with_ram, 1 << 30)
+    store = open_store(tmp_path / "s", 1 << 24 if tier == "memory" else 0, 1 << 30)
     try:
         store.put(namespace, key, kv)
         for _ in range(100):
@@ -249,11 +320,10 @@ def test_the_reading_thread_runs_no_torch_kernel(
         with Operators() as operators:
             loader._run()
         assert torch.equal(held[2][:, :, 4:34], kv.layers[2])
-        kernels = [name for name in operators.seen if not any(h in name for h in HARMLESS)]
-        assert kernels == []
+        assert not [name for name in operators.seen if not any(h in name for h in HARMLESS)]
         with Operators() as control:
             held[0] + 1
-        assert control.seen  # the notice works
+        assert control.seen
         reader.close()
     finally:
         store.close()

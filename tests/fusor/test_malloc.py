@@ -1,4 +1,4 @@
-"""What is freed stays with the process, measured by page faults."""
+"""Memory that a layer frees stays with the process, measured by page faults."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 import tiny
 from blendrag.fusor import Fusor
 
-#: Layers' worth of activations: a few blocks live at once, all of them freed.
+#: Activations of a few layers: some blocks live at once, all of them freed.
 SCRIPT = """
 import ctypes
 import resource
 import torch
-ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: a fault a page
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: one fault per page
 from blendrag.fusor.fusor import keep_freed_blocks
 keep_freed_blocks()
 def layer():
@@ -31,28 +31,20 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def faults() -> int:
-    # whatever is preloaded or set about malloc would answer for it
-    environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD" and "MALLOC" not in k}
-    environment["OMP_NUM_THREADS"] = "1"
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    return int(done.stdout)
-
-
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc, other rules")
 def test_blocks_that_a_layer_frees_are_used_by_the_next() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD" and "MALLOC" not in k}
+    environment["OMP_NUM_THREADS"] = "1"
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
     pages = 10 * 5 * (5 << 20) // os.sysconf("SC_PAGE_SIZE")
-    assert faults() < pages / 50  # without the lesson, four of five pages fault, in most processes
+    assert int(done.stdout) < pages / 50  # otherwise four of five pages fault, in most processes
 
 
-def test_a_fusor_on_the_cpu_sees_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fusor_on_the_cpu_keeps_freed_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[bool] = []
     monkeypatch.setattr("blendrag.fusor.fusor.keep_freed_blocks", lambda: called.append(True))
     Fusor(tiny.adapter(tiny.llama()))
