@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import tiny
 from blendrag.engine import Answer, BlendEngine, Options, packing_rule
@@ -166,21 +165,3 @@ def test_a_request_that_is_over_encodes_nothing_more(engine: BlendEngine) -> Non
         engine._worker.run(lambda: background.encode_first(missing, check))
     store, namespace = engine.resources.store, engine.adapter.identity.namespace
     assert sum(store.contains(namespace, key) for key in keys) == 1
-
-
-def test_the_kv_encoded_first_is_the_chunks_own(engine: BlendEngine) -> None:
-    lose(engine)
-    answers(engine, 2)
-    ids = engine.resources.text_ids(tiny.chunk_texts(engine, 1)[0])
-    namespace, prefix = engine.adapter.identity.namespace, engine.resources.prefix_ids
-    layout = engine.adapter.layout
-    reader = engine.resources.store.open(
-        namespace, chunk_key(namespace, prefix, ids), layout, len(ids)
-    )
-    assert reader is not None
-    alone = engine.adapter.encode(prefix, ids)
-    for i, layer in enumerate(alone.layers):
-        kept = torch.empty_like(layer)
-        reader.read_layer(i, kept)
-        assert torch.equal(kept, layer)
-    reader.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 import tiny
-from blendrag.config import settings
 from blendrag.engine import BlendEngine, Options
 from blendrag.engine.kv_validity import _alike, _encoded
 from blendrag.errors import InvalidInputError
@@ -192,19 +190,6 @@ def test_a_store_remembers_its_encoding_and_whoever_asks_need_not_say_so(tmp_pat
         assert not set(engine.resources.store.keys(engine.adapter.identity.namespace))
 
 
-def test_a_corpus_of_before_there_were_encodings_is_native(tmp_path: Path) -> None:
-    with made(tmp_path / "s") as engine:
-        engine.ingest(DOCUMENTS)
-        corpus = engine.resources.require_corpus()
-        fields = json.loads(corpus._file.meta("manifest") or "")
-        del fields["encoding"]
-        with corpus._file.writing():
-            corpus._file.set_meta("manifest", json.dumps(fields))
-    with made(tmp_path / "s") as engine:
-        assert engine.resources.encoding == "native"
-        assert engine.ingest(DOCUMENTS).chunks_computed == 0
-
-
 def test_ingesting_in_another_encoding_is_one_sentence(tmp_path: Path) -> None:
     with made(tmp_path / "s", "fp8") as engine:
         engine.ingest(DOCUMENTS)
@@ -222,25 +207,6 @@ def test_an_encoding_that_does_not_exist_is_one_sentence(tmp_path: Path) -> None
     assert tiny.one_sentence(str(raised.value))
 
 
-def test_the_environment_chooses_for_new_stores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("BLENDRAG_KV_ENCODING", "int8")
-    settings.cache_clear()
-    try:
-        with made(tmp_path / "s") as engine:
-            engine.ingest(DOCUMENTS[:1])
-            assert engine.resources.encoding == "int8"
-        with made(tmp_path / "t", "native") as engine:
-            engine.ingest(DOCUMENTS[:1])
-            assert engine.resources.encoding == "native"
-    finally:
-        monkeypatch.undo()
-        settings.cache_clear()
-    with made(tmp_path / "t", "native") as engine:
-        assert engine.resources.encoding == "native"
-
-
 @pytest.mark.parametrize("encoding", CODECS)
 def test_bytes_are_those_of_the_store(
     engines: dict[str, BlendEngine], encoding: str, tmp_path: Path
@@ -254,17 +220,6 @@ def test_bytes_are_those_of_the_store(
         assert engine.ingest([tiny.document(0)]).bytes == 0
         assert report.bytes > sum(stored_chunk_bytes(layout, n) for n in lengths)
         assert planned.bytes == pytest.approx(report.bytes, rel=0.2)
-
-
-@pytest.mark.parametrize("encoding", CODECS)
-def test_the_kept_probe_is_recognised_although_it_is_encoded(
-    engines: dict[str, BlendEngine], encoding: str, tmp_path: Path
-) -> None:
-    with made(tmp_path / "s", encoding) as engine:
-        engine.ingest(DOCUMENTS)
-    with made(tmp_path / "s") as engine:
-        trust = engine.resources.kv_validity
-        assert trust.is_valid(trust.namespace)
 
 
 @pytest.mark.parametrize("encoding", CODECS)
@@ -316,26 +271,6 @@ def test_a_kept_probe_of_other_kv_is_noticed_behind_large_key_biases(
     assert _alike(kv, kept(replace(kv, layers=nearly))), "another kernel's rounding"
     layers = [WRONG[wrong](layer) if i == 0 else layer for i, layer in enumerate(kv.layers)]
     assert not _alike(kv, kept(replace(kv, layers=layers)))
-
-
-@pytest.mark.parametrize("wrong", ["no values", "values of other tokens"])
-def test_stored_kv_of_other_values_is_not_used_behind_large_key_biases(
-    wrong: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = tiny.large_biases().to(torch.bfloat16)
-    with tiny.engine(model, tmp_path / "s") as engine:
-        engine.ingest(DOCUMENTS[:1])
-        used = engine.resources
-        trust, namespace = used.kv_validity, used.kv_validity.namespace
-        kv = trust.encode(namespace, trust._probe_ids(), used.prefix_ids)
-        key = trust._probe_key(namespace)
-        used.store.delete(namespace, key)
-        layers = [WRONG[wrong](kv.layers[0]), *kv.layers[1:]]
-        used.store.put(namespace, key, replace(kv, layers=layers))
-    with tiny.engine(model, tmp_path / "s") as engine:
-        answer = engine.generate(f"{tiny.chunk_texts(engine, 0)[0]}\n\nWho built ships?", REUSE)
-        assert answer.metrics.reused_tokens == 0
-        assert "computes different KV" in caplog.text
 
 
 def kept(kv: ChunkKV) -> tiny.Held:

@@ -359,13 +359,6 @@ def test_metrics_add_up(engine: BlendEngine, policy: str, ratio: float) -> None:
         assert m.charged_ratio == pytest.approx(m.ratio)
 
 
-def test_mode_reuse_recomputes_nothing_whatever_the_policy(engine: BlendEngine) -> None:
-    answer = engine.generate(prompt(engine, 1), Options(mode="reuse", policy="hkvd", ratio=0.5))
-    assert answer.metrics.recomputed_tokens == 0
-    assert answer.metrics.charged_ratio == 0.0
-    assert {c.outcome for c in answer.metrics.chunks} == {"reused"}
-
-
 def test_new_tokens_and_finish_reason_are_those_of_the_answer(engine: BlendEngine) -> None:
     text = prompt(engine, 1)
     answer = engine.generate(text, Options(mode="full", max_new_tokens=12))
@@ -382,16 +375,6 @@ def test_new_tokens_and_finish_reason_are_those_of_the_answer(engine: BlendEngin
 def test_a_single_stop_string_is_one_text_not_its_letters() -> None:
     assert Options(stop="END").stop == ("END",)  # type: ignore[arg-type]
     assert Options(stop=["END", "STOP"]).stop == ("END", "STOP")  # type: ignore[arg-type]
-
-
-def test_streamed_pieces_are_the_answer(engine: BlendEngine) -> None:
-    for mode in MODES:
-        pieces = engine.stream(prompt(engine, 1), Options(mode=mode, max_new_tokens=12))
-        text = "".join(pieces)
-        assert text == pieces.answer.text
-        assert (
-            text == engine.generate(prompt(engine, 1), Options(mode=mode, max_new_tokens=12)).text
-        )
 
 
 def test_a_returned_sequence_that_ended_early_is_finished_and_its_padding_is_no_token(

@@ -87,23 +87,12 @@ def test_cut_by_a_stop_string_they_end_with_the_text(says: BlendEngine, stop: st
     assert len(without_last) < len(answer.text) or not answer.text
 
 
-def test_a_stream_brings_them_with_its_answer(says: BlendEngine) -> None:
-    pieces = says.stream("?", Options(logprobs=2))
-    assert "".join(pieces) == SAID
-    assert pieces.answer.logprobs == says.generate("?", Options(logprobs=2)).logprobs
-
-
 def test_alternatives_are_the_text_they_would_have_added(says: BlendEngine) -> None:
     answer = says.generate("?", Options(logprobs=2))
     assert answer.logprobs is not None
     built = next(t for t in answer.logprobs if t.token == " built")
     assert built.top[0][0] == " built"
     assert len(built.top) == 2
-
-
-def test_they_are_there_only_where_asked_for(says: BlendEngine) -> None:
-    assert says.generate("?").logprobs is None
-    assert not says.adapter.model._forward_hooks
 
 
 @pytest.mark.parametrize(

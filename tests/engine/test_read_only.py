@@ -45,7 +45,7 @@ def mount_read_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def files(root: Path) -> dict[str, bytes]:
     """All but what a reader of SQLite needs to share locks in."""
-    gc.collect()  # diskcache leaves connections of other threads to be closed, and written back, then
+    gc.collect()  # closes leftover SQLite connections, which writes
     found = (path for path in root.rglob("*") if path.is_file())
     return {str(p): p.read_bytes() for p in found if not p.name.endswith(("-wal", "-shm"))}
 

@@ -17,7 +17,6 @@ import tiny
 from blendrag.engine import BlendEngine, Options, resources
 from blendrag.engine.stream import AnswerStream
 from blendrag.errors import InvalidInputError, RequestTimeout
-from blendrag.frameworks import shared
 from blendrag.model import ModelAdapter
 
 IDS = tiny.random_ids(90)
@@ -157,12 +156,6 @@ def test_a_forward_compiled_during_a_request_is_stock(tmp_path: Path) -> None:
     assert found == [True]
 
 
-def test_adapters_over_one_model_share_its_lock(model: Any) -> None:
-    first, second = tiny.adapter(model), tiny.adapter(model)
-    assert first.lock is second.lock
-    assert tiny.adapter(tiny.llama()).lock is not first.lock
-
-
 def test_a_lora_wrapper_shares_the_lock_of_its_base_model() -> None:
     peft = pytest.importorskip("peft")
     model = tiny.llama()
@@ -238,15 +231,3 @@ def test_models_that_would_be_loaded_otherwise_are_not_shared(
         with tiny.engine(checkpoint, tmp_path / "b", tokenizer=None, dtype=dtype) as b:
             assert b.adapter is not first
             assert b.adapter.lock is not first.lock
-
-
-def test_wrappers_of_two_stores_share_the_model(checkpoint: str, tmp_path: Path) -> None:
-    try:
-        a = shared.shared_engine(checkpoint, tmp_path / "a")
-        b = shared.shared_engine(checkpoint, tmp_path / "b")
-        assert a is not b
-        assert a.adapter is b.adapter
-        shared.close_engine_of(shared.engine_name(checkpoint, tmp_path / "a"))
-        assert b.generate("Where?", Options(mode="full", max_new_tokens=2)).metrics.new_tokens > 0
-    finally:
-        shared.close_shared_engines()
