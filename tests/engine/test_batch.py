@@ -56,7 +56,7 @@ def test_a_prompt_that_cannot_be_answered_costs_nothing_and_is_named(
 
 
 @WAYS
-def test_errors_may_stand_in_their_places(engine: BlendEngine, way: str) -> None:
+def test_errors_can_be_returned_in_place(engine: BlendEngine, way: str) -> None:
     found = run(engine, way, ["say one", "", "say two"], return_exceptions=True)
     assert [a.text if isinstance(a, Answer) else type(a) for a in found] == [
         "one", InvalidInputError, "two",
@@ -91,7 +91,7 @@ def test_an_error_in_the_middle_ends_the_batch_and_is_named(
 
 
 @WAYS
-def test_an_error_in_the_middle_may_be_kept_beside_the_others_answers(
+def test_an_error_in_the_middle_can_be_returned_in_place(
     engine: BlendEngine, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing_on(engine, "three", monkeypatch)
@@ -102,7 +102,7 @@ def test_an_error_in_the_middle_may_be_kept_beside_the_others_answers(
 
 
 @WAYS
-def test_the_timeout_is_that_of_the_whole_batch(engine: BlendEngine, way: str) -> None:
+def test_the_timeout_applies_to_the_whole_batch(engine: BlendEngine, way: str) -> None:
     engine.adapter.model.pause_s = 0.05
     began = time.perf_counter()
     found = run(engine, way, PROMPTS * 10, Options(timeout_s=0.5), return_exceptions=True)
@@ -114,7 +114,7 @@ def test_the_timeout_is_that_of_the_whole_batch(engine: BlendEngine, way: str) -
 
 
 @WAYS
-def test_a_timeout_while_prompts_are_planned_may_stand_in_their_places(
+def test_a_timeout_while_rendering_is_returned_for_every_prompt(
     engine: BlendEngine, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def slow(*args: Any) -> str:

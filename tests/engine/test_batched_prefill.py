@@ -235,7 +235,7 @@ def test_if_they_cannot_be_prefilled_together_they_are_answered_one_after_anothe
     assert "one after another: none left" in caplog.text
 
 
-def test_kv_of_a_model_that_was_changed_meanwhile_is_computed_again(own: BlendEngine) -> None:
+def test_kv_is_computed_again_if_the_model_changed_before_its_turn(own: BlendEngine) -> None:
     engine = own
     prompts = [prompt(engine, i) for i in range(2)]
     model = engine.adapter.model
@@ -286,7 +286,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> Loads:
     return Loads(monkeypatch)
 
 
-def test_every_reader_is_closed_whatever_happens(engine: BlendEngine, loads: Loads) -> None:
+def test_every_reader_is_closed(engine: BlendEngine, loads: Loads) -> None:
     prompts = [prompt(engine, i) for i in range(4)]
     engine.batch(prompts, REUSE)
     many = "What do you know of the harbour? " * 40

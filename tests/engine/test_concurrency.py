@@ -136,7 +136,7 @@ async def test_an_error_reaches_the_awaiting_task(engine: BlendEngine) -> None:
     assert (await engine.agenerate("hello there")).metrics.new_tokens == 6
 
 
-def test_threads_may_ask_before_there_is_any_corpus(tmp_path: Any) -> None:
+def test_threads_can_ask_before_the_first_ingest(tmp_path: Any) -> None:
     with tiny.engine(tiny.llama(), tmp_path / "nothing") as fresh:
         expected = fresh.generate("hello there").text
         barrier = threading.Barrier(8)
@@ -149,7 +149,7 @@ def test_threads_may_ask_before_there_is_any_corpus(tmp_path: Any) -> None:
             assert list(pool.map(ask, range(8))) == [[expected] * 5] * 8
 
 
-def test_the_corpus_may_be_looked_up_by_many_threads_at_once(tmp_path: Any) -> None:
+def test_many_threads_can_look_up_the_corpus(tmp_path: Any) -> None:
     with tiny.engine(tiny.llama(), tmp_path / "nothing") as fresh:
         used = fresh.resources
         interval = sys.getswitchinterval()

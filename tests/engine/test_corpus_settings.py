@@ -59,7 +59,7 @@ def test_at_ratio_one_it_makes_no_difference(tmp_path: Path) -> None:
         assert tiny.difference(reused, full) > 1e-2
 
 
-def test_the_corpus_remembers_it_and_whoever_asks_need_not_say_so(tmp_path: Path) -> None:
+def test_the_corpus_remembers_encode_prefix(tmp_path: Path) -> None:
     with tiny.engine(tiny.llama(), tmp_path / "s", encode_prefix=False) as engine:
         engine.ingest([tiny.document(0)])
     with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
@@ -79,7 +79,7 @@ def test_a_corpus_behind_a_prefix_stays_behind_it(tmp_path: Path) -> None:
     assert tiny.one_sentence(str(raised.value))
 
 
-def test_a_prefix_and_none_at_once_is_one_sentence(tmp_path: Path) -> None:
+def test_prefix_text_without_encode_prefix_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="encode_prefix=False") as raised:
         tiny.engine(tiny.llama(), tmp_path / "s", encode_prefix=False, prefix_text="Read:\n")
     assert tiny.one_sentence(str(raised.value))
@@ -121,7 +121,7 @@ def reused_share(engine: BlendEngine) -> float:
         ({"encode_prefix": False}, {}, "prefix_ids"),
     ],
 )
-def test_of_two_who_begin_a_store_at_once_one_stops_in_a_sentence(
+def test_of_two_ingests_that_create_a_store_with_other_settings_one_is_refused(
     tmp_path: Path, one: dict[str, Any], other: dict[str, Any], told: str
 ) -> None:
     with made(tmp_path / "s", **one) as slow, made(tmp_path / "s", **other) as fast:
@@ -161,7 +161,9 @@ def test_a_store_that_is_begun_otherwise_while_kv_is_computed_is_no_change_of_th
         assert reused_share(fast) == 1
 
 
-def test_who_did_not_ask_for_another_way_follows_when_it_is_repeated(tmp_path: Path) -> None:
+def test_an_ingest_without_explicit_settings_follows_the_first_when_repeated(
+    tmp_path: Path,
+) -> None:
     with made(tmp_path / "s") as slow, made(tmp_path / "s", encoding="int8") as fast:
         in_between(slow, lambda: fast.ingest(DOCUMENTS[:1]).whole())
         with pytest.raises(CorpusError, match="encoding 'int8' instead of 'native'"):
@@ -172,7 +174,7 @@ def test_who_did_not_ask_for_another_way_follows_when_it_is_repeated(tmp_path: P
         assert reused_share(fast) == 1
 
 
-def test_two_who_begin_a_store_the_same_way_both_go_on(tmp_path: Path) -> None:
+def test_two_ingests_can_create_a_store_with_equal_settings(tmp_path: Path) -> None:
     with (
         made(tmp_path / "s", encoding="int8") as slow,
         made(tmp_path / "s", encoding="int8") as fast,
@@ -182,7 +184,7 @@ def test_two_who_begin_a_store_the_same_way_both_go_on(tmp_path: Path) -> None:
         assert reused_share(slow) == reused_share(fast) == 1
 
 
-def test_a_store_that_was_begun_and_never_filled_binds_nobody(tmp_path: Path) -> None:
+def test_settings_of_an_empty_store_can_change(tmp_path: Path) -> None:
     with made(tmp_path / "s", encoding="int8") as gave_up:
         gave_up.resources.create_corpus()
     with made(tmp_path / "s", encoding="fp8") as engine:

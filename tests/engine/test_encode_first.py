@@ -71,7 +71,7 @@ def encodings(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]
     return encoded
 
 
-def test_what_a_busy_request_misses_is_encoded_once_and_reused_at_once(
+def test_missing_chunks_are_encoded_once_if_other_requests_wait(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = answers(engine, 1)[0]
@@ -86,7 +86,7 @@ def test_what_a_busy_request_misses_is_encoded_once_and_reused_at_once(
     assert len(encoded) == len(keys)  # and not once more afterwards
 
 
-def test_alone_a_request_is_answered_before_anything_is_encoded(engine: BlendEngine) -> None:
+def test_a_single_request_is_answered_before_chunks_are_encoded(engine: BlendEngine) -> None:
     keys = lose(engine)
     answer = answers(engine, 1)[0]
     computed = [chunk.outcome for chunk in answer.metrics.chunks].count("computed")
@@ -101,7 +101,9 @@ def test_modes_that_would_not_load_it_encode_nothing_first(engine: BlendEngine, 
     assert not any(notes(answer) for answer in answers(engine, 2, options))
 
 
-def test_of_a_batch_too(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_chunks_of_a_batch_are_encoded_once(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = lose(engine)
     encoded = encodings(engine, monkeypatch)
     found = engine.batch([prompt(engine)] * 3, BLEND)
@@ -110,7 +112,7 @@ def test_of_a_batch_too(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) ->
     assert len(encoded) == len(keys)
 
 
-def test_what_is_open_ahead_of_its_turn_is_not_looked_up_again(
+def test_prefilled_prompts_do_not_look_up_missing_chunks_again(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
@@ -149,7 +151,7 @@ def test_a_full_store_costs_no_answer(engine: BlendEngine, monkeypatch: pytest.M
     assert not notes(first)
 
 
-def test_a_request_that_is_over_encodes_nothing_more(engine: BlendEngine) -> None:
+def test_a_cancelled_request_stops_encoding_first(engine: BlendEngine) -> None:
     keys = lose(engine)
     background: BackgroundWriter = engine._background
     missing = [engine.resources.text_ids(text) for text in tiny.chunk_texts(engine, 1)]

@@ -139,7 +139,7 @@ def test_keys_are_decoded_before_they_are_moved(
     assert 0 < tiny.difference(*near) < NEAR[encoding]
 
 
-def test_an_encoding_is_a_namespace_of_its_own_and_so_are_its_keys(
+def test_each_encoding_has_its_own_namespace_and_keys(
     engines: dict[str, BlendEngine],
 ) -> None:
     identity = engines["native"].adapter.identity
@@ -173,7 +173,7 @@ def test_two_encodings_in_one_store_never_mix(tmp_path: Path) -> None:
         assert used.store.stats().quarantined == 0
 
 
-def test_a_store_remembers_its_encoding_and_whoever_asks_need_not_say_so(tmp_path: Path) -> None:
+def test_a_store_remembers_its_encoding(tmp_path: Path) -> None:
     with made(tmp_path / "s", "int8") as engine:
         engine.ingest(DOCUMENTS)
         expected = logits(engine, REUSE)
@@ -278,7 +278,7 @@ def kept(kv: ChunkKV) -> tiny.Held:
     return tiny.Held(replace(kv, layers=list(_encoded(kv))))
 
 
-def test_the_gate_judges_the_model_over_native_kv_whatever_the_store_keeps(
+def test_the_gate_runs_over_native_kv_in_any_encoding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*args: object) -> None:

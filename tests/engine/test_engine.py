@@ -462,7 +462,7 @@ def test_queries_write_nothing_but_what_was_missing(engine: BlendEngine) -> None
         assert all(torch.equal(a, b) for a, b in zip(kv.layers, again.layers, strict=True))
 
 
-def test_a_conversation_of_several_turns_is_never_passed_off_as_exact(engine: BlendEngine) -> None:
+def test_a_conversation_of_several_turns_is_not_exact(engine: BlendEngine) -> None:
     messages = [{"role": "user", "content": prompt(engine, 1)}]
     for turn in range(3):
         full_logits, _ = tiny.first_logits(engine, messages, Options(mode="full"))
@@ -537,7 +537,7 @@ def test_a_corrupt_chunk_is_computed_and_the_answer_is_as_if_it_were_missing(
         assert "computed" not in [c.outcome for c in again.metrics.chunks]
 
 
-def test_a_key_that_failed_once_is_not_opened_again_in_the_same_request(
+def test_a_corrupt_key_is_not_opened_again_in_the_same_request(
     engine: BlendEngine,
 ) -> None:
     plan = engine.plan(prompt(engine, 1))
@@ -558,7 +558,7 @@ def test_a_key_that_failed_once_is_not_opened_again_in_the_same_request(
     assert all(chunk.action is Action.BLEND for chunk in others)
 
 
-def test_a_store_whose_kv_this_machine_no_longer_computes_is_not_used(tmp_path: Path) -> None:
+def test_stored_kv_is_not_used_if_the_machine_computes_other_kv(tmp_path: Path) -> None:
     root = tmp_path / "store"
     model = tiny.llama()
     with tiny.engine(model, root) as engine:

@@ -151,7 +151,7 @@ def test_an_engine_counts_what_its_queries_did(engine: BlendEngine) -> None:
     assert stats.hits == sum(tier.hits for tier in stats.tiers)
 
 
-def test_the_text_names_the_store_by_its_whole_path(engine: BlendEngine, tmp_path: Path) -> None:
+def test_the_text_names_the_store_by_its_absolute_path(engine: BlendEngine, tmp_path: Path) -> None:
     root = engine.resources.root.absolute()
     assert f'store="{root}"' in engine.prometheus()
 

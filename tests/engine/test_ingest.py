@@ -92,7 +92,7 @@ def test_a_chunk_shared_by_two_documents_outlives_the_first(tmp_path: Path) -> N
         assert keys(engine) == {probe_key(engine)}
 
 
-def test_what_was_removed_is_an_ordinary_part_of_the_prompt(tmp_path: Path) -> None:
+def test_removed_documents_are_computed_as_ordinary_text(tmp_path: Path) -> None:
     with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
         engine.ingest([tiny.document(0), tiny.document(1)])
         text = "\n\n".join(tiny.chunk_texts(engine, 0)) + "\n\nWhat?"
@@ -286,7 +286,7 @@ def test_the_last_document_takes_its_kv_along_behind_any_prefix(tmp_path: Path) 
         assert not any(has_kv(engine, text) for text in texts)
 
 
-def test_a_document_ingested_anew_meanwhile_is_removed_all_the_same(
+def test_a_document_ingested_again_during_its_removal_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with tiny.engine(tiny.llama(), tmp_path / "s") as engine:

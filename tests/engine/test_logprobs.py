@@ -42,7 +42,7 @@ def likely_by_a_stock_forward(
 
 
 @pytest.mark.parametrize("mode", ["full", "blend"])
-def test_they_are_those_of_a_stock_forward(engine: BlendEngine, mode: str) -> None:
+def test_logprobs_are_those_of_a_stock_forward(engine: BlendEngine, mode: str) -> None:
     text = prompt(engine)
     options = Options(mode=mode, ratio=1.0, logprobs=3, max_new_tokens=16)  # type: ignore[arg-type]
     found = engine.generate(text, options).logprobs
@@ -55,7 +55,7 @@ def test_they_are_those_of_a_stock_forward(engine: BlendEngine, mode: str) -> No
         assert entry.logprob == entry.top[0][1]  # decoding is greedy
 
 
-def test_sampling_does_not_bend_them(engine: BlendEngine) -> None:
+def test_logprobs_do_not_depend_on_sampling(engine: BlendEngine) -> None:
     text = prompt(engine)
     options = Options(mode="full", temperature=5.0, top_p=0.9, seed=3, logprobs=0)
     found = engine.generate(text, options).logprobs
@@ -67,7 +67,7 @@ def test_sampling_does_not_bend_them(engine: BlendEngine) -> None:
     assert any(e.id != int(p.argmax()) for p, e in zip(expected, found, strict=True))
 
 
-def test_their_texts_are_the_answer_and_the_end_token_is_none_of_them(says: BlendEngine) -> None:
+def test_texts_of_logprobs_are_the_answer_without_the_end_token(says: BlendEngine) -> None:
     answer = says.generate("?", Options(logprobs=0))
     assert answer.text == SAID
     assert answer.logprobs is not None
@@ -77,7 +77,7 @@ def test_their_texts_are_the_answer_and_the_end_token_is_none_of_them(says: Blen
 
 
 @pytest.mark.parametrize("stop", ["END", "früh", "It", "語", "ilt. E"])
-def test_cut_by_a_stop_string_they_end_with_the_text(says: BlendEngine, stop: str) -> None:
+def test_logprobs_end_with_the_text_at_a_stop_string(says: BlendEngine, stop: str) -> None:
     answer = says.generate("?", Options(stop=(stop,), logprobs=1))
     assert answer.text == SAID[: SAID.index(stop)]
     assert answer.logprobs is not None
@@ -87,7 +87,7 @@ def test_cut_by_a_stop_string_they_end_with_the_text(says: BlendEngine, stop: st
     assert len(without_last) < len(answer.text) or not answer.text
 
 
-def test_alternatives_are_the_text_they_would_have_added(says: BlendEngine) -> None:
+def test_alternatives_have_the_text_they_would_have_added(says: BlendEngine) -> None:
     answer = says.generate("?", Options(logprobs=2))
     assert answer.logprobs is not None
     built = next(t for t in answer.logprobs if t.token == " built")
@@ -98,13 +98,13 @@ def test_alternatives_are_the_text_they_would_have_added(says: BlendEngine) -> N
 @pytest.mark.parametrize(
     "generate", [{"num_beams": 2}, {"num_beams": 2, "num_return_sequences": 2}]
 )
-def test_of_several_sequences_they_are_refused(says: BlendEngine, generate: dict) -> None:
+def test_logprobs_of_several_sequences_are_refused(says: BlendEngine, generate: dict) -> None:
     with pytest.raises(InvalidInputError, match="one sequence") as raised:
         says.generate("?", Options(logprobs=0, generate=generate))
     assert tiny.one_sentence(str(raised.value))
 
 
 @pytest.mark.parametrize("logprobs", [-1, 21])
-def test_as_many_as_openai_gives_may_be_asked_for(logprobs: int) -> None:
+def test_at_most_20_logprobs_can_be_requested(logprobs: int) -> None:
     with pytest.raises(InvalidInputError, match=r"in \[0, 20\]"):
         Options(logprobs=logprobs)

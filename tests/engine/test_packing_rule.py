@@ -57,7 +57,7 @@ def test_memory_ends_it_however_much_faster_it_would_be() -> None:
     assert not PackingRule(CPU, 0).admits([load(1, 1)], load(1, 1), MEASURED)
 
 
-def test_no_more_files_are_open_at_once_than_half_of_those_allowed() -> None:
+def test_a_pack_opens_at_most_half_of_the_allowed_files() -> None:
     rule = PackingRule(CPU, 1 << 40, limit_files=10)
     assert rule.admits([Load(1, 0, 4), Load(1, 0, 3)], Load(1, 0, 3), None)
     assert not rule.admits([Load(1, 0, 4), Load(1, 0, 3)], Load(1, 0, 4), None)

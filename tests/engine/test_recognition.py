@@ -77,7 +77,7 @@ WAYS = {
 
 @pytest.mark.parametrize("text", [PLAIN, PAGES, CJK, HEBREW, ARABIC, BIDI])
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_a_chunk_is_recognised_however_it_stands_in_the_prompt(way: str, text: str) -> None:
+def test_a_chunk_is_recognised_in_any_prompt_format(way: str, text: str) -> None:
     for given_text in (text, f"\n\n  {text} \t\n"):
         prompt = way.replace("{}", text.strip()).replace("{{", "{").replace("}}", "}")
         assert recognised({"a": given_text}, prompt) == [("a", True)]
@@ -85,9 +85,7 @@ def test_a_chunk_is_recognised_however_it_stands_in_the_prompt(way: str, text: s
 
 @pytest.mark.parametrize("text", [PLAIN, PAGES, CJK, HEBREW + ARABIC])
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.77, 0.99])
-def test_of_a_chunk_whose_tail_is_cut_off_the_first_tokens_are_reused(
-    text: str, share: float
-) -> None:
+def test_a_chunk_with_its_tail_cut_off_is_reused_in_part(text: str, share: float) -> None:
     text = canonical(text)
     texts = {"a": text, "b": tiny.sentence(99)}
     rest = text[: max(64, int(len(text) * share))]
@@ -109,9 +107,7 @@ def test_the_same_chunk_twice_is_reused_twice() -> None:
     assert recognised({"a": PLAIN}, prompt) == [("a", True)] * 3
 
 
-def test_of_a_chunk_within_another_the_larger_is_taken_and_the_smaller_where_it_stands_alone() -> (
-    None
-):
+def test_the_larger_of_two_nested_chunks_is_taken() -> None:
     texts = {"page": PLAIN, "head": PLAIN[:200], "middle": PLAIN[120:280], "tail": PLAIN[-150:]}
     assert recognised(texts, f"x {PLAIN} y") == [("page", True)]
     alone = "\n\n".join(texts[name] for name in ("tail", "middle", "head"))
@@ -252,7 +248,7 @@ def prompts(draw: st.DrawFn) -> tuple[list[str], str]:
 
 @settings(max_examples=250, deadline=None)
 @given(prompts())
-def test_whatever_is_recognised_is_exactly_the_tokens_its_kv_was_computed_from(
+def test_recognised_tokens_equal_those_of_the_stored_kv(
     drawn: tuple[list[str], str],
 ) -> None:
     pieces, prompt = drawn
@@ -262,7 +258,7 @@ def test_whatever_is_recognised_is_exactly_the_tokens_its_kv_was_computed_from(
 
 @settings(max_examples=120, deadline=None)
 @given(prompts(), st.lists(st.tuples(st.booleans(), st.integers(0, 8)), max_size=30))
-def test_an_index_that_grew_and_shrank_finds_what_one_made_at_once_finds(
+def test_an_index_changed_step_by_step_equals_one_built_at_once(
     drawn: tuple[list[str], str], changes: list[tuple[bool, int]]
 ) -> None:
     pieces, prompt = drawn

@@ -74,7 +74,7 @@ def messages(content: str = "", system: str = "") -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_contents_are_where_they_stand_in_the_rendered_prompt(name: str) -> None:
+def test_contents_are_located_in_the_rendered_prompt(name: str) -> None:
     tokens = tokens_of(TEMPLATES[name])
     given = [
         {"role": "system", "content": f"  {tiny.sentence(7)} \n"},
@@ -331,7 +331,7 @@ def test_a_question_in_a_prompt_that_the_caller_rendered_is_computed(
         assert [segment.text for segment in plan.chunks] == list(CHUNKS.values())
 
 
-def test_a_whole_message_that_is_a_chunk_is_the_question(faq: BlendEngine) -> None:
+def test_a_message_that_is_one_chunk_is_the_question(faq: BlendEngine) -> None:
     for prompt in (
         FAQ["asked"],
         messages(FAQ["asked"]),

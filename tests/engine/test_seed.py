@@ -59,7 +59,7 @@ def test_seeded_and_blended_at_ratio_one_equals_stock(engine: BlendEngine) -> No
     assert ask(engine, 5, mode="blend", ratio=1.0) == ask(engine, 5)
 
 
-def test_without_a_seed_draws_follow_torchs_generator(engine: BlendEngine) -> None:
+def test_without_a_seed_sampling_follows_torchs_generator(engine: BlendEngine) -> None:
     torch.manual_seed(3)
     first = ask(engine, None)
     assert ask(engine, None) != first
@@ -67,7 +67,7 @@ def test_without_a_seed_draws_follow_torchs_generator(engine: BlendEngine) -> No
     assert ask(engine, None) == first
 
 
-def test_draws_of_other_threads_are_not_seeded() -> None:
+def test_other_threads_are_not_seeded() -> None:
     probabilities = torch.full((1000,), 0.001)
     elsewhere: list[int] = []
     with SeededDraws(0, torch.device("cpu")):
@@ -84,7 +84,7 @@ def test_draws_of_other_threads_are_not_seeded() -> None:
         assert int(torch.multinomial(probabilities, 1)) == here
 
 
-def test_a_forwards_operations_are_not_looked_at_one_by_one(
+def test_operations_within_a_forward_are_not_intercepted(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the few operations that choose a token are; a forward has many, and draws nothing."""
@@ -113,7 +113,7 @@ def test_a_forwards_operations_are_not_looked_at_one_by_one(
 
 
 @pytest.mark.parametrize("failing", [False, True])
-def test_draws_are_seeded_again_after_a_forward_even_one_that_failed(failing: bool) -> None:
+def test_sampling_is_seeded_again_after_a_failed_forward(failing: bool) -> None:
     class Failing(torch.nn.Module):
         def forward(self) -> None:
             if failing:

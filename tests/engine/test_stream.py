@@ -71,7 +71,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
         ("so. And more",), ("built in", "in 18"), ("\n", "\nObs"),
     ],
 )  # fmt: skip
-def test_an_answer_ends_before_its_first_stop_string_in_streams_and_whole(
+def test_an_answer_ends_before_its_first_stop_string(
     engine: BlendEngine, stop: tuple[str, ...]
 ) -> None:
     found = [SAID.find(s) for s in stop if s in SAID]
