@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import time
-import tracemalloc
 from collections import OrderedDict
 
 import pytest
 import torch
 
 from blendrag.errors import InvalidInputError, StoreFullError, StoreUnavailableError
-from blendrag.store import DiskStore, KVReader, disk
-from blendrag.store.index import Index, Row
+from blendrag.store import DiskStore, KVReader
 from blendrag.store.kv import ChunkKV, KVLayout, LayerShape
 from blendrag.store.payload import frame
-from blendrag.store.payload_files import new_name
 
 #: The paper's: 16 MB for a million chunks.
 INDEX_BYTES_PER_CHUNK = 16
@@ -50,15 +46,6 @@ def test_a_layer_is_read_into_the_middle_of_a_prompt_and_nothing_else_changes(
         assert torch.equal(prompt[:, :, 11 : 11 + lab.tokens], kv.layers[i])
         assert (prompt[:, :, :11] == 7).all()
         assert (prompt[:, :, 11 + lab.tokens :] == 7).all()
-
-
-def test_keys_and_values_may_lie_in_separate_halves(lab, make_store):
-    store = make_store()
-    lab.put(store, 1)
-    halves = torch.zeros(2, 5, 2, lab.tokens, 8)
-    lab.open(store, 1).read_layer(0, halves[:, 2])
-    assert torch.equal(halves[:, 2], lab.kv(1).layers[0])
-    assert (halves[:, [0, 1, 3, 4]] == 0).all()
 
 
 def test_more_heads_than_one_preadv_takes_are_read(lab, make_store):
@@ -372,56 +359,3 @@ def test_a_malformed_key_or_a_read_only_store_is_not_pinned(lab, make_store, roo
     with pytest.raises(StoreUnavailableError, match="read-only"):
         make_store(read_only=True).pin(lab.namespace, lab.key(1))
     assert list((root / "pinned").iterdir()) == []
-
-
-def test_only_the_latest_uses_are_remembered(lab, filled, monkeypatch):
-    filled.flush_recency()
-    monkeypatch.setattr(disk, "MAX_RECENT", 2)
-    for number in (1, 3, 2):
-        lab.open(filled, number).close()
-    filled.flush_recency()
-    used = [row.name.key for row in filled._index.oldest()]
-    assert used == [lab.key(1), lab.key(3), lab.key(2)]
-    for number in (3, 2, 1):
-        lab.open(filled, number).close()  # that 3 is used is forgotten
-    filled.flush_recency()
-    used = [row.name.key for row in filled._index.oldest()]
-    assert used == [lab.key(3), lab.key(2), lab.key(1)]
-
-
-def bytes_of_an_index_in_use(lab, directory, chunks):
-    """Python's own, at most, over opening, look-ups, uses, counting, and a search for the oldest.
-
-    SQLite allocates its pages itself, which Python does not see.
-    """
-    directory.mkdir()
-    names = [new_name(lab.namespace, lab.key(number)) for number in range(chunks)]
-    index = Index(directory)
-    with index.exclusive():
-        index.rebuild(lambda: None)
-        with index.transaction():
-            for name in names:
-                index.add(Row(name, 1000))
-    index.close()
-    asked = [name.entry for name in names[:: chunks // 200]]
-    gc.collect()
-    tracemalloc.start()
-    try:
-        index = Index(directory)
-        with index.exclusive():
-            index.open()
-            assert index.totals() == (chunks, 1000 * chunks)
-            assert all(index.get(*entry) is not None for entry in asked)
-            index.touch(asked)
-            assert sum(1 for _ in index.oldest()) == chunks
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-        index.close()
-
-
-def test_the_index_takes_no_memory_per_chunk(lab, tmp_path):
-    few, many = 1000, 9000
-    grown = bytes_of_an_index_in_use(lab, tmp_path / "many", many)
-    grown -= bytes_of_an_index_in_use(lab, tmp_path / "few", few)
-    assert grown / (many - few) < INDEX_BYTES_PER_CHUNK

@@ -13,7 +13,7 @@ import pytest
 
 from blendrag.errors import StoreError, StoreUnavailableError
 from blendrag.store import DiskStore, index
-from blendrag.store.index import Index, IndexCorrupt, IndexLocked, Row
+from blendrag.store.index import DATABASE_FILES, Index, IndexCorrupt, IndexLocked, Row
 from blendrag.store.payload_files import new_name
 
 NUMBERS = (1, 2, 3)
@@ -134,87 +134,143 @@ def test_a_missing_index_is_rebuilt_and_the_index_of_an_earlier_version_removed(
     assert not list((filled.root / "index").glob("cache.db*"))
 
 
-@pytest.mark.parametrize(
-    "garbage", [b"", b"not a database" * 500, b"SQLite format 3\0" + b"x" * 9000]
-)
-def test_a_corrupt_index_is_rebuilt_with_one_warning(lab, make_store, filled, garbage, caplog):
-    filled.close()
-    database(filled.root).write_bytes(garbage)
-    assert_rebuilt(lab, make_store())
-    assert [r.getMessage() for r in caplog.records if "is damaged" in r.getMessage()] == [
-        r.getMessage() for r in caplog.records
-    ]
-    assert len(caplog.records) == 1
+def write(data):
+    return lambda root: database(root).write_bytes(data)
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "CREATE TRIGGER evil AFTER INSERT ON payload BEGIN DELETE FROM payload; END",
-        "CREATE TABLE more (x)",
-        "CREATE VIEW peek AS SELECT * FROM payload",
-        "DROP TRIGGER payload_added",
-        "ALTER TABLE payload ADD COLUMN more",
-        "DROP TABLE payload",
-        "CREATE TABLE Cache (rowid INTEGER PRIMARY KEY, key BLOB, value BLOB)",
-    ],
-)
-@pytest.mark.parametrize("is_open", [False, True])
-def test_a_changed_schema_is_set_aside_and_nothing_of_it_executed(
-    lab, make_store, filled, statement, is_open
-):
-    store = filled
-    if not is_open:
-        filled.close()
-    edit(filled.root, statement)
-    if not is_open:
-        store = make_store()
-    lab.put(store, 4)
-    store.delete(lab.namespace, lab.key(1))
-    assert_rebuilt(lab, store, (2, 3, 4))
+def sql(*statements):
+    return lambda root: edit(root, *statements)
 
 
-def test_a_name_that_is_not_text_is_a_rebuild(lab, make_store, filled):
-    filled.close()
-    data = database(filled.root).read_bytes()
-    assert b"tablepayloadpayload" in data
-    database(filled.root).write_bytes(data.replace(b"tablepayloadpay", b"table\xb3ayloadpay"))
-    assert_rebuilt(lab, make_store())
+def mark_read_only(root):
+    with open(database(root), "r+b") as file:
+        file.seek(18)  # the file format's write version
+        file.write(b"\x07")
 
 
-def test_a_name_damaged_while_the_store_is_open_is_a_rebuild(lab, filled):
-    edit(
-        filled.root,
+def replace_with_directory(name):
+    def replace(root):
+        path = root / "index" / name
+        path.unlink(missing_ok=True)
+        path.mkdir()
+        (path / "mine").touch()
+
+    return replace
+
+
+def replace_with_link(root):
+    elsewhere = root.parent / "elsewhere.db"
+    database(root).rename(elsewhere)
+    database(root).symlink_to(elsewhere)
+
+
+def journal(kind):
+    """One that SQLite leaves if it is interrupted before the database is in WAL mode."""
+
+    def plant(root):
+        path = root / "index" / "index.db-journal"
+        if kind == "hot":
+            scratch = root.parent / "scratch.db"
+            connection = sqlite3.connect(scratch, isolation_level=None)
+            connection.execute("CREATE TABLE t AS SELECT 1 AS x")
+            connection.execute("PRAGMA cache_size = 1")
+            connection.execute("BEGIN")
+            connection.execute("INSERT INTO t VALUES (hex(randomblob(90000)))")
+            data = scratch.with_name("scratch.db-journal").read_bytes()
+            assert data.startswith(bytes.fromhex("d9d505f920a163d7"))  # it would be rolled back
+            path.write_bytes(data)
+        elif kind == "FIFO":
+            os.mkfifo(path)
+        else:
+            path.write_bytes(b"x" * 999)
+
+    return plant
+
+
+#: Damage that is done while the store is closed.
+CLOSED = {
+    "empty": write(b""),
+    "garbage": write(b"not a database" * 500),
+    "garbage after the magic": write(b"SQLite format 3\0" + b"x" * 9000),
+    "marked as read-only": mark_read_only,
+    "a link": replace_with_link,
+    **{f"{kind} journal": journal(kind) for kind in ("hot", "garbage", "FIFO")},
+    **{f"a directory {n}": replace_with_directory(n) for n in DATABASE_FILES},
+}
+#: Damage that may also be done while the store is open.
+FORGED = {
+    "trigger": sql("CREATE TRIGGER evil AFTER INSERT ON payload BEGIN DELETE FROM payload; END"),
+    "table": sql("CREATE TABLE more (x)"),
+    "view": sql("CREATE VIEW peek AS SELECT * FROM payload"),
+    "no trigger": sql("DROP TRIGGER payload_added"),
+    "column": sql("ALTER TABLE payload ADD COLUMN more"),
+    "no table": sql("DROP TABLE payload"),
+    "a name that is no text": sql(
         "PRAGMA writable_schema = ON",
         "UPDATE sqlite_master SET name = CAST(x'b3ff' AS TEXT), sql = 'x'",
         "PRAGMA schema_version = 99",
-    )
-    assert lab.is_right(filled, 1)
-    lab.put(filled, 4)
-    assert_rebuilt(lab, filled, (1, 2, 3, 4))
+    ),
+    "the largest number": sql(
+        f"UPDATE payload SET used = {2**63 - 1} WHERE used = (SELECT MAX(used) FROM payload)"
+    ),
+    **{
+        f"totals: {change}": sql(f"UPDATE totals SET {change}")
+        for change in ("entries = 'many'", "size_bytes = NULL", "size_bytes = 9e999",
+                       "size_bytes = -5", f"size_bytes = {1 << 50}")
+    },
+    "no totals": sql("DELETE FROM totals"),
+}  # fmt: skip
 
 
-def test_a_database_marked_read_only_is_rebuilt(lab, make_store, filled):
+@pytest.mark.parametrize("damage", [*CLOSED, *FORGED])
+def test_an_index_damaged_while_closed_is_rebuilt(lab, make_store, filled, damage):
     filled.close()
-    with open(database(filled.root), "r+b") as file:
-        file.seek(18)  # the file format's write version
-        file.write(b"\x07")
-    store = make_store()
+    {**CLOSED, **FORGED}[damage](filled.root)
+    elsewhere = filled.root.parent / "elsewhere.db"
+    before = elsewhere.read_bytes() if elsewhere.exists() else b""
+    store = make_store(limit_bytes=4 * lab.entry_bytes)
     lab.put(store, 4)
+    assert store.stats().evictions == 0
     assert_rebuilt(lab, store, (1, 2, 3, 4))
+    assert (elsewhere.read_bytes() if elsewhere.exists() else b"") == before
+
+
+@pytest.mark.parametrize("damage", FORGED)
+def test_an_index_damaged_while_open_is_rebuilt_by_the_next_put(lab, filled, damage):
+    FORGED[damage](filled.root)
+    assert all(lab.is_right(filled, number) for number in NUMBERS)
+    lab.put(filled, 4)
+    filled.delete(lab.namespace, lab.key(1))
+    assert_rebuilt(lab, filled, (2, 3, 4))
+
+
+def test_a_damaged_index_is_one_warning(lab, make_store, filled, caplog):
+    filled.close()
+    write(b"not a database" * 500)(filled.root)
+    make_store()
+    assert [record.getMessage() for record in caplog.records] == [
+        "the store's index is damaged (file is not a database): rebuilt from the files"
+    ]
+
+
+def test_a_recovery_notices_totals_that_do_not_fit_the_rows(lab, filled):
+    edit(filled.root, "UPDATE totals SET size_bytes = size_bytes - 1")
+    filled.recover()
+    assert_rebuilt(lab, filled)
 
 
 @pytest.mark.parametrize("column", ["namespace", "key", "nonce", "size_bytes"])
-@pytest.mark.parametrize("value", ["'../../../etc/passwd'", "-7", "NULL", "x'80042e'", "1e300"])
-def test_a_row_that_the_store_did_not_write_is_a_rebuild(lab, make_store, filled, column, value):
+def test_a_row_that_the_store_did_not_write_is_a_rebuild(lab, make_store, filled, column):
     filled.close()
-    edit(filled.root, f"UPDATE payload SET {column} = {value} WHERE key = '{lab.key(1)}'")
-    store = make_store()
-    assert lab.open(store, 1) is None or lab.is_right(store, 1)
-    with pytest.raises(IndexCorrupt):
-        list(store._index.oldest())
-    store.recover()
-    assert_rebuilt(lab, store)
+    for value in ("'../../../etc/passwd'", "-7", "NULL", "x'80042e'", "1e300"):
+        edit(filled.root, f"UPDATE payload SET {column} = {value} WHERE key = '{lab.key(1)}'")
+        store = make_store()
+        assert lab.open(store, 1) is None or lab.is_right(store, 1)
+        with pytest.raises(IndexCorrupt):
+            list(store._index.oldest())
+        store.recover()
+        assert_rebuilt(lab, store)
+        store.close()
 
 
 def test_a_path_in_the_index_is_neither_read_nor_deleted(lab, make_store, filled, tmp_path):
@@ -229,115 +285,6 @@ def test_a_path_in_the_index_is_neither_read_nor_deleted(lab, make_store, filled
     store.recover()
     assert outside.read_text() == "precious"
     assert all(lab.is_right(store, number) for number in NUMBERS)
-
-
-def test_a_row_that_points_to_the_file_of_another_chunk_is_a_miss(lab, make_store, filled):
-    filled.close()
-    other = lab.file(filled, 2).name.split(".")[1]
-    lab.file(filled, 1).rename(lab.file(filled, 1).with_name(f"{lab.key(1)}.{other}.kv"))
-    lab.file(filled, 1).write_bytes(lab.file(filled, 2).read_bytes())
-    edit(filled.root, f"UPDATE payload SET nonce = '{other}' WHERE key = '{lab.key(1)}'")
-    store = make_store()
-    assert lab.open(store, 1) is None
-    assert lab.is_right(store, 2)
-
-
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "UPDATE totals SET entries = 'many'",
-        "UPDATE totals SET size_bytes = NULL",
-        "UPDATE totals SET size_bytes = 9e999",
-        "UPDATE totals SET size_bytes = -5",
-        "DELETE FROM totals",
-    ],
-)
-def test_impossible_totals_are_noticed_while_the_store_is_open(lab, filled, statement):
-    edit(filled.root, statement)
-    assert filled.stats().entries == 3  # counted without the index
-    lab.put(filled, 4)
-    assert_rebuilt(lab, filled, (1, 2, 3, 4))
-
-
-@pytest.mark.parametrize("limit_entries", [4, 1000])
-def test_totals_forged_beyond_the_limit_evict_nothing(lab, make_store, filled, limit_entries):
-    filled.close()
-    edit(filled.root, f"UPDATE totals SET size_bytes = {1 << 50}")
-    store = make_store(limit_bytes=limit_entries * lab.entry_bytes)
-    lab.put(store, 4)
-    assert store.stats().evictions == 0
-    assert_rebuilt(lab, store, (1, 2, 3, 4))
-
-
-def test_a_recovery_notices_totals_that_do_not_fit_the_rows(lab, filled):
-    edit(filled.root, "UPDATE totals SET size_bytes = size_bytes - 1")
-    filled.recover()
-    assert_rebuilt(lab, filled)
-
-
-def test_a_row_with_the_largest_number_does_no_harm(lab, filled):
-    edit(filled.root, f"UPDATE payload SET used = {2**63 - 1} WHERE used = 3")
-    lab.put(filled, 4)
-    assert_rebuilt(lab, filled, (1, 2, 3, 4))
-
-
-def hot_journal(root):
-    """A journal that SQLite leaves if it is interrupted before the database is in WAL mode."""
-    scratch = root.parent / "scratch.db"
-    connection = sqlite3.connect(scratch, isolation_level=None)
-    connection.execute("CREATE TABLE t AS SELECT 1 AS x")
-    connection.execute("PRAGMA cache_size = 1")
-    connection.execute("BEGIN")
-    connection.execute("INSERT INTO t VALUES (hex(randomblob(90000)))")
-    journal = scratch.with_name("scratch.db-journal").read_bytes()
-    assert journal.startswith(bytes.fromhex("d9d505f920a163d7"))  # or it would not be rolled back
-    return journal
-
-
-@pytest.mark.parametrize("kind", ["hot", "empty", "garbage", "fifo", "directory"])
-def test_a_journal_left_by_a_crash_neither_blocks_nor_stops_the_store(
-    lab, make_store, filled, kind
-):
-    filled.close()
-    journal = filled.root / "index" / "index.db-journal"
-    if kind == "fifo":
-        os.mkfifo(journal)
-    elif kind == "directory":
-        journal.mkdir()
-    else:
-        data = {"hot": hot_journal(filled.root), "empty": b""}.get(kind, b"x" * 999)
-        journal.write_bytes(data)
-    store = make_store()
-    assert all(lab.is_right(store, number) for number in NUMBERS)
-    lab.put(store, 4)
-    assert_rebuilt(lab, store, (1, 2, 3, 4))
-
-
-@pytest.mark.parametrize("name", ["index.db", "index.db-wal", "index.db-shm"])
-def test_a_directory_in_place_of_the_database_is_moved_away(lab, make_store, filled, name):
-    filled.close()
-    path = filled.root / "index" / name
-    for _ in range(2):  # the second time, the quarantine has one already
-        path.unlink(missing_ok=True)
-        path.mkdir()
-        (path / "mine").touch()
-        store = make_store()
-        lab.put(store, 4)
-        assert all(lab.is_right(store, number) for number in (1, 2, 3, 4))
-        store.close()
-    assert len(list((filled.root / "quarantine").rglob("mine"))) == 2
-
-
-def test_a_linked_database_is_not_followed(lab, make_store, filled, tmp_path):
-    filled.close()
-    elsewhere = tmp_path / "elsewhere.db"
-    database(filled.root).rename(elsewhere)
-    database(filled.root).symlink_to(elsewhere)
-    before = elsewhere.read_bytes()
-    store = make_store()
-    assert all(lab.is_right(store, number) for number in NUMBERS)
-    lab.put(store, 4)
-    assert elsewhere.read_bytes() == before
 
 
 def test_a_store_path_with_special_characters_is_taken_literally(lab, tmp_path, monkeypatch):

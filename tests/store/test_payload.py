@@ -138,45 +138,84 @@ def test_a_layout_that_cannot_be_stored_is_refused(lab):
 # -- damage ----------------------------------------------------------------------------------------
 
 
-def assert_miss_with_quarantine(lab, store, number):
-    """Opening misses, or reading raises; either way the file is set aside and put heals."""
-    reader = lab.open(store, number)
-    if reader is not None:
-        with pytest.raises(CorruptKVError):
-            lab.read(reader)
-    assert store.stats().quarantined == 1
-    assert lab.open(store, number) is None
-    assert not lab.has(store, number)
-    assert lab.payloads(store.root) == []
-    lab.put(store, number)
-    assert lab.is_right(store, number)
+def overwrite(offset, data):
+    def change(path):
+        with open(path, "r+b") as file:
+            file.seek(offset % path.stat().st_size)
+            file.write(data)
+
+    return change
 
 
-def overwrite(path, offset, data):
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        file.write(data)
+def flip(position):
+    return lambda path: overwrite(position, bytes([path.read_bytes()[position] ^ 1]))(path)
 
 
-@pytest.mark.parametrize("position", [0, 7, 8, 100, 4000, 4096, 9000, -1])
-def test_a_flipped_bit_is_a_miss(lab, make_store, position, caplog):
+def resize(change):
+    return lambda path: os.truncate(path, max(0, path.stat().st_size + change))
+
+
+def swap_layers(path):
+    """The first two layers, which have equal shapes, together with their checksums."""
+    data, size = path.read_bytes(), 2 * 2 * 24 * 8 * 4
+    sums = data.index(b'"checksums":"') + len(b'"checksums":"')
+    digits, layers = data[sums : sums + 32], data[4096 : 4096 + 2 * size]
+    overwrite(sums, digits[16:] + digits[:16])(path)
+    overwrite(4096, layers[size:] + layers[:size])(path)
+
+
+def replace_by_fifo(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def replace_by_link(path):
+    elsewhere = path.parents[4] / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+
+
+LENGTHS = (0, 1, 4087, 4089, 1 << 20, (1 << 20) + 1, 1 << 31, 1 << 63, (1 << 64) - 1)
+DAMAGE = {
+    **{f"flipped bit at {at}": flip(at) for at in (0, 7, 8, 100, 4000, 4096, 9000, -1)},
+    **{f"resized by {change}": resize(change) for change in (-1, -5000, -(1 << 20), 1, 4096)},
+    **{f"header length {n}": overwrite(0, struct.pack("<Q", n)) for n in LENGTHS},
+    "deep JSON": overwrite(8, b'{"a":' * 400),
+    "duplicate names": overwrite(8, b'{"l0000":0,"l0000":1}'),
+    "another format": overwrite(8, b'{"__metadata__":{"blendrag_format":"2"}}'),
+    "no text": overwrite(8, b"\xff" * 2000),
+    "swapped layers": swap_layers,
+    "a FIFO": replace_by_fifo,
+    "a symbolic link": replace_by_link,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_a_miss_and_set_aside_until_the_next_put(lab, make_store, damage, caplog):
     store = make_store()
     lab.put(store, 1)
-    path = lab.file(store, 1)
-    data = path.read_bytes()
-    overwrite(path, position % len(data), bytes([data[position] ^ 1]))
     with caplog.at_level(logging.WARNING, "blendrag.store"):
-        assert_miss_with_quarantine(lab, store, 1)
-    assert len(caplog.records) == 1
-
-
-@pytest.mark.parametrize("change", [-1, -5000, -(1 << 20), 1, 4096])
-def test_a_truncated_or_extended_file_is_a_miss(lab, make_store, change):
-    store = make_store()
+        DAMAGE[damage](lab.file(store, 1))
+        reader = lab.open(store, 1)
+        if reader is not None:
+            with pytest.raises(CorruptKVError):
+                lab.read(reader)
+    assert len(caplog.records) == store.stats().quarantined == 1
+    assert lab.open(store, 1) is None
+    assert not lab.has(store, 1)
+    assert lab.payloads(store.root) == []
     lab.put(store, 1)
-    path = lab.file(store, 1)
-    os.truncate(path, max(0, path.stat().st_size + change))
-    assert_miss_with_quarantine(lab, store, 1)
+    assert lab.is_right(store, 1)
+
+
+def test_swapped_files_are_misses(lab, filled):
+    one, two = lab.file(filled, 1), lab.file(filled, 2)
+    first = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(first)
+    assert lab.open(filled, 1) is None
+    assert lab.open(filled, 2) is None
+    assert filled.stats().quarantined == 2
 
 
 def test_a_file_truncated_while_open_raises(lab, make_store):
@@ -190,71 +229,6 @@ def test_a_file_truncated_while_open_raises(lab, make_store):
     assert store.stats().quarantined == 1
 
 
-def test_swapped_files_are_misses(lab, make_store):
-    store = make_store()
-    lab.put(store, 1)
-    lab.put(store, 2)
-    one, two = lab.file(store, 1), lab.file(store, 2)
-    first, second = one.read_bytes(), two.read_bytes()
-    one.write_bytes(second)
-    two.write_bytes(first)
-    assert lab.open(store, 1) is None
-    assert lab.open(store, 2) is None
-    assert store.stats().quarantined == 2
-
-
-def test_swapped_layers_of_equal_shape_are_noticed(lab, make_store):
-    store = make_store()
-    lab.put(store, 1)
-    path = lab.file(store, 1)
-    data = path.read_bytes()
-    size = lab.layout.layer_bytes(0, lab.tokens)
-    sums = data.index(b'"checksums":"') + len(b'"checksums":"')
-    digits = data[sums : sums + 32]
-    overwrite(path, sums, digits[16:] + digits[:16])
-    overwrite(path, 4096, data[4096 + size : 4096 + 2 * size] + data[4096 : 4096 + size])
-    assert_miss_with_quarantine(lab, store, 1)
-
-
-@pytest.mark.parametrize(
-    "length", [0, 1, 4087, 4089, 1 << 20, (1 << 20) + 1, 1 << 31, 1 << 63, (1 << 64) - 1]
-)
-def test_a_hostile_header_length_is_a_miss(lab, make_store, length):
-    store = make_store()
-    lab.put(store, 1)
-    overwrite(lab.file(store, 1), 0, struct.pack("<Q", length))
-    assert_miss_with_quarantine(lab, store, 1)
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        b'{"a":' * 400,
-        b'{"l0000":0,"l0000":1}',
-        b'{"__metadata__":{"blendrag_format":"2"}}',
-        b"\xff" * 2000,
-    ],
-)
-def test_a_hostile_header_is_a_miss(lab, make_store, header):
-    store = make_store()
-    lab.put(store, 1)
-    overwrite(lab.file(store, 1), 8, header)
-    assert_miss_with_quarantine(lab, store, 1)
-
-
-def test_a_symbolic_link_is_not_followed(lab, make_store, tmp_path):
-    store = make_store()
-    lab.put(store, 1)
-    path = lab.file(store, 1)
-    elsewhere = tmp_path / "elsewhere"
-    path.rename(elsewhere)
-    path.symlink_to(elsewhere)
-    assert lab.open(store, 1) is None
-    assert elsewhere.exists()
-    lab.put(store, 1)
-    assert lab.is_right(store, 1)
-
-
 def test_a_linked_directory_is_not_followed(lab, make_store, tmp_path):
     store = make_store()
     lab.put(store, 1)
@@ -263,15 +237,6 @@ def test_a_linked_directory_is_not_followed(lab, make_store, tmp_path):
     directory.symlink_to(tmp_path / "elsewhere")
     assert lab.open(store, 1) is None
     assert len(list((tmp_path / "elsewhere").iterdir())) == 1
-
-
-def test_a_fifo_is_a_miss_and_does_not_hang(lab, make_store):
-    store = make_store()
-    lab.put(store, 1)
-    path = lab.file(store, 1)
-    path.unlink()
-    os.mkfifo(path)
-    assert_miss_with_quarantine(lab, store, 1)
 
 
 def test_a_vanished_file_is_a_miss_and_put_writes_it_again(lab, make_store):
@@ -372,36 +337,11 @@ def test_a_header_that_cannot_be_read_is_a_miss_and_leaves_no_descriptor(lab, fi
     assert lab.is_right(filled, 1)
 
 
-def test_an_interrupt_while_a_payload_is_opened_leaves_no_descriptor(lab, filled, monkeypatch):
-    before = lab.descriptors()
-
-    def interrupt(*args):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pread", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            lab.open(filled, 1)
-    assert lab.descriptors() == before
-    assert lab.is_right(filled, 1)
-
-
 def test_a_layer_that_cannot_be_read_is_corrupt(lab, filled, failing):
     reader = lab.open(filled, 1)
     with failing("preadv", ".kv"), pytest.raises(CorruptKVError, match="cannot be read"):
         lab.read(reader)
     assert lab.open(filled, 1) is None
-
-
-def test_a_file_removed_between_listing_and_opening_is_a_miss_for_a_reader(
-    lab, filled, make_store, monkeypatch
-):
-    reading = make_store(read_only=True)
-    found = reading.find(lab.namespace, lab.key(1))
-    monkeypatch.setattr(reading._files, "named", lambda *_: [found])
-    lab.file(filled, 1).unlink()
-    assert lab.open(reading, 1) is None
-    assert reading.stats().quarantined == 0
 
 
 # -- large layers -----------------------------------------------------------------------------------
@@ -450,14 +390,6 @@ def test_a_flipped_bit_in_any_portion_of_a_layer_is_noticed(lab, put, portion):
     with pytest.raises(CorruptKVError, match="not those that were put"):
         reader.read_layer(1, torch.empty(2, 4, TOKENS, 64))
     assert opened(lab, store) is None
-
-
-def test_a_file_cut_between_portions_while_open_is_noticed(lab, put):
-    _, store = put
-    path, reader = lab.file(store, 1), opened(lab, store)
-    os.truncate(path, path.stat().st_size - LAYER_BYTES + PORTION_BYTES)
-    with pytest.raises(CorruptKVError, match="shorter than what was put"):
-        reader.read_layer(1, torch.empty(2, 4, TOKENS, 64))
 
 
 @pytest.mark.parametrize(

@@ -109,24 +109,6 @@ def test_two_spawned_ingests_and_a_server_share_a_store(lab, root):
     assert list((root / "tmp").iterdir()) == []
 
 
-def test_forked_processes_that_put_the_same_chunks_leave_one_copy_of_each(lab, root, fork):
-    kvs = {number: lab.kv(number) for number in range(12)}
-
-    def ingest():
-        store = DiskStore(root, 1 << 30)
-        for number, kv in kvs.items():
-            store.put(lab.namespace, lab.key(number), kv)
-        store.close()
-
-    for pid in [fork(ingest) for _ in range(3)]:
-        assert os.waitpid(pid, 0)[1] == 0
-    store = DiskStore(root, 1 << 30)
-    assert len(lab.payloads(root)) == store.stats().entries == 12
-    assert all(lab.is_right(store, number) for number in kvs)
-    assert os.listdir(root / "tmp") == []
-    store.close()
-
-
 @pytest.mark.parametrize("kind", ["disk", "memory", "tiers"])
 @pytest.mark.parametrize("send", [pickle.dumps, copy.deepcopy, copy.copy])
 def test_an_open_store_is_neither_pickled_nor_copied(root, kind, send):
@@ -227,28 +209,6 @@ def test_readers_see_right_bytes_or_a_miss_while_the_store_changes(lab, root, ma
     assert all(map(succeeded, children))
     assert writer.stats().entries == len(lab.payloads(root)) == 4
     assert sorted(os.listdir(root / "quarantine")) == []
-
-
-def test_a_read_only_store_creates_no_file(lab, root, make_store, fork):
-    lab.put(make_store(), 1)
-    make_store().close()
-    kv = lab.kv(1)
-
-    def files():
-        return {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()}
-
-    before = files()
-
-    def read():
-        store = TieredStore(MemoryStore(1 << 20), DiskStore(root, None, read_only=True))
-        for _ in range(3):
-            assert bytes_are_right(lab, store, 1, kv)
-            store.drain()
-        store.close()
-        maintenance.survey(root)
-
-    assert succeeded(fork(read))
-    assert files() == before
 
 
 # -- other processes put or remove the same -----------------------------------------------------------
@@ -464,11 +424,3 @@ def test_an_import_cleared_meanwhile_is_an_error(lab, root, archive, cleared_mea
         maintenance.import_archive(root, archive)
     assert maintenance.import_archive(root, archive).imported == 1
     assert maintenance.check(root).is_good
-
-
-def test_an_import_makes_existing_chunks_durable(lab, root, archive, synced):
-    maintenance.import_archive(root, archive)
-    synced.clear()
-    assert maintenance.import_archive(root, archive).already_there == 1
-    (payload,) = lab.payloads(root)
-    assert way_to(payload, root) <= synced

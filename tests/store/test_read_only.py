@@ -285,20 +285,3 @@ def test_a_read_only_store_reads_and_changes_nothing(lab, make_store, root):
         reader.delete(lab.namespace, lab.key(1))
     reader.close()
     assert snapshot(root) == before
-
-
-def test_a_directory_without_write_permission_is_read_with_one_warning(
-    lab, make_store, root, monkeypatch, caplog
-):
-    store = make_store()
-    lab.put(store, 1)
-    store.close()
-    real = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK and real(path, mode))
-    with caplog.at_level(logging.WARNING, "blendrag.store"):
-        reader = make_store()
-        assert lab.is_right(reader, 1)
-        assert lab.open(reader, 2) is None
-    assert reader.read_only
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "cannot be written" in caplog.text

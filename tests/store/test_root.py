@@ -123,16 +123,6 @@ def test_a_directory_without_any_permission_is_refused(root):
     assert_refused(root, "cannot be read")
 
 
-def test_open_store_makes_a_usable_store(lab, root):
-    store = open_store(root, ram_bytes=1 << 20, disk_bytes=1 << 30)
-    lab.put(store, 1)
-    assert lab.is_right(store, 1)
-    store.close()
-    reader = open_store(str(root), ram_bytes=0, disk_bytes=1 << 30, read_only=True)
-    assert lab.is_right(reader, 1)
-    reader.close()
-
-
 def test_a_subdirectory_that_cannot_be_made_is_an_error(root, failing):
     with (
         failing("mkdir", "quarantine"),
@@ -249,26 +239,6 @@ def test_a_fifo_or_directory_in_place_of_a_small_file_is_refused(lab, root, name
     (root / name).unlink()
     getattr(os, kind)(root / name)
     assert_refused(root, "is no regular file")
-
-
-def test_small_files_are_written_whole_or_not_at_all(lab, root, monkeypatch):
-    real = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[: max(1, len(data) // 2)]))
-    keep(lab, root, [1], 1 << 30)
-    assert (root / "format").read_text() == "blendrag-kv 1\n"
-    assert (root / "disk-bytes").read_text() == f"{1 << 30}\n"
-    (root / "format").unlink()
-
-    def fail(*args):
-        raise OSError(5, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", fail)
-        with pytest.raises(StoreUnavailableError, match="Input/output error"):
-            open_store(root, 0, None)
-    assert not (root / "format").exists()
-    assert_no_temporaries(root)
-    assert keep(lab, root, [2], None) == [1, 2]
 
 
 @pytest.mark.parametrize("times", [1, 7, 19, 20])

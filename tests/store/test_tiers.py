@@ -197,36 +197,12 @@ def test_a_corrupt_chunk_is_counted_once_and_not_promoted(lab, make_tiers):
     assert (stats.quarantined, stats.tiers[1].read_bytes, stats.promotions) == (1, layer_bytes, 0)
 
 
-def test_memory_serves_when_the_file_is_gone(lab, make_tiers):
-    store = make_tiers()
-    lab.put(store, 1)
-    assert lab.is_right(store, 1)
-    store.drain()
-    lab.file(store.disk, 1).unlink()
-    assert lab.is_right(store, 1)
-
-
 def test_a_chunk_larger_than_memory_is_served_from_disk(lab, make_tiers):
     store = make_tiers(ram_bytes=CHUNK_BYTES - 1)
     lab.put(store, 1)
     assert lab.is_right(store, 1)
     store.drain()
     assert tier_of(lab, store, 1) == "disk"
-
-
-def test_a_chunk_that_does_not_fit_when_its_turn_comes_stays_on_disk(lab, filled):
-    tiers = TieredStore(MemoryStore(1 << 20), filled)
-    before = lab.descriptors()
-    found = lab.open(tiers, 1)
-    lab.read(found)
-    tiers.memory.limit_bytes = 0
-    found.close()
-    found.close()  # once is enough
-    tiers.drain()
-    assert tiers.stats().promotions == tiers.memory.stats().entries == 0
-    assert lab.descriptors() == before
-    assert lab.is_right(tiers, 1)
-    tiers.close()
 
 
 def test_a_reader_closed_after_its_store_promotes_nothing(lab, filled):
@@ -239,27 +215,6 @@ def test_a_reader_closed_after_its_store_promotes_nothing(lab, filled):
     assert lab.descriptors() == before
     assert tiers.memory.stats().entries == 0
     tiers.close()
-    tiers.close()
-
-
-def test_a_chunk_read_twice_at_once_is_promoted_once(lab, filled):
-    tiers = TieredStore(MemoryStore(1 << 20), filled)
-    readers = [lab.open(tiers, 1), lab.open(tiers, 1)]
-    for reader in readers:
-        lab.read(reader)
-    gate, real = threading.Event(), tiers._promotion._promote
-
-    def wait(job):
-        assert gate.wait(10)
-        real(job)
-
-    tiers._promotion._promote = wait
-    for reader in readers:
-        reader.close()
-    gate.set()
-    tiers.drain()
-    assert tiers.stats().promotions == 1
-    assert tiers.memory.stats().entries == 1
     tiers.close()
 
 
