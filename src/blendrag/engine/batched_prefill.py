@@ -52,17 +52,17 @@ class Ahead:
 NOTHING_AHEAD = Ahead()
 
 
-class Entry(NamedTuple):
+class BatchEntry(NamedTuple):
     """A prompt of a batch."""
 
     request: Request
     stream: AnswerStream
 
 
-class Batch:
+class RequestBatch:
     """The prompts of one call, in order. Used on the worker only."""
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    def __init__(self, entries: Sequence[BatchEntry]) -> None:
         self.entries = entries
         self._next = 0
         """The first entry not considered yet."""
@@ -118,7 +118,9 @@ class BatchedPrefill:
     """See :meth:`Planner.access`."""
     rule: PackingRule
 
-    def __call__(self, entries: Sequence[Entry], first: int) -> tuple[Mapping[int, Ahead], int]:
+    def __call__(
+        self, entries: Sequence[BatchEntry], first: int
+    ) -> tuple[Mapping[int, Ahead], int]:
         """What is there now of ``first`` and following prompts, and the first one not considered."""
         chosen: dict[int, _Planned] = {}
         end = len(entries)
@@ -138,7 +140,7 @@ class BatchedPrefill:
             return {first: Ahead(self.namespace, chosen[first].plan)}, end
         return self._prefilled(entries, chosen), end
 
-    def _planned(self, entry: Entry) -> _Planned | None:
+    def _planned(self, entry: BatchEntry) -> _Planned | None:
         """``None`` for a prompt that cannot be prefilled with others; its turn reports why."""
         request, stream = entry
         if request.mode == "full" or stream.done or self._changes_tables(request):
@@ -162,7 +164,7 @@ class BatchedPrefill:
         return limit is not None and len(request.prompt.ids) > limit
 
     def _prefilled(
-        self, entries: Sequence[Entry], chosen: Mapping[int, _Planned]
+        self, entries: Sequence[BatchEntry], chosen: Mapping[int, _Planned]
     ) -> dict[int, Ahead]:
         prompts = [
             self._prompt(planned, entries[number].stream) for number, planned in chosen.items()

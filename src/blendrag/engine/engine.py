@@ -40,7 +40,7 @@ from blendrag.engine.answers import (
     sources_of,
     wait_all,
 )
-from blendrag.engine.batched_prefill import Batch, BatchedPrefill, Entry
+from blendrag.engine.batched_prefill import BatchedPrefill, BatchEntry, RequestBatch
 from blendrag.engine.calibration import CalibrationOptions, CalibrationReport
 from blendrag.engine.decoding import Likelihoods
 from blendrag.engine.exposition import exposition
@@ -254,7 +254,7 @@ class BlendEngine:
 
     # -- the road of a request ------------------------------------------------------------------
 
-    def _answer(self, batch: Batch, number: int) -> Answer:
+    def _answer(self, batch: RequestBatch, number: int) -> Answer:
         """Request → Plan → Fusion → Answer, on the worker's thread.
 
         The model's lock is held throughout, so that one request sees one model. If a chunk's bytes fail
@@ -349,7 +349,7 @@ class BlendEngine:
         """Check the request here, answer it on the worker. ``asked_at``: ``time.perf_counter()``."""
         asked_at = time.perf_counter() if asked_at is None else asked_at
         request = self._request(prompt, options, asked_at)
-        return self._submit(Batch([Entry(request, self._answer_stream(request))]), 0)
+        return self._submit(RequestBatch([BatchEntry(request, self._answer_stream(request))]), 0)
 
     async def _start_off_loop(self, prompt: Prompt, options: Options) -> Started:
         begin = partial(self._start, prompt, options, time.perf_counter())
@@ -369,7 +369,9 @@ class BlendEngine:
                     raise
                 made.append(exc)
         requests = [request for request in made if isinstance(request, Request)]
-        batch = Batch([Entry(request, self._answer_stream(request)) for request in requests])
+        batch = RequestBatch(
+            [BatchEntry(request, self._answer_stream(request)) for request in requests]
+        )
         numbers = iter(range(len(requests)))
         started: list[Started | Exception] = []
         try:
@@ -389,7 +391,7 @@ class BlendEngine:
             raise
         return started
 
-    def _submit(self, batch: Batch, number: int) -> Started:
+    def _submit(self, batch: RequestBatch, number: int) -> Started:
         """Have the worker answer that prompt after everything submitted before."""
         request, stream = batch.entries[number]
 
