@@ -38,6 +38,7 @@ class Totals:
     documents: int = 0
     documents_unchanged: int = 0
     chunks: int = 0
+    chunks_skipped: int = 0
     tokens: int = 0
     failures: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
@@ -149,7 +150,7 @@ class IngestRun:
             documents_unchanged=t.documents_unchanged,
             chunks=t.chunks,
             chunks_computed=written.chunks,
-            chunks_skipped=t.chunks - written.chunks,
+            chunks_skipped=t.chunks_skipped,
             failed=len(t.failures),
             tokens=t.tokens,
             tokens_per_s=t.tokens_per_s,
@@ -189,11 +190,13 @@ class IngestRun:
         for chunk in chunks:
             self._totals.chunks += 1
             self._totals.tokens += len(self._resources.text_ids(chunk.text))
-            if self._writer.missing([chunk]):
-                name = f"{document.source}, characters {chunk.start} to {chunk.end}"
-                self._writer.write(chunk, name)
-                computed += 1
-                self._watch(self._totals)
+            if not self._writer.missing([chunk]):
+                self._totals.chunks_skipped += 1
+                continue
+            name = f"{document.source}, characters {chunk.start} to {chunk.end}"
+            self._writer.write(chunk, name)
+            computed += 1
+            self._watch(self._totals)
         return computed
 
     def _write_rows(self, document: Document, digest: str, chunks: Sequence[Chunk]) -> None:
