@@ -14,7 +14,7 @@ import sqlite3
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,16 @@ def chunk_of(text: str, start: int = 0) -> Chunk:
     return Chunk(text, start, start + len(text), len(text.split()), chunk_id_of(text))
 
 
+def put(corpus: Corpus, i: int) -> list[Chunk]:
+    """Put document ``i`` of three chunks, as an ingest would."""
+    chunks = [chunk_of(text_of(i, j), 100 * j) for j in range(3)]
+    text = "".join(chunk.text for chunk in chunks)
+    document = Document(f"doc{i}.md", text, f"Title {i}", {"year": 1800 + i})
+    vectors = np.stack([vector_of(chunk.text) for chunk in chunks])
+    corpus.put_document(document, f"digest {i}", chunks, vectors)
+    return chunks
+
+
 @dataclass
 class Truth:
     """What was put."""
@@ -56,7 +66,6 @@ class Truth:
     places: set[tuple[str, str, str, int]] = field(default_factory=set)
     """Text, source, title and start of every chunk."""
     entries: dict[str, Entry] = field(default_factory=dict)
-    sources: set[str] = field(default_factory=set)
     texts: list[str] = field(default_factory=list)
 
 
@@ -66,18 +75,9 @@ def make_corpus(root: Path) -> Truth:
     with Corpus.open(root, create=True) as corpus:
         corpus.begin(MANIFEST)
         for i in range(5):
-            texts = [text_of(i, j) for j in range(3)]
-            source, title = f"doc{i}.md", f"Title {i}"
-            starts = [100 * j for j in range(3)]
-            chunks = [chunk_of(text, at) for text, at in zip(texts, starts, strict=True)]
-            vectors = np.stack([vector_of(text) for text in texts])
-            document = Document(source, "".join(texts), title, {"year": 1800 + i})
-            corpus.put_document(document, f"digest {i}", chunks, vectors)
-            truth.sources.add(source)
-            truth.texts += texts
-            truth.places |= {
-                (text, source, title, at) for text, at in zip(texts, starts, strict=True)
-            }
+            for chunk in put(corpus, i):
+                truth.texts.append(chunk.text)
+                truth.places.add((chunk.text, f"doc{i}.md", f"Title {i}", chunk.start))
         for i in range(4):
             entry = Entry(f"id{i}", text_of(9, i), {"n": i}, parent="p", title=f"E{i}")
             vector = np.zeros(0, np.float32) if i == 3 else vector_of(entry.text)
@@ -89,34 +89,35 @@ def make_corpus(root: Path) -> Truth:
     return truth
 
 
-# -- damage ---------------------------------------------------------------------------------------
+def change(root: Path) -> None:
+    """Put one document again and remove another."""
+    with Corpus.open(root) as corpus:
+        put(corpus, 1)
+        corpus.remove_source("doc0.md")
+
+
+# -- damage -------------------------------------------------------------------------------------
 
 
 def damage_bytes(path: Path, rng: random.Random) -> str:
-    """Flip, zero, move or cut bytes of a file; returns what was done."""
+    """Flip, overwrite, move or cut bytes of a file; returns what was done."""
     data = bytearray(path.read_bytes())
     used = [at for at in range(0, len(data), 64) if any(data[at : at + 64])]
-    kind = rng.choice(["bit", "bit", "bit", "byte", "byte", "zero", "swap", "cut", "grow"])
-    at = min(rng.choice(used) + rng.randrange(64), len(data) - 1)
+    at, other = (min(rng.choice(used) + rng.randrange(64), len(data) - 1) for _ in range(2))
+    kind = rng.choice(["bit", "bit", "bit", "byte", "byte", "zero", "copy", "cut", "grow"])
+    size = min(rng.choice([16, 512, 4096]), len(data) - max(at, other))
     if kind == "bit":
-        for _ in range(rng.choice([1, 1, 4])):
-            data[at] ^= 1 << rng.randrange(8)
-            at = min(rng.choice(used) + rng.randrange(64), len(data) - 1)
+        data[at] ^= 1 << rng.randrange(8)
     elif kind == "byte":
         data[at] = rng.randrange(256)
     elif kind == "zero":
-        size = rng.choice([16, 512, 4096])
-        data[at : at + size] = bytes(min(size, len(data) - at))
-    elif kind == "swap":
-        size = rng.choice([64, 4096])
-        other = rng.choice(used)
-        one, two = data[at : at + size], data[other : other + size]
-        size = min(len(one), len(two))
-        data[at : at + size], data[other : other + size] = two[:size], one[:size]
+        data[at : at + size] = bytes(size)
+    elif kind == "copy":
+        data[at : at + size] = data[other : other + size]
     elif kind == "cut":
         del data[at:]
     else:
-        data += rng.randbytes(rng.choice([1, 4096]))
+        data += rng.randbytes(size)
     path.write_bytes(data)
     return f"{kind} at {at} of {path.name}"
 
@@ -143,30 +144,25 @@ def damage_row(path: Path, rng: random.Random, forge: bool) -> str:
     return f"{'forged' if forge else 'changed'} {table.name}.{name} = {row[column]!r:.20}"
 
 
-# -- reading --------------------------------------------------------------------------------------
+# -- reading ------------------------------------------------------------------------------------
 
 
-def read_all(root: Path, truth: Truth, read_only: bool) -> Iterator[str]:
-    """Use a corpus in every way; yields wrong answers."""
+def wrong_answers(root: Path, truth: Truth, read_only: bool) -> Iterator[str]:
+    """Use a corpus in every way."""
     with Corpus.open(root, read_only=read_only) as corpus:
         if corpus.manifest != MANIFEST:
             yield f"manifest {corpus.manifest}"
-        sources = {source for source in corpus.sources() if not source.startswith("entry:")}
-        if not sources <= truth.sources:
-            yield f"sources {corpus.sources()}"
+        documents = {source for source in corpus.sources() if not source.startswith("entry:")}
+        if not documents <= {source for _, source, *_ in truth.places}:
+            yield f"sources {documents}"
         for text in truth.texts:
             for found, _ in corpus.nearest(vector_of(text), 3):
                 if (found.text, found.source, found.title, found.start) not in truth.places:
                     yield f"chunk {found}"
-            for hit, _ in corpus.entries.nearest(vector_of(text), 3):
-                entry = hit.entry
-                known = truth.entries.get(entry.id)
-                if known is None and (entry.text, entry.parent, entry.title, entry.start) not in (
-                    truth.places
-                ):
-                    yield f"hit {entry}"
-                if known is not None and entry != known:
-                    yield f"entry {entry}"
+            for (hit, _), _ in corpus.entries.nearest(vector_of(text), 3):
+                is_chunk = (hit.text, hit.parent, hit.title, hit.start) in truth.places
+                if truth.entries.get(hit.id) != hit and (hit.id in truth.entries or not is_chunk):
+                    yield f"hit {hit}"
         for match in corpus.chunk_index.find("\n\n".join(truth.texts)):
             if corpus.text(match.chunk_id) not in truth.texts:
                 yield f"match {match}"
@@ -174,29 +170,17 @@ def read_all(root: Path, truth: Truth, read_only: bool) -> Iterator[str]:
             if truth.entries.get(entry.id) != entry:
                 yield f"entry {entry}"
         for i in range(5):
+            texts = [text_of(i, j) for j in range(3)]
             chunks = corpus.unchanged(f"doc{i}.md", f"digest {i}")
-            if chunks is not None and [chunk.text for chunk in chunks] != [
-                text_of(i, j) for j in range(3)
-            ]:
+            if chunks is not None and [chunk.text for chunk in chunks] != texts:
                 yield f"document {chunks}"
-            if not {chunk.text for chunk in corpus.chunks_of(f"doc{i}.md")} <= set(truth.texts):
+            if not {chunk.text for chunk in corpus.chunks_of(f"doc{i}.md")} <= set(texts):
                 yield f"chunks of {i}"
-            known_vectors = corpus.known_vectors(f"Title {i}", [chunk_id_of(text_of(i, 0))])
-            for vector in known_vectors.values():
-                if not np.array_equal(vector, vector_of(text_of(i, 0))):
+            for vector in corpus.known_vectors(f"Title {i}", [chunk_id_of(texts[0])]).values():
+                if not np.array_equal(vector, vector_of(texts[0])):
                     yield f"vector of {i}"
         if not set(corpus.dropped.texts().values()) <= set(truth.texts):
             yield "dropped"
-
-
-def change(root: Path) -> None:
-    """Put a document again, as an ingest would."""
-    with Corpus.open(root) as corpus:
-        texts = [text_of(1, j) for j in range(3)]
-        document = Document("doc1.md", "".join(texts), "Title 1", {"year": 1801})
-        chunks = [chunk_of(text, 100 * j) for j, text in enumerate(texts)]
-        corpus.put_document(document, "digest 1", chunks, np.stack([vector_of(t) for t in texts]))
-        corpus.remove_source("doc0.md")
 
 
 class Fuzzing:
@@ -211,53 +195,37 @@ class Fuzzing:
 
     def run(self, copies: int) -> None:
         for _ in range(copies):
-            self.one()
+            root = self.place / "copy"
+            shutil.rmtree(root, ignore_errors=True)
+            shutil.copytree(self.place / "sound", root)
+            self._damage_and_read(root)
+            self.done += 1
 
-    def one(self) -> None:
-        root = self.place / "copy"
-        shutil.rmtree(root, ignore_errors=True)
-        shutil.copytree(self.place / "sound", root)
-        database, forged = root / "corpus" / FILE_NAME, False
-        kind = self.rng.random()
-        if kind < 0.65:
-            what = damage_bytes(database, self.rng)
-        elif kind < 0.75:
-            what = damage_bytes(root / "corpus" / VECTORS, self.rng)
+    def _damage_and_read(self, root: Path) -> None:
+        database, kind = root / "corpus" / FILE_NAME, self.rng.random()
+        forged = kind > 0.85
+        if kind < 0.75:
+            path = database if kind < 0.65 else root / "corpus" / VECTORS
+            what = damage_bytes(path, self.rng)
         else:
-            forged = kind > 0.85
             what = damage_row(database, self.rng, forged)
-        self.done += 1
-        reads: tuple[Callable[[], Any], ...] = (
-            lambda: self._true(read_all(root, self.truth, True), what, forged),
-            lambda: self._true(read_all(root, self.truth, False), what, forged),
-            lambda: check_corpus(root),
-            lambda: change(root),
-            lambda: check_corpus(root, repair=True),
-            lambda: self._true(read_all(root, self.truth, False), what, forged),
-        )
-        for read in reads:
+        for read in (
+            lambda: wrong_answers(root, self.truth, read_only=True),
+            lambda: wrong_answers(root, self.truth, read_only=False),
+            lambda: check_corpus(root) and (),
+            lambda: change(root) or (),
+            lambda: check_corpus(root, repair=True) and (),
+            lambda: wrong_answers(root, self.truth, read_only=False),
+        ):
             try:
-                read()
+                for wrong in read():
+                    if not forged:  # a forged row may say anything, in proper types
+                        self.failures.append(f"{what}: {wrong}")
             except BlendragError:
                 self.refused += 1
-            except KeyError as exc:  # a chunk that is gone
-                if not isinstance(exc.args[0], str) or len(exc.args[0]) != 64:
-                    self._failed(what)
-            except Exception:
-                self._failed(what)
-
-    def _true(self, wrong: Iterator[str], what: str, forged: bool) -> None:
-        for each in wrong:
-            if not forged:  # a forged row may say anything, in proper types
-                self.failures.append(f"{what}: {each}")
-
-    def _failed(self, what: str) -> None:
-        self.failures.append(f"{what}: {traceback.format_exc()}")
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
+            except Exception as exc:
+                if not (isinstance(exc, KeyError) and len(str(exc.args[0])) == 64):  # a lost chunk
+                    self.failures.append(f"{what}: {traceback.format_exc()}")
 
 
 def main() -> int:
@@ -269,14 +237,15 @@ def main() -> int:
     logging.disable(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="blendrag-fuzz-") as place:
         fuzzing = Fuzzing(Path(place), given.seed)
-        _say(f"fuzzing with seed {given.seed}")
+        sys.stdout.write(f"fuzzing with seed {given.seed}\n")
         while fuzzing.done < given.copies:
             failed = len(fuzzing.failures)
             fuzzing.run(min(100, given.copies - fuzzing.done))
             for failure in fuzzing.failures[failed:]:
-                _say(failure)
-            failed = len(fuzzing.failures)
-            _say(f"{fuzzing.done} copies, {fuzzing.refused} refused, {failed} failed")
+                sys.stdout.write(f"{failure}\n")
+            counts = f"{fuzzing.refused} refused, {len(fuzzing.failures)} failed"
+            sys.stdout.write(f"{fuzzing.done} copies, {counts}\n")
+            sys.stdout.flush()
     return bool(fuzzing.failures)
 
 

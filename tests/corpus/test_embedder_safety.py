@@ -24,6 +24,7 @@ from blendrag.errors import InvalidInputError, ModelLoadError
 from corpus.corpus_fuzz import MANIFEST
 
 CODE = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\nclass Own: pass\n"
+ROUTER = "sentence_transformers.base.modules.router.Router"
 
 
 @pytest.fixture
@@ -34,64 +35,46 @@ def minilm(tmp_path: Path) -> Path:
     return Path(shutil.copytree(packaged, tmp_path / "models" / "my-minilm"))
 
 
-def with_modules(folder: Path, *types: str) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    modules = [
-        {"idx": i, "name": str(i), "path": f"{i}_part", "type": kind}
-        for i, kind in enumerate(types)
-    ]
-    (folder / "modules.json").write_text(json.dumps(modules))
-    for i in range(len(types)):
-        (folder / f"{i}_part").mkdir(exist_ok=True)
+def write_json(path: Path, content: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content))
+
+
+def with_module(folder: Path, kind: str) -> Path:
+    """A model of one module, whose folder is ``part``; Python code is in the model's folder."""
+    write_json(folder / "modules.json", [{"idx": 0, "name": "0", "path": "part", "type": kind}])
+    (folder / "part").mkdir()
+    (folder / "own_code.py").write_text(CODE)
     return folder
 
 
+def assert_refused(folder: Path, words: str, recorded: bool = False) -> None:
+    with pytest.raises(ModelLoadError, match=words):
+        check_model_files(str(folder), True, recorded)
+
+
+def assert_accepted(folder: Path, recorded: bool = True) -> None:
+    check_model_files(str(folder), True, recorded)
+
+
+# -- code ---------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("recorded", [False, True])
-def test_code_in_an_embedders_directory_is_not_run(tmp_path: Path, recorded: bool) -> None:
-    folder = with_modules(tmp_path / "evil", "own_code.Own")
-    (folder / "own_code.py").write_text(CODE)
-    with pytest.raises(
-        ModelLoadError, match=r"consists of 'own_code.Own', code that comes with it"
-    ):
+@pytest.mark.parametrize("routers", [0, 1, 2])
+def test_code_in_an_embedders_directory_is_not_run(
+    tmp_path: Path, routers: int, recorded: bool
+) -> None:
+    kinds = [*[ROUTER] * routers, "own_code.Own"]
+    folder = with_module(tmp_path / "evil", kinds[0])
+    part = folder / "part"
+    for level, kind in enumerate(kinds[1:]):
+        name = "config.json" if level else "router_config.json"
+        write_json(part / name, {"types": {"query": kind}})
+        part /= "query"
+    with pytest.raises(ModelLoadError, match=r"'own_code\.Own', code that comes with it"):
         Embedder(str(folder), recorded=recorded).embed(["x"])
     assert not (folder / "ran").exists()
-
-
-def test_code_behind_a_router_is_not_run(tmp_path: Path) -> None:
-    router = "sentence_transformers.base.modules.router.Router"
-    folder = with_modules(tmp_path / "evil", router)
-    (folder / "own_code.py").write_text(CODE)
-    for name in ("config.json", "router_config.json"):
-        types = {"query": router} if name == "router_config.json" else {"query": "own_code.Own"}
-        (folder / "0_part" / name).write_text(json.dumps({"types": types}))
-        (folder / "0_part" / "query").mkdir(exist_ok=True)
-        inner = folder / "0_part" / "query" / "config.json"
-        inner.write_text(json.dumps({"types": {"x": "own_code.Own"}}))
-        with pytest.raises(ModelLoadError, match=r"own_code\.Own"):
-            Embedder(str(folder)).embed(["x"])
-    assert not (folder / "ran").exists()
-
-
-def test_a_recorded_embedder_has_plain_modules_in_safetensors(minilm: Path) -> None:
-    check_model_files(str(minilm), True, recorded=True)
-    assert Embedder(str(minilm), recorded=True).embed(["x"]).shape == (1, 384)
-    weights = next(minilm.rglob("model.safetensors"))
-    weights.rename(weights.with_name("pytorch_model.bin"))
-    with pytest.raises(ModelLoadError, match="cannot be loaded"):
-        Embedder(str(minilm), recorded=True).embed(["x"])
-    prefix = "sentence_transformers.models."
-    words = with_modules(minilm.parent / "words", f"{prefix}WordEmbeddings")
-    check_model_files(str(words), True, recorded=False)
-    with pytest.raises(ModelLoadError, match="has a module 'WordEmbeddings', expected one of"):
-        check_model_files(str(words), True, recorded=True)
-    dense = with_modules(minilm.parent / "dense", f"{prefix}Dense")
-    (dense / "0_part" / "model.safetensors").touch()
-    config = dense / "0_part" / "config.json"
-    config.write_text(json.dumps({"activation_function": "torch.nn.modules.activation.Tanh"}))
-    check_model_files(str(dense), True, recorded=True)
-    config.write_text(json.dumps({"activation_function": "torch.hub.load"}))
-    with pytest.raises(ModelLoadError, match="activation outside"):
-        check_model_files(str(dense), True, recorded=True)
 
 
 class Pickled:
@@ -112,13 +95,12 @@ def with_pickle(folder: Path, mark: Path, recorded: bool) -> None:
     if recorded:
         shards = {"embeddings.word_embeddings.weight": file}
         index = {"metadata": {"total_size": 1}, "weight_map": shards}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        write_json(folder / "model.safetensors.index.json", index)
 
 
 def with_options(folder: Path, group: str, options: object, file: str = "bert") -> None:
     (folder / "sentence_bert_config.json").unlink(missing_ok=True)
-    config = {"max_seq_length": 64, group: options}
-    (folder / f"sentence_{file}_config.json").write_text(json.dumps(config))
+    write_json(folder / f"sentence_{file}_config.json", {"max_seq_length": 64, group: options})
 
 
 def opened(folder: Path, recorded: bool) -> Embedder:
@@ -152,29 +134,56 @@ def test_a_pickle_of_an_embedder_is_not_run(
     assert not mark.exists()
 
 
+# -- files --------------------------------------------------------------------------------------
+
+
+def test_a_recorded_embedder_has_plain_modules_in_safetensors(minilm: Path) -> None:
+    assert opened(minilm, recorded=True).embed(["x"]).shape == (1, 384)
+    weights = next(minilm.rglob("model.safetensors"))
+    weights.rename(weights.with_name("pytorch_model.bin"))
+    with pytest.raises(ModelLoadError, match="cannot be loaded"):
+        opened(minilm, recorded=True).embed(["x"])
+    words = with_module(minilm.parent / "words", "sentence_transformers.models.WordEmbeddings")
+    assert_accepted(words, recorded=False)
+    assert_refused(words, "has a module 'WordEmbeddings', expected one of", recorded=True)
+    dense = with_module(minilm.parent / "dense", "sentence_transformers.models.Dense")
+    (dense / "part" / "model.safetensors").touch()
+    config = dense / "part" / "config.json"
+    write_json(config, {"activation_function": "torch.nn.modules.activation.Tanh"})
+    assert_accepted(dense)
+    write_json(config, {"activation_function": "torch.hub.load"})
+    assert_refused(dense, "activation outside", recorded=True)
+
+
+GROUPS = [
+    "model_args",
+    "model_kwargs",
+    "config_args",
+    "config_kwargs",
+    "tokenizer_args",
+    "processor_kwargs",
+]
+
+
 def test_an_embedders_files_may_set_only_harmless_options(minilm: Path, tmp_path: Path) -> None:
     with_options(minilm, "tokenizer_args", {"model_max_length": 32})
     assert opened(minilm, recorded=True).embed(["x"]).shape == (1, 384)
     for harmless in ("model_args", {}), ("processing_kwargs", {"text": {"padding": True}}):
         with_options(minilm, *harmless)
-        check_model_files(str(minilm), True, recorded=True)
-    groups = "model_args model_kwargs config_args config_kwargs tokenizer_args processor_kwargs"
-    for group in groups.split():
+        assert_accepted(minilm)
+    for group in GROUPS:
         for options in {"gguf_file": "x"}, {"dtype": {"weights_only": False}}, ["weights_only"]:
             with_options(minilm, group, options)
-            with pytest.raises(ModelLoadError, match=f"sets {group}=.*expected only add_pooling"):
-                check_model_files(str(minilm), True, recorded=False)
+            assert_refused(minilm, f"sets {group}=.*expected only add_pooling")
     (minilm / "modules.json").unlink()
-    with pytest.raises(ModelLoadError, match="sets processor_kwargs="):
-        check_model_files(str(minilm), True, recorded=False)
-    router = with_modules(tmp_path / "router", "sentence_transformers.base.modules.router.Router")
+    assert_refused(minilm, "sets processor_kwargs=")
+    router = with_module(tmp_path / "router", ROUTER)
     types = {"query": "sentence_transformers.models.Transformer"}
-    (router / "0_part" / "router_config.json").write_text(json.dumps({"types": types}))
-    (router / "0_part" / "query").mkdir()
-    check_model_files(str(router), True, recorded=False)
-    with_options(router / "0_part" / "query", "model_args", {"weights_only": False})
-    with pytest.raises(ModelLoadError, match="sets model_args="):
-        check_model_files(str(router), True, recorded=False)
+    write_json(router / "part" / "router_config.json", {"types": types})
+    assert_accepted(router, recorded=False)
+    (router / "part" / "query").mkdir()
+    with_options(router / "part" / "query", "model_args", {"weights_only": False})
+    assert_refused(router, "sets model_args=")
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -184,24 +193,21 @@ def test_a_recorded_embedders_index_names_only_safetensors_in_its_folder(
     if plain:
         (minilm / "modules.json").unlink()
     index = minilm / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
-    check_model_files(str(minilm), True, recorded=True)
+    write_json(index, {"weight_map": {"a": "model-1.safetensors"}})
+    assert_accepted(minilm)
     for shards in {"a": "w.bin"}, {"a": "../w.safetensors"}, {"a": 1}, ["w.bin"]:
-        index.write_text(json.dumps({"weight_map": shards}))
-        check_model_files(str(minilm), True, recorded=False)
-        with pytest.raises(ModelLoadError, match=r"names other files than \*\.safetensors"):
-            check_model_files(str(minilm), True, recorded=True)
+        write_json(index, {"weight_map": shards})
+        assert_accepted(minilm, recorded=False)
+        assert_refused(minilm, r"names other files than \*\.safetensors", recorded=True)
     index.rename(minilm / "own.safetensors.index.json")
-    check_model_files(str(minilm), True, recorded=True)
+    assert_accepted(minilm)
     config = json.loads((minilm / "config.json").read_text())
     config["transformers_weights"] = "own.safetensors.index.json"
-    (minilm / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelLoadError, match=r"has a own\.safetensors\.index\.json"):
-        check_model_files(str(minilm), True, recorded=True)
+    write_json(minilm / "config.json", config)
+    assert_refused(minilm, r"has a own\.safetensors\.index\.json", recorded=True)
     (minilm / "own.safetensors.index.json").unlink()
-    (minilm / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelLoadError, match="is an adapter of another model"):
-        check_model_files(str(minilm), True, recorded=True)
+    write_json(minilm / "adapter_config.json", {})
+    assert_refused(minilm, "is an adapter of another model", recorded=True)
 
 
 @pytest.mark.parametrize(
@@ -209,8 +215,10 @@ def test_a_recorded_embedders_index_names_only_safetensors_in_its_folder(
 )
 def test_an_invalid_modules_json_is_one_sentence(tmp_path: Path, content: str) -> None:
     (tmp_path / "modules.json").write_text(content)
-    with pytest.raises(ModelLoadError, match=f"embedder '{tmp_path}' has a mod"):
-        check_model_files(str(tmp_path), True, recorded=False)
+    assert_refused(tmp_path, f"embedder '{tmp_path}' has a mod")
+
+
+# -- names --------------------------------------------------------------------------------------
 
 
 def test_a_recorded_name_is_not_a_path_into_the_store(
@@ -234,11 +242,9 @@ def test_an_embedder_inside_a_store_is_loaded_only_if_the_user_names_it(
 ) -> None:
     root = tmp_path / "models"
     manifest = replace(MANIFEST, embedder=str(minilm))
-    with pytest.raises(InvalidInputError, match="a directory inside the store"):
-        embedder_of(manifest, root, None)
-    with pytest.raises(InvalidInputError, match="a directory inside the store"):
-        embedder_of(manifest, root, "other/model")
+    for named in (None, "other/model"):
+        with pytest.raises(InvalidInputError, match="a directory inside the store"):
+            embedder_of(manifest, root, named)
     monkeypatch.chdir(tmp_path)
-    named = embedder_of(manifest, root, "models/my-minilm")
-    assert named.embed_query("x").shape == (384,)
+    assert embedder_of(manifest, root, "models/my-minilm").embed_query("x").shape == (384,)
     assert absolute_embedder("models/my-minilm") == str(minilm)

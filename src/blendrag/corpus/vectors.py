@@ -31,8 +31,6 @@ _HEADER = struct.Struct("<8sQ16s")
 _BATCH = 4096
 #: Largest dimension of a vector.
 MAX_DIM = 1 << 20
-#: Setting that is present once a passage without a vector was stored.
-_UNSEARCHABLE = "unsearchable"
 
 
 class VectorIndex:
@@ -53,8 +51,11 @@ class VectorIndex:
             return None
         if not 0 < dim <= MAX_DIM:
             raise damaged_settings(f"setting dim is {dim}", self._file.path)
-        found = "WHERE length(vector) > 0 " if self._file.meta(_UNSEARCHABLE) is not None else ""
-        return dim if self._file.rows(f"SELECT 1 FROM passage {found}LIMIT 1") else None
+        return (
+            dim
+            if self._file.rows("SELECT 1 FROM passage WHERE length(vector) > 0 LIMIT 1")
+            else None
+        )
 
     def check(self, vectors: np.ndarray, chunks: int) -> None:
         """Check new vectors, in a transaction; the first ones set the corpus's dimension.
@@ -68,7 +69,6 @@ class VectorIndex:
                 f"vectors of shape {vectors.shape} for {chunks} chunks, expected ({chunks}, dim)"
             )
         if vectors.shape[1] == 0:
-            self._file.set_meta(_UNSEARCHABLE, "1")
             return
         dim = self.dim()
         if dim is None:
@@ -133,11 +133,11 @@ class VectorIndex:
         generation = self._file.generation()
         if self._index is not None and (self._index.d, self._generation) == (dim, generation):
             return
-        present = _passages(self._file, "NOT INDEXED")
-        if self._file.meta(_UNSEARCHABLE) is not None:
-            # Two reads of indexes; one filter would read every vector.
-            unsearchable = _passages(self._file, "WHERE length(vector) = 0")
-            present = np.setdiff1d(present, unsearchable, assume_unique=True)
+        # Those without a vector have their own index; one filter over all would read every vector.
+        unsearchable = _passages(self._file, "WHERE length(vector) = 0")
+        present = np.setdiff1d(
+            _passages(self._file, "NOT INDEXED"), unsearchable, assume_unique=True
+        )
         if self._index is None or self._index.d != dim:
             self._corpus_id = self._file.meta("corpus_id")
             self._index = self._read(generation, dim, 2 * len(present) + _BATCH)
