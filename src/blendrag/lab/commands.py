@@ -44,20 +44,15 @@ def bench(context: typer.Context) -> int:
 
 def _benches() -> typer.Typer:
     """The benches, which import torch."""
-    from blendrag.lab.bench.auto import auto
-    from blendrag.lab.bench.ingest import ingest
-    from blendrag.lab.bench.load import load
-    from blendrag.lab.bench.overhead import overhead
-    from blendrag.lab.bench.recognise import recognise
-    from blendrag.lab.bench.store import store
-    from blendrag.lab.bench.sweep import sweep
-    from blendrag.lab.bench.throughput import throughput
-    from blendrag.lab.bench.trace import trace
-    from blendrag.lab.bench.ttft import ttft
+    from blendrag.lab.bench import all_benches
 
-    app = typer.Typer(no_args_is_help=True, help="Measure speed: interleaved rounds, medians.")
-    for command in (ttft, sweep, throughput, trace, load, auto, overhead, ingest, store, recognise):
-        app.command()(command)
+    app = typer.Typer(
+        no_args_is_help=True,
+        add_completion=False,
+        help="Measure speed: interleaved rounds, medians.",
+    )
+    for name, each in all_benches().items():
+        app.command(name)(each.command)
     return app
 
 

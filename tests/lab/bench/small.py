@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from blendrag.lab.bench import auto
-from blendrag.lab.bench.geometry import bench_adapter
+from blendrag.lab.bench.geometry import TimedModel, bench_adapter
 from blendrag.lab.bench.workload import PromptBench
 from blendrag.model import ModelAdapter
 from blendrag.planning.profile import Curve, Profile, Tier, conditions_of
@@ -63,6 +63,13 @@ def tiny_adapter() -> ModelAdapter:
             for weight in layer.parameters():
                 weight.mul_(5.0 if weight.ndim == 2 else 1.0)
         made.model.lm_head.weight = torch.nn.Parameter(torch.randn_like(made.model.lm_head.weight))
+    return made
+
+
+def timed(adapter: ModelAdapter | None = None) -> TimedModel:
+    """The options of a bench whose model is ``adapter``, by default the tiny one."""
+    made = TimedModel("tiny")
+    vars(made)["adapter"] = adapter or tiny_adapter()
     return made
 
 

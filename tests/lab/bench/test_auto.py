@@ -95,7 +95,7 @@ def test_a_prediction_within_15_percent_is_close(predicted_s: float, is_close: b
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [(("--tiers", "floppy"), "tier 'floppy'"), (("--ratios", "much"), "ratio 'much'"),
-     (("--ratios", "0.05,0.1"), "ratios 0.05, 0.1 include none of 0.15 or more")],
+     (("--ratios", "0.05,0.1"), "ratios 0.05,0.1 include none of 0.15 or more")],
 )  # fmt: skip
 def test_bad_tiers_and_ratios_are_refused_in_one_sentence(
     wrong: tuple[str, ...], sentence: str

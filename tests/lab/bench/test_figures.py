@@ -34,7 +34,7 @@ def swept(factor: str, values: Sequence[str], tokens: Sequence[int] = (100,) * 9
                 speedup=2.0, reuse_speedup=9.0, floor_speedup=3.0, kv_bytes=1,
             )
         )  # fmt: skip
-    return SweepResult(factor, ("about", "it"), 3, tuple(rows))
+    return SweepResult(None, factor, ("about", "it"), 3, tuple(rows))
 
 
 def line(axes: Axes, label: str) -> Line2D:

@@ -10,9 +10,9 @@ import pytest
 
 from blendrag.engine.kv_writer import KVWriter
 from blendrag.errors import StoreFullError
-from blendrag.lab.bench.ingest import IngestWorkload, run_ingest
+from blendrag.lab.bench.ingest import IngestWorkload, ingest
 from cli.commands import interrupt, start
-from lab.bench.small import measured, tiny_adapter
+from lab.bench.small import measured, timed
 
 RATES = ("--geometry", "tiny", "--chunks", "1", "--chunk-tokens", "64")
 CORPUS = ("--reingest-chunks", "2", "--reingest-chunk-tokens", "64")
@@ -30,22 +30,22 @@ KVWriter._encode = slow
 
 
 @pytest.fixture(scope="module")
-def ingest() -> dict[str, Any]:
+def figures() -> dict[str, Any]:
     return measured("ingest", *RATES, *CORPUS)
 
 
-def test_rates_are_of_prefill_of_encoding_and_of_the_whole_ingest(ingest: dict[str, Any]) -> None:
-    assert min(ingest[f"{name}_tokens_per_s"] for name in ("prefill", "encode", "ingest")) > 0
-    expected = ingest["ingest_tokens_per_s"] / ingest["prefill_tokens_per_s"]
-    assert ingest["relative_rate"] == pytest.approx(expected)
+def test_rates_are_of_prefill_of_encoding_and_of_the_whole_ingest(figures: dict[str, Any]) -> None:
+    assert min(figures[f"{name}_tokens_per_s"] for name in ("prefill", "encode", "ingest")) > 0
+    expected = figures["ingest_tokens_per_s"] / figures["prefill_tokens_per_s"]
+    assert figures["relative_rate"] == pytest.approx(expected)
 
 
-def test_the_second_ingest_finds_everything_and_loads_no_model(ingest: dict[str, Any]) -> None:
-    assert ingest["corpus_chunks"] >= 2
-    expected = ingest["first_ingest_s"] / ingest["second_ingest_s"]
-    assert ingest["reingest_speedup"] == pytest.approx(expected)
-    assert ingest["model_loaded_again"] is False
-    assert ingest["from_shell"] is False
+def test_the_second_ingest_finds_everything_and_loads_no_model(figures: dict[str, Any]) -> None:
+    assert figures["corpus_chunks"] >= 2
+    expected = figures["first_ingest_s"] / figures["second_ingest_s"]
+    assert figures["reingest_speedup"] == pytest.approx(expected)
+    assert figures["model_loaded_again"] is False
+    assert figures["from_shell"] is False
 
 
 @pytest.mark.slow
@@ -58,7 +58,7 @@ def test_both_ingests_can_be_processes() -> None:
 
 
 def test_without_a_corpus_only_rates_are_measured() -> None:
-    result = run_ingest(tiny_adapter(), IngestWorkload(1, 64, 0))
+    result = ingest(timed(), IngestWorkload(1, 64, 0))
     assert (result.corpus_chunks, result.reingest_speedup) == (0, 0)
 
 
@@ -72,7 +72,7 @@ def test_an_interrupted_ingest_ends_the_bench_and_leaves_no_files(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(KVWriter, "_encode", cut_short)
     with pytest.raises(type(end)) as raised:
-        run_ingest(tiny_adapter(), IngestWorkload(1, 64, 0))
+        ingest(timed(), IngestWorkload(1, 64, 0))
     assert str(raised.value) == str(end)
     assert not list(tmp_path.glob("blendrag-*"))
 

@@ -17,15 +17,15 @@ from blendrag.lab.bench.load import (
     PrefixServer,
     Queue,
     Served,
+    load,
     make_requests,
-    run_load,
 )
 from blendrag.lab.bench.tiers import ON_DISK, tier_store
 from blendrag.lab.bench.workload import Workload
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.text.prompt import PromptPlan, Segment
 from cli.commands import invoke, said
-from lab.bench.small import COMMANDS, printed, tiny_adapter
+from lab.bench.small import COMMANDS, printed, timed, tiny_adapter
 
 PROMPT = Workload(3, 16, 8, 1.0, "full")
 
@@ -78,21 +78,23 @@ def test_half_the_service_time_sustains_twice_the_rate() -> None:
 
 def test_a_skewed_corpus_is_asked_most_for_its_first_chunks() -> None:
     def asked(skew: float) -> Counter[str]:
-        plans = make_requests(tiny_adapter(), LoadWorkload(PROMPT, 30, 10, skew, 200, 0)).plans
+        plans = make_requests(tiny_adapter(), PROMPT, LoadWorkload(200, 0, 30, 10, skew)).plans
         return Counter(str(segment.chunk_id) for plan in plans for segment in plan.chunks)
 
     assert asked(1.5)["chunk-0"] > 3 * asked(0.0)["chunk-0"]
-    plans = make_requests(tiny_adapter(), LoadWorkload(PROMPT, 30, 10, 1.0, 20, 5)).plans
+    plans = make_requests(tiny_adapter(), PROMPT, LoadWorkload(20, 5, 30, 10)).plans
     assert len(plans) == 25
     assert all(len({s.chunk_id for s in plan.chunks}) == PROMPT.chunks for plan in plans)
-    again = make_requests(tiny_adapter(), LoadWorkload(PROMPT, 30, 10, 1.0, 20, 5)).plans
+    again = make_requests(tiny_adapter(), PROMPT, LoadWorkload(20, 5, 30, 10)).plans
     assert [plan.ids for plan in plans] == [plan.ids for plan in again]
 
 
 @pytest.mark.parametrize("skew", [-1.0, float("inf"), float("nan")])
 def test_a_bad_skew_is_refused(skew: float) -> None:
     with pytest.raises(InvalidInputError, match="skew"):
-        make_requests(tiny_adapter(), LoadWorkload(PROMPT, 30, 10, skew))
+        make_requests(
+            tiny_adapter(), PROMPT, LoadWorkload(corpus_chunks=30, store_chunks=10, skew=skew)
+        )
 
 
 # -- the three ways -------------------------------------------------------------------------------
@@ -144,7 +146,7 @@ def test_a_small_store_evicts_too_and_encodes_what_is_missing() -> None:
 
 
 def test_a_corpus_that_fits_is_reused_from_the_first_request_on() -> None:
-    result = run_load(tiny_adapter(), LoadWorkload(PROMPT, 9, 9, 1.0, 4, 0), ON_DISK)
+    result = load(timed(), PROMPT, LoadWorkload(4, 0, 9, 9))
     blend = next(way for way in result.ways if way.way == "blend")
     tokens = PROMPT.chunks * PROMPT.chunk_tokens
     assert blend.reused == pytest.approx(tokens / PROMPT.prompt_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,13 +17,10 @@ from typer.testing import CliRunner
 
 from blendrag.config import DEFAULT_POLICY
 from blendrag.fusor.selection import POLICIES
-from blendrag.lab.bench.auto import auto
-from blendrag.lab.bench.load import load
-from blendrag.lab.bench.options import OMIT, spread
-from blendrag.lab.bench.rounds import Way, measure_part, run_rounds
-from blendrag.lab.bench.sweep import sweep
-from blendrag.lab.bench.trace import trace
-from blendrag.lab.bench.ttft import ttft
+from blendrag.lab.bench import all_benches, options
+from blendrag.lab.bench.options import OMIT, bench
+from blendrag.lab.bench.rounds import Tick, Way, measure_part, run_rounds, silent
+from blendrag.lab.tables import Table
 from cli.commands import invoke, said
 from lab.bench.small import SMALL, measured
 
@@ -33,42 +31,54 @@ class Size:
     wide: bool = False
 
 
-@spread()
-def one(size: Size, name: Annotated[str, typer.Option()] = "a") -> None:
-    """Prints its options."""
-    typer.echo(f"{name} {size}")
+@dataclass(frozen=True)
+class Measured:
+    size: str
+    name: str
 
 
-@spread(rows=30, wide=OMIT)
-def other(size: Size) -> None:
-    typer.echo(size)
-
-
-def run(command: object, *args: str) -> tuple[int, str]:
+def run(measure: Callable[..., Measured], *args: str) -> tuple[int, str]:
     app = typer.Typer()
-    app.command()(command)  # type: ignore[arg-type, type-var]
+    app.command()(options.BENCHES[measure.__name__].command)
     result = CliRunner().invoke(app, args)
     return result.exit_code, result.output
+
+
+def shown(result: Measured) -> Table:
+    return Table(("size", "name"), [(result.size, result.name)])
 
 
 # -- options --------------------------------------------------------------------------------------
 
 
-def test_fields_of_a_dataclass_are_options() -> None:
-    assert run(one) == (0, f"a {Size()}\n")
-    assert run(one, "--wide", "--rows", "7", "--name", "b") == (0, f"b {Size(7, True)}\n")
+def test_a_function_that_measures_becomes_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "BENCHES", {})
+
+    @bench(shown)
+    def one(
+        size: Size, name: Annotated[str, typer.Option()] = "a", tick: Tick = silent
+    ) -> Measured:
+        """Measures its options."""
+        return Measured(str(size), name)
+
+    @bench(shown, rows=30, wide=OMIT)
+    def other(size: Size, tick: Tick = silent) -> Measured:
+        return Measured(str(size), "")
+
+    assert json.loads(run(one, "--json")[1])["size"] == str(Size())
+    printed = run(one, "--wide", "--rows", "7", "--name", "b")[1]
+    assert str(Size(7, True)) in printed
     status, text = run(one, "--rows", "0")
     assert status == 2
     assert "--rows" in text
     helped = run(one, "--help")[1]
     assert "How many." in helped
-    assert "Prints its options." in helped
-    assert "--size" not in helped
-
-
-def test_a_command_may_have_its_own_defaults_and_fewer_options() -> None:
-    assert run(other) == (0, f"{Size(30)}\n")
+    assert "Measures its options." in helped
+    for absent in ("--size", "--tick", "--plot"):
+        assert absent not in helped
+    assert json.loads(run(other, "--json")[1])["size"] == str(Size(30))
     assert run(other, "--wide")[0] == 2
+    assert one(Size(1)) == Measured(str(Size(1)), "a")
 
 
 @pytest.mark.parametrize("command", ["ttft", "trace"])
@@ -76,20 +86,20 @@ def test_the_help_of_policy_names_every_policy(command: str) -> None:
     helped = invoke("bench", command, "--help").stdout.replace("│", " ")
     listed = " ".join(helped.split()).partition("--policy")[2].partition("--schedule")[0]
     for name in POLICIES:
-        assert f"{name}(k)" in listed if POLICIES[name].k is not None else f"{name}," in listed, (
-            name
-        )
+        counted = POLICIES[name].k is not None
+        assert f"{name}(k)" in listed if counted else f"{name}," in listed, name
 
 
-@pytest.mark.parametrize("command", [ttft, sweep, trace, load, auto])
-def test_benches_share_their_options(command: object) -> None:
-    parameters = inspect.signature(command).parameters  # type: ignore[arg-type]
+@pytest.mark.parametrize("name", ["ttft", "sweep", "throughput", "trace", "load", "auto"])
+def test_benches_share_their_options(name: str) -> None:
+    parameters = inspect.signature(all_benches()[name].command).parameters
     shared = {"geometry", "model", "dtype", "device", "chunks", "chunk_tokens", "question_tokens",
               "policy", "schedule", "encoding", "as_json"}  # fmt: skip
     assert shared <= set(parameters)
-    assert parameters["policy"].default == ("random" if command is trace else DEFAULT_POLICY)
-    assert ("rounds" in parameters) == (command is not load)
-    assert ("ratio" in parameters) == (command is not auto)
+    assert parameters["policy"].default == ("random" if name == "trace" else DEFAULT_POLICY)
+    assert ("rounds" in parameters) == (name != "load")
+    assert ("ratio" in parameters) == (name != "auto")
+    assert ("plot" in parameters) == (name in ("sweep", "trace", "load"))
 
 
 def test_the_json_repeats_the_command_without_its_destinations(tmp_path: Path) -> None:

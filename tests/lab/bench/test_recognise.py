@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from blendrag.lab.bench.recognise import RecogniseWorkload, run_recognise
+from blendrag.lab.bench.recognise import RecogniseWorkload, recognise
 from blendrag.lab.bench.rounds import MeasuredNothingError
 from blendrag.text.recognition import ChunkIndex
 from cli.commands import invoke
@@ -44,4 +44,4 @@ def test_a_search_that_misses_a_chunk_ends_the_bench(monkeypatch: pytest.MonkeyP
     find = ChunkIndex.find
     monkeypatch.setattr(ChunkIndex, "find", lambda index, prompt: find(index, prompt)[:-1])
     with pytest.raises(MeasuredNothingError, match=r"chunks (found|loaded)"):
-        run_recognise(RecogniseWorkload(60, 9000, 1))
+        recognise(RecogniseWorkload(60, 9000, 1))

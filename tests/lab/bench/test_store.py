@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from blendrag.errors import InvalidInputError
-from blendrag.lab.bench import store as store_bench
 from blendrag.lab.bench.rounds import MeasuredNothingError
 from blendrag.lab.bench.store import (
     NAMESPACE,
@@ -34,7 +33,7 @@ from blendrag.lab.bench.store import (
     putting_ways,
     random_chunk,
     reading_ways,
-    run_store,
+    store,
     store_table,
 )
 from blendrag.lab.bench.tiers import drop_cached
@@ -48,6 +47,7 @@ from cli.commands import invoke, said
 from lab.bench.small import measured
 
 SMALL = ("--geometry", "tiny", "--tokens", "16", "--chunks", "2", "--rows", "50", "--rounds", "1")
+STORE = "blendrag.lab.bench.store"
 READS = ("store", "raw preadv", "torch.load", "safe_open")
 TOKENS = 16
 LAYOUT = KVLayout((LayerShape(2, 16),) * 2, "bfloat16")
@@ -59,13 +59,13 @@ def quiet(text: str) -> None:
 
 @pytest.fixture(autouse=True)
 def few_gets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_bench, "GETS", 5)
+    monkeypatch.setattr(f"{STORE}.GETS", 5)
 
 
 @pytest.fixture(scope="module")
 def result() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store_bench, "GETS", 5)
+        patch.setattr(f"{STORE}.GETS", 5)
         return measured("store", *SMALL)
 
 
@@ -156,8 +156,7 @@ def test_files_are_written_to_dir_and_removed_and_the_table_has_the_verdicts(
     made = []
     real = tempfile.mkdtemp
     monkeypatch.setattr(tempfile, "mkdtemp", lambda **a: made.append(real(**a)) or made[-1])
-    shape = {"layers": 2, "head_dim": 16, "chunks": 2, "chunk_tokens": TOKENS, "rows": 50}
-    found = run_store(StoreWorkload(**shape, rounds=1, directory=tmp_path))
+    found = store(StoreWorkload("tiny", TOKENS, 2, rows=50, rounds=1, directory=tmp_path))
     assert found.directory == str(tmp_path)
     assert [Path(path).parent for path in made] == [tmp_path]
     assert list(tmp_path.iterdir()) == []
@@ -189,10 +188,10 @@ def test_a_full_disk_is_reported_before_anything_is_written(
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1_500_000))
     with pytest.raises(InvalidInputError, match=r"has 1\.5 MB left, expected"):
-        run_store(StoreWorkload(directory=tmp_path))
+        store(StoreWorkload(directory=tmp_path))
     assert list(tmp_path.iterdir()) == []
     plain = StoreWorkload()
-    assert plain.layout.layer_bytes(0, plain.chunk_tokens) == 512 * 1024
+    assert plain.layout.layer_bytes(0, plain.tokens) == 512 * 1024
 
 
 # -- reads ----------------------------------------------------------------------------------------
@@ -244,7 +243,7 @@ def test_cold_rounds_drop_every_file_before_each_way(
     tmp_path: Path, prompt: PromptBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dropped: list[set[Path]] = []
-    monkeypatch.setattr(store_bench, "drop_cached", lambda paths: dropped.append(set(paths)))
+    monkeypatch.setattr(f"{STORE}.drop_cached", lambda paths: dropped.append(set(paths)))
     rows, share = measure_reads(tmp_path, prompt, 3, quiet)
     assert len(dropped) == 3 * len(READS)
     assert share == 1.0  # nothing was dropped here
@@ -337,7 +336,7 @@ def test_a_miss_is_looked_up_in_an_index_of_as_many_rows(
         assert len({name.key for name in names}) == 300
         for name in names[:20]:
             assert kv_store.disk._index.get(name.namespace, name.key).name == name
-    monkeypatch.setattr(store_bench, "fill_index", lambda *args: None)
+    monkeypatch.setattr(f"{STORE}.fill_index", lambda *args: None)
     with pytest.raises(MeasuredNothingError, match="the index has 1 rows, expected 300"):
         measure_misses(tmp_path / "other", 300, LAYOUT, TOKENS, quiet)
 
@@ -345,7 +344,7 @@ def test_a_miss_is_looked_up_in_an_index_of_as_many_rows(
 def test_rows_are_added_in_batches(
     tmp_path: Path, kv_store: KVStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_bench, "BATCH_ROWS", 8)
+    monkeypatch.setattr(f"{STORE}.BATCH_ROWS", 8)
     said: list[str] = []
     kv_store.close()
     fill_index(tmp_path / "store" / "index", 20, said.append)

@@ -10,11 +10,11 @@ import torch
 
 import tiny
 from blendrag.errors import InvalidInputError
-from blendrag.lab.bench.throughput import ThroughputBench, run_throughput
+from blendrag.lab.bench.throughput import ThroughputBench, throughput
 from blendrag.lab.bench.workload import Workload
 from blendrag.store import open_store
 from cli.commands import invoke, said
-from lab.bench.small import SMALL, printed, tiny_adapter
+from lab.bench.small import SMALL, printed, timed, tiny_adapter
 
 REQUESTS = 5
 
@@ -81,6 +81,6 @@ def test_batches_are_refused_for_a_model_whose_attention_takes_masks() -> None:
     adapter = tiny.adapter(tiny.family("gemma2", attn_implementation="eager"))
     workload = Workload(2, 8, 8, 0.3, "reuse", rounds=1)
     with pytest.raises(InvalidInputError, match="masks") as raised:
-        run_throughput(adapter, workload, [1, 2])
+        throughput(timed(adapter), workload, "1,2")
     assert tiny.one_sentence(str(raised.value))
-    assert len(run_throughput(adapter, workload, [1]).rows) == 3
+    assert len(throughput(timed(adapter), workload, "1").rows) == 3

@@ -16,10 +16,10 @@ import torch
 import tiny
 from blendrag.errors import InvalidInputError
 from blendrag.lab.bench import auto, tiers
-from blendrag.lab.bench.ingest import IngestWorkload, run_ingest
-from blendrag.lab.bench.recognise import RecogniseWorkload, run_recognise
+from blendrag.lab.bench.ingest import IngestWorkload, ingest
+from blendrag.lab.bench.recognise import RecogniseWorkload, recognise
 from blendrag.lab.bench.scratch import PREFIX, scratch
-from blendrag.lab.bench.store import StoreWorkload, run_store
+from blendrag.lab.bench.store import StoreWorkload, store
 from blendrag.lab.bench.tiers import (
     MIN_BYTES_PER_S,
     ON_DISK,
@@ -32,7 +32,7 @@ from blendrag.lab.bench.tiers import (
 from blendrag.lab.bench.workload import PromptBench, Workload
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.kv import ChunkKV
-from lab.bench.small import tiny_adapter
+from lab.bench.small import timed, tiny_adapter
 
 NAMESPACE, KEY, OTHER_KEY = "a" * 64, "b" * 64, "c" * 64
 TOKENS = 30
@@ -247,9 +247,9 @@ def in_profile() -> None:
     [
         in_tiers,
         in_profile,
-        lambda: run_ingest(tiny_adapter(), IngestWorkload(1, 64, 0)),
-        lambda: run_store(StoreWorkload(2, 2, 16, chunks=1, chunk_tokens=16, rows=100, rounds=1)),
-        lambda: run_recognise(RecogniseWorkload(20, 4000, 1)),
+        lambda: ingest(timed(), IngestWorkload(1, 64, 0)),
+        lambda: store(StoreWorkload("tiny", 16, 1, rows=100, rounds=1)),
+        lambda: recognise(RecogniseWorkload(20, 4000, 1)),
     ],
 )
 def test_every_bench_that_writes_removes_what_was_left(

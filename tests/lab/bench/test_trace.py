@@ -13,11 +13,11 @@ import torch
 
 from blendrag.fusor.selection.query import QueryPolicy
 from blendrag.lab.bench.tiers import ON_DISK, TierStore, tier_store
-from blendrag.lab.bench.trace import RequestParts, overlap, run_trace
+from blendrag.lab.bench.trace import RequestParts, overlap, trace
 from blendrag.lab.bench.workload import PromptBench, Workload
 from blendrag.metrics import COMPUTE, LAYER, LOAD, REPOSITION, SELECT, WAIT, Timeline
 from cli.commands import invoke, said
-from lab.bench.small import LAYERS, SMALL, measured, printed, tiny_adapter
+from lab.bench.small import LAYERS, SMALL, measured, printed, timed, tiny_adapter
 
 MODEL_LANE = (WAIT, REPOSITION, SELECT, COMPUTE)
 
@@ -118,7 +118,7 @@ def test_overlap_is_the_hidden_share_of_the_shorter_one(
 
 
 def test_a_throttled_tier_bounds_loading_and_the_request() -> None:
-    result = run_trace(tiny_adapter(), Workload(2, 32, 8, 0.15, "random", rounds=1), "320KB/s")
+    result = trace(timed(), Workload(2, 32, 8, 0.15, "random", rounds=1), tier="320KB/s")
     assert result.kv_bytes == 65536
     assert min(result.load_ms, result.wall_ms) >= 0.99 * 65536 / 320
     assert result.comparable == (

@@ -22,7 +22,7 @@ from blendrag.lab.bench import options
 from blendrag.lab.bench.geometry import TimedModel
 from blendrag.lab.bench.rounds import Tick, Timing, clock, run_rounds, silent
 from blendrag.lab.bench.scratch import scratch
-from blendrag.lab.bench.tiers import BenchTier, TierStore, parse_tier, settle_all, tier_store
+from blendrag.lab.bench.tiers import BenchTier, TierStore, parse_tier, settle_all
 from blendrag.lab.bench.workload import (
     PREFIX_IDS,
     BlendResult,
@@ -30,9 +30,9 @@ from blendrag.lab.bench.workload import (
     Workload,
     conditions,
     parse_ratios,
+    prompt_bench,
 )
 from blendrag.lab.tables import Table, spread, table
-from blendrag.model import ModelAdapter
 from blendrag.planning.measure import Measure
 from blendrag.planning.profile import DISK, Profile, Tier, conditions_of
 
@@ -84,35 +84,6 @@ class AutoResult(BlendResult):
     requests: int
     profile: dict[str, Any]
     """The profile that the predictions follow from."""
-
-
-@options.spread(ratio=options.OMIT)
-def auto(
-    context: typer.Context,
-    timed: TimedModel,
-    workload: Workload,
-    tiers: Annotated[
-        str, typer.Option(help="Comma-separated: memory, disk, cold or throughputs.")
-    ] = "memory,disk,cold,1GB/s,0.5GB/s",
-    ratios: Annotated[
-        str, typer.Option(help="Fixed ratios to compare with, comma-separated.")
-    ] = "0.15,0.2,0.3,0.5,0.7,1.0",
-    min_ratio: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Smallest automatic ratio.")
-    ] = 0.15,
-    as_json: options.Json = False,
-) -> None:
-    """Ratio auto against the best fixed ratio on each tier, and predicted against measured TTFT."""
-    wanted = [parse_tier(text.strip()) for text in tiers.split(",")]
-    fixed = parse_ratios(ratios)
-    work = replace(workload, ratio=min_ratio)
-    options.run_bench(
-        context,
-        timed,
-        lambda adapter, tick: run_auto(adapter, work, wanted, fixed, tick),
-        auto_table,
-        as_json,
-    )
 
 
 def auto_table(result: AutoResult) -> Table:
@@ -208,32 +179,37 @@ def with_tier(profile: Profile, tier: BenchTier) -> Profile:
 # -- the run --------------------------------------------------------------------------------------
 
 
+@options.bench(auto_table, ratio=options.OMIT)
 @torch.inference_mode()
-def run_auto(
-    adapter: ModelAdapter,
+def auto(
+    timed: TimedModel,
     workload: Workload,
-    tiers: Sequence[BenchTier],
-    ratios: Sequence[float],
+    tiers: Annotated[
+        str, typer.Option(help="Comma-separated: memory, disk, cold or throughputs.")
+    ] = "memory,disk,cold,1GB/s,0.5GB/s",
+    ratios: Annotated[
+        str, typer.Option(help="Fixed ratios to compare with, comma-separated.")
+    ] = "0.15,0.2,0.3,0.5,0.7,1.0",
+    min_ratio: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Smallest automatic ratio.")
+    ] = 0.15,
     tick: Tick = silent,
 ) -> AutoResult:
-    """Measure a profile, then every tier; ``workload.ratio`` is the smallest automatic ratio.
-
-    Raises :class:`InvalidInputError` without a ratio to compare with.
-    """
-    swept = sorted({ratio for ratio in ratios if ratio >= workload.ratio})
+    """Ratio auto against the best fixed ratio on each tier, and predicted against measured TTFT."""
+    wanted = [parse_tier(text.strip()) for text in tiers.split(",")]
+    swept = sorted({ratio for ratio in parse_ratios(ratios) if ratio >= min_ratio})
     if not swept:
         raise InvalidInputError(
-            f"ratios {', '.join(map(str, ratios))} include none of {workload.ratio} or more; name some to "
-            "compare the automatic ratio with"
+            f"ratios {ratios} include none of {min_ratio} or more; name some to compare the automatic "
+            "ratio with"
         )
+    workload = replace(workload, ratio=min_ratio)
     asked: list[float | None] = [*swept, None]
     with ExitStack() as stores:
         benches: list[tuple[AutoBench, TierStore]] = []
         profile: Profile | None = None
-        for tier in tiers:
-            tick(f"encoding the chunks for tier {tier.name}")
-            there = stores.enter_context(tier_store(tier))
-            bench = PromptBench(adapter, workload, there.store)
+        for tier in wanted:
+            bench, there = stores.enter_context(prompt_bench(timed, workload, tier, tick))
             profile = profile or measure_profile(bench, tick)
             benches.append((AutoBench(bench, profile, tier), there))
         ways = {
@@ -252,12 +228,12 @@ def run_auto(
     assert profile is not None  # there is a tier
     found = tuple(
         tier_result(tier, {ratio: runs[i, ratio] for ratio in asked})
-        for i, tier in enumerate(tiers)
+        for i, tier in enumerate(wanted)
     )
     every = [run for each in runs.values() for run in each]
     automatic = [run for (_, ratio), each in runs.items() if ratio is None for run in each]
     return AutoResult(
-        **conditions(adapter, workload, ", ".join(tier.name for tier in tiers)),
+        **conditions(timed.adapter, workload, tiers),
         prompt_tokens=workload.prompt_tokens,
         min_ratio=workload.ratio,
         tiers=found,

@@ -7,6 +7,7 @@ checkpoint.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any
 
 import torch
@@ -56,8 +57,9 @@ class TimedModel:
     dtype: options.Dtype = None
     device: options.Device = None
 
-    def load(self) -> ModelAdapter:
-        """Raises :class:`InvalidInputError` and what loading a model raises."""
+    @cached_property
+    def adapter(self) -> ModelAdapter:
+        """Load the model. Raises :class:`InvalidInputError` and what loading a model raises."""
         return bench_adapter(self.geometry, self.model, self.dtype, self.device)
 
 

@@ -29,6 +29,7 @@ from blendrag.engine.ingest import IngestReport
 from blendrag.errors import BlendragError
 from blendrag.lab.bench import options
 from blendrag.lab.bench.geometry import TimedModel
+from blendrag.lab.bench.options import Machine, machine_of
 from blendrag.lab.bench.rounds import Tick, milliseconds, run_rounds, silent
 from blendrag.lab.bench.scratch import scratch
 from blendrag.lab.bench.tiers import AMPLE_BYTES
@@ -67,6 +68,7 @@ class IngestWorkload:
 class IngestResult:
     """Rates in tokens per second without embedding; ratios within one run."""
 
+    machine: Machine
     prefill_tokens_per_s: float
     """Stock forward over as many tokens, last logits only."""
     encode_tokens_per_s: float
@@ -86,23 +88,6 @@ class IngestResult:
     from_shell: bool
 
 
-@options.spread()
-def ingest(
-    context: typer.Context,
-    timed: TimedModel,
-    workload: IngestWorkload,
-    as_json: options.Json = False,
-) -> None:
-    """Ingest rate against stock prefill, and ingest of an unchanged corpus against the first."""
-    options.run_bench(
-        context,
-        timed,
-        lambda adapter, tick: run_ingest(adapter, workload, tick),
-        ingest_table,
-        as_json,
-    )
-
-
 def ingest_table(result: IngestResult) -> Table:
     """A row for each figure."""
     rows = []
@@ -112,23 +97,21 @@ def ingest_table(result: IngestResult) -> Table:
     return Table(("figure", "value"), rows)
 
 
-def run_ingest(
-    adapter: ModelAdapter, workload: IngestWorkload, tick: Tick = silent
-) -> IngestResult:
-    """Both measurements, in temporary stores.
-
-    Raises :class:`KeyboardInterrupt` and :class:`StoreFullError` for an ingest that did not finish.
-    """
+@options.bench(ingest_table)
+def ingest(timed: TimedModel, workload: IngestWorkload, tick: Tick = silent) -> IngestResult:
+    """Ingest rate against stock prefill, and ingest of an unchanged corpus against the first."""
+    adapter = timed.adapter
     with scratch() as root:
         rates = _measure_rates(adapter, workload, root / "rate", tick)
         twice = Twice(0, 0.0, 0.0, None)
         if workload.reingest_chunks:
             twice = _ingest_twice(adapter, workload, root / "twice", tick)
     return IngestResult(
+        machine=machine_of(adapter),
         prefill_tokens_per_s=rates.prefill,
         encode_tokens_per_s=rates.encode,
-        ingest_tokens_per_s=rates.ingest,
-        relative_rate=rates.ingest / rates.prefill,
+        ingest_tokens_per_s=rates.ingest_file,
+        relative_rate=rates.ingest_file / rates.prefill,
         corpus_chunks=twice.chunks,
         first_ingest_s=twice.first_s,
         second_ingest_s=twice.second_s,
@@ -163,7 +146,7 @@ class Rates(NamedTuple):
 
     prefill: float
     encode: float
-    ingest: float
+    ingest_file: float
 
 
 class ZeroEmbedder(Embedder):
@@ -199,7 +182,7 @@ def _measure_rates(
         store.put(namespace, chunk_key(namespace, PREFIX_IDS, ids), adapter.encode(PREFIX_IDS, ids))
         return tokens
 
-    def ingest() -> int:  # the first one also runs the gate, once per model and store
+    def ingest_file() -> int:  # the first one also runs the gate, once per model and store
         return engine.ingest([next(files)]).whole().tokens
 
     def timed(way: Callable[[], int]) -> tuple[int, float]:
@@ -209,7 +192,7 @@ def _measure_rates(
         return found[0], ms / 1e3
 
     try:
-        ways = {way.__name__: partial(timed, way) for way in (prefill, encode, ingest)}
+        ways = {way.__name__: partial(timed, way) for way in (prefill, encode, ingest_file)}
         samples = run_rounds(ways, workload.chunks, tick)
     finally:
         engine.close()

@@ -23,7 +23,7 @@ from blendrag.fusor.loader import LoadedSpan
 from blendrag.lab.bench import options
 from blendrag.lab.bench.geometry import TimedModel
 from blendrag.lab.bench.rounds import Tick, clock, silent
-from blendrag.lab.bench.tiers import BenchTier, TierStore, parse_tier, tier_store
+from blendrag.lab.bench.tiers import TierStore, parse_tier, tier_store
 from blendrag.lab.bench.workload import (
     NEW_TOKENS,
     BlendResult,
@@ -51,20 +51,19 @@ ARRIVALS = 2000
 class LoadWorkload:
     """Requests of ``prompt.chunks`` chunks each, drawn from a corpus by Zipf's law."""
 
-    prompt: Workload
-    corpus_chunks: int = 100
-    store_chunks: int = 100
-    """Room in the prefix cache and in the KV store, in files of native chunks."""
-    skew: float = 1.0
-    """The chunk of rank k is drawn in proportion to k to the power of -skew."""
-    requests: int = 60
-    warm_requests: int = 20
-    """Answered first to fill cache and store, and not counted."""
-    seed: int = 0
+    requests: options.Count = 60
+    warm_requests: Annotated[
+        int, typer.Option(min=0, help="Answered first to fill cache and store; not counted.")
+    ] = 20
+    corpus_chunks: options.Count = 100
+    store_chunks: Annotated[
+        int, typer.Option(min=1, help="Room of the prefix cache and of the KV store, in chunks.")
+    ] = 100
+    skew: Annotated[float, typer.Option(min=0.0, max=10.0, help="Exponent of Zipf's law.")] = 1.0
+    seed: Annotated[int, typer.Option(min=0, help="Seed of requests and arrivals.")] = 0
 
-    def check(self, adapter: ModelAdapter) -> None:
+    def check(self, adapter: ModelAdapter, prompt: Workload) -> None:
         """Raise :class:`InvalidInputError` for a workload that cannot be measured."""
-        prompt = self.prompt
         if self.corpus_chunks < prompt.chunks:
             raise InvalidInputError(
                 f"a corpus of {self.corpus_chunks} chunks cannot fill prompts of {prompt.chunks}; make it "
@@ -124,39 +123,6 @@ class LoadResult(BlendResult):
     requests: int
 
 
-@options.spread(rounds=options.OMIT)
-def load(
-    context: typer.Context,
-    timed: TimedModel,
-    workload: Workload,
-    requests: options.Count = 60,
-    warm_requests: Annotated[
-        int, typer.Option(min=0, help="Answered first to fill cache and store; not counted.")
-    ] = 20,
-    corpus_chunks: options.Count = 100,
-    store_chunks: Annotated[
-        int, typer.Option(min=1, help="Room of the prefix cache and of the KV store, in chunks.")
-    ] = 100,
-    skew: Annotated[float, typer.Option(min=0.0, max=10.0, help="Exponent of Zipf's law.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of requests and arrivals.")] = 0,
-    tier: options.Tier = "disk",
-    plot: options.Plot = None,
-    as_json: options.Json = False,
-) -> None:
-    """Poisson arrivals over a skewed corpus: TTFT and throughput of full, prefix and blend by rate."""
-    wanted = parse_tier(tier)
-    whole = LoadWorkload(workload, corpus_chunks, store_chunks, skew, requests, warm_requests, seed)
-    options.run_bench(
-        context,
-        timed,
-        lambda adapter, tick: run_load(adapter, whole, wanted, tick),
-        load_table,
-        as_json,
-        plot,
-        load_figure,
-    )
-
-
 def load_table(result: LoadResult) -> Table:
     """A row for each rate, and a note for each way."""
     names = [way.way for way in result.ways]
@@ -200,10 +166,9 @@ class Requests:
     """In order, warm-up requests first."""
 
 
-def make_requests(adapter: ModelAdapter, workload: LoadWorkload) -> Requests:
+def make_requests(adapter: ModelAdapter, prompt: Workload, workload: LoadWorkload) -> Requests:
     """A corpus, and prompts over it. Raises :class:`InvalidInputError`."""
-    workload.check(adapter)
-    prompt = workload.prompt
+    workload.check(adapter, prompt)
     vocab = adapter.model.get_input_embeddings().num_embeddings
     rng = np.random.default_rng(workload.seed)
 
@@ -369,16 +334,22 @@ class Queue:
 # -- the run --------------------------------------------------------------------------------------
 
 
+@options.bench(load_table, load_figure, rounds=options.OMIT)
 @torch.inference_mode()
-def run_load(
-    adapter: ModelAdapter, workload: LoadWorkload, tier: BenchTier, tick: Tick = silent
+def load(
+    timed: TimedModel,
+    prompt: Workload,
+    workload: LoadWorkload,
+    tier: options.Tier = "disk",
+    tick: Tick = silent,
 ) -> LoadResult:
-    """Answer every request in every way, then compute the queues."""
+    """Poisson arrivals over a skewed corpus: TTFT and throughput of full, prefix and blend by rate."""
+    wanted, adapter = parse_tier(tier), timed.adapter
     adapter.require_blendable()
-    requests = make_requests(adapter, workload)
-    limit = workload.store_chunks * frame(adapter.layout, workload.prompt.chunk_tokens).file_bytes
-    with tier_store(tier, limit) as there:
-        blend = BlendServer(adapter, there, workload.prompt)
+    requests = make_requests(adapter, prompt, workload)
+    limit = workload.store_chunks * frame(adapter.layout, prompt.chunk_tokens).file_bytes
+    with tier_store(wanted, limit) as there:
+        blend = BlendServer(adapter, there, prompt)
         tick(f"encoding the corpus of {len(requests.corpus)} chunks")
         # In random order: which chunks a small store keeps does not depend on the requests.
         order = np.random.default_rng(workload.seed + 1).permutation(len(requests.corpus))
@@ -395,21 +366,11 @@ def run_load(
                 served[name].append(server.serve(plan))
             there.settle()
     counted = {name: each[workload.warm_requests :] for name, each in served.items()}
-    return _result(adapter, workload, tier, limit, counted)
-
-
-def _result(
-    adapter: ModelAdapter,
-    workload: LoadWorkload,
-    tier: BenchTier,
-    limit: int,
-    served: dict[str, list[Served]],
-) -> LoadResult:
-    queues = {name: Queue(each, workload.seed) for name, each in served.items()}
-    full_s, prompt = queues["full"].alone_s, workload.prompt
+    queues = {name: Queue(each, workload.seed) for name, each in counted.items()}
+    full_s = queues["full"].alone_s
     equal = {name: queue.rate_of(2 * full_s) for name, queue in queues.items()}
     return LoadResult(
-        **conditions(adapter, replace(prompt, rounds=1), tier.name),
+        **conditions(adapter, replace(prompt, rounds=1), tier),
         limit_bytes=limit,
         full_doubles_per_s=equal["full"],
         doubled_ttft_ms=2e3 * full_s,
@@ -423,7 +384,7 @@ def _result(
                 reused=statistics.fmean(s.reused_tokens for s in each) / prompt.prompt_tokens,
                 equal_ttft_per_s=equal[name],
             )
-            for name, each in served.items()
+            for name, each in counted.items()
         ),
         rows=tuple(
             _row(name, queue, share / full_s, share)

@@ -1,4 +1,4 @@
-"""What all benches share on the command line: options, progress, and how a result is printed."""
+"""What all benches share on the command line: their options, and how a function becomes a command."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from functools import wraps
 from inspect import Parameter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
@@ -17,15 +16,12 @@ from rich.console import Console
 
 from blendrag.cli.options import Device, Dtype, Json
 from blendrag.cli.plots import require_plot, write_png
-from blendrag.lab.bench.rounds import Tick
 from blendrag.lab.tables import Table
 from blendrag.model import ModelAdapter
 from blendrag.planning.profile import conditions_of, cores
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from blendrag.lab.bench.geometry import TimedModel
 
 __all__ = ["Count", "Device", "Dtype", "Geometry", "Json", "Plot", "Ratio", "Rounds", "Tier"]
 
@@ -45,58 +41,103 @@ DESTINATIONS = ("as_json", "out", "plot")
 #: In place of a default: the command does not have this option.
 OMIT = object()
 
-R = TypeVar("R")
 Result = TypeVar("Result")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-# -- groups of options ----------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Bench:
+    """A bench's command, the type of its results, and how they are shown."""
+
+    command: Callable[..., None]
+    result: Any
+    table: Callable[[Any], Table]
+    figure: Callable[[Any], Figure] | None
 
 
-def spread(**defaults: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Replace every parameter that is a dataclass by its fields, which are options.
+#: Filled by :func:`bench` when a bench's module is imported.
+BENCHES: dict[str, Bench] = {}
 
-    ``defaults`` are this command's own defaults of fields; :data:`OMIT` leaves an option out.
+
+def bench(
+    table: Callable[[Result], Table],
+    figure: Callable[[Result], Figure] | None = None,
+    **defaults: Any,
+) -> Callable[[F], F]:
+    """Make a command of a function that measures; its parameters are the command's options.
+
+    The fields of a parameter that is a dataclass are options too. ``defaults`` are this command's defaults
+    of such fields, and :data:`OMIT` leaves an option out. The command passes a ``tick`` that shows
+    progress, prints the result as ``table`` or JSON, and with ``figure`` has the option ``--plot``.
     """
 
-    def decorate(command: Callable[..., R]) -> Callable[..., R]:
-        own = inspect.signature(command, eval_str=True).parameters.values()
+    def decorate(measure: F) -> F:
+        signature = inspect.signature(measure, eval_str=True)
+        own = [p for p in signature.parameters.values() if p.name != "tick"]
         groups: dict[str, Any] = {p.name: p.annotation for p in own if is_dataclass(p.annotation)}
-        options: list[Parameter] = []
+
+        def command(
+            context: typer.Context, as_json: bool, plot: Path | None = None, **given: Any
+        ) -> None:
+            require_plot(plot)
+            for name, group in groups.items():
+                named = {field.name for field in fields(group)} & given.keys()
+                given[name] = group(**{field: given.pop(field) for field in named})
+            with Console(stderr=True).status("loading") as status:
+                result = measure(**given, tick=status.update)
+            if as_json:
+                about = {"command": command_line(context), **asdict(result)}
+                typer.echo(json.dumps(about, indent=2))
+            else:
+                table(result).print()
+            if plot is not None and figure is not None:
+                write_png(figure(result), plot)
+
+        options = [Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)]
         for parameter in own:
             if parameter.name in groups:
-                options += _options(groups[parameter.name], defaults)
+                options += _fields(groups[parameter.name], defaults)
             else:
                 options.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
-
-        @wraps(command)
-        def run(**given: Any) -> R:
-            for name, group in groups.items():
-                named = {f.name for f in fields(group)} & given.keys()
-                given[name] = group(**{field: given.pop(field) for field in named})
-            return command(**given)
-
-        run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in options}
-        return run
+        if figure is not None:
+            options.append(_option("plot", Plot, None))
+        options.append(_option("as_json", Json, False))
+        command.__doc__ = measure.__doc__
+        command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in options}
+        made = Bench(command, signature.return_annotation, table, figure)
+        BENCHES[measure.__name__] = made
+        return measure
 
     return decorate
 
 
-def _options(group: Any, defaults: dict[str, Any]) -> Iterator[Parameter]:
+def _fields(group: Any, defaults: dict[str, Any]) -> Iterator[Parameter]:
     hints = get_type_hints(group, include_extras=True)
     for field in fields(group):
         default = defaults.get(field.name, field.default)
         if default is not OMIT:
-            kind = Parameter.KEYWORD_ONLY
-            yield Parameter(field.name, kind, default=default, annotation=hints[field.name])
+            yield _option(field.name, hints[field.name], default)
 
 
-# -- progress and results -------------------------------------------------------------------------
+def _option(name: str, annotation: Any, default: Any) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def progress(text: str) -> Any:
-    """Show on stderr what runs; ``update`` of the value changes the text."""
-    return Console(stderr=True).status(text)
+def command_line(context: typer.Context) -> str:
+    """The command to type, with the options that were given, without :data:`DESTINATIONS`."""
+    words = ["blendrag", "bench", context.info_name or ""]
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE" and name not in DESTINATIONS:
+            words.append(max(parameter.opts, key=len))
+            value = context.params[name]
+            words += [] if isinstance(value, bool) else [str(value)]
+    return shlex.join(words)
+
+
+# -- the machine ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -114,6 +155,12 @@ class Machine:
     transformers: str
     blendrag: str
 
+    def __str__(self) -> str:
+        return (
+            f"{self.dtype} on {self.processor}, {self.threads} of {self.cores} CPU cores; torch "
+            f"{self.torch}, transformers {self.transformers}"
+        )
+
 
 def machine_of(adapter: ModelAdapter) -> Machine:
     """The machine that the loaded model runs on."""
@@ -121,58 +168,3 @@ def machine_of(adapter: ModelAdapter) -> Machine:
     return Machine(
         now.device, cores(), now.threads, now.dtype, now.torch, now.transformers, now.blendrag
     )
-
-
-def show(
-    result: Any,
-    table: Callable[[Any], Table],
-    context: typer.Context,
-    as_json: bool,
-    adapter: ModelAdapter | None = None,
-) -> None:
-    """Print a bench's result as a table, or as JSON with the command and, given a model, the machine."""
-    if not as_json:
-        table(result).print()
-        return
-    about: dict[str, Any] = {"command": command_line(context)}
-    if adapter is not None:
-        about["machine"] = asdict(machine_of(adapter))
-    typer.echo(json.dumps({**about, **asdict(result)}, indent=2))
-
-
-def run_bench(
-    context: typer.Context,
-    timed: TimedModel,
-    measure: Callable[[ModelAdapter, Tick], Result],
-    table: Callable[[Result], Table],
-    as_json: bool,
-    plot: Path | None = None,
-    draw: Callable[[Result], Figure] | None = None,
-) -> Result:
-    """Load the model, measure, print the result and draw it to ``plot``."""
-    require_plot(plot)
-    adapter = timed.load()
-    with progress("loading") as status:
-        result = measure(adapter, status.update)
-    show(result, table, context, as_json, adapter)
-    if plot is not None and draw is not None:
-        write_png(draw(result), plot)
-    return result
-
-
-def command_line(context: typer.Context) -> str:
-    """The command to type, with the options that were given, without :data:`DESTINATIONS`."""
-    words = ["blendrag", "bench", context.info_name or ""]
-    for parameter in context.command.params:
-        name = parameter.name or ""
-        if is_given(context, name) and name not in DESTINATIONS:
-            words.append(max(parameter.opts, key=len))
-            value = context.params[name]
-            words += [] if isinstance(value, bool) else [str(value)]
-    return shlex.join(words)
-
-
-def is_given(context: typer.Context, parameter: str) -> bool:
-    """Whether the option was typed, even with its default value."""
-    source = context.get_parameter_source(parameter)
-    return source is not None and source.name == "COMMANDLINE"

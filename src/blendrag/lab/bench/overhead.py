@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
@@ -21,12 +21,12 @@ from blendrag.cli.output import count
 from blendrag.config import DEFAULT_POLICY, UNCALIBRATED_SCHEDULE
 from blendrag.fusor.selection import make_policy
 from blendrag.lab.bench import options
-from blendrag.lab.bench.geometry import bench_adapter
+from blendrag.lab.bench.geometry import TimedModel
+from blendrag.lab.bench.options import Machine, machine_of
 from blendrag.lab.bench.rounds import Tick, Timing, milliseconds, run_rounds, silent
-from blendrag.lab.bench.tiers import parse_tier, tier_store
-from blendrag.lab.bench.workload import PromptBench, Workload, whole_numbers
+from blendrag.lab.bench.tiers import parse_tier
+from blendrag.lab.bench.workload import PromptBench, Workload, prompt_bench, whole_numbers
 from blendrag.lab.tables import Table, figure, spread, table, times
-from blendrag.model import ModelAdapter
 
 #: A schedule whose rows decrease from layer to layer.
 FALLING = "geometric:0.9"
@@ -61,6 +61,7 @@ class OverheadRow:
 class OverheadResult:
     """Every way for every number of chunks."""
 
+    machine: Machine
     model: str
     dtype: str
     device: str
@@ -70,31 +71,6 @@ class OverheadResult:
     ratio: float
     rounds: int
     rows: tuple[OverheadRow, ...]
-
-
-def overhead(
-    context: typer.Context,
-    geometry: options.Geometry = "deep",
-    dtype: options.Dtype = "float32",
-    device: options.Device = None,
-    chunks: Annotated[str, typer.Option(help="Chunks per prompt, comma-separated.")] = "6,20",
-    chunk_tokens: options.Count = 32,
-    question_tokens: options.Count = 16,
-    policies: Annotated[str, typer.Option(help="Selection policies, comma-separated.")] = (
-        f"reuse,{DEFAULT_POLICY},hkvd"
-    ),
-    ratio: options.Ratio = 0.15,
-    rounds: options.Rounds = 9,
-    as_json: options.Json = False,
-) -> None:
-    """Operators, Python time and time per layer of a request, on a model that hardly computes."""
-    counts = whole_numbers(chunks, "numbers of chunks", "6,20")
-    names = list(dict.fromkeys(name.strip() for name in policies.split(",")))
-    adapter = bench_adapter(geometry, None, dtype, device)
-    workload = Workload(1, chunk_tokens, question_tokens, ratio, rounds=rounds)
-    with options.progress("encoding the chunks") as status:
-        result = run_overhead(adapter, workload, counts, names, status.update)
-    options.show(result, overhead_table, context, as_json, adapter)
 
 
 def overhead_table(result: OverheadResult) -> Table:
@@ -153,29 +129,42 @@ def operators_of(work: Callable[[], object]) -> OperatorCount:
     return count
 
 
+@options.bench(overhead_table)
 @torch.inference_mode()
-def run_overhead(
-    adapter: ModelAdapter,
-    workload: Workload,
-    chunks: Sequence[int],
-    policies: Sequence[str],
+def overhead(
+    geometry: options.Geometry = "deep",
+    dtype: options.Dtype = "float32",
+    device: options.Device = None,
+    chunks: Annotated[str, typer.Option(help="Chunks per prompt, comma-separated.")] = "6,20",
+    chunk_tokens: options.Count = 32,
+    question_tokens: options.Count = 16,
+    policies: Annotated[str, typer.Option(help="Selection policies, comma-separated.")] = (
+        f"reuse,{DEFAULT_POLICY},hkvd"
+    ),
+    ratio: options.Ratio = 0.15,
+    rounds: options.Rounds = 9,
     tick: Tick = silent,
 ) -> OverheadResult:
-    """Stock prefill, and each policy over KV in memory; policies with a schedule run with two of them."""
+    """Operators, Python time and time per layer of a request, on a model that hardly computes."""
+    numbers = whole_numbers(chunks, "numbers of chunks", "6,20")
+    names = list(dict.fromkeys(name.strip() for name in policies.split(",")))
+    timed = TimedModel(geometry, None, dtype, device)
+    adapter = timed.adapter
     rows: list[OverheadRow] = []
-    for number in chunks:
-        with tier_store(parse_tier("memory")) as there:
-            bench = PromptBench(adapter, replace(workload, chunks=number), there.store)
-            rows += _rows(bench, _ways(bench, policies), tick)
+    for number in numbers:
+        workload = Workload(number, chunk_tokens, question_tokens, ratio, rounds=rounds)
+        with prompt_bench(timed, workload, parse_tier("memory"), tick) as (bench, _):
+            rows += _rows(bench, _ways(bench, names), tick)
     return OverheadResult(
+        machine=machine_of(adapter),
         model=adapter.model_id,
         dtype=adapter.layout.dtype,
         device=str(adapter.device),
         layers=len(adapter.stack.layers),
-        chunk_tokens=workload.chunk_tokens,
-        question_tokens=workload.question_tokens,
-        ratio=workload.ratio,
-        rounds=workload.rounds,
+        chunk_tokens=chunk_tokens,
+        question_tokens=question_tokens,
+        ratio=ratio,
+        rounds=rounds,
         rows=tuple(rows),
     )
 

@@ -10,56 +10,32 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter
 
 from blendrag.cli.plots import require_matplotlib
 from blendrag.errors import BlendragError, InvalidInputError
-from blendrag.lab import plots
-from blendrag.lab.bench.auto import AutoResult, auto_table
-from blendrag.lab.bench.load import LoadResult, load_table
-from blendrag.lab.bench.options import Machine
-from blendrag.lab.bench.overhead import OverheadResult, overhead_table
-from blendrag.lab.bench.sweep import SweepResult, sweep_table
-from blendrag.lab.bench.throughput import ThroughputResult, throughput_table
-from blendrag.lab.bench.trace import TraceResult, trace_table
-from blendrag.lab.bench.ttft import TtftResult, ttft_table
+from blendrag.lab.bench import all_benches
+from blendrag.lab.bench.options import Bench
 from blendrag.lab.pages import console, picture, regions_of, write_regions
-from blendrag.lab.tables import Table
 
 PAGE = "performance.md"
 
 
-@dataclass(frozen=True)
-class Section:
-    """How the results of one bench are read and shown."""
-
-    result: Any
-    """Type of what the bench prints, besides its command and the machine."""
-    table: Callable[[Any], Table]
-    figure: Callable[[Any], Any] | None = None
-    caption: str = ""
+CAPTIONS = {
+    "sweep": "Time to first token by the factor's value",
+    "trace": "The request's timeline",
+    "load": "Time to first token by request rate",
+}
+#: Benches that the page does not show.
+ELSEWHERE = ("ingest", "store", "recognise")
 
 
-SECTIONS = {
-    "ttft": Section(TtftResult, ttft_table),
-    "sweep": Section(
-        SweepResult, sweep_table, plots.sweep_figure, "Time to first token by the factor's value"
-    ),
-    "trace": Section(
-        TraceResult, trace_table, plots.trace_figure, "The request's timeline"
-    ),
-    "throughput": Section(ThroughputResult, throughput_table),
-    "load": Section(
-        LoadResult, load_table, plots.load_figure, "Time to first token by request rate"
-    ),
-    "auto": Section(AutoResult, auto_table),
-    "overhead": Section(OverheadResult, overhead_table),
-}  # fmt: skip
+def page_benches() -> dict[str, Bench]:
+    """Benches whose results the page shows."""
+    return {name: each for name, each in all_benches().items() if name not in ELSEWHERE}
 
 
 def write_page(directory: Path, source: Path) -> list[str]:
@@ -67,18 +43,18 @@ def write_page(directory: Path, source: Path) -> list[str]:
 
     Raises :class:`InvalidInputError`; then the page does not change.
     """
-    page = directory / PAGE
+    page, benches = directory / PAGE, page_benches()
     texts = {}
     for name in regions_of(page):
         bench = name.partition("-")[0]
-        if bench not in SECTIONS:
+        if bench not in benches:
             raise InvalidInputError(
                 f"{page} has a region bench:{name}, expected a name that starts with one of "
-                f"{', '.join(SECTIONS)}; rename it"
+                f"{', '.join(benches)}; rename it"
             )
         path = source / f"{name}.json"
         if path.is_file():
-            texts[name] = _text(page, name, path, SECTIONS[bench])
+            texts[name] = _text(page, name, path, benches[bench])
     if not texts:
         raise InvalidInputError(
             f"{source} has no result for {page}, expected files such as ttft.json and sweep-ratio.json; "
@@ -88,7 +64,7 @@ def write_page(directory: Path, source: Path) -> list[str]:
     return list(texts)
 
 
-def _text(page: Path, name: str, path: Path, section: Section) -> str:
+def _text(page: Path, name: str, path: Path, made_by: Bench) -> str:
     """The text of a region; writes its figure. Raises :class:`InvalidInputError`."""
     bench = name.partition("-")[0]
     try:
@@ -96,16 +72,10 @@ def _text(page: Path, name: str, path: Path, section: Section) -> str:
         command = TypeAdapter(str).validate_python(fields["command"])
         if command.split()[:3] != ["blendrag", "bench", bench]:
             raise ValueError(f"command {command!r}")
-        machine = TypeAdapter(Machine).validate_python(fields["machine"])
-        result = TypeAdapter(section.result).validate_python(fields)
-        parts = [
-            console([command]),
-            section.table(result).markdown(),
-            f"{machine.dtype} on {machine.processor}, {machine.threads} of {machine.cores} CPU cores; "
-            f"torch {machine.torch}, transformers {machine.transformers}.",
-        ]
-        if section.figure is not None:
-            parts.append(picture(section.figure(result), page, name, section.caption))
+        result = TypeAdapter(made_by.result).validate_python(fields)
+        parts = [console([command]), made_by.table(result).markdown(), f"{result.machine}."]
+        if made_by.figure is not None:
+            parts.append(picture(made_by.figure(result), page, name, CAPTIONS[bench]))
     except (OSError, LookupError, ArithmeticError, TypeError, ValueError, RecursionError) as exc:
         reason = " ".join(str(exc).split()) or type(exc).__name__
         raise InvalidInputError(

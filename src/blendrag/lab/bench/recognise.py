@@ -79,16 +79,6 @@ class RecogniseResult(RecogniseWorkload):
     loads: tuple[LoadedIndex, ...]
 
 
-@options.spread()
-def recognise(
-    context: typer.Context, workload: RecogniseWorkload, as_json: options.Json = False
-) -> None:
-    """Finding known chunks in a prompt, over a corpus of many; loading its index, following changes."""
-    with options.progress("starting") as status:
-        result = run_recognise(workload, status.update)
-    options.show(result, recognise_table, context, as_json)
-
-
 def recognise_table(result: RecogniseResult) -> Table:
     """A row for each corpus and prompt, and a note for each index."""
     notes = []
@@ -112,8 +102,9 @@ def recognise_table(result: RecogniseResult) -> Table:
     )
 
 
-def run_recognise(workload: RecogniseWorkload, tick: Tick = silent) -> RecogniseResult:
-    """Build both corpora in a temporary directory, and search them in rounds."""
+@options.bench(recognise_table)
+def recognise(workload: RecogniseWorkload, tick: Tick = silent) -> RecogniseResult:
+    """Finding known chunks in a prompt, over a corpus of many; loading its index, following changes."""
     loads: list[LoadedIndex] = []
     ways: list[Way] = []
     cpu_ms: dict[str, list[float]] = {}

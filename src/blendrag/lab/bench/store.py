@@ -70,26 +70,31 @@ OTHER_BYTES = (
 class StoreWorkload:
     """Chunks of one shape, and where they are written. The default shape has 0.5 MiB per layer."""
 
-    layers: int = 24
-    kv_heads: int = 2
-    head_dim: int = 128
-    dtype: str = "bfloat16"
-    chunks: int = 6
-    chunk_tokens: int = 512
-    rows: int = 1_000_000
-    """Rows of the index in which a key is missing."""
-    rounds: int = 7
-    directory: Path | None = None
-    """On the disk to measure; ``None`` is the directory for temporary files."""
+    geometry: options.Geometry = None
+    tokens: options.Count = 512
+    chunks: options.Count = 6
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16"
+    rows: Annotated[
+        int, typer.Option(min=1, help="Rows of the index in which a key is missing.")
+    ] = 1_000_000
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="A directory on the disk to measure.")
+    ] = None
+    rounds: options.Rounds = 7
 
     @property
     def layout(self) -> KVLayout:
-        return KVLayout((LayerShape(self.kv_heads, self.head_dim),) * self.layers, self.dtype)
+        layers, heads, dim = 24, 2, 128
+        if self.geometry is not None:
+            config = config_of(self.geometry)
+            layers, heads = config["num_hidden_layers"], config["num_key_value_heads"]
+            dim = config["hidden_size"] // config["num_attention_heads"]
+        return KVLayout((LayerShape(heads, dim),) * layers, self.dtype)
 
     @property
     def disk_bytes(self) -> int:
         """Needed at most at once: payloads, the same for ``torch.load``, two puts, the index."""
-        chunk_bytes = self.layout.chunk_bytes(self.chunk_tokens)
+        chunk_bytes = self.layout.chunk_bytes(self.tokens)
         return (2 * self.chunks + 2) * chunk_bytes + self.rows * ROW_BYTES
 
     def check(self) -> None:
@@ -146,43 +151,6 @@ class StoreResult:
     targets: tuple[Target, ...]
 
 
-def store(
-    context: typer.Context,
-    geometry: options.Geometry = None,
-    tokens: options.Count = 512,
-    chunks: options.Count = 6,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    rows: Annotated[
-        int, typer.Option(min=1, help="Rows of the index in which a key is missing.")
-    ] = 1_000_000,
-    directory: Annotated[
-        Path | None, typer.Option("--dir", help="A directory on the disk to measure.")
-    ] = None,
-    rounds: options.Rounds = 7,
-    as_json: options.Json = False,
-) -> None:
-    """Reads, puts, misses and decoding of the store against preadv, torch.load and safetensors."""
-    workload = StoreWorkload(
-        dtype=dtype,
-        chunks=chunks,
-        chunk_tokens=tokens,
-        rows=rows,
-        rounds=rounds,
-        directory=directory,
-    )
-    if geometry is not None:
-        config = config_of(geometry)
-        workload = replace(
-            workload,
-            layers=config["num_hidden_layers"],
-            kv_heads=config["num_key_value_heads"],
-            head_dim=config["hidden_size"] // config["num_attention_heads"],
-        )
-    with options.progress("starting") as status:
-        result = run_store(workload, status.update)
-    options.show(result, store_table, context, as_json)
-
-
 def store_table(result: StoreResult) -> Table:
     """A row for each part and way, and a note for each target."""
     verdicts = {True: "met", False: "missed", None: "not measured, the page cache keeps its pages"}
@@ -207,14 +175,11 @@ def store_table(result: StoreResult) -> Table:
     )  # fmt: skip
 
 
-def run_store(workload: StoreWorkload, tick: Tick = silent) -> StoreResult:
-    """Measure in a temporary directory below ``workload.directory``.
-
-    Raises :class:`InvalidInputError` for what cannot be measured, and :class:`MeasuredNothingError` if a way
-    did not do its work.
-    """
+@options.bench(store_table)
+def store(workload: StoreWorkload, tick: Tick = silent) -> StoreResult:
+    """Reads, puts, misses and decoding of the store against preadv, torch.load and safetensors."""
     workload.check()
-    layout, tokens, rounds = workload.layout, workload.chunk_tokens, workload.rounds
+    layout, tokens, rounds = workload.layout, workload.tokens, workload.rounds
     load = os.getloadavg()[0]
     with scratch(workload.directory) as root:
         tick("making chunks")
@@ -225,9 +190,9 @@ def run_store(workload: StoreWorkload, tick: Tick = silent) -> StoreResult:
         rows.append(measure_misses(root / "misses", workload.rows, layout, tokens, tick))
     return StoreResult(
         directory=str(root.parent),
-        layers=workload.layers,
-        kv_heads=workload.kv_heads,
-        head_dim=workload.head_dim,
+        layers=len(layout.layers),
+        kv_heads=layout.layers[0].kv_heads,
+        head_dim=layout.layers[0].head_dim,
         dtype=workload.dtype,
         chunks=workload.chunks,
         chunk_tokens=tokens,

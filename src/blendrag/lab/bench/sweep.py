@@ -6,7 +6,7 @@ geometry, the tier that KV comes from, or the encoding it is stored in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,16 +16,21 @@ import torch
 import typer
 
 from blendrag.cli.output import count
-from blendrag.cli.plots import require_plot, write_png
 from blendrag.errors import InvalidInputError
 from blendrag.lab.bench import options
-from blendrag.lab.bench.geometry import TimedModel, bench_adapter
+from blendrag.lab.bench.geometry import TimedModel
+from blendrag.lab.bench.options import Machine, machine_of
 from blendrag.lab.bench.rounds import Tick, Timing, milliseconds, run_rounds, silent
-from blendrag.lab.bench.tiers import BenchTier, TierStore, parse_tier, settle_all, tier_store
-from blendrag.lab.bench.workload import PromptBench, Workload, parse_ratios, whole_numbers
+from blendrag.lab.bench.tiers import BenchTier, TierStore, parse_tier, settle_all
+from blendrag.lab.bench.workload import (
+    PromptBench,
+    Workload,
+    parse_ratios,
+    prompt_bench,
+    whole_numbers,
+)
 from blendrag.lab.plots import sweep_figure
 from blendrag.lab.tables import Table, spread, table, times
-from blendrag.model import ModelAdapter
 
 #: Factors → their default values.
 FACTORS = {
@@ -69,47 +74,12 @@ class SweepRow:
 class SweepResult:
     """One run over one factor."""
 
+    machine: Machine
     factor: str
     about: tuple[str, str]
     """What is equal for all values, in words."""
     rounds: int
     rows: tuple[SweepRow, ...]
-
-
-@options.spread(rounds=3)
-def sweep(
-    context: typer.Context,
-    timed: TimedModel,
-    workload: Workload,
-    factor: Annotated[str, typer.Option(help=f"One of {', '.join(FACTORS)}.")] = "ratio",
-    values: Annotated[
-        str | None, typer.Option(help="Comma-separated values of the factor.", show_default=False)
-    ] = None,
-    tier: options.Tier = "disk",
-    plot: options.Plot = None,
-    as_json: options.Json = False,
-) -> None:
-    """Time to first token over one factor, all its values in one run."""
-    if factor == "geometry" and (timed.geometry, timed.model) != (None, None):
-        raise InvalidInputError(
-            "--factor geometry with --geometry or --model; name geometries with --values"
-        )
-    require_plot(plot)
-    base = Case("", workload, parse_tier(tier), timed.geometry)
-    cases = make_cases(factor, values, base)
-    loaded: list[ModelAdapter] = []
-
-    def load(geometry: str | None) -> ModelAdapter:
-        loaded.append(bench_adapter(geometry, timed.model, timed.dtype, timed.device))
-        return loaded[-1]
-
-    with options.progress("loading") as status:
-        rows = run_sweep(load, factor, cases, status.update)
-    about = _about(factor, base, timed.model)
-    result = SweepResult(factor, about, workload.rounds, tuple(rows))
-    options.show(result, sweep_table, context, as_json, loaded[0])
-    if plot is not None:
-        write_png(sweep_figure(result), plot)
 
 
 def _about(factor: str, base: Case, model: str | None) -> tuple[str, str]:
@@ -210,23 +180,34 @@ def _count(factor: str, value: str) -> int:
     return whole_numbers(value, factor, "4")[0]
 
 
+@options.bench(sweep_table, sweep_figure, rounds=3)
 @torch.inference_mode()
-def run_sweep(
-    load: Callable[[str | None], ModelAdapter],
-    factor: str,
-    cases: Sequence[Case],
+def sweep(
+    timed: TimedModel,
+    workload: Workload,
+    factor: Annotated[str, typer.Option(help=f"One of {', '.join(FACTORS)}.")] = "ratio",
+    values: Annotated[
+        str | None, typer.Option(help="Comma-separated values of the factor.", show_default=False)
+    ] = None,
+    tier: options.Tier = "disk",
     tick: Tick = silent,
-) -> list[SweepRow]:
-    """Rows in the order of ``cases``; ``load(geometry)`` is called once for each geometry."""
+) -> SweepResult:
+    """Time to first token over one factor, all its values in one run."""
+    if factor == "geometry" and (timed.geometry, timed.model) != (None, None):
+        raise InvalidInputError(
+            "--factor geometry with --geometry or --model; name geometries with --values"
+        )
+    base = Case("", workload, parse_tier(tier), timed.geometry)
+    cases = make_cases(factor, values, base)
+    models = {c.geometry: replace(timed, geometry=c.geometry) for c in cases}
+    adapters = {geometry: model.adapter for geometry, model in models.items()}
+    first = adapters[cases[0].geometry]
     with ExitStack() as stores:
-        adapters = {g: load(g) for g in dict.fromkeys(case.geometry for case in cases)}
         benches: dict[object, tuple[PromptBench, TierStore]] = {}
         for case in cases:
             if case.place not in benches:
-                tick(f"encoding the chunks, {factor} {case.value}")
-                there = stores.enter_context(tier_store(case.tier))
-                bench = PromptBench(adapters[case.geometry], case.workload, there.store)
-                benches[case.place] = bench, there
+                opened = prompt_bench(models[case.geometry], case.workload, case.tier, tick)
+                benches[case.place] = stores.enter_context(opened)
         ways: dict[object, Callable[[], object]] = {}
         places: dict[object, TierStore] = {}
         for case in cases:
@@ -242,17 +223,18 @@ def run_sweep(
                 ways.setdefault(name, way)
                 places.setdefault(name, there)
 
-        device = adapters[cases[0].geometry].device
-        timed = {name: partial(milliseconds, way, device) for name, way in ways.items()}
+        timers = {name: partial(milliseconds, way, first.device) for name, way in ways.items()}
         samples = run_rounds(
-            timed,
-            cases[0].workload.rounds,
+            timers,
+            workload.rounds,
             tick,
             lambda name: places[name].prepare(),
             lambda: settle_all(places.values()),
         )
         timings = {name: Timing.of(ms) for name, ms in samples.items()}
-        return [_row(factor, case, benches[case.place][0], timings) for case in cases]
+        rows = tuple(_row(factor, case, benches[case.place][0], timings) for case in cases)
+    about = _about(factor, base, timed.model)
+    return SweepResult(machine_of(first), factor, about, workload.rounds, rows)
 
 
 def _row(factor: str, case: Case, bench: PromptBench, timings: dict[object, Timing]) -> SweepRow:

@@ -21,7 +21,7 @@ from blendrag.fusor import PackedPrompt, Prefilled
 from blendrag.lab.bench import options
 from blendrag.lab.bench.geometry import TimedModel
 from blendrag.lab.bench.rounds import Tick, Timing, silent
-from blendrag.lab.bench.tiers import ON_DISK, BenchTier, parse_tier, tier_store
+from blendrag.lab.bench.tiers import parse_tier, tier_store
 from blendrag.lab.bench.workload import (
     NEW_TOKENS,
     BlendResult,
@@ -68,28 +68,6 @@ class ThroughputResult(BlendResult):
     prompt_tokens: tuple[int, int]
     """Of the shortest and the longest prompt."""
     rows: tuple[ThroughputRow, ...]
-
-
-@options.spread(rounds=3)
-def throughput(
-    context: typer.Context,
-    timed: TimedModel,
-    workload: Workload,
-    batch_size: Annotated[
-        str, typer.Option(help="Prompts per batch, comma-separated.")
-    ] = "1,2,4,8",
-    tier: options.Tier = "disk",
-    as_json: options.Json = False,
-) -> None:
-    """First tokens per second of full, reuse and blend by batch size."""
-    sizes, wanted = whole_numbers(batch_size, "batch sizes", "1,2,4,8"), parse_tier(tier)
-    options.run_bench(
-        context,
-        timed,
-        lambda adapter, tick: run_throughput(adapter, workload, sizes, tick, wanted),
-        throughput_table,
-        as_json,
-    )
 
 
 def throughput_table(result: ThroughputResult) -> Table:
@@ -183,29 +161,29 @@ class ThroughputBench:
         return [self.plans[at : at + size] for at in range(0, len(self.plans), size)]
 
 
+@options.bench(throughput_table, rounds=3)
 @torch.inference_mode()
-def run_throughput(
-    adapter: ModelAdapter,
+def throughput(
+    timed: TimedModel,
     workload: Workload,
-    batch_sizes: Sequence[int],
+    batch_size: Annotated[
+        str, typer.Option(help="Prompts per batch, comma-separated.")
+    ] = "1,2,4,8",
+    tier: options.Tier = "disk",
     tick: Tick = silent,
-    tier: BenchTier = ON_DISK,
 ) -> ThroughputResult:
-    """Rounds of every way at every batch size, over as many requests as the largest batch has.
-
-    Raises :class:`InvalidInputError`.
-    """
-    requests = max(batch_sizes)
-    with tier_store(tier) as there:
+    """First tokens per second of full, reuse and blend by batch size."""
+    given, wanted = whole_numbers(batch_size, "batch sizes", "1,2,4,8"), parse_tier(tier)
+    sizes, requests, adapter = sorted({1, *given}), max(given), timed.adapter
+    with tier_store(wanted) as there:
         tick("encoding the chunks")
         bench = ThroughputBench(adapter, workload, requests, there.store)
-        bench.check(batch_sizes)
-        sizes = sorted({1, *batch_sizes})
+        bench.check(given)
         ways = {(way, size): partial(getattr(bench, way), size) for size in sizes for way in WAYS}
         timings = there.time_ways(ways, workload.rounds, adapter.device, tick)
     lengths = [len(plan.ids) for plan in bench.plans]
     return ThroughputResult(
-        **conditions(adapter, workload, tier.name),
+        **conditions(adapter, workload, tier),
         requests=requests,
         prompt_tokens=(min(lengths), max(lengths)),
         rows=tuple(_row(way, size, requests, timings) for way, size in ways),

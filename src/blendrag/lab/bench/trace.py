@@ -24,19 +24,19 @@ from blendrag.fusor.loader import LayerLoader
 from blendrag.lab.bench import options
 from blendrag.lab.bench.geometry import TimedModel
 from blendrag.lab.bench.rounds import Tick, Timing, clock, run_rounds, silent
-from blendrag.lab.bench.tiers import ON_DISK, BenchTier, TierStore, parse_tier, tier_store
+from blendrag.lab.bench.tiers import ON_DISK, BenchTier, TierStore, parse_tier
 from blendrag.lab.bench.workload import (
     NEW_TOKENS,
     BlendResult,
     PromptBench,
     Workload,
     conditions,
+    prompt_bench,
     stock_prefill,
 )
 from blendrag.lab.plots import trace_figure
 from blendrag.lab.tables import Table, figure, spread
 from blendrag.metrics import LOAD, Span, Timeline
-from blendrag.model import ModelAdapter
 
 #: The tier that is throttled so that loading takes as long as computing.
 BALANCED = "balanced"
@@ -65,42 +65,6 @@ class TraceResult(BlendResult):
     kv_bytes: int
     spread_ms: dict[str, tuple[float, float]]
     spans: tuple[Span, ...]
-
-
-@options.spread(policy="random")
-def trace(
-    context: typer.Context,
-    timed: TimedModel,
-    workload: Workload,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Write a Chrome/Perfetto trace (JSON) here.", show_default=False),
-    ] = None,
-    plot: options.Plot = None,
-    tier: Annotated[
-        str,
-        typer.Option(
-            help="memory, disk, cold, a throughput, or balanced: loading takes as long as computing."
-        ),
-    ] = BALANCED,
-    as_json: options.Json = False,
-) -> None:
-    """One request layer by layer: load, re-position, select, compute, and how much of it overlaps."""
-    if tier != BALANCED:
-        parse_tier(tier)  # fail before anything is loaded
-    if out is not None:
-        require_place("--out", out, ".json")
-    result = options.run_bench(
-        context,
-        timed,
-        lambda adapter, tick: run_trace(adapter, workload, tier, tick),
-        trace_table,
-        as_json,
-        plot,
-        trace_figure,
-    )
-    if out is not None:
-        out.write_text(json.dumps(chrome_trace(result)), encoding="utf-8")
 
 
 def trace_table(result: TraceResult) -> Table:
@@ -185,22 +149,39 @@ class RequestParts:
         return 1e3 * clock(self._bench.adapter.device)
 
 
+@options.bench(trace_table, trace_figure, policy="random")
 @torch.inference_mode()
-def run_trace(
-    adapter: ModelAdapter, workload: Workload, tier: str, tick: Tick = silent
+def trace(
+    timed: TimedModel,
+    workload: Workload,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write a Chrome/Perfetto trace (JSON) here.", show_default=False),
+    ] = None,
+    tier: Annotated[
+        str,
+        typer.Option(
+            help="memory, disk, cold, a throughput, or balanced: loading takes as long as computing."
+        ),
+    ] = BALANCED,
+    tick: Tick = silent,
 ) -> TraceResult:
-    """Measure one request from ``tier``: a name, a throughput, or :data:`BALANCED`."""
-    wanted = _balanced(adapter, workload, tick) if tier == BALANCED else parse_tier(tier)
-    with tier_store(wanted) as there:
-        tick("encoding the chunks")
-        return _measure(PromptBench(adapter, workload, there.store), there, tick)
+    """One request layer by layer: load, re-position, select, compute, and how much of it overlaps."""
+    wanted = None if tier == BALANCED else parse_tier(tier)
+    if out is not None:
+        require_place("--out", out, ".json")
+    wanted = wanted or _balanced(timed, workload, tick)
+    with prompt_bench(timed, workload, wanted, tick) as (bench, there):
+        result = _measure(bench, there, tick)
+    if out is not None:
+        out.write_text(json.dumps(chrome_trace(result)), encoding="utf-8")
+    return result
 
 
-def _balanced(adapter: ModelAdapter, workload: Workload, tick: Tick) -> BenchTier:
+def _balanced(timed: TimedModel, workload: Workload, tick: Tick) -> BenchTier:
     """A disk from which loading takes as long as computing does now."""
-    tick("measuring how long computing takes")
-    with tier_store(ON_DISK) as there:
-        bench = PromptBench(adapter, workload, there.store)
+    with prompt_bench(timed, workload, ON_DISK, tick) as (bench, _):
+        tick("measuring how long computing takes")
         parts = RequestParts(bench)
         parts.wall()
         ms = statistics.median(parts.compute() for _ in range(workload.rounds))

@@ -20,7 +20,7 @@ from blendrag.fusor.loader import LoadedSpan
 from blendrag.lab.bench import options
 from blendrag.lab.bench.geometry import TimedModel
 from blendrag.lab.bench.rounds import Tick, peak_bytes, silent
-from blendrag.lab.bench.tiers import ON_DISK, BenchTier, TierStore, parse_tier, tier_store
+from blendrag.lab.bench.tiers import TierStore, parse_tier
 from blendrag.lab.bench.workload import (
     NEW_TOKENS,
     BlendResult,
@@ -28,10 +28,10 @@ from blendrag.lab.bench.workload import (
     Workload,
     conditions,
     exact_request,
+    prompt_bench,
     stock_prefill,
 )
 from blendrag.lab.tables import NOTHING, Table, spread, times
-from blendrag.model import ModelAdapter
 from blendrag.store import MemoryStore
 
 
@@ -64,28 +64,6 @@ class TtftResult(BlendResult):
     compile_s: float | None = None
     """Not part of that time."""
     notes: tuple[str, ...] = ()
-
-
-@options.spread()
-def ttft(
-    context: typer.Context,
-    timed: TimedModel,
-    workload: Workload,
-    tier: options.Tier = "disk",
-    compiled: Annotated[
-        bool, typer.Option("--compiled", help="Also time stock prefill through torch.compile.")
-    ] = False,
-    as_json: options.Json = False,
-) -> None:
-    """Time to first token of full, prefix, reuse and blend."""
-    wanted = parse_tier(tier)
-    options.run_bench(
-        context,
-        timed,
-        lambda adapter, tick: run_ttft(adapter, workload, tick, wanted, compiled),
-        ttft_table,
-        as_json,
-    )
 
 
 def ttft_table(result: TtftResult) -> Table:
@@ -184,21 +162,24 @@ def compile_prefill(bench: PromptBench) -> Compiled:
     return Compiled(way, time.perf_counter() - began)
 
 
+@options.bench(ttft_table)
 @torch.inference_mode()
-def run_ttft(
-    adapter: ModelAdapter,
+def ttft(
+    timed: TimedModel,
     workload: Workload,
+    tier: options.Tier = "disk",
+    compiled: Annotated[
+        bool, typer.Option("--compiled", help="Also time stock prefill through torch.compile.")
+    ] = False,
     tick: Tick = silent,
-    tier: BenchTier = ON_DISK,
-    with_compiled: bool = False,
 ) -> TtftResult:
-    """Interleaved rounds of every mode, then the peak memory of each mode."""
-    with tier_store(tier) as there:
-        tick("encoding the chunks")
-        return _measure(PromptBench(adapter, workload, there.store), there, tick, with_compiled)
+    """Time to first token of full, prefix, reuse and blend."""
+    wanted = parse_tier(tier)
+    with prompt_bench(timed, workload, wanted, tick) as (bench, there):
+        return _measure(bench, there, compiled, tick)
 
 
-def _measure(bench: PromptBench, there: TierStore, tick: Tick, with_compiled: bool) -> TtftResult:
+def _measure(bench: PromptBench, there: TierStore, with_compiled: bool, tick: Tick) -> TtftResult:
     workload, adapter, prefix = bench.workload, bench.adapter, CachedPrefix(bench)
     ways: dict[str, Callable[[], int]] = {
         "full": bench.full,

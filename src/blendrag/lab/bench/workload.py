@@ -17,7 +17,10 @@ from blendrag.fusor import BlendRequest, Fusor
 from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.request import FusionCounts
 from blendrag.fusor.selection import Schedule, make_policy, policy_names
-from blendrag.lab.bench.options import Count, Ratio, Rounds
+from blendrag.lab.bench.geometry import TimedModel
+from blendrag.lab.bench.options import Count, Machine, Ratio, Rounds, machine_of
+from blendrag.lab.bench.rounds import Tick
+from blendrag.lab.bench.tiers import BenchTier, TierStore, tier_store
 from blendrag.model import ModelAdapter
 from blendrag.planning.controller import Controller, PlanOptions
 from blendrag.planning.plan import Plan
@@ -70,6 +73,7 @@ class Workload:
 class BlendResult:
     """What results of benches that blend say about their run."""
 
+    machine: Machine
     model: str
     dtype: str
     device: str
@@ -93,6 +97,7 @@ class BlendResult:
 def conditions(adapter: ModelAdapter, workload: Workload, tier: str) -> dict[str, Any]:
     """Values for the fields of :class:`BlendResult`."""
     return {
+        "machine": machine_of(adapter),
         "model": adapter.model_id,
         "dtype": adapter.layout.dtype,
         "device": str(adapter.device),
@@ -243,6 +248,17 @@ class PromptBench:
     def floor_speedup(self, counts: FusionCounts) -> float:
         """L·N over the rows computed in all layers: the speedup that the row counts alone allow."""
         return len(counts.rows) * self.prompt_tokens / sum(counts.rows)
+
+
+@contextmanager
+def prompt_bench(
+    timed: TimedModel, workload: Workload, tier: BenchTier, tick: Tick
+) -> Iterator[tuple[PromptBench, TierStore]]:
+    """A prompt whose chunks are in a temporary store of ``tier``."""
+    adapter = timed.adapter
+    with tier_store(tier) as there:
+        tick("encoding the chunks")
+        yield PromptBench(adapter, workload, there.store), there
 
 
 def stock_prefill(adapter: ModelAdapter, ids: torch.Tensor, **more: Any) -> int:
