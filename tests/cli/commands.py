@@ -11,55 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from typer.testing import CliRunner, Result
 
+import tiny
 from blendrag.cli.app import app
 from blendrag.config import settings
 
 QUESTION = "What is the topic of document 2?"
-TEMPLATE = "<|bos|>{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|end|>\n{% endfor %}assistant:"
 transformers.utils.logging.disable_progress_bar()
 
-LLAMA: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 1024,
-}  # fmt: skip
 
-
-def save_model(folder: Path, kind: str = "Llama", vocab: int = 320, **config: Any) -> Path:
-    """A random model that never stops by itself, and its tokenizer."""
-    torch.manual_seed(0)
-    model, made = {
-        "Llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig),
-        "GPT2": (transformers.GPT2LMHeadModel, transformers.GPT2Config),
-    }[kind]
-    never = vocab + 7
-    model(made(vocab_size=vocab + 8, eos_token_id=never, **config)).eval().save_pretrained(folder)
-    _tokenizer(vocab).save_pretrained(folder)
+def save_model(folder: Path, model: Any = None, *more_tokens: str) -> Path:
+    """Save a tiny model, by default one that never stops by itself, and a tokenizer."""
+    model = model or tiny.llama(num_hidden_layers=3, max_position_embeddings=1024, eos_token_id=639)
+    model.save_pretrained(folder)
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens(list(more_tokens))
+    tokenizer.save_pretrained(folder)
     return folder
-
-
-def _tokenizer(vocab: int) -> transformers.PreTrainedTokenizerFast:
-    """Byte-level, so every text can be encoded; with two control tokens."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab,
-        special_tokens=["<|bos|>", "<|end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    text = "The town of Balford has a windmill and a quiet paragraph about topic number 7. "
-    backend.train_from_iterator([text * 3], trainer)
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<|bos|>", eos_token="<|end|>", pad_token="<|end|>"
-    )
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
 
 
 def write_documents(folder: Path, documents: int = 3, paragraphs: int = 3) -> Path:

@@ -7,25 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from cli.commands import LLAMA, ingest_args, invoke, save_model, write_documents
+import tiny
+from cli.commands import ingest_args, invoke, save_model, write_documents
 
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("tiny-llama"), **LLAMA)
+    return save_model(tmp_path_factory.mktemp("tiny-llama"))
 
 
 @pytest.fixture(scope="session")
 def other_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another vocabulary, so another tokenizer."""
-    return save_model(tmp_path_factory.mktemp("other-llama"), vocab=300, **LLAMA)
+    """Another tokenizer, too."""
+    return save_model(tmp_path_factory.mktemp("other-llama"), tiny.llama(seed=1), "windmill")
 
 
 @pytest.fixture(scope="session")
 def refused_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """gpt2 learns its positions, so its KV cannot be moved."""
-    folder = tmp_path_factory.mktemp("tiny-gpt2")
-    return save_model(folder, "GPT2", vocab=310, n_positions=1024, n_embd=32, n_layer=2, n_head=2)
+    return save_model(tmp_path_factory.mktemp("tiny-gpt2"), tiny.family("gpt2"))
 
 
 @pytest.fixture

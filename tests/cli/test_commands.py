@@ -81,7 +81,9 @@ def test_a_prefix_file_is_the_prefix_of_every_chunk(
     model_dir: Path, docs: Path, tmp_path: Path
 ) -> None:
     prefix = tmp_path / "prefix.txt"
-    prefix.write_text("<|bos|>user: Answer the question from the context.\n\n", encoding="utf-8")
+    prefix.write_text(
+        "<|bos|><|start|>user\nAnswer the question from the context.\n\n", encoding="utf-8"
+    )
     args = ingest_args(docs, model_dir, tmp_path / "store", "--prefix-file", str(prefix))
     assert invoke(*args).exit_code == 0
     (chunk,) = ask(tmp_path / "store", "--top-k", "1", *TWO)["metrics"]["chunks"]

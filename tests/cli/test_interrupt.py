@@ -31,21 +31,6 @@ def slow(self, prefix_ids, chunk_ids):
     return encode(self, prefix_ids, chunk_ids)
 ModelAdapter.encode = slow
 """
-STUCK_LOADING = """
-import sys, time, transformers
-def stuck(*args, **kwargs):
-    print("NOW", file=sys.stderr, flush=True)
-    time.sleep(600)
-transformers.AutoModelForCausalLM.from_pretrained = stuck
-"""
-STUCK_BENCH = """
-import sys, time
-import blendrag.lab.bench.geometry
-def stuck(*args, **kwargs):
-    print("NOW", file=sys.stderr, flush=True)
-    time.sleep(600)
-blendrag.lab.bench.geometry.bench_adapter = stuck
-"""
 SLOW_DECODING = """
 import sys, time
 from blendrag.engine.stream import StopWhenDone
@@ -99,24 +84,6 @@ def test_ctrl_c_during_ingest_prints_totals_and_the_next_run_goes_on(
     rest = json.loads(invoke(*args).stdout)
     assert rest["documents"] == 3
     assert rest["chunks_skipped"] >= totals["chunks_computed"]
-
-
-@pytest.mark.slow
-def test_ctrl_c_during_load_does_not_wait_for_the_model(ingested: Path) -> None:
-    process = start("ask", QUESTION, "--store", str(ingested), "--json", before=STUCK_LOADING)
-    stdout, stderr, _ = interrupt(process)
-    assert process.returncode == 130
-    interrupted_sentence(stderr)
-    assert stdout == ""
-
-
-@pytest.mark.slow
-def test_ctrl_c_during_a_benchmark_is_one_sentence() -> None:
-    process = start("bench", "ttft", "--geometry", "tiny", before=STUCK_BENCH)
-    stdout, stderr, _ = interrupt(process)
-    assert process.returncode == 130
-    assert "the measurement was abandoned" in interrupted_sentence(stderr)
-    assert stdout == ""
 
 
 @pytest.mark.slow

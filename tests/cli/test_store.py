@@ -213,11 +213,6 @@ def test_a_read_only_store_is_refused(
     assert invoke("store", "check", "--store", str(ingested)).exit_code == 0
 
 
-@pytest.mark.parametrize("args", ["gc --max-bytes many", "gc --max-bytes -1", "export", "mend"])
-def test_a_command_that_cannot_be_parsed_is_a_user_error(args: str) -> None:
-    assert invoke("store", *args.split()).exit_code == 2
-
-
 def test_a_file_that_is_not_an_archive_is_refused_and_makes_no_store(tmp_path: Path) -> None:
     (tmp_path / "letter").write_text("Dear store", encoding="utf-8")
     for name, words in (("letter", "is not an archive"), ("nothing", "cannot be read")):

@@ -14,7 +14,7 @@ import pytest
 import tiny
 from blendrag.errors import InvalidInputError
 from blendrag.lab.evaluation.rows import BEGINNING, Journal, Outcome
-from cli.commands import LLAMA, ingest_args, invoke, refused, save_model, start, write_documents
+from cli.commands import ingest_args, invoke, refused, save_model, start, write_documents
 
 ROW = {
     "dataset", "seed", "policy", "schedule", "encode_prefix", "ratio", "charged_ratio", "kind", "n",
@@ -25,7 +25,7 @@ ROW = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("tiny-llama")
-    return str(save_model(folder, **LLAMA | {"max_position_embeddings": 2048}))
+    return str(save_model(folder, tiny.llama(num_hidden_layers=3, eos_token_id=639)))
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 
 from blendrag.demo import demo_corpus_path, demo_questions
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 PROJECTS = [ROOT, *sorted(p.parent for p in ROOT.glob("integrations/*/pyproject.toml"))]
 LARGEST_WEIGHTS_BYTES = 8 * 10**6
 
