@@ -13,7 +13,6 @@ import torch
 import tiny
 from blendrag.errors import InvalidInputError
 from blendrag.lab.evaluation import deviation
-from blendrag.lab.evaluation.asking import wording_for
 from blendrag.lab.evaluation.datasets import Case
 from blendrag.lab.evaluation.deviation import (
     ORACLE,
@@ -166,7 +165,7 @@ def test_a_case_becomes_a_prompt_that_is_cut_at_its_chunks() -> None:
     made = tiny.tokenizer()
     chunks = tuple(tiny.sentence(number) for number in range(3))
     case = Case("c", "c", "direct", "What did the company do?", ("ships",), chunks)
-    cut = deviation.plan_of(Tokens(made), wording_for(made, "accuracy"), case)
+    cut = deviation.plan_of(Tokens(made), case)
     assert [segment.text for segment in cut.chunks] == list(chunks)
     assert case.question in cut.segments[-1].text
 

@@ -87,11 +87,11 @@ def test_equal_results_give_an_equal_page_and_equal_pictures(tmp_path: Path, pag
     again = empty_page(tmp_path)
     write_page(again, results)
     assert again.read_bytes() == page.read_bytes()
-    shown = re.findall(r"\]\((quality/[a-z-]+\.png)\)", page.read_text(encoding="utf-8"))
-    assert len(shown) == 7
-    for name in shown:
-        assert (tmp_path / name).read_bytes() == (page.parent / name).read_bytes()
-        assert (tmp_path / name).stat().st_size > 5000
+    pictures = sorted(page.with_suffix("").glob("*.png"))
+    assert len(pictures) == 7
+    for picture in pictures:
+        assert picture.read_bytes() == (tmp_path / "quality" / picture.name).read_bytes()
+        assert picture.stat().st_size > 5000
     assert "By hand." in page.read_text(encoding="utf-8")
 
 
@@ -104,6 +104,9 @@ def test_the_published_page_is_short_and_written_from_its_results(tmp_path: Path
     again.write_text(text, encoding="utf-8")
     write_page(again, results)
     assert again.read_text(encoding="utf-8") == text
+    shown = re.findall(r"\]\(quality/([a-z-]+\.png)\)", text)
+    assert sorted(shown) == sorted(path.name for path in (tmp_path / "quality").iterdir())
+    assert all((published.with_suffix("") / name).is_file() for name in shown)
 
 
 def test_policies_are_compared_at_one_ratio_over_short_and_long_chunks(page: Path) -> None:

@@ -140,7 +140,7 @@ def ask(
     """
     witness = Witness(forced)
     watched = {**options.generate, "logits_processor": LogitsProcessorList([witness])}
-    answer = engine.generate(_quoting(prompt, chunks), replace(options, generate=watched))
+    answer = engine.generate(quoting(prompt, chunks), replace(options, generate=watched))
     engine.drain()
     metrics = answer.metrics
     ratio, charged = metrics.ratio, metrics.charged_ratio
@@ -163,7 +163,7 @@ def ask(
     )
 
 
-def _quoting(prompt: str, chunks: Sequence[str]) -> RagPrompt:
+def quoting(prompt: str, chunks: Sequence[str]) -> RagPrompt:
     """The prompt with the positions of its chunks."""
     matches, at = [], 0
     for chunk in map(canonical, chunks):

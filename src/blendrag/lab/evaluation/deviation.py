@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -37,12 +37,12 @@ from blendrag.fusor.gate import HeldKV
 from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.scout import Observed, Scout, scouting
 from blendrag.fusor.selection import Schedule, make_policy
-from blendrag.lab.evaluation.asking import Wording, wording_for
-from blendrag.lab.evaluation.datasets import Case, Dataset, by_context, synthetic_dataset
+from blendrag.lab.evaluation.asking import quoting, wording_for
+from blendrag.lab.evaluation.datasets import Case, by_context, synthetic_dataset
 from blendrag.model import ModelAdapter, load_adapter
 from blendrag.model.tokens import Tokens
 from blendrag.store.kv import ChunkKV
-from blendrag.text.matches import Match
+from blendrag.text.chunking import canonical, chunk_id_of
 from blendrag.text.prompt import PromptPlan, Segment, make_plan
 
 #: The curve whose tokens are chosen with knowledge of the full prefill (figure 6).
@@ -369,35 +369,15 @@ def _mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
 # -- the command ----------------------------------------------------------------------------------
 
 
-def plan_of(tokens: Tokens, wording: Wording, case: Case) -> PromptPlan:
-    """The arena's prompt of ``case``, cut at its chunks.
-
-    Raises :class:`InvalidInputError` if the chat template changes chunks.
-    """
-    rendered = render(wording.prompt(case.chunks, case.question), tokens, Options()).text
-    found, at = [], 0
-    for number, chunk in enumerate(case.chunks):
-        start = rendered.find(chunk.strip(), at)
-        if start < 0:
-            raise InvalidInputError(
-                f"chunk {number} of {case.case_id} is not in the rendered prompt as it was given; "
-                "take a model whose chat template leaves text alone"
-            )
-        at = start + len(chunk.strip())
-        found.append(Match(str(number), start, at, complete=True))
-
-    def encode_chunk(chunk_id: str) -> tuple[int, ...]:
-        return tuple(tokens.encode_text(case.chunks[int(chunk_id)].strip()))
-
-    return make_plan(rendered, found, tokens, encode_chunk)
-
-
-def stored_prompts(adapter: ModelAdapter, dataset: Dataset) -> Iterator[StoredPrompt]:
-    """One prompt of every context, its chunks encoded behind the model's default prefix."""
-    wording = wording_for(adapter.tokens.tokenizer, dataset.metric)
-    prefix_ids = adapter.tokens.default_prefix_ids()
-    for cases in by_context(dataset.cases):
-        yield StoredPrompt(adapter, plan_of(adapter.tokens, wording, cases[0]), prefix_ids)
+def plan_of(tokens: Tokens, case: Case) -> PromptPlan:
+    """The arena's prompt of ``case``, cut at its chunks."""
+    prompt = wording_for(tokens.tokenizer, "accuracy").prompt(case.chunks, case.question)
+    rendered = render(quoting(prompt, case.chunks), tokens, Options())
+    texts = {chunk_id_of(canonical(text)): canonical(text) for text in case.chunks}
+    chunks = rendered.chunks or ()
+    return make_plan(
+        rendered.text, chunks, tokens, lambda key: tuple(tokens.encode_text(texts[key]))
+    )
 
 
 def run(args: argparse.Namespace) -> DeviationReport:
@@ -406,10 +386,14 @@ def run(args: argparse.Namespace) -> DeviationReport:
     dataset = synthetic_dataset(
         adapter.tokens, args.seed, args.split, args.contexts, args.chunks, args.chunk_tokens, 1
     )
+    prefix_ids = adapter.tokens.default_prefix_ids()
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("prompts", total=args.contexts)
         return measure(
-            stored_prompts(adapter, dataset),
+            (
+                StoredPrompt(adapter, plan_of(adapter.tokens, cases[0]), prefix_ids)
+                for cases in by_context(dataset.cases)
+            ),
             args.policies.split(","),
             args.schedules.split(","),
             args.ratio,
@@ -422,17 +406,18 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m blendrag.lab.evaluation.deviation",
         description="KV and attention deviation of generated prompts, one JSON object.",
     )
-    made.add_argument("--model", default=DEMO_MODEL)
-    made.add_argument("--dtype", default="auto")
-    made.add_argument("--device", default="auto")
-    made.add_argument("--seed", type=int, default=1)
-    made.add_argument("--split", default="test")
-    made.add_argument("--contexts", type=int, default=8)
-    made.add_argument("--chunks", type=int, default=6)
-    made.add_argument("--chunk-tokens", type=int, default=64)
-    made.add_argument("--policies", default="hkvd", help="comma-separated")
-    made.add_argument("--schedules", default="constant", help="comma-separated families")
-    made.add_argument("--ratio", type=float, action="append", required=True, help="repeatable")
+    add = made.add_argument
+    add("--model", default=DEMO_MODEL)
+    add("--dtype", default="auto")
+    add("--device", default="auto")
+    add("--seed", type=int, default=1)
+    add("--split", default="test")
+    add("--contexts", type=int, default=8)
+    add("--chunks", type=int, default=6)
+    add("--chunk-tokens", type=int, default=64)
+    add("--policies", default="hkvd", help="comma-separated")
+    add("--schedules", default="constant", help="comma-separated families")
+    add("--ratio", type=float, action="append", required=True, help="repeatable")
     return made
 
 

@@ -200,8 +200,12 @@ class Row:
     def way(self) -> tuple[object, ...]:
         """Identifies the way, also across kinds: a measured ratio differs by kind."""
         ratio = self.ratio if self.has_budget else None
-        size = (self.n_chunks, self.chunk_tokens)
-        return (self.policy, self.schedule, ratio, self.encode_prefix, *size)
+        return (self.policy, self.schedule, ratio, self.encode_prefix, *self.size)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Of the prompt: chunks, and tokens of a chunk."""
+        return self.n_chunks, self.chunk_tokens
 
 
 def certain_lead(other: Row, own: Row) -> bool:
