@@ -26,17 +26,19 @@ from blendrag.planning.measure import (
     DEVIATION_POLICY,
     FAR_TOKENS,
     FRESH,
+    PLAIN_POLICY,
     RATIOS,
     SCOUT_POLICY,
     SHORTEST,
-    Figures,
+    STOCK,
     Measure,
     Point,
-    Prefills,
-    Shape,
+    Prefill,
+    PrefillTimes,
     Timed,
     fit,
     median,
+    prefills_to_time,
 )
 from blendrag.planning.profile import (
     UNREADABLE,
@@ -364,40 +366,38 @@ def test_files_are_dropped_again_and_count_as_dropped_only_if_counted(
 # -- which prefills are timed ------------------------------------------------------------------------
 
 
-def prefills(
-    longest: int, context: int = 32768, chunk_tokens: int = 512, layers: int = LAYERS
-) -> Prefills:
-    times: Any = SimpleNamespace(longest=context, stock=print, blended=print)
+def prefills(longest: int, context: int = 32768, chunk_tokens: int = 512) -> list[Prefill]:
     lengths = [n for n in (64, 128, 256, 512, 1024, 2048, 4096) if n <= longest]
-    return Prefills(times, layers, chunk_tokens, lengths)
+    return prefills_to_time(lengths, context, chunk_tokens)
 
 
-def blended(made: Prefills, policy: str) -> list[tuple[float, Shape]]:
-    keys: list[Any] = [key for key in made.jobs() if key[0] == policy]
-    return [(ratio, shape) for _, ratio, shape in keys]
+def of(made: list[Prefill], policy: str) -> list[Prefill]:
+    return [prefill for prefill in made if prefill.policy == policy]
 
 
 def test_a_far_longer_prompt_is_timed_at_ratios_that_compute_few_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(measure, "RATIOS", RATIOS)
-    timed = blended(prefills(512), "random")
-    far = max(timed, key=lambda each: each[1].tokens)[1]
-    assert far == Shape(5, 512, FRESH)  # six times 512 tokens, in whole chunks
-    assert [ratio for ratio, shape in timed if shape == far] == [0.0, 0.05, 0.15]
-    for shape in {shape for _, shape in timed} - {far}:
-        assert shape.tokens <= 512
-        assert [ratio for ratio, each in timed if each == shape] == list(RATIOS)
-    assert max(shape.candidates for _, shape in blended(prefills(512), SCOUT_POLICY)) == 5 * 512
+    made = prefills(512)
+    ratios: dict[Prefill, list[float]] = {}
+    for prefill in of(made, PLAIN_POLICY):
+        ratios.setdefault(replace(prefill, ratio=0.0), []).append(prefill.ratio)
+    far = Prefill(PLAIN_POLICY, FRESH, 5, 512)  # six times 512 tokens, in whole chunks
+    assert ratios.pop(far) == [0.0, 0.05, 0.15]
+    assert list(ratios.values()) == [list(RATIOS)] * 2
+    assert max(prompt.tokens for prompt in ratios) <= 512
+    assert max(prefill.candidates for prefill in of(made, SCOUT_POLICY)) == 5 * 512
 
 
 @pytest.mark.parametrize("longest", [64, 512, 4096])
 @pytest.mark.parametrize("context", [300, 1000, 5000, 32768])
 def test_no_prompt_exceeds_the_context_or_the_limit(longest: int, context: int) -> None:
     made = prefills(min(longest, context), context, min(512, context // 4))
-    for policy in ("random", SCOUT_POLICY, DEVIATION_POLICY):
-        for _, shape in blended(made, policy):
-            assert shape.tokens <= min(context, max(FAR_TOKENS, longest))
+    for policy in (PLAIN_POLICY, SCOUT_POLICY, DEVIATION_POLICY):
+        assert of(made, policy)
+        for prefill in of(made, policy):
+            assert prefill.tokens <= min(context, max(FAR_TOKENS, longest))
 
 
 @pytest.mark.parametrize(
@@ -435,12 +435,11 @@ def test_the_median_counts() -> None:
 def test_the_last_layer_is_timed_apart_from_the_others(
     layers: int, pass_s: float, each: float
 ) -> None:
-    made = prefills(256, layers=layers)
-    found = Figures(made, {key: Timed((pass_s,), (0.05,), 0.1) for key in made.jobs()})
-    assert [point.seconds for point in found.layers()] == pytest.approx(
-        [each] * len(found.layers())
-    )
-    assert {point.seconds for point in found.lasts()} == {0.05}
+    times = {prefill: Timed((pass_s,), (0.05,), 0.1) for prefill in prefills(256)}
+    found = PrefillTimes(times, layers)
+    points = found.layer_points()
+    assert [point.seconds for point in points] == pytest.approx([each] * len(points))
+    assert {point.seconds for point in found.last_points()} == {0.05}
 
 
 @pytest.mark.parametrize(("lengths", "pair_s"), [(2, LAYERS * 5e-7), (6, 0.0)])
@@ -448,9 +447,12 @@ def test_a_prefill_timed_at_few_lengths_takes_attention_from_the_layers(
     lengths: int, pair_s: float
 ) -> None:
     layer = Curve((1.0,), (1e-3,), 1e-4, pair_s=5e-7)
-    made = prefills(64 * 2 ** (lengths - 1))
-    timed: Any = {("prefill", n): Timed((1e-2 * n,), (2e-3 * n,), 0.1) for n in made.lengths}
-    assert Figures(made, timed).prefill_curve(layer).pair_s == pytest.approx(pair_s, abs=1e-9)
+    times = {
+        prefill: Timed((1e-2 * prefill.tokens,), (2e-3 * prefill.tokens,), 0.1)
+        for prefill in of(prefills(64 * 2 ** (lengths - 1)), STOCK)
+    }
+    curve = PrefillTimes(times, LAYERS).prefill_curve(layer)
+    assert curve.pair_s == pytest.approx(pair_s, abs=1e-9)
 
 
 # -- fitting -----------------------------------------------------------------------------------------

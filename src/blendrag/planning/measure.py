@@ -24,13 +24,12 @@ from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.sharing import in_this_thread
-from blendrag.planning.profile import Conditions, Curve, Profile, Tier, cores
+from blendrag.planning.profile import COLD, DISK, Conditions, Curve, Profile, Tier, cores
 from blendrag.planning.tier_times import (
     directory_tiers,
     measure_device,
     measure_directory,
     measure_memory,
-    measure_store,
 )
 from blendrag.store.encodings import stored_layer_bytes
 from blendrag.store.kv import ChunkKV
@@ -54,6 +53,9 @@ USUAL_RATIO = 0.15
 FRESH = 24
 #: Fresh tokens of the scout passes that are timed.
 QUESTIONS = (16, 64, 256)
+STOCK = "prefill"
+#: A policy that recomputes its rows and nothing else.
+PLAIN_POLICY = "random"
 #: A policy that needs deviations, which cost more than its rows.
 DEVIATION_POLICY = "hkvd"
 #: A policy whose scout pass runs through all layers.
@@ -67,64 +69,6 @@ class Runner(Protocol):
     """Runs work where the model's work is done, and waits for it."""
 
     def __call__(self, call: Callable[[], T], /) -> T: ...
-
-
-class Point(NamedTuple):
-    """One measurement: ``rows`` that see ``context`` keys on average, ``placed`` loaded tokens moved."""
-
-    rows: float
-    context: float
-    placed: float
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Timed:
-    """One prefill: seconds of its passes through the layers, of the last layer in each, and outside."""
-
-    passes: tuple[float, ...]
-    lasts: tuple[float, ...]
-    outside_s: float
-
-    @property
-    def total_s(self) -> float:
-        return sum(self.passes) + self.outside_s
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A prompt to time: equal chunks, then ``fresh`` tokens."""
-
-    chunks: int
-    chunk_tokens: int
-    fresh: int
-
-    @property
-    def candidates(self) -> int:
-        return self.chunks * self.chunk_tokens
-
-    @property
-    def tokens(self) -> int:
-        return self.candidates + self.fresh
-
-    def point(self, chosen: float, placed: float, seconds: float) -> Point:
-        """Of the fresh tokens and ``chosen`` ones spread over the chunks."""
-        rows = self.fresh + chosen
-        fresh_keys = self.fresh * (self.candidates + (self.fresh + 1) / 2)
-        chosen_keys = chosen * (self.candidates + 1) / 2
-        return Point(rows, (fresh_keys + chosen_keys) / rows, placed, seconds)
-
-
-@dataclass(frozen=True)
-class Job:
-    """One prefill to time, several times."""
-
-    what: str
-    run: Callable[[], Timed]
-
-
-Key = tuple[str, float, Shape] | tuple[str, int]
-"""A blended prefill's policy, ratio and prompt; or ``"prefill"`` and a length."""
 
 
 class Measure:
@@ -146,7 +90,6 @@ class Measure:
         self._chunk_tokens = min(chunk_tokens, self._times.longest // 4)
         self._run = run
         self._watch = watch
-        self._layers = len(adapter.layout.layers)
         self._pinned = adapter.device.type == "cuda"
         self._done = self._steps = 0
 
@@ -156,47 +99,49 @@ class Measure:
         """Measure everything: tiers of the store at ``root`` (``None``: it cannot be written) and of
         ``directories``, then the model. Takes half a minute for a small model, two for a large one."""
         began = time.monotonic()
-        lengths = [n for n in LENGTHS if n <= self._times.longest] or [SHORTEST]
-        timed = ROUNDS * len(self._prefills(lengths).jobs())
-        self._begin(2 + (root is not None) + len(directories) + len(lengths) + timed)
+        device, longest, layers = (
+            self._adapter.device,
+            self._times.longest,
+            len(self._layout.layers),
+        )
+        lengths = [n for n in LENGTHS if n <= longest] or [SHORTEST]
+        timed = ROUNDS * len(prefills_to_time(lengths, longest, self._chunk_tokens))
+        self._steps = 2 + (root is not None) + len(directories) + len(lengths) + timed
         kvs = self._chunks()
         self._step("reading from memory")
         tiers = [measure_memory(kvs, self._pinned)]
         if root is not None:
             self._step("reading from disk")
-            tiers += measure_store(root, kvs, self._pinned)
+            tiers += measure_directory(root, kvs, self._pinned, DISK, COLD, "--store")
         tiers += self._directory_tiers(directories, kvs)
-        device_bytes_per_s = self._model(lambda: measure_device(self._adapter.device))
-        prefills = self._prefills(self._bearable(lengths))
-        found = Figures(prefills, self._in_rounds(prefills.jobs()))
-        layer = fit(found.layers())
+        device_bytes_per_s = self._run(lambda: measure_device(device))
+        lengths = self._bearable(lengths)
+        times = PrefillTimes(
+            self._in_rounds(prefills_to_time(lengths, longest, self._chunk_tokens)), layers
+        )
+        layer = fit(times.layer_points())
         return Profile(
             conditions=conditions,
-            prefill=found.prefill_curve(layer),
+            prefill=times.prefill_curve(layer),
             layer=layer,
-            last=fit(found.lasts()),
-            scout=fit(found.scouts()),
-            peek_s=found.peek_s(layer),
-            fixed_s=found.outside_s(),
+            last=fit(times.last_points()),
+            scout=fit(times.scout_points()),
+            peek_s=times.peek_s(layer),
+            fixed_s=times.outside_s(),
             tiers=tuple(tiers),
             device_bytes_per_s=device_bytes_per_s,
-            is_shared=self._adapter.device.type == "cpu" and conditions.threads >= self._run(cores),
+            is_shared=device.type == "cpu" and conditions.threads >= self._run(cores),
             chunk_tokens=self._chunk_tokens,
             layer_bytes=tuple(
-                stored_layer_bytes(self._layout, i, self._chunk_tokens) for i in range(self._layers)
+                stored_layer_bytes(self._layout, i, self._chunk_tokens) for i in range(layers)
             ),
             took_s=time.monotonic() - began,
         )
 
     def directories(self, directories: Sequence[Path]) -> list[Tier]:
         """Only the tiers of ``directories``."""
-        self._begin(1 + len(directories))
+        self._steps = 1 + len(directories)
         return self._directory_tiers(directories, self._chunks())
-
-    # -- the steps ------------------------------------------------------------------------------
-
-    def _begin(self, steps: int) -> None:
-        self._done, self._steps = 0, steps
 
     def _step(self, what: str) -> None:
         self._watch(what, self._done, self._steps)
@@ -206,7 +151,7 @@ class Measure:
         """A long chunk and a short one, as the store keeps them."""
         self._step("encoding a chunk")
         lengths = (self._chunk_tokens, max(8, self._chunk_tokens // 8))
-        made = [self._model(partial(self._times.chunk, n)) for n in lengths]
+        made = [self._run(partial(self._times.chunk, n)) for n in lengths]
         return [replace(kv, layout=self._layout) for kv in made]
 
     def _directory_tiers(self, directories: Sequence[Path], kvs: Sequence[ChunkKV]) -> list[Tier]:
@@ -232,201 +177,219 @@ class Measure:
         return bearable
 
     def _stock_s(self, tokens: int) -> float:
-        return self._model(partial(self._times.stock, tokens)).total_s
+        return self._run(partial(self._times.time, Prefill(STOCK, tokens))).total_s
 
-    def _prefills(self, lengths: Sequence[int]) -> Prefills:
-        return Prefills(self._times, self._layers, self._chunk_tokens, lengths)
-
-    def _in_rounds(self, jobs: Mapping[Key, Job]) -> dict[Key, Timed]:
-        """The median of each job, timed once a round so that a disturbance hits all alike.
+    def _in_rounds(self, prefills: Sequence[Prefill]) -> dict[Prefill, Timed]:
+        """The median of each prefill, timed once a round so that a disturbance affects all alike.
 
         The first round warms up."""
-        runs: dict[Key, list[Timed]] = {key: [] for key in jobs}
+        runs: dict[Prefill, list[Timed]] = {prefill: [] for prefill in prefills}
         began = time.monotonic()
         for number in range(ROUNDS):
             expected_s = (time.monotonic() - began) * (number + 1) / max(number, 1)
             if number >= LEAST_ROUNDS and expected_s > ROUNDS_S:
                 break
-            for key, job in jobs.items():
-                self._step(job.what)
-                runs[key].append(self._model(job.run))
-        return {key: median(timed[1:] or timed) for key, timed in runs.items()}
-
-    def _model(self, call: Callable[[], T]) -> T:
-        """On the worker, with the model's lock."""
-
-        def locked() -> T:
-            with self._adapter.lock:
-                return call()
-
-        return self._run(locked)
+            for prefill, timed in runs.items():
+                self._step(str(prefill))
+                timed.append(self._run(partial(self._times.time, prefill)))
+        return {prefill: median(timed[1:] or timed) for prefill, timed in runs.items()}
 
 
 # -- which prefills are timed, and what their times say -------------------------------------------
 
 
-class Prefills:
-    """Stock prefills of ``lengths``; blended ones over two prompts of such lengths at any ratio, and over a
-    far longer prompt at ratios that compute no more tokens than the longest stock prefill."""
+class Point(NamedTuple):
+    """One measurement: ``rows`` that see ``context`` keys on average, ``placed`` loaded tokens moved."""
 
-    def __init__(
-        self, times: ModelTimes, layers: int, chunk_tokens: int, lengths: Sequence[int]
-    ) -> None:
-        self._times = times
-        self.layers = layers
-        self.lengths = tuple(lengths)
-        longest = lengths[-1]
-        chunk = min(chunk_tokens, max(8, (longest - FRESH) // 4))
-        chunks = max(2, (longest - FRESH) // chunk)
-        self.shapes = (Shape(chunks, chunk, FRESH), Shape(max(1, chunks // 2), chunk, FRESH))
-        far_tokens = min(FAR * longest, FAR_TOKENS, times.longest) - FRESH
-        far = Shape(max(1, far_tokens // chunk_tokens), chunk_tokens, FRESH)
-        self.random = [(ratio, shape) for shape in self.shapes for ratio in RATIOS]
-        if far.tokens > self.shapes[0].tokens:
-            self.random += [(r, far) for r in RATIOS if FRESH + r * far.candidates <= longest]
-        longer = sorted({shape for _, shape in self.random}, key=lambda shape: -shape.tokens)[:2]
-        self.scouted = [self._fitting(replace(s, fresh=n)) for s in longer for n in QUESTIONS]
-
-    def jobs(self) -> dict[Key, Job]:
-        """All of them, by what they measure."""
-        jobs: dict[Key, Job] = {
-            ("prefill", n): Job(f"prefill of {n} tokens", partial(self._times.stock, n))
-            for n in self.lengths
-        }
-        blended = [("random", ratio, shape) for ratio, shape in self.random]
-        blended += [(SCOUT_POLICY, 0.0, shape) for shape in self.scouted]
-        blended += [(DEVIATION_POLICY, USUAL_RATIO, shape) for shape in self.shapes]
-        for policy, ratio, shape in blended:
-            what = f"{policy} at ratio {ratio:g} over {shape.tokens} tokens"
-            run = partial(self._times.blended, shape, policy, ratio)
-            jobs[policy, ratio, shape] = Job(what, run)
-        return jobs
-
-    def _fitting(self, shape: Shape) -> Shape:
-        over = shape.tokens - self._times.longest
-        return shape if over <= 0 else replace(shape, fresh=max(1, shape.fresh - over))
+    rows: float
+    context: float
+    placed: float
+    seconds: float
 
 
 @dataclass(frozen=True)
-class Figures:
-    """Times of all prefills, and the figures that follow from them."""
+class Prefill:
+    """A prompt to time: equal chunks whose KV is loaded, then ``fresh`` tokens."""
 
-    of: Prefills
-    timed: Mapping[Key, Timed]
+    policy: str
+    """:data:`STOCK` for a stock prefill."""
+    fresh: int
+    chunks: int = 0
+    chunk_tokens: int = 0
+    ratio: float = 0.0
 
-    def prefills(self) -> list[Point]:
-        return [Point(n, n / 2, 0, self.timed["prefill", n].total_s) for n in self.of.lengths]
+    @property
+    def candidates(self) -> int:
+        return self.chunks * self.chunk_tokens
+
+    @property
+    def tokens(self) -> int:
+        return self.candidates + self.fresh
+
+    def point(self, seconds: float, chosen: float | None = None) -> Point:
+        """Of the fresh tokens and ``chosen`` ones spread over the chunks, by default those of the ratio."""
+        chosen = round(self.ratio * self.candidates) if chosen is None else chosen
+        rows = self.fresh + chosen
+        fresh_keys = self.fresh * (self.candidates + (self.fresh + 1) / 2)
+        chosen_keys = chosen * (self.candidates + 1) / 2
+        return Point(rows, (fresh_keys + chosen_keys) / rows, self.candidates, seconds)
+
+    def __str__(self) -> str:
+        if self.policy == STOCK:
+            return f"prefill of {self.tokens} tokens"
+        return f"{self.policy} at ratio {self.ratio:g} over {self.tokens} tokens"
+
+
+def prefills_to_time(lengths: Sequence[int], longest: int, chunk_tokens: int) -> list[Prefill]:
+    """Stock prefills of ``lengths``; blended ones over two such prompts at any ratio, and over a far longer
+    one at ratios that compute no more tokens. No prompt exceeds ``longest``."""
+    most = lengths[-1]
+    chunk = min(chunk_tokens, max(8, (most - FRESH) // 4))
+    chunks = max(2, (most - FRESH) // chunk)
+    far_chunks = max(1, (min(FAR * most, FAR_TOKENS, longest) - FRESH) // chunk_tokens)
+    prompts = [
+        Prefill(PLAIN_POLICY, FRESH, chunks, chunk),
+        Prefill(PLAIN_POLICY, FRESH, max(1, chunks // 2), chunk),
+    ]
+    plain = [replace(prompt, ratio=ratio) for prompt in prompts for ratio in RATIOS]
+    far = Prefill(PLAIN_POLICY, FRESH, far_chunks, chunk_tokens)
+    if far.tokens > prompts[0].tokens:
+        prompts.insert(0, far)
+        plain += [replace(far, ratio=r) for r in RATIOS if FRESH + r * far.candidates <= most]
+    return [
+        *(Prefill(STOCK, n) for n in lengths),
+        *plain,
+        *(
+            replace(prompt, policy=SCOUT_POLICY, fresh=max(1, min(n, longest - prompt.candidates)))
+            for prompt in prompts[:2]
+            for n in QUESTIONS
+        ),
+        *(replace(prompt, policy=DEVIATION_POLICY, ratio=USUAL_RATIO) for prompt in prompts[-2:]),
+    ]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One prefill: seconds of its passes through the layers, of the last layer in each, and outside."""
+
+    passes: tuple[float, ...]
+    lasts: tuple[float, ...]
+    outside_s: float
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.passes) + self.outside_s
+
+
+def median(runs: Sequence[Timed]) -> Timed:
+    """Of several runs of one prefill."""
+    passes = tuple(map(statistics.median, zip(*(run.passes for run in runs), strict=True)))
+    lasts = tuple(map(statistics.median, zip(*(run.lasts for run in runs), strict=True)))
+    return Timed(passes, lasts, statistics.median(run.outside_s for run in runs))
+
+
+class PrefillTimes:
+    """Figures of a model of ``layers`` layers, from the times of its prefills."""
+
+    def __init__(self, timed: Mapping[Prefill, Timed], layers: int) -> None:
+        self._timed, self._layers = timed, layers
+
+    def _of(self, policy: str) -> list[tuple[Prefill, Timed]]:
+        return [
+            (prefill, timed) for prefill, timed in self._timed.items() if prefill.policy == policy
+        ]
 
     def prefill_curve(self, layer: Curve) -> Curve:
         """Of a stock prefill. A few lengths do not separate what is linear in the length from what is
         quadratic; the latter is then taken from the layers."""
-        points = self.prefills()
-        return fit(points, self.of.layers * layer.pair_s if len(points) <= FEW else None)
+        points = [Point(p.tokens, p.tokens / 2, 0, t.total_s) for p, t in self._of(STOCK)]
+        return fit(points, self._layers * layer.pair_s if len(points) <= FEW else None)
 
-    def layers(self) -> list[Point]:
+    def layer_points(self) -> list[Point]:
         """Of the layers before the last, or the only one."""
-        points = []
-        for ratio, shape in self.of.random:
-            timed = self.timed["random", ratio, shape]
-            before_s = timed.passes[0] - timed.lasts[0]
-            each = before_s / (self.of.layers - 1) if self.of.layers > 1 else timed.lasts[0]
-            points.append(_random_point(ratio, shape, each))
-        return points
+        if self._layers == 1:
+            return self.last_points()
+        before = self._layers - 1
+        return [p.point((t.passes[0] - t.lasts[0]) / before) for p, t in self._of(PLAIN_POLICY)]
 
-    def lasts(self) -> list[Point]:
+    def last_points(self) -> list[Point]:
         """Of the last layer."""
-        return [_random_point(r, s, self.timed["random", r, s].lasts[0]) for r, s in self.of.random]
+        return [p.point(t.lasts[0]) for p, t in self._of(PLAIN_POLICY)]
 
-    def scouts(self) -> list[Point]:
+    def scout_points(self) -> list[Point]:
         """Of one layer of a scout pass."""
-        return [
-            s.point(0, s.candidates, self.timed[SCOUT_POLICY, 0.0, s].passes[0] / self.of.layers)
-            for s in self.of.scouted
-        ]
+        return [p.point(t.passes[0] / self._layers) for p, t in self._of(SCOUT_POLICY)]
 
     def outside_s(self) -> float:
         """What a usual blended prefill takes outside of its layers."""
-        return statistics.median(self.timed["random", r, s].outside_s for r, s in self.of.random)
+        return statistics.median(timed.outside_s for _, timed in self._of(PLAIN_POLICY))
 
     def peek_s(self, layer: Curve) -> float:
         """Per token, what deviations cost beyond the rows computed for them."""
         costs = []
-        for shape in self.of.shapes:
-            rows = shape.point(round(USUAL_RATIO * shape.candidates), shape.candidates, 0.0)
-            whole = shape.point(shape.candidates, 0.0, 0.0)
-            plain = self.timed["random", USUAL_RATIO, shape].passes[0]
+        for prefill, timed in self._of(DEVIATION_POLICY):
+            plain = self._timed[replace(prefill, policy=PLAIN_POLICY)]
+            rows, context, placed, _ = prefill.point(0.0)
+            all_rows, all_context, *_ = prefill.point(0.0, prefill.candidates)
             # layer 0 is computed whole there, and its KV is not moved
-            entry = layer(*whole[:3]) - layer(*rows[:3])
-            left = self.timed[DEVIATION_POLICY, USUAL_RATIO, shape].passes[0] - plain - entry
-            costs.append(left / shape.tokens)
+            entry = layer(all_rows, all_context) - layer(rows, context, placed)
+            costs.append((timed.passes[0] - plain.passes[0] - entry) / prefill.tokens)
         return max(0.0, statistics.fmean(costs))
-
-
-def _random_point(ratio: float, shape: Shape, seconds: float) -> Point:
-    return shape.point(round(ratio * shape.candidates), shape.candidates, seconds)
 
 
 # -- timing one prefill ---------------------------------------------------------------------------
 
 
 class ModelTimes:
-    """Times prefills of one model. The caller holds the model's lock."""
+    """Times prefills of one model, each with the model's lock."""
 
     def __init__(self, adapter: ModelAdapter, fusor: Fusor, prefix_ids: Sequence[int]) -> None:
         self._adapter = adapter
         self._fusor = fusor
         self._prefix_ids = tuple(prefix_ids)
         self._kv: dict[int, ChunkKV] = {}
-        self._begins: list[float] = []
-        self._lasts: list[float] = []
-        self._ends: list[float] = []
-
-    @property
-    def longest(self) -> int:
+        limits = (adapter.context_tokens, adapter.blend_limit_tokens or adapter.context_tokens)
+        self.longest = min(limits) - len(self._prefix_ids) - 2
         """Tokens of the longest prompt that can be blended and answered with one token."""
-        limit = min(
-            self._adapter.context_tokens,
-            self._adapter.blend_limit_tokens or self._adapter.context_tokens,
-        )
-        longest = limit - len(self._prefix_ids) - 2
-        if longest < SHORTEST:
+        if self.longest < SHORTEST:
             raise InvalidInputError(
-                f"{self._adapter.model_id} takes prompts of {longest} tokens behind the corpus's prefix, "
+                f"{adapter.model_id} takes prompts of {self.longest} tokens behind the corpus's prefix, "
                 f"expected {SHORTEST} or more to measure; use a shorter prefix or a model of a longer context"
             )
-        return longest
 
     def chunk(self, tokens: int) -> ChunkKV:
         """KV of a chunk of random ids behind the corpus's prefix, the same for the same length."""
         if tokens not in self._kv:
             ids = self._ids(tokens)[0].tolist()
-            self._kv[tokens] = self._adapter.encode(self._prefix_ids, ids)
+            with self._adapter.lock:
+                self._kv[tokens] = self._adapter.encode(self._prefix_ids, ids)
         return self._kv[tokens]
 
-    def stock(self, tokens: int) -> Timed:
-        """A stock prefill and its first token."""
-        ids = self._ids(tokens)
-        return self._timed(lambda: self._generate_s(ids))
+    def time(self, prefill: Prefill) -> Timed:
+        """One run, to its first token."""
+        ids = self._ids(prefill.tokens)
+        kv = self.chunk(prefill.chunk_tokens) if prefill.chunks else None  # before the clock starts
+        with self._adapter.lock, torch.inference_mode(), self._watched() as (begins, lasts, ends):
+            total_s = self._generate_s(ids) if kv is None else self._blended_s(prefill, ids, kv)
+        passes = tuple(end - at for at, end in zip(begins, ends, strict=True))
+        in_last = tuple(end - at for at, end in zip(lasts, ends, strict=True))
+        return Timed(passes, in_last, max(0.0, total_s - sum(passes)))
 
-    def blended(self, shape: Shape, policy: str, ratio: float) -> Timed:
-        """A blended prefill over KV that is loaded before the clock starts."""
-        kv, at, ids = self.chunk(shape.chunk_tokens), len(self._prefix_ids), self._ids(shape.tokens)
+    def _blended_s(self, prefill: Prefill, ids: torch.Tensor, kv: ChunkKV) -> float:
+        """Over KV that is loaded before the clock starts."""
+        at = len(self._prefix_ids)
         spans = tuple(
             LoadedSpan(i * kv.tokens, (i + 1) * kv.tokens, HeldKV(kv), at, exact=False)
-            for i in range(shape.chunks)
+            for i in range(prefill.chunks)
         )
-        constant = Schedule.parse("constant")
-        request = BlendRequest(shape.tokens, spans, make_policy(policy), constant, ratio)
-
-        def run() -> float:
-            began = time.perf_counter()
-            cache = self._fusor.new_cache(shape.tokens, 1)
-            with self._fusor.fuse(cache, request, last_row_only=True) as fusion:
-                prepared_s = time.perf_counter() - began
-                fusion.loader.synchronize(len(self._adapter.layout.layers) - 1)
-                return prepared_s + self._generate_s(ids, past_key_values=cache)
-
-        return self._timed(run)
+        constant, policy = Schedule.parse("constant"), make_policy(prefill.policy)
+        request = BlendRequest(prefill.tokens, spans, policy, constant, prefill.ratio)
+        began = time.perf_counter()
+        cache = self._fusor.new_cache(prefill.tokens, 1)
+        with self._fusor.fuse(cache, request, last_row_only=True) as fusion:
+            prepared_s = time.perf_counter() - began
+            fusion.loader.synchronize(len(self._adapter.layout.layers) - 1)
+            return prepared_s + self._generate_s(ids, past_key_values=cache)
 
     def _ids(self, tokens: int) -> torch.Tensor:
         vocab = self._adapter.model.get_input_embeddings().num_embeddings
@@ -451,39 +414,27 @@ class ModelTimes:
             torch.cuda.synchronize(self._adapter.device)
         return time.perf_counter()
 
-    def _timed(self, run: Callable[[], float]) -> Timed:
-        with self._watched(), torch.inference_mode():
-            total_s = run()
-        passes = tuple(end - at for at, end in zip(self._begins, self._ends, strict=True))
-        lasts = tuple(end - at for at, end in zip(self._lasts, self._ends, strict=True))
-        return Timed(passes, lasts, max(0.0, total_s - sum(passes)))
-
     @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Note when each pass enters the first layer, and enters and leaves the last."""
-        self._begins, self._lasts, self._ends = [], [], []
+    def _watched(self) -> Iterator[tuple[list[float], list[float], list[float]]]:
+        """When each pass enters the first layer, enters the last one, and leaves it."""
+        begins: list[float] = []
+        lasts: list[float] = []
+        ends: list[float] = []
         first, last = self._adapter.decoder_layers[0], self._adapter.decoder_layers[-1]
 
         def noting(times: list[float]) -> Any:
             return in_this_thread(lambda *_: times.append(self._now()))
 
         handles = [
-            first.register_forward_pre_hook(noting(self._begins)),
-            last.register_forward_pre_hook(noting(self._lasts)),
-            last.register_forward_hook(noting(self._ends)),
+            first.register_forward_pre_hook(noting(begins)),
+            last.register_forward_pre_hook(noting(lasts)),
+            last.register_forward_hook(noting(ends)),
         ]
         try:
-            yield
+            yield begins, lasts, ends
         finally:
             for handle in handles:
                 handle.remove()
-
-
-def median(runs: Sequence[Timed]) -> Timed:
-    """Of several runs of one prefill."""
-    passes = tuple(map(statistics.median, zip(*(run.passes for run in runs), strict=True)))
-    lasts = tuple(map(statistics.median, zip(*(run.lasts for run in runs), strict=True)))
-    return Timed(passes, lasts, statistics.median(run.outside_s for run in runs))
 
 
 # -- fitting --------------------------------------------------------------------------------------

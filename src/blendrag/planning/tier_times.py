@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from blendrag.errors import InvalidInputError, StoreError
-from blendrag.planning.profile import COLD, DISK, MEMORY, Tier
+from blendrag.planning.profile import MEMORY, Tier
 from blendrag.store import DiskStore, MemoryStore
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.kv import ChunkKV
@@ -72,11 +72,6 @@ def measure_memory(kvs: Sequence[ChunkKV], pinned: bool) -> Tier:
             _fill(store, kv)
             readings.append(_median(store, kv, pinned))
     return tier_of(MEMORY, readings)
-
-
-def measure_store(root: Path, kvs: Sequence[ChunkKV], pinned: bool) -> tuple[Tier, ...]:
-    """The disk tier of the store at ``root``; see :func:`measure_directory`."""
-    return measure_directory(root, kvs, pinned, DISK, COLD, "--store")
 
 
 def measure_directory(
