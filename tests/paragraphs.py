@@ -1,4 +1,4 @@
-"""A tiny random Llama with a tokenizer of its own, and an engine over five documents of six paragraphs."""
+"""A tiny random Llama with a tokenizer, and an engine over five documents of six paragraphs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def engine(words: PreTrainedTokenizerFast, root: Path) -> BlendEngine:
-    """With the documents ingested; whoever asks for it closes it."""
+    """An engine with the documents ingested; the caller closes it."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(words),

@@ -45,11 +45,11 @@ def test_damaged_copies_give_no_wrong_answer_and_no_other_error(tmp_path: Path) 
 
 
 def test_the_fuzzer_notices_unchecked_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unchecked(table: database.Table, row: tuple) -> tuple:
+    def unchecked(table: database.CheckedTable, row: tuple) -> tuple:
         columns = zip(row, table.columns.values(), strict=False)
         return tuple({"n": 1} if kind is database.Json else value for value, kind in columns)
 
-    monkeypatch.setattr(database.Table, "checked", unchecked)
+    monkeypatch.setattr(database.CheckedTable, "checked", unchecked)
     fuzzing = Fuzzing(tmp_path, seed=3)
     fuzzing.run(10)
     assert fuzzing.failures

@@ -287,6 +287,7 @@ def test_text_behind_a_line_break_is_encoded_as_the_stock_tokenizer_does(tokens:
         assert tokens.encode_template(f"Context:\n{text}")[-len(ids) :] == ids
 
 
+@pytest.mark.parametrize("kind", ["Llama 2", "Qwen", "Unigram"])
 def test_an_engines_prompt_decodes_to_the_rendered_text(kind: str, tmp_path: Any) -> None:
     tokenizer = KINDS[kind]()
     with BlendEngine(

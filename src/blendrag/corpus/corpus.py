@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -23,9 +22,9 @@ from blendrag.corpus.database import (
     FILE_NAME,
     HASHES,
     TABLES,
+    CheckedTable,
     CorpusFile,
     DamagedRow,
-    Table,
     can_write,
     damaged_settings,
 )
@@ -102,12 +101,7 @@ class Corpus:
     def __enter__(self) -> Corpus:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     @property
@@ -381,13 +375,13 @@ def check_corpus(root: Path, repair: bool = False) -> CorpusCheck:
         )
 
 
-def _scan(file: CorpusFile) -> tuple[int, list[tuple[Table, Any]], list[str]]:
+def _scan(file: CorpusFile) -> tuple[int, list[tuple[CheckedTable, Any]], list[str]]:
     """Number of rows; table and key of damaged ones; all faults in words."""
     execute = file.connection.execute
     structure = [str(r[0]) for r in execute(f"PRAGMA integrity_check({_MAX_STRUCTURE_FAULTS})")]
     faults = [f"structure: {fault}" for fault in structure if fault != "ok"]
     rows = 0
-    damaged: list[tuple[Table, Any]] = []
+    damaged: list[tuple[CheckedTable, Any]] = []
     for table in TABLES:
         for row in execute(f"SELECT {table.selected} FROM {table.name} NOT INDEXED"):
             rows += 1
@@ -403,7 +397,7 @@ def _scan(file: CorpusFile) -> tuple[int, list[tuple[Table, Any]], list[str]]:
     return rows, damaged, faults
 
 
-def _remove_damaged(file: CorpusFile, damaged: list[tuple[Table, Any]]) -> None:
+def _remove_damaged(file: CorpusFile, damaged: list[tuple[CheckedTable, Any]]) -> None:
     """In a transaction."""
     execute = file.connection.execute
     execute("REINDEX")

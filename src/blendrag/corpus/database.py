@@ -129,7 +129,7 @@ class DamagedRow(Exception):
     """A row is not what was written; the message names the row."""
 
 
-class Table:
+class CheckedTable:
     """Columns of a table by name and type, the first of which is the key.
 
     Every row ends with a digest of its values, written with it and checked when it is read. The digest
@@ -217,13 +217,15 @@ def _checked(value: Any, kind: Any) -> Any:
     return value
 
 
-META = Table("meta", key=str, value=str)
-DOCUMENT = Table("document", id=int, source=str, title=str, digest=str, metadata=Json, passages=int)
-CHUNK = Table("chunk", id=int, chunk_id=str, text=str, tokens=int)
-PASSAGE = Table("passage", id=int, document=int, chunk=int, start=int, end=int, vector=bytes)
-ENTRY = Table("entry", id=str, document=int, parent=str, given=str | None)
-HASHES = Table("anchor", id=int, chunk=int, chunk_id=str, packed=bytes)
-DROPPED = Table("dropped", chunk_id=str, text=str, since=float)
+META = CheckedTable("meta", key=str, value=str)
+DOCUMENT = CheckedTable(
+    "document", id=int, source=str, title=str, digest=str, metadata=Json, passages=int
+)
+CHUNK = CheckedTable("chunk", id=int, chunk_id=str, text=str, tokens=int)
+PASSAGE = CheckedTable("passage", id=int, document=int, chunk=int, start=int, end=int, vector=bytes)
+ENTRY = CheckedTable("entry", id=str, document=int, parent=str, given=str | None)
+HASHES = CheckedTable("anchor", id=int, chunk=int, chunk_id=str, packed=bytes)
+DROPPED = CheckedTable("dropped", chunk_id=str, text=str, since=float)
 TABLES = (META, DOCUMENT, CHUNK, PASSAGE, ENTRY, HASHES, DROPPED)
 
 
@@ -506,7 +508,7 @@ class CorpusFile:
             except (sqlite3.Error, UnicodeDecodeError) as exc:
                 raise mapped(exc, self.path) from exc
 
-    def checked(self, row: Sequence[Any], *tables: Table) -> list[tuple[Any, ...]] | None:
+    def checked(self, row: Sequence[Any], *tables: CheckedTable) -> list[tuple[Any, ...]] | None:
         """The values of a joined row, a tuple per table; ``None``, and a warning, if it is damaged."""
         values, at = [], 0
         try:
@@ -519,7 +521,7 @@ class CorpusFile:
         return values
 
     def sound_rows(
-        self, table: Table, condition: str, *parameters: str | float
+        self, table: CheckedTable, condition: str, *parameters: str | float
     ) -> list[tuple[Any, ...]]:
         """Values of the undamaged rows of ``table`` that meet a condition."""
         rows = self.rows(f"SELECT {table.selected} FROM {table.name} {condition}", *parameters)

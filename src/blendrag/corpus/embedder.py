@@ -1,4 +1,4 @@
-"""Texts to unit vectors by a sentence-transformers model, loaded only if it runs no code of its own.
+"""Texts to unit vectors by a sentence-transformers model, loaded only if its files run no code.
 
 A chunk longer than the embedder reads at once (256 tokens for MiniLM, which silently cuts the rest off) is
 embedded window by window and averaged, each window behind the document's title. So a fact in the tail of a

@@ -65,7 +65,7 @@ def check_recorded(name: str, root: Path, option: str) -> None:
     """Refuse to load a model that only the store at ``root`` names, unless the name is harmless.
 
     Hub ids and absolute directories outside of the store are harmless; their weights are loaded from
-    safetensors. Anything else may have been put there by whoever made the store. ``option``: how the user can
+    safetensors. Anything else may have been put there by the store's author. ``option``: how the user can
     name the model. Raises :class:`InvalidInputError`.
     """
     if not os.path.lexists(name) and _HUB_ID.fullmatch(name):

@@ -51,7 +51,7 @@ def digest_of(document: Document) -> str:
 
 
 class Inputs(NamedTuple):
-    """The files that a list of paths stands for."""
+    """The files found in a list of paths."""
 
     files: list[Path]
     """To be read, in order, each once."""
