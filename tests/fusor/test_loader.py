@@ -137,6 +137,7 @@ def test_layers_are_read_ahead_of_compute_in_another_thread(kv: ChunkKV) -> None
         loader.start()
         wait_for(lambda: len(reader.log) == LAYERS)  # nobody synchronized
         assert threading.get_ident() not in reader.threads
+        assert loader._ring._slots == []  # read in place
 
 
 def test_only_wanted_layers_are_read_and_need_slots(kv: ChunkKV) -> None:
@@ -154,22 +155,17 @@ def test_only_wanted_layers_are_read_and_need_slots(kv: ChunkKV) -> None:
 
 
 @pytest.mark.parametrize("span_of", [whole, cut])
-def test_a_corrupt_layer_is_raised_where_it_is_waited_for_and_names_its_span(
-    kv: ChunkKV, span_of: Callable[[tiny.Held], LoadedSpan]
+@pytest.mark.parametrize(
+    ("error", "raised_as"), [(CorruptKVError, SpanCorruptError), (OSError, OSError)]
+)
+def test_an_error_of_a_layer_is_raised_to_who_waits_for_it_and_names_its_span(
+    kv: ChunkKV, span_of: Any, error: type[Exception], raised_as: type[Exception]
 ) -> None:
-    bad = span_of(Failing(kv, 2))
+    bad = span_of(Failing(kv, 2, error))
     with loading(LoadedSpan(0, 3, tiny.Held(kv), 0, False), bad) as loader:
-        loader.synchronize(0)
-        loader.synchronize(1)
-        with pytest.raises(SpanCorruptError, match="cannot be read") as raised:
+        with pytest.raises(raised_as, match="cannot be read") as raised:
             loader.synchronize(2)
-        assert raised.value.span is bad
-
-
-def test_an_unexpected_error_in_the_reading_thread_is_raised(kv: ChunkKV) -> None:
-    reader = Failing(kv, 1, OSError)
-    with loading(whole(reader)) as loader, pytest.raises(OSError, match="cannot be read"):
-        loader.synchronize(3)
+        assert getattr(raised.value, "span", bad) is bad
 
 
 def test_a_loader_that_met_a_corrupt_layer_holds_no_buffers_once_it_is_dropped(kv: ChunkKV) -> None:
@@ -230,23 +226,6 @@ def test_reading_runs_two_layers_ahead_and_waits_for_a_slot(kv: ChunkKV) -> None
         assert held[layer][:, :, 13:].isnan().all()
 
 
-def test_a_chunk_read_in_place_needs_no_slot(kv: ChunkKV) -> None:
-    reader = tiny.Held(kv)
-    with loading(whole(reader)) as loader:
-        assert settles_at(reader, LAYERS)
-        assert loader._ring._slots == []
-
-
-def test_two_slots_hold_what_is_staged_of_the_largest_layer(kv: ChunkKV) -> None:
-    pair = [cut(tiny.Held(kv)), cut(tiny.Held(kv), start=20)]
-    loader = LayerLoader(buffers(), [pair, pair[:1], [], pair])
-    loader.start()
-    loader.synchronize(3)
-    one = 2 * 2 * 30 * 8 * 4
-    assert [slot.numel() for slot in loader._ring._slots] == [2 * one] * SLOTS
-    loader.close()
-
-
 @pytest.mark.parametrize("seen", [0, 1, 4])
 def test_a_closed_loader_stops_waiting_for_slots_and_frees_them(kv: ChunkKV, seen: int) -> None:
     """A prompt prefilled with others keeps its loader until its answer is there."""
@@ -256,7 +235,7 @@ def test_a_closed_loader_stops_waiting_for_slots_and_frees_them(kv: ChunkKV, see
             loader.synchronize(layer)
         assert settles_at(reader, min(LAYERS, 2 + seen))
         slots = [weakref.ref(slot) for slot in loader._ring._slots]
-        assert len(slots) == SLOTS
+        assert [slot().numel() for slot in slots] == [2 * 2 * 30 * 8 * 4] * SLOTS  # type: ignore[union-attr]
         closer = threading.Thread(target=loader.close)
         closer.start()
         closer.join(10)

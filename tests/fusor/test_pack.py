@@ -102,27 +102,18 @@ def test_prompts_share_each_layer_the_scout_pass_and_the_peek(
     asked = [Asked(80 + i, ((5, 60),), "query", 0.2) for i in range(3)]
     asked += [Asked(70, ((5, 60),), "reuse"), Asked(90, ((5, 60),), "hkvd", 0.2)]
     prompts = [prompt(adapter, one) for one in asked]
-    layer = adapter.stack.layers[1]
-    with rows_through([layer.self_attn.k_proj, layer.mlp]) as (keys, rows):
+    layer, last = adapter.stack.layers[1], adapter.stack.layers[3]
+    modules = [layer.self_attn.k_proj, layer.mlp, last.self_attn.k_proj, last.mlp]
+    with rows_through(modules) as (keys, rows, last_keys, last_rows):
         outcomes = fusor.batched_prefill(prompts)
     scout = sum(one.tokens - 55 for one in asked if one.policy == "query")
     blended = sum(one.tokens - 55 for one in asked) + 4 * 11
     assert rows == [scout, blended]
     assert keys == [scout, 90, blended]
+    assert last_keys == [blended, 5]
+    assert last_rows == [5]  # each prompt's last
     for one, got in zip(asked, outcomes, strict=True):
         assert_as_alone(fusor, one, got)
-
-
-def test_one_row_per_prompt_goes_on_from_the_last_layers_keys(
-    adapter: ModelAdapter, fusor: Fusor
-) -> None:
-    prompts = [prompt(adapter, asked) for asked in (HKVD, REUSE, VARIED[6])]
-    layer = adapter.stack.layers[-1]
-    with rows_through([layer.self_attn.k_proj, layer.mlp]) as (keys, rows):
-        outcomes = fusor.batched_prefill(prompts)
-    assert rows == [3]
-    counts = [one.fusion.counts() for one in outcomes if isinstance(one, Prefilled)]
-    assert keys == [sum(one.rows[-1] for one in counts), 3]
 
 
 @pytest.mark.parametrize("asked", VARIED, ids=lambda asked: asked.policy)
