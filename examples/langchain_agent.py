@@ -1,6 +1,6 @@
-"""An agent that searches with a retriever tool: what the tool brings back is loaded, too.
+"""An agent with a retriever tool: the KV of what the tool returns is loaded, too.
 
-Takes a model whose chat template has tools, and a directory of texts:
+Needs a model whose chat template supports tools, and a directory of texts:
 python examples/langchain_agent.py Qwen/Qwen2.5-0.5B-Instruct ./docs "What is the town known for?"
 """
 
@@ -14,7 +14,7 @@ from langchain_blendrag import BlendRetriever, ChatBlend
 
 
 def ask(engine, question):
-    """The agent's last message, which says in its metadata what was reused."""
+    """The agent's last message; its metadata has the reused tokens."""
     search = create_retriever_tool(
         BlendRetriever(engine=engine, k=4), "search", "Searches the documents for a question."
     )

@@ -31,7 +31,7 @@ with (
     ]
     pieces = BlendTextSplitter(engine=engine).split_documents(files)
 
-    # Run it again after files have changed: KV is computed for what is new, and dropped with what is gone.
+    # Run it again after files have changed: new texts get KV, removed texts lose it.
     vectors, records = BlendVectorStore(engine=engine), InMemoryRecordManager(namespace="demo")
     records.create_schema()
     how = {"cleanup": "full", "source_id_key": "source", "key_encoder": "sha256"}

@@ -1,4 +1,4 @@
-"""A stock LangChain retrieval chain: only the LLM and the retriever are blendrag's. Runs offline."""
+"""A stock LangChain retrieval chain with blendrag's LLM and retriever. Runs offline."""
 
 import tempfile
 
@@ -19,7 +19,7 @@ PROMPT = PromptTemplate.from_template(
 
 
 class Usage(BaseCallbackHandler):
-    """Prints what each answer took: ``cache_read`` tokens of the prompt were loaded, not computed."""
+    """Prints the tokens of each answer: ``cache_read`` tokens of the prompt were loaded, not computed."""
 
     def on_llm_end(self, response, **kwargs):
         print(response.generations[0][0].message.usage_metadata)

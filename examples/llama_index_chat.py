@@ -1,8 +1,8 @@
-"""A stock LlamaIndex chat engine over a `VectorStoreIndex`: every turn loads the KV of what it quotes.
+"""A stock LlamaIndex chat engine over a `VectorStoreIndex`: every turn loads the KV of the retrieved texts.
 
-The embedded model has not learnt to read a system message, where this engine puts what it retrieves, and
-answers "unknown"; chat models read it. Documents come through an `IngestionPipeline`; what changes in
-them changes in the store, KV included. Runs offline.
+This engine puts retrieved texts into the system message. The embedded model was not trained to read it and
+answers "unknown"; chat models do read it. Documents come through an `IngestionPipeline`, which also updates
+their KV in the store when they change. Runs offline.
 """
 
 import tempfile
@@ -29,7 +29,7 @@ QUESTIONS = ["Which sport does Anna Bell enjoy?", "Where does Anna Bell live?"]
 
 
 class Reuse(BaseEventHandler):
-    """Prints how much of each prompt was loaded, not computed."""
+    """Prints how many tokens of each prompt were loaded, not computed."""
 
     def handle(self, event, **kwargs):
         if isinstance(event, BlendReuseEvent):

@@ -1,4 +1,4 @@
-"""LlamaIndex's `CitationQueryEngine`, unchanged: sources are numbered, their KV is loaded. Runs offline."""
+"""LlamaIndex's stock `CitationQueryEngine`: it numbers the sources, and their KV is loaded. Runs offline."""
 
 import tempfile
 
@@ -18,7 +18,7 @@ QUESTION = "Which sport does Anna Bell enjoy?"
 
 
 class Reuse(BaseEventHandler):
-    """Prints how much of the prompt was loaded, not computed, and why not more."""
+    """Prints which share of the prompt was loaded, and why not more."""
 
     def handle(self, event, **kwargs):
         if isinstance(event, BlendReuseEvent):

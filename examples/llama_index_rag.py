@@ -1,4 +1,4 @@
-"""A stock LlamaIndex query engine: only the LLM and the retriever are blendrag's. Runs offline."""
+"""A stock LlamaIndex query engine with blendrag's LLM and retriever. Runs offline."""
 
 import tempfile
 
@@ -15,7 +15,7 @@ QUESTION = "Which sport does Anna Bell enjoy?"
 
 
 class Usage(BaseEventHandler):
-    """Prints what each answer took: ``reused_tokens`` of the prompt were loaded, not computed."""
+    """Prints the tokens of each answer: ``reused_tokens`` of the prompt were loaded, not computed."""
 
     def handle(self, event, **kwargs):
         if isinstance(event, LLMChatEndEvent):

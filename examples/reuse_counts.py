@@ -1,4 +1,4 @@
-"""What the table of reuse counts, and over which models, whichever the framework; see reuse_table.py."""
+"""Models and counters that both frameworks' halves of reuse_table.py share."""
 
 import sys
 import tempfile
@@ -15,7 +15,7 @@ LOADED = {"exact", "blended", "reused"}
 
 
 class Counts:
-    """Of one question: which chunks were retrieved, and how many tokens of each some call loaded."""
+    """For one question: the retrieved chunks, and how many tokens of each were loaded."""
 
     def __init__(self, engine):
         self._engine = engine
@@ -35,13 +35,13 @@ class Counts:
                 self.loaded[chunk["chunk_id"]] = most
 
     def tokens(self):
-        """Tokens loaded, and tokens retrieved."""
+        """Loaded tokens and retrieved tokens."""
         loaded = sum(min(self.loaded.get(c, 0), n) for c, n in self.retrieved.items())
         return loaded, sum(self.retrieved.values())
 
 
 def share_of(counts: list[Counts]) -> tuple[float, str]:
-    """Loaded tokens of all retrieved, over some questions; and why not all of them."""
+    """The share of retrieved tokens that was loaded, and the reason if it is not all."""
     loaded, retrieved = (sum(n) for n in zip(*(c.tokens() for c in counts), strict=True))
     notes = dict.fromkeys(note for c in counts for note in c.notes)
     return loaded / retrieved, "; ".join(notes) if loaded < retrieved else ""
@@ -60,7 +60,7 @@ def demo_engine(chunk_tokens: int) -> Iterator[BlendEngine]:
 
 @contextmanager
 def tooled_engine(script: Callable[[str], str], chunk_tokens: int) -> Iterator[BlendEngine]:
-    """A model that says what ``script`` says of a prompt: the embedded one has no place for tools."""
+    """A model whose replies are given by ``script``: the embedded model does not support tools."""
     scripted = scripted_models()
     with (
         tempfile.TemporaryDirectory() as store,
@@ -71,7 +71,7 @@ def tooled_engine(script: Callable[[str], str], chunk_tokens: int) -> Iterator[B
 
 
 def scripted_models():
-    """The module of blendrag's tests that makes them."""
+    """The test module that makes models with given replies."""
     tests = str(Path(__file__).resolve().parent.parent / "tests")
     if tests not in sys.path:
         sys.path.insert(0, tests)
@@ -81,5 +81,5 @@ def scripted_models():
 
 
 def question_in(prompt: str) -> str:
-    """What the last message of a prompt of theirs says."""
+    """The last message of a prompt of such a model."""
     return prompt.rpartition("<|start|>user\n")[2].partition("<|end|>")[0]

@@ -1,4 +1,4 @@
-"""How much of what stock LangChain chains retrieve has its KV loaded. Runs offline; see reuse_table.py."""
+"""How much retrieved KV stock LangChain chains reuse. Runs offline; see reuse_table.py."""
 
 from collections.abc import Callable
 
@@ -40,7 +40,7 @@ HISTORY = ChatPromptTemplate.from_messages(
 
 
 class Watch(BaseCallbackHandler):
-    """Counts what callbacks are told."""
+    """Counts what callbacks report."""
 
     def __init__(self, engine):
         self.counts = Counts(engine)
@@ -116,7 +116,7 @@ PATHS: dict[str, Callable] = {
 
 
 def share(engine, ask, questions=QUESTIONS):
-    """Loaded tokens of all retrieved, over some questions; and why not all of them."""
+    """The share of retrieved tokens that was loaded, and the reason if it is not all."""
     watches = [Watch(engine) for _ in questions]
     for question, watch in zip(questions, watches, strict=True):
         ask(question, {"callbacks": [watch]})
@@ -149,7 +149,7 @@ def agent_of_json(llm, retriever):
 
 
 def rows() -> list[tuple[str, float, str]]:
-    """Path, share, and why it is not all."""
+    """Path, share of tokens reused, and the reason if it is not all."""
     with demo_engine(CHUNK_TOKENS) as engine:
         llm, retriever = ChatBlend(engine=engine, max_tokens=8), BlendRetriever(engine=engine, k=4)
         found = [(name, *share(engine, make(llm, retriever))) for name, make in PATHS.items()]

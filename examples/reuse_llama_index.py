@@ -1,4 +1,4 @@
-"""How much of what stock LlamaIndex engines retrieve has its KV loaded. Runs offline; see reuse_table.py."""
+"""How much retrieved KV stock LlamaIndex engines reuse. Runs offline; see reuse_table.py."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -40,14 +40,14 @@ from llama_index.llms.blendrag import (
 )
 
 HISTORY = [ChatMessage(role="user", content="Hi."), ChatMessage(role="assistant", content="Hello.")]
-#: Long enough to hold line breaks and quotes, which lists and JSON escape.
+#: Long enough for line breaks and quotes, which lists and JSON escape.
 CHUNK_TOKENS = 256
-#: Leaves less room than four chunks take, beside a refine prompt.
+#: Too small for four chunks and a refine prompt.
 NARROW = {"context_window": 900, "num_output": 8}
 
 
 class Watch(BaseEventHandler, arbitrary_types_allowed=True):
-    """Counts what LlamaIndex's instrumentation is told."""
+    """Counts what LlamaIndex's instrumentation reports."""
 
     counts: Counts
 
@@ -153,7 +153,7 @@ AGENTS: dict[str, Callable] = {
 
 
 def share(engine, ask, questions=QUESTIONS):
-    """Loaded tokens of all retrieved, over some questions; and why not all of them."""
+    """The share of retrieved tokens that was loaded, and the reason if it is not all."""
     found = []
     for question in questions:
         with watched(engine) as counts:
@@ -171,7 +171,7 @@ def searches(prompt):
 
 
 def rows() -> list[tuple[str, float, str]]:
-    """Path, share, and why it is not all."""
+    """Path, share of tokens reused, and the reason if it is not all."""
     with demo_engine(CHUNK_TOKENS) as engine:
         llm = BlendLLM(engine=engine, max_tokens=8)
         retriever = BlendRetriever(engine=engine, similarity_top_k=4)

@@ -1,4 +1,4 @@
-"""The table of docs/integrations.md: how much of what is retrieved has its KV loaded, path by path.
+"""The table of docs/integrations.md: which share of the retrieved tokens is reused, by framework and path.
 
 python examples/reuse_table.py [--write docs/integrations.md]
 """
@@ -19,7 +19,7 @@ HEAD = "| framework | path | retrieved tokens reused | otherwise |\n|---|---|---
 
 
 def table() -> str:
-    """All rows, measured now."""
+    """Measure all rows."""
     frameworks = {
         f"LangChain {version('langchain-core')}": reuse_langchain.rows,
         f"LlamaIndex {version('llama-index-core')}": reuse_llama_index.rows,
@@ -33,11 +33,11 @@ def table() -> str:
 
 
 def write(page: Path, text: str) -> None:
-    """Put ``text`` between the marks of ``page``."""
+    """Write ``text`` between the marks in ``page``."""
     old = page.read_text(encoding="utf-8")
     marked = re.compile(f"{BEGIN}.*?{END}", re.DOTALL)
     if not marked.search(old):
-        sys.exit(f"{page} has no {BEGIN} … {END}; put them where the table belongs")
+        sys.exit(f"{page} has no {BEGIN} … {END}; add them where the table belongs")
     page.write_text(marked.sub(lambda _: f"{BEGIN}\n{text}\n{END}", old), encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""A question over a folder of texts, with a local model. The same app before blendrag: before.py."""
+"""Ask a question over a folder of texts with a local model and blendrag. Without blendrag: before.py."""
 
 import os
 import sys

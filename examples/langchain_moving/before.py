@@ -1,4 +1,4 @@
-"""A question over a folder of texts, with a local model. The same app over blendrag: after.py."""
+"""Ask a question over a folder of texts with a local model. With blendrag: after.py."""
 
 import os
 import sys

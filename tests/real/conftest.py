@@ -1,7 +1,7 @@
 """Tests on real pretrained models: ``make test-real MODELS=DIR``.
 
-DIR holds Hugging Face model directories. ``BLENDRAG_TEST_MODELS`` names it to pytest; without it nothing
-here is collected, so ``make test`` needs no model.
+DIR holds Hugging Face model directories. Without the environment variable ``BLENDRAG_TEST_MODELS``, which
+names DIR, pytest collects nothing here, so ``make test`` needs no model.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
-    """All threads: these models are large. Overrides the fixture for tiny models."""
+    """Use all threads, because these models are large. Overrides the fixture for tiny models."""
 
 
 @pytest.fixture(scope="session", params=FOUND, ids=lambda directory: directory.name)
 def real_model(request: pytest.FixtureRequest) -> Path:
-    """Directory of one real model after another."""
+    """The directory of each model in turn."""
     return request.param
 
 
 @pytest.fixture(scope="session", params=["bfloat16", "float32"])
 def real_dtype(request: pytest.FixtureRequest) -> str:
-    """The dtype that ``real_adapter`` computes in.
+    """The dtype of ``real_adapter``.
 
-    A test that needs one only: ``@pytest.mark.parametrize("real_dtype", ["float32"], indirect=True)``.
+    For one dtype only: ``@pytest.mark.parametrize("real_dtype", ["float32"], indirect=True)``.
     """
     return request.param
 
 
 @pytest.fixture(scope="session")
 def real_adapter(real_model: Path, real_dtype: str) -> Iterator[ModelAdapter]:
-    """``real_model`` in ``real_dtype``, loaded once for all tests in a row and freed behind them."""
+    """``real_model`` in ``real_dtype``, loaded once for consecutive tests and freed after them."""
     adapter = load_adapter(str(real_model), real_dtype, "cpu")
     yield adapter
     del adapter

@@ -1,4 +1,4 @@
-"""Prompts of real models: their ids are their text, their templates are theirs, questions are computed."""
+"""Prompts of real models: ids decode to the text, templates stay intact, questions are computed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONTEXT = "\n\n".join(CHUNKS)
 
 @pytest.fixture(scope="module")
 def engine(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
-    """Chunks, the question, and documents made of the model's own template. Weights are not loaded."""
+    """A library of chunks, the question, and texts made of the model's template. Loads no weights."""
     with BlendEngine(str(real_model), tmp_path_factory.mktemp("store")) as made:
         made.resources.__dict__["embedder"] = tiny.WordEmbedder()
         texts = [*CHUNKS, QUESTION, *hostile(made)]
@@ -66,7 +66,7 @@ def prompts(engine: BlendEngine) -> dict[str, tuple[Prompt, Options]]:
     return asked
 
 
-def test_ids_are_the_rendered_prompt_and_the_template_is_intact(engine: BlendEngine) -> None:
+def test_ids_decode_to_the_rendered_prompt_with_an_intact_template(engine: BlendEngine) -> None:
     tokens = engine.resources.tokens
     for name, (prompt, options) in prompts(engine).items():
         rendered = render(prompt, tokens, options).text

@@ -1,4 +1,4 @@
-"""Real models pass the gate, and answer over their KV as they do without it."""
+"""Real models pass the gate, and answer the same with stored KV as without it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NEW_TOKENS = 6
 DOCUMENTS = [tiny.document(number, paragraphs=6) for number in range(5)]
 FULL = Options(mode="full", max_new_tokens=NEW_TOKENS, logprobs=20)
 EVERYTHING = Options(mode="blend", ratio=1.0, max_new_tokens=NEW_TOKENS, logprobs=0)
-#: Nats by which two tokens may differ and yet be as likely as one another, as far as rounding lets tell.
+#: Two tokens whose log-probabilities differ by less (in nats) are tied, because of rounding.
 TIE = {"bfloat16": 0.75, "float32": 1e-3}
 
 
@@ -26,7 +26,7 @@ TIE = {"bfloat16": 0.75, "float32": 1e-3}
 def engine(
     real_adapter: ModelAdapter, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[BlendEngine]:
-    """The model over a store of a few documents."""
+    """The model with a store of a few documents."""
     root = tmp_path_factory.mktemp("real") / "s"
     with tiny.engine(real_adapter, root, tokenizer=None, chunk_tokens=64) as made:
         made.ingest(DOCUMENTS).whole()
@@ -34,7 +34,7 @@ def engine(
 
 
 def prompts(engine: BlendEngine) -> list[str]:
-    """Twenty prompts, each over two chunks of the corpus."""
+    """Twenty prompts, each with two chunks of the corpus."""
     found = []
     for i in range(20):
         texts = [tiny.chunk_texts(engine, (i + step) % 5)[i % 2] for step in (0, 2)]
@@ -46,7 +46,7 @@ def prompts(engine: BlendEngine) -> list[str]:
 
 @pytest.fixture(scope="module")
 def answers(engine: BlendEngine) -> dict[str, Answer]:
-    """Each prompt answered in mode ``full``."""
+    """The answer to each prompt in mode ``full``."""
     return {prompt: engine.generate(prompt, FULL) for prompt in prompts(engine)}
 
 
@@ -55,10 +55,10 @@ def test_a_real_model_is_blendable(engine: BlendEngine) -> None:
     assert result.blendable, result.reason
 
 
-def test_greedy_answers_of_mode_full_are_those_of_generate(
+def test_mode_full_answers_as_generate_does(
     engine: BlendEngine, answers: dict[str, Answer]
 ) -> None:
-    """Asked of ``generate`` as a user of transformers asks: the rendered prompt, tokenised as one text."""
+    """``generate`` gets the rendered prompt, tokenised as one text, as from a user of transformers."""
     model, tokens = engine.adapter.model, engine.adapter.tokens
     for prompt, answer in answers.items():
         assert engine.plan(prompt, FULL).chunks
@@ -76,22 +76,22 @@ def test_greedy_answers_of_mode_full_are_those_of_generate(
         assert answer.text == expected
 
 
-def test_answers_with_everything_recomputed_are_those_of_mode_full(
+def test_recomputing_everything_answers_as_mode_full_does(
     engine: BlendEngine, answers: dict[str, Answer]
 ) -> None:
-    """Up to a tie: a blended prefill adds up numbers in another order than a stock one."""
+    """Up to a tie, because a blended prefill sums in another order than a stock one."""
     for prompt, full in answers.items():
         blended = engine.generate(prompt, EVERYTHING)
         assert blended.metrics.ratio == 1.0
         outcomes = {chunk.outcome for chunk in blended.metrics.chunks}
         assert "blended" in outcomes
-        assert outcomes <= {"blended", "exact"}  # without a template the first chunk is behind BOS
+        assert outcomes <= {"blended", "exact"}  # without a template the first chunk follows BOS
         assert blended.logprobs is not None
         assert full.logprobs is not None
         own, theirs = [t.id for t in blended.logprobs], [t.id for t in full.logprobs]
         if own != theirs:
             tie = next(i for i, (a, b) in enumerate(zip_longest(own, theirs)) if a != b)
-            assert tie < min(len(own), len(theirs)), "one answer is the beginning of the other"
+            assert tie < min(len(own), len(theirs)), "one answer is a prefix of the other"
             chosen = full.logprobs[tie]
             gap = chosen.logprob - dict(chosen.top)[blended.logprobs[tie].token]
             assert gap <= TIE[engine.adapter.layout.dtype]
