@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -78,6 +79,19 @@ def refused(*args: str, status: int = 2) -> str:
     assert result.exit_code == status, (result.stdout, result.stderr)
     assert result.stdout == ""
     return said(result)
+
+
+def ask(store: Path | str, *more: str) -> dict[str, Any]:
+    """The JSON of a short answer."""
+    args = ("ask", QUESTION, "--store", str(store), "--max-new-tokens", "2", "--json")
+    result = invoke(*args, *more)
+    assert result.exit_code == 0, result.stderr
+    fields: dict[str, Any] = json.loads(result.stdout)
+    return fields
+
+
+def reused_tokens(store: Path) -> int:
+    return int(ask(store)["metrics"]["reused_tokens"])
 
 
 def start(*args: str, before: str = "") -> subprocess.Popen[str]:

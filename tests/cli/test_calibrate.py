@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from blendrag.cli import progress
-from cli.commands import invoke, refused
+from cli.commands import ask, invoke, refused
 
 FEW = ("--samples", "2", "--top-k", "3", "--minutes", "0.3", "--ratio", "0.2", "--policy", "query")
 
@@ -22,11 +22,8 @@ def test_the_schedule_found_is_printed_kept_and_used(store: Path) -> None:
     assert found["prompts"] == 2
     assert found["deviation"] <= min(found["families"].values())
     assert sum(found["weights"]) / len(found["weights"]) == pytest.approx(0.2)
-    asked = invoke(
-        "ask", "What is the topic?", "--store", str(store), "--policy", "query", "--ratio", "0.2",
-        "--schedule", "calibrated", "--max-new-tokens", "2", "--json",
-    )  # fmt: skip
-    ran = json.loads(asked.stdout)["metrics"]["schedule"]
+    asked = ask(store, "--policy", "query", "--ratio", "0.2", "--schedule", "calibrated")
+    ran = asked["metrics"]["schedule"]
     assert ran == "calibrated:" + ",".join(f"{weight:g}" for weight in found["weights"])
 
 

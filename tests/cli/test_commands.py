@@ -10,18 +10,7 @@ import pytest
 
 from blendrag.cli.options import model_for
 from blendrag.engine import BlendEngine
-from cli.commands import QUESTION, ingest_args, invoke, refused, said, start, write_documents
-
-TWO = ("--max-new-tokens", "2")
-
-
-def ask(store: Path | str, *more: str) -> dict[str, Any]:
-    """The JSON of ``ask``."""
-    result = invoke("ask", QUESTION, "--store", str(store), "--json", *more)
-    assert result.exit_code == 0, result.stderr
-    fields: dict[str, Any] = json.loads(result.stdout)
-    return fields
-
+from cli.commands import QUESTION, ask, ingest_args, invoke, refused, said, start, write_documents
 
 # -- ingest and remove ----------------------------------------------------------------------------
 
@@ -86,7 +75,7 @@ def test_a_prefix_file_is_the_prefix_of_every_chunk(
     )
     args = ingest_args(docs, model_dir, tmp_path / "store", "--prefix-file", str(prefix))
     assert invoke(*args).exit_code == 0
-    (chunk,) = ask(tmp_path / "store", "--top-k", "1", *TWO)["metrics"]["chunks"]
+    (chunk,) = ask(tmp_path / "store", "--top-k", "1")["metrics"]["chunks"]
     assert chunk["outcome"] == "exact"
     prefix.write_text("another", encoding="utf-8")
     assert "another prefix" in refused(*args)
@@ -102,21 +91,21 @@ def test_a_store_remembers_its_encoding(
     store = tmp_path / "store"
     invoke(*ingest_args(docs, model_dir, store, "--encoding", encoding))
     assert payload_bytes(store) < payload_bytes(ingested)
-    reused = [ask(root, *TWO)["metrics"]["reused_tokens"] for root in (store, ingested)]
+    reused = [ask(root)["metrics"]["reused_tokens"] for root in (store, ingested)]
     assert reused[0] == reused[1] > 0
     again = invoke(*ingest_args(docs, model_dir, store, "--json"))
     assert json.loads(again.stdout)["chunks_computed"] == 0
 
 
 def test_remove_forgets_documents_and_names_unknown_paths(store: Path) -> None:
-    docs = Path(ask(store, *TWO)["sources"][0]["source"]).parent
+    docs = Path(ask(store)["sources"][0]["source"]).parent
     args = ("remove", "--store", str(store))
     missing = str(docs / "missing.txt")
     removed = invoke(*args, missing, str(docs / "d1.txt"), "--json")
     assert removed.exit_code == 1
     assert json.loads(removed.stdout) == {"documents": 1, "failed": [missing]}
     assert said(removed).startswith(f"failed: {missing} is not in the corpus")
-    left = ask(store, "--top-k", "9", *TWO)["sources"]
+    left = ask(store, "--top-k", "9")["sources"]
     assert {Path(s["source"]).name for s in left} == {"d0.txt", "d2.txt"}
     assert "is not in the corpus" in refused(*args, str(docs / "d1.txt"))
     both = invoke(*args, str(docs), str(docs / "d0.txt"))
@@ -155,7 +144,7 @@ def test_ask_prints_the_answer_and_metrics_on_stderr(ingested: Path) -> None:
 
 def test_modes_policies_and_schedules_can_be_chosen(ingested: Path) -> None:
     def metrics(*more: str) -> dict[str, Any]:
-        fields: dict[str, Any] = ask(ingested, *TWO, *more)["metrics"]
+        fields: dict[str, Any] = ask(ingested, *more)["metrics"]
         return fields
 
     assert metrics("--mode", "full")["reused_tokens"] == 0

@@ -15,6 +15,7 @@ from cli.commands import (
     interrupt,
     interrupted_sentence,
     invoke,
+    reused_tokens,
     start,
     write_documents,
 )
@@ -48,9 +49,10 @@ import sys, time
 from blendrag.cli import interrupt
 interrupt.install()
 interrupt.expect("it was stuck", grace_s={grace_s})
-print("NOW", file=sys.stderr, flush=True)
+moments = ["NOW"]
 while True:
     try:
+        while moments: print(moments.pop(), file=sys.stderr, flush=True)
         time.sleep(600)
     except KeyboardInterrupt:
         pass
@@ -88,11 +90,9 @@ def test_ctrl_c_during_ingest_prints_totals_and_the_next_run_goes_on(
 
 @pytest.mark.slow
 def test_ctrl_c_during_decode_stops_and_leaves_the_store_intact(ingested: Path) -> None:
-    args = ("ask", QUESTION, "--store", str(ingested), "--max-new-tokens")
-    process = start(*args, "400", before=SLOW_DECODING)
+    args = ("ask", QUESTION, "--store", str(ingested), "--max-new-tokens", "400")
+    process = start(*args, before=SLOW_DECODING)
     _, stderr, _ = interrupt(process)
     assert process.returncode == 130
     assert "the store is intact" in interrupted_sentence(stderr)
-    asked = invoke(*args, "1", "--json")
-    assert asked.exit_code == 0
-    assert json.loads(asked.stdout)["metrics"]["reused_tokens"] > 0
+    assert reused_tokens(ingested) > 0

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from blendrag.planning import measure
-from cli.commands import invoke, refused, said, start
+from cli.commands import QUESTION, ask, invoke, refused, said, start
 
 
 @pytest.fixture(autouse=True)
@@ -26,21 +26,18 @@ def profiles(store: Path) -> list[Path]:
 
 
 def test_a_profile_is_printed_and_kept_and_ask_uses_it(store: Path) -> None:
-    asked = (
-        "ask", "What is the topic?", "--store", str(store), "--ratio", "auto", "--max-new-tokens", "2"
-    )  # fmt: skip
-    before = json.loads(invoke(*asked, "--json").stdout)["metrics"]
+    before = ask(store, "--ratio", "auto")["metrics"]
     assert before["predicted_ttft_s"] is None
     assert any("blendrag profile" in note for note in before["notes"])
     first = invoke("profile", "--store", str(store))
     assert first.exit_code == 0, first.stderr
     for word in ("prefill: 64 tokens", "layers by rows", "memory: ", "disk: ", "GB/s"):
         assert word in first.stdout
-    after = json.loads(invoke(*asked, "--json").stdout)["metrics"]
+    after = ask(store, "--ratio", "auto")["metrics"]
     assert after["predicted_ttft_s"] > 0
     assert after["decision"]
     assert not [note for note in after["notes"] if "blendrag profile" in note]
-    shown = invoke(*asked).stderr
+    shown = invoke("ask", QUESTION, "--store", str(store), "--ratio", "auto").stderr
     assert " predicted (loading " in shown
     assert "\ndecision: " in shown
     second = invoke("profile", "--store", str(store))
