@@ -278,20 +278,6 @@ def test_a_scope_protects_existing_entries(lab, make_store):
         assert stored(lab, store, range(4)) == [0, 1, 3]
 
 
-def test_scopes_nest(lab, make_store):
-    store = make_store(limit_bytes=2 * lab.entry_bytes)
-    with store.pin_scope():
-        lab.put(store, 0)
-        with store.pin_scope():
-            lab.put(store, 1)
-            with pytest.raises(StoreFullError):
-                lab.put(store, 2)
-        with pytest.raises(StoreFullError):
-            lab.put(store, 2)
-    lab.put(store, 2)
-    assert stored(lab, store, range(3)) == [1, 2]
-
-
 def test_a_smaller_limit_is_reached_by_recover(lab, make_store, root):
     store = make_store()
     for number in range(5):

@@ -150,17 +150,6 @@ def test_an_outlier_costs_only_its_channel_among_keys_and_its_token_among_values
 
 
 @pytest.mark.parametrize("encoding", ENCODED)
-def test_the_largest_numbers_of_a_dtype_never_become_infinite(encoding):
-    for dtype in DTYPES.values():
-        top = torch.finfo(dtype).max
-        for low in (-top, 0.0, top / 2, top * 0.999):
-            numbers = torch.linspace(0, 1, 64).view(1, 1, 8, 8).repeat(2, 1, 1, 1).double()
-            numbers = (low + (top - low) * numbers).clamp(-top, top).to(dtype)
-            numbers[..., 0, 0], numbers[..., 7, :] = top, top
-            assert round_trip(numbers, encoding).isfinite().all()
-
-
-@pytest.mark.parametrize("encoding", ENCODED)
 def test_no_byte_is_nan_or_beyond_the_last_step_for_numbers_next_to_nothing(encoding):
     """Their scale is 0 or so coarse that it is nothing but rounding; other readers would see NaN."""
     least = 2.0**-149  # of float32

@@ -390,24 +390,6 @@ def test_a_chunk_cleared_every_time_is_not_acknowledged(lab, make_store, root, c
     assert store.stats().entries == store.stats().puts == 0
 
 
-def test_a_copy_removed_by_a_recovery_is_put_again_if_the_other_goes(
-    lab, make_store, root, monkeypatch
-):
-    store, other = make_store(), make_store()
-    write = store._files.write
-
-    def meanwhile(*args):
-        monkeypatch.setattr(store._files, "write", write)
-        lab.put(other, 1)
-        write(*args)
-        other.recover()
-        other.delete(lab.namespace, lab.key(1))
-
-    monkeypatch.setattr(store._files, "write", meanwhile)
-    lab.put(store, 1)
-    assert lab.is_right(store, 1)
-
-
 @pytest.fixture
 def archive(lab, tmp_path):
     """Of chunk 1."""

@@ -80,27 +80,6 @@ def test_memory_stays_within_its_limit_and_drops_the_least_recently_used(lab):
     assert all(map(torch.equal, lab.read(reader), lab.kv(0).layers))
 
 
-def test_memory_stays_within_its_limit_with_several_threads(lab):
-    store = MemoryStore(int(3.5 * CHUNK_BYTES))
-    kvs = {number: lab.kv(number, tokens=24 if number % 3 else 48) for number in range(60)}
-    seen = []
-
-    def fill(numbers):
-        for number in numbers:
-            store.put(lab.namespace, lab.key(number), kvs[number])
-            seen.append(store.stats().size_bytes)
-
-    threads = [threading.Thread(target=fill, args=(range(n, 60, 3),)) for n in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(seen) == 60
-    assert max(seen) <= store.limit_bytes
-    assert store.stats().size_bytes == sum(b.size_bytes for b in store._blocks.values())
-    assert store.stats().size_bytes + 2 * CHUNK_BYTES > store.limit_bytes
-
-
 def test_memory_refuses_large_chunks_and_nan(lab):
     with pytest.raises(StoreFullError, match="--ram-bytes"):
         lab.put(MemoryStore(CHUNK_BYTES - 1), 1)
@@ -120,16 +99,6 @@ def test_memory_misses_for_another_layout_or_length(lab):
     assert store.open(lab.key(1), lab.key(1), lab.layout, lab.tokens) is None
     assert store.delete(lab.namespace, lab.key(1))
     assert store.stats().size_bytes == 0
-
-
-def test_memory_keeps_one_copy_of_a_chunk(lab):
-    store = MemoryStore(1 << 20)
-    lab.put(store, 1)
-    size_bytes = store.stats().size_bytes
-    lab.put(store, 1)
-    (block,) = store._blocks.values()
-    assert store.insert(lab.namespace, lab.key(1), block)
-    assert (store.stats().entries, store.stats().size_bytes) == (1, size_bytes)
 
 
 @pytest.mark.parametrize("kind", ["memory", "tiers"])

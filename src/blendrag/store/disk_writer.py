@@ -150,12 +150,10 @@ class DiskWriter:
         try:
             with named_errors(f"opening store {self._root}"), self._index.exclusive():
                 try:
-                    is_sound = not any(leftovers(self._tmp))
-                    if is_sound:
-                        self._index.open()
+                    if any(leftovers(self._tmp)):
+                        raise IndexCorrupt("a writer has crashed")
+                    self._index.open()
                 except IndexCorrupt:
-                    is_sound = False
-                if not is_sound:
                     self._rebuild()
         except StoreError as exc:
             logger.warning("%s; chunks are found by listing directories meanwhile", exc)

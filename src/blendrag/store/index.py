@@ -225,14 +225,14 @@ class Index:
         """Hold the index against all other writers, in this process and others. Reentrant."""
         wait_s = self.lock_timeout_s if timeout_s is None else timeout_s
         if not self._threads.acquire(timeout=wait_s):
-            raise self._held("another thread", wait_s)
+            raise self._locked(f"is held by another thread for {wait_s} s")
         try:
             try:
                 self._processes.acquire(timeout=wait_s, poll_interval=0.005)
             except filelock.Timeout as exc:
-                raise self._held("another process", wait_s) from exc
+                raise self._locked(f"is held by another process for {wait_s} s") from exc
             except OSError as exc:
-                raise self._unusable(exc.strerror or exc) from exc
+                raise self._locked(f"cannot be used now ({exc.strerror or exc})") from exc
             try:
                 yield
             finally:
@@ -413,7 +413,7 @@ class Index:
         except FileNotFoundError:
             return False
         except OSError as exc:
-            raise self._unusable(exc.strerror or exc) from exc
+            raise self._locked(f"cannot be used now ({exc.strerror or exc})") from exc
         return True
 
     # -- errors ----------------------------------------------------------------------------------
@@ -431,28 +431,24 @@ class Index:
     def _error(self, error: sqlite3.Error) -> StoreError:
         code = sqlite_code(error)
         if is_out_of_space(error):
-            return StoreFullError(
-                f"no space left for index {self._directory}; free some space", 1 << 20
-            )
+            return StoreFullError(f"no space left for index {self._directory}; free some", 1 << 20)
         if code in _IN_USE:
-            return self._held("another process", self._busy_timeout_s)
-        writable = os.access(self._directory / DATABASE, os.W_OK)
-        if code == sqlite3.SQLITE_READONLY and writable and os.access(self._directory, os.W_OK):
-            return IndexCorrupt(str(error))  # the database itself says so
+            return self._locked(f"is held by another process for {self._busy_timeout_s} s")
+        if code == sqlite3.SQLITE_READONLY and self._is_writable():  # the database itself says so
+            return IndexCorrupt(str(error))
         if code in _NOT_THE_CONTENT:
-            return self._unusable(error)
+            return self._locked(f"cannot be used now ({error})")
         return IndexCorrupt(str(error))
 
-    def _held(self, by: str, wait_s: float) -> IndexLocked:
-        return IndexLocked(
-            f"index {self._directory} is held by {by} for {wait_s} s, expected it to be free within "
-            "seconds; wait for the other one or stop it"
+    def _is_writable(self) -> bool:
+        return all(
+            os.access(path, os.W_OK) for path in (self._directory, self._directory / DATABASE)
         )
 
-    def _unusable(self, reason: object) -> IndexLocked:
+    def _locked(self, problem: str) -> IndexLocked:
         return IndexLocked(
-            f"index {self._directory} cannot be used now ({reason}), expected a working disk and a "
-            "directory of our own; check both"
+            f"index {self._directory} {problem}, expected a working disk and no other user for longer "
+            "than seconds; check both, then try again"
         )
 
 

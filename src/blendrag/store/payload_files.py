@@ -176,13 +176,6 @@ class PayloadFiles:
         with self._shard(name.shard) as directory:
             return os.stat(name.file, dir_fd=directory, follow_symlinks=False)
 
-    def exists(self, name: Name) -> bool:
-        try:
-            self._status(name)
-        except OSError:
-            return False
-        return True
-
     def is_gone(self, name: Name) -> bool:
         """Whether there is no such payload. Raises ``OSError`` if that is unknown."""
         try:
@@ -193,19 +186,23 @@ class PayloadFiles:
             raise
         return False
 
+    def exists(self, name: Name) -> bool:
+        """Like :meth:`is_gone`; ``False`` if it is unknown."""
+        with contextlib.suppress(OSError):
+            return not self.is_gone(name)
+        return False
+
     def size(self, name: Name) -> int:
         """Bytes of a payload; 0 if it is gone."""
-        try:
+        with contextlib.suppress(OSError):
             return self._status(name).st_size
-        except OSError:
-            return 0
+        return 0
 
     def written_ns(self, name: Name) -> int:
         """When a payload was written, by the clock at that time; 0 if it is gone."""
-        try:
+        with contextlib.suppress(OSError):
             return self._status(name).st_mtime_ns
-        except OSError:
-            return 0
+        return 0
 
     def write(self, name: Name, temporary: Path, buffers: Iterable[Any]) -> None:
         """Write, fsync, rename into place, fsync the directory. A failure leaves nothing behind."""

@@ -48,32 +48,29 @@ class PromotingReader:
     def __init__(self, namespace: str, reader: DiskReader, promotion: Promotion) -> None:
         self.key = reader.key
         self.tokens = reader.tokens
-        self._namespace = namespace
-        self._reader = reader
+        self._job = _Job(namespace, reader.key, reader)
         self._promotion = promotion
-        self._was_read = self._failed = False
-        self._closed = False
+        self._was_read = self._failed = self._closed = False
 
     def read_layer(self, layer: int, out: torch.Tensor) -> None:
         if self._closed:
             raise ValueError(f"reader of {self.key[:12]}… is closed")
         try:
-            self._reader.read_layer(layer, out)
+            self._job.reader.read_layer(layer, out)
         except BaseException:
             self._failed = True
             raise
         self._was_read = True
 
     def is_cached(self) -> bool:
-        return self._reader.is_cached()
+        return self._job.reader.is_cached()
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        job = _Job(self._namespace, self.key, self._reader)
-        if not self._was_read or self._failed or not self._promotion.offer(job):
-            self._reader.close()
+        if not self._was_read or self._failed or not self._promotion.offer(self._job):
+            self._job.reader.close()
 
 
 class Promotion:
