@@ -25,7 +25,6 @@ from blendrag.corpus.corpus import Corpus, check_corpus
 from blendrag.corpus.database import FILE_NAME, TABLES
 from blendrag.corpus.documents import Entry, NewEntry
 from blendrag.corpus.manifest import Manifest
-from blendrag.corpus.vectors import FILE_NAME as VECTORS
 from blendrag.errors import BlendragError
 from blendrag.text.chunking import Chunk, chunk_id_of
 from blendrag.text.readers import Document
@@ -85,7 +84,6 @@ def make_corpus(root: Path) -> Truth:
             truth.entries[entry.id] = entry
             truth.texts.append(entry.text)
             truth.places.add((entry.text, entry.source, entry.title, 0))
-        corpus.nearest(vector_of("x"), 1)
     return truth
 
 
@@ -205,8 +203,7 @@ class Fuzzing:
         database, kind = root / "corpus" / FILE_NAME, self.rng.random()
         forged = kind > 0.85
         if kind < 0.75:
-            path = database if kind < 0.65 else root / "corpus" / VECTORS
-            what = damage_bytes(path, self.rng)
+            what = damage_bytes(database, self.rng)
         else:
             what = damage_row(database, self.rng, forged)
         for read in (

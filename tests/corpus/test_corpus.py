@@ -205,88 +205,6 @@ def test_an_emptied_corpus_takes_vectors_of_any_length(corpus: Corpus) -> None:
     assert (stored.text, distance) == ("three", 0)
 
 
-def test_the_vector_cache_is_only_a_cache(tmp_path: Path) -> None:
-    cache = tmp_path / "corpus" / "vectors.faiss"
-    with Corpus.open(tmp_path, create=True) as corpus:
-        put(corpus, "a", *(f"text {i}" for i in range(30)))
-        expected = texts_found(corpus, "query", 5)
-    good = cache.read_bytes()
-    flipped = bytearray(good)
-    flipped[len(good) // 2] ^= 1
-    for content in (b"", b"BLRGVEC1", good[:-1], bytes(flipped), good, None):
-        cache.unlink()
-        if content is not None:
-            cache.write_bytes(content)
-        with Corpus.open(tmp_path) as corpus:
-            assert texts_found(corpus, "query", 5) == expected
-        assert cache.read_bytes() == good
-
-
-def test_an_outdated_vector_cache_is_brought_up_to_date(tmp_path: Path) -> None:
-    with Corpus.open(tmp_path, create=True) as corpus:
-        put(corpus, "a", "one", "two")
-        put(corpus, "b", "three")
-        texts_found(corpus, "one")
-    with Corpus.open(tmp_path) as corpus:  # changed without a search: the cache is not written
-        corpus.remove_source("a")
-        put(corpus, "c", "four")
-    with Corpus.open(tmp_path) as corpus:
-        assert set(texts_found(corpus, "one")) == {"three", "four"}
-
-
-def found_by_its_vector(corpus: Corpus, text: str) -> bool:
-    (stored, distance), *_ = corpus.nearest(vector_of(text), 1)
-    return stored.text == text and distance < 1e-3
-
-
-def remove_database(root: Path) -> None:
-    for file in (root / "corpus").glob(f"{FILE_NAME}*"):
-        file.unlink()
-
-
-def test_a_recreated_corpus_does_not_use_the_old_vectors(tmp_path: Path) -> None:
-    with Corpus.open(tmp_path, create=True) as corpus:
-        put(corpus, "a", "one", "two")
-        assert found_by_its_vector(corpus, "one")
-    remove_database(tmp_path)
-    with Corpus.open(tmp_path, create=True) as corpus:
-        put(corpus, "b", "three", "four")  # passages with the same ids
-        assert found_by_its_vector(corpus, "three")
-        assert found_by_its_vector(corpus, "four")
-
-
-def test_a_restored_backup_does_not_use_vectors_from_its_future(tmp_path: Path) -> None:
-    path = tmp_path / "corpus" / FILE_NAME
-    with Corpus.open(tmp_path, create=True) as corpus:
-        put(corpus, "a", "one")
-    backup = path.read_bytes()
-    with Corpus.open(tmp_path) as corpus:
-        put(corpus, "b", "two", "three")
-        assert found_by_its_vector(corpus, "two")
-    remove_database(tmp_path)
-    path.write_bytes(backup)
-    with Corpus.open(tmp_path, read_only=True) as corpus:
-        assert texts_found(corpus, "two") == ["one"]
-    names = ("four", "five", "six")
-    with Corpus.open(tmp_path) as corpus:
-        for name in names:  # ids and generations that were used before
-            put(corpus, name, name)
-    with Corpus.open(tmp_path) as corpus:
-        assert all(found_by_its_vector(corpus, name) for name in ("one", *names))
-
-
-def test_a_corpus_that_lost_its_id_is_searched_without_the_cache(tmp_path: Path) -> None:
-    with Corpus.open(tmp_path, create=True) as corpus:
-        put(corpus, "a", "one")
-        assert found_by_its_vector(corpus, "one")
-    with sqlite3.connect(tmp_path / "corpus" / FILE_NAME) as damaged:
-        damaged.execute("DELETE FROM meta WHERE key = 'corpus_id'")
-    damaged.close()
-    for read_only in (True, False):
-        with Corpus.open(tmp_path, read_only=read_only) as corpus:
-            assert found_by_its_vector(corpus, "one")
-
-
 def test_a_search_sees_one_state_while_another_connection_writes(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -483,9 +401,7 @@ def test_a_corpus_opened_read_only_is_searched_and_never_changed(filled: Path) -
         assert texts_found(corpus, long("two"), 1) == [long("two")]
         assert len(corpus.chunk_index) == 2
         assert_refuses_changes(corpus)
-    after = files_of(filled)
-    assert after[FILE_NAME] == before[FILE_NAME]
-    assert "vectors.faiss" not in after  # closing writes no cache
+    assert files_of(filled)[FILE_NAME] == before[FILE_NAME]
 
 
 def test_a_reader_sees_what_a_writer_commits(filled: Path) -> None:

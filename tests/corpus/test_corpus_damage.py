@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import sqlite3
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import pytest
 from blendrag.corpus import database
 from blendrag.corpus.corpus import Corpus, check_corpus
 from blendrag.corpus.database import FILE_NAME
-from blendrag.corpus.vectors import FILE_NAME as VECTORS
 from blendrag.errors import BlendragError, CorpusError
 from corpus.corpus_fuzz import Fuzzing, change, chunk_id_of, make_corpus, text_of, vector_of
 
@@ -30,11 +28,6 @@ def execute(root: Path, *statements: str) -> None:
         for statement in statements:
             connection.execute(statement)
     connection.close()
-
-
-def nearest_text(root: Path, text: str, read_only: bool = False) -> str:
-    with Corpus.open(root, read_only=read_only) as corpus:
-        return corpus.nearest(vector_of(text), 1)[0][0].text
 
 
 def test_damaged_copies_give_no_wrong_answer_and_no_other_error(tmp_path: Path) -> None:
@@ -79,9 +72,9 @@ def test_a_huge_row_is_not_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> 
         corpus.text(chunk_id_of(text_of(0, 0)))
 
 
-@pytest.mark.parametrize("name", [FILE_NAME, f"{FILE_NAME}-wal", VECTORS])
+@pytest.mark.parametrize("name", [FILE_NAME, f"{FILE_NAME}-wal"])
 @pytest.mark.parametrize("kind", ["fifo", "link", "directory"])
-def test_irregular_files_are_refused_or_ignored_at_once(root: Path, name: str, kind: str) -> None:
+def test_irregular_files_are_refused_at_once(root: Path, name: str, kind: str) -> None:
     path = root / "corpus" / name
     path.unlink(missing_ok=True)
     if kind == "fifo":
@@ -90,12 +83,8 @@ def test_irregular_files_are_refused_or_ignored_at_once(root: Path, name: str, k
         path.symlink_to("/dev/zero")
     else:
         path.mkdir()
-    if name != VECTORS:
-        with pytest.raises(CorpusError, match="is not a regular file"):
-            Corpus.open(root)
-        return
-    for read_only in (True, False):
-        assert nearest_text(root, text_of(1, 1), read_only) == text_of(1, 1)
+    with pytest.raises(CorpusError, match="is not a regular file"):
+        Corpus.open(root)
 
 
 def test_a_corpus_directory_behind_a_link_is_refused(root: Path, tmp_path: Path) -> None:
@@ -113,21 +102,6 @@ def test_a_journal_that_would_delete_a_file_is_refused(root: Path) -> None:
     assert journal.exists()
 
 
-def test_a_damaged_vector_cache_of_any_size_is_rebuilt(root: Path) -> None:
-    path = root / "corpus" / VECTORS
-    good = path.read_bytes()
-    rng = random.Random(1)
-    with path.open("r+b") as file:
-        file.truncate(1 << 40)
-    assert nearest_text(root, text_of(2, 0)) == text_of(2, 0)
-    assert path.read_bytes() == good
-    for _ in range(10):
-        damaged = bytearray(good)
-        damaged[rng.randrange(len(good))] ^= 1 << rng.randrange(8)
-        path.write_bytes(damaged)
-        assert nearest_text(root, text_of(2, 0), read_only=True) == text_of(2, 0)
-
-
 @pytest.mark.parametrize(
     ("statement", "row"),
     [
@@ -141,7 +115,6 @@ def test_a_damaged_vector_cache_of_any_size_is_rebuilt(root: Path) -> None:
 def test_a_damaged_row_is_left_out_reported_and_repaired(
     root: Path, statement: str, row: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (root / "corpus" / VECTORS).unlink()
     execute(root, statement)
     text = text_of(1, 0)
     with Corpus.open(root) as corpus, caplog.at_level(logging.WARNING):
@@ -156,8 +129,8 @@ def test_a_damaged_row_is_left_out_reported_and_repaired(
     assert check_corpus(root, repair=True).repaired
     assert check_corpus(root).is_good
     change(root)
-    assert nearest_text(root, text) == text
     with Corpus.open(root) as corpus:
+        assert corpus.nearest(vector_of(text), 1)[0][0].text == text
         assert corpus.unchanged("doc1.md", "digest 1") is not None
 
 
@@ -195,7 +168,6 @@ def test_damaged_hashes_are_computed_from_the_text(root: Path) -> None:
 
 
 def test_forged_vectors_of_another_length_or_nan_are_left_out(root: Path) -> None:
-    (root / "corpus" / VECTORS).unlink()
     with Corpus.open(root) as corpus, corpus._file.writing() as connection:
         passages = corpus._file.sound_rows(database.PASSAGE, "WHERE id < 3")
         for values, numbers in zip(passages, ([1.0], [np.nan] * 8), strict=True):

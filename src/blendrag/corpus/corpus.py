@@ -87,16 +87,11 @@ class Corpus:
                 f"{directory} cannot be made ({exc.strerror}); give --store a directory that can "
                 "be written"
             ) from exc
-        corpus = cls(CorpusFile(directory, create=create))
-        corpus.vectors.drop_future_cache()
-        return corpus
+        return cls(CorpusFile(directory, create=create))
 
     def close(self) -> None:
-        """Write the vector cache and close the file. Idempotent."""
-        with self._file.lock:
-            if not self._file.closed and not self.read_only:
-                self.vectors.save()
-            self._file.close()
+        """Close the file. Idempotent."""
+        self._file.close()
 
     def __enter__(self) -> Corpus:
         return self
@@ -361,15 +356,15 @@ def check_corpus(root: Path, repair: bool = False) -> CorpusCheck:
     """Check every row of the corpus of the store at ``root``, and the file's pages and indexes.
 
     With ``repair``, damaged rows are removed together with the documents they belonged to, which the next
-    ingest restores. Raises :class:`CorpusError` if the corpus cannot be opened.
+    ingest restores. Raises :class:`CorpusError` if the corpus cannot be opened or a setting is damaged.
     """
     with Corpus.open(root, read_only=not repair) as corpus:
         with corpus._file.reading():
             rows, damaged, faults = _scan(corpus._file)
         if repair and faults:
             with corpus._file.writing():
+                corpus._file.generation()  # raises if a setting is damaged: no repair restores it
                 _remove_damaged(corpus._file, damaged)
-                corpus.vectors.drop_cache()
         return CorpusCheck(
             rows, len(faults), tuple(faults[:MAX_FAULTS]), repaired=repair and bool(faults)
         )

@@ -1,7 +1,6 @@
 """The SQLite file of a corpus: schema, checksummed rows, connection, transactions and errors.
 
-The file is the truth of a corpus; everything else, like the FAISS file, can be rebuilt from it.
-Several processes may use it at once, and several threads one connection.
+Several processes may use the file at once, and several threads one connection.
 
 Invariants of the tables:
 
@@ -12,8 +11,7 @@ Invariants of the tables:
   so two indexes over the same ids are equal.
 - Every row carries a digest of its other columns; ``document.passages`` counts passages, so that a lost one
   is noticed.
-- ``generation`` grows with every transaction that changes passages. ``corpus_id`` is random and never
-  changes, so a file recreated at the same path is another corpus.
+- The setting ``generation`` grows with every transaction that changes passages.
 - ``anchor`` has a row per chunk: the hashes that find it in prompts. Its ids ascend, so new rows have higher
   ids than all earlier ones.
 - ``entry`` names documents that were added by id, with one chunk each; their source begins with
@@ -28,7 +26,6 @@ import json
 import logging
 import os
 import re
-import secrets
 import sqlite3
 import stat
 import struct
@@ -390,7 +387,6 @@ def _create_tables(connection: sqlite3.Connection, path: Path) -> None:
         for statement in _SCHEMA.split(";"):
             connection.execute(statement)
         META.put(connection, "generation", "0")
-        META.put(connection, "corpus_id", secrets.token_hex(16))
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 

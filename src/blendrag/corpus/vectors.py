@@ -1,32 +1,21 @@
-"""Nearest neighbours over the vectors of passages: a FAISS index in memory and a cache of it on disk.
+"""Nearest neighbours over the vectors of passages, by a FAISS index in memory.
 
-The cache holds ids and vectors. It is used only if its bytes are as written, for this database, and not for a
-later state of it (a restored backup reuses passage ids). The difference of passage ids then brings it up to
-date, as a passage's vector never changes; otherwise the index is rebuilt from the database.
+The index is built from the database on the first search and then kept up to date by the difference of passage
+ids, as a passage's vector never changes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import struct
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import numpy as np
-import xxhash
 
 from blendrag.corpus.database import PASSAGE, CorpusFile, damaged, damaged_settings
 from blendrag.errors import InvalidInputError
-from blendrag.store.regular_files import open_regular, read_bytes, replace
 
 T = TypeVar("T")
 
-FILE_NAME = "vectors.faiss"
-_MAGIC = b"BLRGVEC3"
-#: Magic, generation of the database, digest. Followed by int64 ids, ascending, and float32 vectors. Not
-#: FAISS's own format, whose reader trusts the sizes it states.
-_HEADER = struct.Struct("<8sQ16s")
 #: Vectors read from the database at a time.
 _BATCH = 4096
 #: Largest dimension of a vector.
@@ -38,10 +27,8 @@ class VectorIndex:
 
     def __init__(self, file: CorpusFile) -> None:
         self._file = file
-        self._path = file.directory / FILE_NAME
         self._index: Any = None
-        self._ids = self._saved_ids = np.zeros(0, np.int64)  # sorted
-        self._corpus_id: str | None = None
+        self._ids = np.zeros(0, np.int64)  # sorted
         self._generation = -1
 
     def dim(self) -> int | None:
@@ -139,9 +126,12 @@ class VectorIndex:
             _passages(self._file, "NOT INDEXED"), unsearchable, assume_unique=True
         )
         if self._index is None or self._index.d != dim:
-            self._corpus_id = self._file.meta("corpus_id")
-            self._index = self._read(generation, dim, 2 * len(present) + _BATCH)
-            self._ids = self._saved_ids = _ids_of(self._index)
+            import faiss
+
+            self._index, self._ids = (
+                faiss.IndexIDMap2(faiss.IndexFlatL2(dim)),
+                np.zeros(0, np.int64),
+            )
         removed = np.setdiff1d(self._ids, present, assume_unique=True)
         new = np.setdiff1d(present, self._ids, assume_unique=True)
         if len(removed):
@@ -150,77 +140,6 @@ class VectorIndex:
             ids, vectors = _vectors_of(self._file, new[at : at + _BATCH], dim)
             self._index.add_with_ids(vectors, ids)
         self._ids, self._generation = np.sort(_ids_of(self._index)), generation
-
-    # -- the cache on disk --------------------------------------------------------------------
-
-    def save(self) -> None:
-        """Write the cache if the index changed. Best effort: a failure costs the next process a rebuild."""
-        if self._index is None or self._corpus_id is None:
-            return
-        if np.array_equal(self._saved_ids, self._ids):
-            return
-        import faiss
-
-        ids = _ids_of(self._index)
-        flat = faiss.downcast_index(self._index.index)
-        vectors = np.ascontiguousarray(flat.reconstruct_n(0, len(ids)), np.float32)
-        payload = ids.tobytes(), vectors.tobytes()
-        digest = _digest(self._corpus_id, self._generation, *payload)
-        header = _HEADER.pack(_MAGIC, self._generation, digest)
-        with contextlib.suppress(OSError):
-            replace(self._path, header, *payload)
-            self._saved_ids = self._ids
-
-    def drop_future_cache(self) -> None:
-        """Remove a cache of a later state than the database's, which is a restored backup then.
-
-        New passages would get ids that the cache has already.
-        """
-        try:
-            with os.fdopen(open_regular(self._path), "rb") as file:
-                magic, generation, _ = _HEADER.unpack(file.read(_HEADER.size))
-        except (OSError, struct.error):
-            return
-        if magic == _MAGIC and generation > self._file.generation():
-            self.drop_cache()
-
-    def drop_cache(self) -> None:
-        """Remove the cache. Best effort."""
-        with contextlib.suppress(OSError):
-            self._path.unlink()
-
-    def _read(self, generation: int, dim: int, most: int) -> Any:
-        """The index from its cache, or an empty one. ``most``: vectors of a cache worth reading."""
-        import faiss
-
-        index = faiss.IndexIDMap2(faiss.IndexFlatL2(dim))
-        row_bytes = 8 + 4 * dim
-        try:
-            data = read_bytes(self._path, _HEADER.size + most * row_bytes)
-        except OSError:
-            return index
-        rows, rest = divmod(len(data) - _HEADER.size, row_bytes)
-        if rows > 0 and not rest and self._fits(data, generation):
-            ids = np.frombuffer(data, np.int64, rows, _HEADER.size)
-            vectors = np.frombuffer(data, np.float32, rows * dim, _HEADER.size + 8 * rows)
-            if (np.diff(ids) > 0).all():
-                index.add_with_ids(vectors.reshape(rows, dim), ids)
-        return index
-
-    def _fits(self, data: bytes, generation: int) -> bool:
-        """Whether the cache is as written, for this corpus, and not from its future."""
-        magic, saved, digest = _HEADER.unpack_from(data)
-        if magic != _MAGIC or saved > generation or self._corpus_id is None:
-            return False
-        return digest == _digest(self._corpus_id, saved, memoryview(data)[_HEADER.size :])
-
-
-def _digest(corpus_id: str, generation: int, *payload: bytes | memoryview) -> bytes:
-    """xxh3-128 over the vectors and the state of the database they are from."""
-    hashed = xxhash.xxh3_128(f"{corpus_id} {generation} ".encode("utf-8", "surrogateescape"))
-    for part in payload:
-        hashed.update(part)
-    return hashed.digest()
 
 
 def _passages(file: CorpusFile, condition: str) -> np.ndarray:
