@@ -240,11 +240,6 @@ class Found:
         """The best of the fixed families."""
         return min(self.families, key=lambda each: each.deviation)
 
-    def add(self, tried: Tried) -> None:
-        self.tried += 1
-        if self.best is None or tried.deviation < self.best.deviation:
-            self.best = tried
-
 
 def families(layers: int) -> list[Schedule]:
     """The fixed shapes a search begins with: constant, linear, geometric, first:m."""
@@ -269,19 +264,41 @@ def search(
     is tried first. Ends early when ``has_time()`` says so or at ``KeyboardInterrupt``, with the best so far;
     before the first family is measured the interrupt is raised.
     """
-    found = Found()
+    found, rng = Found(), random.Random(seed)
+
+    def attempt(schedule: Schedule, bound: float = math.inf, is_family: bool = False) -> bool:
+        """Measure ``schedule``; whether it stays below ``bound``."""
+        tried = Tried(schedule, measure(schedule, bound))
+        found.tried += 1
+        if found.best is None or tried.deviation < found.best.deviation:
+            found.best = tried
+        if is_family:  # after the best: an interrupt between the two leaves the best never worse
+            found.families.append(tried)
+        if found.families:
+            watch(Step(found.tried, found.family, found.best))
+        return tried.deviation < bound
+
     try:
         if known is not None:
-            found.add(Tried(known, measure(known, math.inf)))
+            attempt(known)
         for schedule in _distinct(families(layers), ratio, layers):
             if found.families and not has_time():
                 found.out_of_time = True
                 return found
-            tried = Tried(schedule, measure(schedule, math.inf))
-            found.add(tried)  # first: an interrupt between the two leaves the best never worse
-            found.families.append(tried)
-            _tell(found, watch)
-        _refine(found, measure, layers, ratio, random.Random(seed), has_time, watch)
+            attempt(schedule, is_family=True)
+        for _ in range(MAX_ROUNDS):
+            improved = False
+            for stop, part in _shuffled_moves(layers - 1, rng):
+                if not has_time():
+                    found.out_of_time = True
+                    return found
+                assert found.best is not None
+                shares = _moved(found.best.schedule.shares(ratio, layers), stop, part, ratio)
+                if shares is not None:
+                    bound = (1 - WORTHWHILE) * found.best.deviation
+                    improved |= attempt(Schedule("vector", shares), bound)
+            if not improved:
+                break
     except KeyboardInterrupt:
         if not found.families:
             raise
@@ -296,41 +313,6 @@ def _distinct(schedules: Sequence[Schedule], ratio: float, layers: int) -> list[
         shares = tuple(round(share, 9) for share in schedule.shares(ratio, layers))
         by_shares.setdefault(shares, schedule)
     return list(by_shares.values())
-
-
-def _refine(
-    found: Found,
-    measure: Deviates,
-    layers: int,
-    ratio: float,
-    rng: random.Random,
-    has_time: Callable[[], bool],
-    watch: Callable[[Step], None],
-) -> None:
-    """Rounds of moves, until one round brings nothing."""
-    for _ in range(MAX_ROUNDS):
-        improved = False
-        for stop, part in _shuffled_moves(layers - 1, rng):
-            assert found.best is not None
-            if not has_time():
-                found.out_of_time = True
-                return
-            shares = _moved(found.best.schedule.shares(ratio, layers), stop, part, ratio)
-            if shares is None:
-                continue
-            bound = (1 - WORTHWHILE) * found.best.deviation
-            schedule = Schedule("vector", shares)
-            tried = Tried(schedule, measure(schedule, bound))
-            improved |= tried.deviation < bound
-            found.add(tried)
-            _tell(found, watch)
-        if not improved:
-            return
-
-
-def _tell(found: Found, watch: Callable[[Step], None]) -> None:
-    assert found.best is not None
-    watch(Step(found.tried, found.family, found.best))
 
 
 def _shuffled_moves(n: int, rng: random.Random) -> Iterator[tuple[int, float]]:

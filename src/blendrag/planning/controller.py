@@ -89,14 +89,7 @@ class Controller:
         if self.profile is None or not plan.chunks:
             return plan
         try:
-            stored = self._stored_prompt(plan)
-            untimed = _untimed(self.profile, stored)
-            if untimed is not None:
-                return _unpredicted(plan, untimed, options.is_auto)
-            estimator = Estimator(self.profile, stored)
-            if options.is_auto and options.mode == "blend":
-                return self._chosen(plan, estimator, options)
-            return self._predicted(plan, estimator, options)
+            return self._estimated(plan, options)
         except BaseException:
             plan.close()
             raise
@@ -172,15 +165,26 @@ class Controller:
 
     # -- predict and choose ---------------------------------------------------------------------------
 
-    def _stored_prompt(self, plan: Plan) -> StoredPrompt:
-        """What the estimates need of the plan; its parts are the plan's spans, in order."""
+    def _estimated(self, plan: Plan, options: PlanOptions) -> Plan:
+        """With predicted times; for an automatic ratio, with the loads and the ratio that are fastest."""
+        assert self.profile is not None
         stored = self.adapter.layout.encoded(self.encoding)
-        parts = tuple(_part(span, stored) for span in plan.spans)
-        scouted = plan.policy.attention_layers(len(stored.layers)).stop
-        return StoredPrompt(len(plan.prompt.ids), parts, plan.policy.needs_deviation, scouted)
-
-    def _predicted(self, plan: Plan, estimator: Estimator, options: PlanOptions) -> Plan:
-        """With everything loaded, at the ratio asked for."""
+        prompt = StoredPrompt(
+            len(plan.prompt.ids),
+            tuple(_part(span, stored) for span in plan.spans),
+            plan.policy.needs_deviation,
+            plan.policy.attention_layers(len(stored.layers)).stop,
+        )
+        try:
+            estimator = Estimator(self.profile, prompt)
+        except KeyError as tier:
+            note = (
+                f"the machine profile has no times for reading from {tier.args[0]}, so ratio auto is the "
+                "smallest one; measure with blendrag profile"
+            )
+            return replace(plan, notes=(note,) * options.is_auto)
+        if options.is_auto and options.mode == "blend":
+            return self._chosen(plan, estimator, options)
         estimate = estimator.loading_all()
         layers = estimator.profile.layers
         counts = options.counts(options.ratio, layers, estimate.candidates, estimate.chunks)
@@ -227,19 +231,6 @@ def _tier(span: LoadedSpan) -> str:
     if span.reader.tier == DISK and is_cached is not None and not is_cached():
         return COLD
     return span.reader.tier
-
-
-def _untimed(profile: Profile, prompt: StoredPrompt) -> str | None:
-    """A tier that the profile has no times for, if a part is stored there."""
-    return next((part.tier for part in prompt.parts if profile.tier(part.tier) is None), None)
-
-
-def _unpredicted(plan: Plan, tier: str, is_auto: bool) -> Plan:
-    note = (
-        f"the machine profile has no times for reading from {tier}, so ratio auto is the smallest one; "
-        "measure with blendrag profile"
-    )
-    return replace(plan, notes=(note,) if is_auto else ())
 
 
 def _without_slow_loads(plan: Plan, prompt: StoredPrompt, choice: Choice) -> Plan:

@@ -26,7 +26,6 @@ from blendrag.model.adapter import ModelAdapter
 from blendrag.model.sharing import in_this_thread
 from blendrag.planning.profile import COLD, DISK, Conditions, Curve, Profile, Tier, cores
 from blendrag.planning.tier_times import (
-    directory_tiers,
     measure_device,
     measure_directory,
     measure_memory,
@@ -112,7 +111,7 @@ class Measure:
         tiers = [measure_memory(kvs, self._pinned)]
         if root is not None:
             self._step("reading from disk")
-            tiers += measure_directory(root, kvs, self._pinned, DISK, COLD, "--store")
+            tiers += measure_directory(root, kvs, self._pinned, (DISK, COLD))
         tiers += self._directory_tiers(directories, kvs)
         device_bytes_per_s = self._run(lambda: measure_device(device))
         lengths = self._bearable(lengths)
@@ -158,7 +157,7 @@ class Measure:
         tiers: list[Tier] = []
         for path in directories:
             self._step(f"reading from {path}")
-            tiers += measure_directory(path, kvs, self._pinned, *directory_tiers(path))
+            tiers += measure_directory(path, kvs, self._pinned)
         return tiers
 
     def _bearable(self, lengths: Sequence[int]) -> list[int]:

@@ -131,7 +131,7 @@ class Plan:
         per_span = iter(recomputed)
         reports = []
         for chunk in self.chunks:
-            segment, span = chunk.segment, chunk.span
+            segment = chunk.segment
             assert segment.chunk_id is not None
             outcome: ChunkOutcome = "computed"
             tokens: float = len(segment.ids)
@@ -140,17 +140,18 @@ class Plan:
             elif chunk.action is Action.BLEND:
                 tokens = next(per_span, 0.0)
                 outcome = "blended" if tokens > 0 else "reused"
-            reports.append(
-                ChunkReport(
-                    chunk_id=segment.chunk_id,
-                    source=source_of.get(segment.chunk_id, ""),
-                    tokens=len(segment.ids),
-                    outcome=outcome,
-                    recomputed_tokens=round(tokens),
-                    reason=chunk.reason.text,
-                    tier=span.reader.tier if span is not None else "",
-                )
+            source = source_of.get(segment.chunk_id, "")
+            tier = chunk.span.reader.tier if chunk.span is not None else ""
+            report = ChunkReport(
+                segment.chunk_id,
+                source,
+                len(segment.ids),
+                outcome,
+                round(tokens),
+                chunk.reason.text,
+                tier,
             )
+            reports.append(report)
         return tuple(reports)
 
     def close(self) -> None:

@@ -75,18 +75,16 @@ def measure_memory(kvs: Sequence[ChunkKV], pinned: bool) -> Tier:
 
 
 def measure_directory(
-    directory: Path,
-    kvs: Sequence[ChunkKV],
-    pinned: bool,
-    name: str,
-    cold_name: str,
-    option: str = "--dir",
+    directory: Path, kvs: Sequence[ChunkKV], pinned: bool, names: tuple[str, str] | None = None
 ) -> tuple[Tier, ...]:
     """The disk tier in ``directory``: with its files in the page cache, and without if they can be dropped.
 
-    Raises :class:`InvalidInputError` for a directory that cannot be written (named by ``option``);
-    :class:`StoreFullError`.
+    ``names``: of these two tiers, for the store's own directory; else they are named after the directory.
+    Raises :class:`InvalidInputError` for a directory that cannot be written; :class:`StoreFullError`.
     """
+    option = "--dir" if names is None else "--store"
+    name = str(directory.expanduser().resolve())
+    name, cold_name = names or (name, f"{name} (cold)")
     warm, cold = [], []
     is_cold = True
     for kv in kvs:
@@ -100,12 +98,6 @@ def measure_directory(
             warm.append(_median(store, kv, pinned))
     found = tier_of(name, warm)
     return (found, tier_of(cold_name, cold)) if is_cold else (found,)
-
-
-def directory_tiers(path: Path) -> tuple[str, str]:
-    """Names of a directory's tiers, with its files in the page cache and without."""
-    name = str(path.expanduser().resolve())
-    return name, f"{name} (cold)"
 
 
 def measure_device(device: torch.device) -> float | None:
@@ -174,18 +166,13 @@ def _read(store: DiskStore | MemoryStore, kv: ChunkKV, pinned: bool) -> Reading:
     return Reading(size_bytes, count * len(targets), seconds, min(busy_s, seconds))
 
 
-def _targets(kv: ChunkKV, count: int, pinned: bool) -> list[list[torch.Tensor]]:
-    """Where each layer of each chunk is read to: fresh memory like a prompt's buffers, or pinned."""
+def _targets(kv: ChunkKV, count: int, pinned: bool) -> list[tuple[torch.Tensor, ...]]:
+    """Where each layer of each chunk is read to: fresh memory, like a prompt's buffers."""
     rows = []
     for layer in range(len(kv.layout.layers)):
-        shape = kv.layout.layer_shape(layer, kv.tokens)  # [2, Hkv, T, D]
-        dtype = kv.layout.torch_dtype
-        if pinned:
-            rows.append([torch.empty(shape, dtype=dtype, pin_memory=True) for _ in range(count)])
-        else:
-            two, heads, tokens, width = shape
-            buffer = torch.empty((two, heads, count * tokens, width), dtype=dtype)
-            rows.append(list(buffer.split(tokens, dim=2)))
+        shape = kv.layout.layer_shape(layer, count * kv.tokens)  # [2, Hkv, count·T, D]
+        buffer = torch.empty(shape, dtype=kv.layout.torch_dtype, pin_memory=pinned)
+        rows.append(buffer.split(kv.tokens, dim=2))
     return rows
 
 
