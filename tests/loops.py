@@ -1,4 +1,4 @@
-"""Whether an event loop turns while a model works: the model waits for it, and no clock is asked."""
+"""Checks that an event loop runs while a model works, without clocks: the model waits for the loop."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import nn
 
-#: A loop that has not turned by then is blocked.
+#: A loop that has not run by then is blocked.
 BLOCKED_S = 20.0
 
 
 async def turns_while(model: nn.Module, asked: Awaitable[Any]) -> bool:
-    """Whether the loop came to release the first forward of ``model`` while ``asked`` was awaited."""
+    """Whether the loop released the first forward of ``model`` while ``asked`` was awaited."""
     entered, released = threading.Event(), threading.Event()
     waited: list[bool] = []
 

@@ -1,9 +1,8 @@
-"""A model that says what a test wants, and is a real one in everything else.
+"""A tiny Llama that gives scripted answers, with chat templates that render tools and calls.
 
-:class:`ScriptedLlama` runs a tiny Llama, KV, hooks and all, and only inside ``generate`` lifts one
-logit at each step, so that decoding spells a given reply and then ends. So tools, structured output,
-stop strings, logprobs and usage are tested through the whole engine. The tokenizer's chat template
-renders tools and calls as Qwen's and Hermes' do.
+Inside ``generate`` one logit is raised at each step, so that decoding spells a given reply and then ends.
+Everything else is the real model, so tools, structured output, stop strings, logprobs and usage are tested
+through the whole engine.
 """
 
 from __future__ import annotations
@@ -18,13 +17,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiny
 from blendrag.engine import BlendEngine
+from blendrag.model.tokens import Tokens
 
-#: What to say to a prompt: the reply beside the first text found in it, or a function of it.
+#: Replies: pairs of a text in the prompt and the reply to it, or a function of the prompt.
 Script = Sequence[tuple[str, str]] | Callable[[str], str]
 
-#: By how much the logit of the scripted token stands above all others.
+#: How far the logit of the scripted token is above all others.
 LIFT = 30.0
 
+#: Renders tools and calls like Qwen's and Hermes' templates.
 TEMPLATE = """<|bos|>
 {%- if tools %}<|start|>system
 {% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\n\n' }}{% endif -%}
@@ -54,28 +55,59 @@ Call one with <tool_call>{"name": ..., "arguments": ...}</tool_call><|end|>
 {%- if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"""
 
 
+#: Templates that write calls in other ways.
+_HEAD = "<|bos|>{% if tools %}{{ tools | tojson }}{% endif %}"
+LLAMA = _HEAD + (
+    "{% for m in messages %}<|start|>{{ m.role }}\n{% if m.tool_calls %}"
+    '{"name": "{{ m.tool_calls[0].function.name }}", '
+    '"parameters": {{ m.tool_calls[0].function.arguments | tojson }}}'
+    "{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+MISTRAL = _HEAD + (
+    "{% for m in messages %}{% if m.tool_calls %}[TOOL_CALLS][{% for c in m.tool_calls %}"
+    "{% if c.id|length != 9 %}{{ raise_exception('nine characters') }}{% endif %}"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, '
+    '"id": "{{ c.id }}"}{% endfor %}]{% else %}[INST] {{ m.content }}[/INST]{% endif %}{% endfor %}'
+)
+XML = LLAMA.replace(
+    '{"name": "{{ m.tool_calls[0].function.name }}", '
+    '"parameters": {{ m.tool_calls[0].function.arguments | tojson }}}',
+    "<function={{ m.tool_calls[0].function.name }}>\n</function>",
+)
+
+
+def tokens(template: str | dict[str, str] | None, *special: str) -> Tokens:
+    """:func:`tiny.tokenizer` with this chat template and more control tokens."""
+    made = tiny.tokenizer()
+    if special:
+        made.add_special_tokens({"extra_special_tokens": ["<|start|>", *special]})
+    made.chat_template = template
+    return Tokens(made)
+
+
 def tokenizer() -> Any:
-    """:func:`tiny.tokenizer` with a chat template that knows tools."""
+    """:func:`tiny.tokenizer` with a chat template that renders tools."""
     made = tiny.tokenizer()
     made.chat_template = TEMPLATE
     return made
 
 
 class ScriptedLlama(LlamaForCausalLM):
-    """Says what :attr:`script` has for a prompt, otherwise :attr:`default`."""
+    """Replies with what :attr:`script` has for a prompt, otherwise with :attr:`default`."""
 
     script: Script = ()
     default: str = "I do not know."
     pause_s: float = 0.0
-    """Slept before each forward of ``generate``, so that there is time to interrupt."""
+    """Sleep before each forward of ``generate``, to leave time for an interrupt."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
         self.words: Any = tokenizer()
         self.prompts: list[str] = []
-        """What ``generate`` was given, decoded, the newest last."""
+        """Decoded inputs of ``generate``, the newest last."""
         self.forwards = 0
-        """Forwards inside ``generate`` so far, of all requests."""
+        """Forwards inside ``generate`` of all requests."""
         self._reply: list[int] | None = None
         self._said = 0
 

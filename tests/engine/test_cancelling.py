@@ -19,7 +19,7 @@ import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.engine.rendering import Rendered
 from blendrag.errors import InvalidInputError, RequestCancelled, RequestTimeout
-from blendrag.frameworks.shared import astream_pieces, stream_pieces
+from blendrag.frameworks.streaming import astream_pieces, stream_pieces
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.alone]
 LONG = "one two three four five six seven eight nine ten " * 6

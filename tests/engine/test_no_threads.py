@@ -14,7 +14,7 @@ import pytest
 import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.errors import NoThreadError
-from blendrag.frameworks.shared import to_thread
+from blendrag.frameworks.streaming import to_thread
 
 CALLER = "caller"
 start = threading.Thread.start

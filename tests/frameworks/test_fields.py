@@ -1,4 +1,4 @@
-"""What wrappers are told in the frameworks' words becomes the engine's options."""
+"""Fields of a wrapper and arguments of a call become options of the engine."""
 
 from __future__ import annotations
 
@@ -25,17 +25,11 @@ def wrapper(**fields: Any) -> Wrapper:
     return Wrapper(model="demo", **fields)
 
 
-def test_a_wrapper_told_nothing_leaves_everything_to_the_engine() -> None:
+def test_a_wrapper_without_fields_uses_the_engines_defaults() -> None:
     assert wrapper().request_options() == Options()
 
 
-def test_the_least_automatic_ratio_is_a_field_and_an_option_of_a_call() -> None:
-    made = wrapper(ratio="auto", min_ratio=0.3)
-    assert made.request_options() == Options(ratio="auto", min_ratio=0.3)
-    assert made.request_options(min_ratio=0.0).min_ratio == 0.0
-
-
-def test_fields_become_options_and_a_call_overrides_them() -> None:
+def test_fields_become_options_and_calls_override_them() -> None:
     made = wrapper(timeout=30, seed=7, temperature=0.5, max_tokens=9, logprobs=True, stop=["END"])
     expected = Options(
         timeout_s=30, seed=7, temperature=0.5, max_new_tokens=9, logprobs=0, stop=("END",)
@@ -45,6 +39,9 @@ def test_fields_become_options_and_a_call_overrides_them() -> None:
     assert (options.stop, options.timeout_s, options.seed) == (("STOP",), 5, 8)
     assert options.tools == (TOOL,)
     assert options.logprobs == 3
+    made = wrapper(ratio="auto", min_ratio=0.3)
+    assert made.request_options() == Options(ratio="auto", min_ratio=0.3)
+    assert made.request_options(min_ratio=0.0).min_ratio == 0.0
 
 
 @pytest.mark.parametrize(
@@ -59,9 +56,7 @@ def test_fields_become_options_and_a_call_overrides_them() -> None:
         ({"logprobs": False, "top_logprobs": 0}, None),
     ],
 )
-def test_openais_two_arguments_for_logprobs_are_one(
-    given: dict[str, Any], expected: int | None
-) -> None:
+def test_logprobs_in_the_form_of_openai(given: dict[str, Any], expected: int | None) -> None:
     assert wrapper().request_options(**given).logprobs == expected
 
 
@@ -75,7 +70,7 @@ def test_openais_two_arguments_for_logprobs_are_one(
         ({"logprobs": True, "top_logprobs": 21}, r"in \[0, 20\]"),
     ],
 )
-def test_a_bad_value_is_refused_when_the_wrapper_is_made_and_in_a_call(
+def test_a_value_out_of_range_is_refused_in_fields_and_calls(
     fields: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(ValidationError, match=says):
@@ -89,10 +84,8 @@ def test_a_bad_value_is_refused_when_the_wrapper_is_made_and_in_a_call(
     ("option", "expected"),
     [
         ({"max_tokens": "5"}, "max_tokens '5' \\(str\\), expected a whole number"),
-        ({"max_tokens": 1.5}, "whole number"),
         ({"temperature": "hot"}, "expected a number"),
         ({"temperature": float("nan")}, "temperature nan, expected a number"),
-        ({"top_p": "x", "temperature": 1.0}, "expected a number"),
         ({"seed": "x"}, "whole number"),
         ({"timeout": "1"}, "^timeout '1' .*number of seconds"),
         ({"logprobs": "yes"}, "whole number"),
@@ -109,19 +102,21 @@ def test_a_bad_value_is_refused_when_the_wrapper_is_made_and_in_a_call(
         ({"apply_chat_template": "no"}, "True or False"),
     ],
 )
-def test_an_option_of_the_wrong_kind_is_one_sentence(option: dict[str, Any], expected: str) -> None:
+def test_an_option_of_the_wrong_type_is_refused_by_the_name_the_caller_used(
+    option: dict[str, Any], expected: str
+) -> None:
     with pytest.raises(InvalidInputError, match=expected) as raised:
         wrapper().request_options(**option)
     assert tiny.one_sentence(str(raised.value))
 
 
-def test_a_word_that_is_no_option_is_named_with_those_that_are() -> None:
+def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
     with pytest.raises(InvalidInputError, match="presence_penalty") as raised:
         wrapper().request_options(presence_penalty=1)
     assert "timeout" in str(raised.value)
 
 
-def test_a_default_embedder_is_not_held_against_a_corpus_of_another(tmp_path: Path) -> None:
+def test_the_default_embedder_does_not_contradict_a_corpus_with_another(tmp_path: Path) -> None:
     with BlendEngine("demo", tmp_path, embedder="another/embedder") as other:
         other.library.add([Entry(id="1", text="one")], embed=False, precompute=False)
     try:

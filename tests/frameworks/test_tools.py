@@ -1,4 +1,4 @@
-"""Calls are read in the form the model's own template writes them, and nothing else is taken for one."""
+"""Tool calls are parsed and begun in the form of the model's own template."""
 
 from __future__ import annotations
 
@@ -12,8 +12,16 @@ import scripted
 import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.errors import InvalidInputError
-from blendrag.frameworks.tools import Parsed, has_tools, parse
+from blendrag.frameworks.tools import (
+    CallForm,
+    Parsed,
+    call_form,
+    chosen_tool,
+    forced_opening,
+    parse,
+)
 from blendrag.model.tokens import Tokens
+from scripted import tokens
 
 SEARCH = {
     "type": "function",
@@ -23,30 +31,20 @@ SEARCH = {
         "parameters": {"type": "object", "properties": {"query": {"type": "string"}}},
     },
 }
-
-
-def tokens(template: str | dict[str, str] | None, *special: str) -> Tokens:
-    made = tiny.tokenizer()
-    if special:
-        made.add_special_tokens({"extra_special_tokens": ["<|start|>", *special]})
-    made.chat_template = template
-    return Tokens(made)
-
-
 HERMES = Tokens(scripted.tokenizer())
 LLAMA = tokens("{{ tools }}{{ messages }}", "<|python_tag|>")
 MISTRAL = tokens("[AVAILABLE_TOOLS]{{ tools }}[TOOL_CALLS]{{ messages }}", "[TOOL_CALLS]")
-
 CALL = {"name": "search", "arguments": {"query": "ships"}}
 AS_JSON = json.dumps(CALL)
 PARAMETERS = json.dumps({"name": "search", "parameters": {"query": "ships"}})
 
+# -- parsing -----------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize(
-    ("model", "text", "said"),
+    ("model", "text", "rest"),
     [
         (HERMES, f"<tool_call>\n{AS_JSON}\n</tool_call>", ""),
-        (HERMES, f"<tool_call>{AS_JSON}</tool_call>", ""),
         (HERMES, f"Let me look.\n<tool_call>\n{AS_JSON}\n</tool_call>", "Let me look."),
         (HERMES, f"<tool_call>\n{AS_JSON}\n", ""),
         (LLAMA, PARAMETERS, ""),
@@ -60,12 +58,11 @@ PARAMETERS = json.dumps({"name": "search", "parameters": {"query": "ships"}})
         (MISTRAL, f"I look.[TOOL_CALLS][{AS_JSON}]", "I look."),
     ],
 )
-def test_a_call_is_read(model: Tokens, text: str, said: str) -> None:
+def test_one_call_is_parsed(model: Tokens, text: str, rest: str) -> None:
     found = parse(text, model)
     (call,) = found.calls
     assert (call.name, call.arguments) == ("search", {"query": "ships"})
-    assert found.invalid == ()
-    assert found.text == said
+    assert (found.text, found.invalid) == (rest, ())
 
 
 @pytest.mark.parametrize(
@@ -79,37 +76,33 @@ def test_a_call_is_read(model: Tokens, text: str, said: str) -> None:
         (MISTRAL, '[TOOL_CALLS]search[ARGS]{"query": "ships"}' * 2),
     ],
 )
-def test_several_calls_are_read_and_told_apart(model: Tokens, text: str) -> None:
+def test_several_calls_are_parsed_with_different_ids(model: Tokens, text: str) -> None:
     found = parse(text, model)
     assert [call.arguments for call in found.calls] == [{"query": "ships"}] * 2
     assert found.calls[0].id != found.calls[1].id
-    assert all(
-        len(c.id) == 9 and c.id.isalnum() for c in found.calls
-    )  # as Mistral's template wants
+    assert all(len(call.id) == 9 and call.id.isalnum() for call in found.calls)  # for Mistral
     assert found.invalid == ()
 
 
 @pytest.mark.parametrize(
-    ("model", "text", "says"),
+    ("model", "text", "reason"),
     [
-        (HERMES, '<tool_call>\n{"name": "search", "arguments": {"que', "no JSON"),
+        (HERMES, '<tool_call>\n{"name": "search", "arguments": {"que', "not JSON"),
         (HERMES, '<tool_call>{"arguments": {}}</tool_call>', "no name"),
         (HERMES, '<tool_call>{"name": "search", "arguments": [1]}</tool_call>', "a list"),
-        (HERMES, '<tool_call>{"name": "search", "arguments": "ships"}</tool_call>', "no JSON"),
+        (HERMES, '<tool_call>{"name": "search", "arguments": "ships"}</tool_call>', "not JSON"),
         (HERMES, "<tool_call>7</tool_call>", "no name"),
-        (LLAMA, '{"name": "search", "parameters": {"que', "no JSON"),
-        (LLAMA, "<|python_tag|>search(ships)", "no JSON"),
-        (MISTRAL, '[TOOL_CALLS][{"name": "se', "no JSON"),
-        (MISTRAL, '[TOOL_CALLS]search[ARGS]{"que', "no JSON"),
+        (LLAMA, '{"name": "search", "parameters": {"que', "not JSON"),
+        (LLAMA, "<|python_tag|>search(ships)", "not JSON"),
+        (MISTRAL, '[TOOL_CALLS][{"name": "se', "not JSON"),
+        (MISTRAL, '[TOOL_CALLS]search[ARGS]{"que', "not JSON"),
     ],
 )
-def test_what_was_meant_to_be_a_call_is_invalid_with_the_reason(
-    model: Tokens, text: str, says: str
-) -> None:
+def test_a_malformed_call_is_invalid_with_a_reason(model: Tokens, text: str, reason: str) -> None:
     found = parse(text, model)
-    assert found.calls == ()
     (invalid,) = found.invalid
-    assert says in invalid.error
+    assert found.calls == ()
+    assert reason in invalid.error
     assert invalid.text
     assert tiny.one_sentence(invalid.error)
 
@@ -118,7 +111,6 @@ def test_what_was_meant_to_be_a_call_is_invalid_with_the_reason(
 @pytest.mark.parametrize(
     "text",
     [
-        "It built ships in 1874.",
         'The answer is {"name": "search"}.',
         '{"name": "Place", "built": 1874}',
         '["search", {"query": "ships"}]',
@@ -126,30 +118,22 @@ def test_what_was_meant_to_be_a_call_is_invalid_with_the_reason(
         "  two  spaces are kept\n",
     ],
 )
-def test_an_answer_is_not_taken_for_a_call(model: Tokens, text: str) -> None:
+def test_other_answers_are_not_calls(model: Tokens, text: str) -> None:
     assert parse(text, model) == Parsed(text)
 
 
-def test_one_call_that_cannot_be_read_does_not_hide_the_others() -> None:
-    text = f"<tool_call>{AS_JSON}</tool_call><tool_call>{{oops</tool_call>"
-    found = parse(text, HERMES)
+def test_parsing_details() -> None:
+    found = parse(f"<tool_call>{AS_JSON}</tool_call><tool_call>{{oops</tool_call>", HERMES)
     assert len(found.calls) == len(found.invalid) == 1
-
-
-def test_arguments_may_be_left_out_or_come_as_text() -> None:
     assert parse('<tool_call>{"name": "now"}</tool_call>', HERMES).calls[0].arguments == {}
     text = json.dumps({"name": "search", "arguments": json.dumps({"query": "ships"})})
     assert parse(f"<tool_call>{text}</tool_call>", HERMES).calls[0].arguments == {"query": "ships"}
-
-
-def test_control_tokens_are_no_part_of_what_is_said() -> None:
+    # control tokens are not part of the text
     assert parse(f"I look.<|start|>[TOOL_CALLS][{AS_JSON}]<|end|>", MISTRAL).text == "I look."
     assert parse("It built ships.<|end|>", LLAMA).text == "It built ships."
 
 
-# -- tokenizers that read answers themselves ----------------------------------------------------
-
-RESPONSE = {
+RESPONSE_TEMPLATE = {
     "start_anchor": "<|start|>assistant\n",
     "fields": {
         "thinking": {"open": "<think>", "close": "</think>"},
@@ -165,59 +149,98 @@ RESPONSE = {
 }
 
 
-@pytest.fixture
-def own() -> Tokens:
-    made = tokens("{{ tools }}<|start|>assistant\n")
-    made.tokenizer.response_template = RESPONSE
-    return made
-
-
-def test_a_tokenizer_that_reads_answers_itself_is_believed(own: Tokens) -> None:
-    found = parse(f"I look.<call>{AS_JSON}</call>", own)
+def test_a_tokenizer_that_parses_answers_itself_is_used() -> None:
+    model = tokens("{{ tools }}<|start|>assistant\n")
+    model.tokenizer.response_template = RESPONSE_TEMPLATE
+    found = parse(f"I look.<call>{AS_JSON}</call>", model)
     (call,) = found.calls
     assert (call.name, call.arguments) == ("search", {"query": "ships"})
     assert found.text == "I look."
-    other_form = parse(f"<tool_call>{AS_JSON}</tool_call>", own)
-    assert other_form.calls == ()
-
-
-def test_it_is_told_what_the_prompt_has_begun(own: Tokens) -> None:
+    assert parse(f"<tool_call>{AS_JSON}</tool_call>", model).calls == ()
+    # the prompt may have begun the answer
     text = f"hm</think>I look.<call>{AS_JSON}</call>"
-    assert parse(text, own, prompt="<|start|>assistant\n<think>").text == "I look."
-    assert parse(text, own).text.startswith("hm")
+    assert parse(text, model, prompt="<|start|>assistant\n<think>").text == "I look."
+    assert parse(text, model).text.startswith("hm")
+    (invalid,) = parse('<call>{"name": </call>', model).invalid
+    assert invalid.text
+    assert tiny.one_sentence(invalid.error)
 
 
-def test_what_it_cannot_read_is_invalid(own: Tokens) -> None:
-    found = parse('<call>{"name": </call>', own)
-    assert found.calls == ()
-    assert found.invalid[0].text
-    assert tiny.one_sentence(found.invalid[0].error)
-
-
-# -- whether there are tools --------------------------------------------------------------------
+# -- beginning a call --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("template", "expected"),
+    ("template", "named", "unnamed"),
     [
-        (scripted.TEMPLATE, True),
-        (tiny.CHAT_TEMPLATE, False),
-        (None, False),
-        ("{% if tools %}{{ raise_exception('no tools here') }}{% endif %}{{ messages }}", False),
-        ("{% set n = tools | length if tools else 0 %}{{ messages }}", False),
-        ({"default": tiny.CHAT_TEMPLATE, "tool_use": scripted.TEMPLATE}, True),
-        ({"default": tiny.CHAT_TEMPLATE, "rag": tiny.CHAT_TEMPLATE}, False),
+        (
+            scripted.TEMPLATE,
+            '<tool_call>\n{"name": "search", "arguments":',
+            '<tool_call>\n{"name": "',
+        ),
+        (scripted.LLAMA, '{"name": "search", "parameters":', '{"name": "'),
+        (scripted.MISTRAL, '[TOOL_CALLS][{"name": "search", "arguments":', '[TOOL_CALLS][{"name": "'),
+    ],
+    ids=["hermes", "llama", "mistral"],
+)  # fmt: skip
+def test_a_call_is_begun_as_the_template_writes_it(template: str, named: str, unnamed: str) -> None:
+    made = tokens(template)
+    assert forced_opening(made, "search") == named
+    assert forced_opening(made) == unnamed
+    rest = ' {"q": "x"}}]' if "TOOL_CALLS" in named else ' {"q": "x"}}'
+    call = parse(named + rest, made).calls[0]
+    assert (call.name, call.arguments) == ("search", {"q": "x"})
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        tiny.CHAT_TEMPLATE,  # writes no calls
+        "{% for m in messages %}{{ m.tool_calls[0] }}{% endfor %}",  # fails without a call
+        "{{ messages | length }}",  # shows nothing
     ],
 )
-def test_a_model_has_tools_if_its_template_shows_them(template: Any, expected: bool) -> None:
-    assert has_tools(tokens(template)) == expected
+def test_a_call_cannot_be_begun_if_the_template_writes_none(template: str) -> None:
+    assert call_form(tokens(template)) is None
+    with pytest.raises(InvalidInputError, match="does not show how a tool call begins"):
+        forced_opening(tokens(template))
 
 
-def test_a_template_that_is_replaced_is_looked_at_again() -> None:
-    made = tokens(tiny.CHAT_TEMPLATE)
-    assert not has_tools(made)
-    made.tokenizer.chat_template = scripted.TEMPLATE
-    assert has_tools(made)
+def test_only_the_name_is_begun_if_arguments_are_not_json() -> None:
+    assert call_form(tokens(scripted.XML)) == CallForm("<function=", "")
+    assert forced_opening(tokens(scripted.XML), "search") == "<function=search"
+
+
+def test_the_form_of_calls_is_rendered_once_per_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = tokens(scripted.TEMPLATE)
+    with tiny.counted(made, "render") as rendered:
+        first = call_form(made)
+        assert rendered
+        rendered.clear()
+        assert call_form(made) == first
+        assert not rendered
+    made.tokenizer.chat_template = scripted.LLAMA
+    assert call_form(made) != first
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        (None, None), (False, None), (True, "any"), ("required", "any"), ("any", "any"),
+        ("auto", "auto"), ("none", "none"), ("search", "search"), ({"name": "search"}, "search"),
+        ({"type": "function", "function": {"name": "search"}}, "search"),
+    ],
+)  # fmt: skip
+def test_tool_choices_of_the_frameworks(choice: Any, expected: str | None) -> None:
+    assert chosen_tool(choice, [SEARCH]) == expected
+
+
+@pytest.mark.parametrize("choice", ["find", {"name": "find"}, 3, {}])
+def test_an_unknown_tool_choice_is_refused(choice: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"tool_choice .* \(search\)"):
+        chosen_tool(choice, [SEARCH])
+
+
+# -- through the engine ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -230,16 +253,13 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
         yield made
 
 
-def test_a_call_goes_through_the_engine_and_its_result_back(engine: BlendEngine) -> None:
-    tokens = engine.resources.tokens
+def test_a_call_and_its_result_go_through_the_engine(engine: BlendEngine) -> None:
     messages: list[dict[str, Any]] = [{"role": "user", "content": "What did they do?"}]
     options = Options(tools=(SEARCH,))
-    first = parse(engine.generate(messages, options).text, tokens)
-    assert first.text == "I look."
+    first = parse(engine.generate(messages, options).text, engine.resources.tokens)
     (call,) = first.calls
-    assert call.arguments == {"query": "Schiffe früher 日本"}
-    shown = engine.adapter.model.prompts[-1]
-    assert "Searches the corpus." in shown
+    assert (first.text, call.arguments) == ("I look.", {"query": "Schiffe früher 日本"})
+    assert "Searches the corpus." in engine.adapter.model.prompts[-1]
     function = {"name": call.name, "arguments": call.arguments}
     messages += [
         {"role": "assistant", "content": first.text, "tool_calls": [{"function": function}]},
@@ -248,31 +268,28 @@ def test_a_call_goes_through_the_engine_and_its_result_back(engine: BlendEngine)
     assert engine.generate(messages, options).text == "It built ships."
 
 
-def test_control_tokens_that_calls_are_written_with_stay_in_the_text(tmp_path: Any) -> None:
-    said = f"[TOOL_CALLS][{AS_JSON}]"
-    words = tiny.tokenizer()
-    words.add_special_tokens({"extra_special_tokens": ["<|start|>", "[TOOL_CALLS]"]})
-    words.chat_template = "<|bos|>{{ tools }}[TOOL_CALLS]{{ messages[0]['content'] }}"
-    model = scripted.model(default=said)
+def test_control_tokens_of_calls_stay_in_the_answer_to_tools(tmp_path: Any) -> None:
+    reply = f"[TOOL_CALLS][{AS_JSON}]"
+    template = "<|bos|>{{ tools }}[TOOL_CALLS]{{ messages[0]['content'] }}"
+    words = tokens(template, "[TOOL_CALLS]").tokenizer
+    model = scripted.model(default=reply)
     model.words = words
     with tiny.engine(model, tmp_path / "s", tokenizer=words, max_new_tokens=100) as engine:
         with_tools = engine.generate("find", Options(tools=(SEARCH,)))
-        assert with_tools.text == said  # and not the end token
+        assert with_tools.text == reply  # without the end token
         assert len(parse(with_tools.text, engine.resources.tokens).calls) == 1
         assert "[TOOL_CALLS]" not in engine.generate("find").text
-        pieces = engine.stream("find", Options(tools=(SEARCH,)))
-        assert "".join(pieces) == said
+        assert "".join(engine.stream("find", Options(tools=(SEARCH,)))) == reply
 
 
-def test_tools_for_a_model_without_are_one_sentence(tmp_path: Any) -> None:
+def test_tools_are_refused_without_a_template_that_renders_them(
+    engine: BlendEngine, tmp_path: Any
+) -> None:
     with tiny.engine(tiny.llama(), tmp_path / "s") as plain:
-        with pytest.raises(InvalidInputError, match="does not support tools") as raised:
+        with pytest.raises(InvalidInputError, match="tools") as raised:
             plain.generate("find", Options(tools=(SEARCH,)))
         assert tiny.one_sentence(str(raised.value))
         assert plain.generate("find").text
-
-
-def test_tools_for_raw_text_are_one_sentence(engine: BlendEngine) -> None:
-    with pytest.raises(InvalidInputError, match="only a chat template shows them") as raised:
+    with pytest.raises(InvalidInputError, match="apply_chat_template") as raised:
         engine.generate("find", Options(tools=(SEARCH,), apply_chat_template=False))
     assert tiny.one_sentence(str(raised.value))

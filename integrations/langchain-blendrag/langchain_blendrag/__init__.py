@@ -1,9 +1,9 @@
-"""LangChain over blendrag: swap the LLM and the retriever, keep the chain.
+"""blendrag for LangChain: swap the LLM and the retriever, keep the chain.
 
-Importing this loads neither torch nor transformers; making a wrapper does.
+Importing this package does not import torch or transformers; creating a wrapper does.
 """
 
-from blendrag.frameworks.shared import close_shared_engines, shared_engine
+from blendrag.frameworks.engines import close_shared_engines, shared_engine
 from langchain_blendrag.chat_models import ChatBlend
 from langchain_blendrag.llms import BlendLLM
 from langchain_blendrag.retrievers import BlendRetriever

@@ -1,43 +1,64 @@
 """``ChatBlend``: a chat model that loads the KV of known chunks instead of computing it.
 
-Chunks are recognised in the rendered prompt by their content, so stock chains and agents need no
-change. Owns the LangChain side only; the engine does the work.
+Chunks are recognised in the rendered prompt by their content, so stock chains and agents need no change.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import LanguageModelInput
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.language_models.chat_models import BaseChatModel
-from langchain_core.messages import AIMessage, BaseMessage
-from langchain_core.outputs import ChatGenerationChunk, ChatResult
-from langchain_core.runnables import Runnable
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, get_buffer_string
+from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
+from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
+from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.tools import BaseTool
-from langchain_core.utils.function_calling import convert_to_openai_tool
+from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
+from langchain_core.utils.json import parse_partial_json
+from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from blendrag.errors import InvalidInputError
 from blendrag.frameworks.fields import CONFIG, RequestFields
-from blendrag.frameworks.shared import agenerate, astream_pieces, stream_pieces, to_thread
-from blendrag.frameworks.tool_choice import chosen_tool
-from blendrag.frameworks.tools import has_tools
-from langchain_blendrag._identity import identifying_params
-from langchain_blendrag._replies import Reply, chat_result
-from langchain_blendrag._requests import ChatRequest, make_request
-from langchain_blendrag._structured import Method, structured
+from blendrag.frameworks.streaming import (
+    Piece,
+    StreamedText,
+    astream_pieces,
+    stream_pieces,
+    to_thread,
+)
+from blendrag.frameworks.tools import Parsed, chosen_tool, json_instruction, opening_for, parse
+from langchain_blendrag._convert import (
+    Message,
+    generation_info,
+    identifying_params,
+    to_dicts,
+    token_usage,
+    usage_metadata,
+)
+
+if TYPE_CHECKING:
+    from blendrag.engine import Answer, BlendEngine, Options, Prompt
+
+Method = Literal["function_calling", "json_schema", "json_mode"]
 
 
 class ChatBlend(RequestFields, BaseChatModel):
     """A local Hugging Face causal LM over a blendrag store, as a chat model.
 
-    Messages go through the model's own chat template, once; tools too, where it has a place for them.
-    ``usage_metadata`` counts loaded prompt tokens as ``cache_read`` and the others as
-    ``cache_creation``. ``response_metadata`` holds ``model_name``, ``finish_reason``, ``ttft_s``,
-    ``logprobs`` where asked for and, under ``blendrag``, what became of each chunk.
+    Messages and tools go through the model's own chat template. ``usage_metadata`` counts loaded prompt
+    tokens as ``cache_read`` and the others as ``cache_creation``. ``response_metadata`` holds
+    ``model_name``, ``finish_reason``, ``ttft_s``, ``logprobs`` if requested and, under ``blendrag``, the
+    metrics with the outcome of each chunk.
 
     Example:
         ```python
@@ -52,7 +73,7 @@ class ChatBlend(RequestFields, BaseChatModel):
     model_config = CONFIG
 
     streaming: bool = False
-    """Whether ``invoke`` streams, too, so that callbacks hear of each token."""
+    """Whether ``invoke`` streams too, so that callbacks receive each token."""
 
     # -- answering ------------------------------------------------------------------------------
 
@@ -75,7 +96,7 @@ class ChatBlend(RequestFields, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         request = await to_thread(self._request, messages, stop, kwargs)
-        answer = await agenerate(self.engine, request.prompt, request.options)
+        answer = await self.engine.agenerate(request.prompt, request.options)
         return chat_result(answer, request, self.engine)
 
     def _stream(
@@ -86,7 +107,7 @@ class ChatBlend(RequestFields, BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         request = self._request(messages, stop, kwargs)
-        reply = Reply(request, self.engine)
+        reply = StreamedReply(request, self.engine)
         for piece in stream_pieces(self.engine, request.prompt, request.options):
             for chunk in reply.chunks(piece):
                 if run_manager:
@@ -101,7 +122,7 @@ class ChatBlend(RequestFields, BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         request = await to_thread(self._request, messages, stop, kwargs)
-        reply = Reply(request, self.engine)
+        reply = StreamedReply(request, self.engine)
         async with aclosing(astream_pieces(self.engine, request.prompt, request.options)) as pieces:
             async for piece in pieces:
                 for chunk in reply.chunks(piece):
@@ -127,16 +148,16 @@ class ChatBlend(RequestFields, BaseChatModel):
     ) -> Runnable[LanguageModelInput, AIMessage]:
         """A runnable that offers ``tools`` with every call. Opens the tokenizer.
 
-        ``tool_choice``: ``auto`` (default), ``none``, ``any`` or a tool's name; a call that must be
-        made is begun for the model in its template's own words. ``strict`` goes into the schemas, and
-        no further: tokens are not constrained. Raises :class:`InvalidInputError` for a model whose
-        template has no place for tools, and for a choice that is not among them.
+        ``tool_choice``: ``auto`` (default), ``none``, ``any`` or a tool's name. A required call is
+        begun for the model as its template writes calls. ``strict`` only goes into the schemas: tokens
+        are not constrained. Raises :class:`InvalidInputError` for a model whose template does not
+        render tools, and for an unknown choice.
         """
         schemas = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
-        if schemas and not has_tools(self.engine.resources.tokens):
+        if schemas and not self.engine.resources.tokens.has_tools:
             raise InvalidInputError(
                 f"tools given ({len(schemas)}) to {self.engine.resources.model_name!r}, whose chat template "
-                "has no place for tools; take a model with one, or leave the tools out"
+                "does not render tools; use a model whose template does, or leave the tools out"
             )
         choice = chosen_tool(tool_choice, schemas)
         chosen = {} if choice is None else {"tool_choice": choice}
@@ -153,9 +174,10 @@ class ChatBlend(RequestFields, BaseChatModel):
     ) -> Runnable[LanguageModelInput, dict[str, Any] | Any]:
         """A runnable that answers with ``schema``: a pydantic class, a TypedDict or a JSON schema.
 
-        ``method``: ``function_calling`` (default where the model's template has tools),
-        ``json_schema`` (the schema is put behind the question; default elsewhere), ``json_mode`` (the
-        prompt describes it already). With ``include_raw``, what cannot be parsed is no error.
+        ``method``: ``function_calling`` (default if the model's template renders tools),
+        ``json_schema`` (the schema is added to the question; default otherwise) or ``json_mode`` (the
+        prompt describes the schema already). Tokens are not constrained to a schema: an answer that
+        does not follow it is an error, or with ``include_raw`` a ``parsing_error``.
         """
         if kwargs:
             raise InvalidInputError(
@@ -167,13 +189,13 @@ class ChatBlend(RequestFields, BaseChatModel):
     # -- counting -------------------------------------------------------------------------------
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Ids by the model's own tokenizer, nothing added."""
+        """Ids by the model's own tokenizer, without special tokens."""
         return list(self.engine.resources.tokens.encode_text(text))
 
     def get_num_tokens_from_messages(
         self, messages: list[BaseMessage], tools: Sequence[Any] | None = None
     ) -> int:
-        """Tokens of the whole prompt, as the template renders ``messages`` and ``tools``."""
+        """Tokens of the prompt as the template renders ``messages`` and ``tools``."""
         from blendrag.engine.rendering import render
 
         schemas = [convert_to_openai_tool(tool) for tool in tools or ()]
@@ -192,7 +214,7 @@ class ChatBlend(RequestFields, BaseChatModel):
         return identifying_params(self)
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        """What LangSmith knows a call by."""
+        """How LangSmith identifies a call."""
         options = self.request_options(stop)
         params = LangSmithParams(
             ls_provider="blendrag",
@@ -208,3 +230,243 @@ class ChatBlend(RequestFields, BaseChatModel):
         if options.stop:
             params["ls_stop"] = list(options.stop)
         return params
+
+
+# -- requests ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """Prompt and options of a request. ``options.opening`` is the beginning of a required call."""
+
+    prompt: Prompt
+    options: Options
+
+
+def make_request(
+    fields: RequestFields,
+    messages: Sequence[BaseMessage],
+    stop: Sequence[str] | None,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    tool_choice: Any = None,
+    response_format: Mapping[str, Any] | None = None,
+    **call: Any,
+) -> ChatRequest:
+    """The request for ``messages`` and the arguments of a call. Opens the tokenizer if there are tools.
+
+    Raises :class:`InvalidInputError` for arguments that this model does not support.
+    """
+    choice = chosen_tool(tool_choice, tools or ())
+    offered = () if choice == "none" else tuple(tools or ())
+    options = fields.request_options(stop, **call, tools=offered or None)
+    if not options.apply_chat_template:
+        return ChatRequest(_flattened(messages, offered), options)
+    asked = to_dicts(messages)
+    instruction = _instruction(response_format)
+    if instruction:
+        asked = with_instruction(asked, instruction)
+    if offered:
+        opening = opening_for(fields.engine.resources.tokens, choice, offered)
+        options = replace(options, opening=opening)
+    return ChatRequest(tuple(asked), options)
+
+
+def _flattened(messages: Sequence[BaseMessage], tools: Sequence[Any]) -> str:
+    if tools:
+        raise InvalidInputError(
+            f"apply_chat_template=False with tools ({len(tools)}), which a model sees only through its "
+            "chat template; leave one of them out"
+        )
+    to_dicts(messages)  # raises for content that is not text
+    return get_buffer_string(messages)
+
+
+def _instruction(response_format: Mapping[str, Any] | None) -> str:
+    """OpenAI's ``response_format`` as an instruction."""
+    kind = (response_format or {"type": "text"}).get("type")
+    if kind == "text":
+        return ""
+    if kind == "json_object":
+        return json_instruction(None)
+    if kind == "json_schema" and response_format is not None:
+        return json_instruction(response_format["json_schema"]["schema"])
+    raise InvalidInputError(
+        f"response_format of type {kind!r} is not one of text, json_object, json_schema"
+    )
+
+
+def with_instruction(messages: Sequence[Message], instruction: str) -> list[Message]:
+    """``messages`` with ``instruction`` at the end of the user's last message, or as a new message."""
+    *before, last = messages
+    if last["role"] != "user":
+        return [*messages, {"role": "user", "content": instruction}]
+    return [*before, {**last, "content": f"{last['content']}\n\n{instruction}"}]
+
+
+# -- answers -----------------------------------------------------------------------------------------
+
+
+def chat_result(answer: Answer, request: ChatRequest, engine: BlendEngine) -> ChatResult:
+    """One generation per sequence of ``answer``."""
+    name = engine.resources.model_name
+    return ChatResult(
+        generations=[_generation(text, answer, request, engine) for text in answer.texts],
+        llm_output={"model_name": name, "token_usage": token_usage([answer])},
+    )
+
+
+def _generation(
+    text: str, answer: Answer, request: ChatRequest, engine: BlendEngine
+) -> ChatGeneration:
+    parsed = _parsed(text, request, engine)
+    message = AIMessage(
+        content=parsed.text,
+        tool_calls=[tool_call(name=c.name, args=c.arguments, id=c.id) for c in parsed.calls],
+        invalid_tool_calls=[
+            invalid_tool_call(name=None, args=c.text, id=None, error=c.error)
+            for c in parsed.invalid
+        ],
+        usage_metadata=usage_metadata(answer),
+    )
+    return ChatGeneration(message=message, generation_info=_info(answer, parsed, engine))
+
+
+def _parsed(text: str, request: ChatRequest, engine: BlendEngine) -> Parsed:
+    if not request.options.tools:
+        return Parsed(text)
+    tokens = engine.resources.tokens
+    return parse(request.options.opening + text, tokens, tools=request.options.tools)
+
+
+def _info(answer: Answer, parsed: Parsed, engine: BlendEngine) -> dict[str, Any]:
+    info = generation_info(answer, engine.resources.model_name)
+    if parsed.calls and answer.finish_reason == "stop":
+        info["finish_reason"] = "tool_calls"
+    return {**info, "model_provider": "blendrag"}
+
+
+class StreamedReply:
+    """Turns the pieces of a streamed answer into chunks; the last one has calls, usage and metrics.
+
+    Text that may become a tool call is held back until the answer is complete.
+    """
+
+    def __init__(self, request: ChatRequest, engine: BlendEngine) -> None:
+        self._request = request
+        self._engine = engine
+        offers = bool(request.options.tools)
+        tokens = engine.resources.tokens if offers else None
+        self._text = StreamedText(tokens, request.options.opening)
+
+    def chunks(self, piece: Piece) -> list[ChatGenerationChunk]:
+        """The chunks for ``piece``; none while its text is held back."""
+        text = self._text.add(piece.text)
+        if piece.answer is not None:
+            return [self._last(text, piece.answer)]
+        return [ChatGenerationChunk(message=AIMessageChunk(content=text))] if text else []
+
+    def _last(self, text: str, answer: Answer) -> ChatGenerationChunk:
+        parsed = _parsed(answer.text, self._request, self._engine)
+        message = AIMessageChunk(
+            content=text + self._text.rest(parsed.text),
+            tool_call_chunks=_call_chunks(parsed),
+            usage_metadata=usage_metadata(answer),
+            chunk_position="last",
+        )
+        info = _info(answer, parsed, self._engine)
+        return ChatGenerationChunk(message=message, generation_info=info)
+
+
+def _call_chunks(parsed: Parsed) -> list[Any]:
+    """One chunk per complete call, then the calls that cannot be parsed."""
+    calls = [
+        tool_call_chunk(
+            name=call.name,
+            args=json.dumps(call.arguments, ensure_ascii=False),
+            id=call.id,
+            index=index,
+        )
+        for index, call in enumerate(parsed.calls)
+    ]
+    for index, wrong in enumerate(parsed.invalid, len(calls)):
+        calls.append(tool_call_chunk(name=None, args=_unreadable(wrong.text), id=None, index=index))
+    return calls
+
+
+def _unreadable(text: str) -> str:
+    """``text``, quoted if LangChain would otherwise repair it and call a tool without a name."""
+    try:
+        return json.dumps(text) if isinstance(parse_partial_json(text), dict) else text
+    except ValueError:
+        return text
+
+
+# -- structured output -------------------------------------------------------------------------------
+
+
+def structured(
+    model: ChatBlend, schema: Any, method: Method | None, strict: bool | None, include_raw: bool
+) -> Runnable[Any, Any]:
+    """``model`` followed by a parser. Opens the tokenizer if ``method`` is not given."""
+    if method is None:
+        takes_tools = model.engine.resources.tokens.has_tools
+        method = "function_calling" if takes_tools and schema is not None else "json_schema"
+    if method not in ("function_calling", "json_schema", "json_mode"):
+        raise InvalidInputError(
+            f"method {method!r} is not one of function_calling, json_schema, json_mode"
+        )
+    if schema is None and method != "json_mode":
+        raise InvalidInputError(
+            f"method {method!r} needs a schema; only json_mode works without one"
+        )
+    asked, parser = (
+        _by_call(model, schema, strict)
+        if method == "function_calling"
+        else _by_asking(model, schema, method)
+    )
+    return _with_raw(asked, parser) if include_raw else asked | parser
+
+
+def _by_call(model: ChatBlend, schema: Any, strict: bool | None) -> tuple[Any, Any]:
+    tool = convert_to_openai_tool(schema, strict=strict)
+    name = tool["function"]["name"]
+    asked = model.bind_tools(
+        [tool],
+        tool_choice=name,
+        ls_structured_output_format=_traced("function_calling", schema),
+    )
+    if _is_model(schema):
+        return asked, PydanticToolsParser(tools=[schema], first_tool_only=True)
+    return asked, JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
+
+
+def _by_asking(model: ChatBlend, schema: Any, method: Method) -> tuple[Any, Any]:
+    """In ``json_mode`` the prompt describes the schema, as with LangChain's other models."""
+    wanted: dict[str, Any] = {"type": "json_object"}
+    if method == "json_schema":
+        named = convert_to_json_schema(schema)
+        wanted = {"type": "json_schema", "json_schema": {"schema": named}}
+    traced = {} if schema is None else {"ls_structured_output_format": _traced(method, schema)}
+    asked = model.bind(response_format=wanted, **traced)
+    parser = (
+        PydanticOutputParser(pydantic_object=schema) if _is_model(schema) else JsonOutputParser()
+    )
+    return asked, parser
+
+
+def _traced(method: Method, schema: Any) -> dict[str, Any]:
+    return {"kwargs": {"method": method}, "schema": schema}
+
+
+def _is_model(schema: Any) -> bool:
+    return isinstance(schema, type) and is_basemodel_subclass(schema)
+
+
+def _with_raw(asked: Runnable[Any, AIMessage], parser: Any) -> Runnable[Any, Mapping[str, Any]]:
+    """``raw``, ``parsed`` and ``parsing_error``, as in ``BaseChatModel.with_structured_output``."""
+    parsed = RunnablePassthrough.assign(
+        parsed=itemgetter("raw") | parser, parsing_error=lambda _: None
+    )
+    failed = RunnablePassthrough.assign(parsed=lambda _: None)
+    return RunnableMap(raw=asked) | parsed.with_fallbacks([failed], exception_key="parsing_error")

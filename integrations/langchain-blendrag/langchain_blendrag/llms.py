@@ -1,12 +1,14 @@
 """``BlendLLM``: text in, text out, with the KV of known chunks loaded instead of computed.
 
-Chunks are recognised in the prompt by their content, so stock chains need no change. Owns the
-LangChain side only; the engine does the work.
+Chunks are recognised in the prompt by their content, so stock chains need no change.
+
+``BaseLLM`` passes prompts on as plain strings and would flatten messages to "Human: …". Here they become
+a :class:`RenderedPrompt`, which remembers its messages, so that the engine applies the template once.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,35 +16,68 @@ from typing import TYPE_CHECKING, Any
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import LanguageModelInput
 from langchain_core.language_models.llms import BaseLLM
+from langchain_core.messages import BaseMessage
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPromptValue
 from langchain_core.runnables import RunnableConfig
 from langchain_core.runnables.config import get_config_list
 
 from blendrag.frameworks.fields import CONFIG, RequestFields
-from blendrag.frameworks.shared import Piece, astream_pieces, stream_pieces, to_thread, warm
-from langchain_blendrag._identity import identifying_params
-from langchain_blendrag._messages import (
+from blendrag.frameworks.streaming import Piece, astream_pieces, stream_pieces, to_thread
+from langchain_blendrag._convert import (
     Message,
-    TemplatedPromptValue,
-    engine_prompt,
+    generation_info,
+    identifying_params,
     to_dicts,
+    token_usage,
 )
-from langchain_blendrag._results import generation_info, token_usage
 
 if TYPE_CHECKING:
     from blendrag.engine import Answer, Options
 
-#: What a call may say about how its messages become text.
+#: Call options that decide how messages become text.
 _RENDERING = ("apply_chat_template", "template_kwargs")
+
+
+class RenderedPrompt(str):
+    """A chat prompt rendered by the model's template, with its messages."""
+
+    messages: tuple[Message, ...]
+
+    def __new__(cls, text: str, messages: Sequence[Message]) -> RenderedPrompt:
+        prompt = super().__new__(cls, text)
+        prompt.messages = tuple(messages)
+        return prompt
+
+    def __getnewargs__(self) -> tuple[str, tuple[Message, ...]]:  # type: ignore[override]
+        return str(self), self.messages
+
+
+class TemplatedPromptValue(PromptValue):
+    """Messages that ``render``, the model's chat template, makes a string of."""
+
+    messages: list[BaseMessage]
+    render: Callable[[Sequence[Message]], str]
+
+    def to_string(self) -> str:
+        messages = to_dicts(self.messages)
+        return RenderedPrompt(self.render(messages), messages)
+
+    def to_messages(self) -> list[BaseMessage]:
+        return list(self.messages)
+
+
+def engine_prompt(prompt: str) -> str | tuple[Message, ...]:
+    """What the engine renders: the messages of ``prompt``, or ``prompt`` itself."""
+    return prompt.messages if isinstance(prompt, RenderedPrompt) else prompt
 
 
 class BlendLLM(RequestFields, BaseLLM):
     """A local Hugging Face causal LM over a blendrag store.
 
-    A string is one user message through the model's chat template; messages go through the template
-    as they are. ``generation_info`` of every answer holds ``finish_reason``, ``token_usage`` and,
-    under ``blendrag``, the metrics of the request.
+    A string becomes one user message; messages go through the model's chat template. The
+    ``generation_info`` of every answer holds ``finish_reason``, ``token_usage`` and, under ``blendrag``,
+    the metrics of the request.
 
     Example:
         ```python
@@ -118,7 +153,7 @@ class BlendLLM(RequestFields, BaseLLM):
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[str]:
-        """As in ``BaseLLM``, which puts one prompt's error in every place of a batch."""
+        """Like ``BaseLLM``, but with ``return_exceptions`` an error is returned for its own prompt only."""
         config = _one_by_one(inputs, config) if return_exceptions else config
         return super().batch(inputs, config, return_exceptions=return_exceptions, **kwargs)
 
@@ -143,9 +178,9 @@ class BlendLLM(RequestFields, BaseLLM):
         return self._templated(value, {})
 
     def _templated(self, value: PromptValue, call: Mapping[str, Any]) -> PromptValue:
-        """Messages to go through the model's template instead of becoming "Human: …".
+        """Messages that go through the model's template instead of becoming "Human: …".
 
-        ``call``: what the call itself says, which ``_convert_input`` is not told.
+        ``call``: arguments of the call, which ``_convert_input`` does not get.
         """
         if isinstance(value, StringPromptValue):
             return value
@@ -154,7 +189,7 @@ class BlendLLM(RequestFields, BaseLLM):
             render = partial(self._render, options=options)
             return TemplatedPromptValue(messages=value.to_messages(), render=render)
         messages = value.to_messages()
-        to_dicts(messages)  # refuses what is not text, and nothing at all
+        to_dicts(messages)  # raises for empty messages and for content that is not text
         flat = ChatPromptValue(messages=messages)
         return StringPromptValue(text=flat.to_string())
 
@@ -164,7 +199,7 @@ class BlendLLM(RequestFields, BaseLLM):
         return render(messages, self.engine.resources.tokens, options).text
 
     def generate_prompt(self, prompts: list[PromptValue], *args: Any, **kwargs: Any) -> LLMResult:
-        """As in ``BaseLLM``; here because some chains call it with messages directly."""
+        """Like ``BaseLLM``; overridden because some chains call it with messages directly."""
         values = [self._templated(p, kwargs) for p in prompts]
         return super().generate_prompt(values, *args, **kwargs)
 
@@ -172,7 +207,7 @@ class BlendLLM(RequestFields, BaseLLM):
         self, prompts: list[PromptValue], *args: Any, **kwargs: Any
     ) -> LLMResult:
         """:meth:`generate_prompt`, with the tokenizer opened off the event loop."""
-        await to_thread(warm, self.engine)
+        await to_thread(self._open)
         values = [self._templated(p, kwargs) for p in prompts]
         return await super().agenerate_prompt(values, *args, **kwargs)
 
@@ -184,7 +219,7 @@ class BlendLLM(RequestFields, BaseLLM):
         stop: list[str] | None = None,
         **kwargs: Any,
     ) -> Iterator[str]:
-        """As in ``BaseLLM``, which converts messages without looking at what the call says."""
+        """Like ``BaseLLM``, which ignores the call's arguments when it converts messages."""
         prompt = self._templated(super()._convert_input(input), kwargs)
         yield from super().stream(prompt, config, stop=stop, **kwargs)
 
@@ -197,15 +232,19 @@ class BlendLLM(RequestFields, BaseLLM):
         **kwargs: Any,
     ) -> AsyncIterator[str]:
         """:meth:`stream`, with the tokenizer opened off the event loop."""
-        await to_thread(warm, self.engine)
+        await to_thread(self._open)
         prompt = self._templated(super()._convert_input(input), kwargs)
         pieces = super().astream(prompt, config, stop=stop, **kwargs)
         async with aclosing(pieces):  # type: ignore[type-var]
             async for text in pieces:
                 yield text
 
+    def _open(self) -> None:
+        """Open tokenizer and corpus, which a request needs before the model. Loads no weights."""
+        _ = self.engine.resources.tokens, self.engine.resources.corpus
+
     def get_token_ids(self, text: str) -> list[int]:
-        """Ids by the model's own tokenizer, nothing added."""
+        """Ids by the model's own tokenizer, without special tokens."""
         return list(self.engine.resources.tokens.encode_text(text))
 
     # -- results --------------------------------------------------------------------------------
@@ -240,6 +279,6 @@ class BlendLLM(RequestFields, BaseLLM):
 def _one_by_one(
     inputs: Sequence[Any], config: RunnableConfig | list[RunnableConfig] | None
 ) -> list[RunnableConfig]:
-    """``config`` of each input, in batches of one, so that an error is its own prompt's alone."""
+    """``config`` of each input in batches of one, so that an error affects its own prompt only."""
     configs = get_config_list(config, len(inputs))
     return [{**each, "max_concurrency": 1} for each in configs] if len(inputs) > 1 else configs

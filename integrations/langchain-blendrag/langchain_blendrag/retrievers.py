@@ -1,4 +1,4 @@
-"""``BlendRetriever``: the chunks nearest to a question, as the texts whose KV is stored."""
+"""``BlendRetriever``: finds the chunks nearest to a question, whose KV is stored."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from langchain_core.retrievers import BaseRetriever
 from pydantic import Field
 
 from blendrag.frameworks.fields import CONFIG, EngineFields
-from blendrag.frameworks.shared import to_thread
+from blendrag.frameworks.streaming import to_thread
 
 if TYPE_CHECKING:
     from blendrag.corpus.retriever import RetrievedChunk
 
 
 class BlendRetriever(EngineFields, BaseRetriever):
-    """Retrieves from the corpus beside a blendrag store.
+    """Retrieves from the corpus of a blendrag store.
 
-    Documents come document by document, the nearest first, and within one in reading order.
+    Chunks are grouped by document, the nearest document first, and in reading order within it.
     ``page_content`` is the chunk's text and ``metadata`` the document's own plus ``source``,
     ``title``, ``start``, ``end``, ``chunk_id`` and ``distance`` (L2, in [0, 2]).
 
@@ -62,7 +62,7 @@ class BlendRetriever(EngineFields, BaseRetriever):
 
 
 def to_document(chunk: RetrievedChunk) -> Document:
-    """``page_content`` is exactly the stored text: it is what the LLM recognises a chunk by."""
+    """``page_content`` is exactly the stored text, by which the LLM recognises the chunk."""
     metadata: dict[str, Any] = {
         **chunk.metadata,
         "source": chunk.source,

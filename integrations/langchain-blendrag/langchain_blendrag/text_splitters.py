@@ -1,8 +1,4 @@
-"""``BlendTextSplitter``: documents → pieces that are one chunk each to the model at hand.
-
-Owns LangChain's interface to :mod:`blendrag.text.chunking`. Pieces are counted in tokens of the model's own
-tokenizer and are exact substrings, so that a prompt that quotes one is recognised.
-"""
+"""``BlendTextSplitter``: splits documents into chunks as ``blendrag ingest`` does."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from langchain_text_splitters import TextSplitter
 
 from blendrag.errors import InvalidInputError
 from blendrag.frameworks.fields import EngineFields
-from langchain_blendrag._documents import refuse_text
+from langchain_blendrag.vectorstores import refuse_text
 
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine
@@ -24,19 +20,21 @@ if TYPE_CHECKING:
 class BlendTextSplitter(TextSplitter):
     """Splits at paragraphs, then sentences, then words, within ``chunk_size`` tokens.
 
+    Tokens are those of the model's own tokenizer, and pieces are exact substrings, so that a prompt that
+    quotes one is recognised.
+
     Args:
-        chunk_size: most tokens of a piece; the corpus's own limit (512 for a new one) unless given.
-        chunk_overlap: 0. Overlapping pieces would be different chunks with KV of the same text.
+        chunk_size: largest number of tokens of a piece; default: the corpus's limit (512 for a new one).
+        chunk_overlap: 0. Overlapping pieces would be stored and computed twice.
         add_start_index: whether ``metadata["start_index"]`` says where a piece begins.
-        model, store, engine: as for :class:`ChatBlend`; of a model only the tokenizer is loaded, and
-            when first needed.
+        model, store, engine: as for :class:`ChatBlend`; only the tokenizer is loaded, when first needed.
 
     Example:
         ```python
         BlendTextSplitter(model="Qwen/Qwen2.5-0.5B-Instruct", store="./kv").split_documents(documents)
         ```
 
-    Raises :class:`InvalidInputError` for a size outside [64, 4096] or an overlap, and for what is no text.
+    Raises :class:`InvalidInputError` for a size outside [64, 4096] or an overlap.
     """
 
     def __init__(
@@ -75,18 +73,18 @@ class BlendTextSplitter(TextSplitter):
         )
 
     def split_text(self, text: str) -> list[str]:
-        """Pieces of ``text`` in order, without the white space between them."""
+        """Pieces of ``text`` in order, without surrounding white space."""
         return [chunk.text for chunk in self._chunker().split(text)]
 
     def create_documents(
         self, texts: list[str], metadatas: list[dict[Any, Any]] | None = None
     ) -> list[Document]:
-        """As in LangChain; one text, which Python would take for a list of letters, is refused."""
+        """Like LangChain, but refuses a single text instead of a list."""
         refuse_text("texts", texts)
         return super().create_documents(texts, metadatas)
 
     def count_tokens(self, text: str) -> int:
-        """Tokens of ``text`` by the model's tokenizer, nothing added."""
+        """Tokens of ``text`` by the model's tokenizer, without special tokens."""
         return self._chunker().count(text)
 
     def _chunker(self) -> Any:

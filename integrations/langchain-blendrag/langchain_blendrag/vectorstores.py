@@ -1,45 +1,61 @@
 """``BlendVectorStore``: documents with their vectors and their KV, added and deleted together.
 
-Owns LangChain's interface to the engine's library, where one document is one chunk. LangChain's own
-``index(documents, record_manager, vector_store, cleanup=…)`` keeps KV in step with a changing corpus
-through it.
+One document is one chunk. LangChain's ``index(documents, record_manager, vector_store, cleanup=…)`` keeps
+the KV of a changing corpus up to date.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
+from langchain_core.vectorstores import VectorStore
+from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
 from blendrag.errors import InvalidInputError
 from blendrag.frameworks.fields import EngineFields
-from langchain_blendrag._documents import (
-    embedding_name,
-    ids_of,
-    refuse_options,
-    refuse_text,
-    to_document,
-    to_entry,
-)
-from langchain_blendrag._searching import SearchableStore
 
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine
+    from blendrag.engine.library import Entry, Hit, Library
+
+#: Which documents may be found: by metadata (a list gives several values), or by a function.
+Filter = Mapping[str, Any] | Callable[[Document], bool]
+
+_MMR_OPTIONS = ("k", "filter", "fetch_k", "lambda_mult")
 
 
-class BlendVectorStore(SearchableStore):
-    """Vectors in FAISS, texts and KV in the blendrag store beside them.
+class CorpusEmbeddings(Embeddings):
+    """The corpus's embedding model as LangChain's Embeddings."""
 
-    ``add_documents(ids=…)`` also precomputes the KV, which ``delete`` drops with the last document of
-    the same text. Documents are stored as they are, one chunk each: split them before
-    (:class:`BlendTextSplitter`).
+    def __init__(self, fields: EngineFields) -> None:
+        self._fields = fields
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        """Unit vectors of ``texts``."""
+        vectors: list[list[float]] = self._fields.engine.library.embed(texts).tolist()
+        return vectors
+
+    def embed_query(self, text: str) -> list[float]:
+        """The unit vector of a question."""
+        vector: list[float] = self._fields.engine.library.embed_query(text).tolist()
+        return vector
+
+
+class BlendVectorStore(VectorStore):
+    """Vectors in FAISS, texts and KV in the blendrag store.
+
+    ``add_documents`` also precomputes the KV, which ``delete`` drops with the last document of the same
+    text. Every document is one chunk: split documents first (:class:`BlendTextSplitter`).
 
     Args:
-        embedding: LangChain's embeddings to take vectors from; the corpus's own embedder otherwise.
+        embedding: LangChain's embeddings; by default the corpus's own embedding model.
         model, store, dtype, device, embedder, trust_remote_code, engine: as for :class:`ChatBlend`.
 
     Example:
@@ -69,17 +85,26 @@ class BlendVectorStore(SearchableStore):
         fields = EngineFields(**{k: v for k, v in named.items() if v is not None})
         if isinstance(embedding, str):
             raise InvalidInputError(
-                f"embedding is the text {embedding!r:.60}, expected LangChain's Embeddings; name a model "
-                "as model=, an embedder as embedder="
+                f"embedding is the text {embedding!r:.60}, expected LangChain's Embeddings; use model= or "
+                "embedder= for names"
             )
-        super().__init__(fields, embedding)
+        self._fields, self._embedding = fields, embedding
 
     @property
     def engine(self) -> BlendEngine:
-        """The engine given, or the shared one of these names. Making it loads no model yet."""
+        """The given engine, or the shared one of these names. Creating it loads no model yet."""
         return self._fields.engine
 
-    # -- keeping --------------------------------------------------------------------------------
+    @property
+    def embeddings(self) -> Embeddings:
+        """The embedding model of documents and questions."""
+        return self._embedding or CorpusEmbeddings(self._fields)
+
+    @property
+    def _library(self) -> Library:
+        return self._fields.engine.library
+
+    # -- adding and deleting --------------------------------------------------------------------
 
     def add_documents(
         self,
@@ -90,12 +115,11 @@ class BlendVectorStore(SearchableStore):
         precompute: bool = True,
         **kwargs: Any,
     ) -> list[str]:
-        """Add ``documents``, in place of those that had their ids; the ids.
+        """Add ``documents``, replacing those with the same ids; returns the ids.
 
-        Ids are those given, else the documents' own, else made of text and metadata, so that adding
-        the same document again changes nothing and costs a look-up. ``batch_size`` documents (all, if
-        not given) are there together or not at all. ``precompute=False`` leaves the KV to be computed
-        after a prompt first misses it.
+        Ids are those given, else the documents' own, else made of text and metadata, so adding the
+        same document again changes nothing. ``batch_size`` documents (default: all) are added together
+        or not at all. With ``precompute=False`` the KV is computed after a prompt first misses it.
         """
         refuse_options("add_documents", kwargs, "ids", "batch_size", "precompute")
         named = ids_of(documents, ids)
@@ -119,7 +143,7 @@ class BlendVectorStore(SearchableStore):
         ids: list[str] | None = None,
         **kwargs: Any,
     ) -> list[str]:
-        """As :meth:`add_documents`, of texts with their metadata."""
+        """:meth:`add_documents` for texts with metadata."""
         refuse_text("texts", texts)
         return super().add_texts(texts, metadatas, ids=ids, **kwargs)
 
@@ -130,9 +154,9 @@ class BlendVectorStore(SearchableStore):
         return np.asarray(self._embedding.embed_documents(texts), np.float32)
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool:
-        """Forget documents with their vectors and KV; without ``ids``, all that were added here.
+        """Delete documents with vectors and KV; without ``ids``, all that were added by id.
 
-        An id that is not there is no error.
+        Unknown ids are ignored.
         """
         refuse_text("ids", ids)
         if ids is None:
@@ -142,11 +166,11 @@ class BlendVectorStore(SearchableStore):
         return True
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        """Documents of these ids, in their order; those that are not there are left out."""
+        """Documents of these ids, in this order; unknown ids are left out."""
         refuse_text("ids", ids)
         return [to_document(entry) for entry in self._library.get(ids)]
 
-    # -- making and closing ---------------------------------------------------------------------
+    # -- creating and closing -------------------------------------------------------------------
 
     @classmethod
     def from_texts(
@@ -174,7 +198,7 @@ class BlendVectorStore(SearchableStore):
         return made
 
     def close(self) -> None:
-        """Close the shared engine of these names; a given one is closed by who made it."""
+        """Close the shared engine of these names; a given engine stays open."""
         self._fields.close()
 
     def __enter__(self) -> BlendVectorStore:
@@ -182,3 +206,196 @@ class BlendVectorStore(SearchableStore):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    # -- searching ------------------------------------------------------------------------------
+
+    def similarity_search(
+        self, query: str, k: int = 4, filter: Filter | None = None, **kwargs: Any
+    ) -> list[Document]:
+        """The ``k`` documents nearest to ``query``, the nearest first."""
+        _refuse_unread(kwargs)
+        return [to_document(hit.entry) for hit in self._hits(query, k, filter)]
+
+    def similarity_search_with_score(
+        self, query: str, k: int = 4, filter: Filter | None = None, **kwargs: Any
+    ) -> list[tuple[Document, float]]:
+        """:meth:`similarity_search` with the L2 distance of unit vectors, in [0, 2]."""
+        _refuse_unread(kwargs)
+        return [(to_document(hit.entry), hit.distance) for hit in self._hits(query, k, filter)]
+
+    def similarity_search_by_vector(
+        self, embedding: list[float], k: int = 4, filter: Filter | None = None, **kwargs: Any
+    ) -> list[Document]:
+        """:meth:`similarity_search` for a vector."""
+        _refuse_unread(kwargs)
+        return [to_document(hit.entry) for hit in self._hits_by_vector(embedding, k, filter)]
+
+    def max_marginal_relevance_search(
+        self,
+        query: str,
+        k: int = 4,
+        fetch_k: int = 20,
+        lambda_mult: float = 0.5,
+        filter: Filter | None = None,
+        **kwargs: Any,
+    ) -> list[Document]:
+        """``k`` diverse documents of the ``fetch_k`` nearest; ``lambda_mult=1`` ignores diversity."""
+        refuse_options("this search", kwargs, *_MMR_OPTIONS)
+        _check_query(query)
+        vector = self.embeddings.embed_query(query)
+        return self.max_marginal_relevance_search_by_vector(
+            vector, k, fetch_k, lambda_mult, filter=filter
+        )
+
+    def max_marginal_relevance_search_by_vector(
+        self,
+        embedding: list[float],
+        k: int = 4,
+        fetch_k: int = 20,
+        lambda_mult: float = 0.5,
+        filter: Filter | None = None,
+        **kwargs: Any,
+    ) -> list[Document]:
+        """:meth:`max_marginal_relevance_search` for a vector."""
+        refuse_options("this search", kwargs, *_MMR_OPTIONS)
+        _check_k(k)
+        _check_k(fetch_k)
+        hits = self._hits_by_vector(embedding, max(fetch_k, k), filter)
+        if not hits:
+            return []
+        chosen = maximal_marginal_relevance(
+            np.asarray(embedding, np.float32), [hit.vector.tolist() for hit in hits], lambda_mult, k
+        )
+        return [to_document(hits[i].entry) for i in chosen]
+
+    def _hits(self, query: str, k: int, filter: Filter | None) -> list[Hit]:
+        _check_query(query)
+        if self._embedding is not None:
+            return self._hits_by_vector(self._embedding.embed_query(query), k, filter)
+        _check_k(k)
+        return self._library.search(query, k, where=where_of(filter))
+
+    def _hits_by_vector(self, vector: list[float], k: int, filter: Filter | None) -> list[Hit]:
+        _check_k(k)
+        return self._library.search(np.asarray(vector, np.float32), k, where=where_of(filter))
+
+    def _select_relevance_score_fn(self) -> Callable[[float], float]:
+        """Cosine similarity, at least 0."""
+        return lambda distance: max(0.0, 1.0 - distance**2 / 2)
+
+
+# -- documents and entries ---------------------------------------------------------------------------
+
+
+def ids_of(documents: Sequence[Document], ids: Sequence[str | None] | None) -> list[str]:
+    refuse_text("ids", ids)
+    other = next((doc for doc in documents if not isinstance(doc, Document)), None)
+    if isinstance(documents, Document) or other is not None:
+        found = documents if other is None else other
+        raise InvalidInputError(
+            f"documents hold a {type(found).__name__}, expected a list of Document; "
+            "use add_texts for texts"
+        )
+    if ids is not None and len(ids) != len(documents):
+        raise InvalidInputError(
+            f"{len(ids)} ids for {len(documents)} documents, expected as many; or leave ids out"
+        )
+    given = [doc.id for doc in documents] if ids is None else ids
+    return [name or _id_of(doc) for name, doc in zip(given, documents, strict=True)]
+
+
+def _id_of(document: Document) -> str:
+    """An id made of text and metadata, so that an app can add its documents at every start."""
+    content = [document.page_content, document.metadata]
+    return str(uuid.uuid5(uuid.NAMESPACE_OID, json.dumps(content, sort_keys=True, default=str)))
+
+
+def to_entry(name: str, document: Document) -> Entry:
+    from blendrag.engine.library import Entry
+
+    metadata = document.metadata
+    title, start = metadata.get("title"), metadata.get("start_index")
+    return Entry(
+        id=name,
+        text=document.page_content,
+        metadata=metadata,
+        title=title if isinstance(title, str) else "",
+        start=start if isinstance(start, int) else 0,
+    )
+
+
+def to_document(entry: Entry) -> Document:
+    return Document(id=entry.id, page_content=entry.text, metadata=dict(entry.metadata))
+
+
+def where_of(filter: Filter | None) -> Callable[[Entry], bool] | None:
+    """``filter`` as a function of the library's entries."""
+    if filter is None:
+        return None
+    if callable(filter):
+        return lambda entry: bool(filter(to_document(entry)))
+    if not isinstance(filter, Mapping):
+        raise InvalidInputError(
+            f"filter is a {type(filter).__name__}, expected metadata such as {{'source': 'a.txt'}} or "
+            "a function of a document"
+        )
+    for key, wanted in filter.items():
+        if str(key).startswith("$") or isinstance(wanted, Mapping):
+            raise InvalidInputError(
+                f"filter {key!r}: {wanted!r:.60} has operators, expected a value or a list of values; "
+                "give a function of a document for anything else"
+            )
+    return lambda entry: all(_matches(entry.metadata.get(k), v) for k, v in filter.items())
+
+
+def _matches(value: Any, wanted: Any) -> bool:
+    return value in wanted if isinstance(wanted, list | tuple | set) else value == wanted
+
+
+def embedding_name(embedding: Embeddings | None) -> str:
+    """The name of an embedding model, which the corpus remembers."""
+    if embedding is None:
+        return ""
+    kind = type(embedding)
+    names = (getattr(embedding, name, None) for name in ("model", "model_name", "model_id"))
+    model = next((name for name in names if isinstance(name, str)), "")
+    return f"{kind.__module__}.{kind.__qualname__}" + (f":{model}" if model else "")
+
+
+# -- checks ------------------------------------------------------------------------------------------
+
+
+def refuse_options(of: str, given: Mapping[str, Any], *expected: str) -> None:
+    """Raise :class:`InvalidInputError` for unknown options."""
+    if given:
+        raise InvalidInputError(
+            f"{', '.join(sorted(given))}: not an option of {of}; expected {', '.join(expected)}"
+        )
+
+
+def refuse_text(name: str, given: Any) -> None:
+    """Raise :class:`InvalidInputError` for a text instead of a list of texts."""
+    if isinstance(given, str):
+        raise InvalidInputError(
+            f"{name} is the text {given!r:.40}, expected a list of texts; write [{given!r:.40}]"
+        )
+
+
+def _refuse_unread(options: dict[str, Any]) -> None:
+    refuse_options(
+        "this search", options, "k", "filter",
+        "or search_type='similarity_score_threshold' for score_threshold",
+    )  # fmt: skip
+
+
+def _check_k(k: Any) -> None:
+    if not isinstance(k, int | np.integer) or k < 0:
+        raise InvalidInputError(f"k is {k!r}, expected a whole number, 0 or more; 4 is usual")
+
+
+def _check_query(query: Any) -> None:
+    if not isinstance(query, str):
+        raise InvalidInputError(
+            f"the query {query!r:.60} is a {type(query).__name__}, expected a text; use a method that "
+            "ends in _by_vector for a vector"
+        )

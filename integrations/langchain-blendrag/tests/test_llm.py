@@ -11,7 +11,7 @@ from langchain_core.prompt_values import ChatPromptValue
 
 from blendrag.engine import BlendEngine
 from langchain_blendrag import BlendLLM
-from langchain_blendrag._messages import RenderedPrompt
+from langchain_blendrag.llms import RenderedPrompt
 
 MESSAGES = [SystemMessage("Be brief."), HumanMessage("Where is Place32?")]
 RENDERED = "<|bos|><|system|>Be brief.\n<|user|>Where is Place32?\n<|assistant|>"

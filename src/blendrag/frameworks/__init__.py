@@ -1,6 +1,6 @@
-"""What plugs into frameworks share: engines by name, constructor fields, streams. Knows no framework."""
+"""What the LangChain and LlamaIndex packages share: engines by name, fields, streaming, tools."""
 
+from blendrag.frameworks.engines import close_shared_engines, shared_engine
 from blendrag.frameworks.fields import CONFIG, EngineFields, RequestFields
-from blendrag.frameworks.shared import close_shared_engines, shared_engine
 
 __all__ = ["CONFIG", "EngineFields", "RequestFields", "close_shared_engines", "shared_engine"]

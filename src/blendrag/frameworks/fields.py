@@ -1,7 +1,6 @@
-"""The constructor arguments that blendrag's wrappers have in common, and what becomes of them.
+"""Constructor arguments that all wrappers have in common: which engine, and which request options.
 
-Knows nothing of prompts and of no framework. A limit such as "ratio in [0, 1]" is stated by
-:class:`Options` alone; here it only becomes a pydantic error when it is broken.
+Limits such as "ratio in [0, 1]" are checked by :class:`Options`; here they become pydantic errors.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pydantic import (
 
 from blendrag.config import Mode, Ratio
 from blendrag.errors import InvalidInputError, InvalidOptionError
-from blendrag.frameworks.shared import (
+from blendrag.frameworks.engines import (
     EngineName,
     check_given,
     close_engine_of,
@@ -32,7 +31,7 @@ from blendrag.frameworks.shared import (
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine, Options
 
-#: Names a call may override, as the frameworks or as blendrag spells them.
+#: Names of call options, as the frameworks or blendrag spell them, and the names of the options.
 CALL_OPTIONS = {
     "mode": "mode",
     "policy": "policy",
@@ -54,19 +53,16 @@ CALL_OPTIONS = {
 }
 
 
-#: What a shared engine is found by.
-ENGINE_NAMES = ("model", "store", "dtype", "device", "embedder", "trust_remote_code")
-
-#: A misspelt argument is an error. The frameworks' bases ignore it, and the last base wins in pydantic:
-#: wrappers repeat this line.
+#: A misspelt argument is an error. The frameworks' base classes ignore it, and in pydantic the last base
+#: wins, so wrappers repeat ``model_config = CONFIG``.
 CONFIG = ConfigDict(extra="forbid", populate_by_name=True, arbitrary_types_allowed=True)
 
 
 class EngineFields(BaseModel):
-    """Which engine a wrapper uses: one given, or the shared one of a model and a store.
+    """Which engine a wrapper uses: a given one, or the shared one of a model and a store.
 
-    A wrapper holds what it was made with and never an engine made from that, so that frameworks may
-    make it again from its fields, with some of them changed.
+    A wrapper holds the names and not the shared engine, so that frameworks can create it again from
+    its fields, with some of them changed.
     """
 
     model_config = CONFIG
@@ -78,26 +74,26 @@ class EngineFields(BaseModel):
     dtype: str | None = None
     device: str | None = None
     embedder: str | None = None
-    """sentence-transformers model of a corpus yet to be ingested; a corpus remembers its own."""
+    """sentence-transformers model for a new corpus; an existing corpus remembers its own."""
     trust_remote_code: bool | None = None
-    """Run Python files that ``model`` or ``embedder`` brings along. Read them first."""
+    """Run Python files that come with ``model`` or ``embedder``. Read them first."""
     given_engine: Any = Field(default=None, alias="engine", exclude=True, repr=False)
-    """``engine=``: a ``BlendEngine`` to share; instead of all the names above."""
+    """``engine=``: a ``BlendEngine`` to use instead of the names above."""
     _name: EngineName | None = PrivateAttr(default=None)
 
     @model_validator(mode="after")
     def _take_engine(self) -> EngineFields:
-        names = {name: getattr(self, name) for name in ENGINE_NAMES}
+        names = {name: getattr(self, name) for name in EngineName._fields}
         if self.given_engine is None:
             self._name = engine_name(**names)
-            engine_of(self._name)  # says now what is wrong with it
+            engine_of(self._name)  # raises now for bad names
         else:
             check_given(self.given_engine, **names)
         return self
 
     @property
     def engine(self) -> BlendEngine:
-        """The engine given, or the shared one of these names. Making it loads no model yet."""
+        """The given engine, or the shared one of these names. Creating it loads no model yet."""
         if self._name is None:
             given: BlendEngine = self.given_engine
             return given
@@ -108,9 +104,9 @@ class EngineFields(BaseModel):
         return None if store is None else str(store)
 
     def close(self) -> None:
-        """Close the shared engine of these names, for all its wrappers; the next call opens it again.
+        """Close the shared engine of these names for all its wrappers; the next call opens it again.
 
-        A given engine stays open: it is closed by who made it.
+        A given engine stays open; its creator closes it.
         """
         if self._name is not None:
             close_engine_of(self._name)
@@ -122,7 +118,7 @@ class EngineFields(BaseModel):
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        """A wrapper of the same engine: a model is not copied with what asks it."""
+        """A wrapper of the same engine: the model is not copied."""
         kept = {} if memo is None else memo
         kept[id(self.given_engine)] = self.given_engine
         return super().__deepcopy__(kept)
@@ -137,7 +133,7 @@ class EngineFields(BaseModel):
 
 
 class RequestFields(EngineFields):
-    """How a wrapper asks its engine; ``None`` takes the engine's default."""
+    """Request options of a wrapper; ``None`` takes the engine's default."""
 
     mode: Mode | None = None
     """``blend``, ``full``, ``prefix`` or ``reuse``."""
@@ -145,29 +141,29 @@ class RequestFields(EngineFields):
     """Selection policy of mode ``blend``: ``query``, ``hkvd``, ``boundary(k)``, …"""
     schedule: str | None = None
     ratio: Ratio | None = None
-    """Mean share of chunk tokens recomputed, in [0, 1]; ``auto`` leaves it to the loading controller."""
+    """Mean share of chunk tokens recomputed, in [0, 1], or ``auto``: the loading controller chooses."""
     min_ratio: float | None = None
-    """The least that ``auto`` takes, in [0, 1]."""
+    """Lower limit of ``ratio="auto"``, in [0, 1]."""
     max_tokens: int | None = Field(default=None, alias="max_new_tokens")
     temperature: float | None = None
     """0 or ``None`` decodes greedily."""
     top_p: float | None = None
     stop: list[str] | None = None
-    """Texts that end an answer; a call's own ``stop`` replaces them."""
+    """Texts that end an answer; the ``stop`` of a call replaces them."""
     apply_chat_template: bool = True
-    """``False`` sends strings as they are, and messages as the framework flattens them."""
+    """``False`` sends strings unchanged, and messages as the framework flattens them."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the chat template (``enable_thinking``, …)."""
+    """More arguments of the chat template (``enable_thinking``, …)."""
     generate_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of transformers' ``generate`` (``num_beams``, ``repetition_penalty``, …)."""
+    """More arguments of transformers' ``generate`` (``num_beams``, ``repetition_penalty``, …)."""
     timeout: float | None = None
-    """Seconds to the whole answer, waiting for other requests included; ``None`` waits."""
+    """Seconds until the whole answer, including the wait for other requests; ``None`` waits forever."""
     seed: int | None = None
-    """Makes sampling repeatable."""
+    """Random seed of sampling."""
     logprobs: bool | None = None
-    """Whether answers bring the log probability of each token."""
+    """Return the log probability of each token."""
     top_logprobs: int | None = None
-    """With ``logprobs``: also those of so many of the most likely tokens at each place."""
+    """With ``logprobs``: also return those of so many most likely tokens per position."""
 
     @model_validator(mode="after")
     def _check_request(self) -> RequestFields:
@@ -181,17 +177,17 @@ class RequestFields(EngineFields):
         return self
 
     def request_options(self, stop: Sequence[str] | None = None, **overrides: Any) -> Options:
-        """Options of one call: these fields, then what the call itself says.
+        """Options of one call: these fields, overridden by the arguments of the call.
 
         Raises :class:`InvalidInputError` for an option that does not exist or is out of range.
         """
         from blendrag.engine import Options
 
-        said = _known({name: getattr(self, name) for name in _FIELDS}) | _known(overrides)
-        top = said.pop("top_logprobs", None)
-        said["logprobs"] = _logprobs_of(said.get("logprobs"), top)
+        given = _known({name: getattr(self, name) for name in _FIELDS}) | _known(overrides)
+        top = given.pop("top_logprobs", None)
+        given["logprobs"] = _logprobs_of(given.get("logprobs"), top)
         try:
-            return Options(stop=_stop_of(self.stop if stop is None else stop), **said)
+            return Options(stop=_stop_of(self.stop if stop is None else stop), **given)
         except InvalidOptionError as exc:
             raise exc.called(_spelling(exc.name, overrides, top)) from None
 
@@ -210,16 +206,16 @@ def _known(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _spelling(option: str, call: Mapping[str, Any], top_logprobs: int | None) -> str:
-    """What the caller calls one of the engine's options: as this call spells it, else as the fields do."""
+    """How the caller spells an option: as in this call, otherwise as the field."""
     if option == "logprobs" and top_logprobs is not None:
         return "top_logprobs"
     names = [name for name, known in CALL_OPTIONS.items() if known == option]
-    said = [name for name in names if call.get(name) is not None]
-    return next(iter((*said, *names, option)))
+    used = [name for name in names if call.get(name) is not None]
+    return (*used, *names, option)[0]
 
 
 def _logprobs_of(logprobs: bool | int | None, top: int | None) -> int | None:
-    """OpenAI's pair of a switch and a number as one: ``None`` is off, 0 the chosen tokens alone."""
+    """OpenAI's switch and number as one number: ``None`` is off, 0 is the chosen tokens only."""
     if logprobs is None or logprobs is False:
         if top:
             raise InvalidInputError(

@@ -1,9 +1,10 @@
-"""Tools: may a model be offered any, and which calls did it write?
+"""Tools for local models: which calls an answer holds, and how to begin a call that must be made.
 
-Owns the formats that calls are written in. A tokenizer that says itself how its model's answers are
-read (``response_template``, transformers 5) is believed; otherwise the chat template tells which of
-the known formats it is: Hermes' and Qwen's ``<tool_call>`` tags, Mistral's ``[TOOL_CALLS]``, or, as
-Llama 3 does, bare JSON. Knows no framework and runs no tool.
+A local model has no API flag that forces a call. Its answer can be begun for it with the text that its
+chat template puts before a call, which is found by rendering one; so there is no list of models here.
+Calls are parsed by the tokenizer if it can (``response_template``, transformers 5); otherwise the chat
+template tells the format: Hermes' and Qwen's ``<tool_call>`` tags, Mistral's ``[TOOL_CALLS]``, or bare
+JSON as Llama 3 writes it.
 """
 
 from __future__ import annotations
@@ -12,16 +13,22 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from blendrag.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from blendrag.model.tokens import Tokens
 
 
+# -- parsing calls --------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class ToolCall:
-    """A call as the model wrote it; ``id`` is ours, of nine letters, as Mistral's template wants."""
+    """A call as the model wrote it; ``id`` is ours, nine letters, as Mistral's template requires."""
 
     id: str
     name: str
@@ -30,7 +37,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class InvalidCall:
-    """What was meant to be a call and cannot be read, and why."""
+    """A call that cannot be parsed, and why."""
 
     text: str
     error: str
@@ -38,16 +45,11 @@ class InvalidCall:
 
 @dataclass(frozen=True)
 class Parsed:
-    """An answer taken apart: what is said, what is called, what was meant to be."""
+    """An answer split into its text, its calls and the calls that cannot be parsed."""
 
     text: str
     calls: tuple[ToolCall, ...] = ()
     invalid: tuple[InvalidCall, ...] = ()
-
-
-def has_tools(tokens: Tokens) -> bool:
-    """Whether the model's chat template shows it the tools it is offered."""
-    return tokens.has_tools
 
 
 def parse(
@@ -56,39 +58,48 @@ def parse(
     prompt: str = "",
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> Parsed:
-    """The calls in ``text``, an answer to a request with ``tools``.
+    """The calls in ``text``, an answer to a request with ``tools``. Never raises.
 
-    ``prompt``: as rendered, for tokenizers that read answers themselves, where the template has begun
-    the answer. Never raises: what cannot be read is in ``invalid``.
+    ``prompt``: as rendered, for tokenizers that parse answers themselves and whose template begins the
+    answer.
     """
     if getattr(tokens.tokenizer, "response_template", None) is not None:
-        parsed = _by_tokenizer(text, tokens, prompt, tools)
+        parsed = _parsed_by_tokenizer(text, tokens, prompt, tools)
     else:
-        parsed = _split(text, _format_of(tokens))
-    return Parsed(_without_control_tokens(parsed.text, tokens), parsed.calls, parsed.invalid)
+        rest, calls = _format_of(tokens)(text)
+        parsed = _gathered(rest, calls) if calls else Parsed(text)
+    for special in tokens.special_texts:
+        parsed = replace(parsed, text=parsed.text.replace(special, ""))
+    return parsed
 
 
-# -- what the tokenizer reads itself ------------------------------------------------------------
-
-
-def _by_tokenizer(
+def _parsed_by_tokenizer(
     text: str, tokens: Tokens, prompt: str, tools: Sequence[Mapping[str, Any]]
 ) -> Parsed:
     try:
         message = tokens.tokenizer.parse_response(text, prefix=prompt, tools=list(tools) or None)
-    except Exception as exc:  # of many kinds, out of the template's own parsers
-        return Parsed("", (), (InvalidCall(text, _first_line(exc)),))
-    said = message.get("content")
+    except Exception as exc:  # the template's own parsers raise many kinds
+        reason = (str(exc).strip() or type(exc).__name__).splitlines()[0]
+        return Parsed("", (), (InvalidCall(text, reason),))
+    content = message.get("content")
     return _gathered(
-        said if isinstance(said, str) else "",
-        [_read(call, json.dumps(call)) for call in message.get("tool_calls") or ()],
+        content if isinstance(content, str) else "",
+        [_read_call(call, json.dumps(call)) for call in message.get("tool_calls") or ()],
     )
 
 
-# -- the known formats --------------------------------------------------------------------------
+def _gathered(text: str, calls: Sequence[ToolCall | InvalidCall]) -> Parsed:
+    return Parsed(
+        text.strip(),
+        tuple(call for call in calls if isinstance(call, ToolCall)),
+        tuple(call for call in calls if isinstance(call, InvalidCall)),
+    )
 
-Read = ToolCall | InvalidCall
-Format = Callable[[str], tuple[str, list[Read]]]
+
+# -- known formats of calls ----------------------------------------------------------------------
+
+#: Splits an answer into its text and its calls.
+Format = Callable[[str], tuple[str, list[ToolCall | InvalidCall]]]
 
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _MISTRAL = "[TOOL_CALLS]"
@@ -97,16 +108,16 @@ _BROKEN_CALL = re.compile(r'\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|argum
 _PYTHON_TAG = "<|python_tag|>"
 
 
-def _hermes(text: str) -> tuple[str, list[Read]]:
+def _hermes(text: str) -> tuple[str, list[ToolCall | InvalidCall]]:
     """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, any number of them between text."""
     calls = [_read_json(found[1].strip()) for found in _TAGGED.finditer(text)]
     return _TAGGED.sub("", text), calls
 
 
-def _mistral(text: str) -> tuple[str, list[Read]]:
+def _mistral(text: str) -> tuple[str, list[ToolCall | InvalidCall]]:
     """``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]``, or ``[TOOL_CALLS]name[ARGS]{…}``, repeated."""
-    said, *pieces = text.split(_MISTRAL)
-    calls: list[Read] = []
+    rest, *pieces = text.split(_MISTRAL)
+    calls: list[ToolCall | InvalidCall] = []
     for piece in pieces:
         named = _MISTRAL_CALL.match(piece)
         if named is None:
@@ -114,22 +125,22 @@ def _mistral(text: str) -> tuple[str, list[Read]]:
             continue
         try:
             arguments, _ = json.JSONDecoder().raw_decode(piece, named.end())
-            calls.append(_read({"name": named[1], "arguments": arguments}, piece))
+            calls.append(_read_call({"name": named[1], "arguments": arguments}, piece))
         except ValueError as exc:
-            calls.append(InvalidCall(piece.strip(), f"arguments are no JSON: {exc}"))
-    return said, calls
+            calls.append(InvalidCall(piece.strip(), f"arguments are not JSON: {exc}"))
+    return rest, calls
 
 
-def _bare_json(text: str) -> tuple[str, list[Read]]:
+def _bare_json(text: str) -> tuple[str, list[ToolCall | InvalidCall]]:
     """``{"name": …, "parameters": {…}}``, several with ``;`` between, as the whole answer."""
-    said, tag, after = text.partition(_PYTHON_TAG)
+    rest, tag, after = text.partition(_PYTHON_TAG)
     if tag:
-        return said, list(_read_many(after))
+        return rest, list(_read_many(after))
     return ("", list(_read_many(text))) if _is_call(text.lstrip()) else (text, [])
 
 
 def _is_call(text: str) -> bool:
-    """Whether ``text`` begins with the JSON of a call, whole or broken off; other JSON is an answer."""
+    """Whether ``text`` begins with the JSON of a call, complete or cut off; other JSON is an answer."""
     try:
         found, _ = json.JSONDecoder(strict=False).raw_decode(text)
     except ValueError:
@@ -147,44 +158,31 @@ def _format_of(tokens: Tokens) -> Format:
     return _mistral if _MISTRAL in template else _bare_json
 
 
-def _split(text: str, form: Format) -> Parsed:
-    said, calls = form(text)
-    return _gathered(said, calls) if calls else Parsed(text)
-
-
-def _gathered(said: str, calls: Sequence[Read]) -> Parsed:
-    return Parsed(
-        said.strip(),
-        tuple(call for call in calls if isinstance(call, ToolCall)),
-        tuple(call for call in calls if isinstance(call, InvalidCall)),
-    )
-
-
 # -- one call -----------------------------------------------------------------------------------
 
 
-def _read_json(text: str) -> Read:
+def _read_json(text: str) -> ToolCall | InvalidCall:
     try:
-        return _read(json.loads(text, strict=False), text)
+        return _read_call(json.loads(text, strict=False), text)
     except ValueError as exc:
-        return InvalidCall(text, f"the call is no JSON: {exc}")
+        return InvalidCall(text, f"the call is not JSON: {exc}")
 
 
-def _read_many(text: str) -> Iterator[Read]:
-    """A list of calls, or calls one after another with ``;`` or nothing between them."""
+def _read_many(text: str) -> Iterator[ToolCall | InvalidCall]:
+    """A list of calls, or calls separated by ``;`` or nothing."""
     decoder, at = json.JSONDecoder(strict=False), 0
     while rest := text[at:].lstrip(" \n\t;,"):
         at = len(text) - len(rest)
         try:
             found, at = decoder.raw_decode(text, at)
         except ValueError as exc:
-            yield InvalidCall(rest.strip(), f"the call is no JSON: {exc}")
+            yield InvalidCall(rest.strip(), f"the call is not JSON: {exc}")
             return
         for call in found if isinstance(found, list) else [found]:
-            yield _read(call, rest.strip())
+            yield _read_call(call, rest.strip())
 
 
-def _read(call: Any, text: str) -> Read:
+def _read_call(call: Any, text: str) -> ToolCall | InvalidCall:
     """``call`` as a dictionary of one call, in OpenAI's nesting or without it."""
     if isinstance(call, dict) and isinstance(call.get("function"), dict):
         call = call["function"]
@@ -195,7 +193,7 @@ def _read(call: Any, text: str) -> Read:
         try:
             arguments = json.loads(arguments, strict=False)
         except ValueError as exc:
-            return InvalidCall(text, f"the arguments of {call['name']} are no JSON: {exc}")
+            return InvalidCall(text, f"the arguments of {call['name']} are not JSON: {exc}")
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
@@ -206,11 +204,117 @@ def _read(call: Any, text: str) -> Read:
     return ToolCall(uuid.uuid4().hex[:9], call["name"], arguments)
 
 
-def _without_control_tokens(text: str, tokens: Tokens) -> str:
-    for special in tokens.special_texts:
-        text = text.replace(special, "")
-    return text
+# -- beginning a call -----------------------------------------------------------------------------
+
+#: A name that no template contains, and an id that the strictest one (Mistral's, nine characters) takes.
+_NAME, _ID = "name_of_the_tool", "a1b2c3d4e"
+_USER = {"role": "user", "content": "x"}
+_CALL = {"type": "function", "id": _ID, "function": {"name": _NAME, "arguments": {}}}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "x",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
 
 
-def _first_line(exc: Exception) -> str:
-    return (str(exc).strip() or type(exc).__name__).splitlines()[0]
+@dataclass(frozen=True)
+class CallForm:
+    """What a model writes around a call: ``before`` NAME ``after`` arguments."""
+
+    before: str
+    after: str
+
+    def opening(self, name: str | None = None) -> str:
+        """The beginning of a call of ``name``, or of any tool."""
+        # no white space at the end: tokenizers join it with what follows
+        text = self.before if name is None else f"{self.before}{name}{self.after}"
+        return text.rstrip()
+
+
+#: By tokenizer: its template, and the form of calls in it. Needed several times per request.
+_forms: WeakKeyDictionary[Tokens, tuple[str, CallForm | None]] = WeakKeyDictionary()
+
+
+def call_form(tokens: Tokens) -> CallForm | None:
+    """How this model's template writes a call; ``None`` if it writes none after its prompt."""
+    template = tokens.template_text
+    known = _forms.get(tokens)
+    if known is None or known[0] != template:
+        known = _forms[tokens] = (template, _rendered_form(tokens))
+    return known[1]
+
+
+def _rendered_form(tokens: Tokens) -> CallForm | None:
+    try:
+        asked = tokens.render([_USER], tools=[_TOOL])
+        called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+        answered = tokens.render([_USER, called], tools=[_TOOL], add_generation_prompt=False)
+    except Exception:  # jinja errors of many kinds: a template that takes no such message
+        return None
+    before, found, rest = answered.removeprefix(asked).partition(_NAME)
+    if not answered.startswith(asked) or not found:
+        return None
+    after, found, _ = rest.partition("{}")
+    return CallForm(before, after if found else "")
+
+
+def forced_opening(tokens: Tokens, name: str | None = None) -> str:
+    """The beginning of an answer that must be a call (of the tool ``name``).
+
+    Raises :class:`InvalidInputError` if the template does not show how a call begins.
+    """
+    form = call_form(tokens)
+    if form is None:
+        raise InvalidInputError(
+            "this model's chat template does not show how a tool call begins, so none can be forced; "
+            "leave tool_choice out and let the model choose"
+        )
+    return form.opening(name)
+
+
+def opening_for(tokens: Tokens, choice: str | None, tools: Sequence[Mapping[str, Any]]) -> str:
+    """:func:`forced_opening` for a result of :func:`chosen_tool`; empty if no call has to be made."""
+    if choice in (None, "auto", "none"):
+        return ""
+    if choice == "any":  # of one tool, that one
+        return forced_opening(tokens, tool_names(tools)[0] if len(tools) == 1 else None)
+    return forced_opening(tokens, choice)
+
+
+def tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of function schemas, nested like OpenAI's or not."""
+    return [str(tool.get("function", tool).get("name")) for tool in tools]
+
+
+def chosen_tool(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str | None:
+    """A ``tool_choice`` in OpenAI's spellings as ``auto``, ``none``, ``any`` or a tool's name.
+
+    ``None`` if none was given. Raises :class:`InvalidInputError` for a tool that is not in ``tools``.
+    """
+    if choice is None or choice is False:
+        return None
+    if choice is True or choice == "required":
+        return "any"
+    if isinstance(choice, Mapping):
+        function = choice.get("function")
+        choice = function.get("name") if isinstance(function, Mapping) else choice.get("name")
+    names = tool_names(tools)
+    if isinstance(choice, str) and choice in ("auto", "none", "any", *names):
+        return choice
+    raise InvalidInputError(
+        f"tool_choice {choice!r} is not auto, none, any or one of the tools "
+        f"({', '.join(names) or 'none given'})"
+    )
+
+
+def json_instruction(schema: Mapping[str, Any] | None) -> str:
+    """The instruction added to a question whose answer must be JSON (of ``schema``)."""
+    if schema is None:
+        return "Answer with one JSON object and nothing else."
+    return (
+        "Answer with one JSON object and nothing else. It must follow this JSON schema:\n"
+        f"{json.dumps(schema, ensure_ascii=False)}"
+    )

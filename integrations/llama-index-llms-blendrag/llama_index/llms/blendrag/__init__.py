@@ -1,9 +1,9 @@
-"""LlamaIndex over blendrag: swap the LLM and the retriever, keep the query engine.
+"""blendrag for LlamaIndex: swap the LLM and the retriever, keep the query engine.
 
-Importing this loads neither torch nor transformers; making a wrapper does.
+Importing this package does not import torch or transformers; creating a wrapper does.
 """
 
-from blendrag.frameworks.shared import close_shared_engines, shared_engine
+from blendrag.frameworks.engines import close_shared_engines, shared_engine
 from llama_index.llms.blendrag.base import BlendLLM
 from llama_index.llms.blendrag.embeddings import BlendEmbedding
 from llama_index.llms.blendrag.events import BlendReuseEvent

@@ -1,4 +1,4 @@
-"""LlamaIndex nodes ↔ entries of blendrag's corpus. Knows neither engine nor query."""
+"""LlamaIndex nodes ↔ entries of blendrag's corpus, and metadata filters."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from llama_index.core.vector_stores.utils import (
 if TYPE_CHECKING:
     from blendrag.engine.library import Entry
 
-#: Where LlamaIndex keeps what it needs to make a node again.
+#: Metadata key of what LlamaIndex needs to create a node again.
 CONTENT = "_node_content"
 
 
 def to_entry(node: BaseNode) -> Entry:
-    """The node's text under its id; its document is the parent. Does not modify ``node``."""
+    """The node's text by its id, with its document as the parent. Does not modify ``node``."""
     from blendrag.engine.library import Entry
 
     return Entry(
@@ -50,9 +50,9 @@ def to_node(
     start: int,
     end: int | None,
 ) -> BaseNode:
-    """The node an entry was made of; for a chunk of an ingested document, one that says where it is from.
+    """The node an entry was made of, or a new node for a chunk of an ingested document.
 
-    ``text`` is exactly the stored text: it is what the LLM recognises a chunk by. Metadata of ingested
+    ``text`` is exactly the stored text, by which the LLM recognises the chunk. Metadata of ingested
     documents is neither embedded nor written into prompts.
     """
     if CONTENT in metadata:
@@ -74,7 +74,7 @@ def accepts(
     node_ids: Sequence[str] | None = None,
     doc_ids: Sequence[str] | None = None,
 ) -> Callable[[Entry], bool] | None:
-    """What tells whether an entry passes; ``None`` where all do."""
+    """Whether an entry passes, as a function; ``None`` if all do."""
     if filters is None and node_ids is None and doc_ids is None:
         return None
 
@@ -89,7 +89,7 @@ def accepts(
 
 
 def _match(filters: MetadataFilters, metadata: Mapping[str, Any]) -> bool:
-    """LlamaIndex's own matching, which knows no nesting."""
+    """LlamaIndex's matching, which does not support nesting, applied to nested filters."""
     condition = filters.condition or FilterCondition.AND
     results = [
         _match(one, metadata)

@@ -1,14 +1,14 @@
 """``BlendLLM``: LlamaIndex's LLM, with the KV of known chunks loaded instead of computed.
 
-Chunks are recognised in the prompt by their content, so stock query engines need no change. Owns
-the LlamaIndex side only; the engine does the work.
+Chunks are recognised in the prompt by their content, so stock query engines need no change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -19,35 +19,54 @@ from llama_index.core.base.llms.types import (
     CompletionResponseAsyncGen,
     CompletionResponseGen,
     LLMMetadata,
+    MessageRole,
+    ToolCallBlock,
 )
 from llama_index.core.instrumentation.span import active_span_id
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+from llama_index.core.llms.function_calling import FunctionCallingLLM
+from llama_index.core.llms.llm import ToolSelection
 
-from blendrag.frameworks.fields import CONFIG
-from blendrag.frameworks.shared import context_tokens, to_thread
-from blendrag.frameworks.tools import has_tools
-from llama_index.llms.blendrag import _results, _tools
-from llama_index.llms.blendrag._calls import Asked, Call
-from llama_index.llms.blendrag._messages import to_dicts
-from llama_index.llms.blendrag._tool_calling import ToolCalling
+from blendrag.errors import InvalidInputError
+from blendrag.frameworks.fields import CONFIG, RequestFields
+from blendrag.frameworks.streaming import StreamedText, astream_pieces, stream_pieces, to_thread
+from blendrag.frameworks.tools import (
+    Parsed,
+    call_form,
+    chosen_tool,
+    opening_for,
+    parse,
+    tool_names,
+)
+from llama_index.llms.blendrag import _convert, events
+from llama_index.llms.blendrag._convert import to_dicts
 
 if TYPE_CHECKING:
-    from blendrag.engine import Options
+    from llama_index.core.chat_engine.types import AgentChatResponse
+    from llama_index.core.tools.types import BaseTool
+
+    from blendrag.engine import Answer, BlendEngine, Options
+    from blendrag.model.tokens import Tokens
+
+R = TypeVar("R", ChatResponse, CompletionResponse)
+#: What the engine is asked: text, or messages for the chat template.
+Asked = str | list[dict[str, Any]]
+#: A function schema in OpenAI's form.
+Spec = Mapping[str, Any]
 
 
-class BlendLLM(ToolCalling):
+class BlendLLM(RequestFields, FunctionCallingLLM):
     """A local Hugging Face causal LM over a blendrag store.
 
-    Messages go through the model's own chat template, or through ``messages_to_prompt`` where there is
-    none or it is turned off; a string given to ``complete`` is one user message, or raw text when it is
-    ``formatted`` already. ``raw`` of every response (of a stream: of its last) holds ``usage``,
-    ``finish_reason`` and, under ``blendrag``, the request's metrics.
+    Messages go through the model's own chat template, or through ``messages_to_prompt`` if there is none
+    or it is turned off. A string given to ``complete`` is one user message, or raw text if ``formatted``.
+    ``raw`` of every response (in a stream: of the last) holds ``usage``, ``finish_reason`` and, under
+    ``blendrag``, the metrics of the request. A :class:`BlendReuseEvent` is emitted for every answer.
 
-    Tools go through the chat template of a model that has a place for them, and only then is
-    ``metadata.is_function_calling_model`` true; with others, agents ask in plain text (ReAct),
-    structured output is asked for as JSON, and the methods for tools raise :class:`InvalidInputError`.
-    What was meant to be a call and cannot be read is in ``additional_kwargs["invalid_tool_calls"]``.
-    A :class:`BlendReuseEvent` is emitted for every answer.
+    If the model's chat template renders tools, ``metadata.is_function_calling_model`` is true. With other
+    models, agents ask in plain text (ReAct), structured output is requested as JSON, and the methods for
+    tools raise :class:`InvalidInputError`. Calls that cannot be parsed are in
+    ``additional_kwargs["invalid_tool_calls"]``.
 
     Example:
         ```python
@@ -67,31 +86,40 @@ class BlendLLM(ToolCalling):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """True figures of the model, without its weights: LlamaIndex asks on the event loop."""
+        """Facts of the model. Loads no weights, because LlamaIndex asks on the event loop."""
         engine = self.engine
         has_template = self.apply_chat_template and engine.resources.tokens.has_template
         return LLMMetadata(
-            context_window=context_tokens(engine),
+            context_window=self._context_tokens(),
             num_output=self.max_tokens or engine.settings.max_new_tokens,
             is_chat_model=has_template,
-            is_function_calling_model=has_template and has_tools(engine.resources.tokens),
+            is_function_calling_model=has_template and engine.resources.tokens.has_tools,
             model_name=engine.resources.model_name,
         )
 
+    def _context_tokens(self) -> int:
+        """The context window, from the model's config if its weights are not loaded yet."""
+        from blendrag.model.loading import load_context_tokens
+
+        resources = self.engine.resources
+        if resources.is_loaded:
+            return resources.adapter.context_tokens
+        return load_context_tokens(resources.model_name, resources.trust_remote_code)
+
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """As in LlamaIndex; names an engine that was given, so that ``from_dict`` asks for it again."""
+        """Like LlamaIndex; records that an engine was given, so that ``from_dict`` asks for it again."""
         given = {} if self.given_engine is None else {"engine": "BlendEngine"}
         return super().to_dict(**kwargs) | given
 
     def count_tokens(self, messages: Sequence[ChatMessage]) -> int:
-        """Tokens of ``messages`` as the model reads them, its template's own included."""
+        """Tokens of ``messages``, including those of the chat template."""
         from blendrag.engine.rendering import render
 
         options, tokens = self.request_options(), self.engine.resources.tokens
         asked = self._asked(self._extend_messages(list(messages)), options)
         return len(tokens.encode_template(render(asked, tokens, options).text))
 
-    # -- whole answers --------------------------------------------------------------------------
+    # -- answers --------------------------------------------------------------------------------
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
@@ -111,7 +139,7 @@ class BlendLLM(ToolCalling):
     ) -> CompletionResponse:
         return await self._completion_call(prompt, formatted, kwargs).awhole()
 
-    # -- answers piece by piece -----------------------------------------------------------------
+    # -- streamed answers -----------------------------------------------------------------------
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
@@ -135,7 +163,112 @@ class BlendLLM(ToolCalling):
     ) -> CompletionResponseAsyncGen:
         return self._completion_call(prompt, formatted, kwargs).apieces()
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- tools ----------------------------------------------------------------------------------
+
+    def _prepare_chat_with_tools(
+        self,
+        tools: Sequence[BaseTool],
+        user_msg: str | ChatMessage | None = None,
+        chat_history: list[ChatMessage] | None = None,
+        verbose: bool = False,
+        allow_parallel_tool_calls: bool = False,
+        tool_required: bool = False,
+        tool_choice: Any = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Arguments of :meth:`chat`. Raises :class:`InvalidInputError` for a model without tools."""
+        specs = [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools]
+        if specs:
+            self._check_tools(specs, self.request_options())
+        messages = list(chat_history or ())
+        if isinstance(user_msg, str):
+            user_msg = ChatMessage(role=MessageRole.USER, content=user_msg)
+        if user_msg is not None:
+            messages.append(user_msg)
+        if specs:
+            # LlamaIndex requires calls by default: if a template cannot force them, the model chooses
+            can_force = tool_required and call_form(self.engine.resources.tokens) is not None
+            kwargs |= {
+                "tools": specs,
+                "tool_choice": tool_choice or ("any" if can_force else None),
+                "parallel_tool_calls": allow_parallel_tool_calls,
+            }
+        return {"messages": messages, **kwargs}
+
+    def get_tool_calls_from_response(
+        self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
+    ) -> list[ToolSelection]:
+        """The calls of a response. Raises :class:`InvalidInputError` if there are none."""
+        blocks = [b for b in response.message.blocks if isinstance(b, ToolCallBlock)]
+        if not blocks and error_on_no_tool_call:
+            invalid = response.additional_kwargs.get("invalid_tool_calls") or ()
+            why = f" ({invalid[0]['error']})" if invalid else ""
+            raise InvalidInputError(
+                f"the model called no tool{why} but answered {(response.message.content or '')[:80]!r}, "
+                "expected a call; ask with tool_required=True, or pass error_on_no_tool_call=False"
+            )
+        return [
+            ToolSelection(
+                tool_id=block.tool_call_id or block.tool_name,
+                tool_name=block.tool_name,
+                tool_kwargs=_convert.arguments(block),
+            )
+            for block in blocks
+        ]
+
+    def predict_and_call(
+        self,
+        tools: Sequence[BaseTool],
+        user_msg: str | ChatMessage | None = None,
+        chat_history: list[ChatMessage] | None = None,
+        verbose: bool = False,
+        allow_parallel_tool_calls: bool = False,
+        error_on_no_tool_call: bool = True,
+        error_on_tool_error: bool = False,
+        **kwargs: Any,
+    ) -> AgentChatResponse:
+        """Like LlamaIndex: a model whose template does not render tools is asked in plain text (ReAct).
+
+        Raises :class:`InvalidInputError` if there are no tools, or if none was called unless
+        ``error_on_no_tool_call=False``.
+        """
+        response = super().predict_and_call(
+            tools,
+            user_msg,
+            chat_history,
+            verbose,
+            allow_parallel_tool_calls,
+            error_on_no_tool_call,
+            error_on_tool_error,
+            **self._asking(tools, kwargs),
+        )
+        return _called(response, tools) if error_on_no_tool_call else response
+
+    async def apredict_and_call(
+        self,
+        tools: Sequence[BaseTool],
+        user_msg: str | ChatMessage | None = None,
+        chat_history: list[ChatMessage] | None = None,
+        verbose: bool = False,
+        allow_parallel_tool_calls: bool = False,
+        error_on_no_tool_call: bool = True,
+        error_on_tool_error: bool = False,
+        **kwargs: Any,
+    ) -> AgentChatResponse:
+        """:meth:`predict_and_call`, awaited."""
+        response = await super().apredict_and_call(
+            tools,
+            user_msg,
+            chat_history,
+            verbose,
+            allow_parallel_tool_calls,
+            error_on_no_tool_call,
+            error_on_tool_error,
+            **self._asking(tools, kwargs),
+        )
+        return _called(response, tools) if error_on_no_tool_call else response
+
+    # -- requests -------------------------------------------------------------------------------
 
     def _chat_call(
         self, messages: Sequence[ChatMessage], overrides: dict[str, Any]
@@ -144,7 +277,7 @@ class BlendLLM(ToolCalling):
 
         refuse_silence(to_dicts(messages))
         overrides = dict(overrides)
-        offer = _tools.Offer.taken_from(overrides)
+        offer = Offer.taken_from(overrides)
         if offer is not None:
             overrides["tools"] = offer.tools
         options = self.request_options(**overrides)
@@ -155,7 +288,7 @@ class BlendLLM(ToolCalling):
             self.engine,
             self._asked(messages, options),
             options,
-            _results.chat,
+            _convert.chat,
             offer,
             active_span_id.get(),
         )
@@ -163,21 +296,158 @@ class BlendLLM(ToolCalling):
     def _completion_call(
         self, prompt: str, formatted: bool, overrides: dict[str, Any]
     ) -> Call[CompletionResponse]:
-        """Text that is formatted already gets no template."""
+        """Text that is ``formatted`` already gets no template."""
         if formatted:
             overrides = {"apply_chat_template": False, **overrides}
         elif self.completion_to_prompt is not None:
             prompt = self.completion_to_prompt(prompt)
         options = self.request_options(**overrides)
         span_id = active_span_id.get()
-        return Call(self.engine, prompt, options, _results.completion, span_id=span_id)
+        return Call(self.engine, prompt, options, _convert.completion, span_id=span_id)
 
     def _asked(self, messages: Sequence[ChatMessage], options: Options) -> Asked:
-        """Messages for the model's template; as LlamaIndex flattens them where none is applied."""
+        """Messages for the model's template, or flattened by LlamaIndex if none is applied."""
         converted = to_dicts(messages)
         if not converted or (
             options.apply_chat_template and self.engine.resources.tokens.has_template
         ):
             return converted
-        assert self.messages_to_prompt is not None  # set when the wrapper was made
+        assert self.messages_to_prompt is not None  # set when the wrapper was created
         return self.messages_to_prompt(messages)
+
+    def _asking(self, tools: Sequence[BaseTool], given: dict[str, Any]) -> dict[str, Any]:
+        """``given``, with a formatter and a parser for asking in plain text.
+
+        Without them LlamaIndex (up to 0.14.25) passes ``None`` to its agent, which refuses it.
+        """
+        if not tools:
+            raise InvalidInputError(
+                "there are no tools to call, expected one or more; use chat instead"
+            )
+        if self.metadata.is_function_calling_model:
+            return given
+        from llama_index.core.agent.react import ReActChatFormatter, ReActOutputParser
+
+        plain = {"react_chat_formatter": ReActChatFormatter(), "output_parser": ReActOutputParser()}
+        return plain | {name: value for name, value in given.items() if value is not None}
+
+    def _check_tools(self, specs: Sequence[Spec], options: Options) -> None:
+        given = ", ".join(tool_names(specs))
+        if not options.apply_chat_template:
+            raise InvalidInputError(
+                f"apply_chat_template=False with tools ({given}), which a model sees only through its "
+                "template; leave one of them out"
+            )
+        resources = self.engine.resources
+        if not resources.tokens.has_tools:
+            raise InvalidInputError(
+                f"the chat template of {resources.model_name!r} takes no tools ({given}); use a "
+                "ReActAgent, which asks for them in plain text"
+            )
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The tools of one request, and which must be called."""
+
+    tools: tuple[Spec, ...]
+    choice: str | None = None
+    """``auto``, ``any`` or a tool's name."""
+    parallel: bool = True
+    """Whether an answer may call more than one."""
+
+    @classmethod
+    def taken_from(cls, call_options: dict[str, Any]) -> Offer | None:
+        """Remove the offer from a call's options; ``None`` if there is none."""
+        tools = tuple(call_options.pop("tools", None) or ())
+        choice = chosen_tool(call_options.pop("tool_choice", None), tools)
+        parallel = call_options.pop("parallel_tool_calls", True)
+        return cls(tools, choice, parallel is not False) if tools and choice != "none" else None
+
+    def opening(self, tokens: Tokens) -> str:
+        """The beginning of an answer that must be a call, else empty.
+
+        Raises :class:`InvalidInputError` if the template does not show how a call begins.
+        """
+        return opening_for(tokens, self.choice, self.tools)
+
+    def parse(self, text: str, tokens: Tokens) -> Parsed:
+        """Text and calls of an answer; only the first call unless several are allowed."""
+        parsed = parse(text, tokens, tools=self.tools)
+        if self.parallel:
+            return parsed
+        return Parsed(parsed.text, parsed.calls[:1], parsed.invalid)
+
+
+@dataclass(frozen=True)
+class Call(Generic[R]):
+    """One request to the engine, whole or streamed, and the form of its response."""
+
+    engine: BlendEngine
+    prompt: Asked
+    options: Options
+    respond: Callable[..., R]
+    """:func:`_convert.chat` or :func:`_convert.completion`."""
+    offer: Offer | None = None
+    """Tools that the answer may call."""
+    span_id: str | None = None
+
+    def whole(self) -> R:
+        return self._response(self.engine.generate(self.prompt, self.options))
+
+    async def awhole(self) -> R:
+        return self._response(await self.engine.agenerate(self.prompt, self.options))
+
+    def pieces(self) -> Generator[R, None, None]:
+        shown = self._no_text()
+        for piece in stream_pieces(self.engine, self.prompt, self.options):
+            if (delta := shown.add(piece.text)) and piece.answer is None:
+                yield self.respond(shown.text, delta)
+            if piece.answer is not None:
+                yield self._response(piece.answer, shown, delta)
+
+    async def apieces(self) -> AsyncGenerator[R, None]:
+        shown = self._no_text()
+        async with aclosing(astream_pieces(self.engine, self.prompt, self.options)) as pieces:
+            async for piece in pieces:
+                if (delta := shown.add(piece.text)) and piece.answer is None:
+                    yield self.respond(shown.text, delta)
+                if piece.answer is not None:
+                    yield self._response(piece.answer, shown, delta)
+
+    def _no_text(self) -> StreamedText:
+        if self.offer is None:
+            return StreamedText()
+        return StreamedText(self.engine.resources.tokens, self.options.opening)
+
+    def _response(
+        self, answer: Answer, shown: StreamedText | None = None, delta: str | None = None
+    ) -> R:
+        """The whole answer; at the end of a stream, ``delta`` is the text that was not ``shown`` yet."""
+        name = self.engine.resources.model_name
+        events.emit_reuse(answer, name, self.span_id)
+        about: dict[str, Any] = {
+            "raw": _convert.raw(answer, name),
+            "logprobs": _convert.logprobs(answer),
+        }
+        text = answer.text
+        if self.offer is not None:
+            parsed = self.offer.parse(self.options.opening + text, self.engine.resources.tokens)
+            text = parsed.text
+            about |= _convert.calls(parsed)
+            if parsed.calls and answer.finish_reason == "stop":
+                about["raw"]["finish_reason"] = "tool_calls"
+        if shown is not None:
+            delta = (delta or "") + shown.rest(text)
+        return self.respond(text, delta, **about)
+
+
+def _called(response: AgentChatResponse, tools: Sequence[BaseTool]) -> AgentChatResponse:
+    """``response``, unless it is empty: LlamaIndex's form of a plain text answer without calls."""
+    if response.sources or response.response:
+        return response
+    names = ", ".join(str(tool.metadata.name) for tool in tools)
+    raise InvalidInputError(
+        f"the model called no tool ({names}) when asked in plain text, expected a call; ask for it more "
+        "clearly, or pass error_on_no_tool_call=False"
+    )

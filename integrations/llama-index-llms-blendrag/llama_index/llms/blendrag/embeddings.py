@@ -1,4 +1,4 @@
-"""``BlendEmbedding``: the embedding model of blendrag's corpus, for LlamaIndex's indexes and pipelines."""
+"""``BlendEmbedding``: the embedding model of blendrag's corpus for indexes and pipelines."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING
 from llama_index.core.base.embeddings.base import BaseEmbedding
 
 from blendrag.frameworks.fields import CONFIG, EngineFields
-from blendrag.frameworks.shared import to_thread
+from blendrag.frameworks.streaming import to_thread
 
 if TYPE_CHECKING:
     from llama_index.core.base.embeddings.base import Embedding
 
 
 class BlendEmbedding(EngineFields, BaseEmbedding):
-    """Embeds as the corpus beside the store does: long texts whole, by windows. Needs no other service.
+    """Embeds like the corpus of the store: long texts by windows. Does not load the language model.
 
-    LlamaIndex hands a node to a vector store only when it has an embedding; this one is at hand wherever
-    a :class:`BlendVectorStore` is. Does not load the language model.
+    For use with a :class:`BlendVectorStore`: LlamaIndex gives a vector store only nodes with embeddings.
 
     Example:
         ```python

@@ -1,4 +1,4 @@
-"""What LlamaIndex's instrumentation is told about reuse."""
+"""The instrumentation event that reports KV reuse."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ dispatcher = get_dispatcher(__name__)
 
 
 class BlendReuseEvent(BaseEvent):
-    """Emitted once for every answer of a :class:`BlendLLM`, within the span of its call.
+    """Emitted for every answer of a :class:`BlendLLM`, in the span of its call.
 
-    Numbers of tokens and seconds are those of :class:`blendrag.metrics.RequestMetrics`.
+    Tokens and seconds are those of :class:`blendrag.metrics.RequestMetrics`.
     """
 
     model_name: str
@@ -29,9 +29,9 @@ class BlendReuseEvent(BaseEvent):
     fresh_tokens: int
     new_tokens: int
     chunks: list[dict[str, Any]]
-    """Of each chunk found in the prompt: its id, source, tokens, outcome and the reason of it."""
+    """For each chunk found in the prompt: id, source, tokens, outcome and reason."""
     notes: list[str]
-    """Why nothing was reused, what was switched or refused."""
+    """Why nothing was reused, and what was changed or refused."""
 
     @classmethod
     def class_name(cls) -> str:
@@ -43,8 +43,8 @@ class BlendReuseEvent(BaseEvent):
         return self.reused_tokens / self.prompt_tokens
 
 
-def tell(answer: Answer, model_name: str, span_id: str | None) -> None:
-    """Emit the event of ``answer``, within the span that its call began in."""
+def emit_reuse(answer: Answer, model_name: str, span_id: str | None) -> None:
+    """Emit the event of ``answer`` in the span in which its call began."""
     metrics = answer.metrics.as_dict()
     fields = BlendReuseEvent.model_fields.keys() & metrics.keys()
     known = {name: metrics[name] for name in fields}

@@ -1,4 +1,4 @@
-"""``BlendPrecompute``: last step of an ingestion pipeline whose nodes live in someone else's store."""
+"""``BlendPrecompute``: last step of an ingestion pipeline with another vector store."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 from llama_index.core.schema import BaseNode, TransformComponent
 
 from blendrag.frameworks.fields import CONFIG, EngineFields
-from blendrag.frameworks.shared import to_thread
+from blendrag.frameworks.streaming import to_thread
 from llama_index.llms.blendrag._nodes import to_entry
 
 
 class BlendPrecompute(EngineFields, TransformComponent):
-    """Computes the KV of nodes and hands them on unchanged.
+    """Computes the KV of nodes and passes them on unchanged.
 
-    For pipelines whose vectors go into another vector store; with a :class:`BlendVectorStore` it is
-    not needed. Nodes are known to blendrag by their text from then on, and found by no search of its
-    own. Put it last: it must see the texts that prompts will quote.
+    For pipelines whose vectors go into another vector store; a :class:`BlendVectorStore` does not need
+    it. Put it last, because it must see the texts that prompts will quote. The nodes are not found by
+    blendrag's own search.
 
-    A pipeline's cache never answers for this step, so that KV that was evicted or removed meanwhile is
-    computed again; what is stored costs a look-up. Pipelines with ``num_workers`` pickle their
-    transformations: make it with ``model=`` and ``store=``. Every worker then loads the model.
+    This step is never answered from a pipeline's cache, so KV that was evicted or removed is computed
+    again. Pipelines with ``num_workers`` pickle their transformations: use ``model=`` and ``store=`` then.
+    Every worker loads the model.
 
     Example:
         ```python
@@ -36,15 +36,15 @@ class BlendPrecompute(EngineFields, TransformComponent):
     model_config = CONFIG
 
     whole_documents: bool = True
-    """A call brings all nodes of the documents in it: those of earlier versions go, KV included. Set
-    ``False`` to bring a document's nodes in several calls."""
+    """Each call has all nodes of its documents: nodes of earlier versions are removed with their KV. Set
+    ``False`` if the nodes of a document come in several calls."""
 
     @classmethod
     def class_name(cls) -> str:
         return "BlendPrecompute"
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """As in LlamaIndex, and different each time: this is what a pipeline's cache looks up."""
+        """Like LlamaIndex, but different each time: a pipeline's cache uses this as its key."""
         return super().to_dict(**kwargs) | {"run": uuid.uuid4().hex}
 
     @classmethod
@@ -67,5 +67,5 @@ class BlendPrecompute(EngineFields, TransformComponent):
         return await to_thread(self.__call__, nodes, **kwargs)
 
     def delete_ref_doc(self, ref_doc_id: str) -> list[str]:
-        """Forget a document that the other vector store forgets: the ids of its nodes."""
+        """Remove a document that the other vector store removed; returns the ids of its nodes."""
         return self.engine.library.delete_parents([ref_doc_id])

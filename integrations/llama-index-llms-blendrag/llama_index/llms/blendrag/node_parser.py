@@ -1,8 +1,4 @@
-"""``BlendNodeParser``: documents → nodes no longer than a chunk whose KV is stored.
-
-Owns how much of a chunk metadata takes up. Where a text is cut is :mod:`blendrag.text.chunking`'s, so that
-nodes are cut as ``blendrag ingest`` cuts.
-"""
+"""``BlendNodeParser``: splits documents into nodes of one chunk each, as ``blendrag ingest`` does."""
 
 from __future__ import annotations
 
@@ -18,32 +14,32 @@ from blendrag.text.chunking import MIN_CHUNK_TOKENS, Chunker
 class BlendNodeParser(EngineFields, MetadataAwareTextSplitter):
     """Splits into pieces of at most ``chunk_tokens`` tokens of the *model's* tokenizer.
 
-    Every piece is an exact substring of its document, without white space at its ends: the form that
-    :class:`BlendLLM` recognises in prompts. Does not load the model's weights.
+    Every piece is an exact substring of its document, which :class:`BlendLLM` recognises in prompts.
+    Does not load the model's weights.
 
     Example:
         ```python
         nodes = BlendNodeParser(model="Qwen/Qwen2.5-0.5B-Instruct", store="./kv")(documents)
         ```
 
-    Raises :class:`InvalidInputError` from calls for a limit out of range, and for metadata that leaves
-    too little of it.
+    Calls raise :class:`InvalidInputError` for a limit out of range and for metadata that leaves too few
+    tokens.
     """
 
     model_config = CONFIG
 
     chunk_tokens: int | None = None
-    """``None`` takes the store's: that of its corpus, else of the engine's settings."""
+    """``None`` takes the limit of the corpus, else of the engine's settings."""
     count_metadata: bool = True
-    """Whether metadata that LlamaIndex writes before a text counts against the limit. Stored KV is
-    that of the text alone: with ``False``, chunks stay what they are when metadata changes."""
+    """Whether the metadata that LlamaIndex writes before a text counts against the limit. KV is stored
+    for the text only; with ``False``, chunks do not change with their metadata."""
 
     @classmethod
     def class_name(cls) -> str:
         return "BlendNodeParser"
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """As in LlamaIndex, with limit and tokenizer, which decide what a pipeline may cache."""
+        """Like LlamaIndex, with limit and tokenizer, so that a pipeline's cache depends on them."""
         resources = self.engine.resources
         described = super().to_dict(**kwargs) | {"chunk_tokens": self._limit()}
         if self.given_engine is not None:
@@ -52,15 +48,15 @@ class BlendNodeParser(EngineFields, MetadataAwareTextSplitter):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> BlendNodeParser:
-        """Where ids came from a function other than LlamaIndex's, pass ``id_func=`` again."""
-        # a function is written down as its name, which LlamaIndex does not read again
+        """Like LlamaIndex; pass a custom ``id_func=`` again."""
+        # LlamaIndex writes the function's name, which it cannot read again
         return super().from_dict({k: v for k, v in data.items() if k != "id_func"}, **kwargs)
 
     def split_text(self, text: str) -> list[str]:
         return self._split(text, self._limit())
 
     def split_text_metadata_aware(self, text: str, metadata_str: str) -> list[str]:
-        """Pieces that stay within the limit with ``metadata_str`` before them."""
+        """Pieces that fit the limit together with ``metadata_str``."""
         limit = self._limit()
         if not (self.count_metadata and metadata_str):
             return self._split(text, limit)

@@ -1,4 +1,4 @@
-"""``BlendRetriever``: the chunks nearest to a question, as the texts whose KV is stored."""
+"""``BlendRetriever``: finds the chunks nearest to a question, whose KV is stored."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from llama_index.core.callbacks import CallbackManager
 from llama_index.core.schema import NodeWithScore, QueryBundle
 
 from blendrag.errors import InvalidInputError
+from blendrag.frameworks.engines import check_given
 from blendrag.frameworks.fields import EngineFields
-from blendrag.frameworks.shared import check_given, to_thread
+from blendrag.frameworks.streaming import to_thread
 from llama_index.llms.blendrag._nodes import to_node
 
 if TYPE_CHECKING:
@@ -20,16 +21,16 @@ if TYPE_CHECKING:
 
 
 class BlendRetriever(BaseRetriever):
-    """Retrieves from the corpus beside a blendrag store.
+    """Retrieves from the corpus of a blendrag store.
 
-    Nodes come document by document, the nearest first, and within one in reading order; ``score`` is
-    the cosine similarity. Metadata is the document's own plus ``source``, ``title``, ``chunk_id``
-    and ``distance`` (L2, in [0, 2]); none of it is written into prompts or embedded unless a node's
-    ``excluded_llm_metadata_keys`` is changed. What came as a node (:class:`BlendVectorStore`) is that node.
+    Nodes are grouped by document, the nearest document first, and in reading order within it. ``score``
+    is the cosine similarity. Metadata is the document's own plus ``source``, ``title``, ``chunk_id``
+    and ``distance`` (L2, in [0, 2]); it is not written into prompts or embedded unless a node's
+    ``excluded_llm_metadata_keys`` is changed. Nodes from a :class:`BlendVectorStore` are returned as added.
 
     Args:
-        model, store, dtype, device, embedder, trust_remote_code: whose engine to use; shared with every
-            wrapper of these names. ``embedder`` is that of a corpus yet to be ingested.
+        model, store, dtype, device, embedder, trust_remote_code: names of the shared engine, as for
+            :class:`BlendLLM`.
         engine: a ``BlendEngine``, instead of all these names.
         similarity_top_k: chunks to retrieve; ``None`` takes the engine's ``top_k``.
     """
@@ -64,11 +65,11 @@ class BlendRetriever(BaseRetriever):
 
     @property
     def engine(self) -> BlendEngine:
-        """The engine given, or the shared one of these names. Making it loads no model yet."""
+        """The given engine, or the shared one of these names. Creating it loads no model yet."""
         return self._engine.engine
 
     def close(self) -> None:
-        """Close the shared engine of these names, for all its wrappers; a given one stays open."""
+        """Close the shared engine of these names for all its wrappers; a given engine stays open."""
         self._engine.close()
 
     def __enter__(self) -> Self:
@@ -86,7 +87,7 @@ class BlendRetriever(BaseRetriever):
 
 
 def node_with_score(chunk: RetrievedChunk) -> NodeWithScore:
-    """A chunk as a node; one that came as a node is that node."""
+    """A chunk as a node."""
     metadata: dict[str, Any] = {
         **chunk.metadata,
         "source": chunk.source,

@@ -1,8 +1,7 @@
-"""Answers over whole chunks: nothing is cut to fill up a prompt, so that all stored KV fits.
+"""Response synthesis over whole chunks, so that their stored KV can be used.
 
-LlamaIndex packs prompts by joining texts and splitting the whole again at the prompt's limit, counted
-by a tokenizer that is not the model's. A chunk whose head is cut off has no KV. Here chunks are packed
-whole, in the order given, counted by the model's tokenizer.
+LlamaIndex joins texts and splits them again at the prompt's limit, counted by another tokenizer. A chunk
+that is cut has no stored KV. Here chunks are packed whole, in order, counted by the model's tokenizer.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ if TYPE_CHECKING:
 SEPARATOR = "\n\n"
 #: LlamaIndex's own default.
 PADDING = 5
-#: Tokens kept free for an answer that is refined, as newer versions of LlamaIndex do.
+#: Tokens kept free for the answer to refine, as in newer versions of LlamaIndex.
 ANSWER_SO_FAR = 500
 
 
 class BlendPromptHelper(PromptHelper):
-    """Packs and never cuts. For any synthesizer: ``prompt_helper=``, or ``Settings.prompt_helper``.
+    """Packs chunks without cutting them. For any synthesizer (``prompt_helper=``) or for ``Settings``.
 
-    A chunk that does not fit alone is an error that says by how many tokens. Window, room for the answer
-    and tokenizer are those of ``llm`` unless given.
+    Raises an error for a chunk that does not fit alone. Context window, answer tokens and tokenizer are
+    those of ``llm`` unless given.
 
     Example:
         ```python
@@ -67,7 +66,7 @@ class BlendPromptHelper(PromptHelper):
         llm: LLM | None = None,
         tools: list[BaseTool] | None = None,
     ) -> list[str]:
-        """``text_chunks``, whole."""
+        """``text_chunks`` unchanged."""
         return list(text_chunks)
 
     def repack(
@@ -78,13 +77,13 @@ class BlendPromptHelper(PromptHelper):
         llm: LLM | None = None,
         tools: list[BaseTool] | None = None,
     ) -> list[str]:
-        """As few texts as hold all chunks, in order, each as long as ``prompt`` leaves room for.
+        """Chunks joined, in order, to as few texts as fit into ``prompt``.
 
-        Raises :class:`ContextOverflowError` for a chunk that does not fit alone: synthesizers take the
-        same error from the model for an empty answer.
+        Raises :class:`ContextOverflowError` for a chunk that does not fit alone. Raised by the model
+        instead, synthesizers would turn the error into an empty answer.
         """
         most = self._room(prompt, llm)
-        # texts are packed once and asked for in turn in several prompts, some with an answer so far
+        # packed once for several prompts, some of which hold an answer to refine
         room = most - max(padding, min(ANSWER_SO_FAR, self.context_window // 4))
         between = self._token_counter.get_string_tokens(SEPARATOR)
         packs: list[list[str]] = []
@@ -103,7 +102,7 @@ class BlendPromptHelper(PromptHelper):
         return [SEPARATOR.join(pack) for pack in packs]
 
     def _room(self, prompt: BasePromptTemplate, llm: LLM | None) -> int:
-        """Tokens that chunks may take: what the prompt without them, as the model reads it, leaves."""
+        """Tokens left for chunks by the rendered prompt without them."""
         missing = dict.fromkeys(set(prompt.template_vars) - set(prompt.kwargs), "")
         used = self._blend.count_tokens(prompt.format_messages(llm=self._blend, **missing))
         if isinstance(llm, StructuredLLM):
@@ -113,7 +112,7 @@ class BlendPromptHelper(PromptHelper):
 
 
 class BlendSynthesizer(CompactAndRefine):
-    """LlamaIndex's compact-and-refine over whole chunks in their order; else the same.
+    """LlamaIndex's compact-and-refine over whole chunks.
 
     Example:
         ```python
@@ -130,8 +129,8 @@ class BlendSynthesizer(CompactAndRefine):
         model = llm.llm if isinstance(llm, StructuredLLM) else llm
         if not isinstance(model, BlendLLM):
             raise InvalidInputError(
-                f"llm is a {type(model).__name__}, expected a BlendLLM, by whose tokenizer chunks are "
-                "counted; use CompactAndRefine with other models"
+                f"llm is a {type(model).__name__}, expected a BlendLLM, whose tokenizer counts the "
+                "chunks; use CompactAndRefine with other models"
             )
         kwargs.setdefault("prompt_helper", BlendPromptHelper(model))
         super().__init__(llm=llm, **kwargs)

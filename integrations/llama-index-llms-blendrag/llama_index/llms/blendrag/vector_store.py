@@ -1,7 +1,4 @@
-"""``BlendVectorStore``: nodes, their vectors and their KV, added, changed and removed together.
-
-Owns the LlamaIndex side; the engine's library keeps texts, vectors and KV in step.
-"""
+"""``BlendVectorStore``: nodes with their vectors and their KV, added, changed and removed together."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from pydantic import model_validator
 
 from blendrag.errors import InvalidInputError
 from blendrag.frameworks.fields import CONFIG, EngineFields
-from blendrag.frameworks.shared import to_thread
+from blendrag.frameworks.streaming import to_thread
 from llama_index.llms.blendrag._nodes import CONTENT, accepts, to_entry, to_node
 
 if TYPE_CHECKING:
@@ -30,20 +27,20 @@ if TYPE_CHECKING:
     from blendrag.engine import BlendEngine
     from blendrag.engine.library import Entry, Hit
 
-#: Candidates of maximal marginal relevance for every node asked for, as in LlamaIndex.
+#: Candidates of maximal marginal relevance per requested node, as in LlamaIndex.
 MMR_PREFETCH = 4
 
 
 class BlendVectorStore(EngineFields, BasePydanticVectorStore):
-    """The corpus beside a blendrag store, as LlamaIndex's vector store.
+    """The corpus of a blendrag store as LlamaIndex's vector store.
 
-    ``add`` computes the KV of every node it does not have yet, and ``delete`` drops it: index methods
-    (``insert``, ``refresh_ref_docs``, ``delete_ref_doc``) and every strategy of an ``IngestionPipeline``
-    with a docstore keep KV in step with vectors. Everything is on disk when a method returns, so
-    ``persist`` has nothing to do. Chunks that ``blendrag ingest`` brought are found, too.
+    ``add`` computes the KV of new nodes, and ``delete`` drops it. So index methods (``insert``,
+    ``refresh_ref_docs``, ``delete_ref_doc``) and every strategy of an ``IngestionPipeline`` with a docstore
+    keep KV and vectors consistent. Everything is on disk when a method returns; ``persist`` does nothing.
+    Chunks from ``blendrag ingest`` are found as well.
 
-    Vectors are by default those of the corpus's own embedder, whatever the index embeds with
-    (:class:`BlendEmbedding` is that embedder). ``embedding_name=`` keeps the index's instead.
+    By default, vectors are those of the corpus's own embedding model (:class:`BlendEmbedding`), whatever
+    the index embeds with. ``embedding_name=`` keeps the index's vectors instead.
 
     Example:
         ```python
@@ -61,7 +58,7 @@ class BlendVectorStore(EngineFields, BasePydanticVectorStore):
     stores_text: bool = True
     is_embedding_query: bool = False
     embedding_name: str | None = None
-    """Name of the index's embedding model, whose vectors are kept; another name later is an error."""
+    """Name of the index's embedding model, whose vectors are stored; another name later is an error."""
 
     @model_validator(mode="after")
     def _choose_query(self) -> BlendVectorStore:
@@ -79,9 +76,9 @@ class BlendVectorStore(EngineFields, BasePydanticVectorStore):
     # -- changing -------------------------------------------------------------------------------
 
     def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
-        """Add nodes, or change those whose ids are there; blocks until their KV is stored.
+        """Add nodes, or replace those with the same ids; blocks until their KV is stored.
 
-        Raises :class:`InvalidInputError` for metadata that is not JSON; then nothing was added.
+        Raises :class:`InvalidInputError`, and adds nothing, for metadata that is not JSON.
         """
         entries = [to_entry(node) for node in nodes]
         if self.embedding_name is None:
@@ -92,7 +89,7 @@ class BlendVectorStore(EngineFields, BasePydanticVectorStore):
         return [entry.id for entry in entries]
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
-        """Remove a document's nodes, vectors and KV; nothing there is no error."""
+        """Remove a document's nodes, vectors and KV, if there are any."""
         self.engine.library.delete_parents([ref_doc_id])
 
     def delete_nodes(
@@ -101,7 +98,7 @@ class BlendVectorStore(EngineFields, BasePydanticVectorStore):
         filters: MetadataFilters | None = None,
         **delete_kwargs: Any,
     ) -> None:
-        """Remove the nodes of these ids that pass ``filters``, and their KV."""
+        """Remove the nodes with these ids that pass ``filters``, and their KV."""
         if node_ids is None and filters is None:
             raise InvalidInputError(
                 "delete_nodes got neither node_ids nor filters, expected one of them; clear() removes all"
@@ -110,7 +107,7 @@ class BlendVectorStore(EngineFields, BasePydanticVectorStore):
         library.delete([entry.id for entry in library.entries(accepts(filters, node_ids))])
 
     def clear(self) -> None:
-        """Remove every node that was added by id, and no document that was ingested by path."""
+        """Remove every node that was added by id, but no document that was ingested by path."""
         self.engine.library.clear()
 
     # -- reading --------------------------------------------------------------------------------
@@ -118,24 +115,24 @@ class BlendVectorStore(EngineFields, BasePydanticVectorStore):
     def get_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
     ) -> list[BaseNode]:
-        """Nodes of these ids, in that order, or all, that pass ``filters``."""
+        """Nodes with these ids, in this order, or all nodes, that pass ``filters``."""
         library, accept = self.engine.library, accepts(filters)
         entries = library.get(node_ids) if node_ids is not None else library.entries()
         return [_node_of(entry) for entry in entries if accept is None or accept(entry)]
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        """The nearest nodes, by the question's text or, with ``embedding_name``, by its vector.
+        """The nearest nodes to the query's text or, with ``embedding_name``, to its vector.
 
         Raises :class:`InvalidInputError` for a mode other than ``default`` and ``mmr``.
         """
         if query.mode not in (VectorStoreQueryMode.DEFAULT, VectorStoreQueryMode.MMR):
             raise InvalidInputError(
-                f"query mode {query.mode.value!r} is not one of 'default', 'mmr': the corpus is searched "
-                "by vectors alone"
+                f"query mode {query.mode.value!r} is not one of 'default', 'mmr'; the corpus is searched "
+                "by vectors only"
             )
         library = self.engine.library
         asked = self._asked(query)
-        # an index whose store keeps the texts asks with no ids at all when it means any
+        # an index over a store of texts passes an empty list for any ids
         where = accepts(query.filters, query.node_ids or None, query.doc_ids or None)
         if query.mode == VectorStoreQueryMode.DEFAULT:
             hits = library.search(asked, query.similarity_top_k, where)
@@ -190,16 +187,14 @@ class BlendVectorStore(EngineFields, BasePydanticVectorStore):
 
 def _node_of(entry: Entry) -> BaseNode:
     metadata, end = dict(entry.metadata), None
-    if (
-        CONTENT not in metadata
-    ):  # a chunk of an ingested document, whose metadata says where it stands
+    if CONTENT not in metadata:  # a chunk of an ingested document
         _, end = metadata.pop("start", None), metadata.pop("end", None)
     source = entry.parent or entry.id
     return to_node(entry.text, metadata, id_=entry.id, source=source, start=entry.start, end=end)
 
 
 def _diverse(asked: np.ndarray, near: list[Hit], top_k: int, threshold: float | None) -> list[Hit]:
-    """``near``, chosen for being near and unlike one another."""
+    """The ``top_k`` of ``near`` by maximal marginal relevance."""
     if not near:
         return []
     by_place = dict(enumerate(near))

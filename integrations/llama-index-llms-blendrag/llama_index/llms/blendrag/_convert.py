@@ -1,0 +1,152 @@
+"""Between LlamaIndex and the engine: messages for chat templates, answers as responses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from llama_index.core.base.llms.types import (
+    CachePoint,
+    ChatMessage,
+    ChatResponse,
+    CompletionResponse,
+    LogProb,
+    MessageRole,
+    TextBlock,
+    ThinkingBlock,
+    ToolCallBlock,
+)
+
+from blendrag.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from blendrag.engine import Answer
+    from blendrag.frameworks.tools import Parsed, ToolCall
+
+#: One message as Hugging Face chat templates read it.
+Message = dict[str, Any]
+
+#: Roles that templates do not know, and what they become.
+_ROLES = {
+    MessageRole.DEVELOPER: "system",
+    MessageRole.CHATBOT: "assistant",
+    MessageRole.MODEL: "assistant",
+    MessageRole.FUNCTION: "tool",
+}
+
+
+def to_dicts(messages: Sequence[ChatMessage]) -> list[Message]:
+    """Role, text and tool calls of each message. Does not modify ``messages``.
+
+    Leaves out earlier thinking of the model, as chat templates expect. Raises
+    :class:`InvalidInputError` for content that is not text.
+    """
+    return [_to_dict(message) for message in messages]
+
+
+def _to_dict(message: ChatMessage) -> Message:
+    texts, calls = [], []
+    for block in message.blocks:
+        if isinstance(block, TextBlock):
+            texts.append(block.text)
+        elif isinstance(block, ToolCallBlock):
+            function = {"name": block.tool_name, "arguments": arguments(block)}
+            calls.append({"type": "function", "id": block.tool_call_id, "function": function})
+        elif not isinstance(block, ThinkingBlock | CachePoint):
+            raise InvalidInputError(
+                f"a content block of type {block.block_type!r}, expected text only; describe it in words "
+                "or leave it out"
+            )
+    converted: Message = {
+        "role": _ROLES.get(message.role, message.role.value),
+        "content": "\n".join(texts),
+    }
+    if calls:
+        converted["tool_calls"] = calls
+    for name in ("tool_call_id", "name"):
+        if name in message.additional_kwargs:
+            converted[name] = message.additional_kwargs[name]
+    return converted
+
+
+def arguments(block: ToolCallBlock) -> dict[str, Any]:
+    """Arguments as a dictionary, which chat templates expect; empty if they cannot be parsed."""
+    given = block.tool_kwargs
+    if not isinstance(given, str):
+        return given
+    try:
+        read = json.loads(given)
+    except ValueError:
+        return {}
+    return read if isinstance(read, dict) else {}
+
+
+# -- answers -----------------------------------------------------------------------------------------
+
+
+def raw(answer: Answer, model_name: str) -> dict[str, Any]:
+    """``usage`` is read by token counters; ``blendrag`` holds the metrics of the request."""
+    metrics = answer.metrics
+    return {
+        "model": model_name,
+        "finish_reason": answer.finish_reason,
+        "usage": {
+            "prompt_tokens": metrics.prompt_tokens,
+            "completion_tokens": metrics.new_tokens,
+            "total_tokens": metrics.prompt_tokens + metrics.new_tokens,
+            "prompt_tokens_details": {"cached_tokens": metrics.reused_tokens},
+            "reused_tokens": metrics.reused_tokens,
+        },
+        "blendrag": metrics.as_dict(),
+    }
+
+
+def logprobs(answer: Answer) -> list[list[LogProb]] | None:
+    """For each token of the answer: itself first, then the most likely others if requested."""
+    if answer.logprobs is None:
+        return None
+    return [
+        [
+            _logprob(chosen.token, chosen.logprob),
+            *(_logprob(token, value) for token, value in chosen.top if token != chosen.token),
+        ]
+        for chosen in answer.logprobs
+    ]
+
+
+def _logprob(token: str, value: float) -> LogProb:
+    return LogProb(token=token, logprob=value, bytes=list(token.encode("utf-8", "replace")))
+
+
+def calls(parsed: Parsed) -> dict[str, Any]:
+    """The assistant's message with text and calls, and the calls that cannot be parsed."""
+    blocks: list[Any] = [TextBlock(text=parsed.text)] if parsed.text or not parsed.calls else []
+    blocks += [
+        ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=call.arguments)
+        for call in parsed.calls
+    ]
+    # LlamaIndex looks here for calls when it streams structured output
+    known = {"tool_calls": [_as_openai(call) for call in parsed.calls]} if parsed.calls else {}
+    message = ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks, additional_kwargs=known)
+    about: dict[str, Any] = {"message": message}
+    if parsed.invalid:
+        invalid = [{"text": call.text, "error": call.error} for call in parsed.invalid]
+        about["additional_kwargs"] = {"invalid_tool_calls": invalid}
+    return about
+
+
+def _as_openai(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def completion(text: str, delta: str | None, **about: Any) -> CompletionResponse:
+    """A response with ``text`` so far and ``delta``, its newest piece."""
+    return CompletionResponse(text=text, delta=delta, **about)
+
+
+def chat(text: str, delta: str | None, **about: Any) -> ChatResponse:
+    """:func:`completion` as a message of the assistant; ``about`` may hold the message."""
+    plain = ChatMessage(role=MessageRole.ASSISTANT, content=text)
+    return ChatResponse(**{"message": plain, **about}, delta=delta)

@@ -1,0 +1,124 @@
+"""Streamed answers in pieces, and which of their text can be shown while tool calls may follow."""
+
+from __future__ import annotations
+
+import contextvars
+import re
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from blendrag.frameworks.tools import call_form
+
+if TYPE_CHECKING:
+    from blendrag.engine import Answer, BlendEngine, Options, Prompt
+    from blendrag.model.tokens import Tokens
+
+T = TypeVar("T")
+
+
+class Piece(NamedTuple):
+    """Some text of an answer; the last piece brings the whole answer with its metrics."""
+
+    text: str
+    answer: Answer | None = None
+
+
+def stream_pieces(engine: BlendEngine, prompt: Prompt, options: Options) -> Iterator[Piece]:
+    """An answer piece by piece. Leaving the loop early stops generation."""
+    pieces = engine.stream(prompt, options)
+    streamed = False
+    try:
+        for text in pieces:
+            streamed = True
+            yield Piece(text)
+        yield _last(pieces.answer, streamed)
+    finally:
+        pieces.close()
+
+
+async def astream_pieces(
+    engine: BlendEngine, prompt: Prompt, options: Options
+) -> AsyncGenerator[Piece, None]:
+    """:func:`stream_pieces` without blocking the event loop."""
+    streamed = False
+    async with aclosing(engine.astream(prompt, options)) as pieces:
+        async for text in pieces:
+            streamed = True
+            yield Piece(text)
+        yield _last(pieces.answer, streamed)
+
+
+def _last(answer: Answer, streamed: bool) -> Piece:
+    # transformers does not stream beams and several sequences: all their text comes at the end
+    return Piece("" if streamed else answer.text, answer)
+
+
+async def to_thread(call: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+    """``asyncio.to_thread`` that raises :class:`NoThreadError` where no thread can be started."""
+    from blendrag.engine.answers import in_pool
+
+    context = contextvars.copy_context()
+    return await in_pool(partial(context.run, call, *args, **kwargs))
+
+
+class StreamedText:
+    """The text of a growing answer that is certainly no part of a tool call.
+
+    What may become a call is held back until the whole answer can be parsed (:func:`tools.parse`).
+    """
+
+    #: The beginning of a call in a model's template, before its name: a tag, or JSON.
+    _OPENER = re.compile(r"<[^<>]+>|\[[A-Z_]+\]|\{")
+
+    def __init__(self, tokens: Tokens | None = None, opening: str = "") -> None:
+        """``tokens``: the model's, if it was offered tools; without, all text is shown.
+        ``opening``: the beginning of a call that was written for the model."""
+        self.text = ""
+        self._raw = ""
+        self._is_call = bool(opening)
+        self._holds_back = tokens is not None
+        self._is_bare_json = False
+        self._marks = () if tokens is None else self._marks_of(tokens)
+        self._firsts = {mark[0] for mark in self._marks}
+        self._longest = max(map(len, self._marks), default=0)
+
+    def _marks_of(self, tokens: Tokens) -> tuple[str, ...]:
+        """Beginnings of calls, and control tokens, which are never shown."""
+        form = call_form(tokens)
+        before = form.before.lstrip() if form is not None else ""
+        found = self._OPENER.match(before)
+        openers = [found[0]] if found is not None else before.split()[:1]
+        self._is_bare_json = openers == ["{"]
+        return tuple(text for text in (*openers, *tokens.special_texts) if text and text != "{")
+
+    def add(self, piece: str) -> str:
+        """The text that ``piece`` adds."""
+        self._raw += piece
+        before = len(self.text)
+        self.text = self._certain() if self._holds_back else self._raw
+        return self.text[before:]
+
+    def rest(self, whole: str) -> str:
+        """The text that ``whole``, the final text without its calls, adds at the end."""
+        if whole.startswith(self.text):
+            return whole[len(self.text) :]
+        return whole.lstrip()[len(self.text.lstrip()) :]  # text next to calls is stripped
+
+    def _certain(self) -> str:
+        """Up to the first mark, or what may become one; white space may come before a call."""
+        if self._is_call:
+            return ""
+        if self._is_bare_json and self._raw.lstrip()[:1] in ("", "{"):
+            return ""  # a call without marks is the whole answer
+        begin = len(self.text)  # models have hundreds of marks: search only what is new
+        found = [at for at in (self._raw.find(mark, begin) for mark in self._marks) if at >= 0]
+        if found:
+            return self._raw[: min(found)].rstrip()
+        for at in range(max(begin, len(self._raw) - self._longest + 1), len(self._raw)):
+            if self._raw[at] in self._firsts:
+                tail = self._raw[at:]
+                if any(mark.startswith(tail) for mark in self._marks):
+                    return self._raw[:at].rstrip()
+        return self._raw.rstrip()
