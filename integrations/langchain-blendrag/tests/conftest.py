@@ -1,5 +1,4 @@
-"""A tiny random Llama with a tokenizer of its own, and an engine over five documents; and a model that
-says what it is told to, with tools."""
+"""Engines over a tiny random model with five documents, and over a scripted model with tools."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from langchain_core.outputs import LLMResult
 from transformers import PreTrainedTokenizerFast
 
 from blendrag.engine import BlendEngine
-from langchain_blendrag import ChatBlend
+from langchain_blendrag import BlendLLM, ChatBlend
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -39,7 +38,7 @@ def engine(
 
 
 class Seen(BaseCallbackHandler):
-    """What LangChain's callbacks are told: prompts, tokens and results."""
+    """Records LangChain's callbacks: prompts, tokens, results and errors."""
 
     def __init__(self) -> None:
         self.prompts: list[str] = []
@@ -61,7 +60,7 @@ class Seen(BaseCallbackHandler):
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Of each answer so far, in order."""
+        """Metrics of each answer so far."""
         infos = [r.generations[0][0].generation_info for r in self.results]
         return [info["blendrag"] for info in infos if info]
 
@@ -71,7 +70,7 @@ def seen() -> Seen:
     return Seen()
 
 
-#: What the scripted model gives each tool.
+#: Arguments that the scripted model gives each tool.
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "magic_function": {"input": 3},
     "magic_function_no_args": {},
@@ -82,35 +81,41 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "Joke": {"setup": "Why did the cat sit?", "punchline": "It could."},
     "JokeDict": {"setup": "Why did the cat sit?", "punchline": "It could."},
 }
-#: How a call that must be made has been begun for it.
+#: The beginning of a required call in the prompt.
 BEGUN = '<tool_call>\n{"name": "'
 
 
-def said(prompt: str) -> str:
-    """The scripted model's reply, and the rest of one that was begun for it."""
+def reply_to(prompt: str) -> str:
+    """The scripted model's reply, or the rest of a call that was begun for it."""
     _, begun, name = prompt.rpartition(BEGUN)
     if begun and name.endswith('", "arguments":'):
-        return f" {written(name.partition(chr(34))[0])}}}\n</tool_call>"
+        return f" {json_arguments(name.partition(chr(34))[0])}}}\n</tool_call>"
     if begun and not name:
         first = next(name for name in ARGUMENTS if f'"name": "{name}"' in prompt)
-        return f'{first}", "arguments": {written(first)}}}\n</tool_call>'
+        return f'{first}", "arguments": {json_arguments(first)}}}\n</tool_call>'
     question = prompt.rpartition("<|start|>user\n")[2]
     if "JSON" in question:
-        return written("Joke")
+        return json_arguments("Joke")
     if "What is the weather" in question and "get_weather" in prompt:
         return "I will look.\n" + scripted.call("get_weather", **ARGUMENTS["get_weather"])
     return "Hello to you, too."
 
 
-def written(name: str) -> str:
+def json_arguments(name: str) -> str:
     return json.dumps(ARGUMENTS[name], ensure_ascii=False)
 
 
 @pytest.fixture(scope="session")
 def talkative(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
-    """An engine whose model has tools and says :func:`said`."""
-    with scripted.engine(said, tmp_path_factory.mktemp("scripted") / "store") as engine:
+    """An engine whose model has tools and replies with :func:`reply_to`."""
+    with scripted.engine(reply_to, tmp_path_factory.mktemp("scripted") / "store") as engine:
         yield engine
+
+
+@pytest.fixture(params=[ChatBlend, BlendLLM], ids=lambda kind: kind.__name__)
+def either(request: Any, engine: BlendEngine) -> Any:
+    """Each of the two models over the same engine."""
+    return request.param(engine=engine)
 
 
 @pytest.fixture
@@ -125,7 +130,7 @@ def talker(talkative: BlendEngine) -> ChatBlend:
 
 @pytest.fixture(scope="session")
 def tooled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a random model whose template has tools."""
+    """The directory of a random model whose template renders tools."""
     path = tmp_path_factory.mktemp("models") / "tooled"
     tiny.llama().save_pretrained(path)
     scripted.tokenizer().save_pretrained(path)

@@ -1,4 +1,4 @@
-"""Stock chains, unchanged: the stored KV of the chunks they quote is loaded."""
+"""Stock chains load the stored KV of the chunks they quote."""
 
 from __future__ import annotations
 
@@ -13,18 +13,13 @@ from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.runnables import RunnablePassthrough
 
 from blendrag.engine import BlendEngine
-from langchain_blendrag import BlendLLM, BlendRetriever, ChatBlend
+from langchain_blendrag import BlendLLM, BlendRetriever
 
 QUESTION = "What does document 3 say about the town of Place32?"
 TEXT = PromptTemplate.from_template("Answer from this.\n\n{context}\n\nQuestion: {input}")
 CHAT = ChatPromptTemplate.from_messages(
     [("system", "Answer from this.\n\n{context}"), ("human", "{input}")]
 )
-
-
-@pytest.fixture(params=[BlendLLM, ChatBlend])
-def llm(engine: BlendEngine, request: pytest.FixtureRequest) -> Any:
-    return request.param(engine=engine)
 
 
 @pytest.fixture
@@ -46,9 +41,9 @@ def assert_reused(metrics: dict[str, Any], engine: BlendEngine, documents: list[
 
 @pytest.mark.parametrize("prompt", [TEXT, CHAT], ids=["text", "chat"])
 def test_a_retrieval_chain_with_a_stuff_chain_reuses_every_chunk(
-    llm: Any, retriever: BlendRetriever, engine: BlendEngine, seen: Any, prompt: Any
+    either: Any, retriever: BlendRetriever, engine: BlendEngine, seen: Any, prompt: Any
 ) -> None:
-    chain = create_retrieval_chain(retriever, create_stuff_documents_chain(llm, prompt))
+    chain = create_retrieval_chain(retriever, create_stuff_documents_chain(either, prompt))
     out = chain.invoke({"input": QUESTION}, config={"callbacks": [seen]})
     assert len(out["context"]) == 4
     assert_reused(seen.metrics[0], engine, out["context"])
@@ -57,24 +52,24 @@ def test_a_retrieval_chain_with_a_stuff_chain_reuses_every_chunk(
 
 
 def test_a_stuff_chain_with_a_document_prompt_reuses_every_chunk(
-    llm: Any, retriever: BlendRetriever, engine: BlendEngine, seen: Any
+    either: Any, retriever: BlendRetriever, engine: BlendEngine, seen: Any
 ) -> None:
     around = PromptTemplate.from_template("[{title}] {page_content} (from {source})")
     documents = retriever.invoke(QUESTION)
-    chain = create_stuff_documents_chain(llm, TEXT, document_prompt=around)
+    chain = create_stuff_documents_chain(either, TEXT, document_prompt=around)
     chain.invoke({"input": QUESTION, "context": documents}, config={"callbacks": [seen]})
     assert_reused(seen.metrics[0], engine, documents)
 
 
 @pytest.mark.parametrize("prompt", [TEXT, CHAT], ids=["text", "chat"])
 async def test_an_lcel_chain_reuses_every_chunk_sync_and_async(
-    llm: Any, retriever: BlendRetriever, engine: BlendEngine, seen: Any, prompt: Any
+    either: Any, retriever: BlendRetriever, engine: BlendEngine, seen: Any, prompt: Any
 ) -> None:
     def format_docs(documents: list[Document]) -> str:
         return "\n\n".join(d.page_content for d in documents)
 
     sources = {"context": retriever | format_docs, "input": RunnablePassthrough()}
-    chain = sources | prompt | llm | StrOutputParser()
+    chain = sources | prompt | either | StrOutputParser()
     config = {"callbacks": [seen]}
     answers = [
         chain.invoke(QUESTION, config),
@@ -88,7 +83,7 @@ async def test_an_lcel_chain_reuses_every_chunk_sync_and_async(
         assert_reused(metrics, engine, retriever.invoke(QUESTION))
 
 
-def test_a_system_message_stays_a_system_message_in_a_chain(engine: BlendEngine, seen: Any) -> None:
+def test_a_system_message_keeps_its_role_in_a_chain(engine: BlendEngine, seen: Any) -> None:
     (CHAT | BlendLLM(engine=engine)).invoke(
         {"context": "nothing", "input": "x"}, config={"callbacks": [seen]}
     )
@@ -97,7 +92,7 @@ def test_a_system_message_stays_a_system_message_in_a_chain(engine: BlendEngine,
     ]
 
 
-def test_full_mode_loads_nothing_and_ratio_one_answers_the_same(
+def test_ratio_one_answers_like_mode_full(
     engine: BlendEngine, retriever: BlendRetriever, seen: Any
 ) -> None:
     def ask(**options: Any) -> str:
@@ -111,7 +106,7 @@ def test_full_mode_loads_nothing_and_ratio_one_answers_the_same(
     assert seen.metrics[1]["reused_tokens"] > 200
 
 
-def test_a_prompt_without_a_known_chunk_is_prefilled_and_says_so(llm: Any, seen: Any) -> None:
-    llm.invoke("Tell me something.", config={"callbacks": [seen]})
+def test_a_prompt_without_a_known_chunk_has_a_note(either: Any, seen: Any) -> None:
+    either.invoke("Tell me something.", config={"callbacks": [seen]})
     assert seen.metrics[0]["chunks"] == ()
     assert "no known chunk was recognised" in seen.metrics[0]["notes"][0]

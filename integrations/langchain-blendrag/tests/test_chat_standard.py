@@ -93,7 +93,7 @@ class TestUnit(OfBlendrag, ChatModelUnitTests):
 
 
 class TestUnitOfTheEmbeddedModel(OfBlendrag, ChatModelUnitTests):
-    """The same of the model that comes with blendrag, whose template has no place for tools."""
+    """The same of the model that comes with blendrag, whose template does not render tools."""
 
     @pytest.fixture(autouse=True)
     def _close(self) -> Iterator[None]:
@@ -126,7 +126,7 @@ class TestIntegrationWithTools(OfBlendrag, ChatModelIntegrationTests):
 
 
 class TestIntegrationOfTheEmbeddedModel(OfBlendrag, ChatModelIntegrationTests):
-    """The suite over the model that comes with blendrag, whose template has no place for tools."""
+    """The suite over the model that comes with blendrag, whose template does not render tools."""
 
     @pytest.fixture(autouse=True)
     def _engine(self, demo: BlendEngine) -> None:

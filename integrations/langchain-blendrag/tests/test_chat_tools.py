@@ -1,15 +1,15 @@
-"""``ChatBlend`` with tools and structured output: calls written, forced, streamed, refused."""
+"""``ChatBlend`` with tools and structured output."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from chats import Joke, get_weather, seen_by, whole
 from langchain_core.messages import (
     AIMessage,
     HumanMessage,
 )
+from samples import Joke, get_weather, last_prompt, whole
 
 from blendrag.errors import InvalidInputError
 from langchain_blendrag import ChatBlend
@@ -17,23 +17,16 @@ from langchain_blendrag import ChatBlend
 # -- tools -------------------------------------------------------------------------------------------
 
 
-def test_a_choice_begins_the_call_in_the_templates_words(talker: ChatBlend) -> None:
+def test_a_required_call_is_begun_as_the_template_writes_it(talker: ChatBlend) -> None:
     bound = talker.bind_tools([get_weather, Joke], tool_choice="Joke")
     assert [call["name"] for call in bound.invoke("x").tool_calls] == ["Joke"]
-    assert seen_by(talker.engine).endswith('<tool_call>\n{"name": "Joke", "arguments":')
+    assert last_prompt(talker.engine).endswith('<tool_call>\n{"name": "Joke", "arguments":')
     talker.bind_tools([get_weather, Joke], tool_choice="any").invoke("x")
-    assert seen_by(talker.engine).endswith('<tool_call>\n{"name": "')
+    assert last_prompt(talker.engine).endswith('<tool_call>\n{"name": "')
     talker.bind_tools([get_weather], tool_choice="auto").invoke("x")
-    assert seen_by(talker.engine).endswith("<|start|>assistant\n")
+    assert last_prompt(talker.engine).endswith("<|start|>assistant\n")
     talker.bind_tools([get_weather], tool_choice="none").invoke("x")
-    assert "get_weather" not in seen_by(talker.engine)
-
-
-@pytest.mark.parametrize(
-    "choice", ["required", True, {"type": "function", "function": {"name": "Joke"}}]
-)
-def test_a_choice_may_be_spelt_as_openai_does(talker: ChatBlend, choice: Any) -> None:
-    assert talker.bind_tools([Joke], tool_choice=choice).invoke("x").tool_calls[0]["name"] == "Joke"
+    assert "get_weather" not in last_prompt(talker.engine)
 
 
 def test_text_before_a_call_is_streamed_and_the_call_comes_whole(talker: ChatBlend) -> None:
@@ -49,7 +42,7 @@ def test_text_before_a_call_is_streamed_and_the_call_comes_whole(talker: ChatBle
     )
 
 
-def test_what_cannot_be_read_as_a_call_is_an_invalid_one(
+def test_a_malformed_call_is_an_invalid_one(
     talker: ChatBlend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = '<tool_call>\n{"name": "get_weather", "arguments": {"location": '
@@ -60,10 +53,10 @@ def test_what_cannot_be_read_as_a_call_is_an_invalid_one(
         assert "get_weather" in str(answer.invalid_tool_calls[0]["args"])
     # the model is shown what it wrote
     bound.invoke([HumanMessage("x"), bound.invoke("x"), HumanMessage("That was no JSON.")])
-    assert '"arguments": {"location":' in seen_by(talker.engine)
+    assert '"arguments": {"location":' in last_prompt(talker.engine)
 
 
-def test_an_answer_of_json_is_no_call(talker: ChatBlend) -> None:
+def test_other_json_is_not_a_call(talker: ChatBlend) -> None:
     answer = talker.bind_tools([get_weather]).invoke("Answer in JSON.")
     assert not answer.tool_calls
     assert str(answer.content).startswith('{"setup"')
@@ -74,14 +67,14 @@ def test_an_answer_of_json_is_no_call(talker: ChatBlend) -> None:
 
 def test_tools_on_a_model_without_tools_are_refused(llm: ChatBlend) -> None:
     with pytest.raises(
-        InvalidInputError, match=r"tools given \(1\) to .* has no place for tools; take a model"
+        InvalidInputError, match=r"tools given \(1\) to .* does not render tools; use a model"
     ):
         llm.bind_tools([get_weather])
     with pytest.raises(InvalidInputError, match="chat template does not support tools"):
         llm.invoke("x", tools=[{"type": "function", "function": {"name": "f"}}])
 
 
-def test_a_choice_that_is_no_tool_is_refused(talker: ChatBlend) -> None:
+def test_an_unknown_choice_is_refused(talker: ChatBlend) -> None:
     with pytest.raises(InvalidInputError, match=r"tool_choice 'other' is not .*\(get_weather\)"):
         talker.bind_tools([get_weather], tool_choice="other")
 
@@ -89,26 +82,26 @@ def test_a_choice_that_is_no_tool_is_refused(talker: ChatBlend) -> None:
 # -- structured output -------------------------------------------------------------------------------
 
 
-def test_structured_output_is_a_forced_call_where_there_are_tools(talker: ChatBlend) -> None:
+def test_structured_output_with_tools_is_a_required_call(talker: ChatBlend) -> None:
     assert isinstance(talker.with_structured_output(Joke).invoke("A joke."), Joke)
-    assert seen_by(talker.engine).endswith('{"name": "Joke", "arguments":')
+    assert last_prompt(talker.engine).endswith('{"name": "Joke", "arguments":')
 
 
-def test_structured_output_is_asked_for_in_words_where_there_are_none(
+def test_structured_output_without_tools_is_requested_in_words(
     talker: ChatBlend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(talker.engine.resources.tokens), "has_tools", False)
     made = talker.with_structured_output(Joke)
     assert made.invoke("A joke.") == Joke(setup="Why did the cat sit?", punchline="It could.")
-    assert '"punchline"' in seen_by(talker.engine)
-    assert "<tool_call>" not in seen_by(talker.engine)
+    assert '"punchline"' in last_prompt(talker.engine)
+    assert "<tool_call>" not in last_prompt(talker.engine)
 
 
 @pytest.mark.parametrize(
     ("method", "reply"),
     [("function_calling", ' {"setup": 1}}'), ("json_schema", '{"setup": 1}')],
 )
-def test_what_does_not_follow_the_schema_is_an_error_or_raw(
+def test_an_answer_that_does_not_follow_the_schema_is_an_error_or_raw(
     talker: ChatBlend, monkeypatch: pytest.MonkeyPatch, method: Any, reply: str
 ) -> None:
     monkeypatch.setattr(talker.engine.adapter.model, "script", lambda prompt: reply)

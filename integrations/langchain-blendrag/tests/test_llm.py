@@ -1,4 +1,4 @@
-"""``BlendLLM`` by itself: prompts, options, streaming, async, what it reports."""
+"""``BlendLLM``: prompts, options, streaming and results."""
 
 from __future__ import annotations
 
@@ -22,13 +22,6 @@ def llm(engine: BlendEngine) -> BlendLLM:
     return BlendLLM(engine=engine)
 
 
-def test_a_string_is_one_user_message_through_the_template(
-    llm: BlendLLM, engine: BlendEngine
-) -> None:
-    expected = engine.generate([{"role": "user", "content": "Where is Place32?"}]).text
-    assert llm.invoke("Where is Place32?") == expected
-
-
 def test_messages_go_through_the_models_template_once(
     llm: BlendLLM, engine: BlendEngine, seen: Any
 ) -> None:
@@ -43,19 +36,11 @@ def test_messages_go_through_the_models_template_once(
     assert seen.metrics[0]["prompt_tokens"] == expected.metrics.prompt_tokens
 
 
-def test_messages_handed_to_generate_prompt_are_not_flattened_either(
+def test_messages_given_to_generate_prompt_go_through_the_template(
     llm: BlendLLM, seen: Any
 ) -> None:
     llm.generate_prompt([ChatPromptValue(messages=MESSAGES)], callbacks=[seen])
     assert seen.prompts == [RENDERED]
-
-
-def test_without_the_template_messages_arrive_as_langchain_flattens_them(
-    engine: BlendEngine, seen: Any
-) -> None:
-    raw = BlendLLM(engine=engine, apply_chat_template=False)
-    raw.invoke(MESSAGES, config={"callbacks": [seen]})
-    assert seen.prompts == ["System: Be brief.\nHuman: Where is Place32?"]
 
 
 async def test_a_call_may_turn_the_template_off_and_on(
@@ -78,7 +63,7 @@ async def test_a_call_may_turn_the_template_off_and_on(
     assert tokens[0] != tokens[6]
 
 
-def test_callbacks_see_what_a_calls_own_template_arguments_make_of_messages(
+def test_callbacks_get_the_prompt_rendered_with_the_calls_template_arguments(
     llm: BlendLLM, seen: Any
 ) -> None:
     config: Any = {"callbacks": [seen]}
@@ -115,12 +100,7 @@ def test_streamed_pieces_make_the_invoked_answer(llm: BlendLLM, seen: Any) -> No
     assert seen.metrics[0]["new_tokens"] == 8
 
 
-def test_a_token_is_told_to_callbacks_before_it_is_yielded(llm: BlendLLM, seen: Any) -> None:
-    for count, _ in enumerate(llm.stream("Where is Place32?", config={"callbacks": [seen]}), 1):
-        assert len(seen.tokens) == count
-
-
-def test_stop_ends_the_answer_in_every_way_of_asking(llm: BlendLLM, seen: Any) -> None:
+def test_stop_ends_the_answer_in_every_way_of_calling(llm: BlendLLM, seen: Any) -> None:
     whole = llm.invoke("Where is Place32?")
     stop = whole[2:4]
     cut = whole[: whole.index(stop)]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from langchain_core.documents import Document
-from texts import CATS, FOXES, SHIPS
+from samples import CATS, FOXES, SHIPS
 
 import tiny
 from blendrag.engine import BlendEngine
@@ -79,8 +78,3 @@ def test_what_cannot_be_split_is_one_sentence(engine: BlendEngine, case: str) ->
     with pytest.raises(InvalidInputError, match=says) as raised:
         wrong(engine)
     assert tiny.one_sentence(str(raised.value))
-
-
-def test_a_splitter_is_copied_without_its_engine(engine: BlendEngine) -> None:
-    splitter = BlendTextSplitter(engine=engine)
-    assert copy.deepcopy(splitter)._fields.engine is engine

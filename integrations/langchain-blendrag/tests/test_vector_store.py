@@ -1,10 +1,8 @@
-"""``BlendVectorStore``: KV comes and goes with the documents."""
+"""``BlendVectorStore``: KV is added and deleted with the documents; searches and refusals."""
 
 from __future__ import annotations
 
-import copy
-import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,10 @@ import pytest
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.indexing import InMemoryRecordManager, index
-from texts import CATS, CHANGED, FOXES, SHIPS, documents
+from langchain_core.vectorstores import VectorStore
+from langchain_tests.integration_tests import VectorStoreIntegrationTests
+from pydantic import ValidationError
+from samples import CATS, CHANGED, FOXES, SHIPS, documents
 
 import tiny
 from blendrag.engine import BlendEngine
@@ -37,17 +38,17 @@ def store(engine: BlendEngine) -> BlendVectorStore:
 
 
 def has_kv(engine: BlendEngine, text: str) -> bool:
-    """Whether the KV of ``text`` is in the store, whoever holds it."""
+    """Whether the KV of ``text`` is in the store."""
     resources = engine.resources
     namespace = resources.namespace()
     key = chunk_key(namespace, resources.prefix_ids, resources.text_ids(text))
     return bool(resources.store.contains(namespace, key))
 
 
-# -- KV in step -------------------------------------------------------------------------------------
+# -- KV ----------------------------------------------------------------------------------------------
 
 
-def test_kv_is_there_once_documents_are_and_goes_with_the_last_of_them(
+def test_kv_is_added_with_a_document_and_deleted_with_the_last_of_its_text(
     store: BlendVectorStore, engine: BlendEngine
 ) -> None:
     store.add_documents(documents(CATS, SHIPS, CATS), ids=["1", "2", "3"])
@@ -59,16 +60,14 @@ def test_kv_is_there_once_documents_are_and_goes_with_the_last_of_them(
     assert not has_kv(engine, CATS)
 
 
-def test_a_changed_document_has_new_kv_and_loses_the_old(
-    store: BlendVectorStore, engine: BlendEngine
-) -> None:
+def test_a_changed_document_replaces_its_kv(store: BlendVectorStore, engine: BlendEngine) -> None:
     store.add_documents(documents(SHIPS), ids=["1"])
     store.add_documents(documents(CHANGED), ids=["1"])
     assert (has_kv(engine, SHIPS), has_kv(engine, CHANGED)) == (False, True)
     assert [d.page_content for d in store.get_by_ids(["1"])] == [CHANGED]
 
 
-def test_documents_without_ids_are_added_once_however_often(store: BlendVectorStore) -> None:
+def test_documents_without_ids_are_added_once(store: BlendVectorStore) -> None:
     given = [*documents(CATS, SHIPS), *documents(CATS, source="other")]
     first, again = store.add_documents(given), store.add_documents(given)
     assert first == again
@@ -76,7 +75,7 @@ def test_documents_without_ids_are_added_once_however_often(store: BlendVectorSt
     assert len(store.similarity_search("harbour", k=9)) == 3
 
 
-def test_without_precompute_kv_comes_after_a_prompt_missed_it(
+def test_without_precompute_kv_is_stored_after_a_prompt_missed_it(
     store: BlendVectorStore, engine: BlendEngine
 ) -> None:
     store.add_documents(documents(CATS), ids=["1"], precompute=False)
@@ -87,7 +86,7 @@ def test_without_precompute_kv_comes_after_a_prompt_missed_it(
 
 
 @pytest.mark.parametrize("cleanup", [None, "incremental", "full", "scoped_full"])
-def test_langchains_index_keeps_kv_in_step(
+def test_langchains_index_keeps_kv_up_to_date(
     store: BlendVectorStore, engine: BlendEngine, cleanup: Any
 ) -> None:
     records = InMemoryRecordManager(namespace="x")
@@ -102,7 +101,7 @@ def test_langchains_index_keeps_kv_in_step(
     assert indexed(*cats, *ships)["num_added"] == 2
     assert indexed(*cats, *ships)["num_skipped"] == 2
 
-    # 1) a document of source b changes, that of source a is left out
+    # the document of source b changes, that of source a is left out
     change = indexed(*documents(CHANGED, source="b"))
     assert change["num_added"] == 1
     keeps_changed, keeps_left_out = cleanup is None, cleanup != "full"
@@ -111,14 +110,14 @@ def test_langchains_index_keeps_kv_in_step(
     assert has_kv(engine, SHIPS) == keeps_changed
     assert has_kv(engine, CATS) == keeps_left_out
 
-    # 2) nothing is left
+    # all documents are removed
     indexed()
     assert has_kv(engine, CHANGED) == (cleanup != "full")
     if cleanup == "full":
         assert store.similarity_search("ships") == []
 
 
-async def test_the_async_index_keeps_kv_in_step(
+async def test_the_async_index_keeps_kv_up_to_date(
     store: BlendVectorStore, engine: BlendEngine
 ) -> None:
     from langchain_core.indexing import aindex
@@ -142,10 +141,10 @@ def test_a_prompt_over_found_documents_loads_their_kv(
     assert told["reused_tokens"] >= wanted
 
 
-# -- finding ----------------------------------------------------------------------------------------
+# -- search -----------------------------------------------------------------------------------------
 
 
-def test_scores_are_distances_and_relevance_is_likeness(store: BlendVectorStore) -> None:
+def test_scores_are_distances_and_relevance_is_similarity(store: BlendVectorStore) -> None:
     store.add_documents(documents(CATS, SHIPS, FOXES))
     hits = store.similarity_search_with_score(FOXES, k=3)
     assert hits[0][0].page_content == FOXES
@@ -173,7 +172,7 @@ def test_a_filter_is_metadata_or_a_function(store: BlendVectorStore) -> None:
         store.similarity_search("the", filter="a")  # type: ignore[arg-type]
 
 
-def test_marginal_relevance_prefers_what_is_new(store: BlendVectorStore) -> None:
+def test_marginal_relevance_prefers_diverse_documents(store: BlendVectorStore) -> None:
     alike = CATS.replace("sleep", "doze")
     store.add_documents(documents(CATS, alike, FOXES))
     near = [d.page_content for d in store.similarity_search(CATS, k=2)]
@@ -192,7 +191,7 @@ def test_an_empty_store_finds_nothing(store: BlendVectorStore) -> None:
     assert store.delete() is True
 
 
-# -- making -----------------------------------------------------------------------------------------
+# -- creation ---------------------------------------------------------------------------------------
 
 
 def test_from_texts_and_from_documents_make_a_filled_store(engine: BlendEngine) -> None:
@@ -211,24 +210,6 @@ def test_vectors_of_langchains_embeddings_are_remembered_by_name(engine: BlendEn
         BlendVectorStore(engine=engine).add_texts([SHIPS])
 
 
-def test_copies_share_the_engine_and_a_wrapper_is_pickled_by_names_only(
-    store: BlendVectorStore,
-) -> None:
-    assert copy.deepcopy(store).engine is store.engine
-    with pytest.raises(InvalidInputError, match="made with engine= cannot be pickled"):
-        pickle.dumps(store)
-
-
-def test_a_wrapper_is_pickled_by_its_names_or_not_at_all(tmp_path: Path) -> None:
-    try:
-        with BlendVectorStore(model="demo", store=tmp_path / "a") as named:
-            assert pickle.loads(pickle.dumps(named)).engine is named.engine
-            engine = named.engine
-        assert engine.closed
-    finally:
-        close_shared_engines()
-
-
 @pytest.mark.parametrize("embedder", [None, "minilm-offline"])
 def test_vectors_of_langchains_embeddings_are_added_again_and_again(
     tmp_path: Path, embedder: str | None
@@ -245,3 +226,71 @@ def test_vectors_of_langchains_embeddings_are_added_again_and_again(
             )
     finally:
         close_shared_engines()
+
+
+# -- refusals ----------------------------------------------------------------------------------------
+
+WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a text for texts": (lambda v: v.add_texts("hello"), "a list of texts"),
+    "a text for ids": (lambda v: v.delete("ab"), "a list of texts"),
+    "a text to get by": (lambda v: v.get_by_ids("ab"), "a list of texts"),
+    "a text for a document": (lambda v: v.add_documents(["x"]), "use add_texts"),
+    "one document": (lambda v: v.add_documents(Document("x")), "a list of Document"),
+    "no query": (lambda v: v.similarity_search(None), "expected a text"),
+    "k as text": (lambda v: v.similarity_search("x", k="2"), "whole number"),
+    "a negative k": (lambda v: v.similarity_search("x", k=-1), "0 or more"),
+    "a misspelt option": (lambda v: v.similarity_search("x", top_k=2), "top_k: not an option"),
+    "a misspelt option of a retriever": (
+        lambda v: v.as_retriever(search_kwargs={"score_threshold": 0.5}).invoke("x"),
+        "similarity_score_threshold",
+    ),
+    "a misspelt option of mmr": (
+        lambda v: v.max_marginal_relevance_search("x", lambda_=1),
+        "lambda_mult",
+    ),
+    "an operator": (
+        lambda v: v.similarity_search("x", filter={"source": {"$in": ["a"]}}),
+        "a function of a document",
+    ),
+    "embedding": (lambda v: type(v)("demo"), "model="),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_arguments_of_the_wrong_type_are_refused(store: BlendVectorStore, case: str) -> None:
+    store.add_documents(documents(CATS), ids=["a"])
+    wrong, says = WRONG[case]
+    with pytest.raises(InvalidInputError, match=says) as raised:
+        wrong(store)
+    assert tiny.one_sentence(str(raised.value))
+    assert [doc.id for doc in store.similarity_search("cats", k=9)] == ["a"]
+
+
+def test_wrong_arguments_are_refused(store: BlendVectorStore, engine: BlendEngine) -> None:
+    with pytest.raises(InvalidInputError, match="1 ids for 2 documents"):
+        store.add_documents(documents(CATS, SHIPS), ids=["1"])
+    with pytest.raises(InvalidInputError, match="batchsize: not an option of add_documents"):
+        store.add_documents([], batchsize=3)
+    with pytest.raises(InvalidInputError, match="metadata"):
+        store.add_documents([Document(CATS, metadata={"x": object()})], ids=["1"])
+    with pytest.raises(ValidationError, match="leave model out"):
+        BlendVectorStore(model="demo", engine=engine)
+
+
+# -- LangChain's standard suite ----------------------------------------------------------------------
+
+
+class TestOwnVectors(VectorStoreIntegrationTests):
+    """With vectors of the corpus's embedding model."""
+
+    @pytest.fixture
+    def vectorstore(self, store: BlendVectorStore) -> VectorStore:
+        return store
+
+
+class TestGivenVectors(VectorStoreIntegrationTests):
+    """With vectors of LangChain's embeddings."""
+
+    @pytest.fixture
+    def vectorstore(self, engine: BlendEngine) -> VectorStore:
+        return BlendVectorStore(self.get_embeddings(), engine=engine)

@@ -49,7 +49,7 @@ async def refusals(llm: BlendLLM, messages: list[ChatMessage], **options: Any) -
         ),
         (
             [ChatMessage(role="user", blocks=[ImageBlock(url="http://localhost/x.png")])],
-            "a content block of type 'image', and only text can be read; say it in words or leave it out",
+            "a content block of type 'image', expected text only; describe it in words or leave it out",
         ),
         ([], "no messages; send at least one"),
     ],

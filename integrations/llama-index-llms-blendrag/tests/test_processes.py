@@ -36,7 +36,7 @@ def test_worker_processes_store_kv_and_forked_ones_say_what_to_do(tmp_path: Path
         "parents": ["Bay", "Cape", "Dale", "Elm"], "embedded": True, "kv": True
     }  # fmt: skip
     if multiprocessing.get_start_method() == "fork":
-        assert "forked from, and cannot be used in both; start processes by spawn" in told
+        assert "forked, and cannot be used in both; start processes by spawn" in told
         assert tiny.one_sentence(told)
     else:
         assert told == ""

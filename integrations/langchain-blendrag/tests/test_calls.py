@@ -1,0 +1,135 @@
+"""Both models on event loops and threads, cancelled, timed out and in batches."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from langchain_core.messages import HumanMessage, SystemMessage
+
+import loops
+from blendrag.errors import InvalidInputError, RequestTimeout
+
+MESSAGES = [SystemMessage("Be brief."), HumanMessage("Where is Place32?")]
+QUESTION = "Where is Place32?"
+LONG = {"max_tokens": 3000}
+
+
+def text_of(answer: Any) -> str:
+    return answer if isinstance(answer, str) else str(answer.content)
+
+
+async def assert_free(llm: Any) -> None:
+    """The model answers another request."""
+    assert await asyncio.wait_for(llm.ainvoke("And Place11?", max_tokens=2), 10)
+
+
+async def test_all_ways_of_calling_give_the_same_answer(either: Any) -> None:
+    expected = text_of(either.invoke(MESSAGES))  # sync, inside a running loop
+    assert text_of(await either.ainvoke(MESSAGES)) == expected
+    assert "".join([text_of(piece) async for piece in either.astream(MESSAGES)]) == expected
+    assert "".join(text_of(piece) for piece in either.stream(MESSAGES)) == expected
+    assert [text_of(a) for a in await either.abatch([MESSAGES, MESSAGES])] == [expected] * 2
+    assert [text_of(a) for a in either.batch([MESSAGES, MESSAGES])] == [expected] * 2
+
+
+def test_one_event_loop_after_another_is_served(either: Any) -> None:
+    answers = {text_of(asyncio.run(either.ainvoke(QUESTION))) for _ in range(2)}
+    assert answers == {text_of(either.invoke(QUESTION))}
+
+
+async def test_the_event_loop_runs_while_the_model_works(either: Any) -> None:
+    model = either.engine.adapter.model
+
+    async def streamed() -> None:
+        _ = [piece async for piece in either.astream(QUESTION)]
+
+    async def blocking() -> None:
+        either.invoke(QUESTION)
+
+    assert await loops.turns_while(model, either.ainvoke(QUESTION))
+    assert await loops.turns_while(model, streamed())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loops, "BLOCKED_S", 0.2)
+        assert not await loops.turns_while(model, blocking())
+
+
+def test_calls_from_many_threads_get_their_own_answers(either: Any) -> None:
+    questions = [f"Where is Place{i}1?" for i in range(4)]
+    expected = [text_of(either.invoke(question)) for question in questions]
+    with ThreadPoolExecutor(4) as pool:
+        assert [text_of(a) for a in pool.map(either.invoke, questions)] == expected
+    assert [text_of(a) for a in either.batch(questions)] == expected
+
+
+async def test_a_cancelled_call_and_abandoned_streams_free_the_model(
+    either: Any, seen: Any
+) -> None:
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(either.ainvoke(QUESTION, **LONG), 0.3)
+    await assert_free(either)
+    stream = either.astream(QUESTION, **LONG)
+    async for _ in stream:
+        break
+    await stream.aclose()
+    await assert_free(either)
+    for _ in either.stream(QUESTION, config={"callbacks": [seen]}, **LONG):
+        break
+    await assert_free(either)
+    assert isinstance(seen.errors[0], GeneratorExit)
+
+
+async def test_a_timeout_ends_the_request(either: Any) -> None:
+    late = {**LONG, "timeout": 0.2}
+    with pytest.raises(RequestTimeout, match=r"within the timeout of 0.2 s"):
+        either.invoke(QUESTION, **late)
+    with pytest.raises(RequestTimeout):
+        list(either.stream(QUESTION, **late))
+    with pytest.raises(RequestTimeout):
+        await either.ainvoke(QUESTION, **late)
+    with pytest.raises(RequestTimeout):
+        _ = [piece async for piece in either.astream(QUESTION, **late)]
+    await assert_free(either)
+
+
+async def test_an_exhausted_stream_stays_ended(either: Any) -> None:
+    stream = either.stream(QUESTION)
+    assert list(stream)
+    assert list(stream) == []
+    awaited = either.astream(QUESTION)
+    assert [piece async for piece in awaited]
+    assert [piece async for piece in awaited] == []
+
+
+async def test_one_bad_prompt_of_a_batch_does_not_lose_the_others(either: Any) -> None:
+    prompts = ["Where is Place32?", "", "And Place11?"]
+    kind = type(either.invoke(prompts[0]))
+    for out in (
+        either.batch(prompts, return_exceptions=True),
+        await either.abatch(prompts, return_exceptions=True),
+    ):
+        assert [type(o) for o in out] == [kind, InvalidInputError, kind]
+        assert text_of(out[0]) == text_of(either.invoke(prompts[0]))
+    with pytest.raises(InvalidInputError, match="empty"):
+        either.batch(prompts)
+    with pytest.raises(InvalidInputError, match="empty"):
+        await either.abatch(prompts)
+
+
+async def test_a_timeout_while_prompts_are_planned_is_returned_in_a_batch(
+    either: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk_index = either.engine.resources.corpus.chunk_index
+    find = chunk_index.find
+
+    def slow(*given: Any) -> Any:
+        time.sleep(0.2)
+        return find(*given)
+
+    monkeypatch.setattr(chunk_index, "find", slow)
+    late: dict[str, Any] = {"timeout": 0.1, "return_exceptions": True}
+    for out in (either.batch([QUESTION] * 2, **late), await either.abatch([QUESTION] * 2, **late)):
+        assert [type(o) for o in out] == [RequestTimeout] * 2

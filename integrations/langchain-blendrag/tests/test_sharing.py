@@ -1,0 +1,120 @@
+"""Wrappers share an engine: configured again, copied, pickled, closed, cached and described."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.caches import InMemoryCache
+from langchain_core.runnables import ConfigurableField
+
+from blendrag.engine import BlendEngine
+from blendrag.errors import InvalidInputError
+from langchain_blendrag import (
+    BlendLLM,
+    BlendRetriever,
+    BlendVectorStore,
+    ChatBlend,
+    close_shared_engines,
+)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    """A store directory; shared engines are closed afterwards."""
+    yield tmp_path / "a"
+    close_shared_engines()
+
+
+def test_wrappers_of_the_same_names_share_one_engine(root: Path) -> None:
+    a, b = BlendLLM(store=root), ChatBlend(store=root.with_name("b"))
+    again = BlendRetriever(model="demo", store=root / ".." / "a", k=2)
+    assert a.engine is again.engine
+    assert a.engine is not b.engine
+    assert not root.exists()
+
+
+def test_configurable_fields_keep_the_engine_of_a_named_wrapper(root: Path) -> None:
+    llm = ChatBlend(store=root, max_tokens=3)
+    made: Any = llm.configurable_fields(
+        mode=ConfigurableField(id="mode"), store=ConfigurableField(id="store")
+    )
+    full, _ = made.with_config(configurable={"mode": "full"}).prepare()
+    assert (full.mode, full.max_tokens, full.engine is llm.engine) == ("full", 3, True)
+    other, _ = made.with_config(configurable={"store": root.with_name("b")}).prepare()
+    assert other.engine.resources.root == root.with_name("b")
+    retriever: Any = BlendRetriever(store=root, k=2).configurable_fields(
+        k=ConfigurableField(id="k")
+    )
+    more, _ = retriever.with_config(configurable={"k": 5}).prepare()
+    assert (more.k, more.engine is llm.engine) == (5, True)
+
+
+def test_copies_and_configured_wrappers_keep_a_given_engine(either: Any) -> None:
+    for made in (copy.copy(either), copy.deepcopy(either), either.model_copy(deep=True)):
+        assert made.engine is either.engine
+        assert made == either
+    configurable: Any = either.configurable_fields(mode=ConfigurableField(id="mode"))
+    full, _ = configurable.with_config(configurable={"mode": "full"}).prepare()
+    assert (full.mode, full.engine is either.engine) == ("full", True)
+    store = BlendVectorStore(engine=either.engine)
+    assert copy.deepcopy(store).engine is either.engine
+
+
+@pytest.mark.parametrize("kind", [ChatBlend, BlendLLM, BlendVectorStore])
+def test_a_wrapper_is_pickled_by_its_names_or_not_at_all(
+    kind: Any, engine: BlendEngine, root: Path
+) -> None:
+    named = kind(model="demo", store=root)
+    assert pickle.loads(pickle.dumps(named)).engine is named.engine
+    with pytest.raises(InvalidInputError, match="made with engine= cannot be pickled"):
+        pickle.dumps(kind(engine=engine))
+
+
+@pytest.mark.parametrize("kind", [ChatBlend, BlendVectorStore])
+def test_closing_a_wrapper_closes_its_named_engine_and_not_a_given_one(
+    kind: Any, engine: BlendEngine, root: Path
+) -> None:
+    with kind(model="demo", store=root) as named:
+        first = named.engine
+    assert first.closed
+    assert named.engine is not first  # opened again on demand
+    with kind(engine=engine):
+        pass
+    assert not engine.closed
+
+
+def test_langchains_cache_depends_on_the_options(engine: BlendEngine) -> None:
+    cache = InMemoryCache()
+    blend, full = (ChatBlend(engine=engine, cache=cache, mode=m) for m in ("blend", "full"))
+    first, again, other = (m.invoke("Where is Place32?") for m in (blend, blend, full))
+    assert first.id != other.id
+    assert again.response_metadata["ttft_s"] == first.response_metadata["ttft_s"]
+    assert other.response_metadata["ttft_s"] != first.response_metadata["ttft_s"]
+    text = [BlendLLM(engine=engine, cache=cache, mode=m) for m in ("blend", "blend", "full")]
+    made = [bool(llm.generate(["Where is Place32?"]).llm_output) for llm in text]
+    assert made == [True, False, True]
+
+
+def test_descriptions_hold_the_options_and_not_the_engine(either: Any, engine: BlendEngine) -> None:
+    assert "engine" not in either.model_dump()
+    assert "engine" not in repr(either)
+    assert either._identifying_params["mode"] == "blend"
+    assert either._identifying_params["min_ratio"] == engine.settings.min_ratio
+    assert type(either)(engine=engine, min_ratio=0.3)._identifying_params["min_ratio"] == 0.3
+
+
+def test_langsmith_gets_the_model_and_its_options(engine: BlendEngine) -> None:
+    llm = ChatBlend(engine=engine, temperature=0.5, max_tokens=9, stop=["x"])
+    assert llm._get_ls_params() == {
+        "ls_provider": "blendrag",
+        "ls_model_name": engine.resources.model_name,
+        "ls_model_type": "chat",
+        "ls_temperature": 0.5,
+        "ls_max_tokens": 9,
+        "ls_stop": ["x"],
+    }
