@@ -82,7 +82,11 @@ class NothingIsUnpickled:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-        with unpickling.allowed() if item.name in MAY_UNPICKLE else contextlib.nullcontext():
+        with (
+            unpickling.allowed()
+            if getattr(item, "originalname", item.name) in MAY_UNPICKLE
+            else contextlib.nullcontext()
+        ):
             return (yield)
 
     @pytest.hookimpl(wrapper=True)

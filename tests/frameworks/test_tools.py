@@ -286,7 +286,7 @@ def test_tools_are_refused_without_a_template_that_renders_them(
     engine: BlendEngine, tmp_path: Any
 ) -> None:
     with tiny.engine(tiny.llama(), tmp_path / "s") as plain:
-        with pytest.raises(InvalidInputError, match="tools") as raised:
+        with pytest.raises(InvalidInputError, match="does not support tools") as raised:
             plain.generate("find", Options(tools=(SEARCH,)))
         assert tiny.one_sentence(str(raised.value))
         assert plain.generate("find").text
