@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from blendrag.lab.bench import auto
-from blendrag.lab.bench.auto import AutoBench, Run, tier_result, with_tier
+from blendrag.lab.bench.auto import AutoBench, AutoRun, tier_result, with_tier
 from blendrag.lab.bench.tiers import ON_DISK, parse_tier, tier_store
 from blendrag.lab.bench.workload import PromptBench, Workload
 from blendrag.planning.controller import Controller
@@ -79,7 +79,7 @@ def test_every_round_starts_with_another_ratio(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_close_predictions_are_counted_for_all_requests_and_for_automatic_ones() -> None:
-    near, far = Run(1.0, 1.1, 0.15, 2), Run(1.0, 2.0, 0.15, 2)
+    near, far = AutoRun(1.0, 1.1, 0.15, 2), AutoRun(1.0, 2.0, 0.15, 2)
     found = tier_result(parse_tier("disk"), {0.15: [near, far], None: [near, near]})
     assert (found.close, found.auto_close) == (0.75, 1.0)
 
@@ -89,7 +89,7 @@ def test_close_predictions_are_counted_for_all_requests_and_for_automatic_ones()
     [(1.0, True), (1.149, True), (0.851, True), (1.16, False), (0.8, False)],
 )
 def test_a_prediction_within_15_percent_is_close(predicted_s: float, is_close: bool) -> None:
-    assert Run(1.0, predicted_s, 0.15, 2).is_close == is_close
+    assert AutoRun(1.0, predicted_s, 0.15, 2).is_close == is_close
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from blendrag.config import DEFAULT_POLICY
 from blendrag.fusor.selection import POLICIES
 from blendrag.lab.bench import all_benches, options
 from blendrag.lab.bench.options import OMIT, bench
-from blendrag.lab.bench.rounds import Tick, Way, measure_part, run_rounds, silent
+from blendrag.lab.bench.rounds import CheckedWay, Tick, measure_part, run_rounds, silent
 from blendrag.lab.tables import Table
 from cli.commands import invoke, said
 from lab.bench.small import SMALL, measured
@@ -117,7 +117,7 @@ def test_the_json_repeats_the_command_without_its_destinations(tmp_path: Path) -
 # -- rounds ---------------------------------------------------------------------------------------
 
 
-def way_of(name: str, calls: list[str], seconds: list[float]) -> Way:
+def way_of(name: str, calls: list[str], seconds: list[float]) -> CheckedWay:
     left = iter(seconds)
 
     @contextmanager
@@ -125,7 +125,7 @@ def way_of(name: str, calls: list[str], seconds: list[float]) -> Way:
         calls.append(name)
         yield lambda: next(left)
 
-    return Way(name, opened)
+    return CheckedWay(name, opened)
 
 
 def test_each_round_starts_with_another_way_and_the_first_does_not_count() -> None:

@@ -18,12 +18,11 @@ from blendrag.errors import InvalidInputError
 from blendrag.lab.bench.rounds import MeasuredNothingError
 from blendrag.lab.bench.store import (
     NAMESPACE,
+    CheckedWay,
     PromptBuffers,
     Reads,
     StoreWorkload,
-    Way,
     decode,
-    fill_index,
     measure_decoding,
     measure_misses,
     measure_puts,
@@ -90,7 +89,7 @@ def rows_of(result: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
     return {(row["part"], row["way"]): row for row in result["rows"]}
 
 
-def doing_nothing(way: Way) -> None:
+def doing_nothing(way: CheckedWay) -> None:
     """A round of ``way`` whose work is left out."""
     with way.open():
         pass
@@ -341,23 +340,11 @@ def test_a_miss_is_looked_up_in_an_index_of_as_many_rows(
         measure_misses(tmp_path / "other", 300, LAYOUT, TOKENS, quiet)
 
 
-def test_rows_are_added_in_batches(
-    tmp_path: Path, kv_store: KVStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(f"{STORE}.BATCH_ROWS", 8)
-    said: list[str] = []
-    kv_store.close()
-    fill_index(tmp_path / "store" / "index", 20, said.append)
-    assert said == [f"miss: {done} of 20 rows" for done in (0, 8, 16)]
-    with contextlib.closing(open_store(tmp_path / "store", 0, None)) as opened:
-        assert opened.stats().entries == 20
-
-
 @pytest.mark.parametrize("found", [object(), None])
 def test_a_get_that_is_no_miss_is_an_error(
     kv_store: KVStore, monkeypatch: pytest.MonkeyPatch, found: object
 ) -> None:
-    way = Way("store", partial(miss, kv_store, LAYOUT, TOKENS))
+    way = CheckedWay("store", partial(miss, kv_store, LAYOUT, TOKENS))
     way.once()
     monkeypatch.setattr(kv_store, "open", lambda *args: found)  # found, or not looked up
     with pytest.raises(MeasuredNothingError, match="expected a miss"):
@@ -368,7 +355,7 @@ def test_a_get_that_is_no_miss_is_an_error(
 def test_decoding_that_skips_data_is_an_error(
     encoding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    way = Way(encoding, partial(decode, random_chunk(LAYOUT, TOKENS, 0), encoding))
+    way = CheckedWay(encoding, partial(decode, random_chunk(LAYOUT, TOKENS, 0), encoding))
     way.once()
     real = Staging._decode
     monkeypatch.setattr(Staging, "_decode", lambda self, blocks, out: real(self, blocks[:-1], out))

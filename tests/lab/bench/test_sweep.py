@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from blendrag.lab.bench.sweep import FACTORS, Case, make_cases
+from blendrag.lab.bench.sweep import FACTORS, SweepCase, make_cases
 from blendrag.lab.bench.tiers import ON_DISK
 from blendrag.lab.bench.workload import Workload
 from cli.commands import invoke, said
@@ -70,7 +70,7 @@ def test_geometries_are_values_of_the_factor() -> None:
 
 @pytest.mark.parametrize("factor", FACTORS)
 def test_every_factor_has_default_values(factor: str) -> None:
-    assert len(make_cases(factor, None, Case("", Workload(), ON_DISK, "tiny"))) > 1
+    assert len(make_cases(factor, None, SweepCase("", Workload(), ON_DISK, "tiny"))) > 1
 
 
 @pytest.mark.parametrize(

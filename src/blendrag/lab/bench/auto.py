@@ -113,7 +113,7 @@ def auto_table(result: AutoResult) -> Table:
 
 
 @dataclass(frozen=True)
-class Run:
+class AutoRun:
     """One request: measured and predicted seconds, and its ratio."""
 
     seconds: float
@@ -134,7 +134,7 @@ class AutoBench:
         self._bench = bench
         self._controller = replace(bench.stored.controller, profile=with_tier(profile, tier))
 
-    def run(self, ratio: float | None) -> Run:
+    def run(self, ratio: float | None) -> AutoRun:
         """One request at a fixed ratio, or at the automatic one (``None``)."""
         bench, device = self._bench, self._bench.adapter.device
         options = replace(bench.stored.plan_options(ratio=ratio), is_auto=ratio is None)
@@ -154,7 +154,7 @@ class AutoBench:
         if plan.forecast is None:
             raise InvalidInputError(f"nothing was predicted: {' '.join(plan.notes)}")
         # From opening the chunks, as an engine predicts.
-        return Run(seconds, planned_s + plan.forecast.ttft_s, plan.ratio, len(plan.spans))
+        return AutoRun(seconds, planned_s + plan.forecast.ttft_s, plan.ratio, len(plan.spans))
 
     def _generate(self, **more: Any) -> None:
         ids = self._bench.ids
@@ -261,7 +261,7 @@ def measure_profile(bench: PromptBench, tick: Tick) -> Profile:
         return measure.profile(conditions_of(adapter, namespace), root)
 
 
-def tier_result(tier: BenchTier, runs: dict[float | None, list[Run]]) -> TierResult:
+def tier_result(tier: BenchTier, runs: dict[float | None, list[AutoRun]]) -> TierResult:
     """What follows from the runs of one tier by ratio; ``None`` is the automatic one."""
     rows = tuple(_row(ratio, each) for ratio, each in runs.items())
     auto = next(row for row in rows if row.asked == AUTO)
@@ -278,12 +278,12 @@ def tier_result(tier: BenchTier, runs: dict[float | None, list[Run]]) -> TierRes
     )
 
 
-def share_close(runs: Sequence[Run]) -> float:
+def share_close(runs: Sequence[AutoRun]) -> float:
     """Share of runs with a close prediction."""
     return statistics.fmean(run.is_close for run in runs)
 
 
-def _row(ratio: float | None, runs: Sequence[Run]) -> AutoRow:
+def _row(ratio: float | None, runs: Sequence[AutoRun]) -> AutoRow:
     timing = Timing.of([1e3 * run.seconds for run in runs])
     return AutoRow(
         asked=AUTO if ratio is None else f"{ratio:g}",

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,14 +30,12 @@ from blendrag.errors import BlendragError
 from blendrag.lab.bench import options
 from blendrag.lab.bench.geometry import TimedModel
 from blendrag.lab.bench.options import Machine, machine_of
-from blendrag.lab.bench.rounds import Tick, milliseconds, run_rounds, silent
+from blendrag.lab.bench.rounds import Tick, clock, run_rounds, silent
 from blendrag.lab.bench.scratch import scratch
-from blendrag.lab.bench.tiers import AMPLE_BYTES
-from blendrag.lab.bench.workload import PREFIX_IDS
+from blendrag.lab.bench.tiers import AMPLE_BYTES, ON_DISK, tier_store
+from blendrag.lab.bench.workload import PREFIX_IDS, StoredChunks, Workload, stock_prefill
 from blendrag.lab.tables import NOTHING, Table
 from blendrag.model import ModelAdapter
-from blendrag.store import open_store
-from blendrag.store.identity import chunk_key
 from blendrag.text.chunking import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
 
 #: Length of MiniLM's vectors.
@@ -77,15 +75,15 @@ class IngestResult:
     """``BlendEngine.ingest`` of a file of one chunk, without embedding."""
     relative_rate: float
     """Ingest over prefill."""
-    corpus_chunks: int
-    first_ingest_s: float
-    """With the model already loaded; from the shell the whole process."""
-    second_ingest_s: float
-    """With nothing loaded; from the shell the whole process."""
-    reingest_speedup: float
-    model_loaded_again: bool | None
-    """``None`` from the shell, where it cannot be observed."""
     from_shell: bool
+    corpus_chunks: int = 0
+    first_ingest_s: float = 0.0
+    """With the model already loaded; from the shell the whole process."""
+    second_ingest_s: float = 0.0
+    """With nothing loaded; from the shell the whole process."""
+    reingest_speedup: float = 0.0
+    model_loaded_again: bool | None = None
+    """``None`` from the shell, where it cannot be observed."""
 
 
 def ingest_table(result: IngestResult) -> Table:
@@ -103,21 +101,17 @@ def ingest(timed: TimedModel, workload: IngestWorkload, tick: Tick = silent) -> 
     adapter = timed.adapter
     with scratch() as root:
         rates = _measure_rates(adapter, workload, root / "rate", tick)
-        twice = Twice(0, 0.0, 0.0, None)
+        twice = {}
         if workload.reingest_chunks:
             twice = _ingest_twice(adapter, workload, root / "twice", tick)
     return IngestResult(
         machine=machine_of(adapter),
-        prefill_tokens_per_s=rates.prefill,
-        encode_tokens_per_s=rates.encode,
-        ingest_tokens_per_s=rates.ingest_file,
-        relative_rate=rates.ingest_file / rates.prefill,
-        corpus_chunks=twice.chunks,
-        first_ingest_s=twice.first_s,
-        second_ingest_s=twice.second_s,
-        reingest_speedup=twice.first_s / twice.second_s if twice.second_s else 0.0,
-        model_loaded_again=twice.loaded,
+        prefill_tokens_per_s=rates["prefill"],
+        encode_tokens_per_s=rates["encode"],
+        ingest_tokens_per_s=rates["ingest"],
+        relative_rate=rates["ingest"] / rates["prefill"],
         from_shell=workload.from_shell,
+        **twice,
     )
 
 
@@ -141,14 +135,6 @@ def write_corpus(adapter: ModelAdapter, folder: Path, count: int, tokens: int) -
 # -- rates ----------------------------------------------------------------------------------------
 
 
-class Rates(NamedTuple):
-    """Tokens per second."""
-
-    prefill: float
-    encode: float
-    ingest_file: float
-
-
 class ZeroEmbedder(Embedder):
     """Returns zeros, so that an ingest is timed without embedding."""
 
@@ -159,66 +145,53 @@ class ZeroEmbedder(Embedder):
 @torch.inference_mode()
 def _measure_rates(
     adapter: ModelAdapter, workload: IngestWorkload, root: Path, tick: Tick
-) -> Rates:
+) -> dict[str, float]:
+    """Tokens per second of each way."""
     tokens = workload.chunk_tokens
     vocab = adapter.model.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(0)
-    namespace = adapter.identity.namespace
     files = iter(write_corpus(adapter, root / "documents", workload.chunks + 1, tokens))
-    store = open_store(root / "store", ram_bytes=0, disk_bytes=AMPLE_BYTES)
-    engine = BlendEngine(adapter, root / "engine", chunk_tokens=tokens, disk_bytes=AMPLE_BYTES)
-    engine.resources.embedder = ZeroEmbedder("none")
 
     def fresh_ids() -> list[int]:
         return torch.randint(2, vocab, (tokens,), generator=generator).tolist()
 
     def prefill() -> int:
         ids = torch.tensor([[*PREFIX_IDS, *fresh_ids()]], device=adapter.device)  # [1, N]
-        adapter.model(input_ids=ids, use_cache=True, logits_to_keep=1)
+        stock_prefill(adapter, ids)
         return tokens
 
     def encode() -> int:
-        ids = fresh_ids()
-        store.put(namespace, chunk_key(namespace, PREFIX_IDS, ids), adapter.encode(PREFIX_IDS, ids))
+        stored.put([fresh_ids()])
         return tokens
 
-    def ingest_file() -> int:  # the first one also runs the gate, once per model and store
+    def ingest() -> int:  # the first one also runs the gate, once per model and store
         return engine.ingest([next(files)]).whole().tokens
 
     def timed(way: Callable[[], int]) -> tuple[int, float]:
-        """Tokens and seconds."""
-        found: list[int] = []
-        ms = milliseconds(lambda: found.append(way()), adapter.device)
-        return found[0], ms / 1e3
+        """Tokens and milliseconds."""
+        began = clock(adapter.device)
+        return way(), 1e3 * (clock(adapter.device) - began)
 
-    try:
-        ways = {way.__name__: partial(timed, way) for way in (prefill, encode, ingest_file)}
+    with (
+        tier_store(ON_DISK) as there,
+        BlendEngine(
+            adapter, root / "engine", chunk_tokens=tokens, disk_bytes=AMPLE_BYTES
+        ) as engine,
+    ):
+        stored = StoredChunks(adapter, Workload(), there.store)
+        engine.resources.embedder = ZeroEmbedder("none")
+        ways = {way.__name__: partial(timed, way) for way in (prefill, encode, ingest)}
         samples = run_rounds(ways, workload.chunks, tick)
-    finally:
-        engine.close()
-        store.close()
-    return Rates(
-        **{
-            name: statistics.fmean(n for n, _ in each) / statistics.median(s for _, s in each)
-            for name, each in samples.items()
-        }
-    )
+    return {
+        name: 1e3 * statistics.fmean(n for n, _ in each) / statistics.median(ms for _, ms in each)
+        for name, each in samples.items()
+    }
 
 
 # -- the same corpus twice ------------------------------------------------------------------------
 
 
-class Twice(NamedTuple):
-    """Both times, in seconds."""
-
-    chunks: int
-    first_s: float
-    second_s: float
-    loaded: bool | None
-    """Whether the second ingest loaded the model; ``None`` from the shell."""
-
-
-class Corpus(NamedTuple):
+class CorpusPaths(NamedTuple):
     """What both ingests of a corpus use."""
 
     documents: Path
@@ -229,10 +202,12 @@ class Corpus(NamedTuple):
     device: str
 
 
-def _ingest_twice(adapter: ModelAdapter, workload: IngestWorkload, root: Path, tick: Tick) -> Twice:
-    """Ingest a corpus, drop everything loaded, and ingest it again with the saved checkpoint."""
+def _ingest_twice(
+    adapter: ModelAdapter, workload: IngestWorkload, root: Path, tick: Tick
+) -> dict[str, Any]:
+    """Ingest a corpus with the saved checkpoint, drop everything loaded, and ingest it again."""
     tokens = workload.reingest_chunk_tokens
-    corpus = Corpus(
+    corpus = CorpusPaths(
         root / "documents", root / "model", root / "store", tokens,
         adapter.layout.dtype, str(adapter.device),
     )  # fmt: skip
@@ -241,54 +216,45 @@ def _ingest_twice(adapter: ModelAdapter, workload: IngestWorkload, root: Path, t
     adapter.tokens.tokenizer.save_pretrained(corpus.checkpoint)
     tick("writing the corpus")
     write_corpus(adapter, corpus.documents, workload.reingest_chunks, tokens)
-    return _from_shell(corpus, tick) if workload.from_shell else _in_process(corpus, tick)
+    once = _in_shell if workload.from_shell else _in_engine
+    tick("first ingest")
+    chunks, first_s, _ = once(corpus, True)
+    tick("second ingest")
+    _, second_s, loaded = once(corpus, False)
+    return {
+        "corpus_chunks": chunks,
+        "first_ingest_s": first_s,
+        "second_ingest_s": second_s,
+        "reingest_speedup": first_s / second_s,
+        "model_loaded_again": loaded,
+    }
 
 
-def _in_process(corpus: Corpus, tick: Tick) -> Twice:
-    """Two engines one after the other. The first time does not include loading the model."""
-
-    def open_engine() -> BlendEngine:
-        return BlendEngine(
-            str(corpus.checkpoint), corpus.store, chunk_tokens=corpus.chunk_tokens,
-            embedder=MINILM_OFFLINE, dtype=corpus.dtype, device=corpus.device,
-        )  # fmt: skip
-
-    def ingest(engine: BlendEngine) -> tuple[int, float]:
+def _in_engine(corpus: CorpusPaths, is_first: bool) -> tuple[int, float, bool | None]:
+    """Chunks, seconds, and whether the model was loaded. The first time does not include loading it."""
+    with BlendEngine(
+        str(corpus.checkpoint), corpus.store, chunk_tokens=corpus.chunk_tokens,
+        embedder=MINILM_OFFLINE, dtype=corpus.dtype, device=corpus.device,
+    ) as engine:  # fmt: skip
+        if is_first:
+            _ = engine.adapter
         began = time.perf_counter()
-        report = engine.ingest(
-            [corpus.documents],
-            lambda t: tick(f"{t.chunks} chunks, {t.tokens_per_s:.0f} tokens/s"),
-        )
-        return report.whole().chunks, time.perf_counter() - began
-
-    with open_engine() as engine:
-        _ = engine.adapter
-        chunks, first_s = ingest(engine)
-    with open_engine() as engine:
-        _, second_s = ingest(engine)
-        loaded = engine.resources.is_loaded
-    return Twice(chunks, first_s, second_s, loaded)
+        report = engine.ingest([corpus.documents])
+        return report.whole().chunks, time.perf_counter() - began, engine.resources.is_loaded
 
 
-def _from_shell(corpus: Corpus, tick: Tick) -> Twice:
-    """``blendrag ingest`` twice, from the start of each process to its end."""
+def _in_shell(corpus: CorpusPaths, is_first: bool) -> tuple[int, float, bool | None]:
+    """Chunks and seconds of ``blendrag ingest``, from the start of its process to its end."""
     command = [
         sys.executable, "-m", "blendrag.cli.main", "ingest", str(corpus.documents),
         "--model", str(corpus.checkpoint), "--store", str(corpus.store),
         "--chunk-tokens", str(corpus.chunk_tokens), "--embedder", MINILM_OFFLINE,
         "--dtype", corpus.dtype, "--device", corpus.device, "--json",
     ]  # fmt: skip
-
-    def ingest(text: str) -> tuple[int, float]:
-        tick(text)
-        began = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        seconds = time.perf_counter() - began
-        if not done.stdout:
-            lines = done.stderr.strip().splitlines() or ["no message"]
-            raise BlendragError(f"blendrag ingest failed: {lines[-1]}")
-        return IngestReport(**json.loads(done.stdout)).whole().chunks, seconds
-
-    chunks, first_s = ingest("first ingest, in a process")
-    _, second_s = ingest("second ingest, in a process")
-    return Twice(chunks, first_s, second_s, None)
+    began = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    seconds = time.perf_counter() - began
+    if not done.stdout:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        raise BlendragError(f"blendrag ingest failed: {lines[-1]}")
+    return IngestReport(**json.loads(done.stdout)).whole().chunks, seconds, None

@@ -24,9 +24,9 @@ import typer
 from blendrag.corpus.corpus import Corpus
 from blendrag.lab.bench import options
 from blendrag.lab.bench.rounds import (
+    CheckedWay,
     MeasuredNothingError,
     Tick,
-    Way,
     WayRow,
     measure_part,
     peak_bytes,
@@ -106,7 +106,7 @@ def recognise_table(result: RecogniseResult) -> Table:
 def recognise(workload: RecogniseWorkload, tick: Tick = silent) -> RecogniseResult:
     """Finding known chunks in a prompt, over a corpus of many; loading its index, following changes."""
     loads: list[LoadedIndex] = []
-    ways: list[Way] = []
+    ways: list[CheckedWay] = []
     cpu_ms: dict[str, list[float]] = {}
     with scratch() as directory, ExitStack() as corpora:
         for name, shared in (("distinct", 0), (f"first {SHARED_CHARS} shared", SHARED_CHARS)):
@@ -183,7 +183,7 @@ def _load(corpus: Corpus, name: str, texts: list[str], add_s: float) -> LoadedIn
 
 def _ways(
     corpus: Corpus, name: str, texts: list[str], chars: int, cpu_ms: dict[str, list[float]]
-) -> list[Way]:
+) -> list[CheckedWay]:
     """Prompts of whole chunks, of chunks cut in half, and of text that is in no chunk."""
     unknown = _texts(random.Random(-1), len(texts), 0)
     halves = [text[: len(text) // 2] for text in texts]
@@ -200,7 +200,7 @@ def _ways(
         expected = (len(prompt) * (parts is texts), len(prompt) * (parts is halves))
         text = "\n\n".join(part for part, _ in prompt)
         way, times = f"{name}: {kind}", cpu_ms.setdefault(f"{name}: {kind}", [])
-        ways.append(Way(way, partial(_find, corpus, way, text, expected, times)))
+        ways.append(CheckedWay(way, partial(_find, corpus, way, text, expected, times)))
     return ways
 
 

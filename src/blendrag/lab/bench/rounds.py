@@ -117,7 +117,7 @@ class WayRow:
 
 
 @dataclass(frozen=True)
-class Way:
+class CheckedWay:
     """One way to do a part.
 
     ``open()`` prepares one round and yields what is timed, which may return its own seconds. Leaving it
@@ -138,7 +138,7 @@ class Way:
 
 def measure_part(
     part: str,
-    ways: Sequence[Way],
+    ways: Sequence[CheckedWay],
     rounds: int,
     tick: Tick,
     baseline: str | None = None,

@@ -29,9 +29,9 @@ from blendrag.errors import InvalidInputError
 from blendrag.lab.bench import options
 from blendrag.lab.bench.geometry import config_of
 from blendrag.lab.bench.rounds import (
+    CheckedWay,
     MeasuredNothingError,
     Tick,
-    Way,
     WayRow,
     measure_part,
     silent,
@@ -216,24 +216,20 @@ def _targets(rows: Sequence[WayRow], cold_cached_share: float) -> tuple[Target, 
         assert found is not None
         return found
 
-    def at_least(figure: str, value: float, bound: float) -> Target:
-        return Target(figure, value, bound, True, value >= bound)
+    def target(figure: str, value: float, bound: float, at_least: bool = False) -> Target:
+        return Target(
+            figure, value, bound, at_least, (value >= bound) if at_least else (value <= bound)
+        )
 
-    def at_most(figure: str, value: float, bound: float) -> Target:
-        return Target(figure, value, bound, False, value <= bound)
-
-    cold = at_least("cold read, share of raw preadv", speed("cold read", "store"), 0.9)
-    disk = f"{DISK_BYTES_PER_S / 1e9:.0f} GB/s"
+    cold = target("cold read, share of raw preadv", speed("cold read", "store"), 0.9, True)
+    saved = f"decode, times the read it saves at {DISK_BYTES_PER_S / 1e9:.0f} GB/s"
     return (
-        at_least("warm read, share of raw preadv", speed("warm read", "store"), 0.75),
+        target("warm read, share of raw preadv", speed("warm read", "store"), 0.75, True),
         cold if cold_cached_share <= COLD_SHARE else replace(cold, met=None),
-        at_most("put, times write+fsync+rename", 1 / speed("put", "store"), 1.3),
-        at_most("miss, ms", by["miss", "store"].ms, 0.1),
-        *(
-            at_most(f"{name} decode, times the read it saves at {disk}", 1 / speed("decode", name), 1.0)
-            for name in ENCODINGS
-        ),
-    )  # fmt: skip
+        target("put, times write+fsync+rename", 1 / speed("put", "store"), 1.3),
+        target("miss, ms", by["miss", "store"].ms, 0.1),
+        *(target(f"{name} {saved}", 1 / speed("decode", name), 1.0) for name in ENCODINGS),
+    )
 
 
 # -- chunks ---------------------------------------------------------------------------------------
@@ -278,10 +274,6 @@ class PromptBuffers:
         self.targets = [list(buffer.split(first.tokens, dim=2)) for buffer in self.buffers]
         """By layer and chunk, views ``[2, Hkv, T, D]``."""
 
-    def clear(self) -> None:
-        for buffer in self.buffers:
-            buffer.zero_()
-
     def check(self, name: str) -> None:
         """Raise :class:`MeasuredNothingError` unless all chunks are in place, bit for bit."""
         for layer, targets in enumerate(self.targets):
@@ -309,7 +301,7 @@ class Reads:
     opened: Callable[[], AbstractContextManager[Read]]
     files: Sequence[Path]
 
-    def way(self, prompt: PromptBuffers, cached: list[float] | None = None) -> Way:
+    def way(self, prompt: PromptBuffers, cached: list[float] | None = None) -> CheckedWay:
         """Read layer by layer, every chunk, as a query does.
 
         ``cached`` makes reads cold; it collects the shares of the files that stay in the page cache.
@@ -317,7 +309,8 @@ class Reads:
 
         @contextlib.contextmanager
         def opened() -> Iterator[Callable[[], None]]:
-            prompt.clear()
+            for buffer in prompt.buffers:
+                buffer.zero_()
             with self.opened() as read:
                 if cached is not None:
                     drop_cached(self.files)
@@ -331,7 +324,7 @@ class Reads:
                 yield run
             prompt.check(self.name)
 
-        return Way(self.name, opened, prompt.size_bytes)
+        return CheckedWay(self.name, opened, prompt.size_bytes)
 
 
 @contextlib.contextmanager
@@ -473,15 +466,15 @@ def plain_write(directory: Path, header: bytes, chunk: ChunkKV) -> Iterator[Call
             path.unlink(missing_ok=True)
 
 
-def putting_ways(directory: Path, kv_store: KVStore, chunk: ChunkKV) -> list[Way]:
+def putting_ways(directory: Path, kv_store: KVStore, chunk: ChunkKV) -> list[CheckedWay]:
     """Both ways, on the file system of ``directory``."""
     key, framed = new_key(), frame(chunk.layout, chunk.tokens)
     sums = [layer_checksum(key, i, tensor_buffer(x)) for i, x in enumerate(chunk.layers)]
     header = framed.header(NAMESPACE, key, sums)
     size = len(header) + chunk.size_bytes
     return [
-        Way("store", partial(store_put, directory, kv_store, chunk), framed.file_bytes),
-        Way("write+fsync+rename", partial(plain_write, directory, header, chunk), size),
+        CheckedWay("store", partial(store_put, directory, kv_store, chunk), framed.file_bytes),
+        CheckedWay("write+fsync+rename", partial(plain_write, directory, header, chunk), size),
     ]
 
 
@@ -533,7 +526,7 @@ def decode(chunk: ChunkKV, encoding: str) -> Iterator[Callable[[], float]]:
 
 def measure_decoding(chunk: ChunkKV, rounds: int, tick: Tick) -> list[WayRow]:
     """For every encoding its row, and a row of the read that its smaller payload saves (computed)."""
-    ways = [Way(name, partial(decode, chunk, name), chunk.size_bytes) for name in ENCODINGS]
+    ways = [CheckedWay(name, partial(decode, chunk, name), chunk.size_bytes) for name in ENCODINGS]
     rows = []
     for decoded in measure_part("decode", ways, rounds, tick):
         layout = chunk.layout.encoded(decoded.way)
@@ -574,7 +567,7 @@ def measure_misses(root: Path, rows: int, layout: KVLayout, tokens: int, tick: T
             )
         check_stored(kv_store, key, chunk)
         tick("miss: looking up")
-        way = Way("store", partial(miss, kv_store, layout, tokens))
+        way = CheckedWay("store", partial(miss, kv_store, layout, tokens))
         (found,) = measure_part("miss", [way], GETS, silent)
     return found
 

@@ -82,7 +82,7 @@ class SweepResult:
     rows: tuple[SweepRow, ...]
 
 
-def _about(factor: str, base: Case, model: str | None) -> tuple[str, str]:
+def _about(factor: str, base: SweepCase, model: str | None) -> tuple[str, str]:
     """What is equal for all values; what the factor changes is left open."""
     w = base.workload
     chunks = OPEN if factor in ("chunks", "context") else w.chunks
@@ -118,7 +118,7 @@ def sweep_table(result: SweepResult) -> Table:
 
 
 @dataclass(frozen=True)
-class Case:
+class SweepCase:
     """One value of the factor, with everything else."""
 
     value: str
@@ -139,7 +139,7 @@ class Case:
         return (self.prompt, self.tier, self.workload.encoding)
 
 
-def make_cases(factor: str, values: str | None, base: Case) -> list[Case]:
+def make_cases(factor: str, values: str | None, base: SweepCase) -> list[SweepCase]:
     """Cases for comma-separated ``values``, or for the default ones; raises :class:`InvalidInputError`."""
     if factor not in FACTORS:
         raise InvalidInputError(
@@ -149,7 +149,7 @@ def make_cases(factor: str, values: str | None, base: Case) -> list[Case]:
     return [_case(factor, part.strip(), base) for part in named.split(",")]
 
 
-def _case(factor: str, value: str, base: Case) -> Case:
+def _case(factor: str, value: str, base: SweepCase) -> SweepCase:
     workload = base.workload
     match factor:
         case "geometry":
@@ -197,7 +197,7 @@ def sweep(
         raise InvalidInputError(
             "--factor geometry with --geometry or --model; name geometries with --values"
         )
-    base = Case("", workload, parse_tier(tier), timed.geometry)
+    base = SweepCase("", workload, parse_tier(tier), timed.geometry)
     cases = make_cases(factor, values, base)
     models = {c.geometry: replace(timed, geometry=c.geometry) for c in cases}
     adapters = {geometry: model.adapter for geometry, model in models.items()}
@@ -237,7 +237,9 @@ def sweep(
     return SweepResult(machine_of(first), factor, about, workload.rounds, rows)
 
 
-def _row(factor: str, case: Case, bench: PromptBench, timings: dict[object, Timing]) -> SweepRow:
+def _row(
+    factor: str, case: SweepCase, bench: PromptBench, timings: dict[object, Timing]
+) -> SweepRow:
     counts = bench.blended(ratio=case.workload.ratio)[1]
     blend, full = timings["blend", case], timings["full", case.prompt]
     reuse = timings["reuse", case.place]

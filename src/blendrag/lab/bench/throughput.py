@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
-from blendrag.config import Mode
 from blendrag.errors import InvalidInputError
 from blendrag.fusor import PackedPrompt, Prefilled
 from blendrag.lab.bench import options
@@ -24,6 +23,7 @@ from blendrag.lab.bench.rounds import Tick, Timing, silent
 from blendrag.lab.bench.tiers import parse_tier, tier_store
 from blendrag.lab.bench.workload import (
     NEW_TOKENS,
+    REUSE,
     BlendResult,
     StoredChunks,
     Workload,
@@ -123,21 +123,19 @@ class ThroughputBench:
 
     def reuse(self, batch_size: int) -> list[int]:
         """Load all chunks and compute only the questions."""
-        return self._loaded(batch_size, "reuse", "reuse", 0.0)
+        return self._loaded(batch_size, REUSE)
 
     def blend(self, batch_size: int) -> list[int]:
         """Load all chunks and recompute as the workload says."""
-        return self._loaded(batch_size, "blend")
+        return self._loaded(batch_size, {})
 
-    def _loaded(
-        self, batch_size: int, mode: Mode, policy: str | None = None, ratio: float | None = None
-    ) -> list[int]:
+    def _loaded(self, batch_size: int, options: dict[str, Any]) -> list[int]:
         tokens: list[int] = []
         for plans in self._batches(batch_size):
             with ExitStack() as stack:
                 prompts = []
                 for plan in plans:
-                    opened = self._stored.opened(plan, mode, policy, ratio)
+                    opened = self._stored.opened(plan, **options)
                     request = stack.enter_context(opened).request(len(plan.ids))
                     ids = torch.tensor([plan.ids], device=self.adapter.device)  # [1, N]
                     prompts.append(PackedPrompt(ids, request, NEW_TOKENS))

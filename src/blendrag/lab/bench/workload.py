@@ -148,6 +148,10 @@ def random_prompt(adapter: ModelAdapter, workload: Workload) -> PromptPlan:
     return PromptPlan(tuple(segments))
 
 
+#: Options of a prefill that computes only the question.
+REUSE: dict[str, Any] = {"mode": "reuse", "policy": "reuse", "ratio": 0.0}
+
+
 class StoredChunks:
     """Chunks in a store, and what it takes to blend prompts over them."""
 
@@ -168,17 +172,9 @@ class StoredChunks:
             self._store.put(self._namespace, chunk_key(self._namespace, PREFIX_IDS, ids), kept)
 
     @contextmanager
-    def opened(
-        self,
-        prompt: PromptPlan,
-        mode: Mode = "blend",
-        policy: str | None = None,
-        ratio: float | None = None,
-        schedule: str | None = None,
-    ) -> Iterator[Plan]:
-        """Open every chunk of the prompt in the store; by default to blend as the workload says."""
-        options = self.plan_options(mode, policy, ratio, schedule)
-        with closing(self.controller.plan(prompt, options)) as plan:
+    def opened(self, prompt: PromptPlan, **options: Any) -> Iterator[Plan]:
+        """Open every chunk of the prompt in the store; ``options`` as in :meth:`plan_options`."""
+        with closing(self.controller.plan(prompt, self.plan_options(**options))) as plan:
             if plan.missing:
                 raise InvalidInputError("a bench chunk is no longer in the store; run again")
             yield plan
@@ -228,22 +224,22 @@ class PromptBench:
 
     def reuse(self) -> int:
         """Load all chunks and compute only the question."""
-        return self.blended("reuse", policy="reuse", ratio=0.0)[0]
+        return self.blended(**REUSE)[0]
 
     def blend(self) -> int:
         """Load all chunks and recompute as the workload says."""
         return self.blended()[0]
 
-    def blended(self, mode: Mode = "blend", **options: Any) -> tuple[int, FusionCounts]:
+    def blended(self, **options: Any) -> tuple[int, FusionCounts]:
         """The first token and the rows computed for it; ``options`` as in :meth:`opened`."""
-        with self.opened(mode, **options) as plan:
+        with self.opened(**options) as plan:
             request = plan.request(self.prompt_tokens)
             logits, _, fusion = self.fusor.prefill(self.ids, request, NEW_TOKENS)
             return int(logits[0, -1].argmax()), fusion.counts()
 
-    def opened(self, mode: Mode = "blend", **options: Any) -> AbstractContextManager[Plan]:
+    def opened(self, **options: Any) -> AbstractContextManager[Plan]:
         """See :meth:`StoredChunks.opened`."""
-        return self.stored.opened(self.prompt, mode, **options)
+        return self.stored.opened(self.prompt, **options)
 
     def floor_speedup(self, counts: FusionCounts) -> float:
         """L·N over the rows computed in all layers: the speedup that the row counts alone allow."""
