@@ -426,7 +426,8 @@ def test_clear_removes_all_kv_and_nothing_else(lab, filled):
     done = maintenance.clear(filled)
     assert (done.removed, done.left, done.left_bytes, done.pinned) == (4, 0, 0, 0)
     assert [path.read_text(encoding="utf-8") for path in kept] == ["kept"] * 3
-    for name in ("kv", "pinned", "quarantine", "tmp"):
+    assert lab.payloads(filled) == []
+    for name in ("pinned", "quarantine", "tmp"):
         assert list((filled / name).iterdir()) == []
     assert maintenance.survey(filled).limit_bytes == 1 << 30
     fill(lab, filled)
@@ -437,7 +438,7 @@ def test_clear_of_one_namespace_leaves_the_others(lab, filled):
     other = add_other_namespace(lab, filled)
     done = maintenance.clear(filled, lab.namespace)
     assert (done.removed, done.left) == (5, 1)
-    assert not (filled / "kv" / lab.namespace).exists()
+    assert len(lab.payloads(filled)) == 1
     assert only_namespace(maintenance.check(filled)).namespace == other
     assert list((filled / "pinned").iterdir()) == []
 

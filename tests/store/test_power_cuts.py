@@ -7,12 +7,11 @@ import os
 from pathlib import Path
 
 import pytest
-from soak.audit import PLENTY, audit, make_chunks
+from soak.audit import audit, make_chunks
 from soak.power import Disk
 
-from blendrag.store import DiskStore, maintenance
+from blendrag.store import DiskStore
 from blendrag.store.payload_files import PayloadFiles
-from blendrag.store.writers import WriterClaim
 
 
 class Power:
@@ -38,77 +37,6 @@ class Power:
 @pytest.fixture
 def power(monkeypatch):
     return lambda root: Power(root, monkeypatch)
-
-
-@pytest.fixture
-def together(lab):
-    """Chunks that lie in one directory."""
-    numbers = [n for n in range(2000) if lab.key(n)[:2] == lab.key(1)[:2]][:3]
-    make_chunks(numbers)
-    return numbers
-
-
-def killed_before_it_syncs_the_way(lab, root, number, fork):
-    """Another process puts a chunk: the directory is made, if need be, and nothing above it synced."""
-    kv = lab.kv(number)
-
-    def put():
-        os.fsync = lambda fd: None
-        PayloadFiles._sync_way = lambda *args: os._exit(0)
-        DiskStore(root, None).put(lab.namespace, lab.key(number), kv)
-
-    assert os.waitpid(fork(put), 0)[1] == 0
-
-
-@pytest.mark.parametrize("is_heeded", [True, False])
-def test_a_chunk_outlives_that_others_remove_its_directory_and_make_it_again(
-    lab, root, together, power, fork, monkeypatch, is_heeded
-):
-    """Unless it were removed although somebody who is writing knows it to be durable."""
-    first, second, third = together
-    store = DiskStore(root, PLENTY)
-    lab.put(store, first)
-    watched = power(root)
-    if not is_heeded:
-        monkeypatch.setattr(WriterClaim, "is_alone", lambda self: True)
-    maintenance.clear(root)
-    killed_before_it_syncs_the_way(lab, root, second, fork)
-    lab.put(store, third)
-    verdict = audit(watched.cut(), [third], together)
-    assert verdict.lost == (() if is_heeded else (third,))
-    assert not verdict.wrong
-    store.close()
-
-
-def test_directories_stay_while_another_one_writes_and_go_with_the_next_clear(
-    lab, root, make_store
-):
-    store = make_store()
-    lab.put(store, 1)
-    directory = lab.file(store, 1).parent
-    assert maintenance.clear(root).removed == 1
-    assert list(directory.iterdir()) == []
-    store.close()
-    maintenance.clear(root)
-    assert list((root / "kv").iterdir()) == []
-
-
-def test_what_was_durable_before_a_process_began_to_write_is_synced_again(
-    lab, root, together, power, fork
-):
-    """It had no say in whether directories are removed."""
-    first, second, third = together
-    with contextlib.closing(DiskStore(root, PLENTY)) as before:
-        lab.put(before, first)
-    store = DiskStore(root, PLENTY)
-    lab.put(store, first)  # is there: kept, by one who does not write
-    watched = power(root)
-    maintenance.clear(root)
-    assert list((root / "kv").iterdir()) == []
-    killed_before_it_syncs_the_way(lab, root, second, fork)
-    lab.put(store, third)
-    assert audit(watched.cut(), [third], together).lost == ()
-    store.close()
 
 
 def test_a_chunk_that_a_recovery_found_halfway_is_durable_once_it_is_indexed(

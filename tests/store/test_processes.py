@@ -330,25 +330,6 @@ def test_a_chunk_removed_before_it_is_made_durable_is_put_again(lab, make_store,
     assert lab.is_right(store, 1)
 
 
-@pytest.mark.parametrize("times", [1, 3, 4])
-def test_a_directory_removed_before_the_rename_is_made_again(lab, root, monkeypatch, times):
-    rename, left = os.rename, [times]
-
-    def after_a_clear(source, target, *, dst_dir_fd):
-        if left[0]:
-            left[0] -= 1
-            os.rmdir(f"/proc/self/fd/{dst_dir_fd}/../{target[:2]}")
-        return rename(source, target, dst_dir_fd=dst_dir_fd)
-
-    store = DiskStore(root, None)
-    monkeypatch.setattr(os, "rename", after_a_clear)
-    lab.put(store, 1)
-    assert lab.is_right(store, 1)
-    assert left == [0]
-    assert not list((root / "tmp").glob("*.part"))
-    store.close()
-
-
 @pytest.fixture
 def cleared_meanwhile(root, monkeypatch):
     """``cleared_meanwhile(times)``: between writing and indexing, a payload is cleared away so often."""

@@ -196,16 +196,10 @@ class DiskWriter:
         return claim
 
     def _claimed(self) -> WriterClaim:
-        """This process's claim. Caller holds the index lock.
-
-        While it exists, a crash will be noticed, and no process removes directories. Which
-        directories were known to be durable before is forgotten.
-        """
+        """This process's claim, by which a crash is noticed. Caller holds the index lock."""
         if self._claim is None:
             sync_directory(self._root)  # kv/ and pinned/: their creator may have been interrupted
-            claim = WriterClaim(self._tmp, make_durable=self._index.sync)
-            self._files.forget_directories()
-            self._claim = claim
+            self._claim = WriterClaim(self._tmp, make_durable=self._index.sync)
         return self._claim
 
     @_with_index
@@ -213,7 +207,7 @@ class DiskWriter:
         """Index what was written, unless another writer was faster; whether there is an entry now."""
         other = self._index.get(*row.name.entry)
         is_ours = other is not None and other.name == row.name  # indexed by a recovery elsewhere
-        if other is not None and not is_ours and self._keep(other.name):
+        if other is not None and not is_ours and self.keep(other.name):
             self._files.remove(row.name)
             return True
         if self._files.is_gone(row.name):
@@ -225,15 +219,10 @@ class DiskWriter:
     def keep(self, name: Name) -> bool:
         """Make durable what another process may still be putting; whether it is there."""
         with named_errors(f"writing to store {self._root}"):
-            if self._claim is None:
-                self._files.forget_directories()
-            return self._keep(name)
-
-    def _keep(self, name: Name) -> bool:
-        try:
-            self._files.sync(name)
-        except FileNotFoundError:
-            return False
+            try:
+                self._files.sync(name)
+            except FileNotFoundError:
+                return False
         return self._files.exists(name)
 
     @_with_index
@@ -317,17 +306,6 @@ class DiskWriter:
             for name in names:
                 self._files.remove(name)
 
-    @_with_index
-    def remove_empty_directories(self, namespace: str | None) -> None:
-        """Remove those of a namespace or of all, unless another process is writing.
-
-        That process could otherwise put a payload into a directory that was recreated, take it for
-        the durable one that it knew, and acknowledge the payload too early.
-        """
-        with named_errors(f"deleting from store {self._root}"):
-            if self._claimed().is_alone():
-                self._files.remove_empty_directories(namespace)
-
     def quarantine(self, name: Name) -> None:
         """Set a payload aside. Called while a query runs: waits only briefly, never fails."""
         with contextlib.suppress(OSError):
@@ -361,7 +339,6 @@ class DiskWriter:
         """
         markers, parts = leftovers(self._tmp)
         remove(parts)
-        self._files.forget_directories()
         self._index.rebuild(self._reconcile)
         with contextlib.suppress(StoreFullError):
             self._make_room(0)

@@ -34,8 +34,6 @@ PREFIX = re.compile(r"[0-9a-f]{2}", re.ASCII)
 PIN_NAME = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{64})", re.ASCII)
 #: Errors of opening a directory that is missing, a file, or a link that is not followed.
 _NO_DIRECTORY = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
-#: Attempts to move a payload into its directory: others may remove the directory while it is empty.
-_MOVE_TRIES = 5
 #: Quarantined payloads kept for inspection.
 QUARANTINE_FILES = 8
 
@@ -101,7 +99,7 @@ class PayloadFiles:
         self._root = root
         self._kv_fd = os.open(root / "kv", DIRECTORY)
         self._durable: set[tuple[str, ...]] = set()
-        """Directories whose entry in the directory above is known to be on disk."""
+        """Directories whose entry in the directory above is known to be on disk. None is ever removed."""
         self.pinned = PinnedKeys(root / "pinned")
 
     def close(self) -> None:
@@ -147,23 +145,6 @@ class PayloadFiles:
             if exc.errno in _NO_DIRECTORY:
                 return []
             raise
-
-    def forget_directories(self) -> None:
-        """Sync every directory again before the next payload is acknowledged.
-
-        Other processes may have removed and recreated directories.
-        """
-        self._durable.clear()
-
-    def remove_empty_directories(self, namespace: str | None) -> None:
-        """Remove the empty directories of one namespace or of all. No other process may be writing."""
-        self.forget_directories()
-        for name in self._below(".", is_name) if namespace is None else [namespace]:
-            for prefix in self._below(name, PREFIX.fullmatch):
-                with contextlib.suppress(OSError), self._entered(self._kv_fd, (name,)) as outer:
-                    os.rmdir(prefix, dir_fd=outer)
-            with contextlib.suppress(OSError):
-                os.rmdir(name, dir_fd=self._kv_fd)
 
     # -- one payload -----------------------------------------------------------------------------
 
@@ -215,7 +196,8 @@ class PayloadFiles:
                 os.fsync(fd)
             finally:
                 os.close(fd)
-            self._move_in(temporary, name)
+            with self._shard(name.shard, create=True) as directory:
+                os.rename(temporary, name.file, dst_dir_fd=directory)
             self.sync(name)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -223,16 +205,6 @@ class PayloadFiles:
             with contextlib.suppress(OSError):
                 self.remove(name)
             raise
-
-    def _move_in(self, temporary: Path, name: Name) -> None:
-        for attempt in range(_MOVE_TRIES):
-            try:
-                with self._shard(name.shard, create=True) as directory:
-                    os.rename(temporary, name.file, dst_dir_fd=directory)
-                return
-            except FileNotFoundError:
-                if attempt == _MOVE_TRIES - 1:
-                    raise
 
     def sync(self, name: Name) -> None:
         """Make a payload's name durable; its bytes were synced before it got that name."""

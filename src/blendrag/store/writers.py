@@ -52,12 +52,6 @@ class WriterClaim:
         """A new path to write to."""
         return _part(self._tmp, self._id)
 
-    def is_alone(self) -> bool:
-        """Whether no other writer is alive. Caller holds the index lock, so none can start."""
-        markers = filter(None, map(MARKER.fullmatch, os.listdir(self._tmp)))
-        others = (marker[0] for marker in markers if marker[1] != self._id)
-        return not any(_is_locked(self._tmp / other) for other in others)
-
     def close(self) -> None:
         """End the claim. In a forked child, only close the inherited descriptor. Idempotent."""
         self._release()

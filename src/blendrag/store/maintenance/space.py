@@ -231,7 +231,6 @@ def clear(root: Path, namespace: str | None = None, progress: Progress = no_prog
                 store.writer.delete(*entry)
         if namespace is None:
             _empty_quarantine(root)
-        store.writer.remove_empty_directories(namespace)
         store.writer.recover()
         left, left_bytes = store.writer.with_index(store.index.totals)
         pinned = len(store.files.pinned.all())
