@@ -338,21 +338,19 @@ def test_a_missing_calibration_is_reported_once_per_policy(tmp_path: Path) -> No
     with tiny.engine(tiny.llama(), tmp_path / "s", policy="query", max_new_tokens=1) as engine:
         engine.ingest([tiny.document(0)])
         text = prompt(engine)
-        for quiet in (Options(mode="full"), Options(mode="reuse"), Options(policy="hkvd-once")):
+        asked = {"schedule": "calibrated"}
+        for quiet in (
+            Options(mode="full"),
+            Options(policy="hkvd-once"),
+            Options(policy="boundary(2)", **asked),
+            Options(mode="reuse", **asked),
+        ):
             assert engine.generate(text, quiet).metrics.notes == ()
         (note,) = engine.generate(text).metrics.notes
         assert "no schedule is calibrated" in note
         assert "blendrag calibrate" in note
         assert engine.generate(text).metrics.notes == ()
         assert engine.generate(text, Options(policy="hkvd")).metrics.notes == (note,)
-
-
-@pytest.mark.parametrize("asked", [{"policy": "boundary(2)"}, {"mode": "reuse"}])
-def test_nobody_is_told_to_calibrate_what_follows_no_schedule(
-    engine: BlendEngine, asked: dict[str, Any]
-) -> None:
-    chosen = Options(schedule="calibrated", max_new_tokens=1, **asked)
-    assert engine.generate(prompt(engine), chosen).metrics.notes == ()
 
 
 @pytest.mark.parametrize(
