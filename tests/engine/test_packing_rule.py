@@ -36,21 +36,21 @@ class Profiled:
 MEASURED: Any = Profiled((1.0, 100.0), (1e-3, 1e-3), 1e-5)
 
 
-def test_prompts_of_few_rows_go_together_up_to_what_the_device_is_taken_for() -> None:
+def test_without_a_profile_the_rows_of_the_device_limit_a_pack() -> None:
     limit = ROWS["cpu"]
     assert AMPLE.admits([load(limit / 2)], load(limit / 2), None)
     assert not AMPLE.admits([load(limit / 2)], load(limit / 2 + 1), None)
     assert PackingRule(torch.device("cuda"), 1 << 40).admits([load(limit)], load(limit), None)
 
 
-def test_what_was_measured_decides_where_something_was() -> None:
+def test_with_a_profile_prompts_go_together_if_that_is_faster() -> None:
     assert AMPLE.admits([load(50)], load(50), MEASURED)  # one for the price of two
     assert AMPLE.admits([load(100)], load(50), MEASURED)  # 1.5 for 2
     assert not AMPLE.admits([load(1000)], load(100), MEASURED)  # 11 for 11
     assert not AMPLE.admits([load(1000)], load(1000), MEASURED)
 
 
-def test_memory_ends_it_however_much_faster_it_would_be() -> None:
+def test_memory_limits_a_pack() -> None:
     rule = PackingRule(CPU, 1000)
     assert rule.admits([load(1, 400), load(1, 300)], load(1, 300), None)
     assert not rule.admits([load(1, 400), load(1, 300)], load(1, 301), None)

@@ -1,7 +1,6 @@
-"""A store's counters as Prometheus text, format 0.0.4, for whatever serves ``/metrics``.
+"""A store's counters as Prometheus text, format 0.0.4, for a server's ``/metrics``.
 
-Owns names and help texts. Every sample carries the store's path, so that the texts of several stores
-can be told apart after scraping; in one exposition only one text may be served.
+Every sample has the store's path as a label, so that several stores can be told apart after scraping.
 https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format
 """
 
@@ -12,7 +11,7 @@ from typing import NamedTuple
 
 from blendrag.store import StoreStats
 
-#: What an HTTP answer that bears such a text says it is.
+#: Content type of an HTTP response with such a text.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _ESCAPES_IN_HELP = {"\\": r"\\", "\n": r"\n"}
@@ -20,7 +19,7 @@ _ESCAPES_IN_VALUES = {**_ESCAPES_IN_HELP, '"': r"\""}
 
 
 class Metric(NamedTuple):
-    """One family: its samples are pairs of labels and value."""
+    """One metric family; samples are pairs of labels and value."""
 
     name: str
     kind: str
@@ -37,7 +36,7 @@ def _metrics(stats: StoreStats) -> Iterator[Metric]:
     counters = {
         "misses": ("Chunks asked for that no tier had.", stats.misses),
         "puts": ("Chunks written to disk.", stats.puts),
-        "quarantines": ("Payloads set aside because something about them was in doubt.",
+        "quarantines": ("Payloads quarantined after a failed check.",
                         stats.quarantined),
         "promotions": ("Chunks taken from disk into memory.", stats.promotions),
         "queue_drops": ("Chunks left on disk because too many waited for promotion.",

@@ -1,9 +1,8 @@
-"""Which prompts are prefilled together: those that share out weights, and fit into memory.
+"""Which prompts are prefilled together: as many as are faster in one forward and fit into memory.
 
-A layer reads its weights once, however many rows it computes. While rows are few that is most of what it
-takes, and prompts that share a forward share it; once a layer computes as fast as the machine can, a
-second prompt takes as long as the first and only keeps it waiting. Where that turns is read off the
-profile of the machine if there is one, else assumed by the kind of device.
+A layer reads its weights once per forward. With few rows that is most of its time, so prompts share it;
+with many rows a second prompt takes as long as the first. The machine profile says where that changes;
+without one it is assumed by the kind of device.
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ from blendrag.model.adapter import ModelAdapter
 from blendrag.planning.plan import Plan
 from blendrag.planning.profile import Profile
 
-#: Rows a layer computes for all prompts together, where nothing was measured. On a CPU with bf16 arithmetic
-#: and a 0.5B geometry one forward over 560 rows took 0.72 of two over half of them, and one over 720 rows
-#: 0.89 (docs/performance.md, "Several prompts at once"). Of GPUs it is assumed, not measured.
+#: Most rows of a layer without a profile. On a CPU with bf16 arithmetic and a 0.5B geometry one forward over
+#: 560 rows took 0.72 of the time of two over half of them, and one over 720 rows 0.89. Assumed for GPUs.
 ROWS = {"cpu": 640, "cuda": 4096}
-#: Share of the time of two forwards that one for both may take, where it was measured.
+#: Share of the time of two forwards that one for both may take, with a profile.
 WORTHWHILE = 0.9
 #: Activations of a row while a layer is computed, in hidden states: a gated MLP holds the most.
 ROW_STATES = 16
@@ -33,11 +31,11 @@ class Load:
     """What one prompt brings into a forward."""
 
     rows: float
-    """Per layer, in the mean; a scout pass counts beside."""
+    """Mean per layer, the scout pass included."""
     size_bytes: int
     """KV of prompt and answer, and activations of the layer with most rows."""
     files: int = 0
-    """Stored parts that are read, each a file that stays open meanwhile."""
+    """Stored parts that are read, each an open file."""
 
     @classmethod
     def of(cls, plan: Plan, new_tokens: int, adapter: ModelAdapter) -> Load:
@@ -53,9 +51,9 @@ class Load:
 
 
 def _half_of_all_files() -> int:
-    """Half of what the process may have open; stored KV that cannot be opened would be computed."""
+    """Half of what the process may open: KV whose file cannot be opened would be computed."""
     allowed = os.sysconf("SC_OPEN_MAX")
-    return allowed // 2 if allowed > 0 else 1 << 20  # -1: as many as there is memory for
+    return allowed // 2 if allowed > 0 else 1 << 20  # -1: no limit
 
 
 @dataclass(frozen=True)
@@ -67,11 +65,10 @@ class PackingRule:
     limit_files: int = field(default_factory=_half_of_all_files)
 
     def admits(self, packed: Sequence[Load], load: Load, profile: Profile | None) -> bool:
-        """Whether ``load`` should go with those that are ``packed``."""
-        together = sum(one.size_bytes for one in packed) + load.size_bytes
-        if together > self.limit_bytes:
-            return False
-        if sum(one.files for one in packed) + load.files > self.limit_files:
+        """Whether ``load`` should be prefilled with those that are ``packed``."""
+        size_bytes = sum(one.size_bytes for one in (*packed, load))
+        files = sum(one.files for one in (*packed, load))
+        if size_bytes > self.limit_bytes or files > self.limit_files:
             return False
         rows = sum(one.rows for one in packed)
         if profile is None:
@@ -81,7 +78,7 @@ class PackingRule:
 
 
 def _rows_by_layer(plan: Plan, layers: int) -> list[float]:
-    """Rows computed in each layer, those of a scout pass included."""
+    """Rows computed in each layer, the scout pass included."""
     spans = plan.spans
     blended = [span for span in spans if not span.exact]
     candidates = sum(span.tokens for span in blended)

@@ -1,7 +1,4 @@
-"""One line per request, on logger ``blendrag`` at INFO: what was reused, what was not and why.
-
-Owns the wording only; every figure is in :class:`RequestMetrics`.
-"""
+"""Logs one line per request at INFO: what was reused, what was not and why."""
 
 from __future__ import annotations
 
@@ -14,18 +11,18 @@ from blendrag.metrics import ChunkReport, RequestMetrics
 
 log = logging.getLogger(__name__)
 
-#: Chunks named per reason; of more it is only said how many.
+#: Chunks named per reason; more are only counted.
 NAMED = 8
 
 
 def log_answer(metrics: RequestMetrics) -> None:
-    """Say what an answered request reused."""
+    """Log what an answered request reused."""
     if log.isEnabledFor(logging.INFO):
         log.info("%s", wording(metrics))
 
 
 def log_failure(exc: BaseException, started: float) -> None:
-    """Say that a request ended without an answer, and after how long."""
+    """Log that a request ended without an answer, and after how long."""
     after = time.perf_counter() - started
     if isinstance(exc, RequestTimeout):
         log.info("no answer: stopped by its timeout of %g s, after %.3f s", exc.timeout_s, after)
