@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,14 +28,6 @@ CPU_ALLOCATOR = (
 @pytest.fixture
 def model_dir(checkpoint: str) -> Path:
     return Path(checkpoint)
-
-
-@pytest.fixture
-def lora_dir(tmp_path: Path) -> Path:
-    folder = tmp_path / "lora"
-    wrapped = get_peft_model(tiny.llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    wrapped.save_pretrained(folder)
-    return folder
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
@@ -75,40 +66,33 @@ def test_the_context_window_is_known_without_the_weights(model_dir: Path) -> Non
     assert load_context_tokens(str(model_dir)) == tiny.adapter(tiny.llama()).context_tokens == 4096
 
 
-@pytest.mark.parametrize(
-    ("name", "break_it"),
-    [
-        ("config.json", lambda data: b"null"),
-        ("config.json", lambda data: data.replace(b'"hidden_size": 32', b'"hidden_size": "x"')),
-        ("model.safetensors", lambda data: data[:50]),
-        ("tokenizer.json", lambda data: b"[]"),
-    ],
-)
-def test_a_broken_model_is_one_sentence(
-    model_dir: Path, name: str, break_it: Callable[[bytes], bytes]
-) -> None:
-    (model_dir / name).write_bytes(break_it((model_dir / name).read_bytes()))
-    with pytest.raises(ModelLoadError, match="is a directory but not a loadable") as caught:
-        load_adapter(str(model_dir))
-    assert tiny.one_sentence(str(caught.value))
+MODEL, ADAPTER = "is a directory but not a loadable", r"adapter .* cannot be loaded: "
 
 
 @pytest.mark.parametrize(
-    ("name", "break_it"),
+    ("name", "break_it", "words"),
     [
-        ("adapter_model.safetensors", lambda data: data[:-10]),
-        ("adapter_config.json", lambda data: b"{}"),
-        ("adapter_config.json", lambda data: b"[]"),
-        ("adapter_config.json", lambda data: json.dumps({"peft_type": "NOPE"}).encode()),
+        ("model/config.json", lambda data: b"null", MODEL),
+        ("model/config.json", lambda data: data.replace(b'_size": 32', b'_size": "x"'), MODEL),
+        ("model/model.safetensors", lambda data: data[:50], MODEL),
+        ("model/tokenizer.json", lambda data: b"[]", MODEL),
+        ("lora/adapter_model.safetensors", lambda data: data[:-10], ADAPTER),
+        ("lora/adapter_config.json", lambda data: b"{}", ADAPTER),
+        ("lora/adapter_config.json", lambda data: b"[]", ADAPTER),
+        ("lora/adapter_config.json", lambda data: b'{"peft_type": "NOPE"}', ADAPTER),
     ],
 )
-def test_a_broken_adapter_is_one_sentence(
-    model_dir: Path, lora_dir: Path, name: str, break_it: Callable[[bytes], bytes]
+def test_a_broken_file_is_one_sentence(
+    model_dir: Path, name: str, break_it: Callable[[bytes], bytes], words: str
 ) -> None:
-    assert load_adapter(str(model_dir), lora=str(lora_dir)).identity.adapters
-    (lora_dir / name).write_bytes(break_it((lora_dir / name).read_bytes()))
-    with pytest.raises(ModelLoadError, match=r"adapter .* cannot be loaded: ") as caught:
-        load_adapter(str(model_dir), lora=str(lora_dir))
+    lora = model_dir.parent / "lora"
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    get_peft_model(tiny.llama(), config).save_pretrained(lora)
+    assert load_adapter(str(model_dir), lora=str(lora)).identity.adapters
+    path = model_dir.parent / name
+    path.write_bytes(break_it(path.read_bytes()))
+    with pytest.raises(ModelLoadError, match=words) as caught:
+        load_adapter(str(model_dir), lora=str(lora))
     assert tiny.one_sentence(str(caught.value))
 
 
