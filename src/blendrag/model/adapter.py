@@ -40,7 +40,7 @@ PROBE_TOKENS = 8
 class ModelAdapter:
     """A causal LM with its tokenizer. Thread-safe only under :attr:`lock`."""
 
-    def __init__(self, model: Any, tokenizer: Any, model_id: str = "", revision: str = "") -> None:
+    def __init__(self, model: Any, tokenizer: Any, model_id: str = "") -> None:
         model = unwrapped(model)
         if not hasattr(model, "config") or not hasattr(model, "generate"):
             raise InvalidInputError(
@@ -52,7 +52,7 @@ class ModelAdapter:
         self.model = unwrapped(model.get_base_model()) if unwrap else model
         self.model.eval()
         self.model_id = model_id or str(getattr(model.config, "_name_or_path", "")) or "unnamed"
-        self.revision = revision or str(getattr(model.config, "_commit_hash", "") or "")
+        self.revision = str(getattr(model.config, "_commit_hash", "") or "")
         self.tokens = Tokens(tokenizer)
         self.lock = lock_of(self.model)
         """Belongs to the model, not to this adapter. Held from the first hook to the last token."""
