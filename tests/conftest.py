@@ -62,11 +62,6 @@ def ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("blendrag.fusor.selection.base.DEEP_LAYERS", 1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run files marked ``early`` first."""
-    items.sort(key=lambda item: item.get_closest_marker("early") is None)
-
-
 #: Tests of pickling itself: a wrapper or an error can be pickled by its user.
 MAY_UNPICKLE = (
     "test_a_rendered_prompt_survives_pickling",
