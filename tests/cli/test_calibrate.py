@@ -38,13 +38,6 @@ def test_the_table_names_schedules_and_the_source_of_the_questions(
     assert "--schedule calibrated;" not in result.stderr
 
 
-def test_a_note_says_when_recomputing_nothing_is_as_good(store: Path) -> None:
-    result = invoke("calibrate", "--store", str(store), *FEW, "--ratio", "0.0001", "--json")
-    assert result.exit_code == 0, result.stderr
-    assert "recomputing nothing scores as well on these 2 prompts" in result.stderr
-    assert json.loads(result.stdout)["gain"] == 0.0
-
-
 def test_an_interrupted_search_keeps_the_best_so_far(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from blendrag.cli.options import model_for
 from blendrag.engine import BlendEngine
-from cli.commands import QUESTION, ask, ingest_args, invoke, refused, said, start, write_documents
+from cli.commands import QUESTION, ask, ingest_args, invoke, refused, said, start
 
 # -- ingest and remove ----------------------------------------------------------------------------
 
@@ -29,22 +29,11 @@ def test_dry_run_predicts_the_ingest_and_repeating_an_ingest_computes_nothing(
     assert first["tokens_per_s"] > 0
     again = json.loads(invoke(*args).stdout)
     assert again | {"chunks": 9, "chunks_computed": 0, "chunks_skipped": 9, "bytes": 0} == again
-
-
-def test_ingest_prints_its_totals(model_dir: Path, tmp_path: Path) -> None:
-    docs = write_documents(tmp_path / "docs", documents=1, paragraphs=1)
-    args = ingest_args(docs, model_dir, tmp_path / "store")
-    assert invoke(*args, "--dry-run").stdout.startswith("1 document, 1 chunk, ")
-    assert invoke(*args).stdout.startswith("1 document (0 unchanged), 1 chunk: 1 computed, ")
-
-
-def test_html_markdown_and_json_lines_are_read(model_dir: Path, tmp_path: Path) -> None:
-    docs = write_documents(tmp_path / "docs", documents=1, paragraphs=1)
-    (docs / "a.md").write_text("# Heading\n\nSome words under a heading.", encoding="utf-8")
-    (docs / "b.html").write_text("<title>T</title><p>A paragraph.</p>", encoding="utf-8")
-    (docs / "c.jsonl").write_text('{"text": "One."}\n{"text": "Two."}\n', encoding="utf-8")
-    result = invoke(*ingest_args(docs, model_dir, tmp_path / "store", "--json"))
-    assert json.loads(result.stdout)["documents"] == 5
+    in_words = [invoke(*args[:-1]), invoke(*args[:-1], "--dry-run")]
+    assert in_words[0].stdout.startswith(
+        "3 documents (3 unchanged), 9 chunks: 0 computed, 9 already"
+    )
+    assert in_words[1].stdout.startswith("3 documents, 9 chunks, ")
 
 
 def test_a_store_among_the_documents_is_not_ingested(
