@@ -117,6 +117,7 @@ def test_many_chunks_of_one_reason_are_counted() -> None:
     assert line.count("it is new") == 1
 
 
+@pytest.mark.slow
 def test_nothing_is_printed_unless_logging_is_set_up() -> None:
     """A library that writes to stderr unasked is in the way of every command line over it."""
     code = (

@@ -131,6 +131,7 @@ def test_a_forward_inside_a_blended_one_is_stock(model: Any, engines: list[Blend
     assert set(found) == {(True, True)}
 
 
+@pytest.mark.slow
 def test_a_forward_compiled_during_a_request_is_stock(tmp_path: Path) -> None:
     model = tiny.llama(num_hidden_layers=2)
     logits, found = own_logits(model), []

@@ -543,6 +543,7 @@ def test_an_interrupt_during_put_leaves_the_store_usable(lab, make_store, root, 
     assert lab.is_right(store, 1)
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_be_opened_keeps_no_descriptor(lab, root, monkeypatch):
     fill(lab, root)
     before = lab.descriptors()

@@ -208,6 +208,7 @@ print(count(code, "int8"), count(code, "fp8"), count(control))
 """
 
 
+@pytest.mark.slow
 def test_no_thread_of_torchs_is_started_whatever_the_size():
     """They would compete with those that compute, and hang in a forked child."""
     env = {**os.environ, "OMP_NUM_THREADS": "2"}

@@ -77,6 +77,7 @@ def test_only_what_a_test_may_unpickle_by_name_is_unpickled():
     assert unpickling.caught() == ["pickle.loads"]
 
 
+@pytest.mark.slow
 def test_a_test_that_swallows_what_the_trap_raised_fails(pytester, monkeypatch):
     pytester.makepyfile(
         """

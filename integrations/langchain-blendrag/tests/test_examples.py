@@ -17,6 +17,8 @@ import pytest
 import scripted
 from blendrag.demo import demo_corpus_path
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = ROOT / "examples"
 sys.path.append(str(EXAMPLES))  # what the two halves of the table of reuse share

@@ -94,6 +94,7 @@ def test_a_name_is_also_found_where_llamaindex_keeps_its_kind(kind: str, name: s
     assert getattr(leaf, name) is getattr(package, name)
 
 
+@pytest.mark.slow
 def test_importing_loads_neither_torch_nor_transformers() -> None:
     code = (
         "import llama_index.llms.blendrag, sys; print({'torch', 'transformers'} & set(sys.modules))"

@@ -16,6 +16,8 @@ import pytest
 from blendrag.engine import BlendEngine
 from llama_index.llms.blendrag import BlendLLM, BlendRetriever
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 sys.path.append(str(EXAMPLES))  # what the two halves of the table of reuse share
 OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

@@ -18,6 +18,8 @@ from blendrag.engine import BlendEngine
 from blendrag.errors import InvalidInputError
 from llama_index.llms.blendrag import BlendPrecompute
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).resolve().parent
 OFFLINE = {
     **os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "BLENDRAG_CHUNK_TOKENS": "64",
