@@ -165,7 +165,7 @@ def test_blocks_together_are_the_mask(window: int | None) -> None:
         assert bias.stride(0) % ALIGNED == 0
     assert at == len(positions)
     assert torch.equal(seen, visible(positions, n, window))
-    assert torch.equal(rows.mask()[0, 0], visible(positions, n, None))
+    assert torch.equal(rows.mask[0, 0], visible(positions, n, None))
 
 
 @pytest.mark.parametrize("what", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}])

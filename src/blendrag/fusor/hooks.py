@@ -165,13 +165,13 @@ def slice_kwargs(kwargs: dict[str, Any], rows: AnyRows, masked: bool) -> dict[st
         elif name not in UNTOUCHED:
             _refuse_token_length(name, value, rows.prompt_tokens)
     if masked and "attention_mask" not in kwargs:
-        out["attention_mask"] = rows.mask()
+        out["attention_mask"] = rows.mask
     return out
 
 
 def _mask_of(mask: torch.Tensor | None, rows: AnyRows) -> torch.Tensor:
     if mask is None:
-        return rows.mask()
+        return rows.mask
     if mask.ndim != 4 or mask.shape[-2] != rows.prompt_tokens:
         raise UnsupportedModelError(
             f"attention mask of shape {tuple(mask.shape)} has no row per prompt token "

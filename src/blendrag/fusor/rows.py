@@ -9,6 +9,7 @@ several prompts that lie one after another in one sequence; rows of one prompt n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,7 +69,7 @@ Gather = Callable[[Any, At], Any]
 
 
 class Gathered:
-    """Layer arguments gathered once for some rows: consecutive layers pass the same objects."""
+    """Layer arguments gathered once for some rows, because layers pass the same objects."""
 
     def __init__(self) -> None:
         self._known: list[tuple[Any, Gather, Any]] = []
@@ -96,15 +97,12 @@ class PromptRows:
         self.device = device
         self.planned: torch.Tensor | None = None
         self.gathered = Gathered()
-        self._keys: torch.Tensor | None = None
         self._scalars: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    @property
+    @cached_property
     def keys(self) -> torch.Tensor:
         """``[N]``: 0, 1, …"""
-        if self._keys is None:
-            self._keys = torch.arange(self.tokens, device=self.device)
-        return self._keys
+        return torch.arange(self.tokens, device=self.device)
 
     def scalars(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """0 and -inf."""
@@ -143,7 +141,6 @@ class Rows:
         self._is_last = is_last
         self._host = host
         self._stretch = stretch
-        self._mask: torch.Tensor | None = None
         self._blocks: dict[tuple[int | None, torch.dtype, int], list[Block]] = {}
         self._biases: dict[tuple[int, int, int | None, torch.dtype, int], torch.Tensor] = {}
 
@@ -163,12 +160,10 @@ class Rows:
         planned = self._prompt.gathered.once(value, how, self._prompt.planned)
         return how(planned, self._stretch)
 
+    @cached_property
     def mask(self) -> torch.Tensor:
         """Boolean mask ``[1, 1, S, N]`` without a window, True = visible: the slow reference."""
-        if self._mask is None:
-            hidden = self._hidden(slice(None), slice(None), None)
-            self._mask = hidden.logical_not_()[None, None]
-        return self._mask
+        return self._hidden(slice(None), slice(None), None).logical_not_()[None, None]
 
     def bias(
         self, a: int, b: int, window: int | None, dtype: torch.dtype, sharing: int = 1
@@ -278,6 +273,7 @@ class PackedRows:
         """:meth:`Rows.gather` for the rows of all prompts."""
         return self._gathered.once(value, how, self.positions)
 
+    @property
     def mask(self) -> torch.Tensor:
         """Not available: it would span the keys of all prompts. See :attr:`Fusor.packs`."""
         raise NotImplementedError(

@@ -112,65 +112,40 @@ def scout_attention(
     ``attention_mask`` ``[1, 1 or H, S, N]``: boolean, True = visible, or additive; ``None`` if the scouts
     have rows. ``s_aux`` ``[H]``: logits of attention sinks, which take weight and have no value.
     """
+    heads, kv_heads, width = query.shape[1], key.shape[1], query.shape[-1]
+    sharing = heads // kv_heads  # KV heads are shared by groups of query heads, never repeated
+    scale = width**-0.5 if scaling is None else scaling
     parts = []
-    for scout, rows, keys in _observed.get()():
-        parts += _attend(
-            scout,
-            query[0, :, rows],
-            key[0, :, keys],
-            value[0, :, keys],
-            attention_mask,
-            query.shape[-1] ** -0.5 if scaling is None else scaling,
-            softcap,
-            s_aux,
-            sliding_window,
-        )
+    for scout, own, own_keys in _observed.get()():
+        rows, keys, values = query[0, :, own], key[0, :, own_keys], value[0, :, own_keys]
+        tokens = keys.shape[1]
+        step = max(1, BLOCK_WEIGHTS // (heads * tokens))
+        for a in range(0, rows.shape[1], step):
+            asked = rows[:, a : a + step]  # [H, s, D]
+            n = asked.shape[1]
+            if attention_mask is not None:
+                bias = _additive(attention_mask[0, :, a : a + step], query.dtype)
+                bias = bias.expand(heads, n, tokens).reshape(-1, sharing * n, tokens)
+            else:
+                assert scout.rows is not None, "a scout without rows needs masks"
+                bias = scout.rows.bias(a, a + n, sliding_window, query.dtype, sharing)
+            grouped = asked.reshape(kv_heads, -1, width)  # [Hkv, G·s, D]
+            if softcap is None:
+                logits = torch.baddbmm(bias, grouped, keys.mT, alpha=scale)
+            else:
+                logits = (grouped @ keys.mT).float().mul_(scale / softcap).tanh_()
+                logits = logits.mul_(softcap) + bias
+            if s_aux is not None:
+                sinks = s_aux.view(kv_heads, sharing, 1, 1).expand(-1, -1, n, 1)
+                sinks = sinks.reshape(kv_heads, -1, 1)
+                logits = torch.cat((logits, sinks.to(logits.dtype)), dim=-1)
+            weights = logits.softmax(-1, dtype=torch.float32)[..., :tokens]
+            scout.add(weights.reshape(heads, n, tokens), a, rows.shape[1])
+            mixed = weights.to(value.dtype) @ values  # [Hkv, G·s, Dv]
+            parts.append(mixed.view(heads, n, -1))
         scout.layers += 1
     out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     return out.transpose(0, 1)[None], None
-
-
-def _attend(
-    scout: Scout,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
-    s_aux: torch.Tensor | None,
-    window: int | None,
-) -> list[torch.Tensor]:
-    """``[H, s, Dv]`` of blocks of rows: ``query`` ``[H, S, D]`` over ``key``/``value`` ``[Hkv, N, D]``."""
-    heads, rows, width = query.shape
-    kv_heads, tokens = key.shape[0], key.shape[1]
-    sharing = heads // kv_heads
-    parts = []
-    step = max(1, BLOCK_WEIGHTS // (heads * tokens))
-    for a in range(0, rows, step):
-        asked = query[:, a : a + step]  # [H, s, D]
-        n = asked.shape[1]
-        if mask is not None:
-            bias = _additive(mask[0, :, a : a + step], query.dtype)
-            bias = bias.expand(heads, n, tokens).reshape(-1, sharing * n, tokens)
-        else:
-            assert scout.rows is not None, "a scout without rows needs masks"
-            bias = scout.rows.bias(a, a + n, window, query.dtype, sharing)
-        # KV heads are shared by groups of query heads, never repeated.
-        grouped = asked.reshape(kv_heads, -1, width)  # [Hkv, G·s, D]
-        if softcap is None:
-            logits = torch.baddbmm(bias, grouped, key.mT, alpha=scale)
-        else:
-            logits = (grouped @ key.mT).float().mul_(scale / softcap).tanh_().mul_(softcap) + bias
-        if s_aux is not None:
-            sinks = s_aux.view(kv_heads, sharing, 1, 1).expand(-1, -1, n, 1)
-            sinks = sinks.reshape(kv_heads, -1, 1)
-            logits = torch.cat((logits, sinks.to(logits.dtype)), dim=-1)
-        weights = logits.softmax(-1, dtype=torch.float32)[..., :tokens]
-        scout.add(weights.reshape(heads, n, tokens), a, rows)
-        mixed = weights.to(value.dtype) @ value  # [Hkv, G·s, Dv]
-        parts.append(mixed.view(heads, n, -1))
-    return parts
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
