@@ -88,19 +88,19 @@ def _attend(
     outs = []
     for block in rows.blocks(window, query.dtype, sharing):
         a, b, lo, hi, bias = block
-        asked = query[:, :, a:b]
+        queries = query[:, :, a:b]
         if sharing > 1 and bias.shape[0] == b - a and query.device.type in FOLDS_ANYWAY:
             bias = block.folded(sharing).bias
         if bias.shape[0] != b - a:
             # torch's CPU kernel (2.13) would pack K and V again for every head that shares them.
-            asked = asked.reshape(1, kv_heads, -1, asked.shape[-1])  # [1, Hkv, G·s, D]
+            queries = queries.reshape(1, kv_heads, -1, queries.shape[-1])  # [1, Hkv, G·s, D]
         out = F.scaled_dot_product_attention(
-            asked,
+            queries,
             key[:, :, lo:hi],
             value[:, :, lo:hi],
             attn_mask=bias,
             scale=scaling,
-            enable_gqa=asked.shape[1] != kv_heads,
+            enable_gqa=queries.shape[1] != kv_heads,
         )
         outs.append(out.reshape(1, heads, b - a, -1).transpose(1, 2))  # [1, s, H, D]
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)

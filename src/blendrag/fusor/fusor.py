@@ -17,7 +17,7 @@ from blendrag.fusor.attention import serves
 from blendrag.fusor.cache import BlendCache
 from blendrag.fusor.fusion import Fusion
 from blendrag.fusor.hooks import hooked
-from blendrag.fusor.pack import NobodyLeft, Pack, PackedPrompt, Prefilled, replayed
+from blendrag.fusor.pack import NoRowsLeft, Pack, PackedPrompt, Prefilled, replayed
 from blendrag.fusor.request import BlendRequest
 from blendrag.metrics import Timeline
 from blendrag.model.adapter import ModelAdapter
@@ -149,7 +149,7 @@ class Fusor:
                     use_cache=True,
                 )
                 rows = {member: row for row, member in enumerate(pack.finished)}
-            except NobodyLeft:
+            except NoRowsLeft:
                 out, rows = None, {}
 
         def outcome(member: int, fusion: Fusion) -> Prefilled | Exception:

@@ -208,7 +208,7 @@ class FixedRows(SelectionPolicy):
 
 
 class HeldKV:
-    """A reader over KV in memory, as the store would return it; its values disturbed if asked."""
+    """A reader over KV in memory, as the store would return it, its values disturbed by ``disturbance``."""
 
     key = "0" * 64
     tier = "memory"
@@ -223,7 +223,7 @@ class HeldKV:
     @torch.inference_mode()
     def read_layer(self, layer: int, out: torch.Tensor) -> None:
         if self._layers[layer].shape != out.shape:
-            raise CorruptKVError(f"layer {layer} has another shape than asked for")
+            raise CorruptKVError(f"layer {layer} has another shape than the buffer")
         out.copy_(self._layers[layer])
 
     def close(self) -> None:

@@ -60,14 +60,14 @@ class SpanCorruptError(CorruptKVError):
 class LayerLoader:
     """Reads the spans layer by layer in a background thread; the paper's ``fetch_kv``.
 
-    ``buffers[i]`` is layer i's ``[2, Hkv, N, D]``; ``wanted[i]`` the spans to read there. On a CPU whole
+    ``buffers[i]`` is layer i's ``[2, Hkv, N, D]``; ``per_layer[i]`` the spans to read there. On a CPU whole
     chunks are read in place; anything else goes through a :class:`StagingRing` of two layers.
     """
 
     def __init__(
         self,
         buffers: Sequence[torch.Tensor],
-        wanted: Sequence[Sequence[LoadedSpan]],
+        per_layer: Sequence[Sequence[LoadedSpan]],
         timeline: Timeline | None = None,
     ) -> None:
         self._timeline = timeline
@@ -80,7 +80,7 @@ class LayerLoader:
         """Number of layers that :meth:`synchronize` has seen in place."""
         self._work = [
             [(span, buffer[:, :, span.start : span.end]) for span in spans]
-            for buffer, spans in zip(buffers, wanted, strict=True)
+            for buffer, spans in zip(buffers, per_layer, strict=True)
         ]
         transfers = [
             [_transfer(span, view) for span, view in work if not _reads_in_place(span, view)]
@@ -189,8 +189,8 @@ class StoredKV:
             self._tables = repositioner.tables(offsets.to(groups[0].device))
         exact = [span for span in spans if span.exact]
         buffers = [buffer for group in groups for buffer in group]
-        wanted = [exact if self._skips(layer) else spans for layer in range(len(buffers))]
-        self.loader = LayerLoader(buffers, wanted, timeline)
+        per_layer = [exact if self._skips(layer) else spans for layer in range(len(buffers))]
+        self.loader = LayerLoader(buffers, per_layer, timeline)
 
     def place(self, layer: int) -> None:
         """Block until stored KV of ``layer`` is in place and rotated; raises what reading it raised.

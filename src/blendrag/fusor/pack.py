@@ -41,7 +41,7 @@ class KVComplete(Exception):
     """Leaves a decoder layer once its K/V exist. Never leaves the fusor."""
 
 
-class NobodyLeft(Exception):
+class NoRowsLeft(Exception):
     """Ends a forward if no prompt has rows for the next layer. Never leaves the fusor."""
 
 
@@ -168,7 +168,7 @@ class Pack:
                     self._scouts[member] = fusion.begin_scout()
         scouts = self._scouts
         try:
-            with scouting(stack, self._observed), suppress(NobodyLeft):
+            with scouting(stack, self._observed), suppress(NoRowsLeft):
                 yield
         finally:
             self.phase, self._rows, self._scouts = Phase.BLEND, None, {}
@@ -265,7 +265,7 @@ class Pack:
 
     def _packed(self, rows: dict[int, Rows]) -> AnyRows:
         if not rows:
-            raise NobodyLeft
+            raise NoRowsLeft
         if self._rows is None or {part.member: part.rows for part in self._rows.parts} != rows:
             if len(self.fusions) == 1:
                 self._rows = rows[0]

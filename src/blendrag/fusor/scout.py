@@ -65,9 +65,9 @@ class Scout:
 
     def add(self, weights: torch.Tensor, first_row: int, rows: int) -> None:
         """``weights`` ``[H, s, N]`` of the rows from ``first_row`` on, out of ``rows``."""
-        asked = weights[:, max(0, rows - self._asking - first_row) :]
+        block = weights[:, max(0, rows - self._asking - first_row) :]
         if self._counting is None or self.layers in self._counting:
-            self._sums.append((asked.sqrt() if self._sqrt else asked).sum((0, 1)))
+            self._sums.append((block.sqrt() if self._sqrt else block).sum((0, 1)))
 
 
 class Observed(NamedTuple):
@@ -121,15 +121,15 @@ def scout_attention(
         tokens = keys.shape[1]
         step = max(1, BLOCK_WEIGHTS // (heads * tokens))
         for a in range(0, rows.shape[1], step):
-            asked = rows[:, a : a + step]  # [H, s, D]
-            n = asked.shape[1]
+            block = rows[:, a : a + step]  # [H, s, D]
+            n = block.shape[1]
             if attention_mask is not None:
                 bias = _additive(attention_mask[0, :, a : a + step], query.dtype)
                 bias = bias.expand(heads, n, tokens).reshape(-1, sharing * n, tokens)
             else:
                 assert scout.rows is not None, "a scout without rows needs masks"
                 bias = scout.rows.bias(a, a + n, sliding_window, query.dtype, sharing)
-            grouped = asked.reshape(kv_heads, -1, width)  # [Hkv, G·s, D]
+            grouped = block.reshape(kv_heads, -1, width)  # [Hkv, G·s, D]
             if softcap is None:
                 logits = torch.baddbmm(bias, grouped, keys.mT, alpha=scale)
             else:
