@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from blendrag.lab.tables import Table, figure, interval, number, spread, table
+from blendrag.lab.tables import ResultTable, figure, interval, number, spread, table
 
 
 def test_a_table_is_printed_as_markdown_and_on_a_terminal(
@@ -26,7 +26,7 @@ def test_a_table_is_printed_as_markdown_and_on_a_terminal(
 
 
 def test_a_table_without_title_is_its_grid() -> None:
-    assert Table(("a",), [("1",)]).markdown() == "| a |\n| --- |\n| 1 |"
+    assert ResultTable(("a",), [("1",)]).markdown() == "| a |\n| --- |\n| 1 |"
 
 
 def test_numbers_have_three_digits_or_all_before_the_point() -> None:

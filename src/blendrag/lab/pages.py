@@ -36,11 +36,6 @@ def picture(figure: Figure, page: Path, name: str, caption: str) -> str:
     return f"![{caption}]({folder.name}/{name}.png)"
 
 
-def folded(summary: str, text: str) -> str:
-    """Text that is shown when its summary is clicked."""
-    return f"<details><summary>{summary}</summary>\n\n{text}\n\n</details>"
-
-
 def read_page(page: Path) -> str:
     """The page's text; raises :class:`InvalidInputError`."""
     try:

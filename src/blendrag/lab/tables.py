@@ -14,7 +14,7 @@ Column = tuple[str, Callable[[Any], str]]
 
 
 @dataclass(frozen=True)
-class Table:
+class ResultTable:
     """Cells as text, with the conditions of the measurement above them and notes below."""
 
     head: Sequence[str]
@@ -32,12 +32,12 @@ class Table:
     def print(self) -> None:
         """Print to stdout; columns after the first are aligned to the right if they hold numbers."""
         from rich.console import Console
-        from rich.table import Table as RichTable
+        from rich.table import Table
 
         console = Console(markup=False, highlight=False)
         if not console.is_terminal:
             console.width = 190
-        drawn = RichTable(title=self.title or None)
+        drawn = Table(title=self.title or None)
         for number, name in enumerate(self.head):
             cells = [row[number] for row in self.rows]
             drawn.add_column(name, justify="right" if _is_numeric(cells) else "left")
@@ -50,10 +50,10 @@ class Table:
 
 def table(
     columns: Sequence[Column], rows: Iterable[Any], title: str = "", notes: Sequence[str] = ()
-) -> Table:
+) -> ResultTable:
     """A line for each of ``rows``, written by ``columns``."""
     cells = [[write(row) for _, write in columns] for row in rows]
-    return Table([name for name, _ in columns], cells, title, notes)
+    return ResultTable([name for name, _ in columns], cells, title, notes)
 
 
 def figure(value: float) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -19,8 +20,8 @@ from blendrag.config import DEFAULT_POLICY
 from blendrag.fusor.selection import POLICIES
 from blendrag.lab.bench import all_benches, options
 from blendrag.lab.bench.options import OMIT, bench
-from blendrag.lab.bench.rounds import CheckedWay, Tick, measure_part, run_rounds, silent
-from blendrag.lab.tables import Table
+from blendrag.lab.bench.rounds import CheckedWay, Tick, measure_part, peak_bytes, run_rounds, silent
+from blendrag.lab.tables import ResultTable
 from cli.commands import invoke, said
 from lab.bench.small import SMALL, measured
 
@@ -44,8 +45,8 @@ def run(measure: Callable[..., Measured], *args: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def shown(result: Measured) -> Table:
-    return Table(("size", "name"), [(result.size, result.name)])
+def shown(result: Measured) -> ResultTable:
+    return ResultTable(("size", "name"), [(result.size, result.name)])
 
 
 # -- options --------------------------------------------------------------------------------------
@@ -144,6 +145,11 @@ def test_rounds_prepare_each_call_and_settle_after_the_warm_up() -> None:
     ways = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
     run_rounds(ways, 1, prepare=lambda n: calls.append(f"({n})"), settle=lambda: calls.append("|"))
     assert "".join(calls) == "(a)a(b)b|(b)b(a)a"
+
+
+def test_peak_memory_is_measured_from_the_start_of_the_work() -> None:
+    peak = peak_bytes(lambda: torch.ones(16 << 20, dtype=torch.uint8).sum(), torch.device("cpu"))
+    assert peak is None or peak >= 15 << 20
 
 
 # -- bad input ------------------------------------------------------------------------------------

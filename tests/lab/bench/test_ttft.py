@@ -12,7 +12,7 @@ import torch
 from blendrag.lab.bench.ttft import CachedPrefix, ttft, ttft_table
 from blendrag.lab.bench.workload import REUSE, PromptBench, Workload
 from blendrag.store import open_store
-from lab.bench.small import LAYERS, printed, timed, tiny_adapter
+from lab.bench.small import LAYERS, no_peak_bytes, printed, timed, tiny_adapter
 
 MODES = {"full", "prefix", "prefix_stock", "prefix_fused", "reuse", "blend"}
 CHUNK_TOKENS, PROMPT_TOKENS = 64, 72
@@ -82,15 +82,9 @@ def test_blend_recomputes_its_share_and_reuse_nothing(bench: PromptBench) -> Non
     assert reused.rows == (PROMPT_TOKENS - CHUNK_TOKENS,) * LAYERS
 
 
-@pytest.fixture
-def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Collecting garbage before each measurement of memory takes seconds."""
-    monkeypatch.setattr("blendrag.lab.bench.ttft.peak_bytes", lambda way, device: None)
-
-
-@pytest.mark.usefixtures("no_memory")
 def test_a_compiled_stock_prefill_has_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Any] = []
+    monkeypatch.setattr("blendrag.lab.bench.ttft.peak_bytes", no_peak_bytes)
     monkeypatch.setattr(torch, "compile", lambda forward, **how: compiled.append(how) or forward)
     assert printed("ttft")["full_compiled_ms"] is None
     found = ttft(timed(), WORKLOAD, compiled=True)
@@ -105,13 +99,13 @@ def test_a_compiled_stock_prefill_has_its_own_row(monkeypatch: pytest.MonkeyPatc
     ]
 
 
-@pytest.mark.usefixtures("no_memory")
 def test_without_a_working_compiler_the_row_is_left_out_with_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def broken(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("no C++ compiler found\nwith a long trace")
 
+    monkeypatch.setattr("blendrag.lab.bench.ttft.peak_bytes", no_peak_bytes)
     monkeypatch.setattr(torch, "compile", lambda forward, **how: broken)
     found = ttft(timed(), WORKLOAD, compiled=True)
     assert found.full_compiled_ms is None

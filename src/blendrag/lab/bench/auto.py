@@ -32,7 +32,7 @@ from blendrag.lab.bench.workload import (
     parse_ratios,
     prompt_bench,
 )
-from blendrag.lab.tables import Table, spread, table
+from blendrag.lab.tables import ResultTable, spread, table
 from blendrag.planning.measure import Measure
 from blendrag.planning.profile import DISK, Profile, Tier, conditions_of
 
@@ -86,7 +86,7 @@ class AutoResult(BlendResult):
     """The profile that the predictions follow from."""
 
 
-def auto_table(result: AutoResult) -> Table:
+def auto_table(result: AutoResult) -> ResultTable:
     """A row for each tier: the automatic ratio and the best fixed one."""
     return table(
         [

@@ -34,7 +34,7 @@ from blendrag.lab.bench.rounds import Tick, clock, run_rounds, silent
 from blendrag.lab.bench.scratch import scratch
 from blendrag.lab.bench.tiers import AMPLE_BYTES, ON_DISK, tier_store
 from blendrag.lab.bench.workload import PREFIX_IDS, StoredChunks, Workload, stock_prefill
-from blendrag.lab.tables import NOTHING, Table
+from blendrag.lab.tables import NOTHING, ResultTable
 from blendrag.model import ModelAdapter
 from blendrag.text.chunking import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
 
@@ -86,13 +86,13 @@ class IngestResult:
     """``None`` from the shell, where it cannot be observed."""
 
 
-def ingest_table(result: IngestResult) -> Table:
+def ingest_table(result: IngestResult) -> ResultTable:
     """A row for each figure."""
     rows = []
     for name, value in vars(result).items():
         text = f"{value:.2f}" if isinstance(value, float) else str(value)
         rows.append((name, NOTHING if value is None else text))
-    return Table(("figure", "value"), rows)
+    return ResultTable(("figure", "value"), rows)
 
 
 @options.bench(ingest_table)

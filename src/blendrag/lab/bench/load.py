@@ -34,7 +34,7 @@ from blendrag.lab.bench.workload import (
     stock_prefill,
 )
 from blendrag.lab.plots import load_figure
-from blendrag.lab.tables import Table, figure, times
+from blendrag.lab.tables import ResultTable, figure, times
 from blendrag.model import ModelAdapter
 from blendrag.store import MemoryStore
 from blendrag.store.kv import ChunkKV
@@ -123,7 +123,7 @@ class LoadResult(BlendResult):
     requests: int
 
 
-def load_table(result: LoadResult) -> Table:
+def load_table(result: LoadResult) -> ResultTable:
     """A row for each rate, and a note for each way."""
     names = [way.way for way in result.ways]
     found = {(row.requests_per_s, row.way): row for row in result.rows}
@@ -138,7 +138,7 @@ def load_table(result: LoadResult) -> Table:
         f"{way.equal_ttft_per_s:.3g} requests/s at a TTFT of {figure(result.doubled_ttft_ms)} ms."
         for way in result.ways
     )
-    return Table(
+    return ResultTable(
         ("requests/s", *(f"{name}: mean TTFT ms (p95), first tokens/s" for name in names)),
         [
             (f"{rate:.3g}", *(cell(found[rate, name]) for name in names))

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from blendrag.cli.options import Device, Dtype, Json
 from blendrag.cli.plots import require_plot, write_png
-from blendrag.lab.tables import Table
+from blendrag.lab.tables import ResultTable
 from blendrag.model import ModelAdapter
 from blendrag.planning.profile import conditions_of, cores
 
@@ -51,7 +51,7 @@ class Bench:
 
     command: Callable[..., None]
     result: Any
-    table: Callable[[Any], Table]
+    table: Callable[[Any], ResultTable]
     figure: Callable[[Any], Figure] | None
 
 
@@ -60,7 +60,7 @@ BENCHES: dict[str, Bench] = {}
 
 
 def bench(
-    table: Callable[[Result], Table],
+    table: Callable[[Result], ResultTable],
     figure: Callable[[Result], Figure] | None = None,
     **defaults: Any,
 ) -> Callable[[F], F]:

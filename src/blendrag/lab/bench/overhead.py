@@ -26,7 +26,7 @@ from blendrag.lab.bench.options import Machine, machine_of
 from blendrag.lab.bench.rounds import Tick, Timing, milliseconds, run_rounds, silent
 from blendrag.lab.bench.tiers import parse_tier
 from blendrag.lab.bench.workload import PromptBench, Workload, prompt_bench, whole_numbers
-from blendrag.lab.tables import Table, figure, spread, table, times
+from blendrag.lab.tables import ResultTable, figure, spread, table, times
 
 #: A schedule whose rows decrease from layer to layer.
 FALLING = "geometric:0.9"
@@ -73,7 +73,7 @@ class OverheadResult:
     rows: tuple[OverheadRow, ...]
 
 
-def overhead_table(result: OverheadResult) -> Table:
+def overhead_table(result: OverheadResult) -> ResultTable:
     """A row for each way and number of chunks."""
     return table(
         [

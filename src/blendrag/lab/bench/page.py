@@ -12,14 +12,18 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
+from blendrag.cli.lifecycle import set_up_logging
 from blendrag.cli.plots import require_matplotlib
 from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.lab.bench import all_benches
-from blendrag.lab.bench.options import Bench
 from blendrag.lab.pages import console, picture, regions_of, write_regions
+
+if TYPE_CHECKING:
+    from blendrag.lab.bench.options import Bench
 
 PAGE = "performance.md"
 
@@ -96,6 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("docs"), help="folder of the page")
     args = parser.parse_args(arguments)
+    set_up_logging(verbose=False)  # before torch is imported
     try:
         require_matplotlib("the page")
         names = write_page(args.out, args.source)

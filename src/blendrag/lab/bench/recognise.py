@@ -33,7 +33,7 @@ from blendrag.lab.bench.rounds import (
     silent,
 )
 from blendrag.lab.bench.scratch import scratch
-from blendrag.lab.tables import NOTHING, Table, figure, table
+from blendrag.lab.tables import NOTHING, ResultTable, figure, table
 from blendrag.text.chunking import Chunk, chunk_id_of
 from blendrag.text.readers import Document
 
@@ -79,7 +79,7 @@ class RecogniseResult(RecogniseWorkload):
     loads: tuple[LoadedIndex, ...]
 
 
-def recognise_table(result: RecogniseResult) -> Table:
+def recognise_table(result: RecogniseResult) -> ResultTable:
     """A row for each corpus and prompt, and a note for each index."""
     notes = []
     for each in result.loads:

@@ -38,7 +38,7 @@ from blendrag.lab.bench.rounds import (
 )
 from blendrag.lab.bench.scratch import scratch
 from blendrag.lab.bench.tiers import AMPLE_BYTES, drop_cached
-from blendrag.lab.tables import NOTHING, Table, figure, table, times
+from blendrag.lab.tables import NOTHING, ResultTable, figure, table, times
 from blendrag.planning.tier_times import COLD_SHARE, cached_share
 from blendrag.store import KVReader, KVStore, MemoryStore, open_store
 from blendrag.store.durable import megabytes
@@ -151,7 +151,7 @@ class StoreResult:
     targets: tuple[Target, ...]
 
 
-def store_table(result: StoreResult) -> Table:
+def store_table(result: StoreResult) -> ResultTable:
     """A row for each part and way, and a note for each target."""
     verdicts = {True: "met", False: "missed", None: "not measured, the page cache keeps its pages"}
     return table(

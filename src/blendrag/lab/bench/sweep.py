@@ -30,7 +30,7 @@ from blendrag.lab.bench.workload import (
     whole_numbers,
 )
 from blendrag.lab.plots import sweep_figure
-from blendrag.lab.tables import Table, spread, table, times
+from blendrag.lab.tables import ResultTable, spread, table, times
 
 #: Factors → their default values.
 FACTORS = {
@@ -96,7 +96,7 @@ def _about(factor: str, base: SweepCase, model: str | None) -> tuple[str, str]:
     )
 
 
-def sweep_table(result: SweepResult) -> Table:
+def sweep_table(result: SweepResult) -> ResultTable:
     """A row for each value."""
     limit = "≤ " if result.factor == "context" else ""
     return table(

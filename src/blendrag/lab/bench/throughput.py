@@ -32,7 +32,7 @@ from blendrag.lab.bench.workload import (
     stock_prefill,
     whole_numbers,
 )
-from blendrag.lab.tables import Table, figure, times
+from blendrag.lab.tables import ResultTable, figure, times
 from blendrag.model import ModelAdapter
 from blendrag.store import KVStore
 from blendrag.text.prompt import PromptPlan, Segment
@@ -70,7 +70,7 @@ class ThroughputResult(BlendResult):
     rows: tuple[ThroughputRow, ...]
 
 
-def throughput_table(result: ThroughputResult) -> Table:
+def throughput_table(result: ThroughputResult) -> ResultTable:
     """A row for each batch size."""
     low, high = result.prompt_tokens
     found = {(row.way, row.batch_size): row for row in result.rows}
@@ -80,7 +80,7 @@ def throughput_table(result: ThroughputResult) -> Table:
         rates = f"{figure(row.spread[0])} to {figure(row.spread[1])}"
         return f"{figure(row.first_tokens_per_s)} ({rates}), {times(row.over_alone)}"
 
-    return Table(
+    return ResultTable(
         ("batch size", *(f"{way}: first tokens/s (lowest to highest), over batch size 1" for way in ways)),
         [(str(size), *(cell(found[way, size]) for way in ways)) for size in sizes],
         f"{result.requests} prompts of {low:,} to {high:,} tokens: {result.about}",

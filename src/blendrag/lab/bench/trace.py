@@ -35,7 +35,7 @@ from blendrag.lab.bench.workload import (
     stock_prefill,
 )
 from blendrag.lab.plots import trace_figure
-from blendrag.lab.tables import Table, figure, spread
+from blendrag.lab.tables import ResultTable, figure, spread
 from blendrag.metrics import LOAD, Span, Timeline
 
 #: The tier that is throttled so that loading takes as long as computing.
@@ -67,7 +67,7 @@ class TraceResult(BlendResult):
     spans: tuple[Span, ...]
 
 
-def trace_table(result: TraceResult) -> Table:
+def trace_table(result: TraceResult) -> ResultTable:
     """A row for each of the three times, and their bound."""
     names = {"wall": "the request", "load": "loading alone", "compute": "computing alone"}
     rows = [
@@ -76,7 +76,7 @@ def trace_table(result: TraceResult) -> Table:
     ]
     rows.append(("bound: the longer of the two", figure(result.bound_ms)))
     hint = "" if result.comparable else "; one of the two is more than twice the other"
-    return Table(
+    return ResultTable(
         ("what", "ms (lowest to highest)"),
         rows,
         f"{result.prompt_tokens:,} tokens, {result.kv_bytes / 1e6:,.1f} MB of KV: {result.about}",

@@ -31,7 +31,7 @@ from blendrag.lab.bench.workload import (
     prompt_bench,
     stock_prefill,
 )
-from blendrag.lab.tables import NOTHING, Table, spread, times
+from blendrag.lab.tables import NOTHING, ResultTable, spread, times
 from blendrag.store import MemoryStore
 
 
@@ -66,7 +66,7 @@ class TtftResult(BlendResult):
     notes: tuple[str, ...] = ()
 
 
-def ttft_table(result: TtftResult) -> Table:
+def ttft_table(result: TtftResult) -> ResultTable:
     """A row for each mode."""
     modes = {
         "full": "full: stock prefill",
@@ -90,7 +90,7 @@ def ttft_table(result: TtftResult) -> Table:
     notes = [*result.notes]
     if result.compile_s is not None:
         notes.append(f"Compiled in {result.compile_s:,.0f} s, before the measurement.")
-    return Table(
+    return ResultTable(
         ("mode", "TTFT ms (lowest to highest)", "speedup", "peak memory, MB"),
         rows,
         f"{result.prompt_tokens:,} tokens, {result.kv_bytes / 1e6:,.1f} MB of KV: {result.about}",

@@ -9,7 +9,7 @@ from rich.console import Console
 from blendrag.lab.evaluation.datasets import Dataset
 from blendrag.lab.evaluation.rows import ALL, Row, certain_lead
 from blendrag.lab.evaluation.ways import BASELINES, FULL, NONE, REUSE
-from blendrag.lab.tables import Column, Table, interval, number, table
+from blendrag.lab.tables import Column, ResultTable, interval, number, table
 
 LEGEND = (
     "PGR: 0 answers as without context, 1 as full prefill does, with the 95% interval of a paired "
@@ -30,7 +30,7 @@ def print_rows(rows: Sequence[Row]) -> None:
         part.print()
 
 
-def tables(rows: Sequence[Row], width: int) -> list[Table]:
+def tables(rows: Sequence[Row], width: int) -> list[ResultTable]:
     """As few tables as fit into ``width`` columns; each names the ways."""
     whole = [row for row in rows if row.kind == ALL]
     by_kind = {(row.way, row.kind): row for row in rows}
@@ -64,7 +64,7 @@ def tables(rows: Sequence[Row], width: int) -> list[Table]:
     )
     made = [table([*names, *group], whole) for group in groups]
     made[0] = table([*names, *groups[0]], whole, title)
-    made[-1] = Table(made[-1].head, made[-1].rows, made[-1].title, [LEGEND])
+    made[-1] = ResultTable(made[-1].head, made[-1].rows, made[-1].title, [LEGEND])
     return made
 
 
