@@ -229,17 +229,6 @@ def test_an_interrupted_run_asks_nothing_twice(tmp_path: Path, asked: list[RagPr
     assert rows[0].n == 4
 
 
-def test_more_ways_ask_only_what_is_new_and_full_prefill(
-    tmp_path: Path, asked: list[RagPrompt]
-) -> None:
-    path, cases = tmp_path / "journal.jsonl", lab.cases(1, 1)
-    lab.arena(BASE, cases).run(Journal(path))
-    assert len(asked) == 2
-    lab.arena(REUSING, cases).run(Journal(path))
-    assert len(asked) == 2 + 2
-    assert len(path.read_text().splitlines()) == 3
-
-
 def test_another_model_length_of_answer_or_code_is_asked_anew(
     tmp_path: Path, asked: list[RagPrompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,11 +236,13 @@ def test_another_model_length_of_answer_or_code_is_asked_anew(
     for _ in range(2):
         Arena(adapter, data, BASE, max_new_tokens=4).run(Journal(path))
     assert len(asked) == 2
+    Arena(adapter, data, REUSING, max_new_tokens=4).run(Journal(path))
+    assert len(asked) == 4  # the new way, and full prefill to compare it with
     Arena(adapter, data, BASE, max_new_tokens=5).run(Journal(path))
     Arena(tiny.adapter(tiny.llama(seed=1)), data, BASE, max_new_tokens=4).run(Journal(path))
     monkeypatch.setattr("blendrag.lab.evaluation.arena.source_digest", lambda: "of other code")
     Arena(adapter, data, BASE, max_new_tokens=4).run(Journal(path))
-    assert len(asked) == 4 * 2
+    assert len(asked) == 5 * 2
 
 
 def test_the_digest_of_the_source_covers_only_code_that_decides_answers(tmp_path: Path) -> None:

@@ -26,13 +26,10 @@ from lab.evaluation import lab
 # -- ways -----------------------------------------------------------------------------------------
 
 
-def test_full_prefill_and_no_context_are_always_asked_once() -> None:
-    assert make_ways([], [], [], []) == (Way("none"), Way("full"))
-    made = make_ways(["full", "none", "full"], ["constant"], [0.1], [True])
-    assert made == (Way("none"), Way("full"))
-
-
 def test_a_policy_is_combined_with_every_schedule_ratio_and_prefix() -> None:
+    assert make_ways(["full", "none"], ["constant"], [0.1], [True]) == (Way("none"), Way("full"))
+    named = {way.policy for way in make_ways(default_policies(), ["constant"], [0.1], [True])}
+    assert named == {*POLICIES, "none", "prefix"}
     made = make_ways(["query"], ["constant", "linear"], [0.1, 0.2], [True, False])
     assert len({way.key for way in made}) == len(made) == 2 + 8
     assert Way("query", "linear", 0.2, False) in made
@@ -46,11 +43,6 @@ def test_a_policy_is_combined_with_every_schedule_ratio_and_prefix() -> None:
         Way("boundary(4)", encode_prefix=True),
         Way("hkvd-once", "constant", 0.1, True),
     )
-
-
-def test_every_registered_policy_is_asked_by_default() -> None:
-    named = {way.policy for way in make_ways(default_policies(), ["constant"], [0.1], [True])}
-    assert named == {*POLICIES, "none", "prefix"}
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "prefix", "map-reduce", "map-rerank", "none"])

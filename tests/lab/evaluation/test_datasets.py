@@ -10,7 +10,6 @@ import pytest
 
 import tiny
 from blendrag.errors import InvalidInputError
-from blendrag.lab.evaluation.asking import SUMMARY
 from blendrag.lab.evaluation.datasets import Dataset, by_context, read_dataset, synthetic_dataset
 from blendrag.model.tokens import Tokens
 from blendrag.text.chunking import Chunker
@@ -70,20 +69,12 @@ def test_a_long_context_is_cut_into_chunks_of_the_models_tokens(tmp_path: Path) 
     assert other.chunks[0] == tiny.sentence(7)  # a file may hold both forms
 
 
-@pytest.mark.parametrize(
-    "change", [{"input": ""}, {"dataset": "samsum"}, {"dataset": "multi_news", "input": ""}]
-)
+@pytest.mark.parametrize("change", [{"input": ""}, {"dataset": "samsum"}])
 def test_summaries_are_scored_by_rouge_l(tmp_path: Path, change: dict[str, str]) -> None:
-    dataset = read(tmp_path / "s.json", {**LONG, **change})
+    dataset = read(tmp_path / "s.json", {**LONG, "input": "Dialogue: A: Hi.\nSummary: ", **change})
     assert dataset.metric == "rouge_l"
     assert dataset.kinds == ("summary",)
-
-
-def test_the_last_word_of_a_dialogue_is_left_to_the_prompt(tmp_path: Path) -> None:
-    record = {**LONG, "dataset": "samsum", "input": "Dialogue: A: Hi.\nSummary: "}
-    (case,) = read(tmp_path / "s.json", record).cases
-    assert case.question == "Dialogue: A: Hi."
-    assert SUMMARY.prompt(case.chunks, case.question).count("Summary:") == 1
+    assert "Summary:" not in dataset.cases[0].question  # it is in the prompt
 
 
 def test_line_separators_and_a_byte_order_mark_do_not_end_records(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -86,11 +85,12 @@ def test_reuse_deviates_in_every_layer_but_the_first(prompts: list[StoredPrompt]
     assert reused.charged_ratio == 0.0
 
 
-@pytest.mark.parametrize("policy", ["hkvd", "query", "full"])
-def test_nothing_deviates_at_ratio_one(prompts: list[StoredPrompt], policy: str) -> None:
-    everything = prompts[0].deviation(policy, "constant", 1.0)
-    assert everything.kv.max() < 1e-4
-    assert everything.attention_by_layer.max() < 1e-4
+def test_nothing_deviates_at_ratio_one(prompts: list[StoredPrompt]) -> None:
+    windowed = StoredPrompt(tiny.adapter(tiny.family("gemma2")), plan(1), PREFIX)
+    for prompt, policy in ((prompts[0], "hkvd"), (prompts[0], "full"), (windowed, "query")):
+        everything = prompt.deviation(policy, "constant", 1.0)
+        assert everything.kv.max() < 1e-4
+        assert everything.attention_by_layer.max() < 1e-4
 
 
 def test_recomputed_tokens_deviate_less(prompts: list[StoredPrompt]) -> None:
@@ -98,14 +98,6 @@ def test_recomputed_tokens_deviate_less(prompts: list[StoredPrompt]) -> None:
     reused, blended = prompt.deviation("reuse").kv, prompt.deviation("hkvd", "constant", 0.3).kv
     assert np.all(blended[1] < 1e-4 * reused[1])  # the peek at layer 1 is exact for all tokens
     assert np.mean(blended[2] < 0.9 * reused[2]) >= 0.25
-
-
-def test_an_exact_chunk_is_left_out(adapter: ModelAdapter) -> None:
-    first = plan(3, chunks=2)
-    _, *rest = first.segments
-    moved = (replace(s, position=s.position + len(PREFIX) - 4) for s in rest)
-    prompt = StoredPrompt(adapter, PromptPlan((Segment("", PREFIX, 0), *moved)), PREFIX)
-    assert prompt.tokens.numel() == len(first.chunks[1].ids)
 
 
 def test_deviation_falls_with_the_ratio(report: DeviationReport) -> None:
@@ -118,12 +110,6 @@ def test_deviation_falls_with_the_ratio(report: DeviationReport) -> None:
     reused = next(p for p in report.points if p.policy == "reuse")
     oracle = next(p for p in report.points if p.policy == ORACLE)
     assert oracle.attention == pytest.approx(reused.attention, rel=1e-4)
-
-
-def test_a_model_with_windows_can_be_measured() -> None:
-    prompt = StoredPrompt(tiny.adapter(tiny.family("gemma2")), plan(1), PREFIX)
-    assert prompt.deviation("query", "constant", 1.0).kv.max() < 1e-4
-    assert prompt.deviation("reuse").kv_by_layer[1:].min() > 0.01
 
 
 def test_correlation_is_spearmans_with_students_intervals() -> None:
@@ -170,18 +156,11 @@ def test_a_case_becomes_a_prompt_that_is_cut_at_its_chunks() -> None:
     assert case.question in cut.segments[-1].text
 
 
-@pytest.mark.slow
-def test_attention_deviation_of_the_demo_model_falls_with_the_ratio() -> None:
-    asked = ["--contexts", "2", "--dtype", "float32", "--policies", "hkvd"]
-    asked += [part for ratio in RATIOS for part in ("--ratio", str(ratio))]
-    report = deviation.run(deviation.parser().parse_args(asked))
-    curve = [p for p in report.points if p.policy == "hkvd"]
-    assert all(a.attention > b.attention for a, b in pairwise(curve))
-    assert curve[-1].attention < 1e-3
-    assert min(one.rho for one in report.correlation) > 0.2  # what gradual filtering rests on
-
-
-def test_an_unknown_policy_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_report_or_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    deviation.main(["--contexts", "1", "--ratio", "0", "--ratio", "0.3", "--dtype", "float32"])
+    report = json.loads(capsys.readouterr().out)
+    nothing, some = [p["attention"] for p in report["points"] if p["policy"] == "hkvd"]
+    assert some < nothing
     with pytest.raises(SystemExit) as left:
         deviation.main(["--policies", "nonsense", "--ratio", "0.1", "--contexts", "1"])
     assert left.value.code == 2

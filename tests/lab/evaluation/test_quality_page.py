@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 import tiny
 from blendrag.cli.app import app
-from blendrag.cli.plots import write_png
 from blendrag.errors import InvalidInputError
 from blendrag.lab import plots
 from blendrag.lab.evaluation import deviation
@@ -119,20 +116,13 @@ def test_policies_are_compared_at_one_ratio_over_short_and_long_chunks(page: Pat
     assert not cells(page, "none")
 
 
-def test_the_default_is_shown_by_size_ratio_and_kind(page: Path) -> None:
-    # The invented rows have no query in schedule calibrated, the default.
-    assert cells(page, "chunks")[0][-1] == "behind"
-    assert "Fixed families above `calibrated` by more than the interval" in page.read_text("utf-8")
-    (calibrated,) = cells(page, "calibrated")
-    assert calibrated[1:] == ["0.90 [0.85, 0.94]"] * 2
-    assert "`query` 0.0123 (best family 0.0345, nothing recomputed 2.5)" in page.read_text("utf-8")
-    assert "`query` 0.90 → 0.90" in page.read_text("utf-8")
-
-
-def test_sizes_and_deviations_have_a_row_each(page: Path) -> None:
+def test_schedules_sizes_and_deviations_have_a_row_each(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert cells(page, "calibrated") == [["calibrated", *["0.90 [0.85, 0.94]"] * 2]]
+    assert "`query` 0.0123 (best family 0.0345, nothing recomputed 2.5)" in text
+    assert "`query` 0.90 → 0.90" in text
     assert cells(page, "6 × 512")[0][1:4] == ["40", "0.900", "0.91 [0.86, 0.95]"]
-    expected = ["0.500", "0.451", "0.361", "0.245", "0.080", "0.000"]
-    assert cells(page, "hkvd")[-1][1:] == expected
+    assert cells(page, "hkvd")[-1][1:] == ["0.500", "0.451", "0.361", "0.245", "0.080", "0.000"]
 
 
 def test_a_missing_result_is_one_sentence(
@@ -195,17 +185,6 @@ def test_a_calibrated_schedule_is_compared_with_the_families_of_its_policy() -> 
 
 # -- figures --------------------------------------------------------------------------------------
 
-ROWS = invented.sweep()
-REPORT = invented.deviations()
-FIGURES: dict[str, Callable[[], Figure]] = {
-    "ratio": lambda: plots.quality_against_ratio(ROWS, ("all", "coreference")),
-    "ttft": lambda: plots.quality_against_ttft(ROWS),
-    "chunks": lambda: plots.quality_against_chunks(invented.chunks()),
-    "schedules": lambda: plots.quality_by_schedule(invented.schedules()),
-    "deviation": lambda: plots.deviation_against_ratio(REPORT),
-    "distribution": lambda: plots.deviation_distribution(REPORT),
-}
-
 
 def curve(axes: Axes, label: str) -> tuple[list[float], list[float]]:
     """x and y of the line with that label."""
@@ -213,71 +192,40 @@ def curve(axes: Axes, label: str) -> tuple[list[float], list[float]]:
     return list(found.get_xdata()), list(found.get_ydata())
 
 
-def labels(axes: Axes) -> list[str]:
-    return axes.get_legend_handles_labels()[1]
-
-
-def ends(axes: Axes) -> list[tuple[float, ...]]:
-    """Lower and upper ends of intervals drawn as bars."""
-    bars = [lines for lines in axes.collections if hasattr(lines, "get_segments")]
-    return [tuple(segment[:, 1]) for lines in bars for segment in lines.get_segments()]
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_all_points_and_intervals_are_within_the_axes(name: str) -> None:
-    for axes in FIGURES[name]().axes:
-        (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
-        assert labels(axes)
-        for label in labels(axes):
-            x, y = curve(axes, label)
-            assert left <= min(x) <= max(x) <= right
-            assert bottom <= min(y) <= max(y) <= top
-        for segment in ends(axes):
-            assert bottom <= min(segment) <= max(segment) <= top + 1e-9
-
-
 def test_quality_is_drawn_over_ratio_and_ttft() -> None:
-    axes = FIGURES["ttft"]().axes[0]
-    assert set(labels(axes)) == {"full", "reuse", "boundary(4)", "query", "hkvd"}
-    rows = [r for r in ROWS if (r.policy, r.kind) == ("hkvd", "all")]
-    assert curve(axes, "hkvd") == ([r.ttft_ms for r in rows], [r.pgr for r in rows])
-    everything, coreference = FIGURES["ratio"]().axes
-    assert (everything.get_title(), coreference.get_title()) == ("all", "coreference")
-    assert set(labels(coreference)) == {"reuse", "boundary(4)", "query", "hkvd"}
-    rows = [r for r in ROWS if (r.policy, r.kind) == ("query", "coreference")]
-    assert curve(coreference, "query") == ([r.ratio for r in rows], [r.pgr for r in rows])
-    assert {(r.pgr_low, r.pgr_high) for r in rows} <= set(ends(coreference))
-    unknown = [row("query", ratio=0.02, pgr=None), row("query")]
-    assert curve(plots.quality_against_ratio(unknown, ("all",)).axes[0], "query") == ([0.05], [0.9])
+    rows = invented.sweep()
+    hkvd = [r for r in rows if (r.policy, r.kind) == ("hkvd", "coreference")]
+    panel = plots.quality_against_ratio(rows, ("all", "coreference")).axes[1]
+    assert panel.get_title() == "coreference"
+    assert curve(panel, "hkvd") == ([r.ratio for r in hkvd], [r.pgr for r in hkvd])
+    bars = [tuple(s[:, 1]) for lines in panel.collections for s in lines.get_segments()]  # type: ignore[attr-defined]
+    assert {(r.pgr_low, r.pgr_high) for r in hkvd} <= set(bars)
+    assert panel.get_ylim()[0] <= min(map(min, bars)) <= max(map(max, bars)) <= panel.get_ylim()[1]
+    axes = plots.quality_against_ttft(rows).axes[0]
+    names = {"full", "reuse", "boundary(4)", "query", "hkvd"}
+    assert set(axes.get_legend_handles_labels()[1]) == names
+    unknown = plots.quality_against_ratio(
+        [row("query", ratio=0.02, pgr=None), row("query")], ("all",)
+    )
+    assert curve(unknown.axes[0], "query") == ([0.05], [0.9])
 
 
-def test_chunks_and_schedules_are_drawn_side_by_side() -> None:
-    count, length, count_ms, length_ms = FIGURES["chunks"]().axes
+def test_chunks_schedules_and_deviations_are_drawn_as_measured() -> None:
+    count, length, count_ms, length_ms = plots.quality_against_chunks(invented.chunks()).axes
     assert curve(count, "query")[0] == [3, 6, 12]
     assert curve(length, "query")[0] == [64, 128, 512]
     assert curve(length_ms, "full")[1] == [0.3 * 6 * tokens for tokens in (64, 128, 512)]
     assert curve(count_ms, "hkvd")[1] == [22 + 0.08 * n * 64 for n in (3, 6, 12)]
-    axes = FIGURES["schedules"]().axes[0]
-    assert labels(axes) == ["query", "hkvd"]
+    axes = plots.quality_by_schedule(invented.schedules()).axes[0]
     assert curve(axes, "hkvd") == ([0, 1, 2], [0.9] * 3)
-    assert [t.get_text() for t in axes.get_xticklabels()] == ["constant", "linear", "calibrated"]
-
-
-def test_deviations_are_drawn_as_in_cacheblend(tmp_path: Path) -> None:
-    axes = FIGURES["deviation"]().axes[0]
-    assert labels(axes) == ["hkvd, constant", "query, constant", "oracle"] or labels(axes) == [
-        "hkvd", "query", "oracle",
-    ]  # fmt: skip
-    points = [p for p in REPORT.points if p.policy == "query"]
+    report = invented.deviations()
+    points = [p for p in report.points if p.policy == "query"]
+    axes = plots.deviation_against_ratio(report).axes[0]
     assert curve(axes, "query") == ([p.ratio for p in points], [p.attention for p in points])
-    axes = FIGURES["distribution"]().axes[0]
-    assert labels(axes) == ["layer 1", "layer 6", "layer 11"]
-    assert curve(axes, "layer 11")[0] == list(REPORT.distribution[-1].quantiles)
-    figure = plots.layer_correlation(REPORT)
-    assert [p.get_height() for p in figure.axes[0].patches] == [c.rho for c in REPORT.correlation]
-    assert figure.axes[0].get_xticklabels()[0].get_text() == "1–2"
-    write_png(figure, tmp_path / "x.png")
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    axes = plots.deviation_distribution(report).axes[0]
+    assert curve(axes, "layer 11")[0] == list(report.distribution[-1].quantiles)
+    bars = plots.layer_correlation(report).axes[0].patches
+    assert [bar.get_height() for bar in bars] == [pair.rho for pair in report.correlation]  # type: ignore[attr-defined]
 
 
 # -- the runs -------------------------------------------------------------------------------------

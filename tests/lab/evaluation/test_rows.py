@@ -134,11 +134,3 @@ def test_tables_fit_the_terminal_and_cut_nothing_off(
         assert f"{row.score:.3f}" in shown
         if row.pgr is not None and row.kind == "all":
             assert f"{row.pgr:.2f} [{row.pgr_low:.2f}, {row.pgr_high:.2f}]" in shown
-
-
-def test_a_dimension_that_varies_has_a_column() -> None:
-    (table,) = tables([invented.row("query", encode_prefix=on) for on in (True, False)], 300)
-    assert table.head[:3] == ["policy", "prefix", "r"]
-    assert [row[1] for row in table.rows] == ["on", "off"]
-    (table,) = tables([invented.row("query", schedule=name) for name in ("linear", "first:2")], 300)
-    assert table.head[1] == "schedule"
