@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from blendrag.planning.choice import Choice, choose
-from blendrag.planning.estimate import Estimator, Forecast, Part, StoredPrompt
+from blendrag.planning.estimate import Estimator, Forecast, PromptParts, StoredPart
 from blendrag.planning.profile import Conditions, Curve, Profile, Tier
 
 LAYERS = 4
@@ -41,11 +41,11 @@ def profile(bytes_per_s: float = 1e9, **changes: Any) -> Profile:
     return Profile(**{**given, **changes})
 
 
-def prompt(chunks: int = 3, fresh: int = 20, tier: str = "disk", **policy: Any) -> StoredPrompt:
+def prompt(chunks: int = 3, fresh: int = 20, tier: str = "disk", **policy: Any) -> PromptParts:
     parts = tuple(
-        Part(i * CHUNK, (i + 1) * CHUNK, tier, (LAYER_BYTES,) * LAYERS) for i in range(chunks)
+        StoredPart(i * CHUNK, (i + 1) * CHUNK, tier, (LAYER_BYTES,) * LAYERS) for i in range(chunks)
     )
-    return StoredPrompt(chunks * CHUNK + fresh, parts, **policy)
+    return PromptParts(chunks * CHUNK + fresh, parts, **policy)
 
 
 def evenly(ratio: float, candidates: int, chunks: int = 0) -> Sequence[float]:
@@ -53,7 +53,7 @@ def evenly(ratio: float, candidates: int, chunks: int = 0) -> Sequence[float]:
 
 
 def forecast(
-    made: Profile, asked: StoredPrompt, counts: Sequence[float], loaded: Iterable[int] | None = None
+    made: Profile, asked: PromptParts, counts: Sequence[float], loaded: Iterable[int] | None = None
 ) -> Forecast:
     parts = range(len(asked.parts)) if loaded is None else loaded
     return Estimator(made, asked).loading(list(parts)).at(counts)
@@ -61,7 +61,7 @@ def forecast(
 
 def chosen(
     made: Profile,
-    asked: StoredPrompt,
+    asked: PromptParts,
     min_ratio: float = 0.15,
     counts: Callable[[float, int, int], Sequence[float]] = evenly,
     budgeted: bool = True,

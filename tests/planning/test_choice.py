@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 from blendrag.planning.choice import HIDDEN_SLACK, STEP, WORTH
-from blendrag.planning.estimate import Forecast, Part, StoredPrompt
+from blendrag.planning.estimate import Forecast, PromptParts, StoredPart
 from blendrag.planning.profile import Curve, Profile, Tier
 from planning.invented import CHUNK, LAYER_BYTES, LAYERS, chosen, evenly, line, profile, prompt
 from planning.invented import forecast as forecast_of
 
 
-def at(made: Profile, asked: StoredPrompt, ratio: float, loaded: tuple[int, ...]) -> Forecast:
+def at(made: Profile, asked: PromptParts, ratio: float, loaded: tuple[int, ...]) -> Forecast:
     candidates = sum(asked.parts[i].tokens for i in loaded)
     return forecast_of(made, asked, evenly(ratio, candidates), loaded)
 
 
-def best_s(made: Profile, asked: StoredPrompt) -> float:
+def best_s(made: Profile, asked: PromptParts) -> float:
     """The fastest of all sets of parts, at the smallest ratio."""
     every = range(len(asked.parts))
     sets = (some for n in range(len(every) + 1) for some in combinations(every, n))
@@ -132,15 +132,15 @@ def test_no_set_of_parts_is_much_faster_than_the_one_chosen(alike: bool) -> None
             tokens = CHUNK if alike else draw.randint(20, 200)
             sizes = (LAYER_BYTES * tokens // CHUNK,) * LAYERS
             tier = draw.choice(tiers).name
-            parts.append(Part(position, position + tokens, tier, sizes))
+            parts.append(StoredPart(position, position + tokens, tier, sizes))
             position += tokens
-        asked = StoredPrompt(position + draw.choice((1, 30)), tuple(parts))
+        asked = PromptParts(position + draw.choice((1, 30)), tuple(parts))
         fastest = best_s(made, asked)
         found = at(made, asked, 0.15, chosen(made, asked).loaded)
         assert found.ttft_s <= fastest / (1 - WORTH) * (1.0 if alike else 1.05) + 1e-9
 
 
 def test_a_prompt_without_stored_parts_is_prefilled() -> None:
-    found = chosen(profile(), StoredPrompt(50, ()))
+    found = chosen(profile(), PromptParts(50, ()))
     assert found.loaded == ()
     assert found.forecast.ttft_s == pytest.approx(profile().prefill_s(50))

@@ -352,7 +352,8 @@ def test_settings_take_the_ratios_from_the_environment(
     monkeypatch.setenv("BLENDRAG_RATIO", "auto")
     monkeypatch.setenv("BLENDRAG_MIN_RATIO", "0.4")
     assert (Settings().ratio, Settings().fixed_ratio) == ("auto", 0.4)
-    with tiny.engine(tiny.llama(), tmp_path / "s", policy="random") as made:
+    model = tiny.llama()
+    with tiny.engine(model, tmp_path / "s", ratio="auto", min_ratio=0.4, policy="random") as made:
         made.ingest([tiny.document(i) for i in range(3)])
         assert ask(made, Options(max_new_tokens=1)).metrics.ratio == pytest.approx(0.4, abs=0.01)
     monkeypatch.setenv("BLENDRAG_RATIO", "automatic")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from blendrag.planning.estimate import Estimator, Part, StoredPrompt, arrivals, finish
+from blendrag.planning.estimate import Estimator, PromptParts, StoredPart, arrivals, finish
 from blendrag.planning.profile import Tier
 from planning.invented import CHUNK, LAYERS, evenly, forecast, line, profile, prompt
 
@@ -124,12 +124,12 @@ def test_some_parts_loaded_are_estimated_like_a_prompt_with_only_those_stored(
         for _ in range(6):
             tokens, tier = draw.randint(20, 200), draw.choice(("disk", "memory"))
             sizes = tuple(draw.randint(100, 5000) for _ in range(LAYERS))
-            parts.append(Part(at, at + tokens, tier, sizes, exact=draw.random() < 0.3))
+            parts.append(StoredPart(at, at + tokens, tier, sizes, exact=draw.random() < 0.3))
             at += tokens
         some = sorted(draw.sample(range(6), draw.randint(0, 6)))
-        part = Estimator(made, StoredPrompt(at + 10, tuple(parts), **policy)).loading(some)
+        part = Estimator(made, PromptParts(at + 10, tuple(parts), **policy)).loading(some)
         alone = Estimator(
-            made, StoredPrompt(at + 10, tuple(parts[i] for i in some), **policy)
+            made, PromptParts(at + 10, tuple(parts[i] for i in some), **policy)
         ).loading_all()
         assert (part.candidates, part.chunks) == (alone.candidates, alone.chunks)
         for share in (0.0, 0.15, 1.0):

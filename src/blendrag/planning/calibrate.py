@@ -317,13 +317,13 @@ def _distinct(schedules: Sequence[Schedule], ratio: float, layers: int) -> list[
 
 def _shuffled_moves(n: int, rng: random.Random) -> Iterator[tuple[int, float]]:
     """Moves ``(stop, part)``: give vertex ``first:stop`` that part of the whole mass, or if negative, take
-    that part of its own. Large steps first, each size in random order; none if there is only one vertex."""
+    that part of the vertex's mass. Large steps first, each size in random order."""
     if n < 2:
         return
     stops = [*(m for m in STOPS if m < n), n]
     for part in PARTS:
         moves = [(m, part) for m in stops]
-        moves += [(m, -2 * part) for m in stops]  # -1: all of its own
+        moves += [(m, -2 * part) for m in stops]  # -1: all of it
         rng.shuffle(moves)
         yield from moves
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from blendrag.planning.estimate import Estimate, Estimator, Forecast
+from blendrag.planning.estimate import Estimator, Forecast, LoadEstimate
 
 #: A prefill may take this share longer than at the smallest ratio and its recompute still counts as hidden:
 #: estimates are no more precise, and recompute in the last layer never hides.
@@ -106,7 +106,7 @@ def _what_to_load(
     return tuple(sorted(best if is_worth else every)), load_all.ttft_s, waits
 
 
-def _at(estimate: Estimate, counts: Counts, ratio: float) -> Forecast:
+def _at(estimate: LoadEstimate, counts: Counts, ratio: float) -> Forecast:
     return estimate.at(counts(ratio, estimate.candidates, estimate.chunks))
 
 

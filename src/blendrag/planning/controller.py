@@ -14,7 +14,7 @@ from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.selection import Schedule, SelectionPolicy
 from blendrag.model.adapter import ModelAdapter
 from blendrag.planning.choice import Choice, choose
-from blendrag.planning.estimate import Estimator, Part, StoredPrompt
+from blendrag.planning.estimate import Estimator, PromptParts, StoredPart
 from blendrag.planning.plan import MODE_FULL, Plan, PlannedChunk, Reason, ReasonCode
 from blendrag.planning.profile import COLD, DISK, Profile
 from blendrag.store.base import KVReader, KVStore
@@ -169,7 +169,7 @@ class Controller:
         """With predicted times; for an automatic ratio, with the loads and the ratio that are fastest."""
         assert self.profile is not None
         stored = self.adapter.layout.encoded(self.encoding)
-        prompt = StoredPrompt(
+        prompt = PromptParts(
             len(plan.prompt.ids),
             tuple(_part(span, stored) for span in plan.spans),
             plan.policy.needs_deviation,
@@ -218,11 +218,11 @@ def _why_loaded(segment: Segment, span: LoadedSpan) -> Reason:
     return Reason(ReasonCode.CUT_OFF, f"tail cut off: {shown}, {moved}")
 
 
-def _part(span: LoadedSpan, stored: KVLayout) -> Part:
+def _part(span: LoadedSpan, stored: KVLayout) -> StoredPart:
     sizes = tuple(
         stored_layer_bytes(stored, i, span.reader.tokens) for i in range(len(stored.layers))
     )
-    return Part(span.start, span.end, _tier(span), sizes, span.exact)
+    return StoredPart(span.start, span.end, _tier(span), sizes, span.exact)
 
 
 def _tier(span: LoadedSpan) -> str:
@@ -233,7 +233,7 @@ def _tier(span: LoadedSpan) -> str:
     return span.reader.tier
 
 
-def _without_slow_loads(plan: Plan, prompt: StoredPrompt, choice: Choice) -> Plan:
+def _without_slow_loads(plan: Plan, prompt: PromptParts, choice: Choice) -> Plan:
     computed = {
         span.start: part
         for i, (span, part) in enumerate(zip(plan.spans, prompt.parts, strict=True))
@@ -253,7 +253,7 @@ def _without_slow_loads(plan: Plan, prompt: StoredPrompt, choice: Choice) -> Pla
     return replace(plan, chunks=chunks, leading_span=leading if keeps_leading else None)
 
 
-def _why_computed(part: Part, waits: bool) -> Reason:
+def _why_computed(part: StoredPart, waits: bool) -> Reason:
     faster = "computing it is faster here than"
     if not waits:
         return Reason(ReasonCode.FASTER, f"{faster} blending it, however fast it is read")
@@ -263,7 +263,7 @@ def _why_computed(part: Part, waits: bool) -> Reason:
     )
 
 
-def _explained(prompt: StoredPrompt, choice: Choice) -> tuple[str, tuple[str, ...]]:
+def _explained(prompt: PromptParts, choice: Choice) -> tuple[str, tuple[str, ...]]:
     """The decision in words, and notes for the user."""
     given_up = len(prompt.parts) - len(choice.loaded)
     if not given_up:

@@ -18,7 +18,7 @@ from blendrag.planning.profile import Profile
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredPart:
     """A stretch of the prompt whose KV is stored: a chunk, or everything before the first one."""
 
     start: int
@@ -40,11 +40,11 @@ class Part:
 
 
 @dataclass(frozen=True)
-class StoredPrompt:
+class PromptParts:
     """A prompt, the parts of it that are stored, and what its policy needs."""
 
     tokens: int
-    parts: tuple[Part, ...]
+    parts: tuple[StoredPart, ...]
     needs_deviation: bool = False
     scouted_layers: int = 0
     """Layers of the scout pass; 0 without one."""
@@ -65,7 +65,7 @@ class Estimator:
     Figures of the parts are kept as arrays: the controller tries many sets before the first token.
     """
 
-    def __init__(self, profile: Profile, prompt: StoredPrompt) -> None:
+    def __init__(self, profile: Profile, prompt: PromptParts) -> None:
         """Raises :class:`KeyError` for a part in a tier that was not measured."""
         self.profile, self.prompt = profile, prompt
         parts = prompt.parts
@@ -87,16 +87,16 @@ class Estimator:
         """Seconds to read one part."""
         return float(self.loads[0, part].sum())
 
-    def loading(self, parts: Sequence[int]) -> Estimate:
+    def loading(self, parts: Sequence[int]) -> LoadEstimate:
         """With those parts loaded, by index."""
-        return Estimate(self, parts)
+        return LoadEstimate(self, parts)
 
-    def loading_all(self) -> Estimate:
+    def loading_all(self) -> LoadEstimate:
         """With every part loaded."""
-        return Estimate(self, range(len(self.prompt.parts)))
+        return LoadEstimate(self, range(len(self.prompt.parts)))
 
 
-class Estimate:
+class LoadEstimate:
     """One prompt with some of its parts loaded, for any number of recomputed tokens."""
 
     def __init__(self, of: Estimator, loaded: Sequence[int]) -> None:

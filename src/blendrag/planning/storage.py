@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.planning.choice import HIDDEN_SLACK
-from blendrag.planning.estimate import Estimate, Estimator, Part, StoredPrompt
+from blendrag.planning.estimate import Estimator, LoadEstimate, PromptParts, StoredPart
 from blendrag.planning.profile import DISK, Profile, Tier
 
 #: Fresh tokens of a usual prompt: a question in its template.
@@ -85,22 +85,21 @@ def _rated(
     return RatedDevice(device, predicted.ttft_s, waiting_s, waiting_s <= allowed_s, cost)
 
 
-def usual_prompt(profile: Profile, policy: str, chunks: int) -> StoredPrompt:
+def usual_prompt(profile: Profile, policy: str, chunks: int) -> PromptParts:
     """``chunks`` stored chunks as long as the corpus makes them, and a question."""
     selecting, tokens = make_policy(policy), profile.chunk_tokens
     tier = profile.tier(DISK) or profile.tiers[0]  # the disk of a read-only store was not timed
     parts = tuple(
-        Part(i * tokens, (i + 1) * tokens, tier.name, profile.layer_bytes) for i in range(chunks)
+        StoredPart(i * tokens, (i + 1) * tokens, tier.name, profile.layer_bytes)
+        for i in range(chunks)
     )
     scouted = selecting.attention_layers(profile.layers).stop
-    return StoredPrompt(
-        chunks * tokens + QUESTION_TOKENS, parts, selecting.needs_deviation, scouted
-    )
+    return PromptParts(chunks * tokens + QUESTION_TOKENS, parts, selecting.needs_deviation, scouted)
 
 
 def usual_estimate(
     profile: Profile, policy: str, ratio: float, chunks: int
-) -> tuple[Estimate, Sequence[float]]:
+) -> tuple[LoadEstimate, Sequence[float]]:
     """A usual prompt with everything loaded, and the tokens that ``policy`` recomputes in layers 1…L-1."""
     estimate = Estimator(profile, usual_prompt(profile, policy, chunks)).loading_all()
     counts = make_policy(policy).layer_counts(
