@@ -1,4 +1,4 @@
-"""The lab, forked writers, a disk without fsync, and ``lab`` and ``soak`` importable from here."""
+"""Fixtures of the store's tests; also makes ``kv_lab`` and ``soak`` importable."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def lab() -> type[Lab]:
 
 @pytest.fixture(autouse=True)
 def fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No fsync: nothing here cuts the power, and a killed process loses no page cache."""
+    """No fsync: a killed process loses nothing of the page cache."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """In memory where there is such a place: SQLite's own fsyncs would take most of the time."""
+    """In memory if possible: SQLite's own fsyncs would take most of the time."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(
         dir=memory if os.access(memory, os.W_OK) else None, ignore_cleanup_errors=True

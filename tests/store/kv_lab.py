@@ -1,4 +1,4 @@
-"""A tiny layout whose layers differ in shape, chunks made from a seed, and what is compared of them."""
+"""A tiny layout with layers of different shapes, chunks from a seed, and comparisons."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import hashlib
 import os
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from blendrag.store import DiskStore
@@ -40,11 +39,6 @@ class Lab:
         return ChunkKV(layout, tokens, layers)
 
     @staticmethod
-    def blank(layer: int) -> np.ndarray:
-        """Somewhere to read a layer to, made without a torch operator."""
-        return np.zeros(Lab.layout.layer_shape(layer, Lab.tokens), dtype=np.float32)
-
-    @staticmethod
     def put(store, number: int) -> None:
         store.put(Lab.namespace, Lab.key(number), Lab.kv(number))
 
@@ -75,6 +69,23 @@ class Lab:
         read = Lab.read(reader)
         reader.close()
         return all(map(torch.equal, read, Lab.kv(number).layers))
+
+    @staticmethod
+    def is_right_in_fork(store, number: int, kv: ChunkKV) -> bool:
+        """:meth:`is_right` without torch operators, which a forked child must not run."""
+        reader = Lab.open(store, number)
+        return reader is not None and Lab.gives(reader, kv)
+
+    @staticmethod
+    def gives(reader, kv: ChunkKV) -> bool:
+        """Whether a reader gives exactly these bytes; closes it."""
+        for layer, expected in enumerate(kv.layers):
+            out = torch.from_numpy(expected.numpy() * 0)
+            reader.read_layer(layer, out)
+            if out.numpy().tobytes() != expected.numpy().tobytes():
+                return False
+        reader.close()
+        return True
 
     @staticmethod
     def file(store: DiskStore, number: int) -> Path:

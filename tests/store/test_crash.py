@@ -332,26 +332,6 @@ def test_a_payload_that_vanishes_during_a_rebuild_is_skipped(lab, filled, root, 
 # -- several writers ----------------------------------------------------------------------------------
 
 
-def test_threads_that_put_the_same_chunks_leave_one_copy_of_each(lab, make_store, root):
-    store = make_store()
-    errors = []
-
-    def ingest():
-        try:
-            for number in range(8):
-                lab.put(store, number)
-        except Exception as exc:
-            errors.append(exc)
-
-    threads = [threading.Thread(target=ingest) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    assert len(lab.payloads(root)) == store.stats().entries == 8
-
-
 def test_two_writers_that_fill_the_store_at_once_stay_within_its_limit(
     lab, make_store, root, monkeypatch
 ):
@@ -405,17 +385,6 @@ def test_a_writer_whose_marker_cannot_be_opened_is_not_taken_for_dead(
         with pytest.raises(StoreUnavailableError, match="Input/output error"):
             other.recover()
     assert temporaries(root) == before
-
-
-def test_a_file_of_another_kind_in_place_of_a_marker_is_no_writer(lab, make_store, root):
-    fill(lab, root)
-    for kind, owner in (("mkdir", "0" * 16), ("mkfifo", "1" * 16)):
-        getattr(os, kind)(root / "tmp" / f"{owner}.writer")
-    os.symlink("nowhere", root / "tmp" / f"{'2' * 16}.writer")
-    store = make_store()
-    assert store.stats().entries == 3
-    lab.put(store, 4)
-    assert lab.is_right(store, 4)
 
 
 def test_foreign_files_in_tmp_are_left_alone(make_store, root):
@@ -541,21 +510,3 @@ def test_an_interrupt_during_put_leaves_the_store_usable(lab, make_store, root, 
         assert not list((root / "tmp").glob("*.part"))
     lab.put(store, 1)
     assert lab.is_right(store, 1)
-
-
-@pytest.mark.slow
-def test_a_store_that_cannot_be_opened_keeps_no_descriptor(lab, root, monkeypatch):
-    fill(lab, root)
-    before = lab.descriptors()
-
-    def interrupt(*args):
-        raise KeyboardInterrupt
-
-    for name in ("open", "_create"):
-        with monkeypatch.context() as patch:
-            patch.setattr(Index, name, interrupt)
-            drop_index(root) if name == "_create" else None
-            with pytest.raises(KeyboardInterrupt):
-                DiskStore(root, 1 << 30)
-        assert lab.descriptors() == before
-    assert_complete(lab, root)

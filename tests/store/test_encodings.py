@@ -1,4 +1,4 @@
-"""KV in one byte a number: off by half a step at most, exact bytes or a miss like any other."""
+"""Encoded KV: errors of at most half a step, and the stored bytes or a miss."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ usual = st.floats(-30, 30, width=32)
 
 @st.composite
 def layers(draw: st.DrawFn) -> torch.Tensor:
-    """Small layers of odd shapes, of usual numbers or of any at all."""
+    """Small layers of odd shapes with usual or arbitrary numbers."""
     shape = (2, draw(st.integers(1, 2)), draw(st.integers(1, 5)), draw(st.integers(1, 4)))
     dtype = DTYPES[draw(st.sampled_from(sorted(DTYPES)))]
     numbers = usual if dtype == torch.float16 else draw(st.sampled_from([usual, numbers32]))
@@ -151,7 +151,7 @@ def test_an_outlier_costs_only_its_channel_among_keys_and_its_token_among_values
 
 @pytest.mark.parametrize("encoding", ENCODED)
 def test_no_byte_is_nan_or_beyond_the_last_step_for_numbers_next_to_nothing(encoding):
-    """Their scale is 0 or so coarse that it is nothing but rounding; other readers would see NaN."""
+    """Their scale is 0 or mostly rounding error; other readers could see NaN."""
     least = 2.0**-149  # of float32
     for value in (0.0, least, 190 * least, 667 * least, -190 * least):
         numbers = torch.full((2, 1, 3, 4), value)
@@ -209,8 +209,8 @@ print(count(code, "int8"), count(code, "fp8"), count(control))
 
 
 @pytest.mark.slow
-def test_no_thread_of_torchs_is_started_whatever_the_size():
-    """They would compete with those that compute, and hang in a forked child."""
+def test_codecs_start_no_threads_of_torch():
+    """They would compete with the threads that compute."""
     env = {**os.environ, "OMP_NUM_THREADS": "2"}
     done = subprocess.run(
         [sys.executable, "-c", COUNT_THREADS], capture_output=True, text=True, env=env
@@ -260,7 +260,7 @@ def test_a_layer_is_decoded_into_the_middle_of_a_prompt_and_nothing_else_changes
 
 
 @pytest.mark.parametrize("encoding", ENCODED)
-def test_stock_safetensors_reads_the_parts_and_they_multiply_out(make_store, encoding):
+def test_safetensors_reads_the_parts_and_they_multiply_out(make_store, encoding):
     store, layout = make_store(), layout_of(encoding, "float32")
     kv = put(store, 1, layout)
     tensors = load_file(Lab.file(store, 1))
@@ -324,7 +324,7 @@ def test_an_entry_is_never_read_in_another_encoding(make_store, stored, asked):
         assert (opened(tier, 1, layout_of(asked)) is not None) == (stored == asked)
 
 
-def test_headers_that_name_no_encoding_or_the_native_one_are_none_of_ours(make_store):
+def test_headers_with_an_unknown_or_the_native_encoding_are_refused(make_store):
     store = make_store()
     for layout in (layout_of("int8"), layout_of("native")):
         put(store, 1, layout)
@@ -392,7 +392,7 @@ def test_a_loaders_thread_decodes_into_what_inference_mode_made(make_store):
         assert all(map(torch.equal, outs, right))
 
 
-def test_threads_that_share_a_reader_do_not_decode_from_one_anothers_bytes():
+def test_threads_that_share_a_reader_do_not_mix_their_bytes():
     layout = KVLayout((LayerShape(2, 8),), "bfloat16", "int8")
     codec, staging = codec_of(layout), staging_of(layout, Lab.tokens)
     assert codec is not None

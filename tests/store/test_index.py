@@ -410,17 +410,6 @@ def test_a_locked_database_is_survived_within_a_bounded_wait(lab, make_store, fi
     assert store.stats().entries == 4
 
 
-def test_a_lock_file_that_cannot_be_opened_is_not_reported_as_held(lab, make_store, filled):
-    filled.close()
-    (filled.root / "index" / "lock").unlink()
-    (filled.root / "index" / "lock").mkdir()
-    store = make_store()
-    assert lab.is_right(store, 1)
-    with pytest.raises(StoreUnavailableError, match=r"Is a directory.*; check both") as caught:
-        lab.put(store, 9)
-    assert "held" not in str(caught.value)
-
-
 def test_closing_one_store_keeps_the_locks_of_another_in_the_same_process(
     lab, make_store, root, fork
 ):

@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from blendrag.errors import InvalidInputError, StoreUnavailableError
 from blendrag.store import DiskStore, MemoryStore, TieredStore, maintenance
@@ -120,23 +119,6 @@ def test_an_open_store_is_neither_pickled_nor_copied(root, kind, send):
     disk.close()
 
 
-def bytes_are_right(lab, store, number, kv):
-    """:meth:`Lab.is_right` without torch operators, which a forked child must not run."""
-    reader = lab.open(store, number)
-    return reader is not None and gives(reader, kv)
-
-
-def gives(reader, kv):
-    """Whether a reader gives exactly these bytes; closes it."""
-    for layer, expected in enumerate(kv.layers):
-        out = torch.from_numpy(expected.numpy() * 0)
-        reader.read_layer(layer, out)
-        if out.numpy().tobytes() != expected.numpy().tobytes():
-            return False
-    reader.close()
-    return True
-
-
 def test_a_store_is_refused_in_a_forked_child_which_opens_its_own(lab, root, fork):
     """Even if a thread of the parent, which the child does not have, holds a lock at the fork."""
     store = TieredStore(MemoryStore(1 << 20), DiskStore(root, 1 << 30))
@@ -164,7 +146,7 @@ def test_a_store_is_refused_in_a_forked_child_which_opens_its_own(lab, root, for
                 use()
         store.close()
         own = DiskStore(root, None)
-        assert bytes_are_right(lab, own, 0, kvs[0])
+        assert lab.is_right_in_fork(own, 0, kvs[0])
         own.put(lab.namespace, lab.key(2), kvs[2])
         own.close()
 
@@ -194,7 +176,7 @@ def test_readers_see_right_bytes_or_a_miss_while_the_store_changes(lab, root, ma
                 for number, kv in enumerate(kvs):
                     reader = lab.open(store, number)
                     if reader is not None:
-                        assert gives(reader, kv)
+                        assert lab.gives(reader, kv)
                         hits += 1
             assert store.stats().quarantined == 0
             with contextlib.suppress(StoreUnavailableError):
@@ -225,7 +207,7 @@ def test_maintenance_while_two_processes_write(lab, root, tmp_path, fork):
             while not stop.exists():
                 for number in numbers:
                     store.put(lab.namespace, lab.key(number), kvs[number])
-                    bytes_are_right(lab, store, number, kvs[number])
+                    lab.is_right_in_fork(store, number, kvs[number])
             assert store.stats().quarantined == 0
 
     children = [fork(lambda: write(range(8))), fork(lambda: write(range(4, 12)))]

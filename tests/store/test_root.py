@@ -123,14 +123,6 @@ def test_a_directory_without_any_permission_is_refused(root):
     assert_refused(root, "cannot be read")
 
 
-def test_a_subdirectory_that_cannot_be_made_is_an_error(root, failing):
-    with (
-        failing("mkdir", "quarantine"),
-        pytest.raises(StoreUnavailableError, match=r"Input/output error while creating .*quaran"),
-    ):
-        DiskStore(root, 1 << 30)
-
-
 def test_a_root_without_read_permission_is_refused(filled, root, monkeypatch):
     filled.close()
     monkeypatch.setattr(os, "access", lambda path, mode: False)
@@ -261,13 +253,3 @@ def test_a_small_file_whose_temporary_others_remove_is_written_again(root, monke
         assert (root / "disk-bytes").read_text() == f"{1 << 30}\n"
     assert left == [0]
     assert_no_temporaries(root)
-
-
-@pytest.mark.parametrize("call", ["open", "read"])
-@pytest.mark.parametrize("name", ["format", "disk-bytes"])
-def test_a_small_file_that_cannot_be_read_is_an_error(filled, root, failing, call, name):
-    filled.close()
-    before = set(os.listdir("/proc/self/fd"))
-    with failing(call, name), pytest.raises(StoreUnavailableError, match=f"while reading .*{name}"):
-        DiskStore(root, None)
-    assert set(os.listdir("/proc/self/fd")) == before

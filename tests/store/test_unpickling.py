@@ -1,3 +1,5 @@
+"""The trap of :mod:`unpickling`: no test can unpickle anything unnoticed."""
+
 import _pickle
 import io
 import pickle
@@ -15,14 +17,14 @@ pytest_plugins = ["pytester"]
 
 
 class Innocent:
-    """What a pickle of it names is harmless; that it names anything is enough."""
+    """A pickle of it names a class, which is enough for the trap."""
 
 
 def dumped(value):
     return io.BytesIO(pickle.dumps(value))
 
 
-def with_a_class_of_its_own(file):
+def with_a_subclass(file):
     class Restricted(_pickle.Unpickler):
         def find_class(self, module, name):
             return super().find_class(module, name)
@@ -37,13 +39,13 @@ WAYS_IN = {
     "loads bound before the trap": lambda value: _pickle.loads(pickle.dumps(value)),
     "Unpickler bound before the trap": lambda value: _pickle.Unpickler(dumped(value)).load(),
     "the Python implementation": lambda value: pickle._Unpickler(dumped(value)).load(),
-    "a subclass": lambda value: with_a_class_of_its_own(dumped(value)),
+    "a subclass": lambda value: with_a_subclass(dumped(value)),
 }
 
 
 @pytest.fixture
 def emptied():
-    """What a test here springs on purpose is no reason to fail it."""
+    """A test here may spring the trap without failing."""
     yield
     unpickling.caught()
 
