@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from blendrag.planning.choice import Choice, choose
-from blendrag.planning.estimate import Estimator, Forecast, PromptParts, StoredPart
+from blendrag.planning.estimate import Estimator, Forecast, LoadEstimate, PromptParts, StoredPart
 from blendrag.planning.profile import Conditions, Curve, Profile, Tier
 
 LAYERS = 4
@@ -66,4 +66,7 @@ def chosen(
     counts: Callable[[float, int, int], Sequence[float]] = evenly,
     budgeted: bool = True,
 ) -> Choice:
-    return choose(Estimator(made, asked), counts, min_ratio, budgeted)
+    def at(estimate: LoadEstimate, ratio: float) -> Forecast:
+        return estimate.at(counts(ratio, estimate.candidates, estimate.chunks))
+
+    return choose(Estimator(made, asked), at, min_ratio, budgeted)

@@ -8,7 +8,7 @@ this is decided first, at the smallest ratio.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from blendrag.planning.estimate import Estimator, Forecast, LoadEstimate
@@ -23,8 +23,8 @@ WORTH = 0.1
 #: Step between the ratios that are tried.
 STEP = 0.01
 
-#: ``counts(ratio, candidates, chunks)``: tokens recomputed in layers 1…L-1.
-Counts = Callable[[float, int, int], Sequence[float]]
+#: ``at(estimate, ratio)``: the forecast with what a policy recomputes at that ratio.
+At = Callable[[LoadEstimate, float], Forecast]
 
 
 @dataclass(frozen=True)
@@ -42,26 +42,22 @@ class Choice:
     """Whether the prompt would wait for its loads if all were loaded."""
 
 
-def choose(estimator: Estimator, counts: Counts, min_ratio: float, budgeted: bool) -> Choice:
+def choose(estimator: Estimator, at: At, min_ratio: float, budgeted: bool) -> Choice:
     """The fastest set of parts to load, then the largest ratio that costs no time.
 
     ``budgeted``: whether the policy recomputes more at a larger ratio.
     """
-    loaded, load_all_s, waits = _what_to_load(estimator, counts, min_ratio)
+    loaded, load_all_s, waits = _what_to_load(estimator, at, min_ratio)
     estimate = estimator.loading(loaded)
-
-    def at(ratio: float) -> Forecast:
-        return estimate.at(counts(ratio, estimate.candidates, estimate.chunks))
-
-    least = at(min_ratio)
+    least = at(estimate, min_ratio)
     if not estimate.candidates:
         reason = "nothing is loaded that could be recomputed"
         return Choice(loaded, min_ratio, least, load_all_s, reason, waits)
     if not budgeted:
         reason = "the policy recomputes the same tokens at any ratio"
         return Choice(loaded, min_ratio, least, load_all_s, reason, waits)
-    ratio = _largest_ratio(at, least, min_ratio)
-    more = at(ratio)
+    ratio = _largest_ratio(lambda ratio: at(estimate, ratio), least, min_ratio)
+    more = at(estimate, ratio)
     if ratio <= min_ratio:
         why = "the smallest that keeps quality; more would not hide behind the load"
     elif _added_s(more, least) <= 2 * _rounding_s(least):
@@ -75,7 +71,7 @@ def choose(estimator: Estimator, counts: Counts, min_ratio: float, budgeted: boo
 
 
 def _what_to_load(
-    estimator: Estimator, counts: Counts, ratio: float
+    estimator: Estimator, at: At, ratio: float
 ) -> tuple[tuple[int, ...], float, bool]:
     """Indices to load, the TTFT with all loaded, and whether that would wait for loads.
 
@@ -85,11 +81,10 @@ def _what_to_load(
     parts = estimator.prompt.parts
 
     def seconds(chosen: frozenset[int]) -> float:
-        return _at(estimator.loading(sorted(chosen)), counts, ratio).ttft_s
+        return at(estimator.loading(sorted(chosen)), ratio).ttft_s
 
     every, none = frozenset(range(len(parts))), frozenset[int]()
-    everything = estimator.loading_all()
-    load_all = _at(everything, counts, ratio)
+    load_all = at(estimator.loading_all(), ratio)
     times = {every: load_all.ttft_s, none: seconds(none)}
     # Loads that take no time would make the prompt faster by this share, else no part is worth computing.
     waits = load_all.ttft_s - load_all.compute_s > WORTH * load_all.ttft_s
@@ -104,10 +99,6 @@ def _what_to_load(
     best = min(times, key=times.__getitem__)
     is_worth = times[best] <= (1 - WORTH) * load_all.ttft_s
     return tuple(sorted(best if is_worth else every)), load_all.ttft_s, waits
-
-
-def _at(estimate: LoadEstimate, counts: Counts, ratio: float) -> Forecast:
-    return estimate.at(counts(ratio, estimate.candidates, estimate.chunks))
 
 
 # -- how much -------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.selection import Schedule, SelectionPolicy
 from blendrag.model.adapter import ModelAdapter
 from blendrag.planning.choice import Choice, choose
-from blendrag.planning.estimate import Estimator, PromptParts, StoredPart
+from blendrag.planning.estimate import Estimator, Forecast, LoadEstimate, PromptParts, StoredPart
 from blendrag.planning.plan import MODE_FULL, Plan, PlannedChunk, Reason, ReasonCode
 from blendrag.planning.profile import COLD, DISK, Profile
 from blendrag.store.base import KVReader, KVStore
@@ -50,10 +50,12 @@ class PlanOptions:
     is_auto: bool = False
     """Whether the controller chooses the ratio and what is loaded."""
 
-    def counts(self, ratio: float, layers: int, candidates: int, chunks: int) -> Sequence[float]:
-        """Tokens recomputed in layers 1…L-1 at ``ratio``."""
-        schedule = self.schedule_at(ratio)
-        return self.policy.layer_counts(schedule, ratio, candidates, layers, chunks)
+    def forecast(self, estimate: LoadEstimate, ratio: float) -> Forecast:
+        """With what the policy recomputes at ``ratio``."""
+        counts = self.policy.layer_counts(
+            self.schedule_at(ratio), ratio, estimate.candidates, estimate.layers, estimate.chunks
+        )
+        return estimate.at(counts)
 
 
 @dataclass(frozen=True)
@@ -185,18 +187,11 @@ class Controller:
             return replace(plan, notes=(note,) * options.is_auto)
         if options.is_auto and options.mode == "blend":
             return self._chosen(plan, estimator, options)
-        estimate = estimator.loading_all()
-        layers = estimator.profile.layers
-        counts = options.counts(options.ratio, layers, estimate.candidates, estimate.chunks)
-        return replace(plan, forecast=estimate.at(counts))
+        return replace(plan, forecast=options.forecast(estimator.loading_all(), options.ratio))
 
     def _chosen(self, plan: Plan, estimator: Estimator, options: PlanOptions) -> Plan:
         """With the loads and the ratio that are fastest; readers of what is not loaded are closed."""
-
-        def counts(ratio: float, candidates: int, chunks: int) -> Sequence[float]:
-            return options.counts(ratio, estimator.profile.layers, candidates, chunks)
-
-        choice = choose(estimator, counts, options.ratio, options.policy.budgeted)
+        choice = choose(estimator, options.forecast, options.ratio, options.policy.budgeted)
         decision, notes = _explained(estimator.prompt, choice)
         return replace(
             _without_slow_loads(plan, estimator.prompt, choice),

@@ -102,6 +102,7 @@ class LoadEstimate:
     def __init__(self, of: Estimator, loaded: Sequence[int]) -> None:
         profile, prompt, chosen = of.profile, of.prompt, list(loaded)
         self._profile, self._prompt = profile, prompt
+        self.layers = profile.layers
         self.parts = len(chosen)
         exact = of.exact[chosen]
         blended = ~exact
