@@ -233,47 +233,44 @@ class EmptyDatabase(CorpusError):
     """The file exists and has no tables: it is being created, or was emptied."""
 
 
+_LOCKED = (
+    f"is locked by another process for over {BUSY_TIMEOUT_S:.0f} s; "
+    "wait for it to finish, then try again"
+)
+_READ_ONLY = (
+    "or its directory cannot be written, expected write permission; change its permissions or choose "
+    "another --store"
+)
+#: What SQLite's primary result codes mean for a corpus, and the remedy.
+_MEANINGS = {
+    sqlite3.SQLITE_BUSY: _LOCKED,
+    sqlite3.SQLITE_LOCKED: _LOCKED,
+    sqlite3.SQLITE_READONLY: _READ_ONLY,
+    sqlite3.SQLITE_PERM: _READ_ONLY,
+    sqlite3.SQLITE_CANTOPEN: "cannot be opened, expected a file and a directory that this user may read and "
+    "write; change their permissions or choose another --store",
+    sqlite3.SQLITE_IOERR: "cannot be read or written ({error}), expected a working disk; check it, then try "
+    "again",
+    sqlite3.SQLITE_NOTADB: "is not a corpus database; give --store another directory or delete the file",
+    sqlite3.SQLITE_TOOBIG: f"has or would get a row of over {MAX_ROW_BYTES // 1024**2} MiB, expected less; "
+    "cut the text or its metadata into smaller ones",
+}
+
+
 def mapped(error: sqlite3.Error | UnicodeDecodeError, path: Path) -> CorpusError | StoreFullError:
     """One sentence for an error of SQLite, whose message may quote a damaged name that is not text."""
     if isinstance(error, UnicodeDecodeError):
         return damaged("a name in it is not text", path)
-    primary = sqlite_code(error)
     if is_out_of_space(error):
         return StoreFullError(
             f"no space left to write {path}; free some, what was stored before is intact"
         )
-    if primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        return CorpusError(
-            f"{path} is locked by another process for over {BUSY_TIMEOUT_S:.0f} s; "
-            "wait for it to finish, then try again"
-        )
-    if primary in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
-        return CorpusError(
-            f"{path} or its directory cannot be written, expected write permission; "
-            "change its permissions or choose another --store"
-        )
-    if primary == sqlite3.SQLITE_CANTOPEN:
-        return CorpusError(
-            f"{path} cannot be opened, expected a file and a directory that this user may read and "
-            "write; change their permissions or choose another --store"
-        )
-    if primary == sqlite3.SQLITE_IOERR:
-        return CorpusError(
-            f"{path} cannot be read or written ({error}), expected a working disk; check it, then "
-            "try again"
-        )
-    if primary == sqlite3.SQLITE_NOTADB:
-        return CorpusError(
-            f"{path} is not a corpus database; give --store another directory or delete the file"
-        )
-    if primary == sqlite3.SQLITE_TOOBIG or isinstance(error, sqlite3.DataError):
-        return CorpusError(
-            f"{path} has or would get a row of over {MAX_ROW_BYTES // 1024**2} MiB, expected less; "
-            "cut the text or its metadata into smaller ones"
-        )
-    if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_MISMATCH):
+    code = sqlite3.SQLITE_TOOBIG if isinstance(error, sqlite3.DataError) else sqlite_code(error)
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_MISMATCH):
         return damaged(str(error), path)
-    return CorpusError(f"{path} cannot be used ({error}); check the path and its permissions")
+    other = "cannot be used ({error}); check the path and its permissions"
+    meaning = other if code is None else _MEANINGS.get(code, other)
+    return CorpusError(f"{path} {meaning.format(error=error)}")
 
 
 def damaged(what: str, path: Path) -> CorpusError:

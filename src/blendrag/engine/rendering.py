@@ -252,9 +252,9 @@ def _compared(
         other = changed(lambda i, body, number=number: word if i == number else body)  # type: ignore[misc]
         if other is None:
             return None
-        low = common_prefix(rendered, 0, len(rendered), other)
+        low = common_prefix(rendered, other)
         left = len(rendered) - low
-        high = len(rendered) - common_prefix(rendered[::-1], 0, left, other[::-1])
+        high = len(rendered) - common_prefix(rendered[::-1][:left], other[::-1])
         if low < high:
             found.append((number, (low, high)))
     return found

@@ -176,12 +176,12 @@ def best_cover(matches: Sequence[Match]) -> list[Match]:
     return chosen[::-1]
 
 
-def common_prefix(prompt: str, start: int, limit: int, text: str) -> int:
-    """Number of characters that ``prompt[start:limit]`` and ``text`` share from their starts."""
-    low, high = 0, min(limit - start, len(text))
+def common_prefix(a: str | tuple[int, ...], b: str | tuple[int, ...]) -> int:
+    """Number of characters or ids that both begin with, by comparing slices."""
+    low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
-        if prompt.startswith(text[low:middle], start + low):
+        if a[low:middle] == b[low:middle]:
             low = middle
         else:
             high = middle - 1

@@ -17,7 +17,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
-from blendrag.text.matches import Match
+from blendrag.text.matches import Match, common_prefix
 
 #: Most tokens at its end that a chunk may lose to the text behind it before it is tokenised on its own.
 SEAM_TOKENS = 8
@@ -175,7 +175,7 @@ class _Cutting:
         low, high = (
             bisect_left(encoded.offsets, (at - piece.start, 0)) for at in (match.start, match.end)
         )
-        end = low + _common_prefix(encoded.ids[low:high], stored)
+        end = low + common_prefix(tuple(encoded.ids[low:high]), stored)
         lost = (len(stored) if match.complete else high - low) - (end - low)
         if end == low or lost > SEAM_TOKENS:
             return None
@@ -209,7 +209,7 @@ class _Cutting:
             return
         ids = self._tokens.encode_text(text)
         # The cut may fall inside a token: the chunk has only the ids that both tokenisations share.
-        shared = _common_prefix(ids, stored)
+        shared = common_prefix(tuple(ids), stored)
         self._add(ids[:shared], text, number)
         self._add(ids[shared:], "" if shared else text)
 
@@ -225,16 +225,3 @@ class _Cutting:
             self._add(encoded.ids[low:end], text[start:stop], number)
             at, seen = end, stop
         self._add(encoded.ids[at:], text[seen:])
-
-
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Number of tokens that both begin with, by comparing slices rather than single tokens."""
-    a, b = tuple(a), tuple(b)
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

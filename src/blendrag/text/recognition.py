@@ -167,14 +167,6 @@ class _Filter:
 # -- many chunks in sorted arrays -------------------------------------------------------------------
 
 
-class _WholeCandidates(NamedTuple):
-    """Chunks that may be in the prompt whole, by length and hash."""
-
-    starts: np.ndarray
-    lengths: np.ndarray
-    digests: np.ndarray
-
-
 class _Beginnings(NamedTuple):
     """Where the prompt has the first ``level`` characters of chunks.
 
@@ -210,6 +202,15 @@ class _Level:
         low = np.searchsorted(self.hashes, hashes, "left")
         is_known = self.hashes[np.minimum(low, len(self.hashes) - 1)] == hashes
         return is_known, low[is_known]
+
+
+class _Found(NamedTuple):
+    """What one table has for one prompt."""
+
+    table: _Table
+    whole: list[tuple[np.ndarray, np.ndarray, np.ndarray]]
+    """Starts, lengths and hashes of chunks that may be in the prompt whole."""
+    beginnings: list[_Beginnings]
 
 
 class _Table:
@@ -257,11 +258,8 @@ class _Table:
         kept = np.fromiter(self.slots.values(), np.intp, len(self.slots))
         return _Table([*self.slots, *more.ids], np.concatenate([self.numbers[kept], more.numbers]))
 
-    def search(
-        self, sums: PrefixSums, area: SearchArea
-    ) -> tuple[list[_WholeCandidates], list[_Beginnings]]:
-        whole: list[_WholeCandidates] = []
-        beginnings: list[_Beginnings] = []
+    def search(self, sums: PrefixSums, area: SearchArea) -> _Found:
+        found = _Found(self, [], [])
         for first, filtered in self._filters.items():
             hashes = sums.windows(first)
             starts = filtered.maybe(hashes)
@@ -278,15 +276,15 @@ class _Table:
                 starts = starts[is_known]
                 if not len(starts):
                     break
-                found = _Beginnings(level, starts, low, table.run_end[low])
-                beginnings.append(found)
-                whole.append(self._whole(sums, area, table, found))
-        return whole, beginnings
+                begins = _Beginnings(level, starts, low, table.run_end[low])
+                found.beginnings.append(begins)
+                found.whole.append(self._whole(sums, area, table, begins))
+        return found
 
     def _whole(
         self, sums: PrefixSums, area: SearchArea, table: _Level, found: _Beginnings
-    ) -> _WholeCandidates:
-        """Chunks that end before the next level and whose length and hash the prompt has."""
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Starts, lengths and hashes of chunks that end before the next level, as the prompt has them."""
         first = table.whole_before[found.low]
         counts = table.whole_before[found.high] - first
         kept = first_of_each(found.low, counts, MAX_COMPARED)
@@ -299,7 +297,7 @@ class _Table:
         at, lengths = at[fits], lengths[fits]
         digests = sums.hashes(at, lengths)
         maybe = self._digest_filter.maybe(digests)
-        return _WholeCandidates(at[maybe], lengths[maybe], digests[maybe])
+        return at[maybe], lengths[maybe], digests[maybe]
 
     def with_digest(self, digest: np.uint64, length: int) -> list[str]:
         """Ids of the chunks with this hash and length."""
@@ -410,7 +408,7 @@ class ChunkIndex:
             return []
         sums, area = PrefixSums(prompt), SearchArea(prompt, within, strict)
         with self._lock:
-            found = [_Found(table, *table.search(sums, area)) for table in self._tables()]
+            found = [table.search(sums, area) for table in self._tables()]
         # Outside the lock: text_of may take a lock, too.
         search = _Search(prompt, area, found, self._text_of)
         taken = DisjointMatches()
@@ -443,14 +441,6 @@ class ChunkIndex:
             sum(match.end - match.start for match in found) for found in (matches, self.find(plain))
         )
         return covered_plain > covered
-
-
-class _Found(NamedTuple):
-    """What one table has for one prompt."""
-
-    table: _Table
-    whole: list[_WholeCandidates]
-    beginnings: list[_Beginnings]
 
 
 class _Search:
@@ -540,7 +530,8 @@ class _Search:
             needed = max(MIN_TAIL_CUT_CHARS, int(length * MIN_TAIL_CUT_SHARE))
             if room < needed:
                 continue
-            shared = common_prefix(self._prompt, start, start + room, self._text(chunk_id))
+            text = self._text(chunk_id)
+            shared = common_prefix(self._prompt[start : start + min(room, len(text))], text)
             if shared == length or (best is not None and start + shared <= best.end):
                 continue
             end = self._area.cut(start, start + shared)
