@@ -74,9 +74,11 @@ def error(
     return float((out.double() - expected).abs().max())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 1, 24, 4096])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("kv_heads", "dtype"),
+    [(1, torch.float32), (2, torch.float32), (4, torch.float32), (2, torch.bfloat16)],
+)
 @pytest.mark.parametrize(("n", "s"), [(1, 1), (40, 1), (40, 40), (300, 7), (700, 300), (640, 600)])
 def test_fast_attention_equals_the_explicit_mask(
     n: int, s: int, kv_heads: int, window: int | None, dtype: torch.dtype

@@ -22,6 +22,11 @@ from blendrag.model.positions import Repositioner
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def _few_greedy_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("blendrag.fusor.gate.GREEDY_TOKENS", 8)
+
+
 def expected_kinds(config: Any) -> list[str]:
     """From the config alone: which layers have no rotary embedding."""
     if config.model_type == "smollm3":
