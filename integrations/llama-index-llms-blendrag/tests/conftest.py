@@ -1,4 +1,4 @@
-"""An engine over five documents, and what LlamaIndex's instrumentation is told."""
+"""An engine over five documents, and a record of LlamaIndex's instrumentation events."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pydantic import Field
 from transformers import PreTrainedTokenizerFast
 
 from blendrag.engine import BlendEngine
-from llama_index.llms.blendrag import BlendLLM, BlendRetriever
+from llama_index.llms.blendrag import BlendLLM, BlendRetriever, BlendReuseEvent
 
-#: What is beside this file, and the models of blendrag's own tests.
+#: This directory, and the models of blendrag's own tests.
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -40,20 +40,25 @@ def engine(
 
 
 class Seen(BaseEventHandler):
-    """What LlamaIndex's instrumentation is told about LLM calls."""
+    """Records events of LLM calls."""
 
     prompts: list[list[ChatMessage]] = Field(default_factory=list)
+    starts: list[LLMChatStartEvent] = Field(default_factory=list)
+    reuse: list[BlendReuseEvent] = Field(default_factory=list)
     raws: list[dict[str, Any]] = Field(default_factory=list)
 
     def handle(self, event: BaseEvent, **kwargs: Any) -> None:
         if isinstance(event, LLMChatStartEvent):
+            self.starts.append(event)
             self.prompts.append(event.messages)
+        if isinstance(event, BlendReuseEvent):
+            self.reuse.append(event)
         if isinstance(event, LLMChatEndEvent) and event.response is not None:
             self.raws.append(event.response.raw)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Of each answer so far, in order."""
+        """Metrics of each answer so far."""
         return [raw["blendrag"] for raw in self.raws]
 
 

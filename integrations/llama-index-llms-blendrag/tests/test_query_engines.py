@@ -1,4 +1,4 @@
-"""Stock query engines, unchanged: the stored KV of the chunks they quote is loaded."""
+"""Stock query engines load the stored KV of the chunks they quote."""
 
 from __future__ import annotations
 
@@ -38,56 +38,39 @@ class WithMetadata(BaseNodePostprocessor):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_query_engine_reuses_every_chunk(
+async def test_a_query_engine_reuses_every_chunk(
     llm: BlendLLM, retriever: BlendRetriever, engine: BlendEngine, seen: Any, mode: str
 ) -> None:
-    query_engine = RetrieverQueryEngine.from_args(retriever, llm=llm, response_mode=mode)
-    response = query_engine.query(QUESTION)
-    assert len(response.source_nodes) == 4
-    assert len(seen.metrics) == (4 if mode == "refine" else 1)
-    assert_reused(seen.metrics, response.source_nodes, engine)
-
-
-@pytest.mark.parametrize("mode", MODES)
-async def test_an_async_query_reuses_the_same_chunks_and_answers_the_same(
-    llm: BlendLLM, retriever: BlendRetriever, engine: BlendEngine, seen: Any, mode: str
-) -> None:
-    query_engine = RetrieverQueryEngine.from_args(retriever, llm=llm, response_mode=mode)
-    expected = str(query_engine.query(QUESTION))
-    seen.raws.clear()
-    response = await query_engine.aquery(QUESTION)
-    assert str(response) == expected
-    assert_reused(seen.metrics, response.source_nodes, engine)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_streamed_query_answers_the_same_and_reuses(
-    llm: BlendLLM, retriever: BlendRetriever, engine: BlendEngine, seen: Any, mode: str
-) -> None:
-    whole = RetrieverQueryEngine.from_args(retriever, llm=llm, response_mode=mode)
-    expected = str(whole.query(QUESTION))
-    seen.raws.clear()
+    """Sync, async and streamed, with the same answer."""
+    made = RetrieverQueryEngine.from_args(retriever, llm=llm, response_mode=mode)
     streaming = RetrieverQueryEngine.from_args(
         retriever, llm=llm, response_mode=mode, streaming=True
     )
-    response = streaming.query(QUESTION)
-    assert "".join(response.response_gen).strip() == expected.strip()
+    response = made.query(QUESTION)
+    assert len(response.source_nodes) == 4
+    assert len(seen.metrics) == (4 if mode == "refine" else 1)
+    assert_reused(seen.metrics, response.source_nodes, engine)
+    seen.raws.clear()
+    assert str(await made.aquery(QUESTION)) == str(response)
+    assert_reused(seen.metrics, response.source_nodes, engine)
+    seen.raws.clear()
+    streamed = "".join(streaming.query(QUESTION).response_gen)
+    assert streamed.strip() == str(response).strip()
     assert_reused(seen.metrics, response.source_nodes, engine)
 
 
-@pytest.mark.parametrize("mode", MODES)
 def test_metadata_written_before_a_chunk_does_not_hide_it(
-    llm: BlendLLM, retriever: BlendRetriever, engine: BlendEngine, seen: Any, mode: str
+    llm: BlendLLM, retriever: BlendRetriever, engine: BlendEngine, seen: Any
 ) -> None:
     query_engine = RetrieverQueryEngine.from_args(
-        retriever, llm=llm, response_mode=mode, node_postprocessors=[WithMetadata()]
+        retriever, llm=llm, node_postprocessors=[WithMetadata()]
     )
     response = query_engine.query(QUESTION)
     assert "distance: " in str(seen.prompts[0])
     assert_reused(seen.metrics, response.source_nodes, engine)
 
 
-def test_full_mode_loads_nothing_and_ratio_one_answers_the_same(
+def test_ratio_one_answers_like_mode_full(
     engine: BlendEngine, retriever: BlendRetriever, seen: Any
 ) -> None:
     def ask(**options: Any) -> str:

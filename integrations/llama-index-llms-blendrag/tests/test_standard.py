@@ -1,4 +1,4 @@
-"""``BlendLLM`` does what a LlamaIndex LLM must: with a model that calls tools, and with one that does not."""
+"""``BlendLLM`` passes the standard suites, with and without tools."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from llm_standard_tests import (
     LLMInstrumentationTests,
     LLMStructuredStreamTests,
     LLMStructuredTests,
+    LLMTests,
     LLMToolTests,
     LLMUnitTests,
     LLMWithoutToolsTests,
+    events,
 )
-from llm_standard_tests.base import LLMTests
-from llm_standard_tests.instrumentation import events
 
 import scripted
 from blendrag.engine import BlendEngine
@@ -36,7 +36,7 @@ REACT = 'Thought: I need a tool.\nAction: multiply\nAction Input: {"a": 6, "b": 
 
 
 def reply(prompt: str) -> str:
-    """What a capable model would say."""
+    """The reply of a capable model."""
     opened = prompt.rpartition("<|start|>assistant\n")[2].split()
     reply = _reply(prompt)
     for word in opened:  # a forced call is begun already
@@ -79,7 +79,7 @@ def capable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
-    """The same model behind a chat template that knows no tools."""
+    """The same model with a chat template that does not render tools."""
     from scripted import tiny
 
     words = tiny.tokenizer()
@@ -89,7 +89,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
 
 
 class TestUnit(LLMUnitTests):
-    """Made by names, as it is written down; of the demo model, whose template knows no tools."""
+    """Created by names, so that it can be serialised. The demo model has no tools."""
 
     has_tool_calling = False
 
@@ -107,7 +107,7 @@ class TestUnit(LLMUnitTests):
 
 
 class OverAnEngine(LLMTests):
-    """Made with an engine."""
+    """Created with an engine."""
 
     engine: BlendEngine
 

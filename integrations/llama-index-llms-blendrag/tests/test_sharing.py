@@ -1,4 +1,4 @@
-"""One engine behind many ``BlendLLM``: written down, made again, closed."""
+"""Wrappers share an engine, and are serialised by their names."""
 
 from __future__ import annotations
 
@@ -8,24 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.llms import LLM
 from pydantic import ValidationError
 
 from blendrag.errors import InvalidInputError
 from llama_index.llms.blendrag import BlendLLM, BlendRetriever, close_shared_engines
 
-QUESTION = "Where is Place32?"
-MESSAGES = [
-    ChatMessage(role="system", content="Be brief."),
-    ChatMessage(role="user", content=QUESTION),
-]
-DICTS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
-
 
 @pytest.fixture
 def named(tmp_path: Path) -> Iterator[BlendLLM]:
-    """Made by names, of a model that nothing has loaded yet."""
+    """Created by names; the model is not loaded yet."""
     yield BlendLLM(model="demo", store=tmp_path / "kv")
     close_shared_engines()
 
@@ -59,7 +51,7 @@ def test_a_named_wrapper_is_made_again_from_what_was_written_of_it(named: BlendL
         assert copy.engine is named.engine
 
 
-def test_a_wrapper_of_a_given_engine_is_not_made_again_with_another(llm: BlendLLM) -> None:
+def test_a_wrapper_of_a_given_engine_is_serialised_without_it(llm: BlendLLM) -> None:
     with pytest.raises(InvalidInputError, match="made with engine= cannot be pickled"):
         pickle.dumps(llm)
     with pytest.raises(ValidationError, match="give it again, or model= and store= instead"):
@@ -67,14 +59,7 @@ def test_a_wrapper_of_a_given_engine_is_not_made_again_with_another(llm: BlendLL
     assert BlendLLM.from_dict(llm.to_dict(), engine=llm.engine).engine is llm.engine
 
 
-def test_a_closed_shared_engine_is_made_anew(named: BlendLLM) -> None:
-    engine = named.engine
-    close_shared_engines()
-    assert engine.closed
-    assert not named.engine.closed
-
-
-def test_a_model_directory_is_the_same_by_relative_and_absolute_path(
+def test_relative_and_absolute_paths_of_a_model_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "models" / "mine").mkdir(parents=True)

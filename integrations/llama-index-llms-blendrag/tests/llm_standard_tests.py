@@ -1,0 +1,880 @@
+"""Test suites for LlamaIndex LLMs, as classes to subclass, like ``langchain-tests`` for LangChain.
+
+Depends on LlamaIndex and pytest only::
+
+    class TestMyLLM(LLMUnitTests, LLMAnswerTests, LLMToolTests):
+        @property
+        def llm_class(self): return MyLLM
+
+        @property
+        def llm_params(self): return {"model": "tiny"}
+
+A model without tools takes ``LLMWithoutToolsTests`` instead of ``LLMToolTests``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import pickle
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from llama_index.core import Settings
+from llama_index.core.agent.react import ReActChatFormatter, ReActOutputParser
+from llama_index.core.agent.workflow import AgentStream, FunctionAgent, ReActAgent
+from llama_index.core.base.llms.types import (
+    AudioBlock,
+    ChatMessage,
+    ChatResponse,
+    CompletionResponse,
+    DocumentBlock,
+    ImageBlock,
+    LLMMetadata,
+    MessageRole,
+    TextBlock,
+    ToolCallBlock,
+    VideoBlock,
+)
+from llama_index.core.callbacks import CallbackManager, CBEventType, TokenCountingHandler
+from llama_index.core.callbacks.base_handler import BaseCallbackHandler
+from llama_index.core.callbacks.schema import EventPayload
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.core.instrumentation.events import BaseEvent
+from llama_index.core.llms import LLM
+from llama_index.core.llms.function_calling import FunctionCallingLLM
+from llama_index.core.prompts import ChatPromptTemplate, PromptTemplate
+from llama_index.core.tools import FunctionTool
+from pydantic import BaseModel, Field, ValidationError
+
+#: A deterministic model gives the same answer in every way of calling.
+QUESTION = "Where is the harbour?"
+MESSAGES = [
+    ChatMessage(role="system", content="Be brief."),
+    ChatMessage(role="user", content=QUESTION),
+]
+Response = ChatResponse | CompletionResponse
+
+
+class LLMTests:
+    """Base of all suites."""
+
+    @property
+    def llm_class(self) -> type[LLM]:
+        raise NotImplementedError
+
+    @property
+    def llm_params(self) -> dict[str, Any]:
+        """Constructor arguments, for deterministic answers of a few words."""
+        return {}
+
+    @property
+    def max_tokens_param(self) -> str:
+        return "max_tokens"
+
+    @property
+    def refusal(self) -> type[Exception] | tuple[type[Exception], ...]:
+        """The error for input that cannot be used."""
+        return ValueError
+
+    @pytest.fixture
+    def llm(self) -> LLM:
+        return self.llm_class(**self.llm_params)
+
+    def made(self, **changes: Any) -> LLM:
+        """The LLM with other arguments."""
+        return self.llm_class(**{**self.llm_params, **changes})
+
+
+def text_of(response: Response) -> str:
+    if isinstance(response, CompletionResponse):
+        return response.text
+    return response.message.content or ""
+
+
+async def all_ways(llm: LLM, question: str = QUESTION, **options: Any) -> dict[str, Response]:
+    """The last response in each of the eight ways of calling."""
+    messages = [ChatMessage(role="user", content=question)]
+    return {
+        "complete": llm.complete(question, **options),
+        "chat": llm.chat(messages, **options),
+        "stream_complete": list(llm.stream_complete(question, **options))[-1],
+        "stream_chat": list(llm.stream_chat(messages, **options))[-1],
+        "acomplete": await llm.acomplete(question, **options),
+        "achat": await llm.achat(messages, **options),
+        "astream_complete": [r async for r in await llm.astream_complete(question, **options)][-1],
+        "astream_chat": [r async for r in await llm.astream_chat(messages, **options)][-1],
+    }
+
+
+class LLMUnitTests(LLMTests):
+    """Needs no answer of the model. ``llm_params`` must be serialisable."""
+
+    @property
+    def has_tool_calling(self) -> bool:
+        return issubclass(self.llm_class, FunctionCallingLLM)
+
+    def test_it_has_no_callbacks_by_default(self) -> None:
+        assert self.made().callback_manager.handlers == []
+
+    def test_metadata_is_complete(self, llm: LLM) -> None:
+        about = llm.metadata
+        assert isinstance(about, LLMMetadata)
+        assert about.context_window > 0
+        assert about.num_output > 0
+        assert about.model_name not in ("", "unknown")
+
+    def test_metadata_says_whether_tools_can_be_called(self, llm: LLM) -> None:
+        assert llm.metadata.is_function_calling_model is self.has_tool_calling
+
+    def test_an_argument_that_does_not_exist_is_refused(self) -> None:
+        with pytest.raises((ValidationError, TypeError, ValueError)):
+            self.made(no_such_argument=1)
+
+    def test_a_callback_manager_is_taken(self) -> None:
+        manager = CallbackManager([])
+        assert self.made(callback_manager=manager).callback_manager is manager
+
+    def test_max_tokens_are_num_output_of_the_metadata(self) -> None:
+        assert self.made(**{self.max_tokens_param: 7}).metadata.num_output == 7
+
+    def test_a_dictionary_describes_it(self, llm: LLM) -> None:
+        described = llm.to_dict()
+        assert described["class_name"] == self.llm_class.__name__
+        for name, value in self.llm_params.items():
+            assert str(described[name]) == str(value)
+
+    def test_a_dictionary_makes_it_again(self, llm: LLM) -> None:
+        assert self.llm_class.from_dict(llm.to_dict()).metadata == llm.metadata
+
+    def test_json_makes_it_again(self, llm: LLM) -> None:
+        json.loads(llm.to_json())
+        assert self.llm_class.from_json(llm.to_json()).metadata == llm.metadata
+
+    def test_a_dictionary_makes_it_again_with_changes(self, llm: LLM) -> None:
+        changes = {self.max_tokens_param: 7}
+        assert self.llm_class.from_dict(llm.to_dict(), **changes).metadata.num_output == 7
+
+    def test_it_survives_pickling(self, llm: LLM) -> None:
+        assert pickle.loads(pickle.dumps(llm)).to_dict() == llm.to_dict()
+
+    def test_it_can_be_copied(self, llm: LLM) -> None:
+        for again in (copy.copy(llm), copy.deepcopy(llm), llm.model_copy(deep=True)):
+            assert again is not llm
+            assert again.metadata == llm.metadata
+
+    def test_settings_take_it(self, llm: LLM) -> None:
+        before = Settings._llm
+        try:
+            Settings.llm = llm
+            assert Settings.llm is llm
+        finally:
+            Settings._llm = before
+
+    def test_its_description_for_instrumentation_is_json(self, llm: LLM) -> None:
+        if not hasattr(llm, "to_payload"):
+            pytest.skip("this version of llama-index-core describes LLMs by to_dict")
+        json.dumps(llm.to_payload())
+
+
+ASKING = PromptTemplate("Where is the {thing}?")
+
+
+class LLMAnswerTests(LLMTests):
+    """Compares answers with one another, so any deterministic model will do."""
+
+    @property
+    def returns_usage(self) -> bool:
+        return True
+
+    @property
+    def returns_logprobs(self) -> bool:
+        return True
+
+    # -- the eight ways -------------------------------------------------------------------------
+
+    def test_chat(self, llm: LLM) -> None:
+        response = llm.chat(MESSAGES)
+        assert response.message.role == MessageRole.ASSISTANT
+        assert response.message.content
+
+    async def test_acomplete(self, llm: LLM) -> None:
+        assert (await llm.acomplete(QUESTION)).text == llm.complete(QUESTION).text
+
+    async def test_achat(self, llm: LLM) -> None:
+        assert (await llm.achat(MESSAGES)).message == llm.chat(MESSAGES).message
+
+    def test_stream_chat(self, llm: LLM) -> None:
+        responses = list(llm.stream_chat(MESSAGES))
+        assert len(responses) > 1
+        assert responses[-1].message == llm.chat(MESSAGES).message
+
+    async def test_astream_complete(self, llm: LLM) -> None:
+        responses = [r async for r in await llm.astream_complete(QUESTION)]
+        assert [r.text for r in responses] == [r.text for r in llm.stream_complete(QUESTION)]
+
+    async def test_astream_chat(self, llm: LLM) -> None:
+        responses = [r async for r in await llm.astream_chat(MESSAGES)]
+        assert [r.delta for r in responses] == [r.delta for r in llm.stream_chat(MESSAGES)]
+
+    async def test_a_completion_and_a_user_message_are_answered_alike(self, llm: LLM) -> None:
+        answers = {text_of(response) for response in (await all_ways(llm)).values()}
+        assert len(answers) == 1
+
+    def test_deltas_add_up_to_the_text_so_far(self, llm: LLM) -> None:
+        so_far = ""
+        for response in llm.stream_chat(MESSAGES):
+            so_far += response.delta or ""
+            assert response.message.content == so_far
+            assert response.message.role == MessageRole.ASSISTANT
+
+    def test_predict_formats_a_template(self, llm: LLM) -> None:
+        assert llm.predict(ASKING, thing="harbour") == llm.complete(QUESTION).text
+
+    async def test_apredict_formats_a_template(self, llm: LLM) -> None:
+        assert await llm.apredict(ASKING, thing="harbour") == llm.complete(QUESTION).text
+
+    async def test_stream_and_astream_format_a_template(self, llm: LLM) -> None:
+        whole = llm.predict(ASKING, thing="harbour")
+        assert "".join(llm.stream(ASKING, thing="harbour")) == whole
+        assert "".join([p async for p in await llm.astream(ASKING, thing="harbour")]) == whole
+
+    def test_predict_takes_a_template_of_messages(self, llm: LLM) -> None:
+        template = ChatPromptTemplate(message_templates=MESSAGES)
+        assert llm.predict(template) == llm.chat(MESSAGES).message.content
+
+    # -- messages -------------------------------------------------------------------------------
+
+    def test_the_system_message_is_read(self, llm: LLM) -> None:
+        assert self.prompt_tokens(llm.chat(MESSAGES)) > self.prompt_tokens(llm.chat(MESSAGES[1:]))
+
+    def test_the_system_prompt_is_the_system_message_of_predict(self, llm: LLM) -> None:
+        briefly = self.made(system_prompt="Be brief.")
+        assert briefly.predict(PromptTemplate(QUESTION)) == llm.chat(MESSAGES).message.content
+
+    def test_all_turns_are_read(self, llm: LLM) -> None:
+        turns = [*MESSAGES, llm.chat(MESSAGES).message, ChatMessage(role="user", content="Why?")]
+        assert self.prompt_tokens(llm.chat(turns)) > self.prompt_tokens(llm.chat(turns[:2]))
+
+    def test_a_message_in_several_blocks_is_answered(self, llm: LLM) -> None:
+        blocks = [TextBlock(text="Where is"), TextBlock(text="the harbour?")]
+        assert llm.chat([ChatMessage(role="user", blocks=blocks)]).message.content
+
+    def test_an_answer_of_its_own_is_a_message_to_send_back(self, llm: LLM) -> None:
+        answer = list(llm.stream_chat(MESSAGES))[-1].message
+        assert llm.chat([*MESSAGES, answer, MESSAGES[1]]).message.content
+
+    def test_messages_are_not_modified(self, llm: LLM) -> None:
+        before = [message.model_copy(deep=True) for message in MESSAGES]
+        llm.chat(MESSAGES)
+        assert before == MESSAGES
+
+    @pytest.mark.parametrize("text", ["Où est-ce ?", "港はどこですか。", "أين الميناء؟", "🚢?"])
+    def test_any_script_is_read(self, llm: LLM, text: str) -> None:
+        assert llm.complete(text).text
+
+    # -- options --------------------------------------------------------------------------------
+
+    def test_max_tokens_of_a_call(self, llm: LLM) -> None:
+        response = llm.chat(MESSAGES, **{self.max_tokens_param: 2})
+        assert self.usage(response)["completion_tokens"] == 2
+        assert llm.chat(MESSAGES).message.content.startswith(response.message.content)
+
+    async def test_stop_in_every_way_of_calling(self, llm: LLM) -> None:
+        whole = llm.complete(QUESTION).text
+        stop = whole[2:4]
+        for response in (await all_ways(llm, stop=[stop])).values():
+            assert text_of(response) == whole[: whole.index(stop)]
+
+    def test_stop_across_tokens(self, llm: LLM) -> None:
+        pieces = [r.delta or "" for r in llm.stream_complete(QUESTION)]
+        stop = pieces[0][-1:] + pieces[1][:1]
+        whole = "".join(pieces)
+        assert llm.complete(QUESTION, stop=[stop]).text == whole[: whole.index(stop)]
+
+    # -- what comes with an answer --------------------------------------------------------------
+
+    async def test_usage_in_every_way_of_calling(self, llm: LLM) -> None:
+        if not self.returns_usage:
+            pytest.skip("this LLM reports no usage")
+        found = [self.usage(response) for response in (await all_ways(llm)).values()]
+        assert all(usage == found[0] for usage in found)
+        total = found[0]["prompt_tokens"] + found[0]["completion_tokens"]
+        assert found[0]["total_tokens"] == total > found[0]["completion_tokens"] > 0
+
+    async def test_logprobs_in_every_way_of_calling(self, llm: LLM) -> None:
+        if not self.returns_logprobs:
+            pytest.skip("this LLM reports no log probabilities")
+        for response in (await all_ways(llm, logprobs=True)).values():
+            assert response.logprobs is not None
+            assert "".join(place[0].token for place in response.logprobs) == text_of(response)
+            assert all(place[0].logprob <= 0 for place in response.logprobs)
+        assert llm.chat(MESSAGES).logprobs is None
+
+    def test_logprobs_of_the_likeliest(self, llm: LLM) -> None:
+        if not self.returns_logprobs:
+            pytest.skip("this LLM reports no log probabilities")
+        places = llm.chat(MESSAGES, logprobs=True, top_logprobs=3).logprobs or []
+        assert places
+        for place in places:
+            assert 3 <= len(place) <= 4
+            assert bytes(place[0].bytes).decode() == place[0].token
+
+    # -- many at once ---------------------------------------------------------------------------
+
+    async def test_many_at_once_on_an_event_loop(self, llm: LLM) -> None:
+        questions = [f"Where is Place{i}?" for i in range(4)]
+        expected = [llm.complete(question).text for question in questions]
+        found = await asyncio.gather(*(llm.acomplete(question) for question in questions))
+        assert [response.text for response in found] == expected
+
+    def test_many_at_once_on_threads(self, llm: LLM) -> None:
+        questions = [f"Where is Place{i}?" for i in range(4)]
+        expected = [llm.complete(question).text for question in questions]
+        with ThreadPoolExecutor(4) as pool:
+            assert [r.text for r in pool.map(llm.complete, questions)] == expected
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def usage(self, response: Any) -> dict[str, int]:
+        """Token counts where LlamaIndex's token counter looks for them."""
+        kept = ("prompt_tokens", "completion_tokens", "total_tokens")
+        return {name: response.raw["usage"][name] for name in kept}
+
+    def prompt_tokens(self, response: ChatResponse) -> int:
+        return self.usage(response)["prompt_tokens"]
+
+
+BLOCKS = [
+    ImageBlock(url="http://localhost/x.png"),
+    AudioBlock(url="http://localhost/x.wav"),
+    VideoBlock(url="http://localhost/x.mp4"),
+    DocumentBlock(url="http://localhost/x.pdf", title="x"),
+]
+
+
+class LLMConductTests(LLMTests):
+    """Errors, and requests that are given up. An answer with ``long_params`` takes many seconds."""
+
+    @property
+    def long_params(self) -> dict[str, int]:
+        """Arguments of a call whose answer takes many seconds."""
+        return {self.max_tokens_param: 3000}
+
+    @property
+    def long_question(self) -> str:
+        return QUESTION
+
+    @pytest.fixture
+    def long_messages(self) -> list[ChatMessage]:
+        return [ChatMessage(role="user", content=self.long_question)]
+
+    # -- invalid input --------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.block_type)
+    async def test_content_that_is_not_text_is_refused(self, llm: LLM, block: ImageBlock) -> None:
+        messages = [ChatMessage(role="user", blocks=[block])]
+        with pytest.raises(self.refusal, match=block.block_type):
+            llm.chat(messages)
+        with pytest.raises(self.refusal, match=block.block_type):
+            await llm.achat(messages)
+
+    async def test_no_messages_are_refused(self, llm: LLM) -> None:
+        with pytest.raises(self.refusal):
+            llm.chat([])
+        with pytest.raises(self.refusal):
+            list(llm.stream_chat([]))
+        with pytest.raises(self.refusal):
+            await llm.achat([])
+
+    @pytest.mark.parametrize("texts", [[""], [" \n", ""]], ids=["one", "two"])
+    async def test_empty_messages_are_refused(self, llm: LLM, texts: list[str]) -> None:
+        messages = [ChatMessage(role="user", content=text) for text in texts]
+        with pytest.raises(self.refusal, match="empty"):
+            llm.chat(messages)
+        with pytest.raises(self.refusal, match="empty"):
+            list(llm.stream_chat(messages))
+        with pytest.raises(self.refusal, match="empty"):
+            await llm.achat(messages)
+        with pytest.raises(self.refusal, match="empty"):
+            _ = [response async for response in await llm.astream_chat(messages)]
+
+    async def test_an_empty_completion_is_refused(self, llm: LLM) -> None:
+        with pytest.raises(self.refusal):
+            llm.complete(" ")
+        with pytest.raises(self.refusal):
+            await llm.acomplete("")
+
+    async def test_a_prompt_longer_than_the_context_is_refused(self, llm: LLM) -> None:
+        prompt = "harbour " * llm.metadata.context_window
+        with pytest.raises(self.refusal, match=r"\d+ over"):
+            llm.complete(prompt)
+        with pytest.raises(self.refusal, match=r"\d+ over"):
+            [r async for r in await llm.astream_complete(prompt)]
+
+    # -- requests that are given up -------------------------------------------------------------
+
+    def test_a_stream_left_early_frees_the_model(
+        self, llm: LLM, long_messages: list[ChatMessage]
+    ) -> None:
+        for _ in llm.stream_chat(long_messages, **self.long_params):
+            break
+        self.answers(llm)
+
+    async def test_an_async_stream_left_early_frees_the_model(
+        self, llm: LLM, long_messages: list[ChatMessage]
+    ) -> None:
+        stream = await llm.astream_chat(long_messages, **self.long_params)
+        async for _ in stream:
+            break
+        await stream.aclose()  # type: ignore[attr-defined]
+        # LlamaIndex leaves closing the stream to the event loop, which must run for that
+        assert await asyncio.wait_for(llm.achat(MESSAGES, **{self.max_tokens_param: 2}), 10)
+
+    async def test_a_cancelled_task_frees_the_model(
+        self, llm: LLM, long_messages: list[ChatMessage]
+    ) -> None:
+        task = asyncio.create_task(llm.achat(long_messages, **self.long_params))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        self.answers(llm)
+
+    async def test_a_timeout_ends_it_and_frees_the_model(
+        self, llm: LLM, long_messages: list[ChatMessage]
+    ) -> None:
+        for ask in (llm.chat, lambda *a, **k: list(llm.stream_chat(*a, **k))):
+            with pytest.raises(TimeoutError):
+                ask(long_messages, timeout=0.2, **self.long_params)
+        with pytest.raises(TimeoutError):
+            await llm.achat(long_messages, timeout=0.2, **self.long_params)
+        self.answers(llm)
+
+    async def test_an_exhausted_stream_stays_exhausted(self, llm: LLM) -> None:
+        stream = llm.stream_chat(MESSAGES)
+        assert list(stream)
+        assert list(stream) == []
+        awaited = await llm.astream_chat(MESSAGES)
+        assert [response async for response in awaited]
+        assert [response async for response in awaited] == []
+
+    # -- event loops ----------------------------------------------------------------------------
+
+    async def test_sync_calls_work_inside_a_running_loop(self, llm: LLM) -> None:
+        assert llm.complete(QUESTION).text
+        assert list(llm.stream_chat(MESSAGES))
+
+    def test_it_serves_one_event_loop_after_another(self, llm: LLM) -> None:
+        answers = {asyncio.run(llm.acomplete(QUESTION)).text for _ in range(2)}
+        assert answers == {llm.complete(QUESTION).text}
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def answers(self, llm: LLM) -> None:
+        """The model is free: it answers another request."""
+        assert llm.chat(MESSAGES, **{self.max_tokens_param: 2})
+
+
+class Heard(BaseCallbackHandler):
+    """Records callbacks in order."""
+
+    def __init__(self) -> None:
+        super().__init__([], [])
+        self.told: list[tuple[str, dict[str, Any]]] = []
+
+    def on_event_start(self, event_type: CBEventType, payload: Any = None, **kw: Any) -> str:
+        if event_type == CBEventType.LLM:
+            self.told.append(("start", payload))
+        return str(kw.get("event_id", ""))
+
+    def on_event_end(self, event_type: CBEventType, payload: Any = None, **kw: Any) -> None:
+        if event_type == CBEventType.LLM:
+            self.told.append(("end", payload))
+
+    def start_trace(self, trace_id: str | None = None) -> None: ...
+
+    def end_trace(self, trace_id: str | None = None, trace_map: Any = None) -> None: ...
+
+
+class Events(BaseEventHandler):
+    """Records events in order."""
+
+    seen: list[Any] = Field(default_factory=list)
+
+    def handle(self, event: BaseEvent, **kwargs: Any) -> None:
+        self.seen.append(event)
+
+    def names(self) -> list[str]:
+        return [event.class_name() for event in self.seen]
+
+
+@pytest.fixture
+def events() -> Iterator[Events]:
+    dispatcher, handler = get_dispatcher(), Events()
+    dispatcher.add_event_handler(handler)
+    try:
+        yield handler
+    finally:
+        dispatcher.event_handlers.remove(handler)
+
+
+class LLMInstrumentationTests(LLMTests):
+    @pytest.fixture
+    def heard(self) -> Heard:
+        return Heard()
+
+    @pytest.fixture
+    def told(self, heard: Heard) -> LLM:
+        return self.made(callback_manager=CallbackManager([heard]))
+
+    async def test_callbacks_of_every_way_of_calling(self, told: LLM, heard: Heard) -> None:
+        for response in (await all_ways(told)).values():
+            (start, asked), (end, answered) = heard.told[:2]
+            del heard.told[:2]
+            assert (start, end) == ("start", "end")
+            assert {EventPayload.PROMPT, EventPayload.MESSAGES} & set(asked)
+            named = {EventPayload.RESPONSE, EventPayload.COMPLETION}
+            (said,) = (answered[name] for name in named if name in answered)
+            assert text_of(said) == text_of(response)
+        assert heard.told == []
+
+    def test_callbacks_get_errors(self, told: LLM, heard: Heard) -> None:
+        with pytest.raises(self.refusal):
+            told.complete(" ")
+        (_, _), (end, payload) = heard.told
+        assert end == "end"
+        assert isinstance(payload[EventPayload.EXCEPTION], Exception)
+
+    def test_the_token_counter_counts(self, llm: LLM) -> None:
+        counter = TokenCountingHandler(tokenizer=str.split)
+        usage = self.made(callback_manager=CallbackManager([counter])).chat(MESSAGES).raw["usage"]
+        assert counter.prompt_llm_token_count == usage["prompt_tokens"]
+        assert counter.completion_llm_token_count == usage["completion_tokens"]
+
+    def test_events_of_a_chat(self, llm: LLM, events: Events) -> None:
+        response = llm.chat(MESSAGES)
+        assert [n for n in events.names() if n.startswith("LLM")] == [
+            "LLMChatStartEvent",
+            "LLMChatEndEvent",
+        ]
+        assert events.seen[-1].response == response
+
+    def test_events_of_a_streamed_chat(self, llm: LLM, events: Events) -> None:
+        responses = list(llm.stream_chat(MESSAGES))
+        assert events.names().count("LLMChatInProgressEvent") == len(responses)
+        assert events.names()[-1] == "LLMChatEndEvent"
+
+    async def test_events_of_a_completion(self, llm: LLM, events: Events) -> None:
+        await llm.acomplete(QUESTION)
+        assert events.names()[0] == "LLMCompletionStartEvent"
+        assert events.names()[-1] == "LLMCompletionEndEvent"
+
+    def test_events_are_in_the_span_of_their_call(self, llm: LLM, events: Events) -> None:
+        for ask in (lambda: llm.chat(MESSAGES), lambda: list(llm.stream_chat(MESSAGES))):
+            events.seen.clear()
+            ask()
+            assert len({event.span_id for event in events.seen}) == 1
+            assert events.seen[0].span_id
+
+    def test_events_can_be_serialised(self, llm: LLM, events: Events) -> None:
+        llm.chat(MESSAGES)
+        assert all(event.model_dump(mode="json") for event in events.seen)
+
+
+MULTIPLY = "What is 6 times 7?"
+LOOK_UP = "Look up Café 東京."
+TIME = "What time is it?"
+BOTH = "What is 6 times 7, and look up Café 東京."
+HELLO = "Say hello."
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiplies two numbers."""
+    return a * b
+
+
+def look_up(query: str) -> str:
+    """Looks a place up."""
+    return f"{query} is at the harbour."
+
+
+def clock() -> str:
+    """Tells the time."""
+    return "noon"
+
+
+TOOLS = [FunctionTool.from_defaults(fn=fn) for fn in (multiply, look_up, clock)]
+ONE = TOOLS[:1]
+
+
+async def refuses_no_tools(llm: FunctionCallingLLM, refusal: Any) -> None:
+    with pytest.raises(refusal, match="no tools"):
+        llm.predict_and_call([], HELLO)
+    with pytest.raises(refusal, match="no tools"):
+        await llm.apredict_and_call([], HELLO)
+
+
+class LLMToolTests(LLMTests):
+    """The model must call ``multiply`` for MULTIPLY, ``look_up`` for LOOK_UP, ``clock`` for TIME, the
+    first two for BOTH, none for HELLO, and use the result of a tool in its answer."""
+
+    @pytest.fixture
+    def llm(self) -> FunctionCallingLLM:
+        made = self.made()
+        assert isinstance(made, FunctionCallingLLM)
+        return made
+
+    # -- one call -------------------------------------------------------------------------------
+
+    def assert_multiplies(self, llm: FunctionCallingLLM, response: ChatResponse) -> None:
+        (call,) = llm.get_tool_calls_from_response(response)
+        assert (call.tool_name, call.tool_kwargs) == ("multiply", {"a": 6, "b": 7})
+        assert call.tool_id
+        blocks = [b for b in response.message.blocks if isinstance(b, ToolCallBlock)]
+        assert [block.tool_call_id for block in blocks] == [call.tool_id]
+
+    def test_metadata_reports_tools(self, llm: FunctionCallingLLM) -> None:
+        assert llm.metadata.is_function_calling_model
+
+    def test_chat_with_tools(self, llm: FunctionCallingLLM) -> None:
+        self.assert_multiplies(llm, llm.chat_with_tools(TOOLS, MULTIPLY))
+
+    async def test_achat_with_tools(self, llm: FunctionCallingLLM) -> None:
+        self.assert_multiplies(llm, await llm.achat_with_tools(TOOLS, MULTIPLY))
+
+    def test_stream_chat_with_tools(self, llm: FunctionCallingLLM) -> None:
+        *before, last = llm.stream_chat_with_tools(TOOLS, MULTIPLY)
+        self.assert_multiplies(llm, last)
+        for response in before:
+            assert not llm.get_tool_calls_from_response(response, error_on_no_tool_call=False)
+
+    async def test_astream_chat_with_tools(self, llm: FunctionCallingLLM) -> None:
+        stream = await llm.astream_chat_with_tools(TOOLS, MULTIPLY)
+        self.assert_multiplies(llm, [response async for response in stream][-1])
+
+    def test_usage_comes_with_calls_too(self, llm: FunctionCallingLLM) -> None:
+        *_, last = llm.stream_chat_with_tools(TOOLS, MULTIPLY)
+        for response in (llm.chat_with_tools(TOOLS, MULTIPLY), last):
+            assert response.raw["usage"]["completion_tokens"] > 0
+            assert response.raw["finish_reason"] == "tool_calls"
+
+    def test_a_call_is_not_part_of_the_text(self, llm: FunctionCallingLLM) -> None:
+        responses = list(llm.stream_chat_with_tools(TOOLS, MULTIPLY))
+        assert "multiply" not in "".join(response.delta or "" for response in responses)
+        assert "multiply" not in (responses[-1].message.content or "")
+
+    def test_the_question_may_be_a_message_or_the_history(self, llm: FunctionCallingLLM) -> None:
+        message = ChatMessage(role="user", content=MULTIPLY)
+        self.assert_multiplies(llm, llm.chat_with_tools(TOOLS, message))
+        self.assert_multiplies(llm, llm.chat_with_tools(TOOLS, chat_history=[message]))
+
+    def test_a_tool_without_arguments(self, llm: FunctionCallingLLM) -> None:
+        (call,) = llm.get_tool_calls_from_response(llm.chat_with_tools(TOOLS, TIME))
+        assert (call.tool_name, call.tool_kwargs) == ("clock", {})
+
+    # -- none, or several -----------------------------------------------------------------------
+
+    def test_no_tool_is_called_if_none_is_needed(self, llm: FunctionCallingLLM) -> None:
+        response = llm.chat_with_tools(TOOLS, HELLO)
+        assert response.message.content
+        assert llm.get_tool_calls_from_response(response, error_on_no_tool_call=False) == []
+        with pytest.raises(ValueError):
+            llm.get_tool_calls_from_response(response)
+
+    def test_text_is_streamed_if_no_tool_is_called(self, llm: FunctionCallingLLM) -> None:
+        responses = list(llm.stream_chat_with_tools(TOOLS, HELLO))
+        assert len(responses) > 2
+        assert "".join(r.delta or "" for r in responses) == responses[-1].message.content
+        assert responses[-1].message.content == llm.chat_with_tools(TOOLS, HELLO).message.content
+
+    def test_several_calls_if_they_are_allowed(self, llm: FunctionCallingLLM) -> None:
+        response = llm.chat_with_tools(TOOLS, BOTH, allow_parallel_tool_calls=True)
+        calls = llm.get_tool_calls_from_response(response)
+        assert [call.tool_name for call in calls] == ["multiply", "look_up"]
+        assert len({call.tool_id for call in calls}) == 2
+
+    async def test_one_call_if_only_one_is_allowed(self, llm: FunctionCallingLLM) -> None:
+        self.assert_multiplies(llm, llm.chat_with_tools(TOOLS, BOTH))
+        *_, last = llm.stream_chat_with_tools(TOOLS, BOTH)
+        self.assert_multiplies(llm, last)
+
+    def test_without_tools_it_just_chats(self, llm: FunctionCallingLLM) -> None:
+        assert llm.chat_with_tools([], HELLO).message.content
+
+    # -- choice ---------------------------------------------------------------------------------
+
+    def test_a_required_call_is_made(self, llm: FunctionCallingLLM) -> None:
+        response = llm.chat_with_tools(ONE, MULTIPLY, tool_required=True)
+        self.assert_multiplies(llm, response)
+
+    def test_a_chosen_tool_is_called(self, llm: FunctionCallingLLM) -> None:
+        response = llm.chat_with_tools(TOOLS, MULTIPLY, tool_choice="multiply")
+        self.assert_multiplies(llm, response)
+
+    def test_choosing_none_calls_none(self, llm: FunctionCallingLLM) -> None:
+        response = llm.chat_with_tools(TOOLS, MULTIPLY, tool_choice="none")
+        assert not llm.get_tool_calls_from_response(response, error_on_no_tool_call=False)
+
+    def test_choosing_what_was_not_offered_is_refused(self, llm: FunctionCallingLLM) -> None:
+        with pytest.raises(self.refusal, match="look_up"):
+            llm.chat_with_tools(ONE, MULTIPLY, tool_choice="look_up")
+
+    # -- results --------------------------------------------------------------------------------
+
+    def test_a_tools_result_is_read(self, llm: FunctionCallingLLM) -> None:
+        asked = ChatMessage(role="user", content=MULTIPLY)
+        called = llm.chat_with_tools(TOOLS, asked)
+        (call,) = llm.get_tool_calls_from_response(called)
+        known = {"tool_call_id": call.tool_id, "name": call.tool_name}
+        result = ChatMessage(role="tool", content="42", additional_kwargs=known)
+        answer = llm.chat_with_tools(TOOLS, chat_history=[asked, called.message, result])
+        assert "42" in (answer.message.content or "")
+
+    def test_predict_and_call(self, llm: FunctionCallingLLM) -> None:
+        response = llm.predict_and_call(TOOLS, MULTIPLY)
+        assert response.response == "42"
+        assert [source.tool_name for source in response.sources] == ["multiply"]
+
+    async def test_apredict_and_call(self, llm: FunctionCallingLLM) -> None:
+        assert (await llm.apredict_and_call(TOOLS, MULTIPLY)).response == "42"
+
+    async def test_predict_and_call_of_no_tools_is_refused(self, llm: FunctionCallingLLM) -> None:
+        await refuses_no_tools(llm, self.refusal)
+
+    # -- agents ---------------------------------------------------------------------------------
+
+    async def test_a_function_agent_calls_and_answers(self, llm: FunctionCallingLLM) -> None:
+        for streaming in (True, False):
+            agent = FunctionAgent(tools=TOOLS, llm=llm, streaming=streaming)
+            output = await agent.run(MULTIPLY)
+            assert "42" in str(output)
+            assert [call.tool_name for call in output.tool_calls] == ["multiply"]
+
+    async def test_a_function_agent_streams_its_answer(self, llm: FunctionCallingLLM) -> None:
+        handler = FunctionAgent(tools=TOOLS, llm=llm).run(MULTIPLY)
+        deltas = [e.delta async for e in handler.stream_events() if isinstance(e, AgentStream)]
+        assert "".join(deltas).strip() == str(await handler).strip()
+
+    async def test_a_function_agent_may_be_told_its_first_tool(
+        self, llm: FunctionCallingLLM
+    ) -> None:
+        agent = FunctionAgent(tools=TOOLS, llm=llm, initial_tool_choice="multiply")
+        assert "42" in str(await agent.run(MULTIPLY))
+
+    async def test_agents_that_ask_in_plain_text_work(self, llm: FunctionCallingLLM) -> None:
+        assert "42" in str(await ReActAgent(tools=ONE, llm=llm).run(MULTIPLY))
+
+
+class LLMWithoutToolsTests(LLMTests):
+    """A model without tools says so, and agents that ask in plain text work."""
+
+    @pytest.fixture
+    def llm(self) -> FunctionCallingLLM:
+        made = self.made()
+        assert isinstance(made, FunctionCallingLLM)
+        return made
+
+    async def test_tools_are_refused(self, llm: FunctionCallingLLM) -> None:
+        assert not llm.metadata.is_function_calling_model
+        with pytest.raises(self.refusal, match="multiply"):
+            llm.chat_with_tools(ONE, MULTIPLY)
+        with pytest.raises(self.refusal, match="multiply"):
+            llm.stream_chat_with_tools(ONE, MULTIPLY)
+        with pytest.raises(self.refusal, match="multiply"):
+            await llm.achat_with_tools(ONE, MULTIPLY)
+        with pytest.raises(self.refusal, match="multiply"):
+            await llm.astream_chat_with_tools(ONE, MULTIPLY)
+
+    def test_without_tools_it_just_chats(self, llm: FunctionCallingLLM) -> None:
+        assert llm.chat_with_tools([], HELLO).message.content
+
+    async def test_a_function_agent_is_refused(self, llm: FunctionCallingLLM) -> None:
+        with pytest.raises(ValueError, match="FunctionCallingLLM"):
+            await FunctionAgent(tools=ONE, llm=llm).run(MULTIPLY)
+
+    def test_predict_and_call_asks_in_plain_text(self, llm: FunctionCallingLLM) -> None:
+        assert "42" in llm.predict_and_call(ONE, MULTIPLY).response
+
+    async def test_apredict_and_call_asks_in_plain_text(self, llm: FunctionCallingLLM) -> None:
+        assert "42" in (await llm.apredict_and_call(ONE, MULTIPLY)).response
+
+    def test_predict_and_call_takes_a_formatter_and_a_parser(self, llm: FunctionCallingLLM) -> None:
+        given = {"react_chat_formatter": ReActChatFormatter(), "output_parser": ReActOutputParser()}
+        assert "42" in llm.predict_and_call(ONE, MULTIPLY, **given).response
+
+    async def test_predict_and_call_that_calls_nothing_is_refused(
+        self, llm: FunctionCallingLLM
+    ) -> None:
+        with pytest.raises(self.refusal, match="multiply"):
+            llm.predict_and_call(ONE, HELLO)
+        with pytest.raises(self.refusal, match="multiply"):
+            await llm.apredict_and_call(ONE, HELLO)
+        assert llm.predict_and_call(ONE, HELLO, error_on_no_tool_call=False).sources == []
+
+    async def test_predict_and_call_of_no_tools_is_refused(self, llm: FunctionCallingLLM) -> None:
+        await refuses_no_tools(llm, self.refusal)
+
+    async def test_agents_that_ask_in_plain_text_work(self, llm: FunctionCallingLLM) -> None:
+        assert "42" in str(await ReActAgent(tools=ONE, llm=llm).run(MULTIPLY))
+
+
+class Place(BaseModel):
+    """A place and who built it."""
+
+    name: str
+    year: int = Field(description="When it was built.")
+    builders: list[str] = []
+
+
+ABOUT = PromptTemplate("Tell me about the {thing} as a Place.")
+EXPECTED = Place(name="harbour", year=1874, builders=["the company"])
+ABOUT_HARBOUR = ABOUT.format(thing="harbour")
+
+
+class LLMStructuredTests(LLMTests):
+    """The model must describe the harbour as EXPECTED, in a call of ``Place`` or in JSON."""
+
+    def test_structured_predict(self) -> None:
+        assert self.made().structured_predict(Place, ABOUT, thing="harbour") == EXPECTED
+
+    async def test_astructured_predict(self) -> None:
+        assert await self.made().astructured_predict(Place, ABOUT, thing="harbour") == EXPECTED
+
+    def test_a_structured_llm_completes_and_chats(self) -> None:
+        structured = self.made().as_structured_llm(Place)
+        assert structured.complete(ABOUT_HARBOUR).raw == EXPECTED
+        response = structured.chat([ChatMessage(role="user", content=ABOUT_HARBOUR)])
+        assert response.raw == EXPECTED
+        assert Place.model_validate_json(response.message.content or "") == EXPECTED
+
+    async def test_a_structured_llm_achats(self) -> None:
+        structured = self.made().as_structured_llm(Place)
+        response = await structured.achat([ChatMessage(role="user", content=ABOUT_HARBOUR)])
+        assert response.raw == EXPECTED
+
+    def test_what_does_not_fit_is_an_error(self) -> None:
+        class Ship(BaseModel):
+            """A ship, which the model does not know."""
+
+            tonnage: int
+
+        with pytest.raises(ValueError):
+            self.made().structured_predict(Ship, ABOUT, thing="harbour")
+
+
+class LLMStructuredStreamTests(LLMTests):
+    """LlamaIndex streams structured output of models that call tools."""
+
+    def test_stream_structured_predict(self) -> None:
+        *_, last = self.made().stream_structured_predict(Place, ABOUT, thing="harbour")
+        assert Place.model_validate(last.model_dump()) == EXPECTED
+
+    async def test_astream_structured_predict(self) -> None:
+        stream = await self.made().astream_structured_predict(Place, ABOUT, thing="harbour")
+        last = [partial async for partial in stream][-1]
+        assert Place.model_validate(last.model_dump()) == EXPECTED
