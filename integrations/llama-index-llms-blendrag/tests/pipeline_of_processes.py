@@ -1,4 +1,4 @@
-"""An ingestion pipeline with two worker processes, and what came of it; run by ``test_processes.py``.
+"""Runs an ingestion pipeline with two worker processes and prints the result, for ``test_processes.py``.
 
 python pipeline_of_processes.py STORE
 """

@@ -1,4 +1,4 @@
-"""Documents that tests of the corpus are about, and what of them an engine holds."""
+"""Documents about places for tests, and what an engine holds of them."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ def entries_of(engine: BlendEngine, place: str) -> list[str]:
 
 
 def keys(engine: BlendEngine) -> int:
-    """Chunks whose KV is stored, and the one that the engine checks itself by."""
+    """Stored chunks, including the one of the engine's self-check."""
     return engine.stats().entries

@@ -1,4 +1,4 @@
-"""Nodes, vectors and KV stay in step, whatever LlamaIndex changes them by."""
+"""Pipelines and indexes keep nodes, vectors and KV consistent."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def test_a_pipeline_stores_nodes_vectors_and_kv(engine: BlendEngine) -> None:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-async def test_upserts_change_kv_and_keep_what_is_gone(engine: BlendEngine, is_async: bool) -> None:
+async def test_upserts_change_kv_and_keep_missing_documents(
+    engine: BlendEngine, is_async: bool
+) -> None:
     made = pipeline(engine, DocstoreStrategy.UPSERTS)
 
     async def run(*documents: Document) -> Sequence[Any]:
@@ -91,7 +93,7 @@ async def test_upserts_change_kv_and_keep_what_is_gone(engine: BlendEngine, is_a
     assert keys(engine) == held - len(before) + 1  # the KV of the old text is gone
 
 
-def test_upserts_and_delete_removes_the_kv_of_what_is_gone(engine: BlendEngine) -> None:
+def test_upserts_and_delete_removes_the_kv_of_missing_documents(engine: BlendEngine) -> None:
     made = pipeline(engine, DocstoreStrategy.UPSERTS_AND_DELETE)
     made.run(documents=[document("Bay"), document("Cape")])
     held, gone = keys(engine), len(entries_of(engine, "Cape"))
@@ -101,7 +103,7 @@ def test_upserts_and_delete_removes_the_kv_of_what_is_gone(engine: BlendEngine) 
     assert engine.library.search("ships of Cape", 3)[0].entry.parent == "Bay"
 
 
-def test_kv_of_a_text_that_another_document_has_too_stays(engine: BlendEngine) -> None:
+def test_kv_shared_with_another_document_stays(engine: BlendEngine) -> None:
     made = pipeline(engine, DocstoreStrategy.UPSERTS_AND_DELETE)
     made.run(documents=[document("Bay"), document("Cape", text_about("Bay"))])
     held = keys(engine)
@@ -142,7 +144,7 @@ def test_an_index_is_made_from_documents(engine: BlendEngine, store: BlendVector
 # -- precomputing for other vector stores -------------------------------------------------------
 
 
-def test_precomputing_hands_nodes_on_and_stores_their_kv(engine: BlendEngine) -> None:
+def test_precompute_returns_nodes_unchanged_and_stores_their_kv(engine: BlendEngine) -> None:
     nodes = [TextNode(text=text_about(place)) for place in ("Bay", "Cape")]
     before = [node.model_copy(deep=True) for node in nodes]
     assert list(BlendPrecompute(engine=engine)(nodes)) == nodes == before
@@ -150,7 +152,7 @@ def test_precomputing_hands_nodes_on_and_stores_their_kv(engine: BlendEngine) ->
     assert engine.library.search("ships", 3) == []  # someone else's vector store finds them
 
 
-async def test_precomputing_again_drops_the_earlier_version(engine: BlendEngine) -> None:
+async def test_precompute_drops_the_earlier_version_of_a_document(engine: BlendEngine) -> None:
     step = BlendPrecompute(engine=engine)
     parser = BlendNodeParser(engine=engine)
     step(parser([document("Bay"), document("Cape")]))
@@ -175,7 +177,7 @@ def test_a_pipelines_cache_does_not_hide_missing_kv(engine: BlendEngine) -> None
     assert engine.library.has_kv(["Bay"]) == {"Bay": True}
 
 
-# -- written down -------------------------------------------------------------------------------
+# -- serialisation ------------------------------------------------------------------------------
 
 
 def test_a_wrapper_is_pickled_by_its_names_or_not_at_all(

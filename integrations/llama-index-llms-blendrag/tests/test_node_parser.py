@@ -1,4 +1,4 @@
-"""``BlendNodeParser``: pieces no longer than a chunk, and exactly what the document says."""
+"""``BlendNodeParser``: exact substrings of a document within the limit of a chunk."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def parser(engine: BlendEngine) -> BlendNodeParser:
     return BlendNodeParser(engine=engine)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_pieces_are_exact_substrings_within_the_limit(
     parser: BlendNodeParser, engine: BlendEngine, seed: int
 ) -> None:

@@ -1,4 +1,4 @@
-"""Pipelines with ``num_workers``: real processes, each with an engine of its own over one store."""
+"""Pipelines with ``num_workers``: each process has its own engine over the same store."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ pytestmark = pytest.mark.slow
 HERE = Path(__file__).resolve().parent
 OFFLINE = {
     **os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "BLENDRAG_CHUNK_TOKENS": "64",
-    "PYTHONPATH": str(HERE),
+    "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_worker_processes_store_kv_and_forked_ones_say_what_to_do(tmp_path: Path) -> None:
+def test_spawned_workers_store_kv_and_forked_ones_are_refused(tmp_path: Path) -> None:
     script = [sys.executable, str(HERE / "pipeline_of_processes.py"), str(tmp_path / "kv")]
     done = subprocess.run(script, env=OFFLINE, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -44,7 +45,7 @@ def test_worker_processes_store_kv_and_forked_ones_say_what_to_do(tmp_path: Path
         assert told == ""
 
 
-def test_a_given_engine_is_not_sent_to_worker_processes(engine: BlendEngine) -> None:
+def test_a_given_engine_cannot_be_sent_to_workers(engine: BlendEngine) -> None:
     made = IngestionPipeline(transformations=[BlendPrecompute(engine=engine)])
     with pytest.raises(InvalidInputError, match="made with engine= cannot be pickled") as raised:
         made.run(documents=[document("Bay"), document("Cape")], num_workers=2)

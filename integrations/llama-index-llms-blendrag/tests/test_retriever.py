@@ -1,4 +1,4 @@
-"""``BlendRetriever``: what a node of ours carries."""
+"""``BlendRetriever``: nodes, scores and metadata."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``BlendSynthesizer`` and ``BlendPromptHelper``: chunks whole, in order, as many as fit."""
+"""``BlendSynthesizer`` and ``BlendPromptHelper`` pack whole chunks in order, as many as fit."""
 
 from __future__ import annotations
 

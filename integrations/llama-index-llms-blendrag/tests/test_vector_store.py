@@ -1,4 +1,4 @@
-"""``BlendVectorStore``: nodes come back as they were, are found, filtered and removed."""
+"""``BlendVectorStore``: nodes are returned unchanged, searched, filtered and removed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def ids(store: BlendVectorStore, **query: Any) -> list[str]:
     return sorted(store.query(VectorStoreQuery(**asked)).ids or [])
 
 
-def test_a_node_comes_back_as_it_was(store: BlendVectorStore, engine: BlendEngine) -> None:
+def test_a_node_is_returned_unchanged(store: BlendVectorStore, engine: BlendEngine) -> None:
     parser = BlendNodeParser(engine=engine, count_metadata=False)
     nodes = parser.get_nodes_from_documents([document("Bay", year=1, tags=["a", "b"])])
     store.add(nodes)
@@ -64,7 +64,7 @@ def test_a_node_comes_back_as_it_was(store: BlendVectorStore, engine: BlendEngin
     assert hit.node in nodes
 
 
-def test_a_node_of_any_kind_comes_back_as_it_was(store: BlendVectorStore) -> None:
+def test_nodes_of_other_kinds_are_returned_unchanged(store: BlendVectorStore) -> None:
     nodes = [
         ImageNode(text=text_about("Bay"), image_url="http://localhost/x.png"),
         Node(text_resource=MediaResource(text=text_about("Cape"))),
@@ -98,7 +98,7 @@ def test_nodes_are_deleted_by_id_and_filter(filled: BlendVectorStore, engine: Bl
     assert filled.get_nodes() == []
 
 
-async def test_the_async_twins_do_the_same(store: BlendVectorStore) -> None:
+async def test_async_methods_do_the_same(store: BlendVectorStore) -> None:
     await store.async_add([TextNode(id_="Bay", text=text_about("Bay"))])
     asked = VectorStoreQuery(query_str="ships", similarity_top_k=1)
     assert (await store.aquery(asked)).ids == ["Bay"]
@@ -109,7 +109,7 @@ async def test_the_async_twins_do_the_same(store: BlendVectorStore) -> None:
     assert (await store.aquery(asked)).ids == []
 
 
-def test_mmr_prefers_what_is_unlike(store: BlendVectorStore) -> None:
+def test_mmr_prefers_diverse_nodes(store: BlendVectorStore) -> None:
     same = text_about("Bay")
     store.add([TextNode(id_=str(n), text=f"{same} {n}") for n in range(3)])
     store.add([TextNode(id_="other", text="The sister of the founder wrote about a fox.")])
@@ -118,7 +118,7 @@ def test_mmr_prefers_what_is_unlike(store: BlendVectorStore) -> None:
     assert "other" not in ids(store, query_str=same, similarity_top_k=2)
 
 
-def test_the_indexs_own_vectors_are_kept_where_it_is_named(engine: BlendEngine) -> None:
+def test_embedding_name_keeps_the_vectors_of_the_index(engine: BlendEngine) -> None:
     own = BlendVectorStore(engine=engine, embedding_name="mine")
     index = VectorStoreIndex.from_vector_store(own, embed_model=MockEmbedding(embed_dim=7))
     index.insert_nodes([TextNode(id_="Bay", text=text_about("Bay"))])
@@ -130,7 +130,7 @@ def test_the_indexs_own_vectors_are_kept_where_it_is_named(engine: BlendEngine) 
         )
 
 
-def test_wrong_input_is_refused_in_a_sentence(store: BlendVectorStore) -> None:
+def test_wrong_input_is_refused(store: BlendVectorStore) -> None:
     with pytest.raises(InvalidInputError, match="surrogate"):
         store.add([TextNode(id_="Bay", text=text_about("Bay") + "\ud800")])
     assert store.get_nodes() == []
@@ -140,24 +140,23 @@ def test_wrong_input_is_refused_in_a_sentence(store: BlendVectorStore) -> None:
         store.query(VectorStoreQuery(query_embedding=[1.0]))
 
 
-SEARCHES: dict[str, Callable[[BlendEngine], Any]] = {
-    "retriever": lambda e: BlendRetriever(engine=e).retrieve("ships"),
-    "query": lambda e: ids(BlendVectorStore(engine=e)),
-    "add": lambda e: BlendVectorStore(engine=e).add([TextNode(text=text_about("Cape"))]),
-    "delete": lambda e: BlendVectorStore(engine=e).delete("Bay"),
-    "embedding": lambda e: BlendEmbedding(engine=e).get_text_embedding("ships"),
-    "question": lambda e: BlendEmbedding(engine=e).get_query_embedding("ships"),
-    "precompute": lambda e: BlendPrecompute(engine=e)([TextNode(text=text_about("Cape"))]),
-    "parser": lambda e: BlendNodeParser(engine=e).split_text("ships"),
-}
-
-
-@pytest.mark.parametrize("way", SEARCHES)
-def test_using_a_given_engine_after_it_was_closed_is_one_sentence(
-    filled: BlendVectorStore, engine: BlendEngine, way: str
+def test_a_closed_engine_is_an_error_in_every_call(
+    filled: BlendVectorStore, engine: BlendEngine
 ) -> None:
-    SEARCHES[way](engine)
+    calls: list[Callable[[], Any]] = [
+        lambda: BlendRetriever(engine=engine).retrieve("ships"),
+        lambda: ids(filled),
+        lambda: filled.add([TextNode(text=text_about("Cape"))]),
+        lambda: filled.delete("Bay"),
+        lambda: BlendEmbedding(engine=engine).get_text_embedding("ships"),
+        lambda: BlendEmbedding(engine=engine).get_query_embedding("ships"),
+        lambda: BlendPrecompute(engine=engine)([TextNode(text=text_about("Cape"))]),
+        lambda: BlendNodeParser(engine=engine).split_text("ships"),
+    ]
+    for call in calls:
+        call()
     engine.close()
-    with pytest.raises(BlendragError) as raised:
-        SEARCHES[way](engine)
-    assert str(raised.value) == "this engine is closed; make a new BlendEngine"
+    for call in calls:
+        with pytest.raises(BlendragError) as raised:
+            call()
+        assert str(raised.value) == "this engine is closed; make a new BlendEngine"
