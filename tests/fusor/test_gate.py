@@ -15,7 +15,7 @@ from blendrag.engine import BlendEngine, Options, kv_validity
 from blendrag.errors import UnsupportedModelError
 from blendrag.fusor import attention
 from blendrag.fusor.gate import HeldKV, remembered, verdicts, verify
-from blendrag.fusor.rows import Block, Rows
+from blendrag.fusor.rows import AttentionBlock, Rows
 from blendrag.model import ModelAdapter
 from blendrag.model.positions import Repositioner
 
@@ -110,11 +110,13 @@ def test_sliding_window_ignored_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_triangular_mask_aligned_bottom_right_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def triangular(self: Rows, window: int | None, dtype: torch.dtype, sharing: int) -> list[Block]:
+    def triangular(
+        self: Rows, window: int | None, dtype: torch.dtype, sharing: int
+    ) -> list[AttentionBlock]:
         n, s = self.prompt_tokens, self.count
         hidden = ~torch.ones(s, n).tril(n - s).bool()
         bias = torch.zeros(s, n, dtype=dtype).masked_fill_(hidden, float("-inf"))
-        return [Block(0, s, 0, n, bias)]
+        return [AttentionBlock(0, s, 0, n, bias)]
 
     adapter = tiny.adapter(tiny.llama())
     monkeypatch.setattr(Rows, "blocks", triangular)

@@ -30,7 +30,7 @@ KEPT = 6
 ALIGNED = 16
 
 
-class Block(NamedTuple):
+class AttentionBlock(NamedTuple):
     """Rows ``[a, b)`` attending keys ``[lo, hi)`` under ``bias`` ``[b-a, hi-lo]`` (0 or -inf).
 
     Folded, ``bias`` is ``[G·(b-a), hi-lo]``: repeated for the G query heads that share a KV head.
@@ -42,7 +42,7 @@ class Block(NamedTuple):
     hi: int
     bias: torch.Tensor
 
-    def folded(self, sharing: int) -> Block:
+    def folded(self, sharing: int) -> AttentionBlock:
         """The same for ``sharing`` query heads at a time."""
         rows, keys = self.bias.shape
         bias = _new_bias(sharing, rows, keys, self.bias)
@@ -141,7 +141,7 @@ class Rows:
         self._is_last = is_last
         self._host = host
         self._stretch = stretch
-        self._blocks: dict[tuple[int | None, torch.dtype, int], list[Block]] = {}
+        self._blocks: dict[tuple[int | None, torch.dtype, int], list[AttentionBlock]] = {}
         self._biases: dict[tuple[int, int, int | None, torch.dtype, int], torch.Tensor] = {}
 
     @property
@@ -175,7 +175,9 @@ class Rows:
             self._biases[key] = self._bias(hidden, dtype, sharing)
         return self._biases[key]
 
-    def blocks(self, window: int | None, dtype: torch.dtype, sharing: int = 1) -> list[Block]:
+    def blocks(
+        self, window: int | None, dtype: torch.dtype, sharing: int = 1
+    ) -> list[AttentionBlock]:
         """The attention calls of a layer with that sliding window (``None``: full attention).
 
         Folded for ``sharing`` query heads per KV head, as many blocks as fit :data:`FOLDED_BYTES`.
@@ -185,19 +187,19 @@ class Rows:
             self._blocks[key] = self._cut(window, dtype, sharing)
         return self._blocks[key]
 
-    def _cut(self, window: int | None, dtype: torch.dtype, sharing: int) -> list[Block]:
+    def _cut(self, window: int | None, dtype: torch.dtype, sharing: int) -> list[AttentionBlock]:
         n = self.prompt_tokens
         if self._is_last:  # sees every key in its window
             lo = max(0, n - (window or n))
             seen = torch.zeros((sharing, n - lo), dtype=dtype, device=self.positions.device)
-            return [Block(0, 1, lo, n, seen)]
+            return [AttentionBlock(0, 1, lo, n, seen)]
         blocks = []
         left = FOLDED_BYTES
         for a, b, lo, hi in self._edges(window, dtype, sharing):
             left -= sharing * (b - a) * (hi - lo) * dtype.itemsize
             folds = sharing if left >= 0 else 1
             hidden = self._hidden(slice(a, b), slice(lo, hi), window)
-            blocks.append(Block(a, b, lo, hi, self._bias(hidden, dtype, folds)))
+            blocks.append(AttentionBlock(a, b, lo, hi, self._bias(hidden, dtype, folds)))
         return blocks
 
     def _edges(
