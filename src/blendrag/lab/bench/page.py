@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,7 +78,9 @@ def _text(page: Path, name: str, path: Path, made_by: Bench) -> str:
         if command.split()[:3] != ["blendrag", "bench", bench]:
             raise ValueError(f"command {command!r}")
         result = TypeAdapter(made_by.result).validate_python(fields)
-        parts = [console([command]), made_by.table(result).markdown(), f"{result.machine}."]
+        table = made_by.table(result)
+        table = replace(table, title=f"{table.title}; {result.machine}.")
+        parts = [console([command]), table.markdown()]
         if made_by.figure is not None:
             parts.append(picture(made_by.figure(result), page, name, CAPTIONS[bench]))
     except (OSError, LookupError, ArithmeticError, TypeError, ValueError, RecursionError) as exc:
