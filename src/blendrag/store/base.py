@@ -156,6 +156,17 @@ class Counters:
     def __getitem__(self, name: str) -> int:
         return self._counts[name]
 
+    def stats(self, tier: str, entries: int, size_bytes: int, limit_bytes: int) -> StoreStats:
+        """The statistics of a store that consists of this tier."""
+        count, hits, evictions = self._counts, self["hits"], self["evictions"]
+        held = TierStats(
+            tier, entries, size_bytes, limit_bytes, hits, count["read_bytes"], evictions
+        )
+        misses, quarantined, puts = count["misses"], count["quarantined"], count["puts"]
+        return StoreStats(
+            entries, size_bytes, hits, misses, evictions, quarantined, puts, tiers=(held,)
+        )
+
 
 class ProcessBound:
     """An object that belongs to the process that made it: neither copied, pickled nor used in a fork."""

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from blendrag.errors import InvalidInputError, StoreError, StoreUnavailableError
-from blendrag.store.base import Counters, ProcessBound, StoreStats, TierStats
+from blendrag.store.base import Counters, ProcessBound, StoreStats
 from blendrag.store.disk_writer import DiskWriter, Pins, Scope
 from blendrag.store.durable import OUT_OF_RESOURCES, named_errors
 from blendrag.store.index import Index, IndexCorrupt
@@ -164,19 +164,7 @@ class DiskStore(ProcessBound):
             with named_errors(f"listing store {self.root}"):
                 sizes = [self._files.size(name) for name in self._files.walk()]
             entries, size_bytes = len(sizes), sum(sizes)
-        count = self._counters
-        hits, read_bytes, evictions = count["hits"], count["read_bytes"], count["evictions"]
-        tier = TierStats("disk", entries, size_bytes, self.limit_bytes, hits, read_bytes, evictions)
-        return StoreStats(
-            entries,
-            size_bytes,
-            hits,
-            count["misses"],
-            evictions,
-            count["quarantined"],
-            puts=count["puts"],
-            tiers=(tier,),
-        )
+        return self._counters.stats("disk", entries, size_bytes, self.limit_bytes)
 
     def close(self) -> None:
         """Write recent uses to the index and release everything. Idempotent.

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from blendrag.errors import StoreFullError
-from blendrag.store.base import Counters, ProcessBound, StoreStats, TierStats
+from blendrag.store.base import Counters, ProcessBound, StoreStats
 from blendrag.store.durable import megabytes
 from blendrag.store.encodings import staging_of, stored_layer_bytes
 from blendrag.store.kv import ChunkKV, KVLayout
@@ -156,14 +156,7 @@ class MemoryStore(ProcessBound):
     def stats(self) -> StoreStats:
         with self._lock:
             entries, size_bytes = len(self._blocks), self._size_bytes
-        count = self._counters
-        hits, evictions = count["hits"], count["evictions"]
-        tier = TierStats(
-            "memory", entries, size_bytes, self.limit_bytes, hits, count["read_bytes"], evictions
-        )
-        return StoreStats(
-            entries, size_bytes, hits, count["misses"], evictions, quarantined=0, tiers=(tier,)
-        )
+        return self._counters.stats("memory", entries, size_bytes, self.limit_bytes)
 
     def close(self) -> None:
         """Drop everything. Idempotent."""
