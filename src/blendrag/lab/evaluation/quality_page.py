@@ -1,6 +1,6 @@
 """The tables and pictures of docs/quality.md: ``python -m blendrag.lab.evaluation.quality_page``.
 
-Measures what :mod:`blendrag.lab.evaluation.runs` lists, keeps the results beside the page as JSON, and writes
+Measures what :mod:`blendrag.lab.evaluation.runs` lists, keeps the results in its folder as JSON, and writes
 the page's regions from the kept results alone; ``--page-only`` measures nothing. Equal results give an equal
 page.
 """

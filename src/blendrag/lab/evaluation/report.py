@@ -57,19 +57,23 @@ def tables(rows: Sequence[Row], width: int) -> list[ResultTable]:
         if groups[-1] and taken + _width(column, whole) >= width:
             groups.append([])
         groups[-1].append(column)
-    first = rows[0]
+    first, schedules = rows[0], {row.schedule for row in rows if row.schedule}
     title = (
         f"{first.dataset}: {first.n} questions, up to {first.n_chunks} chunks of at most "
         f"{first.chunk_tokens} tokens; score: {first.metric.replace('_', ' ')}"
     )
-    made = [table([*names, *group], whole) for group in groups]
-    made[0] = table([*names, *groups[0]], whole, title)
-    made[-1] = ResultTable(made[-1].head, made[-1].rows, made[-1].title, [LEGEND])
-    return made
+    if len(schedules) == 1:
+        title += f"; schedule {schedules.pop()}"
+    titles = [title, *[""] * (len(groups) - 1)]
+    notes = [*[[]] * (len(groups) - 1), [LEGEND]]
+    return [
+        table([*names, *group], whole, title, note)
+        for group, title, note in zip(groups, titles, notes, strict=True)
+    ]
 
 
 def names_of(rows: Sequence[Row]) -> list[Column]:
-    """Columns that name a way: policy and ratio, and whatever else varies."""
+    """Columns that name a way: policy and ratio, schedule and prefix if they vary."""
 
     def varies(value: Callable[[Row], object]) -> bool:
         return len({value(row) for row in rows} - {None, ""}) > 1

@@ -48,7 +48,6 @@ def evaluate(
     chunk_tokens: int = 64,
     n_questions: int = 3,
     form: Form = NATIVE,
-    modes: tuple[Mode, ...] = MODES,
 ) -> tuple[Score, ...]:
     """Exact match by mode and question kind, at most `n_questions` of each kind and context."""
     writer = Writer(tokenizer)
@@ -56,7 +55,7 @@ def evaluate(
     made = contexts(tokenizer, seed, split, n_contexts, n_chunks, chunk_tokens, n_questions)
     for context in made:
         sample = writer.sample(form, entries(context), list(context.questions))
-        for mode in modes:
+        for mode in MODES:
             for asked, correct in zip(sample.questions, answered(model, sample, mode), strict=True):
                 right[mode, asked.kind].append(correct)
     return tuple(
@@ -124,7 +123,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--chunks", type=_count, default=6)
     add("--chunk-tokens", type=_count, nargs="+", default=[64, 128, 512])
     add("--forms", nargs="+", default=[NATIVE.name], choices=[form.name for form in FORMS])
-    add("--modes", nargs="+", default=list(MODES), choices=MODES)
     return parser
 
 
@@ -147,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for size in args.chunk_tokens:
             scores = evaluate(
                 adapter.model, adapter.tokens.tokenizer, args.seed, args.split, args.contexts,
-                args.chunks, size, form=form, modes=tuple(args.modes),
+                args.chunks, size, form=form,
             )  # fmt: skip
             for score in scores:
                 print(

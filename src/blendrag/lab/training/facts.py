@@ -1,4 +1,4 @@
-"""What generated documents can say: names, attributes and phrases, read from the TOML files beside this.
+"""What generated documents can say: names, attributes and phrases, read from TOML files.
 
 Names and pairs of opener and statement are dealt to the splits, so that none is in two of them. All
 splits share the words: a held-out name is a pair of words that never occurred together in training.
@@ -54,15 +54,8 @@ def _attribute(record: Mapping[str, Any], shared: Mapping[str, str]) -> Attribut
     values: str = record.get("values", "")
     if values.startswith("$"):
         values = shared[values[1:]]
-    return Attribute(
-        record["key"],
-        tuple(values.split()),
-        tuple(record["statements"]),
-        tuple(record["questions"]),
-        tuple(record.get("comparisons", ())),
-        record.get("to", ""),
-        record.get("path", ""),
-    )
+    lists = {name: tuple(value) for name, value in record.items() if isinstance(value, list)}
+    return Attribute(**{**record, **lists, "values": tuple(values.split())})
 
 
 _RECORDS = _read("facts.toml")

@@ -86,10 +86,9 @@ def draw(
     for kind, n in asked.items():
         of_kind = [q for q in questions if q.kind == kind]
         left = rng.sample(of_kind, len(of_kind))
-        while n and left:
+        for _ in range(min(n, len(left))):
             left.sort(key=lambda q: sum(d.document_id == q.document_id for d in drawn))
             drawn.append(left.pop(0))
-            n -= 1
     return drawn
 
 
