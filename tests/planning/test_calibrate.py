@@ -26,10 +26,8 @@ from blendrag.errors import (
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.planning.calibrate import (
     ANSWER_TOKENS,
-    Found,
     MeanDeviation,
     Step,
-    Tried,
     deviation,
     divergence,
     families,
@@ -133,20 +131,6 @@ def test_an_interrupt_before_anything_was_measured_is_raised() -> None:
         search(measure, 6, 0.2)
 
 
-def test_an_interrupt_while_a_family_is_noted_leaves_the_best_no_worse(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Interrupting(list[Tried]):
-        def append(self, tried: Tried) -> None:
-            super().append(tried)
-            raise KeyboardInterrupt
-
-    monkeypatch.setitem(search.__globals__, "Found", lambda: Found(families=Interrupting()))
-    result = search(distance_to([0.2] * 5, 0.2), 6, 0.2)
-    assert result.interrupted
-    assert result.best == result.family
-
-
 # -- the measure --------------------------------------------------------------------------------
 
 
@@ -190,6 +174,9 @@ def test_the_schedule_found_for_the_policy_at_the_nearest_ratio_is_taken(tmp_pat
     ):
         assert nearest(calibrations_of(tmp_path, "n", policy), ratio) == expected
     assert calibrations_of(tmp_path, "another", "query") == ()
+    assert near.note(RATIO) == ""
+    assert "found at ratio 0.2, the nearest to 0.5" in near.note(0.5)
+    assert "blendrag calibrate --policy 'query' --ratio 0.5" in near.note(0.5)
 
 
 @pytest.mark.parametrize(
@@ -317,21 +304,6 @@ def test_a_schedule_found_on_questions_runs_for_every_answer(engine: BlendEngine
     engine.calibrate(options(), interrupt_after(1))  # does not replace what was found on questions
     metrics = engine.generate(prompt(engine), Options(ratio=RATIO, max_new_tokens=1)).metrics
     assert (metrics.schedule, metrics.notes) == (str(best.schedule), ())
-
-
-@pytest.mark.parametrize("schedule", ["calibrated", None])
-def test_a_schedule_found_at_another_ratio_is_used_with_a_note(
-    engine: BlendEngine, schedule: str | None
-) -> None:
-    kept(engine).keep(found())
-    asked = Options(schedule=schedule, ratio=0.5, max_new_tokens=1)
-    metrics = engine.generate(prompt(engine), asked).metrics
-    assert metrics.schedule == str(found().schedule)
-    (note,) = metrics.notes
-    assert "found at ratio 0.2, the nearest to 0.5" in note
-    assert "blendrag calibrate --policy 'query' --ratio 0.5" in note
-    for other in (Options(schedule="linear", ratio=0.5), Options(schedule=schedule, mode="reuse")):
-        assert engine.generate(prompt(engine), other).metrics.notes == ()
 
 
 def test_a_missing_calibration_is_reported_once_per_policy(tmp_path: Path) -> None:

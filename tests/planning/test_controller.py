@@ -192,49 +192,38 @@ def test_the_calibrated_schedule_is_that_of_the_ratio_chosen(engine: BlendEngine
     assert (fixed.schedule, fixed.notes) == (str(near.schedule), ())
 
 
-def test_a_request_may_set_the_smallest_ratio(engine: BlendEngine) -> None:
-    own = replace(AUTO, min_ratio=0.4)
-    assert ask(engine, own).metrics.ratio == pytest.approx(0.4, abs=0.01)  # without a profile
-    profiled(engine, 1e12)
-    assert ask(engine, own).metrics.ratio == pytest.approx(0.4, abs=0.01)
-    assert ask(engine, replace(own, min_ratio=0.0)).metrics.recomputed_tokens == 0
-    given = ask(engine, replace(own, ratio=0.2)).metrics
-    assert given.ratio == pytest.approx(0.2, abs=0.01)
-    assert "min_ratio ignored: it applies only to ratio=auto" in given.notes
-
-
 # -- load or compute ---------------------------------------------------------------------------------
 
 
-def test_a_store_slower_than_computing_is_not_read_and_the_answer_says_so(
-    engine: BlendEngine,
+@pytest.mark.parametrize(
+    ("bytes_per_s", "fixed_s", "reason", "says"),
+    [
+        (
+            1e3,
+            0.0,
+            "faster here than waiting",
+            "the store is slower than computing here, so nothing",
+        ),
+        (1e12, 10.0, "faster here than blending", "blending takes longer than computing here"),
+    ],
+)
+def test_nothing_is_read_if_computing_is_faster_and_the_answer_says_so(
+    engine: BlendEngine, bytes_per_s: float, fixed_s: float, reason: str, says: str
 ) -> None:
-    profiled(engine, 1e3)
+    profiled(engine, bytes_per_s, fixed_s=fixed_s)
     before = engine.stats()
     answer = ask(engine)
     metrics = answer.metrics
-    assert metrics.reused_tokens == 0
-    assert metrics.load_s == 0.0
+    assert (metrics.reused_tokens, metrics.load_s) == (0, 0.0)
     assert {chunk.outcome for chunk in metrics.chunks} == {"computed"}
-    assert all("faster here than waiting" in chunk.reason for chunk in metrics.chunks)
+    assert all(reason in chunk.reason for chunk in metrics.chunks)
     (note,) = (note for note in metrics.notes if "calibrate" not in note)
-    assert note.startswith("the store is slower than computing here, so nothing was read")
+    assert note.startswith(says)
     assert metrics.decision.endswith("with everything loaded)")  # and nothing about the ratio
     assert "computed afresh" in metrics.decision
     assert answer.text == ask(engine, Options(mode="full", max_new_tokens=2)).text
     after = engine.stats()  # what was computed by choice is not stored again
     assert (after.entries, after.puts) == (before.entries, before.puts)
-
-
-def test_the_store_is_not_blamed_if_blending_takes_longer_than_computing(
-    engine: BlendEngine,
-) -> None:
-    profiled(engine, 1e12, fixed_s=10.0)
-    metrics = ask(engine).metrics
-    assert metrics.reused_tokens == 0
-    assert all("faster here than blending it" in chunk.reason for chunk in metrics.chunks)
-    (note,) = (note for note in metrics.notes if "calibrate" not in note)
-    assert note.startswith("blending takes longer than computing here, so nothing was read")
 
 
 @pytest.mark.parametrize("policy", ["random", "boundary(16)"])
@@ -356,6 +345,11 @@ def test_settings_take_the_ratios_from_the_environment(
     with tiny.engine(model, tmp_path / "s", ratio="auto", min_ratio=0.4, policy="random") as made:
         made.ingest([tiny.document(i) for i in range(3)])
         assert ask(made, Options(max_new_tokens=1)).metrics.ratio == pytest.approx(0.4, abs=0.01)
+        own = ask(made, Options(min_ratio=0.0, max_new_tokens=1)).metrics
+        assert own.recomputed_tokens == 0
+        fixed = ask(made, Options(ratio=0.2, min_ratio=0.4, max_new_tokens=1)).metrics
+        assert fixed.ratio == pytest.approx(0.2, abs=0.01)
+        assert any("min_ratio" in note for note in fixed.notes)
     monkeypatch.setenv("BLENDRAG_RATIO", "automatic")
     with pytest.raises(ValueError):
         Settings()

@@ -142,19 +142,6 @@ def test_again_measures_again_and_directories_keep_their_figures(
     assert second.profile.tier("disk") != first.profile.tier("disk")
 
 
-def test_a_profile_of_another_machine_is_not_used_and_stays(engine: BlendEngine) -> None:
-    mine = engine.profile().profile
-    theirs = replace(mine, conditions=replace(mine.conditions, device="NVIDIA H200", threads=64))
-    kept(engine).unlink()
-    profiles(engine.resources.root, namespace_of(engine)).keep(theirs)
-    says = "device NVIDIA H200, threads 64"
-    assert engine.resources.profile_of(namespace_of(engine)) == (None, says)
-    report = engine.profile()
-    assert (report.is_new, report.replaces) == (True, says)
-    assert engine.resources.profile_of(namespace_of(engine)) == (report.profile, "")
-    assert recall_profile(engine.resources.root, theirs.conditions) == theirs
-
-
 @pytest.mark.skipif(not torch.backends.openmp.is_available(), reason="one count for all threads")
 def test_conditions_are_those_of_the_thread_that_computes(engine: BlendEngine) -> None:
     """torch counts threads per thread, once that thread has computed."""
