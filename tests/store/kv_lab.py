@@ -101,3 +101,30 @@ class Lab:
     @staticmethod
     def payloads(root: Path) -> list[Path]:
         return sorted((root / "kv").rglob("*.kv"))
+
+    @staticmethod
+    def fill(root: Path, numbers=range(5), pinned=(), limit_bytes: int = 1 << 30) -> Path:
+        """A closed store with these chunks."""
+        store = DiskStore(root, limit_bytes)
+        for number in numbers:
+            Lab.put(store, number)
+        for number in pinned:
+            store.pin(Lab.namespace, Lab.key(number))
+        store.close()
+        return root
+
+    @staticmethod
+    def intact(root: Path, numbers=range(10)) -> list[int]:
+        """Those of the chunks that a closed store has, bit-exact."""
+        store = DiskStore(root, None)
+        try:
+            assert store.stats().entries == len(Lab.payloads(root))
+            return [number for number in numbers if Lab.is_right(store, number)]
+        finally:
+            store.close()
+
+    @staticmethod
+    def payload(root: Path, number: int) -> Path:
+        """The file of a chunk in a closed store."""
+        (path,) = (root / "kv").rglob(f"{Lab.key(number)}.*.kv")
+        return path

@@ -21,7 +21,7 @@ from blendrag.store.payload_files import PayloadFiles
 @pytest.fixture
 def filled(lab, root):
     """A closed store of four chunks; number 2 is pinned."""
-    fill(lab, root, range(4), pinned=(2,))
+    lab.fill(root, range(4), pinned=(2,))
     return root
 
 
@@ -36,29 +36,6 @@ def archive(filled, tmp_path):
 def target(tmp_path):
     """A path without a store."""
     return tmp_path / "target"
-
-
-def fill(lab, root, numbers, pinned=(), limit_bytes=1 << 30):
-    store = DiskStore(root, limit_bytes)
-    for number in numbers:
-        lab.put(store, number)
-    for number in pinned:
-        store.pin(lab.namespace, lab.key(number))
-    store.close()
-
-
-def intact(lab, root, numbers=range(10)):
-    store = DiskStore(root, None)
-    try:
-        assert store.stats().entries == len(lab.payloads(root))
-        return [number for number in numbers if lab.is_right(store, number)]
-    finally:
-        store.close()
-
-
-def payload(lab, root, number):
-    (path,) = (root / "kv").rglob(f"{lab.key(number)}.*.kv")
-    return path
 
 
 def members(archive):
@@ -106,7 +83,7 @@ def test_equal_stores_give_equal_archives_and_an_archive_is_replaced(
     lab, filled, archive, tmp_path, monkeypatch
 ):
     before = archive.read_bytes()
-    fill(lab, tmp_path / "other", reversed(range(4)), pinned=(2,))
+    lab.fill(tmp_path / "other", reversed(range(4)), pinned=(2,))
     export_archive(tmp_path / "other", tmp_path / "other.tar")
     assert (tmp_path / "other.tar").read_bytes() == before
     real = os.pread
@@ -137,7 +114,7 @@ def test_one_namespace_can_be_exported(lab, filled, tmp_path):
 
 def test_damaged_payloads_are_left_out_of_a_complete_archive(lab, filled, tmp_path, target):
     for number, offset in ((0, 20), (1, 5000), (3, -1)):
-        path = payload(lab, filled, number)
+        path = lab.payload(filled, number)
         data = bytearray(path.read_bytes())
         data[offset] ^= 1
         path.write_bytes(data)
@@ -146,7 +123,7 @@ def test_damaged_payloads_are_left_out_of_a_complete_archive(lab, filled, tmp_pa
     assert all(any(lab.key(n) in each for each in report.left_out) for n in (0, 1, 3))
     assert len(lab.payloads(filled)) == 4
     assert import_archive(target, tmp_path / "kv.tar").is_complete
-    assert intact(lab, target) == [2]
+    assert lab.intact(target) == [2]
 
 
 @pytest.mark.parametrize("content", [b"", b"a letter", bytes(2048)])
@@ -207,27 +184,27 @@ def test_an_import_creates_a_store_with_the_same_chunks_and_pins(lab, archive, t
     assert (report.imported, report.already_there, report.pinned) == (4, 0, 1)
     assert report.imported_bytes == 4 * lab.entry_bytes
     assert steps[-1][0] <= steps[-1][1] == archive.stat().st_size
-    assert intact(lab, target) == [0, 1, 2, 3]
+    assert lab.intact(target) == [0, 1, 2, 3]
     assert collect(target, 0).left == 1
-    assert intact(lab, target) == [2]
+    assert lab.intact(target) == [2]
 
 
 def test_an_import_adds_what_is_missing_and_can_be_repeated(lab, archive, target):
-    fill(lab, target, [0, 7])
+    lab.fill(target, [0, 7])
     first = import_archive(target, archive)
     before = {path: path.stat().st_mtime_ns for path in lab.payloads(target)}
     second = import_archive(target, archive)
     assert (first.imported, first.already_there) == (3, 1)
     assert (second.imported, second.already_there, second.pinned) == (0, 4, 1)
     assert {path: path.stat().st_mtime_ns for path in lab.payloads(target)} == before
-    assert intact(lab, target) == [0, 1, 2, 3, 7]
+    assert lab.intact(target) == [0, 1, 2, 3, 7]
 
 
 def test_an_import_restores_quarantined_chunks(lab, filled, archive):
-    payload(lab, filled, 1).write_bytes(b"damaged")
+    lab.payload(filled, 1).write_bytes(b"damaged")
     check(filled, repair=True)
     assert import_archive(filled, archive).imported == 1
-    assert intact(lab, filled) == [0, 1, 2, 3]
+    assert lab.intact(filled) == [0, 1, 2, 3]
 
 
 def test_a_given_limit_is_remembered_and_ends_the_import(lab, archive, target):
@@ -236,15 +213,15 @@ def test_a_given_limit_is_remembered_and_ends_the_import(lab, archive, target):
     assert "--disk-bytes" in report.stopped
     assert report.imported == 2
     assert survey(target).limit_bytes == 2 * lab.entry_bytes
-    assert len(intact(lab, target)) == 2
+    assert len(lab.intact(target)) == 2
     assert import_archive(target, archive, disk_bytes=4 * lab.entry_bytes).imported == 2
-    assert intact(lab, target) == [0, 1, 2, 3]
+    assert lab.intact(target) == [0, 1, 2, 3]
 
 
 def test_an_import_evicts_older_entries_like_an_ingest(lab, archive, target):
-    fill(lab, target, range(5, 8), limit_bytes=5 * lab.entry_bytes)
+    lab.fill(target, range(5, 8), limit_bytes=5 * lab.entry_bytes)
     assert import_archive(target, archive).is_complete
-    assert intact(lab, target) == [0, 1, 2, 3, 7]
+    assert lab.intact(target) == [0, 1, 2, 3, 7]
 
 
 def test_a_full_disk_ends_an_import_and_keeps_what_was_imported(lab, archive, target, monkeypatch):
@@ -280,7 +257,7 @@ def test_a_kill_during_an_import_leaves_whole_chunks(lab, archive, target, fork,
 
     _, status = os.waitpid(fork(import_and_die), 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
-    assert len(intact(lab, target)) == when - 1
+    assert len(lab.intact(target)) == when - 1
     assert list((target / "tmp").iterdir()) == []
     assert import_archive(target, archive).is_complete
 
@@ -316,7 +293,7 @@ def test_a_cut_archive_gives_its_whole_payloads_and_an_error(lab, archive, tmp_p
         whole = min((size - 1024) // member, 4)
         assert (report.imported, report.rejected) == (whole, []), size
         assert "is incomplete" in report.stopped
-        assert len(intact(lab, target)) == whole
+        assert len(lab.intact(target)) == whole
         shutil.rmtree(target)
 
 
@@ -447,10 +424,10 @@ def test_a_missing_payload_is_noticed(lab, archive, tmp_path, target):
 
 
 def test_a_payload_larger_than_the_rest_of_the_archive_evicts_nothing(lab, archive, target):
-    fill(lab, target, [7], limit_bytes=lab.entry_bytes)
+    lab.fill(target, [7], limit_bytes=lab.entry_bytes)
     archive.write_bytes(archive.read_bytes()[: 1024 + 512 + 5000])
     assert "ends early" in import_archive(target, archive).stopped
-    assert intact(lab, target) == [7]
+    assert lab.intact(target) == [7]
 
 
 def test_random_mutations_of_an_archive_never_give_wrong_bytes(lab, archive, tmp_path):
@@ -470,6 +447,6 @@ def test_random_mutations_of_an_archive_never_give_wrong_bytes(lab, archive, tmp
             assert not target.exists()
             continue
         outcomes.add("whole" if report.is_complete else "damaged")
-        assert len(intact(lab, target)) == len(lab.payloads(target)) == report.imported
+        assert len(lab.intact(target)) == len(lab.payloads(target)) == report.imported
         shutil.rmtree(target)
     assert outcomes >= {"refused", "damaged"}

@@ -18,20 +18,10 @@ from blendrag.store.maintenance import opening, space
 from blendrag.store.payload_files import QUARANTINE_FILES, PayloadFiles
 
 
-def fill(lab, root, numbers=range(5), pinned=(0,)):
-    store = DiskStore(root, 1 << 30)
-    for number in numbers:
-        lab.put(store, number)
-    for number in pinned:
-        store.pin(lab.namespace, lab.key(number))
-    store.close()
-    return root
-
-
 @pytest.fixture
 def filled(lab, root):
     """A closed store of five chunks; number 0 is pinned."""
-    return fill(lab, root)
+    return lab.fill(root, pinned=(0,))
 
 
 def add_other_namespace(lab, root, number=9):
@@ -41,11 +31,6 @@ def add_other_namespace(lab, root, number=9):
     store.put(namespace, lab.key(number), lab.kv(number, layout, 10))
     store.close()
     return namespace
-
-
-def payload(lab, root, number):
-    (path,) = (root / "kv").rglob(f"{lab.key(number)}.*.kv")
-    return path
 
 
 def flip(path, offset=5000):
@@ -66,14 +51,6 @@ def snapshot(root):
         for path in root.rglob("*")
         if not path.name.startswith("index.db")
     }
-
-
-def intact(lab, root, numbers=range(5)):
-    store = DiskStore(root, None)
-    try:
-        return [number for number in numbers if lab.is_right(store, number)]
-    finally:
-        store.close()
 
 
 def only_namespace(report):
@@ -111,8 +88,8 @@ def test_survey_counts_chunks_of_several_lengths_and_unknown_headers(lab, filled
     store = DiskStore(filled, None)
     store.put(lab.namespace, lab.key("long"), lab.kv(7, tokens=40))
     store.close()
-    payload(lab, filled, 1).write_bytes(b"no payload")
-    link = payload(lab, filled, 2)
+    lab.payload(filled, 1).write_bytes(b"no payload")
+    link = lab.payload(filled, 2)
     link.rename(filled.parent / "moved")
     link.symlink_to(filled.parent / "moved")  # not followed
     each = only_namespace(maintenance.survey(filled))
@@ -150,15 +127,15 @@ def test_a_flipped_bit_in_header_or_any_layer_is_damage(lab, filled):
     data_bytes = lab.entry_bytes - 4096
     offsets = [20, 300, 4096, 4096 + data_bytes // 2, -1]
     for number, offset in enumerate(offsets):
-        flip(payload(lab, filled, number), offset)
+        flip(lab.payload(filled, number), offset)
     report = maintenance.check(filled)
     assert (only_namespace(report).damaged, report.is_good) == (5, False)
     assert {fault.split("/")[1][:64] for fault in report.faults} == set(map(lab.key, range(5)))
 
 
 def test_wrong_lengths_swapped_payloads_links_and_fifos_are_damage(lab, root, tmp_path):
-    fill(lab, root, range(8))
-    paths = [payload(lab, root, number) for number in range(7)]
+    lab.fill(root, range(8), pinned=(0,))
+    paths = [lab.payload(root, number) for number in range(7)]
     for path, change in zip(paths[:3], (-1, -9000, 1), strict=True):
         os.truncate(path, path.stat().st_size + change)
     swapped = paths[3].read_bytes()
@@ -178,11 +155,11 @@ def test_a_payload_without_read_permission_is_unreadable_and_not_repaired(lab, f
     each = only_namespace(report)
     assert (each.good, each.damaged, each.unreadable) == (4, 0, 1)
     assert not report.is_good
-    assert payload(lab, filled, 2).exists()
+    assert lab.payload(filled, 2).exists()
 
 
 def test_missing_and_dead_rows_are_counted_and_are_not_damage(lab, filled):
-    payload(lab, filled, 1).unlink()
+    lab.payload(filled, 1).unlink()
     store = DiskStore(filled, None)
     store._index.drop([store._index.get(lab.namespace, lab.key(2)).name])
     store.close()
@@ -213,7 +190,7 @@ def test_a_damaged_index_is_reported_and_rebuilt_by_a_repair(lab, filled, damage
     assert only_namespace(report).missing_rows is None
     assert maintenance.check(filled, repair=True).is_good
     assert maintenance.check(filled).index == "sound"
-    assert intact(lab, filled) == [0, 1, 2, 3, 4]
+    assert lab.intact(filled) == [0, 1, 2, 3, 4]
 
 
 def test_a_locked_index_is_unavailable_after_a_bounded_wait(lab, filled):
@@ -229,7 +206,7 @@ def test_a_locked_index_is_unavailable_after_a_bounded_wait(lab, filled):
 
 def plant_foreign_files(lab, root):
     """Files that only a user can have put there, and a link out of the store."""
-    shard = payload(lab, root, 2).parent
+    shard = lab.payload(root, 2).parent
     (root / "kv" / lab.namespace / "zz").mkdir()
     (root / "kv" / lab.namespace / "empty").mkdir()
     elsewhere = root.parent / "elsewhere"
@@ -299,8 +276,8 @@ def test_differences_between_files_and_index_are_looked_at_twice(lab, filled, mo
 
 def test_a_repair_quarantines_damaged_payloads_and_drops_dead_rows(lab, filled):
     for number in (2, 3):
-        flip(payload(lab, filled, number))
-    payload(lab, filled, 4).unlink()
+        flip(lab.payload(filled, number))
+    lab.payload(filled, 4).unlink()
     report = maintenance.check(filled, repair=True)
     assert (report.is_good, report.repaired) == (False, True)
     assert len(list((filled / "quarantine").glob("*.kv"))) == 2
@@ -308,18 +285,18 @@ def test_a_repair_quarantines_damaged_payloads_and_drops_dead_rows(lab, filled):
     each = only_namespace(again)
     assert again.is_good
     assert (each.good, each.missing_rows, each.dead_rows) == (2, 0, 0)
-    fill(lab, filled, pinned=())
-    assert intact(lab, filled) == [0, 1, 2, 3, 4]
+    lab.fill(filled)
+    assert lab.intact(filled) == [0, 1, 2, 3, 4]
 
 
 def test_the_quarantine_keeps_the_newest_payloads(lab, root):
-    fill(lab, root, range(QUARANTINE_FILES + 4))
+    lab.fill(root, range(QUARANTINE_FILES + 4), pinned=(0,))
     for number in range(QUARANTINE_FILES + 3):
-        flip(payload(lab, root, number))
+        flip(lab.payload(root, number))
     report = maintenance.check(root, repair=True)
     assert only_namespace(report).damaged == QUARANTINE_FILES + 3
     assert len(list((root / "quarantine").iterdir())) == QUARANTINE_FILES
-    assert intact(lab, root, range(20)) == [QUARANTINE_FILES + 3]
+    assert lab.intact(root, range(20)) == [QUARANTINE_FILES + 3]
 
 
 def test_a_read_error_that_does_not_repeat_costs_no_chunk(lab, filled, failing):
@@ -327,7 +304,7 @@ def test_a_read_error_that_does_not_repeat_costs_no_chunk(lab, filled, failing):
         report = maintenance.check(filled, repair=True)
     assert only_namespace(report).damaged == 1
     assert "Input/output error" in report.faults[0]
-    assert intact(lab, filled) == [0, 1, 2, 3, 4]
+    assert lab.intact(filled) == [0, 1, 2, 3, 4]
 
 
 def test_a_repair_evicts_nothing(lab, filled):
@@ -339,12 +316,12 @@ def test_a_repair_evicts_nothing(lab, filled):
 def test_a_repair_clears_what_a_crash_left_and_keeps_pins(lab, filled):
     (filled / "tmp" / f"{'a' * 16}.writer").touch()
     (filled / "tmp" / f"{'a' * 16}.{'b' * 16}.part").write_bytes(bytes(100))
-    flip(payload(lab, filled, 0))
+    flip(lab.payload(filled, 0))
     maintenance.check(filled, repair=True)
     assert list((filled / "tmp").iterdir()) == []
-    fill(lab, filled, pinned=())
+    lab.fill(filled)
     maintenance.collect(filled, 0)
-    assert intact(lab, filled) == [0]
+    assert lab.intact(filled) == [0]
 
 
 def test_a_check_of_a_store_in_use_finds_nothing_wrong(lab, root, make_store):
@@ -361,11 +338,11 @@ def test_a_check_of_a_store_in_use_finds_nothing_wrong(lab, root, make_store):
 
 
 def test_gc_evicts_the_least_recently_used_down_to_a_size(lab, filled):
-    assert intact(lab, filled, [1]) == [1]  # and now the most recently used
+    assert lab.intact(filled, [1]) == [1]  # and now the most recently used
     steps, size = [], int(3.5 * lab.entry_bytes)
     done = maintenance.collect(filled, size, lambda *step: steps.append(step))
     assert (done.removed, done.left, done.left_bytes) == (2, 3, 3 * lab.entry_bytes)
-    assert intact(lab, filled) == [0, 1, 4]
+    assert lab.intact(filled) == [0, 1, 4]
     assert steps[-1][0] == steps[-1][1]
     assert maintenance.check(filled).is_good
     assert maintenance.collect(filled, size).removed == 0
@@ -375,7 +352,7 @@ def test_gc_keeps_pinned_entries_and_reports_them(lab, filled):
     done = maintenance.collect(filled, 0)
     assert (done.removed, done.left, done.pinned) == (4, 1, 1)
     assert done.left_bytes > done.limit_bytes
-    assert intact(lab, filled) == [0]
+    assert lab.intact(filled) == [0]
 
 
 def test_gc_without_a_size_uses_the_limit_of_the_store(lab, filled):
@@ -387,10 +364,10 @@ def test_gc_without_a_size_uses_the_limit_of_the_store(lab, filled):
 
 def test_gc_and_clear_work_in_batches(lab, root, monkeypatch):
     monkeypatch.setattr(space, "BATCH", 4)
-    fill(lab, root, range(15))
+    lab.fill(root, range(15), pinned=(0,))
     done = maintenance.collect(root, 5 * lab.entry_bytes)
     assert (done.removed, done.left) == (10, 5)
-    assert intact(lab, root, range(15)) == [0, 11, 12, 13, 14]
+    assert lab.intact(root, range(15)) == [0, 11, 12, 13, 14]
     assert maintenance.clear(root).removed == 5
 
 
@@ -421,8 +398,8 @@ def test_clear_removes_all_kv_and_nothing_else(lab, filled):
     for path in kept:
         path.parent.mkdir(exist_ok=True)
         path.write_text("kept", encoding="utf-8")
-    flip(payload(lab, filled, 3), 20)
-    assert intact(lab, filled, [3]) == []  # now in quarantine
+    flip(lab.payload(filled, 3), 20)
+    assert lab.intact(filled, [3]) == []  # now in quarantine
     done = maintenance.clear(filled)
     assert (done.removed, done.left, done.left_bytes, done.pinned) == (4, 0, 0, 0)
     assert [path.read_text(encoding="utf-8") for path in kept] == ["kept"] * 3
@@ -430,8 +407,8 @@ def test_clear_removes_all_kv_and_nothing_else(lab, filled):
     for name in ("pinned", "quarantine", "tmp"):
         assert list((filled / name).iterdir()) == []
     assert maintenance.survey(filled).limit_bytes == 1 << 30
-    fill(lab, filled)
-    assert intact(lab, filled) == [0, 1, 2, 3, 4]
+    lab.fill(filled)
+    assert lab.intact(filled) == [0, 1, 2, 3, 4]
 
 
 def test_clear_of_one_namespace_leaves_the_others(lab, filled):
@@ -465,14 +442,14 @@ def test_clear_removes_pinned_entries_last(lab, filled, monkeypatch):
     with pytest.raises(Stopped):
         maintenance.clear(filled, progress=stop)
     assert len(lab.payloads(filled)) == 3
-    assert intact(lab, filled, [0]) == [0]
+    assert lab.intact(filled, [0]) == [0]
     assert (filled / "pinned" / f"{lab.namespace}.{lab.key(0)}").exists()
     maintenance.clear(filled)
     assert lab.payloads(filled) == []
 
 
 def test_a_kill_during_clear_leaves_a_sound_store(lab, root, fork, monkeypatch):
-    fill(lab, root, range(6))
+    lab.fill(root, range(6), pinned=(0,))
     real, removed = PayloadFiles.remove, []
 
     def dying(self, name):
@@ -485,7 +462,7 @@ def test_a_kill_during_clear_leaves_a_sound_store(lab, root, fork, monkeypatch):
     os.waitpid(fork(lambda: maintenance.clear(root)), 0)
     monkeypatch.undo()
     assert len(lab.payloads(root)) == 4
-    assert len(intact(lab, root, range(6))) == 4  # opening it recovers the index
+    assert len(lab.intact(root, range(6))) == 4  # opening it recovers the index
     each = only_namespace(maintenance.check(root))
     assert (each.good, each.missing_rows, each.dead_rows) == (4, 0, 0)
     maintenance.clear(root)
