@@ -225,9 +225,7 @@ def _abandon(starting: asyncio.Future[Any]) -> None:
     if starting.cancelled() or starting.exception() is not None:
         return
     begun = starting.result()
-    for one in [begun] if isinstance(begun, Started) else begun:
-        if isinstance(one, Started):
-            one.stream.cancel()
+    _abandon_all([begun] if isinstance(begun, Started) else begun)
 
 
 def sources_of(chunks: Sequence[RetrievedChunk]) -> tuple[Source, ...]:
@@ -247,10 +245,7 @@ def wait_all(started: Sequence[Started | Exception], keep_errors: bool) -> list[
             try:
                 answers.append(one.wait() if isinstance(one, Started) else one)
             except Exception as exc:
-                name_prompt(exc, i, len(started))
-                if not keep_errors:
-                    raise
-                answers.append(exc)
+                answers.append(_kept(exc, i, len(started), keep_errors))
     finally:
         _abandon_all(started)
     return answers
@@ -266,23 +261,22 @@ async def all_awaited(
             try:
                 answers.append(await one.awaited() if isinstance(one, Started) else one)
             except Exception as exc:
-                name_prompt(exc, i, len(started))
-                if not keep_errors:
-                    raise
-                answers.append(exc)
+                answers.append(_kept(exc, i, len(started), keep_errors))
     finally:
         _abandon_all(started)
     return answers
 
 
+def _kept(exc: Exception, index: int, count: int, keep_errors: bool) -> Exception:
+    name_prompt(exc, index, count)
+    if not keep_errors:
+        raise exc
+    return exc
+
+
 def all_late(prompts: Sequence[Prompt], timeout_s: float) -> list[Answer | Exception]:
     """One timeout error per prompt, for prompts that were still being planned."""
-    late: list[Answer | Exception] = []
-    for i in range(len(prompts)):
-        error = RequestTimeout(timeout_s)
-        name_prompt(error, i, len(prompts))
-        late.append(error)
-    return late
+    return [_kept(RequestTimeout(timeout_s), i, len(prompts), True) for i in range(len(prompts))]
 
 
 def _abandon_all(started: Sequence[Started | Exception]) -> None:
