@@ -41,7 +41,7 @@ class Settings(BaseSettings):
     model: str = DEMO_MODEL
     """Hub id or directory of a causal LM, or ``demo`` for the embedded one."""
     store: Path = Path("blendrag-store")
-    """Root directory of the KV store and the corpus beside it."""
+    """Root directory of the KV store and the corpus."""
     dtype: str = "auto"
     """Compute and storage dtype: float32, float16, bfloat16 or ``auto``: the checkpoint's, or float32 on a
     CPU without fast products in it."""

@@ -16,7 +16,7 @@
     │   ├── StoreFullError           the disk is full or the byte limit is reached
     │   └── CorruptKVError           bytes on disk differ from those that were stored; treated as a miss
     ├── NoThreadError            the system cannot start a thread (a RuntimeError)
-    ├── CorpusError              the corpus beside the store cannot be used
+    ├── CorpusError              the corpus of a store cannot be used
     ├── RequestTimeout           the request exceeded its timeout, waiting included (a TimeoutError)
     └── RequestCancelled         the caller abandoned the request
 
@@ -162,7 +162,7 @@ class NoThreadError(BlendragError, RuntimeError):
 
 
 class CorpusError(BlendragError):
-    """The corpus directory beside the store cannot be used."""
+    """The corpus of a store cannot be used."""
 
 
 class RequestTimeout(BlendragError, TimeoutError):

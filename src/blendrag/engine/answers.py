@@ -1,6 +1,6 @@
 """An answer in progress: waited for, iterated or awaited, alone or in a batch.
 
-A caller that stops waiting stops the computation, too, and nobody waits past the request's timeout.
+A caller that stops waiting stops the computation, and waiting ends at the request's timeout.
 """
 
 from __future__ import annotations

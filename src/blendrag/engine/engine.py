@@ -380,9 +380,7 @@ class BlendEngine:
                     started.append(self._submit(batch, next(numbers)))
                 else:
                     started.append(each)
-        except (
-            BaseException
-        ):  # closed or interrupted: nobody will wait for those that were submitted
+        except BaseException:  # closed or interrupted: cancel those that were submitted
             submitted = [one for one in started if isinstance(one, Started)]
             for one in submitted:
                 one.stream.cancel()
@@ -476,7 +474,7 @@ class BlendEngine:
         return self._resources
 
     def verify(self) -> Verification:
-        """The correctness gate for the loaded model, remembered beside the store."""
+        """The correctness gate for the loaded model, remembered in the store."""
         return self._worker.run(lambda: self._resources.kv_validity.verification())
 
     def calibrate(

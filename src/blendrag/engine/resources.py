@@ -291,7 +291,7 @@ class Resources:
 
     @property
     def corpus(self) -> Corpus | None:
-        """The corpus beside the store, ``None`` before the first ingest.
+        """The corpus in the store's directory, ``None`` before the first ingest.
 
         Raises :class:`InvalidInputError` once the engine is closed.
         """
