@@ -78,13 +78,13 @@ def test_an_agent_searches_and_what_it_found_is_loaded(tmp_path: Path) -> None:
         assert message.usage_metadata["input_token_details"]["cache_read"] >= found
 
 
-def test_an_app_that_was_moved_over_answers(tmp_path: Path) -> None:
+def test_a_moved_app_answers(tmp_path: Path) -> None:
     shutil.copytree(demo_corpus_path(), tmp_path / "docs")
     after = EXAMPLES / "langchain_moving" / "after.py"
     assert "East Norwich" in run(after, tmp_path, "docs", "In which town does Albert Lange live?")
 
 
-def test_moving_an_app_over_takes_the_lines_that_the_page_shows() -> None:
+def test_the_page_shows_the_lines_of_moving_an_app() -> None:
     before, after = (
         (EXAMPLES / "langchain_moving" / name).read_text().splitlines()[1:]
         for name in ("before.py", "after.py")

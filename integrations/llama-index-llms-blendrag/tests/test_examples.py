@@ -51,7 +51,7 @@ def test_the_query_engine_answers_and_reuses(tmp_path: Path) -> None:
     assert int(re.findall(r"'reused_tokens': (\d+)", said)[0]) > 200
 
 
-def test_the_chat_engine_keeps_its_index_in_step_and_reuses_every_turn(tmp_path: Path) -> None:
+def test_the_chat_engine_updates_its_index_and_reuses_every_turn(tmp_path: Path) -> None:
     # what the embedded model answers is not looked at: it has not learnt to read a system message
     said = run("llama_index_chat.py", tmp_path)
     assert "0 nodes changed by running it again" in said
@@ -106,7 +106,7 @@ def test_without_blending_nothing_is_counted_as_reused(table: Any, demo: BlendEn
     assert measured(table, demo, REUSING[0], mode="full")[0] == 0.0
 
 
-def test_what_escapes_the_texts_says_so(table: Any, demo: BlendEngine) -> None:
+def test_escaped_texts_are_noted(table: Any, demo: BlendEngine) -> None:
     share, note = measured(table, demo, "simple_summarize")
     assert share < 0.95
     assert "escaped" in note
