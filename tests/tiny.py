@@ -22,6 +22,7 @@ from blendrag.fusor.cache import BlendCache
 from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.selection import Schedule, SelectionPolicy, make_policy
 from blendrag.model import ModelAdapter
+from blendrag.store.identity import chunk_key
 from blendrag.store.kv import ChunkKV
 from blendrag.text.readers import Document
 
@@ -337,6 +338,54 @@ def chunk_texts(made: BlendEngine, number: int) -> list[str]:
     corpus = made.resources.corpus
     assert corpus is not None
     return [chunk.text for chunk in corpus.chunks_of(f"doc{number}.txt")]
+
+
+#: Begins every :func:`prompt`.
+LEAD = "Answer the question from the context.\n\n"
+
+
+def prompt(made: BlendEngine, *numbers: int, ask: str = "What did the company do?") -> str:
+    """All chunks of these documents and a question."""
+    texts = [text for number in numbers for text in chunk_texts(made, number)]
+    return LEAD + "\n\n".join(texts) + f"\n\nQuestion: {ask}"
+
+
+def chunk_keys(made: BlendEngine, number: int) -> list[str]:
+    """Keys of a document's chunks, in the namespace that the engine's store uses."""
+    used = made.resources
+    ids = [used.text_ids(text) for text in chunk_texts(made, number)]
+    return [chunk_key(used.kv_validity.namespace, used.prefix_ids, each) for each in ids]
+
+
+def lose_kv(made: BlendEngine, *keys: str) -> None:
+    """Delete stored KV; the corpus still knows the chunks."""
+    for key in keys:
+        assert made.resources.store.delete(made.resources.kv_validity.namespace, key)
+
+
+def stored_kv(
+    made: BlendEngine, ids: tuple[int, ...], prefix: tuple[int, ...] | None = None
+) -> ChunkKV | None:
+    """The stored KV of ``ids`` after ``prefix``, by default the corpus's."""
+    used, layout = made.resources, made.resources.layout
+    namespace = used.kv_validity.namespace
+    key = chunk_key(namespace, used.prefix_ids if prefix is None else prefix, ids)
+    reader = used.store.open(namespace, key, layout, len(ids))
+    if reader is None:
+        return None
+    layers = [torch.empty(layout.layer_shape(i, len(ids))) for i in range(len(layout.layers))]
+    for i, layer in enumerate(layers):
+        reader.read_layer(i, layer)
+    reader.close()
+    return ChunkKV(layout, len(ids), layers)
+
+
+def damage(made: BlendEngine, key: str) -> None:
+    """Flip one bit in a late layer of a stored payload; earlier layers stay valid."""
+    (file,) = (p for p in made.resources.root.rglob(f"{key}*") if p.is_file())
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 0x40
+    file.write_bytes(bytes(data))
 
 
 def first_logits(made: BlendEngine, prompt: Any, options: Options) -> tuple[torch.Tensor, Answer]:

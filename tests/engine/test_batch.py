@@ -1,26 +1,47 @@
-"""Several prompts of one call: in order, all planned first, and no error or answer is lost unseen."""
+"""Batches: answers in order, errors by prompt, and one prefill for several prompts where that is faster."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import scripted
 import tiny
-from blendrag.engine import Answer, BlendEngine, Options, rendering
+from blendrag.engine import Answer, BlendEngine, Options, packing_rule, rendering
+from blendrag.engine.packing_rule import ROWS, Load, PackingRule
 from blendrag.errors import ContextOverflowError, InvalidInputError, RequestTimeout
+from blendrag.fusor import BlendCache, Fusor
+from blendrag.fusor.selection import Schedule, make_policy
+from blendrag.model import ModelAdapter
+from blendrag.planning.controller import Controller
+from blendrag.planning.plan import Plan, PlannedChunk, Reason, ReasonCode
+from blendrag.planning.profile import Curve
+from blendrag.store.base import KVReader
+from blendrag.text.prompt import PromptPlan, Segment
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.alone]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.alone]
+REUSE = Options(mode="reuse")
+
+# -- answers and errors -------------------------------------------------------------------------
+
 SCRIPT = [(f"say {word}", word) for word in ("one", "two", "three")]
 PROMPTS = [f"say {word}" for word in ("two", "three", "one", "two")]
 
 
 @pytest.fixture
-def engine(tmp_path: Any) -> Iterator[BlendEngine]:
+def says(tmp_path: Path) -> Iterator[BlendEngine]:
+    """An engine with scripted answers."""
     with scripted.engine(SCRIPT, tmp_path / "s") as made:
         made.generate("hello")
         made.adapter.model.prompts.clear()
@@ -37,124 +58,517 @@ WAYS = pytest.mark.parametrize("way", ["batch", "abatch"])
 
 
 @WAYS
-def test_answers_come_in_the_order_of_their_prompts(engine: BlendEngine, way: str) -> None:
-    assert [a.text for a in run(engine, way, PROMPTS)] == ["two", "three", "one", "two"]
-    assert run(engine, way, []) == []
+def test_answers_come_in_the_order_of_their_prompts(says: BlendEngine, way: str) -> None:
+    pieces = says.stream("say three")
+    assert [a.text for a in run(says, way, PROMPTS)] == ["two", "three", "one", "two"]
+    assert "".join(pieces) == "three"
+    assert run(says, way, []) == []
 
 
 @WAYS
 @pytest.mark.parametrize("bad", ["", "word " * 9000])
-def test_a_prompt_that_cannot_be_answered_costs_nothing_and_is_named(
-    engine: BlendEngine, way: str, bad: str
+def test_a_bad_prompt_is_named_before_anything_is_computed(
+    says: BlendEngine, way: str, bad: str
 ) -> None:
     with pytest.raises(InvalidInputError) as raised:
-        run(engine, way, [*PROMPTS, bad])
+        run(says, way, [*PROMPTS, bad])
     assert raised.value.__notes__ == ["prompt 5 of 5 of this batch"]
     assert isinstance(raised.value, ContextOverflowError) == bool(bad)
-    engine.drain()
-    assert engine.adapter.model.prompts == []
+    says.drain()
+    assert says.adapter.model.prompts == []
 
 
 @WAYS
-def test_errors_can_be_returned_in_place(engine: BlendEngine, way: str) -> None:
-    found = run(engine, way, ["say one", "", "say two"], return_exceptions=True)
-    assert [a.text if isinstance(a, Answer) else type(a) for a in found] == [
-        "one", InvalidInputError, "two",
-    ]  # fmt: skip
-
-
-def failing_on(engine: BlendEngine, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = engine.adapter.model
+def test_an_error_ends_the_batch_or_is_returned_in_place(
+    says: BlendEngine, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = says.adapter.model
     real = model.generate
 
     def generate(inputs: Any, **kwargs: Any) -> Any:
-        if f"say {word}" in model.words.decode(inputs[0]):
+        if "say three" in model.words.decode(inputs[0]):
             raise MemoryError("none left")
         return real(inputs, **kwargs)
 
     monkeypatch.setattr(model, "generate", generate)
-
-
-@WAYS
-def test_an_error_in_the_middle_ends_the_batch_and_is_named(
-    engine: BlendEngine, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failing_on(engine, "three", monkeypatch)
-    model = engine.adapter.model
-    model.pause_s = 0.05
-    with pytest.raises(MemoryError) as raised:
-        run(engine, way, ["say two", "say three", *["say one"] * 20])
-    assert raised.value.__notes__ == ["prompt 2 of 22 of this batch"]
-    engine.drain()
-    assert len(model.prompts) <= 2  # the rest was abandoned
-    assert engine.generate("say one").text == "one"
-
-
-@WAYS
-def test_an_error_in_the_middle_can_be_returned_in_place(
-    engine: BlendEngine, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failing_on(engine, "three", monkeypatch)
-    found = run(engine, way, PROMPTS, return_exceptions=True)
-    assert [a.text if isinstance(a, Answer) else str(a) for a in found] == [
-        "two", "none left", "one", "two",
+    found = run(says, way, ["say two", "", "say three", "say one"], return_exceptions=True)
+    assert [a.text if isinstance(a, Answer) else type(a) for a in found] == [
+        "two", InvalidInputError, MemoryError, "one",
     ]  # fmt: skip
+    model.pause_s = 0.05
+    model.prompts.clear()
+    with pytest.raises(MemoryError) as raised:
+        run(says, way, ["say two", "say three", *["say one"] * 20])
+    assert raised.value.__notes__ == ["prompt 2 of 22 of this batch"]
+    says.drain()
+    assert len(model.prompts) <= 2  # the rest was cancelled
+    assert says.generate("say one").text == "one"
 
 
 @WAYS
-def test_the_timeout_applies_to_the_whole_batch(engine: BlendEngine, way: str) -> None:
-    engine.adapter.model.pause_s = 0.05
-    began = time.perf_counter()
-    found = run(engine, way, PROMPTS * 10, Options(timeout_s=0.5), return_exceptions=True)
-    assert time.perf_counter() - began < 2.0
+def test_the_timeout_applies_to_the_whole_batch(says: BlendEngine, way: str) -> None:
+    says.adapter.model.pause_s = 0.05
+    found = run(says, way, PROMPTS * 10, Options(timeout_s=0.4), return_exceptions=True)
     assert found[0].text == "two"
     assert isinstance(found[-1], RequestTimeout)
     with pytest.raises(RequestTimeout):
-        run(engine, way, PROMPTS * 10, Options(timeout_s=0.3))
+        run(says, way, PROMPTS * 10, Options(timeout_s=0.2))
 
 
 @WAYS
 def test_a_timeout_while_rendering_is_returned_for_every_prompt(
-    engine: BlendEngine, way: str, monkeypatch: pytest.MonkeyPatch
+    says: BlendEngine, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def slow(*args: Any) -> str:
-        time.sleep(0.2)
+        time.sleep(0.06)
         return rendering.render(*args)
 
     monkeypatch.setattr("blendrag.engine.engine.render", slow)
-    options = Options(timeout_s=0.3)
-    found = run(engine, way, PROMPTS, options, return_exceptions=True)
+    found = run(says, way, PROMPTS, Options(timeout_s=0.1), return_exceptions=True)
     assert [type(one) for one in found] == [RequestTimeout] * 4
-    assert [one.__notes__ for one in found] == [
-        [f"prompt {i} of 4 of this batch"] for i in (1, 2, 3, 4)
-    ]
-    with pytest.raises(RequestTimeout):
-        run(engine, way, PROMPTS, options)
+    notes = [[f"prompt {i} of 4 of this batch"] for i in (1, 2, 3, 4)]
+    assert [one.__notes__ for one in found] == notes
     monkeypatch.undo()
-    assert run(engine, way, PROMPTS[:1], options)[0].text == "two"
+    assert run(says, way, PROMPTS[:1])[0].text == "two"
 
 
-async def test_a_cancelled_batch_stops(engine: BlendEngine) -> None:
-    model = engine.adapter.model
+async def test_a_cancelled_batch_stops(says: BlendEngine) -> None:
+    model = says.adapter.model
     model.pause_s = 0.05
-    task = asyncio.create_task(engine.abatch(PROMPTS * 10))
-    await asyncio.sleep(0.3)
+    task = asyncio.create_task(says.abatch(PROMPTS * 10))
+    await asyncio.sleep(0.2)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await asyncio.to_thread(engine.drain)
+    await asyncio.to_thread(says.drain)
     assert len(model.prompts) < 10
 
 
-def test_requests_of_others_go_in_between_and_get_their_own(engine: BlendEngine) -> None:
-    pieces = engine.stream("say three")
-    assert [a.text for a in engine.batch(PROMPTS)] == ["two", "three", "one", "two"]
-    assert "".join(pieces) == "three"
+# -- one prefill for several prompts ------------------------------------------------------------
 
 
-def test_a_batch_over_chunks_reuses_them(engine: BlendEngine) -> None:
-    engine.ingest([tiny.document(0)])
-    text = "\n\n".join(tiny.chunk_texts(engine, 0))
-    answers = engine.batch([f"{text}\n\nsay one", f"{text}\n\nsay two"])
-    assert [a.text for a in answers] == ["one", "two"]
-    assert all(a.metrics.reused_tokens > 0 for a in answers)
+def prompts_of(engine: BlendEngine, count: int) -> list[str]:
+    """Prompts of one document each."""
+    return [tiny.prompt(engine, i) for i in range(count)]
+
+
+def sizes(answers: list[Answer]) -> list[int]:
+    return [answer.metrics.batch_size for answer in answers]
+
+
+def texts(answers: list[Answer]) -> list[str]:
+    return [answer.text for answer in answers]
+
+
+@contextmanager
+def prefills(engine: BlendEngine) -> Iterator[list[int]]:
+    """Rows that the third layer computes in each prefill."""
+    rows: list[int] = []
+
+    def note(module: Any, args: Any, out: Any) -> None:
+        if out.shape[1] > 1:  # else a step of decoding
+            rows.append(out.shape[1])
+
+    hook = engine.adapter.stack.layers[2].register_forward_hook(note)
+    try:
+        yield rows
+    finally:
+        hook.remove()
+
+
+def essence(answer: Answer) -> tuple[Any, ...]:
+    """Everything but times and the number of prompts in its prefill."""
+    same = replace(answer.metrics, ttft_s=0.0, load_s=0.0, total_s=0.0, batch_size=1)
+    logprobs = [entry.id for entry in answer.logprobs or ()]
+    return answer.text, answer.texts, answer.finish_reason, same, logprobs
+
+
+OPTIONS = {
+    "default": Options(),
+    "reuse": REUSE,
+    "blend": Options(ratio=0.3, policy="hkvd", schedule="geometric"),
+    "boundary": Options(policy="boundary(4)"),
+    "prefix": Options(mode="prefix"),
+    "full": Options(mode="full"),
+    "sampling": Options(mode="reuse", temperature=1.0, seed=7, max_new_tokens=12),
+    "logprobs": Options(mode="reuse", logprobs=2),
+    "stop": Options(mode="reuse", stop=("e", "t"), max_new_tokens=30),
+    "beams": Options(mode="reuse", generate={"num_beams": 2}),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_answers_of_a_batch_are_those_of_each_prompt_alone(
+    engine: BlendEngine, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(packing_rule.ROWS, "cpu", 10_000)
+    prompts = [
+        tiny.prompt(engine, 0),
+        tiny.prompt(engine, 1, 2, ask="Who wrote about the town?"),
+        "Where was it built?",
+        tiny.prompt(engine, 0, ask="Why?"),
+    ]
+    engine.generate(
+        prompts[0], OPTIONS[kind]
+    )  # only the first notes that no schedule is calibrated
+    alone = [engine.generate(text, OPTIONS[kind]) for text in prompts]
+    engine.drain()
+    found = engine.batch(prompts, OPTIONS[kind])
+    assert [essence(answer) for answer in found] == [essence(answer) for answer in alone]
+    assert sizes(alone) == [1] * len(prompts)
+    assert sizes(found) == [1 if kind in ("full", "beams") else len(prompts)] * len(prompts)
+
+
+def test_a_batch_is_one_prefill_of_all_rows(
+    engine: BlendEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = prompts_of(engine, 4)
+    with prefills(engine) as rows, caplog.at_level("INFO", "blendrag"):
+        alone = [engine.generate(text, REUSE) for text in prompts]
+        assert len(rows) == 4
+        found = engine.batch(prompts, REUSE)
+    assert rows[4:] == [sum(rows[:4])]
+    assert sizes(found) == [4] * 4
+    assert texts(found) == texts(alone)
+    lines = [r.message for r in caplog.records if "prompt tokens" in r.message]
+    assert not any("together" in line for line in lines[:4])
+    assert all("prefilled together with 3 of its batch" in line for line in lines[4:])
+    assert sizes(asyncio.run(engine.abatch(prompts[:3], REUSE))) == [3] * 3
+    engine.drain()
+    gc.collect()
+    assert not [one for one in gc.get_objects() if isinstance(one, BlendCache)], "all is released"
+
+
+def test_prompts_are_prefilled_alone_without_memory_for_more(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = prompts_of(engine, 3)
+    expected = texts(engine.batch(prompts, REUSE))
+    without = engine.settings.model_copy(update={"batch_bytes": 0})
+    monkeypatch.setattr(engine, "settings", without)
+    with prefills(engine) as rows:
+        answers = engine.batch(prompts, REUSE)
+    assert len(rows) == 3
+    assert sizes(answers) == [1] * 3
+    assert texts(answers) == expected
+
+
+def test_prompts_of_many_rows_or_without_chunks_are_prefilled_alone(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(packing_rule.ROWS, "cpu", 192)
+    prompts = prompts_of(engine, 4)
+    prompts[1] += "What do you know of the harbour and of the town? " * 30
+    assert sizes(engine.batch(prompts, REUSE)) == [1, 1, 2, 2]
+    assert sizes(engine.batch(["Where is it?", "Who was it?"])) == [1, 1]
+
+
+def test_models_whose_attention_takes_masks_are_prefilled_one_by_one(tmp_path: Path) -> None:
+    model = tiny.family("gemma2", attn_implementation="eager")
+    with tiny.engine(model, tmp_path / "store") as engine:
+        engine.ingest([tiny.document(0, 2)])
+        answers = engine.batch([tiny.prompt(engine, 0)] * 2, REUSE)
+    assert sizes(answers) == [1, 1]
+    assert all(answer.metrics.reused_tokens > 0 for answer in answers)
+
+
+def test_a_prompt_past_the_limit_of_the_rotary_table_goes_alone(tmp_path: Path) -> None:
+    """The longest prompt of a forward decides how the rows of all its prompts are rotated."""
+    limit, rope = 300, {"rope_type": "longrope", "rope_theta": 10000.0}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0}
+    model = tiny.llama(
+        rope_parameters={**rope, **factors, "original_max_position_embeddings": limit}
+    )
+    with tiny.engine(model, tmp_path / "store") as engine:
+        assert engine.adapter.blend_limit_tokens == limit
+        engine.ingest([tiny.document(0, 7)])
+        long = "Where was it built? " * 45
+        prompts = [tiny.prompt(engine, 0), long, tiny.prompt(engine, 0, ask="Why?")]
+        lengths = [len(engine.plan(text).ids) for text in prompts]
+        assert lengths[0] < limit < lengths[1]
+        alone = [engine.generate(text, REUSE) for text in prompts]
+        found = engine.batch(prompts, REUSE)
+    assert sizes(found) == [2, 1, 2]
+    assert texts(found) == texts(alone)
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[BlendEngine]:
+    """An engine that a test may damage."""
+    with tiny.engine(tiny.llama(), tmp_path / "store", ram_bytes=0) as made:
+        made.ingest([tiny.document(i) for i in range(3)])
+        yield made
+
+
+def test_a_corrupt_chunk_affects_only_its_own_prompt(own: BlendEngine) -> None:
+    prompts = prompts_of(own, 3)
+    for _ in range(2):  # the leading part is stored when it comes back
+        expected = texts(own.batch(prompts, REUSE))
+        own.drain()
+    tiny.damage(own, tiny.chunk_keys(own, 1)[0])
+    answers = own.batch(prompts, REUSE)
+    assert sizes(answers) == [3, 1, 3]
+    assert texts(answers)[::2] == expected[::2]
+    (computed,) = [c for c in answers[1].metrics.chunks if c.outcome == "computed"]
+    assert "verification" in computed.reason
+
+
+def test_kv_is_computed_again_if_the_model_changed_before_its_turn(own: BlendEngine) -> None:
+    prompts = prompts_of(own, 2)
+    model = own.adapter.model
+    with own.adapter.lock:
+        started: list[Any] = own._start_batch(prompts, Options(), False, 0.0)
+        done: list[Any] = []
+
+        def change(future: Any) -> None:  # on the worker, between the first answer and the second
+            with torch.no_grad():
+                model.lm_head.weight.mul_(-1.0)
+            done.append(future)
+
+        started[0].future.add_done_callback(change)
+    first, second = (one.wait() for one in started)
+    assert done
+    assert first.metrics.batch_size == 2
+    assert second.metrics.batch_size == 1
+    assert second.metrics.reused_tokens == 0  # nothing is stored for these weights
+    assert second.text == own.generate(prompts[1], Options(mode="full")).text
+
+
+def test_a_prompt_cancelled_before_its_turn_is_left_out(engine: BlendEngine) -> None:
+    prompts = prompts_of(engine, 3)
+    expected = [engine.generate(text, REUSE).text for text in prompts]
+    with engine.adapter.lock:  # nothing has begun
+        started: list[Any] = engine._start_batch(prompts, REUSE, False, 0.0)
+        started[1].stream.cancel()
+    found = [started[i].wait() for i in (0, 2)]
+    assert texts(found) == expected[::2]
+    assert sizes(found) == [2, 2]
+
+
+def test_after_a_failed_batched_prefill_prompts_are_answered_one_by_one(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = prompts_of(engine, 3)
+    expected = texts(engine.batch(prompts, REUSE))
+
+    def without_memory(self: Fusor, prompts: Any) -> Any:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(Fusor, "batched_prefill", without_memory)
+    answers = engine.batch(prompts, REUSE)
+    assert texts(answers) == expected
+    assert sizes(answers) == [1] * 3
+    assert "one after another: none left" in caplog.text
+
+
+class Loads:
+    """The plans that opened stored KV, and the readers that were closed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened: list[Plan] = []
+        self.closed: list[KVReader] = []
+        plan, close = Controller.plan, Plan.close
+
+        def planned(controller: Controller, *args: Any, **kwargs: Any) -> Plan:
+            self.opened.append(plan(controller, *args, **kwargs))
+            return self.opened[-1]
+
+        def closing(made: Plan) -> None:
+            self.closed += [span.reader for span in made.spans]
+            close(made)
+
+        monkeypatch.setattr(Controller, "plan", planned)
+        monkeypatch.setattr(Plan, "close", closing)
+
+    def are_closed(self) -> bool:
+        closed = {id(reader) for reader in self.closed}
+        return all(id(span.reader) in closed for plan in self.opened for span in plan.spans)
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> Loads:
+    return Loads(monkeypatch)
+
+
+def test_every_reader_is_closed(engine: BlendEngine, loads: Loads) -> None:
+    prompts = prompts_of(engine, 4)
+    engine.batch(prompts, REUSE)
+    engine.batch([*prompts[:2], prompts[2] + "What do you know of the harbour? " * 40], REUSE)
+    with engine.adapter.lock:
+        started: list[Any] = engine._start_batch(prompts, REUSE, False, 0.0)
+        started[0].future.add_done_callback(lambda _: [one.stream.cancel() for one in started])
+    engine.drain()
+    assert len(loads.opened) > 10
+    assert loads.are_closed()
+
+
+def test_an_interrupt_while_submitting_cancels_the_batch_and_closes_all_readers(
+    engine: BlendEngine, loads: Loads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, answered = engine._worker.submit, []
+    submitted: list[Any] = []
+
+    def failing(call: Any, background: bool = False) -> Any:
+        if len(submitted) == 2:
+            answering.wait(60)  # the first is answered, and all four are prefilled
+            raise KeyboardInterrupt
+        submitted.append(submit(call, background))
+        return submitted[-1]
+
+    answering = threading.Event()
+    hook = engine.adapter.model.lm_head.register_forward_pre_hook(lambda *_: answering.set())
+    monkeypatch.setattr(engine._worker, "submit", failing)
+    monkeypatch.setattr("blendrag.engine.engine.log_answer", answered.append)
+    with pytest.raises(KeyboardInterrupt):
+        engine.batch(prompts_of(engine, 4), REUSE)
+    hook.remove()
+    monkeypatch.undo()
+    assert len(loads.opened) == 4
+    assert loads.are_closed()
+    assert len(answered) < 2
+    assert engine.generate(tiny.prompt(engine, 0), REUSE).text
+
+
+def test_a_prompt_cancelled_while_it_waits_releases_its_prefill(
+    engine: BlendEngine, loads: Loads
+) -> None:
+    answering, go_on = threading.Event(), threading.Event()
+
+    def hold(module: Any, args: Any) -> None:
+        answering.set()
+        assert go_on.wait(60)
+
+    hook = engine.adapter.model.lm_head.register_forward_pre_hook(hold)
+    started: list[Any] = engine._start_batch(prompts_of(engine, 3), REUSE, False, 0.0)
+    assert answering.wait(60)
+    assert len(loads.opened) == 3  # all are prefilled, and the first is being answered
+
+    async def leave() -> None:
+        waiting = asyncio.create_task(started[1].awaited())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with suppress(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(leave())
+    hook.remove()
+    go_on.set()
+    engine.drain()
+    assert sizes([started[2].wait()]) == [3]
+    assert loads.are_closed()
+
+
+def test_a_schedule_of_the_wrong_length_fails_only_prompts_that_need_it(
+    engine: BlendEngine, loads: Loads
+) -> None:
+    options = Options(policy="hkvd", ratio=0.3, schedule="0.9,0.5")
+    prompts = ["Where was it built?", *prompts_of(engine, 2)]
+    plain, *failed = engine.batch(prompts, options, return_exceptions=True)
+    assert isinstance(plain, Answer)
+    assert plain.text == engine.generate(prompts[0], options).text
+    for i, error in enumerate(failed):
+        assert isinstance(error, InvalidInputError)
+        assert "2 entries" in str(error)
+        assert error.__notes__ == [f"prompt {i + 2} of 3 of this batch"]
+    assert len(loads.opened) >= 2
+    assert loads.are_closed()
+
+
+# -- the packing rule ---------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+AMPLE = PackingRule(CPU, 1 << 40)
+
+
+def load(rows: float, size_bytes: int = 0) -> Load:
+    return Load(rows, size_bytes)
+
+
+class Profiled:
+    """The part of a profile that the rule reads."""
+
+    def __init__(self, rows: tuple[float, ...], seconds: tuple[float, ...], row_s: float) -> None:
+        self.layer = Curve(rows, seconds, row_s)
+
+
+#: A layer takes a millisecond up to 100 rows, and ten microseconds for each one beyond.
+MEASURED: Any = Profiled((1.0, 100.0), (1e-3, 1e-3), 1e-5)
+
+
+def test_without_a_profile_the_rows_of_the_device_limit_a_pack() -> None:
+    limit = ROWS["cpu"]
+    assert AMPLE.admits([load(limit / 2)], load(limit / 2), None)
+    assert not AMPLE.admits([load(limit / 2)], load(limit / 2 + 1), None)
+    assert PackingRule(torch.device("cuda"), 1 << 40).admits([load(limit)], load(limit), None)
+
+
+def test_with_a_profile_prompts_go_together_if_that_is_faster() -> None:
+    assert AMPLE.admits([load(50)], load(50), MEASURED)  # one for the price of two
+    assert AMPLE.admits([load(100)], load(50), MEASURED)  # 1.5 for 2
+    assert not AMPLE.admits([load(1000)], load(100), MEASURED)  # 11 for 11
+    assert not AMPLE.admits([load(1000)], load(1000), MEASURED)
+
+
+def test_memory_limits_a_pack() -> None:
+    rule = PackingRule(CPU, 1000)
+    assert rule.admits([load(1, 400), load(1, 300)], load(1, 300), None)
+    assert not rule.admits([load(1, 400), load(1, 300)], load(1, 301), None)
+    assert not PackingRule(CPU, 0).admits([load(1, 1)], load(1, 1), MEASURED)
+
+
+def test_a_pack_opens_at_most_half_of_the_allowed_files() -> None:
+    rule = PackingRule(CPU, 1 << 40, limit_files=10)
+    assert rule.admits([Load(1, 0, 4), Load(1, 0, 3)], Load(1, 0, 3), None)
+    assert not rule.admits([Load(1, 0, 4), Load(1, 0, 3)], Load(1, 0, 4), None)
+    assert 0 < AMPLE.limit_files <= os.sysconf("SC_OPEN_MAX") // 2
+
+
+def planned(adapter: ModelAdapter, policy: str, ratio: float) -> Plan:
+    """100 tokens, of which 60 are in two blended chunks and 10 are exact."""
+    ids = tiny.random_ids(100)
+    spans = (
+        tiny.span(adapter, ids, 0, 10, exact=True),
+        tiny.span(adapter, ids, 10, 40, stored_at=1),
+        tiny.span(adapter, ids, 50, 80, stored_at=1),
+    )
+    asked = PromptPlan((Segment("", tuple(ids[0].tolist()), 0, None, ()),))
+    schedule, why = Schedule("constant"), Reason(ReasonCode.MOVED, "")
+    chunks = tuple(PlannedChunk(Segment("", (), span.start), why, span) for span in spans)
+    return Plan(asked, chunks, make_policy(policy), schedule, ratio)
+
+
+@pytest.mark.parametrize(
+    ("policy", "ratio", "rows"),
+    [
+        ("reuse", 0.0, 30),
+        ("random", 0.5, 30 + 30),
+        ("blend", 0.5, 30 + 30 + 30),  # the scout computes the fresh tokens, too
+        ("query", 0.5, 30 + 30 + 30 * 2 / 4),  # in the first two thirds of four layers
+        ("hkvd", 0.5, 30 + (60 + 3 * 30) / 4),  # all candidates enter
+        ("boundary(5)", 0.9, 30 + 2 * 5),
+        ("full", 0.0, 30 + 60),
+    ],
+)
+@pytest.mark.usefixtures("ends_early")
+def test_rows_are_those_that_the_policy_computes_in_a_layer(
+    adapter: ModelAdapter, policy: str, ratio: float, rows: float
+) -> None:
+    load = Load.of(planned(adapter, policy, ratio), 6, adapter)
+    assert load.rows == pytest.approx(rows)
+    assert load.files == 3
+
+
+def test_memory_grows_with_the_answer_and_with_the_rows_of_the_fullest_layer(
+    adapter: ModelAdapter,
+) -> None:
+    small = Load.of(planned(adapter, "reuse", 0.0), 6, adapter).size_bytes
+    kv_bytes = sum(2 * la.kv_heads * la.head_dim * 4 for la in adapter.layout.layers)
+    longer = Load.of(planned(adapter, "reuse", 0.0), 106, adapter).size_bytes
+    assert longer - small == 100 * kv_bytes
+    looking = Load.of(planned(adapter, "hkvd", 0.1), 6, adapter).size_bytes
+    assert looking > Load.of(planned(adapter, "random", 0.1), 6, adapter).size_bytes > small
+
+
+def test_a_prompt_without_chunks_computes_all_its_tokens(adapter: ModelAdapter) -> None:
+    bare = replace(planned(adapter, "hkvd", 0.5), chunks=())
+    assert Load.of(bare, 6, adapter).rows == 100

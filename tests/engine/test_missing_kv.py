@@ -1,4 +1,4 @@
-"""Where requests wait, a chunk without KV is encoded before it is needed instead of computed twice."""
+"""Chunks whose KV the store lacks are computed for the answer and encoded once for later requests."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tiny
-from blendrag.engine import Answer, BlendEngine, Options, packing_rule
+from blendrag.engine import Answer, BlendEngine, Options, kv_writer, packing_rule
 from blendrag.engine.kv_writer import BackgroundWriter
 from blendrag.errors import RequestCancelled, StoreFullError
-from blendrag.store.identity import chunk_key
 
 pytestmark = pytest.mark.timeout(120)
 NOTE = "chunks were encoded before the answer"
@@ -25,27 +25,23 @@ BLEND = Options(mode="blend", ratio=0.3, max_new_tokens=2)
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[BlendEngine]:
     with tiny.engine(tiny.llama(), tmp_path / "store", ram_bytes=0) as made:
-        made.ingest([tiny.document(i) for i in range(2)])
+        made.ingest([tiny.document(i, 4) for i in range(2)])
         yield made
 
 
 def prompt(engine: BlendEngine) -> str:
-    texts = [text for number in (0, 1) for text in tiny.chunk_texts(engine, number)]
-    return "\n\n".join(["Answer the question.", *texts, "Question: what did the company do?"])
+    return tiny.prompt(engine, 0, 1)
 
 
 def lose(engine: BlendEngine) -> list[str]:
-    """Forget the KV of document 1; its keys."""
-    namespace, prefix = engine.adapter.identity.namespace, engine.resources.prefix_ids
-    texts = tiny.chunk_texts(engine, 1)
-    keys = [chunk_key(namespace, prefix, engine.resources.text_ids(text)) for text in texts]
-    for key in keys:
-        assert engine.resources.store.delete(namespace, key)
+    """Delete the KV of document 1 and return its keys."""
+    keys = tiny.chunk_keys(engine, 1)
+    tiny.lose_kv(engine, *keys)
     return keys
 
 
 def answers(engine: BlendEngine, count: int, options: Options = BLEND) -> list[Answer]:
-    """To as many requests, all of which wait before the first begins."""
+    """Answers to ``count`` requests that are all queued before the first begins."""
     held = threading.Event()
     engine._worker.submit(held.wait)
     text = prompt(engine)
@@ -54,12 +50,17 @@ def answers(engine: BlendEngine, count: int, options: Options = BLEND) -> list[A
     return [future.result(60) for future in found]
 
 
+def computed(answer: Answer) -> int:
+    return [chunk.outcome for chunk in answer.metrics.chunks].count("computed")
+
+
 def notes(answer: Answer) -> list[str]:
     return [note for note in answer.metrics.notes if NOTE in note]
 
 
+@pytest.fixture
 def encodings(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of each chunk encoded from now on; a leading part stands behind nothing and does not count."""
+    """Tokens of each chunk that is encoded; leading parts, which have no prefix, do not count."""
     encoded: list[int] = []
     encode = engine.resources.kv_validity.encode
 
@@ -71,45 +72,76 @@ def encodings(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]
     return encoded
 
 
+def test_a_missing_chunk_is_computed_and_then_encoded_alone(engine: BlendEngine) -> None:
+    keys = lose(engine)
+    text = prompt(engine)
+    first = engine.generate(text, BLEND)
+    assert computed(first) == len(keys)
+    assert "blended" in [chunk.outcome for chunk in first.metrics.chunks]
+    assert "encoded after the answer" in first.metrics.chunks[-1].reason
+    assert not notes(first)
+    engine.drain()
+    assert computed(engine.generate(text, BLEND)) == 0
+    plan, prefix = engine.plan(text), engine.resources.prefix_ids
+    for segment in plan.chunks[-len(keys) :]:
+        kv = tiny.stored_kv(engine, segment.stored_ids)
+        assert kv is not None
+        alone = engine.adapter.encode(prefix, segment.stored_ids).layers
+        assert all(torch.equal(mine, other) for mine, other in zip(kv.layers, alone, strict=True))
+        here = tiny.kv_between(engine.adapter, list(plan.ids), segment.position, segment.end)
+        assert tiny.difference(here.layers[-1][1], kv.layers[-1][1]) > 1e-2
+
+
+def test_queries_write_only_what_was_missing(engine: BlendEngine) -> None:
+    def files() -> dict[Path, bytes]:
+        store, namespace = engine.resources.store, engine.resources.kv_validity.namespace
+        found = (p for key in store.keys(namespace) for p in store_root.rglob(f"{key}*"))
+        return {path: path.read_bytes() for path in found}
+
+    store_root = engine.resources.root
+
+    for _ in range(2):  # the leading part is stored when it comes back
+        engine.generate(prompt(engine))
+        engine.drain()
+    before = files()
+    assert len(before) > 4
+    for mode in ("blend", "reuse", "prefix", "full"):
+        engine.generate(prompt(engine), Options(mode=mode))  # type: ignore[arg-type]
+    engine.drain()
+    assert files() == before
+
+
 def test_missing_chunks_are_encoded_once_if_other_requests_wait(
-    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+    engine: BlendEngine, encodings: list[int]
 ) -> None:
     whole = answers(engine, 1)[0]
     keys = lose(engine)
-    encoded = encodings(engine, monkeypatch)
     first, second = answers(engine, 2)
-    assert "computed" not in [chunk.outcome for chunk in first.metrics.chunks]
+    assert computed(first) == 0
     assert notes(first) == [f"{len(keys)} {NOTE} because other requests waited"]
     assert not notes(second)
     assert first.text == second.text == whole.text
     engine.drain()
-    assert len(encoded) == len(keys)  # and not once more afterwards
-
-
-def test_a_single_request_is_answered_before_chunks_are_encoded(engine: BlendEngine) -> None:
-    keys = lose(engine)
-    answer = answers(engine, 1)[0]
-    computed = [chunk.outcome for chunk in answer.metrics.chunks].count("computed")
-    assert computed == len(keys)
-    assert not notes(answer)
+    assert len(encodings) == len(keys)
 
 
 @pytest.mark.parametrize("mode", ["full", "prefix"])
-def test_modes_that_would_not_load_it_encode_nothing_first(engine: BlendEngine, mode: Any) -> None:
+def test_modes_that_do_not_load_a_chunk_encode_nothing_first(
+    engine: BlendEngine, mode: Any
+) -> None:
     lose(engine)
     options = Options(mode=mode, max_new_tokens=2)
     assert not any(notes(answer) for answer in answers(engine, 2, options))
 
 
 def test_missing_chunks_of_a_batch_are_encoded_once(
-    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+    engine: BlendEngine, encodings: list[int]
 ) -> None:
     keys = lose(engine)
-    encoded = encodings(engine, monkeypatch)
     found = engine.batch([prompt(engine)] * 3, BLEND)
-    assert "computed" not in [c.outcome for answer in found for c in answer.metrics.chunks]
+    assert [computed(answer) for answer in found] == [0, 0, 0]
     engine.drain()
-    assert len(encoded) == len(keys)
+    assert len(encodings) == len(keys)
 
 
 def test_prefilled_prompts_do_not_look_up_missing_chunks_again(
@@ -134,12 +166,13 @@ def test_prefilled_prompts_do_not_look_up_missing_chunks_again(
         held.set()
         found = batch.result(60)
     assert {answer.metrics.batch_size for answer in found} == {3}
-    assert asked == [len(keys), 0, 0]  # once a prompt
+    assert asked == [len(keys), 0, 0]  # once per prompt
 
 
-def test_a_full_store_costs_no_answer(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_store_does_not_fail_a_request(
+    engine: BlendEngine, encodings: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     lose(engine)
-    encoded = encodings(engine, monkeypatch)
 
     def full(*args: Any) -> None:
         raise StoreFullError("the store is full")
@@ -147,7 +180,7 @@ def test_a_full_store_costs_no_answer(engine: BlendEngine, monkeypatch: pytest.M
     monkeypatch.setattr(engine.resources.store, "put", full)
     first, second = answers(engine, 2)
     assert first.text == second.text
-    assert len(encoded) == 1  # nothing more is encoded for a store that takes nothing
+    assert len(encodings) == 1  # nothing more is encoded once the store is full
     assert not notes(first)
 
 
@@ -155,15 +188,26 @@ def test_a_cancelled_request_stops_encoding_first(engine: BlendEngine) -> None:
     keys = lose(engine)
     background: BackgroundWriter = engine._background
     missing = [engine.resources.text_ids(text) for text in tiny.chunk_texts(engine, 1)]
-    calls = 0
+    checks = iter([None, RequestCancelled()])
 
     def check() -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise RequestCancelled
+        if error := next(checks):
+            raise error
 
     with pytest.raises(RequestCancelled):
         engine._worker.run(lambda: background.encode_first(missing, check))
     store, namespace = engine.resources.store, engine.adapter.identity.namespace
     assert sum(store.contains(namespace, key) for key in keys) == 1
+
+
+def test_the_queue_of_chunks_to_encode_is_bounded(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_writer, "QUEUED_CHUNKS", 1)
+    keys, text = lose(engine), prompt(engine)
+    assert len(keys) > 1
+    store, namespace = engine.resources.store, engine.adapter.identity.namespace
+    for there in (1, 2):
+        engine.generate(text, BLEND)
+        engine.drain()
+        assert sum(store.contains(namespace, key) for key in keys) == there

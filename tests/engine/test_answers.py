@@ -1,0 +1,313 @@
+"""From a prompt to its answer: what the engine reuses and computes, and the metrics of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from blendrag.config import Mode
+from blendrag.engine import Answer, BlendEngine, Options
+from blendrag.engine.generation import Generation, answer_of
+from blendrag.engine.planner import KVAccess
+from blendrag.engine.request import RagPrompt, Request
+from blendrag.engine.stream import AnswerStream
+from blendrag.fusor.selection import Schedule
+from blendrag.planning.controller import Controller
+from blendrag.store.identity import chunk_key
+from blendrag.text.chunking import chunk_id_of
+from blendrag.text.matches import Match
+from blendrag.text.prompt import PromptPlan, Segment
+
+MODES = ("blend", "reuse", "prefix", "full")
+RAW = {"apply_chat_template": False}
+
+
+def blended_and_full(
+    engine: BlendEngine, prompt: Any, **options: Any
+) -> tuple[Answer, Answer, float]:
+    """Answers at ratio 1 and of mode full, and the largest difference of their first logits."""
+    expected, full = tiny.first_logits(engine, prompt, Options(mode="full", **options))
+    logits, blended = tiny.first_logits(engine, prompt, Options(mode="blend", ratio=1.0, **options))
+    return blended, full, tiny.difference(logits, expected)
+
+
+def assert_adds_up(answer: Answer, ends_with_chunk: bool = False) -> None:
+    """Counts and times are consistent; the last token of a prompt is always computed."""
+    m = answer.metrics
+    assert m.prompt_tokens == m.reused_tokens + m.fresh_tokens
+    assert 0.0 <= m.ratio <= 1.0
+    assert 0.0 <= m.charged_ratio <= 1.0
+    assert 0.0 < m.ttft_s <= m.total_s
+    assert m.load_s >= 0.0
+    loaded = [c for c in m.chunks if c.outcome in ("blended", "reused")]
+    tokens = sum(c.tokens for c in loaded) - bool(ends_with_chunk and loaded)
+    assert m.recomputed_tokens == round(m.ratio * tokens)
+    assert abs(sum(c.recomputed_tokens for c in loaded) - m.recomputed_tokens) <= len(loaded)
+    assert all(c.reason for c in m.chunks)
+    assert all(c.source.startswith("doc") for c in m.chunks)
+
+
+# -- equal to the unmodified model --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numbers", [(1,), (3, 3), (0, 1, 2, 3)])
+def test_ratio_one_equals_full_prefill(engine: BlendEngine, numbers: tuple[int, ...]) -> None:
+    blended, full, difference = blended_and_full(engine, tiny.prompt(engine, *numbers))
+    assert blended.metrics.reused_tokens > 0
+    assert difference < 1e-3
+    assert blended.text == full.text
+    assert blended.metrics.ratio == blended.metrics.charged_ratio == 1.0
+
+
+def test_mode_full_is_a_stock_prefill(engine: BlendEngine) -> None:
+    text = tiny.prompt(engine, 1, 2)
+    ids = torch.tensor([engine.plan(text).ids])
+    expected = tiny.stock(engine.adapter.model, ids)[0, -1]
+    logits, answer = tiny.first_logits(engine, text, Options(mode="full"))
+    assert tiny.difference(logits, expected) < 1e-4
+    assert answer.metrics.reused_tokens == 0
+    assert answer.metrics.prompt_tokens == ids.shape[1]
+    assert {c.outcome for c in answer.metrics.chunks} == {"computed"}
+
+
+@pytest.mark.parametrize(
+    "generate",
+    [
+        {"num_beams": 4, "num_return_sequences": 2},
+        {"num_beams": 2, "length_penalty": 0.5, "early_stopping": True},
+    ],
+)
+def test_beams_at_ratio_one_equal_stock(engine: BlendEngine, generate: dict[str, Any]) -> None:
+    text = tiny.prompt(engine, 1, 2)
+    options = {"ratio": 1.0, "generate": generate, "max_new_tokens": 12}
+    full, blended = (engine.generate(text, Options(mode=m, **options)) for m in ("full", "blend"))
+    assert blended.metrics.reused_tokens > 0
+    assert full.texts == blended.texts
+    assert len(blended.texts) == generate.get("num_return_sequences", 1)
+    assert_adds_up(blended)
+
+
+def test_beams_over_a_stored_lead_and_a_chunk_of_one_token_equal_stock(
+    engine: BlendEngine,
+) -> None:
+    adapter, used = engine.adapter, engine.resources
+    namespace = adapter.identity.namespace
+    lead, chunk = tuple(tiny.random_ids(20, seed=4)[0].tolist()), (77,)
+    used.store.put(namespace, chunk_key(namespace, (), lead), adapter.encode((), lead))
+    plan = PromptPlan((Segment("", lead, 0), Segment("", chunk, len(lead), "c", chunk)))
+
+    def answer(mode: Mode, controller: Controller | None) -> Answer:
+        options = Options(generate={"num_beams": 2})
+        constant = Schedule("constant")
+        request = Request(plan, options, mode, "hkvd", constant, 1.0, 6, 0.0, sequences=2)
+        stream = AnswerStream(adapter.tokens.tokenizer, (), 0.0)
+        with (
+            adapter.lock,
+            closing(KVAccess(request, adapter, controller, schedule=constant).plan()) as made,
+        ):
+            output = Generation(adapter, lambda: used.fusor, request, stream).run(made)
+            return answer_of(request, made, output, stream, adapter)
+
+    blended = answer("blend", Controller(adapter, used.store, namespace, used.prefix_ids, 8))
+    assert blended.metrics.reused_tokens == len(lead) - 1  # one to blend, one to begin with
+    assert blended.texts == answer("full", None).texts
+
+
+def known(text: str, chunks: Sequence[str]) -> RagPrompt:
+    """A prompt with its chunks given, so that the last of them is not taken for the question."""
+    starts = [text.index(chunk) for chunk in chunks]
+    matches = [
+        Match(chunk_id_of(chunk), start, start + len(chunk), complete=True)
+        for chunk, start in zip(chunks, starts, strict=True)
+    ]
+    return RagPrompt(text, tuple(matches), (len(text), len(text)))
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_last_token_of_a_prompt_that_ends_with_a_chunk_is_computed(
+    engine: BlendEngine, count: int
+) -> None:
+    chunks = tiny.chunk_texts(engine, 2)[:count]
+    text = known("\n\n".join(chunks), chunks)
+    for mode in MODES:
+        answer = engine.generate(text, Options(mode=mode, **RAW))
+        assert answer.metrics.fresh_tokens > 0
+        assert_adds_up(answer, ends_with_chunk=True)
+    blended, _, difference = blended_and_full(engine, text, **RAW)
+    assert difference < 1e-3
+    assert count > 1 or blended.metrics.fresh_tokens == 1
+    beams = {"ratio": 1.0, "generate": {"num_beams": 2}, **RAW}
+    full, blended = (engine.generate(text, Options(mode=m, **beams)) for m in ("full", "blend"))
+    assert full.texts == blended.texts
+    assert blended.metrics.fresh_tokens >= 2  # one is blended, and one begins decoding
+
+
+def test_a_chunk_cut_off_at_its_tail_is_reused_up_to_the_cut(engine: BlendEngine) -> None:
+    whole = tiny.chunk_texts(engine, 1)[0]
+    text = f"{tiny.LEAD}{whole[: len(whole) * 2 // 3]}… and more\n\nWhat?"
+    answer, _, difference = blended_and_full(engine, text)
+    (chunk,) = answer.metrics.chunks
+    assert chunk.outcome == "blended"
+    assert "tail cut off" in chunk.reason
+    assert 0 < chunk.tokens < len(engine.resources.text_ids(whole))
+    assert difference < 1e-3
+    assert_adds_up(answer)
+
+
+def test_a_prompt_without_known_chunks_is_an_ordinary_prefill(engine: BlendEngine) -> None:
+    for mode in MODES:
+        answer = engine.generate("Nothing of this was ever ingested.", Options(mode=mode))
+        assert answer.metrics.reused_tokens == 0
+        assert answer.metrics.chunks == ()
+        assert any("no known chunk" in note for note in answer.metrics.notes)
+        assert_adds_up(answer)
+
+
+def test_a_conversation_is_blended_in_every_turn(engine: BlendEngine) -> None:
+    messages = [{"role": "user", "content": tiny.prompt(engine, 1)}]
+    for content in ("And then?", tiny.prompt(engine, 2)):
+        answer, _, difference = blended_and_full(engine, messages)
+        assert difference < 1e-3
+        assert answer.metrics.reused_tokens > 0
+        assert_adds_up(answer)
+        messages += [
+            {"role": "assistant", "content": answer.text},
+            {"role": "user", "content": content},
+        ]
+    assert blended_and_full(engine, messages)[2] < 1e-3
+    engine.drain()
+    plan = engine.plan(messages)
+    reused = engine.generate(messages, Options(ratio=0.1)).metrics.reused_tokens
+    assert reused <= len(plan.leading_ids) + sum(len(chunk.ids) for chunk in plan.chunks)
+
+
+# -- exact prefixes -----------------------------------------------------------------------------
+
+
+def test_a_chunk_after_the_corpus_prefix_is_exact_in_every_reusing_mode(
+    engine: BlendEngine,
+) -> None:
+    first = tiny.chunk_texts(engine, 3)[0]
+    text = f"<|bos|>{first}\n\nWhat did they build?"
+    options = {"apply_chat_template": False}
+    expected, full = tiny.first_logits(engine, text, Options(mode="full", **options))
+    for mode in ("prefix", "reuse", "blend"):
+        logits, answer = tiny.first_logits(engine, text, Options(mode=mode, **options))
+        assert tiny.difference(logits, expected) < 1e-4, mode
+        assert answer.text == full.text
+        (chunk,) = answer.metrics.chunks
+        assert chunk.outcome == "exact"
+        assert chunk.recomputed_tokens == 0
+        assert answer.metrics.recomputed_tokens == 0
+        assert answer.metrics.reused_tokens == chunk.tokens
+        assert answer.metrics.ratio == answer.metrics.charged_ratio == 0.0
+
+
+def test_a_chunk_at_the_right_position_after_another_prefix_is_not_exact(
+    engine: BlendEngine,
+) -> None:
+    first = tiny.chunk_texts(engine, 3)[0]
+    text = f"<|start|>{first}\n\nWhat did they build?"  # one token, as BOS is, but another
+    answer = engine.generate(text, Options(mode="reuse", apply_chat_template=False))
+    assert [c.outcome for c in answer.metrics.chunks] == ["reused"]
+    answer = engine.generate(text, Options(mode="prefix", apply_chat_template=False))
+    assert [c.outcome for c in answer.metrics.chunks] == ["computed"]
+
+
+def test_the_second_chunk_is_never_exact(engine: BlendEngine) -> None:
+    a, b = tiny.chunk_texts(engine, 3)[:2]
+    answer, _, difference = blended_and_full(engine, f"<|bos|>{a}{b}\n\nWhat?", **RAW)
+    assert [c.outcome for c in answer.metrics.chunks] == ["exact", "blended"]
+    assert difference < 1e-3
+
+
+def test_a_leading_part_that_comes_back_is_stored_as_an_exact_prefix(engine: BlendEngine) -> None:
+    lead = "You are an expert on ships and the town of Place. Read carefully.\n\n"
+    text = lead + tiny.prompt(engine, 1).removeprefix(tiny.LEAD)
+    leading = engine.plan(text).leading_ids
+    found = []
+    for _ in range(3):
+        assert (tiny.stored_kv(engine, leading, ()) is None) == (len(found) < 2)
+        found.append(tiny.first_logits(engine, text, Options(mode="reuse")))
+        engine.drain()
+    (_, _), (before, first), (after, second) = found
+    assert second.metrics.reused_tokens == first.metrics.reused_tokens + len(leading)
+    assert tiny.difference(before, after) < 1e-4
+    kv = tiny.stored_kv(engine, leading, ())
+    assert kv is not None
+    alone = engine.adapter.encode((), leading).layers
+    assert all(torch.equal(mine, other) for mine, other in zip(kv.layers, alone, strict=True))
+    expected, _ = tiny.first_logits(engine, text, Options(mode="full"))
+    logits, prefix = tiny.first_logits(engine, text, Options(mode="prefix"))
+    assert prefix.metrics.reused_tokens == len(leading)
+    assert tiny.difference(logits, expected) < 1e-4
+
+
+# -- metrics ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["hkvd", "boundary(4)", "reuse", "full"])
+@pytest.mark.parametrize("ratio", [0.0, 0.15, 1.0])
+def test_metrics_add_up(engine: BlendEngine, policy: str, ratio: float) -> None:
+    answer = engine.generate(
+        tiny.prompt(engine, 1, 2), Options(mode="blend", policy=policy, ratio=ratio)
+    )
+    assert_adds_up(answer)
+    m = answer.metrics
+    tokens = sum(c.tokens for c in m.chunks)
+    layers = len(engine.adapter.layout.layers)
+    if policy == "hkvd":
+        assert m.ratio == pytest.approx(ratio, abs=1 / tokens)
+        assert m.charged_ratio == pytest.approx((1 + m.ratio * (layers - 1)) / layers)
+        assert m.policy == "hkvd"
+    elif policy == "full":
+        assert m.ratio == m.charged_ratio == 1.0
+    elif policy == "reuse":
+        assert m.ratio == m.charged_ratio == 0.0
+    else:
+        assert m.recomputed_tokens == 4 * len(m.chunks)
+        assert m.charged_ratio == pytest.approx(m.ratio)
+
+
+def test_new_tokens_and_finish_reason_are_those_of_the_answer(engine: BlendEngine) -> None:
+    text = tiny.prompt(engine, 1)
+    answer = engine.generate(text, Options(mode="full", max_new_tokens=12))
+    assert answer.metrics.new_tokens == 12
+    assert answer.finish_reason == "length"
+    stop = answer.text[3:6]
+    assert len(stop) == 3
+    stopped = engine.generate(text, Options(mode="full", max_new_tokens=12, stop=(stop,)))
+    assert stopped.finish_reason == "stop"
+    assert stopped.text == answer.text[: answer.text.index(stop)]
+    assert stopped.metrics.new_tokens <= 12
+
+
+def test_padding_of_a_sequence_that_ended_early_is_not_counted(
+    tmp_path: Path,
+) -> None:
+    model = tiny.llama()
+    model.generation_config.eos_token_id = list(range(3, 200))
+    model.generation_config.pad_token_id = 599
+    with tiny.engine(model, tmp_path / "s") as engine:
+        outputs: list[torch.Tensor] = []
+        generate = model.generate
+
+        def spy(*args: Any, **kwargs: Any) -> torch.Tensor:
+            outputs.append(generate(*args, **kwargs))
+            return outputs[-1]
+
+        model.generate = spy
+        torch.manual_seed(3)
+        options = Options(temperature=1.0, max_new_tokens=40, generate={"num_return_sequences": 6})
+        answer = engine.generate("hello there", options)
+        (output,) = outputs
+        new = output[:, len(engine.plan("hello there").ids) :]
+        assert (new[0] == 599).any()  # the first sequence was padded up to a longer one
+        assert answer.finish_reason == "stop"
+        assert answer.metrics.new_tokens == int((new != 599).sum())

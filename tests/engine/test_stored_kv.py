@@ -1,0 +1,399 @@
+"""When stored KV is used and when it is not: corrupt, of another machine, in an encoding, or read-only."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from blendrag.engine import BlendEngine, Options
+from blendrag.engine.kv_validity import _alike, _encoded
+from blendrag.errors import InvalidInputError
+from blendrag.fusor.selection import Schedule, make_policy
+from blendrag.planning.controller import Controller, PlanOptions
+from blendrag.planning.plan import Action, ReasonCode
+from blendrag.store.encodings import stored_chunk_bytes
+from blendrag.store.encodings.codec import Staging
+from blendrag.store.encodings.int8 import Int8
+from blendrag.store.kv import ChunkKV
+
+DOCUMENTS = [tiny.document(i) for i in range(3)]
+CODECS = ("int8", "fp8")
+REUSE = Options(mode="reuse")
+BLEND = Options(mode="blend", policy="boundary(8)", ratio=0.3)
+#: Largest difference of logits of about 3 to those of native KV: an error of 1/254 and of 1/16 of a scale,
+#: through four layers. Reuse differs by 1.0 from full prefill.
+NEAR = {"int8": 0.04, "fp8": 0.3}
+
+# -- corrupt, or of another machine -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_a_corrupt_chunk_is_computed_as_if_it_were_missing(tmp_path: Path, sequences: int) -> None:
+    generate = {"num_beams": sequences} if sequences > 1 else {}
+    options = Options(mode="blend", ratio=0.3, max_new_tokens=8, generate=generate)
+    with tiny.engine(tiny.llama(), tmp_path / "s", ram_bytes=0) as engine:
+        engine.ingest(DOCUMENTS)
+        text = tiny.prompt(engine, 0, 1)
+        victim = tiny.chunk_keys(engine, 0)[1]
+        tiny.damage(engine, victim)
+        if sequences == 1:
+            pieces = engine.stream(text, options)
+            assert "".join(pieces) == pieces.answer.text
+            corrupt = pieces.answer
+        else:
+            corrupt = engine.generate(text, options)
+        reasons = {c.reason for c in corrupt.metrics.chunks if c.outcome == "computed"}
+        assert len(reasons) == 1
+        assert "verification" in reasons.pop()
+        m = corrupt.metrics
+        assert m.prompt_tokens == m.reused_tokens + m.fresh_tokens
+        assert m.new_tokens <= 8 * sequences
+        engine.drain()
+        missing = engine.generate(text, options)  # it was quarantined
+        assert [c.outcome for c in missing.metrics.chunks].count("computed") == 1
+        assert missing.texts == corrupt.texts
+        engine.drain()
+        again = engine.generate(text, options)
+        assert "computed" not in [c.outcome for c in again.metrics.chunks]
+
+
+def test_a_corrupt_key_is_not_opened_again_in_the_same_request(engine: BlendEngine) -> None:
+    used, namespace = engine.resources, engine.adapter.identity.namespace
+    controller = Controller(engine.adapter, used.store, namespace, used.prefix_ids, 8)
+    options = PlanOptions("reuse", make_policy("reuse"), lambda _: Schedule("constant"), 0.0)
+    corrupt = frozenset(tiny.chunk_keys(engine, 1)[:1])
+    made = controller.plan(engine.plan(tiny.prompt(engine, 1)), options, corrupt)
+    made.close()
+    first, *others = made.chunks
+    assert (first.action, first.reason.code) == (Action.COMPUTE, ReasonCode.CORRUPT)
+    assert "verification" in first.reason.text
+    assert others
+    assert all(chunk.action is Action.BLEND for chunk in others)
+
+
+def test_stored_kv_is_not_used_if_the_machine_computes_other_kv(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    model = tiny.llama()
+    with tiny.engine(model, root) as engine:
+        engine.ingest([tiny.document(0)])
+        assert engine.generate(tiny.prompt(engine, 0)).metrics.reused_tokens > 0
+    with tiny.engine(model, root) as engine:
+        # another kernel: the same fingerprint, other numbers
+        handle = engine.adapter.stack.layers[1].mlp.register_forward_hook(
+            lambda module, args, out: out * 1.5
+        )
+        try:
+            expected, _ = tiny.first_logits(engine, tiny.prompt(engine, 0), Options(mode="full"))
+            logits, answer = tiny.first_logits(
+                engine, tiny.prompt(engine, 0), Options(mode="reuse")
+            )
+        finally:
+            handle.remove()
+        assert answer.metrics.reused_tokens == 0
+        assert any("ingest again" in note for note in answer.metrics.notes)
+        assert torch.equal(logits, expected)
+
+
+# -- encodings ----------------------------------------------------------------------------------
+
+
+def made(root: Path, encoding: str | None = None, **changes: object) -> BlendEngine:
+    return tiny.engine(tiny.llama(), root, encoding=encoding, **changes)
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, BlendEngine]]:
+    """One store of the same documents for each encoding."""
+    opened = {}
+    for encoding in ("native", *CODECS):
+        opened[encoding] = made(tmp_path_factory.mktemp(encoding) / "s", encoding, ram_bytes=0)
+        opened[encoding].ingest(DOCUMENTS).whole()
+    yield opened
+    for engine in opened.values():
+        engine.close()
+
+
+def logits(engine: BlendEngine, options: Options) -> torch.Tensor:
+    found, answer = tiny.first_logits(engine, tiny.prompt(engine, 2, 0, 1), options)
+    if options.mode != "full":
+        assert answer.metrics.reused_tokens > 600
+        assert {chunk.outcome for chunk in answer.metrics.chunks} & {"reused", "blended"}
+    return found
+
+
+@pytest.mark.parametrize("options", [REUSE, BLEND], ids=["reuse", "blend"])
+@pytest.mark.parametrize("encoding", CODECS)
+def test_a_blend_over_encoded_kv_is_near_one_over_native_kv(
+    engines: dict[str, BlendEngine], encoding: str, options: Options
+) -> None:
+    native, found = logits(engines["native"], options), logits(engines[encoding], options)
+    assert 0 < tiny.difference(found, native) < NEAR[encoding]
+    full = logits(engines["native"], Options(mode="full"))
+    assert tiny.difference(native, full) > 2 * NEAR[encoding]
+    assert torch.equal(logits(engines[encoding], Options(mode="full")), full)
+
+
+Parts = dict[str, torch.Tensor]
+
+
+WRONG_PARTS: dict[str, Callable[[Parts], Any]] = {
+    "no middles": lambda p: p[".key_middles"].zero_(),
+    "the next token's scale": lambda p: p[".value_scales"].copy_(
+        1.5 * p[".value_scales"].roll(5, -1)
+    ),
+    "the next channel's scale": lambda p: p[".key_scales"].copy_(p[".key_scales"].roll(1, -1)),
+    "heads swapped": lambda p: p[""].copy_(p[""].flip(1)),
+    "keys for values": lambda p: p[""].copy_(p[""].flip(0)),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_PARTS)
+def test_wrongly_decoded_kv_is_not_near(
+    engines: dict[str, BlendEngine], monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    """The test above would notice each of these mistakes."""
+    native, right = logits(engines["native"], REUSE), Staging.read
+
+    def read(self: Staging, layer: int, fill: Callable[[Any], None], out: torch.Tensor) -> None:
+        right(self, layer, fill, out)  # fills the staging memory
+        assert self._stored is not None
+        with torch.inference_mode():
+            WRONG_PARTS[wrong](self._codec._parts(layer, self._tokens, self._stored))
+        right(self, layer, lambda room: None, out)
+
+    monkeypatch.setattr(Staging, "read", read)
+    assert tiny.difference(logits(engines["int8"], REUSE), native) > 1.5 * NEAR["int8"]
+
+
+@pytest.mark.parametrize("encoding", CODECS)
+def test_keys_are_decoded_before_they_are_rotated(
+    engines: dict[str, BlendEngine], encoding: str
+) -> None:
+    found = []
+    for engine in (engines["native"], engines[encoding]):
+        text = "word " * 400 + "\n\n" + tiny.chunk_texts(engine, 1)[0] + "\n\nWhat was built?"
+        first, answer = tiny.first_logits(engine, text, REUSE)
+        (chunk,) = answer.metrics.chunks
+        assert chunk.outcome == "reused"
+        assert "moved by" in chunk.reason
+        found.append(first)
+    assert 0 < tiny.difference(*found) < NEAR[encoding]
+
+
+def test_each_encoding_has_its_own_namespace(engines: dict[str, BlendEngine]) -> None:
+    identity = engines["native"].adapter.identity
+    names = {name: identity.encoded(name).namespace for name in ("native", *CODECS)}
+    assert len(set(names.values())) == 3
+    assert names["native"] == identity.namespace
+    for name, engine in engines.items():
+        assert engine.resources.kv_validity.namespace == names[name]
+        stored = {other: set(engine.resources.store.keys(at)) for other, at in names.items()}
+        assert [other for other, keys in stored.items() if keys] == [name]
+
+
+def test_kv_in_another_encoding_is_never_read(tmp_path: Path) -> None:
+    """A corpus without documents may get another encoding while old KV is still stored."""
+    with made(tmp_path / "s") as engine:
+        engine.ingest(DOCUMENTS)
+        before = logits(engine, REUSE)
+        old = set(engine.resources.store.keys(engine.resources.kv_validity.namespace))
+        for document in DOCUMENTS:
+            engine.resources.require_corpus().remove_source(document.source)
+    with made(tmp_path / "s", "int8", ram_bytes=0) as engine:
+        report = engine.ingest(DOCUMENTS)
+        assert report.chunks_computed == report.chunks
+        store = engine.resources.store
+        new = set(store.keys(engine.resources.kv_validity.namespace))
+        assert len(new) == len(old)
+        assert not old & new
+        assert set(store.keys(engine.adapter.identity.namespace)) == old
+        assert 0 < tiny.difference(logits(engine, REUSE), before) < NEAR["int8"]
+        assert store.stats().quarantined == 0
+
+
+def test_a_store_remembers_its_encoding(tmp_path: Path) -> None:
+    with made(tmp_path / "s", "int8") as engine:
+        engine.ingest(DOCUMENTS)
+        expected = logits(engine, REUSE)
+    for encoding in (None, "int8", "native"):  # readers need not name the encoding
+        with made(tmp_path / "s", encoding) as engine:
+            assert torch.equal(logits(engine, REUSE), expected)
+            assert engine.resources.encoding == "int8"
+            if encoding == "native":
+                with pytest.raises(InvalidInputError, match="in encoding int8, not native") as no:
+                    engine.ingest(DOCUMENTS)
+                assert tiny.one_sentence(str(no.value))
+            else:
+                assert engine.ingest(DOCUMENTS).chunks_computed == 0
+    with made(tmp_path / "s") as engine:
+        assert engine.ingest([tiny.document(7)]).chunks_computed > 0
+        assert engine.resources.require_corpus().manifest.encoding == "int8"
+        assert not set(engine.resources.store.keys(engine.adapter.identity.namespace))
+        (key, *_) = tiny.chunk_keys(engine, 1)
+        tiny.lose_kv(engine, key)
+        logits(engine, REUSE)
+        engine.drain()  # chunks that a query missed are stored in the same encoding
+        assert engine.resources.store.contains(engine.resources.kv_validity.namespace, key)
+
+
+@pytest.mark.parametrize("encoding", CODECS)
+def test_ingest_reports_and_predicts_encoded_bytes(tmp_path: Path, encoding: str) -> None:
+    with made(tmp_path / "s", encoding) as engine:
+        planned = engine.dry_run(DOCUMENTS)
+        report = engine.ingest(DOCUMENTS)
+        layout = engine.resources.layout
+        lengths = [len(engine.resources.text_ids(text)) for text in tiny.chunk_texts(engine, 0)]
+        assert sum(stored_chunk_bytes(layout, n) for n in lengths) < report.bytes
+        assert report.bytes < 0.5 * engine.adapter.layout.chunk_bytes(report.tokens)  # of float32
+        assert planned.bytes == pytest.approx(report.bytes, rel=0.2)
+        assert engine.ingest([tiny.document(0)]).bytes == 0
+
+
+@pytest.mark.parametrize("encoding", CODECS)
+def test_a_stored_probe_of_other_kv_is_noticed(
+    encoding: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with made(tmp_path / "s", encoding) as engine:
+        engine.ingest(DOCUMENTS[:1])
+        used, validity = engine.resources, engine.resources.kv_validity
+        namespace = validity.namespace
+        key, ids = validity._probe_key(namespace), validity._probe_ids()
+        kv = validity.encode(namespace, ids, used.prefix_ids)
+        used.store.delete(namespace, key)
+        layers = [layer * (1.2 if i == 2 else 1.0) for i, layer in enumerate(kv.layers)]
+        used.store.put(namespace, key, ChunkKV(kv.layout, kv.tokens, layers))
+    with made(tmp_path / "s") as engine:
+        assert engine.generate(tiny.prompt(engine, 0), REUSE).metrics.reused_tokens == 0
+        assert "computes different KV" in caplog.text
+        engine.ingest(DOCUMENTS[:1])
+        assert engine.generate(tiny.prompt(engine, 0), REUSE).metrics.reused_tokens > 0
+
+
+WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "no keys": lambda kv: torch.stack((0 * kv[0], kv[1])),
+    "no values": lambda kv: torch.stack((kv[0], 0 * kv[1])),
+    "values of other tokens": lambda kv: torch.stack((kv[0], kv[1].flip(1))),
+    "keys of other tokens": lambda kv: torch.stack((kv[0].flip(1), kv[1])),
+    "values of other heads": lambda kv: torch.stack((kv[0], kv[1].flip(0))),
+}
+
+
+@pytest.mark.parametrize("encoding", ["native", *CODECS])
+def test_a_probe_of_other_kv_is_noticed_despite_large_key_biases(encoding: str) -> None:
+    def stored(kv: ChunkKV) -> tiny.Held:
+        return tiny.Held(replace(kv, layers=list(_encoded(kv))))
+
+    adapter = tiny.adapter(tiny.large_biases().to(torch.bfloat16))
+    kv = adapter.encode((0,), list(range(3, 35)))
+    kv = replace(kv, layout=kv.layout.encoded(encoding))
+    assert _alike(kv, stored(kv))
+    noise = torch.Generator().manual_seed(1)
+    rounded = [
+        (layer + 0.02 * torch.randn(layer.shape, generator=noise)).to(layer.dtype)
+        for layer in kv.layers
+    ]
+    assert _alike(kv, stored(replace(kv, layers=rounded))), "another kernel's rounding"
+    for name, wrong in WRONG.items():
+        layers = [wrong(kv.layers[0]), *kv.layers[1:]]
+        assert not _alike(kv, stored(replace(kv, layers=layers))), name
+
+
+def test_the_gate_runs_once_over_native_kv_in_any_encoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*args: object) -> None:
+        raise AssertionError("the gate read encoded KV")
+
+    with made(tmp_path / "s", "int8") as engine, monkeypatch.context() as patch:
+        patch.setattr(Int8, "_encode", never)
+        patch.setattr(Int8, "decode", never)
+        assert engine.verify().blendable
+        (verdict,) = (tmp_path / "s" / "verified").iterdir()
+        assert verdict.stem == engine.adapter.identity.namespace
+    with (
+        made(tmp_path / "s", "fp8") as engine,
+        tiny.counted(engine.adapter, "prefill_at") as prefills,
+    ):
+        assert engine.verify().blendable
+    assert prefills == []
+
+
+# -- stores that cannot be written --------------------------------------------------------------
+
+
+@pytest.fixture
+def root(checkpoint: str, tmp_path: Path) -> Path:
+    """A store of two documents that lacks the KV of one chunk and the result of the gate."""
+    with tiny.engine(checkpoint, tmp_path / "s", tokenizer=None) as engine:
+        engine.ingest(DOCUMENTS[:2])
+        tiny.lose_kv(engine, tiny.chunk_keys(engine, 1)[0])
+    shutil.rmtree(tmp_path / "s" / "verified")
+    return tmp_path / "s"
+
+
+@pytest.fixture
+def read_only_mount(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be written, even by root."""
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK and real(path, mode))
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("blendrag.store.records.Records.keep", refuse)
+
+
+def files(root: Path) -> dict[str, bytes]:
+    """All files but those in which readers of SQLite share locks."""
+    gc.collect()  # closes leftover SQLite connections, which writes
+    found = (path for path in root.rglob("*") if path.is_file())
+    return {str(p): p.read_bytes() for p in found if not p.name.endswith(("-wal", "-shm"))}
+
+
+@pytest.mark.usefixtures("read_only_mount")
+def test_a_store_on_a_read_only_mount_answers_with_one_warning(
+    checkpoint: str, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = files(root)
+    with tiny.engine(checkpoint, root, tokenizer=None) as engine:
+        for _ in range(2):
+            answer = engine.generate(tiny.prompt(engine, 0, 1))
+            assert answer.metrics.reused_tokens > 0
+            assert "computed" in [chunk.outcome for chunk in answer.metrics.chunks]
+            engine.drain()
+    assert files(root) == before
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "cannot be written" in warning
+
+
+@pytest.mark.usefixtures("read_only_mount")
+def test_a_read_only_store_of_other_kv_is_neither_used_nor_marked(
+    checkpoint: str, root: Path
+) -> None:
+    before = files(root)
+    with tiny.engine(checkpoint, root, tokenizer=None) as engine:
+        engine.adapter.stack.layers[1].mlp.register_forward_hook(lambda module, args, out: out * 2)
+        answer = engine.generate(tiny.prompt(engine, 0, 1), REUSE)
+        assert answer.metrics.reused_tokens == 0
+        assert any("ingest again" in note for note in answer.metrics.notes)
+    assert files(root) == before
+
+
+def test_an_engine_opened_read_only_writes_nothing(checkpoint: str, root: Path) -> None:
+    before = files(root)
+    with tiny.engine(checkpoint, root, tokenizer=None, read_only=True) as engine:
+        assert engine.generate(tiny.prompt(engine, 0, 1)).metrics.reused_tokens > 0
+        assert engine.retrieve("What did the company of Place0 build?", 1)
+        engine.drain()
+    assert files(root) == before
