@@ -22,17 +22,20 @@ from blendrag.metrics import RequestMetrics
 from cli.commands import invoke, said
 
 
-def test_help_imports_neither_torch_nor_transformers() -> None:
+@pytest.mark.parametrize(
+    ("command", "shown"), [(["--help"], "ingest"), (["bench", "--help"], "ttft")]
+)
+def test_help_imports_neither_torch_nor_transformers(command: list[str], shown: str) -> None:
     code = (
         "import sys\nfrom blendrag.cli.main import main\n"
         "try: main()\nexcept SystemExit: pass\n"
         "heavy = {'torch', 'transformers', 'numpy', 'faiss', 'matplotlib'} & set(sys.modules)\n"
         "sys.exit(repr(heavy) if heavy else 0)"
     )
-    args = [sys.executable, "-c", code, "--help"]
+    args = [sys.executable, "-c", code, *command]
     done = subprocess.run(args, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "ingest" in done.stdout
+    assert shown in done.stdout
 
 
 def test_version_is_the_version_of_the_package() -> None:

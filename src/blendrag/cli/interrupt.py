@@ -11,12 +11,16 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
 STATUS = 130
 #: Time for a clean stop after the first Ctrl-C.
 GRACE_S = 3.0
+
+#: Called before the process exits at once, to remove temporary files.
+cleanups: list[Callable[[], object]] = []
 
 _requested = False
 _grace_s = GRACE_S
@@ -65,6 +69,9 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 
 def _leave_now() -> None:
+    for cleanup in list(cleanups):
+        with suppress(Exception):
+            cleanup()
     show_cursor = "\x1b[?25h\n" if sys.stderr.isatty() else ""
     os.write(2, f"{show_cursor}interrupted: {_sentence}\n".encode())
     os._exit(STATUS)

@@ -35,25 +35,29 @@ def register(app: typer.Typer) -> None:
 def bench(context: typer.Context) -> int:
     """Measure times and memory; see blendrag bench --help."""
     begin(verbose=False, if_interrupted="the measurement was abandoned")
-    command = typer.main.get_command(_benches())
+    command = typer.main.get_command(_benches(context.args[0] if context.args else ""))
     status = command.main(context.args, prog_name="blendrag bench", standalone_mode=False)
     if status == INTERRUPTED:  # typer turns Ctrl-C into this status without a message
         raise KeyboardInterrupt
     return status if isinstance(status, int) else DONE
 
 
-def _benches() -> typer.Typer:
-    """The benches, which import torch."""
-    from blendrag.lab.bench import all_benches
+def _benches(chosen: str) -> typer.Typer:
+    """All benches. Only the chosen one is imported, because importing a bench imports torch."""
+    from blendrag.lab.bench import SUMMARIES, load_bench
 
     app = typer.Typer(
         no_args_is_help=True,
         add_completion=False,
         help="Measure speed: interleaved rounds, medians.",
     )
-    for name, each in all_benches().items():
-        app.command(name)(each.command)
+    for name, summary in SUMMARIES.items():
+        app.command(name, help=summary)(load_bench(name).command if name == chosen else _not_loaded)
     return app
+
+
+def _not_loaded() -> None:
+    """In place of the benches that are only listed."""
 
 
 def _unavailable(name: str, missing: list[str]) -> Callable[..., None]:

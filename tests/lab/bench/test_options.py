@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from blendrag.config import DEFAULT_POLICY
 from blendrag.fusor.selection import POLICIES
-from blendrag.lab.bench import all_benches, options
+from blendrag.lab.bench import load_bench, options
 from blendrag.lab.bench.options import OMIT, bench
 from blendrag.lab.bench.rounds import CheckedWay, Tick, measure_part, peak_bytes, run_rounds, silent
 from blendrag.lab.tables import ResultTable
@@ -59,7 +59,6 @@ def test_a_function_that_measures_becomes_a_command(monkeypatch: pytest.MonkeyPa
     def one(
         size: Size, name: Annotated[str, typer.Option()] = "a", tick: Tick = silent
     ) -> Measured:
-        """Measures its options."""
         return Measured(str(size), name)
 
     @bench(shown, rows=30, wide=OMIT)
@@ -74,7 +73,6 @@ def test_a_function_that_measures_becomes_a_command(monkeypatch: pytest.MonkeyPa
     assert "--rows" in text
     helped = run(one, "--help")[1]
     assert "How many." in helped
-    assert "Measures its options." in helped
     for absent in ("--size", "--tick", "--plot"):
         assert absent not in helped
     assert json.loads(run(other, "--json")[1])["size"] == str(Size(30))
@@ -93,7 +91,7 @@ def test_the_help_of_policy_names_every_policy(command: str) -> None:
 
 @pytest.mark.parametrize("name", ["ttft", "sweep", "throughput", "trace", "load", "auto"])
 def test_benches_share_their_options(name: str) -> None:
-    parameters = inspect.signature(all_benches()[name].command).parameters
+    parameters = inspect.signature(load_bench(name).command).parameters
     shared = {"geometry", "model", "dtype", "device", "chunks", "chunk_tokens", "question_tokens",
               "policy", "schedule", "encoding", "as_json"}  # fmt: skip
     assert shared <= set(parameters)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from blendrag.errors import InvalidInputError
-from blendrag.lab.bench.page import main, page_benches, write_page
+from blendrag.lab.bench.page import PAGE_BENCHES, main, write_page
 from blendrag.lab.bench.sweep import FACTORS
 from cli.commands import invoke
 from lab.bench.small import COMMANDS, printed
@@ -223,7 +223,7 @@ def test_make_passes_further_arguments_to_every_bench() -> None:
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     commands = re.findall(r"/blendrag (bench .*?) --json >", planned.stdout.replace("\\\n", " "))
-    assert {command.split()[1] for command in commands} == set(page_benches())
+    assert {command.split()[1] for command in commands} == set(PAGE_BENCHES)
     assert sum("--compiled" in command for command in commands) == 1
     for command in commands:
         own = {"load": "LOAD_ARGS", "auto": "AUTO_ARGS", "overhead": "OVERHEAD_ARGS"}
@@ -242,4 +242,4 @@ def test_every_result_of_make_has_a_region_in_the_page() -> None:
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     regions = set(re.findall(r"^<!-- bench:(\S+) -->$", page, re.MULTILINE))
     assert regions == made | {f"sweep-{factor}" for factor in FACTORS}
-    assert {name.partition("-")[0] for name in regions} == set(page_benches())
+    assert {name.partition("-")[0] for name in regions} == set(PAGE_BENCHES)

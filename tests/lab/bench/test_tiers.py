@@ -16,7 +16,7 @@ import torch
 import tiny
 from blendrag.errors import InvalidInputError
 from blendrag.lab.bench import auto, tiers
-from blendrag.lab.bench.ingest import IngestWorkload, ingest
+from blendrag.lab.bench.ingest_rate import IngestWorkload, ingest
 from blendrag.lab.bench.recognise import RecogniseWorkload, recognise
 from blendrag.lab.bench.scratch import PREFIX, scratch
 from blendrag.lab.bench.store import StoreWorkload, store

@@ -11,15 +11,26 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from blendrag.lab.bench.options import Bench
 
-NAMES = (
-    "ttft", "sweep", "throughput", "trace", "load", "auto", "overhead", "ingest", "store", "recognise",
-)  # fmt: skip
+#: Benches → their summaries. Listing them imports none of their modules, which need torch.
+SUMMARIES = {
+    "ttft": "Time to first token of full, prefix, reuse and blend.",
+    "sweep": "Time to first token over one factor, all its values in one run.",
+    "throughput": "First tokens per second of full, reuse and blend by batch size.",
+    "trace": "One request layer by layer, and how much of its loading and computing overlaps.",
+    "load": "TTFT and throughput under Poisson arrivals, for full, prefix and blend.",
+    "auto": "Ratio auto against fixed ratios on each tier, and predicted against measured TTFT.",
+    "overhead": "Operators, Python time and time per layer of a request.",
+    "ingest": "Ingest rate against stock prefill, and ingest of an unchanged corpus.",
+    "store": "Reads, puts, misses and decoding of the store against raw I/O.",
+    "recognise": "Finding known chunks in a prompt, over a large corpus.",
+}
+#: Modules that are not called like their benches.
+_MODULES = {"ingest": "ingest_rate"}
 
 
-def all_benches() -> dict[str, Bench]:
-    """Every bench by its name. Imports torch."""
+def load_bench(name: str) -> Bench:
+    """The bench of that name. Imports torch."""
     from blendrag.lab.bench.options import BENCHES
 
-    for name in NAMES:
-        import_module(f"blendrag.lab.bench.{name}")
-    return {name: BENCHES[name] for name in NAMES}
+    import_module(f"blendrag.lab.bench.{_MODULES.get(name, name)}")
+    return BENCHES[name]

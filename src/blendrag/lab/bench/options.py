@@ -102,7 +102,6 @@ def bench(
         if figure is not None:
             options.append(_option("plot", Plot, None))
         options.append(_option("as_json", Json, False))
-        command.__doc__ = measure.__doc__
         command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in options}
         made = Bench(command, signature.return_annotation, table, figure)

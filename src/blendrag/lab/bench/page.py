@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from blendrag.cli.lifecycle import set_up_logging
 from blendrag.cli.plots import require_matplotlib
 from blendrag.errors import BlendragError, InvalidInputError
-from blendrag.lab.bench import all_benches
+from blendrag.lab.bench import SUMMARIES, load_bench
 from blendrag.lab.pages import console, picture, regions_of, write_regions
 
 if TYPE_CHECKING:
@@ -34,13 +34,8 @@ CAPTIONS = {
     "trace": "The request's timeline",
     "load": "Time to first token by request rate",
 }
-#: Benches that the page does not show.
-ELSEWHERE = ("ingest", "store", "recognise")
-
-
-def page_benches() -> dict[str, Bench]:
-    """Benches whose results the page shows."""
-    return {name: each for name, each in all_benches().items() if name not in ELSEWHERE}
+#: Benches whose results the page shows.
+PAGE_BENCHES = [name for name in SUMMARIES if name not in ("ingest", "store", "recognise")]
 
 
 def write_page(directory: Path, source: Path) -> list[str]:
@@ -48,18 +43,18 @@ def write_page(directory: Path, source: Path) -> list[str]:
 
     Raises :class:`InvalidInputError`; then the page does not change.
     """
-    page, benches = directory / PAGE, page_benches()
+    page = directory / PAGE
     texts = {}
     for name in regions_of(page):
         bench = name.partition("-")[0]
-        if bench not in benches:
+        if bench not in PAGE_BENCHES:
             raise InvalidInputError(
                 f"{page} has a region bench:{name}, expected a name that starts with one of "
-                f"{', '.join(benches)}; rename it"
+                f"{', '.join(PAGE_BENCHES)}; rename it"
             )
         path = source / f"{name}.json"
         if path.is_file():
-            texts[name] = _text(page, name, path, benches[bench])
+            texts[name] = _text(page, name, path, load_bench(bench))
     if not texts:
         raise InvalidInputError(
             f"{source} has no result for {page}, expected files such as ttft.json and sweep-ratio.json; "

@@ -1,4 +1,4 @@
-"""Temporary directories of benches, which are removed even if the process that made them was killed.
+"""Temporary directories of benches, which are removed even if the process is interrupted or killed.
 
 Each owner holds an exclusive flock on its directory, which the kernel releases with the process. The next
 bench removes directories without an owner.
@@ -12,7 +12,10 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+
+from blendrag.cli import interrupt
 
 PREFIX = "blendrag-scratch-"
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
@@ -24,12 +27,15 @@ def scratch(parent: Path | None = None) -> Iterator[Path]:
     _remove_abandoned(parent or Path(tempfile.gettempdir()))
     made = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
     owner = os.open(made, _FLAGS)
+    remove = partial(shutil.rmtree, made, ignore_errors=True)
+    interrupt.cleanups.append(remove)
     try:
         with contextlib.suppress(OSError):  # without locks, no other bench removes it either
             fcntl.flock(owner, fcntl.LOCK_EX)
         yield made
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        remove()
+        interrupt.cleanups.remove(remove)
         os.close(owner)
 
 

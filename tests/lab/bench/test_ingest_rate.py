@@ -10,7 +10,7 @@ import pytest
 
 from blendrag.engine.kv_writer import KVWriter
 from blendrag.errors import StoreFullError
-from blendrag.lab.bench.ingest import IngestWorkload, ingest
+from blendrag.lab.bench.ingest_rate import IngestWorkload, ingest
 from cli.commands import interrupt, start
 from lab.bench.small import measured, timed
 
@@ -78,7 +78,9 @@ def test_an_interrupted_ingest_ends_the_bench_and_leaves_no_files(
 
 
 @pytest.mark.slow
-def test_ctrl_c_prints_no_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_prints_no_figures_and_leaves_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     process = start(
         "bench", "ingest", *RATES, "--reingest-chunks", "0", "--json", before=SLOW_INGEST
@@ -87,3 +89,4 @@ def test_ctrl_c_prints_no_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert process.returncode == 130
     assert stdout == ""
     assert "Traceback" not in stderr
+    assert list(tmp_path.iterdir()) == []
