@@ -212,6 +212,9 @@ class Held:
         self.read.append(layer)
         out.copy_(self.kv.layers[layer])
 
+    def is_cached(self) -> bool:
+        return True
+
     def close(self) -> None:
         self.closed = True
 

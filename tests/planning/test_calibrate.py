@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,8 @@ from blendrag.planning.calibrate import (
     search,
 )
 from blendrag.planning.calibration import (
-    GIVEN,
     Calibration,
+    Questions,
     calibrations,
     calibrations_of,
     nearest,
@@ -52,7 +53,7 @@ CONSTANT = Schedule("constant")
 
 
 def found(policy: str = "query", ratio: float = RATIO, weights: Any = WEIGHTS) -> Calibration:
-    return Calibration(policy, ratio, weights, 0.1, "linear", 0.2, 0.9, 4, 0, GIVEN)
+    return Calibration(policy, ratio, weights, 0.1, "linear", 0.2, 0.9, 4, 0, Questions.GIVEN)
 
 
 # -- the search ---------------------------------------------------------------------------------
@@ -187,8 +188,8 @@ def test_the_schedule_found_for_the_policy_at_the_nearest_ratio_is_taken(tmp_pat
 def test_a_damaged_calibration_is_left_out(tmp_path: Path, change: dict[str, Any]) -> None:
     kept = calibrations(tmp_path, "n")
     kept.keep(found())
-    broken = {**found().as_dict(), **change}
-    kept.path.write_text(json.dumps({"calibrations": [broken, found("hkvd").as_dict()]}))
+    broken = {**asdict(found()), **change}
+    kept.path.write_text(json.dumps({"calibrations": [broken, asdict(found("hkvd"))]}))
     assert kept.entries() == [found("hkvd")]
 
 
@@ -300,7 +301,7 @@ def test_a_schedule_found_on_questions_runs_for_every_answer(engine: BlendEngine
     with tiny.counted(engine.resources.retriever().__class__, "retrieve") as calls:
         best = engine.calibrate(options(questions=asked), interrupt_after(3)).calibration
     assert sorted(call[1] for call in calls) == sorted(asked)
-    assert (best.questions, best.prompts) == (GIVEN, 2)
+    assert (best.questions, best.prompts) == (Questions.GIVEN, 2)
     engine.calibrate(options(), interrupt_after(1))  # does not replace what was found on questions
     metrics = engine.generate(prompt(engine), Options(ratio=RATIO, max_new_tokens=1)).metrics
     assert (metrics.schedule, metrics.notes) == (str(best.schedule), ())

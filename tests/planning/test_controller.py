@@ -15,7 +15,7 @@ from blendrag.engine import Answer, BlendEngine, Options
 from blendrag.errors import InvalidInputError
 from blendrag.fusor.selection import PromptGeometry, Schedule, make_policy
 from blendrag.lab.bench.tiers import Throttle, ThrottledStore
-from blendrag.planning.calibration import GIVEN, Calibration, calibrations
+from blendrag.planning.calibration import Calibration, Questions, calibrations
 from blendrag.planning.controller import PROMPT_END, Controller, PlanOptions
 from blendrag.planning.plan import Action, Plan, PlannedChunk, ReasonCode
 from blendrag.planning.profile import Curve, Profile, Tier, conditions_of, profiles
@@ -122,6 +122,24 @@ def test_chunks_that_failed_verification_are_computed_and_not_missing(engine: Bl
     assert plan.missing == ()
 
 
+def test_readers_already_open_are_closed_if_a_later_chunk_cannot_be_opened(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = engine.plan(prompt(engine))
+    readers: list[tiny.Held] = []
+
+    def opened(*given: Any) -> tiny.Held:
+        if len(readers) == 2:
+            raise OSError("too many open files")
+        readers.append(tiny.Held(SimpleNamespace(tokens=given[-1]), given[1]))  # type: ignore[arg-type]
+        return readers[-1]
+
+    monkeypatch.setattr(engine.resources.store, "open", opened)
+    with pytest.raises(OSError, match="too many open files"):
+        planned(engine, "blend", asked=asked)
+    assert [reader.closed for reader in readers] == [True, True]
+
+
 @pytest.mark.parametrize("mode", ["full", "prefix"])
 def test_a_mode_that_does_not_blend_computes_moved_chunks(engine: BlendEngine, mode: Any) -> None:
     plan = planned(engine, mode)
@@ -176,7 +194,7 @@ def test_from_a_fast_store_the_smallest_ratio_is_taken(engine: BlendEngine) -> N
 def test_the_calibrated_schedule_is_that_of_the_ratio_chosen(engine: BlendEngine) -> None:
     root, namespace = engine.resources.root, engine.resources.kv_validity.namespace
     near, far = (
-        Calibration("random", ratio, weights, 0, "", 0, 1, 4, 0, GIVEN)
+        Calibration("random", ratio, weights, 0, "", 0, 1, 4, 0, Questions.GIVEN)
         for ratio, weights in ((0.15, (0.45, 0.0, 0.0)), (0.9, (1.0, 1.0, 0.7)))
     )
     for each in (near, far):

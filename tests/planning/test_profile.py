@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from blendrag.planning.profile import (
-    UNREADABLE,
     Curve,
     ProfileCache,
     Tier,
-    kept_differs,
     profiles,
     recall_profile,
 )
@@ -56,15 +54,14 @@ def test_a_read_costs_its_latency_and_its_bytes() -> None:
 
 
 def test_a_profile_is_recalled_only_for_its_own_conditions(tmp_path: Path) -> None:
-    assert (recall_profile(tmp_path, CONDITIONS), kept_differs(tmp_path, CONDITIONS)) == (None, "")
+    assert recall_profile(tmp_path, CONDITIONS) == (None, "")
     other = replace(THEIRS, conditions=replace(THEIRS.conditions, threads=64))
     for made in (other, THEIRS):
         profiles(tmp_path, CONDITIONS.namespace).keep(made)
-    assert recall_profile(tmp_path, CONDITIONS) is None
-    assert kept_differs(tmp_path, CONDITIONS) == "machine another"  # the closest
+    assert recall_profile(tmp_path, CONDITIONS) == (None, "machine another")  # the closest
     profiles(tmp_path, CONDITIONS.namespace).keep(MINE)
-    assert recall_profile(tmp_path, CONDITIONS) == MINE
-    assert recall_profile(tmp_path, THEIRS.conditions) == THEIRS
+    assert recall_profile(tmp_path, CONDITIONS) == (MINE, "")
+    assert recall_profile(tmp_path, THEIRS.conditions) == (THEIRS, "")
 
 
 @pytest.mark.parametrize(
@@ -89,21 +86,21 @@ def test_a_profile_is_recalled_only_for_its_own_conditions(tmp_path: Path) -> No
 def test_an_unreadable_entry_is_no_profile_and_is_reported(
     tmp_path: Path, change: dict[str, Any]
 ) -> None:
-    broken = {**MINE.as_dict(), **change}
+    broken = {**asdict(MINE), **change}
     write(tmp_path, broken)
     cached = ProfileCache(tmp_path, lambda namespace: CONDITIONS)
-    assert cached(CONDITIONS.namespace) == (None, UNREADABLE)
-    write(tmp_path, broken, MINE.as_dict())
+    assert cached(CONDITIONS.namespace) == (None, "another version of blendrag")
+    write(tmp_path, broken, asdict(MINE))
     assert cached(CONDITIONS.namespace) == (MINE, "")
 
 
 def test_a_profile_replaces_that_of_its_conditions_and_keeps_other_versions(tmp_path: Path) -> None:
-    earlier = {"version": MINE.version - 1, "conditions": MINE.as_dict()["conditions"]}
-    broken = {**MINE.as_dict(), "layer_bytes": []}
-    write(tmp_path, earlier, broken, MINE.as_dict(), THEIRS.as_dict())
+    earlier = {"version": MINE.version - 1, "conditions": asdict(MINE)["conditions"]}
+    broken = {**asdict(MINE), "layer_bytes": []}
+    write(tmp_path, earlier, broken, asdict(MINE), asdict(THEIRS))
     again = replace(MINE, fixed_s=0.5)
     profiles(tmp_path, CONDITIONS.namespace).keep(again)
-    assert recall_profile(tmp_path, CONDITIONS) == again
+    assert recall_profile(tmp_path, CONDITIONS) == (again, "")
     entries = profiles(tmp_path, CONDITIONS.namespace).unchecked()
     assert len(entries) == 3
     assert entries[0] == earlier

@@ -111,7 +111,7 @@ def _say_notes(report: ProfileReport) -> None:
 
 def _fields(report: ProfileReport, choice: StorageChoice) -> dict[str, Any]:
     return {
-        "profile": report.profile.as_dict(),
+        "profile": asdict(report.profile),
         "is_new": report.is_new,
         "kept": report.kept,
         "replaces": report.replaces,

@@ -41,9 +41,8 @@ from blendrag.planning.calibrate import (
     search,
 )
 from blendrag.planning.calibration import (
-    GIVEN,
-    PSEUDO,
     Calibration,
+    Questions,
     calibrations,
     calibrations_of,
     nearest,
@@ -127,10 +126,11 @@ class CalibrationReport:
         )
 
     def as_dict(self) -> dict[str, Any]:
+        fields = asdict(self)
         return {
-            **self.calibration.as_dict(),
+            **fields.pop("calibration"),
+            **fields,
             "families": {str(each.schedule): each.deviation for each in self.families},
-            **{k: v for k, v in asdict(self).items() if k not in ("calibration", "families")},
             "note": self.note,
         }
 
@@ -178,7 +178,7 @@ def calibrate(
         reuse_deviation=deviations.reuse_deviation,
         prompts=deviations.prompts,
         seed=options.seed,
-        questions=GIVEN if options.questions else PSEUDO,
+        questions=Questions.GIVEN if options.questions else Questions.PSEUDO,
     )
     with named_errors(f"writing the schedule below {resources.root}"):
         calibrations(resources.root, controller.namespace).keep(calibration)

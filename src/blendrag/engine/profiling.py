@@ -17,7 +17,6 @@ from blendrag.planning.profile import (
     Conditions,
     Profile,
     conditions_of,
-    kept_differs,
     profiles,
     recall_profile,
 )
@@ -49,7 +48,7 @@ def profile(
     if resources.corpus is not None and len(resources.corpus):
         resources.require_corpus()  # refuses a corpus of another model: its prefix holds that model's ids
     conditions = worker.run(lambda: _conditions(resources))
-    known = recall_profile(root, conditions)
+    known, differs = recall_profile(root, conditions)
     if known is not None and not places and not again:
         return ProfileReport(known, is_new=False, kept=True)
     measure = Measure(
@@ -65,9 +64,8 @@ def profile(
         made = measure.profile(conditions, None if store.read_only else root, places)
     else:
         made = replace(known, tiers=(*known.tiers, *measure.directories(places)))
-    differs = "" if known is not None or again else kept_differs(root, conditions)
     made = _with_known_directories(made, known)
-    return ProfileReport(made, True, _keep(resources, made), differs)
+    return ProfileReport(made, True, _keep(resources, made), "" if again else differs)
 
 
 def _checked(directories: Sequence[str | Path]) -> list[Path]:

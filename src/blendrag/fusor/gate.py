@@ -226,6 +226,9 @@ class HeldKV:
             raise CorruptKVError(f"layer {layer} has another shape than the buffer")
         out.copy_(self._layers[layer])
 
+    def is_cached(self) -> bool:
+        return True
+
     def close(self) -> None:
         """Nothing to release."""
 

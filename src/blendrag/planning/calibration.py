@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
@@ -14,8 +15,12 @@ from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.fusor.selection.schedule import CALIBRATED
 from blendrag.store.records import Records
 
-GIVEN = "questions given"
-PSEUDO = "first sentences of chunks, in place of questions"
+
+class Questions(StrEnum):
+    """What was asked of the sampled prompts. The values are stored."""
+
+    GIVEN = "questions given"
+    PSEUDO = "first sentences of chunks, in place of questions"
 
 
 @dataclass(frozen=True)
@@ -33,8 +38,7 @@ class Calibration:
     reuse_deviation: float
     prompts: int
     seed: int
-    questions: str
-    """:data:`GIVEN` or :data:`PSEUDO`."""
+    questions: Questions
 
     def __post_init__(self) -> None:
         if self.weights:
@@ -46,7 +50,7 @@ class Calibration:
 
     @property
     def is_of_questions(self) -> bool:
-        return self.questions == GIVEN
+        return self.questions is Questions.GIVEN
 
     def note(self, ratio: float) -> str:
         """A sentence for a user of it at another ratio; else empty."""
@@ -56,9 +60,6 @@ class Calibration:
             f"the calibrated schedule of {self.policy} was found at ratio {self.ratio:g}, the nearest to "
             f"{ratio:g}; find one for it with blendrag calibrate --policy '{self.policy}' --ratio {ratio:g}"
         )
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def calibrations(root: Path, namespace: str) -> Records[Calibration]:

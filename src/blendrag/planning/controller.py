@@ -87,11 +87,14 @@ class Controller:
         """
         if options.mode == "full":
             return Plan.computed(prompt, MODE_FULL)
-        plan = self._opened(prompt, options, avoid, len(prompt.ids) - reserve)
-        if self.profile is None or not plan.chunks:
-            return plan
+        schedule, last = options.schedule_at(options.ratio), len(prompt.ids) - reserve
+        span, leading = self._leading(prompt, avoid, last)
+        plan = Plan(prompt, (), options.policy, schedule, options.ratio, span, leading)
         try:
-            return self._estimated(plan, options)
+            for segment in prompt.chunks:
+                chunk = self._chunk(segment, prompt, options.mode, avoid, last)
+                plan = replace(plan, chunks=(*plan.chunks, chunk))
+            return self._estimated(plan, options) if self.profile and plan.chunks else plan
         except BaseException:
             plan.close()
             raise
@@ -105,24 +108,6 @@ class Controller:
         return chunk_key(self.namespace, self.prefix_ids, ids)
 
     # -- open what is stored --------------------------------------------------------------------------
-
-    def _opened(
-        self, prompt: PromptPlan, options: PlanOptions, avoid: frozenset[str], last: int
-    ) -> Plan:
-        """Everything that may be loaded of the prompt's first ``last`` tokens."""
-        leading_span, leading = self._leading(prompt, avoid, last)
-        chunks = [
-            self._chunk(segment, prompt, options.mode, avoid, last) for segment in prompt.chunks
-        ]
-        return Plan(
-            prompt,
-            tuple(chunks),
-            options.policy,
-            options.schedule_at(options.ratio),
-            options.ratio,
-            leading_span,
-            leading,
-        )
 
     def _leading(
         self, prompt: PromptPlan, avoid: frozenset[str], last: int
@@ -185,16 +170,13 @@ class Controller:
                 "smallest one; measure with blendrag profile"
             )
             return replace(plan, notes=(note,) * options.is_auto)
-        if options.is_auto and options.mode == "blend":
-            return self._chosen(plan, estimator, options)
-        return replace(plan, forecast=options.forecast(estimator.loading_all(), options.ratio))
-
-    def _chosen(self, plan: Plan, estimator: Estimator, options: PlanOptions) -> Plan:
-        """With the loads and the ratio that are fastest; readers of what is not loaded are closed."""
+        if not (options.is_auto and options.mode == "blend"):
+            everything = estimator.loading(range(len(prompt.parts)))
+            return replace(plan, forecast=options.forecast(everything, options.ratio))
         choice = choose(estimator, options.forecast, options.ratio, options.policy.budgeted)
-        decision, notes = _explained(estimator.prompt, choice)
+        decision, notes = _explained(prompt, choice)
         return replace(
-            _without_slow_loads(plan, estimator.prompt, choice),
+            _without_slow_loads(plan, prompt, choice),
             ratio=choice.ratio,
             schedule=options.schedule_at(choice.ratio),
             forecast=choice.forecast,
@@ -214,21 +196,14 @@ def _why_loaded(segment: Segment, span: LoadedSpan) -> Reason:
 
 
 def _part(span: LoadedSpan, stored: KVLayout) -> StoredPart:
-    sizes = tuple(
-        stored_layer_bytes(stored, i, span.reader.tokens) for i in range(len(stored.layers))
-    )
-    return StoredPart(span.start, span.end, _tier(span), sizes, span.exact)
-
-
-def _tier(span: LoadedSpan) -> str:
-    """Where its bytes are now. A file that is not in the page cache counts as another tier."""
-    is_cached = getattr(span.reader, "is_cached", None)
-    if span.reader.tier == DISK and is_cached is not None and not is_cached():
-        return COLD
-    return span.reader.tier
+    reader = span.reader
+    sizes = tuple(stored_layer_bytes(stored, i, reader.tokens) for i in range(len(stored.layers)))
+    tier = COLD if reader.tier == DISK and not reader.is_cached() else reader.tier
+    return StoredPart(span.start, span.end, tier, sizes, span.exact)
 
 
 def _without_slow_loads(plan: Plan, prompt: PromptParts, choice: Choice) -> Plan:
+    """``plan`` without the spans that ``choice`` does not load; closes their readers."""
     computed = {
         span.start: part
         for i, (span, part) in enumerate(zip(plan.spans, prompt.parts, strict=True))
@@ -244,8 +219,9 @@ def _without_slow_loads(plan: Plan, prompt: PromptParts, choice: Choice) -> Plan
         for chunk in plan.chunks
     )
     leading = plan.leading_span
-    keeps_leading = leading is not None and leading.start not in computed
-    return replace(plan, chunks=chunks, leading_span=leading if keeps_leading else None)
+    if leading is not None and leading.start in computed:
+        leading = None
+    return replace(plan, chunks=chunks, leading_span=leading)
 
 
 def _why_computed(part: StoredPart, waits: bool) -> Reason:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import os
 import platform
-from bisect import bisect_right
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
+import numpy as np
 import torch
 import transformers
 from pydantic import Field
@@ -32,8 +32,6 @@ MEMORY = "memory"
 DISK = "disk"
 #: The disk tier for a file that is not in the page cache.
 COLD = "disk-cold"
-#: Stands in for the differences to a profile that cannot be read.
-UNREADABLE = "another version of blendrag"
 
 
 @dataclass(frozen=True)
@@ -62,13 +60,8 @@ class Curve:
 
     def base(self, rows: float) -> float:
         """Everything but attention and moving keys."""
-        at = bisect_right(self.rows, rows)
-        if at == 0:
-            return self.seconds[0]
-        if at == len(self.rows):
-            return self.seconds[-1] + self.row_s * (rows - self.rows[-1])
-        part = (rows - self.rows[at - 1]) / (self.rows[at] - self.rows[at - 1])
-        return self.seconds[at - 1] + part * (self.seconds[at] - self.seconds[at - 1])
+        beyond = max(0.0, rows - self.rows[-1])
+        return float(np.interp(rows, self.rows, self.seconds)) + self.row_s * beyond
 
     def __call__(self, rows: float, context: float, placed: float = 0.0) -> float:
         """Seconds."""
@@ -159,9 +152,6 @@ class Profile:
         found = {tier.name: tier for tier in self.tiers}
         return found.get(name) or (found.get(DISK) if name == COLD else None)
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 # -- the record in the store --------------------------------------------------------------------------
 
@@ -172,20 +162,17 @@ def profiles(root: Path, namespace: str) -> Records[Profile]:
     return Records(root, name, "profiles", Profile, ("version", "conditions"))
 
 
-def recall_profile(root: Path, wanted: Conditions) -> Profile | None:
-    """The profile measured under exactly these conditions."""
-    kept = profiles(root, wanted.namespace).entries()
-    return next((profile for profile in kept if profile.conditions == wanted), None)
-
-
-def kept_differs(root: Path, wanted: Conditions) -> str:
-    """How the kept profile that comes closest differs from ``wanted``; empty if none is kept."""
+def recall_profile(root: Path, wanted: Conditions) -> tuple[Profile | None, str]:
+    """The profile measured under exactly these conditions, else how the closest one differs, in words."""
     kept = profiles(root, wanted.namespace)
-    others = [wanted.differences(profile.conditions) for profile in kept.entries()]
-    if others:
-        least = min(others, key=len)
-        return ", ".join(least)
-    return UNREADABLE if kept.unchecked() else ""
+    found = kept.entries()
+    for profile in found:
+        if profile.conditions == wanted:
+            return profile, ""
+    if found:
+        differences = [wanted.differences(profile.conditions) for profile in found]
+        return None, ", ".join(min(differences, key=lambda each: len(each)))
+    return None, "another version of blendrag" if kept.unchecked() else ""
 
 
 class ProfileCache:
@@ -194,17 +181,16 @@ class ProfileCache:
     def __init__(self, root: Path, conditions: Callable[[str], Conditions]) -> None:
         self._root = root
         self._conditions = conditions
-        self._known: tuple[object, Profile | None, str] = (None, None, "")
+        self._stamp: object = None
+        self._known: tuple[Profile | None, str] = (None, "")
 
     def __call__(self, namespace: str) -> tuple[Profile | None, str]:
-        """The profile for now, or ``None`` and how the one that is kept differs."""
+        """See :func:`recall_profile`, for the conditions of now."""
         stamp = (namespace, torch.get_num_threads(), profiles(self._root, namespace).stamp)
-        if self._known[0] != stamp:
-            wanted = self._conditions(namespace)
-            found = recall_profile(self._root, wanted)
-            differs = "" if found is not None else kept_differs(self._root, wanted)
-            self._known = (stamp, found, differs)
-        return self._known[1:]
+        if self._stamp != stamp:
+            self._known = recall_profile(self._root, self._conditions(namespace))
+            self._stamp = stamp
+        return self._known
 
 
 # -- this machine -------------------------------------------------------------------------------------
@@ -242,10 +228,8 @@ def _own_version() -> str:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return _cpu_name() if device.type == "cpu" else device.type
-
-
-def _cpu_name() -> str:
+    if device.type != "cpu":
+        return device.type
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
         for line in lines:
             if line.startswith("model name"):

@@ -43,6 +43,9 @@ class KVReader(Protocol):
         undefined and must not be used.
         """
 
+    def is_cached(self) -> bool:
+        """Whether reading needs no device access; ``True`` if the system cannot tell."""
+
     def close(self) -> None:
         """Release the file or reference. Idempotent."""
 

@@ -76,6 +76,9 @@ class MemoryReader:
             self._staging.read(layer, lambda target: _copy(target, stored), out)
         self._on_read(stored.nbytes)
 
+    def is_cached(self) -> bool:
+        return True
+
     def close(self) -> None:
         """Release the block. Idempotent."""
         self._block = None

@@ -20,7 +20,7 @@ from blendrag.lab.evaluation.ways import Way, default_policies, look_up, make_wa
 from blendrag.lab.training.samples import NATIVE, Entry, template
 from blendrag.model.loading import load_tokens
 from blendrag.model.tokens import Tokens
-from blendrag.planning.calibration import Calibration, calibrations
+from blendrag.planning.calibration import Calibration, Questions, calibrations
 from lab.evaluation import lab
 
 # -- ways -----------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ def test_every_way_becomes_a_request(policy: str) -> None:
 
 
 def test_calibrated_means_the_schedule_in_the_store(tmp_path: Path) -> None:
-    found = Calibration("query", 0.1, (0.5, 0.25), 0.0, "constant", 0.0, 0.0, 1, 0, "given")
+    found = Calibration("query", 0.1, (0.5, 0.25), 0.0, "constant", 0.0, 0.0, 1, 0, Questions.GIVEN)
     calibrations(tmp_path, "model").keep(found)
     made = make_ways(["full", "query"], ["calibrated", "constant"], [0.1], [True])
     *others, calibrated, constant = look_up(made, tmp_path, "model")

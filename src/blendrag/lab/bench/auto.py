@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -240,7 +240,7 @@ def auto(
         close=share_close(every),
         auto_close=share_close(automatic),
         requests=len(every),
-        profile=profile.as_dict(),
+        profile=asdict(profile),
     )
 
 

@@ -122,6 +122,10 @@ class ThrottledReader:
         if left_s > 0:
             time.sleep(left_s)
 
+    def is_cached(self) -> bool:
+        """See :meth:`KVReader.is_cached`."""
+        return self._reader.is_cached()
+
     def close(self) -> None:
         """See :meth:`KVReader.close`."""
         self._reader.close()
