@@ -170,8 +170,8 @@ def recall_profile(root: Path, wanted: Conditions) -> tuple[Profile | None, str]
         if profile.conditions == wanted:
             return profile, ""
     if found:
-        differences = [wanted.differences(profile.conditions) for profile in found]
-        return None, ", ".join(min(differences, key=lambda each: len(each)))
+        closest = min((wanted.differences(profile.conditions) for profile in found), key=len)
+        return None, ", ".join(closest)
     return None, "another version of blendrag" if kept.unchecked() else ""
 
 
