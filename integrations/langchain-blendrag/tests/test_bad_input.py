@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from pydantic import ValidationError
 
 import tiny
@@ -13,7 +13,6 @@ from blendrag.engine import BlendEngine
 from blendrag.errors import BlendragError, ContextOverflowError, InvalidInputError
 from langchain_blendrag import BlendLLM, BlendRetriever, BlendVectorStore, ChatBlend
 
-TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
 IMAGE = [{"type": "image_url", "image_url": {"url": "data:,x"}}]
 TOO_LONG = "Place32 " * 3000
 
@@ -35,25 +34,27 @@ async def assert_refused(llm: Any, given: Any, expected: str, **options: Any) ->
         assert "--" not in message  # the spelling of the command line
 
 
-@pytest.mark.parametrize("template", [True, False])
+RAW = {"apply_chat_template": False}
+
+
 @pytest.mark.parametrize(
-    ("messages", "sentence"),
+    ("given", "options", "sentence"),
     [
-        ([SystemMessage(" "), HumanMessage("\n")], "all 2 messages are empty"),
-        (" \n", "the "),
-        ([], "no messages"),
-        ([HumanMessage(IMAGE)], "a HumanMessage has a content part of type 'image_url', expected text"),
-        (
-            [HumanMessage("x"), ToolMessage([{"type": "image", "url": "u"}], tool_call_id="1")],
-            "a ToolMessage has a content part of type 'image'",
-        ),
+        ([SystemMessage(" "), HumanMessage("\n")], {}, "all 2 messages are empty"),
+        ([SystemMessage(" "), HumanMessage("\n")], RAW, "all 2 messages are empty"),
+        (" \n", {}, "the "),
+        ([], {}, "no messages"),
+        ([HumanMessage(IMAGE)], {}, "a HumanMessage has a content part of type 'image_url', expected"),
+        ([HumanMessage(IMAGE)], RAW, "a HumanMessage has a content part of type 'image_url', expected"),
+        ("Where?", {"max_length": 3}, "max_length: not an option of a call; expected"),
+        ("Where?", {"max_new_tokens": 0}, "max_new_tokens 0 is not 1 or more"),
+        ("Where?", {"stop": ["x", ""]}, "stop holds an empty text"),
     ],
 )  # fmt: skip
-async def test_empty_messages_and_images_are_refused(
-    either: Any, messages: Any, sentence: str, template: bool
+async def test_empty_messages_images_and_wrong_options_are_refused(
+    either: Any, given: Any, options: dict[str, Any], sentence: str
 ) -> None:
-    if template or (isinstance(messages, list) and messages):
-        await assert_refused(either, messages, sentence, apply_chat_template=template)
+    await assert_refused(either, given, sentence, **options)
 
 
 def test_an_empty_message_among_others_is_answered(llm: ChatBlend) -> None:
@@ -72,16 +73,11 @@ async def test_a_prompt_longer_than_the_context_is_refused_without_warnings(
     assert "Token indices" not in caplog.text + "".join(capfd.readouterr())
 
 
-async def test_tools_for_a_model_without_tools_are_refused(llm: ChatBlend) -> None:
-    await assert_refused(llm, "Where?", "tools given (1)", tools=[TOOL])
-
-
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         ({"temperatur": 0.5}, "Extra inputs are not permitted"),
         ({"ratio": 1.5}, r"ratio 1.5 must be a number in"),
-        ({"mode": "fast"}, "'blend', 'full', 'prefix' or 'reuse'"),
         ({"policy": "best"}, "policy 'best' is not one of"),
         ({"max_tokens": "many"}, "max_tokens\n"),
         ({"model": "demo"}, "leave model out"),
@@ -93,20 +89,6 @@ def test_a_wrong_field_is_refused(
     for kind in (ChatBlend, BlendLLM):
         with pytest.raises(ValidationError, match=sentence):
             kind(engine=engine, **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"max_length": 3}, "max_length: not an option of a call; expected"),
-        ({"max_new_tokens": 0}, "max_new_tokens 0 is not 1 or more"),
-        ({"stop": ["x", ""]}, "stop holds an empty text"),
-    ],
-)
-async def test_a_wrong_option_of_a_call_is_refused(
-    either: Any, options: dict[str, Any], sentence: str
-) -> None:
-    await assert_refused(either, "Where?", sentence, **options)
 
 
 async def test_a_closed_engine_is_an_error_in_every_call(tmp_path: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -55,14 +54,6 @@ async def test_the_event_loop_runs_while_the_model_works(either: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loops, "BLOCKED_S", 0.2)
         assert not await loops.turns_while(model, blocking())
-
-
-def test_calls_from_many_threads_get_their_own_answers(either: Any) -> None:
-    questions = [f"Where is Place{i}1?" for i in range(4)]
-    expected = [text_of(either.invoke(question)) for question in questions]
-    with ThreadPoolExecutor(4) as pool:
-        assert [text_of(a) for a in pool.map(either.invoke, questions)] == expected
-    assert [text_of(a) for a in either.batch(questions)] == expected
 
 
 async def test_a_cancelled_call_and_abandoned_streams_free_the_model(

@@ -13,7 +13,7 @@ from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.runnables import RunnablePassthrough
 
 from blendrag.engine import BlendEngine
-from langchain_blendrag import BlendLLM, BlendRetriever
+from langchain_blendrag import BlendRetriever
 
 QUESTION = "What does document 3 say about the town of Place32?"
 TEXT = PromptTemplate.from_template("Answer from this.\n\n{context}\n\nQuestion: {input}")
@@ -81,29 +81,6 @@ async def test_an_lcel_chain_reuses_every_chunk_sync_and_async(
     assert len(seen.metrics) == 4
     for metrics in seen.metrics:
         assert_reused(metrics, engine, retriever.invoke(QUESTION))
-
-
-def test_a_system_message_keeps_its_role_in_a_chain(engine: BlendEngine, seen: Any) -> None:
-    (CHAT | BlendLLM(engine=engine)).invoke(
-        {"context": "nothing", "input": "x"}, config={"callbacks": [seen]}
-    )
-    assert seen.prompts == [
-        "<|bos|><|system|>Answer from this.\n\nnothing\n<|user|>x\n<|assistant|>"
-    ]
-
-
-def test_ratio_one_answers_like_mode_full(
-    engine: BlendEngine, retriever: BlendRetriever, seen: Any
-) -> None:
-    def ask(**options: Any) -> str:
-        chain = create_stuff_documents_chain(BlendLLM(engine=engine, **options), CHAT)
-        inputs = {"input": QUESTION, "context": retriever.invoke(QUESTION)}
-        return str(chain.invoke(inputs, config={"callbacks": [seen]}))
-
-    full, blend = ask(mode="full"), ask(mode="blend", ratio=1.0)
-    assert full == blend
-    assert seen.metrics[0]["reused_tokens"] == 0
-    assert seen.metrics[1]["reused_tokens"] > 200
 
 
 def test_a_prompt_without_a_known_chunk_has_a_note(either: Any, seen: Any) -> None:

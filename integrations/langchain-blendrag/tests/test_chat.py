@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from langchain_core.messages import (
-    AIMessage,
-    HumanMessage,
-    SystemMessage,
-    ToolMessage,
-)
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from samples import get_weather, last_prompt, whole
 
 from blendrag.engine import BlendEngine
@@ -32,11 +27,8 @@ def test_messages_go_through_the_models_template_once(llm: ChatBlend, engine: Bl
     assert answer.usage_metadata is not None
     assert answer.usage_metadata["input_tokens"] == expected.metrics.prompt_tokens
     assert llm.get_num_tokens_from_messages(MESSAGES) == expected.metrics.prompt_tokens
-
-
-def test_the_prompt_begins_with_one_bos(talker: ChatBlend) -> None:
-    talker.invoke(MESSAGES)
-    assert last_prompt(talker.engine).count("<|bos|>") == 1
+    text_ids = engine.resources.tokens.encode_text("Where is Place32?")
+    assert llm.get_num_tokens("Where is Place32?") == len(text_ids)
 
 
 def test_calls_and_results_keep_their_roles(talker: ChatBlend) -> None:
@@ -48,14 +40,10 @@ def test_calls_and_results_keep_their_roles(talker: ChatBlend) -> None:
     ]
     talker.bind_tools([get_weather]).invoke(turns)
     sent = last_prompt(talker.engine)
+    assert sent.count("<|bos|>") == 1
     assert '"name": "get_weather", "description": "The weather."' in sent
     assert 'I will.<tool_call>\n{"name": "get_weather", "arguments": {"location": "Rome"}}' in sent
     assert "<tool_response>\nsunny\n</tool_response>" in sent
-
-
-def test_messages_are_flattened_without_the_template(
-    talker: ChatBlend,
-) -> None:
     talker.invoke(MESSAGES, apply_chat_template=False)
     assert last_prompt(talker.engine).endswith("System: Be brief.\nHuman: Where is Place32?")
 
@@ -77,15 +65,9 @@ def test_usage_and_metadata_report_reuse(llm: ChatBlend, engine: BlendEngine) ->
         assert told["ttft_s"] > 0
         assert told["finish_reason"] == "length"
         assert [c["outcome"] for c in told["blendrag"]["chunks"]] == ["blended"]
-
-
-def test_mode_full_reads_nothing(llm: ChatBlend, engine: BlendEngine) -> None:
-    chunk = engine.retrieve("Place32")[0].text
-    usage = llm.invoke(f"{chunk}\n\nWhere is Place32?", mode="full").usage_metadata
+    usage = llm.invoke([question], mode="full").usage_metadata
     assert usage is not None
-    assert usage["input_token_details"] == {
-        "cache_read": 0, "cache_creation": usage["input_tokens"],
-    }  # fmt: skip
+    assert usage["input_token_details"]["cache_read"] == 0
 
 
 def test_logprobs_are_in_openais_form(llm: ChatBlend) -> None:
@@ -100,12 +82,6 @@ def test_logprobs_are_in_openais_form(llm: ChatBlend) -> None:
             assert len(best) == 2
             assert place["logprob"] == best[0]["logprob"] >= best[1]["logprob"]
     assert "logprobs" not in llm.invoke("Where is Place32?").response_metadata
-
-
-def test_a_seed_makes_sampling_repeatable(llm: ChatBlend) -> None:
-    sampled = [llm.invoke("x", temperature=2.0, seed=seed).content for seed in (1, 1, 2, 3)]
-    assert sampled[0] == sampled[1]
-    assert len(set(sampled)) > 1
 
 
 def test_stop_ends_the_answer_in_every_way_of_calling(talker: ChatBlend) -> None:

@@ -13,10 +13,10 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
 from blendrag.engine import BlendEngine
+from blendrag.engine.library import Entry
 from langchain_blendrag import ChatBlend, close_shared_engines
 
-#: Of the suite's own (temperature, max_tokens, timeout, stop, max_retries) all but the last: there is
-#: no network between a wrapper and its model, so nothing to try again.
+#: The suite's defaults without max_retries: no network is used.
 STANDARD: dict[str, Any] = {"temperature": 0, "max_tokens": 100, "timeout": 60, "stop": []}
 LONG = "The cat sat on the mat of the house beside the harbour, where ships came in. " * 4
 
@@ -26,7 +26,7 @@ Usage = Literal[
 
 
 class OfBlendrag:
-    """What both suites are told of this model."""
+    """What the model supports, for both suites."""
 
     @property
     def chat_model_class(self) -> type[BaseChatModel]:
@@ -59,7 +59,7 @@ class OfBlendrag:
     def invoke_with_cache_creation_input(self, *, stream: bool = False) -> AIMessage:
         """Over a stored chunk: some of the prompt is read, some is new."""
         model = self.chat_model_class(**self.chat_model_params)  # type: ignore[attr-defined]
-        model.engine.library.add([_entry()])
+        model.engine.library.add([Entry("cat", LONG)])
         question = f"{LONG}\n\nWhere did the cat sit?"
         if not stream:
             return model.invoke(question)  # type: ignore[no-any-return]
@@ -72,14 +72,8 @@ class OfBlendrag:
         return full
 
 
-def _entry() -> Any:
-    from blendrag.engine.library import Entry
-
-    return Entry("cat", LONG)
-
-
 class TestUnit(OfBlendrag, ChatModelUnitTests):
-    """Construction, tools, tracing, serialization of a model with tools."""
+    """Construction, tools, tracing and serialization of a model with tools."""
 
     @pytest.fixture(autouse=True)
     def _named(self, tooled: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -93,7 +87,7 @@ class TestUnit(OfBlendrag, ChatModelUnitTests):
 
 
 class TestUnitOfTheEmbeddedModel(OfBlendrag, ChatModelUnitTests):
-    """The same of the model that comes with blendrag, whose template does not render tools."""
+    """The embedded model, whose template does not render tools."""
 
     @pytest.fixture(autouse=True)
     def _close(self) -> Iterator[None]:
@@ -110,11 +104,11 @@ class TestUnitOfTheEmbeddedModel(OfBlendrag, ChatModelUnitTests):
 
     @property
     def has_structured_output(self) -> bool:
-        return False  # the suite wants it by function calling
+        return False  # the suite tests it by function calling
 
 
 class TestIntegrationWithTools(OfBlendrag, ChatModelIntegrationTests):
-    """Answers, tools and structured output of a model that says what a test wants."""
+    """Answers, tools and structured output of a scripted model."""
 
     @pytest.fixture(autouse=True)
     def _engine(self, talkative: BlendEngine) -> None:
@@ -126,7 +120,7 @@ class TestIntegrationWithTools(OfBlendrag, ChatModelIntegrationTests):
 
 
 class TestIntegrationOfTheEmbeddedModel(OfBlendrag, ChatModelIntegrationTests):
-    """The suite over the model that comes with blendrag, whose template does not render tools."""
+    """The embedded model, whose template does not render tools."""
 
     @pytest.fixture(autouse=True)
     def _engine(self, demo: BlendEngine) -> None:
@@ -142,7 +136,7 @@ class TestIntegrationOfTheEmbeddedModel(OfBlendrag, ChatModelIntegrationTests):
 
     @property
     def has_structured_output(self) -> bool:
-        return False  # it was taught answers of a few words and writes no JSON
+        return False  # it writes no JSON
 
     @property
     def supports_json_mode(self) -> bool:
@@ -150,4 +144,4 @@ class TestIntegrationOfTheEmbeddedModel(OfBlendrag, ChatModelIntegrationTests):
 
     @property
     def supports_anthropic_inputs(self) -> bool:
-        return False  # the suite's test of them offers a tool
+        return False  # the suite's test offers a tool

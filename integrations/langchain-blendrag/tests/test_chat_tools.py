@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from langchain_core.messages import (
-    AIMessage,
-    HumanMessage,
-)
+from langchain_core.messages import AIMessage, HumanMessage
 from samples import Joke, get_weather, last_prompt, whole
 
 from blendrag.errors import InvalidInputError
@@ -56,15 +53,6 @@ def test_a_malformed_call_is_an_invalid_one(
     assert '"arguments": {"location":' in last_prompt(talker.engine)
 
 
-def test_other_json_is_not_a_call(talker: ChatBlend) -> None:
-    answer = talker.bind_tools([get_weather]).invoke("Answer in JSON.")
-    assert not answer.tool_calls
-    assert str(answer.content).startswith('{"setup"')
-    assert (
-        whole(talker.bind_tools([get_weather]).stream("Answer in JSON.")).content == answer.content
-    )
-
-
 def test_tools_on_a_model_without_tools_are_refused(llm: ChatBlend) -> None:
     with pytest.raises(
         InvalidInputError, match=r"tools given \(1\) to .* does not render tools; use a model"
@@ -72,11 +60,6 @@ def test_tools_on_a_model_without_tools_are_refused(llm: ChatBlend) -> None:
         llm.bind_tools([get_weather])
     with pytest.raises(InvalidInputError, match="chat template does not support tools"):
         llm.invoke("x", tools=[{"type": "function", "function": {"name": "f"}}])
-
-
-def test_an_unknown_choice_is_refused(talker: ChatBlend) -> None:
-    with pytest.raises(InvalidInputError, match=r"tool_choice 'other' is not .*\(get_weather\)"):
-        talker.bind_tools([get_weather], tool_choice="other")
 
 
 # -- structured output -------------------------------------------------------------------------------

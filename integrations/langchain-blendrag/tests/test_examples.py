@@ -1,87 +1,100 @@
-"""The examples run, and say what their texts say they do."""
+"""The examples run and print what they promise; the table of reuse counts what was loaded."""
 
 from __future__ import annotations
 
 import difflib
-import importlib.util
-import os
 import re
 import shutil
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import example_scripts
 import scripted
+from blendrag.config import settings
 from blendrag.demo import demo_corpus_path
+from blendrag.engine import BlendEngine
+from langchain_blendrag import close_shared_engines
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[3]
-EXAMPLES = ROOT / "examples"
-sys.path.append(str(EXAMPLES))  # what the two halves of the table of reuse share
-OFFLINE = {
-    **os.environ, "HF_HUB_OFFLINE": "1", "MODEL": "demo", "BLENDRAG_EMBEDDER": "minilm-offline",
-    "BLENDRAG_CHUNK_TOKENS": "64", "OMP_NUM_THREADS": "1",
-}  # fmt: skip
+EXAMPLES = example_scripts.EXAMPLES
 
 
-def run(script: Path, directory: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(script), *arguments],
-        cwd=directory, env=OFFLINE, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+@pytest.fixture(scope="module")
+def table() -> Any:
+    return example_scripts.load("reuse_langchain.py")
 
 
-def module(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+@pytest.fixture(scope="module")
+def corpus(table: Any) -> Iterator[BlendEngine]:
+    """The embedded model over its corpus, which the examples share."""
+    with table.demo_engine(64) as engine:
+        yield engine
 
 
-@pytest.mark.parametrize(
-    ("name", "answer"), [("langchain_rag.py", "skating"), ("langchain_lcel.py", "East Norwich")]
-)
-def test_a_chain_answers_and_reads_most_of_its_prompt(
-    name: str, answer: str, tmp_path: Path
-) -> None:
-    out = run(EXAMPLES / name, tmp_path)
-    assert answer in out
+def assert_mostly_read(printed: str) -> None:
     tokens, read = (
-        int(re.search(rf"'{key}': (\d+)", out)[1])  # type: ignore[index]
+        int(re.search(rf"'{key}': (\d+)", printed)[1])  # type: ignore[index]
         for key in ("input_tokens", "cache_read")
     )
     assert read > tokens / 2
+
+
+def test_the_retrieval_chain_answers_and_reads_most_of_its_prompt(
+    corpus: BlendEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example_scripts.run("langchain_rag.py", store=corpus.resources.root)
+    printed = capsys.readouterr().out
+    assert "skating" in printed
+    assert_mostly_read(printed)
+
+
+@pytest.mark.usefixtures("corpus")
+def test_the_lcel_chain_answers_and_reads_most_of_its_prompt(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    example_scripts.run("langchain_lcel.py")
+    printed = capsys.readouterr().out
+    assert "East Norwich" in printed
+    assert_mostly_read(printed)
 
 
 def test_an_agent_searches_and_what_it_found_is_loaded(tmp_path: Path) -> None:
     question = "Which sport does Anna Bell enjoy?"
 
     def script(prompt: str) -> str:
-        return (
-            "Skating." if "<tool_response>" in prompt else scripted.call("search", query=question)
-        )
+        found = "<tool_response>" in prompt
+        return "Skating." if found else scripted.call("search", query=question)
 
     with scripted.engine(script, tmp_path / "store") as engine:
         engine.ingest([demo_corpus_path()])
-        message = module(EXAMPLES / "langchain_agent.py").ask(engine, question)
+        message = example_scripts.load("langchain_agent.py").ask(engine, question)
         assert message.content == "Skating."
         assert len(message.response_metadata["blendrag"]["chunks"]) == 4
         found = sum(len(engine.resources.text_ids(c.text)) for c in engine.retrieve(question, 4))
         assert message.usage_metadata["input_token_details"]["cache_read"] >= found
 
 
-def test_a_moved_app_answers(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("corpus")
+def test_a_moved_app_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copytree(demo_corpus_path(), tmp_path / "docs")
-    after = EXAMPLES / "langchain_moving" / "after.py"
-    assert "East Norwich" in run(after, tmp_path, "docs", "In which town does Albert Lange live?")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MODEL", "demo")
+    monkeypatch.setenv("BLENDRAG_EMBEDDER", "minilm-offline")
+    monkeypatch.setenv("BLENDRAG_CHUNK_TOKENS", "64")
+    settings.cache_clear()
+    try:
+        question = "In which town does Albert Lange live?"
+        example_scripts.run("langchain_moving/after.py", "docs", question)
+    finally:
+        close_shared_engines()
+        settings.cache_clear()
+    assert "East Norwich" in capsys.readouterr().out
 
 
 def test_the_page_shows_the_lines_of_moving_an_app() -> None:
@@ -90,21 +103,21 @@ def test_the_page_shows_the_lines_of_moving_an_app() -> None:
         for name in ("before.py", "after.py")
     )
     changes = [line for line in difflib.ndiff(before, after) if line[0] in "+-"]
-    page = (ROOT / "docs" / "integrations.md").read_text()
+    page = (EXAMPLES.parent / "docs" / "integrations.md").read_text()
     shown = page.partition("```diff\n")[2].partition("```")[0].splitlines()
     assert sorted(line[0] + line[2:] for line in changes) == sorted(shown)
     assert len(shown) < 15
 
 
-def test_the_table_counts_what_is_loaded_and_not_what_is_computed() -> None:
-    table = module(EXAMPLES / "reuse_langchain.py")
-    with table.demo_engine(table.CHUNK_TOKENS) as engine:
-        retriever = table.BlendRetriever(engine=engine, k=2)
+def test_the_table_counts_what_is_loaded_and_not_what_is_computed(
+    table: Any, corpus: BlendEngine
+) -> None:
+    retriever = table.BlendRetriever(engine=corpus, k=2)
 
-        def share(make: Any, **options: Any) -> float:
-            llm = table.ChatBlend(engine=engine, max_tokens=2, **options)
-            return float(table.share(engine, make(llm, retriever), table.QUESTIONS[:1])[0])
+    def share(make: Any, **options: Any) -> float:
+        llm = table.ChatBlend(engine=corpus, max_tokens=2, **options)
+        return float(table.share(corpus, make(llm, retriever), table.QUESTIONS[:1])[0])
 
-        for name in ("stuff", "lcel", "retrieval_chain", "document_prompt"):
-            assert share(getattr(table, name)) >= 0.95, name
-        assert share(table.stuff, mode="full") == 0
+    for name in ("stuff", "lcel", "retrieval_chain", "document_prompt"):
+        assert share(getattr(table, name)) >= 0.95, name
+    assert share(table.stuff, mode="full") == 0

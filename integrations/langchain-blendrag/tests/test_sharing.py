@@ -106,15 +106,3 @@ def test_descriptions_hold_the_options_and_not_the_engine(either: Any, engine: B
     assert either._identifying_params["mode"] == "blend"
     assert either._identifying_params["min_ratio"] == engine.settings.min_ratio
     assert type(either)(engine=engine, min_ratio=0.3)._identifying_params["min_ratio"] == 0.3
-
-
-def test_langsmith_gets_the_model_and_its_options(engine: BlendEngine) -> None:
-    llm = ChatBlend(engine=engine, temperature=0.5, max_tokens=9, stop=["x"])
-    assert llm._get_ls_params() == {
-        "ls_provider": "blendrag",
-        "ls_model_name": engine.resources.model_name,
-        "ls_model_type": "chat",
-        "ls_temperature": 0.5,
-        "ls_max_tokens": 9,
-        "ls_stop": ["x"],
-    }
