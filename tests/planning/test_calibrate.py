@@ -27,8 +27,9 @@ from blendrag.errors import (
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.planning.calibrate import (
     ANSWER_TOKENS,
+    Found,
     MeanDeviation,
-    Step,
+    Tried,
     deviation,
     divergence,
     families,
@@ -81,8 +82,7 @@ def test_the_result_is_never_worse_than_a_family_and_keeps_the_ratio(
     target = Schedule.parse(weights).shares(ratio, layers) if weights else []
     measure = distance_to(target, ratio)
     result = search(measure, layers, ratio, seed)
-    assert result.best is not None
-    for family in families(layers):
+    for family in families(layers, ratio):
         assert result.best.deviation <= measure(family, math.inf)
     shares = result.best.schedule.shares(ratio, layers)
     assert layers == 1 or sum(shares) / len(shares) == pytest.approx(ratio)
@@ -97,13 +97,12 @@ def test_the_search_finds_a_shape_that_no_family_has_and_the_same_for_the_same_s
     once, again, other = (search(measure, layers, ratio, seed) for seed in (3, 3, 4))
     assert once == again
     for result in (once, other):
-        assert result.best is not None
         assert result.best.deviation - 1e-3 < 0.1 * (result.family.deviation - 1e-3)
 
 
 @pytest.mark.parametrize("after", [1, 5, 25])
 def test_an_interrupted_search_keeps_the_best_so_far(after: int) -> None:
-    def watch(step: Step) -> None:
+    def watch(step: Found) -> None:
         if step.tried == after:
             raise KeyboardInterrupt
 
@@ -111,7 +110,6 @@ def test_an_interrupted_search_keeps_the_best_so_far(after: int) -> None:
     result = search(measure, 6, 0.2, watch=watch)
     assert result.interrupted
     assert result.tried == after
-    assert result.best is not None
     assert result.best.deviation <= result.family.deviation
 
 
@@ -119,7 +117,6 @@ def test_a_search_without_time_keeps_what_is_known_and_measures_one_family() -> 
     known = Schedule.parse("5,4,1,1,1,0.5,0")
     measure = distance_to(known.shares(0.2, 8), 0.2)
     result = search(measure, 8, 0.2, has_time=lambda: False, known=known)
-    assert result.best is not None
     assert result.best.schedule == known
     assert (result.tried, result.out_of_time) == (2, True)
 
@@ -225,7 +222,7 @@ def prompt(engine: BlendEngine) -> str:
 
 
 def interrupt_after(tried: int) -> Any:
-    def watch(step: Step) -> None:
+    def watch(step: Found) -> None:
         if step.tried == tried:
             raise KeyboardInterrupt
 
@@ -281,7 +278,7 @@ def test_the_schedule_found_is_what_calibrated_runs(engine: BlendEngine) -> None
     assert any("blendrag calibrate" in note for note in before.notes)
     report = engine.calibrate(options())
     best = report.calibration
-    assert best.deviation <= min(family.deviation for family in report.families)
+    assert best.deviation <= min(family.deviation for family in report.search.families)
     assert best.deviation < best.reuse_deviation
     assert report.gain == pytest.approx(best.reuse_deviation - best.deviation)
     assert report.gain_error is not None
@@ -331,7 +328,7 @@ def test_a_missing_calibration_is_reported_once_per_policy(tmp_path: Path) -> No
     [(0.5, 0.1, False), (0.1, 0.1, True), (-0.5, 0.1, True), (0.5, None, True)],
 )
 def test_a_gain_within_noise_is_no_gain(gain: float, error: float | None, is_noise: bool) -> None:
-    report = CalibrationReport(found(), (), 3, 1.0, False, False, gain, error)
+    report = CalibrationReport(found(), Found(Tried(CONSTANT, 0.1)), 1.0, gain, error)
     assert bool(report.note) == is_noise
     if is_noise:
         assert report.note.startswith("recomputing nothing scores as well on these 4 prompts")
@@ -354,11 +351,11 @@ def test_calibrating_again_continues_and_stores_no_kv(engine: BlendEngine) -> No
     store, namespace = engine.resources.store, engine.adapter.identity.namespace
     before = sorted(store.keys(namespace))
     one, again = (engine.calibrate(options(), interrupt_after(8)) for _ in range(2))
-    assert one.interrupted
+    assert one.search.interrupted
     assert kept(engine).entries() == [again.calibration]
     assert again.calibration.deviation <= one.calibration.deviation * (1 + 1e-6)
     after = engine.calibrate(options(), interrupt_after(2))
-    assert after.tried == 2  # what was known, and one family
+    assert after.search.tried == 2  # what was known, and one family
     assert after.calibration.weights == pytest.approx(again.calibration.weights)
     assert sorted(store.keys(namespace)) == before
 
@@ -367,7 +364,7 @@ def test_a_model_changed_meanwhile_ends_the_calibration(tmp_path: Path) -> None:
     with tiny.engine(tiny.llama(), tmp_path / "s", policy="query") as engine:
         engine.ingest([tiny.document(i) for i in range(2)])
 
-        def watch(step: Step) -> None:
+        def watch(step: Found) -> None:
             with torch.no_grad():
                 engine.adapter.model.model.layers[1].self_attn.v_proj.weight.mul_(1.5)
 

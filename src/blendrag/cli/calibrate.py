@@ -77,7 +77,7 @@ def calibrate(
     print_json(report.as_dict()) if json else _print(report)
     if report.note:
         say("note", report.note)
-    if report.out_of_time:
+    if report.search.out_of_time:
         say("note", f"the search stopped after {minutes:g} minutes; allow more with --minutes")
     if not asked.questions:
         say(
@@ -85,7 +85,7 @@ def calibrate(
             "calibrated on first sentences of chunks, not on questions, so this schedule is used only with "
             "--schedule calibrated; give questions with --questions FILE to use it for every answer",
         )
-    return interrupted() if report.interrupted else DONE
+    return interrupted() if report.search.interrupted else DONE
 
 
 def _questions(path: Path | None) -> tuple[str, ...]:
@@ -103,8 +103,9 @@ def _print(report: CalibrationReport) -> None:
     )
     typer.echo(f"  layers 1…: {', '.join(f'{share:.3f}' for share in found.weights)}")
     typer.echo(f"  nothing recomputed: {found.reuse_deviation:.4g}")
-    for each in sorted(report.families, key=lambda each: each.deviation):
+    for each in sorted(report.search.families, key=lambda each: each.deviation):
         typer.echo(f"  {each.schedule}: {each.deviation:.4g}")
+    tried = report.search.tried
     typer.echo(
-        f"{report.tried} schedules in {duration(report.seconds)}; the best is kept as --schedule calibrated"
+        f"{tried} schedules in {duration(report.seconds)}; the best is kept as --schedule calibrated"
     )

@@ -14,7 +14,7 @@ from blendrag.cli.output import count, duration, megabytes, say
 
 if TYPE_CHECKING:
     from blendrag.engine.ingest import Totals
-    from blendrag.planning.calibrate import Step
+    from blendrag.planning.calibrate import Found
 
 #: Between two printed lines.
 LINE_EVERY_S = 5.0
@@ -37,7 +37,7 @@ class TimeLeft:
         self._warm = (0.0, 0.0)
 
     def __call__(self, done: float, total: float, now: float) -> float | None:
-        """Seconds, or ``None`` if too little is known. The first call is before the first step."""
+        """Seconds, or ``None`` if too little is known. The first call is before the first found."""
         if done > self._done:
             self._steps, self._done = self._steps + 1, done
             if self._steps == 1:
@@ -148,9 +148,9 @@ class StepProgress(StatusLine):
 class SearchProgress(StatusLine):
     """Called with every schedule measured."""
 
-    def __call__(self, step: Step) -> None:
+    def __call__(self, found: Found) -> None:
         interrupt.expect("the best schedule so far is kept", grace_s=10.0)
         self.show(
-            f"{step.tried} schedules, best deviation {step.best.deviation:.4g} "
-            f"({step.family.schedule}: {step.family.deviation:.4g})"
+            f"{found.tried} schedules, best deviation {found.best.deviation:.4g} "
+            f"({found.family.schedule}: {found.family.deviation:.4g})"
         )

@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,11 +29,10 @@ from blendrag.fusor.loader import SpanCorruptError
 from blendrag.fusor.selection import Schedule, SelectionPolicy, make_policy
 from blendrag.planning.calibrate import (
     ANSWER_TOKENS,
+    Found,
     MeanDeviation,
     Reference,
     SampledQuestion,
-    Step,
-    Tried,
     deviation,
     reference,
     sample_corpus,
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
     from blendrag.engine.engine import BlendEngine
 
 T = TypeVar("T")
-Watch = Callable[[Step], None]
+Watch = Callable[[Found], None]
 #: A gain counts if it is this many standard errors.
 SURE = 2
 
@@ -85,10 +84,10 @@ class CalibrationOptions:
             )
         if self.samples < 1:
             raise InvalidInputError(f"samples is {self.samples}, expected 1 or more prompts")
-        if not self.minutes > 0:
-            raise InvalidInputError(f"minutes is {self.minutes}, expected more than 0")
         if self.top_k < 1:
             raise InvalidInputError(f"top_k is {self.top_k}, expected 1 or more chunks")
+        if not self.minutes > 0:
+            raise InvalidInputError(f"minutes is {self.minutes}, expected more than 0")
         if not make_policy(self.policy).follows_schedule:
             raise InvalidInputError(
                 f"policy {self.policy!r} follows no schedule; expected one that does, such as query, "
@@ -101,11 +100,8 @@ class CalibrationReport:
     """What was found, and what it was chosen from."""
 
     calibration: Calibration
-    families: tuple[Tried, ...]
-    tried: int
+    search: Found
     seconds: float
-    interrupted: bool
-    out_of_time: bool
     gain: float
     """How much closer the schedule is to full prefill than recomputing nothing: mean difference in KL over
     the prompts, in nats per token."""
@@ -126,11 +122,15 @@ class CalibrationReport:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        fields = asdict(self)
         return {
-            **fields.pop("calibration"),
-            **fields,
-            "families": {str(each.schedule): each.deviation for each in self.families},
+            **asdict(self.calibration),
+            "families": {str(each.schedule): each.deviation for each in self.search.families},
+            "tried": self.search.tried,
+            "seconds": self.seconds,
+            "interrupted": self.search.interrupted,
+            "out_of_time": self.search.out_of_time,
+            "gain": self.gain,
+            "gain_error": self.gain_error,
             "note": self.note,
         }
 
@@ -139,7 +139,7 @@ def calibrate(
     engine: BlendEngine,
     worker: Worker,
     options: CalibrationOptions,
-    watch: Watch = lambda step: None,
+    watch: Watch = lambda found: None,
 ) -> CalibrationReport:
     """See :meth:`BlendEngine.calibrate`."""
     began = time.monotonic()
@@ -150,13 +150,14 @@ def calibrate(
             f"store {resources.root} cannot be written, so nothing found could be kept; calibrate on a "
             "copy of it"
         )
-    policy = make_policy(options.policy)
     plans = [_plan(engine, asked) for asked in _asked(resources, options)]
     controller = worker.run(lambda: _controller(engine))
+    policy, layers = make_policy(options.policy), len(resources.adapter.layout.layers)
     deviations = PromptDeviations(resources, worker, controller, policy, options.ratio)
     deviations.prefill(plans)
+    earlier = calibrations_of(resources.root, controller.namespace, options.policy)
+    known = nearest((each for each in earlier if len(each.weights) == layers - 1), options.ratio)
     deadline = began + 60 * options.minutes
-    layers = len(resources.adapter.layout.layers)
     found = search(
         MeanDeviation(deviations, deviations.prompts),
         layers,
@@ -164,10 +165,9 @@ def calibrate(
         options.seed,
         lambda: time.monotonic() < deadline,
         watch,
-        _known(resources, controller.namespace, options),
+        None if known is None else Schedule("vector", known.weights),
     )
     best, family = found.best, found.family
-    assert best is not None
     calibration = Calibration(
         policy=str(policy),
         ratio=options.ratio,
@@ -175,7 +175,7 @@ def calibrate(
         deviation=best.deviation,
         family=str(family.schedule),
         family_deviation=family.deviation,
-        reuse_deviation=deviations.reuse_deviation,
+        reuse_deviation=statistics.fmean(deviations.reused),
         prompts=deviations.prompts,
         seed=options.seed,
         questions=Questions.GIVEN if options.questions else Questions.PSEUDO,
@@ -184,31 +184,18 @@ def calibrate(
         calibrations(resources.root, controller.namespace).keep(calibration)
     gains = deviations.gains(best.schedule)
     error = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else None
-    return CalibrationReport(
-        calibration, tuple(found.families), found.tried, time.monotonic() - began,
-        found.interrupted, found.out_of_time, statistics.fmean(gains), error,
-    )  # fmt: skip
-
-
-def _known(resources: Resources, namespace: str, options: CalibrationOptions) -> Schedule | None:
-    """An earlier result to continue from."""
-    found = nearest(calibrations_of(resources.root, namespace, options.policy), options.ratio)
-    if found is None or len(found.weights) != len(resources.adapter.layout.layers) - 1:
-        return None
-    return Schedule("vector", found.weights)
+    seconds = time.monotonic() - began
+    return CalibrationReport(calibration, found, seconds, statistics.fmean(gains), error)
 
 
 def _asked(resources: Resources, options: CalibrationOptions) -> list[SampledQuestion]:
     corpus = resources.require_corpus()
     if not options.questions:
         return list(sample_corpus(corpus, options.samples, options.top_k, options.seed))
+    drawn = sample_questions(options.questions, options.samples, options.seed)
     retriever = resources.retriever()
-    return [
-        SampledQuestion(
-            question, tuple(c.text for c in retriever.retrieve(question, options.top_k))
-        )
-        for question in sample_questions(options.questions, options.samples, options.seed)
-    ]
+    chunks = [[c.text for c in retriever.retrieve(each, options.top_k)] for each in drawn]
+    return [SampledQuestion(each, tuple(texts)) for each, texts in zip(drawn, chunks, strict=True)]
 
 
 def _plan(engine: BlendEngine, asked: SampledQuestion) -> PromptPlan:
@@ -231,6 +218,7 @@ def _controller(engine: BlendEngine) -> Controller:
         return engine.controller(namespace)
 
 
+@dataclass
 class PromptDeviations:
     """Deviation of any schedule on each prompt, one prefill at a time on the worker.
 
@@ -238,70 +226,56 @@ class PromptDeviations:
     controller reads.
     """
 
-    def __init__(
-        self,
-        resources: Resources,
-        worker: Worker,
-        controller: Controller,
-        policy: SelectionPolicy,
-        ratio: float,
-    ) -> None:
-        self._resources = resources
-        self._worker = worker
-        self._controller = controller
-        self._policy = policy
-        self._ratio = ratio
-        self._references: list[Reference] = []
-        self._reused: list[float] = []
-        self._known: dict[tuple[int, Schedule], float] = {}
+    resources: Resources
+    worker: Worker
+    controller: Controller
+    policy: SelectionPolicy
+    ratio: float
+    references: list[Reference] = field(default_factory=list)
+    reused: list[float] = field(default_factory=list)
+    """Deviation of each prompt with nothing recomputed."""
+    known: dict[tuple[int, Schedule], float] = field(default_factory=dict)
 
     @property
     def prompts(self) -> int:
-        return len(self._references)
-
-    @property
-    def reuse_deviation(self) -> float:
-        """Mean over the prompts, with nothing recomputed."""
-        return statistics.fmean(self._reused)
+        return len(self.references)
 
     def prefill(self, plans: Sequence[PromptPlan]) -> None:
         """Prefill ``plans`` in full; those that hold nothing to blend are left out."""
-        adapter = self._resources.adapter
+        adapter = self.resources.adapter
         for plan in plans:
             expected = self._run(partial(reference, adapter, plan))
             reused = self._deviation(expected, make_policy("reuse"), Schedule("constant"))
             if reused is not None:
-                self._references.append(expected)
-                self._reused.append(reused)
-        if not self._references:
+                self.references.append(expected)
+                self.reused.append(reused)
+        if not self.references:
             raise InvalidInputError(
-                f"store {self._resources.root} holds no KV of {adapter.model_id} that could be blended; "
+                f"store {self.resources.root} holds no KV of {adapter.model_id} that could be blended; "
                 "expected an ingested corpus, ingest it with this model first"
             )
 
     def gains(self, schedule: Schedule) -> list[float]:
         """Per prompt, how much closer ``schedule`` is to full prefill than recomputing nothing."""
-        return [reused - self(i, schedule) for i, reused in enumerate(self._reused)]
+        return [reused - self(i, schedule) for i, reused in enumerate(self.reused)]
 
     def __call__(self, index: int, schedule: Schedule) -> float:
-        known = self._known.get((index, schedule))
-        if known is not None:
-            return known
-        measured = self._deviation(self._references[index], self._policy, schedule)
-        if measured is None:
-            raise CorruptKVError("chunks were removed during the calibration; start it again")
-        self._known[index, schedule] = measured
-        return measured
+        if (index, schedule) not in self.known:
+            measured = self._deviation(self.references[index], self.policy, schedule)
+            if measured is None:
+                raise CorruptKVError("chunks were removed during the calibration; start it again")
+            self.known[index, schedule] = measured
+        return self.known[index, schedule]
 
     def _deviation(
         self, expected: Reference, policy: SelectionPolicy, schedule: Schedule
     ) -> float | None:
-        def measure() -> float | None:
-            fusor = self._resources.fusor
-            return deviation(fusor, self._controller, expected, policy, schedule, self._ratio)
-
         try:
-            return self._run(measure)
+            return self._run(
+                lambda: deviation(
+                    self.resources.fusor, self.controller, expected, policy, schedule, self.ratio
+                )
+            )
         except SpanCorruptError as exc:
             raise CorruptKVError(
                 "stored KV failed verification and was set aside; ingest again, then calibrate"
@@ -309,15 +283,15 @@ class PromptDeviations:
 
     def _run(self, call: Callable[[], T]) -> T:
         """On the worker, under the model's lock. Raises :class:`IdentityChangedError`."""
-        adapter = self._resources.adapter
+        adapter = self.resources.adapter
 
         def run() -> T:
             with adapter.lock:
-                if self._resources.kv_validity.namespace != self._controller.namespace:
+                if self.resources.kv_validity.namespace != self.controller.namespace:
                     raise IdentityChangedError(
                         f"the weights or adapters of {adapter.model_id} changed during the "
                         "calibration; nothing was kept, start it again"
                     )
                 return call()
 
-        return self._worker.run(run)
+        return self.worker.run(run)

@@ -74,7 +74,7 @@ from blendrag.fusor.gate import Verification
 from blendrag.fusor.loader import SpanCorruptError
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.model.adapter import ModelAdapter
-from blendrag.planning.calibrate import Step
+from blendrag.planning.calibrate import Found
 from blendrag.planning.controller import Controller
 from blendrag.planning.plan import Plan, Reason, ReasonCode
 from blendrag.store import StoreStats
@@ -480,13 +480,14 @@ class BlendEngine:
     def calibrate(
         self,
         options: CalibrationOptions | None = None,
-        watch: Callable[[Step], None] = lambda step: None,
+        watch: Callable[[Found], None] = lambda found: None,
     ) -> CalibrationReport:
-        """Find, on a sample of the corpus, how r is best spread over this model's layers.
+        """Search for the schedule that brings blended answers closest to full prefill.
 
-        What is found is kept beside the store as the meaning of schedule ``calibrated``. Ctrl-C ends
-        the search and keeps the best so far. Raises :class:`InvalidInputError`,
-        :class:`CorpusError` and :class:`StoreUnavailableError` for a store that cannot be written.
+        Measures schedules on prompts sampled from the corpus, and keeps the best one in the store as
+        schedule ``calibrated``. Ctrl-C ends the search and keeps the best so far. ``watch`` is called
+        after each schedule. Raises :class:`InvalidInputError`, :class:`CorpusError`, and
+        :class:`StoreUnavailableError` for a store that cannot be written.
         """
         s = self.settings
         options = options or CalibrationOptions(s.policy, s.fixed_ratio, top_k=s.top_k)
@@ -498,10 +499,11 @@ class BlendEngine:
         again: bool = False,
         watch: profiling.Watch = lambda what, done, steps: None,
     ) -> ProfileReport:
-        """Measure what loading and computing take here, for ratio ``auto``; once, then remembered.
+        """Measure how long loading and computing take on this machine, for ratio ``auto``.
 
-        ``directories`` are measured as places to keep KV, beside the store's own. ``again`` measures
-        although a profile is kept. Interrupted, it keeps nothing. Raises :class:`InvalidInputError`,
+        The profile is kept in the store and returned by later calls; ``again`` measures again.
+        ``directories``: also time reading from these. ``watch`` is called before each step. An
+        interrupted measurement keeps nothing. Raises :class:`InvalidInputError`,
         :class:`UnsupportedModelError`, :class:`StoreFullError`.
         """
         return profiling.profile(self._resources, self._worker, directories, again, watch)

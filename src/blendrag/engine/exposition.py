@@ -6,69 +6,55 @@ https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
 
 from blendrag.store import StoreStats
 
 #: Content type of an HTTP response with such a text.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_ESCAPES_IN_HELP = {"\\": r"\\", "\n": r"\n"}
-_ESCAPES_IN_VALUES = {**_ESCAPES_IN_HELP, '"': r"\""}
-
-
-class Metric(NamedTuple):
-    """One metric family; samples are pairs of labels and value."""
-
-    name: str
-    kind: str
-    help: str
-    samples: list[tuple[dict[str, str], int]]
+#: ``name: (help text, field of the statistics)``, for the store as a whole; all are counters.
+_TOTALS = {
+    "misses_total": ("Chunks asked for that no tier had.", "misses"),
+    "puts_total": ("Chunks written to disk.", "puts"),
+    "quarantines_total": ("Payloads quarantined after a failed check.", "quarantined"),
+    "promotions_total": ("Chunks taken from disk into memory.", "promotions"),
+    "queue_drops_total": (
+        "Chunks left on disk because too many waited for promotion.",
+        "queue_drops",
+    ),
+}
+#: The same for each tier; names that end in ``_total`` are counters, others gauges.
+_BY_TIER = {
+    "hits_total": ("Chunks found, by the tier that served them.", "hits"),
+    "read_bytes_total": ("Bytes of layers read, by tier.", "read_bytes"),
+    "evictions_total": ("Chunks dropped to make room, by tier.", "evictions"),
+    "entries": ("Chunks held now, by tier.", "entries"),
+    "bytes": ("Bytes held now, by tier.", "size_bytes"),
+    "limit_bytes": ("Bytes that may be held, by tier.", "limit_bytes"),
+}
 
 
 def exposition(stats: StoreStats, store: str) -> str:
     """``stats`` of the store at path ``store``, as text that ends with a newline."""
-    return "".join(f"{line}\n" for metric in _metrics(stats) for line in _lines(metric, store))
+    label = f'store="{_escaped(store)}"'
+    lines = []
+    for name, (text, field) in _TOTALS.items():
+        lines += _family(name, text, {label: getattr(stats, field)})
+    for name, (text, field) in _BY_TIER.items():
+        samples = {f'{label},tier="{tier.tier}"': getattr(tier, field) for tier in stats.tiers}
+        lines += _family(name, text, samples)
+    return "".join(f"{line}\n" for line in lines)
 
 
-def _metrics(stats: StoreStats) -> Iterator[Metric]:
-    counters = {
-        "misses": ("Chunks asked for that no tier had.", stats.misses),
-        "puts": ("Chunks written to disk.", stats.puts),
-        "quarantines": ("Payloads quarantined after a failed check.",
-                        stats.quarantined),
-        "promotions": ("Chunks taken from disk into memory.", stats.promotions),
-        "queue_drops": ("Chunks left on disk because too many waited for promotion.",
-                        stats.queue_drops),
-    }  # fmt: skip
-    for name, (text, value) in counters.items():
-        yield Metric(f"blendrag_store_{name}_total", "counter", text, [({}, value)])
-    by_tier = {
-        "hits_total": ("counter", "Chunks found, by the tier that served them.", "hits"),
-        "read_bytes_total": ("counter", "Bytes of layers read, by tier.", "read_bytes"),
-        "evictions_total": ("counter", "Chunks dropped to make room, by tier.", "evictions"),
-        "entries": ("gauge", "Chunks held now, by tier.", "entries"),
-        "bytes": ("gauge", "Bytes held now, by tier.", "size_bytes"),
-        "limit_bytes": ("gauge", "Bytes that may be held, by tier.", "limit_bytes"),
-    }
-    for name, (kind, text, field) in by_tier.items():
-        samples = [({"tier": tier.tier}, int(getattr(tier, field))) for tier in stats.tiers]
-        yield Metric(f"blendrag_store_{name}", kind, text, samples)
+def _family(name: str, text: str, samples: Mapping[str, int]) -> list[str]:
+    """The lines of one metric family; ``samples`` by their labels."""
+    name, kind = f"blendrag_store_{name}", "counter" if name.endswith("_total") else "gauge"
+    described = [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+    return described + [f"{name}{{{labels}}} {value}" for labels, value in samples.items()]
 
 
-def _lines(metric: Metric, store: str) -> Iterator[str]:
-    yield f"# HELP {metric.name} {_escaped(metric.help, _ESCAPES_IN_HELP)}"
-    yield f"# TYPE {metric.name} {metric.kind}"
-    for labels, value in metric.samples:
-        yield f"{metric.name}{{{_labels({'store': store, **labels}.items())}}} {value}"
-
-
-def _labels(pairs: Iterable[tuple[str, str]]) -> str:
-    return ",".join(f'{name}="{_escaped(value, _ESCAPES_IN_VALUES)}"' for name, value in pairs)
-
-
-def _escaped(text: str, escapes: Mapping[str, str]) -> str:
-    """Escaped, and in UTF-8 whatever bytes a path is made of."""
-    valid = text.encode("utf-8", "backslashreplace").decode("utf-8")
-    return "".join(escapes.get(character, character) for character in valid)
+def _escaped(path: str) -> str:
+    """As the value of a label, and in UTF-8 whatever bytes a path is made of."""
+    valid = path.encode("utf-8", "backslashreplace").decode("utf-8")
+    return valid.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

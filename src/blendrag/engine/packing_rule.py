@@ -40,13 +40,12 @@ class Load:
     @classmethod
     def of(cls, plan: Plan, new_tokens: int, adapter: ModelAdapter) -> Load:
         """What a planned request brings."""
-        rows = _rows_by_layer(plan, len(adapter.layout.layers))
+        layout = adapter.layout
+        rows = _rows_by_layer(plan, len(layout.layers))
         tokens = len(plan.prompt.ids) + new_tokens + 1
-        width = adapter.layout.torch_dtype.itemsize
-        kv = sum(2 * layer.kv_heads * layer.head_dim for layer in adapter.layout.layers)
-        hidden = int(adapter.stack.config.hidden_size)
-        activations = max(rows) * hidden * ROW_STATES
-        size_bytes = int((tokens * kv + activations) * width)
+        kv = tokens * sum(2 * layer.kv_heads * layer.head_dim for layer in layout.layers)
+        activations = max(rows) * int(adapter.stack.config.hidden_size) * ROW_STATES
+        size_bytes = int((kv + activations) * layout.torch_dtype.itemsize)
         return cls(sum(rows) / len(rows), size_bytes, len(plan.spans))
 
 
@@ -79,16 +78,12 @@ class PackingRule:
 
 def _rows_by_layer(plan: Plan, layers: int) -> list[float]:
     """Rows computed in each layer, the scout pass included."""
-    spans = plan.spans
-    blended = [span for span in spans if not span.exact]
-    candidates = sum(span.tokens for span in blended)
-    fresh = len(plan.prompt.ids) - sum(span.tokens for span in spans)
+    blended = [span.tokens for span in plan.spans if not span.exact]
+    candidates, fresh = sum(blended), len(plan.prompt.ids) - plan.reused_tokens
     if not candidates:
         return [float(fresh)] * layers
     policy = plan.policy
     counts = policy.layer_counts(plan.schedule, plan.ratio, candidates, layers, len(blended))
     entry = candidates if policy.needs_deviation or not counts else counts[0]
-    scouted = policy.attention_layers(layers)
-    return [
-        fresh * (1 + (layer < scouted.stop)) + count for layer, count in enumerate((entry, *counts))
-    ]
+    scouted = policy.attention_layers(layers).stop
+    return [fresh * (1 + (i < scouted)) + count for i, count in enumerate((entry, *counts))]

@@ -43,13 +43,13 @@ def profile(
     watch: Watch = lambda what, done, steps: None,
 ) -> ProfileReport:
     """See :meth:`BlendEngine.profile`."""
-    places = _checked(directories)
+    to_time = _checked(directories)
     root, store = resources.root, resources.store  # makes the root, with its checks
     if resources.corpus is not None and len(resources.corpus):
         resources.require_corpus()  # refuses a corpus of another model: its prefix holds that model's ids
     conditions = worker.run(lambda: _conditions(resources))
     known, differs = recall_profile(root, conditions)
-    if known is not None and not places and not again:
+    if known is not None and not to_time and not again:
         return ProfileReport(known, is_new=False, kept=True)
     measure = Measure(
         resources.adapter,
@@ -61,25 +61,20 @@ def profile(
         watch,
     )
     if known is None or again:
-        made = measure.profile(conditions, None if store.read_only else root, places)
+        made = measure.profile(conditions, None if store.read_only else root, to_time)
     else:
-        made = replace(known, tiers=(*known.tiers, *measure.directories(places)))
-    made = _with_known_directories(made, known)
-    return ProfileReport(made, True, _keep(resources, made), "" if again else differs)
-
-
-def _checked(directories: Sequence[str | Path]) -> list[Path]:
-    """Each once. Raises :class:`InvalidInputError` for what is not a directory."""
-    if isinstance(directories, str | Path):  # a text is a sequence of texts, too
-        directories = [directories]
-    places = {Path(directory).expanduser().resolve(): Path(directory) for directory in directories}
-    for directory in places.values():
-        if not directory.is_dir():
-            raise InvalidInputError(
-                f"--dir {directory} is no directory, expected one in which reading can be timed; make it "
-                "or name another"
-            )
-    return list(places.values())
+        made = replace(known, tiers=(*known.tiers, *measure.directories(to_time)))
+    # directories timed before keep their figures; of each tier the last one counts
+    before = [t for t in known.tiers if Path(t.name).is_absolute()] if known is not None else []
+    tiers = {tier.name: tier for tier in (*before, *made.tiers)}
+    made = replace(made, tiers=tuple(tiers.values()))
+    kept = not store.read_only
+    if kept:
+        try:
+            profiles(root, conditions.namespace).keep(made)
+        except OSError:
+            kept = False
+    return ProfileReport(made, True, kept, "" if again else differs)
 
 
 def _conditions(resources: Resources) -> Conditions:
@@ -88,18 +83,15 @@ def _conditions(resources: Resources) -> Conditions:
     return conditions_of(resources.adapter, resources.kv_validity.namespace)
 
 
-def _with_known_directories(made: Profile, known: Profile | None) -> Profile:
-    """Each tier once, the last measured; directories measured before keep their figures."""
-    before = [t for t in known.tiers if Path(t.name).is_absolute()] if known is not None else []
-    tiers = {tier.name: tier for tier in (*before, *made.tiers)}
-    return replace(made, tiers=tuple(tiers.values()))
-
-
-def _keep(resources: Resources, made: Profile) -> bool:
-    if resources.store.read_only:
-        return False
-    try:
-        profiles(resources.root, made.conditions.namespace).keep(made)
-    except OSError:
-        return False
-    return True
+def _checked(directories: Sequence[str | Path]) -> list[Path]:
+    """Each once. Raises :class:`InvalidInputError` for what is not a directory."""
+    if isinstance(directories, str | Path):  # a text is a sequence of texts, too
+        directories = [directories]
+    given = {Path(directory).expanduser().resolve(): Path(directory) for directory in directories}
+    for directory in given.values():
+        if not directory.is_dir():
+            raise InvalidInputError(
+                f"--dir {directory} is no directory, expected one in which reading can be timed; make it "
+                "or name another"
+            )
+    return list(given.values())

@@ -35,31 +35,29 @@ def log_failure(exc: BaseException, started: float) -> None:
 def wording(metrics: RequestMetrics) -> str:
     """The line of an answered request."""
     m = metrics
-    said = (
+    parts = [
         f"mode {m.mode}: {m.prompt_tokens} prompt tokens, {m.reused_tokens} reused "
-        f"({m.recomputed_tokens} of them recomputed), {m.fresh_tokens} fresh; "
-        f"first token after {m.ttft_s:.3f} s, {m.new_tokens} new in {m.total_s:.3f} s"
-    )
+        f"({m.recomputed_tokens} of them recomputed), {m.fresh_tokens} fresh",
+        f"first token after {m.ttft_s:.3f} s, {m.new_tokens} new in {m.total_s:.3f} s",
+    ]
     if m.batch_size > 1:
-        said += f"; prefilled together with {m.batch_size - 1} of its batch"
+        parts.append(f"prefilled together with {m.batch_size - 1} of its batch")
     missed = [chunk for chunk in m.chunks if chunk.outcome == "computed"]
     if missed:
-        said += f"; {len(missed)} of {len(m.chunks)} chunks not reused: {_reasons(missed)}"
-    return "; ".join((said, *m.notes))
+        parts.append(f"{len(missed)} of {len(m.chunks)} chunks not reused: {_reasons(missed)}")
+    return "; ".join((*parts, *m.notes))
 
 
 def _reasons(missed: Sequence[ChunkReport]) -> str:
+    """The chunks by reason, each as the start of its id and its source."""
     named: dict[str, list[str]] = {}
     for chunk in missed:
-        named.setdefault(chunk.reason, []).append(_name(chunk))
-    return ", ".join(f"{_some(names)} ({reason})" for reason, names in named.items())
-
-
-def _name(chunk: ChunkReport) -> str:
-    short = chunk.chunk_id[:12]
-    return f"{chunk.source}#{short}" if chunk.source else short
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = " ".join(names[:NAMED])
-    return shown if len(names) <= NAMED else f"{shown} and {len(names) - NAMED} more"
+        short = chunk.chunk_id[:12]
+        name = f"{chunk.source}#{short}" if chunk.source else short
+        named.setdefault(chunk.reason, []).append(name)
+    return ", ".join(
+        " ".join(names[:NAMED])
+        + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+        + f" ({reason})"
+        for reason, names in named.items()
+    )

@@ -215,22 +215,12 @@ class Tried:
     deviation: float
 
 
-@dataclass(frozen=True)
-class Step:
-    """Progress of a search, reported after every schedule measured."""
-
-    tried: int
-    family: Tried
-    """Best of the fixed families so far."""
-    best: Tried
-
-
 @dataclass
 class Found:
-    """Result of a search; ``best`` is never worse than any of ``families``."""
+    """Result of a search, also while it runs; ``best`` is never worse than any of ``families``."""
 
+    best: Tried
     families: list[Tried] = field(default_factory=list)
-    best: Tried | None = None
     tried: int = 0
     interrupted: bool = False
     out_of_time: bool = False
@@ -241,11 +231,18 @@ class Found:
         return min(self.families, key=lambda each: each.deviation)
 
 
-def families(layers: int) -> list[Schedule]:
-    """The fixed shapes a search begins with: constant, linear, geometric, first:m."""
+def families(layers: int, ratio: float) -> list[Schedule]:
+    """The fixed shapes a search begins with: constant, linear, geometric, first:m.
+
+    Without those that are the same at this ratio, because shares are capped at 1.
+    """
     names = ["constant", "linear", *(f"geometric:{g:g}" for g in GROWTHS)]
     names += [f"first:{m}" for m in STOPS if m < layers - 1]
-    return [Schedule.parse(name) for name in names]
+    by_shares: dict[Shares, Schedule] = {}
+    for schedule in map(Schedule.parse, names):
+        shares = tuple(round(share, 9) for share in schedule.shares(ratio, layers))
+        by_shares.setdefault(shares, schedule)
+    return list(by_shares.values())
 
 
 def search(
@@ -254,45 +251,47 @@ def search(
     ratio: float,
     seed: int = 0,
     has_time: Callable[[], bool] = lambda: True,
-    watch: Callable[[Step], None] = lambda step: None,
+    watch: Callable[[Found], None] = lambda found: None,
     known: Schedule | None = None,
 ) -> Found:
     """The best schedule for a model of ``layers`` at ``ratio``, the same for the same arguments.
 
     Every non-increasing vector is a mixture of the vertices ``first:1`` … ``first:L-1``. Starting from the
     best fixed family, moves shift mass to or from a vertex at the same ratio. ``known``, an earlier result,
-    is tried first. Ends early when ``has_time()`` says so or at ``KeyboardInterrupt``, with the best so far;
-    before the first family is measured the interrupt is raised.
+    is tried first. ``watch`` is called after every schedule, once a family was measured. Ends early when
+    ``has_time()`` says so or at ``KeyboardInterrupt``, with the best so far; before the first family is
+    measured the interrupt is raised.
     """
-    found, rng = Found(), random.Random(seed)
+    found, rng = Found(Tried(Schedule("constant"), math.inf)), random.Random(seed)
 
     def attempt(schedule: Schedule, bound: float = math.inf, is_family: bool = False) -> bool:
         """Measure ``schedule``; whether it stays below ``bound``."""
         tried = Tried(schedule, measure(schedule, bound))
         found.tried += 1
-        if found.best is None or tried.deviation < found.best.deviation:
+        if found.tried == 1 or tried.deviation < found.best.deviation:
             found.best = tried
         if is_family:  # after the best: an interrupt between the two leaves the best never worse
             found.families.append(tried)
         if found.families:
-            watch(Step(found.tried, found.family, found.best))
+            watch(found)
         return tried.deviation < bound
+
+    def is_over() -> bool:
+        found.out_of_time = bool(found.families) and not has_time()
+        return found.out_of_time
 
     try:
         if known is not None:
             attempt(known)
-        for schedule in _distinct(families(layers), ratio, layers):
-            if found.families and not has_time():
-                found.out_of_time = True
+        for schedule in families(layers, ratio):
+            if is_over():
                 return found
             attempt(schedule, is_family=True)
         for _ in range(MAX_ROUNDS):
             improved = False
             for stop, part in _shuffled_moves(layers - 1, rng):
-                if not has_time():
-                    found.out_of_time = True
+                if is_over():
                     return found
-                assert found.best is not None
                 shares = _moved(found.best.schedule.shares(ratio, layers), stop, part, ratio)
                 if shares is not None:
                     bound = (1 - WORTHWHILE) * found.best.deviation
@@ -304,15 +303,6 @@ def search(
             raise
         found.interrupted = True
     return found
-
-
-def _distinct(schedules: Sequence[Schedule], ratio: float, layers: int) -> list[Schedule]:
-    """Without those that are the same at this ratio, because shares are capped at 1."""
-    by_shares: dict[Shares, Schedule] = {}
-    for schedule in schedules:
-        shares = tuple(round(share, 9) for share in schedule.shares(ratio, layers))
-        by_shares.setdefault(shares, schedule)
-    return list(by_shares.values())
 
 
 def _shuffled_moves(n: int, rng: random.Random) -> Iterator[tuple[int, float]]:
