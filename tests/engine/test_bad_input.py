@@ -1,8 +1,9 @@
-"""One clear sentence each, and the next request works."""
+"""Bad input is refused in one clear sentence, and the next request works."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import GenerationConfig
 
 import tiny
 from blendrag.engine import BlendEngine, Options
+from blendrag.engine.library import Entry
 from blendrag.errors import (
     BlendragError,
     ContextOverflowError,
@@ -20,92 +22,99 @@ from blendrag.errors import (
 )
 from blendrag.text.readers import Document
 
+SURROGATE = "a \udcff b, as in a command line that is not UTF-8"
+BLANKS = [
+    {"role": "system", "content": " \n"},
+    {"role": "user", "content": [{"type": "text", "text": ""}]},
+]
+IMAGE = [{"role": "user", "content": [{"type": "image", "url": "x"}]}]
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
-    with tiny.engine(tiny.llama(), tmp_path_factory.mktemp("bad") / "store") as made:
-        made.ingest([tiny.document(0)])
-        yield made
+
+def generate(prompt: Any = "hi", **options: Any) -> Callable[[BlendEngine], Any]:
+    return lambda engine: engine.generate(prompt, Options(**options))
 
 
 BAD: dict[str, tuple[Callable[[BlendEngine], Any], str]] = {
-    "empty prompt": (lambda e: e.generate(""), "ask something"),
-    "blank prompt": (lambda e: e.generate(" \n\t"), "ask something"),
-    "no messages": (lambda e: e.generate([]), "at least one"),
-    "a message that says nothing": (
-        lambda e: e.generate([{"role": "user", "content": ""}]),
-        "the message is empty",
-    ),
-    "messages that say nothing": (
-        lambda e: e.generate(
-            [
-                {"role": "system", "content": " \n"},
-                {"role": "user", "content": [{"type": "text", "text": ""}]},
-            ]
-        ),
-        "all 2 messages are empty",
-    ),
-    "empty stop": (lambda e: e.generate("hi", Options(stop=("",))), "holds an empty text"),
-    "one empty stop": (lambda e: e.generate("hi", Options(stop=("x", ""))), "holds an empty text"),
+    "empty prompt": (generate(""), "ask something"),
+    "blank prompt": (generate(" \n\t"), "ask something"),
+    "no messages": (generate([]), "at least one"),
+    "an empty message": (generate([{"role": "user", "content": ""}]), "the message is empty"),
+    "empty messages": (generate(BLANKS), "all 2 messages are empty"),
+    "empty stop": (generate(stop=("x", "")), "holds an empty text"),
     "empty question": (lambda e: e.ask("  "), "ask something"),
-    "an image": (
-        lambda e: e.generate([{"role": "user", "content": [{"type": "image", "url": "x"}]}]),
-        "expected text; describe it in words",
-    ),
-    "ratio": (lambda e: e.generate("hi", Options(ratio=1.5)), r"in \[0, 1\]"),
-    "nan ratio": (lambda e: e.generate("hi", Options(ratio=float("nan"))), r"in \[0, 1\]"),
-    "mode": (lambda e: e.generate("hi", Options(mode="fast")), "one of"),  # type: ignore[arg-type]
-    "policy": (lambda e: e.generate("hi", Options(policy="best")), "one of"),
-    "schedule": (lambda e: e.generate("hi", Options(schedule="cubic")), "schedule"),
-    "no new tokens": (lambda e: e.generate("hi", Options(max_new_tokens=0)), "1 or more"),
-    "temperature": (lambda e: e.generate("hi", Options(temperature=-1.0)), "0 or more"),
-    "assisted": (
-        lambda e: e.generate("hi", Options(generate={"prompt_lookup_num_tokens": 3})),
-        "leave it out",
-    ),
+    "an image": (generate(IMAGE), "expected text; describe it in words"),
+    "ratio": (generate(ratio=1.5), r"in \[0, 1\]"),
+    "nan ratio": (generate(ratio=float("nan")), r"in \[0, 1\]"),
+    "mode": (generate(mode="fast"), "one of"),
+    "policy": (generate(policy="best"), "one of"),
+    "schedule": (generate(schedule="cubic"), "schedule"),
+    "no new tokens": (generate(max_new_tokens=0), "1 or more"),
+    "temperature": (generate(temperature=-1.0), "0 or more"),
+    "assisted": (generate(generate={"prompt_lookup_num_tokens": 3}), "leave it out"),
     "a generation config": (
-        lambda e: e.generate("hi", Options(generate={"generation_config": GenerationConfig()})),
+        generate(generate={"generation_config": GenerationConfig()}),
         "leave it out",
     ),
-    "a prompt that is none": (lambda e: e.generate(5), "a text or a list of messages"),  # type: ignore[arg-type]
-    "a message that is none": (lambda e: e.generate(["hi", 5]), "a text or a list"),  # type: ignore[list-item]
-    "a question that is none": (lambda e: e.retrieve(None), "expected a text"),  # type: ignore[arg-type]
-    "top p alone": (lambda e: e.generate("hi", Options(top_p=0.9)), "add temperature"),
+    "a number as prompt": (generate(5), "a text or a list of messages"),
+    "a number as message": (generate(["hi", 5]), "a text or a list"),
+    "no question": (lambda e: e.retrieve(None), "expected a text"),  # type: ignore[arg-type]
+    "top p alone": (generate(top_p=0.9), "add temperature"),
     "top k": (lambda e: e.ask("what?", top_k=0), "1 or more"),
     "remove": (lambda e: e.remove(["never/there.txt"]), "not in the corpus"),
-    "too long": (lambda e: e.generate("word " * 9000), "shorten"),
-    "too many new tokens": (
-        lambda e: e.generate("hi", Options(max_new_tokens=5000)),
-        "fewer new tokens",
+    "too long": (generate("word " * 9000), "shorten"),
+    "too many new tokens": (generate(max_new_tokens=5000), "fewer new tokens"),
+    "surrogate in a prompt": (generate(SURROGATE), "lone surrogate"),
+    "surrogate in a rendered prompt": (
+        generate(SURROGATE, apply_chat_template=False),
+        "lone surrogate",
     ),
+    "surrogate in a message": (
+        generate([{"role": "user", "content": SURROGATE}]),
+        "lone surrogate",
+    ),
+    "surrogate in a role": (generate([{"role": SURROGATE, "content": "Who?"}]), "lone surrogate"),
+    "surrogate in an opening": (generate(opening=SURROGATE), "lone surrogate"),
+    "surrogate in a question": (lambda e: e.ask(SURROGATE), "lone surrogate"),
+    "surrogate in a search": (lambda e: e.retrieve(SURROGATE), "lone surrogate"),
+    "surrogate in an entry": (lambda e: e.library.add([Entry("i", SURROGATE)]), "lone surrogate"),
+    "surrogate in an id": (lambda e: e.library.add([Entry(SURROGATE, "x")]), "lone surrogate"),
+    "surrogate in a title": (
+        lambda e: e.library.add([Entry("i", "x", title=SURROGATE)]),
+        "lone surrogate",
+    ),
+    "surrogate in ids to get": (lambda e: e.library.get([SURROGATE]), "lone surrogate"),
+    "surrogate in ids to delete": (lambda e: e.library.delete([SURROGATE]), "lone surrogate"),
+    "surrogate to encode": (lambda e: e.resources.tokens.encode_text(SURROGATE), "lone surrogate"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_sentence_and_the_next_request_works(
-    engine: BlendEngine, name: str
-) -> None:
+def test_bad_input_is_one_sentence(engine: BlendEngine, name: str) -> None:
     call, says = BAD[name]
     with pytest.raises(InvalidInputError, match=says) as raised:
         call(engine)
     assert tiny.one_sentence(str(raised.value))
-    text = "\n\n".join(tiny.chunk_texts(engine, 0)) + "\n\nWhat?"
-    assert engine.generate(text).metrics.reused_tokens > 0
 
 
-def test_a_schedule_vector_of_another_length_is_a_sentence_too(engine: BlendEngine) -> None:
-    text = "\n\n".join(tiny.chunk_texts(engine, 0)) + "\n\nWhat?"
-    with pytest.raises(InvalidInputError, match="this model needs 3"):
-        engine.generate(text, Options(schedule="2,1"))
-    assert engine.generate(text, Options(schedule="3,2,1")).metrics.reused_tokens > 0
+def test_after_an_error_the_next_request_works(engine: BlendEngine) -> None:
+    text = tiny.prompt(engine, 0)
+    for schedule in ("2,1", "3,2,1,1"):
+        with pytest.raises(InvalidInputError, match="this model needs 3"):
+            engine.generate(text, Options(schedule=schedule))
+        assert engine.generate(text, Options(schedule="3,2,1")).metrics.reused_tokens > 0
 
 
-def test_overflow_says_by_how_much(engine: BlendEngine) -> None:
+def test_an_overflow_names_its_size_and_a_prompt_that_just_fits_is_answered(
+    engine: BlendEngine,
+) -> None:
+    room = 4096 - len(engine.plan("hi").ids)
     with pytest.raises(ContextOverflowError) as raised:
-        engine.generate("hi", Options(max_new_tokens=5000))
+        engine.generate("hi", Options(max_new_tokens=room + 7))
     error = raised.value
-    assert error.over_tokens == error.prompt_tokens + 5000 - 4096
-    assert str(error.over_tokens) in str(error)
+    assert error.over_tokens == error.prompt_tokens + room + 7 - 4096 == 7
+    assert "7" in str(error)
+    with closing(engine.stream("hi", Options(max_new_tokens=room))) as fits:
+        next(fits)
 
 
 def test_a_checkpoint_that_asks_for_assisted_decoding_is_one_sentence(tmp_path: Path) -> None:
@@ -118,14 +127,6 @@ def test_a_checkpoint_that_asks_for_assisted_decoding_is_one_sentence(tmp_path: 
             assert tiny.one_sentence(str(raised.value))
         model.generation_config.prompt_lookup_num_tokens = None
         assert engine.generate("hi").metrics.new_tokens == 6
-
-
-def test_a_prompt_that_just_fits_is_answered(engine: BlendEngine) -> None:
-    used = len(engine.plan("hi").ids)
-    answer = engine.generate("hi " * 20, Options(max_new_tokens=1))
-    assert answer.metrics.new_tokens == 1
-    with pytest.raises(ContextOverflowError):
-        engine.generate("hi", Options(max_new_tokens=4096 - used + 1))
 
 
 @pytest.mark.parametrize(
@@ -172,70 +173,48 @@ def test_a_store_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
     assert file.read_text() == "not a store"
 
 
-def test_asking_a_corpus_that_does_not_exist_is_one_sentence(tmp_path: Path) -> None:
-    with tiny.engine(tiny.llama(), tmp_path / "nothing") as engine:
-        with pytest.raises(BlendragError, match="ingest") as raised:
-            engine.ask("what?")
-        assert tiny.one_sentence(str(raised.value))
-        assert engine.generate("hi").metrics.new_tokens == 6
-
-
-def test_asking_an_empty_corpus_is_one_sentence(tmp_path: Path) -> None:
+def test_asking_without_a_corpus_or_an_empty_one_is_one_sentence(tmp_path: Path) -> None:
     with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
-        report = engine.ingest([])
-        assert report.documents == report.chunks == 0
-        with pytest.raises(BlendragError, match="ingest first"):
-            engine.ask("what?")
+        for _ in range(2):
+            with pytest.raises(BlendragError, match="ingest") as raised:
+                engine.ask("what?")
+            assert tiny.one_sentence(str(raised.value))
+            assert engine.generate("hi").metrics.new_tokens == 6
+            report = engine.ingest([])
+            assert report.documents == report.chunks == 0
 
 
-@pytest.mark.parametrize("text", ["", " \n "])
-def test_a_document_without_text_is_named_and_the_others_are_ingested(
-    tmp_path: Path, text: str
-) -> None:
+def test_bad_documents_are_named_and_the_others_are_ingested(tmp_path: Path) -> None:
+    good = {"source": "good.txt", "title": "x", "text": tiny.sentence(9)}
+    bad = [Document(**{**good, field: SURROGATE}) for field in good]
+    empty = [Document("empty.txt", "", "e"), Document("blank.txt", " \n ", "b")]
     with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
-        report = engine.ingest([Document("void.txt", text, "void"), tiny.document(1)])
-        assert report.documents == 1
-        (failure,) = report.failures
-        assert failure.startswith("void.txt")
+        report = engine.ingest([*bad, *empty, Document(**good)])
+        assert (report.failed, report.documents) == (5, 1)
+    assert all("lone surrogate" in failure for failure in report.failures[:3])
+    assert [f.partition(".")[0] for f in report.failures[3:]] == ["empty", "blank"]
 
 
-def test_a_closed_engine_says_so(tmp_path: Path) -> None:
-    engine = tiny.engine(tiny.llama(), tmp_path / "s")
-    engine.ingest([tiny.document(0)])
-    engine.close()
-    engine.close()
-    for use in (
-        lambda: engine.generate("hi"),
-        lambda: engine.retrieve("hi"),
-        lambda: engine.ask("hi"),
-        lambda: engine.ingest([tiny.document(1)]),
-        lambda: engine.remove(["a.txt"]),
-        lambda: engine.library.search("hi", 1),
-        lambda: engine.library.ids(),
-    ):
-        with pytest.raises(InvalidInputError) as raised:
-            use()
-        assert str(raised.value) == "this engine is closed; make a new BlendEngine"
-
-
-def test_an_engine_that_was_closed_before_its_first_use_opens_nothing(tmp_path: Path) -> None:
-    engine = tiny.engine(tiny.llama(), tmp_path / "s")
-    engine.close()
-    for use in (lambda: engine.ingest([tiny.document(0)]), engine.stats):
-        with pytest.raises(InvalidInputError, match="closed"):
-            use()
-    assert not (tmp_path / "s").exists()
-
-
-def test_other_chunk_sizes_for_a_corpus_that_has_one_are_refused(tmp_path: Path) -> None:
-    model = tiny.llama()
-    with tiny.engine(model, tmp_path / "s") as engine:
-        engine.ingest([tiny.document(0)])
-    with (
-        tiny.engine(model, tmp_path / "s", chunk_tokens=256) as engine,
-        pytest.raises(InvalidInputError, match="another --store"),
-    ):
-        engine.ingest([tiny.document(1)])
+def test_a_closed_engine_refuses_every_call(tmp_path: Path) -> None:
+    used, unused = (tiny.engine(tiny.llama(), tmp_path / name) for name in ("s", "unused"))
+    used.ingest([tiny.document(0, 1)])
+    for engine in (used, unused):
+        engine.close()
+        engine.close()
+        for use in (
+            lambda e: e.generate("hi"),
+            lambda e: e.retrieve("hi"),
+            lambda e: e.ask("hi"),
+            lambda e: e.ingest([tiny.document(1)]),
+            lambda e: e.remove(["a.txt"]),
+            lambda e: e.library.search("hi", 1),
+            lambda e: e.library.ids(),
+            lambda e: e.stats(),
+        ):
+            with pytest.raises(InvalidInputError) as raised:
+                use(engine)
+            assert str(raised.value) == "this engine is closed; make a new BlendEngine"
+    assert not (tmp_path / "unused").exists()
 
 
 def test_a_template_that_refuses_the_messages_is_one_sentence(tmp_path: Path) -> None:

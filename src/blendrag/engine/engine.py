@@ -63,7 +63,7 @@ from blendrag.engine.request import Answer, Options, Prompt, RagPrompt, Request
 from blendrag.engine.request_log import log_answer, log_failure
 from blendrag.engine.resources import CorpusSettings, Resources
 from blendrag.engine.stream import AnswerStream
-from blendrag.engine.worker import Worker
+from blendrag.engine.worker import CLOSED, Worker
 from blendrag.errors import (
     InvalidInputError,
     RequestCancelled,
@@ -510,6 +510,8 @@ class BlendEngine:
 
     def stats(self) -> StoreStats:
         """What the store holds, and how this engine has used it. Opens the store."""
+        if self.closed:
+            raise InvalidInputError(CLOSED)
         return self._resources.store.stats()
 
     def prometheus(self) -> str:

@@ -1,0 +1,568 @@
+"""Threads: the worker, many callers of one engine, several engines over one model, and no more threads."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from blendrag.engine import BlendEngine, Options, rendering, resources
+from blendrag.engine.stream import AnswerStream
+from blendrag.engine.worker import Worker
+from blendrag.errors import BlendragError, InvalidInputError, NoThreadError, RequestTimeout
+from blendrag.frameworks.streaming import to_thread
+from blendrag.model import ModelAdapter
+from blendrag.model.tokens import Tokens
+from loops import BLOCKED_S, turns_while
+
+pytestmark = pytest.mark.alone
+
+# -- the worker ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    made = Worker("test")
+    yield made
+    made.close()
+
+
+def test_requests_run_before_background_work(worker: Worker) -> None:
+    order: list[str] = []
+    gate = threading.Event()
+    worker.submit(gate.wait)
+    worker.submit(lambda: order.append("back0"), background=True)
+
+    def request() -> None:
+        worker.submit(lambda: order.append("back1"), background=True)
+        order.append("front")
+
+    worker.submit(request)
+    gate.set()
+    worker.drain()
+    assert order == ["front", "back0", "back1"]
+
+
+def test_work_may_call_work_and_errors_are_raised(worker: Worker) -> None:
+    assert worker.run(lambda: worker.run(lambda: 7)) == 7
+    with pytest.raises(ZeroDivisionError):
+        worker.run(lambda: 1 // 0)
+    assert worker.run(lambda: 8) == 8
+
+
+def test_closing_finishes_the_running_request_and_drops_background_work(worker: Worker) -> None:
+    gate, started = threading.Event(), threading.Event()
+
+    def request() -> tuple[str, bool]:
+        started.set()
+        assert gate.wait(5)
+        return "answered", worker.submit(lambda: None, background=True).cancelled()
+
+    running = worker.submit(request)
+    assert started.wait(5)
+    queued = worker.submit(lambda: None, background=True)
+    closing = threading.Thread(target=worker.close)
+    closing.start()
+    while not worker.closed:
+        time.sleep(0.001)
+    gate.set()
+    assert running.result(5) == ("answered", True)
+    closing.join(5)
+    assert not closing.is_alive()
+    assert queued.cancelled()
+    worker.close()
+    with pytest.raises(BlendragError, match="closed"):
+        worker.submit(lambda: None)
+
+
+def test_draining_ignores_a_cancelled_request(worker: Worker) -> None:
+    gate, started = threading.Event(), threading.Event()
+    worker.submit(lambda: (started.set(), gate.wait(5)))
+    assert started.wait(5)
+    queued = worker.submit(lambda: None)
+    threading.Timer(0.1, lambda: (queued.cancel(), gate.set())).start()
+    worker.drain()
+
+
+def test_an_idle_worker_keeps_nothing_of_a_failed_call(worker: Worker) -> None:
+    class Computed:
+        pass
+
+    made: list[weakref.ref[Computed]] = []
+
+    def fail() -> None:
+        computed = Computed()
+        made.append(weakref.ref(computed))
+        raise MemoryError("none left")
+
+    with pytest.raises(MemoryError):
+        worker.run(fail)
+    worker.drain()
+    gc.collect()
+    assert made[0]() is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_forked_child_is_refused(worker: Worker) -> None:
+    worker.run(lambda: None)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            worker.run(lambda: None)
+        except InvalidInputError as exc:
+            code = 0 if tiny.one_sentence(str(exc)) and "spawn" in str(exc) else 2
+        finally:
+            worker.close()
+            sys.stdout.flush()
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert worker.run(lambda: 7) == 7
+
+
+# -- callers on threads and event loops ---------------------------------------------------------
+
+
+async def test_an_event_loop_runs_while_the_model_works(engine: BlendEngine) -> None:
+    text = tiny.prompt(engine, 1)
+    assert await turns_while(engine.adapter.model, engine.agenerate(text))
+    assert await turns_while(engine.adapter.model, engine.abatch([text, text]))
+
+
+async def test_astream_yields_before_the_answer_is_complete(engine: BlendEngine) -> None:
+    text, heard, forwards = tiny.prompt(engine, 2), threading.Event(), []
+
+    def wait_at_the_last(*_: Any) -> None:
+        forwards.append(len(forwards) < 9 or heard.wait(BLOCKED_S))
+
+    pieces = []
+    with engine.adapter.model.register_forward_pre_hook(wait_at_the_last):
+        async for piece in engine.astream(text, Options(max_new_tokens=10)):
+            pieces.append(piece)
+            heard.set()
+    assert forwards == [True] * 10
+    assert "".join(pieces) == engine.generate(text, Options(max_new_tokens=10)).text
+
+
+async def test_a_loading_model_does_not_block_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loading, go_on, loads = threading.Event(), threading.Event(), []
+
+    def load(name: str, *args: Any) -> Any:
+        loads.append(name)
+        loading.set()
+        assert go_on.wait(BLOCKED_S)
+        return tiny.adapter(tiny.llama())
+
+    monkeypatch.setattr(resources, "load_adapter", load)
+    monkeypatch.setattr(resources, "load_tokens", lambda *args: Tokens(tiny.tokenizer()))
+    with tiny.engine("some/model", tmp_path / "s", tokenizer=None) as fresh:
+        asked = [asyncio.create_task(fresh.agenerate("hello there")) for _ in range(2)]
+        adapters = [asyncio.create_task(asyncio.to_thread(lambda: fresh.adapter)) for _ in "ab"]
+        while not loading.is_set():
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.05)
+        go_on.set()
+        assert len({(await answer).text for answer in asked}) == 1
+        assert len({id(await adapter) for adapter in adapters}) == 1
+    assert loads == ["some/model"], "it was loaded once"
+
+
+async def test_threads_and_tasks_each_get_their_answer(engine: BlendEngine) -> None:
+    jobs = [(i, mode) for i in range(3) for mode in ("blend", "full", "reuse")]
+
+    def options(job: tuple[int, Any]) -> tuple[str, Options]:
+        return tiny.prompt(engine, job[0]), Options(mode=job[1])
+
+    alone = [engine.generate(*options(job)).text for job in jobs]
+    assert len(set(alone)) > 1
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(lambda job: "".join(engine.stream(*options(job))), jobs)) == alone
+    found = await asyncio.gather(*(engine.agenerate(*options(job)) for job in jobs))
+    assert [answer.text for answer in found] == alone
+
+
+async def test_a_task_cancelled_while_its_prompt_is_rendered_computes_nothing(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendering_now, go_on = threading.Event(), threading.Event()
+
+    def render_later(*args: Any) -> Any:
+        rendering_now.set()
+        assert go_on.wait(10)
+        return rendering.render(*args)
+
+    monkeypatch.setattr("blendrag.engine.engine.render", render_later)
+    with tiny.counted(engine.adapter.model, "generate") as calls:
+        task = asyncio.create_task(engine.agenerate(tiny.prompt(engine, 1)))
+        assert await asyncio.to_thread(rendering_now.wait, 5)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        go_on.set()
+        await engine.agenerate(tiny.prompt(engine, 2), Options(max_new_tokens=1))
+    assert len(calls) == 1
+
+
+async def test_an_error_reaches_the_awaiting_task(engine: BlendEngine) -> None:
+    with pytest.raises(BlendragError, match="over the model's context"):
+        await engine.agenerate("word " * 9000)
+    with pytest.raises(BlendragError, match="over the model's context"):
+        async for _ in engine.astream("word " * 9000):
+            pass
+    assert (await engine.agenerate("hello there")).metrics.new_tokens == 6
+
+
+def test_threads_can_ask_before_the_first_ingest(tmp_path: Path) -> None:
+    with tiny.engine(tiny.llama(), tmp_path / "nothing") as fresh:
+        expected = fresh.generate("hello there").text
+        barrier = threading.Barrier(6)
+
+        def ask(_: int) -> list[str]:
+            barrier.wait()
+            return [fresh.generate("hello there").text for _ in range(3)]
+
+        with ThreadPoolExecutor(6) as pool:
+            assert list(pool.map(ask, range(6))) == [[expected] * 3] * 6
+
+
+def test_many_threads_can_look_up_the_corpus(tmp_path: Path) -> None:
+    with tiny.engine(tiny.llama(), tmp_path / "nothing") as fresh:
+        used = fresh.resources
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)  # switch threads as often as possible
+        try:
+            with ThreadPoolExecutor(4) as pool:
+                found = list(pool.map(lambda _: used.corpus, range(2000)))
+        finally:
+            sys.setswitchinterval(interval)
+        assert found == [None] * 2000
+
+
+# -- several engines over one model, and the model's owner --------------------------------------
+
+IDS = tiny.random_ids(90)
+ROUNDS = 2
+#: Requests that use masks, a peek, a scout, seeded draws and log probabilities.
+REQUESTS = (
+    Options(policy="hkvd", ratio=0.3),
+    Options(policy="query", ratio=0.3, logprobs=2),
+    Options(mode="full"),
+    Options(policy="reuse", temperature=0.8, seed=3),
+)
+
+
+def hooks(model: Any) -> int:
+    return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+
+
+@pytest.fixture(scope="module", params=["sdpa", "eager"])
+def model(request: pytest.FixtureRequest) -> Any:
+    made = tiny.llama()
+    made.generation_config.eos_token_id = None
+    made.set_attn_implementation(request.param)
+    return made
+
+
+@pytest.fixture(scope="module")
+def engines(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[BlendEngine]]:
+    """Two engines over one model, with different stores and documents."""
+    tmp_path = tmp_path_factory.mktemp("engines")
+    with tiny.engine(model, tmp_path / "a") as a, tiny.engine(model, tmp_path / "b") as b:
+        a.ingest([tiny.document(0)])
+        b.ingest([tiny.document(2)])
+        yield [a, b]
+
+
+def own_generate(model: Any) -> list[int]:
+    with torch.inference_mode():
+        out = model.generate(IDS, max_new_tokens=6, do_sample=False, pad_token_id=1)
+    return out[0].tolist()
+
+
+def own_logits(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(input_ids=IDS, use_cache=False).logits
+
+
+def answers(engine: BlendEngine, number: int) -> list[tuple[str, int, Any]]:
+    text = tiny.prompt(engine, number).removeprefix(tiny.LEAD)  # whose KV would be stored meanwhile
+    made = [engine.generate(text, options) for options in REQUESTS]
+    return [(answer.text, answer.metrics.reused_tokens, answer.logprobs) for answer in made]
+
+
+def test_engines_and_their_models_owner_compute_what_each_would_alone(
+    model: Any, engines: list[BlendEngine]
+) -> None:
+    alone = [answers(engines[0], 0), answers(engines[1], 2)]
+    assert all(reused for made in alone for _, reused, _ in made[:2])
+    ids, logits = own_generate(model), own_logits(model)
+    implementation, done = model.config._attn_implementation, threading.Event()
+
+    def repeatedly(own: Callable[[], bool]) -> int:
+        right = 0
+        while not done.is_set():
+            assert own()
+            assert model.config._attn_implementation == implementation
+            right += 1
+        return right
+
+    with ThreadPoolExecutor(4) as pool:
+        owners = [
+            pool.submit(repeatedly, lambda: own_generate(model) == ids),
+            pool.submit(repeatedly, lambda: torch.equal(own_logits(model), logits)),
+        ]
+        try:
+            asked = [
+                pool.submit(lambda e=e, n=n: [answers(e, n) for _ in range(ROUNDS)])
+                for e, n in zip(engines, (0, 2), strict=True)
+            ]
+            got = [one.result(60) for one in asked]
+        finally:
+            done.set()
+        assert all(owner.result(10) > 0 for owner in owners)
+    assert got == [[expected] * ROUNDS for expected in alone]
+    assert hooks(model) == 0
+    assert model.config._attn_implementation == implementation
+
+
+def test_a_forward_inside_a_blended_one_is_stock(model: Any, engines: list[BlendEngine]) -> None:
+    """Another thread runs the model during a layer of a blended request."""
+    engine = engines[0]
+    logits, ids = own_logits(model), own_generate(model)
+    found: list[tuple[bool, bool]] = []
+
+    def elsewhere(*_: Any) -> None:
+        if threading.current_thread().name.startswith("blendrag"):
+            with ThreadPoolExecutor(1) as pool:
+                same = pool.submit(lambda: torch.equal(own_logits(model), logits)).result(10)
+                found.append((same, pool.submit(own_generate, model).result(10) == ids))
+
+    handles = [model.model.layers[i].self_attn.register_forward_pre_hook(elsewhere) for i in (0, 2)]
+    try:
+        answer = engine.generate(tiny.prompt(engine, 0), Options(policy="query", ratio=0.3))
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert answer.metrics.reused_tokens > 0
+    assert found
+    assert set(found) == {(True, True)}
+
+
+@pytest.mark.slow
+def test_a_forward_compiled_during_a_request_is_stock(tmp_path: Path) -> None:
+    model = tiny.llama(num_hidden_layers=2)
+    logits, found = own_logits(model), []
+
+    def compiled() -> bool:
+        own = torch.compile(model, backend="eager", fullgraph=True)
+        with torch.inference_mode():
+            return torch.equal(own(input_ids=IDS, use_cache=False).logits, logits)
+
+    check = AnswerStream.check
+
+    def check_in_layer(stream: AnswerStream) -> None:
+        check(stream)
+        if not found and model.model.layers[0]._forward_pre_hooks:
+            with ThreadPoolExecutor(1) as pool:
+                found.append(pool.submit(compiled).result(60))
+
+    with tiny.engine(model, tmp_path / "s") as engine, pytest.MonkeyPatch.context() as patch:
+        engine.ingest([tiny.document(0)])
+        patch.setattr(AnswerStream, "check", check_in_layer)  # a hook would be traced too
+        answer = engine.generate(tiny.prompt(engine, 0), Options(logprobs=1))
+    assert answer.metrics.reused_tokens > 0
+    assert found == [True]
+
+
+def test_a_lora_wrapper_shares_the_lock_of_its_base_model() -> None:
+    peft = pytest.importorskip("peft")
+    model = tiny.llama()
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    assert tiny.adapter(wrapped).lock is tiny.adapter(model).lock
+
+
+def test_a_waiting_thread_gets_the_models_lock_next(adapter: ModelAdapter) -> None:
+    lock, turns = adapter.lock, []
+    waiting = threading.Event()
+
+    def wait() -> None:
+        waiting.set()
+        with lock:
+            turns.append("other")
+
+    other = threading.Thread(target=wait)
+    with lock:
+        other.start()
+        waiting.wait(5)
+        while not lock._door.locked():
+            pass
+    for _ in range(3):
+        with lock, lock:
+            turns.append("this")
+    other.join(5)
+    assert turns[0] == "other"
+
+
+def test_a_request_that_waits_for_another_engine_keeps_its_timeout(
+    model: Any, engines: list[BlendEngine]
+) -> None:
+    text = tiny.prompt(engines[1], 2)
+    with engines[0].adapter.lock, pytest.raises(RequestTimeout):
+        engines[1].generate(text, Options(timeout_s=0.2))
+    assert engines[1].generate(text).metrics.reused_tokens > 0
+
+
+def test_engines_of_one_model_name_load_it_once_and_the_last_frees_it(
+    checkpoint: str, tmp_path: Path
+) -> None:
+    with tiny.counted(resources, "load_adapter") as loads:
+        a = tiny.engine(checkpoint, tmp_path / "a", tokenizer=None)
+        b = tiny.engine(checkpoint, tmp_path / "b", tokenizer=None)
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda e: e.ingest([tiny.document(0)]), (a, b)))
+            texts = list(pool.map(lambda e: e.generate(tiny.prompt(e, 0)).text, (a, b)))
+    assert len(loads) == 1
+    assert a.adapter is b.adapter
+    assert texts[0] == texts[1]
+    weights = weakref.ref(a.adapter.model)
+    a.close()
+    with pytest.raises(InvalidInputError, match="this engine is closed"):
+        _ = a.adapter
+    assert b.generate(tiny.prompt(b, 0)).text == texts[1]
+    b.close()
+    gc.collect()
+    assert weights() is None
+
+
+@pytest.mark.parametrize("difference", ["dtype", "files"])
+def test_models_of_another_dtype_or_other_files_are_not_shared(
+    checkpoint: str, tmp_path: Path, difference: str
+) -> None:
+    dtype = "bfloat16" if difference == "dtype" else "float32"
+    with tiny.engine(checkpoint, tmp_path / "a", tokenizer=None, dtype="float32") as a:
+        first = a.adapter
+        if difference == "files":
+            tiny.llama(seed=1).save_pretrained(checkpoint)
+        with tiny.engine(checkpoint, tmp_path / "b", tokenizer=None, dtype=dtype) as b:
+            assert b.adapter is not first
+            assert b.adapter.lock is not first.lock
+
+
+# -- no more threads ----------------------------------------------------------------------------
+
+start = threading.Thread.start
+
+
+@contextmanager
+def no_threads() -> Iterator[None]:
+    """The system starts no thread, except that of :func:`outcome`."""
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name != "caller":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        yield
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("threads") / "store"
+    with tiny.engine(tiny.llama(), root) as made:
+        made.ingest([tiny.document(0)])
+    return root
+
+
+@pytest.fixture
+def idle(store: Path) -> Iterator[BlendEngine]:
+    """An engine that has started no thread yet."""
+    with tiny.engine(tiny.llama(), store) as made:
+        yield made
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    """The result or the error of ``call`` while no thread can be started."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except BaseException as exc:
+            found.append(exc)
+
+    caller = threading.Thread(target=run, name="caller", daemon=True)
+    with no_threads():
+        caller.start()
+        caller.join(10)
+    assert found, "no answer within 10 s"
+    return found[0]
+
+
+def test_an_engine_without_its_thread_refuses_and_answers_later(idle: BlendEngine) -> None:
+    text = tiny.prompt(idle, 0)
+    for call in (idle.generate, lambda text: list(idle.stream(text)), idle.generate):
+        refused = outcome(lambda call=call: call(text))
+        assert isinstance(refused, NoThreadError)
+        assert tiny.one_sentence(str(refused))
+    assert idle.generate(text).metrics.reused_tokens > 0
+
+
+def test_requests_without_a_loader_are_refused_and_later_ones_answered(idle: BlendEngine) -> None:
+    text = tiny.prompt(idle, 0)
+    expected = idle.generate(text)  # starts the worker's thread
+    for count in (1, 2):
+        assert isinstance(outcome(lambda n=count: idle.batch([text] * n)), NoThreadError)
+    full = outcome(lambda: idle.generate(text, Options(mode="full")))
+    assert full.metrics.new_tokens > 0  # mode full needs no loader
+    assert idle.generate(text).text == expected.text
+    assert not any(m._forward_pre_hooks for m in idle.adapter.model.modules())
+
+
+def test_without_a_thread_to_promote_them_chunks_stay_on_disk(
+    idle: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tiny.prompt(idle, 0)
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "blendrag-promotion":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    for _ in range(2):
+        assert idle.generate(text).metrics.reused_tokens > 0
+    assert not any(tier.hits for tier in idle.stats().tiers if tier.tier == "memory")
+    idle.close()  # does not wait for the promotion
+
+
+def test_an_event_loop_without_threads_is_refused_and_runs_nothing_later(
+    idle: BlendEngine,
+) -> None:
+    text, called = tiny.prompt(idle, 0), []
+
+    async def ask() -> list[Any]:
+        with no_threads():
+            waited = [idle.agenerate(text), to_thread(called.append, 1)]
+            refused = await asyncio.gather(*waited, return_exceptions=True)
+        await to_thread(called.append, 2)
+        return refused
+
+    assert [type(error) for error in asyncio.run(ask())] == [NoThreadError, NoThreadError]
+    assert called == [2]
