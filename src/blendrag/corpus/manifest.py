@@ -1,4 +1,4 @@
-"""What a corpus was ingested with, and which of the models it names may be loaded because it does."""
+"""Settings that a corpus was ingested with, and whether a model it names may be loaded."""
 
 from __future__ import annotations
 

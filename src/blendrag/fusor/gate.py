@@ -2,14 +2,12 @@
 
 r = 1.0 alone proves nothing, because no loaded KV is read. So, on the model as loaded:
 
-a. KV of a prompt is computed at an offset and re-positioned to 0, and a random non-contiguous fifth of its
-rows is
-   recomputed from layer 1 on: logits of those rows equal a stock prefill's, and so do those of ``hkvd`` and
-   ``query``;
-b. the same with the loaded values disturbed must differ, or the test sees nothing. Each channel is disturbed
-in
-   proportion to what it says about its tokens, so that large biases do not enlarge the disturbance. Keys are
-   left alone: where attention is nearly even, they hardly matter;
+a. KV of a prompt is computed at an offset and re-positioned to 0. A random non-contiguous fifth of its rows
+   is recomputed from layer 1 on. The logits of those rows equal a stock prefill's, as do those of the
+   policies ``hkvd`` and ``query``;
+b. the same with disturbed values must differ from a stock prefill, which shows that a. can fail. Each channel
+   is disturbed in proportion to how much it differs between tokens, so that large biases do not enlarge the
+   disturbance. Keys are not disturbed: under nearly even attention they hardly matter;
 c. both on a prompt at least twice the smallest sliding window;
 d. r = 1.0 through the scatter and explicit-mask path, and greedy decoding over it, equal stock.
 

@@ -1,4 +1,4 @@
-"""``llama_index.llms.blendrag``' embedding model, where LlamaIndex keeps its kind."""
+"""The embedding model of ``llama_index.llms.blendrag``, in LlamaIndex's namespace for it."""
 
 from llama_index.llms.blendrag import BlendEmbedding
 

@@ -1,4 +1,4 @@
-"""``llama_index.llms.blendrag``' node parser, where LlamaIndex keeps its kind."""
+"""The node parser of ``llama_index.llms.blendrag``, in LlamaIndex's namespace for it."""
 
 from llama_index.llms.blendrag import BlendNodeParser
 

@@ -1,4 +1,4 @@
-"""``llama_index.llms.blendrag``' response synthesizer, where LlamaIndex keeps its kind."""
+"""The response synthesizer of ``llama_index.llms.blendrag``, in LlamaIndex's namespace for it."""
 
 from llama_index.llms.blendrag import BlendSynthesizer
 

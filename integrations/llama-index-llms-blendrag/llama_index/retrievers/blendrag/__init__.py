@@ -1,4 +1,4 @@
-"""``llama_index.llms.blendrag``' retriever, where LlamaIndex keeps its kind."""
+"""The retriever of ``llama_index.llms.blendrag``, in LlamaIndex's namespace for it."""
 
 from llama_index.llms.blendrag import BlendRetriever
 

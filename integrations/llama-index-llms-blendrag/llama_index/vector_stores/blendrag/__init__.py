@@ -1,4 +1,4 @@
-"""``llama_index.llms.blendrag``' vector store, where LlamaIndex keeps its kind."""
+"""The vector store of ``llama_index.llms.blendrag``, in LlamaIndex's namespace for it."""
 
 from llama_index.llms.blendrag import BlendVectorStore
 
