@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 import tiny
 from blendrag.engine import BlendEngine
-from blendrag.errors import BlendragError, ContextOverflowError, InvalidInputError
+from blendrag.errors import BlendragError, InvalidInputError
 from llama_index.llms.blendrag import BlendLLM, BlendRetriever
 
 QUESTION = "Where is Place32?"
@@ -21,72 +21,50 @@ ASKED = [ChatMessage(role="user", content=QUESTION)]
 
 async def refusals(llm: BlendLLM, messages: list[ChatMessage], **options: Any) -> list[str]:
     """The error in each way of calling."""
-    said = []
+    errors = []
     with pytest.raises(InvalidInputError) as raised:
         llm.chat(messages, **options)
-    said.append(str(raised.value))
+    errors.append(str(raised.value))
     with pytest.raises(InvalidInputError) as raised:
         list(llm.stream_chat(messages, **options))
-    said.append(str(raised.value))
+    errors.append(str(raised.value))
     with pytest.raises(InvalidInputError) as raised:
         await llm.achat(messages, **options)
-    said.append(str(raised.value))
+    errors.append(str(raised.value))
     with pytest.raises(InvalidInputError) as raised:
         _ = [response async for response in await llm.astream_chat(messages, **options)]
-    said.append(str(raised.value))
-    return said
+    errors.append(str(raised.value))
+    return errors
 
 
-async def test_invalid_messages_are_refused_without_the_template_too(llm: BlendLLM) -> None:
-    image = ChatMessage(role="user", blocks=[ImageBlock(url="http://localhost/x.png")])
-    for messages, sentence in (
-        ([ChatMessage(content="")], "the message is empty, expected some text; ask something"),
-        ([image], "a content block of type 'image', expected text only"),
-        ([], "no messages; send at least one"),
-    ):
-        for said in await refusals(llm, messages, apply_chat_template=False):
-            assert said.startswith(sentence)
-            assert tiny.one_sentence(said)
+IMAGE = ChatMessage(role="user", blocks=[ImageBlock(url="http://localhost/x.png")])
+RAW = {"apply_chat_template": False}
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("messages", "options", "sentence"),
     [
-        ({"temperatur": 0.5}, "Extra inputs are not permitted"),
-        ({"ratio": 1.5}, r"ratio 1.5 must be a number in \[0, 1\]"),
-        ({"mode": "fast"}, "'blend', 'full', 'prefix' or 'reuse'"),
-        ({"model": "demo"}, "leave model out"),
+        ([ChatMessage(content="")], RAW, "the message is empty, expected some text; ask something"),
+        ([IMAGE], RAW, "a content block of type 'image', expected text only"),
+        ([], RAW, "no messages; send at least one"),
+        (ASKED, {"max_length": 3}, "max_length: not an option of a call; expected"),
+        (ASKED, {"max_new_tokens": 0}, "max_new_tokens 0 is not 1 or more"),
+        (ASKED, {"stop": ""}, "stop holds an empty text"),
     ],
 )
-def test_a_wrong_field_is_refused(
-    engine: BlendEngine, options: dict[str, Any], sentence: str
+async def test_invalid_messages_and_options_are_refused(
+    llm: BlendLLM, messages: list[ChatMessage], options: dict[str, Any], sentence: str
 ) -> None:
-    with pytest.raises(ValidationError, match=sentence):
-        BlendLLM(engine=engine, **options)
+    for error in await refusals(llm, messages, **options):
+        assert error.startswith(sentence)
+        assert tiny.one_sentence(error)
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"max_length": 3}, "max_length: not an option of a call; expected"),
-        ({"max_new_tokens": 0}, "max_new_tokens 0 is not 1 or more"),
-        ({"stop": ""}, "stop holds an empty text"),
-    ],
-)
-async def test_a_wrong_option_of_a_call_is_refused(
-    llm: BlendLLM, options: dict[str, Any], sentence: str
-) -> None:
-    for said in await refusals(llm, ASKED, **options):
-        assert said.startswith(sentence)
-        assert tiny.one_sentence(said)
-
-
-def test_an_error_does_not_name_options_of_the_command_line(
-    llm: BlendLLM,
-) -> None:
-    with pytest.raises(ContextOverflowError, match="over the model's context of 4096") as raised:
-        llm.complete("Place32 " * 3000)
-    assert "--" not in str(raised.value)
+def test_a_wrong_field_is_refused(engine: BlendEngine) -> None:
+    with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+        BlendLLM(engine=engine, temperatur=0.5)
+    with pytest.raises(ValidationError, match="leave model out"):
+        BlendLLM(engine=engine, model="demo")
 
 
 async def test_an_empty_corpus_is_an_error(tmp_path: Path) -> None:

@@ -55,13 +55,6 @@ async def test_every_answer_emits_one_event_in_the_span_of_its_call(
     assert len(seen.reuse) == 6
 
 
-def test_notes_say_why_nothing_was_reused(llm: BlendLLM, seen: Any) -> None:
-    llm.complete(QUESTION)
-    (event,) = seen.reuse
-    assert event.chunks == []
-    assert any("no known chunk was recognised" in note for note in event.notes)
-
-
 @pytest.mark.parametrize(("kind", "name"), NAMESPACES.items())
 def test_a_class_can_be_imported_from_the_namespace_of_its_kind(kind: str, name: str) -> None:
     leaf = importlib.import_module(f"llama_index.{kind}.blendrag")

@@ -1,26 +1,21 @@
-"""The examples run and say what they promise; stock engines reuse what the table says they do."""
+"""The examples run and print what they promise; stock engines reuse what the table says they do."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from llama_index.core.instrumentation import get_dispatcher
 
+import example_scripts
 from blendrag.engine import BlendEngine
 from llama_index.llms.blendrag import BlendLLM, BlendRetriever
 
 pytestmark = pytest.mark.slow
 
-EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
-sys.path.append(str(EXAMPLES))  # what the two halves of the table of reuse share
-OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 #: In these at least 95% of the retrieved tokens must be loaded.
 REUSING = [
     "compact (the default)",
@@ -32,58 +27,67 @@ REUSING = [
 ]
 
 
-def run(name: str, directory: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name)],
-        cwd=directory,
-        env=OFFLINE,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
-def test_the_query_engine_answers_and_reuses(tmp_path: Path) -> None:
-    said = run("llama_index_rag.py", tmp_path)
-    assert "skating" in said
-    assert int(re.findall(r"'reused_tokens': (\d+)", said)[0]) > 200
-
-
-def test_the_chat_engine_updates_its_index_and_reuses_every_turn(tmp_path: Path) -> None:
-    # what the embedded model answers is not looked at: it has not learnt to read a system message
-    said = run("llama_index_chat.py", tmp_path)
-    assert "0 nodes changed by running it again" in said
-    turns = re.findall(r"(\d+) of (\d+) tokens reused", said)
-    assert len(turns) == 2
-    assert all(int(reused) > int(prompt) / 2 for reused, prompt in turns)
-
-
-def test_the_citation_engine_names_sources_and_reuses(tmp_path: Path) -> None:
-    said = run("llama_index_citation.py", tmp_path)
-    assert "anna-bell.txt" in said
-    assert int(re.findall(r"(\d+)% of the prompt reused", said)[0]) > 50
-
-
-# -- the table ----------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def table() -> Any:
-    path = EXAMPLES / "reuse_llama_index.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+    return example_scripts.load("reuse_llama_index.py")
 
 
 @pytest.fixture(scope="module")
 def demo(table: Any) -> Iterator[BlendEngine]:
+    """The embedded model over its corpus; the examples share the model."""
     with table.demo_engine(table.CHUNK_TOKENS) as engine:
         yield engine
+
+
+# -- the examples -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The store that the examples fill."""
+    return tmp_path_factory.mktemp("examples")
+
+
+@pytest.fixture
+def printed_by(demo: BlendEngine, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def run(name: str, store: Path | None = None) -> str:
+        handlers = get_dispatcher().event_handlers
+        before = list(handlers)
+        try:
+            example_scripts.run(name, store=store)
+        finally:
+            handlers[:] = before
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_the_query_engine_answers_and_reuses(printed_by: Callable[..., str], store: Path) -> None:
+    printed = printed_by("llama_index_rag.py", store)
+    assert "skating" in printed
+    assert int(re.findall(r"'reused_tokens': (\d+)", printed)[0]) > 200
+
+
+def test_the_citation_engine_names_sources_and_reuses(
+    printed_by: Callable[..., str], store: Path
+) -> None:
+    printed = printed_by("llama_index_citation.py", store)
+    assert "anna-bell.txt" in printed
+    assert int(re.findall(r"(\d+)% of the prompt reused", printed)[0]) > 50
+
+
+def test_the_chat_engine_updates_its_index_and_reuses_every_turn(
+    printed_by: Callable[..., str],
+) -> None:
+    """The embedded model does not read system messages, so its answers are not checked."""
+    printed = printed_by("llama_index_chat.py")
+    assert "0 nodes changed by running it again" in printed
+    turns = re.findall(r"(\d+) of (\d+) tokens reused", printed)
+    assert len(turns) == 2
+    assert all(int(reused) > int(prompt) / 2 for reused, prompt in turns)
+
+
+# -- the table ----------------------------------------------------------------------------------
 
 
 def measured(table: Any, demo: BlendEngine, path: str, **options: Any) -> tuple[float, str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,11 @@ from places import document, entries_of, keys, text_about
 
 import scripted
 from blendrag.engine import BlendEngine
-from blendrag.errors import InvalidInputError
 from llama_index.llms.blendrag import (
     BlendEmbedding,
     BlendNodeParser,
     BlendPrecompute,
     BlendVectorStore,
-    close_shared_engines,
 )
 
 
@@ -175,24 +171,3 @@ def test_a_pipelines_cache_does_not_hide_missing_kv(engine: BlendEngine) -> None
     engine.library.delete(["Bay"])
     made.run(nodes=nodes)
     assert engine.library.has_kv(["Bay"]) == {"Bay": True}
-
-
-# -- serialisation ------------------------------------------------------------------------------
-
-
-def test_a_wrapper_is_pickled_by_its_names_or_not_at_all(
-    engine: BlendEngine, tmp_path: Path
-) -> None:
-    kinds: list[Any] = [BlendNodeParser, BlendEmbedding, BlendPrecompute, BlendVectorStore]
-    try:
-        for kind in kinds:
-            named = kind(model="demo", store=tmp_path / "named")
-            again = [pickle.loads(pickle.dumps(named)), kind.from_dict(named.to_dict())]
-            again.append(kind.from_json(named.to_json()))
-            for copy in again:
-                assert copy.engine is named.engine
-            assert json.loads(named.to_json())["class_name"] == kind.__name__
-            with pytest.raises(InvalidInputError, match="made with engine= cannot be pickled"):
-                pickle.dumps(kind(engine=engine))
-    finally:
-        close_shared_engines()

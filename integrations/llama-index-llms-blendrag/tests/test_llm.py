@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +10,7 @@ from llama_index.core.prompts import PromptTemplate
 
 import loops
 from blendrag.engine import BlendEngine, Options
-from llama_index.llms.blendrag import BlendLLM, close_shared_engines
-
-pytestmark = pytest.mark.alone
+from llama_index.llms.blendrag import BlendLLM
 
 QUESTION = "Where is Place32?"
 MESSAGES = [
@@ -30,21 +26,6 @@ def test_metadata_describes_the_model(llm: BlendLLM) -> None:
     assert about.is_chat_model
     assert not about.is_function_calling_model
     assert not BlendLLM(engine=llm.engine, apply_chat_template=False).metadata.is_chat_model
-
-
-@pytest.fixture
-def named(tmp_path: Path) -> Iterator[BlendLLM]:
-    """Created by names; the model is not loaded yet."""
-    yield BlendLLM(model="demo", store=tmp_path / "kv")
-    close_shared_engines()
-
-
-def test_metadata_of_a_named_model_does_not_load_its_weights(named: BlendLLM) -> None:
-    about = named.metadata
-    assert not named.engine.resources.is_loaded
-    assert about.is_chat_model
-    assert about.context_window == named.engine.adapter.context_tokens
-    assert named.metadata == about
 
 
 def test_messages_go_through_the_models_template(llm: BlendLLM, engine: BlendEngine) -> None:
@@ -114,6 +95,7 @@ def test_text_blocks_are_joined_and_roles_are_mapped(llm: BlendLLM, engine: Blen
     assert llm.chat(messages).message.content == engine.generate(dicts).text
 
 
+@pytest.mark.alone
 async def test_the_event_loop_runs_while_the_model_works(llm: BlendLLM) -> None:
     model = llm.engine.adapter.model
     assert await loops.turns_while(model, llm.achat(MESSAGES))
@@ -125,8 +107,3 @@ async def test_the_event_loop_runs_while_the_model_works(llm: BlendLLM) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loops, "BLOCKED_S", 0.2)
         assert not await loops.turns_while(model, blocking())
-
-
-def test_a_call_may_override_the_fields(llm: BlendLLM) -> None:
-    metrics = llm.chat(MESSAGES, mode="full", max_tokens=3).raw["blendrag"]
-    assert (metrics["mode"], metrics["new_tokens"]) == ("full", 3)

@@ -70,18 +70,6 @@ def test_metadata_written_before_a_chunk_does_not_hide_it(
     assert_reused(seen.metrics, response.source_nodes, engine)
 
 
-def test_ratio_one_answers_like_mode_full(
-    engine: BlendEngine, retriever: BlendRetriever, seen: Any
-) -> None:
-    def ask(**options: Any) -> str:
-        llm = BlendLLM(engine=engine, **options)
-        return str(RetrieverQueryEngine.from_args(retriever, llm=llm).query(QUESTION))
-
-    assert ask(mode="full") == ask(mode="blend", ratio=1.0)
-    assert seen.metrics[0]["reused_tokens"] == 0
-    assert seen.metrics[1]["reused_tokens"] > 150
-
-
 def test_a_chat_engine_reuses_chunks_in_every_turn(
     llm: BlendLLM, retriever: BlendRetriever, engine: BlendEngine, seen: Any
 ) -> None:

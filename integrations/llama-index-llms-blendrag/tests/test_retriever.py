@@ -21,22 +21,14 @@ def test_a_node_is_the_chunk_and_says_where_it_is_from(
     chunks = engine.retrieve(QUESTION, 4)
     assert [n.text for n in nodes] == [c.text for c in chunks]
     node = nodes[0].node
-    assert set(node.metadata) == {"source", "title", "chunk_id", "distance"}
-    text = Path(node.ref_doc_id).read_text()
-    assert text[node.start_char_idx : node.end_char_idx].strip() == node.text.strip()
-
-
-def test_prompts_and_embeddings_get_the_text_alone(retriever: BlendRetriever) -> None:
-    node = retriever.retrieve(QUESTION)[0].node
     assert node.get_content(MetadataMode.LLM) == node.text.strip()
     assert node.get_content(MetadataMode.EMBED) == node.text.strip()
-
-
-def test_the_nearest_node_has_the_highest_score(retriever: BlendRetriever) -> None:
-    nodes = retriever.retrieve(QUESTION)
+    assert set(node.metadata) == {"source", "title", "chunk_id", "distance"}
     by_distance = sorted(nodes, key=lambda n: n.node.metadata["distance"])
     assert by_distance == sorted(nodes, key=lambda n: -(n.score or 0))
     assert all(-1 <= (n.score or 0) <= 1 for n in nodes)
+    text = Path(node.ref_doc_id).read_text()
+    assert text[node.start_char_idx : node.end_char_idx].strip() == node.text.strip()
 
 
 async def test_async_retrieval_equals_sync(retriever: BlendRetriever) -> None:

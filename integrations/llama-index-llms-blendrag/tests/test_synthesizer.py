@@ -31,16 +31,13 @@ def texts_of(engine: BlendEngine) -> list[str]:
     return [corpus.text(chunk_id) for chunk_id in corpus.chunk_ids()]
 
 
-def test_what_fits_is_packed_into_one_text(llm: BlendLLM, engine: BlendEngine) -> None:
-    texts = texts_of(engine)
-    template = PromptTemplate("{context_str}?")
-    assert BlendPromptHelper(llm).repack(template, [*texts, " "]) == ["\n\n".join(texts)]
-
-
 def test_chunks_are_packed_whole_in_order_and_fill_the_window(
     llm: BlendLLM, engine: BlendEngine
 ) -> None:
     texts = texts_of(engine)
+    plain = PromptTemplate("{context_str}?")
+    assert BlendPromptHelper(llm).repack(plain, [*texts, " "]) == ["\n\n".join(texts)]
+    assert BlendPromptHelper(llm).truncate(plain, ["long " * 3000]) == ["long " * 3000]
     template = DEFAULT_TEXT_QA_PROMPT_SEL.partial_format(query_str=QUESTION)
     packs = BlendPromptHelper(llm, **NARROW).repack(template, texts, llm=llm)
     assert 1 < len(packs) < len(texts)
@@ -58,11 +55,6 @@ def test_tokens_are_counted_as_the_model_reads_them(llm: BlendLLM) -> None:
     assert llm.count_tokens(messages) == llm.chat(messages).raw["usage"]["prompt_tokens"]
     brief = BlendLLM(engine=llm.engine, system_prompt="Be brief.")
     assert brief.count_tokens(messages) > llm.count_tokens(messages)
-
-
-def test_truncating_cuts_nothing(llm: BlendLLM) -> None:
-    texts = ["long " * 3000]
-    assert BlendPromptHelper(llm).truncate(PromptTemplate("{context_str}"), texts) == texts
 
 
 @pytest.mark.parametrize("streaming", [False, True])
