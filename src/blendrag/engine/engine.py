@@ -1,6 +1,6 @@
 """``BlendEngine``: ingest documents, answer questions over them.
 
-The road of a request, in :meth:`BlendEngine._answer`::
+The road of a request, from :meth:`BlendEngine._request` to :meth:`BlendEngine._answer`::
 
     Request   what was asked, rendered, tokenised, its chunks recognised     caller's thread
     Plan      per chunk: exact, blend or compute, and why; ratio, schedule   worker
@@ -254,45 +254,16 @@ class BlendEngine:
 
     # -- the road of a request ------------------------------------------------------------------
 
-    def _answer(self, batch: RequestBatch, number: int) -> Answer:
-        """Request → Plan → Fusion → Answer, on the worker's thread.
-
-        The model's lock is held throughout, so that one request sees one model. If a chunk's bytes fail
-        verification, the request starts again without that chunk.
-        """
-        request, stream = batch.entries[number]
-        adapter = self._resources.adapter
-        with adapter.lock.while_wanted(stream.check), _forwards(adapter, request.mode):
-            ahead = batch.take(number, self._batched_prefill)
-            request = checked(request, adapter)
-            access = self._planner.access(request, None if ahead.plan else stream.check)
-            generation = Generation(adapter, lambda: self._resources.fusor, request, stream)
-            plan, prefilled, avoid = ahead.plan, ahead.prefilled, set(ahead.avoid)
-            for restarts_left in reversed(range(MAX_RESTARTS + 1)):
-                stream.check()
-                if plan is None:
-                    plan = (
-                        access.plan(frozenset(avoid))
-                        if restarts_left
-                        else Plan.computed(request.prompt, STILL_CORRUPT)
-                    )
-                try:
-                    with closing(plan):
-                        output = generation.run(plan, prefilled)
-                        self._background.note(plan)
-                        size = ahead.batch_size if prefilled is not None else 1
-                        return answer_of(request, plan, output, stream, adapter, size)
-                except SpanCorruptError as corrupt:
-                    avoid.add(corrupt.span.reader.key)
-                    plan = prefilled = None
-        raise AssertionError("the last attempt loads nothing")
+    def _start(self, prompt: Prompt, options: Options, asked_at: float | None = None) -> Started:
+        """Check the request here, answer it on the worker. ``asked_at``: ``time.perf_counter()``."""
+        asked_at = time.perf_counter() if asked_at is None else asked_at
+        request = self._request(prompt, options, asked_at)
+        return self._submit(RequestBatch([BatchEntry(request, self._answer_stream(request))]), 0)
 
     def _request(self, prompt: Prompt, options: Options, asked_at: float) -> Request:
         """Render, recognise chunks and tokenise, in the caller's thread. Nothing is computed."""
         if options.timeout_s is not None and time.perf_counter() - asked_at > options.timeout_s:
-            raise RequestTimeout(
-                options.timeout_s
-            )  # earlier prompts of the batch took all the time
+            raise RequestTimeout(options.timeout_s)  # earlier prompts took all the time
         s, tokens = self.settings, self._resources.tokens
         policy = options.policy or s.policy
         make_policy(policy)  # fail before any work
@@ -345,11 +316,86 @@ class BlendEngine:
         notes = (foreign,) if foreign else found.notes
         return segments, {c.chunk_id: c.source for c in chunks.values()}, notes
 
-    def _start(self, prompt: Prompt, options: Options, asked_at: float | None = None) -> Started:
-        """Check the request here, answer it on the worker. ``asked_at``: ``time.perf_counter()``."""
-        asked_at = time.perf_counter() if asked_at is None else asked_at
-        request = self._request(prompt, options, asked_at)
-        return self._submit(RequestBatch([BatchEntry(request, self._answer_stream(request))]), 0)
+    def _answer_stream(self, request: Request) -> AnswerStream:
+        options, tokens = request.options, self._resources.tokens
+        return AnswerStream(
+            tokens.tokenizer,
+            options.stop,
+            request.asked_at,
+            options.timeout_s,
+            # control tokens of tool calls are part of the text
+            hidden=tokens.framing_ids if options.tools else None,
+            likely=None if options.logprobs is None else Likelihoods(options.logprobs),
+        )
+
+    def _submit(self, batch: RequestBatch, number: int) -> Started:
+        """Have the worker answer that prompt after everything submitted before."""
+        request, stream = batch.entries[number]
+
+        def work() -> Answer:
+            try:
+                stream.check()
+                answer = self._answer(batch, number)
+            except BaseException as exc:
+                log_failure(exc, request.asked_at)
+                if isinstance(exc, RequestCancelled | RequestTimeout):
+                    exc.__traceback__ = None  # its frames hold the KV cache
+                raise
+            finally:
+                batch.leave(number)
+                stream.finish()
+            log_answer(answer.metrics)
+            return answer
+
+        return Started(stream, self._worker.submit(work))
+
+    def _answer(self, batch: RequestBatch, number: int) -> Answer:
+        """From a request over its plan and fusion to the answer, on the worker's thread.
+
+        The model's lock is held throughout, so that one request sees one model. If a chunk's bytes fail
+        verification, the request starts again without that chunk.
+        """
+        request, stream = batch.entries[number]
+        adapter = self._resources.adapter
+        with adapter.lock.while_wanted(stream.check), _forwards(adapter, request.mode):
+            ahead = batch.take(number, self._batched_prefill)
+            request = checked(request, adapter)
+            access = self._planner.access(request, None if ahead.plan else stream.check)
+            generation = Generation(adapter, lambda: self._resources.fusor, request, stream)
+            plan, prefilled, avoid = ahead.plan, ahead.prefilled, set(ahead.avoid)
+            for restarts_left in reversed(range(MAX_RESTARTS + 1)):
+                stream.check()
+                if plan is None:
+                    plan = (
+                        access.plan(frozenset(avoid))
+                        if restarts_left
+                        else Plan.computed(request.prompt, STILL_CORRUPT)
+                    )
+                try:
+                    with closing(plan):
+                        output = generation.run(plan, prefilled)
+                        self._background.note(plan)
+                        size = ahead.batch_size if prefilled is not None else 1
+                        return answer_of(request, plan, output, stream, adapter, size)
+                except SpanCorruptError as corrupt:
+                    avoid.add(corrupt.span.reader.key)
+                    plan = prefilled = None
+        raise AssertionError("the last attempt loads nothing")
+
+    def _batched_prefill(self) -> BatchedPrefill | None:
+        """How prompts over stored KV are prefilled in one forward; ``None`` for a model that cannot."""
+        resources = self._resources
+        with suppress(UnsupportedModelError):
+            adapter = resources.adapter
+            if adapter.refusal is None and resources.fusor.packs:
+                return BatchedPrefill(
+                    adapter,
+                    resources.fusor,
+                    resources.kv_validity.namespace,
+                    self._planner.access,
+                    PackingRule(adapter.device, self.settings.batch_bytes),
+                )
+        return None
 
     async def _start_off_loop(self, prompt: Prompt, options: Options) -> Started:
         begin = partial(self._start, prompt, options, time.perf_counter())
@@ -388,54 +434,6 @@ class BlendEngine:
             batch.close()
             raise
         return started
-
-    def _submit(self, batch: RequestBatch, number: int) -> Started:
-        """Have the worker answer that prompt after everything submitted before."""
-        request, stream = batch.entries[number]
-
-        def work() -> Answer:
-            try:
-                stream.check()
-                answer = self._answer(batch, number)
-            except BaseException as exc:
-                log_failure(exc, request.asked_at)
-                if isinstance(exc, RequestCancelled | RequestTimeout):
-                    exc.__traceback__ = None  # its frames hold the KV cache
-                raise
-            finally:
-                batch.leave(number)
-                stream.finish()
-            log_answer(answer.metrics)
-            return answer
-
-        return Started(stream, self._worker.submit(work))
-
-    def _answer_stream(self, request: Request) -> AnswerStream:
-        options, tokens = request.options, self._resources.tokens
-        return AnswerStream(
-            tokens.tokenizer,
-            options.stop,
-            request.asked_at,
-            options.timeout_s,
-            # control tokens of tool calls are part of the text
-            hidden=tokens.framing_ids if options.tools else None,
-            likely=None if options.logprobs is None else Likelihoods(options.logprobs),
-        )
-
-    def _batched_prefill(self) -> BatchedPrefill | None:
-        """How prompts over stored KV are prefilled in one forward; ``None`` for a model that cannot."""
-        resources = self._resources
-        with suppress(UnsupportedModelError):
-            adapter = resources.adapter
-            if adapter.refusal is None and resources.fusor.packs:
-                return BatchedPrefill(
-                    adapter,
-                    resources.fusor,
-                    resources.kv_validity.namespace,
-                    self._planner.access,
-                    PackingRule(adapter.device, self.settings.batch_bytes),
-                )
-        return None
 
     def controller(self, namespace: str) -> Controller:
         """The loading controller over what is stored under ``namespace``."""
