@@ -338,8 +338,7 @@ def document(number: int, paragraphs: int = 8) -> Document:
 
 
 def chunk_texts(made: BlendEngine, number: int) -> list[str]:
-    corpus = made.resources.corpus
-    assert corpus is not None
+    corpus = made.resources.require_corpus()
     return [chunk.text for chunk in corpus.chunks_of(f"doc{number}.txt")]
 
 

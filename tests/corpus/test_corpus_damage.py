@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
+from contextlib import closing
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,10 +27,9 @@ def root(tmp_path: Path) -> Path:
 
 
 def execute(root: Path, *statements: str) -> None:
-    with sqlite3.connect(root / "corpus" / FILE_NAME) as connection:
+    with closing(sqlite3.connect(root / "corpus" / FILE_NAME, isolation_level=None)) as connection:
         for statement in statements:
             connection.execute(statement)
-    connection.close()
 
 
 def test_damaged_copies_give_no_wrong_answer_and_no_other_error(tmp_path: Path) -> None:
@@ -73,25 +75,20 @@ def test_a_huge_row_is_not_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("name", [FILE_NAME, f"{FILE_NAME}-wal"])
-@pytest.mark.parametrize("kind", ["fifo", "link", "directory"])
-def test_irregular_files_are_refused_at_once(root: Path, name: str, kind: str) -> None:
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, partial(os.symlink, "/dev/zero")])
+def test_irregular_files_are_refused_at_once(root: Path, name: str, make: Any) -> None:
     path = root / "corpus" / name
     path.unlink(missing_ok=True)
-    if kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "link":
-        path.symlink_to("/dev/zero")
-    else:
-        path.mkdir()
+    make(path)
     with pytest.raises(CorpusError, match="is not a regular file"):
         Corpus.open(root)
 
 
-def test_a_corpus_directory_behind_a_link_is_refused(root: Path, tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "corpus").symlink_to(root / "corpus")
+def test_a_corpus_directory_behind_a_link_is_refused(root: Path) -> None:
+    (root / "corpus").rename(root / "moved")
+    (root / "corpus").symlink_to(root / "moved")
     with pytest.raises(CorpusError, match="is not a directory"):
-        Corpus.open(tmp_path / "other")
+        Corpus.open(root)
 
 
 def test_a_journal_that_would_delete_a_file_is_refused(root: Path) -> None:
@@ -136,11 +133,10 @@ def test_a_damaged_row_is_left_out_reported_and_repaired(
 
 def test_ingesting_a_document_again_mends_its_rows(root: Path) -> None:
     execute(root, "UPDATE chunk SET tokens = 1 WHERE id = 4", "DELETE FROM passage WHERE id = 5")
-    with Corpus.open(root) as corpus:
-        assert corpus.unchanged("doc1.md", "digest 1") is None
-    change(root)
-    with Corpus.open(root) as corpus:
-        assert corpus.unchanged("doc1.md", "digest 1") is not None
+    for is_mended in (False, True):
+        with Corpus.open(root) as corpus:
+            assert (corpus.unchanged("doc1.md", "digest 1") is not None) == is_mended
+        change(root)
     assert check_corpus(root).is_good
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import tiny
 from blendrag.corpus.embedder import MAX_QUESTION_WINDOWS, MINILM, Embedder, same_embedder
 from blendrag.errors import InvalidInputError, ModelLoadError
 
@@ -20,19 +21,16 @@ FILLER = (
     "The keeper wrote about the weather, the gulls and the state of the stairs in the log book. "
     "On most days there was little to report, and the lamp was trimmed, lit and put out again. "
 )
-TOPICS = ["sailing boats", "potato farming", "choir music", "roof tiles", "wool prices"]
 PASSWORD = "Where is the password of the Zanzibar vault written?"
 
 
-def long_chunk(seed: int, fact: str = "") -> str:
+def long_chunk(fact: str = "") -> str:
     """About 512 tokens, the fact last."""
-    topic = TOPICS[seed % len(TOPICS)]
-    body = [f"Entry {seed * 100 + i}, on {topic}: {FILLER}" for i in range(10)]
-    return ("".join(body) + fact).strip()
+    return ("".join(f"Entry {i}, on wool prices: {FILLER}" for i in range(10)) + fact).strip()
 
 
 def test_vectors_are_unit_length_float32(embedder: Embedder) -> None:
-    vectors = embedder.embed(["one", "two words", long_chunk(1), ""])
+    vectors = embedder.embed(["one", "two words", long_chunk(), ""])
     assert vectors.shape == (4, embedder.dim) == (4, 384)
     assert vectors.dtype == np.float32
     assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
@@ -42,7 +40,7 @@ def test_vectors_are_unit_length_float32(embedder: Embedder) -> None:
 
 def test_a_fact_in_the_tail_of_a_chunk_counts(embedder: Embedder) -> None:
     fact = "The password of the Zanzibar vault is written inside the violin of Doctor Ferreira."
-    chunks = [long_chunk(1), long_chunk(1, fact)]
+    chunks = [long_chunk(), long_chunk(fact)]
     model = embedder._loaded()
     tokens = len(model.tokenizer(chunks[1], truncation=False, verbose=False)["input_ids"])
     assert 480 <= tokens <= 560, "as long as a chunk gets"
@@ -55,7 +53,7 @@ def test_a_fact_in_the_tail_of_a_chunk_counts(embedder: Embedder) -> None:
 def test_windows_cover_the_chunk_and_fit_the_model(embedder: Embedder) -> None:
     model = embedder._loaded()
     title = "A title that says what this is about"
-    for text in (long_chunk(3), "x" * 3000, "灯塔的看守人每天傍晚点亮油灯。" * 80, "short"):
+    for text in (long_chunk(), "x" * 3000, "灯塔的看守人每天傍晚点亮油灯。" * 80, "short"):
         windows = embedder._windows(text, title)
         bodies = [window.removeprefix(f"{title}\n") for window in windows]
         assert text.startswith(bodies[0])
@@ -69,28 +67,20 @@ def test_windows_cover_the_chunk_and_fit_the_model(embedder: Embedder) -> None:
             assert len(ids) <= model.max_seq_length
 
 
-def test_an_overlong_question_is_embedded_by_its_ends(
-    embedder: Embedder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encode, encoded = embedder._loaded().encode_query, []
-
-    def counting(texts: list[str], **options: Any) -> np.ndarray:
-        encoded.extend(texts)
-        return encode(texts, **options)
-
-    monkeypatch.setattr(embedder._loaded(), "encode_query", counting)
+def test_an_overlong_question_is_embedded_by_its_ends(embedder: Embedder) -> None:
     near, far = embedder.embed([PASSWORD, "The price of wool went up in March."])
-    for text in (f"{PASSWORD} {FILLER * 60}".strip(), f"{FILLER * 60} {PASSWORD}"):
-        encoded.clear()
-        vector = embedder.embed_query(text)
-        assert len(encoded) == MAX_QUESTION_WINDOWS < len(embedder._windows(text, ""))
-        assert text.startswith(encoded[0])
-        assert text.endswith(encoded[-1])
-        assert vector @ near > vector @ far
-    encoded.clear()
-    whole = long_chunk(1)  # not overlong: all of it counts
-    embedder.embed_query(whole)
-    assert encoded == embedder._windows(whole, "")
+    whole = long_chunk()  # not overlong: all of it counts
+    with tiny.counted(embedder._loaded(), "encode_query") as calls:
+        for text in (f"{PASSWORD} {FILLER * 60}".strip(), f"{FILLER * 60} {PASSWORD}"):
+            vector = embedder.embed_query(text)
+            ((encoded,),) = calls
+            calls.clear()
+            assert len(encoded) == MAX_QUESTION_WINDOWS < len(embedder._windows(text, ""))
+            assert text.startswith(encoded[0])
+            assert text.endswith(encoded[-1])
+            assert vector @ near > vector @ far
+        embedder.embed_query(whole)
+    assert calls == [(embedder._windows(whole, ""),)]
 
 
 def test_a_title_tells_chunks_apart_that_only_say_she(embedder: Embedder) -> None:
@@ -115,32 +105,23 @@ def test_the_default_model_is_found_in_its_package_without_the_hub(embedder: Emb
     assert not same_embedder(MINILM, "other/model")
 
 
-class OneAtATime:
-    """A sentence-transformers model that notices two callers at once."""
+def test_threads_use_the_model_one_at_a_time(
+    embedder: Embedder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = threading.Lock()
 
-    max_seq_length = None
-    tokenizer = None
-
-    def __init__(self) -> None:
-        self.running = threading.Lock()
-
-    def encode_document(self, texts: list[str], **options: Any) -> np.ndarray:
-        assert self.running.acquire(blocking=False), "two callers at once"
+    def encode(texts: list[str], **options: Any) -> np.ndarray:
+        assert running.acquire(blocking=False), "two callers at once"
         time.sleep(0.01)
-        self.running.release()
-        return np.ones((len(texts), 4), np.float32)
+        running.release()
+        return np.ones((len(texts), 384), np.float32)
 
-    encode_query = encode_document
-
-
-def test_threads_share_one_embedder_one_at_a_time() -> None:
-    embedder = Embedder("fake")
-    embedder._model = OneAtATime()  # type: ignore[assignment]
+    for name in ("encode_document", "encode_query"):
+        monkeypatch.setattr(embedder._loaded(), name, encode)
     with ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(embedder.embed_query, "one") for _ in range(4)]
-        embedded = [pool.submit(embedder.embed, ["one", "two"]) for _ in range(4)]
-        assert {done.result().shape for done in asked} == {(4,)}
-        assert {done.result().shape for done in embedded} == {(2, 4)}
+        calls = [pool.submit(embedder.embed_query, "one") for _ in range(4)]
+        calls += [pool.submit(embedder.embed, ["one", "two"]) for _ in range(4)]
+        assert {call.result().shape for call in calls} == {(384,), (2, 384)}
 
 
 def test_an_unknown_model_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,15 +47,12 @@ def test_chunks_come_in_document_order_nearest_document_first(retriever: Retriev
     assert found[3].title != "Maria Silva"
     assert found[1].metadata == {"lang": "en"}
     assert all(0 <= chunk.distance <= 2 for chunk in found)
+    assert len(retriever.retrieve("anything", 100)) == 6
 
 
 def test_a_chunk_that_only_says_she_is_found_by_its_title(retriever: Retriever) -> None:
     (chunk,) = retriever.retrieve("What did Maria Silva study?", 1)
     assert chunk.text == DOCUMENTS["Maria Silva"][1]
-
-
-def test_a_large_top_k_returns_all_chunks(retriever: Retriever) -> None:
-    assert len(retriever.retrieve("anything", 100)) == 6
 
 
 @pytest.mark.parametrize(

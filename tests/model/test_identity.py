@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,18 +11,15 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import nn
 
 import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.errors import InvalidInputError
 from blendrag.fusor import gate
-from blendrag.model import fingerprint
+from blendrag.model import ModelAdapter, fingerprint
 from blendrag.model.tokens import Tokens
 from blendrag.store.identity import chunk_key, digest_fields
-
-
-def prompt(engine: BlendEngine, number: int = 0) -> str:
-    return "\n\n".join(tiny.chunk_texts(engine, number)) + "\n\nWhat did the company build?"
 
 
 def namespace(model: Any) -> str:
@@ -80,49 +76,40 @@ def test_a_call_of_the_tokenizer_does_not_change_its_fingerprint() -> None:
 # -- weights changed in place -------------------------------------------------------------------
 
 
-def in_place(model: Any) -> None:
-    with torch.no_grad():
-        model.model.layers[1].self_attn.v_proj.weight.mul_(1.5)
-
-
-def in_inference_mode(model: Any) -> None:
+def in_inference_mode(projection: nn.Linear) -> None:
     with torch.inference_mode():
-        model.model.layers[1].self_attn.v_proj.weight.mul_(1.5)
+        projection.weight.mul_(1.5)
 
 
-def through_data(model: Any) -> None:
-    model.model.layers[1].self_attn.v_proj.weight.data.mul_(1.5)
+CHANGES: dict[str, Callable[[nn.Linear], Any]] = {
+    "in place": lambda projection: projection.weight.mul_(1.5),
+    "in inference mode": in_inference_mode,
+    "through data": lambda projection: projection.weight.data.mul_(1.5),
+    "replaced": lambda projection: setattr(
+        projection, "weight", nn.Parameter(projection.weight.detach() * 1.5)
+    ),
+    "data replaced": lambda projection: setattr(
+        projection.weight, "data", projection.weight.data * 1.5
+    ),
+}
 
 
-def replaced(model: Any) -> None:
-    attention = model.model.layers[1].self_attn
-    attention.v_proj.weight = torch.nn.Parameter(attention.v_proj.weight.detach() * 1.5)
-
-
-def data_replaced(model: Any) -> None:
-    weight = model.model.layers[1].self_attn.v_proj.weight
-    weight.data = weight.data * 1.5
-
-
-def loaded(model: Any) -> None:
-    model.load_state_dict(tiny.llama(seed=3).state_dict())
-
-
-def swapped(model: Any) -> None:
-    a, b = (model.model.layers[i].self_attn.v_proj for i in (0, 2))
+def test_swapped_weights_are_another_identity() -> None:
+    adapter = tiny.adapter(tiny.llama())
+    before = adapter.identity.namespace
+    a, b = (adapter.stack.attentions[i].v_proj for i in (0, 2))
     a.weight, b.weight = b.weight, a.weight
-
-
-CHANGES = [in_place, in_inference_mode, through_data, replaced, data_replaced, loaded, swapped]
+    assert adapter.identity.namespace != before
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_weight_is_another_identity(change: Callable[[Any], None]) -> None:
+def test_a_changed_weight_is_another_identity(change: str) -> None:
     model = tiny.llama()
     adapter = tiny.adapter(model)
     before = adapter.identity
     assert adapter.identity is before  # an unchanged model is not hashed again
-    change(model)
+    with torch.no_grad():
+        CHANGES[change](model.model.layers[1].self_attn.v_proj)
     assert adapter.identity.tensors_fingerprint != before.tensors_fingerprint
     assert adapter.identity.namespace == namespace(model) != before.namespace
 
@@ -131,13 +118,13 @@ def test_kv_from_before_a_weight_changed_is_never_used(tmp_path: Path) -> None:
     model = tiny.llama()
     with tiny.engine(model, tmp_path / "s") as engine:
         engine.ingest([tiny.document(0)])
-        assert engine.generate(prompt(engine)).metrics.reused_tokens > 0
+        assert engine.generate(tiny.prompt(engine, 0)).metrics.reused_tokens > 0
         engine.drain()
-        through_data(model)
-        assert_computes_everything(engine, prompt(engine))  # then encodes the chunks again
-        again = engine.generate(prompt(engine), Options(mode="blend", ratio=1.0))
+        model.model.layers[1].self_attn.v_proj.weight.data.mul_(1.5)
+        assert_computes_everything(engine, tiny.prompt(engine, 0))  # then encodes the chunks again
+        again = engine.generate(tiny.prompt(engine, 0), Options(mode="blend", ratio=1.0))
         assert again.metrics.reused_tokens > 0
-        assert again.text == engine.generate(prompt(engine), Options(mode="full")).text
+        assert again.text == engine.generate(tiny.prompt(engine, 0), Options(mode="full")).text
 
 
 def test_a_long_prompt_does_not_change_the_identity_of_a_length_dependent_rotary() -> None:
@@ -153,31 +140,13 @@ def test_a_long_prompt_does_not_change_the_identity_of_a_length_dependent_rotary
     assert adapter.identity == before
 
 
-def test_ingest_waits_for_a_blended_request_and_keeps_the_namespace(tmp_path: Path) -> None:
-    with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
-        engine.ingest([tiny.document(0)])
-        before = engine.adapter.identity.namespace
-        own = engine.adapter.model.config._attn_implementation
-        blending, go_on = threading.Event(), threading.Event()
-
-        def wait(*_: Any) -> None:
-            blending.set()
-            assert go_on.wait(10)
-
-        handle = engine.adapter.stack.layers[2].register_forward_pre_hook(wait)
-        with ThreadPoolExecutor(2) as pool:
-            answer = pool.submit(engine.generate, prompt(engine))
-            assert blending.wait(10)
-            assert engine.adapter.model.config._attn_implementation == own
-            report = pool.submit(engine.ingest, [tiny.document(1)])
+def test_the_identity_waits_for_a_request_in_progress(adapter: ModelAdapter) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        with adapter.lock:
+            identity = pool.submit(lambda: adapter.identity)
             with pytest.raises(TimeoutError):
-                report.result(0.2)
-            go_on.set()
-            assert answer.result(10).metrics.reused_tokens > 0
-            assert report.result(10).chunks_computed > 0
-        handle.remove()
-        assert engine.resources.require_corpus().manifest.namespace == before
-        assert engine.generate(prompt(engine, 1)).metrics.reused_tokens > 0
+                identity.result(0.1)
+        assert identity.result(10) == adapter.identity
 
 
 # -- LoRA ---------------------------------------------------------------------------------------
@@ -185,38 +154,36 @@ def test_ingest_waits_for_a_blended_request_and_keeps_the_namespace(tmp_path: Pa
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_alpha=8)
 
 
-def fill(wrapped: Any, adapter: str, seed: int) -> None:
+def with_lora(*names: str, seed: int = 0) -> Any:
+    """A model with the adapters of these names; the first is active."""
+    wrapped = get_peft_model(tiny.llama(), LORA, adapter_name=names[0])
+    for name in names[1:]:
+        wrapped.add_adapter(name, LORA)
     torch.manual_seed(seed)
     with torch.no_grad():
-        for name, weight in wrapped.named_parameters():
-            if f"lora_B.{adapter}" in name:
-                weight.normal_(0, 0.5)
-
-
-def with_lora(seed: int = 0) -> Any:
-    wrapped = get_peft_model(tiny.llama(), LORA)
-    fill(wrapped, "default", 100 + seed)
-    return wrapped.eval()
-
-
-def with_two_adapters() -> Any:
-    wrapped = with_lora()
-    wrapped.add_adapter("second", LORA)
-    fill(wrapped, "second", 7)
+        for name in names:
+            for key, weight in wrapped.named_parameters():
+                if f"lora_B.{name}" in key:
+                    weight.normal_(0, 0.5)
     return wrapped.eval()
 
 
 def test_each_lora_adapter_has_its_own_namespace_and_passes_the_gate() -> None:
-    adapter = tiny.adapter(with_lora())
+    adapter = tiny.adapter(with_lora("first"))
     assert gate.verify(adapter).blendable
     assert adapter.identity.adapters
-    names = {adapter.identity.namespace, namespace(tiny.llama()), namespace(with_lora(1))}
+    names = {
+        adapter.identity.namespace,
+        namespace(tiny.llama()),
+        namespace(with_lora("first", seed=1)),
+    }
     assert len(names) == 3
-    assert namespace(with_two_adapters()) == adapter.identity.namespace, "the second is inactive"
+    inactive = with_lora("first", "second")
+    assert namespace(inactive) == adapter.identity.namespace
 
 
 def test_switching_merging_or_scaling_an_adapter_switches_the_namespace() -> None:
-    wrapped = with_two_adapters()
+    wrapped = with_lora("first", "second")
     adapter = tiny.adapter(wrapped)
     names = [adapter.identity.namespace]
     with wrapped.disable_adapter():
@@ -227,16 +194,16 @@ def test_switching_merging_or_scaling_an_adapter_switches_the_namespace() -> Non
     wrapped.unmerge_adapter()
     wrapped.set_adapter("second")
     names.append(adapter.identity.namespace)
-    wrapped.set_adapter("default")
+    wrapped.set_adapter("first")
     for module in wrapped.modules():
         if isinstance(getattr(module, "scaling", None), dict):
-            module.scaling["default"] *= 2
+            module.scaling["first"] *= 2
     names.append(adapter.identity.namespace)
     assert len(set(names)) == 5
 
 
 def test_switching_adapters_hashes_every_tensor_once() -> None:
-    wrapped = with_two_adapters()
+    wrapped = with_lora("first", "second")
     seconds = {id(weight) for name, weight in wrapped.named_parameters() if ".second." in name}
     adapter = tiny.adapter(wrapped)
     with tiny.counted(fingerprint, "hash_bytes") as hashed:
@@ -247,7 +214,7 @@ def test_switching_adapters_hashes_every_tensor_once() -> None:
         second = adapter.identity
         assert {id(tensor) for (tensor,) in hashed} == seconds
         del hashed[:]
-        for name, identity in (("default", first), ("second", second)) * 2:
+        for name, identity in (("first", first), ("second", second)) * 2:
             wrapped.set_adapter(name)
             assert adapter.identity == identity
         with wrapped.disable_adapter():
@@ -257,28 +224,17 @@ def test_switching_adapters_hashes_every_tensor_once() -> None:
 
 @pytest.mark.parametrize("part", ["base_layer.weight", "lora_A.second", "lora_B.second"])
 def test_a_weight_changed_between_two_switches_is_noticed(part: str) -> None:
-    wrapped = with_two_adapters()
+    wrapped = with_lora("first", "second")
     adapter = tiny.adapter(wrapped)
     wrapped.set_adapter("second")
     before = adapter.identity
-    wrapped.set_adapter("default")
+    wrapped.set_adapter("first")
     _ = adapter.identity
     (weight, *_) = (w for name, w in wrapped.named_parameters() if part in name)
     with torch.no_grad():
         weight.mul_(1.5)
     wrapped.set_adapter("second")
     assert adapter.identity.namespace != before.namespace
-
-
-def test_kv_of_an_adapter_is_never_used_for_the_base_model(tmp_path: Path) -> None:
-    wrapped = with_lora()
-    with tiny.engine(wrapped, tmp_path / "s") as engine:
-        engine.ingest([tiny.document(0)])
-        assert engine.generate(prompt(engine)).metrics.reused_tokens > 0
-        engine.drain()
-        with wrapped.disable_adapter():
-            assert_computes_everything(engine, prompt(engine))
-        assert engine.generate(prompt(engine)).metrics.reused_tokens > 0
 
 
 # -- other stores and damaged models ------------------------------------------------------------
@@ -316,6 +272,6 @@ def test_a_store_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
 def test_a_store_of_other_weights_is_a_miss(tmp_path: Path) -> None:
     with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
         engine.ingest([tiny.document(0)])
-        text = prompt(engine)
+        text = tiny.prompt(engine, 0)
     with tiny.engine(tiny.llama(seed=9), tmp_path / "s") as engine:
         assert_computes_everything(engine, text)

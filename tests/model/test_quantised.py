@@ -20,18 +20,14 @@ from blendrag.model import fingerprint
 DOWN = "model.layers.1.mlp.down_proj"
 
 
-def names_of(model: Any) -> set[str]:
-    return {each.name for each in fingerprint.loaded(model).tensors}
-
-
-def tensor_of(model: Any, name: str) -> torch.Tensor:
-    return next(each.tensor for each in fingerprint.loaded(model).tensors if each.name == name)
+def tensors_of(model: Any) -> dict[str, torch.Tensor]:
+    return {each.name: each.tensor for each in fingerprint.loaded(model).tensors}
 
 
 def assert_identifies(model: Any, name: str, write: Callable[[torch.Tensor], Any]) -> None:
     """``write`` to the tensor of that name changes the identity, and undoing it restores it."""
     adapter = tiny.adapter(model)
-    before, tensor = adapter.identity, tensor_of(model, name)
+    before, tensor = adapter.identity, tensors_of(model)[name]
     kept = tensor.detach().clone()
     with torch.no_grad():
         write(tensor)
@@ -44,9 +40,8 @@ def assert_blends(model: Any, store: Path) -> None:
     with tiny.engine(model, store) as engine:
         assert engine.verify().blendable, engine.verify().reason
         engine.ingest([tiny.document(0)])
-        text = "\n\n".join(tiny.chunk_texts(engine, 0)) + "\n\nWhat did the company build?"
-        full = engine.generate(text, Options(mode="full"))
-        blended = engine.generate(text, Options(mode="blend", ratio=1.0))
+        full = engine.generate(tiny.prompt(engine, 0), Options(mode="full"))
+        blended = engine.generate(tiny.prompt(engine, 0), Options(mode="blend", ratio=1.0))
         assert blended.metrics.reused_tokens > 0
         assert blended.text == full.text
 
@@ -64,10 +59,8 @@ def test_torchao_int8_weights_blend_and_every_part_is_fingerprinted(
 ) -> None:
     model = int8(checkpoint)
     assert_blends(model, tmp_path / "s")
-    parts = {f"{DOWN}.weight.{part}" for part in ("qdata", "scale", "zero_point")}
-    assert parts <= names_of(model)
-    for part in parts:
-        assert_identifies(model, part, lambda tensor: tensor.add_(1))
+    for part in ("qdata", "scale", "zero_point"):
+        assert_identifies(model, f"{DOWN}.weight.{part}", lambda tensor: tensor.add_(1))
     assert tiny.adapter(int8(checkpoint)).identity == tiny.adapter(model).identity
 
 
@@ -114,7 +107,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_packed_gguf_weights_blend_and_every_part_is_fingerprinted(
     packed: Any, tmp_path: Path
 ) -> None:
-    assert tensor_of(packed, f"{DOWN}.weight").dtype == torch.uint8
+    assert tensors_of(packed)[f"{DOWN}.weight"].dtype == torch.uint8
     assert_blends(packed, tmp_path / "s")
     module = packed.get_submodule(DOWN)
     assert_identifies(packed, f"{DOWN}.weight", lambda tensor: tensor[0, 0].add_(1))

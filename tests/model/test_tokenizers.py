@@ -8,7 +8,7 @@ Mistral in transformers 5), Unigram, and without such spaces (Gemma).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -27,7 +27,6 @@ from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
 import tiny
 from blendrag.engine import BlendEngine, Options
-from blendrag.errors import InvalidInputError
 from blendrag.model.tokens import Tokens
 from blendrag.text.matches import Match
 from blendrag.text.prompt import make_plan
@@ -40,18 +39,20 @@ TEMPLATE = (
 )
 
 
+def train(backend: Tokenizer, kind: Any, texts: Sequence[str] = (), **options: Any) -> Tokenizer:
+    trainer = kind(special_tokens=SPECIAL, show_progress=False, **options)
+    backend.train_from_iterator([*TEXTS, *texts], trainer)
+    return backend
+
+
 @lru_cache
 def bpe(prefix: str) -> str:
     """A BPE with byte fallback and ``▁`` for spaces, trained with or without a space before texts."""
-    trained = Tokenizer(models.BPE(unk_token="<unk>"))
-    trained.normalizer = normalizers.Replace(" ", "▁")
-    trained.pre_tokenizer = pre_tokenizers.Metaspace(
-        "▁", prepend_scheme="always" if prefix else "never"
-    )
-    trained.train_from_iterator(
-        TEXTS, trainers.BpeTrainer(vocab_size=500, special_tokens=SPECIAL, show_progress=False)
-    )
-    definition = json.loads(trained.to_str())
+    backend = Tokenizer(models.BPE(unk_token="<unk>"))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    scheme = "always" if prefix else "never"
+    backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme)
+    definition = json.loads(train(backend, trainers.BpeTrainer, vocab_size=500).to_str())
     model = definition["model"]
     model |= {"byte_fallback": True, "fuse_unk": True}
     for byte in range(256):
@@ -65,11 +66,12 @@ def with_template(made: Any) -> Any:
 
 
 def fast(backend: Tokenizer) -> Any:
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>",
-        extra_special_tokens=["<|user|>", "<|end|>"],
+    return with_template(
+        PreTrainedTokenizerFast(
+            tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>",
+            extra_special_tokens=["<|user|>", "<|end|>"],
+        )
     )  # fmt: skip
-    return with_template(made)
 
 
 UNDO = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -109,13 +111,7 @@ def mistral_v3() -> Any:
 def unigram() -> Any:
     backend = Tokenizer(models.Unigram())
     backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
-    alphabet = sorted({c for text in TEXTS for c in text} | set("\n()<>|,/_-"))
-    backend.train_from_iterator(
-        [*TEXTS, "".join(alphabet)],
-        trainers.UnigramTrainer(
-            vocab_size=300, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
-        ),
-    )
+    train(backend, trainers.UnigramTrainer, ["\n()<>|,/_-"], vocab_size=300, unk_token="<unk>")
     backend.decoder = decoders.Metaspace("▁", prepend_scheme="first")
     return fast(backend)
 
@@ -145,20 +141,11 @@ def qwen() -> Any:
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
         r"|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(cut, "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(cut, "isolated"), pieces])
     backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator(
-        [*TEXTS, ".\n\n" * 99],
-        trainers.BpeTrainer(
-            vocab_size=600, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-        ),
-    )
+    alphabet = pieces.alphabet()
+    train(backend, trainers.BpeTrainer, [".\n\n" * 99], vocab_size=600, initial_alphabet=alphabet)
     return fast(backend)
 
 
@@ -287,30 +274,6 @@ def test_text_behind_a_line_break_is_encoded_as_the_stock_tokenizer_does(tokens:
         assert tokens.encode_template(f"Context:\n{text}")[-len(ids) :] == ids
 
 
-@pytest.mark.parametrize("kind", ["Llama 2", "Qwen", "Unigram"])
-def test_an_engines_prompt_decodes_to_the_rendered_text(kind: str, tmp_path: Any) -> None:
-    tokenizer = KINDS[kind]()
-    with BlendEngine(
-        tiny.llama(vocab_size=1024), tmp_path, tokenizer=tokenizer, chunk_tokens=128
-    ) as engine:
-        engine.resources.__dict__["embedder"] = tiny.WordEmbedder()
-        engine.ingest([tiny.document(1, 4)])
-        chunks = tiny.chunk_texts(engine, 1)
-        content = "\n\n".join([*chunks, "Question: what?\nAnswer:"])
-        rendered = engine.resources.tokens.render([{"role": "user", "content": content}])
-        plan = engine.plan(content, Options())
-        assert [segment.text for segment in plan.chunks] == chunks
-        assert decoded(kind, engine.resources.tokens, plan) == rendered
-
-
-def test_a_lone_surrogate_is_refused_before_tokenising() -> None:
-    tokens = Tokens(tiny.tokenizer())
-    for encode in (tokens.encode_template, tokens.encode_text):
-        with pytest.raises(InvalidInputError, match="lone surrogate") as error:
-            encode("an \udcff")
-        assert tiny.one_sentence(str(error.value))
-
-
 # -- BOS ----------------------------------------------------------------------------------------
 
 BOS = "<|bos|>"
@@ -339,18 +302,20 @@ def ids_seen(engine: BlendEngine, prompt: Any, options: Options) -> list[int]:
 
 
 RAW = Options(apply_chat_template=False)
-WAYS: dict[str, Callable[[str], tuple[Any, Options]]] = {
-    "a string": lambda q: (q, Options()),
-    "a conversation": lambda q: (
-        [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": [{"type": "text", "text": q}]},
-        ],
-        Options(),
-    ),
-    "raw": lambda q: (q, RAW),
-    "raw with BOS": lambda q: (BOS + q, RAW),
-    "rendered": lambda q: (f"{BOS}<|start|>user\n{q}<|end|>\n<|start|>assistant\n", RAW),
+RENDERED = f"{BOS}<|start|>user\n{{}}<|end|>\n<|start|>assistant\n"
+
+
+def messages(question: str) -> list[dict[str, Any]]:
+    content = [{"type": "text", "text": question}]
+    return [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
+
+
+WAYS: dict[str, tuple[Callable[[str], Any], Options]] = {
+    "a string": (str, Options()),
+    "a conversation": (messages, Options()),
+    "raw": (str, RAW),
+    "raw with BOS": (lambda question: BOS + question, RAW),
+    "rendered": (RENDERED.format, RAW),
 }
 
 
@@ -358,7 +323,8 @@ WAYS: dict[str, Callable[[str], tuple[Any, Options]]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_a_prompt_begins_with_bos_once(with_bos: BlendEngine, way: str, chunks: bool) -> None:
     context = "\n\n".join(tiny.chunk_texts(with_bos, 0)) + "\n\n" if chunks else ""
-    prompt, options = WAYS[way](f"{context}What?")
+    make, options = WAYS[way]
+    prompt = make(f"{context}What?")
     ids = ids_seen(with_bos, prompt, options)
     assert (ids[0], ids.count(0)) == (0, 1)
     metrics = with_bos.generate(prompt, options).metrics
@@ -376,7 +342,7 @@ def test_raw_text_gets_no_bos_if_the_tokenizer_adds_none(tmp_path: Any) -> None:
 def test_rendered_text_sent_through_the_template_again_is_noted(
     with_bos: BlendEngine, as_messages: bool
 ) -> None:
-    rendered, _ = WAYS["rendered"]("What?")
+    rendered = RENDERED.format("What?")
     prompt = [{"role": "user", "content": rendered}] if as_messages else rendered
     (note,) = [n for n in with_bos.generate(prompt).metrics.notes if BOS in n]
     assert "apply_chat_template=False" in note

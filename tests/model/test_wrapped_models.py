@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 import tiny
-from blendrag.engine import BlendEngine, Options
+from blendrag.engine import Options
 from blendrag.errors import InvalidInputError, UnsupportedModelError
 from blendrag.model.structure import uncompiled
 
@@ -32,81 +32,56 @@ def compiled(module: Any) -> Any:
     return torch.compile(module, backend=refuse, fullgraph=True)
 
 
-def in_place(model: Any) -> Any:
-    model.compile(backend=refuse, fullgraph=True)
-    return model
+def in_place(*modules: nn.Module) -> None:
+    for module in modules:
+        module.compile(backend=refuse, fullgraph=True)
 
 
-def forward_replaced(model: Any) -> Any:
-    model.forward = compiled(model.forward)
-    return model
-
-
-def decoder_wrapped(model: Any) -> Any:
-    model.model = compiled(model.model)
-    return model
-
-
-def layers_in_place(model: Any) -> Any:
-    for layer in model.model.layers:
-        layer.compile(backend=refuse, fullgraph=True)
-    return model
-
-
-def layers_wrapped(model: Any) -> Any:
-    for i, layer in enumerate(model.model.layers):
-        model.model.layers[i] = compiled(layer)
-    return model
-
-
-WAYS = [compiled, in_place, forward_replaced, decoder_wrapped, layers_in_place, layers_wrapped]
-
-
-def prompt(engine: BlendEngine) -> str:
-    return "\n\n".join(tiny.chunk_texts(engine, 0)) + "\n\nWhat did the company build?"
+#: Each returns the compiled model, or nothing if it changed the given one.
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "the model": compiled,
+    "the model in place": in_place,
+    "its forward": lambda model: setattr(model, "forward", compiled(model.forward)),
+    "its decoder": lambda model: setattr(model, "model", compiled(model.model)),
+    "its layers in place": lambda model: in_place(*model.model.layers),
+    "its layers": lambda model: setattr(
+        model.model, "layers", nn.ModuleList(map(compiled, model.model.layers))
+    ),
+}
 
 
 # -- torch.compile ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Filled by the same model, not compiled."""
+def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A store, and the answer of the model that filled it, which is not compiled."""
     root = tmp_path_factory.mktemp("compiled") / "store"
     with tiny.engine(tiny.llama(), root) as engine:
         engine.ingest([tiny.document(0)])
-    return root
+        return root, engine.generate(tiny.prompt(engine, 0))
 
 
-@pytest.fixture(scope="module")
-def expected(store: Path) -> Any:
-    with tiny.engine(tiny.llama(), store) as engine:
-        return engine.generate(prompt(engine))
-
-
-@pytest.mark.parametrize("compile_it", WAYS)
-def test_a_compiled_model_blends_uncompiled(
-    store: Path, expected: Any, compile_it: Callable[[Any], Any]
-) -> None:
-    with tiny.engine(compile_it(tiny.llama()), store) as engine:
-        answer = engine.generate(prompt(engine))
+@pytest.mark.parametrize("way", WAYS)
+def test_a_compiled_model_blends_uncompiled(stored: tuple[Path, Any], way: str) -> None:
+    model, (store, expected) = tiny.llama(), stored
+    changed = WAYS[way](model)
+    with tiny.engine(model if changed is None else changed, store) as engine:
+        answer = engine.generate(tiny.prompt(engine, 0))
     assert answer.metrics.reused_tokens == expected.metrics.reused_tokens > 0
     assert answer.text == expected.text
 
 
 def test_a_compiled_model_passes_the_gate_and_ingests_uncompiled(tmp_path: Path) -> None:
-    with tiny.engine(forward_replaced(tiny.llama()), tmp_path / "s") as engine:
+    with tiny.engine(compiled(tiny.llama()), tmp_path / "s") as engine:
         assert engine.verify().blendable
         assert engine.ingest([tiny.document(0)]).chunks_computed > 0
 
 
-def test_mode_full_runs_what_the_caller_compiled(store: Path) -> None:
+def test_mode_full_runs_what_the_caller_compiled(tmp_path: Path) -> None:
     model = tiny.llama()
     model.model.layers[0].compile(backend=refuse)
-    with (
-        tiny.engine(model, store) as engine,
-        pytest.raises(Exception, match=Compiled.__name__),
-    ):
+    with tiny.engine(model, tmp_path) as engine, pytest.raises(Exception, match=Compiled.__name__):
         engine.generate("hello there", Options(mode="full"))
 
 
@@ -182,11 +157,10 @@ def test_an_offloaded_model_answers_in_mode_full_only(
 ) -> None:
     model = offloaded(tmp_path)
     assert_refused(model, tmp_path / "s", "are offloaded")
-    texts = []
-    for each in (model, tiny.llama()):
-        with tiny.engine(each, tmp_path / "t") as engine:
-            texts.append(engine.generate("hello there", Options(mode="full")).text)
-    assert texts[0] == texts[1]
+    ids = tiny.random_ids(9)
+    assert tiny.difference(tiny.stock(model, ids), tiny.stock(tiny.llama(), ids)) < 1e-5
+    with tiny.engine(model, tmp_path / "t") as engine:
+        assert engine.generate("hello there", Options(mode="full")).metrics.new_tokens == 6
 
 
 def test_a_model_on_several_devices_is_refused_with_their_names(tmp_path: Path) -> None:
