@@ -67,18 +67,18 @@ def sweep_figure(result: SweepResult) -> Figure:
     joined = factor in NUMBERS
     x = [float(value) if joined else i for i, value in enumerate(values)]
     found = (
-        ("full prefill", BASELINES["full"], [(row.full_ms, row.full_spread_ms) for row in rows]),
-        ("reuse", BASELINES["reuse"], [(row.reuse_ms, row.reuse_spread_ms) for row in rows]),
-        ("blend", styles(["blend"])["blend"], [(row.ms, row.spread_ms) for row in rows]),
+        ("full prefill", BASELINES["full"], [row.full_ms for row in rows]),
+        ("reuse", BASELINES["reuse"], [row.reuse_ms for row in rows]),
+        ("blend", styles(["blend"])["blend"], [row.blend_ms for row in rows]),
     )
     lines = [
         Line(
             label,
             style if joined else replace(style, dash="none"),
             x,
-            [ms for ms, _ in times],
-            [low for _, (low, _) in times],
-            [high for _, (_, high) in times],
+            [ms.median for ms in times],
+            [ms.low for ms in times],
+            [ms.high for ms in times],
         )
         for label, style, times in found
     ]

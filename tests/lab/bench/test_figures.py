@@ -1,10 +1,8 @@
-"""Figures of sweep and load show the numbers of their rows; ``--plot`` of every bench."""
+"""Figures of sweep and load show the numbers of their rows."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from matplotlib.axes import Axes
@@ -12,9 +10,9 @@ from matplotlib.lines import Line2D
 from pydantic import TypeAdapter
 
 from blendrag.lab.bench.load import LoadResult
+from blendrag.lab.bench.rounds import Timing
 from blendrag.lab.bench.sweep import SweepResult, SweepRow
 from blendrag.lab.plots import load_figure, sweep_figure
-from cli.commands import invoke, said
 from lab.bench.small import printed
 
 WAYS = ("full prefill", "reuse", "blend")
@@ -27,14 +25,19 @@ def swept(factor: str, values: Sequence[str], tokens: Sequence[int] = (100,) * 9
         ms = 100.0 * (number + 1)
         rows.append(
             SweepRow(
-                factor=factor, value=value, prompt_tokens=tokens[number], ratio=0.15,
-                charged_ratio=0.15, ms=ms, spread_ms=(ms - 10, ms + 20),
-                full_ms=ms + 1001, full_spread_ms=(ms + 991, ms + 1021),
-                reuse_ms=ms / 10 + 2, reuse_spread_ms=(ms / 10 + 1, ms / 10 + 4),
-                speedup=2.0, reuse_speedup=9.0, floor_speedup=3.0, kv_bytes=1,
+                value=value, prompt_tokens=tokens[number], ratio=0.15,
+                blend_ms=Timing(ms, ms - 10, ms + 20),
+                full_ms=Timing(ms + 1001, ms + 991, ms + 1021),
+                reuse_ms=Timing(ms / 10 + 2, ms / 10 + 1, ms / 10 + 4),
+                speedup=2.0, floor_speedup=3.0, kv_bytes=1,
             )
         )  # fmt: skip
     return SweepResult(None, factor, ("about", "it"), 3, tuple(rows))
+
+
+def way_timings(row: SweepRow) -> tuple[Timing, ...]:
+    """In the order of :data:`WAYS`."""
+    return row.full_ms, row.reuse_ms, row.blend_ms
 
 
 def line(axes: Axes, label: str) -> Line2D:
@@ -48,11 +51,10 @@ def line(axes: Axes, label: str) -> Line2D:
 def test_numeric_factors_are_drawn_at_their_values(factor: str, values: tuple[str, ...]) -> None:
     result = swept(factor, values)
     (axes,) = sweep_figure(result).axes
-    times = (
-        [row.full_ms for row in result.rows],
-        [row.reuse_ms for row in result.rows],
-        [row.ms for row in result.rows],
-    )
+    times = [
+        [timing.median for timing in each]
+        for each in zip(*(way_timings(row) for row in result.rows), strict=True)
+    ]
     assert axes.get_legend_handles_labels()[1] == list(WAYS)
     for label, expected in zip(WAYS, times, strict=True):
         drawn = line(axes, label)
@@ -82,8 +84,8 @@ def test_named_values_are_not_joined_and_show_their_spread() -> None:
         for collection in axes.collections
         for path in collection.get_paths()
     }
-    for each in result.rows:
-        assert {each.spread_ms, each.full_spread_ms, each.reuse_spread_ms} <= drawn
+    for row in result.rows:
+        assert {(timing.low, timing.high) for timing in way_timings(row)} <= drawn
 
 
 def test_load_is_drawn_by_rate_with_the_ttft_that_ways_are_compared_at() -> None:
@@ -97,19 +99,3 @@ def test_load_is_drawn_by_rate_with_the_ttft_that_ways_are_compared_at() -> None
     assert list(level.get_ydata()) == [result.doubled_ttft_ms] * 2
     tops = {max(path.vertices[:, 1]) for band in axes.collections for path in band.get_paths()}
     assert {max(row.p95_ttft_ms for row in result.rows if row.way == "blend")} <= tops
-
-
-@pytest.mark.parametrize("path", ["picture.jpg", "no/such/place/p.png", "."])
-def test_a_plot_that_cannot_be_written_is_refused_before_measuring(path: str) -> None:
-    result = invoke("bench", "sweep", "--geometry", "none such", "--plot", path)
-    assert result.exit_code == 2
-    assert said(result).startswith(f"error: --plot {path} cannot be written")
-
-
-def test_a_plot_without_matplotlib_is_refused_before_measuring(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = invoke("bench", "load", "--geometry", "none such", "--plot", str(tmp_path / "p.png"))
-    assert result.exit_code == 2
-    assert "blendrag[plots]" in said(result)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from blendrag.errors import InvalidInputError
 from blendrag.lab.bench.load import (
     BlendServer,
     FullServer,
@@ -24,8 +23,7 @@ from blendrag.lab.bench.tiers import ON_DISK, tier_store
 from blendrag.lab.bench.workload import Workload
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.text.prompt import PromptPlan, Segment
-from cli.commands import invoke, said
-from lab.bench.small import COMMANDS, printed, timed, tiny_adapter
+from lab.bench.small import printed, timed, tiny_adapter
 
 PROMPT = Workload(3, 16, 8, 1.0, "full")
 
@@ -76,25 +74,15 @@ def test_half_the_service_time_sustains_twice_the_rate() -> None:
 # -- the requests ---------------------------------------------------------------------------------
 
 
-def test_a_skewed_corpus_is_asked_most_for_its_first_chunks() -> None:
-    def asked(skew: float) -> Counter[str]:
-        plans = make_requests(tiny_adapter(), PROMPT, LoadWorkload(200, 0, 30, 10, skew)).plans
-        return Counter(str(segment.chunk_id) for plan in plans for segment in plan.chunks)
-
-    assert asked(1.5)["chunk-0"] > 3 * asked(0.0)["chunk-0"]
-    plans = make_requests(tiny_adapter(), PROMPT, LoadWorkload(20, 5, 30, 10)).plans
-    assert len(plans) == 25
+def test_requests_ask_most_for_the_first_chunks_and_are_always_the_same() -> None:
+    plans, again = (
+        make_requests(tiny_adapter(), PROMPT, LoadWorkload(100, 5, 30, 10)).plans for _ in "ab"
+    )
+    assert len(plans) == 105
     assert all(len({s.chunk_id for s in plan.chunks}) == PROMPT.chunks for plan in plans)
-    again = make_requests(tiny_adapter(), PROMPT, LoadWorkload(20, 5, 30, 10)).plans
     assert [plan.ids for plan in plans] == [plan.ids for plan in again]
-
-
-@pytest.mark.parametrize("skew", [-1.0, float("inf"), float("nan")])
-def test_a_bad_skew_is_refused(skew: float) -> None:
-    with pytest.raises(InvalidInputError, match="skew"):
-        make_requests(
-            tiny_adapter(), PROMPT, LoadWorkload(corpus_chunks=30, store_chunks=10, skew=skew)
-        )
+    asked = Counter(str(segment.chunk_id) for plan in plans for segment in plan.chunks)
+    assert asked["chunk-0"] > 3 * asked["chunk-29"]
 
 
 # -- the three ways -------------------------------------------------------------------------------
@@ -162,19 +150,4 @@ def test_the_result_has_every_way_at_every_rate() -> None:
     assert len(fields["rows"]) % 3 == 0
     assert all(min(row["p95_ttft_ms"], row["throughput_per_s"]) > 0 for row in fields["rows"])
     assert by_way["full"]["reused"] == 0
-    assert fields["full_doubles_per_s"] == by_way["full"]["equal_ttft_per_s"] > 0
-    ratio = by_way["blend"]["equal_ttft_per_s"] / fields["full_doubles_per_s"]
-    assert fields["blend_rate_ratio"] == pytest.approx(ratio)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "sentence"),
-    [(("--corpus-chunks", "1"), "corpus of 1 chunks"), (("--store-chunks", "2"), "room for 2 chunks"),
-     (("--tier", "floppy"), "tier 'floppy'"), (("--chunk-tokens", "30000"), "exceeds the context")],
-)  # fmt: skip
-def test_an_impossible_load_is_refused_in_one_sentence(
-    wrong: tuple[str, ...], sentence: str
-) -> None:
-    result = invoke("bench", *COMMANDS["load"], *wrong)
-    assert result.exit_code == 2
-    assert sentence in said(result)
+    assert by_way["full"]["equal_ttft_per_s"] > 0

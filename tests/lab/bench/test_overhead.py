@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from blendrag.lab.bench.overhead import operators_of
-from cli.commands import invoke
 from lab.bench.small import printed
 
 WAYS = ("reuse", "query, constant", "query, geometric:0.9")
@@ -44,12 +43,3 @@ def test_a_falling_schedule_costs_at_most_a_tenth_more(rows: dict) -> None:
 def test_operators_do_not_grow_with_chunks_nor_waits_with_layers(rows: dict, way: str) -> None:
     assert rows[way, 9]["operators"] <= rows[way, 3]["operators"] + 40
     assert rows[way, 3]["waits"] <= rows["stock", 3]["waits"] + 2
-
-
-@pytest.mark.parametrize(
-    "wrong", [("--chunks", "6,x"), ("--policies", "nonsense"), ("--geometry", "nonsense")]
-)
-def test_bad_lists_are_refused_in_a_sentence(wrong: tuple[str, str]) -> None:
-    result = invoke("bench", "overhead", *wrong)
-    assert result.exit_code == 2
-    assert "Traceback" not in result.stderr

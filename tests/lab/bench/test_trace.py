@@ -16,7 +16,6 @@ from blendrag.lab.bench.tiers import ON_DISK, TierStore, tier_store
 from blendrag.lab.bench.trace import RequestParts, overlap, trace
 from blendrag.lab.bench.workload import PromptBench, Workload
 from blendrag.metrics import COMPUTE, LAYER, LOAD, REPOSITION, SELECT, WAIT, Timeline
-from cli.commands import invoke, said
 from lab.bench.small import LAYERS, SMALL, measured, printed, timed, tiny_adapter
 
 MODEL_LANE = (WAIT, REPOSITION, SELECT, COMPUTE)
@@ -118,12 +117,9 @@ def test_overlap_is_the_hidden_share_of_the_shorter_one(
 
 
 def test_a_throttled_tier_bounds_loading_and_the_request() -> None:
-    result = trace(timed(), Workload(2, 32, 8, 0.15, "random", rounds=1), tier="320KB/s")
+    result = trace(timed(), Workload(2, 32, 8, 0.15, "random", rounds=1), tier="1MB/s")
     assert result.kv_bytes == 65536
-    assert min(result.load_ms, result.wall_ms) >= 0.99 * 65536 / 320
-    assert result.comparable == (
-        max(result.load_ms, result.compute_ms) <= 2 * min(result.load_ms, result.compute_ms)
-    )
+    assert min(result.load_ms.low, result.wall_ms.low) >= 0.99 * 65536 / 1000
 
 
 def test_computing_alone_starts_after_everything_was_read(
@@ -176,23 +172,8 @@ def test_the_trace_file_opens_in_a_viewer(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_default_tier_is_a_throughput_and_the_bound_follows_from_the_times() -> None:
+def test_the_default_tier_is_a_throughput_and_the_overlap_follows_from_the_times() -> None:
     fields = printed("trace")
     assert fields["tier"].endswith("MB/s")
-    wall, load, compute = (fields[f"{name}_ms"] for name in ("wall", "load", "compute"))
-    assert fields["overlap"] == pytest.approx(overlap(wall, load, compute))
-    assert fields["bound_ms"] == max(load, compute)
-    assert fields["bound_share"] == pytest.approx(fields["bound_ms"] / wall)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "sentence"),
-    [(("--tier", "floppy"), "tier 'floppy'"), (("--out", "trace.txt"), "--out trace.txt"),
-     (("--plot", "/nowhere/at/all.png"), "--plot /nowhere/at/all.png")],
-)  # fmt: skip
-def test_bad_destinations_and_tiers_are_refused_before_measuring(
-    wrong: tuple[str, ...], sentence: str
-) -> None:
-    result = invoke("bench", "trace", "--geometry", "no such", *wrong)
-    assert result.exit_code == 2
-    assert sentence in said(result)
+    times = (fields[f"{name}_ms"]["median"] for name in ("wall", "load", "compute"))
+    assert fields["overlap"] == pytest.approx(overlap(*times))

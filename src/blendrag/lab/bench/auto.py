@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -32,25 +32,21 @@ from blendrag.lab.bench.workload import (
     parse_ratios,
     prompt_bench,
 )
-from blendrag.lab.tables import ResultTable, spread, table
+from blendrag.lab.tables import ResultTable, table
 from blendrag.planning.measure import Measure
 from blendrag.planning.profile import DISK, Profile, Tier, conditions_of
 
 #: A prediction is close if it is off by at most this share of the measured time.
 CLOSE = 0.15
-AUTO = "auto"
 
 
 @dataclass(frozen=True)
 class AutoRow:
     """One ratio from one tier; medians."""
 
-    asked: str
-    """A ratio, or ``"auto"``."""
     ratio: float
     loaded: int
-    ms: float
-    spread_ms: tuple[float, float]
+    ms: Timing
     predicted_ms: float
 
 
@@ -59,31 +55,32 @@ class TierResult:
     """One tier."""
 
     tier: str
-    rows: tuple[AutoRow, ...]
-    auto_ms: float
-    best_ms: float
-    best_ratio: float
-    relative: float
-    """Time of the automatic ratio over the best fixed ratio's."""
+    auto: AutoRow
+    fixed: tuple[AutoRow, ...]
     close: float
     """Share of requests whose prediction is :data:`CLOSE`."""
-    auto_close: float
-    """The same for requests at the automatic ratio."""
+
+    @property
+    def best(self) -> AutoRow:
+        return min(self.fixed, key=lambda row: row.ms.median)
+
+    @property
+    def relative(self) -> float:
+        """Time of the automatic ratio over that of the best fixed one."""
+        return self.auto.ms.median / self.best.ms.median
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutoResult(BlendResult):
-    """One run."""
+    """One run; ``ratio`` is the smallest automatic one."""
 
     prompt_tokens: int
-    min_ratio: float
     tiers: tuple[TierResult, ...]
     close: float
     """Over all tiers."""
     auto_close: float
+    """The same for requests at the automatic ratio."""
     requests: int
-    profile: dict[str, Any]
-    """The profile that the predictions follow from."""
 
 
 def auto_table(result: AutoResult) -> ResultTable:
@@ -91,17 +88,17 @@ def auto_table(result: AutoResult) -> ResultTable:
     return table(
         [
             ("tier", lambda tier: tier.tier),
-            ("auto: r", lambda tier: f"{tier.rows[-1].ratio:.2f}"),
-            ("chunks loaded", lambda tier: str(tier.rows[-1].loaded)),
-            ("TTFT ms (lowest to highest)", lambda tier: spread(tier.auto_ms, tier.rows[-1].spread_ms)),
-            ("predicted ms", lambda tier: f"{tier.rows[-1].predicted_ms:,.0f}"),
-            ("best fixed r", lambda tier: f"{tier.best_ratio:.2f}"),
-            ("TTFT ms", lambda tier: f"{tier.best_ms:,.0f}"),
+            ("auto: r", lambda tier: f"{tier.auto.ratio:.2f}"),
+            ("chunks loaded", lambda tier: str(tier.auto.loaded)),
+            ("TTFT ms (lowest to highest)", lambda tier: str(tier.auto.ms)),
+            ("predicted ms", lambda tier: f"{tier.auto.predicted_ms:,.0f}"),
+            ("best fixed r", lambda tier: f"{tier.best.ratio:.2f}"),
+            ("TTFT ms", lambda tier: f"{tier.best.ms.median:,.0f}"),
             ("auto over best", lambda tier: f"{tier.relative:.2f}"),
             ("predictions within 15%", lambda tier: f"{tier.close:.0%}"),
         ],
         result.tiers,
-        f"{result.prompt_tokens:,} tokens, smallest ratio {result.min_ratio:g}: {result.about}",
+        f"{result.prompt_tokens:,} tokens, smallest ratio {result.ratio:g}: {result.about}",
         [
             f"{result.close:.0%} of {result.requests} predictions are within 15%, {result.auto_close:.0%} "
             "of those at ratio auto."
@@ -225,7 +222,6 @@ def auto(
             lambda name: benches[name[0]][1].prepare(),
             lambda: settle_all(there for _, there in benches),
         )
-    assert profile is not None  # there is a tier
     found = tuple(
         tier_result(tier, {ratio: runs[i, ratio] for ratio in asked})
         for i, tier in enumerate(wanted)
@@ -235,12 +231,10 @@ def auto(
     return AutoResult(
         **conditions(timed.adapter, workload, tiers),
         prompt_tokens=workload.prompt_tokens,
-        min_ratio=workload.ratio,
         tiers=found,
         close=share_close(every),
         auto_close=share_close(automatic),
         requests=len(every),
-        profile=asdict(profile),
     )
 
 
@@ -263,18 +257,11 @@ def measure_profile(bench: PromptBench, tick: Tick) -> Profile:
 
 def tier_result(tier: BenchTier, runs: dict[float | None, list[AutoRun]]) -> TierResult:
     """What follows from the runs of one tier by ratio; ``None`` is the automatic one."""
-    rows = tuple(_row(ratio, each) for ratio, each in runs.items())
-    auto = next(row for row in rows if row.asked == AUTO)
-    best = min((row for row in rows if row.asked != AUTO), key=lambda row: row.ms)
     return TierResult(
         tier=tier.name,
-        rows=rows,
-        auto_ms=auto.ms,
-        best_ms=best.ms,
-        best_ratio=best.ratio,
-        relative=auto.ms / best.ms,
+        auto=_row(runs[None]),
+        fixed=tuple(_row(each) for ratio, each in runs.items() if ratio is not None),
         close=share_close([run for each in runs.values() for run in each]),
-        auto_close=share_close(runs[None]),
     )
 
 
@@ -283,13 +270,10 @@ def share_close(runs: Sequence[AutoRun]) -> float:
     return statistics.fmean(run.is_close for run in runs)
 
 
-def _row(ratio: float | None, runs: Sequence[AutoRun]) -> AutoRow:
-    timing = Timing.of([1e3 * run.seconds for run in runs])
+def _row(runs: Sequence[AutoRun]) -> AutoRow:
     return AutoRow(
-        asked=AUTO if ratio is None else f"{ratio:g}",
         ratio=statistics.median(run.ratio for run in runs),
         loaded=min(run.loaded for run in runs),
-        ms=timing.median,
-        spread_ms=timing.spread,
+        ms=Timing.of([1e3 * run.seconds for run in runs]),
         predicted_ms=1e3 * statistics.median(run.predicted_s for run in runs),
     )

@@ -59,8 +59,6 @@ class LoadWorkload:
     store_chunks: Annotated[
         int, typer.Option(min=1, help="Room of the prefix cache and of the KV store, in chunks.")
     ] = 100
-    skew: Annotated[float, typer.Option(min=0.0, max=10.0, help="Exponent of Zipf's law.")] = 1.0
-    seed: Annotated[int, typer.Option(min=0, help="Seed of requests and arrivals.")] = 0
 
     def check(self, adapter: ModelAdapter, prompt: Workload) -> None:
         """Raise :class:`InvalidInputError` for a workload that cannot be measured."""
@@ -74,8 +72,6 @@ class LoadWorkload:
                 f"room for {self.store_chunks} chunks holds no more than one prompt of {prompt.chunks}; "
                 "allow more (--store-chunks)"
             )
-        if not 0.0 <= self.skew < float("inf"):
-            raise InvalidInputError(f"skew {self.skew}: expected a number of 0 or more")
         prompt.check(adapter)
 
 
@@ -85,8 +81,6 @@ class RateRow:
 
     way: str
     requests_per_s: float
-    of_full: float
-    """The rate as a share of the highest rate that full prefill can answer."""
     mean_ttft_ms: float
     p95_ttft_ms: float
     throughput_per_s: float
@@ -99,8 +93,6 @@ class WayResult:
     way: str
     service_ms: float
     """Median TTFT without waiting."""
-    busy_ms: float
-    """Mean TTFT without waiting: how long a request occupies the model."""
     reused: float
     """Share of prompt tokens whose KV was stored or cached."""
     equal_ttft_per_s: float
@@ -112,12 +104,8 @@ class LoadResult(BlendResult):
     """One run."""
 
     limit_bytes: int
-    full_doubles_per_s: float
-    """The rate at which full prefill's mean TTFT is twice that without load."""
     doubled_ttft_ms: float
-    blend_rate_ratio: float
-    """Blend's rate at that TTFT over full prefill's."""
-    prefix_rate_ratio: float
+    """Twice full prefill's mean TTFT without load."""
     ways: tuple[WayResult, ...]
     rows: tuple[RateRow, ...]
     requests: int
@@ -125,7 +113,7 @@ class LoadResult(BlendResult):
 
 def load_table(result: LoadResult) -> ResultTable:
     """A row for each rate, and a note for each way."""
-    names = [way.way for way in result.ways]
+    rate = {way.way: way.equal_ttft_per_s for way in result.ways}
     found = {(row.requests_per_s, row.way): row for row in result.rows}
 
     def cell(row: RateRow) -> str:
@@ -139,16 +127,17 @@ def load_table(result: LoadResult) -> ResultTable:
         for way in result.ways
     )
     return ResultTable(
-        ("requests/s", *(f"{name}: mean TTFT ms (p95), first tokens/s" for name in names)),
+        ("requests/s", *(f"{name}: mean TTFT ms (p95), first tokens/s" for name in rate)),
         [
-            (f"{rate:.3g}", *(cell(found[rate, name]) for name in names))
-            for rate in dict.fromkeys(row.requests_per_s for row in result.rows)
+            (f"{per_s:.3g}", *(cell(found[per_s, name]) for name in rate))
+            for per_s in dict.fromkeys(row.requests_per_s for row in result.rows)
         ],
         f"{result.requests} requests, room for {result.limit_bytes / 1e6:,.0f} MB: {result.about}",
         [
             *ways,
             f"At the rate where full prefill's TTFT has doubled, blend sustains "
-            f"{times(result.blend_rate_ratio)} that rate, prefix {times(result.prefix_rate_ratio)}.",
+            f"{times(rate['blend'] / rate['full'])} that rate, prefix "
+            f"{times(rate['prefix'] / rate['full'])}.",
         ],
     )
 
@@ -170,13 +159,13 @@ def make_requests(adapter: ModelAdapter, prompt: Workload, workload: LoadWorkloa
     """A corpus, and prompts over it. Raises :class:`InvalidInputError`."""
     workload.check(adapter, prompt)
     vocab = adapter.model.get_input_embeddings().num_embeddings
-    rng = np.random.default_rng(workload.seed)
+    rng = np.random.default_rng(0)
 
     def ids(count: int) -> tuple[int, ...]:
         return tuple(rng.integers(2, vocab, count).tolist())
 
     corpus = [ids(prompt.chunk_tokens) for _ in range(workload.corpus_chunks)]
-    weights = np.arange(1, len(corpus) + 1, dtype=float) ** -workload.skew
+    weights = np.arange(1, len(corpus) + 1, dtype=float) ** -1.0  # Zipf's law
     weights /= weights.sum()
     plans = []
     for _ in range(workload.warm_requests + workload.requests):
@@ -352,7 +341,7 @@ def load(
         blend = BlendServer(adapter, there, prompt)
         tick(f"encoding the corpus of {len(requests.corpus)} chunks")
         # In random order: which chunks a small store keeps does not depend on the requests.
-        order = np.random.default_rng(workload.seed + 1).permutation(len(requests.corpus))
+        order = np.random.default_rng(1).permutation(len(requests.corpus))
         blend.stored.put(requests.corpus[i] for i in order)
         servers: dict[str, Server] = {
             "full": FullServer(adapter),
@@ -366,36 +355,29 @@ def load(
                 served[name].append(server.serve(plan))
             there.settle()
     counted = {name: each[workload.warm_requests :] for name, each in served.items()}
-    queues = {name: Queue(each, workload.seed) for name, each in counted.items()}
+    queues = {name: Queue(each) for name, each in counted.items()}
     full_s = queues["full"].alone_s
-    equal = {name: queue.rate_of(2 * full_s) for name, queue in queues.items()}
     return LoadResult(
         **conditions(adapter, replace(prompt, rounds=1), tier),
         limit_bytes=limit,
-        full_doubles_per_s=equal["full"],
         doubled_ttft_ms=2e3 * full_s,
-        blend_rate_ratio=equal["blend"] / equal["full"],
-        prefix_rate_ratio=equal["prefix"] / equal["full"],
         ways=tuple(
             WayResult(
                 way=name,
                 service_ms=1e3 * statistics.median(s.first_s for s in each),
-                busy_ms=1e3 * queues[name].alone_s,
                 reused=statistics.fmean(s.reused_tokens for s in each) / prompt.prompt_tokens,
-                equal_ttft_per_s=equal[name],
+                equal_ttft_per_s=queues[name].rate_of(2 * full_s),
             )
             for name, each in counted.items()
         ),
         rows=tuple(
-            _row(name, queue, share / full_s, share)
-            for share in RATES
-            for name, queue in queues.items()
+            _row(name, queue, share / full_s) for share in RATES for name, queue in queues.items()
         ),
         requests=workload.requests,
     )
 
 
-def _row(name: str, queue: Queue, rate: float, share: float) -> RateRow:
+def _row(name: str, queue: Queue, rate: float) -> RateRow:
     ttfts, throughput = queue.at(rate)
     p95 = float(np.quantile(ttfts, 0.95))
-    return RateRow(name, rate, share, 1e3 * statistics.fmean(ttfts), 1e3 * p95, throughput)
+    return RateRow(name, rate, 1e3 * statistics.fmean(ttfts), 1e3 * p95, throughput)

@@ -26,7 +26,7 @@ from blendrag.lab.bench.options import Machine, machine_of
 from blendrag.lab.bench.rounds import Tick, Timing, milliseconds, run_rounds, silent
 from blendrag.lab.bench.tiers import parse_tier
 from blendrag.lab.bench.workload import PromptBench, Workload, prompt_bench, whole_numbers
-from blendrag.lab.tables import ResultTable, figure, spread, table, times
+from blendrag.lab.tables import ResultTable, figure, table, times
 
 #: A schedule whose rows decrease from layer to layer.
 FALLING = "geometric:0.9"
@@ -46,13 +46,12 @@ class OverheadRow:
     """ATen operators that compute: no views, allocations, or conversions to the same dtype."""
     waits: int
     """Those of them for which the host waits for the device."""
-    ms: float
-    """Median of a request."""
-    spread_ms: tuple[float, float]
+    ms: Timing
+    """Of a request."""
     host_ms: float
     """Median CPU time of the computing thread: Python and dispatch."""
     layer_us: float
-    """Microseconds per layer, from :attr:`ms`."""
+    """Microseconds per layer, from the median of :attr:`ms`."""
     over_stock: float
     """Operators over those of stock prefill of the same prompt."""
 
@@ -63,8 +62,6 @@ class OverheadResult:
 
     machine: Machine
     model: str
-    dtype: str
-    device: str
     layers: int
     chunk_tokens: int
     question_tokens: int
@@ -81,7 +78,7 @@ def overhead_table(result: OverheadResult) -> ResultTable:
             ("chunks", lambda row: str(row.chunks)),
             ("operators", lambda row: f"{row.operators:,}"),
             ("of stock's", lambda row: times(row.over_stock)),
-            ("ms (lowest to highest)", lambda row: spread(row.ms, row.spread_ms)),
+            ("ms (lowest to highest)", lambda row: str(row.ms)),
             ("host ms", lambda row: figure(row.host_ms)),
             ("µs per layer", lambda row: f"{row.layer_us:,.0f}"),
         ],
@@ -158,8 +155,6 @@ def overhead(
     return OverheadResult(
         machine=machine_of(adapter),
         model=adapter.model_id,
-        dtype=adapter.layout.dtype,
-        device=str(adapter.device),
         layers=len(adapter.stack.layers),
         chunk_tokens=chunk_tokens,
         question_tokens=question_tokens,
@@ -202,8 +197,7 @@ def _rows(
                 chunks=bench.workload.chunks,
                 operators=found.operators,
                 waits=found.waits,
-                ms=wall.median,
-                spread_ms=wall.spread,
+                ms=wall,
                 host_ms=statistics.median(host for _, host in samples[name]),
                 layer_us=1e3 * wall.median / len(bench.adapter.stack.layers),
                 over_stock=found.operators / counted["stock"].operators,

@@ -58,7 +58,6 @@ class LoadedIndex:
     """The index of one corpus, loaded from its file."""
 
     corpus: str
-    chunks: int
     add_s: float
     """Adding all chunks to the corpus."""
     load_s: float
@@ -91,9 +90,9 @@ def recognise_table(result: RecogniseResult) -> ResultTable:
     return table(
         [
             ("corpus and prompt", lambda pair: pair[0].way),
-            ("ms", lambda pair: figure(pair[0].ms)),
-            ("lowest", lambda pair: figure(pair[0].low_ms)),
-            ("highest", lambda pair: figure(pair[0].high_ms)),
+            ("ms", lambda pair: figure(pair[0].ms.median)),
+            ("lowest", lambda pair: figure(pair[0].ms.low)),
+            ("highest", lambda pair: figure(pair[0].ms.high)),
             ("CPU ms", lambda pair: figure(pair[1])),
         ],
         zip(result.rows, result.cpu_ms, strict=True),
@@ -175,7 +174,7 @@ def _load(corpus: Corpus, name: str, texts: list[str], add_s: float) -> LoadedIn
     follow_s = _seconds(lambda: corpus.chunk_index.find(prompt))
     if len(corpus.chunk_index) != len(texts) + 1:
         raise MeasuredNothingError(f"{name}: a chunk that was added is not known")
-    return LoadedIndex(name, len(texts), add_s, load_s, peak[0], follow_s)
+    return LoadedIndex(name, add_s, load_s, peak[0], follow_s)
 
 
 # -- searches -------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch
 
 from blendrag.errors import BlendragError
+from blendrag.lab.tables import spread
 
 Tick = Callable[[str], None]
 """Reports progress."""
@@ -45,10 +46,8 @@ class Timing:
     def of(cls, samples: Sequence[float]) -> Timing:
         return cls(statistics.median(samples), min(samples), max(samples))
 
-    @property
-    def spread(self) -> tuple[float, float]:
-        """Lowest and highest."""
-        return self.low, self.high
+    def __str__(self) -> str:
+        return spread(self.median, (self.low, self.high))
 
 
 def run_rounds(
@@ -102,18 +101,20 @@ class MeasuredNothingError(BlendragError):
 
 @dataclass(frozen=True)
 class WayRow:
-    """One way over all rounds; ``ms`` is the median."""
+    """One way over all rounds."""
 
     part: str
     """What is done: ``warm read``, ``cold read``, ``put``, ``miss``, ``decode``, ``find``."""
     way: str
-    ms: float
-    low_ms: float
-    high_ms: float
+    ms: Timing
     size_bytes: int
     """Moved in one round."""
     speed: float | None
     """Against the baseline of the part, 1.0 being as fast; the median of the rounds' ratios."""
+
+    @property
+    def gb_per_s(self) -> float | None:
+        return self.size_bytes / self.ms.median / 1e6 if self.size_bytes else None
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ def measure_part(
             pairs = zip(samples[baseline], found, strict=True)
             speed = statistics.median(base / own for base, own in pairs)
         ms = Timing.of([1e3 * seconds for seconds in found])
-        rows.append(WayRow(part, way.name, ms.median, ms.low, ms.high, way.size_bytes, speed))
+        rows.append(WayRow(part, way.name, ms, way.size_bytes, speed))
     return rows
 
 

@@ -32,19 +32,20 @@ from blendrag.lab.bench.rounds import (
     CheckedWay,
     MeasuredNothingError,
     Tick,
+    Timing,
     WayRow,
     measure_part,
     silent,
 )
 from blendrag.lab.bench.scratch import scratch
 from blendrag.lab.bench.tiers import AMPLE_BYTES, drop_cached
-from blendrag.lab.tables import NOTHING, ResultTable, figure, table, times
+from blendrag.lab.tables import NOTHING, ResultTable, figure, number, table, times
 from blendrag.planning.tier_times import COLD_SHARE, cached_share
 from blendrag.store import KVReader, KVStore, MemoryStore, open_store
 from blendrag.store.durable import megabytes
 from blendrag.store.encodings import RELATIVE_ERROR, codec_of, staging_of, stored_chunk_bytes
 from blendrag.store.index import Index
-from blendrag.store.kv import DTYPES, ChunkKV, KVLayout, LayerShape
+from blendrag.store.kv import ChunkKV, KVLayout, LayerShape
 from blendrag.store.payload import frame, layer_checksum
 from blendrag.store.payload_files import new_name
 from blendrag.store.tensor_bytes import target_buffers, tensor_buffer
@@ -73,7 +74,6 @@ class StoreWorkload:
     geometry: options.Geometry = None
     tokens: options.Count = 512
     chunks: options.Count = 6
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16"
     rows: Annotated[
         int, typer.Option(min=1, help="Rows of the index in which a key is missing.")
     ] = 1_000_000
@@ -89,7 +89,7 @@ class StoreWorkload:
             config = config_of(self.geometry)
             layers, heads = config["num_hidden_layers"], config["num_key_value_heads"]
             dim = config["hidden_size"] // config["num_attention_heads"]
-        return KVLayout((LayerShape(heads, dim),) * layers, self.dtype)
+        return KVLayout((LayerShape(heads, dim),) * layers, "bfloat16")
 
     @property
     def disk_bytes(self) -> int:
@@ -99,8 +99,6 @@ class StoreWorkload:
 
     def check(self) -> None:
         """Raise :class:`InvalidInputError` for a workload that cannot be measured."""
-        if self.dtype not in DTYPES:
-            raise InvalidInputError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
         directory = self.directory or Path(tempfile.gettempdir())
         if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
             raise InvalidInputError(
@@ -134,11 +132,7 @@ class StoreResult:
 
     directory: str
     layers: int
-    kv_heads: int
-    head_dim: int
-    dtype: str
     chunks: int
-    chunk_tokens: int
     layer_bytes: int
     index_rows: int
     rounds: int
@@ -158,10 +152,10 @@ def store_table(result: StoreResult) -> ResultTable:
         [
             ("part", lambda row: row.part),
             ("way", lambda row: row.way),
-            ("ms", lambda row: figure(row.ms)),
-            ("lowest", lambda row: figure(row.low_ms)),
-            ("highest", lambda row: figure(row.high_ms)),
-            ("GB/s", lambda row: f"{row.size_bytes / row.ms / 1e6:.2f}" if row.size_bytes else NOTHING),
+            ("ms", lambda row: figure(row.ms.median)),
+            ("lowest", lambda row: figure(row.ms.low)),
+            ("highest", lambda row: figure(row.ms.high)),
+            ("GB/s", lambda row: number(row.gb_per_s, ".2f")),
             ("speed", lambda row: NOTHING if row.speed is None else times(row.speed)),
         ],
         result.rows,
@@ -191,11 +185,7 @@ def store(workload: StoreWorkload, tick: Tick = silent) -> StoreResult:
     return StoreResult(
         directory=str(root.parent),
         layers=len(layout.layers),
-        kv_heads=layout.layers[0].kv_heads,
-        head_dim=layout.layers[0].head_dim,
-        dtype=workload.dtype,
         chunks=workload.chunks,
-        chunk_tokens=tokens,
         layer_bytes=layout.layer_bytes(0, tokens),
         index_rows=workload.rows,
         rounds=rounds,
@@ -227,7 +217,7 @@ def _targets(rows: Sequence[WayRow], cold_cached_share: float) -> tuple[Target, 
         target("warm read, share of raw preadv", speed("warm read", "store"), 0.75, True),
         cold if cold_cached_share <= COLD_SHARE else replace(cold, met=None),
         target("put, times write+fsync+rename", 1 / speed("put", "store"), 1.3),
-        target("miss, ms", by["miss", "store"].ms, 0.1),
+        target("miss, ms", by["miss", "store"].ms.median, 0.1),
         *(target(f"{name} {saved}", 1 / speed("decode", name), 1.0) for name in ENCODINGS),
     )
 
@@ -532,8 +522,10 @@ def measure_decoding(chunk: ChunkKV, rounds: int, tick: Tick) -> list[WayRow]:
         layout = chunk.layout.encoded(decoded.way)
         saved = chunk.size_bytes - stored_chunk_bytes(layout, chunk.tokens)
         ms = saved / DISK_BYTES_PER_S * 1e3
-        rows.append(replace(decoded, speed=ms / decoded.ms))
-        rows.append(WayRow("decode", f"read saved by {decoded.way}", ms, ms, ms, saved, 1.0))
+        rows.append(replace(decoded, speed=ms / decoded.ms.median))
+        rows.append(
+            WayRow("decode", f"read saved by {decoded.way}", Timing(ms, ms, ms), saved, 1.0)
+        )
     return rows
 
 

@@ -30,7 +30,7 @@ from blendrag.lab.bench.workload import (
     whole_numbers,
 )
 from blendrag.lab.plots import sweep_figure
-from blendrag.lab.tables import ResultTable, spread, table, times
+from blendrag.lab.tables import ResultTable, table, times
 
 #: Factors → their default values.
 FACTORS = {
@@ -50,21 +50,13 @@ OPEN = "…"
 class SweepRow:
     """One value; speedups and floor are against stock prefill of the same prompt in the same run."""
 
-    factor: str
     value: str
     prompt_tokens: int
     ratio: float
-    charged_ratio: float
-    ms: float
-    """Of blend."""
-    spread_ms: tuple[float, float]
-    """Lowest and highest."""
-    full_ms: float
-    full_spread_ms: tuple[float, float]
-    reuse_ms: float
-    reuse_spread_ms: tuple[float, float]
+    blend_ms: Timing
+    full_ms: Timing
+    reuse_ms: Timing
     speedup: float
-    reuse_speedup: float
     floor_speedup: float
     kv_bytes: int
     """Size of the prompt's chunks as stored."""
@@ -103,11 +95,11 @@ def sweep_table(result: SweepResult) -> ResultTable:
         [
             (result.factor, lambda row: f"{limit}{row.value}"),
             ("tokens", lambda row: f"{row.prompt_tokens:,}"),
-            ("blend: TTFT ms (lowest to highest)", lambda row: spread(row.ms, row.spread_ms)),
+            ("blend: TTFT ms (lowest to highest)", lambda row: str(row.blend_ms)),
             ("speedup", lambda row: times(row.speedup)),
             ("floor", lambda row: times(row.floor_speedup)),
-            ("reuse", lambda row: spread(row.reuse_ms, row.reuse_spread_ms)),
-            ("full", lambda row: spread(row.full_ms, row.full_spread_ms)),
+            ("reuse", lambda row: str(row.reuse_ms)),
+            ("full", lambda row: str(row.full_ms)),
         ],
         result.rows,
         f"{', '.join(result.about)}, {count(result.rounds, 'round')}",
@@ -232,31 +224,22 @@ def sweep(
             lambda: settle_all(places.values()),
         )
         timings = {name: Timing.of(ms) for name, ms in samples.items()}
-        rows = tuple(_row(factor, case, benches[case.place][0], timings) for case in cases)
+        rows = tuple(_row(case, benches[case.place][0], timings) for case in cases)
     about = _about(factor, base, timed.model)
     return SweepResult(machine_of(first), factor, about, workload.rounds, rows)
 
 
-def _row(
-    factor: str, case: SweepCase, bench: PromptBench, timings: dict[object, Timing]
-) -> SweepRow:
+def _row(case: SweepCase, bench: PromptBench, timings: dict[object, Timing]) -> SweepRow:
     counts = bench.blended(ratio=case.workload.ratio)[1]
     blend, full = timings["blend", case], timings["full", case.prompt]
-    reuse = timings["reuse", case.place]
     return SweepRow(
-        factor=factor,
         value=case.value,
         prompt_tokens=bench.prompt_tokens,
         ratio=counts.ratio,
-        charged_ratio=counts.charged_ratio,
-        ms=blend.median,
-        spread_ms=blend.spread,
-        full_ms=full.median,
-        full_spread_ms=full.spread,
-        reuse_ms=reuse.median,
-        reuse_spread_ms=reuse.spread,
+        blend_ms=blend,
+        full_ms=full,
+        reuse_ms=timings["reuse", case.place],
         speedup=full.median / blend.median,
-        reuse_speedup=full.median / reuse.median,
         floor_speedup=bench.floor_speedup(counts),
         kv_bytes=bench.kv_bytes,
     )

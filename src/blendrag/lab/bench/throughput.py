@@ -52,10 +52,6 @@ class ThroughputRow:
     """Of the median round."""
     spread: tuple[float, float]
     """Lowest and highest."""
-    batch_ms: float
-    """Until a batch has its first tokens, all at once."""
-    over_full: float
-    """Against stock prefill at batch size 1."""
     over_alone: float
     """Against the same way at batch size 1."""
 
@@ -197,8 +193,6 @@ def _row(
         batch_size=size,
         first_tokens_per_s=1e3 * requests / timing.median,
         spread=(1e3 * requests / timing.high, 1e3 * requests / timing.low),
-        batch_ms=timing.median / -(-requests // size),
-        over_full=timings["full", 1].median / timing.median,
         over_alone=timings[way, 1].median / timing.median,
     )
 

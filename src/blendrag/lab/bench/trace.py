@@ -35,7 +35,7 @@ from blendrag.lab.bench.workload import (
     stock_prefill,
 )
 from blendrag.lab.plots import trace_figure
-from blendrag.lab.tables import ResultTable, figure, spread
+from blendrag.lab.tables import ResultTable, figure
 from blendrag.metrics import LOAD, Span, Timeline
 
 #: The tier that is throttled so that loading takes as long as computing.
@@ -46,41 +46,39 @@ COMPARABLE = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class TraceResult(BlendResult):
-    """One request; times are medians."""
+    """One request."""
 
     prompt_tokens: int
-    wall_ms: float
+    wall_ms: Timing
     """The whole request, from opening its chunks to its first token."""
-    load_ms: float
+    load_ms: Timing
     """Opening and reading alone."""
-    compute_ms: float
+    compute_ms: Timing
     """Everything else alone, with all KV in place."""
-    bound_ms: float
-    """The longer of the two, which no request can beat."""
-    bound_share: float
-    """Bound over wall: 1 if the request takes no longer than it must."""
     overlap: float
-    comparable: bool
-    """Whether loading and computing alone are within a factor of two of each other."""
     kv_bytes: int
-    spread_ms: dict[str, tuple[float, float]]
     spans: tuple[Span, ...]
 
 
 def trace_table(result: TraceResult) -> ResultTable:
     """A row for each of the three times, and their bound."""
-    names = {"wall": "the request", "load": "loading alone", "compute": "computing alone"}
+    load, compute = result.load_ms.median, result.compute_ms.median
+    bound = max(load, compute)  # no request is faster
     rows = [
-        (name, spread(getattr(result, f"{key}_ms"), result.spread_ms[key]))
-        for key, name in names.items()
+        ("the request", str(result.wall_ms)),
+        ("loading alone", str(result.load_ms)),
+        ("computing alone", str(result.compute_ms)),
+        ("bound: the longer of the two", figure(bound)),
     ]
-    rows.append(("bound: the longer of the two", figure(result.bound_ms)))
-    hint = "" if result.comparable else "; one of the two is more than twice the other"
+    comparable = bound <= COMPARABLE * min(load, compute)
+    hint = "" if comparable else "; one of the two is more than twice the other"
     return ResultTable(
         ("what", "ms (lowest to highest)"),
         rows,
         f"{result.prompt_tokens:,} tokens, {result.kv_bytes / 1e6:,.1f} MB of KV: {result.about}",
-        [f"Overlap {result.overlap:.2f}{hint}. Bound over request {result.bound_share:.2f}."],
+        [
+            f"Overlap {result.overlap:.2f}{hint}. Bound over request {bound / result.wall_ms.median:.2f}."
+        ],
     )
 
 
@@ -199,20 +197,15 @@ def _measure(bench: PromptBench, there: TierStore, tick: Tick) -> TraceResult:
     there.prepare()
     timeline = Timeline()
     parts.wall(timeline)
-    timings = {name: Timing.of(ms) for name, ms in samples.items()}
-    wall, load, compute = (timings[name].median for name in ways)
+    wall, load, compute = (Timing.of(samples[name]) for name in ways)
     return TraceResult(
         **conditions(bench.adapter, workload, there.tier.name),
         prompt_tokens=bench.prompt_tokens,
         wall_ms=wall,
         load_ms=load,
         compute_ms=compute,
-        bound_ms=max(load, compute),
-        bound_share=max(load, compute) / wall,
-        overlap=overlap(wall, load, compute),
-        comparable=max(load, compute) <= COMPARABLE * min(load, compute),
+        overlap=overlap(wall.median, load.median, compute.median),
         kv_bytes=bench.kv_bytes,
-        spread_ms={name: timing.spread for name, timing in timings.items()},
         spans=tuple(timeline.all_spans()),
     )
 

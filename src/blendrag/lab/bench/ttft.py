@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from blendrag.fusor.loader import LoadedSpan
 from blendrag.lab.bench import options
 from blendrag.lab.bench.geometry import TimedModel
-from blendrag.lab.bench.rounds import Tick, peak_bytes, silent
+from blendrag.lab.bench.rounds import Tick, Timing, peak_bytes, silent
 from blendrag.lab.bench.tiers import TierStore, parse_tier
 from blendrag.lab.bench.workload import (
     NEW_TOKENS,
@@ -31,38 +31,25 @@ from blendrag.lab.bench.workload import (
     prompt_bench,
     stock_prefill,
 )
-from blendrag.lab.tables import NOTHING, ResultTable, spread, times
+from blendrag.lab.tables import NOTHING, ResultTable, times
 from blendrag.store import MemoryStore
 
 
 @dataclass(frozen=True, kw_only=True)
 class TtftResult(BlendResult):
-    """One run; times in milliseconds, sizes in bytes, speedups against ``full_ms``."""
+    """One run; speedups are against stock prefill."""
 
     prompt_tokens: int
     charged_ratio: float
-    full_ms: float
-    prefix_ms: float
-    """The faster of the next two."""
-    prefix_stock_ms: float
-    """A stock forward over a stock cache."""
-    prefix_fused_ms: float
-    """Through the fusor, as in the engine's mode ``prefix``."""
-    reuse_ms: float
-    blend_ms: float
+    ms: dict[str, Timing]
+    """By mode. ``full_compiled`` (stock prefill through ``torch.compile``) is missing if it was not requested
+    or is not possible."""
     speedup: float
-    reuse_speedup: float
-    prefix_speedup: float
+    """Of blend."""
     floor_speedup: float
     kv_bytes: int
     peak_bytes: dict[str, int | None]
     """By mode, over the memory at its start; ``None`` if the system does not report it."""
-    spread_ms: dict[str, tuple[float, float]]
-    """Lowest and highest time by mode."""
-    full_compiled_ms: float | None = None
-    """Stock prefill through ``torch.compile``; ``None`` if not requested or not possible."""
-    compile_s: float | None = None
-    """Not part of that time."""
     notes: tuple[str, ...] = ()
 
 
@@ -78,23 +65,20 @@ def ttft_table(result: TtftResult) -> ResultTable:
     }
     rows = []
     for mode, name in modes.items():
-        ms = getattr(result, f"{mode}_ms")
-        if ms is None:
+        if mode not in result.ms:
             continue
-        peak = result.peak_bytes.get(mode)
+        peak, speedup = (
+            result.peak_bytes.get(mode),
+            result.ms["full"].median / result.ms[mode].median,
+        )
         floor = f" (floor {times(result.floor_speedup)})" if mode == "blend" else ""
         memory = NOTHING if peak is None else f"{peak / 1e6:,.0f}"
-        rows.append(
-            (name, spread(ms, result.spread_ms[mode]), times(result.full_ms / ms) + floor, memory)
-        )
-    notes = [*result.notes]
-    if result.compile_s is not None:
-        notes.append(f"Compiled in {result.compile_s:,.0f} s, before the measurement.")
+        rows.append((name, str(result.ms[mode]), times(speedup) + floor, memory))
     return ResultTable(
         ("mode", "TTFT ms (lowest to highest)", "speedup", "peak memory, MB"),
         rows,
         f"{result.prompt_tokens:,} tokens, {result.kv_bytes / 1e6:,.1f} MB of KV: {result.about}",
-        notes,
+        result.notes,
     )
 
 
@@ -132,17 +116,8 @@ class CachedPrefix:
         return int(logits[0, -1].argmax())
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """A compiled stock prefill, or why there is none."""
-
-    way: Callable[[], int] | None = None
-    seconds: float | None = None
-    notes: tuple[str, ...] = ()
-
-
-def compile_prefill(bench: PromptBench) -> Compiled:
-    """Compile the stock prefill for this length of prompt. Whatever the compiler raises becomes a note."""
+def compile_prefill(bench: PromptBench) -> tuple[Callable[[], int] | None, str]:
+    """A stock prefill compiled for this length of prompt, or ``None``; and a sentence about it."""
     forward = torch.compile(bench.adapter.model.forward, dynamic=False)
 
     def way() -> int:
@@ -152,14 +127,13 @@ def compile_prefill(bench: PromptBench) -> Compiled:
     began = time.perf_counter()
     try:
         way()
-    except Exception as exc:
+    except Exception as exc:  # a compiler may raise anything
         first = str(exc).strip().splitlines() or [type(exc).__name__]
-        note = (
+        return None, (
             f"The stock prefill could not be compiled here ({type(exc).__name__}: {first[0]}), so its row "
             "is missing; install a C++ compiler for the CPU, or Triton for a GPU."
         )
-        return Compiled(notes=(note,))
-    return Compiled(way, time.perf_counter() - began)
+    return way, f"Compiled in {time.perf_counter() - began:,.0f} s, before the measurement."
 
 
 @options.bench(ttft_table)
@@ -188,37 +162,25 @@ def _measure(bench: PromptBench, there: TierStore, with_compiled: bool, tick: Ti
         "reuse": bench.reuse,
         "blend": bench.blend,
     }
-    compiled = Compiled()
+    notes = []
     if with_compiled:
         tick("compiling the stock prefill")
-        compiled = compile_prefill(bench)
-        if compiled.way is not None:
-            ways["full_compiled"] = compiled.way
+        compiled, note = compile_prefill(bench)
+        notes.append(note)
+        if compiled is not None:
+            ways["full_compiled"] = compiled
     timings = there.time_ways(ways, workload.rounds, adapter.device, tick)
     tick("measuring memory")
     peaks = {name: peak_bytes(way, adapter.device) for name, way in ways.items()}
-    faster = min(("prefix_stock", "prefix_fused"), key=lambda name: timings[name].median)
-    timings["prefix"], peaks["prefix"] = timings[faster], peaks[faster]
     counts = bench.blended()[1]
-    ms = {name: timing.median for name, timing in timings.items()}
     return TtftResult(
         **conditions(adapter, replace(workload, ratio=counts.ratio), there.tier.name),
         prompt_tokens=bench.prompt_tokens,
         charged_ratio=counts.charged_ratio,
-        full_ms=ms["full"],
-        prefix_ms=ms["prefix"],
-        prefix_stock_ms=ms["prefix_stock"],
-        prefix_fused_ms=ms["prefix_fused"],
-        reuse_ms=ms["reuse"],
-        blend_ms=ms["blend"],
-        speedup=ms["full"] / ms["blend"],
-        reuse_speedup=ms["full"] / ms["reuse"],
-        prefix_speedup=ms["full"] / ms["prefix"],
+        ms=timings,
+        speedup=timings["full"].median / timings["blend"].median,
         floor_speedup=bench.floor_speedup(counts),
         kv_bytes=bench.kv_bytes,
         peak_bytes=peaks,
-        spread_ms={name: timing.spread for name, timing in timings.items()},
-        full_compiled_ms=ms.get("full_compiled"),
-        compile_s=compiled.seconds,
-        notes=compiled.notes,
+        notes=tuple(notes),
     )

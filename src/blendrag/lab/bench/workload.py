@@ -75,9 +75,6 @@ class BlendResult:
 
     machine: Machine
     model: str
-    dtype: str
-    device: str
-    threads: int
     policy: str
     schedule: str
     ratio: float
@@ -99,9 +96,6 @@ def conditions(adapter: ModelAdapter, workload: Workload, tier: str) -> dict[str
     return {
         "machine": machine_of(adapter),
         "model": adapter.model_id,
-        "dtype": adapter.layout.dtype,
-        "device": str(adapter.device),
-        "threads": torch.get_num_threads(),
         "policy": workload.policy,
         "schedule": str(Schedule.parse(workload.schedule)),
         "ratio": workload.ratio,
