@@ -21,7 +21,7 @@ from blendrag.engine.kv_validity import _alike, _encoded
 from blendrag.errors import InvalidInputError
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.planning.controller import Controller, PlanOptions
-from blendrag.planning.plan import Action, ReasonCode
+from blendrag.planning.plan import ReasonCode
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.encodings.codec import Staging
 from blendrag.store.encodings.int8 import Int8
@@ -76,10 +76,10 @@ def test_a_corrupt_key_is_not_opened_again_in_the_same_request(engine: BlendEngi
     made = controller.plan(engine.plan(tiny.prompt(engine, 1)), options, corrupt)
     made.close()
     first, *others = made.chunks
-    assert (first.action, first.reason.code) == (Action.COMPUTE, ReasonCode.CORRUPT)
+    assert (first.span, first.reason.code) == (None, ReasonCode.CORRUPT)
     assert "verification" in first.reason.text
     assert others
-    assert all(chunk.action is Action.BLEND for chunk in others)
+    assert all(chunk.span is not None and not chunk.span.exact for chunk in others)
 
 
 def test_stored_kv_is_not_used_if_the_machine_computes_other_kv(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from blendrag.fusor.selection import PromptGeometry, Schedule, make_policy
 from blendrag.lab.bench.tiers import Throttle, ThrottledStore
 from blendrag.planning.calibration import Calibration, Questions, calibrations
 from blendrag.planning.controller import PROMPT_END, Controller, PlanOptions
-from blendrag.planning.plan import Action, Plan, PlannedChunk, ReasonCode
+from blendrag.planning.plan import Plan, PlannedChunk, ReasonCode
 from blendrag.planning.profile import Curve, Profile, Tier, conditions_of, profiles
 from blendrag.store.identity import chunk_key
 from blendrag.text.prompt import PromptPlan, Segment
@@ -104,7 +104,8 @@ def planned(
 
 def test_stored_chunks_are_blended_and_counted(engine: BlendEngine) -> None:
     plan = planned(engine, "blend")
-    assert {chunk.action for chunk in plan.chunks} == {Action.BLEND}
+    assert len(plan.spans) == len(plan.chunks)
+    assert not any(span.exact for span in plan.spans)
     assert {chunk.reason.code for chunk in plan.chunks} == {ReasonCode.MOVED}
     assert plan.reused_tokens == sum(len(chunk.segment.ids) for chunk in plan.chunks)
     assert plan.chunks_end == plan.chunks[-1].segment.end
@@ -117,8 +118,8 @@ def test_stored_chunks_are_blended_and_counted(engine: BlendEngine) -> None:
 def test_chunks_that_failed_verification_are_computed_and_not_missing(engine: BlendEngine) -> None:
     plan = planned(engine, "reuse", avoid=1)
     first, *others = plan.chunks
-    assert (first.action, first.reason.code) == (Action.COMPUTE, ReasonCode.CORRUPT)
-    assert {chunk.action for chunk in others} == {Action.BLEND}
+    assert (first.span, first.reason.code) == (None, ReasonCode.CORRUPT)
+    assert len(plan.spans) == len(others)
     assert plan.missing == ()
 
 
@@ -143,9 +144,7 @@ def test_readers_already_open_are_closed_if_a_later_chunk_cannot_be_opened(
 @pytest.mark.parametrize("mode", ["full", "prefix"])
 def test_a_mode_that_does_not_blend_computes_moved_chunks(engine: BlendEngine, mode: Any) -> None:
     plan = planned(engine, mode)
-    assert {(chunk.action, chunk.reason.code) for chunk in plan.chunks} == {
-        (Action.COMPUTE, ReasonCode.MODE)
-    }
+    assert {chunk.reason.code for chunk in plan.chunks} == {ReasonCode.MODE}
     assert plan.spans == ()
 
 
@@ -154,7 +153,8 @@ def test_a_chunk_that_is_cut_off_lends_its_head(engine: BlendEngine) -> None:
     cut = replace(chunk, ids=chunk.ids[:-5], complete=False)
     asked = PromptPlan((before, cut, replace(after, position=cut.end)))
     (last,) = planned(engine, "blend", asked=asked).chunks
-    assert (last.action, last.reason.code) == (Action.BLEND, ReasonCode.CUT_OFF)
+    assert last.reason.code is ReasonCode.CUT_OFF
+    assert last.span is not None
     assert f"{len(last.segment.ids)} of {len(last.segment.stored_ids)} tokens" in last.reason.text
 
 

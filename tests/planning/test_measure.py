@@ -34,8 +34,8 @@ from blendrag.planning.measure import (
     Measure,
     Point,
     Prefill,
-    PrefillTimes,
     Timed,
+    figures,
     fit,
     median,
     prefills_to_time,
@@ -409,24 +409,24 @@ def test_the_median_counts() -> None:
 def test_the_last_layer_is_timed_apart_from_the_others(
     layers: int, pass_s: float, each: float
 ) -> None:
-    times = {prefill: Timed((pass_s,), (0.05,), 0.1) for prefill in prefills(256)}
-    found = PrefillTimes(times, layers)
-    points = found.layer_points()
-    assert [point.seconds for point in points] == pytest.approx([each] * len(points))
-    assert {point.seconds for point in found.last_points()} == {0.05}
+    found = figures({one: Timed((pass_s,), (0.05,), 0.1) for one in prefills(256)}, layers)
+    for name, seconds in (("layer", each), ("last", 0.05)):
+        assert min(found[name].seconds) == pytest.approx(seconds)
+        assert max(found[name].seconds) == pytest.approx(seconds)
+    assert found["fixed_s"] == 0.1
 
 
-@pytest.mark.parametrize(("lengths", "pair_s"), [(2, LAYERS * 5e-7), (6, 0.0)])
+@pytest.mark.parametrize(("longest", "pair_s"), [(128, LAYERS * 5e-7), (2048, 0.0)])
 def test_a_prefill_timed_at_few_lengths_takes_attention_from_the_layers(
-    lengths: int, pair_s: float
+    longest: int, pair_s: float
 ) -> None:
-    layer = Curve((1.0,), (1e-3,), 1e-4, pair_s=5e-7)
-    times = {
-        prefill: Timed((1e-2 * prefill.tokens,), (2e-3 * prefill.tokens,), 0.1)
-        for prefill in of(prefills(64 * 2 ** (lengths - 1)), STOCK)
-    }
-    curve = PrefillTimes(times, LAYERS).prefill_curve(layer)
-    assert curve.pair_s == pytest.approx(pair_s, abs=1e-9)
+    layer = Curve((1.0, 1e4), (1e-3, 1.0), 1e-4, pair_s=5e-7)
+    times = {}
+    for one in prefills(longest):
+        layer_s = layer(*one.point(0.0)[:2])
+        stock_s = 1e-2 * one.tokens
+        times[one] = Timed((stock_s if one.policy == STOCK else LAYERS * layer_s,), (layer_s,), 0.1)
+    assert figures(times, LAYERS)["prefill"].pair_s == pytest.approx(pair_s, abs=1e-8)
 
 
 # -- fitting -----------------------------------------------------------------------------------------

@@ -22,6 +22,8 @@ HIDDEN_SHARE = 0.5
 WORTH = 0.1
 #: Step between the ratios that are tried.
 STEP = 0.01
+#: Error of a sum of times, as a share of it.
+ROUNDING = 1e-9
 
 #: ``at(estimate, ratio)``: the forecast with what a policy recomputes at that ratio.
 At = Callable[[LoadEstimate, float], Forecast]
@@ -49,22 +51,23 @@ def choose(estimator: Estimator, at: At, min_ratio: float, budgeted: bool) -> Ch
     """
     loaded, load_all_s, waits = _what_to_load(estimator, at, min_ratio)
     estimate = estimator.loading(loaded)
-    least = at(estimate, min_ratio)
+    ratio, chosen = min_ratio, at(estimate, min_ratio)
     if not estimate.candidates:
         reason = "nothing is loaded that could be recomputed"
-        return Choice(loaded, min_ratio, least, load_all_s, reason, waits)
-    if not budgeted:
+    elif not budgeted:
         reason = "the policy recomputes the same tokens at any ratio"
-        return Choice(loaded, min_ratio, least, load_all_s, reason, waits)
-    ratio = _largest_ratio(lambda ratio: at(estimate, ratio), least, min_ratio)
-    more = at(estimate, ratio)
-    if ratio <= min_ratio:
-        why = "the smallest that keeps quality; more would not hide behind the load"
-    elif _added_s(more, least) <= 2 * _rounding_s(least):
-        why = "the largest that is computed in no more time than the smallest"
     else:
-        why = "the largest whose recompute hides behind the load"
-    return Choice(loaded, ratio, more, load_all_s, f"ratio {ratio:.2f}: {why}", waits)
+        least = chosen
+        ratio = _largest_ratio(lambda ratio: at(estimate, ratio), least, min_ratio)
+        chosen = at(estimate, ratio)
+        if ratio <= min_ratio:
+            why = "the smallest that keeps quality; more would not hide behind the load"
+        elif chosen.compute_s - least.compute_s <= 2 * ROUNDING * least.ttft_s:
+            why = "the largest that is computed in no more time than the smallest"
+        else:
+            why = "the largest whose recompute hides behind the load"
+        reason = f"ratio {ratio:.2f}: {why}"
+    return Choice(loaded, ratio, chosen, load_all_s, reason, waits)
 
 
 # -- load or compute ------------------------------------------------------------------------------
@@ -122,15 +125,6 @@ def _largest_ratio(at: Callable[[float], Forecast], least: Forecast, min_ratio: 
 
 def _hides(more: Forecast, least: Forecast) -> bool:
     """Whether ``more`` recompute costs no time over the least."""
-    longer, rounding_s = more.ttft_s - least.ttft_s, _rounding_s(least)
-    most = HIDDEN_SLACK * least.ttft_s
-    shown = (1 - HIDDEN_SHARE) * _added_s(more, least)
-    return longer <= most + rounding_s and longer <= shown + rounding_s
-
-
-def _added_s(more: Forecast, least: Forecast) -> float:
-    return more.compute_s - least.compute_s
-
-
-def _rounding_s(least: Forecast) -> float:
-    return 1e-9 * least.ttft_s
+    longer = more.ttft_s - least.ttft_s - ROUNDING * least.ttft_s
+    shown = (1 - HIDDEN_SHARE) * (more.compute_s - least.compute_s)
+    return longer <= HIDDEN_SLACK * least.ttft_s and longer <= shown

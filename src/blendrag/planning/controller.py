@@ -171,8 +171,8 @@ class Controller:
             )
             return replace(plan, notes=(note,) * options.is_auto)
         if not (options.is_auto and options.mode == "blend"):
-            everything = estimator.loading(range(len(prompt.parts)))
-            return replace(plan, forecast=options.forecast(everything, options.ratio))
+            forecast = options.forecast(estimator.loading_all(), options.ratio)
+            return replace(plan, forecast=forecast)
         choice = choose(estimator, options.forecast, options.ratio, options.policy.budgeted)
         decision, notes = _explained(prompt, choice)
         return replace(

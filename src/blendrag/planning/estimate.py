@@ -8,7 +8,7 @@ every layer while the next one loads. Candidates that are all computed in layer 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -69,48 +69,44 @@ class Estimator:
         """Raises :class:`KeyError` for a part in a tier that was not measured."""
         self.profile, self.prompt = profile, prompt
         parts = prompt.parts
-        tiers = [profile.tier(part.tier) for part in parts]
-        if None in tiers:
-            raise KeyError(parts[tiers.index(None)].tier)
         self.tokens = np.array([part.tokens for part in parts], dtype=np.int64)  # [P]
         self.keys = np.array([part.keys for part in parts])  # [P]
         self.exact = np.array([part.exact for part in parts], dtype=bool)  # [P]
-        shape = (len(parts), profile.layers)
-        sizes = np.array([part.layer_bytes for part in parts], dtype=float).reshape(shape)
-        per_byte = np.array([tier.seconds(1.0, 0) for tier in tiers if tier]).reshape(-1, 1)
-        read_s = np.array([tier.read_s for tier in tiers if tier]).reshape(-1, 1)
-        busy = np.array([tier.busy for tier in tiers if tier]).reshape(-1, 1)
-        reads = sizes * per_byte + read_s
-        self.loads = np.stack((reads, busy * reads, sizes))  # [reads, busy, bytes; P; L]
+        self.loads = np.zeros((3, len(parts), profile.layers))  # [reads, busy, bytes; P; L]
+        for i, part in enumerate(parts):
+            tier = profile.tier(part.tier)
+            if tier is None:
+                raise KeyError(part.tier)
+            sizes = np.array(part.layer_bytes, dtype=float)
+            reads = sizes / tier.bytes_per_s + tier.read_s
+            self.loads[:, i] = reads, tier.busy * reads, sizes
 
     def load_s(self, part: int) -> float:
         """Seconds to read one part."""
         return float(self.loads[0, part].sum())
 
-    def loading(self, parts: Sequence[int]) -> LoadEstimate:
+    def loading(self, parts: Iterable[int]) -> LoadEstimate:
         """With those parts loaded, by index."""
-        return LoadEstimate(self, parts)
+        return LoadEstimate(self, list(parts))
 
     def loading_all(self) -> LoadEstimate:
         """With every part loaded."""
-        return LoadEstimate(self, range(len(self.prompt.parts)))
+        return self.loading(range(len(self.prompt.parts)))
 
 
 class LoadEstimate:
     """One prompt with some of its parts loaded, for any number of recomputed tokens."""
 
-    def __init__(self, of: Estimator, loaded: Sequence[int]) -> None:
-        profile, prompt, chosen = of.profile, of.prompt, list(loaded)
-        self._profile, self._prompt = profile, prompt
-        self.layers = profile.layers
-        self.parts = len(chosen)
+    def __init__(self, of: Estimator, chosen: list[int]) -> None:
+        prompt = of.prompt
+        self._profile, self._prompt = of.profile, prompt
+        self.layers, self.parts = of.profile.layers, len(chosen)
         exact = of.exact[chosen]
-        blended = ~exact
         tokens, keys, loads = of.tokens[chosen], of.keys[chosen], of.loads[:, chosen]
-        self.chunks = int(blended.sum())
-        self.candidates = int(tokens[blended].sum())
+        self.chunks = int((~exact).sum())
+        self.candidates = int(tokens[~exact].sum())
         self._placed = int(tokens.sum())
-        self._keys = float(keys[blended].sum()) / max(self.candidates, 1)
+        self._keys = float(keys[~exact].sum()) / max(self.candidates, 1)
         self._fresh = prompt.tokens - self._placed
         self._fresh_keys = prompt.tokens * (prompt.tokens + 1) / 2 - float(keys.sum())
         whole = loads.sum(axis=1)  # [3, L]
@@ -161,13 +157,10 @@ class LoadEstimate:
             key = (chosen, placed, layer == profile.layers - 1)
             if key not in known:
                 known[key] = self._layer_s(*key)
-            seconds.append(known[key])
+            reading = profile.is_shared and layer >= self._scouted
+            seconds.append(known[key] + (self._loads[skips][1][layer] if reading else 0.0))
         if self._needs_deviation and len(seconds) > 1:
             seconds[1] += profile.peek_s * (self._fresh + self.candidates)
-        if profile.is_shared:
-            busy = self._loads[skips][1]
-            for layer in range(self._scouted, len(seconds)):
-                seconds[layer] += busy[layer]
         return seconds
 
     def _layer_s(self, chosen: float, placed: float, is_last: bool) -> float:

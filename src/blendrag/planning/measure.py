@@ -25,11 +25,7 @@ from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.sharing import in_this_thread
 from blendrag.planning.profile import COLD, DISK, Conditions, Curve, Profile, Tier, cores
-from blendrag.planning.tier_times import (
-    measure_device,
-    measure_directory,
-    measure_memory,
-)
+from blendrag.planning.tier_times import measure_device, measure_directory, measure_memory
 from blendrag.store.encodings import stored_layer_bytes
 from blendrag.store.kv import ChunkKV
 
@@ -98,13 +94,9 @@ class Measure:
         """Measure everything: tiers of the store at ``root`` (``None``: it cannot be written) and of
         ``directories``, then the model. Takes half a minute for a small model, two for a large one."""
         began = time.monotonic()
-        device, longest, layers = (
-            self._adapter.device,
-            self._times.longest,
-            len(self._layout.layers),
-        )
+        device, longest, chunk = self._adapter.device, self._times.longest, self._chunk_tokens
         lengths = [n for n in LENGTHS if n <= longest] or [SHORTEST]
-        timed = ROUNDS * len(prefills_to_time(lengths, longest, self._chunk_tokens))
+        timed = ROUNDS * len(prefills_to_time(lengths, longest, chunk))
         self._steps = 2 + (root is not None) + len(directories) + len(lengths) + timed
         kvs = self._chunks()
         self._step("reading from memory")
@@ -114,26 +106,16 @@ class Measure:
             tiers += measure_directory(root, kvs, self._pinned, (DISK, COLD))
         tiers += self._directory_tiers(directories, kvs)
         device_bytes_per_s = self._run(lambda: measure_device(device))
-        lengths = self._bearable(lengths)
-        times = PrefillTimes(
-            self._in_rounds(prefills_to_time(lengths, longest, self._chunk_tokens)), layers
-        )
-        layer = fit(times.layer_points())
+        prefills = prefills_to_time(self._bearable(lengths), longest, chunk)
+        layers = len(self._layout.layers)
         return Profile(
             conditions=conditions,
-            prefill=times.prefill_curve(layer),
-            layer=layer,
-            last=fit(times.last_points()),
-            scout=fit(times.scout_points()),
-            peek_s=times.peek_s(layer),
-            fixed_s=times.outside_s(),
+            **figures(self._in_rounds(prefills), layers),
             tiers=tuple(tiers),
             device_bytes_per_s=device_bytes_per_s,
             is_shared=device.type == "cpu" and conditions.threads >= self._run(cores),
-            chunk_tokens=self._chunk_tokens,
-            layer_bytes=tuple(
-                stored_layer_bytes(self._layout, i, self._chunk_tokens) for i in range(layers)
-            ),
+            chunk_tokens=chunk,
+            layer_bytes=tuple(stored_layer_bytes(self._layout, i, chunk) for i in range(layers)),
             took_s=time.monotonic() - began,
         )
 
@@ -167,12 +149,11 @@ class Measure:
         for tokens in lengths:
             self._step(f"prefill of {tokens} tokens")
             # the next is twice as long and takes more than twice the time
-            if len(bearable) >= LEAST_LENGTHS and took_s > LONG_S / 2:
-                continue
-            if not bearable:
-                self._stock_s(tokens)  # warms up
-            took_s = self._stock_s(tokens)
-            bearable.append(tokens)
+            if len(bearable) < LEAST_LENGTHS or took_s <= LONG_S / 2:
+                if not bearable:
+                    self._stock_s(tokens)  # warms up
+                took_s = self._stock_s(tokens)
+                bearable.append(tokens)
         return bearable
 
     def _stock_s(self, tokens: int) -> float:
@@ -287,53 +268,39 @@ def median(runs: Sequence[Timed]) -> Timed:
     return Timed(passes, lasts, statistics.median(run.outside_s for run in runs))
 
 
-class PrefillTimes:
-    """Figures of a model of ``layers`` layers, from the times of its prefills."""
+def figures(timed: Mapping[Prefill, Timed], layers: int) -> dict[str, Any]:
+    """The fields of a :class:`Profile` that follow from the times of a model's prefills."""
+    by_policy: dict[str, list[tuple[Prefill, Timed]]] = {}
+    for prefill, times in timed.items():
+        by_policy.setdefault(prefill.policy, []).append((prefill, times))
+    stock, plain = by_policy[STOCK], by_policy[PLAIN_POLICY]
+    last = fit(p.point(t.lasts[0]) for p, t in plain)
+    layer = last
+    if layers > 1:
+        layer = fit(p.point((t.passes[0] - t.lasts[0]) / (layers - 1)) for p, t in plain)
+    # A few lengths do not separate what is linear in the length from what is quadratic.
+    pair_s = layers * layer.pair_s if len(stock) <= FEW else None
+    peeks = [
+        _peek_s(prefill, times, timed[replace(prefill, policy=PLAIN_POLICY)], layer)
+        for prefill, times in by_policy[DEVIATION_POLICY]
+    ]
+    return {
+        "prefill": fit((Point(p.tokens, p.tokens / 2, 0, t.total_s) for p, t in stock), pair_s),
+        "layer": layer,
+        "last": last,
+        "scout": fit(p.point(t.passes[0] / layers) for p, t in by_policy[SCOUT_POLICY]),
+        "peek_s": max(0.0, statistics.fmean(peeks)),
+        "fixed_s": statistics.median(times.outside_s for _, times in plain),
+    }
 
-    def __init__(self, timed: Mapping[Prefill, Timed], layers: int) -> None:
-        self._timed, self._layers = timed, layers
 
-    def _of(self, policy: str) -> list[tuple[Prefill, Timed]]:
-        return [
-            (prefill, timed) for prefill, timed in self._timed.items() if prefill.policy == policy
-        ]
-
-    def prefill_curve(self, layer: Curve) -> Curve:
-        """Of a stock prefill. A few lengths do not separate what is linear in the length from what is
-        quadratic; the latter is then taken from the layers."""
-        points = [Point(p.tokens, p.tokens / 2, 0, t.total_s) for p, t in self._of(STOCK)]
-        return fit(points, self._layers * layer.pair_s if len(points) <= FEW else None)
-
-    def layer_points(self) -> list[Point]:
-        """Of the layers before the last, or the only one."""
-        if self._layers == 1:
-            return self.last_points()
-        before = self._layers - 1
-        return [p.point((t.passes[0] - t.lasts[0]) / before) for p, t in self._of(PLAIN_POLICY)]
-
-    def last_points(self) -> list[Point]:
-        """Of the last layer."""
-        return [p.point(t.lasts[0]) for p, t in self._of(PLAIN_POLICY)]
-
-    def scout_points(self) -> list[Point]:
-        """Of one layer of a scout pass."""
-        return [p.point(t.passes[0] / self._layers) for p, t in self._of(SCOUT_POLICY)]
-
-    def outside_s(self) -> float:
-        """What a usual blended prefill takes outside of its layers."""
-        return statistics.median(timed.outside_s for _, timed in self._of(PLAIN_POLICY))
-
-    def peek_s(self, layer: Curve) -> float:
-        """Per token, what deviations cost beyond the rows computed for them."""
-        costs = []
-        for prefill, timed in self._of(DEVIATION_POLICY):
-            plain = self._timed[replace(prefill, policy=PLAIN_POLICY)]
-            rows, context, placed, _ = prefill.point(0.0)
-            all_rows, all_context, *_ = prefill.point(0.0, prefill.candidates)
-            # layer 0 is computed whole there, and its KV is not moved
-            entry = layer(all_rows, all_context) - layer(rows, context, placed)
-            costs.append((timed.passes[0] - plain.passes[0] - entry) / prefill.tokens)
-        return max(0.0, statistics.fmean(costs))
+def _peek_s(prefill: Prefill, timed: Timed, plain: Timed, layer: Curve) -> float:
+    """Per token, what deviations cost beyond the rows computed for them."""
+    rows, context, placed, _ = prefill.point(0.0)
+    all_rows, all_context, *_ = prefill.point(0.0, prefill.candidates)
+    # layer 0 is computed whole there, and its KV is not moved
+    entry = layer(all_rows, all_context) - layer(rows, context, placed)
+    return (timed.passes[0] - plain.passes[0] - entry) / prefill.tokens
 
 
 # -- timing one prefill ---------------------------------------------------------------------------
@@ -398,13 +365,9 @@ class ModelTimes:
     def _generate_s(self, ids: torch.Tensor, **more: Any) -> float:
         """Seconds of ``generate`` to its first token."""
         began = self._now()
+        mask = torch.ones_like(ids)
         self._adapter.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=1,
-            do_sample=False,
-            pad_token_id=0,
-            **more,
+            ids, attention_mask=mask, max_new_tokens=1, do_sample=False, pad_token_id=0, **more
         )
         return self._now() - began
 

@@ -14,17 +14,6 @@ from blendrag.planning.estimate import Forecast
 from blendrag.text.prompt import PromptPlan, Segment
 
 
-class Action(Enum):
-    """What is done with one chunk."""
-
-    EXACT = auto()
-    """Loaded and used as it is: its KV is exactly what a full prefill would compute."""
-    BLEND = auto()
-    """Loaded, moved to its position, and some of its tokens recomputed."""
-    COMPUTE = auto()
-    """Its stored KV, if there is any, is not used."""
-
-
 class ReasonCode(Enum):
     """Why a chunk is loaded or computed."""
 
@@ -57,12 +46,6 @@ class PlannedChunk:
     segment: Segment
     reason: Reason
     span: LoadedSpan | None = None
-
-    @property
-    def action(self) -> Action:
-        if self.span is None:
-            return Action.COMPUTE
-        return Action.EXACT if self.span.exact else Action.BLEND
 
 
 @dataclass(frozen=True)
@@ -131,25 +114,24 @@ class Plan:
         per_span = iter(recomputed)
         reports = []
         for chunk in self.chunks:
-            segment = chunk.segment
+            segment, span = chunk.segment, chunk.span
             assert segment.chunk_id is not None
-            outcome: ChunkOutcome = "computed"
-            tokens: float = len(segment.ids)
-            if chunk.action is Action.EXACT:
-                outcome, tokens = "exact", 0
-            elif chunk.action is Action.BLEND:
+            outcome: ChunkOutcome
+            if span is None:
+                outcome, tokens = "computed", float(len(segment.ids))
+            elif span.exact:
+                outcome, tokens = "exact", 0.0
+            else:
                 tokens = next(per_span, 0.0)
                 outcome = "blended" if tokens > 0 else "reused"
-            source = source_of.get(segment.chunk_id, "")
-            tier = chunk.span.reader.tier if chunk.span is not None else ""
             report = ChunkReport(
-                segment.chunk_id,
-                source,
-                len(segment.ids),
-                outcome,
-                round(tokens),
-                chunk.reason.text,
-                tier,
+                chunk_id=segment.chunk_id,
+                source=source_of.get(segment.chunk_id, ""),
+                tokens=len(segment.ids),
+                outcome=outcome,
+                recomputed_tokens=round(tokens),
+                reason=chunk.reason.text,
+                tier=span.reader.tier if span is not None else "",
             )
             reports.append(report)
         return tuple(reports)

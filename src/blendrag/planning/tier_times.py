@@ -82,22 +82,21 @@ def measure_directory(
     ``names``: of these two tiers, for the store's own directory; else they are named after the directory.
     Raises :class:`InvalidInputError` for a directory that cannot be written; :class:`StoreFullError`.
     """
-    option = "--dir" if names is None else "--store"
-    name = str(directory.expanduser().resolve())
-    name, cold_name = names or (name, f"{name} (cold)")
+    resolved = directory.expanduser().resolve()
+    name, cold_name = names or (str(resolved), f"{resolved} (cold)")
     warm, cold = [], []
-    is_cold = True
     for kv in kvs:
-        scratch_of = _scratch(directory, option)
-        with scratch_of as scratch, contextlib.closing(DiskStore(scratch, None)) as store:
+        with (
+            _scratch(directory, "--store" if names else "--dir") as scratch,
+            contextlib.closing(DiskStore(scratch, None)) as store,
+        ):
             _fill(store, kv)
             files = [path for path in (scratch / "kv").rglob("*") if path.is_file()]
-            is_cold = is_cold and drop_cached(files)
-            if is_cold:
+            if drop_cached(files):
                 cold.append(_median(store, kv, pinned, partial(drop_cached, files)))
             warm.append(_median(store, kv, pinned))
     found = tier_of(name, warm)
-    return (found, tier_of(cold_name, cold)) if is_cold else (found,)
+    return (found, tier_of(cold_name, cold)) if len(cold) == len(warm) else (found,)
 
 
 def measure_device(device: torch.device) -> float | None:
@@ -116,10 +115,11 @@ def measure_device(device: torch.device) -> float | None:
     return COPIED_BYTES / statistics.median(times[1:])
 
 
-# -- the pieces -----------------------------------------------------------------------------------
+# -- reading ------------------------------------------------------------------------------------------
 
 
 def _count(kv: ChunkKV) -> int:
+    """How many such chunks are read at a time."""
     return max(2, min(MAX_CHUNKS, READ_BYTES // stored_chunk_bytes(kv.layout, kv.tokens)))
 
 
@@ -147,33 +147,27 @@ def _median(
 
 
 def _read(store: DiskStore | MemoryStore, kv: ChunkKV, pinned: bool) -> Reading:
-    count = _count(kv)
-    targets = _targets(kv, count, pinned)
+    """Read each layer of each chunk into fresh memory, like a prompt's buffers."""
+    count, layers = _count(kv), len(kv.layout.layers)
+    targets = []
+    for layer in range(layers):
+        shape = kv.layout.layer_shape(layer, count * kv.tokens)  # [2, Hkv, count·T, D]
+        buffer = torch.empty(shape, dtype=kv.layout.torch_dtype, pin_memory=pinned)
+        targets.append(buffer.split(kv.tokens, dim=2))
     with contextlib.ExitStack() as opened:
         readers = []
         for number in range(count):
             reader = store.open(NAMESPACE, _key(number), kv.layout, kv.tokens)
             if reader is None:
                 raise StoreError("a chunk written a moment ago cannot be read; profile again")
-            opened.callback(reader.close)
-            readers.append(reader)
+            readers.append(opened.enter_context(contextlib.closing(reader)))
         began, worked = time.perf_counter(), time.thread_time()
         for layer, row in enumerate(targets):
             for reader, target in zip(readers, row, strict=True):
                 reader.read_layer(layer, target)
         seconds, busy_s = time.perf_counter() - began, time.thread_time() - worked
     size_bytes = count * stored_chunk_bytes(kv.layout, kv.tokens)
-    return Reading(size_bytes, count * len(targets), seconds, min(busy_s, seconds))
-
-
-def _targets(kv: ChunkKV, count: int, pinned: bool) -> list[tuple[torch.Tensor, ...]]:
-    """Where each layer of each chunk is read to: fresh memory, like a prompt's buffers."""
-    rows = []
-    for layer in range(len(kv.layout.layers)):
-        shape = kv.layout.layer_shape(layer, count * kv.tokens)  # [2, Hkv, count·T, D]
-        buffer = torch.empty(shape, dtype=kv.layout.torch_dtype, pin_memory=pinned)
-        rows.append(buffer.split(kv.tokens, dim=2))
-    return rows
+    return Reading(size_bytes, count * layers, seconds, min(busy_s, seconds))
 
 
 @contextlib.contextmanager
@@ -208,20 +202,16 @@ def drop_cached(files: Sequence[Path]) -> bool:
 
     ``posix_fadvise`` is only advice (tmpfs ignores it), so ``mincore`` counts what is left.
     """
-    return hasattr(os, "posix_fadvise") and any(_dropped(files) for _ in range(TRIES))
-
-
-def _dropped(files: Sequence[Path]) -> bool:
-    for path in files:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
-    try:
-        return cached_share(files) <= COLD_SHARE
-    except (OSError, AttributeError):
+    if not hasattr(os, "posix_fadvise"):
         return False
+    for _ in range(TRIES):
+        for path in files:
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        with contextlib.suppress(OSError, AttributeError):
+            if cached_share(files) <= COLD_SHARE:
+                return True
+    return False
 
 
 def cached_share(files: Sequence[Path]) -> float:
