@@ -14,6 +14,7 @@ from blendrag.demo import demo_corpus_path, demo_questions
 ROOT = Path(__file__).resolve().parents[1]
 PROJECTS = [ROOT, *sorted(p.parent for p in ROOT.glob("integrations/*/pyproject.toml"))]
 LARGEST_WEIGHTS_BYTES = 8 * 10**6
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", params=PROJECTS, ids=lambda project: project.name)

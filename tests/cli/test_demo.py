@@ -8,7 +8,6 @@ import re
 import shlex
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -93,27 +92,19 @@ def test_half_of_the_questions_are_about_coreference() -> None:
 # -- the quick start and the demo, with the embedded model ----------------------------------------
 
 
-@pytest.fixture(scope="module")
-def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A directory in which every command of docs/quickstart.md was run, in order."""
-    folder = tmp_path_factory.mktemp("quickstart")
-    (folder / "src").symlink_to(ROOT / "src")
+@pytest.mark.slow
+def test_the_quick_start_works_and_the_demo_shows_the_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full prefill answers, reuse fails on coreference, blend answers again."""
+    (tmp_path / "src").symlink_to(ROOT / "src")
+    monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     commands = re.findall(r"(?m)^\$ blendrag (.*)$", page)
     assert len(commands) >= 6
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        for command in commands:
-            result = invoke(*shlex.split(command))
-            assert result.exit_code == 0, (command, result.stderr)
-        yield folder
-
-
-@pytest.mark.slow
-def test_the_quick_start_works_and_the_demo_shows_the_point(quickstart: Path) -> None:
-    """Full prefill answers, reuse fails on coreference, blend answers again."""
-    result = invoke("demo", "--json", "--store", str(quickstart / "kv"))
-    assert result.exit_code == 0, result.stderr
+    for command in [*commands, "demo --json --store kv"]:
+        result = invoke(*shlex.split(command))
+        assert result.exit_code == 0, (command, result.stderr)
     stops = json.loads(result.stdout)["stops"]
     asked = Counter(stop["kind"] for stop in stops)
     full, reuse, blend = (

@@ -13,12 +13,10 @@ import typer
 
 from blendrag import __version__
 from blendrag.cli import progress
-from blendrag.cli.ask import say_metrics
 from blendrag.cli.options import parse_ratio, parse_size
 from blendrag.cli.output import print_json
 from blendrag.cli.progress import TimeLeft
 from blendrag.lab import commands
-from blendrag.metrics import RequestMetrics
 from cli.commands import invoke, said
 
 
@@ -64,18 +62,6 @@ def test_json_has_null_for_nan_and_infinity(capsys: pytest.CaptureFixture[str]) 
     assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
         "a": None, "b": [1.5, [None]], "c": {"d": None}, "e": True,
     }  # fmt: skip
-
-
-def test_a_long_schedule_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
-    long = "calibrated:" + ",".join(["0.123"] * 40)
-    counts = (0,) * 5
-    say_metrics(
-        RequestMetrics("blend", 0.0, 0.0, 0.0, *counts, 0.1, 0.1, policy="query", schedule=long)
-    )
-    shown = capsys.readouterr().err
-    assert "schedule calibrated:0.123,0.123," in shown
-    assert shown.endswith("0.123,…\n")
-    assert len(shown) < 300
 
 
 @pytest.mark.parametrize("library", ["torchao", "torch.utils._pytree"])

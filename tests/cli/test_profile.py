@@ -25,6 +25,7 @@ def profiles(store: Path) -> list[Path]:
     return list(Path(store, "verified").glob("*.profiles.json*"))
 
 
+@pytest.mark.slow
 def test_a_profile_is_printed_and_kept_and_ask_uses_it(store: Path) -> None:
     before = ask(store, "--ratio", "auto")["metrics"]
     assert before["predicted_ttft_s"] is None
@@ -91,6 +92,7 @@ def test_a_store_that_cannot_be_written_is_measured_without_its_disk(
     assert not profiles(store)
 
 
+@pytest.mark.slow
 def test_directories_and_storage_devices_are_rated(store: Path, tmp_path: Path) -> None:
     args = ("profile", "--store", str(store), "--dir", str(tmp_path), "--policy", "random")
     result = invoke(*args)

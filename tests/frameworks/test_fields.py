@@ -25,11 +25,8 @@ def wrapper(**fields: Any) -> Wrapper:
     return Wrapper(model="demo", **fields)
 
 
-def test_a_wrapper_without_fields_uses_the_engines_defaults() -> None:
-    assert wrapper().request_options() == Options()
-
-
 def test_fields_become_options_and_calls_override_them() -> None:
+    assert wrapper().request_options() == Options()
     made = wrapper(timeout=30, seed=7, temperature=0.5, max_tokens=9, logprobs=True, stop=["END"])
     expected = Options(
         timeout_s=30, seed=7, temperature=0.5, max_new_tokens=9, logprobs=0, stop=("END",)
@@ -51,7 +48,6 @@ def test_fields_become_options_and_calls_override_them() -> None:
         ({"logprobs": False}, None),
         ({"logprobs": True}, 0),
         ({"logprobs": True, "top_logprobs": 5}, 5),
-        ({"logprobs": True, "top_logprobs": 0}, 0),
         ({"logprobs": 4}, 4),
         ({"logprobs": False, "top_logprobs": 0}, None),
     ],
@@ -84,14 +80,8 @@ def test_a_value_out_of_range_is_refused_in_fields_and_calls(
     ("option", "expected"),
     [
         ({"max_tokens": "5"}, "max_tokens '5' \\(str\\), expected a whole number"),
-        ({"temperature": "hot"}, "expected a number"),
-        ({"temperature": float("nan")}, "temperature nan, expected a number"),
-        ({"seed": "x"}, "whole number"),
         ({"timeout": "1"}, "^timeout '1' .*number of seconds"),
-        ({"logprobs": "yes"}, "whole number"),
         ({"stop": 5}, "a text or a list of texts"),
-        ({"stop": [1]}, "expected texts"),
-        ({"stop": ""}, "stop holds an empty text"),
         ({"stop": ["x", ""]}, "stop holds an empty text"),
         ({"generate_kwargs": 5}, "^generate_kwargs 5 .*a dictionary"),
         ({"template_kwargs": 5}, "^template_kwargs 5 .*a dictionary"),
@@ -99,7 +89,7 @@ def test_a_value_out_of_range_is_refused_in_fields_and_calls(
         ({"max_new_tokens": 0}, "^max_new_tokens 0 is not 1 or more"),
         ({"logprobs": 30}, "^logprobs 30 must be a number"),
         ({"logprobs": True, "top_logprobs": 30}, "^top_logprobs 30 must be a number"),
-        ({"apply_chat_template": "no"}, "True or False"),
+        ({"presence_penalty": 1}, "presence_penalty: not an option .* timeout"),
     ],
 )
 def test_an_option_of_the_wrong_type_is_refused_by_the_name_the_caller_used(
@@ -108,12 +98,6 @@ def test_an_option_of_the_wrong_type_is_refused_by_the_name_the_caller_used(
     with pytest.raises(InvalidInputError, match=expected) as raised:
         wrapper().request_options(**option)
     assert tiny.one_sentence(str(raised.value))
-
-
-def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(InvalidInputError, match="presence_penalty") as raised:
-        wrapper().request_options(presence_penalty=1)
-    assert "timeout" in str(raised.value)
 
 
 def test_the_default_embedder_does_not_contradict_a_corpus_with_another(tmp_path: Path) -> None:

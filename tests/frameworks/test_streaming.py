@@ -11,7 +11,6 @@ import pytest
 import scripted
 import tiny
 from blendrag.engine import Answer, BlendEngine, Options
-from blendrag.errors import RequestTimeout
 from blendrag.frameworks.streaming import Piece, StreamedText, astream_pieces, stream_pieces
 from blendrag.frameworks.tools import forced_opening, parse
 from scripted import LLAMA, MISTRAL, XML, tokens
@@ -44,7 +43,7 @@ WAYS = pytest.mark.parametrize("stream", [sync, awaited])
 
 
 @WAYS
-def test_the_last_piece_has_the_answer(
+def test_the_last_piece_has_the_answer_and_beams_come_as_one_piece(
     engine: BlendEngine, stream: Callable[..., list[Piece]]
 ) -> None:
     *pieces, last = stream(engine, Options(logprobs=0))
@@ -54,26 +53,9 @@ def test_the_last_piece_has_the_answer(
     assert last.answer.text == "".join(piece.text for piece in pieces) == REPLY
     assert last.text == ""
     assert last.answer.logprobs is not None
-
-
-@WAYS
-def test_beams_come_as_one_piece(engine: BlendEngine, stream: Callable[..., list[Piece]]) -> None:
-    (only,) = stream(engine, Options(generate={"num_beams": 2}))
+    (only,) = stream(engine, Options(generate={"num_beams": 2}))  # beams are not streamed
     assert only.answer is not None
     assert only.text == only.answer.text == REPLY
-
-
-@WAYS
-def test_a_timeout_is_raised_from_the_pieces(
-    engine: BlendEngine, stream: Callable[..., list[Piece]]
-) -> None:
-    engine.adapter.model.pause_s = 0.05
-    try:
-        with pytest.raises(RequestTimeout):
-            stream(engine, Options(timeout_s=0.2))
-    finally:
-        engine.adapter.model.pause_s = 0.0
-    assert "".join(piece.text for piece in stream(engine, Options())) == REPLY
 
 
 @WAYS
