@@ -12,7 +12,8 @@ import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.engine.library import Entry
 from blendrag.errors import InvalidInputError
-from blendrag.frameworks import CONFIG, RequestFields, close_shared_engines
+from blendrag.frameworks.engines import close_shared_engines
+from blendrag.frameworks.fields import CONFIG, RequestFields
 
 TOOL = {"type": "function", "function": {"name": "search"}}
 

@@ -89,6 +89,19 @@ class LLMTests:
         """The LLM with other arguments."""
         return self.llm_class(**{**self.llm_params, **changes})
 
+    async def assert_refused(
+        self, llm: LLM, messages: list[ChatMessage], match: str = "", **options: Any
+    ) -> None:
+        """Chatting raises :attr:`refusal` in each way, with a text that has the pattern ``match``."""
+        with pytest.raises(self.refusal, match=match):
+            llm.chat(messages, **options)
+        with pytest.raises(self.refusal, match=match):
+            list(llm.stream_chat(messages, **options))
+        with pytest.raises(self.refusal, match=match):
+            await llm.achat(messages, **options)
+        with pytest.raises(self.refusal, match=match):
+            _ = [response async for response in await llm.astream_chat(messages, **options)]
+
 
 def text_of(response: Response) -> str:
     if isinstance(response, CompletionResponse):
@@ -357,30 +370,15 @@ class LLMConductTests(LLMTests):
     @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.block_type)
     async def test_content_that_is_not_text_is_refused(self, llm: LLM, block: ImageBlock) -> None:
         messages = [ChatMessage(role="user", blocks=[block])]
-        with pytest.raises(self.refusal, match=block.block_type):
-            llm.chat(messages)
-        with pytest.raises(self.refusal, match=block.block_type):
-            await llm.achat(messages)
+        await self.assert_refused(llm, messages, block.block_type)
 
     async def test_no_messages_are_refused(self, llm: LLM) -> None:
-        with pytest.raises(self.refusal):
-            llm.chat([])
-        with pytest.raises(self.refusal):
-            list(llm.stream_chat([]))
-        with pytest.raises(self.refusal):
-            await llm.achat([])
+        await self.assert_refused(llm, [])
 
     @pytest.mark.parametrize("texts", [[""], [" \n", ""]], ids=["one", "two"])
     async def test_empty_messages_are_refused(self, llm: LLM, texts: list[str]) -> None:
         messages = [ChatMessage(role="user", content=text) for text in texts]
-        with pytest.raises(self.refusal, match="empty"):
-            llm.chat(messages)
-        with pytest.raises(self.refusal, match="empty"):
-            list(llm.stream_chat(messages))
-        with pytest.raises(self.refusal, match="empty"):
-            await llm.achat(messages)
-        with pytest.raises(self.refusal, match="empty"):
-            _ = [response async for response in await llm.astream_chat(messages)]
+        await self.assert_refused(llm, messages, "empty")
         with pytest.raises(self.refusal):
             llm.complete(texts[0])
         with pytest.raises(self.refusal):
@@ -388,10 +386,8 @@ class LLMConductTests(LLMTests):
 
     async def test_a_prompt_longer_than_the_context_is_refused(self, llm: LLM) -> None:
         prompt = "harbour " * llm.metadata.context_window
-        with pytest.raises(self.refusal, match=r"\d+ over"):
-            llm.complete(prompt)
-        with pytest.raises(self.refusal, match=r"\d+ over"):
-            [r async for r in await llm.astream_complete(prompt)]
+        messages = [ChatMessage(role="user", content=prompt)]
+        await self.assert_refused(llm, messages, r"\d+ over")
 
     # -- requests that are given up -------------------------------------------------------------
 

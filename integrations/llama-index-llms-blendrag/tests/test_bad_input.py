@@ -8,33 +8,16 @@ from typing import Any
 import pytest
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock
 from llama_index.core.query_engine import RetrieverQueryEngine
+from llm_standard_tests import LLMTests
 from pydantic import ValidationError
 
 import tiny
 from blendrag.engine import BlendEngine
-from blendrag.errors import BlendragError, InvalidInputError
+from blendrag.errors import BlendragError
 from llama_index.llms.blendrag import BlendLLM, BlendRetriever
 
 QUESTION = "Where is Place32?"
 ASKED = [ChatMessage(role="user", content=QUESTION)]
-
-
-async def refusals(llm: BlendLLM, messages: list[ChatMessage], **options: Any) -> list[str]:
-    """The error in each way of calling."""
-    errors = []
-    with pytest.raises(InvalidInputError) as raised:
-        llm.chat(messages, **options)
-    errors.append(str(raised.value))
-    with pytest.raises(InvalidInputError) as raised:
-        list(llm.stream_chat(messages, **options))
-    errors.append(str(raised.value))
-    with pytest.raises(InvalidInputError) as raised:
-        await llm.achat(messages, **options)
-    errors.append(str(raised.value))
-    with pytest.raises(InvalidInputError) as raised:
-        _ = [response async for response in await llm.astream_chat(messages, **options)]
-    errors.append(str(raised.value))
-    return errors
 
 
 IMAGE = ChatMessage(role="user", blocks=[ImageBlock(url="http://localhost/x.png")])
@@ -55,9 +38,7 @@ RAW = {"apply_chat_template": False}
 async def test_invalid_messages_and_options_are_refused(
     llm: BlendLLM, messages: list[ChatMessage], options: dict[str, Any], sentence: str
 ) -> None:
-    for error in await refusals(llm, messages, **options):
-        assert error.startswith(sentence)
-        assert tiny.one_sentence(error)
+    await LLMTests().assert_refused(llm, messages, f"^{sentence}", **options)
 
 
 def test_a_wrong_field_is_refused(engine: BlendEngine) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from llama_index.core.chat_engine import ContextChatEngine
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import NodeWithScore, QueryBundle
@@ -68,15 +67,3 @@ def test_metadata_written_before_a_chunk_does_not_hide_it(
     response = query_engine.query(QUESTION)
     assert "distance: " in str(seen.prompts[0])
     assert_reused(seen.metrics, response.source_nodes, engine)
-
-
-def test_a_chat_engine_reuses_chunks_in_every_turn(
-    llm: BlendLLM, retriever: BlendRetriever, engine: BlendEngine, seen: Any
-) -> None:
-    chat = ContextChatEngine.from_defaults(retriever=retriever, llm=llm)
-    first = chat.chat(QUESTION)
-    second = chat.chat("And what about Place30?")
-    assert_reused(seen.metrics[:1], first.source_nodes, engine)
-    assert_reused(seen.metrics[1:], second.source_nodes, engine)
-    roles = [message.role.value for message in seen.prompts[1]]
-    assert roles == ["system", "user", "assistant", "user"]

@@ -31,28 +31,6 @@ from blendrag.frameworks.engines import (
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine, Options
 
-#: Names of call options, as the frameworks or blendrag spell them, and the names of the options.
-CALL_OPTIONS = {
-    "mode": "mode",
-    "policy": "policy",
-    "schedule": "schedule",
-    "ratio": "ratio",
-    "min_ratio": "min_ratio",
-    "max_tokens": "max_new_tokens",
-    "max_new_tokens": "max_new_tokens",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "apply_chat_template": "apply_chat_template",
-    "template_kwargs": "template",
-    "generate_kwargs": "generate",
-    "timeout": "timeout_s",
-    "seed": "seed",
-    "logprobs": "logprobs",
-    "top_logprobs": "top_logprobs",
-    "tools": "tools",
-}
-
-
 #: A misspelt argument is an error. The frameworks' base classes ignore it, and in pydantic the last base
 #: wins, so wrappers repeat ``model_config = CONFIG``.
 CONFIG = ConfigDict(extra="forbid", populate_by_name=True, arbitrary_types_allowed=True)
@@ -192,7 +170,16 @@ class RequestFields(EngineFields):
             raise exc.called(_spelling(exc.name, overrides, top)) from None
 
 
-_FIELDS = tuple(name for name in CALL_OPTIONS if name not in ("max_new_tokens", "tools"))
+#: The fields above that are options, without ``stop``, which the frameworks pass by itself.
+_FIELDS = [n for n in RequestFields.model_fields if n not in (*EngineFields.model_fields, "stop")]
+_RENAMED = {
+    "max_tokens": "max_new_tokens",
+    "template_kwargs": "template",
+    "generate_kwargs": "generate",
+    "timeout": "timeout_s",
+}
+#: Names of call options, as the frameworks or blendrag spell them, and the names of the options.
+CALL_OPTIONS = {name: _RENAMED.get(name, name) for name in (*_FIELDS, "max_new_tokens", "tools")}
 
 
 def _known(options: Mapping[str, Any]) -> dict[str, Any]:
