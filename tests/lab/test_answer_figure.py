@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from blendrag.cli.plots import write_png
 from blendrag.lab.answer_figure import answer_figure, measure
-from blendrag.lab.bench.geometry import bench_adapter
+from blendrag.lab.bench.geometry import TimedModel
 from blendrag.lab.bench.workload import Workload
 
 
 def test_one_answer_is_measured_and_drawn(tmp_path):
     workload = Workload(chunks=2, chunk_tokens=64, question_tokens=16, ratio=0.25, rounds=1)
-    answer = measure(bench_adapter("tiny", None, "auto", "cpu"), workload)
+    answer = measure(TimedModel("tiny", device="cpu").adapter, workload)
     assert answer.full_s > 0
     assert answer.blend_s >= max(span.ended_s for span in answer.spans if span.pass_name == "")
     assert len(answer.recomputed) == 4

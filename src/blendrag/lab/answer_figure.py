@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from blendrag.cli.plots import COLOURS, GREY, STYLE, require_place, write_png
-from blendrag.lab.bench.geometry import bench_adapter
+from blendrag.lab.bench.geometry import TimedModel
 from blendrag.lab.bench.tiers import ON_DISK, tier_store
 from blendrag.lab.bench.workload import NEW_TOKENS, PromptBench, Workload
 from blendrag.metrics import LOAD, WAIT, Span, Timeline
@@ -155,7 +155,7 @@ def main() -> None:
     given = parser.parse_args()
     require_place("path", given.path, ".png")
     workload = Workload(chunks=given.chunks, chunk_tokens=given.chunk_tokens, rounds=given.rounds)
-    adapter = bench_adapter(given.geometry, None, "auto", "auto")
+    adapter = TimedModel(given.geometry).adapter
     write_png(answer_figure(measure(adapter, workload)), given.path)
 
 

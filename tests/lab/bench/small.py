@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from blendrag.lab.bench import auto
-from blendrag.lab.bench.geometry import TimedModel, bench_adapter
+from blendrag.lab.bench.geometry import TimedModel
 from blendrag.lab.bench.workload import PromptBench
 from blendrag.model import ModelAdapter
 from blendrag.planning.profile import Curve, Profile, Tier, conditions_of
@@ -62,7 +62,7 @@ def printed(name: str) -> dict[str, Any]:
 @cache
 def tiny_adapter() -> ModelAdapter:
     """The tiny geometry in float32. Larger weights make the chosen tokens depend on the prompt."""
-    made = bench_adapter("tiny", None, "float32", "cpu")
+    made = TimedModel("tiny", None, "float32", "cpu").adapter
     torch.manual_seed(1)
     with torch.no_grad():
         for layer in made.model.model.layers:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from blendrag.lab.bench import auto
-from blendrag.lab.bench.auto import AutoBench, AutoRun, tier_result, with_tier
+from blendrag.lab.bench.auto import AutoRun, tier_result, with_tier
 from blendrag.lab.bench.tiers import ON_DISK, parse_tier, tier_store
 from blendrag.lab.bench.workload import PromptBench, Workload
 from blendrag.planning.controller import Controller
@@ -65,14 +65,6 @@ def test_a_prediction_includes_opening_and_deciding(monkeypatch: pytest.MonkeyPa
     assert row["ms"]["median"] >= row["predicted_ms"] >= 200
 
 
-def test_every_round_starts_with_another_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, order = AutoBench.run, []
-    monkeypatch.setattr(AutoBench, "run", lambda self, r: order.append(r) or run(self, r))
-    fields = measured(*COMMAND, "--rounds", "2", "--tiers", "disk", "--ratios", "0.15,0.5")
-    assert order == [0.15, 0.5, None, 0.5, None, 0.15, None, 0.15, 0.5]
-    assert fields["requests"] == 6  # the first round warms up
-
-
 def test_auto_is_compared_with_the_fastest_fixed_ratio() -> None:
     near, far = AutoRun(1.0, 1.1, 0.15, 2), AutoRun(1.0, 2.0, 0.15, 2)
     slow = AutoRun(2.0, 2.0, 0.5, 2)
@@ -82,7 +74,7 @@ def test_auto_is_compared_with_the_fastest_fixed_ratio() -> None:
 
 @pytest.mark.parametrize(
     ("predicted_s", "is_close"),
-    [(1.0, True), (1.149, True), (0.851, True), (1.16, False), (0.8, False)],
+    [(1.149, True), (0.851, True), (1.16, False), (0.84, False)],
 )
 def test_a_prediction_within_15_percent_is_close(predicted_s: float, is_close: bool) -> None:
     assert AutoRun(1.0, predicted_s, 0.15, 2).is_close == is_close

@@ -46,7 +46,7 @@ def line(axes: Axes, label: str) -> Line2D:
 
 @pytest.mark.parametrize(
     ("factor", "values"),
-    [("ratio", ("0.05", "0.15", "1.0")), ("chunk-tokens", ("256", "512")), ("chunks", ("2", "4"))],
+    [("ratio", ("0.05", "0.15", "1.0")), ("chunk-tokens", ("256", "512"))],
 )
 def test_numeric_factors_are_drawn_at_their_values(factor: str, values: tuple[str, ...]) -> None:
     result = swept(factor, values)

@@ -57,11 +57,6 @@ def test_both_ingests_can_be_processes() -> None:
     assert fields["from_shell"] is True
 
 
-def test_without_a_corpus_only_rates_are_measured() -> None:
-    result = ingest(timed(), IngestWorkload(1, 64, 0))
-    assert (result.corpus_chunks, result.reingest_speedup) == (0, 0)
-
-
 @pytest.mark.parametrize("end", [KeyboardInterrupt(), StoreFullError("there is no room")], ids=repr)
 def test_an_interrupted_ingest_ends_the_bench_and_leaves_no_files(
     end: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -76,7 +76,7 @@ def test_half_the_service_time_sustains_twice_the_rate() -> None:
 
 def test_requests_ask_most_for_the_first_chunks_and_are_always_the_same() -> None:
     plans, again = (
-        make_requests(tiny_adapter(), PROMPT, LoadWorkload(100, 5, 30, 10)).plans for _ in "ab"
+        make_requests(tiny_adapter(), PROMPT, LoadWorkload(100, 5, 30, 10))[1] for _ in "ab"
     )
     assert len(plans) == 105
     assert all(len({s.chunk_id for s in plan.chunks}) == PROMPT.chunks for plan in plans)

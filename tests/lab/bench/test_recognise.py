@@ -16,7 +16,6 @@ def test_both_corpora_are_searched_for_whole_chunks_cut_ones_and_none() -> None:
         for corpus in ("distinct", "first 200 shared")
         for prompt in ("whole chunks", "chunks cut off", "no chunks")
     ]
-    assert all(cpu_ms > 0 for cpu_ms in result.cpu_ms)
     assert all(min(load.add_s, load.load_s, load.follow_s) > 0 for load in result.loads)
     table = recognise_table(result)
     assert table.title == "60 chunks, prompts of 9,000 characters, 2 rounds"

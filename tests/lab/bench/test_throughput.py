@@ -54,18 +54,6 @@ def test_requests_have_different_lengths_over_the_same_chunks(bench: ThroughputB
         assert [s.position for s in plan.segments] == [0, 32, 64, 96]
 
 
-def test_a_batch_is_one_forward(bench: ThroughputBench) -> None:
-    forwards: list[int] = []
-    hook = bench.adapter.stack.layers[2].register_forward_hook(lambda *_: forwards.append(1))
-    counts = {}
-    for size in (1, 2, 5):
-        forwards.clear()
-        bench.reuse(size)
-        counts[size] = len(forwards)
-    hook.remove()
-    assert counts == {1: 5, 2: 3, 5: 1}
-
-
 def test_batches_are_refused_for_a_model_whose_attention_takes_masks() -> None:
     adapter = tiny.adapter(tiny.family("gemma2", attn_implementation="eager"))
     workload = Workload(2, 8, 8, 0.3, "reuse", rounds=1)

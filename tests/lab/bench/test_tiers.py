@@ -15,8 +15,7 @@ import torch
 
 import tiny
 from blendrag.errors import InvalidInputError
-from blendrag.lab.bench import auto, tiers
-from blendrag.lab.bench.ingest_rate import IngestWorkload, ingest
+from blendrag.lab.bench import tiers
 from blendrag.lab.bench.recognise import RecogniseWorkload, recognise
 from blendrag.lab.bench.scratch import PREFIX, scratch
 from blendrag.lab.bench.store import StoreWorkload, store
@@ -32,7 +31,7 @@ from blendrag.lab.bench.tiers import (
 from blendrag.lab.bench.workload import PromptBench, Workload
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.kv import ChunkKV
-from lab.bench.small import timed, tiny_adapter
+from lab.bench.small import tiny_adapter
 
 NAMESPACE, KEY, OTHER_KEY = "a" * 64, "b" * 64, "c" * 64
 TOKENS = 30
@@ -176,15 +175,6 @@ def killed(parent: Path) -> Path:
     return left
 
 
-def test_a_scratch_directory_is_empty_and_removed_in_the_end(tmp_path: Path) -> None:
-    with scratch(tmp_path) as made:
-        assert made.parent == tmp_path
-        assert list(made.iterdir()) == []
-        (made / "store").mkdir()
-        (made / "store" / "kv").write_bytes(b"kv")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_directory_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, check=False
@@ -193,6 +183,9 @@ def test_the_directory_of_a_killed_process_is_removed_by_the_next(tmp_path: Path
     assert (Path(ended.stdout.strip()) / "kv").is_file()
     with scratch(tmp_path) as made:
         assert list(tmp_path.iterdir()) == [made]
+        assert list(made.iterdir()) == []
+        (made / "kv").write_bytes(b"kv")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_in_use_stays_however_old_it_is(tmp_path: Path) -> None:
@@ -235,19 +228,10 @@ def in_tiers() -> None:
         pass
 
 
-def in_profile() -> None:
-    with tier_store(ON_DISK) as there, torch.inference_mode():
-        auto.measure_profile(
-            PromptBench(tiny_adapter(), Workload(2, 32, 8), there.store), lambda text: None
-        )
-
-
 @pytest.mark.parametrize(
     "bench",
     [
         in_tiers,
-        in_profile,
-        lambda: ingest(timed(), IngestWorkload(1, 64, 0)),
         lambda: store(StoreWorkload("tiny", 16, 1, rows=100, rounds=1)),
         lambda: recognise(RecogniseWorkload(20, 4000, 1)),
     ],
@@ -256,7 +240,6 @@ def test_every_bench_that_writes_removes_what_was_left(
     bench: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(auto.Measure, "profile", lambda self, conditions, root: None)
     monkeypatch.setattr("blendrag.lab.bench.store.GETS", 5)
     left = killed(tmp_path)
     bench()

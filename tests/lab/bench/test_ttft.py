@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from blendrag.lab.bench.ttft import CachedPrefix, ttft, ttft_table
-from blendrag.lab.bench.workload import REUSE, PromptBench, Workload
+from blendrag.lab.bench.workload import PromptBench, Workload
 from blendrag.store import open_store
 from lab.bench.small import LAYERS, no_peak_bytes, printed, timed, tiny_adapter
 
@@ -63,15 +63,6 @@ def test_ways_that_compute_everything_choose_the_token_of_stock_prefill(bench: P
     assert token == bench.full()
     assert counts.rows == (PROMPT_TOKENS,) * LAYERS
     assert bench.floor_speedup(counts) == 1.0
-
-
-def test_blend_recomputes_its_share_and_reuse_nothing(bench: PromptBench) -> None:
-    blended = bench.blended()[1]
-    assert blended.candidate_rows[0] == blended.candidate_rows[1]
-    assert sum(blended.candidate_rows[1:]) == round(0.15 * CHUNK_TOKENS * (LAYERS - 1))
-    reused = bench.blended(**REUSE)[1]
-    assert reused.candidate_rows == (0,) * LAYERS
-    assert reused.rows == (PROMPT_TOKENS - CHUNK_TOKENS,) * LAYERS
 
 
 def test_a_compiled_stock_prefill_has_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:

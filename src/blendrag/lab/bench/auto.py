@@ -22,7 +22,7 @@ from blendrag.lab.bench import options
 from blendrag.lab.bench.geometry import TimedModel
 from blendrag.lab.bench.rounds import Tick, Timing, clock, run_rounds, silent
 from blendrag.lab.bench.scratch import scratch
-from blendrag.lab.bench.tiers import BenchTier, TierStore, parse_tier, settle_all
+from blendrag.lab.bench.tiers import BenchTier, TierStore, parse_tier
 from blendrag.lab.bench.workload import (
     PREFIX_IDS,
     BlendResult,
@@ -215,12 +215,16 @@ def auto(
             for ratio in asked
         }
 
+        def settle() -> None:
+            for _, there in benches:
+                there.settle()
+
         runs = run_rounds(
             ways,
             workload.rounds,
             tick,
             lambda name: benches[name[0]][1].prepare(),
-            lambda: settle_all(there for _, there in benches),
+            settle,
         )
     found = tuple(
         tier_result(tier, {ratio: runs[i, ratio] for ratio in asked})

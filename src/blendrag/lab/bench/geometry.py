@@ -59,8 +59,21 @@ class TimedModel:
 
     @cached_property
     def adapter(self) -> ModelAdapter:
-        """Load the model. Raises :class:`InvalidInputError` and what loading a model raises."""
-        return bench_adapter(self.geometry, self.model, self.dtype, self.device)
+        """Load the model. A geometry uses the demo model's tokenizer, because any ids will do.
+
+        Raises :class:`InvalidInputError` and what :func:`load_adapter` raises.
+        """
+        dtype, device = self.dtype or "auto", self.device or "auto"
+        if self.model is not None and self.geometry is None:
+            return load_adapter(self.model, dtype, device)
+        if self.model is not None or self.geometry is None:
+            raise InvalidInputError("give either --geometry or --model")
+        if dtype != "auto" and dtype not in DTYPES:
+            raise InvalidInputError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
+        target = resolve_device(device)
+        kind = automatic_dtype(torch.bfloat16, target) if dtype == "auto" else DTYPES[dtype]
+        loaded = random_model(self.geometry, kind, target)
+        return ModelAdapter(loaded, load_tokens("demo").tokenizer, model_id=self.geometry)
 
 
 def config_of(geometry: str) -> dict[str, Any]:
@@ -89,22 +102,3 @@ def random_model(geometry: str, dtype: torch.dtype, device: torch.device) -> Any
             return Qwen2ForCausalLM(config).eval()
     finally:
         torch.set_default_dtype(before)
-
-
-def bench_adapter(
-    geometry: str | None, model: str | None, dtype: str | None = None, device: str | None = None
-) -> ModelAdapter:
-    """Load the model to time. A geometry uses the demo model's tokenizer, because any ids will do.
-
-    Raises :class:`InvalidInputError` and what :func:`load_adapter` raises.
-    """
-    dtype, target = dtype or "auto", resolve_device(device or "auto")
-    if model is not None and geometry is None:
-        return load_adapter(model, dtype, device or "auto")
-    if model is not None or geometry is None:
-        raise InvalidInputError("give either --geometry or --model")
-    if dtype != "auto" and dtype not in DTYPES:
-        raise InvalidInputError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
-    kind = automatic_dtype(torch.bfloat16, target) if dtype == "auto" else DTYPES[dtype]
-    loaded = random_model(geometry, kind, target)
-    return ModelAdapter(loaded, load_tokens("demo").tokenizer, model_id=geometry)

@@ -145,18 +145,13 @@ def load_table(result: LoadResult) -> ResultTable:
 # -- requests -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Requests:
-    """What all three ways are asked."""
+def make_requests(
+    adapter: ModelAdapter, prompt: Workload, workload: LoadWorkload
+) -> tuple[list[tuple[int, ...]], list[PromptPlan]]:
+    """Ids of a corpus's chunks, the most requested first; and prompts over it, warm-up requests first.
 
-    corpus: tuple[tuple[int, ...], ...]
-    """Ids of its chunks, the most requested first."""
-    plans: tuple[PromptPlan, ...]
-    """In order, warm-up requests first."""
-
-
-def make_requests(adapter: ModelAdapter, prompt: Workload, workload: LoadWorkload) -> Requests:
-    """A corpus, and prompts over it. Raises :class:`InvalidInputError`."""
+    Raises :class:`InvalidInputError`.
+    """
     workload.check(adapter, prompt)
     vocab = adapter.model.get_input_embeddings().num_embeddings
     rng = np.random.default_rng(0)
@@ -176,7 +171,7 @@ def make_requests(adapter: ModelAdapter, prompt: Workload, workload: LoadWorkloa
         ]
         at = prompt.chunks * prompt.chunk_tokens
         plans.append(PromptPlan((*segments, Segment("", ids(prompt.question_tokens), at))))
-    return Requests(tuple(corpus), tuple(plans))
+    return corpus, plans
 
 
 # -- the three ways -------------------------------------------------------------------------------
@@ -335,22 +330,22 @@ def load(
     """Poisson arrivals over a skewed corpus: TTFT and throughput of full, prefix and blend by rate."""
     wanted, adapter = parse_tier(tier), timed.adapter
     adapter.require_blendable()
-    requests = make_requests(adapter, prompt, workload)
+    corpus, plans = make_requests(adapter, prompt, workload)
     limit = workload.store_chunks * frame(adapter.layout, prompt.chunk_tokens).file_bytes
     with tier_store(wanted, limit) as there:
         blend = BlendServer(adapter, there, prompt)
-        tick(f"encoding the corpus of {len(requests.corpus)} chunks")
+        tick(f"encoding the corpus of {len(corpus)} chunks")
         # In random order: which chunks a small store keeps does not depend on the requests.
-        order = np.random.default_rng(1).permutation(len(requests.corpus))
-        blend.stored.put(requests.corpus[i] for i in order)
+        order = np.random.default_rng(1).permutation(len(corpus))
+        blend.stored.put(corpus[i] for i in order)
         servers: dict[str, Server] = {
             "full": FullServer(adapter),
             "prefix": PrefixServer(adapter, limit),
             "blend": blend,
         }
         served: dict[str, list[Served]] = {name: [] for name in servers}
-        for number, plan in enumerate(requests.plans):
-            tick(f"request {number + 1} of {len(requests.plans)}")
+        for number, plan in enumerate(plans):
+            tick(f"request {number + 1} of {len(plans)}")
             for name, server in servers.items():
                 served[name].append(server.serve(plan))
             there.settle()

@@ -7,7 +7,6 @@ share their first characters. Each way checks what it found. No model is loaded 
 from __future__ import annotations
 
 import random
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -33,7 +32,7 @@ from blendrag.lab.bench.rounds import (
     silent,
 )
 from blendrag.lab.bench.scratch import scratch
-from blendrag.lab.tables import NOTHING, ResultTable, figure, table
+from blendrag.lab.tables import NOTHING, ResultTable, table
 from blendrag.text.chunking import Chunk, chunk_id_of
 from blendrag.text.readers import Document
 
@@ -70,11 +69,9 @@ class LoadedIndex:
 
 @dataclass(frozen=True, kw_only=True)
 class RecogniseResult(RecogniseWorkload):
-    """One run; times of a prompt in milliseconds."""
+    """One run; times of a prompt are CPU times, which other processes hardly disturb."""
 
     rows: tuple[WayRow, ...]
-    cpu_ms: tuple[float, ...]
-    """Median CPU time of the thread for each row, which other processes hardly disturb."""
     loads: tuple[LoadedIndex, ...]
 
 
@@ -89,13 +86,10 @@ def recognise_table(result: RecogniseResult) -> ResultTable:
         )
     return table(
         [
-            ("corpus and prompt", lambda pair: pair[0].way),
-            ("ms", lambda pair: figure(pair[0].ms.median)),
-            ("lowest", lambda pair: figure(pair[0].ms.low)),
-            ("highest", lambda pair: figure(pair[0].ms.high)),
-            ("CPU ms", lambda pair: figure(pair[1])),
+            ("corpus and prompt", lambda row: row.way),
+            ("CPU ms (lowest to highest)", lambda row: str(row.ms)),
         ],
-        zip(result.rows, result.cpu_ms, strict=True),
+        result.rows,
         f"{result.chunks:,} chunks, prompts of {result.prompt_chars:,} characters, {result.rounds} rounds",
         notes,
     )
@@ -106,7 +100,6 @@ def recognise(workload: RecogniseWorkload, tick: Tick = silent) -> RecogniseResu
     """Finding known chunks in a prompt, over a corpus of many; loading its index, following changes."""
     loads: list[LoadedIndex] = []
     ways: list[CheckedWay] = []
-    cpu_ms: dict[str, list[float]] = {}
     with scratch() as directory, ExitStack() as corpora:
         for name, shared in (("distinct", 0), (f"first {SHARED_CHARS} shared", SHARED_CHARS)):
             tick(f"{name}: adding {workload.chunks} chunks")
@@ -116,12 +109,11 @@ def recognise(workload: RecogniseWorkload, tick: Tick = silent) -> RecogniseResu
             corpus = corpora.enter_context(Corpus.open(root))
             tick(f"{name}: loading")
             loads.append(_load(corpus, name, texts, add_s))
-            ways += _ways(corpus, name, texts, workload.prompt_chars, cpu_ms)
+            ways += _ways(corpus, name, texts, workload.prompt_chars)
         rows = measure_part("find", ways, workload.rounds, tick)
     return RecogniseResult(
         **vars(workload),
         rows=tuple(rows),
-        cpu_ms=tuple(statistics.median(cpu_ms[row.way]) for row in rows),
         loads=tuple(loads),
     )
 
@@ -180,9 +172,7 @@ def _load(corpus: Corpus, name: str, texts: list[str], add_s: float) -> LoadedIn
 # -- searches -------------------------------------------------------------------------------------
 
 
-def _ways(
-    corpus: Corpus, name: str, texts: list[str], chars: int, cpu_ms: dict[str, list[float]]
-) -> list[CheckedWay]:
+def _ways(corpus: Corpus, name: str, texts: list[str], chars: int) -> list[CheckedWay]:
     """Prompts of whole chunks, of chunks cut in half, and of text that is in no chunk."""
     unknown = _texts(random.Random(-1), len(texts), 0)
     halves = [text[: len(text) // 2] for text in texts]
@@ -198,22 +188,22 @@ def _ways(
         prompt = list(takewhile(lambda pair: pair[1] <= chars, zip(order, ends, strict=True)))
         expected = (len(prompt) * (parts is texts), len(prompt) * (parts is halves))
         text = "\n\n".join(part for part, _ in prompt)
-        way, times = f"{name}: {kind}", cpu_ms.setdefault(f"{name}: {kind}", [])
-        ways.append(CheckedWay(way, partial(_find, corpus, way, text, expected, times)))
+        way = f"{name}: {kind}"
+        ways.append(CheckedWay(way, partial(_find, corpus, way, text, expected)))
     return ways
 
 
 @contextmanager
 def _find(
-    corpus: Corpus, name: str, prompt: str, expected: tuple[int, int], cpu_ms: list[float]
-) -> Iterator[Callable[[], None]]:
+    corpus: Corpus, name: str, prompt: str, expected: tuple[int, int]
+) -> Iterator[Callable[[], float]]:
     """Search one prompt, which has ``expected`` whole and cut chunks."""
     found: list[Any] = []
 
-    def run() -> None:
+    def run() -> float:
         began = time.thread_time()
         found.extend(corpus.chunk_index.find(prompt))
-        cpu_ms.append((time.thread_time() - began) * 1e3)
+        return time.thread_time() - began
 
     yield run
     whole = sum(match.complete for match in found)

@@ -21,7 +21,7 @@ from blendrag.lab.bench import options
 from blendrag.lab.bench.geometry import TimedModel
 from blendrag.lab.bench.options import Machine, machine_of
 from blendrag.lab.bench.rounds import Tick, Timing, milliseconds, run_rounds, silent
-from blendrag.lab.bench.tiers import BenchTier, TierStore, parse_tier, settle_all
+from blendrag.lab.bench.tiers import BenchTier, TierStore, parse_tier
 from blendrag.lab.bench.workload import (
     PromptBench,
     Workload,
@@ -216,12 +216,17 @@ def sweep(
                 places.setdefault(name, there)
 
         timers = {name: partial(milliseconds, way, first.device) for name, way in ways.items()}
+
+        def settle() -> None:
+            for there in places.values():
+                there.settle()
+
         samples = run_rounds(
             timers,
             workload.rounds,
             tick,
             lambda name: places[name].prepare(),
-            lambda: settle_all(places.values()),
+            settle,
         )
         timings = {name: Timing.of(ms) for name, ms in samples.items()}
         rows = tuple(_row(case, benches[case.place][0], timings) for case in cases)

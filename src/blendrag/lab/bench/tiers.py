@@ -188,12 +188,6 @@ class TierStore:
         return {name: Timing.of(ms) for name, ms in samples.items()}
 
 
-def settle_all(stores: Iterable[TierStore]) -> None:
-    """:meth:`TierStore.settle` for each."""
-    for there in stores:
-        there.settle()
-
-
 @contextmanager
 def tier_store(tier: BenchTier, limit_bytes: int = AMPLE_BYTES) -> Iterator[TierStore]:
     """A temporary store of at most ``limit_bytes``."""
