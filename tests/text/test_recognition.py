@@ -1,9 +1,10 @@
-"""Known chunks are found in any prompt, and every match is the chunk's text."""
+"""Known chunks are found in any prompt, and every match has the text and the tokens of the chunk."""
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiny
+from blendrag.model.tokens import Tokens
 from blendrag.text import recognition
 from blendrag.text.chunking import canonical
 from blendrag.text.matches import MIN_LETTERS, Match, is_recognisable, letters_in
+from blendrag.text.prompt import PromptPlan, make_plan
 from blendrag.text.recognition import MAX_COMPARED, ChunkIndex, PrefixSums, chunk_hashes
 
 PROSE = (
@@ -252,3 +255,116 @@ def test_separated_chunks_are_all_found(pieces: list[str]) -> None:
 @pytest.mark.parametrize("prompt", ["", "x", "\ud800" * 40, "\0" * 100])
 def test_odd_prompts_contain_no_chunk(prompt: str) -> None:
     assert index_of(a=PROSE).find(prompt) == []
+
+
+# -- tokens -----------------------------------------------------------------------------------------
+
+TOKENS = Tokens(tiny.tokenizer())
+PAGES = '"Two" paragraphs,\n\n' + "\n\n".join(tiny.sentence(i) for i in range(10, 16))
+HEBREW = "מגדלור עתיק עמד על הצוק, ובו שומר זקן שהדליק את המנורה בכל ערב לפני שקיעת החמה. " * 2
+ARABIC = "كانت المنارة القديمة تقف على الجرف، وكان حارسها يُشعل المصباح كلَّ مساءٍ قبل الغروب. " * 2
+BIDI = f"\u2067{HEBREW.strip()}\u2069 means \u2066{PROSE[:80]}\u2069 here."
+
+
+def plan_over(texts: Mapping[str, str], prompt: str) -> PromptPlan:
+    """The plan, after checking that every recognised chunk has the tokens of that chunk."""
+
+    def stored(chunk_id: str) -> tuple[int, ...]:
+        return tuple(TOKENS.encode_text(canonical(texts[chunk_id])))
+
+    plan = make_plan(prompt, index_of(**texts).find(prompt), TOKENS, stored)
+    for segment in plan.chunks:
+        assert segment.chunk_id is not None
+        text = canonical(texts[segment.chunk_id])
+        assert segment.stored_ids == tuple(TOKENS.encode_text(text))
+        assert segment.ids == segment.stored_ids[: len(segment.ids)]
+        assert text.startswith(segment.text)
+        assert segment.text in prompt
+        if segment.complete:
+            assert segment.text == text
+            assert segment.ids  # fewer than stored if a token merges at an end
+    assert TOKENS.decode(plan.ids) == TOKENS.decode(TOKENS.encode_template(prompt))
+    return plan
+
+
+WAYS = (
+    "{}",
+    "Context:\n\n{}\n\nQuestion: who?",
+    "Context:\nfile_path: a/b.md\npage_label: 3\n\n{}\n\nQuestion: who?",
+    "<doc id=7 title='A {x}'>{}</doc>",
+    "Context:\r\n\t \u00a0{}\u3000\n\n\n\nQuestion",
+    "context:{}question:",
+)
+
+
+@pytest.mark.parametrize("text", [PROSE, PAGES, CJK, HEBREW, ARABIC, BIDI])
+def test_a_chunk_is_recognised_in_any_prompt_format(text: str) -> None:
+    for way in WAYS:
+        prompt = way.replace("{}", text.strip())
+        for given_text in (text, f"\n\n  {text} \t\n"):
+            assert [s.chunk_id for s in plan_over({"a": given_text}, prompt).chunks] == ["a"], way
+
+
+@pytest.mark.parametrize("text", [PROSE, PAGES, CJK, HEBREW + ARABIC])
+@pytest.mark.parametrize("share", [0.3, 0.77, 0.99])
+def test_a_chunk_with_its_tail_cut_off_is_reused_in_part(text: str, share: float) -> None:
+    text = canonical(text)
+    texts = {"a": text, "b": tiny.sentence(99)}
+    rest = text[: max(64, int(len(text) * share))]
+    for ending in ("", "…", "\n\nQuestion: who?"):
+        plan = plan_over(texts, f"Context: {rest}{ending}")
+        (segment,) = plan.chunks
+        assert segment.chunk_id == "a"
+        kept = len(TOKENS.encode_text(segment.text))
+        assert len(segment.text) >= len(rest.rstrip())
+        assert len(segment.ids) >= kept - 3  # tokens around the cut may differ
+
+
+LETTERS = "ab界é א\n"
+HEADS = st.sampled_from(["", "ab" * 20, "界é" * 40, "a" * 70])
+TEXTS = st.lists(
+    st.builds(str.__add__, HEADS, st.text(LETTERS, min_size=8, max_size=150)), max_size=9
+)
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> tuple[list[str], str]:
+    """Texts, and a prompt of parts of them: whole, cut at either end, one run into another."""
+    texts = draw(TEXTS)
+    parts = []
+    for text in draw(st.lists(st.sampled_from([*texts, "ab"]), max_size=7)):
+        low = draw(st.sampled_from([0, 0, 0, 1, 5]))
+        high = draw(st.sampled_from([len(text), len(text), len(text), 70, 100]))
+        parts.append(text[low:high] + draw(st.sampled_from(["", "", "\n\n", "|", " "])))
+    return texts, "".join(parts)
+
+
+@settings(max_examples=150, deadline=None)
+@given(prompts())
+def test_recognised_tokens_equal_those_of_the_stored_kv(
+    drawn: tuple[list[str], str],
+) -> None:
+    pieces, prompt = drawn
+    texts = {f"c{i}": text for i, text in enumerate(pieces)}
+    plan_over(texts, prompt)
+
+
+@settings(max_examples=80, deadline=None)
+@given(prompts(), st.lists(st.tuples(st.booleans(), st.integers(0, 8)), max_size=30))
+def test_an_index_changed_step_by_step_equals_one_built_at_once(
+    drawn: tuple[list[str], str], changes: list[tuple[bool, int]]
+) -> None:
+    pieces, prompt = drawn
+    texts = {f"c{i}": text for i, text in enumerate(pieces)}
+    grown = ChunkIndex(lambda chunk_id: canonical(texts[chunk_id]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recognition, "RECENT", 2)  # chunks are moved to the main table soon
+        for is_added, number in changes:
+            if is_added and f"c{number}" in texts:
+                grown.add(f"c{number}", texts[f"c{number}"])
+            else:
+                grown.discard(f"c{number}")
+            there = {chunk_id: texts[chunk_id] for chunk_id in grown.ids()}
+            whole = [m for m in grown.find(prompt) if m.complete]
+            assert whole == [m for m in index_of(**there).find(prompt) if m.complete]
+            assert len(grown) == len(there)
