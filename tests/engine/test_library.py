@@ -297,7 +297,7 @@ def test_a_crash_within_the_rows_leaves_the_state_before(
     engine.library.add([entry(0), entry(1)])
     before = list(engine.library.entries())
     with monkeypatch.context() as patch:
-        patch.setattr("blendrag.corpus.documents.drop_orphans", killed)
+        patch.setattr("blendrag.corpus.documents.end_change", killed)
         with pytest.raises(Killed):
             engine.library.add([entry(0, text=tiny.sentence(5)), entry(7)])
         with pytest.raises(Killed):

@@ -36,7 +36,6 @@ from blendrag.corpus.documents import (
     delete_document,
     end_change,
     insert_document,
-    is_below,
     stored_chunks,
 )
 from blendrag.corpus.embedder import same_embedder
@@ -171,7 +170,12 @@ class Corpus:
 
     def sources_of(self, path: Path | str) -> list[str]:
         """Sources of the documents read from a file, or from the files below a directory."""
-        return [source for source in self.sources() if is_below(source, path)]
+        name = Path(path).as_posix()
+        sources = [source for source in self.sources() if not source.startswith(ENTRY_SOURCE)]
+        if name == ".":
+            return [source for source in sources if not source.startswith(("/", "../"))]
+        below = (f"{name}#", f"{name.rstrip('/')}/")
+        return [source for source in sources if source == name or source.startswith(below)]
 
     def document_digest(self, source: str) -> str | None:
         """The digest given with the document's last version; ``None`` if it does not exist."""

@@ -12,7 +12,6 @@ import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -109,16 +108,6 @@ def _entry_of(document: str) -> tuple[str | None, str]:
     return None, document
 
 
-def is_below(document: str, path: Path | str) -> bool:
-    """Whether a document was read from the file ``path``, or from a file below the directory."""
-    if document.startswith(ENTRY_SOURCE):
-        return False
-    name = Path(path).as_posix()
-    if name == ".":
-        return not document.startswith(("/", "../"))
-    return document == name or document.startswith((f"{name}#", f"{name.rstrip('/')}/"))
-
-
 def insert_document(
     connection: sqlite3.Connection,
     document: Document,
@@ -175,15 +164,9 @@ def end_change(file: CorpusFile, suspects: Sequence[int]) -> list[str]:
 
     Their texts are recorded as dropped, as their KV is still stored. Readers see that passages changed.
     """
-    orphans = drop_orphans(file.connection, suspects)
-    file.set_meta("generation", str(file.generation() + 1))
-    return orphans
-
-
-def drop_orphans(connection: sqlite3.Connection, suspects: Sequence[int]) -> list[str]:
     orphans: list[str] = []
     for row in dict.fromkeys(suspects):
-        deleted = connection.execute(
+        deleted = file.connection.execute(
             "DELETE FROM chunk WHERE id = ? AND NOT EXISTS "
             f"(SELECT 1 FROM passage WHERE chunk = ?) RETURNING {CHUNK.selected}",
             (row, row),
@@ -191,8 +174,9 @@ def drop_orphans(connection: sqlite3.Connection, suspects: Sequence[int]) -> lis
         for each in deleted:
             with suppress(DamagedRow):  # KV of a text that is lost stays until it is evicted
                 _, chunk_id, text, _ = CHUNK.checked(each)
-                DROPPED.put(connection, chunk_id, text, 0.0)
+                DROPPED.put(file.connection, chunk_id, text, 0.0)
                 orphans.append(chunk_id)
+    file.set_meta("generation", str(file.generation() + 1))
     return orphans
 
 
@@ -386,10 +370,9 @@ class EntryTable:
             return None if entry is None else EntryHit(entry, vector)
         place = ("source", "title", "start", "end", "chunk_id")
         metadata = {**found.metadata, **{name: getattr(found, name) for name in place}}
-        entry = Entry(
-            found.chunk_id, found.text, metadata, found.source, found.title, found.start
-        )  # equal chunks are one entry
-        return EntryHit(entry, vector)
+        # Equal chunks are one entry.
+        places = found.source, found.title, found.start
+        return EntryHit(Entry(found.chunk_id, found.text, metadata, *places), vector)
 
     def _read(self, ids: Sequence[str]) -> Iterator[tuple[Entry, StoredChunk]]:
         """The undamaged entries with these ids, and their chunks."""

@@ -303,7 +303,6 @@ _OPTIONS = frozenset(
         "padding_side", "torch_dtype", "truncation_side", "use_fast",
     }
 )  # fmt: skip
-_MAX_BYTES = regular_files.MIB
 #: Routers within routers.
 _MAX_DEPTH = 4
 
@@ -362,8 +361,7 @@ class _ModelFiles:
             self._check_options(folder)
         if _last(kind) in _ROUTERS:
             config = self._json(folder / "router_config.json")
-            if config is None:
-                config = self._json(folder / "config.json")
+            config = self._json(folder / "config.json") if config is None else config
             types = config.get("types") if isinstance(config, dict) else None
             if not isinstance(types, dict) or not depth:
                 raise self._refusal("has a router that names no classes; check it")
@@ -424,7 +422,7 @@ class _ModelFiles:
         if path is None:
             return None
         try:
-            return json.loads(regular_files.read_bytes(path, _MAX_BYTES, follow=True))
+            return json.loads(regular_files.read_bytes(path, regular_files.MIB, follow=True))
         except (OSError, ValueError, RecursionError) as exc:
             raise self._refusal(f"has a {file} that cannot be read ({exc}); check it") from exc
 

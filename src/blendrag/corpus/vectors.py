@@ -38,11 +38,8 @@ class VectorIndex:
             return None
         if not 0 < dim <= MAX_DIM:
             raise damaged_settings(f"setting dim is {dim}", self._file.path)
-        return (
-            dim
-            if self._file.rows("SELECT 1 FROM passage WHERE length(vector) > 0 LIMIT 1")
-            else None
-        )
+        has_vectors = self._file.rows("SELECT 1 FROM passage WHERE length(vector) > 0 LIMIT 1")
+        return dim if has_vectors else None
 
     def check(self, vectors: np.ndarray, chunks: int) -> None:
         """Check new vectors, in a transaction; the first ones set the corpus's dimension.
@@ -93,7 +90,7 @@ class VectorIndex:
             width = k
             while True:
                 found: dict[Hashable, tuple[T, float]] = {}
-                hits = self._search(vector, width)
+                hits = self._search(vector, min(width, len(self._ids)))
                 for passage, distance in hits:
                     if passage not in looked_at:
                         looked_at[passage] = accept(passage)
@@ -107,16 +104,17 @@ class VectorIndex:
 
     def _search(self, vector: np.ndarray, k: int) -> list[tuple[int, float]]:
         """Passage ids and L2 distances of the k nearest, nearest first."""
-        k = min(k, len(self._ids))
         if k == 0:
             return []
-        query = np.ascontiguousarray(vector, np.float32).reshape(1, -1)
-        squared, ids = self._index.search(query, k)
-        distances = np.sqrt(np.maximum(squared[0], 0.0))
-        return list(zip(ids[0].tolist(), distances.tolist(), strict=True))
+        squared, ids = self._index.search(np.asarray(vector, np.float32)[None], k)
+        return list(
+            zip(ids[0].tolist(), np.sqrt(np.maximum(squared[0], 0.0)).tolist(), strict=True)
+        )
 
     def _refresh(self, dim: int) -> None:
         """Make the index hold exactly the database's undamaged passages, in one read transaction."""
+        import faiss
+
         generation = self._file.generation()
         if self._index is not None and (self._index.d, self._generation) == (dim, generation):
             return
@@ -126,12 +124,8 @@ class VectorIndex:
             _passages(self._file, "NOT INDEXED"), unsearchable, assume_unique=True
         )
         if self._index is None or self._index.d != dim:
-            import faiss
-
-            self._index, self._ids = (
-                faiss.IndexIDMap2(faiss.IndexFlatL2(dim)),
-                np.zeros(0, np.int64),
-            )
+            self._index = faiss.IndexIDMap2(faiss.IndexFlatL2(dim))
+            self._ids = np.zeros(0, np.int64)
         removed = np.setdiff1d(self._ids, present, assume_unique=True)
         new = np.setdiff1d(present, self._ids, assume_unique=True)
         if len(removed):
@@ -139,7 +133,8 @@ class VectorIndex:
         for at in range(0, len(new), _BATCH):
             ids, vectors = _vectors_of(self._file, new[at : at + _BATCH], dim)
             self._index.add_with_ids(vectors, ids)
-        self._ids, self._generation = np.sort(_ids_of(self._index)), generation
+        self._ids = np.sort(faiss.vector_to_array(self._index.id_map))
+        self._generation = generation
 
 
 def _passages(file: CorpusFile, condition: str) -> np.ndarray:
@@ -151,12 +146,6 @@ def _passages(file: CorpusFile, condition: str) -> np.ndarray:
             raise damaged("its passages are out of order", file.path)
         ids.append(last := passage)
     return np.asarray(ids, np.int64)
-
-
-def _ids_of(index: Any) -> np.ndarray:
-    import faiss
-
-    return np.asarray(faiss.vector_to_array(index.id_map), np.int64)
 
 
 def _vectors_of(file: CorpusFile, ids: np.ndarray, dim: int) -> tuple[np.ndarray, np.ndarray]:

@@ -47,7 +47,10 @@ class ModelAdapter:
                 f"the model is a {type(model).__name__}, expected a causal LM of transformers; if it wraps "
                 "one, pass that (model.module)"
             )
-        learned_prompt = _learns_prompt(model)
+        wrapper = (
+            getattr(model, "active_peft_config", None) if hasattr(model, "peft_type") else None
+        )
+        learned_prompt = bool(getattr(wrapper, "is_prompt_learning", False))
         unwrap = hasattr(model, "get_base_model") and not learned_prompt
         self.model = unwrapped(model.get_base_model()) if unwrap else model
         self.model.eval()
@@ -198,9 +201,8 @@ class ModelAdapter:
         The LM head is not run; sliding-window layers keep every token.
         """
         assert self._stack is not None
-        cache = (
-            DynamicCache()
-        )  # with a config, sliding-window layers would keep only window-1 tokens
+        # With a config, sliding-window layers would keep only window-1 tokens.
+        cache = DynamicCache()
         batch = torch.tensor([list(ids)], device=self.device)
         options = {}
         if offset is not None:
@@ -247,9 +249,3 @@ def context_tokens_of(config: Any) -> int:
     text = config.get_text_config(decoder=True)
     limit = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
     return int(limit) if limit else 1 << 20
-
-
-def _learns_prompt(model: Any) -> bool:
-    """Whether ``model`` is wrapped in a PEFT adapter that learns prompt tokens."""
-    config = getattr(model, "active_peft_config", None) if hasattr(model, "peft_type") else None
-    return bool(getattr(config, "is_prompt_learning", False))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +22,7 @@ from tokenizers import Tokenizer
 
 from blendrag.errors import InvalidInputError, ModelLoadError, check_unicode
 from blendrag.store.identity import digest_fields
+from blendrag.text.chunking import uncapped
 from blendrag.text.prompt import Encoded
 
 _PROBE_TOOL: dict[str, Any] = {
@@ -51,7 +53,8 @@ class Tokens:
         special = {index: str(token) for index, token in added.items() if token.special}
         self._special_ids = frozenset((*tokenizer.all_special_ids, *special))
         self._never_in_text = self._special_ids - {tokenizer.unk_token_id}
-        self._special_texts = sorted({*tokenizer.all_special_tokens, *special.values()})
+        self.special_texts = sorted({*tokenizer.all_special_tokens, *special.values()})
+        """The control tokens as text."""
         self._tools_shown: tuple[str, bool] | None = None
         self._control: tuple[str, re.Pattern[str]] | None = None
 
@@ -95,7 +98,7 @@ class Tokens:
         # cut, so each look-alike is cut behind its first character.
         cuts = sorted(
             found.start() + 1
-            for special in self._special_texts
+            for special in self.special_texts
             for found in re.finditer(f"(?={re.escape(special)})", text)
         )
         ids = []
@@ -119,14 +122,7 @@ class Tokens:
 
         Without truncation and padding, which every call of the tokenizer may change.
         """
-        backend = self.tokenizer.backend_tokenizer
-        definition = backend.to_str()
-        if backend.truncation is not None or backend.padding is not None:
-            plain = Tokenizer.from_str(definition)
-            plain.no_truncation()
-            plain.no_padding()
-            definition = plain.to_str()
-        return digest_fields([definition.encode()])
+        return digest_fields([uncapped(self.tokenizer.backend_tokenizer).to_str().encode()])
 
     # -- control tokens -----------------------------------------------------------------------
 
@@ -139,7 +135,7 @@ class Tokens:
         template = self.template_text
         if self._control is None or self._control[0] != template:
             written = {t for t in self._added_texts if t.strip() and t in template}
-            longest_first = sorted({*self._special_texts, *written} - {""}, key=len, reverse=True)
+            longest_first = sorted({*self.special_texts, *written} - {""}, key=len, reverse=True)
             pattern = "|".join(map(re.escape, longest_first)) or r"(?!)"
             self._control = (template, re.compile(pattern))
         return [found.span() for found in self._control[1].finditer(text)]
@@ -153,11 +149,6 @@ class Tokens:
         """Whether the stock tokenizer begins every plain prompt with BOS."""
         ids = self.tokenizer.encode("a", add_special_tokens=True)
         return bool(ids) and ids[0] == self.bos_id
-
-    @property
-    def special_texts(self) -> Sequence[str]:
-        """The control tokens as text."""
-        return self._special_texts
 
     @property
     def framing_ids(self) -> frozenset[int]:
@@ -187,19 +178,12 @@ class Tokens:
         """Whether the chat template shows tools to the model; found by rendering one."""
         template = self.template_text
         if self._tools_shown is None or self._tools_shown[0] != template:
-            self._tools_shown = (template, self._shows_tools())
+            rendered = ""
+            # jinja raises many kinds of errors; a template that refuses tools shows none
+            with suppress(Exception):
+                rendered = self.render([{"role": "user", "content": "a"}], tools=[_PROBE_TOOL])
+            self._tools_shown = (template, _PROBE_TOOL["function"]["name"] in rendered)
         return self._tools_shown[1]
-
-    def _shows_tools(self) -> bool:
-        if not self.has_template:
-            return False
-        try:
-            rendered = self.render([{"role": "user", "content": "a"}], tools=[_PROBE_TOOL])
-        except (
-            Exception
-        ):  # jinja raises many kinds of errors; a template that refuses tools shows none
-            return False
-        return str(_PROBE_TOOL["function"]["name"]) in rendered
 
     def render(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
         """Messages through the model's chat template, ready for an answer."""
@@ -210,8 +194,7 @@ class Tokens:
         """The default prefix of chunks: BOS, else the template's first token."""
         if self.bos_id is not None:
             return (self.bos_id,)
-        has_template = self.has_template
-        first = self.render([{"role": "user", "content": "a"}]) if has_template else "\n"
+        first = self.render([{"role": "user", "content": "a"}]) if self.has_template else "\n"
         return tuple(self.encode_template(first)[:1])
 
 

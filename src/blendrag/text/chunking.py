@@ -65,16 +65,14 @@ class Chunker:
     def __init__(self, tokenizer: Tokenizer, chunk_tokens: int) -> None:
         from semantic_text_splitter import TextSplitter
 
-        if (
-            not isinstance(chunk_tokens, int)
-            or not MIN_CHUNK_TOKENS <= chunk_tokens <= MAX_CHUNK_TOKENS
-        ):
+        is_number = isinstance(chunk_tokens, int)
+        if not is_number or not MIN_CHUNK_TOKENS <= chunk_tokens <= MAX_CHUNK_TOKENS:
             raise InvalidInputError(
                 f"chunk_tokens is {chunk_tokens!r}, expected a whole number, {MIN_CHUNK_TOKENS} to "
                 f"{MAX_CHUNK_TOKENS}; 512 suits most corpora"
             )
         self.chunk_tokens = chunk_tokens
-        self._tokenizer = _uncapped(tokenizer)
+        self._tokenizer = uncapped(tokenizer)
         self._fast = TextSplitter.from_huggingface_tokenizer(self._tokenizer, chunk_tokens)
         self._exact = TextSplitter.from_callback(self.count, chunk_tokens)
 
@@ -167,7 +165,7 @@ def _stripped(text: str, start: int, end: int) -> tuple[int, int]:
     return start, start + len(body.rstrip())
 
 
-def _uncapped(tokenizer: Tokenizer) -> Tokenizer:
+def uncapped(tokenizer: Tokenizer) -> Tokenizer:
     """The tokenizer, or a copy without truncation and padding, which would miscount."""
     if tokenizer.truncation is None and tokenizer.padding is None:
         return tokenizer
