@@ -13,16 +13,15 @@ import tiny
 from blendrag.config import Settings
 from blendrag.engine import Answer, BlendEngine, Options
 from blendrag.errors import InvalidInputError
-from blendrag.fusor.selection import PromptGeometry, Schedule, make_policy
+from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.lab.bench.tiers import Throttle, ThrottledStore
 from blendrag.planning.calibration import Calibration, Questions, calibrations
-from blendrag.planning.controller import PROMPT_END, Controller, PlanOptions
-from blendrag.planning.plan import Plan, PlannedChunk, ReasonCode
-from blendrag.planning.profile import Curve, Profile, Tier, conditions_of, profiles
-from blendrag.store.identity import chunk_key
-from blendrag.text.prompt import PromptPlan, Segment
+from blendrag.planning.controller import PlanOptions
+from blendrag.planning.plan import Plan, ReasonCode
+from blendrag.planning.profile import Curve, Tier, conditions_of, profiles
+from blendrag.text.prompt import PromptPlan
+from planning.invented import LAYERS, line, profile
 
-LAYERS = 4
 AUTO = Options(ratio="auto", policy="random", max_new_tokens=2)
 
 
@@ -42,33 +41,21 @@ def _forgotten(engine: BlendEngine) -> Iterator[None]:
 
 
 def prompt(engine: BlendEngine) -> str:
-    texts = [text for number in (0, 1, 2) for text in tiny.chunk_texts(engine, number)]
-    return "Answer from the context.\n\n" + "\n\n".join(texts) + "\n\nQuestion: What was built?"
-
-
-def line(row_s: float) -> Curve:
-    return Curve((1.0, 4096.0), (row_s, 4096 * row_s), row_s)
+    return tiny.prompt(engine, 0, 1, 2)
 
 
 def profiled(engine: BlendEngine, bytes_per_s: float, row_s: float = 1e-6, **changes: Any) -> None:
     """Have the engine remember an invented profile: one disk, and ``row_s`` per row and layer."""
     layout = engine.resources.layout
-    made = Profile(
-        conditions=conditions_of(engine.adapter, engine.resources.kv_validity.namespace),
-        prefill=line(LAYERS * row_s),
-        layer=line(row_s),
-        last=line(row_s),
-        scout=line(row_s),
-        peek_s=0.0,
-        fixed_s=0.0,
-        tiers=(Tier("disk", bytes_per_s),),
-        device_bytes_per_s=None,
-        is_shared=False,
-        chunk_tokens=64,
-        layer_bytes=tuple(layout.layer_bytes(i, 64) for i in range(LAYERS)),
-        took_s=1.0,
-    )
-    made = replace(made, **changes)
+    given = {
+        "conditions": conditions_of(engine.adapter, engine.resources.kv_validity.namespace),
+        "prefill": line(LAYERS * row_s),
+        "layer": line(row_s),
+        "scout": line(row_s),
+        "chunk_tokens": 64,
+        "layer_bytes": tuple(layout.layer_bytes(i, 64) for i in range(LAYERS)),
+    }
+    made = profile(bytes_per_s, **{**given, **changes})
     profiles(engine.resources.root, made.conditions.namespace).keep(made)
 
 
@@ -83,44 +70,43 @@ def ask(engine: BlendEngine, options: Options = AUTO) -> Answer:
     return answer
 
 
+def profile_notes(answer: Answer) -> list[str]:
+    return [note for note in answer.metrics.notes if "calibrate" not in note]
+
+
 # -- plans without a profile -------------------------------------------------------------------------
 
 
 def planned(
-    engine: BlendEngine, mode: Any, avoid: int = 0, asked: PromptPlan | None = None
+    engine: BlendEngine, mode: Any, asked: PromptPlan | None = None, avoid: tuple[str, ...] = ()
 ) -> Plan:
-    """``avoid``: chunks whose keys failed verification."""
-    asked = asked or engine.plan(prompt(engine))
     controller = engine.controller(engine.resources.kv_validity.namespace)
-    keys = [
-        chunk_key(controller.namespace, controller.prefix_ids, segment.stored_ids)
-        for segment in asked.chunks[:avoid]
-    ]
     options = PlanOptions(mode, make_policy("random"), lambda _: Schedule("constant"), 0.5)
-    plan = controller.plan(asked, options, frozenset(keys))
+    plan = controller.plan(asked or engine.plan(prompt(engine)), options, frozenset(avoid))
     plan.close()
     return plan
 
 
 def test_stored_chunks_are_blended_and_counted(engine: BlendEngine) -> None:
     plan = planned(engine, "blend")
+    assert {chunk.reason.code for chunk in plan.chunks} == {ReasonCode.MOVED}
     assert len(plan.spans) == len(plan.chunks)
     assert not any(span.exact for span in plan.spans)
-    assert {chunk.reason.code for chunk in plan.chunks} == {ReasonCode.MOVED}
     assert plan.reused_tokens == sum(len(chunk.segment.ids) for chunk in plan.chunks)
-    assert plan.chunks_end == plan.chunks[-1].segment.end
     assert plan.missing == ()
+    assert (plan.forecast, plan.decision, plan.notes) == (None, "", ())
     request = plan.request(len(plan.prompt.ids))
     assert (request.spans, request.ratio) == (plan.spans, 0.5)
-    assert (plan.forecast, plan.decision, plan.notes) == (None, "", ())
 
 
 def test_chunks_that_failed_verification_are_computed_and_not_missing(engine: BlendEngine) -> None:
-    plan = planned(engine, "reuse", avoid=1)
-    first, *others = plan.chunks
-    assert (first.span, first.reason.code) == (None, ReasonCode.CORRUPT)
-    assert len(plan.spans) == len(others)
+    plan = planned(engine, "reuse", avoid=tuple(tiny.chunk_keys(engine, 2)[-1:]))
+    *others, last = plan.chunks
+    assert (last.span, last.reason.code) == (None, ReasonCode.CORRUPT)
+    assert len(plan.spans) == len(others) > 0
     assert plan.missing == ()
+    # the question begins after the last chunk, even if that is computed
+    assert plan.request(len(plan.prompt.ids)).question_start == last.segment.end
 
 
 def test_readers_already_open_are_closed_if_a_later_chunk_cannot_be_opened(
@@ -137,7 +123,7 @@ def test_readers_already_open_are_closed_if_a_later_chunk_cannot_be_opened(
 
     monkeypatch.setattr(engine.resources.store, "open", opened)
     with pytest.raises(OSError, match="too many open files"):
-        planned(engine, "blend", asked=asked)
+        planned(engine, "blend", asked)
     assert [reader.closed for reader in readers] == [True, True]
 
 
@@ -152,7 +138,7 @@ def test_a_chunk_that_is_cut_off_lends_its_head(engine: BlendEngine) -> None:
     before, chunk, after = engine.plan(prompt(engine)).segments[:3]
     cut = replace(chunk, ids=chunk.ids[:-5], complete=False)
     asked = PromptPlan((before, cut, replace(after, position=cut.end)))
-    (last,) = planned(engine, "blend", asked=asked).chunks
+    (last,) = planned(engine, "blend", asked).chunks
     assert last.reason.code is ReasonCode.CUT_OFF
     assert last.span is not None
     assert f"{len(last.segment.ids)} of {len(last.segment.stored_ids)} tokens" in last.reason.text
@@ -216,13 +202,8 @@ def test_the_calibrated_schedule_is_that_of_the_ratio_chosen(engine: BlendEngine
 @pytest.mark.parametrize(
     ("bytes_per_s", "fixed_s", "reason", "says"),
     [
-        (
-            1e3,
-            0.0,
-            "faster here than waiting",
-            "the store is slower than computing here, so nothing",
-        ),
-        (1e12, 10.0, "faster here than blending", "blending takes longer than computing here"),
+        (1e3, 0.0, "here than waiting", "the store is slower than computing here, so nothing"),
+        (1e12, 10.0, "here than blending", "blending takes longer than computing here"),
     ],
 )
 def test_nothing_is_read_if_computing_is_faster_and_the_answer_says_so(
@@ -235,7 +216,7 @@ def test_nothing_is_read_if_computing_is_faster_and_the_answer_says_so(
     assert (metrics.reused_tokens, metrics.load_s) == (0, 0.0)
     assert {chunk.outcome for chunk in metrics.chunks} == {"computed"}
     assert all(reason in chunk.reason for chunk in metrics.chunks)
-    (note,) = (note for note in metrics.notes if "calibrate" not in note)
+    (note,) = profile_notes(answer)
     assert note.startswith(says)
     assert metrics.decision.endswith("with everything loaded)")  # and nothing about the ratio
     assert "computed afresh" in metrics.decision
@@ -301,9 +282,9 @@ def test_the_bytes_whose_loading_is_predicted_are_the_bytes_read(
 def test_without_a_profile_auto_is_the_smallest_ratio_and_names_the_command(
     engine: BlendEngine,
 ) -> None:
-    metrics = ask(engine).metrics
-    assert metrics.ratio == pytest.approx(0.15, abs=0.01)
-    (note,) = (note for note in metrics.notes if "calibrate" not in note)
+    answer = ask(engine)
+    assert answer.metrics.ratio == pytest.approx(0.15, abs=0.01)
+    (note,) = profile_notes(answer)
     assert f"blendrag profile --model {engine.resources.model_name}" in note
     assert str(engine.resources.root) in note
     assert "ratio 0.15 is used" in note
@@ -313,24 +294,21 @@ def test_without_a_profile_auto_is_the_smallest_ratio_and_names_the_command(
     assert not [note for note in fixed.notes if "profile" in note]
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"machine": "another"}, "is for machine another"),
-        ({"tiers": (Tier("memory", 1e9),)}, "no times for reading from disk"),
-    ],
-)
-def test_a_profile_that_does_not_fit_is_not_used(
-    engine: BlendEngine, changes: dict[str, Any], says: str
-) -> None:
-    conditions = conditions_of(engine.adapter, engine.resources.kv_validity.namespace)
-    if "machine" in changes:
-        changes = {"conditions": replace(conditions, **changes)}
-    profiled(engine, 1e3, **changes)
-    metrics = ask(engine).metrics
-    assert metrics.reused_tokens > 0
-    (note,) = (note for note in metrics.notes if "calibrate" not in note)
-    assert says in note
+def test_a_profile_without_times_for_the_disk_is_not_used(engine: BlendEngine) -> None:
+    profiled(engine, 1e3, tiers=(Tier("memory", 1e9),))
+    answer = ask(engine)
+    assert answer.metrics.reused_tokens > 0
+    (note,) = profile_notes(answer)
+    assert "no times for reading from disk" in note
+
+
+def test_a_profile_of_another_machine_is_not_used(engine: BlendEngine) -> None:
+    here = conditions_of(engine.adapter, engine.resources.kv_validity.namespace)
+    profiled(engine, 1e3, conditions=replace(here, machine="another"))
+    answer = ask(engine)
+    assert answer.metrics.reused_tokens > 0
+    (note,) = profile_notes(answer)
+    assert "is for machine another" in note
 
 
 @pytest.mark.parametrize("mode", ["full", "reuse", "prefix"])
@@ -354,51 +332,19 @@ def test_a_bad_ratio_is_refused(tmp_path: Any, bad: Any) -> None:
 
 
 def test_settings_take_the_ratios_from_the_environment(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    monkeypatch: pytest.MonkeyPatch, engine: BlendEngine
 ) -> None:
     monkeypatch.setenv("BLENDRAG_RATIO", "auto")
     monkeypatch.setenv("BLENDRAG_MIN_RATIO", "0.4")
     assert (Settings().ratio, Settings().fixed_ratio) == ("auto", 0.4)
-    model = tiny.llama()
-    with tiny.engine(model, tmp_path / "s", ratio="auto", min_ratio=0.4, policy="random") as made:
-        made.ingest([tiny.document(i) for i in range(3)])
-        assert ask(made, Options(max_new_tokens=1)).metrics.ratio == pytest.approx(0.4, abs=0.01)
-        own = ask(made, Options(min_ratio=0.0, max_new_tokens=1)).metrics
-        assert own.recomputed_tokens == 0
-        fixed = ask(made, Options(ratio=0.2, min_ratio=0.4, max_new_tokens=1)).metrics
-        assert fixed.ratio == pytest.approx(0.2, abs=0.01)
-        assert any("min_ratio" in note for note in fixed.notes)
     monkeypatch.setenv("BLENDRAG_RATIO", "automatic")
     with pytest.raises(ValueError):
         Settings()
-
-
-# -- the question ------------------------------------------------------------------------------------
-
-
-def test_the_question_begins_after_the_last_chunk_even_if_that_is_computed(
-    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[PromptGeometry] = []
-
-    def noted(*given: Any) -> PromptGeometry:
-        seen.append(PromptGeometry(*given))
-        return seen[-1]
-
-    monkeypatch.setattr("blendrag.fusor.request.PromptGeometry", noted)
-    options = replace(AUTO, ratio=0.2, policy="query", max_new_tokens=1)
-    ask(engine, options)
-    plan_chunk = Controller._chunk
-
-    def computed_if_last(self: Controller, segment: Segment, asked: PromptPlan, *rest: Any) -> Any:
-        chunk = plan_chunk(self, segment, asked, *rest)
-        if segment != asked.chunks[-1] or chunk.span is None:
-            return chunk
-        chunk.span.reader.close()
-        return PlannedChunk(segment, PROMPT_END)
-
-    monkeypatch.setattr(Controller, "_chunk", computed_if_last)
-    ask(engine, options)
-    loaded, computed = seen
-    assert len(computed.chunk_spans) == len(loaded.chunk_spans) - 1
-    assert computed.query_span == loaded.query_span
+    ratios = engine.settings.model_copy(update={"ratio": "auto", "min_ratio": 0.4})
+    monkeypatch.setattr(engine, "settings", ratios)
+    one = Options(policy="random", max_new_tokens=1)
+    assert ask(engine, one).metrics.ratio == pytest.approx(0.4, abs=0.01)
+    assert ask(engine, replace(one, min_ratio=0.0)).metrics.recomputed_tokens == 0
+    fixed = ask(engine, replace(one, ratio=0.2, min_ratio=0.4)).metrics
+    assert fixed.ratio == pytest.approx(0.2, abs=0.01)
+    assert any("min_ratio" in note for note in fixed.notes)
