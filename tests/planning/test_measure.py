@@ -39,10 +39,9 @@ from blendrag.planning.measure import (
     fit,
     median,
     prefills_to_time,
-)
+)  # fmt: skip
 from blendrag.planning.profile import (
     Curve,
-    cores,
     profiles,
     recall_profile,
 )
@@ -124,21 +123,20 @@ def test_it_is_measured_once_and_then_remembered(
     more = engine.profile([tmp_path, tmp_path / "." / "."])  # only the directory, once
     assert more.is_new
     assert more.profile.layer == first.layer
-    names = [tier.name for tier in more.profile.tiers]
-    assert names.count(str(tmp_path)) == 1
+    assert [tier.name for tier in more.profile.tiers].count(str(tmp_path)) == 1
     assert engine.resources.profile_of(namespace_of(engine)) == (more.profile, "")
 
 
 def test_again_measures_again_and_directories_keep_their_figures(
     engine: BlendEngine, tmp_path: Path
 ) -> None:
-    first = engine.profile([tmp_path])
-    second = engine.profile(again=True)
-    assert second.is_new
-    assert second.replaces == ""
-    assert second.profile.layer != first.profile.layer
-    assert second.profile.tier(str(tmp_path)) == first.profile.tier(str(tmp_path))
-    assert second.profile.tier("disk") != first.profile.tier("disk")
+    first = engine.profile([tmp_path]).profile
+    report = engine.profile(again=True)
+    second = report.profile
+    assert (report.is_new, report.replaces) == (True, "")
+    assert second.layer != first.layer
+    assert second.tier(str(tmp_path)) == first.tier(str(tmp_path))
+    assert second.tier("disk") != first.tier("disk")
 
 
 @pytest.mark.skipif(not torch.backends.openmp.is_available(), reason="one count for all threads")
@@ -148,11 +146,9 @@ def test_conditions_are_those_of_the_thread_that_computes(engine: BlendEngine) -
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        report = engine.profile()
+        assert engine.profile().profile.conditions.threads == threads
     finally:
         torch.set_num_threads(threads)
-    assert report.profile.conditions.threads == threads
-    assert report.profile.is_shared == (threads >= cores())
 
 
 @pytest.mark.parametrize(("count", "is_shared"), [(1, True), (1000, False)])
@@ -197,47 +193,41 @@ def test_an_interrupted_measurement_keeps_nothing(
 def test_files_of_a_killed_measurement_are_removed_by_the_next(engine: BlendEngine) -> None:
     old, young = (engine.resources.root / f".profile-{name}" for name in ("killed", "running"))
     for left in (old, young):
-        (left / "kv").mkdir(parents=True)
+        left.mkdir()
     os.utime(old, (0, 0))
     engine.profile()
     assert not old.exists()
-    assert young.exists()  # another process may be measuring now
-    (young / "kv").rmdir()
-    young.rmdir()
+    young.rmdir()  # it was left: another process may be measuring now
 
 
-def test_requests_are_answered_whatever_the_record_holds(engine: BlendEngine) -> None:
-    text = tiny.chunk_texts(engine, 0)[0] + "\n\nQuestion: What did the company build?\nAnswer:"
+@pytest.mark.parametrize("ratio", [0.2, "auto"])
+def test_a_damaged_record_only_takes_the_profile_away(engine: BlendEngine, ratio: Any) -> None:
     for damaged in ('{"profiles": [{"version": 1}]}', '{"profiles": ' + 100_000 * "["):
         kept(engine).write_text(damaged)
-        for ratio in (0.2, "auto"):
-            metrics = engine.generate(text, Options(ratio=ratio, max_new_tokens=1)).metrics
-            assert metrics.reused_tokens > 0
-            about = [note for note in metrics.notes if "machine profile" in note]
-            assert len(about) == (ratio == "auto")
-            assert all(tiny.one_sentence(note) for note in about)
-            assert all(("another version" in note) == ("version" in damaged) for note in about)
+        options = Options(ratio=ratio, max_new_tokens=1)
+        metrics = engine.generate(tiny.prompt(engine, 0), options).metrics
+        assert metrics.reused_tokens > 0
+        about = [note for note in metrics.notes if "machine profile" in note]
+        assert len(about) == (ratio == "auto")
+        assert all(tiny.one_sentence(note) for note in about)
+        assert all(("another version" in note) == ("version" in damaged) for note in about)
 
 
 def test_a_store_that_cannot_be_written_is_not_written_and_keeps_nothing(
-    engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: BlendEngine, tmp_path: Path
 ) -> None:
-    written: list[Path] = []
-    mkdtemp = tempfile.mkdtemp
-    monkeypatch.setattr(
-        tempfile, "mkdtemp", lambda **given: written.append(given["dir"]) or mkdtemp(**given)
-    )
-    with tiny.engine(tiny.llama(), engine.resources.root, read_only=True) as reader:
-        steps: list[tuple[int, int]] = []
-        report = reader.profile([tmp_path], watch=lambda _, *step: steps.append(step))
+    with (
+        tiny.engine(tiny.llama(), engine.resources.root, read_only=True) as reader,
+        mock.patch.object(tempfile, "mkdtemp", wraps=tempfile.mkdtemp) as written,
+    ):
+        report = reader.profile([tmp_path])
         assert report.is_new
         assert not report.kept
         assert not kept(reader).exists()
-    assert report.profile.tier("disk") is None
+    assert [tier.name for tier in report.profile.tiers if tier.name == "disk"] == []
     assert report.profile.tier("memory") is not None
     assert report.profile.tier(str(tmp_path)) is not None
-    assert set(written) == {tmp_path}
-    assert [done for done, _ in steps] == list(range(steps[0][1]))
+    assert {call.kwargs["dir"] for call in written.mock_calls} == {tmp_path}
 
 
 @pytest.mark.parametrize("option", ["--store", "--dir"])
@@ -270,7 +260,7 @@ def test_files_that_stay_in_the_page_cache_make_no_cold_tier(
     assert found.tier("disk-cold") == found.tier("disk")
 
 
-@pytest.mark.parametrize("left", [SHORTEST + 2, SHORTEST + 1, 3, 0])
+@pytest.mark.parametrize("left", [SHORTEST + 2, SHORTEST + 1, 0])
 def test_a_prefix_must_leave_room_for_a_prompt(tmp_path: Path, left: int) -> None:
     model = tiny.llama(max_position_embeddings=256)
     with tiny.engine(model, tmp_path / "store", prefix_text="x" * 300) as made:
@@ -279,9 +269,8 @@ def test_a_prefix_must_leave_room_for_a_prompt(tmp_path: Path, left: int) -> Non
             if left == SHORTEST + 2:
                 assert made.profile().profile.chunk_tokens == SHORTEST // 4
                 return
-            with pytest.raises(InvalidInputError, match="use a shorter prefix") as refused:
+            with pytest.raises(InvalidInputError, match="use a shorter prefix"):
                 made.profile()
-            assert tiny.one_sentence(str(refused.value))
 
 
 def test_an_encoded_store_is_measured_as_it_is_kept(engine: BlendEngine, tmp_path: Path) -> None:
@@ -329,12 +318,10 @@ def test_pages_in_the_cache_are_counted(tmp_path: Path, monkeypatch: pytest.Monk
 def test_files_are_dropped_again_and_count_as_dropped_only_if_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    shares = iter([0.5, 0.0])
-    monkeypatch.setattr(tier_times, "cached_share", lambda files: next(shares))
-    assert tier_times.drop_cached([]) == hasattr(os, "posix_fadvise")
-    refused = mock.Mock(side_effect=OSError(errno.ENOSYS, "mincore"))
-    monkeypatch.setattr(tier_times, "cached_share", refused)
-    assert not tier_times.drop_cached([])
+    refused = OSError(errno.ENOSYS, "mincore")
+    for shares, dropped in (([0.5, 0.0], hasattr(os, "posix_fadvise")), ([refused] * 3, False)):
+        monkeypatch.setattr(tier_times, "cached_share", mock.Mock(side_effect=shares))
+        assert tier_times.drop_cached([]) == dropped
 
 
 # -- which prefills are timed ------------------------------------------------------------------------
@@ -398,11 +385,11 @@ def test_lengths_end_where_they_take_too_long_but_there_are_at_least_two(
 
 def test_the_median_counts() -> None:
     runs = [
-        Timed((1.0, 5.0), (0.1, 0.5), 0.1),
-        Timed((9.0, 4.0), (0.9, 0.1), 0.9),
-        Timed((2.0, 6.0), (0.2, 0.9), 0.2),
+        Timed((1.0,), (0.2,), 0.9),
+        Timed((9.0,), (0.1,), 0.2),
+        Timed((2.0,), (0.9,), 0.1),
     ]
-    assert median(runs) == Timed((2.0, 5.0), (0.2, 0.5), 0.2)
+    assert median(runs) == Timed((2.0,), (0.2,), 0.2)
 
 
 @pytest.mark.parametrize(("layers", "pass_s", "each"), [(4, 3 * 0.2 + 0.05, 0.2), (1, 0.05, 0.05)])

@@ -67,22 +67,14 @@ def test_a_profile_is_recalled_only_for_its_own_conditions(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "change",
     [
-        {"layer_bytes": [float("inf")]},
-        {"layer_bytes": [1000, 0]},
-        {"layer_bytes": []},
-        {"layer_bytes": [LONG, "many"]},
-        {"took_s": "long"},
-        {"peek_s": -1.0},
-        {"fixed_s": float("inf")},
-        {"device_bytes_per_s": 0.0},
+        {"layer_bytes": [float("inf")]}, {"layer_bytes": [1000, 0]}, {"layer_bytes": []},
+        {"layer_bytes": [LONG, "many"]}, {"took_s": "long"}, {"peek_s": -1.0},
+        {"fixed_s": float("inf")}, {"device_bytes_per_s": 0.0},
         {"layer": {"rows": [LONG], "seconds": [1.0], "row_s": 1.0}},
-        {"tiers": [3]},
-        {"tiers": []},
-        {"conditions": []},
-        {"version": MINE.version - 1},
+        {"tiers": [3]}, {"tiers": []}, {"conditions": []}, {"version": MINE.version - 1},
     ],
     ids=lambda change: str(change)[:32],
-)
+)  # fmt: skip
 def test_an_unreadable_entry_is_no_profile_and_is_reported(
     tmp_path: Path, change: dict[str, Any]
 ) -> None:
