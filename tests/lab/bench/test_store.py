@@ -6,18 +6,19 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from blendrag.lab.bench.rounds import MeasuredNothingError
+from blendrag.lab.bench.rounds import MeasuredNothingError, WayRow, silent
 from blendrag.lab.bench.store import (
     CheckedWay,
     PromptBuffers,
     Reads,
+    StoreResult,
     StoreWorkload,
     decode,
     measure_misses,
@@ -36,18 +37,12 @@ from blendrag.store import KVStore, open_store
 from blendrag.store.encodings.codec import Staging
 from blendrag.store.kv import KVLayout, LayerShape
 from blendrag.store.payload_files import PayloadFiles
-from blendrag.store.reader import DiskReader
-from lab.bench.small import measured
 
-SMALL = ("--geometry", "tiny", "--tokens", "16", "--chunks", "2", "--rows", "50", "--rounds", "1")
 STORE = "blendrag.lab.bench.store"
 READS = ("store", "raw preadv", "torch.load", "safe_open")
 TOKENS = 16
+SMALL = StoreWorkload("tiny", TOKENS, 2, rows=50, rounds=1)
 LAYOUT = KVLayout((LayerShape(2, 16),) * 2, "bfloat16")
-
-
-def quiet(text: str) -> None:
-    """Progress, unseen."""
 
 
 @pytest.fixture(autouse=True)
@@ -56,10 +51,15 @@ def few_gets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def result() -> dict[str, Any]:
+def result() -> StoreResult:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(f"{STORE}.GETS", 5)
-        return measured("store", *SMALL)
+        return store(SMALL)
+
+
+@pytest.fixture(scope="module")
+def rows(result: StoreResult) -> dict[tuple[str, str], WayRow]:
+    return {(row.part, row.way): row for row in result.rows}
 
 
 @pytest.fixture
@@ -79,10 +79,6 @@ def kv_store(tmp_path: Path) -> Iterator[KVStore]:
         yield opened
 
 
-def rows_of(result: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(row["part"], row["way"]): row for row in result["rows"]}
-
-
 def doing_nothing(way: CheckedWay) -> None:
     """A round of ``way`` whose work is left out."""
     with way.open():
@@ -92,8 +88,9 @@ def doing_nothing(way: CheckedWay) -> None:
 # -- the result -----------------------------------------------------------------------------------
 
 
-def test_every_part_has_rows_for_the_store_and_its_baselines(result: dict[str, Any]) -> None:
-    rows = rows_of(result)
+def test_every_part_has_rows_for_the_store_and_its_baselines(
+    result: StoreResult, rows: dict[tuple[str, str], WayRow]
+) -> None:
     assert rows.keys() == {
         *(("warm read", way) for way in (*READS, "memory tier")),
         *(("cold read", way) for way in READS),
@@ -101,50 +98,40 @@ def test_every_part_has_rows_for_the_store_and_its_baselines(result: dict[str, A
         *(("decode", way) for way in ("int8", "read saved by int8", "fp8", "read saved by fp8")),
         ("miss", "store"),
     }
-    assert all(
-        0 < row["ms"]["low"] <= row["ms"]["median"] <= row["ms"]["high"] for row in result["rows"]
-    )
-    layer_bytes = 2 * 2 * TOKENS * 16 * 2
-    assert result["layer_bytes"] == layer_bytes
-    assert rows["warm read", "store"]["size_bytes"] == 2 * 4 * layer_bytes  # chunks, layers
-    assert rows["put", "store"]["size_bytes"] == rows["put", "write+fsync+rename"]["size_bytes"]
-    assert rows["put", "store"]["size_bytes"] > 4 * layer_bytes  # and a header
-    assert (result["index_rows"], result["rounds"], result["threads"]) == (50, 1, 1)
+    assert all(row.ms.low > 0 for row in result.rows)
+    assert result.layer_bytes == 2 * 2 * TOKENS * 16 * 2
+    assert rows["warm read", "store"].size_bytes == 2 * 4 * result.layer_bytes  # chunks, layers
+    payload_bytes = rows["put", "store"].size_bytes
+    assert payload_bytes == rows["put", "write+fsync+rename"].size_bytes
+    assert payload_bytes > 4 * result.layer_bytes  # and a header
 
 
-def test_speeds_are_against_the_baseline_of_the_same_round(result: dict[str, Any]) -> None:
-    rows = rows_of(result)
+def test_speeds_are_against_the_baseline(rows: dict[tuple[str, str], WayRow]) -> None:
     for part, baseline in (
         ("warm read", "raw preadv"), ("cold read", "raw preadv"), ("put", "write+fsync+rename"),
+        ("decode", "read saved by int8"),
     ):  # fmt: skip
-        base = rows[part, baseline]
-        assert base["speed"] == 1.0
-        for (its_part, _), row in rows.items():
-            if its_part == part:
-                assert row["speed"] == pytest.approx(
-                    base["ms"]["median"] / row["ms"]["median"]
-                )  # of one round
-    for name in ("int8", "fp8"):
-        saved, decoded = rows["decode", f"read saved by {name}"], rows["decode", name]
-        assert saved["ms"]["median"] == pytest.approx(saved["size_bytes"] / 2e9 * 1e3)
-        assert decoded["speed"] == pytest.approx(saved["ms"]["median"] / decoded["ms"]["median"])
+        way = "int8" if part == "decode" else "store"
+        ratio = rows[part, baseline].ms.median / rows[part, way].ms.median
+        assert (rows[part, baseline].speed, rows[part, way].speed) == (1.0, pytest.approx(ratio))
+    saved = rows["decode", "read saved by int8"]
+    assert saved.ms.median == pytest.approx(saved.size_bytes / 2e9 * 1e3)
 
 
-def test_targets_have_a_value_a_bound_and_a_verdict(result: dict[str, Any]) -> None:
-    rows = rows_of(result)
+def test_targets_have_a_value_a_bound_and_a_verdict(
+    result: StoreResult, rows: dict[tuple[str, str], WayRow]
+) -> None:
     values = [
-        rows["warm read", "store"]["speed"], rows["cold read", "store"]["speed"],
-        1 / rows["put", "store"]["speed"], rows["miss", "store"]["ms"]["median"],
-        1 / rows["decode", "int8"]["speed"], 1 / rows["decode", "fp8"]["speed"],
+        rows["warm read", "store"].speed, rows["cold read", "store"].speed,
+        1 / rows["put", "store"].speed, rows["miss", "store"].ms.median,
+        1 / rows["decode", "int8"].speed, 1 / rows["decode", "fp8"].speed,
     ]  # fmt: skip
-    targets = result["targets"]
-    assert [target["value"] for target in targets] == pytest.approx(values)
-    assert [target["bound"] for target in targets] == [0.75, 0.9, 1.3, 0.1, 1.0, 1.0]
-    for number, target in enumerate(targets):
-        value, bound = target["value"], target["bound"]
-        met = value >= bound if target["at_least"] else value <= bound
-        cold = number == 1 and result["cold_cached_share"] > COLD_SHARE
-        assert target["met"] is (None if cold else met)
+    assert [target.value for target in result.targets] == pytest.approx(values)
+    assert [target.bound for target in result.targets] == [0.75, 0.9, 1.3, 0.1, 1.0, 1.0]
+    for number, target in enumerate(result.targets):
+        met = target.value >= target.bound if target.at_least else target.value <= target.bound
+        cold = number == 1 and result.cold_cached_share > COLD_SHARE
+        assert target.met is (None if cold else met)
 
 
 def test_files_are_written_to_dir_and_removed_and_the_table_has_the_verdicts(
@@ -153,7 +140,7 @@ def test_files_are_written_to_dir_and_removed_and_the_table_has_the_verdicts(
     made = []
     real = tempfile.mkdtemp
     monkeypatch.setattr(tempfile, "mkdtemp", lambda **a: made.append(real(**a)) or made[-1])
-    found = store(StoreWorkload("tiny", TOKENS, 2, rows=50, rounds=1, directory=tmp_path))
+    found = store(replace(SMALL, directory=tmp_path))
     assert found.directory == str(tmp_path)
     assert [Path(path).parent for path in made] == [tmp_path]
     assert list(tmp_path.iterdir()) == []
@@ -189,23 +176,12 @@ def test_a_read_that_does_nothing_is_an_error(
         doing_nothing(way)
 
 
-def test_a_read_of_all_but_one_layer_is_an_error(
-    reads: dict[str, Reads], prompt: PromptBuffers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = DiskReader.read_layer
-    monkeypatch.setattr(
-        DiskReader, "read_layer", lambda self, layer, out: layer or real(self, layer, out)
-    )
-    with pytest.raises(MeasuredNothingError):
-        reads["store"].way(prompt).once()
-
-
 def test_cold_rounds_drop_every_file_before_each_way(
     tmp_path: Path, prompt: PromptBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dropped: list[set[Path]] = []
     monkeypatch.setattr(f"{STORE}.drop_cached", lambda paths: dropped.append(set(paths)))
-    rows, share = measure_reads(tmp_path, prompt, 3, quiet)
+    rows, share = measure_reads(tmp_path, prompt, 3, silent)
     assert len(dropped) == 3 * len(READS)
     assert share == 1.0  # nothing was dropped here
     payloads = set(tmp_path.glob("store/kv/*/*/*.kv"))
@@ -232,10 +208,10 @@ def test_a_dropped_file_is_not_in_the_page_cache(tmp_path: Path) -> None:
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="there is no writable tmpfs")
 def test_nothing_is_called_cold_if_the_page_cache_keeps_its_pages() -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        fields = measured("store", *SMALL, "--dir", directory)
-    assert fields["cold_cached_share"] == 1.0
-    (cold,) = (target for target in fields["targets"] if target["figure"].startswith("cold read"))
-    assert cold["met"] is None
+        result = store(replace(SMALL, directory=Path(directory)))
+    assert result.cold_cached_share == 1.0
+    (cold,) = (target for target in result.targets if target.figure.startswith("cold read"))
+    assert cold.met is None
 
 
 # -- puts -----------------------------------------------------------------------------------------
@@ -249,16 +225,6 @@ def test_a_put_that_does_nothing_is_an_error(
     way.once()
     with pytest.raises((MeasuredNothingError, FileNotFoundError)):
         doing_nothing(way)
-
-
-def test_a_plain_write_cut_short_is_an_error(
-    tmp_path: Path, kv_store: KVStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, plain = putting_ways(tmp_path, kv_store, random_chunk(LAYOUT, TOKENS, 0))
-    real = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: real(fd, memoryview(data)[:8]))
-    with pytest.raises(MeasuredNothingError):
-        plain.once()
 
 
 def test_both_ways_of_writing_sync_the_same_bytes(
@@ -277,7 +243,7 @@ def test_both_ways_of_writing_sync_the_same_bytes(
 
 def test_puts_remove_what_they_stored(tmp_path: Path) -> None:
     root = tmp_path / "puts"
-    measure_puts(root, random_chunk(LAYOUT, TOKENS, 0), 2, quiet)
+    measure_puts(root, random_chunk(LAYOUT, TOKENS, 0), 2, silent)
     with contextlib.closing(PayloadFiles(root / "store")) as files:
         assert list(files.walk()) == []
     assert not (root / "final").exists()
@@ -289,7 +255,7 @@ def test_puts_remove_what_they_stored(tmp_path: Path) -> None:
 def test_a_miss_is_looked_up_in_an_index_of_as_many_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = measure_misses(tmp_path, 300, LAYOUT, TOKENS, quiet)
+    row = measure_misses(tmp_path, 300, LAYOUT, TOKENS, silent)
     assert (row.part, row.speed) == ("miss", None)
     with contextlib.closing(open_store(tmp_path, 0, None)) as kv_store:
         assert kv_store.stats().entries == 300
@@ -299,7 +265,7 @@ def test_a_miss_is_looked_up_in_an_index_of_as_many_rows(
             assert kv_store.disk._index.get(name.namespace, name.key).name == name
     monkeypatch.setattr(f"{STORE}.fill_index", lambda *args: None)
     with pytest.raises(MeasuredNothingError, match="the index has 1 rows, expected 300"):
-        measure_misses(tmp_path / "other", 300, LAYOUT, TOKENS, quiet)
+        measure_misses(tmp_path / "other", 300, LAYOUT, TOKENS, silent)
 
 
 @pytest.mark.parametrize("found", [object(), None])

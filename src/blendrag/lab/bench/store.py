@@ -11,7 +11,6 @@ import ctypes
 import hashlib
 import os
 import secrets
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +41,6 @@ from blendrag.lab.bench.tiers import AMPLE_BYTES, drop_cached
 from blendrag.lab.tables import NOTHING, ResultTable, figure, number, table, times
 from blendrag.planning.tier_times import COLD_SHARE, cached_share
 from blendrag.store import KVReader, KVStore, MemoryStore, open_store
-from blendrag.store.durable import megabytes
 from blendrag.store.encodings import RELATIVE_ERROR, codec_of, staging_of, stored_chunk_bytes
 from blendrag.store.index import Index
 from blendrag.store.kv import ChunkKV, KVLayout, LayerShape
@@ -51,8 +49,6 @@ from blendrag.store.payload_files import new_name
 from blendrag.store.tensor_bytes import target_buffers, tensor_buffer
 
 NAMESPACE = hashlib.sha256(b"blendrag bench store").hexdigest()
-#: Disk space of one index row, with its share of the write-ahead log.
-ROW_BYTES = 1200
 #: Missing keys that are looked up, one after the other.
 GETS = 2000
 BATCH_ROWS = 100_000
@@ -91,25 +87,12 @@ class StoreWorkload:
             dim = config["hidden_size"] // config["num_attention_heads"]
         return KVLayout((LayerShape(heads, dim),) * layers, "bfloat16")
 
-    @property
-    def disk_bytes(self) -> int:
-        """Needed at most at once: payloads, the same for ``torch.load``, two puts, the index."""
-        chunk_bytes = self.layout.chunk_bytes(self.tokens)
-        return (2 * self.chunks + 2) * chunk_bytes + self.rows * ROW_BYTES
-
     def check(self) -> None:
         """Raise :class:`InvalidInputError` for a workload that cannot be measured."""
         directory = self.directory or Path(tempfile.gettempdir())
         if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
             raise InvalidInputError(
                 f"--dir {directory} is not a writable directory; name one on the disk to measure"
-            )
-        free_bytes = shutil.disk_usage(directory).free
-        if free_bytes < self.disk_bytes:
-            raise InvalidInputError(
-                f"--dir {directory} has {megabytes(free_bytes)} left, expected "
-                f"{megabytes(self.disk_bytes)}; name another one, or take fewer --rows or --chunks or "
-                "--tokens"
             )
 
 
@@ -350,14 +333,6 @@ def _buffers(target: torch.Tensor) -> list[memoryview]:
 
 
 @contextlib.contextmanager
-def torch_loads(prompt: PromptBuffers, paths: Sequence[Sequence[Path]]) -> Iterator[Read]:
-    """``torch.load`` of a file per layer and chunk, copied into place."""
-    yield lambda layer, number, target: target.copy_(
-        torch.load(paths[layer][number], weights_only=True)
-    )
-
-
-@contextlib.contextmanager
 def safe_opens(files: Sequence[Path]) -> Iterator[Read]:
     """safetensors' ``safe_open``, a mapping of the payload; each layer is copied into place."""
     with contextlib.ExitStack() as stack:
@@ -367,7 +342,7 @@ def safe_opens(files: Sequence[Path]) -> Iterator[Read]:
 
 @contextlib.contextmanager
 def reading_ways(root: Path, prompt: PromptBuffers) -> Iterator[list[Reads]]:
-    """Every way, over files written below ``root``. The memory tier is the last."""
+    """Every way, over files written below ``root``. ``torch.load`` reads a file per layer and chunk."""
     disk = open_store(root / "store", ram_bytes=0, disk_bytes=AMPLE_BYTES)
     memory = MemoryStore(prompt.size_bytes)
     saved = root / "torch"
@@ -384,10 +359,14 @@ def reading_ways(root: Path, prompt: PromptBuffers) -> Iterator[list[Reads]]:
             paths.append([saved / f"{layer}-{number}.pt" for number in range(len(prompt.chunks))])
             for path, chunk in zip(paths[-1], prompt.chunks.values(), strict=True):
                 torch.save(chunk.layers[layer], path)
+
+        def torch_load(layer: int, number: int, target: torch.Tensor) -> None:
+            target.copy_(torch.load(paths[layer][number], weights_only=True))
+
         yield [
             Reads("store", partial(store_reads, prompt, disk), files),
             Reads("raw preadv", partial(raw_reads, prompt, files), files),
-            Reads("torch.load", partial(torch_loads, prompt, paths), [p for ps in paths for p in ps]),
+            Reads("torch.load", lambda: contextlib.nullcontext(torch_load), list(saved.iterdir())),
             Reads("safe_open", partial(safe_opens, files), files),
             Reads("memory tier", partial(store_reads, prompt, memory), []),
         ]  # fmt: skip
