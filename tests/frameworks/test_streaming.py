@@ -97,16 +97,13 @@ def shown(text: StreamedText, answer: str) -> list[str]:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_text_is_shown_and_calls_are_held_back(name: str) -> None:
     made = tokens(TEMPLATES[name])
-    plain, call, forced = (
-        StreamedText(made),
-        StreamedText(made),
-        StreamedText(made, forced_opening(made, "search")),
-    )
+    plain, call = StreamedText(made), StreamedText(made)
     pieces = shown(plain, PLAIN)
     assert "".join(pieces) == PLAIN == plain.text
     assert max(map(len, pieces)) <= len(" [TOOL_B")
     assert plain.rest(PLAIN) == ""
     assert "".join(shown(call, CALLS[name])) == call.rest("") == ""
+    forced = StreamedText(made, forced_opening(made, "search"))
     assert "".join(shown(forced, ' {"q": "x"}} and so on')) == ""
     if name != "llama":  # whose calls are the whole answer
         text = StreamedText(made)

@@ -206,18 +206,6 @@ def test_a_call_cannot_be_begun_if_the_template_writes_none(template: str) -> No
     assert forced_opening(tokens(scripted.XML), "search") == "<function=search"
 
 
-def test_the_form_of_calls_is_rendered_once_per_template(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = tokens(scripted.TEMPLATE)
-    with tiny.counted(made, "render") as rendered:
-        first = call_form(made)
-        assert rendered
-        rendered.clear()
-        assert call_form(made) == first
-        assert not rendered
-    made.tokenizer.chat_template = scripted.LLAMA
-    assert call_form(made) != first
-
-
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [

@@ -35,11 +35,6 @@ async def test_all_ways_of_calling_give_the_same_answer(either: Any) -> None:
     assert [text_of(a) for a in either.batch([MESSAGES, MESSAGES])] == [expected] * 2
 
 
-def test_one_event_loop_after_another_is_served(either: Any) -> None:
-    answers = {text_of(asyncio.run(either.ainvoke(QUESTION))) for _ in range(2)}
-    assert answers == {text_of(either.invoke(QUESTION))}
-
-
 async def test_the_event_loop_runs_while_the_model_works(either: Any) -> None:
     model = either.engine.adapter.model
 

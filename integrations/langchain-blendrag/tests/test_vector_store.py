@@ -166,14 +166,6 @@ def test_marginal_relevance_prefers_diverse_documents(store: BlendVectorStore) -
     assert store.similarity_search_by_vector(vector, k=1)[0].page_content == CATS
 
 
-def test_an_empty_store_finds_nothing(store: BlendVectorStore) -> None:
-    assert store.similarity_search("x") == []
-    assert store.max_marginal_relevance_search("x") == []
-    assert store.get_by_ids(["1"]) == []
-    assert store.delete(["1"]) is True
-    assert store.delete() is True
-
-
 # -- creation ---------------------------------------------------------------------------------------
 
 

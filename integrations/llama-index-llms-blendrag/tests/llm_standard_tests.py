@@ -90,7 +90,7 @@ class LLMTests:
         return self.llm_class(**{**self.llm_params, **changes})
 
     async def assert_refused(
-        self, llm: LLM, messages: list[ChatMessage], match: str = "", **options: Any
+        self, llm: LLM, messages: list[ChatMessage], match: str | None = None, **options: Any
     ) -> None:
         """Chatting raises :attr:`refusal` in each way, with a text that has the pattern ``match``."""
         with pytest.raises(self.refusal, match=match):
