@@ -66,7 +66,6 @@ def ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
 MAY_UNPICKLE = (
     "test_a_rendered_prompt_survives_pickling",
     "test_a_wrapper_is_pickled_by_its_names_or_not_at_all",
-    "test_a_named_wrapper_is_made_again_from_what_was_written_of_it",
     "test_it_survives_pickling",
     "test_an_error_that_was_pickled_is_the_same",
 )

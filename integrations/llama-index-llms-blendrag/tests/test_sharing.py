@@ -50,7 +50,7 @@ def test_metadata_of_a_named_model_does_not_load_its_weights(root: Path) -> None
 @pytest.mark.parametrize(
     "kind", [BlendLLM, BlendNodeParser, BlendEmbedding, BlendPrecompute, BlendVectorStore]
 )
-def test_a_named_wrapper_is_serialised_and_one_of_a_given_engine_is_not(
+def test_a_wrapper_is_pickled_by_its_names_or_not_at_all(
     kind: Any, engine: BlendEngine, root: Path
 ) -> None:
     named = kind(model="demo", store=root)
