@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -29,12 +29,8 @@ def _refuse(what: str) -> NoReturn:
     raise Unpickled(f"{what} was about to unpickle; nothing in this project may")
 
 
-def _load(*args: Any, **kwargs: Any) -> NoReturn:
-    _refuse("pickle.load")
-
-
-def _loads(*args: Any, **kwargs: Any) -> NoReturn:
-    _refuse("pickle.loads")
+def _refusing(what: str) -> Callable[..., NoReturn]:
+    return lambda *args, **kwargs: _refuse(what)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -59,8 +55,8 @@ def _hear(event: str, args: tuple[Any, ...]) -> None:
 
 
 _NETS: tuple[tuple[Any, str, Any, Any], ...] = (
-    (pickle, "load", pickle.load, _load),
-    (pickle, "loads", pickle.loads, _loads),
+    (pickle, "load", pickle.load, _refusing("pickle.load")),
+    (pickle, "loads", pickle.loads, _refusing("pickle.loads")),
     (pickle, "Unpickler", pickle.Unpickler, _Unpickler),
     (torch, "load", _torch_load, _load_weights),
 )

@@ -265,15 +265,6 @@ def test_a_prompt_without_chunks_has_the_ids_of_the_stock_tokenizer(tokens: Toke
     assert list(planned(tokens, rendered).ids) == stock
 
 
-def test_text_behind_a_line_break_is_encoded_as_the_stock_tokenizer_does(tokens: Tokens) -> None:
-    behind = "Question: who?<|end|>\nAnswer: [INST]"
-    for text, ids in (
-        (CHUNKS["plain"], tokens.encode_text(CHUNKS["plain"])),
-        (behind, tokens.encode_prompt(behind, begins=False).ids),
-    ):
-        assert tokens.encode_template(f"Context:\n{text}")[-len(ids) :] == ids
-
-
 # -- BOS ----------------------------------------------------------------------------------------
 
 BOS = "<|bos|>"

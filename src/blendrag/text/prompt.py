@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, Protocol
@@ -89,7 +89,8 @@ def make_plan(
     ``chunk_ids(chunk_id)`` gives the ids of the whole chunk. ``plain``: spans outside of matches,
     ascending, in which what looks like control tokens is text.
     """
-    return _Cutting(rendered, matches, tokens, chunk_ids, plain).plan()
+    stored = [tuple(chunk_ids(match.chunk_id)) for match in matches]
+    return _Cutting(rendered, matches, tokens, stored, plain).plan()
 
 
 class _Piece(NamedTuple):
@@ -102,6 +103,7 @@ class _Piece(NamedTuple):
     is_plain: bool
 
 
+@dataclass
 class _Cutting:
     """One prompt on its way to a plan.
 
@@ -109,21 +111,17 @@ class _Cutting:
     if that does not help, it becomes a piece of plain text.
     """
 
-    def __init__(
-        self,
-        rendered: str,
-        matches: Sequence[Match],
-        tokens: Tokenizes,
-        chunk_ids: Callable[[str], tuple[int, ...]],
-        plain: Sequence[tuple[int, int]],
-    ) -> None:
-        self._text, self._matches, self._tokens = rendered, matches, tokens
-        self._stored = [tuple(chunk_ids(match.chunk_id)) for match in matches]
-        self._plain = plain
-        self._begin_piece: set[int] = set()
-        self._are_piece: set[int] = set()
-        self._encoded: dict[tuple[int, int], Encoded] = {}
-        self._segments: list[Segment] = []
+    text: str
+    matches: Sequence[Match]
+    tokens: Tokenizes
+    stored: Sequence[tuple[int, ...]]
+    """Ids of each match's whole chunk."""
+    plain: Sequence[tuple[int, int]]
+    begin_piece: set[int] = field(default_factory=set)
+    """Numbers of matches, as in the next."""
+    are_piece: set[int] = field(default_factory=set)
+    encoded: dict[tuple[int, int], Encoded] = field(default_factory=dict)
+    segments: list[Segment] = field(default_factory=list)
 
     def plan(self) -> PromptPlan:
         while True:
@@ -138,20 +136,20 @@ class _Cutting:
             if not wrong:
                 break
             for number in wrong:
-                begins = self._matches[number].start in starts
-                (self._are_piece if begins else self._begin_piece).add(number)
+                begins = self.matches[number].start in starts
+                (self.are_piece if begins else self.begin_piece).add(number)
         for piece in pieces:
             if piece.is_plain:
                 self._add_plain(piece)
             else:
                 self._add_with_chunks(piece)
-        return PromptPlan(tuple(self._segments))
+        return PromptPlan(tuple(self.segments))
 
     def _pieces(self) -> list[_Piece]:
-        matches = self._matches
-        plain = {*self._plain, *((matches[n].start, matches[n].end) for n in self._are_piece)}
-        cuts = {0, len(self._text), *(edge for span in plain for edge in span)}
-        cuts.update(matches[number].start for number in self._begin_piece)
+        matches = self.matches
+        plain = {*self.plain, *((matches[n].start, matches[n].end) for n in self.are_piece)}
+        cuts = {0, len(self.text), *(edge for span in plain for edge in span)}
+        cuts.update(matches[number].start for number in self.begin_piece)
         return [
             _Piece(
                 start,
@@ -164,14 +162,14 @@ class _Cutting:
 
     def _encode(self, piece: _Piece) -> Encoded:
         key = (piece.start, piece.end)
-        if key not in self._encoded:
-            text = self._text[piece.start : piece.end]
-            self._encoded[key] = self._tokens.encode_prompt(text, piece.start == 0)
-        return self._encoded[key]
+        if key not in self.encoded:
+            text = self.text[piece.start : piece.end]
+            self.encoded[key] = self.tokens.encode_prompt(text, piece.start == 0)
+        return self.encoded[key]
 
     def _shared(self, piece: _Piece, number: int) -> tuple[int, int] | None:
         """First and last token (exclusive) of the piece that equal the chunk's ids; ``None`` if too few."""
-        match, stored, encoded = self._matches[number], self._stored[number], self._encode(piece)
+        match, stored, encoded = self.matches[number], self.stored[number], self._encode(piece)
         low, high = (
             bisect_left(encoded.offsets, (at - piece.start, 0)) for at in (match.start, match.end)
         )
@@ -181,7 +179,7 @@ class _Cutting:
             return None
         if end < high:
             begin, stop = encoded.offsets[end][0], encoded.offsets[high - 1][1]
-            if self._tokens.control_spans(self._text[piece.start + begin : piece.start + stop]):
+            if self.tokens.control_spans(self.text[piece.start + begin : piece.start + stop]):
                 return None
         return low, end
 
@@ -189,35 +187,35 @@ class _Cutting:
         """Append a segment, of the chunk with that number or of other text."""
         if not ids:
             return
-        position = self._segments[-1].end if self._segments else 0
+        position = self.segments[-1].end if self.segments else 0
         if number is None:
             segment = Segment(text, tuple(ids), position)
         else:
-            match, stored = self._matches[number], self._stored[number]
+            match, stored = self.matches[number], self.stored[number]
             segment = Segment(text, tuple(ids), position, match.chunk_id, stored, match.complete)
-        self._segments.append(segment)
+        self.segments.append(segment)
 
     def _add_plain(self, piece: _Piece) -> None:
-        text = self._text[piece.start : piece.end]
+        text = self.text[piece.start : piece.end]
         if not piece.matches:
-            self._add(self._tokens.encode_text(text), text)
+            self._add(self.tokens.encode_text(text), text)
             return
         (number,) = piece.matches
-        stored = self._stored[number]
-        if self._matches[number].complete:
+        stored = self.stored[number]
+        if self.matches[number].complete:
             self._add(stored, text, number)
             return
-        ids = self._tokens.encode_text(text)
+        ids = self.tokens.encode_text(text)
         # The cut may fall inside a token: the chunk has only the ids that both tokenisations share.
         shared = common_prefix(tuple(ids), stored)
         self._add(ids[:shared], text, number)
         self._add(ids[shared:], "" if shared else text)
 
     def _add_with_chunks(self, piece: _Piece) -> None:
-        text, encoded = self._text[piece.start : piece.end], self._encode(piece)
+        text, encoded = self.text[piece.start : piece.end], self._encode(piece)
         at, seen = 0, 0  # tokens and characters added
         for number in piece.matches:
-            match, shared = self._matches[number], self._shared(piece, number)
+            match, shared = self.matches[number], self._shared(piece, number)
             assert shared is not None  # plan() went on until every chunk shares its tokens
             low, end = shared
             start, stop = match.start - piece.start, match.end - piece.start

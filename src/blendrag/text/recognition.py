@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -86,9 +87,8 @@ class PrefixSums:
 
     def __init__(self, text: str) -> None:
         # Code points plus one, so that leading NULs count.
-        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32).astype(
-            U64
-        ) + U64(1)
+        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+        codes = codes.astype(U64) + U64(1)
         self.size = len(codes)
         with np.errstate(over="ignore"):
             self._inverses = _POWERS_OF_INVERSE.upto(self.size + 1)
@@ -443,43 +443,40 @@ class ChunkIndex:
         return covered_plain > covered
 
 
+@dataclass
 class _Search:
     """The candidates of one prompt, compared with the chunks' texts."""
 
-    def __init__(
-        self, prompt: str, area: SearchArea, found: list[_Found], text_of: Callable[[str], str]
-    ) -> None:
-        self._prompt, self._area, self._found, self._text_of = prompt, area, found, text_of
-        self._texts: dict[str, str] = {}
+    prompt: str
+    area: SearchArea
+    found: list[_Found]
+    text_of: Callable[[str], str]
+    texts: dict[str, str] = field(default_factory=dict)
 
     def _text(self, chunk_id: str) -> str:
         """The chunk's text, asked for once; empty, so that nothing matches, if the chunk is gone."""
-        if chunk_id not in self._texts:
+        if chunk_id not in self.texts:
             try:
-                self._texts[chunk_id] = canonical(self._text_of(chunk_id))
+                self.texts[chunk_id] = canonical(self.text_of(chunk_id))
             except LookupError:
-                self._texts[chunk_id] = ""
-        return self._texts[chunk_id]
+                self.texts[chunk_id] = ""
+        return self.texts[chunk_id]
 
     def whole_chunks(self) -> list[Match]:
         """Chunks that are in the prompt whole; they may overlap."""
-        listed = [whole for found in self._found for whole in found.whole]
+        listed = [whole for found in self.found for whole in found.whole]
         if not listed:
             return []
-        starts, lengths, digests = (
-            np.concatenate(columns) for columns in zip(*listed, strict=True)
-        )
+        starts, lengths, digests = map(np.concatenate, zip(*listed, strict=True))
         kept = first_of_each(digests, np.ones(len(digests), np.intp), MAX_WHOLE)
         matches: dict[tuple[int, int], Match] = {}
         for i in kept.tolist():
             start, length = int(starts[i]), int(lengths[i])
             for chunk_id in sorted(
-                each
-                for found in self._found
-                for each in found.table.with_digest(digests[i], length)
+                each for found in self.found for each in found.table.with_digest(digests[i], length)
             ):
                 text = self._text(chunk_id)
-                if len(text) == length and self._prompt.startswith(text, start):
+                if len(text) == length and self.prompt.startswith(text, start):
                     match = Match(chunk_id, start, start + length, complete=True)
                     matches.setdefault((start, length), match)
         return list(matches.values())
@@ -487,7 +484,7 @@ class _Search:
     def add_tail_cut(self, taken: DisjointMatches) -> None:
         """Add chunks whose tail is cut off where nothing is taken, from the prompt's start on."""
         starts = np.array(sorted(set(self._tail_cut_starts())), np.intp)
-        for start, end in zip(starts.tolist(), self._area.ends(starts).tolist(), strict=True):
+        for start, end in zip(starts.tolist(), self.area.ends(starts).tolist(), strict=True):
             room = taken.room(start, end)
             if room < MIN_TAIL_CUT_CHARS:
                 continue
@@ -497,7 +494,7 @@ class _Search:
                     break
 
     def _tail_cut_starts(self) -> Iterator[int]:
-        for found in self._found:
+        for found in self.found:
             for each in found.beginnings:
                 if each.level == MIN_TAIL_CUT_CHARS:
                     ones = np.ones(len(each.starts), np.intp)
@@ -514,7 +511,7 @@ class _Search:
             longest = int(min(room, 2 * level) / MIN_TAIL_CUT_SHARE)
             candidates = [
                 chunk
-                for found in self._found
+                for found in self.found
                 for each in found.beginnings
                 if each.level == level
                 for chunk in found.table.beginning_at(each, start, longest, left)
@@ -531,10 +528,10 @@ class _Search:
             if room < needed:
                 continue
             text = self._text(chunk_id)
-            shared = common_prefix(self._prompt[start : start + min(room, len(text))], text)
+            shared = common_prefix(self.prompt[start : start + min(room, len(text))], text)
             if shared == length or (best is not None and start + shared <= best.end):
                 continue
-            end = self._area.cut(start, start + shared)
+            end = self.area.cut(start, start + shared)
             if end - start >= needed and (best is None or end > best.end):
                 best = Match(chunk_id, start, end, complete=False)
         return best
