@@ -55,6 +55,14 @@ BAD: dict[str, tuple[Callable[[BlendEngine], Any], str]] = {
         generate(generate={"generation_config": GenerationConfig()}),
         "leave it out",
     ),
+    "no time": (generate(timeout_s=0), "timeout_s"),
+    "negative time": (generate(timeout_s=-1.0), "timeout_s"),
+    "nan time": (generate(timeout_s=float("nan")), "timeout_s"),
+    "seed": (generate(seed=2**64), "64-bit"),
+    "negative seed": (generate(seed=-(2**63) - 1), "64-bit"),
+    "logprobs": (generate(logprobs=21), r"in \[0, 20\]"),
+    "negative logprobs": (generate(logprobs=-1), r"in \[0, 20\]"),
+    "logprobs of beams": (generate(logprobs=0, generate={"num_beams": 2}), "one sequence"),
     "a number as prompt": (generate(5), "a text or a list of messages"),
     "a number as message": (generate(["hi", 5]), "a text or a list"),
     "no question": (lambda e: e.retrieve(None), "expected a text"),  # type: ignore[arg-type]
@@ -63,29 +71,23 @@ BAD: dict[str, tuple[Callable[[BlendEngine], Any], str]] = {
     "remove": (lambda e: e.remove(["never/there.txt"]), "not in the corpus"),
     "too long": (generate("word " * 9000), "shorten"),
     "too many new tokens": (generate(max_new_tokens=5000), "fewer new tokens"),
-    "surrogate in a prompt": (generate(SURROGATE), "lone surrogate"),
-    "surrogate in a rendered prompt": (
-        generate(SURROGATE, apply_chat_template=False),
-        "lone surrogate",
-    ),
-    "surrogate in a message": (
-        generate([{"role": "user", "content": SURROGATE}]),
-        "lone surrogate",
-    ),
-    "surrogate in a role": (generate([{"role": SURROGATE, "content": "Who?"}]), "lone surrogate"),
-    "surrogate in an opening": (generate(opening=SURROGATE), "lone surrogate"),
-    "surrogate in a question": (lambda e: e.ask(SURROGATE), "lone surrogate"),
-    "surrogate in a search": (lambda e: e.retrieve(SURROGATE), "lone surrogate"),
-    "surrogate in an entry": (lambda e: e.library.add([Entry("i", SURROGATE)]), "lone surrogate"),
-    "surrogate in an id": (lambda e: e.library.add([Entry(SURROGATE, "x")]), "lone surrogate"),
-    "surrogate in a title": (
-        lambda e: e.library.add([Entry("i", "x", title=SURROGATE)]),
-        "lone surrogate",
-    ),
-    "surrogate in ids to get": (lambda e: e.library.get([SURROGATE]), "lone surrogate"),
-    "surrogate in ids to delete": (lambda e: e.library.delete([SURROGATE]), "lone surrogate"),
-    "surrogate to encode": (lambda e: e.resources.tokens.encode_text(SURROGATE), "lone surrogate"),
 }
+SURROGATES: dict[str, Callable[[BlendEngine], Any]] = {
+    "prompt": generate(SURROGATE),
+    "rendered prompt": generate(SURROGATE, apply_chat_template=False),
+    "message": generate([{"role": "user", "content": SURROGATE}]),
+    "role": generate([{"role": SURROGATE, "content": "Who?"}]),
+    "opening": generate(opening=SURROGATE),
+    "question": lambda e: e.ask(SURROGATE),
+    "search": lambda e: e.retrieve(SURROGATE),
+    "entry": lambda e: e.library.add([Entry("i", SURROGATE)]),
+    "id": lambda e: e.library.add([Entry(SURROGATE, "x")]),
+    "title": lambda e: e.library.add([Entry("i", "x", title=SURROGATE)]),
+    "get": lambda e: e.library.get([SURROGATE]),
+    "delete": lambda e: e.library.delete([SURROGATE]),
+    "encode": lambda e: e.resources.tokens.encode_text(SURROGATE),
+}
+BAD |= {f"surrogate in {name}": (call, "lone surrogate") for name, call in SURROGATES.items()}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -130,14 +132,22 @@ def test_a_checkpoint_that_asks_for_assisted_decoding_is_one_sentence(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "error"),
     [
-        {"ratio": 2.0}, {"mode": "fast"}, {"policy": "best"}, {"schedule": "cubic"},
-        {"max_new_tokens": 0}, {"top_k": 0},
+        ({"ratio": 2.0}, r"in \[0, 1\]"),
+        ({"mode": "fast"}, "one of"),
+        ({"policy": "best"}, "one of"),
+        ({"schedule": "cubic"}, "schedule"),
+        ({"max_new_tokens": 0}, "1 or more"),
+        ({"top_k": 0}, "1 or more"),
+        ({"encoding": "int4"}, "'int4' is not one of native, int8, fp8"),
+        ({"encode_prefix": False, "prefix_text": "Read:\n"}, "encode_prefix=False"),
     ],
-)  # fmt: skip
-def test_bad_defaults_are_refused_when_the_engine_is_made(tmp_path: Path, settings: dict) -> None:
-    with pytest.raises(InvalidInputError) as raised:
+)
+def test_bad_settings_are_refused_when_the_engine_is_made(
+    tmp_path: Path, settings: dict[str, Any], error: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=error) as raised:
         tiny.engine(tiny.llama(), tmp_path / "s", **settings)
     assert tiny.one_sentence(str(raised.value))
 

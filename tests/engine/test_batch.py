@@ -239,18 +239,30 @@ def test_a_batch_is_one_prefill_of_all_rows(
     assert not [one for one in gc.get_objects() if isinstance(one, BlendCache)], "all is released"
 
 
-def test_prompts_are_prefilled_alone_without_memory_for_more(
-    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("reason", ["the budget is spent", "the prefill fails"])
+def test_without_memory_for_all_prompts_are_prefilled_one_by_one(
+    engine: BlendEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    reason: str,
 ) -> None:
     prompts = prompts_of(engine, 3)
     expected = texts(engine.batch(prompts, REUSE))
-    without = engine.settings.model_copy(update={"batch_bytes": 0})
-    monkeypatch.setattr(engine, "settings", without)
+
+    def without_memory(self: Fusor, prompts: Any) -> Any:
+        raise MemoryError("none left")
+
+    if reason == "the prefill fails":
+        monkeypatch.setattr(Fusor, "batched_prefill", without_memory)
+    else:
+        without = engine.settings.model_copy(update={"batch_bytes": 0})
+        monkeypatch.setattr(engine, "settings", without)
     with prefills(engine) as rows:
         answers = engine.batch(prompts, REUSE)
     assert len(rows) == 3
     assert sizes(answers) == [1] * 3
     assert texts(answers) == expected
+    assert ("one after another: none left" in caplog.text) == (reason == "the prefill fails")
 
 
 def test_prompts_of_many_rows_or_without_chunks_are_prefilled_alone(
@@ -343,22 +355,6 @@ def test_a_prompt_cancelled_before_its_turn_is_left_out(engine: BlendEngine) -> 
     found = [started[i].wait() for i in (0, 2)]
     assert texts(found) == expected[::2]
     assert sizes(found) == [2, 2]
-
-
-def test_after_a_failed_batched_prefill_prompts_are_answered_one_by_one(
-    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    prompts = prompts_of(engine, 3)
-    expected = texts(engine.batch(prompts, REUSE))
-
-    def without_memory(self: Fusor, prompts: Any) -> Any:
-        raise MemoryError("none left")
-
-    monkeypatch.setattr(Fusor, "batched_prefill", without_memory)
-    answers = engine.batch(prompts, REUSE)
-    assert texts(answers) == expected
-    assert sizes(answers) == [1] * 3
-    assert "one after another: none left" in caplog.text
 
 
 class Loads:

@@ -216,14 +216,6 @@ async def test_an_async_iterator_has_its_answer_once_exhausted(engine: BlendEngi
     assert len(engine.adapter.model.prompts) == prompts
 
 
-async def test_sync_and_async_calls_work_in_one_event_loop(engine: BlendEngine) -> None:
-    engine.adapter.model.pause_s = 0.0
-    assert engine.generate("short").text == SHORT
-    assert (await engine.agenerate("short")).text == SHORT
-    answer = await asyncio.to_thread(lambda: asyncio.run(engine.agenerate("short")))
-    assert answer.text == SHORT
-
-
 async def test_waiting_streams_take_no_threads_of_the_event_loop(engine: BlendEngine) -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
     with held(engine):
@@ -377,10 +369,3 @@ def test_other_timeout_errors_are_not_changed(
         engine.generate("talk", Options(timeout_s=30))
     with pytest.raises(TimeoutError, match="lock of the store"):
         asyncio.run(engine.agenerate("talk", Options(timeout_s=30)))
-
-
-def test_a_timeout_must_be_above_zero() -> None:
-    for timeout_s in (0, -1.0, float("nan")):
-        with pytest.raises(InvalidInputError, match="timeout_s") as raised:
-            Options(timeout_s=timeout_s)
-        assert tiny.one_sentence(str(raised.value))

@@ -18,7 +18,6 @@ import tiny
 from blendrag.engine import BlendEngine, Options, TokenLogprob
 from blendrag.engine.decoding import SeededDraws
 from blendrag.engine.stream import AnswerStream, StopWhenDone, cut_at_stop
-from blendrag.errors import InvalidInputError
 
 SAID = "It was built in 1874.\nObservation: none\nDas war früher 日本語 so."
 
@@ -92,6 +91,8 @@ def test_an_answer_ends_before_its_first_stop_string(
     heard = list(pieces)
     assert "".join(heard) == pieces.answer.text == expected
     assert all(heard)
+    beams = says.generate("?", Options(stop=stop, generate={"num_beams": 2}))
+    assert (beams.text, beams.finish_reason) == (expected, "stop")
 
 
 def test_a_stop_string_ends_generation_with_its_last_token(says: BlendEngine) -> None:
@@ -100,12 +101,6 @@ def test_a_stop_string_ends_generation_with_its_last_token(says: BlendEngine) ->
     answer = says.generate("?", Options(stop=("1874",)))
     tokens = says.resources.tokens.encode_text(SAID[: SAID.index("1874") + 4])
     assert model.forwards - before == answer.metrics.new_tokens == len(tokens)
-
-
-def test_beams_end_at_a_stop_string(says: BlendEngine) -> None:
-    options = Options(stop=("built in", "in 18"), generate={"num_beams": 2})
-    answer = says.generate("?", options)
-    assert (answer.text, answer.finish_reason) == ("It was ", "stop")
 
 
 def test_a_single_stop_string_may_be_given_as_text() -> None:
@@ -263,13 +258,6 @@ def test_sampling_is_seeded_again_after_a_failed_forward(failing: bool) -> None:
     assert not model._forward_pre_hooks
 
 
-@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1])
-def test_a_seed_has_64_bits(seed: int) -> None:
-    with pytest.raises(InvalidInputError, match="64-bit") as raised:
-        Options(seed=seed)
-    assert tiny.one_sentence(str(raised.value))
-
-
 # -- log probabilities --------------------------------------------------------------------------
 
 
@@ -316,12 +304,3 @@ def test_logprobs_cover_the_answer_without_its_end_token(says: BlendEngine) -> N
     built = next(t for t in answer.logprobs if t.token == " built")
     assert len(built.top) == 2
     assert built.top[0][0] == " built"
-
-
-def test_logprobs_need_one_sequence_and_are_at_most_20(says: BlendEngine) -> None:
-    with pytest.raises(InvalidInputError, match="one sequence") as raised:
-        says.generate("?", Options(logprobs=0, generate={"num_beams": 2}))
-    assert tiny.one_sentence(str(raised.value))
-    for logprobs in (-1, 21):
-        with pytest.raises(InvalidInputError, match=r"in \[0, 20\]"):
-            Options(logprobs=logprobs)

@@ -281,21 +281,6 @@ def test_settings_of_a_corpus_cannot_change(tmp_path: Path) -> None:
         assert tiny.one_sentence(str(raised.value))
 
 
-@pytest.mark.parametrize(
-    ("settings", "error"),
-    [
-        ({"encode_prefix": False, "prefix_text": "Read:\n"}, "encode_prefix=False"),
-        ({"encoding": "int4"}, "'int4' is not one of native, int8, fp8"),
-    ],
-)
-def test_impossible_settings_are_refused(
-    tmp_path: Path, settings: dict[str, Any], error: str
-) -> None:
-    with pytest.raises(InvalidInputError, match=error) as raised:
-        made(tmp_path, **settings)
-    assert tiny.one_sentence(str(raised.value))
-
-
 def before_first_document(engine: BlendEngine, action: Any) -> None:
     """Run ``action`` before ``engine`` writes its first document."""
     corpus = engine.resources.create_corpus()

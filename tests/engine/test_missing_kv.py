@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,6 @@ def engine(tmp_path: Path) -> Iterator[BlendEngine]:
         yield made
 
 
-def prompt(engine: BlendEngine) -> str:
-    return tiny.prompt(engine, 0, 1)
-
-
 def lose(engine: BlendEngine) -> list[str]:
     """Delete the KV of document 1 and return its keys."""
     keys = tiny.chunk_keys(engine, 1)
@@ -44,7 +39,7 @@ def answers(engine: BlendEngine, count: int, options: Options = BLEND) -> list[A
     """Answers to ``count`` requests that are all queued before the first begins."""
     held = threading.Event()
     engine._worker.submit(held.wait)
-    text = prompt(engine)
+    text = tiny.prompt(engine, 0, 1)
     found: list[Future[Answer]] = [engine._start(text, options).future for _ in range(count)]
     held.set()
     return [future.result(60) for future in found]
@@ -74,7 +69,7 @@ def encodings(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]
 
 def test_a_missing_chunk_is_computed_and_then_encoded_alone(engine: BlendEngine) -> None:
     keys = lose(engine)
-    text = prompt(engine)
+    text = tiny.prompt(engine, 0, 1)
     first = engine.generate(text, BLEND)
     assert computed(first) == len(keys)
     assert "blended" in [chunk.outcome for chunk in first.metrics.chunks]
@@ -101,12 +96,12 @@ def test_queries_write_only_what_was_missing(engine: BlendEngine) -> None:
     store_root = engine.resources.root
 
     for _ in range(2):  # the leading part is stored when it comes back
-        engine.generate(prompt(engine))
+        engine.generate(tiny.prompt(engine, 0, 1))
         engine.drain()
     before = files()
     assert len(before) > 4
     for mode in ("blend", "reuse", "prefix", "full"):
-        engine.generate(prompt(engine), Options(mode=mode))  # type: ignore[arg-type]
+        engine.generate(tiny.prompt(engine, 0, 1), Options(mode=mode))  # type: ignore[arg-type]
     engine.drain()
     assert files() == before
 
@@ -134,18 +129,8 @@ def test_modes_that_do_not_load_a_chunk_encode_nothing_first(
     assert not any(notes(answer) for answer in answers(engine, 2, options))
 
 
-def test_missing_chunks_of_a_batch_are_encoded_once(
-    engine: BlendEngine, encodings: list[int]
-) -> None:
-    keys = lose(engine)
-    found = engine.batch([prompt(engine)] * 3, BLEND)
-    assert [computed(answer) for answer in found] == [0, 0, 0]
-    engine.drain()
-    assert len(encodings) == len(keys)
-
-
-def test_prefilled_prompts_do_not_look_up_missing_chunks_again(
-    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+def test_missing_chunks_of_a_batch_are_looked_up_and_encoded_once(
+    engine: BlendEngine, encodings: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
     first = BackgroundWriter.encode_first
@@ -157,16 +142,14 @@ def test_prefilled_prompts_do_not_look_up_missing_chunks_again(
     keys = lose(engine)
     monkeypatch.setattr(BackgroundWriter, "encode_first", noting)
     monkeypatch.setitem(packing_rule.ROWS, "cpu", 10_000)
-    with ThreadPoolExecutor(1) as pool:
-        held = threading.Event()
-        engine._worker.submit(held.wait)
-        batch = pool.submit(engine.batch, [prompt(engine)] * 3, BLEND)
-        while len(engine._worker._foreground) < 3:
-            time.sleep(0.001)
-        held.set()
-        found = batch.result(60)
+    with engine.adapter.lock:
+        started: list[Any] = engine._start_batch([tiny.prompt(engine, 0, 1)] * 3, BLEND, False, 0.0)
+    found = [one.wait() for one in started]
+    assert [computed(answer) for answer in found] == [0, 0, 0]
     assert {answer.metrics.batch_size for answer in found} == {3}
-    assert asked == [len(keys), 0, 0]  # once per prompt
+    assert asked == [len(keys), 0, 0]
+    engine.drain()
+    assert len(encodings) == len(keys)
 
 
 def test_a_full_store_does_not_fail_a_request(
@@ -204,7 +187,7 @@ def test_the_queue_of_chunks_to_encode_is_bounded(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_writer, "QUEUED_CHUNKS", 1)
-    keys, text = lose(engine), prompt(engine)
+    keys, text = lose(engine), tiny.prompt(engine, 0, 1)
     assert len(keys) > 1
     store, namespace = engine.resources.store, engine.adapter.identity.namespace
     for there in (1, 2):

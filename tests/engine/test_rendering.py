@@ -302,17 +302,11 @@ def test_a_question_that_is_a_chunk_is_computed(faq: BlendEngine, form: str) -> 
     assert FAQ["asked"] not in loaded
     assert FAQ["told"] not in loaded
     assert loaded.count(FAQ["also"]) == (form == "history")
-
-
-@pytest.mark.parametrize("form", ["stuff", "query", "context in the system message", "known"])
-def test_a_question_in_a_prompt_that_the_caller_rendered_is_computed(
-    faq: BlendEngine, form: str
-) -> None:
-    tokens = faq.resources.tokens
-    text = render(FORMS[form], tokens, Options()).text
-    for prompt in (text, text.replace("<|bos|>", "")):
-        plan = faq.plan(prompt, Options(apply_chat_template=False))
-        assert [segment.text for segment in plan.chunks] == list(CHUNKS.values())
+    if form in ("stuff", "query", "context in the system message", "known"):
+        text = render(FORMS[form], faq.resources.tokens, Options()).text
+        for prompt in (text, text.replace("<|bos|>", "")):  # as a caller renders it
+            plan = faq.plan(prompt, Options(apply_chat_template=False))
+            assert [segment.text for segment in plan.chunks] == list(CHUNKS.values())
 
 
 def test_a_message_that_is_one_chunk_is_the_question(faq: BlendEngine) -> None:

@@ -141,15 +141,9 @@ def parsed(text: str) -> dict[tuple[str, str | None], float]:
     """Value by sample name and tier; every line must match :data:`LINE`."""
     assert text.endswith("\n")
     lines = text.removesuffix("\n").split("\n")
-    described: list[str] = []
-    for line in lines:
-        match = LINE.fullmatch(line)
-        assert match, line
-        if match["help"]:
-            assert match["help"] not in described
-            described.append(match["help"])
-        else:
-            assert (match["type"] or match["name"]) == described[-1], line
+    assert all(LINE.fullmatch(line) for line in lines)
+    described = [line.split()[2] for line in lines if line.startswith("# HELP")]
+    assert len(described) == len(set(described))
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
     values = {(sample.name, sample.labels.get("tier")): sample.value for sample in samples}
     assert len(values) == len(samples) == sum(not line.startswith("#") for line in lines)

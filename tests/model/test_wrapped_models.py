@@ -17,6 +17,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 import tiny
 from blendrag.engine import Options
 from blendrag.errors import InvalidInputError, UnsupportedModelError
+from blendrag.model import ModelAdapter
 from blendrag.model.structure import uncompiled
 
 
@@ -179,3 +180,32 @@ def test_a_wrapper_of_another_kind_is_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"is a DataParallel.*model\.module") as raised:
         tiny.adapter(nn.DataParallel(tiny.llama()))
     assert tiny.one_sentence(str(raised.value))
+
+
+def test_a_lora_wrapper_shares_the_lock_of_its_base_model() -> None:
+    peft = pytest.importorskip("peft")
+    model = tiny.llama()
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    assert tiny.adapter(wrapped).lock is tiny.adapter(model).lock
+
+
+def test_a_waiting_thread_gets_the_models_lock_next(adapter: ModelAdapter) -> None:
+    lock, turns = adapter.lock, []
+    waiting = threading.Event()
+
+    def wait() -> None:
+        waiting.set()
+        with lock:
+            turns.append("other")
+
+    other = threading.Thread(target=wait)
+    with lock:
+        other.start()
+        waiting.wait(5)
+        while not lock._door.locked():
+            pass
+    for _ in range(3):
+        with lock, lock:
+            turns.append("this")
+    other.join(5)
+    assert turns[0] == "other"
