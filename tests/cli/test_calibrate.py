@@ -13,6 +13,7 @@ from cli.commands import ask, invoke, refused
 FEW = ("--samples", "2", "--top-k", "3", "--minutes", "0.3", "--ratio", "0.2", "--policy", "query")
 
 
+@pytest.mark.slow
 def test_the_schedule_found_is_printed_kept_and_used(store: Path) -> None:
     result = invoke("calibrate", "--store", str(store), *FEW, "--json")
     assert result.exit_code == 0, result.stderr
