@@ -40,12 +40,10 @@ def test_rates_are_of_prefill_of_encoding_and_of_the_whole_ingest(figures: dict[
     assert figures["relative_rate"] == pytest.approx(expected)
 
 
-def test_the_second_ingest_finds_everything_and_loads_no_model(figures: dict[str, Any]) -> None:
+def test_a_corpus_is_ingested_twice(figures: dict[str, Any]) -> None:
     assert figures["corpus_chunks"] >= 2
     expected = figures["first_ingest_s"] / figures["second_ingest_s"]
     assert figures["reingest_speedup"] == pytest.approx(expected)
-    assert figures["model_loaded_again"] is False
-    assert figures["from_shell"] is False
 
 
 @pytest.mark.slow
@@ -53,8 +51,6 @@ def test_both_ingests_can_be_processes() -> None:
     fields = measured("ingest", *RATES, *CORPUS, "--from-shell", "--dtype", "float32")
     assert fields["corpus_chunks"] >= 2
     assert min(fields["first_ingest_s"], fields["second_ingest_s"]) > 0
-    assert fields["model_loaded_again"] is None
-    assert fields["from_shell"] is True
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt(), StoreFullError("there is no room")], ids=repr)

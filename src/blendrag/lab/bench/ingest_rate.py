@@ -34,7 +34,7 @@ from blendrag.lab.bench.rounds import Tick, clock, run_rounds, silent
 from blendrag.lab.bench.scratch import scratch
 from blendrag.lab.bench.tiers import AMPLE_BYTES, ON_DISK, tier_store
 from blendrag.lab.bench.workload import PREFIX_IDS, StoredChunks, Workload, stock_prefill
-from blendrag.lab.tables import NOTHING, ResultTable
+from blendrag.lab.tables import ResultTable
 from blendrag.model import ModelAdapter
 from blendrag.text.chunking import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
 
@@ -75,23 +75,20 @@ class IngestResult:
     """``BlendEngine.ingest`` of a file of one chunk, without embedding."""
     relative_rate: float
     """Ingest over prefill."""
-    from_shell: bool
     corpus_chunks: int = 0
     first_ingest_s: float = 0.0
     """With the model already loaded; from the shell the whole process."""
     second_ingest_s: float = 0.0
     """With nothing loaded; from the shell the whole process."""
     reingest_speedup: float = 0.0
-    model_loaded_again: bool | None = None
-    """``None`` from the shell, where it cannot be observed."""
 
 
 def ingest_table(result: IngestResult) -> ResultTable:
     """A row for each figure."""
-    rows = []
-    for name, value in vars(result).items():
-        text = f"{value:.2f}" if isinstance(value, float) else str(value)
-        rows.append((name, NOTHING if value is None else text))
+    rows = [
+        (name, f"{value:.2f}" if isinstance(value, float) else str(value))
+        for name, value in vars(result).items()
+    ]
     return ResultTable(("figure", "value"), rows)
 
 
@@ -110,7 +107,6 @@ def ingest(timed: TimedModel, workload: IngestWorkload, tick: Tick = silent) -> 
         encode_tokens_per_s=rates["encode"],
         ingest_tokens_per_s=rates["ingest"],
         relative_rate=rates["ingest"] / rates["prefill"],
-        from_shell=workload.from_shell,
         **twice,
     )
 
@@ -218,20 +214,19 @@ def _ingest_twice(
     write_corpus(adapter, corpus.documents, workload.reingest_chunks, tokens)
     once = _in_shell if workload.from_shell else _in_engine
     tick("first ingest")
-    chunks, first_s, _ = once(corpus, True)
+    chunks, first_s = once(corpus, True)
     tick("second ingest")
-    _, second_s, loaded = once(corpus, False)
+    _, second_s = once(corpus, False)
     return {
         "corpus_chunks": chunks,
         "first_ingest_s": first_s,
         "second_ingest_s": second_s,
         "reingest_speedup": first_s / second_s,
-        "model_loaded_again": loaded,
     }
 
 
-def _in_engine(corpus: CorpusPaths, is_first: bool) -> tuple[int, float, bool | None]:
-    """Chunks, seconds, and whether the model was loaded. The first time does not include loading it."""
+def _in_engine(corpus: CorpusPaths, is_first: bool) -> tuple[int, float]:
+    """Chunks and seconds. The first time does not include loading the model."""
     with BlendEngine(
         str(corpus.checkpoint), corpus.store, chunk_tokens=corpus.chunk_tokens,
         embedder=MINILM_OFFLINE, dtype=corpus.dtype, device=corpus.device,
@@ -240,10 +235,10 @@ def _in_engine(corpus: CorpusPaths, is_first: bool) -> tuple[int, float, bool | 
             _ = engine.adapter
         began = time.perf_counter()
         report = engine.ingest([corpus.documents])
-        return report.whole().chunks, time.perf_counter() - began, engine.resources.is_loaded
+        return report.whole().chunks, time.perf_counter() - began
 
 
-def _in_shell(corpus: CorpusPaths, is_first: bool) -> tuple[int, float, bool | None]:
+def _in_shell(corpus: CorpusPaths, is_first: bool) -> tuple[int, float]:
     """Chunks and seconds of ``blendrag ingest``, from the start of its process to its end."""
     command = [
         sys.executable, "-m", "blendrag.cli.main", "ingest", str(corpus.documents),
@@ -257,4 +252,4 @@ def _in_shell(corpus: CorpusPaths, is_first: bool) -> tuple[int, float, bool | N
     if not done.stdout:
         lines = done.stderr.strip().splitlines() or ["no message"]
         raise BlendragError(f"blendrag ingest failed: {lines[-1]}")
-    return IngestReport(**json.loads(done.stdout)).whole().chunks, seconds, None
+    return IngestReport(**json.loads(done.stdout)).whole().chunks, seconds
