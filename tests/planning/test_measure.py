@@ -428,14 +428,16 @@ def test_a_fit_finds_the_terms_that_times_were_made_of() -> None:
     curve = fit(points)
     assert curve.pair_s == pytest.approx(3e-8, rel=1e-3)
     assert curve.placed_s == pytest.approx(1e-6, rel=1e-3)
-    for point in points:
-        assert curve(*point[:3]) == pytest.approx(point.seconds, rel=1e-3)
-    expected = 2e-3 + 1e-4 * 1600 + 3e-8 * 1600 * 800
-    assert curve(1600, 800) == pytest.approx(expected, rel=1e-2)  # beyond what was measured
+    assert curve(200, 1000, 400) == pytest.approx(2e-3 + 2e-2 + 6e-3 + 4e-4, rel=1e-3)
+    # beyond what was measured
+    assert curve(1600, 800) == pytest.approx(2e-3 + 0.16 + 3e-8 * 1600 * 800, rel=1e-2)
+
+
+def test_a_fit_follows_a_flat_start_and_is_proportional_at_one_length() -> None:
     flat = fit([Point(rows, 1, 0, max(1e-3, 1e-5 * rows)) for rows in (1, 30, 100, 400, 800)])
     for rows, seconds in ((30, 1e-3), (100, 1e-3), (600, 6e-3)):  # as on a GPU
         assert flat(rows, 1) == pytest.approx(seconds, rel=0.02)
-    alone = fit([Point(128, 64, 0, 1.0), Point(128, 64, 0, 1.2)])  # proportional to the rows
+    alone = fit([Point(128, 64, 0, 1.0), Point(128, 64, 0, 1.2)])
     assert alone(1280, 640) == pytest.approx(11.0)
     with pytest.raises(InvalidInputError, match="no time was measured"):
         fit([Point(10, 10, 0, 0.0)])

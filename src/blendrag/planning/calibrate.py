@@ -97,8 +97,8 @@ class Reference:
     """What full prefill answers to a prompt; on the CPU."""
 
     prompt: PromptPlan
-    answer: torch.Tensor
-    """Its greedy continuation ``[T]``."""
+    answer: tuple[int, ...]
+    """Its greedy continuation."""
     log_probs: torch.Tensor
     """``[T, V]`` float32, of the distributions those tokens were taken from."""
 
@@ -108,18 +108,14 @@ def reference(adapter: ModelAdapter, prompt: PromptPlan) -> Reference:
     """Full prefill and greedy decoding of ``prompt``. The caller holds the lock."""
     eos = adapter.model.generation_config.eos_token_id
     ends = set(eos) if isinstance(eos, list | tuple) else {eos}
-    cache = DynamicCache()
-    ids = torch.tensor([prompt.ids], device=adapter.device)
+    cache, ids = DynamicCache(), prompt.ids
     answer: list[int] = []
     rows = []
-    while True:
-        logits = _logits(adapter, ids, cache, 1)  # [1, V]
-        rows.append(logits)
-        answer.append(int(logits.argmax()))
-        if len(answer) == ANSWER_TOKENS or answer[-1] in ends:
-            break
-        ids = torch.tensor([answer[-1:]], device=adapter.device)
-    return Reference(prompt, torch.tensor(answer), torch.cat(rows).log_softmax(-1))
+    while len(answer) < ANSWER_TOKENS and not ends.intersection(answer):
+        rows.append(_logits(adapter, ids, cache, 1))  # [1, V]
+        answer.append(int(rows[-1].argmax()))
+        ids = tuple(answer[-1:])
+    return Reference(prompt, tuple(answer), torch.cat(rows).log_softmax(-1))
 
 
 @torch.inference_mode()
@@ -148,9 +144,9 @@ def deviation(
     finally:
         plan.close()
     rows = logits[0].float().cpu()  # [1, V]
-    if len(expected.answer) > 1:
-        said = expected.answer[None, :-1].to(adapter.device)
-        rows = torch.cat((rows, _logits(adapter, said, cache, said.shape[1])))  # [T, V]
+    said = expected.answer[:-1]
+    if said:
+        rows = torch.cat((rows, _logits(adapter, said, cache, len(said))))  # [T, V]
     return divergence(expected.log_probs, rows.log_softmax(-1))
 
 
@@ -162,17 +158,17 @@ def divergence(full: torch.Tensor, blended: torch.Tensor) -> float:
     return math.inf if math.isnan(mean) else max(0.0, mean)
 
 
-def _logits(adapter: ModelAdapter, ids: torch.Tensor, cache: Any, keep: int) -> torch.Tensor:
+def _logits(adapter: ModelAdapter, ids: Sequence[int], cache: Any, keep: int) -> torch.Tensor:
     """``[keep, V]`` float32 on the CPU."""
-    out = adapter.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=keep)
+    given = torch.tensor([ids], device=adapter.device)
+    out = adapter.model(input_ids=given, past_key_values=cache, use_cache=True, logits_to_keep=keep)
     return out.logits[0].float().cpu()
 
 
 class MeanDeviation:
-    """Mean deviation of a schedule over the same prompts."""
+    """Mean deviation of a schedule over the same prompts; ``of(i, schedule)`` is that of prompt ``i``."""
 
     def __init__(self, of: Callable[[int, Schedule], float], prompts: int) -> None:
-        """``of(i, schedule)`` is the deviation of prompt ``i``."""
         self._of = of
         self._order = list(range(prompts))
 
@@ -188,12 +184,11 @@ class MeanDeviation:
             if sum(seen.values()) > bound * prompts:
                 return math.inf
         self._order.sort(key=lambda i: -seen[i])
-        return sum(seen[i] for i in range(prompts)) / prompts
+        return math.fsum(seen.values()) / prompts
 
 
 # -- search ---------------------------------------------------------------------------------------
 
-Shares = tuple[float, ...]
 #: ``measure(schedule, bound)``: mean deviation, or infinity once it is certain to exceed ``bound``.
 Deviates = Callable[[Schedule, float], float]
 
@@ -238,7 +233,7 @@ def families(layers: int, ratio: float) -> list[Schedule]:
     """
     names = ["constant", "linear", *(f"geometric:{g:g}" for g in GROWTHS)]
     names += [f"first:{m}" for m in STOPS if m < layers - 1]
-    by_shares: dict[Shares, Schedule] = {}
+    by_shares: dict[tuple[float, ...], Schedule] = {}
     for schedule in map(Schedule.parse, names):
         shares = tuple(round(share, 9) for share in schedule.shares(ratio, layers))
         by_shares.setdefault(shares, schedule)
@@ -318,7 +313,9 @@ def _shuffled_moves(n: int, rng: random.Random) -> Iterator[tuple[int, float]]:
         yield from moves
 
 
-def _moved(shares: Sequence[float], stop: int, part: float, ratio: float) -> Shares | None:
+def _moved(
+    shares: Sequence[float], stop: int, part: float, ratio: float
+) -> tuple[float, ...] | None:
     """``shares`` after a move, with the same mean; ``None`` if it is impossible or changes nothing."""
     n = len(shares)
     total = ratio * n

@@ -154,20 +154,18 @@ class LoadEstimate:
             placed = self._placed - self.candidates * (skips and layer == 0)
             if layer < self._scouted:  # the scout pass has moved everything to its place
                 placed = 0
-            key = (chosen, placed, layer == profile.layers - 1)
+            is_last = layer == profile.layers - 1
+            key = (chosen, placed, is_last)
             if key not in known:
-                known[key] = self._layer_s(*key)
+                rows = self._fresh + chosen
+                context = (self._fresh_keys + chosen * self._keys) / rows if rows else 0.0
+                curve = profile.last if is_last else profile.layer
+                known[key] = curve(rows, context, placed)
             reading = profile.is_shared and layer >= self._scouted
             seconds.append(known[key] + (self._loads[skips][1][layer] if reading else 0.0))
         if self._needs_deviation and len(seconds) > 1:
             seconds[1] += profile.peek_s * (self._fresh + self.candidates)
         return seconds
-
-    def _layer_s(self, chosen: float, placed: float, is_last: bool) -> float:
-        """T_recompute of one layer: of the fresh tokens and ``chosen`` candidates."""
-        rows = self._fresh + chosen
-        context = (self._fresh_keys + chosen * self._keys) / rows if rows else 0.0
-        return (self._profile.last if is_last else self._profile.layer)(rows, context, placed)
 
     def _entering(self, counts: Sequence[float]) -> float:
         """Candidates computed in layer 0."""

@@ -64,25 +64,21 @@ def choose_storage(
     devices: Sequence[Device] = DEVICES,
 ) -> StorageChoice:
     """The cheapest device that adds no latency to a usual prompt of ``chunks`` chunks at ``ratio``."""
-    rated = tuple(
-        _rated(profile, policy, ratio, chunks, corpus_bytes, device) for device in devices
-    )
-    hiding = [each for each in rated if each.hides]
+
+    def rated(device: Device) -> RatedDevice:
+        there = replace(profile, tiers=(Tier(DISK, device.bytes_per_s),))
+        estimate, counts = usual_estimate(there, policy, ratio, chunks)
+        predicted, waiting_s = estimate.at(counts), estimate.waiting_s(counts)
+        allowed_s = estimate.first_load_s(counts) + HIDDEN_SLACK * predicted.compute_s
+        cost = corpus_bytes / 1e9 * device.price_per_gb_month
+        return RatedDevice(device, predicted.ttft_s, waiting_s, waiting_s <= allowed_s, cost)
+
+    every = tuple(map(rated, devices))
+    hiding = (each for each in every if each.hides)
     cheapest = min(
         hiding, key=lambda each: (each.device.price_per_gb_month, each.ttft_s), default=None
     )
-    return StorageChoice(rated, cheapest, min(rated, key=lambda each: each.ttft_s))
-
-
-def _rated(
-    profile: Profile, policy: str, ratio: float, chunks: int, corpus_bytes: float, device: Device
-) -> RatedDevice:
-    there = replace(profile, tiers=(Tier(DISK, device.bytes_per_s),))
-    estimate, counts = usual_estimate(there, policy, ratio, chunks)
-    predicted, waiting_s = estimate.at(counts), estimate.waiting_s(counts)
-    allowed_s = estimate.first_load_s(counts) + HIDDEN_SLACK * predicted.compute_s
-    cost = corpus_bytes / 1e9 * device.price_per_gb_month
-    return RatedDevice(device, predicted.ttft_s, waiting_s, waiting_s <= allowed_s, cost)
+    return StorageChoice(every, cheapest, min(every, key=lambda each: each.ttft_s))
 
 
 def usual_prompt(profile: Profile, policy: str, chunks: int) -> PromptParts:

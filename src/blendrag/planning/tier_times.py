@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import mmap
 import os
 import shutil
@@ -36,7 +35,8 @@ SCRATCH = ".profile-"
 #: A scratch directory of this age was left by a process that was killed.
 STALE_S = 3600.0
 COPIED_BYTES = 64 << 20
-NAMESPACE = hashlib.sha256(b"profile").hexdigest()
+NAMESPACE = "0" * 64
+KEYS = [f"{number:064x}" for number in range(MAX_CHUNKS)]
 
 
 @dataclass(frozen=True)
@@ -123,13 +123,9 @@ def _count(kv: ChunkKV) -> int:
     return max(2, min(MAX_CHUNKS, READ_BYTES // stored_chunk_bytes(kv.layout, kv.tokens)))
 
 
-def _key(number: int) -> str:
-    return hashlib.sha256(f"profile {number}".encode()).hexdigest()
-
-
 def _fill(store: DiskStore | MemoryStore, kv: ChunkKV) -> None:
-    for number in range(_count(kv)):
-        store.put(NAMESPACE, _key(number), kv)
+    for key in KEYS[: _count(kv)]:
+        store.put(NAMESPACE, key, kv)
 
 
 def _median(
@@ -156,8 +152,8 @@ def _read(store: DiskStore | MemoryStore, kv: ChunkKV, pinned: bool) -> Reading:
         targets.append(buffer.split(kv.tokens, dim=2))
     with contextlib.ExitStack() as opened:
         readers = []
-        for number in range(count):
-            reader = store.open(NAMESPACE, _key(number), kv.layout, kv.tokens)
+        for key in KEYS[:count]:
+            reader = store.open(NAMESPACE, key, kv.layout, kv.tokens)
             if reader is None:
                 raise StoreError("a chunk written a moment ago cannot be read; profile again")
             readers.append(opened.enter_context(contextlib.closing(reader)))
