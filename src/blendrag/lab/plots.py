@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from blendrag.lab.bench.sweep import SweepResult
     from blendrag.lab.bench.trace import TraceResult
     from blendrag.lab.evaluation.deviation import DeviationReport
-    from blendrag.lab.evaluation.rows import Row
+    from blendrag.lab.evaluation.rows import ArenaRow
 
 # -- benches --------------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ QUALITY = "PGR (0: no context, 1: full prefill)"
 HIGH_SHARE = 0.15
 
 
-def quality_against_ttft(rows: Sequence[Row]) -> Figure:
+def quality_against_ttft(rows: Sequence[ArenaRow]) -> Figure:
     """Figures 12 and 13 of CacheBlend: PGR against TTFT, a point for each way, ratios of a policy joined."""
     figure, (axes,) = panels(1)
     shown = [row for row in rows if row.kind == ALL and row.policy != NONE]
@@ -169,7 +169,7 @@ def quality_against_ttft(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def quality_against_ratio(rows: Sequence[Row], kinds: Sequence[str]) -> Figure:
+def quality_against_ratio(rows: Sequence[ArenaRow], kinds: Sequence[str]) -> Figure:
     """Figure 16, a panel for each kind of question: PGR against the recompute ratio."""
     columns = min(len(kinds), 3)
     figure, axes = panels(columns, -(-len(kinds) // 3), share_y="all")
@@ -187,7 +187,7 @@ def quality_against_ratio(rows: Sequence[Row], kinds: Sequence[str]) -> Figure:
     return figure
 
 
-def quality_against_chunks(rows: Sequence[Row]) -> Figure:
+def quality_against_chunks(rows: Sequence[ArenaRow]) -> Figure:
     """Figure 15: PGR and TTFT over the number of chunks and over their length."""
     figure, axes = panels(2, 2, share_y="none")
     axes[1].sharey(axes[0])
@@ -214,7 +214,7 @@ def quality_against_chunks(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def quality_by_schedule(rows: Sequence[Row]) -> Figure:
+def quality_by_schedule(rows: Sequence[ArenaRow]) -> Figure:
     """PGR at one ratio for each schedule, the policies side by side."""
     figure, (axes,) = panels(1)
     shown = [row for row in _reusing(rows, ALL) if row.has_budget and row.pgr is not None]
@@ -234,19 +234,19 @@ def quality_by_schedule(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def _reusing(rows: Sequence[Row], kind: str) -> list[Row]:
+def _reusing(rows: Sequence[ArenaRow], kind: str) -> list[ArenaRow]:
     """Rows of ``kind`` of the ways that reuse chunks out of their place."""
     return [
         row for row in rows if row.kind == kind and row.policy not in (FULL, NONE, PREFIX, *CHAINS)
     ]
 
 
-def _draw_rows(axes: Axes, rows: Sequence[Row], x: str, y: str = "pgr") -> None:
+def _draw_rows(axes: Axes, rows: Sequence[ArenaRow], x: str, y: str = "pgr") -> None:
     """A line for each policy and schedule; rows without a value are left out."""
     there = [row for row in rows if getattr(row, y) is not None]
     known = styles(row.policy for row in there)
     several = len({row.schedule for row in there} - {""}) > 1
-    groups: dict[tuple[str, str], list[Row]] = {}
+    groups: dict[tuple[str, str], list[ArenaRow]] = {}
     for row in there:
         groups.setdefault((row.policy, row.schedule), []).append(row)
     lines, drawn = [], Counter[str]()
@@ -264,7 +264,7 @@ def _draw_rows(axes: Axes, rows: Sequence[Row], x: str, y: str = "pgr") -> None:
 
 
 def _with_bounds(
-    rows: Sequence[Row], y: str
+    rows: Sequence[ArenaRow], y: str
 ) -> tuple[list[float], list[float | None], list[float | None]]:
     """Values, and the bounds of their intervals; only PGR has any."""
     if y != "pgr":

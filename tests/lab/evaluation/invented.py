@@ -11,7 +11,7 @@ from blendrag.lab.evaluation.deviation import (
     LayerCorrelation,
     LayerDistribution,
 )
-from blendrag.lab.evaluation.rows import Row
+from blendrag.lab.evaluation.rows import ArenaRow
 
 KINDS = ("direct", "coreference", "unanswerable")
 RATIOS = (0.02, 0.05, 0.15)
@@ -22,7 +22,7 @@ def by_context(*right: float) -> tuple[tuple[int, float], ...]:
     return tuple((5, score) for score in right)
 
 
-def row(policy: str, kind: str = "all", **changes: Any) -> Row:
+def row(policy: str, kind: str = "all", **changes: Any) -> ArenaRow:
     """A plausible row with ``changes``."""
     pgr = changes.get("pgr", 0.9)
     score = changes.get("score", 0.1 + 0.8 * (pgr or 0.0))
@@ -35,17 +35,17 @@ def row(policy: str, kind: str = "all", **changes: Any) -> Row:
         "kl": 0.01, "ttft_ms": 30.0, "metric": "accuracy", "accuracy": score, "f1": 0.8,
         "rouge_l": None, "agreement": 0.9, "same_answer": 0.8, "n_chunks": 6, "chunk_tokens": 64,
     }  # fmt: skip
-    return Row(**{**made, **changes})
+    return ArenaRow(**{**made, **changes})
 
 
-def baseline(policy: str, kind: str = "all", pgr: float | None = 1.0, **changes: Any) -> Row:
+def baseline(policy: str, kind: str = "all", pgr: float | None = 1.0, **changes: Any) -> ArenaRow:
     """A way without ratio and schedule."""
     charged = changes.pop("charged_ratio", 1.0)
     given = {"schedule": "", "encode_prefix": None, "ratio": charged, "charged_ratio": charged}
     return row(policy, kind, pgr=pgr, **{**given, **changes})
 
 
-def sweep(**changes: Any) -> list[Row]:
+def sweep(**changes: Any) -> list[ArenaRow]:
     """Baselines, two policies over three ratios and ``boundary``; PGR of ``unanswerable`` is undefined."""
     rows = []
     for k, kind in enumerate(("all", *KINDS)):
@@ -66,10 +66,10 @@ def sweep(**changes: Any) -> list[Row]:
                     )
                 )  # fmt: skip
     unknown = {"pgr": None, "pgr_low": None, "pgr_high": None}
-    return [Row(**{**r.as_dict(), **(unknown if r.kind == KINDS[2] else {})}) for r in rows]
+    return [ArenaRow(**{**r.as_dict(), **(unknown if r.kind == KINDS[2] else {})}) for r in rows]
 
 
-def chunks() -> list[Row]:
+def chunks() -> list[ArenaRow]:
     """Two policies and full prefill over the number and the length of chunks."""
     rows = []
     for n, tokens in ((3, 64), (6, 64), (12, 64), (6, 128), (6, 512)):
@@ -83,12 +83,12 @@ def chunks() -> list[Row]:
     return rows
 
 
-def schedules(names: Sequence[str] = ("constant", "linear", "calibrated")) -> list[Row]:
+def schedules(names: Sequence[str] = ("constant", "linear", "calibrated")) -> list[ArenaRow]:
     pairs = [(policy, name) for policy in ("query", "hkvd") for name in names]
     return [baseline("full"), *(row(policy, schedule=name) for policy, name in pairs)]
 
 
-def prefix() -> list[Row]:
+def prefix() -> list[ArenaRow]:
     return [baseline("full"), *(row("query", encode_prefix=on) for on in (True, False))]
 
 

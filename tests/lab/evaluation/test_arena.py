@@ -13,10 +13,10 @@ from blendrag.engine import Answer, BlendEngine, Options
 from blendrag.engine.request import RagPrompt
 from blendrag.errors import ContextOverflowError, InvalidInputError, UnsupportedModelError
 from blendrag.lab.evaluation.arena import Arena, source_digest
-from blendrag.lab.evaluation.asking import Reply
+from blendrag.lab.evaluation.asking import ObservedAnswer
 from blendrag.lab.evaluation.datasets import Case, synthetic_dataset
 from blendrag.lab.evaluation.engines import Engines
-from blendrag.lab.evaluation.rows import Journal, Row
+from blendrag.lab.evaluation.rows import ArenaRow, Journal
 from blendrag.lab.evaluation.ways import Way, make_ways
 from blendrag.model.loading import load_adapter
 from lab.evaluation import lab
@@ -29,11 +29,11 @@ REUSING = make_ways(["reuse"], [], [], [True])
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[Row]:
+def rows() -> list[ArenaRow]:
     return lab.arena(WAYS).run()
 
 
-def row_of(rows: list[Row], way: Way, kind: str = "all") -> Row:
+def row_of(rows: list[ArenaRow], way: Way, kind: str = "all") -> ArenaRow:
     (found,) = (
         row for row in rows
         if (row.policy, row.encode_prefix, row.kind) == (way.policy, way.encode_prefix, kind)
@@ -69,7 +69,7 @@ def turns(monkeypatch: pytest.MonkeyPatch, unforced: None) -> list[tuple[str, st
     seen: list[tuple[str, str]] = []
     real = Arena._reply
 
-    def spy(self: Arena, engines: Engines, case: Case, way: Way) -> Reply:
+    def spy(self: Arena, engines: Engines, case: Case, way: Way) -> ObservedAnswer:
         seen.append((case.case_id, way.policy))
         return real(self, engines, case, way)
 
@@ -80,7 +80,7 @@ def turns(monkeypatch: pytest.MonkeyPatch, unforced: None) -> list[tuple[str, st
 # -- rows -----------------------------------------------------------------------------------------
 
 
-def test_there_is_a_row_for_every_way_and_kind(rows: list[Row]) -> None:
+def test_there_is_a_row_for_every_way_and_kind(rows: list[ArenaRow]) -> None:
     assert len(rows) == len(WAYS) * 3
     assert [row.kind for row in rows[:3]] == ["all", "even", "odd"]
     assert [row.n for row in rows[:3]] == [4, 2, 2]
@@ -96,7 +96,9 @@ def test_chains_are_in_the_same_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (chain.kl, chain.agreement, chain.encode_prefix) == (None, None, None)
 
 
-def test_full_prefill_agrees_with_itself_and_with_everything_recomputed(rows: list[Row]) -> None:
+def test_full_prefill_agrees_with_itself_and_with_everything_recomputed(
+    rows: list[ArenaRow],
+) -> None:
     full, nothing = row_of(rows, FULL), row_of(rows, NONE)
     assert (full.kl, full.agreement, full.same_answer, full.charged_ratio) == (0.0, 1.0, 1.0, 1.0)
     assert full.token_kl == 0.0
@@ -109,7 +111,9 @@ def test_full_prefill_agrees_with_itself_and_with_everything_recomputed(rows: li
         assert (everything.agreement, everything.charged_ratio) == (1.0, 1.0)
 
 
-def test_divergence_and_recovered_share_are_between_reuse_and_full_prefill(rows: list[Row]) -> None:
+def test_divergence_and_recovered_share_are_between_reuse_and_full_prefill(
+    rows: list[ArenaRow],
+) -> None:
     for prefix in (True, False):
         reuse = row_of(rows, Way("reuse", encode_prefix=prefix))
         some, everything = (row_of(rows, Way("query", "constant", r, prefix)) for r in (0.3, 1.0))
@@ -156,7 +160,6 @@ def test_int8_kv_is_read_and_has_its_own_journal() -> None:
     assert 0 < abs(of_native.kl - of_encoded.kl) < 0.1 * of_native.kl  # type: ignore[operator]
 
 
-@pytest.mark.slow
 def test_a_twentieth_of_the_tokens_answers_as_full_prefill_on_the_embedded_model() -> None:
     """It resolves references in layers 1 to 5, so rows in earlier layers alone are of no use."""
     adapter = load_adapter("demo")

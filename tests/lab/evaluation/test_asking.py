@@ -17,7 +17,7 @@ from blendrag.fusor.selection import POLICIES
 from blendrag.lab.evaluation.asking import DEMO, SHORT_ANSWER, SUMMARY, Wording, ask, wording_for
 from blendrag.lab.evaluation.chains import PASSAGE_TOKENS, SCORE_TOKENS, ask_chain
 from blendrag.lab.evaluation.ways import Way, default_policies, look_up, make_ways
-from blendrag.lab.training.samples import NATIVE, Entry, template
+from blendrag.lab.training.samples import NATIVE, PromptChunk, template
 from blendrag.model.loading import load_tokens
 from blendrag.model.tokens import Tokens
 from blendrag.planning.calibration import Calibration, Questions, calibrations
@@ -86,7 +86,7 @@ def test_the_demo_model_reads_what_it_was_trained_on() -> None:
     tokens = load_tokens("demo")
     assert wording_for(tokens.tokenizer, "f1") == DEMO
     trained = template(tokens.tokenizer, NATIVE)
-    segments = trained.context_segments([Entry("One."), Entry("Two.")])
+    segments = trained.context_segments([PromptChunk("One."), PromptChunk("Two.")])
     expected = "".join(text for text, _ in segments) + trained.question("Who?")
     assert render(DEMO.prompt(["One.", "Two."], "Who?"), tokens, Options()).text == expected
     assert wording_for(tiny.tokenizer(), "accuracy") == SHORT_ANSWER

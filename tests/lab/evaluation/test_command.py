@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tiny
-from blendrag.errors import InvalidInputError
-from blendrag.lab.evaluation.rows import BEGINNING, Journal, Outcome
 from cli.commands import ingest_args, invoke, refused, save_model, start, write_documents
 
 ROW = {
@@ -66,15 +63,14 @@ def test_json_is_a_list_of_rows_by_policy_and_kind(model: str, tmp_path: Path) -
 
 def test_every_dimension_can_be_listed(model: str) -> None:
     found = rows(
-        *small(model, "--policies", "query", "--ratio", "0.1,0.2", "--contexts", "1",
-               "--schedules", "linear,geometric:0.5", "--schedules", "0.4,0.1",
-               "--schedules", "calibrated:0.4,0.1", "--encode-prefix", "on,off")
+        *small(model, "--policies", "query", "--ratio", "0.1", "--ratio", "0.2", "--contexts", "1",
+               "--schedules", "linear,geometric:0.5", "--encode-prefix", "on,off")
     )  # fmt: skip
     fields = ("ratio", "schedule", "encode_prefix")
     ways = {tuple(r[field] for field in fields) for r in found if r["policy"] == "query"}
-    assert len(ways) == 2 * 4 * 2
-    vectors = {"0.4,0.1", "calibrated:0.4,0.1"}
-    assert vectors < {row["schedule"] for row in found}
+    assert len(ways) == 2 * 2 * 2
+    vector = small(model, "--policies", "query", "--schedules", "0.4,0.1", "--contexts", "1")
+    assert {r["schedule"] for r in rows(*vector) if r["policy"] == "query"} == {"0.4,0.1"}
 
 
 def test_a_file_is_asked_over_its_own_passages(model: str, tmp_path: Path) -> None:
@@ -110,30 +106,8 @@ def test_tables_and_notes_are_printed(model: str) -> None:
     assert result.exit_code == 0, result.stderr
     assert "PGR" in result.stdout
     assert "reuse" in result.stdout
-    alone, few = (line for line in result.stderr.splitlines() if line.startswith("note: "))
-    assert alone.startswith("note: prompts of one chunk alone: ")
-    assert few.startswith("note: 4 questions leave wide intervals")
-    assert invoke(*small(model, "--policies", "full"), "--json").stderr == ""
-
-
-@pytest.mark.parametrize(("complete", "left"), [(0, 0), (1, 1)])
-def test_only_a_failed_run_with_answers_leaves_a_journal(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complete: int, left: int
-) -> None:
-    add, calls = Journal.add, iter(range(9))
-
-    def full_disk(self: Journal, outcomes: Sequence[Outcome]) -> None:
-        if next(calls) < complete:
-            return add(self, outcomes)
-        assert self.path is not None
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a") as file:
-            file.write(BEGINNING)  # as much as there was room for
-        raise InvalidInputError("no room")
-
-    monkeypatch.setattr(Journal, "add", full_disk)
-    assert invoke(*small(model, "--policies", "reuse")).exit_code == 2
-    assert len(list((tmp_path / "cache").rglob("*.jsonl"))) == left
+    (alone,) = (line for line in result.stderr.splitlines() if line.startswith("note: "))
+    assert alone.startswith("note: prompts of one chunk alone: 4 of 4")
 
 
 def test_answers_in_the_file_are_not_asked_again(model: str, tmp_path: Path) -> None:
@@ -158,7 +132,6 @@ def test_a_bad_dataset_is_one_sentence(
     assert sentence in refused(*small(model, "--dataset", str(tmp_path / "bad.json")))
 
 
-@pytest.mark.slow
 def test_ctrl_c_says_how_to_continue_and_the_same_command_does(model: str, tmp_path: Path) -> None:
     out = tmp_path / "kept.jsonl"
     args = small(model, "--policies", "full", "--out", str(out), "--json", "--contexts", "200")

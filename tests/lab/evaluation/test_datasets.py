@@ -116,9 +116,9 @@ def test_a_record_without_texts_is_asked_over_retrieved_chunks(tmp_path: Path) -
      ([{**ASKED, "question": " "}], "empty question"),
      ([{**ASKED, "question": None}], "no text question"),
      ([{**LONG, "context": ["a"]}], "no text context"),
-     ([LONG, {**LONG, "dataset": "samsum"}], "record 2 of .* is scored by rouge_l, .* by f1"),
+     ([LONG, {**LONG, "dataset": "samsum"}], "record 2 of .* is scored by rouge_l"),
      ([ASKED, ASKED, {**LONG, "input": ""}],
-      "record 3 of .* by rouge_l, as it asks nothing, record 1 by f1, as it asks a question")],
+      "record 3 of .* by rouge_l, record 1 by f1")],
 )  # fmt: skip
 def test_a_bad_record_is_named_in_one_sentence(
     tmp_path: Path, records: list[Any], sentence: str
@@ -144,7 +144,7 @@ def test_invalid_json_is_named_by_file_and_line(tmp_path: Path, text: str, line:
 
 
 def test_a_file_without_records_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match=r"is plain text, .* calibrate --questions"):
+    with pytest.raises(InvalidInputError, match=r"is not JSON .* calibrate --questions"):
         read_text(tmp_path / "questions.txt", "Who built ships?\nWhere?\n")
     with pytest.raises(InvalidInputError, match="cannot be read"):
         read_dataset(tmp_path / "absent.json", None, None)  # type: ignore[arg-type]

@@ -157,7 +157,7 @@ def test_a_case_becomes_a_prompt_that_is_cut_at_its_chunks() -> None:
 
 
 def test_the_command_prints_a_report_or_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    deviation.main(["--contexts", "1", "--ratio", "0", "--ratio", "0.3", "--dtype", "float32"])
+    deviation.main(["--contexts", "1", "--ratio", "0", "--ratio", "0.3"])
     report = json.loads(capsys.readouterr().out)
     nothing, some = [p["attention"] for p in report["points"] if p["policy"] == "hkvd"]
     assert some < nothing

@@ -18,20 +18,18 @@ from blendrag.errors import InvalidInputError
 from blendrag.lab import plots
 from blendrag.lab.evaluation import deviation
 from blendrag.lab.evaluation.quality_page import (
-    calibrated_standings,
-    default_standings,
-    main,
-    write_page,
-)
-from blendrag.lab.evaluation.rows import Row
-from blendrag.lab.evaluation.runs import (
     RUNS,
     Result,
     RunFailedError,
+    ahead,
     collect,
     execute,
+    families,
     load_result,
+    main,
+    other_policies,
     save_result,
+    write_page,
 )
 from lab.evaluation import invented
 from lab.evaluation.invented import baseline, by_context, row
@@ -138,49 +136,41 @@ def test_a_missing_result_is_one_sentence(
     assert tiny.one_sentence(str(refused.value))
 
 
-# -- standings ------------------------------------------------------------------------------------
+# -- the default and its rivals -------------------------------------------------------------------
 
 
 def test_the_default_is_behind_if_another_is_above_by_more_than_the_interval() -> None:
-    rows = [
-        baseline("full"),
+    query, hkvd, blend = rows = [
         row("query", pgr=0.90, by_context=by_context(4, 5, 3, 4, 5, 3, 4, 4)),
         row("hkvd", pgr=0.96, by_context=by_context(5, 5, 3, 4, 5, 3, 4, 5)),
         row("blend", pgr=0.93, by_context=by_context(5, 5, 4, 4, 5, 4, 4, 5)),
+    ]
+    rows += [
+        baseline("full"),
         row("random", pgr=0.99, ratio=0.15),  # at another r
         baseline("boundary(16)", pgr=0.99, charged_ratio=0.3),  # at a higher r
         row("hkvd", pgr=0.99, encode_prefix=False),  # of other KV
     ]
-    (query,) = default_standings(rows, "query", "constant")
     # hkvd is above in two contexts of eight, which a draw in ten leaves out; blend in four
-    assert [other.policy for other in query.others] == ["hkvd", "blend"]
-    assert [other.policy for other in query.ahead] == ["blend"]
-    (blend,) = default_standings(rows, "blend", "constant")
-    assert (blend.others[0].policy, blend.ahead) == ("hkvd", [])
-
-
-def test_the_score_decides_if_pgr_is_undefined() -> None:
-    def ahead(score: float) -> list[Row]:
-        rows = [baseline("full", pgr=None), row("query", pgr=None, score=0.80)]
-        other = row("hkvd", pgr=None, score=score)
-        return default_standings([*rows, other], "query", "constant")[0].ahead
-
-    assert not ahead(0.78)
-    assert len(ahead(0.82)) == 1
+    assert other_policies(rows, query) == [hkvd, blend]
+    assert ahead([hkvd, blend], query) == [blend]
+    assert other_policies(rows, blend)[0] == hkvd
+    assert ahead(other_policies(rows, blend), blend) == []
 
 
 def test_a_calibrated_schedule_is_compared_with_the_families_of_its_policy() -> None:
-    rows = [
-        baseline("full"),
+    calibrated, linear, constant = rows = [
         row("query", schedule="calibrated", by_context=by_context(4, 4, 4, 4)),
         row("query", schedule="linear", by_context=by_context(4, 4, 4, 4)),
         row("query", schedule="constant", pgr=0.95, by_context=by_context(5, 5, 5, 5)),
+    ]
+    rows += [
+        baseline("full"),
         row("query", schedule="constant", pgr=1.0, ratio=0.15),  # at another r
         row("hkvd", schedule="constant", pgr=1.0),  # another policy
     ]
-    (query,) = calibrated_standings(rows)
-    assert [other.schedule for other in query.others] == ["constant", "linear"]
-    assert [other.schedule for other in query.ahead] == ["constant"]
+    assert families(rows, calibrated) == [constant, linear]
+    assert ahead([constant, linear], calibrated) == [constant]
 
 
 # -- figures --------------------------------------------------------------------------------------
@@ -253,7 +243,7 @@ def test_every_command_of_the_runs_is_valid_and_calibrated_policies_come_first()
     calibrated = {parsed(command)["policy"] for command in calibration[1:]}
     for given in (parsed(command) for run in evaluations for command in run):
         assert given["json"] is True
-        if "calibrated" in given["schedules"][0]:
+        if "calibrated" in given["schedules"]:
             assert set(given["policies"].split(",")) <= calibrated
             assert str(given["store"]) in calibration[0]
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from blendrag.errors import InvalidInputError
-from blendrag.lab.evaluation.datasets import Dataset
 from blendrag.lab.evaluation.report import (
-    FEW_QUESTIONS,
-    few_questions_note,
-    lone_chunks_note,
     reuse_note,
     tables,
 )
-from blendrag.lab.evaluation.rows import Journal, Outcome, Row
-from lab.evaluation import invented, lab
+from blendrag.lab.evaluation.rows import ArenaRow, Journal, Outcome
+from lab.evaluation import invented
 
 # -- the journal ----------------------------------------------------------------------------------
 
@@ -70,24 +65,7 @@ def test_a_path_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
 # -- notes ----------------------------------------------------------------------------------------
 
 
-def asked(alone: int, several: int) -> Dataset:
-    case = lab.cases()[0]
-    lone = replace(case, chunks=case.chunks[:1])
-    return lab.dataset([lone] * alone + [case] * several)
-
-
-def test_prompts_of_one_chunk_are_counted() -> None:
-    assert lone_chunks_note(asked(1, 2)).startswith("prompts of one chunk alone: 1 of 3;")
-    assert lone_chunks_note(asked(0, 3)) == ""
-
-
-def test_few_questions_end_at_thirty() -> None:
-    assert few_questions_note(asked(0, FEW_QUESTIONS)) == ""
-    assert few_questions_note(asked(0, FEW_QUESTIONS - 1)).startswith("29 questions leave wide")
-    assert few_questions_note(asked(0, 1)).startswith("1 question leaves wide")
-
-
-def answered(policy: str, *scores: float, recovered: float = 0.0) -> Row:
+def answered(policy: str, *scores: float, recovered: float = 0.0) -> ArenaRow:
     """``scores`` of one question in each context."""
     return invented.row(
         policy, score=sum(scores) / len(scores), n=len(scores), recovered=recovered,
@@ -95,7 +73,7 @@ def answered(policy: str, *scores: float, recovered: float = 0.0) -> Row:
     )  # fmt: skip
 
 
-def test_a_note_says_that_no_policy_beats_reuse_by_more_than_the_interval() -> None:
+def test_there_is_a_note_unless_a_policy_beats_reuse_by_more_than_the_interval() -> None:
     reuse = answered("reuse", 0.0, 1.0, 0.0, 1.0)
     note = reuse_note([reuse, answered("query", 0.0, 1.0, 1.0, 1.0, recovered=0.3)])
     assert note.startswith(
@@ -106,12 +84,9 @@ def test_a_note_says_that_no_policy_beats_reuse_by_more_than_the_interval() -> N
     assert reuse_note([reuse, worse]).endswith(
         "nor is any policy closer to full prefill by KL per token"
     )
-
-
-def test_there_is_no_note_if_a_policy_beats_reuse_or_none_was_asked() -> None:
-    reuse = answered("reuse", 0.0, 0.1, 0.0, 0.2)
-    assert reuse_note([reuse, answered("query", 1.0, 1.0, 1.0, 1.0)]) == ""
-    assert reuse_note([reuse, answered("full", 0.0, 0.0, 0.0, 0.0)]) == ""
+    close = answered("reuse", 0.0, 0.1, 0.0, 0.2)
+    assert reuse_note([close, answered("query", 1.0, 1.0, 1.0, 1.0)]) == ""
+    assert reuse_note([close, answered("full", 0.0, 0.0, 0.0, 0.0)]) == ""
     assert reuse_note([answered("query", 0.0, 0.0)]) == ""
 
 

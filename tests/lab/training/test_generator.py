@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from blendrag.demo import demo_model_path
 from blendrag.lab.training.facts import KINDS, OPENERS, SPLITS, NameDealer, Split, openers, split_of
-from blendrag.lab.training.generator import Document, Shape, documents
+from blendrag.lab.training.generator import GeneratedDocument, Shape, documents
 from blendrag.lab.training.questions import (
     KINDS_OF_QUESTION,
     UNKNOWN,
@@ -39,7 +39,7 @@ def written(
     n: int = 10,
     kind: str | None = None,
     facts: tuple[int, ...] = (2, 3),
-) -> tuple[Document, ...]:
+) -> tuple[GeneratedDocument, ...]:
     kinds = [kind] * n if kind else [list(KINDS)[i % len(KINDS)] for i in range(n)]
     return documents(random.Random(seed), split, kinds, [Shape(facts)] * n)
 

@@ -19,11 +19,11 @@ from blendrag.config import KVEncoding
 from blendrag.engine import Options
 from blendrag.engine.rendering import SEPARATOR, render
 from blendrag.errors import InvalidInputError
-from blendrag.lab.evaluation.asking import FIDELITY_TOKENS, Reply, ask, wording_for
+from blendrag.lab.evaluation.asking import FIDELITY_TOKENS, ObservedAnswer, ask, wording_for
 from blendrag.lab.evaluation.chains import ask_chain, require_chains
 from blendrag.lab.evaluation.datasets import Case, Dataset, by_context
 from blendrag.lab.evaluation.engines import Engines, open_engines
-from blendrag.lab.evaluation.rows import Journal, Outcome, Row, make_rows
+from blendrag.lab.evaluation.rows import ArenaRow, Journal, Outcome, make_rows
 from blendrag.lab.evaluation.scoring import (
     agreement,
     exact_match,
@@ -88,7 +88,7 @@ class Arena:
 
     def run(
         self, journal: Journal | None = None, watch: Watch = lambda done, total: None
-    ) -> list[Row]:
+    ) -> list[ArenaRow]:
         """Ask what ``journal`` does not hold, and return the rows of all of it."""
         journal = journal if journal is not None else Journal()
         total = len(self.dataset.cases)
@@ -119,7 +119,9 @@ class Arena:
         followed = {way: self._follow(engines, case, way, replies[way], full) for way in ways}
         return [self._judge(case, way, replies[way], full, followed[way]) for way in ways]
 
-    def _reply(self, engines: Engines, case: Case, way: Way, forced: Sequence[int] = ()) -> Reply:
+    def _reply(
+        self, engines: Engines, case: Case, way: Way, forced: Sequence[int] = ()
+    ) -> ObservedAnswer:
         """``forced``: tokens of the answer that the model must give."""
         engine = engines.of(way)
         if way.policy in CHAINS:
@@ -130,7 +132,7 @@ class Arena:
         return ask(engine, prompt, options, chunks, forced)
 
     def _follow(
-        self, engines: Engines, case: Case, way: Way, reply: Reply, full: Reply
+        self, engines: Engines, case: Case, way: Way, reply: ObservedAnswer, full: ObservedAnswer
     ) -> torch.Tensor | None:
         """Logits ``[T, V]`` of ``way`` over full prefill's answer (teacher forcing). They are known already
         if its own answer begins alike. ``None`` for a chain of several prompts."""
@@ -148,7 +150,12 @@ class Arena:
             self._reply(engines, case, way)
 
     def _judge(
-        self, case: Case, way: Way, reply: Reply, full: Reply, followed: torch.Tensor | None
+        self,
+        case: Case,
+        way: Way,
+        reply: ObservedAnswer,
+        full: ObservedAnswer,
+        followed: torch.Tensor | None,
     ) -> Outcome:
         metric, text = self.dataset.metric, reply.text.strip()
         if metric != "rouge_l":  # short answers end with their first line

@@ -55,7 +55,7 @@ class Wording:
 DEMO = Wording("demo", NATIVE.messages[0][1])
 SHORT_ANSWER = Wording(
     "short answer",
-    "Answer the question from the passages. Reply with the answer alone, in a few words.\n\n"
+    "Answer the question from the passages. ObservedAnswer with the answer alone, in a few words.\n\n"
     f"{CONTEXT}{SEPARATOR}Question: {QUESTION}\nAnswer:",
 )
 SUMMARY = Wording(
@@ -77,7 +77,7 @@ def wording_for(tokenizer: Any, metric: Metric) -> Wording:
 
 
 @dataclass(frozen=True)
-class Reply:
+class ObservedAnswer:
     """An answer and what it cost."""
 
     text: str
@@ -130,7 +130,7 @@ def ask(
     options: Options,
     chunks: Sequence[str],
     forced: Sequence[int] = (),
-) -> Reply:
+) -> ObservedAnswer:
     """Greedy answer to one user message that quotes ``chunks``; background work is done when this returns.
 
     ``forced`` is the answer that the model must give; ``tokens`` are those it would have chosen.
@@ -151,7 +151,7 @@ def ask(
     if options.mode in ("full", "prefix"):
         tokens = [len(engine.resources.text_ids(text)) for text in chunks]
         ratio = charged = _computed_share(metrics, sum(tokens))
-    return Reply(
+    return ObservedAnswer(
         text=answer.text,
         tokens=witness.tokens,
         logits=witness.logits,

@@ -15,7 +15,7 @@ from typing import Any
 
 from blendrag.engine import BlendEngine, Options
 from blendrag.errors import BlendragError, InvalidInputError
-from blendrag.lab.evaluation.asking import Reply
+from blendrag.lab.evaluation.asking import ObservedAnswer
 from blendrag.lab.evaluation.datasets import Case
 from blendrag.lab.evaluation.ways import MAP_REDUCE, MAP_RERANK
 
@@ -37,7 +37,7 @@ def require_chains() -> None:
         )
 
 
-def ask_chain(engine: BlendEngine, name: str, case: Case, max_new_tokens: int) -> Reply:
+def ask_chain(engine: BlendEngine, name: str, case: Case, max_new_tokens: int) -> ObservedAnswer:
     """``map-reduce`` or ``map-rerank`` over the case's chunks.
 
     The answer is empty if the chain cannot use a reply of the model (no score, or too long).
@@ -69,7 +69,7 @@ def ask_chain(engine: BlendEngine, name: str, case: Case, max_new_tokens: int) -
     engine.drain()
     # MapReduce's answer streams from its first token on; MapRerank's is known when all replies are.
     ttft_s = took_s - last.decode_s if name == MAP_REDUCE else took_s
-    return Reply(text, (), None, 1.0, 1.0, ttft_s)
+    return ObservedAnswer(text, (), None, 1.0, 1.0, ttft_s)
 
 
 def _answer(chain: Any, given: dict[str, Any]) -> str:

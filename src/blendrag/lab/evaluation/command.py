@@ -7,7 +7,6 @@ Heavy imports are inside functions.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -21,7 +20,7 @@ from blendrag.errors import InvalidInputError
 if TYPE_CHECKING:
     from blendrag.config import KVEncoding
     from blendrag.lab.evaluation.arena import Arena
-    from blendrag.lab.evaluation.rows import Row
+    from blendrag.lab.evaluation.rows import ArenaRow
     from blendrag.lab.evaluation.ways import Way
 
 #: Generated contexts, or records of a file.
@@ -55,14 +54,14 @@ def evaluate(
         ),
     ] = None,
     schedules: Annotated[
-        list[str] | None,
+        str | None,
         options.optional(
-            "Comma-separated names, or one vector of numbers; repeatable. "
+            "Comma-separated names, or one vector of numbers. "
             "[default: the engine's for a model that is not calibrated]"
         ),
     ] = None,
     ratio: Annotated[
-        list[str] | None, options.optional("r in [0, 1]; repeatable. [default: the engine's]")
+        list[float] | None, options.optional("r in [0, 1]; repeatable. [default: the engine's]")
     ] = None,
     store: Annotated[
         Path | None,
@@ -151,9 +150,9 @@ def evaluate(
     return DONE
 
 
-def _run(arena: Arena, out: Path | None) -> list[Row]:
+def _run(arena: Arena, out: Path | None) -> list[ArenaRow]:
     from blendrag.cli.progress import QuestionProgress
-    from blendrag.lab.evaluation.rows import Journal, drop_without_lines
+    from blendrag.lab.evaluation.rows import Journal
 
     path = out if out is not None else _cache() / f"eval-{arena.digest}.jsonl"
     with QuestionProgress() as progress:
@@ -163,28 +162,21 @@ def _run(arena: Arena, out: Path | None) -> list[Row]:
             interrupt.expect(kept, grace_s=10.0)
             progress(done, total)
 
-        try:
-            rows = arena.run(Journal(path), watch)
-        except BaseException:
-            if out is None:
-                drop_without_lines(path)
-            raise
+        rows = arena.run(Journal(path), watch)
     if out is None:
         path.unlink(missing_ok=True)
     return rows
 
 
-def _report(arena: Arena, rows: Sequence[Row], as_json: bool) -> None:
+def _report(arena: Arena, rows: list[ArenaRow], as_json: bool) -> None:
     from blendrag.lab.evaluation import report
 
     if as_json:
         output.print_json([row.as_dict() for row in rows])
     else:
         report.print_rows(rows)
-    few = "" if as_json else report.few_questions_note(arena.dataset)
-    for note in (report.lone_chunks_note(arena.dataset), few, report.reuse_note(rows)):
-        if note:
-            say("note", note)
+    for note in report.notes(arena.dataset, rows):
+        say("note", note)
 
 
 def _cache() -> Path:
@@ -193,73 +185,35 @@ def _cache() -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "blendrag"
 
 
-# -- options with several values ------------------------------------------------------------------
-
-
 def _ways(
-    policies: str | None, schedules: list[str] | None, ratios: list[str] | None, prefix: str
+    policies: str | None, schedules: str | None, ratios: list[float] | None, prefix: str
 ) -> tuple[Way, ...]:
-    from blendrag.config import settings
+    from blendrag.config import UNCALIBRATED_SCHEDULE, settings
+    from blendrag.fusor.selection import Schedule
     from blendrag.lab.evaluation.ways import default_policies, make_ways
 
-    named = _listed("--policies", None if policies is None else [policies])
+    default = settings().schedule
+    if Schedule.parse(default).is_open:  # the same rows in any store
+        default = UNCALIBRATED_SCHEDULE
+    prefixes = _listed(prefix)
+    if not {"on", "off"}.issuperset(prefixes):
+        raise InvalidInputError(f"--encode-prefix {prefix!r} is not on, off or on,off")
     return make_ways(
-        named or default_policies(),
-        _schedules(schedules) or (_uncalibrated(settings().schedule),),
-        [_ratio(text) for text in _listed("--ratio", ratios)] or (settings().fixed_ratio,),
-        [_is_on(text) for text in _listed("--encode-prefix", [prefix])],
+        default_policies() if policies is None else _listed(policies),
+        [default] if schedules is None else _schedules(schedules),
+        ratios or [settings().fixed_ratio],
+        [each == "on" for each in prefixes],
     )
 
 
-def _uncalibrated(schedule: str) -> str:
-    """The engine's default for a model that is not calibrated: the same rows in any store."""
-    from blendrag.config import UNCALIBRATED_SCHEDULE
-    from blendrag.fusor.selection import Schedule
-
-    return UNCALIBRATED_SCHEDULE if Schedule.parse(schedule).is_open else schedule
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
 
 
-def _listed(option: str, texts: Sequence[str] | None) -> list[str]:
-    """The comma-separated values of ``option``; empty if it is not given.
-
-    Raises :class:`InvalidInputError` if it is given without a value, as by an unset shell variable.
-    """
-    found = _split(texts or ())
-    if texts and not found:
-        shown = " ".join(f"{option} {text!r}" for text in texts)
-        raise InvalidInputError(f"{shown} names none; name one, or leave the option out")
-    return found
-
-
-def _split(texts: Sequence[str]) -> list[str]:
-    return [part.strip() for text in texts for part in text.split(",") if part.strip()]
-
-
-def _schedules(texts: Sequence[str] | None) -> list[str]:
-    """As :func:`_listed`, but comma-separated numbers are one schedule."""
-    found: list[str] = []
-    for text in texts or ():
-        parts = _split([text.removeprefix("calibrated:")])
-        is_vector = len(parts) > 1 and all(map(_is_number, parts))
-        found += [text] if is_vector else _split([text])
-    return found or _listed("--schedules", texts)
-
-
-def _is_number(text: str) -> bool:
+def _schedules(text: str) -> list[str]:
+    """Comma-separated names; comma-separated numbers are one schedule."""
+    parts = _listed(text)
     try:
-        float(text)
+        return [",".join(str(float(part)) for part in parts)]
     except ValueError:
-        return False
-    return True
-
-
-def _ratio(text: str) -> float:
-    if not _is_number(text):
-        raise InvalidInputError(f"ratio {text!r} must be a number in [0, 1]")
-    return float(text)
-
-
-def _is_on(text: str) -> bool:
-    if text not in ("on", "off"):
-        raise InvalidInputError(f"--encode-prefix {text!r} is not on, off or on,off")
-    return text == "on"
+        return parts

@@ -254,17 +254,10 @@ def _parsed(text: str, path: Path) -> Iterator[Any]:
         try:
             value = json.loads(part)
         except (ValueError, RecursionError) as exc:
-            if "{" not in text:
-                raise InvalidInputError(
-                    f"dataset {path} is plain text, expected a list or lines of {FORMS}, because answers "
-                    "are compared with known ones; questions alone are for blendrag calibrate --questions"
-                ) from exc
-            line, reason = number, str(exc)
-            if isinstance(exc, json.JSONDecodeError):
-                line, reason = number + exc.lineno - 1, f"{exc.msg} at column {exc.colno}"
+            line = number + exc.lineno - 1 if isinstance(exc, json.JSONDecodeError) else number
             raise InvalidInputError(
-                f"line {line} of dataset {path} is not JSON ({reason}); expected one list, or one record "
-                f"a line, of {FORMS}"
+                f"line {line} of dataset {path} is not JSON ({exc}); expected one list, or one record a "
+                f"line, of {FORMS}; questions alone are for blendrag calibrate --questions"
             ) from exc
         if is_list:
             yield from value
@@ -274,26 +267,21 @@ def _parsed(text: str, path: Path) -> Iterator[Any]:
 
 def _common_metric(records: Sequence[Record], path: Path) -> Metric:
     """Raises :class:`InvalidInputError` if questions and summaries are mixed: their mean means nothing."""
-    metric, reason = _metric_of(records[0], path)
+    metric = _metric_of(records[0], path)
     for number, record in enumerate(records, 1):
-        other, why = _metric_of(record, path)
-        if other != metric:
+        if (other := _metric_of(record, path)) != metric:
             raise InvalidInputError(
-                f"record {number} of {path} is scored by {other}, as {why}, record 1 by {metric}, as "
-                f"{reason}; put questions and summaries in separate files"
+                f"record {number} of {path} is scored by {other}, record 1 by {metric}; put questions and "
+                "summaries in separate files"
             )
     return metric
 
 
-def _metric_of(record: Record, path: Path) -> tuple[Metric, str]:
-    """Rouge-L for summaries, F1 on words otherwise; and why."""
+def _metric_of(record: Record, path: Path) -> Metric:
+    """Rouge-L for summaries, F1 on words otherwise."""
     task = str(record.get("dataset", "")) or path.stem
-    if task.startswith(SUMMARIES):
-        return "rouge_l", f"its task is {task}"
-    asked = record.get("question", record.get("input"))
-    if asked == "":
-        return "rouge_l", "it asks nothing"
-    return "f1", "it asks a question" if asked else "it has no question"
+    asks_nothing = record.get("question", record.get("input")) == ""
+    return "rouge_l" if asks_nothing or task.startswith(SUMMARIES) else "f1"
 
 
 def _has_texts(record: Record) -> bool:

@@ -77,7 +77,7 @@ class Deviation:
 
 
 @dataclass(frozen=True)
-class Prefilled:
+class MeasuredPrefill:
     """Per layer, K and V of the chunk tokens and A_i after one prefill."""
 
     kv: Sequence[torch.Tensor]
@@ -111,12 +111,12 @@ class StoredPrompt:
         """``[n]``: prompt positions of the chunk tokens that may deviate."""
 
     @cached_property
-    def full(self) -> Prefilled:
+    def full(self) -> MeasuredPrefill:
         """The full prefill that everything is compared with."""
         return self._prefill((), "full", Schedule("constant"), 1.0)
 
     @cached_property
-    def reused(self) -> Prefilled:
+    def reused(self) -> MeasuredPrefill:
         """KV as stored and re-positioned, nothing recomputed."""
         return self._prefill(self._spans, "reuse", Schedule("constant"), 0.0)
 
@@ -139,7 +139,7 @@ class StoredPrompt:
         exact_spans = tuple(span for span in self._spans if span.exact)
         spans = sorted((*exact_spans, *self._cut(mended)), key=lambda span: span.start)
         done = self._prefill(tuple(spans), "reuse", Schedule("constant"), 0.0)
-        return self._from_full(Prefilled(done.kv, done.attention, ratio))
+        return self._from_full(MeasuredPrefill(done.kv, done.attention, ratio))
 
     def _cut(self, layers: Sequence[torch.Tensor]) -> list[LoadedSpan]:
         """Spans over ``layers`` of all chunk tokens, whose keys are at their prompt positions."""
@@ -153,7 +153,7 @@ class StoredPrompt:
 
     def _prefill(
         self, spans: tuple[LoadedSpan, ...], policy: str, schedule: Schedule, ratio: float
-    ) -> Prefilled:
+    ) -> MeasuredPrefill:
         n = self._ids.shape[1]
         columns = self.tokens.to(self.adapter.device)
         seen = ForwardAttention(n, n - max(s.end for s in self._spans), columns)
@@ -163,9 +163,9 @@ class StoredPrompt:
         with self.adapter.lock, scouting(self.adapter.stack, lambda: [Observed(seen)]):
             _, cache, fusion = self._fusor.prefill(self._ids, request, logits_to_keep=last)
         kv = [buffer[:, :, columns].cpu() for buffer in cache.buffers(n)]
-        return Prefilled(kv, seen.matrices(), fusion.counts().charged_ratio)
+        return MeasuredPrefill(kv, seen.matrices(), fusion.counts().charged_ratio)
 
-    def _from_full(self, blended: Prefilled) -> Deviation:
+    def _from_full(self, blended: MeasuredPrefill) -> Deviation:
         pairs = zip(blended.kv, self.full.kv, strict=True)
         seen = zip(blended.attention, self.full.attention, strict=True)
         return Deviation(
@@ -382,9 +382,9 @@ def plan_of(tokens: Tokens, case: Case) -> PromptPlan:
 
 def run(args: argparse.Namespace) -> DeviationReport:
     """Measure with a progress bar on stderr."""
-    adapter = load_adapter(absolute_model(args.model), args.dtype, args.device)
+    adapter = load_adapter(absolute_model(args.model), "auto", "auto")
     dataset = synthetic_dataset(
-        adapter.tokens, args.seed, args.split, args.contexts, args.chunks, args.chunk_tokens, 1
+        adapter.tokens, args.seed, "test", args.contexts, args.chunks, args.chunk_tokens, 1
     )
     prefix_ids = adapter.tokens.default_prefix_ids()
     with Progress(console=Console(stderr=True), transient=True) as progress:
@@ -408,10 +408,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add = made.add_argument
     add("--model", default=DEMO_MODEL)
-    add("--dtype", default="auto")
-    add("--device", default="auto")
     add("--seed", type=int, default=1)
-    add("--split", default="test")
     add("--contexts", type=int, default=8)
     add("--chunks", type=int, default=6)
     add("--chunk-tokens", type=int, default=64)

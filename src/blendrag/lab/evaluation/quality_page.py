@@ -1,13 +1,15 @@
 """The tables and pictures of docs/quality.md: ``python -m blendrag.lab.evaluation.quality_page``.
 
-Measures what :mod:`blendrag.lab.evaluation.runs` lists, keeps the results in its folder as JSON, and writes
-the page's regions from the kept results alone; ``--page-only`` measures nothing. Equal results give an equal
-page.
+Runs the commands of :data:`RUNS`, which can be repeated in a shell, keeps what they printed as JSON in the
+page's folder, and writes the page's regions from that alone. Equal results give an equal page.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,13 +19,12 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from blendrag.cli.plots import require_matplotlib, write_png
-from blendrag.config import DEFAULT_POLICY, DEFAULT_SCHEDULE
-from blendrag.errors import BlendragError
+from blendrag.config import DEFAULT_POLICY, DEFAULT_SCHEDULE, UNCALIBRATED_SCHEDULE
+from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.fusor.selection.schedule import CALIBRATED
 from blendrag.lab import plots
 from blendrag.lab.evaluation.deviation import DeviationReport
-from blendrag.lab.evaluation.rows import ALL, Row, certain_lead
-from blendrag.lab.evaluation.runs import FAMILY, RATIO, RUNS, Result, collect, load_result
+from blendrag.lab.evaluation.rows import ALL, ArenaRow, certain_lead
 from blendrag.lab.evaluation.ways import CHAINS, FULL, NONE, PREFIX, REUSE
 from blendrag.lab.pages import write_regions
 from blendrag.lab.tables import NOTHING, Column, interval, number, table
@@ -31,6 +32,34 @@ from blendrag.lab.tables import NOTHING, Column, interval, number, table
 PAGE = "quality.md"
 #: Ways that compute chunks instead of loading them, at least all but the first.
 COMPUTING = (FULL, NONE, PREFIX, *CHAINS)
+#: Nothing was trained, calibrated or chosen on this seed.
+SEED = 2027
+#: The ratio at which policies are compared.
+RATIO = "0.05"
+#: The schedule at which policies are compared.
+FAMILY = UNCALIBRATED_SCHEDULE if DEFAULT_SCHEDULE == CALIBRATED else DEFAULT_SCHEDULE
+#: The policies that are calibrated, and compared in every schedule.
+TUNED = ("hkvd", "query", "blend")
+SCHEDULES = f"constant,linear,geometric:0.8,geometric:0.5,first:2,first:4,first:6,{CALIBRATED}"
+STORE = "build/arena-store"
+#: Contexts and questions of each: short prompts, long prompts, prompts of varying size.
+SHORT, LONG, SIZED = (20, 10), (12, 8), (8, 8)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the commands of a run printed, in order."""
+
+    commands: tuple[str, ...]
+    printed: tuple[Any, ...]
+
+    @property
+    def rows(self) -> list[ArenaRow]:
+        """Of all commands of the arena; a row that several of them printed is taken once."""
+        found: dict[Any, ArenaRow] = {}
+        for row in (ArenaRow(**fields) for rows in self.printed for fields in rows):
+            found.setdefault((*row.way, row.kind), row)
+        return list(found.values())
 
 
 def write_page(page: Path, results: Mapping[str, Result]) -> None:
@@ -67,11 +96,11 @@ def write_page(page: Path, results: Mapping[str, Result]) -> None:
         write_png(figure, folder / f"{name}.png")
 
 
-def _pgr(row: Row | None) -> str:
+def _pgr(row: ArenaRow | None) -> str:
     return NOTHING if row is None else interval(row.pgr, row.pgr_low, row.pgr_high)
 
 
-def _whole(rows: Sequence[Row]) -> list[Row]:
+def _whole(rows: Sequence[ArenaRow]) -> list[ArenaRow]:
     """Rows over all kinds of question."""
     return [row for row in rows if row.kind == ALL]
 
@@ -79,7 +108,7 @@ def _whole(rows: Sequence[Row]) -> list[Row]:
 # -- policies -------------------------------------------------------------------------------------
 
 
-def policies_text(short: Sequence[Row], long: Sequence[Row]) -> str:
+def policies_text(short: Sequence[ArenaRow], long: Sequence[ArenaRow]) -> str:
     """Every policy at one ratio, over short and over long chunks."""
     of_long = {_name(row): row for row in filter(_is_compared, long)}
     columns: list[Column] = [
@@ -101,18 +130,18 @@ def policies_text(short: Sequence[Row], long: Sequence[Row]) -> str:
     return f"r = {RATIO}, schedule `{FAMILY}`. {sizes}.\n\n{table(columns, compared).markdown()}"
 
 
-def _is_compared(row: Row) -> bool:
+def _is_compared(row: ArenaRow) -> bool:
     if row.kind != ALL or row.policy == NONE or row.schedule == CALIBRATED:
         return False
     return not row.has_budget or row.ratio == float(RATIO)
 
 
-def _name(row: Row) -> str:
+def _name(row: ArenaRow) -> str:
     """Without the number of tokens, which differs between short and long chunks."""
     return row.policy.partition("(")[0]
 
 
-def _questions(rows: Sequence[Row]) -> str:
+def _questions(rows: Sequence[ArenaRow]) -> str:
     """``200 questions (14 comparison, 68 coreference, …)``."""
     counts = {row.kind: row.n for row in rows}
     kinds = ", ".join(f"{n} {kind}" for kind, n in counts.items() if kind != ALL)
@@ -122,85 +151,89 @@ def _questions(rows: Sequence[Row]) -> str:
 # -- the default ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Standing:
-    """A way at one ratio and kind, and the ways it must not be behind."""
-
-    own: Row
-    full: Row
-    reuse: Row | None
-    others: Sequence[Row]
-    """The best first."""
-
-    @property
-    def ahead(self) -> list[Row]:
-        """The others that score above by more than the interval of the paired difference."""
-        return [other for other in self.others if certain_lead(other, self.own)]
-
-
-def standings(
-    rows: Sequence[Row], is_own: Callable[[Row], bool], is_other: Callable[[Row, Row], bool]
-) -> list[Standing]:
-    """Standings of the rows that are ``is_own`` among those that are ``is_other(row, own)``."""
-    found = []
-    stored = [row for row in rows if row.encode_prefix is not False]
-    for own in filter(is_own, stored):
-        alike = [row for row in stored if (row.kind, row.size) == (own.kind, own.size)]
-        by_policy = {row.policy: row for row in alike}
-        others = [row for row in alike if row.policy not in COMPUTING and is_other(row, own)]
-        others.sort(key=lambda row: -row.score)
-        found.append(Standing(own, by_policy[FULL], by_policy.get(REUSE), others))
-    return found
+def rivals(
+    rows: Sequence[ArenaRow], own: ArenaRow, is_rival: Callable[[ArenaRow], bool]
+) -> list[ArenaRow]:
+    """Ways of the same kind and size that reuse chunks and are ``is_rival``, the best first."""
+    found = [
+        row
+        for row in rows
+        if (row.kind, row.size) == (own.kind, own.size)
+        and row.encode_prefix is not False
+        and row.policy not in COMPUTING
+        and is_rival(row)
+    ]
+    return sorted(found, key=lambda row: -row.score)
 
 
-def default_standings(rows: Sequence[Row], policy: str, schedule: str) -> list[Standing]:
-    """Of a policy and schedule among the other policies, at the same ratio or, without one, at no more."""
+def other_policies(rows: Sequence[ArenaRow], own: ArenaRow) -> list[ArenaRow]:
+    """Other policies at the ratio of ``own`` or, if they have none, at no more."""
 
-    def is_other(row: Row, own: Row) -> bool:
+    def is_rival(row: ArenaRow) -> bool:
         same_cost = row.ratio == own.ratio if row.has_budget else row.ratio <= own.ratio
-        return row.policy != policy and same_cost
+        return row.policy != own.policy and same_cost
 
-    return standings(rows, lambda row: (row.policy, row.schedule) == (policy, schedule), is_other)
+    return rivals(rows, own, is_rival)
 
 
-def calibrated_standings(rows: Sequence[Row]) -> list[Standing]:
-    """Of each policy's calibrated schedule among its fixed families."""
+def families(rows: Sequence[ArenaRow], own: ArenaRow) -> list[ArenaRow]:
+    """The fixed schedules of the policy and ratio of ``own``, which is calibrated."""
 
-    def is_other(row: Row, own: Row) -> bool:
+    def is_rival(row: ArenaRow) -> bool:
         return (row.policy, row.ratio) == (own.policy, own.ratio) and row.schedule != CALIBRATED
 
-    return standings(rows, lambda row: row.schedule == CALIBRATED, is_other)
+    return rivals(rows, own, is_rival)
 
 
-def default_text(short: Sequence[Row], long: Sequence[Row]) -> str:
+def ahead(others: Sequence[ArenaRow], own: ArenaRow) -> list[ArenaRow]:
+    """The others that score above by more than the interval of the paired difference."""
+    return [other for other in others if certain_lead(other, own)]
+
+
+def default_text(short: Sequence[ArenaRow], long: Sequence[ArenaRow]) -> str:
     """The default among the other policies: every ratio, and at one of them every kind of question."""
     policy, schedule = DEFAULT_POLICY, DEFAULT_SCHEDULE
-    found = [
-        *default_standings(short, policy, schedule),
-        *default_standings(_whole(long), policy, schedule),
+    rows = [*short, *_whole(long)]
+    shown = [
+        row
+        for row in rows
+        if (row.policy, row.schedule) == (policy, schedule)
+        and row.encode_prefix is not False
+        and (row.kind == ALL or row.ratio == float(RATIO))
     ]
-    shown = [one for one in found if one.own.kind == ALL or one.own.ratio == float(RATIO)]
-    shown.sort(key=lambda one: (one.own.chunk_tokens, one.own.ratio))
+    shown.sort(key=lambda row: (row.chunk_tokens, row.ratio))
+    baselines = {(row.policy, row.kind, row.size): row.score for row in rows}
+
+    def score(name: str) -> Column:
+        return name, lambda row: number(baselines.get((name, row.kind, row.size)), ".3f")
+
     columns: list[Column] = [
-        ("chunks", lambda one: _size(one.own)),
-        ("r", lambda one: f"{one.own.ratio:.3g}"),
-        ("kind", lambda one: one.own.kind),
-        ("n", lambda one: str(one.own.n)),
-        ("full", lambda one: f"{one.full.score:.3f}"),
-        ("reuse", lambda one: f"{one.reuse.score:.3f}" if one.reuse else NOTHING),
-        (f"{policy}, {schedule}", lambda one: f"{one.own.score:.3f}"),
-        ("PGR [95%]", lambda one: _pgr(one.own)),
-        ("best other", lambda one: _scored(one.others[0]) if one.others else NOTHING),
-        ("behind", lambda one: "; ".join(map(_scored, one.ahead)) or "no"),
+        ("chunks", _size),
+        ("r", lambda row: f"{row.ratio:.3g}"),
+        ("kind", lambda row: row.kind),
+        ("n", lambda row: str(row.n)),
+        score(FULL),
+        score(REUSE),
+        (f"{policy}, {schedule}", lambda row: f"{row.score:.3f}"),
+        ("PGR [95%]", _pgr),
+        ("best other", lambda row: _best(other_policies(rows, row))),
+        (
+            "behind",
+            lambda row: "; ".join(map(_scored, ahead(other_policies(rows, row), row))) or "no",
+        ),
     ]
     return table(columns, shown).markdown()
 
 
-def _size(row: Row) -> str:
+def _best(rows: Sequence[ArenaRow]) -> str:
+    return _scored(rows[0]) if rows else NOTHING
+
+
+def _size(row: ArenaRow) -> str:
     return f"{row.n_chunks} × {row.chunk_tokens}"
 
 
-def _scored(row: Row) -> str:
+def _scored(row: ArenaRow) -> str:
     named = f"{row.policy}, {row.schedule}" if row.schedule else row.policy
     return f"{named} {row.score:.3f}"
 
@@ -209,11 +242,13 @@ def _scored(row: Row) -> str:
 
 
 def schedules_text(
-    rows: Sequence[Row], calibrations: Sequence[Mapping[str, Any]], prefix: Sequence[Row]
+    rows: Sequence[ArenaRow], calibrations: Sequence[Mapping[str, Any]], prefix: Sequence[ArenaRow]
 ) -> str:
     """PGR by schedule and policy, whether a fixed family is above the calibrated schedule, and what
     encoding behind the prefix changes."""
-    above = [row for one in calibrated_standings(_whole(rows)) for row in one.ahead]
+    whole = _whole(rows)
+    calibrated = [row for row in whole if row.schedule == CALIBRATED]
+    above = [row for own in calibrated for row in ahead(families(whole, own), own)]
     found = "; ".join(
         f"`{one['policy']}` {one['deviation']:.3g} (best family {one['family_deviation']:.3g}, nothing "
         f"recomputed {one['reuse_deviation']:.3g})"
@@ -232,7 +267,7 @@ def schedules_text(
     )
 
 
-def chunks_text(rows: Sequence[Row]) -> str:
+def chunks_text(rows: Sequence[ArenaRow]) -> str:
     """PGR by size of the prompt and policy."""
     full = {row.size: row for row in _whole(rows) if row.policy == FULL}
     return _by_policy(
@@ -243,7 +278,7 @@ def chunks_text(rows: Sequence[Row]) -> str:
     )
 
 
-def _by_policy(rows: Sequence[Row], *names: Column) -> str:
+def _by_policy(rows: Sequence[ArenaRow], *names: Column) -> str:
     """PGR: a line for each value of the first column of ``names``, a column for each policy."""
     by = names[0][1]
     shown = [row for row in _whole(rows) if row.policy not in COMPUTING]
@@ -269,6 +304,136 @@ def deviations_text(report: DeviationReport) -> str:
     return (
         f"{report.prompts} prompts, {report.tokens} chunk tokens, schedule `{FAMILY}`.\n\n{shown}"
     )
+
+
+# -- the runs -------------------------------------------------------------------------------------
+
+#: Arguments of the Python interpreter, so that a run needs no script on the path.
+PROGRAMS = {"blendrag": ("-m", "blendrag.cli.main"), "python": ()}
+
+
+def _evaluation(
+    policies: Sequence[str],
+    chunks: int = 6,
+    chunk_tokens: int = 64,
+    size: tuple[int, int] = SHORT,
+    ratios: Sequence[str] = (RATIO,),
+    schedules: str = FAMILY,
+    more: str = "",
+) -> str:
+    """``blendrag eval`` on generated questions."""
+    if CALIBRATED in schedules:
+        more += f" --store {STORE}"
+    return (
+        f"blendrag eval --dataset synthetic --seed {SEED} --chunks {chunks} --chunk-tokens {chunk_tokens} "
+        f"--contexts {size[0]} --questions {size[1]} --policies {shlex.quote(','.join(policies))} "
+        f"--schedules {schedules}{''.join(f' --ratio {ratio}' for ratio in ratios)}{more} --json"
+    )
+
+
+def _policies(boundary: int) -> tuple[str, ...]:
+    """``boundary``: tokens that this policy recomputes of a chunk."""
+    ranking = ("hkvd-once", "hkvd", "query", "query+hkvd", "blend")
+    return ("prefix", "reuse", "random", f"boundary({boundary})", *ranking)
+
+
+_COMPARED = ("reuse", *TUNED)
+_LOW, _SWEEP = ("0.02", RATIO), ("0.02", RATIO, "0.10", "0.15")
+#: Commands by the name of their run.
+RUNS: dict[str, tuple[str, ...]] = {
+    "calibration": (
+        f"blendrag ingest src/blendrag/demo/corpus --store {STORE} --chunk-tokens 64 "
+        "--embedder minilm-offline --json",
+        *(
+            f"blendrag calibrate --store {STORE} --policy {policy} --ratio {RATIO} "
+            "--questions src/blendrag/demo/calibration.txt --samples 33 --minutes 3 --json"
+            for policy in TUNED
+        ),
+    ),
+    "policies": (
+        _evaluation(_policies(4), ratios=_SWEEP),
+        _evaluation(TUNED, ratios=_LOW, schedules=CALIBRATED),
+    ),
+    "long": (
+        _evaluation(_policies(16), 6, 512, LONG, _LOW),
+        _evaluation(TUNED, 6, 512, LONG, _LOW, CALIBRATED),
+    ),
+    "schedules": (_evaluation(TUNED, schedules=SCHEDULES),),
+    "prefix": (_evaluation(_COMPARED, more=" --encode-prefix on,off"),),
+    "chunks": tuple(
+        _evaluation(_COMPARED, chunks, tokens, SIZED)
+        for chunks, tokens in ((2, 64), (6, 64), (12, 64), (24, 64), (6, 128), (6, 256))
+    ),
+    "deviations": (
+        f"python -m blendrag.lab.evaluation.deviation --seed {SEED} --chunks 6 --chunk-tokens 64 "
+        "--contexts 12 --policies random,hkvd,query,blend --schedules constant --ratio 0 --ratio 0.02 "
+        "--ratio 0.05 --ratio 0.1 --ratio 0.15 --ratio 0.3 --ratio 0.5 --ratio 0.75 --ratio 1",
+    ),
+}
+
+
+class RunFailedError(BlendragError):
+    """A command of the arena failed; its own message is above."""
+
+
+def execute(commands: Sequence[str], say: Callable[[str], None] = lambda text: None) -> Result:
+    """Run ``commands`` one after another; their progress goes to stderr.
+
+    Raises :class:`RunFailedError`.
+    """
+    printed = []
+    for command in commands:
+        say(command)
+        program, *arguments = shlex.split(command)
+        line = [sys.executable, *PROGRAMS[program], *arguments]
+        done = subprocess.run(line, stdout=subprocess.PIPE, check=False)
+        if done.returncode:
+            raise RunFailedError(
+                f"{command} ended with status {done.returncode}, expected 0; read its message, then repeat "
+                "with --keep, which continues after the finished runs"
+            )
+        printed.append(json.loads(done.stdout))
+    return Result(tuple(commands), tuple(printed))
+
+
+def collect(
+    folder: Path, runs: Mapping[str, Sequence[str]], keep: bool, say: Callable[[str], None]
+) -> dict[str, Result]:
+    """Execute ``runs`` and keep each result in ``folder``. With ``keep``, a kept result of the same
+    commands is used instead."""
+    found = {}
+    for name, commands in runs.items():
+        path = folder / f"{name}.json"
+        if not (keep and path.is_file() and load_result(path).commands == tuple(commands)):
+            save_result(execute(commands, say), path)
+        found[name] = load_result(path)
+    return found
+
+
+def save_result(result: Result, path: Path) -> None:
+    """Six significant digits: further ones differ between machines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = {"commands": result.commands, "printed": _rounded(result.printed)}
+    path.write_text(json.dumps(kept, separators=(",", ":")) + "\n", encoding="utf-8")
+
+
+def load_result(path: Path) -> Result:
+    """Raises :class:`InvalidInputError` for a file that is not a result."""
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        return Result(tuple(kept["commands"]), tuple(kept["printed"]))
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise InvalidInputError(
+            f"{path} holds no results of the arena; make them with make arena"
+        ) from exc
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _rounded(part) for key, part in value.items()}
+    return [_rounded(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 # -- the command ----------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 
 from blendrag.lab.evaluation.datasets import Dataset
-from blendrag.lab.evaluation.rows import ALL, Row, certain_lead
+from blendrag.lab.evaluation.rows import ALL, ArenaRow, certain_lead
 from blendrag.lab.evaluation.ways import BASELINES, FULL, NONE, REUSE
 from blendrag.lab.tables import Column, ResultTable, interval, number, table
 
@@ -23,14 +23,14 @@ LEGEND = (
 WIDE = 190
 
 
-def print_rows(rows: Sequence[Row]) -> None:
+def print_rows(rows: Sequence[ArenaRow]) -> None:
     """One line per way: what all its answers were worth and cost, and the score by kind of question."""
     console = Console()
     for part in tables(rows, console.width if console.is_terminal else WIDE):
         part.print()
 
 
-def tables(rows: Sequence[Row], width: int) -> list[ResultTable]:
+def tables(rows: Sequence[ArenaRow], width: int) -> list[ResultTable]:
     """As few tables as fit into ``width`` columns; each names the ways."""
     whole = [row for row in rows if row.kind == ALL]
     by_kind = {(row.way, row.kind): row for row in rows}
@@ -72,10 +72,10 @@ def tables(rows: Sequence[Row], width: int) -> list[ResultTable]:
     ]
 
 
-def names_of(rows: Sequence[Row]) -> list[Column]:
+def names_of(rows: Sequence[ArenaRow]) -> list[Column]:
     """Columns that name a way: policy and ratio, schedule and prefix if they vary."""
 
-    def varies(value: Callable[[Row], object]) -> bool:
+    def varies(value: Callable[[ArenaRow], object]) -> bool:
         return len({value(row) for row in rows} - {None, ""}) > 1
 
     columns: list[Column] = [("policy", lambda row: row.policy)]
@@ -88,7 +88,7 @@ def names_of(rows: Sequence[Row]) -> list[Column]:
     return columns
 
 
-def _width(column: Column, rows: Sequence[Row]) -> int:
+def _width(column: Column, rows: Sequence[ArenaRow]) -> int:
     """Of a column on the terminal, with its border."""
     name, write = column
     return 3 + max(len(name), *(len(write(row)) for row in rows))
@@ -96,35 +96,24 @@ def _width(column: Column, rows: Sequence[Row]) -> int:
 
 # -- notes ----------------------------------------------------------------------------------------
 
-#: Fewer questions leave intervals too wide to tell ways apart.
-FEW_QUESTIONS = 30
+
+def notes(dataset: Dataset, rows: Sequence[ArenaRow]) -> list[str]:
+    """Sentences about prompts of one chunk and about policies that are no better than reuse."""
+    return [note for note in (_lone_chunks_note(dataset), reuse_note(rows)) if note]
 
 
-def lone_chunks_note(dataset: Dataset) -> str:
-    """A sentence if prompts hold one chunk alone, whose KV misses nothing; else empty."""
+def _lone_chunks_note(dataset: Dataset) -> str:
+    """A chunk alone has no other to attend to."""
     alone = sum(len(case.chunks) == 1 for case in dataset.cases)
     if not alone:
         return ""
     return (
-        f"prompts of one chunk alone: {alone} of {len(dataset.cases)}; their chunk has no other to attend "
-        "to, so almost nothing deviates from full prefill and quality looks perfect; use several chunks "
-        "(smaller --chunk-tokens, more --chunks, longer contexts)"
+        f"prompts of one chunk alone: {alone} of {len(dataset.cases)}; almost nothing deviates from full "
+        "prefill there; use several chunks (smaller --chunk-tokens, more --chunks, longer contexts)"
     )
 
 
-def few_questions_note(dataset: Dataset) -> str:
-    """A sentence if most differences may be chance; else empty."""
-    n = len(dataset.cases)
-    if n >= FEW_QUESTIONS:
-        return ""
-    asked = "1 question leaves" if n == 1 else f"{n} questions leave"
-    return (
-        f"{asked} wide intervals, within which ways differ by chance; ask {FEW_QUESTIONS} or more "
-        "(--contexts)"
-    )
-
-
-def reuse_note(rows: Sequence[Row]) -> str:
+def reuse_note(rows: Sequence[ArenaRow]) -> str:
     """A sentence if no policy scores above reuse by more than the interval; else empty."""
     whole = [row for row in rows if row.kind == ALL]
     reuse = {row.encode_prefix: row for row in whole if row.policy == REUSE}

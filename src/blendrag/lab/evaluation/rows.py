@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -98,8 +98,9 @@ class Journal:
         with _mapped_errors(path):
             content = path.read_bytes()
         *lines, rest = content.decode("utf-8", errors="replace").split("\n")
-        is_incomplete = rest.startswith(BEGINNING[: len(rest)])
-        for line in [*lines, *([] if is_incomplete else [rest])]:
+        if not rest.startswith(BEGINNING[: len(rest)]):  # no incomplete line, but another file
+            lines.append(rest)
+        for line in lines:
             try:
                 outcome = Outcome(**json.loads(line))
             except (ValueError, TypeError) as exc:
@@ -108,20 +109,9 @@ class Journal:
                     "give --out another file"
                 ) from exc
             self._outcomes[outcome.case_key, outcome.way_key] = outcome
-        if rest:  # the next line must begin on its own; complete lines are not rewritten
-            with _mapped_errors(path), path.open("r+b") as file:
-                if is_incomplete:
-                    file.truncate(content.rfind(b"\n") + 1)
-                else:
-                    file.seek(0, os.SEEK_END)
-                    file.write(b"\n")
-
-
-def drop_without_lines(path: Path) -> None:
-    """Remove the journal at ``path`` if it has no complete line to continue from."""
-    with suppress(OSError):
-        if b"\n" not in path.read_bytes():
-            path.unlink()
+        if rest:  # complete lines are not rewritten
+            with _mapped_errors(path):
+                os.truncate(path, content.rfind(b"\n") + 1)
 
 
 @contextmanager
@@ -138,7 +128,7 @@ def _mapped_errors(path: Path) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Row:
+class ArenaRow:
     """The result of one way on the questions of one kind; shares in [0, 1], KL in nats."""
 
     dataset: str
@@ -208,7 +198,7 @@ class Row:
         return self.n_chunks, self.chunk_tokens
 
 
-def certain_lead(other: Row, own: Row) -> bool:
+def certain_lead(other: ArenaRow, own: ArenaRow) -> bool:
     """Whether ``other`` scores above ``own`` by more than the interval of their paired difference."""
     return paired_lead(other.by_context, own.by_context).is_above_zero
 
@@ -218,9 +208,9 @@ def make_rows(
     outcomes: Mapping[Way, Sequence[Outcome]],
     seed: int,
     kv_encoding: str = NATIVE_ENCODING,
-) -> list[Row]:
+) -> list[ArenaRow]:
     """Rows of every way, kind by kind, ``all`` first. Outcomes are in the order of the cases."""
-    rows: dict[tuple[Way, str], Row] = {}
+    rows: dict[tuple[Way, str], ArenaRow] = {}
     kinds = (ALL, *dataset.kinds)
     for kind in kinds:
         at = [i for i, case in enumerate(dataset.cases) if kind in (ALL, case.kind)]
@@ -239,7 +229,7 @@ def make_rows(
                 exact = [(n, 0.0) for n, _ in own]
                 recovered = performance_gap_recovered(own, exact, lost, seed, SMALLEST_KL)
             agreements = _known([o.agreement for o in of])
-            rows[way, kind] = Row(
+            rows[way, kind] = ArenaRow(
                 dataset=dataset.name,
                 seed=seed,
                 policy=way.policy,

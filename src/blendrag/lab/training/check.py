@@ -10,7 +10,6 @@ import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -19,7 +18,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from blendrag.errors import BlendragError
-from blendrag.lab.training.facts import SPLITS, Split
 from blendrag.lab.training.questions import contexts
 from blendrag.lab.training.samples import FORMS, NATIVE, Form, Sample, Writer, entries
 from blendrag.model import load_adapter
@@ -28,39 +26,28 @@ Mode = Literal["full", "reuse"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 
-@dataclass(frozen=True)
-class Score:
-    """Share of questions of one kind whose whole answer, <|end|> included, greedy decoding gives."""
-
-    mode: Mode
-    kind: str
-    accuracy: float
-    n: int
-
-
 def evaluate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     seed: int,
-    split: Split = "test",
     n_contexts: int = 30,
     n_chunks: int = 6,
     chunk_tokens: int = 64,
     n_questions: int = 3,
     form: Form = NATIVE,
-) -> tuple[Score, ...]:
-    """Exact match by mode and question kind, at most `n_questions` of each kind and context."""
+) -> dict[tuple[Mode, str], list[bool]]:
+    """By mode and question kind, whether greedy decoding gives the whole answer, <|end|> included, of at
+    most `n_questions` of each kind and context.
+    """
     writer = Writer(tokenizer)
     right: dict[tuple[Mode, str], list[bool]] = defaultdict(list)
-    made = contexts(tokenizer, seed, split, n_contexts, n_chunks, chunk_tokens, n_questions)
+    made = contexts(tokenizer, seed, "test", n_contexts, n_chunks, chunk_tokens, n_questions)
     for context in made:
         sample = writer.sample(form, entries(context), list(context.questions))
         for mode in MODES:
             for asked, correct in zip(sample.questions, answered(model, sample, mode), strict=True):
                 right[mode, asked.kind].append(correct)
-    return tuple(
-        Score(mode, kind, sum(r) / len(r), len(r)) for (mode, kind), r in sorted(right.items())
-    )
+    return dict(sorted(right.items()))
 
 
 @torch.inference_mode()
@@ -110,22 +97,6 @@ def visible(sample: Sample, mode: Mode) -> Tensor:
     return mask
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m blendrag.lab.training.check",
-        description="Accuracy of a demo model by question kind.",
-    )
-    add = parser.add_argument
-    add("model", help="its directory, or demo")
-    add("--seed", type=int, default=1)
-    add("--split", default="test", choices=SPLITS)
-    add("--contexts", type=_count, default=60)
-    add("--chunks", type=_count, default=6)
-    add("--chunk-tokens", type=_count, nargs="+", default=[64, 128, 512])
-    add("--forms", nargs="+", default=[NATIVE.name], choices=[form.name for form in FORMS])
-    return parser
-
-
 def _count(text: str) -> int:
     if not (text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
@@ -134,7 +105,15 @@ def _count(text: str) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a line per form, size, mode and kind. Exits with status 2 and one sentence on an error."""
-    args = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(description="Accuracy of a demo model by question kind.")
+    add = parser.add_argument
+    add("model", help="its directory, or demo")
+    add("--seed", type=int, default=1)
+    add("--contexts", type=_count, default=60)
+    add("--chunks", type=_count, default=6)
+    add("--chunk-tokens", type=_count, nargs="+", default=[64, 128, 512])
+    add("--forms", nargs="+", default=[NATIVE.name], choices=[form.name for form in FORMS])
+    args = parser.parse_args(arguments)
     logging.disable_progress_bar()  # transformers shows one while it loads weights
     try:
         adapter = load_adapter(args.model, "float32", "cpu")
@@ -143,14 +122,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(2)
     for form in (form for form in FORMS if form.name in args.forms):
         for size in args.chunk_tokens:
-            scores = evaluate(
-                adapter.model, adapter.tokens.tokenizer, args.seed, args.split, args.contexts,
-                args.chunks, size, form=form,
+            found = evaluate(
+                adapter.model, adapter.tokens.tokenizer, args.seed, args.contexts, args.chunks,
+                size, form=form,
             )  # fmt: skip
-            for score in scores:
+            for (mode, kind), right in found.items():
                 print(
-                    f"{form.name}, {args.chunks} chunks of {size}, {score.mode}, {score.kind}: "
-                    f"{score.accuracy:.3f} (n={score.n})",
+                    f"{form.name}, {args.chunks} chunks of {size}, {mode}, {kind}: "
+                    f"{sum(right) / len(right):.3f} (n={len(right)})",
                     flush=True,
                 )
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from blendrag.lab.training.facts import KINDS, Attribute, NameDealer
-from blendrag.lab.training.generator import Deck, Document, Shape, documents
+from blendrag.lab.training.generator import Deck, GeneratedDocument, Shape, documents
 from blendrag.lab.training.questions import Question, ask, draw_kinds, sizes, write_context
-from blendrag.lab.training.samples import FORMS, NATIVE, Asked, Entry, Sample, Writer
+from blendrag.lab.training.samples import FORMS, NATIVE, Asked, PromptChunk, Sample, Writer
 from blendrag.lab.training.tokenizer import VOCAB_SIZE
 
 QUESTIONS_PER_CONTEXT = 12
@@ -90,7 +90,7 @@ def ladder(rng: random.Random, writer: Writer) -> Sample:
     colon, stop = writer.encode(":"), writer.encode(".")
     words = writer.encode(" ".join(attribute.questions).replace("{n}", ""))
     questions = ask(rng, written, {"direct": n})
-    sample = writer.sample(NATIVE, [Entry(d.paragraphs[0]) for d in written], questions)
+    sample = writer.sample(NATIVE, [PromptChunk(d.paragraphs[0]) for d in written], questions)
     if said < 2:
         sample = Sample(questions=sample.questions)
         sample.append([writer.bos])
@@ -157,7 +157,7 @@ class Brief:
             shapes.append(Shape(facts, 0, len, introduction, names_only=True, openers=False))
         dated = rng.random() < self.dated
         written = documents(rng, "train", kinds, shapes, keys, 0.9, dated)
-        entries = [Entry(p, f"{d.doc_id}.txt") for d in written for p in d.paragraphs]
+        entries = [PromptChunk(p, f"{d.doc_id}.txt") for d in written for p in d.paragraphs]
         return writer.sample(NATIVE, entries, ask(rng, written, self.asked)[:QUESTIONS_PER_CONTEXT])
 
 
@@ -190,16 +190,16 @@ class Prompts:
 
 
 def _retrieved(
-    rng: random.Random, written: Sequence[Document], incomplete: float = 0.2
-) -> tuple[list[Entry], set[tuple[str, int]]]:
+    rng: random.Random, written: Sequence[GeneratedDocument], incomplete: float = 0.2
+) -> tuple[list[PromptChunk], set[tuple[str, int]]]:
     """Chunks in document order. A share of `incomplete` documents lack paragraphs, as in retrieval."""
-    entries: list[Entry] = []
+    entries: list[PromptChunk] = []
     present: set[tuple[str, int]] = set()
     for document in written:
         kept = list(range(len(document.paragraphs)))
         if len(kept) > 1 and rng.random() < incomplete:
             kept = sorted(rng.sample(kept, rng.randint(1, len(kept) - 1)))
-        entries += [Entry(document.paragraphs[i], f"{document.doc_id}.txt") for i in kept]
+        entries += [PromptChunk(document.paragraphs[i], f"{document.doc_id}.txt") for i in kept]
         present.update((document.doc_id, i) for i in kept)
     return entries, present
 

@@ -50,10 +50,10 @@ def _read(name: str) -> dict[str, Any]:
     return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
 
 
-def _attribute(record: Mapping[str, Any], shared: Mapping[str, str]) -> Attribute:
+def _attribute(record: Mapping[str, Any]) -> Attribute:
     values: str = record.get("values", "")
     if values.startswith("$"):
-        values = shared[values[1:]]
+        values = _SHARED[values[1:]]
     lists = {name: tuple(value) for name, value in record.items() if isinstance(value, list)}
     return Attribute(**{**record, **lists, "values": tuple(values.split())})
 
@@ -70,7 +70,7 @@ KINDS: dict[str, Kind] = {
         tuple(record["introductions"]),
         tuple(record["roles"].split()),
         tuple(record["fillers"]),
-        tuple(_attribute(attribute, _SHARED) for attribute in record["attributes"]),
+        tuple(_attribute(attribute) for attribute in record["attributes"]),
     )
     for name, record in _RECORDS.items()
 }

@@ -36,7 +36,7 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Document:
+class GeneratedDocument:
     """A document. Only its first paragraph has the name."""
 
     doc_id: str
@@ -133,7 +133,7 @@ def write_document(
     shape: Shape,
     keys: Sequence[str] | None = None,
     always: Sequence[str] = (),
-) -> Document:
+) -> GeneratedDocument:
     """One document about `name`. `keys` restricts its attributes; those of `always` come first, as far
     as there is room.
     """
@@ -166,7 +166,7 @@ def write_document(
         text = " ".join([head, *said] if head else said)
         if text:
             paragraphs.append(text)
-    return Document(slug(name), name, kind.name, alias, role, tuple(paragraphs), facts)
+    return GeneratedDocument(slug(name), name, kind.name, alias, role, tuple(paragraphs), facts)
 
 
 def _draw_facts(
@@ -198,7 +198,7 @@ def documents(
     keys: dict[str, list[str]] | None = None,
     link_share: float = 0.7,
     dated: bool = False,
-) -> tuple[Document, ...]:
+) -> tuple[GeneratedDocument, ...]:
     """One document for each of `kinds`, with the shape at the same index, about distinct entities of
     `split`. Links lead to one another where they can. `dated`: each document states a year.
     """

@@ -8,12 +8,13 @@ that link to one another.
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
 from blendrag.demo import Paragraph, Question
 from blendrag.lab.training.facts import KINDS, Split
-from blendrag.lab.training.generator import Document, Fact, Measure, Shape, documents
+from blendrag.lab.training.generator import Fact, GeneratedDocument, Measure, Shape, documents
 
 UNKNOWN = "unknown"
 #: Kinds whose documents link from the first to the second.
@@ -27,12 +28,15 @@ LINKED: tuple[tuple[str, str], ...] = tuple(
 # -- questions ------------------------------------------------------------------------------------
 
 
-def _needs(document: Document, fact: Fact) -> tuple[Paragraph, ...]:
+def _needs(document: GeneratedDocument, fact: Fact) -> tuple[Paragraph, ...]:
     """The paragraph of `fact` and all before it, up to the one that has the name."""
     return tuple((document.doc_id, i) for i in range(fact.paragraph + 1))
 
 
-def _one_fact(rng: random.Random, documents: Sequence[Document], later: bool) -> Iterator[Question]:
+def _one_fact(
+    rng: random.Random, documents: Sequence[GeneratedDocument], later: bool
+) -> Iterator[Question]:
+    """A fact of the paragraph that has the name, or of a later one."""
     for document in documents:
         for fact in document.facts:
             if (fact.paragraph > 0) == later:
@@ -41,17 +45,7 @@ def _one_fact(rng: random.Random, documents: Sequence[Document], later: bool) ->
                 yield Question(text, fact.value, kind, document.doc_id, _needs(document, fact))
 
 
-def direct(rng: random.Random, documents: Sequence[Document]) -> Iterator[Question]:
-    """A fact of the paragraph that has the name."""
-    return _one_fact(rng, documents, later=False)
-
-
-def coreference(rng: random.Random, documents: Sequence[Document]) -> Iterator[Question]:
-    """A fact of a later paragraph, which does not have the name."""
-    return _one_fact(rng, documents, later=True)
-
-
-def two_hop(rng: random.Random, documents: Sequence[Document]) -> Iterator[Question]:
+def two_hop(rng: random.Random, documents: Sequence[GeneratedDocument]) -> Iterator[Question]:
     """Along a link of one document to a fact of another."""
     by_name = {document.name: document for document in documents}
     for document in documents:
@@ -67,7 +61,7 @@ def two_hop(rng: random.Random, documents: Sequence[Document]) -> Iterator[Quest
                     yield Question(text, fact.value, "two-hop", document.doc_id, needs)
 
 
-def comparison(rng: random.Random, documents: Sequence[Document]) -> Iterator[Question]:
+def comparison(rng: random.Random, documents: Sequence[GeneratedDocument]) -> Iterator[Question]:
     """Which of two entities of one kind was first."""
     dated = [(d, fact) for d in documents for fact in d.facts if fact.attribute.comparisons]
     for i, (one, its) in enumerate(dated):
@@ -82,7 +76,7 @@ def comparison(rng: random.Random, documents: Sequence[Document]) -> Iterator[Qu
             yield Question(text, first.name, "comparison", one.doc_id, needs)
 
 
-def unanswerable(rng: random.Random, documents: Sequence[Document]) -> Iterator[Question]:
+def unanswerable(rng: random.Random, documents: Sequence[GeneratedDocument]) -> Iterator[Question]:
     """A fact that another document of the kind states and this one does not."""
     for document in documents:
         alike = [other for other in documents if other.kind == document.kind]
@@ -94,9 +88,11 @@ def unanswerable(rng: random.Random, documents: Sequence[Document]) -> Iterator[
                 yield Question(text, UNKNOWN, "unanswerable", document.doc_id)
 
 
-KINDS_OF_QUESTION: dict[str, Callable[[random.Random, Sequence[Document]], Iterator[Question]]] = {
-    "direct": direct,
-    "coreference": coreference,
+KINDS_OF_QUESTION: dict[
+    str, Callable[[random.Random, Sequence[GeneratedDocument]], Iterator[Question]]
+] = {
+    "direct": partial(_one_fact, later=False),
+    "coreference": partial(_one_fact, later=True),
     "two-hop": two_hop,
     "comparison": comparison,
     "unanswerable": unanswerable,
@@ -104,7 +100,7 @@ KINDS_OF_QUESTION: dict[str, Callable[[random.Random, Sequence[Document]], Itera
 
 
 def ask(
-    rng: random.Random, documents: Sequence[Document], per_kind: int | dict[str, int]
+    rng: random.Random, documents: Sequence[GeneratedDocument], per_kind: int | dict[str, int]
 ) -> list[Question]:
     """At most `per_kind` questions of each kind about `documents`, in random order."""
     asked: list[Question] = []
@@ -126,7 +122,7 @@ class Context:
 
     chunks: tuple[str, ...]
     questions: tuple[Question, ...]
-    documents: tuple[Document, ...]
+    documents: tuple[GeneratedDocument, ...]
 
 
 def measure_of(tokenizer: PreTrainedTokenizerBase) -> Measure:

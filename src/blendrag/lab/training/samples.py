@@ -70,16 +70,16 @@ FORMS: tuple[Form, ...] = (
 
 
 @dataclass(frozen=True)
-class Entry:
+class PromptChunk:
     """A chunk as a retriever returns it, with the file name that some frameworks write above it."""
 
     text: str
     path: str = ""
 
 
-def entries(context: Context) -> list[Entry]:
+def entries(context: Context) -> list[PromptChunk]:
     """The chunks of `context` with the file of each."""
-    return [Entry(p, f"{d.doc_id}.txt") for d in context.documents for p in d.paragraphs]
+    return [PromptChunk(p, f"{d.doc_id}.txt") for d in context.documents for p in d.paragraphs]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Template:
     after_question: str
     entry_head: str
 
-    def context_segments(self, entries: Sequence[Entry]) -> list[tuple[str, bool]]:
+    def context_segments(self, entries: Sequence[PromptChunk]) -> list[tuple[str, bool]]:
         """(text, is_chunk) of everything before the question part."""
         segments: list[tuple[str, bool]] = []
         fresh = self.head
@@ -172,7 +172,7 @@ class Writer:
     def sample(
         self,
         form: Form,
-        entries: list[Entry],
+        entries: list[PromptChunk],
         questions: list[Question],
         rng: random.Random | None = None,
     ) -> Sample:

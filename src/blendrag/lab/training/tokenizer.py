@@ -1,15 +1,13 @@
-"""The demo model's tokenizer: byte-level BPE with a chat template; `python -m
-blendrag.lab.training.tokenizer --out DIR` rebuilds it.
+"""The demo model's tokenizer: byte-level BPE with a chat template.
 
 The merges are learned from generated text of the training split, the prompt forms, and English from the
 standard library's docstrings.
 """
 
-import argparse
 import ast
 import random
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -83,17 +81,12 @@ def _texts(seed: int, n_contexts: int) -> Iterator[str]:
     # The words of the forms, of names and of values become single tokens: those bind first.
     for form in FORMS:
         yield from [content for _, content in form.messages] * 100
-    for words in _words():
+    pools = [*WORDS.values(), ALIASES]
+    for kind in KINDS.values():
+        pools += [kind.roles, *(attribute.values for attribute in kind.plain)]
+    for words in pools:
         yield from [" " + " ".join(words)] * 300
     yield from _docstrings()
-
-
-def _words() -> Iterator[Iterable[str]]:
-    yield from WORDS.values()
-    yield ALIASES
-    for kind in KINDS.values():
-        yield kind.roles
-        yield from (attribute.values for attribute in kind.plain)
 
 
 def _docstrings() -> Iterator[str]:
@@ -107,15 +100,3 @@ def _docstrings() -> Iterator[str]:
                 if left < 0:
                     return
                 yield text
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Train the demo model's tokenizer.")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    train_tokenizer(args.seed).save_pretrained(args.out)
-
-
-if __name__ == "__main__":
-    main()

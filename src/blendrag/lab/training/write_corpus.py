@@ -19,7 +19,7 @@ from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.demo import Question, demo_model_path
 from blendrag.demo.tour import CHUNK_TOKENS, EMBEDDER, TOP_K
 from blendrag.engine import BlendEngine
-from blendrag.lab.training.generator import Document, Shape, documents
+from blendrag.lab.training.generator import GeneratedDocument, Shape, documents
 from blendrag.lab.training.questions import ask, measure_of
 
 KINDS = ["person"] * 10 + ["organisation"] * 6 + ["place"] * 6 + ["product"] * 4 + ["event"] * 4
@@ -29,7 +29,7 @@ N_CALIBRATION = {"coreference": 16, "direct": 16, "two-hop": 8}
 TOP_KS = (TOP_K, 10)
 
 
-def write(seed: int) -> tuple[Document, ...]:
+def write(seed: int) -> tuple[GeneratedDocument, ...]:
     """Documents of two paragraphs, each as long as a chunk."""
     measure = measure_of(AutoTokenizer.from_pretrained(demo_model_path()))
     rng = random.Random(f"corpus/{seed}")
@@ -38,7 +38,7 @@ def write(seed: int) -> tuple[Document, ...]:
 
 
 def answerable(
-    questions: Sequence[Question], corpus: Sequence[Document], written: Path
+    questions: Sequence[Question], corpus: Sequence[GeneratedDocument], written: Path
 ) -> list[Question]:
     """Questions that a reader of the retrieved chunks can answer, for each of `TOP_KS`."""
     by_id = {document.doc_id: document for document in corpus}
@@ -58,7 +58,7 @@ def answerable(
 
 
 def _is_clear(
-    question: Question, corpus: dict[str, Document], chunks: Sequence[RetrievedChunk]
+    question: Question, corpus: dict[str, GeneratedDocument], chunks: Sequence[RetrievedChunk]
 ) -> bool:
     """Whether the needed paragraphs are there, each document's in one piece, and no paragraph follows
     that says "she" of another person and would be taken for theirs.
@@ -92,24 +92,20 @@ def draw(
     return drawn
 
 
-def write_documents(out: Path, documents: Sequence[Document]) -> None:
-    """Replace the documents in `out`."""
-    out.mkdir(parents=True, exist_ok=True)
-    for stale in out.glob("*.txt"):
-        stale.unlink()
-    for document in documents:
-        (out / f"{document.doc_id}.txt").write_text(document.text + "\n", encoding="utf-8")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write the demo corpus and its questions.")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=11)
     args = parser.parse_args()
     corpus = write(args.seed)
-    write_documents(args.out / "corpus", corpus)
+    folder = args.out / "corpus"
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in folder.glob("*.txt"):
+        stale.unlink()
+    for document in corpus:
+        (folder / f"{document.doc_id}.txt").write_text(document.text + "\n", encoding="utf-8")
     rng = random.Random(args.seed)
-    questions = answerable(ask(rng, corpus, 1000), corpus, args.out / "corpus")
+    questions = answerable(ask(rng, corpus, 1000), corpus, folder)
     shown = draw(questions, rng, N_QUESTIONS)
     records = json.dumps([asdict(q) for q in shown], indent=2, ensure_ascii=False)
     (args.out / "questions.json").write_text(records + "\n", encoding="utf-8")
