@@ -122,7 +122,7 @@ def test_answers_in_the_file_are_not_asked_again(model: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("record", "sentence"),
     [({"prompt": "x"}, "expected {question, answers, ctxs}"),
-     ({"question": "why " * 3000, "answers": ["z"], "ctxs": [tiny.sentence(1)]}, "the question of"),
+     ({"question": "why " * 3000, "answers": ["z"], "ctxs": [tiny.sentence(1)]}, "the prompt of"),
      ({"question": "x", "answers": ["z"], "ctxs": ["Yes.", " "]}, "45 letters or more")],
 )  # fmt: skip
 def test_a_bad_dataset_is_one_sentence(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ PRINTED: dict[str, Any] = {
     "prefix": [row.as_dict() for row in invented.prefix()],
     "chunks": [row.as_dict() for row in invented.chunks()],
     "calibration": CALIBRATED,
-    "deviations": invented.deviations().as_dict(),
+    "deviations": asdict(invented.deviations()),
 }
 
 

@@ -19,7 +19,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -279,9 +278,6 @@ class DeviationReport:
     distribution: Sequence[LayerDistribution]
     correlation: Sequence[LayerCorrelation]
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def measure(
     prompts: Iterable[StoredPrompt],
@@ -402,10 +398,7 @@ def run(args: argparse.Namespace) -> DeviationReport:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="python -m blendrag.lab.evaluation.deviation",
-        description="KV and attention deviation of generated prompts, one JSON object.",
-    )
+    made = argparse.ArgumentParser(description="KV and attention deviation of generated prompts.")
     add = made.add_argument
     add("--model", default=DEMO_MODEL)
     add("--seed", type=int, default=1)
@@ -427,7 +420,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BlendragError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
-    sys.stdout.write(json.dumps(report.as_dict()) + "\n")
+    sys.stdout.write(json.dumps(asdict(report)) + "\n")
 
 
 if __name__ == "__main__":

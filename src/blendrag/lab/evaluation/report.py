@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rich.console import Console
-
 from blendrag.lab.evaluation.datasets import Dataset
 from blendrag.lab.evaluation.rows import ALL, ArenaRow, certain_lead
 from blendrag.lab.evaluation.ways import BASELINES, FULL, NONE, REUSE
@@ -19,19 +17,18 @@ LEGEND = (
     "1 - KL/tok over reuse's, with its 95% interval. prefix on/off: chunks encoded behind the corpus's "
     "prefix or behind nothing. TTFT: median, KV read from disk."
 )
-#: Width of output that is not a terminal.
-WIDE = 190
+#: Columns of a table besides the names of the ways; more do not fit into 80 characters.
+COLUMNS = 4
 
 
 def print_rows(rows: Sequence[ArenaRow]) -> None:
     """One line per way: what all its answers were worth and cost, and the score by kind of question."""
-    console = Console()
-    for part in tables(rows, console.width if console.is_terminal else WIDE):
+    for part in tables(rows):
         part.print()
 
 
-def tables(rows: Sequence[ArenaRow], width: int) -> list[ResultTable]:
-    """As few tables as fit into ``width`` columns; each names the ways."""
+def tables(rows: Sequence[ArenaRow]) -> list[ResultTable]:
+    """Tables of :data:`COLUMNS` columns; each names the ways."""
     whole = [row for row in rows if row.kind == ALL]
     by_kind = {(row.way, row.kind): row for row in rows}
 
@@ -43,20 +40,14 @@ def tables(rows: Sequence[ArenaRow], width: int) -> list[ResultTable]:
         ("charged", lambda row: f"{row.charged_ratio:.3f}"),
         ("score", lambda row: f"{row.score:.3f}"),
         ("PGR", lambda row: interval(row.pgr, row.pgr_low, row.pgr_high)),
+        ("TTFT ms", lambda row: f"{row.ttft_ms:.0f}"),
         ("KL", lambda row: number(row.kl, ".2g")),
         ("KL/tok", lambda row: number(row.token_kl, ".2g")),
         ("recovered", lambda row: interval(row.recovered, row.recovered_low, row.recovered_high)),
         ("agrees", lambda row: number(row.agreement, ".2f")),
-        ("TTFT ms", lambda row: f"{row.ttft_ms:.0f}"),
         *(score(kind) for kind in kinds),
     ]
     names = names_of(whole)
-    groups: list[list[Column]] = [[]]
-    for column in columns:
-        taken = sum(_width(each, whole) for each in (*names, *groups[-1]))
-        if groups[-1] and taken + _width(column, whole) >= width:
-            groups.append([])
-        groups[-1].append(column)
     first, schedules = rows[0], {row.schedule for row in rows if row.schedule}
     title = (
         f"{first.dataset}: {first.n} questions, up to {first.n_chunks} chunks of at most "
@@ -64,12 +55,12 @@ def tables(rows: Sequence[ArenaRow], width: int) -> list[ResultTable]:
     )
     if len(schedules) == 1:
         title += f"; schedule {schedules.pop()}"
-    titles = [title, *[""] * (len(groups) - 1)]
-    notes = [*[[]] * (len(groups) - 1), [LEGEND]]
-    return [
-        table([*names, *group], whole, title, note)
-        for group, title, note in zip(groups, titles, notes, strict=True)
-    ]
+    made = []
+    for start in range(0, len(columns), COLUMNS):
+        shown = [*names, *columns[start : start + COLUMNS]]
+        is_last = start + COLUMNS >= len(columns)
+        made.append(table(shown, whole, "" if start else title, [LEGEND] if is_last else []))
+    return made
 
 
 def names_of(rows: Sequence[ArenaRow]) -> list[Column]:
@@ -86,12 +77,6 @@ def names_of(rows: Sequence[ArenaRow]) -> list[Column]:
         columns.append(("prefix", lambda row: prefix[row.encode_prefix]))
     columns.append(("r", lambda row: "" if row.policy in (NONE, FULL) else f"{row.ratio:.3g}"))
     return columns
-
-
-def _width(column: Column, rows: Sequence[ArenaRow]) -> int:
-    """Of a column on the terminal, with its border."""
-    name, write = column
-    return 3 + max(len(name), *(len(write(row)) for row in rows))
 
 
 # -- notes ----------------------------------------------------------------------------------------
