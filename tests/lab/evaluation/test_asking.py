@@ -93,7 +93,7 @@ def test_the_demo_model_reads_what_it_was_trained_on() -> None:
     assert wording_for(tiny.tokenizer(), "rouge_l") == SUMMARY
 
 
-@pytest.mark.parametrize("wording", [DEMO, SHORT_ANSWER, SUMMARY], ids=lambda w: w.name)
+@pytest.mark.parametrize("wording", [DEMO, SHORT_ANSWER, SUMMARY], ids=("demo", "short", "summary"))
 def test_chunks_are_between_blank_lines_and_leave_no_trace_if_there_are_none(
     wording: Wording,
 ) -> None:

@@ -15,13 +15,12 @@ from matplotlib.axes import Axes
 
 import tiny
 from blendrag.cli.app import app
-from blendrag.errors import InvalidInputError
+from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.lab import plots
 from blendrag.lab.evaluation import deviation
 from blendrag.lab.evaluation.quality_page import (
     RUNS,
     Result,
-    RunFailedError,
     ahead,
     collect,
     execute,
@@ -264,7 +263,7 @@ def test_a_kept_result_is_measured_again_only_if_its_commands_changed(tmp_path: 
 
 def test_a_failing_command_is_named_in_one_sentence_and_nothing_is_kept(tmp_path: Path) -> None:
     run = {"two": ["python -c 'raise SystemExit(2)'"]}
-    with pytest.raises(RunFailedError, match="status 2") as failed:
+    with pytest.raises(BlendragError, match="status 2") as failed:
         collect(tmp_path, run, keep=False, say=lambda text: None)
     assert tiny.one_sentence(str(failed.value))
     assert not list(tmp_path.rglob("*.json"))

@@ -36,7 +36,6 @@ class Wording:
     """A user message with holes for context and question. Chunks are separated by blank lines, exactly
     as they were ingested, so that the engine recognises them."""
 
-    name: str
     template: str
 
     def prompt(self, chunks: Sequence[str], question: str) -> str:
@@ -52,14 +51,12 @@ class Wording:
         return render(self.template, tokens, Options()).text.split(CONTEXT)[0]
 
 
-DEMO = Wording("demo", NATIVE.messages[0][1])
+DEMO = Wording(NATIVE.messages[0][1])
 SHORT_ANSWER = Wording(
-    "short answer",
     "Answer the question from the passages. ObservedAnswer with the answer alone, in a few words.\n\n"
     f"{CONTEXT}{SEPARATOR}Question: {QUESTION}\nAnswer:",
 )
 SUMMARY = Wording(
-    "summary",
     f"Summarise what follows, as the examples do where there are any.\n\n{CONTEXT}{SEPARATOR}"
     f"{QUESTION}\nSummary:",
 )

@@ -24,7 +24,7 @@ from blendrag.corpus.database import DIRECTORY
 from blendrag.corpus.embedder import Embedder, embedder_of
 from blendrag.corpus.retriever import Retriever
 from blendrag.errors import InvalidInputError
-from blendrag.lab.training.facts import SPLITS
+from blendrag.lab.training.generator import SPLITS
 from blendrag.lab.training.questions import contexts
 from blendrag.model.tokens import Tokens
 from blendrag.store import regular_files

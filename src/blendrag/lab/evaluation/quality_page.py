@@ -151,38 +151,35 @@ def _questions(rows: Sequence[ArenaRow]) -> str:
 # -- the default ----------------------------------------------------------------------------------
 
 
-def rivals(
-    rows: Sequence[ArenaRow], own: ArenaRow, is_rival: Callable[[ArenaRow], bool]
-) -> list[ArenaRow]:
-    """Ways of the same kind and size that reuse chunks and are ``is_rival``, the best first."""
+def rivals(rows: Sequence[ArenaRow], own: ArenaRow) -> list[ArenaRow]:
+    """Ways of the same kind and size that reuse chunks, the best first."""
     found = [
         row
         for row in rows
         if (row.kind, row.size) == (own.kind, own.size)
         and row.encode_prefix is not False
         and row.policy not in COMPUTING
-        and is_rival(row)
     ]
     return sorted(found, key=lambda row: -row.score)
 
 
 def other_policies(rows: Sequence[ArenaRow], own: ArenaRow) -> list[ArenaRow]:
     """Other policies at the ratio of ``own`` or, if they have none, at no more."""
-
-    def is_rival(row: ArenaRow) -> bool:
-        same_cost = row.ratio == own.ratio if row.has_budget else row.ratio <= own.ratio
-        return row.policy != own.policy and same_cost
-
-    return rivals(rows, own, is_rival)
+    return [
+        row
+        for row in rivals(rows, own)
+        if row.policy != own.policy
+        and (row.ratio == own.ratio if row.has_budget else row.ratio <= own.ratio)
+    ]
 
 
 def families(rows: Sequence[ArenaRow], own: ArenaRow) -> list[ArenaRow]:
     """The fixed schedules of the policy and ratio of ``own``, which is calibrated."""
-
-    def is_rival(row: ArenaRow) -> bool:
-        return (row.policy, row.ratio) == (own.policy, own.ratio) and row.schedule != CALIBRATED
-
-    return rivals(rows, own, is_rival)
+    return [
+        row
+        for row in rivals(rows, own)
+        if (row.policy, row.ratio) == (own.policy, own.ratio) and row.schedule != CALIBRATED
+    ]
 
 
 def ahead(others: Sequence[ArenaRow], own: ArenaRow) -> list[ArenaRow]:
@@ -372,14 +369,10 @@ RUNS: dict[str, tuple[str, ...]] = {
 }
 
 
-class RunFailedError(BlendragError):
-    """A command of the arena failed; its own message is above."""
-
-
 def execute(commands: Sequence[str], say: Callable[[str], None] = lambda text: None) -> Result:
     """Run ``commands`` one after another; their progress goes to stderr.
 
-    Raises :class:`RunFailedError`.
+    Raises :class:`BlendragError` if one fails.
     """
     printed = []
     for command in commands:
@@ -388,7 +381,7 @@ def execute(commands: Sequence[str], say: Callable[[str], None] = lambda text: N
         line = [sys.executable, *PROGRAMS[program], *arguments]
         done = subprocess.run(line, stdout=subprocess.PIPE, check=False)
         if done.returncode:
-            raise RunFailedError(
+            raise BlendragError(
                 f"{command} ended with status {done.returncode}, expected 0; read its message, then repeat "
                 "with --keep, which continues after the finished runs"
             )
@@ -441,10 +434,7 @@ def _rounded(value: Any) -> Any:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write the page. Exits with status 2 and one sentence on an error."""
-    parser = argparse.ArgumentParser(
-        prog="python -m blendrag.lab.evaluation.quality_page",
-        description="Run the arena and write docs/quality.md with its pictures.",
-    )
+    parser = argparse.ArgumentParser(description="Run the arena and write docs/quality.md.")
     parser.add_argument("--out", type=Path, default=Path("docs"), help="folder of the page")
     parser.add_argument("--keep", action="store_true", help="measure only what has no result")
     parser.add_argument(

@@ -8,8 +8,15 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from blendrag.lab.training.facts import KINDS, Attribute, NameDealer
-from blendrag.lab.training.generator import Deck, GeneratedDocument, Shape, documents
+from blendrag.lab.training.generator import (
+    KINDS,
+    Attribute,
+    Deck,
+    GeneratedDocument,
+    NameDealer,
+    Shape,
+    documents,
+)
 from blendrag.lab.training.questions import Question, ask, draw_kinds, sizes, write_context
 from blendrag.lab.training.samples import FORMS, NATIVE, Asked, PromptChunk, Sample, Writer
 from blendrag.lab.training.tokenizer import VOCAB_SIZE

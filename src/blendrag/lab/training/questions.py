@@ -13,8 +13,15 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from blendrag.demo import Paragraph, Question
-from blendrag.lab.training.facts import KINDS, Split
-from blendrag.lab.training.generator import Fact, GeneratedDocument, Measure, Shape, documents
+from blendrag.lab.training.generator import (
+    KINDS,
+    Fact,
+    GeneratedDocument,
+    Measure,
+    Shape,
+    Split,
+    documents,
+)
 
 UNKNOWN = "unknown"
 #: Kinds whose documents link from the first to the second.

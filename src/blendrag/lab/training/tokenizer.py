@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from blendrag.lab.training.facts import ALIASES, KINDS, WORDS
+from blendrag.lab.training.generator import ALIASES, KINDS, WORDS
 from blendrag.lab.training.questions import draw_kinds, sizes, write_context
 from blendrag.lab.training.samples import FORMS
 
