@@ -71,12 +71,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def cells(page: Path, first: str) -> list[list[str]]:
-    """Rows of the page's tables that begin with ``first``."""
-    lines = [line.strip("| ").split(" | ") for line in page.read_text("utf-8").splitlines()]
-    return [[cell.strip() for cell in line] for line in lines if line[0].strip() == first]
-
-
 def test_equal_results_give_an_equal_page_and_equal_pictures(tmp_path: Path, page: Path) -> None:
     results = {name: load_result(page.parent / "quality" / f"{name}.json") for name in PRINTED}
     again = empty_page(tmp_path)
@@ -102,25 +96,6 @@ def test_the_published_page_is_short_and_written_from_its_results(tmp_path: Path
     shown = re.findall(r"\]\(quality/([a-z-]+\.png)\)", text)
     assert sorted(shown) == sorted(path.name for path in (tmp_path / "quality").iterdir())
     assert all((published.with_suffix("") / name).is_file() for name in shown)
-
-
-def test_policies_are_compared_at_one_ratio_over_short_and_long_chunks(page: Path) -> None:
-    hkvd = next(r for r in invented.sweep() if (r.policy, r.ratio) == ("hkvd", 0.05))
-    pgr = f"{hkvd.pgr:.2f} [{hkvd.pgr_low:.2f}, {hkvd.pgr_high:.2f}]"
-    ms = f"{hkvd.ttft_ms:.0f}"
-    expected = ["hkvd", "0.175", pgr, "0.01", "0.90", ms, pgr, "0.01", ms]
-    assert cells(page, "hkvd")[0] == expected
-    assert cells(page, "boundary")
-    assert not cells(page, "none")
-
-
-def test_schedules_sizes_and_deviations_have_a_row_each(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    assert cells(page, "calibrated") == [["calibrated", *["0.90 [0.85, 0.94]"] * 2]]
-    assert "`query` 0.0123 (best family 0.0345, nothing recomputed 2.5)" in text
-    assert "`query` 0.90 → 0.90" in text
-    assert cells(page, "6 × 512")[0][1:4] == ["40", "0.900", "0.91 [0.86, 0.95]"]
-    assert cells(page, "hkvd")[-1][1:] == ["0.500", "0.451", "0.361", "0.245", "0.080", "0.000"]
 
 
 def test_a_missing_result_is_one_sentence(

@@ -93,7 +93,7 @@ class ObservedAnswer:
 class Witness(LogitsProcessor):
     """Keeps the logits and tokens of a greedy ``generate`` of one sequence."""
 
-    def __init__(self, forced: Sequence[int] = ()) -> None:
+    def __init__(self, forced: Sequence[int]) -> None:
         """``forced``: tokens that are chosen whatever the model prefers."""
         self._forced = tuple(forced)
         self._rows: list[torch.Tensor] = []

@@ -39,7 +39,7 @@ BEGINNING = '{"case_key": '
 
 @dataclass(frozen=True)
 class Outcome:
-    """The answer of one way to one question."""
+    """The answer of one way to one question; measures as in :class:`ArenaRow`."""
 
     case_key: str
     """Digest of all that decides the outcome besides the way: question, model, wording, code."""
@@ -48,20 +48,15 @@ class Outcome:
     accuracy: float
     f1: float
     rouge_l: float | None
-    """Only if it is the score."""
     kl: float | None
-    """KL of the first token from full prefill, in nats."""
     agreement: float | None
-    """Share of answer tokens equal to full prefill's before the first difference."""
     ratio: float
     charged_ratio: float
     ttft_ms: float
     policy: str = ""
-    """The policy that chose."""
+    """The policy and the schedule that ran."""
     schedule: str = ""
-    """The schedule that ran."""
     token_kl: float | None = None
-    """Mean KL over full prefill's answer, teacher-forced, in nats per token."""
 
 
 class Journal:

@@ -30,10 +30,8 @@ ALL = VOCAB_SIZE - 8
 
 @dataclass(frozen=True)
 class Repeats:
-    """Random tokens three times over, the second and third time supervised: induction forms.
-
-    It forms within minutes if the tokens are drawn from few. So each sample draws a pool size between
-    `pools`: small pools form it, and it spreads to the rest.
+    """Random tokens three times over, the second and third time supervised: induction forms within minutes
+    on small pools of tokens and spreads to larger ones. Each sample draws a pool size between `pools`.
     """
 
     pools: tuple[int, int]
@@ -82,11 +80,8 @@ def recall(rng: random.Random, writer: Writer) -> Sample:
 
 
 def ladder(rng: random.Random, writer: Writer) -> Sample:
-    """From the list to the document and from the bare name to the question, one fact each.
-
-    Each rung shares something with the one below, so that binding over a distance grows out of recall:
-    a list, a list with words between name and value, sentences; asked by name and colon, by the name
-    in place of the question, by the question.
+    """From the list to sentences and from the bare name to the question, one fact each, so that binding
+    over a distance grows out of recall.
     """
     kind = rng.choice(list(KINDS.values()))
     attribute = rng.choice(kind.attributes)

@@ -96,8 +96,8 @@ class Batch:
 
 
 def collate(samples: Sequence[Sample], pad: int, dtype: torch.dtype, device: torch.device) -> Batch:
-    """Contexts are padded on the right; the mask hides the padding from the question rows. The
-    positions of every question begin where its context ends.
+    """Contexts are padded on the right, which the mask hides from the question rows. The positions of every
+    question begin where its context ends.
     """
     n_context = max(len(s.tokens) for s in samples)
     n_asked = max(sum(len(q.tokens) for q in s.questions) for s in samples)
