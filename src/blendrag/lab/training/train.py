@@ -378,6 +378,8 @@ def main() -> None:
     add("--resume", action="store_true", help="continue from the checkpoint in --out")
     add("--threads", type=int, default=2, help="CPU threads")
     args = parser.parse_args()
+    if not args.minutes > 0 or (args.steps is not None and args.steps < 1):
+        parser.error("--minutes and --steps must be above 0")
     torch.set_num_threads(args.threads)
     run = Run(args.out, args.seed, args.resume)
     for stopping in (signal.SIGINT, signal.SIGTERM):
