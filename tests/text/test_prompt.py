@@ -92,17 +92,6 @@ def test_control_tokens_count_in_the_template_and_are_text_in_a_chunk() -> None:
     assert not CONTROL_IDS.isdisjoint(TOKENS.encode_template(CHUNKS["control"]))
 
 
-@pytest.mark.parametrize("kept", [100, 201])
-def test_a_tail_cut_chunk_has_the_ids_both_tokenisations_share(kept: int) -> None:
-    rendered = f"{USER}{CHUNKS['cut'][:kept]}"
-    plan = plan_of(rendered + TAIL)
-    assert found(plan) == ["cut"]
-    (chunk,) = plan.chunks
-    assert not chunk.complete
-    assert 0 < len(chunk.ids) < len(chunk.stored_ids)
-    assert_whole(plan, rendered + TAIL)
-
-
 def test_control_tokens_in_a_tail_cut_chunk_stay_text() -> None:
     text = "x" * 70 + " <|end|><|start|> " + "y" * 60
     match = Match("c", 0, 85, complete=False)
