@@ -32,13 +32,6 @@ def assert_killed(pid):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
 
-def fill(lab, root, numbers=(1, 2, 3)):
-    store = DiskStore(root, 1 << 30)
-    for number in numbers:
-        lab.put(store, number)
-    store.close()
-
-
 def drop_index(root):
     for path in (root / "index").glob("index.db*"):
         path.unlink()
@@ -57,10 +50,7 @@ def assert_complete(lab, root, numbers=(1, 2, 3)):
 
 @pytest.mark.parametrize("step", ["before rename", "before index", "before unlink"])
 def test_a_crash_between_two_steps_of_a_put_is_reconciled(lab, root, fork, step):
-    store = DiskStore(root, 2 * lab.entry_bytes)
-    lab.put(store, 1)
-    lab.put(store, 2)
-    store.close()
+    lab.fill(root, (1, 2), limit_bytes=2 * lab.entry_bytes)
     third = lab.kv(3)
 
     def crash():
@@ -86,7 +76,7 @@ def test_a_crash_between_two_steps_of_a_put_is_reconciled(lab, root, fork, step)
 
 @pytest.mark.parametrize(("step", "kills"), [("add", 2), ("_fill", 1), ("sync", 1)])
 def test_a_kill_while_the_index_is_rebuilt_loses_nothing(lab, root, fork, step, kills):
-    fill(lab, root)
+    lab.fill(root, (1, 2, 3))
     drop_index(root)
 
     def killed_while_opening():
@@ -99,7 +89,7 @@ def test_a_kill_while_the_index_is_rebuilt_loses_nothing(lab, root, fork, step, 
 
 
 def test_a_kill_during_delete_leaves_no_uncounted_file(lab, root, fork):
-    fill(lab, root)
+    lab.fill(root, (1, 2, 3))
 
     def killed_while_deleting():
         store = DiskStore(root, 1 << 30)
@@ -155,7 +145,7 @@ def test_a_writer_whose_rows_cannot_be_made_durable_counts_as_crashed(lab, root,
 
 
 def test_a_failed_rebuild_is_used_by_no_store(lab, root, monkeypatch):
-    fill(lab, root)
+    lab.fill(root, (1, 2, 3))
     running = DiskStore(root, 1 << 30)
     with running._index.exclusive():
         running._index.set_aside()
@@ -178,10 +168,8 @@ def test_a_failed_rebuild_is_used_by_no_store(lab, root, monkeypatch):
     assert_complete(lab, root, (1, 2, 3, 4))
 
 
-def test_queries_during_a_rebuild_find_chunks(lab, make_store, monkeypatch):
-    store = make_store()
-    for number in (1, 2, 3):
-        lab.put(store, number)
+def test_queries_during_a_rebuild_find_chunks(lab, filled, monkeypatch):
+    store = filled
     drop_index(store.root)
     real, halfway, go_on = Index.add, threading.Event(), threading.Event()
 
@@ -204,7 +192,7 @@ def test_queries_during_a_rebuild_find_chunks(lab, make_store, monkeypatch):
 
 @pytest.mark.parametrize("what", ["listdir", "open"])
 def test_a_rebuild_that_cannot_see_all_files_fails(lab, root, monkeypatch, what):
-    fill(lab, root)
+    lab.fill(root, (1, 2, 3))
     drop_index(root)
     real = getattr(os, what)
 
@@ -223,10 +211,8 @@ def test_a_rebuild_that_cannot_see_all_files_fails(lab, root, monkeypatch, what)
     assert_complete(lab, root)
 
 
-def test_recover_handles_files_without_rows_and_rows_without_files(lab, make_store, root):
-    store = make_store()
-    for number in (1, 2, 3):
-        lab.put(store, number)
+def test_recover_handles_files_without_rows_and_rows_without_files(lab, filled, root):
+    store = filled
     lab.file(store, 1).unlink()
     store._index.drop([store.find(lab.namespace, lab.key(2))])
     stray = lab.file(store, 3)
@@ -247,7 +233,7 @@ def test_recover_handles_files_without_rows_and_rows_without_files(lab, make_sto
 
 @pytest.mark.parametrize("failing", ["pread", "open", "fstat"])
 def test_a_file_that_cannot_be_read_for_a_moment_is_not_set_aside(lab, root, monkeypatch, failing):
-    fill(lab, root)
+    lab.fill(root, (1, 2, 3))
     drop_index(root)
     real, calls = getattr(os, failing), []
 
@@ -270,7 +256,7 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_not_set_aside(lab, root, mon
 
 
 def test_short_reads_of_headers_are_continued(lab, root, monkeypatch):
-    fill(lab, root)
+    lab.fill(root, (1, 2, 3))
     drop_index(root)
     real = os.pread
     with monkeypatch.context() as patch:
@@ -478,7 +464,7 @@ def test_too_little_free_space_is_noticed_before_writing(lab, make_store, monkey
 
 
 def test_a_store_on_a_full_disk_is_opened_and_queried(lab, root, fork):
-    fill(lab, root)
+    lab.fill(root, (1, 2, 3))
     fourth = lab.kv(4)
 
     def query_without_space():

@@ -13,7 +13,7 @@ import pytest
 
 from blendrag.errors import StoreError, StoreUnavailableError
 from blendrag.store import DiskStore, index
-from blendrag.store.index import DATABASE_FILES, Index, IndexCorrupt, IndexLocked, Row
+from blendrag.store.index import DATABASE_FILES, Index, IndexCorrupt, IndexLocked, IndexRow
 from blendrag.store.payload_files import new_name
 
 NUMBERS = (1, 2, 3)
@@ -58,7 +58,7 @@ def assert_rebuilt(lab, store, numbers=NUMBERS):
 
 
 def test_rows_are_ordered_by_use_and_counted(lab, empty_index):
-    rows = [Row(new_name(lab.namespace, lab.key(number)), 10) for number in range(4)]
+    rows = [IndexRow(new_name(lab.namespace, lab.key(number)), 10) for number in range(4)]
     for row in rows:
         empty_index.add(row)
     empty_index.touch([(lab.namespace, lab.key(1)), (lab.namespace, lab.key(0))])
@@ -66,7 +66,7 @@ def test_rows_are_ordered_by_use_and_counted(lab, empty_index):
     assert empty_index.totals() == (4, 40)
     empty_index.drop([rows[2].name, new_name(lab.namespace, lab.key(3))])
     assert empty_index.totals() == (3, 30)
-    again = Row(new_name(lab.namespace, lab.key(3)), 7)
+    again = IndexRow(new_name(lab.namespace, lab.key(3)), 7)
     empty_index.add(again)
     assert empty_index.get(lab.namespace, lab.key(3)) == again
     assert empty_index.totals() == (3, 27)
@@ -74,7 +74,7 @@ def test_rows_are_ordered_by_use_and_counted(lab, empty_index):
 
 def test_listing_rows_skips_those_used_meanwhile(lab, empty_index, monkeypatch):
     monkeypatch.setattr(index, "_PAGE_ROWS", 2)
-    rows = [Row(new_name(lab.namespace, lab.key(number)), 10) for number in range(5)]
+    rows = [IndexRow(new_name(lab.namespace, lab.key(number)), 10) for number in range(5)]
     for row in rows:
         empty_index.add(row)
     listed = empty_index.oldest()

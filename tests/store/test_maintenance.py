@@ -15,7 +15,7 @@ from blendrag.store import DiskStore, maintenance
 from blendrag.store.index import Index
 from blendrag.store.kv import KVLayout
 from blendrag.store.maintenance import opening, space
-from blendrag.store.payload_files import QUARANTINE_FILES, PayloadFiles
+from blendrag.store.payload_files import PayloadFiles
 
 
 @pytest.fixture
@@ -287,16 +287,6 @@ def test_a_repair_quarantines_damaged_payloads_and_drops_dead_rows(lab, filled):
     assert (each.good, each.missing_rows, each.dead_rows) == (2, 0, 0)
     lab.fill(filled)
     assert lab.intact(filled) == [0, 1, 2, 3, 4]
-
-
-def test_the_quarantine_keeps_the_newest_payloads(lab, root):
-    lab.fill(root, range(QUARANTINE_FILES + 4), pinned=(0,))
-    for number in range(QUARANTINE_FILES + 3):
-        flip(lab.payload(root, number))
-    report = maintenance.check(root, repair=True)
-    assert only_namespace(report).damaged == QUARANTINE_FILES + 3
-    assert len(list((root / "quarantine").iterdir())) == QUARANTINE_FILES
-    assert lab.intact(root, range(20)) == [QUARANTINE_FILES + 3]
 
 
 def test_a_read_error_that_does_not_repeat_costs_no_chunk(lab, filled, failing):

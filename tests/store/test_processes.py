@@ -356,10 +356,7 @@ def test_a_chunk_cleared_every_time_is_not_acknowledged(lab, make_store, root, c
 @pytest.fixture
 def archive(lab, tmp_path):
     """Of chunk 1."""
-    store = DiskStore(tmp_path / "elsewhere", None)
-    lab.put(store, 1)
-    store.close()
-    maintenance.export_archive(tmp_path / "elsewhere", tmp_path / "kv.tar")
+    maintenance.export_archive(lab.fill(tmp_path / "elsewhere", [1]), tmp_path / "kv.tar")
     return tmp_path / "kv.tar"
 
 

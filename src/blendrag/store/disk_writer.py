@@ -20,7 +20,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 from blendrag.errors import StoreError, StoreFullError, StoreUnavailableError
 from blendrag.store.base import Counters
 from blendrag.store.durable import megabytes, named_errors, sync_directory
-from blendrag.store.index import QUERY_WAIT_S, Index, IndexCorrupt, IndexLocked, Row
+from blendrag.store.index import QUERY_WAIT_S, Index, IndexCorrupt, IndexLocked, IndexRow
 from blendrag.store.payload_files import Name, PayloadFiles
 from blendrag.store.recovery import reconcile
 from blendrag.store.writers import WriterClaim, leftovers, remove
@@ -74,7 +74,7 @@ class Pins:
 class Victims(NamedTuple):
     """What to evict."""
 
-    rows: list[Row]
+    rows: list[IndexRow]
     excess_bytes: int
     """Bytes still too many after the eviction, if positive."""
     seen_bytes: int
@@ -85,7 +85,7 @@ def oldest_first(
     index: Index, excess_bytes: int, stays: Callable[[Name], bool], at_most: int = sys.maxsize
 ) -> Victims:
     """Choose the least recently used until ``excess_bytes`` would be freed. Changes nothing."""
-    victims: list[Row] = []
+    victims: list[IndexRow] = []
     seen_bytes = 0
     for row in index.oldest() if excess_bytes > 0 else ():
         if excess_bytes <= 0 or len(victims) == at_most:
@@ -183,7 +183,7 @@ class DiskWriter:
             self._require_space(size_bytes)
             try:
                 self._files.write(name, claim.temporary(), buffers)
-                return self._finish(Row(name, size_bytes))
+                return self._finish(IndexRow(name, size_bytes))
             except BaseException:
                 with contextlib.suppress(OSError):
                     self._files.remove(name)
@@ -203,7 +203,7 @@ class DiskWriter:
         return self._claim
 
     @_with_index
-    def _finish(self, row: Row) -> bool:
+    def _finish(self, row: IndexRow) -> bool:
         """Index what was written, unless another writer was faster; whether there is an entry now."""
         other = self._index.get(*row.name.entry)
         is_ours = other is not None and other.name == row.name  # indexed by a recovery elsewhere

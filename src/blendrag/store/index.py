@@ -90,7 +90,7 @@ class IndexCorrupt(StoreError):
 
 
 @dataclass(frozen=True)
-class Row:
+class IndexRow:
     """One indexed payload."""
 
     name: Name
@@ -127,7 +127,7 @@ class Index:
 
     # -- rows ------------------------------------------------------------------------------------
 
-    def get(self, namespace: str, key: str) -> Row | None:
+    def get(self, namespace: str, key: str) -> IndexRow | None:
         """The row of a key. Takes no lock."""
         query = f"SELECT {_COLUMNS} FROM payload WHERE {_ENTRY}"
         found = self._select(query, namespace, key)
@@ -143,7 +143,7 @@ class Index:
         row = self.get(*name.entry)
         return row is not None and row.name == name
 
-    def oldest(self) -> Iterator[Row]:
+    def oldest(self) -> Iterator[IndexRow]:
         """All rows, least recently used first, without those added or used since the first one."""
         ((last,),) = self._select("SELECT MAX(used) FROM payload")
         query = f"SELECT used, {_COLUMNS} FROM payload WHERE used > ? AND used <= ? ORDER BY used LIMIT ?"
@@ -161,7 +161,7 @@ class Index:
         entries, size_bytes = found[0]
         return entries, size_bytes
 
-    def add(self, row: Row) -> None:
+    def add(self, row: IndexRow) -> None:
         """Insert as the most recently used."""
         with self.transaction() as database:
             database.execute(f"DELETE FROM payload WHERE {_ENTRY}", row.name.entry)
@@ -452,7 +452,7 @@ class Index:
         )
 
 
-def _row(namespace: object, key: object, nonce: object, size_bytes: object) -> Row:
+def _row(namespace: object, key: object, nonce: object, size_bytes: object) -> IndexRow:
     """A row as the store writes it, or :class:`IndexCorrupt`."""
     if (
         isinstance(namespace, str)
@@ -464,7 +464,7 @@ def _row(namespace: object, key: object, nonce: object, size_bytes: object) -> R
         and _NONCE.fullmatch(nonce)
         and 0 <= size_bytes < _MAX_SIZE_BYTES
     ):
-        return Row(Name(namespace, key, nonce), size_bytes)
+        return IndexRow(Name(namespace, key, nonce), size_bytes)
     raise IndexCorrupt("a row is not of the form that the store writes")
 
 

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from blendrag.store.durable import OUT_OF_RESOURCES
-from blendrag.store.index import Index, IndexCorrupt, Row
+from blendrag.store.index import Index, IndexCorrupt, IndexRow
 from blendrag.store.payload import read_file_header
 from blendrag.store.payload_files import Name, PayloadFiles
 
@@ -45,7 +45,7 @@ def reconcile(files: PayloadFiles, index: Index) -> int:
             with contextlib.suppress(OSError):
                 files.remove(name)
         elif (size_bytes := sound_size(files, name)) is not None:
-            index.add(Row(name, size_bytes))
+            index.add(IndexRow(name, size_bytes))
             shards.add(name.shard)
         elif files.exists(name):
             logger.warning("%s is not a payload of this store: set aside", name.file)

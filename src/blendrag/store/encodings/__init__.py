@@ -29,7 +29,7 @@ _NATIVE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "F8_E4M3": 1}
 
 
-class Part(NamedTuple):
+class LayerPart(NamedTuple):
     """One tensor of a stored layer."""
 
     name: str
@@ -43,18 +43,18 @@ class Part(NamedTuple):
         return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
 
-def stored_parts(layout: KVLayout, layer: int, tokens: int) -> tuple[Part, ...]:
+def stored_parts(layout: KVLayout, layer: int, tokens: int) -> tuple[LayerPart, ...]:
     """The parts of one layer in the order of their bytes; the numbers themselves come last."""
     shape = layout.layer_shape(layer, tokens)
     _, heads, _, width = shape
-    key_scales = Part(".key_scales", "F32", (heads, width))
-    value_scales = Part(".value_scales", "F32", (heads, tokens))
+    key_scales = LayerPart(".key_scales", "F32", (heads, width))
+    value_scales = LayerPart(".value_scales", "F32", (heads, tokens))
     if layout.encoding == "int8":
-        key_middles = Part(".key_middles", "F32", (heads, width))
-        return key_scales, key_middles, value_scales, Part("", "I8", shape)
+        key_middles = LayerPart(".key_middles", "F32", (heads, width))
+        return key_scales, key_middles, value_scales, LayerPart("", "I8", shape)
     if layout.encoding == "fp8":
-        return key_scales, value_scales, Part("", "F8_E4M3", shape)
-    return (Part("", _NATIVE[layout.dtype], shape),)
+        return key_scales, value_scales, LayerPart("", "F8_E4M3", shape)
+    return (LayerPart("", _NATIVE[layout.dtype], shape),)
 
 
 def stored_layer_bytes(layout: KVLayout, layer: int, tokens: int) -> int:

@@ -29,7 +29,7 @@ _TORCH = {"F32": torch.float32, "I8": torch.int8, "F8_E4M3": torch.int8}
 _LARGEST = torch.finfo(torch.float32).max * (1 - 2**-22)
 
 
-class Block(NamedTuple):
+class CodedBlock(NamedTuple):
     """Some tokens of one head's stored keys or values."""
 
     head: int
@@ -82,7 +82,7 @@ class Codec(ABC):
 
     def blocks(
         self, layer: int, tokens: int, stored: torch.Tensor, scratch: torch.Tensor | None
-    ) -> list[Block]:
+    ) -> list[CodedBlock]:
         """The blocks of a stored layer in order, to be decoded through ``scratch``."""
         parts = self._parts(layer, tokens, stored)
         coded, found = parts[""], []
@@ -96,7 +96,7 @@ class Codec(ABC):
                 exact = None if scratch is None else scratch[: at.stop - at.start]
                 whole = at.stop - at.start == tokens
                 each = scale[at, None] if kv else scale
-                block = Block(
+                block = CodedBlock(
                     number, None if whole else at, coded[kv, head, at], each, middle, exact
                 )
                 found.append(block)
@@ -128,7 +128,7 @@ class Codec(ABC):
         """The codes, as integers, of numbers in steps: float32 ``[n, D]``, which may be overwritten."""
 
     @abstractmethod
-    def decode(self, block: Block, out: torch.Tensor) -> None:
+    def decode(self, block: CodedBlock, out: torch.Tensor) -> None:
         """Fill ``out``, float32 ``[n, D]``."""
 
 
@@ -143,7 +143,7 @@ class Staging:
         self._codec, self._tokens = codec, tokens
         self._sizes = [stored_layer_bytes(codec.layout, i, tokens) for i in layers]
         self._stored: torch.Tensor | None = None
-        self._blocks: dict[LayerShape, list[Block]] = {}
+        self._blocks: dict[LayerShape, list[CodedBlock]] = {}
         self._lock = threading.Lock()
 
     def read(self, layer: int, fill: Callable[[Any], object], out: torch.Tensor) -> None:
@@ -158,7 +158,7 @@ class Staging:
             fill(tensor_buffer(self._stored[: self._sizes[layer]]))
             self._decode(self._blocks_of(layer, self._stored), out)
 
-    def _decode(self, blocks: Sequence[Block], out: torch.Tensor) -> None:
+    def _decode(self, blocks: Sequence[CodedBlock], out: torch.Tensor) -> None:
         decode = self._codec.decode
         heads = [each for kv in out.unbind(0) for each in kv.unbind(0)]  # [T, D]
         for block in blocks:
@@ -171,7 +171,7 @@ class Staging:
                 decode(block, block.exact)
                 target.copy_(block.exact)
 
-    def _blocks_of(self, layer: int, stored: torch.Tensor) -> list[Block]:
+    def _blocks_of(self, layer: int, stored: torch.Tensor) -> list[CodedBlock]:
         layout = self._codec.layout
         shape = layout.layers[layer]
         if shape not in self._blocks:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from blendrag.store.encodings import stored_parts
-from blendrag.store.encodings.codec import BLOCK_ITEMS, Block, Codec
+from blendrag.store.encodings.codec import BLOCK_ITEMS, Codec, CodedBlock
 
 #: Ratio between the smallest exponents of e4m3 and float16: 2^(15 - 7).
 _EXPONENT_GAP = 256.0
@@ -35,7 +35,7 @@ class Fp8(Codec):
 
     def blocks(
         self, layer: int, tokens: int, stored: torch.Tensor, scratch: torch.Tensor | None
-    ) -> list[Block]:
+    ) -> list[CodedBlock]:
         """See :meth:`Codec.blocks`. Blocks share the buffer that they are unpacked into."""
         blocks = super().blocks(layer, tokens, stored, scratch)
         scale_bytes = sum(part.size_bytes for part in stored_parts(self.layout, layer, tokens)[:-1])
@@ -44,12 +44,12 @@ class Fp8(Codec):
         portions = [blocks[i : i + at_once] for i in range(0, len(blocks), at_once)]
         largest_items = max(sum(block.coded.numel() for block in portion) for portion in portions)
         room = torch.empty(-(-largest_items // _LANES) * _LANES, dtype=torch.int16)
-        found: list[Block] = []
+        found: list[CodedBlock] = []
         for portion in portions:
             found += _unpacked(portion, room, () if found else scales)
         return found
 
-    def decode(self, block: Block, out: torch.Tensor) -> None:
+    def decode(self, block: CodedBlock, out: torch.Tensor) -> None:
         out.copy_(block.coded)
         out.mul_(block.scale)
 
@@ -79,8 +79,8 @@ class _Unpack:
 
 
 def _unpacked(
-    blocks: list[Block], room: torch.Tensor, scales: Sequence[torch.Tensor]
-) -> list[Block]:
+    blocks: list[CodedBlock], room: torch.Tensor, scales: Sequence[torch.Tensor]
+) -> list[CodedBlock]:
     """The blocks as numbers in ``room``; the first of them unpacks them all."""
     bits, found, begin = [], [], 0
     for block in blocks:

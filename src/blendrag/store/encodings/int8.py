@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from blendrag.store.encodings.codec import Block, Codec
+from blendrag.store.encodings.codec import Codec, CodedBlock
 
 
 class Int8(Codec):
@@ -20,7 +20,7 @@ class Int8(Codec):
         # truncated: round_() uses several threads from 2048 numbers on (torch 2.13)
         return steps.add_(self.steps + 0.5).to(torch.int16).sub_(self.steps)
 
-    def decode(self, block: Block, out: torch.Tensor) -> None:
+    def decode(self, block: CodedBlock, out: torch.Tensor) -> None:
         out.copy_(block.coded)
         if block.middle is None:
             out.mul_(block.scale)

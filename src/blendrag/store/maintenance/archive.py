@@ -174,7 +174,7 @@ def _add(file: BinaryIO, files: PayloadFiles, name: Name, pinned: bool) -> int:
     """Append one payload; returns its bytes."""
     with open_payload(files, name) as (fd, found):
         layers = verified_pieces(found, sequential_reader(fd, found.frame.header_bytes))
-        entry = Entry(name.namespace, name.key, pinned, found.file_bytes)
+        entry = ArchivedPayload(name.namespace, name.key, pinned, found.file_bytes)
         _write_member(file, entry.member, entry.size_bytes, chain([found.encoded], layers))
         return found.file_bytes
 
@@ -285,7 +285,9 @@ def _take_all(
         report.stopped = str(exc)
 
 
-def _take(store: OpenStore, source: ArchiveReader, entry: Entry, report: ImportReport) -> None:
+def _take(
+    store: OpenStore, source: ArchiveReader, entry: ArchivedPayload, report: ImportReport
+) -> None:
     """Import one payload unless the store has it. Raises :class:`CorruptKVError` and puts nothing."""
     namespace, key = entry.namespace, entry.key
     row = store.writer.with_index(partial(store.index.get, namespace, key))
@@ -307,7 +309,7 @@ def _take(store: OpenStore, source: ArchiveReader, entry: Entry, report: ImportR
         report.pinned += 1
 
 
-def _read_header(source: ArchiveReader, entry: Entry) -> PayloadHeader:
+def _read_header(source: ArchiveReader, entry: ArchivedPayload) -> PayloadHeader:
     """The header of a payload if it fits name and size. Reads at most the allowed header size."""
     header = read_header(source.read, entry.namespace, entry.key, entry.size_bytes)
     if header is None:
@@ -322,7 +324,7 @@ class ArchiveFault(Exception):
     """The archive cannot be read any further, and why."""
 
 
-class Entry(NamedTuple):
+class ArchivedPayload(NamedTuple):
     """One payload in an archive."""
 
     namespace: str
@@ -385,7 +387,7 @@ class ArchiveReader:
             if versions.get(name) != known:
                 raise ArchiveFault(f"its {name} is {versions.get(name)!r}, expected {known}")
 
-    def next(self) -> Entry | None:
+    def next(self) -> ArchivedPayload | None:
         """The next payload, skipping the rest of the last one; ``None`` at the end."""
         while self._left:
             self.read(PIECE_BYTES)
@@ -402,7 +404,7 @@ class ArchiveReader:
             raise ArchiveFault("it ends early")
         self._payloads += 1
         self._bytes += member.size
-        return Entry(match[2], match[3], match[1] == "pinned", member.size)
+        return ArchivedPayload(match[2], match[3], match[1] == "pinned", member.size)
 
     def read(self, size_bytes: int) -> memoryview:
         """Up to ``size_bytes`` of the current payload; fewer only at its end."""
