@@ -209,15 +209,13 @@ def test_a_chunk_after_the_corpus_prefix_is_exact_in_every_reusing_mode(
         assert answer.metrics.ratio == answer.metrics.charged_ratio == 0.0
 
 
-def test_a_chunk_at_the_right_position_after_another_prefix_is_not_exact(
-    engine: BlendEngine,
+@pytest.mark.parametrize(("mode", "outcome"), [("reuse", "reused"), ("prefix", "computed")])
+def test_a_chunk_after_another_prefix_is_not_exact(
+    engine: BlendEngine, mode: Mode, outcome: str
 ) -> None:
-    first = tiny.chunk_texts(engine, 3)[0]
-    text = f"<|start|>{first}\n\nWhat did they build?"  # one token, as BOS is, but another
-    answer = engine.generate(text, Options(mode="reuse", apply_chat_template=False))
-    assert [c.outcome for c in answer.metrics.chunks] == ["reused"]
-    answer = engine.generate(text, Options(mode="prefix", apply_chat_template=False))
-    assert [c.outcome for c in answer.metrics.chunks] == ["computed"]
+    text = f"<|start|>{tiny.chunk_texts(engine, 3)[0]}\n\nWhat?"  # as long as BOS
+    chunks = engine.generate(text, Options(mode=mode, **RAW)).metrics.chunks
+    assert [chunk.outcome for chunk in chunks] == [outcome]
 
 
 def test_the_second_chunk_is_never_exact(engine: BlendEngine) -> None:

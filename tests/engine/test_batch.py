@@ -552,6 +552,8 @@ def test_rows_are_those_that_the_policy_computes_in_a_layer(
     load = Load.of(planned(adapter, policy, ratio), 6, adapter)
     assert load.rows == pytest.approx(rows)
     assert load.files == 3
+    without_chunks = replace(planned(adapter, policy, ratio), chunks=())
+    assert Load.of(without_chunks, 6, adapter).rows == 100
 
 
 def test_memory_grows_with_the_answer_and_with_the_rows_of_the_fullest_layer(
@@ -563,8 +565,3 @@ def test_memory_grows_with_the_answer_and_with_the_rows_of_the_fullest_layer(
     assert longer - small == 100 * kv_bytes
     looking = Load.of(planned(adapter, "hkvd", 0.1), 6, adapter).size_bytes
     assert looking > Load.of(planned(adapter, "random", 0.1), 6, adapter).size_bytes > small
-
-
-def test_a_prompt_without_chunks_computes_all_its_tokens(adapter: ModelAdapter) -> None:
-    bare = replace(planned(adapter, "hkvd", 0.5), chunks=())
-    assert Load.of(bare, 6, adapter).rows == 100

@@ -155,13 +155,8 @@ def test_removed_documents_are_computed_as_ordinary_text(empty: BlendEngine) -> 
     assert (metrics.chunks, metrics.reused_tokens) == ((), 0)
     sources = {c.source for c in empty.retrieve("What did the company of Place0 build?", 50)}
     assert sources == {"doc1.txt"}
-
-
-def test_a_document_named_twice_is_removed_once(empty: BlendEngine) -> None:
-    paths = ("docs/d0.txt", "docs/d1.txt", "more/d2.txt")
-    empty.ingest([Document(path, tiny.sentence(i), "") for i, path in enumerate(paths)])
-    assert empty.remove(["docs", "docs/d0.txt", "docs"]) == 2
-    assert empty.remove(["more/d2.txt", "more"]) == 1
+    empty.ingest([Document(f"docs/d{i}.txt", tiny.sentence(i), "") for i in range(2)])
+    assert empty.remove(["docs", "docs/d0.txt", "docs"]) == 2, "each is counted once"
 
 
 def test_removal_deletes_kv_of_every_prefix(tmp_path: Path) -> None:
