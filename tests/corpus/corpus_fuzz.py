@@ -233,8 +233,9 @@ def main() -> int:
         done = 0
         while done < given.copies:
             failed = len(fuzzing.failures)
-            fuzzing.run(min(100, given.copies - done))
-            done += 100
+            copies = min(100, given.copies - done)
+            fuzzing.run(copies)
+            done += copies
             for failure in fuzzing.failures[failed:]:
                 sys.stdout.write(f"{failure}\n")
             counts = f"{fuzzing.refused} refused, {len(fuzzing.failures)} failed"
