@@ -61,6 +61,14 @@ def make_store(root: Path):
 
 
 @pytest.fixture
+def store(make_store):
+    """An open store of chunk 1."""
+    opened = make_store()
+    Lab.put(opened, 1)
+    return opened
+
+
+@pytest.fixture
 def filled(make_store):
     """An open store of chunks 1, 2 and 3."""
     store = make_store()

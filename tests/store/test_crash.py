@@ -384,9 +384,7 @@ def test_foreign_files_in_tmp_are_left_alone(make_store, root):
 # -- durability, full disks, interrupts ----------------------------------------------------------------
 
 
-def test_put_is_durable_before_it_is_indexed(lab, make_store, monkeypatch):
-    store = make_store()
-    lab.put(store, 1)
+def test_put_is_durable_before_it_is_indexed(lab, store, monkeypatch):
     steps = []
     rename, add = os.rename, store._index.add
 
@@ -408,9 +406,7 @@ def test_put_is_durable_before_it_is_indexed(lab, make_store, monkeypatch):
     assert steps == ["fsync file", "rename", "fsync directory", *way, "index"]
 
 
-def test_a_directory_whose_sync_failed_is_synced_again(lab, make_store, root, monkeypatch):
-    store = make_store()
-    lab.put(store, 1)
+def test_a_directory_whose_sync_failed_is_synced_again(lab, store, root, monkeypatch):
     namespace = (root / "kv" / lab.namespace).stat().st_ino
     synced, failing = [], True
 
@@ -429,11 +425,7 @@ def test_a_directory_whose_sync_failed_is_synced_again(lab, make_store, root, mo
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_full_disk_says_what_is_needed_and_queries_go_on(
-    lab, make_store, root, monkeypatch, code
-):
-    store = make_store()
-    lab.put(store, 1)
+def test_a_full_disk_says_what_is_needed_and_queries_go_on(lab, store, root, monkeypatch, code):
     with monkeypatch.context() as patch:
 
         def fail(fd, data):
@@ -450,9 +442,7 @@ def test_a_full_disk_says_what_is_needed_and_queries_go_on(
     assert lab.is_right(store, 2)
 
 
-def test_too_little_free_space_is_noticed_before_writing(lab, make_store, monkeypatch):
-    store = make_store()
-    lab.put(store, 1)
+def test_too_little_free_space_is_noticed_before_writing(lab, store, monkeypatch):
     real = os.statvfs(store.root)
     fields = list(real)
     fields[4] = 1  # f_bavail

@@ -58,9 +58,7 @@ def test_more_heads_than_one_preadv_takes_are_read(lab, make_store):
     assert torch.equal(prompt[:, :, 1:4], kv.layers[0])
 
 
-def test_a_destination_of_another_shape_dtype_or_order_is_refused(lab, make_store):
-    store = make_store()
-    lab.put(store, 1)
+def test_a_destination_of_another_shape_dtype_or_order_is_refused(lab, store):
     reader = lab.open(store, 1)
     for out in (
         torch.zeros(2, 2, 23, 8),
@@ -101,9 +99,7 @@ def test_namespaces_are_never_mixed(lab, make_store):
     assert lab.is_right(store, 1)
 
 
-def test_putting_a_key_again_is_a_no_op(lab, make_store, root):
-    store = make_store()
-    lab.put(store, 1)
+def test_putting_a_key_again_is_a_no_op(lab, store, root):
     before = lab.payloads(root)
     lab.put(store, 1)
     assert lab.payloads(root) == before
@@ -153,9 +149,7 @@ def test_a_malformed_key_is_refused(lab, make_store, name):
         store.open(name, lab.key(1), lab.layout, lab.tokens)
 
 
-def test_a_reader_survives_eviction_and_deletion(lab, make_store):
-    store = make_store()
-    lab.put(store, 1)
+def test_a_reader_survives_eviction_and_deletion(lab, store):
     reader = lab.open(store, 1)
     store.delete(lab.namespace, lab.key(1))
     assert all(map(torch.equal, lab.read(reader), lab.kv(1).layers))

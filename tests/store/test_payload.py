@@ -191,9 +191,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_file_is_a_miss_and_set_aside_until_the_next_put(lab, make_store, damage, caplog):
-    store = make_store()
-    lab.put(store, 1)
+def test_a_damaged_file_is_a_miss_and_set_aside_until_the_next_put(lab, store, damage, caplog):
     with caplog.at_level(logging.WARNING, "blendrag.store"):
         DAMAGE[damage](lab.file(store, 1))
         reader = lab.open(store, 1)
@@ -218,9 +216,7 @@ def test_swapped_files_are_misses(lab, filled):
     assert filled.stats().quarantined == 2
 
 
-def test_a_file_truncated_while_open_raises(lab, make_store):
-    store = make_store()
-    lab.put(store, 1)
+def test_a_file_truncated_while_open_raises(lab, store):
     reader = lab.open(store, 1)
     os.truncate(lab.file(store, 1), 4096 + 100)
     with pytest.raises(CorruptKVError, match="shorter"):
@@ -229,9 +225,7 @@ def test_a_file_truncated_while_open_raises(lab, make_store):
     assert store.stats().quarantined == 1
 
 
-def test_a_linked_directory_is_not_followed(lab, make_store, tmp_path):
-    store = make_store()
-    lab.put(store, 1)
+def test_a_linked_directory_is_not_followed(lab, store, tmp_path):
     directory = lab.file(store, 1).parent
     directory.rename(tmp_path / "elsewhere")
     directory.symlink_to(tmp_path / "elsewhere")
@@ -239,9 +233,7 @@ def test_a_linked_directory_is_not_followed(lab, make_store, tmp_path):
     assert len(list((tmp_path / "elsewhere").iterdir())) == 1
 
 
-def test_a_vanished_file_is_a_miss_and_put_writes_it_again(lab, make_store):
-    store = make_store()
-    lab.put(store, 1)
+def test_a_vanished_file_is_a_miss_and_put_writes_it_again(lab, store):
     lab.file(store, 1).unlink()
     assert lab.open(store, 1) is None
     assert store.stats().entries == 0
@@ -301,10 +293,8 @@ def test_a_payload_cut_while_it_is_verified_is_noticed(lab, filled):
 
 
 def test_a_query_out_of_descriptors_is_a_miss_and_not_the_fault_of_the_file(
-    lab, make_store, monkeypatch
+    lab, store, monkeypatch
 ):
-    store = make_store()
-    lab.put(store, 1)
     with monkeypatch.context() as patch:
 
         def fail(name):
