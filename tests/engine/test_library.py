@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 
 import tiny
-from blendrag.corpus.database import FILE_NAME
 from blendrag.engine import BlendEngine, Options, kv_writer
 from blendrag.engine import library as libraries
 from blendrag.engine.kv_writer import KVWriter
@@ -435,17 +433,3 @@ def test_another_engine_sees_each_change_at_once(model: Any, tmp_path: Path) -> 
         assert other.library.delete(["id1"]) == ["id1"]
         assert one.library.search(tiny.sentence(1), 1) == []
         assert reused(one, tiny.sentence(1)) == 0
-
-
-def test_a_corpus_of_an_earlier_format_is_refused(model: Any, tmp_path: Path) -> None:
-    with tiny.engine(model, tmp_path / "s") as engine:
-        engine.ingest([tiny.document(0)])
-    with sqlite3.connect(tmp_path / "s" / "corpus" / FILE_NAME) as older:
-        older.execute("PRAGMA user_version = 2")
-    older.close()
-    for read_only in (True, False):
-        with (
-            tiny.engine(model, tmp_path / "s", read_only=read_only) as engine,
-            pytest.raises(CorpusError, match=r"has format 2, expected 3; .* ingest again"),
-        ):
-            engine.library.search(tiny.sentence(0), 2)
