@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import signal
 import sys
@@ -18,6 +19,15 @@ from blendrag.store import DiskStore
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from kv_lab import Lab
+
+
+@pytest.fixture(scope="package", autouse=True)
+def frozen_imports() -> Iterator[None]:
+    """Tests that count descriptors collect garbage, which is slow if it visits all of torch."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture
