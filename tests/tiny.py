@@ -392,7 +392,7 @@ def damage(made: BlendEngine, key: str) -> None:
 
 def first_logits(made: BlendEngine, prompt: Any, options: Options) -> tuple[torch.Tensor, Answer]:
     """Logits ``[V]`` of the prompt's last token as the request computed them, and its answer."""
-    ids = torch.tensor([made.plan(prompt, options).ids])
+    ids = torch.tensor([made.segments(prompt, options).ids])
     seen: list[torch.Tensor] = []
 
     def look(module: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:

@@ -22,7 +22,7 @@ from blendrag.planning.controller import Controller
 from blendrag.store.identity import chunk_key
 from blendrag.text.chunking import chunk_id_of
 from blendrag.text.matches import Match
-from blendrag.text.prompt import PromptPlan, Segment
+from blendrag.text.prompt import Segment, SegmentedPrompt
 
 MODES = ("blend", "reuse", "prefix", "full")
 RAW = {"apply_chat_template": False}
@@ -67,7 +67,7 @@ def test_ratio_one_equals_full_prefill(engine: BlendEngine, numbers: tuple[int, 
 
 def test_mode_full_is_a_stock_prefill(engine: BlendEngine) -> None:
     text = tiny.prompt(engine, 1, 2)
-    ids = torch.tensor([engine.plan(text).ids])
+    ids = torch.tensor([engine.segments(text).ids])
     expected = tiny.stock(engine.adapter.model, ids)[0, -1]
     logits, answer = tiny.first_logits(engine, text, Options(mode="full"))
     assert tiny.difference(logits, expected) < 1e-4
@@ -100,7 +100,7 @@ def test_beams_over_a_stored_lead_and_a_chunk_of_one_token_equal_stock(
     namespace = adapter.identity.namespace
     lead, chunk = tuple(tiny.random_ids(20, seed=4)[0].tolist()), (77,)
     used.store.put(namespace, chunk_key(namespace, (), lead), adapter.encode((), lead))
-    plan = PromptPlan((Segment("", lead, 0), Segment("", chunk, len(lead), "c", chunk)))
+    plan = SegmentedPrompt((Segment("", lead, 0), Segment("", chunk, len(lead), "c", chunk)))
 
     def answer(mode: Mode, controller: Controller | None) -> Answer:
         options = Options(generate={"num_beams": 2})
@@ -182,7 +182,7 @@ def test_a_conversation_is_blended_in_every_turn(engine: BlendEngine) -> None:
         ]
     assert blended_and_full(engine, messages)[2] < 1e-3
     engine.drain()
-    plan = engine.plan(messages)
+    plan = engine.segments(messages)
     reused = engine.generate(messages, Options(ratio=0.1)).metrics.reused_tokens
     assert reused <= len(plan.leading_ids) + sum(len(chunk.ids) for chunk in plan.chunks)
 
@@ -228,7 +228,7 @@ def test_the_second_chunk_is_never_exact(engine: BlendEngine) -> None:
 def test_a_leading_part_that_comes_back_is_stored_as_an_exact_prefix(engine: BlendEngine) -> None:
     lead = "You are an expert on ships and the town of Place. Read carefully.\n\n"
     text = lead + tiny.prompt(engine, 1).removeprefix(tiny.LEAD)
-    leading = engine.plan(text).leading_ids
+    leading = engine.segments(text).leading_ids
     found = []
     for _ in range(3):
         assert (tiny.stored_kv(engine, leading, ()) is None) == (len(found) < 2)
@@ -305,7 +305,7 @@ def test_padding_of_a_sequence_that_ended_early_is_not_counted(
         options = Options(temperature=1.0, max_new_tokens=40, generate={"num_return_sequences": 6})
         answer = engine.generate("hello there", options)
         (output,) = outputs
-        new = output[:, len(engine.plan("hello there").ids) :]
+        new = output[:, len(engine.segments("hello there").ids) :]
         assert (new[0] == 599).any()  # the first sequence was padded up to a longer one
         assert answer.finish_reason == "stop"
         assert answer.metrics.new_tokens == int((new != 599).sum())

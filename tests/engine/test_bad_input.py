@@ -109,7 +109,7 @@ def test_after_an_error_the_next_request_works(engine: BlendEngine) -> None:
 def test_an_overflow_names_its_size_and_a_prompt_that_just_fits_is_answered(
     engine: BlendEngine,
 ) -> None:
-    room = 4096 - len(engine.plan("hi").ids)
+    room = 4096 - len(engine.segments("hi").ids)
     with pytest.raises(ContextOverflowError) as raised:
         engine.generate("hi", Options(max_new_tokens=room + 7))
     error = raised.value
@@ -240,5 +240,5 @@ def test_messages_without_a_template_are_refused_and_strings_sent_raw(tmp_path: 
     with tiny.engine(tiny.llama(), tmp_path / "s", tokenizer=plain) as engine:
         with pytest.raises(InvalidInputError, match="no chat template"):
             engine.generate([{"role": "user", "content": "hi"}])
-        assert engine.resources.tokens.decode(engine.plan("hi there").ids) == "hi there"
+        assert engine.resources.tokens.decode(engine.segments("hi there").ids) == "hi there"
         assert engine.generate("hi there").metrics.new_tokens == 6

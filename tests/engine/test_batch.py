@@ -28,7 +28,7 @@ from blendrag.planning.controller import Controller
 from blendrag.planning.plan import Plan, PlannedChunk, Reason, ReasonCode
 from blendrag.planning.profile import Curve
 from blendrag.store.base import KVReader
-from blendrag.text.prompt import PromptPlan, Segment
+from blendrag.text.prompt import Segment, SegmentedPrompt
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.alone]
 REUSE = Options(mode="reuse")
@@ -296,7 +296,7 @@ def test_a_prompt_past_the_limit_of_the_rotary_table_goes_alone(tmp_path: Path) 
         engine.ingest([tiny.document(0, 7)])
         long = "Where was it built? " * 45
         prompts = [tiny.prompt(engine, 0), long, tiny.prompt(engine, 0, ask="Why?")]
-        lengths = [len(engine.plan(text).ids) for text in prompts]
+        lengths = [len(engine.segments(text).ids) for text in prompts]
         assert lengths[0] < limit < lengths[1]
         alone = [engine.generate(text, REUSE) for text in prompts]
         found = engine.batch(prompts, REUSE)
@@ -527,7 +527,7 @@ def planned(adapter: ModelAdapter, policy: str, ratio: float) -> Plan:
         tiny.span(adapter, ids, 10, 40, stored_at=1),
         tiny.span(adapter, ids, 50, 80, stored_at=1),
     )
-    asked = PromptPlan((Segment("", tuple(ids[0].tolist()), 0, None, ()),))
+    asked = SegmentedPrompt((Segment("", tuple(ids[0].tolist()), 0, None, ()),))
     schedule, why = Schedule("constant"), Reason(ReasonCode.MOVED, "")
     chunks = tuple(PlannedChunk(Segment("", (), span.start), why, span) for span in spans)
     return Plan(asked, chunks, make_policy(policy), schedule, ratio)

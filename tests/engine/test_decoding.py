@@ -262,7 +262,7 @@ def stock_logprobs(
 ) -> torch.Tensor:
     """``[n, V]`` log probabilities of the unmodified model where ``found`` was chosen."""
     assert found
-    ids = [*engine.plan(text).ids, *(t.id for t in found)]
+    ids = [*engine.segments(text).ids, *(t.id for t in found)]
     logits = tiny.stock(engine.adapter.model, torch.tensor([ids]))[0]
     return torch.log_softmax(logits[-len(found) - 1 : -1].float(), -1)
 

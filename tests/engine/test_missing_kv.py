@@ -77,7 +77,7 @@ def test_a_missing_chunk_is_computed_and_then_encoded_alone(engine: BlendEngine)
     assert not notes(first)
     engine.drain()
     assert computed(engine.generate(text, BLEND)) == 0
-    plan, prefix = engine.plan(text), engine.resources.prefix_ids
+    plan, prefix = engine.segments(text), engine.resources.prefix_ids
     for segment in plan.chunks[-len(keys) :]:
         kv = tiny.stored_kv(engine, segment.stored_ids)
         assert kv is not None

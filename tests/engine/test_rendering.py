@@ -156,7 +156,7 @@ def poisoned(engine_over: Callable[..., BlendEngine]) -> BlendEngine:
 def control_tokens(engine: BlendEngine, prompt: Any) -> list[int]:
     """The control tokens in the plan of ``prompt``."""
     control = engine.resources.tokens.special_among(range(600))
-    return [i for i in engine.plan(prompt).ids if i in control]
+    return [i for i in engine.segments(prompt).ids if i in control]
 
 
 def raw(engine: BlendEngine, **given: str) -> tuple[str, Options]:
@@ -174,7 +174,7 @@ def test_documents_of_template_markup_change_no_prompt(
         raw(clean),
         raw(clean, system=CONTEXT, content="What did it build?"),
     ):
-        expected, plan = clean.plan(prompt, options), poisoned.plan(prompt, options)
+        expected, plan = clean.segments(prompt, options), poisoned.segments(prompt, options)
         assert plan.ids == expected.ids
         found = [segment.text for segment in plan.chunks]
         if not options.apply_chat_template and found[0] == HEADER:
@@ -184,7 +184,7 @@ def test_documents_of_template_markup_change_no_prompt(
 
 def test_the_templates_default_header_is_no_chunk(engine_over: Callable[..., BlendEngine]) -> None:
     engine = engine_over({**CHUNKS, "header": HEADER})
-    assert [segment.text for segment in engine.plan(messages()).chunks] == list(CHUNKS.values())
+    assert [segment.text for segment in engine.segments(messages()).chunks] == list(CHUNKS.values())
 
 
 #: Change the prompt, or refuse every other prompt.
@@ -240,7 +240,7 @@ def test_the_question_of_ask_stays_text(poisoned: BlendEngine) -> None:
     asked = prompt_over("What is <|end|> and <|start|>system?", [CHUNKS["c1"]])
     plain = prompt_over("What?", [CHUNKS["c1"]])
     assert control_tokens(poisoned, asked) == control_tokens(poisoned, plain)
-    assert [segment.text for segment in poisoned.plan(asked).chunks] == [CHUNKS["c1"]]
+    assert [segment.text for segment in poisoned.segments(asked).chunks] == [CHUNKS["c1"]]
 
 
 # -- the question ---------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ def faq(engine_over: Callable[..., BlendEngine]) -> BlendEngine:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_question_that_is_a_chunk_is_computed(faq: BlendEngine, form: str) -> None:
-    loaded = [segment.text for segment in faq.plan(FORMS[form]).chunks]
+    loaded = [segment.text for segment in faq.segments(FORMS[form]).chunks]
     assert [text for text in loaded if text in CHUNKS.values()] == list(CHUNKS.values())
     assert FAQ["asked"] not in loaded
     assert FAQ["told"] not in loaded
@@ -305,15 +305,15 @@ def test_a_question_that_is_a_chunk_is_computed(faq: BlendEngine, form: str) -> 
     if form in ("stuff", "query", "context in the system message", "known"):
         text = render(FORMS[form], faq.resources.tokens, Options()).text
         for prompt in (text, text.replace("<|bos|>", "")):  # as a caller renders it
-            plan = faq.plan(prompt, Options(apply_chat_template=False))
+            plan = faq.segments(prompt, Options(apply_chat_template=False))
             assert [segment.text for segment in plan.chunks] == list(CHUNKS.values())
 
 
 def test_a_message_that_is_one_chunk_is_the_question(faq: BlendEngine) -> None:
     asked = FAQ["asked"]
     for prompt in (asked, messages(asked), f"{asked}\n\n", f"Q: {asked}"):
-        assert faq.plan(prompt).chunks == ()
-        assert faq.plan(prompt).ids
+        assert faq.segments(prompt).chunks == ()
+        assert faq.segments(prompt).ids
 
 
 @pytest.mark.parametrize(
@@ -332,8 +332,8 @@ def test_a_message_that_is_one_chunk_is_the_question(faq: BlendEngine) -> None:
 def test_documents_are_told_from_the_question(
     clean: BlendEngine, content: str, expected: int
 ) -> None:
-    assert len(clean.plan(content).chunks) == expected
-    assert len(clean.plan(content, Options(apply_chat_template=False)).chunks) == expected
+    assert len(clean.segments(content).chunks) == expected
+    assert len(clean.segments(content, Options(apply_chat_template=False)).chunks) == expected
 
 
 HARBOUR = "The harbour is open on all days but Monday."
@@ -365,7 +365,7 @@ def test_a_chunk_is_the_question_by_the_text_around_it(
 
 def test_the_question_follows_the_last_chunk(faq: BlendEngine) -> None:
     """The scout asks with the tokens after the last chunk."""
-    plan = faq.plan(FORMS["stuff"])
+    plan = faq.segments(FORMS["stuff"])
     after = plan.ids[plan.chunks[-1].end :]
     assert FAQ["asked"] in faq.resources.tokens.decode(after)
 
@@ -398,7 +398,7 @@ def test_tool_output_is_recognised_unless_escapes_change_it(
 ) -> None:
     prompt = [{"role": "user", "content": "Who?"}, {"role": "tool", "content": content}]
     metrics = library.generate(prompt, Options(mode="reuse", max_new_tokens=1)).metrics
-    assert [segment.text for segment in library.plan(prompt).chunks] == found
+    assert [segment.text for segment in library.segments(prompt).chunks] == found
     assert all(chunk.outcome in ("reused", "exact") for chunk in metrics.chunks)
     assert bool(found) == bool(metrics.reused_tokens)
     assert ["escaped" in note for note in metrics.notes] == [True] * is_escaped

@@ -72,7 +72,7 @@ def test_a_corrupt_key_is_not_opened_again_in_the_same_request(engine: BlendEngi
     controller = Controller(engine.adapter, used.store, namespace, used.prefix_ids, 8)
     options = PlanOptions("reuse", make_policy("reuse"), lambda _: Schedule("constant"), 0.0)
     corrupt = frozenset(tiny.chunk_keys(engine, 1)[:1])
-    made = controller.plan(engine.plan(tiny.prompt(engine, 1)), options, corrupt)
+    made = controller.plan(engine.segments(tiny.prompt(engine, 1)), options, corrupt)
     made.close()
     first, *others = made.chunks
     assert (first.span, first.reason.code) == (None, ReasonCode.CORRUPT)

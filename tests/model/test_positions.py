@@ -261,7 +261,7 @@ def test_prompts_beyond_the_blend_limit_run_only_in_mode_full(
     with tiny.engine(adapter, tmp_path / "s") as engine:
         engine.ingest([tiny.document(0)])
         beyond = "the town of Place " * (limit // 4)
-        assert limit < len(engine.plan(beyond).ids) < 2000
+        assert limit < len(engine.segments(beyond).ids) < 2000
         assert engine.generate(beyond, blend).metrics.reused_tokens == 0, "a plain prefill"
         with_chunk = tiny.chunk_texts(engine, 0)[0] + "\n\n" + beyond
         with pytest.raises(UnsupportedModelError, match="use mode full"):

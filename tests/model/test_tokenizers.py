@@ -29,7 +29,7 @@ import tiny
 from blendrag.engine import BlendEngine, Options
 from blendrag.model.tokens import Tokens
 from blendrag.text.matches import Match
-from blendrag.text.prompt import make_plan
+from blendrag.text.prompt import segment_prompt
 from blendrag.text.recognition import ChunkIndex
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|user|>", "<|end|>"]
@@ -185,7 +185,7 @@ for name, text in CHUNKS.items():
 
 
 def planned(tokens: Tokens, rendered: str) -> Any:
-    return make_plan(
+    return segment_prompt(
         rendered, INDEX.find(rendered), tokens, lambda name: tuple(tokens.encode_text(CHUNKS[name]))
     )
 
@@ -250,7 +250,7 @@ def test_control_text_at_the_end_of_a_chunk_stays_text(
     chunk = f"{CHUNKS['plain']} {tail}"
     rendered = f"The\n\n{chunk}d|>\n\nThe end"
     match = Match("c", 5, 5 + len(chunk), complete=True)
-    plan = make_plan(rendered, [match], tokens, lambda _: tuple(tokens.encode_text(chunk)))
+    plan = segment_prompt(rendered, [match], tokens, lambda _: tuple(tokens.encode_text(chunk)))
     assert plan.chunks[0].ids == plan.chunks[0].stored_ids
     assert not tokens.special_among(plan.ids) & set(
         tokens.tokenizer.convert_tokens_to_ids(SPECIAL[1:])

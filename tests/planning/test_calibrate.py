@@ -217,7 +217,7 @@ def prompt(engine: BlendEngine) -> str:
 
 
 def measured(engine: BlendEngine, policy: str, ratio: float) -> float:
-    asked = engine.plan(prompt(engine))
+    asked = engine.segments(prompt(engine))
     controller = engine.controller(engine.adapter.identity.namespace)
     with engine.adapter.lock:
         expected = reference(engine.adapter, asked)
@@ -236,7 +236,7 @@ def test_deviation_is_nothing_at_ratio_one_and_something_below(engine: BlendEngi
 
 def test_deviation_is_the_divergence_of_what_generate_would_see(engine: BlendEngine) -> None:
     """The slow reference: the same answer, blended and not, token by token."""
-    asked = engine.plan(prompt(engine))
+    asked = engine.segments(prompt(engine))
     ids = torch.tensor([asked.ids])
     said = engine.adapter.model.generate(ids, max_new_tokens=ANSWER_TOKENS, do_sample=False)
     full = tiny.stock(engine.adapter.model, said)[0, ids.shape[1] - 1 : -1].log_softmax(-1)

@@ -19,7 +19,7 @@ from blendrag.planning.calibration import Calibration, Questions, calibrations
 from blendrag.planning.controller import PlanOptions
 from blendrag.planning.plan import Plan, ReasonCode
 from blendrag.planning.profile import Curve, Tier, conditions_of, profiles
-from blendrag.text.prompt import PromptPlan
+from blendrag.text.prompt import SegmentedPrompt
 from planning.invented import LAYERS, line, profile
 
 AUTO = Options(ratio="auto", policy="random", max_new_tokens=2)
@@ -78,11 +78,14 @@ def profile_notes(answer: Answer) -> list[str]:
 
 
 def planned(
-    engine: BlendEngine, mode: Any, asked: PromptPlan | None = None, avoid: tuple[str, ...] = ()
+    engine: BlendEngine,
+    mode: Any,
+    asked: SegmentedPrompt | None = None,
+    avoid: tuple[str, ...] = (),
 ) -> Plan:
     controller = engine.controller(engine.resources.kv_validity.namespace)
     options = PlanOptions(mode, make_policy("random"), lambda _: Schedule("constant"), 0.5)
-    plan = controller.plan(asked or engine.plan(prompt(engine)), options, frozenset(avoid))
+    plan = controller.plan(asked or engine.segments(prompt(engine)), options, frozenset(avoid))
     plan.close()
     return plan
 
@@ -112,7 +115,7 @@ def test_chunks_that_failed_verification_are_computed_and_not_missing(engine: Bl
 def test_readers_already_open_are_closed_if_a_later_chunk_cannot_be_opened(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = engine.plan(prompt(engine))
+    asked = engine.segments(prompt(engine))
     readers: list[tiny.Held] = []
 
     def opened(*given: Any) -> tiny.Held:
@@ -135,9 +138,9 @@ def test_a_mode_that_does_not_blend_computes_moved_chunks(engine: BlendEngine, m
 
 
 def test_a_chunk_that_is_cut_off_lends_its_head(engine: BlendEngine) -> None:
-    before, chunk, after = engine.plan(prompt(engine)).segments[:3]
+    before, chunk, after = engine.segments(prompt(engine)).segments[:3]
     cut = replace(chunk, ids=chunk.ids[:-5], complete=False)
-    asked = PromptPlan((before, cut, replace(after, position=cut.end)))
+    asked = SegmentedPrompt((before, cut, replace(after, position=cut.end)))
     (last,) = planned(engine, "blend", asked).chunks
     assert last.reason.code is ReasonCode.CUT_OFF
     assert last.span is not None

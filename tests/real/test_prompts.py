@@ -71,7 +71,7 @@ def test_ids_decode_to_the_rendered_prompt_with_an_intact_template(engine: Blend
     for name, (prompt, options) in prompts(engine).items():
         rendered = render(prompt, tokens, options).text
         stock = tokens.encode_template(rendered)
-        ids = engine.plan(prompt, options).ids
+        ids = engine.segments(prompt, options).ids
         assert tokens.decode(ids) == tokens.decode(stock) == rendered, name
         control = tokens.special_among(ids) | tokens.special_among(stock)
         assert [i for i in ids if i in control] == [i for i in stock if i in control], name
@@ -80,7 +80,7 @@ def test_ids_decode_to_the_rendered_prompt_with_an_intact_template(engine: Blend
 def test_chunks_are_loaded_and_the_question_is_computed(engine: BlendEngine) -> None:
     tokens = engine.resources.tokens
     for name, (prompt, options) in prompts(engine).items():
-        plan = engine.plan(prompt, options)
+        plan = engine.segments(prompt, options)
         loaded = [segment.text for segment in plan.chunks]
         assert [text for text in loaded if text in CHUNKS] == CHUNKS, name
         assert not any(QUESTION in text for text in loaded), name

@@ -61,7 +61,7 @@ def test_mode_full_answers_as_generate_does(
     """``generate`` gets the rendered prompt, tokenised as one text, as from a user of transformers."""
     model, tokens = engine.adapter.model, engine.adapter.tokens
     for prompt, answer in answers.items():
-        assert engine.plan(prompt, FULL).chunks
+        assert engine.segments(prompt, FULL).chunks
         rendered = render(prompt, tokens, FULL).text
         ids = torch.tensor([tokens.tokenizer.encode(rendered, add_special_tokens=False)])
         with torch.inference_mode():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import tiny
 from blendrag.model.tokens import Tokens
 from blendrag.text.matches import Match
-from blendrag.text.prompt import PromptPlan, make_plan
+from blendrag.text.prompt import SegmentedPrompt, segment_prompt
 from blendrag.text.recognition import ChunkIndex
 
 CHUNKS = {
@@ -34,11 +34,11 @@ def ids_of(chunk_id: str) -> tuple[int, ...]:
     return tuple(TOKENS.encode_text(CHUNKS[chunk_id]))
 
 
-def plan_of(rendered: str) -> PromptPlan:
-    return make_plan(rendered, INDEX.find(rendered), TOKENS, ids_of)
+def plan_of(rendered: str) -> SegmentedPrompt:
+    return segment_prompt(rendered, INDEX.find(rendered), TOKENS, ids_of)
 
 
-def assert_whole(plan: PromptPlan, rendered: str) -> None:
+def assert_whole(plan: SegmentedPrompt, rendered: str) -> None:
     """The segments are the prompt, their positions are contiguous, chunks have their stored ids."""
     assert TOKENS.decode(plan.ids) == rendered
     at = 0
@@ -52,7 +52,7 @@ def assert_whole(plan: PromptPlan, rendered: str) -> None:
     assert at == len(plan.ids)
 
 
-def found(plan: PromptPlan) -> list[str | None]:
+def found(plan: SegmentedPrompt) -> list[str | None]:
     return [segment.chunk_id for segment in plan.chunks]
 
 
@@ -96,7 +96,7 @@ def test_control_tokens_in_a_tail_cut_chunk_stay_text() -> None:
     text = "x" * 70 + " <|end|><|start|> " + "y" * 60
     match = Match("c", 0, 85, complete=False)
     stored = tuple(TOKENS.encode_text(text))
-    plan = make_plan(text[:85] + TAIL, [match], TOKENS, lambda _: stored)
+    plan = segment_prompt(text[:85] + TAIL, [match], TOKENS, lambda _: stored)
     before_tail = plan.ids[: -len(TOKENS.encode_template(TAIL))]
     assert CONTROL_IDS.isdisjoint(before_tail)
     assert TOKENS.decode(plan.ids) == text[:85] + TAIL

@@ -17,7 +17,7 @@ from blendrag.model.tokens import Tokens
 from blendrag.text import recognition
 from blendrag.text.chunking import canonical
 from blendrag.text.matches import MIN_LETTERS, Match, is_recognisable, letters_in
-from blendrag.text.prompt import PromptPlan, make_plan
+from blendrag.text.prompt import SegmentedPrompt, segment_prompt
 from blendrag.text.recognition import MAX_COMPARED, ChunkIndex, PrefixSums, chunk_hashes
 
 PROSE = (
@@ -247,13 +247,13 @@ ARABIC = "كانت المنارة القديمة تقف على الجرف، وك
 BIDI = f"\u2067{HEBREW.strip()}\u2069 means \u2066{PROSE[:80]}\u2069 here."
 
 
-def plan_over(texts: Mapping[str, str], prompt: str) -> PromptPlan:
+def plan_over(texts: Mapping[str, str], prompt: str) -> SegmentedPrompt:
     """The plan, after checking that every recognised chunk has the tokens of that chunk."""
 
     def stored(chunk_id: str) -> tuple[int, ...]:
         return tuple(TOKENS.encode_text(canonical(texts[chunk_id])))
 
-    plan = make_plan(prompt, index_of(**texts).find(prompt), TOKENS, stored)
+    plan = segment_prompt(prompt, index_of(**texts).find(prompt), TOKENS, stored)
     for segment in plan.chunks:
         assert segment.chunk_id is not None
         text = canonical(texts[segment.chunk_id])

@@ -48,7 +48,7 @@ from blendrag.planning.calibration import (
 )
 from blendrag.planning.controller import Controller
 from blendrag.store.durable import named_errors
-from blendrag.text.prompt import PromptPlan
+from blendrag.text.prompt import SegmentedPrompt
 
 if TYPE_CHECKING:
     from blendrag.engine.engine import BlendEngine
@@ -198,9 +198,9 @@ def _asked(resources: Resources, options: CalibrationOptions) -> list[SampledQue
     return [SampledQuestion(each, tuple(texts)) for each, texts in zip(drawn, chunks, strict=True)]
 
 
-def _plan(engine: BlendEngine, asked: SampledQuestion) -> PromptPlan:
+def _plan(engine: BlendEngine, asked: SampledQuestion) -> SegmentedPrompt:
     """As :meth:`BlendEngine.ask` would make it. Raises :class:`ContextOverflowError`."""
-    plan, adapter = engine.plan(prompt_over(asked.question, asked.chunks)), engine.adapter
+    plan, adapter = engine.segments(prompt_over(asked.question, asked.chunks)), engine.adapter
     limit = min(adapter.context_tokens, adapter.blend_limit_tokens or adapter.context_tokens)
     if len(plan.ids) + ANSWER_TOKENS > limit:
         raise ContextOverflowError(len(plan.ids), ANSWER_TOKENS, limit)
@@ -240,7 +240,7 @@ class PromptDeviations:
     def prompts(self) -> int:
         return len(self.references)
 
-    def prefill(self, plans: Sequence[PromptPlan]) -> None:
+    def prefill(self, plans: Sequence[SegmentedPrompt]) -> None:
         """Prefill ``plans`` in full; those that hold nothing to blend are left out."""
         adapter = self.resources.adapter
         for plan in plans:

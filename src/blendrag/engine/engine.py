@@ -79,7 +79,7 @@ from blendrag.planning.controller import Controller
 from blendrag.planning.plan import Plan, Reason, ReasonCode
 from blendrag.store import StoreStats
 from blendrag.store.encodings import ENCODINGS
-from blendrag.text.prompt import PromptPlan, make_plan
+from blendrag.text.prompt import SegmentedPrompt, segment_prompt
 
 #: Restarts of a request after chunks failed verification, before it is computed in full.
 MAX_RESTARTS = 8
@@ -248,9 +248,9 @@ class BlendEngine:
         k = self.settings.top_k if top_k is None else top_k
         return self._resources.retriever().retrieve(question, k)
 
-    def plan(self, prompt: Prompt, options: Options | None = None) -> PromptPlan:
-        """How ``prompt`` is cut into segments; ``plan.ids`` is what mode ``full`` prefills."""
-        return self.segments(render(prompt, self._resources.tokens, options or Options()))[0]
+    def segments(self, prompt: Prompt, options: Options | None = None) -> SegmentedPrompt:
+        """How ``prompt`` is cut into segments; its ``ids`` are what mode ``full`` prefills."""
+        return self._segments(render(prompt, self._resources.tokens, options or Options()))[0]
 
     # -- the road of a request ------------------------------------------------------------------
 
@@ -271,7 +271,7 @@ class BlendEngine:
         rendered = render(prompt, tokens, options)
         if not isinstance(prompt, str | RagPrompt):
             refuse_silence(prompt)
-        segments, source_of, notes = self.segments(rendered)
+        segments, source_of, notes = self._segments(rendered)
         notes += explain_bos(prompt, tokens, options)
         if not segments.ids:
             raise InvalidInputError("the prompt is empty; ask something")
@@ -296,7 +296,9 @@ class BlendEngine:
             notes=notes,
         )
 
-    def segments(self, rendered: Rendered) -> tuple[PromptPlan, dict[str, str], tuple[str, ...]]:
+    def _segments(
+        self, rendered: Rendered
+    ) -> tuple[SegmentedPrompt, dict[str, str], tuple[str, ...]]:
         """A rendered prompt cut at its chunks, the source of each chunk, and notes for the metrics."""
         resources = self._resources
         corpus, foreign = resources.own_corpus()
@@ -306,7 +308,7 @@ class BlendEngine:
             with suppress(KeyError):  # another process may have removed it meanwhile
                 assert corpus is not None
                 chunks[match.chunk_id] = corpus.chunk(match.chunk_id)
-        segments = make_plan(
+        segments = segment_prompt(
             rendered.text,
             [match for match in found.chunks if match.chunk_id in chunks],
             resources.tokens,

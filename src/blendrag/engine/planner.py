@@ -17,7 +17,7 @@ from blendrag.planning.calibration import Calibration, calibrations_of, nearest
 from blendrag.planning.controller import Controller, PlanOptions
 from blendrag.planning.plan import MODE_FULL, Plan, Reason, ReasonCode
 from blendrag.planning.profile import Profile
-from blendrag.text.prompt import PromptPlan
+from blendrag.text.prompt import SegmentedPrompt
 
 UNTRUSTED = Reason(
     ReasonCode.UNTRUSTED,
@@ -33,7 +33,7 @@ NO_PROFILE = "ratio auto needs a machine profile"
 OTHER_PROFILE = "ratio auto needs a machine profile, and the stored one is for {}"
 
 
-def check_fits(prompt: PromptPlan, max_new_tokens: int, adapter: ModelAdapter) -> None:
+def check_fits(prompt: SegmentedPrompt, max_new_tokens: int, adapter: ModelAdapter) -> None:
     """Raise :class:`ContextOverflowError` for a prompt that leaves no room for its answer."""
     tokens = len(prompt.ids)
     if tokens + max_new_tokens > adapter.context_tokens:

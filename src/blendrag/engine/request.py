@@ -13,7 +13,7 @@ from blendrag.errors import InvalidInputError, InvalidOptionError
 from blendrag.fusor.selection import Schedule, SelectionPolicy, make_policy
 from blendrag.metrics import RequestMetrics
 from blendrag.text.matches import Match
-from blendrag.text.prompt import PromptPlan
+from blendrag.text.prompt import SegmentedPrompt
 
 Message = Mapping[str, Any]
 
@@ -226,7 +226,7 @@ class Options:
 class Request:
     """What was asked, with every default filled in. Nothing has been computed yet."""
 
-    prompt: PromptPlan
+    prompt: SegmentedPrompt
     options: Options
     mode: Mode
     policy: str

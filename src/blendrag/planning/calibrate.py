@@ -21,7 +21,7 @@ from blendrag.fusor import Fusor
 from blendrag.fusor.selection import Schedule, SelectionPolicy
 from blendrag.model.adapter import ModelAdapter
 from blendrag.planning.controller import Controller, PlanOptions
-from blendrag.text.prompt import PromptPlan
+from blendrag.text.prompt import SegmentedPrompt
 
 # -- sample: questions over chunks of the user's corpus -------------------------------------------
 
@@ -96,7 +96,7 @@ ANSWER_TOKENS = 8
 class Reference:
     """What full prefill answers to a prompt; on the CPU."""
 
-    prompt: PromptPlan
+    prompt: SegmentedPrompt
     answer: tuple[int, ...]
     """Its greedy continuation."""
     log_probs: torch.Tensor
@@ -104,7 +104,7 @@ class Reference:
 
 
 @torch.inference_mode()
-def reference(adapter: ModelAdapter, prompt: PromptPlan) -> Reference:
+def reference(adapter: ModelAdapter, prompt: SegmentedPrompt) -> Reference:
     """Full prefill and greedy decoding of ``prompt``. The caller holds the lock."""
     eos = adapter.model.generation_config.eos_token_id
     ends = set(eos) if isinstance(eos, list | tuple) else {eos}

@@ -21,7 +21,7 @@ from blendrag.store.base import KVReader, KVStore
 from blendrag.store.encodings import stored_layer_bytes
 from blendrag.store.identity import NATIVE_ENCODING, chunk_key
 from blendrag.store.kv import KVLayout
-from blendrag.text.prompt import PromptPlan, Segment
+from blendrag.text.prompt import Segment, SegmentedPrompt
 
 #: Longest part before the first chunk that is stored as an exact prefix, in tokens.
 LEADING_MAX_TOKENS = 4096
@@ -75,7 +75,7 @@ class Controller:
 
     def plan(
         self,
-        prompt: PromptPlan,
+        prompt: SegmentedPrompt,
         options: PlanOptions,
         avoid: frozenset[str] = frozenset(),
         reserve: int = 1,
@@ -99,7 +99,7 @@ class Controller:
             plan.close()
             raise
 
-    def missing(self, prompt: PromptPlan) -> list[tuple[int, ...]]:
+    def missing(self, prompt: SegmentedPrompt) -> list[tuple[int, ...]]:
         """Ids of the whole chunks in ``prompt`` that no tier has, each once. Opens nothing."""
         whole = dict.fromkeys(segment.stored_ids for segment in prompt.chunks if segment.complete)
         return [ids for ids in whole if not self.store.contains(self.namespace, self._key(ids))]
@@ -110,7 +110,7 @@ class Controller:
     # -- open what is stored --------------------------------------------------------------------------
 
     def _leading(
-        self, prompt: PromptPlan, avoid: frozenset[str], last: int
+        self, prompt: SegmentedPrompt, avoid: frozenset[str], last: int
     ) -> tuple[LoadedSpan | None, tuple[int, ...]]:
         """The part before the first chunk as an exact prefix: its span, or the ids worth storing."""
         ids = prompt.leading_ids
@@ -126,7 +126,7 @@ class Controller:
     def _chunk(
         self,
         segment: Segment,
-        prompt: PromptPlan,
+        prompt: SegmentedPrompt,
         mode: Mode,
         avoid: frozenset[str],
         last: int,

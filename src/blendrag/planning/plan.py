@@ -11,7 +11,7 @@ from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.selection import Schedule, SelectionPolicy, make_policy
 from blendrag.metrics import ChunkOutcome, ChunkReport
 from blendrag.planning.estimate import Forecast
-from blendrag.text.prompt import PromptPlan, Segment
+from blendrag.text.prompt import Segment, SegmentedPrompt
 
 
 class ReasonCode(Enum):
@@ -52,7 +52,7 @@ class PlannedChunk:
 class Plan:
     """Holds open readers: close it when the prompt is prefilled."""
 
-    prompt: PromptPlan
+    prompt: SegmentedPrompt
     chunks: tuple[PlannedChunk, ...]
     policy: SelectionPolicy
     schedule: Schedule
@@ -69,7 +69,7 @@ class Plan:
     """Sentences for the user."""
 
     @classmethod
-    def computed(cls, prompt: PromptPlan, reason: Reason) -> Plan:
+    def computed(cls, prompt: SegmentedPrompt, reason: Reason) -> Plan:
         """Load nothing."""
         chunks = tuple(PlannedChunk(segment, reason) for segment in prompt.chunks)
         return cls(prompt, chunks, make_policy("full"), Schedule("constant"), 1.0)

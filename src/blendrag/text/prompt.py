@@ -57,7 +57,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class PromptPlan:
+class SegmentedPrompt:
     """Segments in order; together they are the prompt."""
 
     segments: tuple[Segment, ...]
@@ -77,13 +77,13 @@ class PromptPlan:
         return self.ids[: chunks[0].position] if chunks else self.ids
 
 
-def make_plan(
+def segment_prompt(
     rendered: str,
     matches: Sequence[Match],
     tokens: Tokenizes,
     chunk_ids: Callable[[str], tuple[int, ...]],
     plain: Sequence[tuple[int, int]] = (),
-) -> PromptPlan:
+) -> SegmentedPrompt:
     """Tokenise ``rendered`` and cut it at ``matches`` (ascending, disjoint).
 
     ``chunk_ids(chunk_id)`` gives the ids of the whole chunk. ``plain``: spans outside of matches,
@@ -123,7 +123,7 @@ class _Cutting:
     encoded: dict[tuple[int, int], Encoded] = field(default_factory=dict)
     segments: list[Segment] = field(default_factory=list)
 
-    def plan(self) -> PromptPlan:
+    def plan(self) -> SegmentedPrompt:
         while True:
             pieces = self._pieces()
             starts = {piece.start for piece in pieces}
@@ -143,7 +143,7 @@ class _Cutting:
                 self._add_plain(piece)
             else:
                 self._add_with_chunks(piece)
-        return PromptPlan(tuple(self.segments))
+        return SegmentedPrompt(tuple(self.segments))
 
     def _pieces(self) -> list[_Piece]:
         matches = self.matches

@@ -22,7 +22,7 @@ from blendrag.lab.bench.load import (
 from blendrag.lab.bench.tiers import ON_DISK, tier_store
 from blendrag.lab.bench.workload import Workload
 from blendrag.store.encodings import stored_chunk_bytes
-from blendrag.text.prompt import PromptPlan, Segment
+from blendrag.text.prompt import Segment, SegmentedPrompt
 from lab.bench.small import printed, timed, tiny_adapter
 
 PROMPT = Workload(3, 16, 8, 1.0, "full")
@@ -32,13 +32,13 @@ def served(first_s: float) -> Served:
     return Served(0, first_s, 0)
 
 
-def prompt_of(*chunks: int) -> PromptPlan:
+def prompt_of(*chunks: int) -> SegmentedPrompt:
     """Those chunks, and a question."""
     segments = []
     for i, number in enumerate(chunks):
         ids = tuple(np.random.default_rng(number).integers(2, 3000, 16).tolist())
         segments.append(Segment("", ids, 16 * i, f"chunk-{number}", ids))
-    return PromptPlan((*segments, Segment("", (5, 6, 7, 8), 16 * len(chunks))))
+    return SegmentedPrompt((*segments, Segment("", (5, 6, 7, 8), 16 * len(chunks))))
 
 
 def room(chunks: int) -> int:

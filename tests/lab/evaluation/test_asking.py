@@ -110,7 +110,7 @@ def test_a_forced_answer_is_judged_as_one_forward_over_it(tmp_path: Path) -> Non
     said = (5, 9, 7, 6)
     with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
         reply = ask(engine, "Where is it?", Options(mode="full", max_new_tokens=4), (), said)
-        ids = engine.plan("Where is it?").ids
+        ids = engine.segments("Where is it?").ids
         rows = tiny.stock(engine.adapter.model, torch.tensor([[*ids, *said]]))[0, len(ids) - 1 : -1]
     assert reply.logits is not None
     assert tiny.difference(reply.logits, rows) < 1e-4

@@ -23,13 +23,13 @@ from blendrag.lab.evaluation.deviation import (
 )
 from blendrag.model import ModelAdapter
 from blendrag.model.tokens import Tokens
-from blendrag.text.prompt import PromptPlan, Segment
+from blendrag.text.prompt import Segment, SegmentedPrompt
 
 PREFIX = (0,)
 RATIOS = (0.0, 0.1, 0.3, 1.0)
 
 
-def plan(seed: int, chunks: int = 4, tokens: int = 32) -> PromptPlan:
+def plan(seed: int, chunks: int = 4, tokens: int = 32) -> SegmentedPrompt:
     """Head, chunks with separators between, a question; random ids."""
     lengths = [(4, None)]
     for number in range(chunks):
@@ -41,7 +41,7 @@ def plan(seed: int, chunks: int = 4, tokens: int = 32) -> PromptPlan:
         part = tuple(ids[at : at + length])
         segments.append(Segment("", part, at, chunk, part if chunk else ()))
         at += length
-    return PromptPlan(tuple(segments))
+    return SegmentedPrompt(tuple(segments))
 
 
 @pytest.fixture(scope="module")

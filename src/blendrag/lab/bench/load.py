@@ -39,7 +39,7 @@ from blendrag.model import ModelAdapter
 from blendrag.store import MemoryStore
 from blendrag.store.kv import ChunkKV
 from blendrag.store.payload import frame
-from blendrag.text.prompt import PromptPlan, Segment
+from blendrag.text.prompt import Segment, SegmentedPrompt
 
 #: Request rates in the table, as shares of the highest rate that full prefill can answer.
 RATES = (0.2, 0.4, 0.6, 0.8, 1.0, 2.0, 3.0, 4.0, 6.0)
@@ -147,7 +147,7 @@ def load_table(result: LoadResult) -> ResultTable:
 
 def make_requests(
     adapter: ModelAdapter, prompt: Workload, workload: LoadWorkload
-) -> tuple[list[tuple[int, ...]], list[PromptPlan]]:
+) -> tuple[list[tuple[int, ...]], list[SegmentedPrompt]]:
     """Ids of a corpus's chunks, the most requested first; and prompts over it, warm-up requests first.
 
     Raises :class:`InvalidInputError`.
@@ -170,7 +170,7 @@ def make_requests(
             for i, c in enumerate(chosen)
         ]
         at = prompt.chunks * prompt.chunk_tokens
-        plans.append(PromptPlan((*segments, Segment("", ids(prompt.question_tokens), at))))
+        plans.append(SegmentedPrompt((*segments, Segment("", ids(prompt.question_tokens), at))))
     return corpus, plans
 
 
@@ -189,7 +189,7 @@ class Served:
 class Server(Protocol):
     """Answers one request after the other."""
 
-    def serve(self, plan: PromptPlan) -> Served: ...
+    def serve(self, plan: SegmentedPrompt) -> Served: ...
 
 
 class FullServer:
@@ -198,7 +198,7 @@ class FullServer:
     def __init__(self, adapter: ModelAdapter) -> None:
         self._adapter = adapter
 
-    def serve(self, plan: PromptPlan) -> Served:
+    def serve(self, plan: SegmentedPrompt) -> Served:
         ids = torch.tensor([plan.ids], device=self._adapter.device)  # [1, N]
         began = clock(self._adapter.device)
         token = stock_prefill(self._adapter, ids)
@@ -216,7 +216,7 @@ class PrefixServer:
         self._fusor = Fusor(adapter)
         self._known = MemoryStore(limit_bytes)
 
-    def serve(self, plan: PromptPlan) -> Served:
+    def serve(self, plan: SegmentedPrompt) -> Served:
         device, tokens = self._adapter.device, len(plan.ids)
         ids = torch.tensor([plan.ids], device=device)  # [1, N]
         began = clock(device)
@@ -229,7 +229,7 @@ class PrefixServer:
         self._keep(plan, cache.buffers(tokens))
         return Served(token, first_s, sum(span.tokens for span in spans))
 
-    def _open(self, plan: PromptPlan) -> tuple[LoadedSpan, ...]:
+    def _open(self, plan: SegmentedPrompt) -> tuple[LoadedSpan, ...]:
         known: list[tuple[Segment, str]] = []
         for segment, name in _prefixes(plan):
             if not self._known.contains("", name):
@@ -244,14 +244,14 @@ class PrefixServer:
             spans.append(LoadedSpan(at, segment.end, reader, at, exact=True))
         return tuple(reversed(spans))
 
-    def _keep(self, plan: PromptPlan, buffers: Sequence[torch.Tensor]) -> None:
+    def _keep(self, plan: SegmentedPrompt, buffers: Sequence[torch.Tensor]) -> None:
         for segment, name in reversed(_prefixes(plan)):
             if not self._known.contains("", name):
                 layers = tuple(b[:, :, segment.position : segment.end].cpu() for b in buffers)
                 self._known.put("", name, ChunkKV(self._adapter.layout, len(segment.ids), layers))
 
 
-def _prefixes(plan: PromptPlan) -> list[tuple[Segment, str]]:
+def _prefixes(plan: SegmentedPrompt) -> list[tuple[Segment, str]]:
     """Every chunk with a name for it and all chunks before it."""
     names = [str(segment.chunk_id) for segment in plan.chunks]
     return [(segment, " ".join(names[: i + 1])) for i, segment in enumerate(plan.chunks)]
@@ -264,7 +264,7 @@ class BlendServer:
         self._adapter, self._there = adapter, there
         self.stored = StoredChunks(adapter, workload, there.store)
 
-    def serve(self, plan: PromptPlan) -> Served:
+    def serve(self, plan: SegmentedPrompt) -> Served:
         device, stored = self._adapter.device, self.stored
         ids = torch.tensor([plan.ids], device=device)  # [1, N]
         self._there.prepare()

@@ -35,7 +35,7 @@ from blendrag.lab.bench.workload import (
 from blendrag.lab.tables import ResultTable, figure, times
 from blendrag.model import ModelAdapter
 from blendrag.store import KVStore
-from blendrag.text.prompt import PromptPlan, Segment
+from blendrag.text.prompt import Segment, SegmentedPrompt
 
 #: Questions differ in length by up to this share, so that batches need padding.
 SHORTER = 0.5
@@ -151,7 +151,7 @@ class ThroughputBench:
         found: list[int] = fusor.first_logits(prefilled).argmax(-1).tolist()
         return found
 
-    def _batches(self, size: int) -> list[Sequence[PromptPlan]]:
+    def _batches(self, size: int) -> list[Sequence[SegmentedPrompt]]:
         return [self.plans[at : at + size] for at in range(0, len(self.plans), size)]
 
 
@@ -197,7 +197,7 @@ def _row(
     )
 
 
-def _plans(first: PromptPlan, requests: int) -> list[PromptPlan]:
+def _plans(first: SegmentedPrompt, requests: int) -> list[SegmentedPrompt]:
     """The chunks of ``first`` in different orders, with questions of different lengths and words."""
     *chunks, question = first.segments
     plans = []
@@ -210,7 +210,7 @@ def _plans(first: PromptPlan, requests: int) -> list[PromptPlan]:
         for segment in (*chunks[turn:], *chunks[:turn], replace(question, ids=asked)):
             segments.append(replace(segment, position=position))
             position += len(segment.ids)
-        plans.append(PromptPlan(tuple[Segment, ...](segments)))
+        plans.append(SegmentedPrompt(tuple[Segment, ...](segments)))
     return plans
 
 

@@ -27,7 +27,7 @@ from blendrag.planning.plan import Plan
 from blendrag.store import KVStore
 from blendrag.store.encodings import ENCODINGS, stored_chunk_bytes
 from blendrag.store.identity import NATIVE_ENCODING, chunk_key
-from blendrag.text.prompt import PromptPlan, Segment
+from blendrag.text.prompt import Segment, SegmentedPrompt
 
 #: The prefix that chunks are encoded behind. The prompt starts with a chunk, so no chunk is exact.
 PREFIX_IDS = (1,)
@@ -126,7 +126,7 @@ def parse_ratios(text: str) -> list[float]:
     return ratios
 
 
-def random_prompt(adapter: ModelAdapter, workload: Workload) -> PromptPlan:
+def random_prompt(adapter: ModelAdapter, workload: Workload) -> SegmentedPrompt:
     """Chunks of random ids followed by a question of random ids."""
     workload.check(adapter)
     vocab = adapter.model.get_input_embeddings().num_embeddings
@@ -139,7 +139,7 @@ def random_prompt(adapter: ModelAdapter, workload: Workload) -> PromptPlan:
         chunk = f"chunk-{number}" if number < workload.chunks else None
         segments.append(Segment("", ids, position, chunk, ids if chunk else ()))
         position += length
-    return PromptPlan(tuple(segments))
+    return SegmentedPrompt(tuple(segments))
 
 
 #: Options of a prefill that computes only the question.
@@ -166,7 +166,7 @@ class StoredChunks:
             self._store.put(self._namespace, chunk_key(self._namespace, PREFIX_IDS, ids), kept)
 
     @contextmanager
-    def opened(self, prompt: PromptPlan, **options: Any) -> Iterator[Plan]:
+    def opened(self, prompt: SegmentedPrompt, **options: Any) -> Iterator[Plan]:
         """Open every chunk of the prompt in the store; ``options`` as in :meth:`plan_options`."""
         with closing(self.controller.plan(prompt, self.plan_options(**options))) as plan:
             if plan.missing:

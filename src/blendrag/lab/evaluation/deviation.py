@@ -42,7 +42,7 @@ from blendrag.model import ModelAdapter, load_adapter
 from blendrag.model.tokens import Tokens
 from blendrag.store.kv import ChunkKV
 from blendrag.text.chunking import canonical, chunk_id_of
-from blendrag.text.prompt import PromptPlan, Segment, make_plan
+from blendrag.text.prompt import Segment, SegmentedPrompt, segment_prompt
 
 #: The curve whose tokens are chosen with knowledge of the full prefill (figure 6).
 ORACLE = "oracle"
@@ -93,7 +93,9 @@ class StoredPrompt:
     numbers. Holds all KV of the prompt in memory. Does not modify the model; takes its lock.
     """
 
-    def __init__(self, adapter: ModelAdapter, plan: PromptPlan, prefix_ids: Sequence[int]) -> None:
+    def __init__(
+        self, adapter: ModelAdapter, plan: SegmentedPrompt, prefix_ids: Sequence[int]
+    ) -> None:
         """Encodes the chunks of ``plan`` behind ``prefix_ids``. A chunk directly behind them is exact and
         left out. Raises :class:`InvalidInputError` if there is no other."""
         self.adapter = adapter
@@ -200,7 +202,7 @@ class ForwardAttention(Scout):
 
 
 def _stored(
-    adapter: ModelAdapter, plan: PromptPlan, prefix_ids: tuple[int, ...], chunk: Segment
+    adapter: ModelAdapter, plan: SegmentedPrompt, prefix_ids: tuple[int, ...], chunk: Segment
 ) -> LoadedSpan:
     with adapter.lock:
         kv = adapter.encode(prefix_ids, chunk.ids)
@@ -365,13 +367,13 @@ def _mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
 # -- the command ----------------------------------------------------------------------------------
 
 
-def plan_of(tokens: Tokens, case: Case) -> PromptPlan:
+def plan_of(tokens: Tokens, case: Case) -> SegmentedPrompt:
     """The arena's prompt of ``case``, cut at its chunks."""
     prompt = wording_for(tokens.tokenizer, "accuracy").prompt(case.chunks, case.question)
     rendered = render(quoting(prompt, case.chunks), tokens, Options())
     texts = {chunk_id_of(canonical(text)): canonical(text) for text in case.chunks}
     chunks = rendered.chunks or ()
-    return make_plan(
+    return segment_prompt(
         rendered.text, chunks, tokens, lambda key: tuple(tokens.encode_text(texts[key]))
     )
 
