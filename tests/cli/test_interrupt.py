@@ -45,8 +45,9 @@ StopWhenDone.__call__ = slow
 """
 #: Python code that ignores KeyboardInterrupt, as native code does.
 DEAF = """
-import sys, time
+import signal, sys, time
 from blendrag.cli import interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 interrupt.install()
 interrupt.expect("it was stuck", grace_s={grace_s})
 moments = ["NOW"]

@@ -218,7 +218,7 @@ def prompt(engine: BlendEngine) -> str:
 
 def measured(engine: BlendEngine, policy: str, ratio: float) -> float:
     asked = engine.segments(prompt(engine))
-    controller = engine.controller(engine.adapter.identity.namespace)
+    controller = engine._planner.controller(engine.adapter.identity.namespace)
     with engine.adapter.lock:
         expected = reference(engine.adapter, asked)
         got = deviation(
@@ -240,7 +240,7 @@ def test_deviation_is_the_divergence_of_what_generate_would_see(engine: BlendEng
     ids = torch.tensor([asked.ids])
     said = engine.adapter.model.generate(ids, max_new_tokens=ANSWER_TOKENS, do_sample=False)
     full = tiny.stock(engine.adapter.model, said)[0, ids.shape[1] - 1 : -1].log_softmax(-1)
-    controller = engine.controller(engine.adapter.identity.namespace)
+    controller = engine._planner.controller(engine.adapter.identity.namespace)
     plan = controller.plan(
         asked, PlanOptions("blend", make_policy("query"), lambda _: CONSTANT, RATIO)
     )

@@ -83,7 +83,7 @@ def planned(
     asked: SegmentedPrompt | None = None,
     avoid: tuple[str, ...] = (),
 ) -> Plan:
-    controller = engine.controller(engine.resources.kv_validity.namespace)
+    controller = engine._planner.controller(engine.resources.kv_validity.namespace)
     options = PlanOptions(mode, make_policy("random"), lambda _: Schedule("constant"), 0.5)
     plan = controller.plan(asked or engine.segments(prompt(engine)), options, frozenset(avoid))
     plan.close()

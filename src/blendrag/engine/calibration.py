@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from blendrag.engine.planner import UNTRUSTED
+from blendrag.engine.planner import UNTRUSTED, Planner
 from blendrag.engine.rendering import prompt_over
+from blendrag.engine.request import RagPrompt
 from blendrag.engine.resources import Resources
 from blendrag.engine.worker import Worker
 from blendrag.errors import (
@@ -27,6 +28,7 @@ from blendrag.errors import (
 )
 from blendrag.fusor.loader import SpanCorruptError
 from blendrag.fusor.selection import Schedule, SelectionPolicy, make_policy
+from blendrag.model.adapter import ModelAdapter
 from blendrag.planning.calibrate import (
     ANSWER_TOKENS,
     Found,
@@ -49,9 +51,6 @@ from blendrag.planning.calibration import (
 from blendrag.planning.controller import Controller
 from blendrag.store.durable import named_errors
 from blendrag.text.prompt import SegmentedPrompt
-
-if TYPE_CHECKING:
-    from blendrag.engine.engine import BlendEngine
 
 T = TypeVar("T")
 Watch = Callable[[Found], None]
@@ -136,25 +135,30 @@ class CalibrationReport:
 
 
 def calibrate(
-    engine: BlendEngine,
+    resources: Resources,
+    planner: Planner,
+    segments: Callable[[RagPrompt], SegmentedPrompt],
     worker: Worker,
     options: CalibrationOptions,
     watch: Watch = lambda found: None,
 ) -> CalibrationReport:
     """See :meth:`BlendEngine.calibrate`."""
     began = time.monotonic()
-    resources = engine.resources
     resources.require_corpus()  # before a store is made where there is none
     if not resources.is_writable:
         raise StoreUnavailableError(
             f"store {resources.root} cannot be written, so nothing found could be kept; calibrate on a "
             "copy of it"
         )
-    plans = [_plan(engine, asked) for asked in _asked(resources, options)]
-    controller = worker.run(lambda: _controller(engine))
+    prompts = [
+        segments(prompt_over(each.question, each.chunks)) for each in _asked(resources, options)
+    ]
+    for prompt in prompts:
+        _check_fits(prompt, resources.adapter)
+    controller = worker.run(lambda: _controller(resources, planner))
     policy, layers = make_policy(options.policy), len(resources.adapter.layout.layers)
     deviations = PromptDeviations(resources, worker, controller, policy, options.ratio)
-    deviations.prefill(plans)
+    deviations.prefill(prompts)
     earlier = calibrations_of(resources.root, controller.namespace, options.policy)
     known = nearest((each for each in earlier if len(each.weights) == layers - 1), options.ratio)
     deadline = began + 60 * options.minutes
@@ -198,24 +202,22 @@ def _asked(resources: Resources, options: CalibrationOptions) -> list[SampledQue
     return [SampledQuestion(each, tuple(texts)) for each, texts in zip(drawn, chunks, strict=True)]
 
 
-def _plan(engine: BlendEngine, asked: SampledQuestion) -> SegmentedPrompt:
-    """As :meth:`BlendEngine.ask` would make it. Raises :class:`ContextOverflowError`."""
-    plan, adapter = engine.segments(prompt_over(asked.question, asked.chunks)), engine.adapter
+def _check_fits(prompt: SegmentedPrompt, adapter: ModelAdapter) -> None:
+    """Raise :class:`ContextOverflowError` for a prompt without room for its answer."""
     limit = min(adapter.context_tokens, adapter.blend_limit_tokens or adapter.context_tokens)
-    if len(plan.ids) + ANSWER_TOKENS > limit:
-        raise ContextOverflowError(len(plan.ids), ANSWER_TOKENS, limit)
-    return plan
+    if len(prompt.ids) + ANSWER_TOKENS > limit:
+        raise ContextOverflowError(len(prompt.ids), ANSWER_TOKENS, limit)
 
 
-def _controller(engine: BlendEngine) -> Controller:
+def _controller(resources: Resources, planner: Planner) -> Controller:
     """On the worker. Raises :class:`CorpusError` if stored KV must not be used."""
-    resources, adapter = engine.resources, engine.adapter
+    adapter = resources.adapter
     adapter.require_blendable()
     with adapter.lock:
         namespace = resources.kv_validity.namespace
         if not resources.kv_validity.is_valid(namespace):
             raise CorpusError(UNTRUSTED.text)
-        return engine.controller(namespace)
+        return planner.controller(namespace)
 
 
 @dataclass

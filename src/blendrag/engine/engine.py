@@ -75,7 +75,6 @@ from blendrag.fusor.loader import SpanCorruptError
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.model.adapter import ModelAdapter
 from blendrag.planning.calibrate import Found
-from blendrag.planning.controller import Controller
 from blendrag.planning.plan import Plan, Reason, ReasonCode
 from blendrag.store import StoreStats
 from blendrag.store.encodings import ENCODINGS
@@ -437,10 +436,6 @@ class BlendEngine:
             raise
         return started
 
-    def controller(self, namespace: str) -> Controller:
-        """The loading controller over what is stored under ``namespace``."""
-        return self._planner.controller(namespace)
-
     # -- the corpus -----------------------------------------------------------------------------
 
     def ingest(self, inputs: Inputs, watch: Watch | None = None) -> IngestReport:
@@ -491,7 +486,9 @@ class BlendEngine:
         """
         s = self.settings
         options = options or CalibrationOptions(s.policy, s.fixed_ratio, top_k=s.top_k)
-        return calibrating.calibrate(self, self._worker, options, watch)
+        return calibrating.calibrate(
+            self._resources, self._planner, self.segments, self._worker, options, watch
+        )
 
     def profile(
         self,

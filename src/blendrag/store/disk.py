@@ -20,9 +20,10 @@ from blendrag.errors import InvalidInputError, StoreError, StoreUnavailableError
 from blendrag.store.base import Counters, ProcessBound, StoreStats
 from blendrag.store.disk_writer import DiskWriter, Pins, Scope
 from blendrag.store.durable import OUT_OF_RESOURCES, named_errors
+from blendrag.store.identity import is_name
 from blendrag.store.index import Index, IndexCorrupt
 from blendrag.store.kv import ChunkKV, KVLayout
-from blendrag.store.payload import Frame, frame, is_name, layer_checksum, read_at
+from blendrag.store.payload import Frame, frame, layer_checksum, read_at
 from blendrag.store.payload_files import Name, PayloadFiles, new_name
 from blendrag.store.reader import DiskReader
 from blendrag.store.root import DEFAULT_DISK_BYTES, prepare, settle_limit

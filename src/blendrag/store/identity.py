@@ -8,6 +8,7 @@ fields; ``hash()`` and 64-bit hashes are not used. Knows nothing of files or of 
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +19,13 @@ FORMAT_VERSION = 1
 #: How the KV is laid out and encoded at rest.
 LAYOUT = "layer-major [2,Hkv,T,D]"
 NATIVE_ENCODING = "native"
+
+_NAME = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
+def is_name(text: object) -> bool:
+    """Whether ``text`` has the form of a key or namespace: 64 lowercase hex digits."""
+    return isinstance(text, str) and _NAME.fullmatch(text) is not None
 
 
 def digest_fields(fields: Iterable[bytes]) -> str:

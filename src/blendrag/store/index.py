@@ -30,7 +30,7 @@ from urllib.parse import quote
 import filelock
 
 from blendrag.errors import StoreError, StoreFullError, is_out_of_space, sqlite_code
-from blendrag.store.payload import is_name
+from blendrag.store.identity import is_name
 from blendrag.store.payload_files import Name
 
 logger = logging.getLogger("blendrag.store")

@@ -32,7 +32,7 @@ import xxhash
 from blendrag.errors import CorruptKVError, InvalidInputError
 from blendrag.store.durable import OUT_OF_RESOURCES
 from blendrag.store.encodings import ENCODINGS, stored_layer_bytes, stored_parts
-from blendrag.store.identity import FORMAT_VERSION, NATIVE_ENCODING
+from blendrag.store.identity import FORMAT_VERSION, NATIVE_ENCODING, is_name
 from blendrag.store.kv import ITEM_BYTES, KVLayout, LayerShape
 
 if TYPE_CHECKING:
@@ -45,16 +45,10 @@ PIECE_BYTES = 1 << 20
 
 _MAX_DIMENSION = 1 << 31
 _LAYER = re.compile(r"l[0-9]{4,}", re.ASCII)
-_HEX64 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _HEX = re.compile(rb"[0-9a-f]*")
 _CHECKSUM_DIGITS = 16
 _SEED_STEP = 0x9E37_79B9_7F4A_7C15
 _U64 = (1 << 64) - 1
-
-
-def is_name(text: object) -> bool:
-    """Whether ``text`` has the form of a key or namespace: 64 lowercase hex digits."""
-    return isinstance(text, str) and _HEX64.fullmatch(text) is not None
 
 
 def layer_seed(key: str, layer: int) -> int:

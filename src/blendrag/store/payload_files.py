@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from blendrag.store.durable import DIRECTORY, begin_sync, write_all
-from blendrag.store.payload import is_name
+from blendrag.store.identity import is_name
 from blendrag.store.regular_files import open_regular
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -19,6 +19,7 @@ from typing import Literal
 
 from blendrag.errors import CorruptKVError, StoreError
 from blendrag.store.durable import DIRECTORY, named_errors
+from blendrag.store.identity import is_name
 from blendrag.store.index import DATABASE_FILES, Index, IndexCorrupt
 from blendrag.store.maintenance.opening import (
     Progress,
@@ -27,7 +28,7 @@ from blendrag.store.maintenance.opening import (
     open_for_reading,
     require_writable,
 )
-from blendrag.store.payload import is_name, open_payload, sequential_reader, verified_pieces
+from blendrag.store.payload import open_payload, sequential_reader, verified_pieces
 from blendrag.store.payload_files import FILE_NAME, PIN_NAME, PREFIX, Name, PayloadFiles
 from blendrag.store.writers import MARKER, PART
 

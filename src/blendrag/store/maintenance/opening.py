@@ -15,8 +15,8 @@ from blendrag.errors import InvalidInputError, StoreUnavailableError
 from blendrag.store.base import Counters
 from blendrag.store.disk_writer import DiskWriter, Pins
 from blendrag.store.durable import named_errors
+from blendrag.store.identity import is_name
 from blendrag.store.index import Index
-from blendrag.store.payload import is_name
 from blendrag.store.payload_files import Name, PayloadFiles
 from blendrag.store.root import prepare
 
