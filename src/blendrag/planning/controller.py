@@ -132,7 +132,7 @@ class Controller:
         last: int,
     ) -> PlannedChunk:
         at, end = segment.position, min(segment.end, last)
-        exact = prompt.ids[:at] == self.prefix_ids
+        exact = at == len(self.prefix_ids) and prompt.ids[:at] == self.prefix_ids
         if mode == "prefix" and not exact:
             return PlannedChunk(segment, NOT_LEADING)
         if end <= at:
