@@ -90,13 +90,14 @@ class Controller:
         schedule, last = options.schedule_at(options.ratio), len(prompt.ids) - reserve
         span, leading = self._leading(prompt, avoid, last)
         plan = Plan(prompt, (), options.policy, schedule, options.ratio, span, leading)
+        chunks: list[PlannedChunk] = []
         try:
             for segment in prompt.chunks:
-                chunk = self._chunk(segment, prompt, options.mode, avoid, last)
-                plan = replace(plan, chunks=(*plan.chunks, chunk))
-            return self._estimated(plan, options) if self.profile and plan.chunks else plan
+                chunks.append(self._chunk(segment, prompt, options.mode, avoid, last))
+            plan = replace(plan, chunks=tuple(chunks))
+            return self._estimated(plan, options) if self.profile and chunks else plan
         except BaseException:
-            plan.close()
+            replace(plan, chunks=tuple(chunks)).close()
             raise
 
     def missing(self, prompt: SegmentedPrompt) -> list[tuple[int, ...]]:
