@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +17,13 @@ import transformers
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers and every command of the tests share it
+    os.environ["BLENDRAG_CACHE"] = tempfile.mkdtemp(prefix="blendrag-cache-")
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import tiny
 import unpickling
+from blendrag.config import settings
 from blendrag.fusor import Fusor
 from blendrag.model import ModelAdapter
 
@@ -54,6 +59,15 @@ def checkpoint(tmp_path: Path) -> str:
     tiny.llama().save_pretrained(directory)
     tiny.tokenizer().save_pretrained(directory)
     return str(directory)
+
+
+@pytest.fixture
+def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A cache directory of this test, in which no model has a verdict."""
+    folder = tmp_path / "cache"
+    changed = settings().model_copy(update={"cache": folder})
+    monkeypatch.setattr("blendrag.fusor.verdicts.settings", lambda: changed)
+    return folder
 
 
 @pytest.fixture
@@ -94,3 +108,8 @@ def pytest_configure(config: pytest.Config) -> None:
     and those of the integrations are elsewhere."""
     unpickling.arm()
     config.pluginmanager.register(NothingIsUnpickled())
+
+
+def pytest_unconfigure() -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(os.environ["BLENDRAG_CACHE"], ignore_errors=True)

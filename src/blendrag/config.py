@@ -30,6 +30,10 @@ DEFAULT_SCHEDULE = "calibrated"
 UNCALIBRATED_SCHEDULE = "constant"
 
 
+def _user_cache() -> str:
+    return os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+
+
 class Settings(BaseSettings):
     """Defaults of the whole package.
 
@@ -42,6 +46,8 @@ class Settings(BaseSettings):
     """Hub id or directory of a causal LM, or ``demo`` for the embedded one."""
     store: Path = Path("blendrag-store")
     """Root directory of the KV store and the corpus."""
+    cache: Path = Field(default_factory=lambda: Path(_user_cache()) / "blendrag")
+    """Directory for what this machine found out about models (:mod:`blendrag.fusor.verdicts`)."""
     dtype: str = "auto"
     """Compute and storage dtype: float32, float16, bfloat16 or ``auto``: the checkpoint's, or float32 on a
     CPU without fast products in it."""

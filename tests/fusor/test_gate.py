@@ -14,9 +14,8 @@ import tiny
 from blendrag.engine import BlendEngine, Options, kv_validity
 from blendrag.errors import UnsupportedModelError
 from blendrag.fusor import attention
-from blendrag.fusor.gate import HeldKV, remembered, verdicts, verify
+from blendrag.fusor.gate import HeldKV, verify
 from blendrag.fusor.rows import AttentionBlock, Rows
-from blendrag.model import ModelAdapter
 from blendrag.model.positions import Repositioner
 
 CPU = torch.device("cpu")
@@ -165,24 +164,7 @@ def test_nan_weights_are_refused() -> None:
     assert verify(tiny.adapter(model)).verdict == "refused"
 
 
-# -- kept verdicts ------------------------------------------------------------------------------
-
-
-def test_verification_is_remembered_per_namespace_and_device(
-    tmp_path: Path, adapter: ModelAdapter
-) -> None:
-    result, namespace = verify(adapter), adapter.identity.namespace
-    assert remembered(tmp_path, namespace, CPU) is None
-    verdicts(tmp_path, namespace).keep(result)
-    assert remembered(tmp_path, namespace, CPU) == result
-    assert remembered(tmp_path, namespace, torch.device("meta")) is None
-    assert remembered(tmp_path, "f" * 64, CPU) is None
-    (file,) = (path for path in tmp_path.rglob("*") if path.is_file())
-    for damaged in ("", "{", "[]", "null", '{"verdict": "blendable"}'):
-        file.write_text(damaged)
-        assert remembered(tmp_path, namespace, CPU) is None
-
-
+@pytest.mark.usefixtures("empty_cache")
 def test_a_gate_that_takes_long_says_so_before_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

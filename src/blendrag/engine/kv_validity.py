@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from blendrag.errors import CorruptKVError, IdentityChangedError, UnsupportedModelError
-from blendrag.fusor.gate import Verification, remembered, verdicts, verify
+from blendrag.fusor import verdicts
+from blendrag.fusor.gate import Verification, verify
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.kv_compare import content, magnitude, misfit
 from blendrag.store import KVReader, KVStore
@@ -68,11 +69,10 @@ class KVValidity:
         if self._adapter.refusal is not None:
             return verify(self._adapter)
         namespace = self._adapter.identity.namespace
-        known = remembered(self._root, namespace, self._adapter.device)
+        known = verdicts.recall(namespace, self._adapter.device)
         if known is None:
             known = verify(self._adapter, self._announce)
-            if not self._store.read_only:
-                self._remember(namespace, known)
+            verdicts.remember(namespace, self._adapter.device, known)
         return known
 
     def _announce(self, tokens: int, seconds: float) -> None:
@@ -81,12 +81,6 @@ class KVValidity:
                 "checking once whether KV of %s may be reused: a prompt of %s tokens, about %.0f s",
                 *(self._adapter.model_id, f"{tokens:,}", seconds),
             )
-
-    def _remember(self, namespace: str, result: Verification) -> None:
-        try:
-            verdicts(self._root, namespace).keep(result)
-        except OSError as exc:  # the next process runs the gate again
-            log.info("the gate's result cannot be kept in %s: %s", self._root, exc)
 
     def require_verified(self) -> None:
         """Raise :class:`UnsupportedModelError` unless the gate holds for the loaded model."""

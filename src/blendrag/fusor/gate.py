@@ -11,7 +11,7 @@ b. the same with disturbed values must differ from a stock prefill, which shows 
 c. both on a prompt at least twice the smallest sliding window;
 d. r = 1.0 through the scatter and explicit-mask path, and greedy decoding over it, equal stock.
 
-The verdict is kept in the store, by namespace, libraries and device.
+Verdicts are kept in :mod:`blendrag.fusor.verdicts`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import transformers
 
 from blendrag.errors import CorruptKVError, UnsupportedModelError
 from blendrag.fusor.fusor import Fusor
@@ -33,9 +31,11 @@ from blendrag.fusor.selection import LayerView, Schedule, SelectionPolicy, make_
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.kv_compare import content
 from blendrag.store.kv import ChunkKV
-from blendrag.store.records import Records
 
 Verdict = Literal["blendable", "refused"]
+
+#: Counts up when the gate measures something else, so that earlier verdicts are not used.
+GATE_VERSION = 1
 
 #: Largest difference of logits, relative to the largest logit, that counts as equal.
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2}
@@ -69,8 +69,6 @@ class Verification:
     """Whether the first :data:`GREEDY_TOKENS` greedy tokens over the blended cache equal stock (d)."""
     prompt_tokens: int = 0
     fast_attention: bool = False
-    environment: str = ""
-    """Libraries and device that the verdict holds for."""
 
     @property
     def blendable(self) -> bool:
@@ -95,8 +93,7 @@ def verify(
         with adapter.lock, adapter.uncompiled():
             return _measure(adapter, layers, announce)
     except UnsupportedModelError as refused:
-        here = environment(adapter.device)
-        return Verification("refused", str(refused), layers, environment=here)
+        return Verification("refused", str(refused), layers)
 
 
 def _measure(
@@ -138,7 +135,6 @@ def _measure(
         subset_logit_diff=subset,
         perturbed_logit_diff=perturbed,
         greedy_equal=greedy,
-        environment=environment(adapter.device),
         prompt_tokens=n,
         fast_attention=fusor.fast_attention,
     )
@@ -291,23 +287,3 @@ def _disturbed(layer: torch.Tensor, size: float, generator: torch.Generator) -> 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.float() - b.float()).abs().max())
-
-
-# -- verdicts kept in the store -------------------------------------------------------------------
-
-
-def environment(device: torch.device) -> str:
-    """What a verdict holds for besides the model."""
-    return f"torch {torch.__version__}, transformers {transformers.__version__}, {device.type}"
-
-
-def verdicts(root: Path, namespace: str) -> Records[Verification]:
-    """Verifications of ``namespace`` kept in the store at ``root``."""
-    return Records(root, namespace, "verdicts", Verification, ("environment",))
-
-
-def remembered(root: Path, namespace: str, device: torch.device) -> Verification | None:
-    """The verification kept for this environment."""
-    here = environment(device)
-    kept = verdicts(root, namespace).entries()
-    return next((each for each in kept if each.environment == here), None)

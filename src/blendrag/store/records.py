@@ -1,4 +1,4 @@
-"""Small JSON records that a store keeps of this machine: gate verdicts, machine profiles, calibrations.
+"""Small JSON records of a store: machine profiles and calibrations.
 
 One file per namespace and kind in the store's folder ``verified``. Its entries may come from several machines
 and versions of blendrag: each reads the entries that are valid for it and keeps the others.
@@ -61,9 +61,9 @@ class Records(Generic[T]):
             data = regular_files.read_bytes(self.path, MAX_BYTES)
         except OSError:
             return []
-        with suppress(ValueError, AttributeError, RecursionError):
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
             found = json.loads(data)
-            entries = found.get(self.key, [found])  # verdicts used to be files of their own
+            entries = found[self.key]
             if isinstance(entries, list):
                 return entries
         aside = self.path.with_suffix(".damaged")

@@ -28,7 +28,6 @@ from blendrag.corpus.embedder import Embedder
 from blendrag.engine import BlendEngine, Options
 from blendrag.engine.rendering import SEPARATOR, render
 from blendrag.errors import InvalidInputError
-from blendrag.fusor.gate import verdicts, verify
 from blendrag.lab.evaluation.asking import FIDELITY_TOKENS, ObservedAnswer, ask, wording_for
 from blendrag.lab.evaluation.chains import ask_chain, require_chains
 from blendrag.lab.evaluation.datasets import Case, Dataset, by_context
@@ -156,7 +155,6 @@ def open_engines(
     ``head``: the rendered prompt before its first chunk. Idealised prefix caching keeps native KV.
     """
     kinds = dict.fromkeys(stored for way in ways if (stored := _stored(way)) is not None)
-    verification = verify(adapter)
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="blendrag-eval-")))
         engines: dict[Stored, BlendEngine] = {}
@@ -174,8 +172,6 @@ def open_engines(
             engine.resources.embedder = _NoEmbedder("none")
             engines[stored] = stack.enter_context(engine)
             _ = engine.resources.store  # makes its directory
-            # The gate verifies the model, so once is enough.
-            verdicts(root / str(number), adapter.identity.namespace).keep(verification)
         yield Engines(engines)
 
 

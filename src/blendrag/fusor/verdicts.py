@@ -1,0 +1,70 @@
+"""The gate's verdicts, kept in this user's cache directory and shared by all stores of this machine.
+
+A verdict depends on the model as loaded, the libraries and the device, but on no store.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import diskcache
+import torch
+import transformers
+from diskcache.core import MODE_RAW
+from pydantic import TypeAdapter, ValidationError
+
+from blendrag.config import settings
+from blendrag.fusor.gate import GATE_VERSION, Verification
+
+log = logging.getLogger(__name__)
+
+_VERIFICATION = TypeAdapter(Verification)
+#: How a cache that is damaged, locked or cannot be written shows itself.
+_UNUSABLE = (OSError, ValueError, TypeError, sqlite3.Error, diskcache.Timeout)
+
+
+class _Json(diskcache.Disk):
+    """Values are JSON in the database. ``diskcache.JSONDisk`` unpickles rows that are marked as pickles."""
+
+    def store(self, value: Any, read: bool, key: Any = None) -> tuple[int, int, None, str]:
+        text = json.dumps(value)
+        return len(text), MODE_RAW, None, text
+
+    def fetch(self, mode: int, filename: str | None, value: Any, read: bool) -> Any:
+        return json.loads(value)
+
+
+def recall(namespace: str, device: torch.device) -> Verification | None:
+    """The verdict on the model of ``namespace`` with the installed libraries, on ``device``."""
+    try:
+        with _cache() as cache:
+            return _VERIFICATION.validate_python(cache.get(_key(namespace, device)))
+    except (*_UNUSABLE, ValidationError):
+        return None
+
+
+def remember(namespace: str, device: torch.device, verification: Verification) -> None:
+    """Keep a verdict for :func:`recall`. If that fails, the next process runs the gate again."""
+    try:
+        with _cache() as cache:
+            cache.set(_key(namespace, device), verification.as_dict())
+    except _UNUSABLE as exc:
+        log.info("the gate's verdict cannot be kept in %s: %s", settings().cache, exc)
+
+
+@contextmanager
+def _cache() -> Iterator[diskcache.Cache]:
+    path = settings().cache.expanduser()
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with diskcache.Cache(str(path / "verdicts"), timeout=1, disk=_Json) as cache:
+        yield cache
+
+
+def _key(namespace: str, device: torch.device) -> str:
+    libraries = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    return f"gate {GATE_VERSION}, {namespace}, {libraries}, {device.type}"

@@ -1,0 +1,90 @@
+"""The gate's verdicts in the user's cache directory."""
+
+from __future__ import annotations
+
+import pickle
+import sqlite3
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny
+from blendrag.fusor import gate, verdicts
+from blendrag.fusor.gate import Verification
+
+CPU = torch.device("cpu")
+NAMESPACE = "a" * 64
+VERDICT = Verification("refused", "keys differ", ("rotary", "rotary"), max_logit_diff=0.5)
+
+
+def database(cache: Path) -> Path:
+    return cache / "verdicts" / "cache.db"
+
+
+def test_a_verdict_holds_for_its_model_device_libraries_and_gate(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert verdicts.recall(NAMESPACE, CPU) is None
+    verdicts.remember(NAMESPACE, CPU, VERDICT)
+    assert verdicts.recall(NAMESPACE, CPU) == VERDICT
+    assert verdicts.recall("f" * 64, CPU) is None
+    assert verdicts.recall(NAMESPACE, torch.device("meta")) is None
+    for changed, value in ((torch, "9.9"), (verdicts.transformers, "9.9")):
+        with monkeypatch.context() as patch:
+            patch.setattr(changed, "__version__", value)
+            assert verdicts.recall(NAMESPACE, CPU) is None
+    monkeypatch.setattr(verdicts, "GATE_VERSION", gate.GATE_VERSION + 1)
+    assert verdicts.recall(NAMESPACE, CPU) is None
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_the_gate_runs_once_for_all_stores_of_a_model(tmp_path: Path) -> None:
+    model = tiny.llama()
+    with tiny.engine(model, tmp_path / "first") as engine:
+        result = engine.verify()
+    with (
+        tiny.engine(model, tmp_path / "second") as engine,
+        tiny.counted(engine.adapter, "prefill_at") as prefills,
+    ):
+        assert engine.verify() == result
+    assert prefills == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "value"), [(4, pickle.dumps("x")), (2, b"x"), (3, None), (1, 1.5)]
+)
+def test_an_entry_that_is_not_a_json_verdict_is_ignored(
+    empty_cache: Path, mode: int, value: object
+) -> None:
+    verdicts.remember(NAMESPACE, CPU, VERDICT)
+    with sqlite3.connect(database(empty_cache)) as db:
+        changed = db.execute("UPDATE Cache SET mode = ?, value = ?", (mode, value))
+        assert changed.rowcount == 1
+    assert verdicts.recall(NAMESPACE, CPU) is None
+    verdicts.remember(NAMESPACE, CPU, VERDICT)
+    assert verdicts.recall(NAMESPACE, CPU) == VERDICT
+
+
+def test_an_incomplete_verdict_is_ignored(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Verification, "as_dict", lambda self: {"verdict": "blendable"})
+        verdicts.remember(NAMESPACE, CPU, VERDICT)
+    assert verdicts.recall(NAMESPACE, CPU) is None
+
+
+def test_a_damaged_database_holds_no_verdicts_and_raises_nothing(empty_cache: Path) -> None:
+    database(empty_cache).parent.mkdir(parents=True)
+    database(empty_cache).write_bytes(b"not a database" * 100)
+    verdicts.remember(NAMESPACE, CPU, VERDICT)
+    assert verdicts.recall(NAMESPACE, CPU) is None
+
+
+def test_a_cache_that_cannot_be_made_holds_no_verdicts_and_raises_nothing(
+    empty_cache: Path,
+) -> None:
+    empty_cache.write_text("a file")
+    verdicts.remember(NAMESPACE, CPU, VERDICT)
+    assert verdicts.recall(NAMESPACE, CPU) is None
