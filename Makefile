@@ -36,8 +36,8 @@ $(READY): pyproject.toml constraints.txt $(INTEGRATIONS:%=%/pyproject.toml)
 demo: $(READY) ## ingest the demo corpus, ask it questions in three modes, print one table
 	@$(BIN)/blendrag demo
 
-check: lint ## lint and the fast tests, before every commit
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not alone"
+check: lint ## lint and the fast tests of the package, before every commit
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not alone" tests
 
 test: lint ## everything: lint and all tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone"

@@ -9,30 +9,33 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-import transformers
+
+from blendrag.config import settings
+
+if TYPE_CHECKING:
+    from blendrag.fusor import Fusor
+    from blendrag.model import ModelAdapter
+
+# torch and transformers are imported only where tests run: the process that deals them to workers starts
+# at once.
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers and every command of the tests share it
+if not IS_WORKER:  # the workers and every command of the tests share it
     os.environ["BLENDRAG_CACHE"] = tempfile.mkdtemp(prefix="blendrag-cache-")
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import tiny
-import unpickling
-from blendrag.config import settings
-from blendrag.fusor import Fusor
-from blendrag.model import ModelAdapter
-
-transformers.utils.logging.set_verbosity_error()
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> Iterator[None]:
     """Faster than two for models this small."""
+    import torch
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -42,11 +45,15 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def adapter() -> ModelAdapter:
     """A Llama of four layers, two KV heads for four heads."""
+    import tiny
+
     return tiny.adapter(tiny.llama())
 
 
 @pytest.fixture(scope="module")
 def fusor(adapter: ModelAdapter) -> Fusor:
+    from blendrag.fusor import Fusor
+
     made = Fusor(adapter)
     assert made.fast_attention
     return made
@@ -55,6 +62,8 @@ def fusor(adapter: ModelAdapter) -> Fusor:
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> str:
     """Directory of that model, for loading by name."""
+    import tiny
+
     directory = tmp_path / "model"
     tiny.llama().save_pretrained(directory)
     tiny.tokenizer().save_pretrained(directory)
@@ -88,28 +97,31 @@ MAY_UNPICKLE = (
 class NothingIsUnpickled:
     """Fails every test in which something was unpickled, even if the exception was swallowed."""
 
+    def __init__(self) -> None:
+        import unpickling
+
+        self.trap = unpickling
+        self.trap.arm()
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-        with (
-            unpickling.allowed()
-            if getattr(item, "originalname", item.name) in MAY_UNPICKLE
-            else contextlib.nullcontext()
-        ):
+        name = getattr(item, "originalname", item.name)
+        with self.trap.allowed() if name in MAY_UNPICKLE else contextlib.nullcontext():
             return (yield)
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_teardown(self, item: pytest.Item) -> Iterator[None]:
+    def pytest_runtest_teardown(self) -> Iterator[None]:
         yield
-        unpickling.check()
+        self.trap.check()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before any test module is imported, and for all: a hook of a conftest runs for the tests below it only,
     and those of the integrations are elsewhere."""
-    unpickling.arm()
-    config.pluginmanager.register(NothingIsUnpickled())
+    if IS_WORKER or not config.getoption("numprocesses", None):
+        config.pluginmanager.register(NothingIsUnpickled())
 
 
 def pytest_unconfigure() -> None:
-    if "PYTEST_XDIST_WORKER" not in os.environ:
+    if not IS_WORKER:
         shutil.rmtree(os.environ["BLENDRAG_CACHE"], ignore_errors=True)
