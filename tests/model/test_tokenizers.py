@@ -30,7 +30,7 @@ from blendrag.engine import BlendEngine, Options
 from blendrag.model.tokens import Tokens
 from blendrag.text.matches import Match
 from blendrag.text.prompt import segment_prompt
-from blendrag.text.recognition import ChunkIndex
+from blendrag.text.recognition import ChunkIndex, chunk_hashes
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|user|>", "<|end|>"]
 TEXTS = [tiny.TEXT, *(tiny.sentence(i) for i in range(20)), "[INST] Context: two  spaces [/INST]"]
@@ -180,8 +180,7 @@ def tokens(kind: str) -> Tokens:
 
 
 INDEX = ChunkIndex(CHUNKS.__getitem__)
-for name, text in CHUNKS.items():
-    INDEX.add(name, text)
+INDEX.add({name: chunk_hashes(text) for name, text in CHUNKS.items()})
 
 
 def planned(tokens: Tokens, rendered: str) -> Any:

@@ -10,7 +10,7 @@ import tiny
 from blendrag.model.tokens import Tokens
 from blendrag.text.matches import Match
 from blendrag.text.prompt import SegmentedPrompt, segment_prompt
-from blendrag.text.recognition import ChunkIndex
+from blendrag.text.recognition import ChunkIndex, chunk_hashes
 
 CHUNKS = {
     "long": "\n".join(tiny.sentence(i) for i in range(4)),
@@ -26,8 +26,7 @@ CONTROL_IDS = set(TOKENS.tokenizer.convert_tokens_to_ids(["<|bos|>", "<|end|>", 
 
 
 INDEX = ChunkIndex(CHUNKS.__getitem__)
-for name, text in CHUNKS.items():
-    INDEX.add(name, text)
+INDEX.add({name: chunk_hashes(text) for name, text in CHUNKS.items()})
 
 
 def ids_of(chunk_id: str) -> tuple[int, ...]:

@@ -33,8 +33,7 @@ CJK = "灯塔的看守人每天傍晚点亮油灯。没有人知道那天晚上�
 
 def index_of(**texts: str) -> ChunkIndex:
     index = ChunkIndex(lambda chunk_id: canonical(texts[chunk_id]))
-    for chunk_id, text in texts.items():
-        index.add(chunk_id, text)
+    index.add({chunk_id: chunk_hashes(text) for chunk_id, text in texts.items()})
     return index
 
 
@@ -161,7 +160,7 @@ def test_stored_hashes_are_the_same_in_every_release() -> None:
 def test_stored_hashes_restore_the_index() -> None:
     texts = {"a": PROSE, "b": OTHER, "c": "sixteen letters!"}
     again = ChunkIndex(texts.__getitem__)
-    again.add_hashes(list(texts), [chunk_hashes(text) for text in texts.values()])
+    again.add({chunk_id: chunk_hashes(text) for chunk_id, text in texts.items()})
     prompt = f"{OTHER} {PROSE} sixteen letters!"
     assert again.find(prompt) == index_of(**texts).find(prompt) != []
 
@@ -169,7 +168,7 @@ def test_stored_hashes_restore_the_index() -> None:
 @pytest.mark.parametrize("texts", [{}, {"a": OTHER}])
 def test_a_chunk_that_is_gone_or_has_another_text_matches_nothing(texts: dict[str, str]) -> None:
     index = ChunkIndex(texts.__getitem__)
-    index.add_hashes(["a"], [chunk_hashes(PROSE)])
+    index.add({"a": chunk_hashes(PROSE)})
     assert index.find(PROSE) == []
 
 
@@ -207,7 +206,7 @@ def test_repetitive_prompts_and_corpora_take_bounded_work(unit: str) -> None:
         return texts[chunk_id]
 
     index = ChunkIndex(text_of)
-    index.add_hashes(list(texts), [chunk_hashes(text) for text in texts.values()])
+    index.add({chunk_id: chunk_hashes(text) for chunk_id, text in texts.items()})
     prompt = f"{unit * (20_000 // len(unit))}\n\n{PROSE}\n\n{unit * 3000}"
     compared = []
     hashes = PrefixSums.hashes
@@ -338,7 +337,7 @@ def test_an_index_changed_step_by_step_equals_one_built_at_once(
         patch.setattr(recognition, "RECENT", 2)  # chunks are moved to the main table soon
         for is_added, number in changes:
             if is_added and f"c{number}" in texts:
-                grown.add(f"c{number}", texts[f"c{number}"])
+                grown.add({f"c{number}": chunk_hashes(texts[f"c{number}"])})
             else:
                 grown.discard(f"c{number}")
             there = {chunk_id: texts[chunk_id] for chunk_id in grown.ids()}

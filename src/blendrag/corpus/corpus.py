@@ -44,7 +44,7 @@ from blendrag.corpus.vectors import VectorIndex, vector_of
 from blendrag.errors import CorpusError, InvalidInputError
 from blendrag.text.chunking import Chunk
 from blendrag.text.readers import Document
-from blendrag.text.recognition import HASHES_BYTES, ChunkIndex
+from blendrag.text.recognition import HASHES_BYTES, ChunkIndex, chunk_hashes
 
 
 class Corpus:
@@ -316,10 +316,11 @@ class _CurrentChunkIndex:
             for chunk_id in self._index.ids():
                 if chunk_id not in present:
                     self._index.discard(chunk_id)
-        self._index.add_hashes([row[2] for row in sound], [row[3] for row in sound])
+        self._index.add({row[2]: row[3] for row in sound})
         if len(sound) < len(rows):  # hashes that are damaged are computed from the text
-            for _, chunk_id, text, _ in self._file.sound_rows(CHUNK, "NOT INDEXED"):
-                self._index.add(chunk_id, text)
+            texts = self._file.sound_rows(CHUNK, "NOT INDEXED")
+            new = {row[1]: row[2] for row in texts if row[1] not in self._index}
+            self._index.add({chunk_id: chunk_hashes(text) for chunk_id, text in new.items()})
         self._last = rows[-1][0] if rows else self._last
 
 

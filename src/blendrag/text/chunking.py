@@ -30,7 +30,6 @@ MAX_CHARS_PER_TOKEN = 64
 #: First guess of characters per token, replaced by what the text shows.
 TYPICAL_CHARS_PER_TOKEN = 4
 
-
 #: Start, end and number of tokens of a chunk within a text.
 Span = tuple[int, int, int]
 

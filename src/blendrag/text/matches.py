@@ -133,26 +133,6 @@ def _kind_table(prompt: str) -> np.ndarray:
     return table
 
 
-class DisjointMatches:
-    """Matches that do not overlap, sorted by start."""
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self.matches: list[Match] = []
-
-    def room(self, start: int, limit: int) -> int:
-        """Characters from ``start`` to the next match or ``limit``; 0 inside a match."""
-        at = bisect.bisect_right(self._starts, start)
-        if at and self.matches[at - 1].end > start:
-            return 0
-        return min(limit, self._starts[at] if at < len(self._starts) else limit) - start
-
-    def add(self, match: Match) -> None:
-        at = bisect.bisect_right(self._starts, match.start)
-        self._starts.insert(at, match.start)
-        self.matches.insert(at, match)
-
-
 def best_cover(matches: Sequence[Match]) -> list[Match]:
     """The disjoint matches that cover most characters together; of equal covers, the one with fewest.
 

@@ -1,9 +1,9 @@
 """Cut a rendered prompt into segments: known chunks, and the text between them, with ids and positions.
 
 The prompt is tokenised as one text, so its ids are those of the stock tokenizer, and mode ``full`` is a
-stock prefill of ``plan.ids``. A chunk's KV is used for the tokens that equal the chunk's own ids. A last
-token that merged with the text behind the chunk (``".\\n\\n"``) is computed. A chunk is tokenised on its own,
-as plain text, if it contains what looks like a control token or merges with the text before it.
+stock prefill of them. A chunk's KV is used for the tokens that equal the chunk's own ids. A last token that
+merged with the text after the chunk (``".\\n\\n"``) is computed. A chunk is tokenised separately, as plain
+text, if it contains what looks like a control token or merges with the text before it.
 
 Whether a chunk has stored KV is decided later.
 """
@@ -11,15 +11,15 @@ Whether a chunk has stored KV is decided later.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from blendrag.text.matches import Match, common_prefix
 
-#: Most tokens at its end that a chunk may lose to the text behind it before it is tokenised on its own.
+#: Most tokens at its end that a chunk may lose to the text after it before it is tokenised separately.
 SEAM_TOKENS = 8
 
 
@@ -90,7 +90,7 @@ def segment_prompt(
     ascending, in which what looks like control tokens is text.
     """
     stored = [tuple(chunk_ids(match.chunk_id)) for match in matches]
-    return _Cutting(rendered, matches, tokens, stored, plain).plan()
+    return _Cutting(rendered, matches, tokens, stored, plain).segments()
 
 
 class _Piece(NamedTuple):
@@ -105,7 +105,7 @@ class _Piece(NamedTuple):
 
 @dataclass
 class _Cutting:
-    """One prompt on its way to a plan.
+    """One prompt while it is cut.
 
     At first the whole prompt is one piece. A chunk whose ids differ from the piece's begins a new piece;
     if that does not help, it becomes a piece of plain text.
@@ -120,30 +120,20 @@ class _Cutting:
     begin_piece: set[int] = field(default_factory=set)
     """Numbers of matches, as in the next."""
     are_piece: set[int] = field(default_factory=set)
-    encoded: dict[tuple[int, int], Encoded] = field(default_factory=dict)
-    segments: list[Segment] = field(default_factory=list)
+    encoded: dict[_Piece, Encoded] = field(default_factory=dict)
 
-    def plan(self) -> SegmentedPrompt:
-        while True:
-            pieces = self._pieces()
+    def segments(self) -> SegmentedPrompt:
+        pieces = self._pieces()
+        while wrong := [n for p in pieces for n in p.matches if self._shared(p, n) is None]:
             starts = {piece.start for piece in pieces}
-            wrong = [
-                number
-                for piece in pieces
-                for number in piece.matches
-                if not piece.is_plain and self._shared(piece, number) is None
-            ]
-            if not wrong:
-                break
             for number in wrong:
                 begins = self.matches[number].start in starts
                 (self.are_piece if begins else self.begin_piece).add(number)
-        for piece in pieces:
-            if piece.is_plain:
-                self._add_plain(piece)
-            else:
-                self._add_with_chunks(piece)
-        return SegmentedPrompt(tuple(self.segments))
+            pieces = self._pieces()
+        found: list[Segment] = []
+        for part in (part for piece in pieces for part in self._parts(piece) if part.ids):
+            found.append(replace(part, position=found[-1].end if found else 0))
+        return SegmentedPrompt(tuple(found))
 
     def _pieces(self) -> list[_Piece]:
         matches = self.matches
@@ -161,15 +151,21 @@ class _Cutting:
         ]
 
     def _encode(self, piece: _Piece) -> Encoded:
-        key = (piece.start, piece.end)
-        if key not in self.encoded:
+        if piece not in self.encoded:
             text = self.text[piece.start : piece.end]
-            self.encoded[key] = self.tokens.encode_prompt(text, piece.start == 0)
-        return self.encoded[key]
+            whole = [number for number in piece.matches if self.matches[number].complete]
+            if not piece.is_plain:
+                self.encoded[piece] = self.tokens.encode_prompt(text, piece.start == 0)
+            else:
+                ids = self.stored[whole[0]] if whole else self.tokens.encode_text(text)
+                self.encoded[piece] = Encoded(list(ids), [])
+        return self.encoded[piece]
 
     def _shared(self, piece: _Piece, number: int) -> tuple[int, int] | None:
         """First and last token (exclusive) of the piece that equal the chunk's ids; ``None`` if too few."""
         match, stored, encoded = self.matches[number], self.stored[number], self._encode(piece)
+        if piece.is_plain:  # the end of a cut chunk may fall inside a token
+            return 0, common_prefix(tuple(encoded.ids), stored)
         low, high = (
             bisect_left(encoded.offsets, (at - piece.start, 0)) for at in (match.start, match.end)
         )
@@ -183,43 +179,17 @@ class _Cutting:
                 return None
         return low, end
 
-    def _add(self, ids: Sequence[int], text: str, number: int | None = None) -> None:
-        """Append a segment, of the chunk with that number or of other text."""
-        if not ids:
-            return
-        position = self.segments[-1].end if self.segments else 0
-        if number is None:
-            segment = Segment(text, tuple(ids), position)
-        else:
-            match, stored = self.matches[number], self.stored[number]
-            segment = Segment(text, tuple(ids), position, match.chunk_id, stored, match.complete)
-        self.segments.append(segment)
-
-    def _add_plain(self, piece: _Piece) -> None:
-        text = self.text[piece.start : piece.end]
-        if not piece.matches:
-            self._add(self.tokens.encode_text(text), text)
-            return
-        (number,) = piece.matches
-        stored = self.stored[number]
-        if self.matches[number].complete:
-            self._add(stored, text, number)
-            return
-        ids = self.tokens.encode_text(text)
-        # The cut may fall inside a token: the chunk has only the ids that both tokenisations share.
-        shared = common_prefix(tuple(ids), stored)
-        self._add(ids[:shared], text, number)
-        self._add(ids[shared:], "" if shared else text)
-
-    def _add_with_chunks(self, piece: _Piece) -> None:
-        text, encoded = self.text[piece.start : piece.end], self._encode(piece)
-        at, seen = 0, 0  # tokens and characters added
+    def _parts(self, piece: _Piece) -> Iterator[Segment]:
+        """The segments of the piece, without their positions; some may have no ids."""
+        ids = tuple(self._encode(piece).ids)
+        at, seen = 0, piece.start  # tokens and characters so far
         for number in piece.matches:
             match, shared = self.matches[number], self._shared(piece, number)
-            assert shared is not None  # plan() went on until every chunk shares its tokens
+            assert shared is not None  # the pieces were cut until every chunk shares its tokens
             low, end = shared
-            start, stop = match.start - piece.start, match.end - piece.start
-            self._add(encoded.ids[at:low], text[seen:start])
-            self._add(encoded.ids[low:end], text[start:stop], number)
-            at, seen = end, stop
-        self._add(encoded.ids[at:], text[seen:])
+            if low < end:
+                yield Segment(self.text[seen : match.start], ids[at:low], 0)
+                text, stored = self.text[match.start : match.end], self.stored[number]
+                yield Segment(text, ids[low:end], 0, match.chunk_id, stored, match.complete)
+                at, seen = end, match.end
+        yield Segment(self.text[seen : piece.end], ids[at:], 0)

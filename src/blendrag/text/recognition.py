@@ -19,21 +19,16 @@ where it first occurs, as often as fits.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
 from blendrag.text.chunking import canonical
-from blendrag.text.matches import (
-    DisjointMatches,
-    Match,
-    SearchArea,
-    best_cover,
-    common_prefix,
-    unescaped,
-)
+from blendrag.text.matches import Match, SearchArea, best_cover, common_prefix, unescaped
 
 U64 = np.uint64
 #: Lengths of the beginnings that are hashed. The first is for chunks shorter than the second.
@@ -59,27 +54,16 @@ RECENT_SHARE = 1 / 16
 # them, so they never change. They need not withstand deliberate collisions: texts are compared at last.
 
 _BASE = 0x9E3779B97F4A7C15 | 1  # odd, so that it has an inverse modulo 2⁶⁴
+_INVERSE = pow(_BASE, -1, 1 << 64)
 _MIX = U64(0xFF51AFD7ED558CCD)
 
 
-class _Powers:
-    """1, base, base², …, extended as needed. Safe to share between threads."""
-
-    def __init__(self, base: int) -> None:
-        self._base = base
-        self._known = np.ones(1, U64)
-
-    def upto(self, size: int) -> np.ndarray:
-        known = self._known
-        if len(known) < size:
-            steps = np.full(max(size, 2 * len(known)), self._base, U64)
-            steps[0] = 1
-            known = self._known = np.cumprod(steps, dtype=U64)
-        return known[:size]
-
-
-_POWERS = _Powers(_BASE)
-_POWERS_OF_INVERSE = _Powers(pow(_BASE, -1, 1 << 64))
+@cache
+def _powers(base: int, size: int) -> np.ndarray:
+    """1, base, base², …  uint64 [size]"""
+    steps = np.full(size, base, U64)
+    steps[0] = 1
+    return np.cumprod(steps, dtype=U64)
 
 
 class PrefixSums:
@@ -90,26 +74,20 @@ class PrefixSums:
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
         codes = codes.astype(U64) + U64(1)
         self.size = len(codes)
-        with np.errstate(over="ignore"):
-            self._inverses = _POWERS_OF_INVERSE.upto(self.size + 1)
-            self._sums = np.zeros(self.size + 1, U64)
-            np.cumsum(codes * _POWERS.upto(self.size), out=self._sums[1:])
+        known = 1 << self.size.bit_length()  # a power of two, so that few sizes are cached
+        self._inverses = _powers(_INVERSE, known)
+        self._sums = np.zeros(self.size + 1, U64)
+        np.cumsum(codes * _powers(_BASE, known)[: self.size], out=self._sums[1:])
 
     def windows(self, width: int) -> np.ndarray:
         """Hashes of ``text[i : i + width]`` for every i.  [size - width + 1]"""
-        if self.size < width:
-            return np.zeros(0, U64)
-        with np.errstate(over="ignore"):
-            raw = self._sums[width:] - self._sums[:-width]
-            raw *= self._inverses[: self.size - width + 1]
-            return _mixed(raw)
+        after = self._sums[width:]
+        return _mixed((after - self._sums[: len(after)]) * self._inverses[: len(after)])
 
-    def hashes(self, starts: np.ndarray, lengths: np.ndarray | int) -> np.ndarray:
+    def hashes(self, starts: np.ndarray | int, lengths: np.ndarray | int) -> np.ndarray:
         """Hashes of ``text[start : start + length]`` for each pair; all must lie in the text."""
-        with np.errstate(over="ignore"):
-            raw = self._sums[starts + lengths] - self._sums[starts]
-            raw *= self._inverses[starts]
-            return _mixed(raw)
+        raw = self._sums[starts + lengths] - self._sums[starts]
+        return _mixed(raw * self._inverses[starts])
 
 
 def _mixed(raw: np.ndarray) -> np.ndarray:
@@ -131,13 +109,12 @@ def chunk_hashes(text: str) -> bytes:
     Little-endian int64; 0 for levels that are not used.
     """
     sums = PrefixSums(canonical(text))
-    levels = LEVELS[:1] if sums.size < FIRST else LEVELS[1:]
-    levels = tuple(level for level in levels if level <= sums.size)
-    lengths = np.array([sums.size, *levels], np.intp)
-    numbers = np.zeros(2 + len(LEVELS), "<i8")
+    lengths = np.array([sums.size, *LEVELS], np.intp)
+    used = lengths <= sums.size
+    used[1] = SHORT <= sums.size < FIRST
+    numbers = np.zeros(1 + len(lengths), "<i8")
     numbers[0] = sums.size
-    columns = [1, *(2 + LEVELS.index(level) for level in levels)]
-    numbers[columns] = sums.hashes(np.zeros(len(lengths), np.intp), lengths)
+    numbers[1:][used] = sums.hashes(0, lengths[used])
     return numbers.tobytes()
 
 
@@ -167,18 +144,6 @@ class _Filter:
 # -- many chunks in sorted arrays -------------------------------------------------------------------
 
 
-class _Beginnings(NamedTuple):
-    """Where the prompt has the first ``level`` characters of chunks.
-
-    For each start, the slice of the level's arrays with those chunks.
-    """
-
-    level: int
-    starts: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-
-
 class _Level:
     """Chunks with at least ``level`` characters, sorted by the hash of that beginning."""
 
@@ -197,101 +162,91 @@ class _Level:
         self.whole_lengths = self.lengths[first]
         self.whole_before = np.concatenate([[0], np.cumsum(first)]).astype(np.int32)
 
-    def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which of the hashes are known, and for those the place of the first chunk."""
-        low = np.searchsorted(self.hashes, hashes, "left")
-        is_known = self.hashes[np.minimum(low, len(self.hashes) - 1)] == hashes
-        return is_known, low[is_known]
 
-
-class _Found(NamedTuple):
-    """What one table has for one prompt."""
+class _Beginnings(NamedTuple):
+    """Where the prompt has the first ``size`` characters of a table's chunks."""
 
     table: _Table
-    whole: list[tuple[np.ndarray, np.ndarray, np.ndarray]]
-    """Starts, lengths and hashes of chunks that may be in the prompt whole."""
-    beginnings: list[_Beginnings]
+    level: _Level
+    size: int
+    starts: np.ndarray
+    low: np.ndarray
+    """For each start, ``low`` and ``high`` limit the chunks with this beginning in the level's arrays."""
+    high: np.ndarray
+
+    def chunks_at(self, start: int, longest: int, most: int) -> Iterator[tuple[str, int]]:
+        """Ids and lengths of chunks that share the beginning at ``start``, the longest first.
+
+        At most ``most`` chunks, none longer than ``longest``.
+        """
+        at = int(np.searchsorted(self.starts, start))
+        if at == len(self.starts) or self.starts[at] != start:
+            return
+        low, level = int(self.low[at]), self.level
+        # np.intp is the array's own type; for any other, searchsorted would convert the whole array
+        lengths = level.lengths[low : int(self.high[at])]
+        high = low + int(lengths.searchsorted(np.intp(longest), "right"))
+        for place in range(high - 1, max(low, high - most) - 1, -1):
+            chunk_id = self.table.ids[level.slots[place]]
+            if chunk_id in self.table.hashes:
+                yield chunk_id, int(level.lengths[place])
 
 
 class _Table:
-    """Chunks in sorted arrays, searched with a whole prompt at once. Chunks can only be discarded."""
+    """Chunks in sorted arrays, searched with a whole prompt at once.
 
-    def __init__(self, ids: Sequence[str], numbers: np.ndarray) -> None:
-        """``numbers``: the :func:`chunk_hashes` of each chunk.  int64 [chunks, 2 + levels]"""
-        self.ids, self.numbers = ids, numbers
-        self.slots = {chunk_id: slot for slot, chunk_id in enumerate(ids)}
+    Adding chunks makes a new table. A chunk deleted from ``hashes`` is no longer found, but costs time.
+    """
+
+    def __init__(self, hashes: dict[str, bytes]) -> None:
+        """``hashes``: the :func:`chunk_hashes` of each chunk, by id."""
+        self.hashes, self.ids = hashes, list(hashes)
+        numbers = np.frombuffer(b"".join(hashes.values()), "<i8").reshape(-1, 2 + len(LEVELS))
         self._lengths = numbers[:, 0].astype(np.intp)
         digests, heads = numbers[:, 1].astype(U64), numbers[:, 2:].astype(U64)
         self._levels: dict[int, _Level] = {}
+        self._filters: dict[int, _Filter] = {}
         for column, level in enumerate(LEVELS):
             next_level = (*LEVELS, np.iinfo(np.intp).max)[column + 1]
             belongs = self._lengths >= level
             if level == SHORT:
                 belongs &= self._lengths < next_level
             if len(slots := np.flatnonzero(belongs)):
-                hashes = heads[slots, column]
-                self._levels[level] = _Level(hashes, slots, self._lengths, next_level)
-        self._filters = {
-            level: _Filter(self._levels[level].hashes)
-            for level in (SHORT, FIRST)
-            if level in self._levels
-        }
+                beginnings = heads[slots, column]
+                self._levels[level] = _Level(beginnings, slots, self._lengths, next_level)
+                if level in (SHORT, FIRST):
+                    self._filters[level] = _Filter(beginnings)
         self._by_digest = np.argsort(digests)
         self._sorted_digests = digests[self._by_digest]
         self._digest_filter = _Filter(digests)
 
-    @classmethod
-    def of(cls, ids: Sequence[str], hashes: Sequence[bytes]) -> _Table:
-        numbers = np.frombuffer(b"".join(hashes), "<i8").reshape(-1, 2 + len(LEVELS))
-        return cls(ids, numbers)
-
-    def __len__(self) -> int:
-        return len(self.slots)
-
-    @property
-    def discarded(self) -> int:
-        """Chunks discarded, which still cost time."""
-        return len(self.ids) - len(self.slots)
-
-    def merged(self, more: _Table) -> _Table:
-        """A table of both tables' chunks, without the discarded ones of this one."""
-        kept = np.fromiter(self.slots.values(), np.intp, len(self.slots))
-        return _Table([*self.slots, *more.ids], np.concatenate([self.numbers[kept], more.numbers]))
-
-    def search(self, sums: PrefixSums, area: SearchArea) -> _Found:
-        found = _Found(self, [], [])
+    def beginnings(self, sums: PrefixSums, area: SearchArea) -> Iterator[_Beginnings]:
+        """Where the prompt has beginnings of chunks, level by level."""
         for first, filtered in self._filters.items():
-            hashes = sums.windows(first)
-            starts = filtered.maybe(hashes)
+            starts = filtered.maybe(sums.windows(first))
             starts = starts[area.may_begin(starts)]
-            hashes = hashes[starts]
-            for level in (first,) if first == SHORT else LEVELS[1:]:
-                if level not in self._levels:
+            for size in (first,) if first == SHORT else LEVELS[1:]:
+                starts = starts[starts + size <= sums.size]
+                if size not in self._levels or not len(starts):
                     break
-                if level != first:
-                    starts = starts[starts + level <= sums.size]
-                    hashes = sums.hashes(starts, level)
-                table = self._levels[level]
-                is_known, low = table.find(hashes)
-                starts = starts[is_known]
-                if not len(starts):
-                    break
-                begins = _Beginnings(level, starts, low, table.run_end[low])
-                found.beginnings.append(begins)
-                found.whole.append(self._whole(sums, area, table, begins))
-        return found
+                level, hashes = self._levels[size], sums.hashes(starts, size)
+                low = np.searchsorted(level.hashes, hashes)
+                is_known = level.hashes[np.minimum(low, len(level.hashes) - 1)] == hashes
+                starts, low = starts[is_known], low[is_known]
+                yield _Beginnings(self, level, size, starts, low, level.run_end[low])
 
-    def _whole(
-        self, sums: PrefixSums, area: SearchArea, table: _Level, found: _Beginnings
+    def whole(
+        self, sums: PrefixSums, area: SearchArea, found: _Beginnings
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Starts, lengths and hashes of chunks that end before the next level, as the prompt has them."""
-        first = table.whole_before[found.low]
-        counts = table.whole_before[found.high] - first
+        level = found.level
+        first = level.whole_before[found.low]
+        counts = level.whole_before[found.high] - first
         kept = first_of_each(found.low, counts, MAX_COMPARED)
         starts, first, counts = found.starts[kept], first[kept], counts[kept]
         # Pair each start with each length that a chunk with this beginning has.
         begins = np.repeat(np.cumsum(counts) - counts, counts)
-        lengths = table.whole_lengths[np.repeat(first, counts) + np.arange(len(begins)) - begins]
+        lengths = level.whole_lengths[np.repeat(first, counts) + np.arange(len(begins)) - begins]
         at = np.repeat(starts, counts)
         fits = area.may_hold(at, lengths)
         at, lengths = at[fits], lengths[fits]
@@ -301,30 +256,11 @@ class _Table:
 
     def with_digest(self, digest: np.uint64, length: int) -> list[str]:
         """Ids of the chunks with this hash and length."""
-        low, high = (
-            int(np.searchsorted(self._sorted_digests, digest, s)) for s in ("left", "right")
-        )
+        low = int(np.searchsorted(self._sorted_digests, digest))
+        high = int(np.searchsorted(self._sorted_digests, digest, "right"))
         slots = self._by_digest[low:high].tolist()
         ids = [self.ids[slot] for slot in slots if self._lengths[slot] == length]
-        return [chunk_id for chunk_id in ids if chunk_id in self.slots]
-
-    def beginning_at(
-        self, found: _Beginnings, start: int, longest: int, most: int
-    ) -> Iterator[tuple[str, int]]:
-        """Ids and lengths of chunks that share the beginning at ``start``, the longest first.
-
-        At most ``most`` chunks, none longer than ``longest``.
-        """
-        at = int(np.searchsorted(found.starts, start))
-        if at == len(found.starts) or found.starts[at] != start:
-            return
-        table, low = self._levels[found.level], int(found.low[at])
-        # np.intp is the array's own type; for any other, searchsorted would convert the whole array
-        lengths = table.lengths[low : int(found.high[at])]
-        high = low + int(lengths.searchsorted(np.intp(longest), "right"))
-        for slot in table.slots[max(low, high - most) : high][::-1].tolist():
-            if self.ids[slot] in self.slots:
-                yield self.ids[slot], int(self._lengths[slot])
+        return [chunk_id for chunk_id in ids if chunk_id in self.hashes]
 
 
 def first_of_each(groups: np.ndarray, costs: np.ndarray, most: int) -> np.ndarray:
@@ -347,49 +283,39 @@ def first_of_each(groups: np.ndarray, costs: np.ndarray, most: int) -> np.ndarra
 class ChunkIndex:
     """The chunks of a corpus, found by content. Safe for use from several threads.
 
-    Most chunks are in one table. Chunks added recently are in a small one, which is rebuilt on changes.
+    Most chunks are in one table. Chunks added recently are in a small one, which is rebuilt on additions.
     """
 
     def __init__(self, text_of: Callable[[str], str]) -> None:
         """``text_of`` gives a chunk's canonical text; it raises :class:`LookupError` if it is gone."""
         self._text_of = text_of
         self._lock = threading.Lock()
-        self._settled = _Table.of([], [])
-        self._recent: dict[str, bytes] = {}
-        self._recent_table: _Table | None = None
+        self._settled, self._recent = _Table({}), _Table({})
 
     def __len__(self) -> int:
-        return len(self._settled) + len(self._recent)
+        return len(self._settled.hashes) + len(self._recent.hashes)
 
     def __contains__(self, chunk_id: object) -> bool:
-        return chunk_id in self._recent or chunk_id in self._settled.slots
+        return chunk_id in self._recent.hashes or chunk_id in self._settled.hashes
 
     def ids(self) -> list[str]:
         with self._lock:
-            return [*self._settled.slots, *self._recent]
+            return [*self._settled.hashes, *self._recent.hashes]
 
-    def add(self, chunk_id: str, text: str) -> None:
-        """Add a chunk. Adding a known one changes nothing."""
-        if chunk_id not in self:
-            self.add_hashes([chunk_id], [chunk_hashes(text)])
-
-    def add_hashes(self, ids: Sequence[str], hashes: Sequence[bytes]) -> None:
-        """Add many chunks by their :func:`chunk_hashes`; known ones stay as they are."""
+    def add(self, hashes: Mapping[str, bytes]) -> None:
+        """Add chunks by their :func:`chunk_hashes`; known ones stay as they are."""
         with self._lock:
-            new = {i: h for i, h in zip(ids, hashes, strict=True) if i not in self}
+            new = {i: packed for i, packed in hashes.items() if i not in self}
             if len(new) > RECENT:
-                self._settled = self._settled.merged(_Table.of([*new], [*new.values()]))
+                self._settled = _Table(self._settled.hashes | new)
             elif new:
-                self._recent |= new
-                self._recent_table = None
+                self._recent = _Table(self._recent.hashes | new)
 
     def discard(self, chunk_id: str) -> None:
         """Remove a chunk, if it is known."""
         with self._lock:
-            if self._recent.pop(chunk_id, None) is not None:
-                self._recent_table = None
-            else:
-                self._settled.slots.pop(chunk_id, None)
+            for table in (self._settled, self._recent):
+                table.hashes.pop(chunk_id, None)
 
     def find(
         self,
@@ -406,27 +332,18 @@ class ChunkIndex:
         """
         if not len(self) or len(prompt) < SHORT:
             return []
-        sums, area = PrefixSums(prompt), SearchArea(prompt, within, strict)
-        with self._lock:
-            found = [table.search(sums, area) for table in self._tables()]
-        # Outside the lock: text_of may take a lock, too.
-        search = _Search(prompt, area, found, self._text_of)
-        taken = DisjointMatches()
-        for match in best_cover(search.whole_chunks()):
-            taken.add(match)
-        if strict:
-            search.add_tail_cut(taken)
-        return taken.matches
+        search = _Search(prompt, SearchArea(prompt, within, strict), self._tables(), self._text_of)
+        whole = best_cover(search.whole_chunks())
+        return search.with_tail_cut(whole) if strict else whole
 
     def _tables(self) -> list[_Table]:
-        """All chunks; the caller holds the lock."""
-        if self._recent_table is None:
-            self._recent_table = _Table.of([*self._recent], [*self._recent.values()])
-        changes = len(self._recent) + self._settled.discarded
-        if changes > max(RECENT, RECENT_SHARE * len(self._settled)):
-            self._settled = self._settled.merged(self._recent_table)
-            self._recent, self._recent_table = {}, _Table.of([], [])
-        return [table for table in (self._settled, self._recent_table) if len(table)]
+        """Both tables, made one if many chunks were added or discarded."""
+        with self._lock:
+            settled, recent = self._settled, self._recent
+            changes = len(recent.ids) + len(settled.ids) - len(settled.hashes)
+            if changes > max(RECENT, RECENT_SHARE * len(settled.hashes)):
+                self._settled, self._recent = _Table(settled.hashes | recent.hashes), _Table({})
+            return [self._settled, self._recent]
 
     def looks_escaped(self, prompt: str, matches: Sequence[Match]) -> bool:
         """Whether ``prompt`` has chunks only as ``repr`` or JSON writes them.
@@ -443,95 +360,90 @@ class ChunkIndex:
         return covered_plain > covered
 
 
-@dataclass
 class _Search:
     """The candidates of one prompt, compared with the chunks' texts."""
 
-    prompt: str
-    area: SearchArea
-    found: list[_Found]
-    text_of: Callable[[str], str]
-    texts: dict[str, str] = field(default_factory=dict)
+    def __init__(
+        self,
+        prompt: str,
+        area: SearchArea,
+        tables: Sequence[_Table],
+        text_of: Callable[[str], str],
+    ) -> None:
+        self._prompt, self._area, self._tables = prompt, area, tables
+        self._sums = PrefixSums(prompt)
+        self._found = [each for table in tables for each in table.beginnings(self._sums, area)]
 
-    def _text(self, chunk_id: str) -> str:
-        """The chunk's text, asked for once; empty, so that nothing matches, if the chunk is gone."""
-        if chunk_id not in self.texts:
+        @cache
+        def text(chunk_id: str) -> str:
             try:
-                self.texts[chunk_id] = canonical(self.text_of(chunk_id))
+                return canonical(text_of(chunk_id))
             except LookupError:
-                self.texts[chunk_id] = ""
-        return self.texts[chunk_id]
+                return ""  # the chunk is gone: nothing matches
+
+        self._text = text
 
     def whole_chunks(self) -> list[Match]:
         """Chunks that are in the prompt whole; they may overlap."""
-        listed = [whole for found in self.found for whole in found.whole]
-        if not listed:
+        if not self._found:
             return []
+        listed = [each.table.whole(self._sums, self._area, each) for each in self._found]
         starts, lengths, digests = map(np.concatenate, zip(*listed, strict=True))
         kept = first_of_each(digests, np.ones(len(digests), np.intp), MAX_WHOLE)
         matches: dict[tuple[int, int], Match] = {}
         for i in kept.tolist():
             start, length = int(starts[i]), int(lengths[i])
-            for chunk_id in sorted(
-                each for found in self.found for each in found.table.with_digest(digests[i], length)
-            ):
+            same = (table.with_digest(digests[i], length) for table in self._tables)
+            for chunk_id in sorted(chain.from_iterable(same)):
                 text = self._text(chunk_id)
-                if len(text) == length and self.prompt.startswith(text, start):
+                if len(text) == length and self._prompt.startswith(text, start):
                     match = Match(chunk_id, start, start + length, complete=True)
                     matches.setdefault((start, length), match)
         return list(matches.values())
 
-    def add_tail_cut(self, taken: DisjointMatches) -> None:
-        """Add chunks whose tail is cut off where nothing is taken, from the prompt's start on."""
+    def with_tail_cut(self, taken: list[Match]) -> list[Match]:
+        """``taken``, and chunks whose tail is cut off in the gaps, from the prompt's start on."""
+        taken = list(taken)
         starts = np.array(sorted(set(self._tail_cut_starts())), np.intp)
-        for start, end in zip(starts.tolist(), self.area.ends(starts).tolist(), strict=True):
-            room = taken.room(start, end)
-            if room < MIN_TAIL_CUT_CHARS:
+        for start, end in zip(starts.tolist(), self._area.ends(starts).tolist(), strict=True):
+            at = bisect_right(taken, start, key=lambda match: match.start)
+            if at and taken[at - 1].end > start:
                 continue
-            for candidates in self._candidates(start, room):
-                if match := self._tail_cut(start, room, candidates):
-                    taken.add(match)
-                    break
+            room = min([end, *(match.start for match in taken[at : at + 1])]) - start
+            if match := self._tail_cut(start, room):
+                taken.insert(at, match)
+        return taken
 
     def _tail_cut_starts(self) -> Iterator[int]:
-        for found in self.found:
-            for each in found.beginnings:
-                if each.level == MIN_TAIL_CUT_CHARS:
-                    ones = np.ones(len(each.starts), np.intp)
-                    kept = first_of_each(each.low, ones, MAX_TAIL_CUT_STARTS)
-                    yield from each.starts[kept].tolist()
+        for each in self._found:
+            if each.size == MIN_TAIL_CUT_CHARS:
+                ones = np.ones(len(each.starts), np.intp)
+                kept = first_of_each(each.low, ones, MAX_TAIL_CUT_STARTS)
+                yield from each.starts[kept].tolist()
 
-    def _candidates(self, start: int, room: int) -> Iterator[list[tuple[str, int]]]:
-        """Chunks that may share enough text with the prompt at ``start``, level by level from the longest:
-        everything in one list shares more than anything in the next."""
+    def _tail_cut(self, start: int, room: int) -> Match | None:
+        """The chunk that shares the longest text with the prompt at ``start``, if that is long enough."""
         left = MAX_TAIL_CUT_CANDIDATES
-        for level in reversed(LEVELS):
-            if not MIN_TAIL_CUT_CHARS <= level <= room or left <= 0:
+        # From the longest level: all that share its beginning share more than any other chunk.
+        for size in reversed(LEVELS):
+            if not MIN_TAIL_CUT_CHARS <= size <= room or left <= 0:
                 continue
-            longest = int(min(room, 2 * level) / MIN_TAIL_CUT_SHARE)
+            longest = int(min(room, 2 * size) / MIN_TAIL_CUT_SHARE)
             candidates = [
                 chunk
-                for found in self.found
-                for each in found.beginnings
-                if each.level == level
-                for chunk in found.table.beginning_at(each, start, longest, left)
+                for each in self._found
+                if each.size == size
+                for chunk in each.chunks_at(start, longest, left)
             ]
-            if candidates:
-                left -= len(candidates)
-                yield candidates
-
-    def _tail_cut(self, start: int, room: int, candidates: list[tuple[str, int]]) -> Match | None:
-        """The candidate that shares the longest prefix with the prompt, if it is long enough."""
-        best: Match | None = None
-        for chunk_id, length in candidates:
-            needed = max(MIN_TAIL_CUT_CHARS, int(length * MIN_TAIL_CUT_SHARE))
-            if room < needed:
-                continue
-            text = self._text(chunk_id)
-            shared = common_prefix(self.prompt[start : start + min(room, len(text))], text)
-            if shared == length or (best is not None and start + shared <= best.end):
-                continue
-            end = self.area.cut(start, start + shared)
-            if end - start >= needed and (best is None or end > best.end):
-                best = Match(chunk_id, start, end, complete=False)
-        return best
+            left -= len(candidates)
+            matches: list[Match] = []
+            for chunk_id, length in candidates:
+                text = self._text(chunk_id)
+                shared = common_prefix(self._prompt[start : start + min(room, length)], text)
+                end = self._area.cut(start, start + shared)
+                needed = max(MIN_TAIL_CUT_CHARS, int(length * MIN_TAIL_CUT_SHARE))
+                if shared < length and end - start >= needed:
+                    matches.append(Match(chunk_id, start, end, complete=False))
+            if matches:
+                return max(matches, key=lambda match: match.end)
+        return None
