@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ import torch
 from blendrag.cli.plots import COLOURS, GREY, STYLE, require_place, write_png
 from blendrag.lab.bench.geometry import TimedModel
 from blendrag.lab.bench.tiers import ON_DISK, tier_store
-from blendrag.lab.bench.workload import NEW_TOKENS, PromptBench, Workload
+from blendrag.lab.bench.workload import PromptBench, Workload
 from blendrag.metrics import LOAD, WAIT, Span, Timeline
 from blendrag.model import ModelAdapter
 
@@ -48,19 +47,13 @@ def measure(adapter: ModelAdapter, workload: Workload) -> MeasuredAnswer:
     fulls: list[float] = []
     found: list[tuple[float, Timeline, tuple[tuple[int, ...], ...]]] = []
     with tier_store(ON_DISK) as there:
-        bench = PromptBench(adapter, workload, there.store)
+        bench = PromptBench(adapter, workload, there)
         bench.blend()  # warm up
         for _ in range(workload.rounds):
-            began = time.perf_counter()
-            bench.full()
-            fulls.append(time.perf_counter() - began)
+            fulls.append(bench.milliseconds(bench.full) / 1e3)
             timeline = Timeline()
-            with bench.opened() as plan:
-                request = plan.request(bench.prompt_tokens)
-                _, _, fusion = bench.fusor.prefill(
-                    bench.ids, request, NEW_TOKENS, timeline=timeline
-                )
-                seconds = timeline.now()
+            _, fusion = bench.blend(timeline)
+            seconds = timeline.now()
             recomputed = tuple(tuple(layer.tolist()) for layer in fusion.recomputed)
             found.append((seconds, timeline, recomputed))
     blend_s, timeline, recomputed = min(found, key=lambda each: each[0])

@@ -196,13 +196,15 @@ TRIES = 3
 def drop_cached(files: Sequence[Path]) -> bool:
     """Drop files from the operating system's page cache; whether they are gone.
 
-    ``posix_fadvise`` is only advice (tmpfs ignores it), so ``mincore`` counts what is left.
+    Pages that are not on the disk yet cannot be dropped, so files are synced first. ``posix_fadvise`` is
+    only advice (tmpfs ignores it), so ``mincore`` counts what is left.
     """
     if not hasattr(os, "posix_fadvise"):
         return False
     for _ in range(TRIES):
         for path in files:
             with path.open("rb") as file:
+                os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         with contextlib.suppress(OSError, AttributeError):
             if cached_share(files) <= COLD_SHARE:

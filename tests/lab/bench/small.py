@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -11,7 +13,9 @@ import torch
 
 from blendrag.lab.bench import auto
 from blendrag.lab.bench.geometry import TimedModel
-from blendrag.lab.bench.workload import PromptBench
+from blendrag.lab.bench.rounds import silent
+from blendrag.lab.bench.tiers import ON_DISK, BenchTier
+from blendrag.lab.bench.workload import PromptBench, Workload, prompt_bench
 from blendrag.model import ModelAdapter
 from blendrag.planning.profile import Curve, Profile, Tier, conditions_of
 from cli.commands import invoke
@@ -77,6 +81,13 @@ def timed(adapter: ModelAdapter | None = None) -> TimedModel:
     made = TimedModel("tiny")
     vars(made)["adapter"] = adapter or tiny_adapter()
     return made
+
+
+@contextmanager
+def tiny_bench(workload: Workload, tier: BenchTier = ON_DISK) -> Iterator[PromptBench]:
+    """A prompt for the tiny model."""
+    with prompt_bench(timed(), workload, tier, silent) as bench, torch.inference_mode():
+        yield bench
 
 
 def invented_profile(bench: PromptBench, tick: object = None, row_s: float = 1e-6) -> Profile:

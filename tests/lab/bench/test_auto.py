@@ -6,15 +6,14 @@ import time
 from typing import Any
 
 import pytest
-import torch
 
 from blendrag.lab.bench import auto
 from blendrag.lab.bench.auto import AutoRun, tier_result, with_tier
-from blendrag.lab.bench.tiers import ON_DISK, parse_tier, tier_store
-from blendrag.lab.bench.workload import PromptBench, Workload
+from blendrag.lab.bench.tiers import ON_DISK, parse_tier
+from blendrag.lab.bench.workload import Workload
 from blendrag.planning.controller import Controller
 from blendrag.planning.profile import Tier
-from lab.bench.small import LAYERS, SMALL, invented_profile, measured, printed, tiny_adapter
+from lab.bench.small import LAYERS, SMALL, invented_profile, measured, printed, tiny_bench
 
 COMMAND = ("auto", *SMALL, "--policy", "random")
 
@@ -44,13 +43,13 @@ def test_with_a_store_slower_than_computing_auto_computes_and_fixed_ratios_load(
 
 
 def test_a_throttled_tier_enters_the_profile_no_faster_than_the_disk() -> None:
-    with tier_store(ON_DISK) as there, torch.inference_mode():
-        profile = invented_profile(PromptBench(tiny_adapter(), Workload(1, 32, 8), there.store))
+    with tiny_bench(Workload(1, 32, 8)) as bench:
+        profile = invented_profile(bench)
     slow = with_tier(profile, parse_tier("0.5GB/s")).tier("0.5GB/s")
     assert slow == Tier("0.5GB/s", 5e8, busy=5e-4)
     fast = with_tier(profile, parse_tier("5TB/s")).tier("5TB/s")
     assert fast == Tier("5TB/s", 1e12, busy=1.0)
-    assert with_tier(profile, parse_tier("disk")) is profile
+    assert with_tier(profile, ON_DISK) is profile
 
 
 def test_a_prediction_includes_opening_and_deciding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,13 +67,10 @@ def test_a_prediction_includes_opening_and_deciding(monkeypatch: pytest.MonkeyPa
 def test_auto_is_compared_with_the_fastest_fixed_ratio() -> None:
     near, far = AutoRun(1.0, 1.1, 0.15, 2), AutoRun(1.0, 2.0, 0.15, 2)
     slow = AutoRun(2.0, 2.0, 0.5, 2)
-    found = tier_result(parse_tier("disk"), {0.5: [slow], 0.15: [near, far], None: [slow]})
+    found = tier_result(ON_DISK, {0.5: [slow], 0.15: [near, far], None: [slow]})
     assert (found.close, found.best.ratio, found.relative) == (0.75, 0.15, 2.0)
 
 
-@pytest.mark.parametrize(
-    ("predicted_s", "is_close"),
-    [(1.149, True), (0.851, True), (1.16, False), (0.84, False)],
-)
-def test_a_prediction_within_15_percent_is_close(predicted_s: float, is_close: bool) -> None:
-    assert AutoRun(1.0, predicted_s, 0.15, 2).is_close == is_close
+def test_a_prediction_within_15_percent_is_close() -> None:
+    predictions = [AutoRun(1.0, s, 0.15, 2) for s in (0.84, 0.851, 1.149, 1.16)]
+    assert [each.is_close for each in predictions] == [False, True, True, False]

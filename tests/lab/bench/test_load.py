@@ -8,21 +8,24 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from pydantic import TypeAdapter
 
 from blendrag.lab.bench.load import (
     BlendServer,
-    FullServer,
+    LoadResult,
     LoadWorkload,
     PrefixServer,
     Queue,
     Served,
     load,
+    load_figure,
     make_requests,
+    serve_full,
 )
 from blendrag.lab.bench.tiers import ON_DISK, tier_store
-from blendrag.lab.bench.workload import Workload
+from blendrag.lab.bench.workload import Workload, prompt_of
 from blendrag.store.encodings import stored_chunk_bytes
-from blendrag.text.prompt import Segment, SegmentedPrompt
+from blendrag.text.prompt import SegmentedPrompt
 from lab.bench.small import printed, timed, tiny_adapter
 
 PROMPT = Workload(3, 16, 8, 1.0, "full")
@@ -32,13 +35,10 @@ def served(first_s: float) -> Served:
     return Served(0, first_s, 0)
 
 
-def prompt_of(*chunks: int) -> SegmentedPrompt:
+def asking(*chunks: int) -> SegmentedPrompt:
     """Those chunks, and a question."""
-    segments = []
-    for i, number in enumerate(chunks):
-        ids = tuple(np.random.default_rng(number).integers(2, 3000, 16).tolist())
-        segments.append(Segment("", ids, 16 * i, f"chunk-{number}", ids))
-    return SegmentedPrompt((*segments, Segment("", (5, 6, 7, 8), 16 * len(chunks))))
+    ids = (tuple(np.random.default_rng(n).integers(2, 3000, 16).tolist()) for n in chunks)
+    return prompt_of(zip(map(str, chunks), ids, strict=True), (5, 6, 7, 8))
 
 
 def room(chunks: int) -> int:
@@ -92,11 +92,10 @@ def test_requests_ask_most_for_the_first_chunks_and_are_always_the_same() -> Non
 def test_all_ways_choose_the_token_of_stock_prefill_when_all_is_computed() -> None:
     adapter = tiny_adapter()
     with tier_store(ON_DISK) as there:
-        full, prefix = FullServer(adapter), PrefixServer(adapter, room(9))
-        blend = BlendServer(adapter, there, PROMPT)
+        prefix, blend = PrefixServer(adapter, room(9)), BlendServer(adapter, there, PROMPT)
         for chunks in ((1, 2, 3), (1, 2, 4), (3, 1, 2), (1, 2, 3)):
-            plan = prompt_of(*chunks)
-            token = full.serve(plan).token
+            plan = asking(*chunks)
+            token = serve_full(adapter, plan).token
             assert prefix.serve(plan).token == blend.serve(plan).token == token
 
 
@@ -107,7 +106,7 @@ def test_prefix_reuses_chunks_after_the_same_chunks_and_blend_in_any_place() -> 
         blend = BlendServer(tiny_adapter(), there, PROMPT)
         reused = [
             (prefix.serve(plan).reused_tokens // 16, blend.serve(plan).reused_tokens // 16)
-            for plan in (prompt_of(*c) for c in ((1, 2, 3), (1, 2, 4), (2, 1, 3), (1, 2, 4)))
+            for plan in (asking(*c) for c in ((1, 2, 3), (1, 2, 4), (2, 1, 3), (1, 2, 4)))
         ]
     assert reused == [(0, 0), (2, 2), (0, 3), (3, 3)]
 
@@ -116,7 +115,7 @@ def test_prefix_reuses_chunks_after_the_same_chunks_and_blend_in_any_place() -> 
 def test_a_full_prefix_cache_evicts_the_least_recently_used() -> None:
     prefix = PrefixServer(tiny_adapter(), room(4))
     reused = [
-        prefix.serve(prompt_of(*chunks)).reused_tokens
+        prefix.serve(asking(*chunks)).reused_tokens
         for chunks in ((1, 2), (3, 4), (1, 2), (5, 6), (1, 2), (3, 4))  # (5, 6) replaces (3, 4)
     ]
     assert reused == [0, 0, 32, 0, 32, 0]
@@ -127,10 +126,10 @@ def test_a_small_store_evicts_too_and_encodes_what_is_missing() -> None:
     with tier_store(ON_DISK, room(5)) as there:
         blend = BlendServer(tiny_adapter(), there, PROMPT)
         for number in range(1, 9, 2):
-            assert blend.serve(prompt_of(number, number + 1)).reused_tokens == 0
+            assert blend.serve(asking(number, number + 1)).reused_tokens == 0
             assert there.store.stats().size_bytes <= room(5)
         assert there.store.stats().evictions > 0
-        assert blend.serve(prompt_of(7, 8)).reused_tokens == 32
+        assert blend.serve(asking(7, 8)).reused_tokens == 32
 
 
 def test_a_corpus_that_fits_is_reused_from_the_first_request_on() -> None:
@@ -140,7 +139,7 @@ def test_a_corpus_that_fits_is_reused_from_the_first_request_on() -> None:
     assert blend.reused == pytest.approx(tokens / PROMPT.prompt_tokens)
 
 
-# -- the command ----------------------------------------------------------------------------------
+# -- the result -----------------------------------------------------------------------------------
 
 
 def test_the_result_has_every_way_at_every_rate() -> None:
@@ -151,3 +150,16 @@ def test_the_result_has_every_way_at_every_rate() -> None:
     assert all(min(row["p95_ttft_ms"], row["throughput_per_s"]) > 0 for row in fields["rows"])
     assert by_way["full"]["reused"] == 0
     assert by_way["full"]["equal_ttft_per_s"] > 0
+
+
+def test_ways_are_drawn_by_rate_with_the_ttft_that_they_are_compared_at() -> None:
+    result = TypeAdapter(LoadResult).validate_python(printed("load"))
+    (axes,) = load_figure(result).axes
+    drawn = {line.get_label(): line for line in axes.get_lines()}
+    for way in ("full", "prefix", "blend"):
+        rows = [row for row in result.rows if row.way == way]
+        assert list(drawn[way].get_xdata()) == [row.requests_per_s for row in rows]
+        assert list(drawn[way].get_ydata()) == [row.mean_ttft_ms for row in rows]
+    assert list(drawn["twice full's\nwithout load"].get_ydata()) == [result.doubled_ttft_ms] * 2
+    tops = {max(path.vertices[:, 1]) for band in axes.collections for path in band.get_paths()}
+    assert max(row.p95_ttft_ms for row in result.rows if row.way == "blend") in tops

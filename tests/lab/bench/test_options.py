@@ -27,7 +27,6 @@ from blendrag.lab.bench.rounds import (
     Timing,
     measure_part,
     peak_bytes,
-    run_rounds,
     silent,
 )
 from blendrag.lab.tables import ResultTable
@@ -144,13 +143,6 @@ def test_each_round_starts_with_another_way_and_the_first_does_not_count() -> No
     assert [row.speed for row in rows] == [1.0, 2.0]  # of 2, 8 and 2
 
 
-def test_rounds_prepare_each_call_and_settle_after_the_warm_up() -> None:
-    calls: list[str] = []
-    ways = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
-    run_rounds(ways, 1, prepare=lambda n: calls.append(f"({n})"), settle=lambda: calls.append("|"))
-    assert "".join(calls) == "(a)a(b)b|(b)b(a)a"
-
-
 def test_peak_memory_is_measured_from_the_start_of_the_work() -> None:
     peak = peak_bytes(lambda: torch.ones(16 << 20, dtype=torch.uint8).sum(), torch.device("cpu"))
     assert peak is None or peak >= 15 << 20
@@ -217,7 +209,7 @@ def test_bad_input_is_refused_in_one_sentence(command: tuple[str, ...], sentence
      (("sweep", "--plot", "picture.jpg"), "--plot picture.jpg cannot be written"),
      (("sweep", "--plot", "no/such/place/p.png"), "--plot no/such/place/p.png cannot be written"),
      (("load", "--plot", "."), "--plot . cannot be written"),
-     *(((name, "--tier", "1e-300B/s"), "tier '1e-300B/s' is slower than any disk")
+     *(((name, "--tier", "1B/s"), "tier '1B/s' is slower than any disk")
        for name in ("ttft", "sweep", "throughput", "trace", "load"))],
 )  # fmt: skip
 def test_bad_tiers_and_destinations_are_refused_before_anything_is_loaded(

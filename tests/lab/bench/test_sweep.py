@@ -1,10 +1,22 @@
-"""TTFT over one factor."""
+"""TTFT over one factor, and its figure."""
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
-from blendrag.lab.bench.sweep import FACTORS, SweepCase, make_cases
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+from blendrag.lab.bench.rounds import Timing
+from blendrag.lab.bench.sweep import (
+    FACTORS,
+    SweepCase,
+    SweepResult,
+    SweepRow,
+    make_cases,
+    sweep_figure,
+)
 from blendrag.lab.bench.tiers import ON_DISK
 from blendrag.lab.bench.workload import Workload
 from lab.bench.small import SMALL, measured, printed
@@ -18,12 +30,10 @@ def test_a_sweep_over_the_ratio_has_a_row_for_each_value() -> None:
     assert [row["ratio"] for row in rows] == pytest.approx([0.1, 0.5, 1.0], abs=0.01)
     for row in rows:
         assert row["speedup"] == pytest.approx(row["full_ms"]["median"] / row["blend_ms"]["median"])
+        assert row["full_ms"] == rows[0]["full_ms"]  # one stock prefill for one prompt
     floors = [row["floor_speedup"] for row in rows]
     assert floors == sorted(floors, reverse=True)
     assert floors[-1] < 1  # everything is computed, and the question's tokens twice
-    assert all(
-        row["full_ms"] == rows[0]["full_ms"] for row in rows
-    )  # one stock prefill for one prompt
     assert fields["about"] == ["tiny, 2 × 32 + 8 tokens", "query at r = …, native KV from disk"]
 
 
@@ -61,6 +71,61 @@ def test_an_encoding_changes_what_is_stored_and_not_what_is_computed() -> None:
     assert native["floor_speedup"] == small["floor_speedup"]
 
 
-@pytest.mark.parametrize("factor", FACTORS)
-def test_every_factor_has_default_values(factor: str) -> None:
-    assert len(make_cases(factor, None, SweepCase("", Workload(), ON_DISK, "tiny"))) > 1
+def test_every_factor_has_default_values() -> None:
+    base = SweepCase("", Workload(), ON_DISK, "tiny")
+    assert all(len(make_cases(factor, None, base)) > 1 for factor in FACTORS)
+
+
+# -- the figure -----------------------------------------------------------------------------------
+
+#: A row, whose timings are different multiples for each value.
+ROW = SweepRow("", 0, 0.15, Timing(9, 8, 11), Timing(50, 40, 60), Timing(4, 3, 6), 2.0, 3.0, 1)
+
+
+def times_of(row: SweepRow) -> dict[str, Timing]:
+    return {"full prefill": row.full_ms, "reuse": row.reuse_ms, "blend": row.blend_ms}
+
+
+def scaled(timing: Timing, by: float) -> Timing:
+    return Timing(timing.median * by, timing.low * by, timing.high * by)
+
+
+def line(axes: Axes, label: str) -> Line2D:
+    return next(found for found in axes.get_lines() if found.get_label() == label)
+
+
+@pytest.mark.parametrize(
+    ("factor", "values", "x", "label"),
+    [("ratio", ["0.05", "0.15", "1.0"], [0.05, 0.15, 1], "ratio"),
+     ("chunk-tokens", ["256", "512"], [256, 512], "chunk-tokens"),
+     ("context", ["1024", "2048"], [101, 102], "tokens of the prompt"),
+     ("tier", ["memory", "disk", "1GB/s"], [0, 1, 2], "tier")],
+)  # fmt: skip
+def test_a_sweep_is_drawn_at_its_values_joined_if_they_are_numbers(
+    factor: str, values: list[str], x: list[float], label: str
+) -> None:
+    rows = [
+        replace(
+            ROW, value=value, prompt_tokens=101 + i, blend_ms=scaled(ROW.blend_ms, i + 1),
+            full_ms=scaled(ROW.full_ms, i + 1), reuse_ms=scaled(ROW.reuse_ms, i + 1),
+        )
+        for i, value in enumerate(values)
+    ]  # fmt: skip
+    (axes,) = sweep_figure(SweepResult(None, factor, ("about", "it"), 3, tuple(rows))).axes
+    assert (axes.get_title(), axes.get_xlabel()) == ("about\nit", label)
+    assert axes.get_legend_handles_labels()[1] == list(times_of(ROW))
+    for way in times_of(ROW):
+        drawn = line(axes, way)
+        assert list(drawn.get_xdata()) == x
+        assert list(drawn.get_ydata()) == [times_of(row)[way].median for row in rows]
+        assert (drawn.get_linestyle() == "None") == (factor == "tier")
+    if factor == "context":
+        assert [text.get_text() for text in axes.get_xticklabels()] == ["101", "102"]
+    if factor == "tier":
+        assert [text.get_text() for text in axes.get_xticklabels()] == values
+        bars = {
+            (path.vertices[0][1], path.vertices[1][1])
+            for collection in axes.collections
+            for path in collection.get_paths()
+        }
+        assert {(ms.low, ms.high) for row in rows for ms in times_of(row).values()} <= bars

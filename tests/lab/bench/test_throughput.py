@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,19 +10,17 @@ import torch
 import tiny
 from blendrag.errors import InvalidInputError
 from blendrag.lab.bench.throughput import ThroughputBench, throughput
+from blendrag.lab.bench.tiers import ON_DISK, tier_store
 from blendrag.lab.bench.workload import Workload
-from blendrag.store import open_store
 from lab.bench.small import printed, timed, tiny_adapter
 
 REQUESTS = 5
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[ThroughputBench]:
-    store = open_store(tmp_path, ram_bytes=0, disk_bytes=1 << 30)
-    with torch.inference_mode():
-        yield ThroughputBench(tiny_adapter(), Workload(3, 32, 16, 0.3), REQUESTS, store)
-    store.close()
+@pytest.fixture(scope="module")
+def bench() -> Iterator[ThroughputBench]:
+    with tier_store(ON_DISK) as there, torch.inference_mode():
+        yield ThroughputBench(tiny_adapter(), Workload(3, 32, 16, 0.3), REQUESTS, there.store)
 
 
 def test_figures_follow_from_the_times() -> None:

@@ -19,19 +19,12 @@ from blendrag.lab.bench import tiers
 from blendrag.lab.bench.recognise import RecogniseWorkload, recognise
 from blendrag.lab.bench.scratch import PREFIX, scratch
 from blendrag.lab.bench.store import StoreWorkload, store
-from blendrag.lab.bench.tiers import (
-    MIN_BYTES_PER_S,
-    ON_DISK,
-    Throttle,
-    ThrottledStore,
-    TierStore,
-    parse_tier,
-    tier_store,
-)
-from blendrag.lab.bench.workload import PromptBench, Workload
+from blendrag.lab.bench.tiers import ON_DISK, Throttle, ThrottledStore, parse_tier, tier_store
+from blendrag.lab.bench.workload import Workload
+from blendrag.store import KVStore
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.kv import ChunkKV
-from lab.bench.small import tiny_adapter
+from lab.bench.small import tiny_adapter, tiny_bench
 
 NAMESPACE, KEY, OTHER_KEY = "a" * 64, "b" * 64, "c" * 64
 TOKENS = 30
@@ -43,23 +36,22 @@ def kv() -> ChunkKV:
 
 
 @pytest.fixture
-def there(kv: ChunkKV) -> Iterator[TierStore]:
+def kv_store(kv: ChunkKV) -> Iterator[KVStore]:
     with tier_store(ON_DISK) as there:
         there.store.put(NAMESPACE, KEY, kv)
-        yield there
+        yield there.store
 
 
 # -- a throttled store ----------------------------------------------------------------------------
 
 
 def test_a_throttled_read_delivers_the_same_bytes_no_sooner_than_its_device(
-    there: TierStore, kv: ChunkKV
+    kv_store: KVStore, kv: ChunkKV
 ) -> None:
     size = stored_chunk_bytes(kv.layout, TOKENS)
-    slow = ThrottledStore(there.store, Throttle(size / 0.2), "slow")
+    slow = ThrottledStore(kv_store, Throttle(size / 0.2), "slow")
     began = time.perf_counter()
     reader = slow.open(NAMESPACE, KEY, kv.layout, TOKENS)
-    assert reader is not None
     assert reader.tier == "slow"
     for i, expected in enumerate(kv.layers):
         layer = torch.empty_like(expected)
@@ -81,19 +73,16 @@ def test_readers_share_a_device_that_owes_nothing_after_a_pause(
     assert device.begin(100) == pytest.approx(9.1)
 
 
-def test_encoded_chunks_take_fewer_bytes_of_the_device(there: TierStore, kv: ChunkKV) -> None:
+def test_encoded_chunks_take_fewer_bytes_of_the_device(
+    kv_store: KVStore, kv: ChunkKV, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[int] = []
-
-    class Counting(Throttle):
-        def begin(self, size_bytes: int) -> float:
-            asked.append(size_bytes)
-            return super().begin(size_bytes)
-
+    monkeypatch.setattr(Throttle, "begin", lambda device, size: asked.append(size) or 0.0)
     small = replace(kv, layout=kv.layout.encoded("int8"))
-    there.store.put(NAMESPACE, OTHER_KEY, small)
+    kv_store.put(NAMESPACE, OTHER_KEY, small)
+    slow = ThrottledStore(kv_store, Throttle(1e9))
     for key, layout in ((KEY, kv.layout), (OTHER_KEY, small.layout)):
-        reader = ThrottledStore(there.store, Counting(1e9)).open(NAMESPACE, key, layout, TOKENS)
-        assert reader is not None
+        reader = slow.open(NAMESPACE, key, layout, TOKENS)
         reader.read_layer(0, torch.empty_like(kv.layers[0]))
         reader.close()
     native, encoded = asked
@@ -103,19 +92,19 @@ def test_encoded_chunks_take_fewer_bytes_of_the_device(there: TierStore, kv: Chu
 # -- names ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("text", "bytes_per_s"), [("0.5GB/s", 5e8), ("200 MB/s", 2e8)])
+@pytest.mark.parametrize(
+    ("text", "bytes_per_s"), [("0.5GB/s", 5e8), ("200 MB/s", 2e8), ("1kb/s", 1e3)]
+)
 def test_a_throughput_is_a_tier(text: str, bytes_per_s: float) -> None:
     tier = parse_tier(text)
-    assert tier.bytes_per_s == bytes_per_s
-    assert tier.name == tier.profiled == text
-    assert parse_tier("1KB/s").bytes_per_s == MIN_BYTES_PER_S
+    assert (tier.name, tier.bytes_per_s) == (text, bytes_per_s)
 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [*((text, "is none of memory, disk, cold")
-       for text in ("", "floppy", "0GB/s", "-1GB/s", "1e999GB/s", "nan")),
-     *((text, "expected a throughput of 1 KB/s or more") for text in ("1e-300B/s", "1B/s", "0.9KB/s"))],
+       for text in ("", "floppy", "0GB/s", "-1GB/s", "5/s", "5GB/s or so")),
+     *((text, "expected a throughput of 1 KB/s or more") for text in ("1B/s", "0.9KB/s"))],
 )  # fmt: skip
 def test_a_bad_tier_is_refused_in_one_sentence(text: str, sentence: str) -> None:
     with pytest.raises(InvalidInputError, match=sentence) as caught:
@@ -128,29 +117,28 @@ def test_a_bad_tier_is_refused_in_one_sentence(text: str, sentence: str) -> None
 
 @pytest.mark.parametrize("name", ["memory", "disk", "9GB/s"])
 def test_a_bench_reads_from_the_tier_it_names(name: str) -> None:
-    with tier_store(parse_tier(name)) as there, torch.inference_mode():
-        bench = PromptBench(tiny_adapter(), Workload(2, 32, 8, 0.15), there.store)
-        token = bench.blend()
-        there.settle()
-        there.prepare()
+    with tiny_bench(Workload(2, 32, 8, 0.15), parse_tier(name)) as bench:
+        token, _ = bench.blend()
+        bench.there.prepare()
         with bench.opened() as load:
             assert {span.reader.tier for span in load.spans} == {name}
-        assert bench.blend() == token
+        assert bench.blend()[0] == token
 
 
 def test_a_cold_tier_drops_its_files_before_every_measurement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     dropped: list[int] = []
-    left = iter((0.0, 0.5))
-    monkeypatch.setattr(tiers, "drop_cached", lambda files: dropped.append(len(list(files))))
-    monkeypatch.setattr(tiers, "cached_share", lambda files: next(left))
-    with tier_store(parse_tier("cold")) as there, torch.inference_mode():
-        PromptBench(tiny_adapter(), Workload(2, 32, 8, 0.15), there.store)
-        there.prepare()
+    gone = iter((True, False))
+    monkeypatch.setattr(
+        tiers, "drop_cached", lambda files: dropped.append(len(files)) or next(gone)
+    )
+    monkeypatch.setattr(tiers, "cached_share", lambda files: 0.5)
+    with tiny_bench(Workload(2, 32, 8, 0.15), parse_tier("cold")) as bench:
+        bench.milliseconds(lambda: None)
         assert dropped == [2]
         with pytest.raises(InvalidInputError, match="50% of the files stay in the page cache"):
-            there.prepare()
+            bench.milliseconds(lambda: None)
 
 
 # -- temporary directories ------------------------------------------------------------------------
@@ -165,14 +153,6 @@ with scratch(Path(sys.argv[1])) as made:
     print(made, flush=True)
     os._exit(130)
 """
-
-
-def killed(parent: Path) -> Path:
-    """What a process that was killed has left in ``parent``: a directory without a lock."""
-    left = parent / f"{PREFIX}left"
-    left.mkdir()
-    (left / "kv").write_bytes(b"kv")
-    return left
 
 
 def test_the_directory_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> None:
@@ -194,7 +174,6 @@ def test_a_directory_in_use_stays_however_old_it_is(tmp_path: Path) -> None:
         os.utime(first, (0, 0))
         with scratch(tmp_path):
             assert (first / "kv").is_file()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_files_of_others_stay(tmp_path: Path) -> None:
@@ -228,7 +207,8 @@ def test_every_bench_that_writes_removes_what_was_left(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("blendrag.lab.bench.store.GETS", 5)
-    left = killed(tmp_path)
+    left = tmp_path / f"{PREFIX}left"  # without a lock
+    left.mkdir()
+    (left / "kv").write_bytes(b"kv")
     bench()
-    assert not left.exists()
     assert list(tmp_path.iterdir()) == []

@@ -28,13 +28,13 @@ def there() -> Iterator[TierStore]:
 
 
 def bench_of(there: TierStore, policy: str) -> PromptBench:
-    return PromptBench(tiny_adapter(), Workload(2, 32, 8, 0.15, policy), there.store)
+    return PromptBench(tiny_adapter(), Workload(2, 32, 8, 0.15, policy), there)
 
 
 def traced(there: TierStore, policy: str) -> Timeline:
     """The timeline of one blend."""
     timeline = Timeline()
-    RequestParts(bench_of(there, policy)).wall(timeline)
+    bench_of(there, policy).blend(timeline)
     return timeline
 
 
@@ -84,14 +84,10 @@ def test_parts_of_layers_add_up_and_do_not_overlap(there: TierStore) -> None:
 
 def test_without_a_timeline_nothing_is_recorded_and_no_hook_stays(there: TierStore) -> None:
     bench, timeline = bench_of(there, "random"), Timeline()
-    with bench.opened() as plan:
-        request = plan.request(bench.prompt_tokens)
-        _, _, fusion = bench.fusor.prefill(bench.ids, request, timeline=None)
-    assert fusion.timeline is None
-    RequestParts(bench).wall(timeline)
+    bench.blend(timeline)
     recorded = len(timeline.spans)
     bench.full()
-    bench.blend()
+    assert bench.blend()[1].timeline is None
     assert len(timeline.spans) == recorded
     assert not any(layer._forward_hooks for layer in bench.adapter.decoder_layers)
 
@@ -135,8 +131,7 @@ def test_computing_alone_starts_after_everything_was_read(
 
     monkeypatch.setattr(RequestParts, "_now", noting)
     parts.compute()
-    parts.wall()
-    assert read == [1, 1, 1, 2]
+    assert read == [1, 1]
 
 
 @pytest.mark.parametrize(("policy", "layers"), [("random", LAYERS), ("hkvd", LAYERS - 1)])
@@ -156,9 +151,8 @@ def test_loading_alone_reads_the_layers_of_the_request(
 
 
 def test_the_trace_file_opens_in_a_viewer(tmp_path: Path) -> None:
-    out, plot = tmp_path / "trace.json", tmp_path / "trace.png"
-    fields = measured("trace", *SMALL, "--policy", "query", "--tier", "disk", "--out", str(out),
-                      "--plot", str(plot))  # fmt: skip
+    out = tmp_path / "trace.json"
+    fields = measured("trace", *SMALL, "--policy", "query", "--tier", "disk", "--out", str(out))
     made: dict[str, Any] = json.loads(out.read_text())
     events = [event for event in made["traceEvents"] if event["ph"] == "X"]
     names = {m["tid"]: m["args"]["name"] for m in made["traceEvents"] if m["ph"] == "M"}
@@ -169,7 +163,6 @@ def test_the_trace_file_opens_in_a_viewer(tmp_path: Path) -> None:
     assert len(events) == len(fields["spans"])
     assert {event["args"]["pass"] for event in events} == {"scout", "blend"}
     assert made["otherData"]["overlap"] == fields["overlap"]
-    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_default_tier_is_a_throughput_and_the_overlap_follows_from_the_times() -> None:

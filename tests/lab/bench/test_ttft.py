@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +10,7 @@ import torch
 
 from blendrag.lab.bench.ttft import CachedPrefix, ttft, ttft_table
 from blendrag.lab.bench.workload import PromptBench, Workload
-from blendrag.store import open_store
-from lab.bench.small import LAYERS, no_peak_bytes, printed, timed, tiny_adapter
+from lab.bench.small import LAYERS, no_peak_bytes, printed, timed, tiny_bench
 
 MODES = {"full", "prefix_stock", "prefix_fused", "reuse", "blend"}
 CHUNK_TOKENS, PROMPT_TOKENS = 64, 72
@@ -24,12 +22,15 @@ def figures() -> dict[str, Any]:
     return printed("ttft")
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[PromptBench]:
-    store = open_store(tmp_path, ram_bytes=0, disk_bytes=1 << 30)
-    with torch.inference_mode():
-        yield PromptBench(tiny_adapter(), WORKLOAD, store)
-    store.close()
+@pytest.fixture(scope="module")
+def bench() -> Iterator[PromptBench]:
+    with tiny_bench(WORKLOAD) as bench:
+        yield bench
+
+
+@pytest.fixture(autouse=True)
+def _no_peak_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("blendrag.lab.bench.ttft.peak_bytes", no_peak_bytes)
 
 
 def test_figures_follow_from_the_times_of_all_modes(figures: dict[str, Any]) -> None:
@@ -49,7 +50,7 @@ def test_the_floor_of_query_counts_its_scout_pass(figures: dict[str, Any]) -> No
 
 
 def test_the_charged_ratio_counts_layer_0_of_hkvd(bench: PromptBench) -> None:
-    counts = bench.blended(policy="hkvd")[1]
+    counts = bench.blend(policy="hkvd")[1].counts()
     assert counts.ratio == pytest.approx(0.15, abs=1 / (CHUNK_TOKENS * (LAYERS - 1)))
     assert counts.charged_ratio == pytest.approx((1 + counts.ratio * (LAYERS - 1)) / LAYERS)
     rows = LAYERS * (counts.charged_ratio * CHUNK_TOKENS + PROMPT_TOKENS - CHUNK_TOKENS)
@@ -59,7 +60,8 @@ def test_the_charged_ratio_counts_layer_0_of_hkvd(bench: PromptBench) -> None:
 def test_ways_that_compute_everything_choose_the_token_of_stock_prefill(bench: PromptBench) -> None:
     prefix = CachedPrefix(bench)
     assert prefix.stock() == prefix.fused() == bench.full()
-    token, counts = bench.blended(policy="hkvd", ratio=1.0)
+    token, fusion = bench.blend(policy="hkvd", ratio=1.0)
+    counts = fusion.counts()
     assert token == bench.full()
     assert counts.rows == (PROMPT_TOKENS,) * LAYERS
     assert bench.floor_speedup(counts) == 1.0
@@ -67,7 +69,6 @@ def test_ways_that_compute_everything_choose_the_token_of_stock_prefill(bench: P
 
 def test_a_compiled_stock_prefill_has_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Any] = []
-    monkeypatch.setattr("blendrag.lab.bench.ttft.peak_bytes", no_peak_bytes)
     monkeypatch.setattr(torch, "compile", lambda forward, **how: compiled.append(how) or forward)
     found = ttft(timed(), WORKLOAD, compiled=True)
     assert compiled == [{"dynamic": False}]
@@ -83,7 +84,6 @@ def test_without_a_working_compiler_the_row_is_left_out_with_one_sentence(
     def broken(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("no C++ compiler found\nwith a long trace")
 
-    monkeypatch.setattr("blendrag.lab.bench.ttft.peak_bytes", no_peak_bytes)
     monkeypatch.setattr(torch, "compile", lambda forward, **how: broken)
     found = ttft(timed(), WORKLOAD, compiled=True)
     assert found.ms.keys() == MODES

@@ -8,8 +8,8 @@ the first token of ``generate``.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
@@ -22,7 +22,7 @@ from blendrag.lab.bench import options
 from blendrag.lab.bench.geometry import TimedModel
 from blendrag.lab.bench.rounds import Tick, Timing, clock, run_rounds, silent
 from blendrag.lab.bench.scratch import scratch
-from blendrag.lab.bench.tiers import BenchTier, TierStore, parse_tier
+from blendrag.lab.bench.tiers import BenchTier, parse_tier
 from blendrag.lab.bench.workload import (
     PREFIX_IDS,
     BlendResult,
@@ -124,41 +124,33 @@ class AutoRun:
         return abs(self.predicted_s - self.seconds) <= CLOSE * self.seconds
 
 
-class AutoBench:
-    """Requests over one tier, planned with a profile."""
+def auto_run(bench: PromptBench, profile: Profile, ratio: float | None) -> AutoRun:
+    """One request planned with ``profile``, at a fixed ratio or at the automatic one (``None``)."""
+    adapter = bench.adapter
+    controller = replace(bench.stored.controller, profile=with_tier(profile, bench.there.tier))
+    bench.there.prepare()
+    began = clock(adapter.device)
+    with bench.opened(controller=controller, ratio=ratio, is_auto=ratio is None) as plan:
+        planned_s = clock(adapter.device) - began
+        if plan.spans:
+            cache = bench.fusor.new_cache(bench.prompt_tokens, 1)
+            request = plan.request(bench.prompt_tokens)
+            with adapter.lock, bench.fusor.fuse(cache, request, last_row_only=True):
+                _generate(bench, past_key_values=cache)
+        else:
+            _generate(bench)
+    seconds = clock(adapter.device) - began
+    if plan.forecast is None:
+        raise InvalidInputError(f"nothing was predicted: {' '.join(plan.notes)}")
+    # From opening the chunks, as an engine predicts.
+    return AutoRun(seconds, planned_s + plan.forecast.ttft_s, plan.ratio, len(plan.spans))
 
-    def __init__(self, bench: PromptBench, profile: Profile, tier: BenchTier) -> None:
-        self._bench = bench
-        self._controller = replace(bench.stored.controller, profile=with_tier(profile, tier))
 
-    def run(self, ratio: float | None) -> AutoRun:
-        """One request at a fixed ratio, or at the automatic one (``None``)."""
-        bench, device = self._bench, self._bench.adapter.device
-        options = replace(bench.stored.plan_options(ratio=ratio), is_auto=ratio is None)
-        began = clock(device)
-        with closing(self._controller.plan(bench.prompt, options)) as plan:
-            planned_s = clock(device) - began
-            if plan.missing:
-                raise InvalidInputError("a bench chunk is no longer in the store; run again")
-            if plan.spans:
-                request = plan.request(bench.prompt_tokens)
-                cache = bench.fusor.new_cache(bench.prompt_tokens, 1)
-                with bench.adapter.lock, bench.fusor.fuse(cache, request, last_row_only=True):
-                    self._generate(past_key_values=cache)
-            else:
-                self._generate()
-        seconds = clock(device) - began
-        if plan.forecast is None:
-            raise InvalidInputError(f"nothing was predicted: {' '.join(plan.notes)}")
-        # From opening the chunks, as an engine predicts.
-        return AutoRun(seconds, planned_s + plan.forecast.ttft_s, plan.ratio, len(plan.spans))
-
-    def _generate(self, **more: Any) -> None:
-        ids = self._bench.ids
-        self._bench.adapter.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False,
-            pad_token_id=0, **more,
-        )  # fmt: skip
+def _generate(bench: PromptBench, **more: Any) -> None:
+    mask = torch.ones_like(bench.ids)
+    bench.adapter.model.generate(
+        bench.ids, attention_mask=mask, max_new_tokens=1, do_sample=False, pad_token_id=0, **more
+    )
 
 
 def with_tier(profile: Profile, tier: BenchTier) -> Profile:
@@ -169,7 +161,7 @@ def with_tier(profile: Profile, tier: BenchTier) -> Profile:
     assert disk is not None
     # The read itself is a warm disk's, and ends before the device would have delivered.
     busy = disk.busy * min(1.0, tier.bytes_per_s / disk.bytes_per_s)
-    slow = Tier(tier.profiled, min(tier.bytes_per_s, disk.bytes_per_s), busy=busy)
+    slow = Tier(tier.name, min(tier.bytes_per_s, disk.bytes_per_s), busy=busy)
     return replace(profile, tiers=(*profile.tiers, slow))
 
 
@@ -201,41 +193,26 @@ def auto(
             "ratio with"
         )
     workload = replace(workload, ratio=min_ratio)
-    asked: list[float | None] = [*swept, None]
     with ExitStack() as stores:
-        benches: list[tuple[AutoBench, TierStore]] = []
-        profile: Profile | None = None
-        for tier in wanted:
-            bench, there = stores.enter_context(prompt_bench(timed, workload, tier, tick))
-            profile = profile or measure_profile(bench, tick)
-            benches.append((AutoBench(bench, profile, tier), there))
+        benches = [
+            stores.enter_context(prompt_bench(timed, workload, tier, tick)) for tier in wanted
+        ]
+        profile = measure_profile(benches[0], tick)
         ways = {
-            (i, ratio): partial(bench.run, ratio)
-            for i, (bench, _) in enumerate(benches)
-            for ratio in asked
+            (tier, ratio): partial(auto_run, bench, profile, ratio)
+            for tier, bench in enumerate(benches)
+            for ratio in (*swept, None)
         }
-
-        def settle() -> None:
-            for _, there in benches:
-                there.settle()
-
-        runs = run_rounds(
-            ways,
-            workload.rounds,
-            tick,
-            lambda name: benches[name[0]][1].prepare(),
-            settle,
-        )
-    found = tuple(
-        tier_result(tier, {ratio: runs[i, ratio] for ratio in asked})
-        for i, tier in enumerate(wanted)
-    )
+        runs = run_rounds(ways, workload.rounds, tick)
     every = [run for each in runs.values() for run in each]
     automatic = [run for (_, ratio), each in runs.items() if ratio is None for run in each]
     return AutoResult(
         **conditions(timed.adapter, workload, tiers),
         prompt_tokens=workload.prompt_tokens,
-        tiers=found,
+        tiers=tuple(
+            tier_result(tier, {ratio: runs[i, ratio] for ratio in (*swept, None)})
+            for i, tier in enumerate(wanted)
+        ),
         close=share_close(every),
         auto_close=share_close(automatic),
         requests=len(every),
@@ -259,7 +236,7 @@ def measure_profile(bench: PromptBench, tick: Tick) -> Profile:
         return measure.profile(conditions_of(adapter, namespace), root)
 
 
-def tier_result(tier: BenchTier, runs: dict[float | None, list[AutoRun]]) -> TierResult:
+def tier_result(tier: BenchTier, runs: Mapping[float | None, Sequence[AutoRun]]) -> TierResult:
     """What follows from the runs of one tier by ratio; ``None`` is the automatic one."""
     return TierResult(
         tier=tier.name,

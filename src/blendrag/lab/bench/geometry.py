@@ -19,33 +19,18 @@ from blendrag.model import ModelAdapter, load_adapter
 from blendrag.model.loading import automatic_dtype, load_tokens, resolve_device
 from blendrag.store.kv import DTYPES
 
-#: Names → Qwen2 config values.
-GEOMETRIES: dict[str, dict[str, Any]] = {
-    "qwen2.5-0.5b": {
-        "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-        "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
-        "tie_word_embeddings": True,
-    },
-    "qwen2.5-1.5b": {
-        "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-        "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936,
-        "tie_word_embeddings": True,
-    },
-    "llama-8b": {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
-    },
-    "deep": {
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 32,
-        "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 3072,
-        "tie_word_embeddings": True,
-    },
-    "tiny": {
-        "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 3072,
-        "tie_word_embeddings": True,
-    },
-}  # fmt: skip
+#: Fields of a Qwen2 config, and their values by geometry.
+FIELDS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "vocab_size", "tie_word_embeddings",
+)  # fmt: skip
+GEOMETRIES = {
+    "qwen2.5-0.5b": (896, 4864, 24, 14, 2, 151936, True),
+    "qwen2.5-1.5b": (1536, 8960, 28, 12, 2, 151936, True),
+    "llama-8b": (4096, 14336, 32, 32, 8, 128256, False),
+    "deep": (64, 128, 32, 8, 2, 3072, True),
+    "tiny": (64, 160, 4, 4, 2, 3072, True),
+}
 
 
 @dataclass(frozen=True)
@@ -80,7 +65,7 @@ def config_of(geometry: str) -> dict[str, Any]:
     """Config values of a geometry; raises :class:`InvalidInputError` for an unknown name."""
     if geometry not in GEOMETRIES:
         raise InvalidInputError(f"geometry {geometry!r} is not one of {', '.join(GEOMETRIES)}")
-    return GEOMETRIES[geometry]
+    return dict(zip(FIELDS, GEOMETRIES[geometry], strict=True))
 
 
 def random_model(geometry: str, dtype: torch.dtype, device: torch.device) -> Any:

@@ -7,16 +7,18 @@ one model is then computed from these times, for any rate and with equal arrival
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
-from typing import Annotated, Protocol
+from functools import partial
+from itertools import cycle, islice, takewhile
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import torch
 import typer
 
+from blendrag.cli.plots import BASELINES, GREY, Line, draw, legend, log_scale, panels, styles, title
 from blendrag.errors import InvalidInputError
 from blendrag.fusor import Fusor
 from blendrag.fusor.loader import LoadedSpan
@@ -31,15 +33,18 @@ from blendrag.lab.bench.workload import (
     Workload,
     conditions,
     exact_request,
+    prompt_of,
     stock_prefill,
 )
-from blendrag.lab.plots import load_figure
 from blendrag.lab.tables import ResultTable, figure, times
 from blendrag.model import ModelAdapter
 from blendrag.store import MemoryStore
 from blendrag.store.kv import ChunkKV
 from blendrag.store.payload import frame
 from blendrag.text.prompt import Segment, SegmentedPrompt
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 #: Request rates in the table, as shares of the highest rate that full prefill can answer.
 RATES = (0.2, 0.4, 0.6, 0.8, 1.0, 2.0, 3.0, 4.0, 6.0)
@@ -59,20 +64,6 @@ class LoadWorkload:
     store_chunks: Annotated[
         int, typer.Option(min=1, help="Room of the prefix cache and of the KV store, in chunks.")
     ] = 100
-
-    def check(self, adapter: ModelAdapter, prompt: Workload) -> None:
-        """Raise :class:`InvalidInputError` for a workload that cannot be measured."""
-        if self.corpus_chunks < prompt.chunks:
-            raise InvalidInputError(
-                f"a corpus of {self.corpus_chunks} chunks cannot fill prompts of {prompt.chunks}; make it "
-                "larger (--corpus-chunks)"
-            )
-        if self.store_chunks <= prompt.chunks:
-            raise InvalidInputError(
-                f"room for {self.store_chunks} chunks holds no more than one prompt of {prompt.chunks}; "
-                "allow more (--store-chunks)"
-            )
-        prompt.check(adapter)
 
 
 @dataclass(frozen=True)
@@ -142,6 +133,31 @@ def load_table(result: LoadResult) -> ResultTable:
     )
 
 
+def load_figure(result: LoadResult) -> Figure:
+    """Mean TTFT by request rate with its 95th percentile, and the TTFT at which the ways are compared."""
+    figure, (axes,) = panels(1)
+    known = {**BASELINES, **styles(["blend"])}
+    lines = []
+    for way in (each.way for each in result.ways):
+        rows = [row for row in result.rows if row.way == way]
+        mean, p95 = [row.mean_ttft_ms for row in rows], [row.p95_ttft_ms for row in rows]
+        lines.append(Line(way, known[way], [row.requests_per_s for row in rows], mean, mean, p95))
+    draw(axes, lines)
+    axes.axhline(
+        result.doubled_ttft_ms, color=GREY, linestyle=":", label="twice full's\nwithout load"
+    )
+    axes.set(xlabel="requests per second", ylabel="mean milliseconds to the first token")
+    log_scale(axes, "x")
+    log_scale(axes)
+    title(
+        axes,
+        f"{result.model}, {result.requests} requests\n{result.policy} at r = {result.ratio:g}, "
+        f"{result.encoding} KV from {result.tier}",
+    )
+    legend(figure, [axes])
+    return figure
+
+
 # -- requests -------------------------------------------------------------------------------------
 
 
@@ -152,7 +168,17 @@ def make_requests(
 
     Raises :class:`InvalidInputError`.
     """
-    workload.check(adapter, prompt)
+    if workload.corpus_chunks < prompt.chunks:
+        raise InvalidInputError(
+            f"a corpus of {workload.corpus_chunks} chunks cannot fill prompts of {prompt.chunks}; make it "
+            "larger (--corpus-chunks)"
+        )
+    if workload.store_chunks <= prompt.chunks:
+        raise InvalidInputError(
+            f"room for {workload.store_chunks} chunks holds no more than one prompt of {prompt.chunks}; "
+            "allow more (--store-chunks)"
+        )
+    prompt.check(adapter)
     vocab = adapter.model.get_input_embeddings().num_embeddings
     rng = np.random.default_rng(0)
 
@@ -165,12 +191,8 @@ def make_requests(
     plans = []
     for _ in range(workload.warm_requests + workload.requests):
         chosen = rng.choice(len(corpus), prompt.chunks, replace=False, p=weights)
-        segments = [
-            Segment("", corpus[c], i * prompt.chunk_tokens, f"chunk-{c}", corpus[c])
-            for i, c in enumerate(chosen)
-        ]
-        at = prompt.chunks * prompt.chunk_tokens
-        plans.append(SegmentedPrompt((*segments, Segment("", ids(prompt.question_tokens), at))))
+        chunks = ((f"chunk-{c}", corpus[c]) for c in chosen)
+        plans.append(prompt_of(chunks, ids(prompt.question_tokens)))
     return corpus, plans
 
 
@@ -186,23 +208,12 @@ class Served:
     reused_tokens: int
 
 
-class Server(Protocol):
-    """Answers one request after the other."""
-
-    def serve(self, plan: SegmentedPrompt) -> Served: ...
-
-
-class FullServer:
-    """Stock prefill of every prompt; keeps nothing."""
-
-    def __init__(self, adapter: ModelAdapter) -> None:
-        self._adapter = adapter
-
-    def serve(self, plan: SegmentedPrompt) -> Served:
-        ids = torch.tensor([plan.ids], device=self._adapter.device)  # [1, N]
-        began = clock(self._adapter.device)
-        token = stock_prefill(self._adapter, ids)
-        return Served(token, clock(self._adapter.device) - began, 0)
+def serve_full(adapter: ModelAdapter, plan: SegmentedPrompt) -> Served:
+    """Stock prefill; keeps nothing."""
+    ids = torch.tensor([plan.ids], device=adapter.device)  # [1, N]
+    began = clock(adapter.device)
+    token = stock_prefill(adapter, ids)
+    return Served(token, clock(adapter.device) - began, 0)
 
 
 class PrefixServer:
@@ -217,6 +228,7 @@ class PrefixServer:
         self._known = MemoryStore(limit_bytes)
 
     def serve(self, plan: SegmentedPrompt) -> Served:
+        """Answer one request."""
         device, tokens = self._adapter.device, len(plan.ids)
         ids = torch.tensor([plan.ids], device=device)  # [1, N]
         began = clock(device)
@@ -230,14 +242,10 @@ class PrefixServer:
         return Served(token, first_s, sum(span.tokens for span in spans))
 
     def _open(self, plan: SegmentedPrompt) -> tuple[LoadedSpan, ...]:
-        known: list[tuple[Segment, str]] = []
-        for segment, name in _prefixes(plan):
-            if not self._known.contains("", name):
-                break
-            known.append((segment, name))
+        known = takewhile(lambda pair: self._known.contains("", pair[1]), _prefixes(plan))
         spans = []
         # The last chunk first: it is useless without those before it, so it must be evicted first.
-        for segment, name in reversed(known):
+        for segment, name in reversed(list(known)):
             reader = self._known.open("", name, self._adapter.layout, len(segment.ids))
             assert reader is not None
             at = segment.position
@@ -265,6 +273,7 @@ class BlendServer:
         self.stored = StoredChunks(adapter, workload, there.store)
 
     def serve(self, plan: SegmentedPrompt) -> Served:
+        """Answer one request."""
         device, stored = self._adapter.device, self.stored
         ids = torch.tensor([plan.ids], device=device)  # [1, N]
         self._there.prepare()
@@ -273,8 +282,7 @@ class BlendServer:
         stored.put(missing)
         # Not opened(): a store that is too small may have evicted a chunk of this very prompt.
         with closing(stored.controller.plan(plan, stored.plan_options())) as opened:
-            logits, _, _ = stored.fusor.prefill(ids, opened.request(len(plan.ids)), NEW_TOKENS)
-            token = int(logits[0, -1].argmax())
+            token, _ = stored.prefill(ids, opened.request(len(plan.ids)))
             first_s = clock(device) - began
         return Served(token, first_s, opened.reused_tokens - sum(map(len, missing)))
 
@@ -338,17 +346,16 @@ def load(
         # In random order: which chunks a small store keeps does not depend on the requests.
         order = np.random.default_rng(1).permutation(len(corpus))
         blend.stored.put(corpus[i] for i in order)
-        servers: dict[str, Server] = {
-            "full": FullServer(adapter),
-            "prefix": PrefixServer(adapter, limit),
-            "blend": blend,
+        servers: dict[str, Callable[[SegmentedPrompt], Served]] = {
+            "full": partial(serve_full, adapter),
+            "prefix": PrefixServer(adapter, limit).serve,
+            "blend": blend.serve,
         }
         served: dict[str, list[Served]] = {name: [] for name in servers}
         for number, plan in enumerate(plans):
             tick(f"request {number + 1} of {len(plans)}")
-            for name, server in servers.items():
-                served[name].append(server.serve(plan))
-            there.settle()
+            for name, serve in servers.items():
+                served[name].append(serve(plan))
     counted = {name: each[workload.warm_requests :] for name, each in served.items()}
     queues = {name: Queue(each) for name, each in counted.items()}
     full_s = queues["full"].alone_s

@@ -23,8 +23,8 @@ from blendrag.fusor.selection import make_policy
 from blendrag.lab.bench import options
 from blendrag.lab.bench.geometry import TimedModel
 from blendrag.lab.bench.options import Machine, machine_of
-from blendrag.lab.bench.rounds import Tick, Timing, milliseconds, run_rounds, silent
-from blendrag.lab.bench.tiers import parse_tier
+from blendrag.lab.bench.rounds import Tick, Timing, run_rounds, silent
+from blendrag.lab.bench.tiers import BenchTier
 from blendrag.lab.bench.workload import PromptBench, Workload, prompt_bench, whole_numbers
 from blendrag.lab.tables import ResultTable, figure, table, times
 
@@ -150,7 +150,7 @@ def overhead(
     rows: list[OverheadRow] = []
     for number in numbers:
         workload = Workload(number, chunk_tokens, question_tokens, ratio, rounds=rounds)
-        with prompt_bench(timed, workload, parse_tier("memory"), tick) as (bench, _):
+        with prompt_bench(timed, workload, BenchTier("memory"), tick) as bench:
             rows += _rows(bench, _ways(bench, names), tick)
     return OverheadResult(
         machine=machine_of(adapter),
@@ -167,7 +167,7 @@ def overhead(
 def _ways(bench: PromptBench, policies: Sequence[str]) -> dict[str, Callable[[], object]]:
     ways: dict[str, Callable[[], object]] = {"stock": bench.full}
     for policy in policies:
-        blend = partial(bench.blended, policy=policy)
+        blend = partial(bench.blend, policy=policy)
         if not make_policy(policy).follows_schedule:
             ways[policy] = blend
             continue
@@ -182,7 +182,7 @@ def _rows(
     def timed(way: Callable[[], object]) -> tuple[float, float]:
         """Milliseconds, and milliseconds of this thread's CPU time."""
         began = time.thread_time()
-        ms = milliseconds(way, bench.adapter.device)
+        ms = bench.milliseconds(way)
         return ms, 1e3 * (time.thread_time() - began)
 
     timers = {name: partial(timed, way) for name, way in ways.items()}

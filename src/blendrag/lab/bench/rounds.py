@@ -10,7 +10,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -26,12 +26,9 @@ Tick = Callable[[str], None]
 Name = TypeVar("Name", bound=Hashable)
 Sample = TypeVar("Sample")
 
-_STATUS = Path("/proc/self/status")
-_RESET = Path("/proc/self/clear_refs")
-
 
 def silent(text: str) -> None:
-    """Progress that nobody sees."""
+    """Progress that is not shown."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +51,11 @@ def run_rounds(
     ways: Mapping[Name, Callable[[], Sample]],
     rounds: int,
     tick: Tick = silent,
-    prepare: Callable[[Name], object] = lambda name: None,
-    settle: Callable[[], object] = lambda: None,
     warm_up: bool = True,
 ) -> dict[Name, list[Sample]]:
-    """What every way returned in each round. Each round starts with another way.
+    """What every way returned in each round: its times.
 
-    ``prepare(name)`` runs before each call of a way. One round before the others warms up and does not
-    count; ``settle()`` runs after it.
+    Each round starts with another way. One round before the others warms up and does not count.
     """
     names = list(ways)
     samples: dict[Name, list[Sample]] = {name: [] for name in names}
@@ -69,13 +63,17 @@ def run_rounds(
         tick(f"round {number} of {rounds}" if number else "warming up")
         first = number % len(names)
         for name in (*names[first:], *names[:first]):
-            prepare(name)
             sample = ways[name]()
             if number:
                 samples[name].append(sample)
-        if not number:
-            settle()
     return samples
+
+
+def time_ways(
+    ways: Mapping[Name, Callable[[], float]], rounds: int, tick: Tick
+) -> dict[Name, Timing]:
+    """The same for ways that return milliseconds."""
+    return {name: Timing.of(ms) for name, ms in run_rounds(ways, rounds, tick).items()}
 
 
 def milliseconds(way: Callable[[], object], device: torch.device) -> float:
@@ -146,12 +144,8 @@ def measure_part(
     warm_up: bool = True,
 ) -> list[WayRow]:
     """A row for each way; speeds are against ``baseline``, one of the ways."""
-    samples = run_rounds(
-        {way.name: way.once for way in ways},
-        rounds,
-        lambda text: tick(f"{part}: {text}"),
-        warm_up=warm_up,
-    )
+    once = {way.name: way.once for way in ways}
+    samples = run_rounds(once, rounds, lambda text: tick(f"{part}: {text}"), warm_up)
     rows = []
     for way in ways:
         found, speed = samples[way.name], None
@@ -178,25 +172,18 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int | None:
         work()
         return torch.cuda.max_memory_allocated(device) - before
     try:
-        _trim()
-        _RESET.write_text("5")  # resets VmHWM to the present size
-        before = _status("VmRSS")
+        with suppress(
+            OSError, AttributeError
+        ):  # glibc keeps freed memory, which would not be counted
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the present size
+        before = _status_bytes("VmRSS")
         work()
-        return max(0, _status("VmHWM") - before)
+        return max(0, _status_bytes("VmHWM") - before)
     except (OSError, KeyError):
         return None
 
 
-def _trim() -> None:
-    """Return freed memory to the system; otherwise ``work`` could use it again without being counted."""
-    try:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-    except (OSError, AttributeError):  # not glibc
-        return
-
-
-def _status(field: str) -> int:
-    for line in _STATUS.read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(field)
+def _status_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(dict(line.split(":", 1) for line in lines)[field].split()[0]) * 1024

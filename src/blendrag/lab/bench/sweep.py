@@ -10,18 +10,19 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
 
 from blendrag.cli.output import count
+from blendrag.cli.plots import BASELINES, Line, draw, legend, log_scale, panels, styles, title
 from blendrag.errors import InvalidInputError
 from blendrag.lab.bench import options
 from blendrag.lab.bench.geometry import TimedModel
 from blendrag.lab.bench.options import Machine, machine_of
-from blendrag.lab.bench.rounds import Tick, Timing, milliseconds, run_rounds, silent
-from blendrag.lab.bench.tiers import BenchTier, TierStore, parse_tier
+from blendrag.lab.bench.rounds import Tick, Timing, silent, time_ways
+from blendrag.lab.bench.tiers import BenchTier, parse_tier
 from blendrag.lab.bench.workload import (
     PromptBench,
     Workload,
@@ -29,8 +30,10 @@ from blendrag.lab.bench.workload import (
     prompt_bench,
     whole_numbers,
 )
-from blendrag.lab.plots import sweep_figure
 from blendrag.lab.tables import ResultTable, table, times
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 #: Factors → their default values.
 FACTORS = {
@@ -42,7 +45,10 @@ FACTORS = {
     "tier": "memory,disk,cold,1GB/s,0.5GB/s",
     "encoding": "native,int8",
 }
-#: Stands for what differs from row to row.
+#: Factors whose values are numbers, and those of them whose values double.
+NUMBERS = ("ratio", "chunks", "chunk-tokens", "context")
+DOUBLING = ("chunk-tokens", "context")
+#: In place of what differs from row to row.
 OPEN = "…"
 
 
@@ -74,20 +80,6 @@ class SweepResult:
     rows: tuple[SweepRow, ...]
 
 
-def _about(factor: str, base: SweepCase, model: str | None) -> tuple[str, str]:
-    """What is equal for all values; what the factor changes is left open."""
-    w = base.workload
-    chunks = OPEN if factor in ("chunks", "context") else w.chunks
-    chunk_tokens = OPEN if factor == "chunk-tokens" else w.chunk_tokens
-    ratio = OPEN if factor == "ratio" else f"{w.ratio:g}"
-    encoding = OPEN if factor == "encoding" else w.encoding
-    tier = OPEN if factor == "tier" else base.tier.name
-    return (
-        f"{model or base.geometry or OPEN}, {chunks} × {chunk_tokens} + {w.question_tokens} tokens",
-        f"{w.policy} at r = {ratio}, {encoding} KV from {tier}",
-    )
-
-
 def sweep_table(result: SweepResult) -> ResultTable:
     """A row for each value."""
     limit = "≤ " if result.factor == "context" else ""
@@ -104,6 +96,39 @@ def sweep_table(result: SweepResult) -> ResultTable:
         result.rows,
         f"{', '.join(result.about)}, {count(result.rounds, 'round')}",
     )
+
+
+def sweep_figure(result: SweepResult) -> Figure:
+    """Median TTFT of full prefill, reuse and blend by the factor's value, with the lowest and highest."""
+    figure, (axes,) = panels(1)
+    factor, rows = result.factor, result.rows
+    by_tokens = factor == "context"  # its values are limits
+    values = [str(row.prompt_tokens) if by_tokens else row.value for row in rows]
+    joined = factor in NUMBERS
+    x = [float(value) if joined else i for i, value in enumerate(values)]
+    lines = []
+    for label, style, timings in (
+        ("full prefill", BASELINES["full"], [row.full_ms for row in rows]),
+        ("reuse", BASELINES["reuse"], [row.reuse_ms for row in rows]),
+        ("blend", styles(["blend"])["blend"], [row.blend_ms for row in rows]),
+    ):
+        shown = style if joined else replace(style, dash="none")
+        bounds = ([ms.low for ms in timings], [ms.high for ms in timings])
+        lines.append(Line(label, shown, x, [ms.median for ms in timings], *bounds))
+    draw(axes, lines)
+    if factor in DOUBLING:
+        axes.set_xscale("log", base=2)
+    if factor != "ratio":  # its values may be too many and too close for a tick each
+        axes.set_xticks(x, values)
+        axes.set_xticks([], minor=True)
+    axes.set(
+        xlabel="tokens of the prompt" if by_tokens else factor,
+        ylabel="milliseconds to the first token",
+    )
+    log_scale(axes)
+    title(axes, "\n".join(result.about))
+    legend(figure, [axes])
+    return figure
 
 
 # -- what is measured -----------------------------------------------------------------------------
@@ -143,33 +168,44 @@ def make_cases(factor: str, values: str | None, base: SweepCase) -> list[SweepCa
 
 def _case(factor: str, value: str, base: SweepCase) -> SweepCase:
     workload = base.workload
-    match factor:
-        case "geometry":
-            return replace(base, value=value, geometry=value)
-        case "tier":
-            return replace(base, value=value, tier=parse_tier(value))
-        case "encoding":
-            changed = replace(workload, encoding=value)
-        case "ratio":
-            (ratio,) = parse_ratios(value)
-            changed = replace(workload, ratio=ratio)
-        case "chunks":
-            changed = replace(workload, chunks=_count(factor, value))
-        case "chunk-tokens":
-            changed = replace(workload, chunk_tokens=_count(factor, value))
-        case _:
-            room = _count(factor, value) - workload.question_tokens
-            if room < workload.chunk_tokens:
+    if factor == "geometry":
+        return replace(base, value=value, geometry=value)
+    if factor == "tier":
+        return replace(base, value=value, tier=parse_tier(value))
+    if factor == "encoding":
+        changed = replace(workload, encoding=value)
+    elif factor == "ratio":
+        (ratio,) = parse_ratios(value)
+        changed = replace(workload, ratio=ratio)
+    else:
+        (number,) = whole_numbers(value, factor, "4")
+        if factor == "chunks":
+            changed = replace(workload, chunks=number)
+        elif factor == "chunk-tokens":
+            changed = replace(workload, chunk_tokens=number)
+        else:
+            chunks = (number - workload.question_tokens) // workload.chunk_tokens
+            if chunks < 1:
                 raise InvalidInputError(
                     f"context {value} has no room for a chunk of {workload.chunk_tokens} tokens and a "
                     f"question of {workload.question_tokens}; take a longer context or shorter chunks"
                 )
-            changed = replace(workload, chunks=room // workload.chunk_tokens)
+            changed = replace(workload, chunks=chunks)
     return replace(base, value=value, workload=changed)
 
 
-def _count(factor: str, value: str) -> int:
-    return whole_numbers(value, factor, "4")[0]
+def _about(factor: str, base: SweepCase, model: str | None) -> tuple[str, str]:
+    """What is equal for all values; what the factor changes is left open."""
+    w = base.workload
+    chunks = OPEN if factor in ("chunks", "context") else w.chunks
+    chunk_tokens = OPEN if factor == "chunk-tokens" else w.chunk_tokens
+    ratio = OPEN if factor == "ratio" else f"{w.ratio:g}"
+    encoding = OPEN if factor == "encoding" else w.encoding
+    tier = OPEN if factor == "tier" else base.tier.name
+    return (
+        f"{model or base.geometry or OPEN}, {chunks} × {chunk_tokens} + {w.question_tokens} tokens",
+        f"{w.policy} at r = {ratio}, {encoding} KV from {tier}",
+    )
 
 
 @options.bench(sweep_table, sweep_figure, rounds=3)
@@ -191,51 +227,35 @@ def sweep(
         )
     base = SweepCase("", workload, parse_tier(tier), timed.geometry)
     cases = make_cases(factor, values, base)
-    models = {c.geometry: replace(timed, geometry=c.geometry) for c in cases}
-    adapters = {geometry: model.adapter for geometry, model in models.items()}
-    first = adapters[cases[0].geometry]
+    models = {case.geometry: replace(timed, geometry=case.geometry) for case in cases}
+    adapters = [
+        model.adapter for model in models.values()
+    ]  # refuses unknown names before measuring
     with ExitStack() as stores:
-        benches: dict[object, tuple[PromptBench, TierStore]] = {}
+        benches: dict[object, PromptBench] = {}
+        ways: dict[object, Callable[[], float]] = {}
         for case in cases:
             if case.place not in benches:
                 opened = prompt_bench(models[case.geometry], case.workload, case.tier, tick)
                 benches[case.place] = stores.enter_context(opened)
-        ways: dict[object, Callable[[], object]] = {}
-        places: dict[object, TierStore] = {}
-        for case in cases:
-            bench, there = benches[case.place]
-            blend = partial(bench.blended, ratio=case.workload.ratio)
+            bench = benches[case.place]
             # Cases share stock prefills of equal prompts and reuse of equal stores.
-            shared: dict[object, Callable[[], object]] = {
-                ("full", case.prompt): bench.full,
-                ("reuse", case.place): bench.reuse,
-            }
-            shared["blend", case] = blend
-            for name, way in shared.items():
-                ways.setdefault(name, way)
-                places.setdefault(name, there)
-
-        timers = {name: partial(milliseconds, way, first.device) for name, way in ways.items()}
-
-        def settle() -> None:
-            for there in places.values():
-                there.settle()
-
-        samples = run_rounds(
-            timers,
-            workload.rounds,
-            tick,
-            lambda name: places[name].prepare(),
-            settle,
+            ways.setdefault(("full", case.prompt), partial(bench.milliseconds, bench.full))
+            ways.setdefault(("reuse", case.place), partial(bench.milliseconds, bench.reuse))
+            blend = partial(bench.blend, ratio=case.workload.ratio)
+            ways["blend", case] = partial(bench.milliseconds, blend)
+        timings = time_ways(ways, workload.rounds, tick)
+        return SweepResult(
+            machine=machine_of(adapters[0]),
+            factor=factor,
+            about=_about(factor, base, timed.model),
+            rounds=workload.rounds,
+            rows=tuple(_row(case, benches[case.place], timings) for case in cases),
         )
-        timings = {name: Timing.of(ms) for name, ms in samples.items()}
-        rows = tuple(_row(case, benches[case.place][0], timings) for case in cases)
-    about = _about(factor, base, timed.model)
-    return SweepResult(machine_of(first), factor, about, workload.rounds, rows)
 
 
 def _row(case: SweepCase, bench: PromptBench, timings: dict[object, Timing]) -> SweepRow:
-    counts = bench.blended(ratio=case.workload.ratio)[1]
+    counts = bench.blend(ratio=case.workload.ratio)[1].counts()
     blend, full = timings["blend", case], timings["full", case.prompt]
     return SweepRow(
         value=case.value,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
@@ -19,7 +19,7 @@ from blendrag.errors import InvalidInputError
 from blendrag.fusor import PackedPrompt, Prefilled
 from blendrag.lab.bench import options
 from blendrag.lab.bench.geometry import TimedModel
-from blendrag.lab.bench.rounds import Tick, Timing, silent
+from blendrag.lab.bench.rounds import Tick, Timing, silent, time_ways
 from blendrag.lab.bench.tiers import parse_tier, tier_store
 from blendrag.lab.bench.workload import (
     NEW_TOKENS,
@@ -28,14 +28,15 @@ from blendrag.lab.bench.workload import (
     StoredChunks,
     Workload,
     conditions,
+    prompt_of,
     random_prompt,
     stock_prefill,
     whole_numbers,
 )
-from blendrag.lab.tables import ResultTable, figure, times
+from blendrag.lab.tables import ResultTable, spread, times
 from blendrag.model import ModelAdapter
 from blendrag.store import KVStore
-from blendrag.text.prompt import Segment, SegmentedPrompt
+from blendrag.text.prompt import SegmentedPrompt
 
 #: Questions differ in length by up to this share, so that batches need padding.
 SHORTER = 0.5
@@ -73,8 +74,7 @@ def throughput_table(result: ThroughputResult) -> ResultTable:
     ways, sizes = (list(dict.fromkeys(part)) for part in zip(*found, strict=True))
 
     def cell(row: ThroughputRow) -> str:
-        rates = f"{figure(row.spread[0])} to {figure(row.spread[1])}"
-        return f"{figure(row.first_tokens_per_s)} ({rates}), {times(row.over_alone)}"
+        return f"{spread(row.first_tokens_per_s, row.spread)}, {times(row.over_alone)}"
 
     return ResultTable(
         ("batch size", *(f"{way}: first tokens/s (lowest to highest), over batch size 1" for way in ways)),
@@ -119,13 +119,10 @@ class ThroughputBench:
 
     def reuse(self, batch_size: int) -> list[int]:
         """Load all chunks and compute only the questions."""
-        return self._loaded(batch_size, REUSE)
+        return self.blend(batch_size, **REUSE)
 
-    def blend(self, batch_size: int) -> list[int]:
-        """Load all chunks and recompute as the workload says."""
-        return self._loaded(batch_size, {})
-
-    def _loaded(self, batch_size: int, options: dict[str, Any]) -> list[int]:
+    def blend(self, batch_size: int, **options: Any) -> list[int]:
+        """Load all chunks and recompute as the workload says; ``options`` as in ``opened``."""
         tokens: list[int] = []
         for plans in self._batches(batch_size):
             with ExitStack() as stack:
@@ -139,10 +136,9 @@ class ThroughputBench:
         return tokens
 
     def _first_tokens(self, prompts: Sequence[PackedPrompt]) -> list[int]:
-        fusor = self._stored.fusor
         if len(prompts) == 1:
-            logits, _, _ = fusor.prefill(prompts[0].ids, prompts[0].request, NEW_TOKENS)
-            return [int(logits[0, -1].argmax())]
+            return [self._stored.prefill(prompts[0].ids, prompts[0].request)[0]]
+        fusor = self._stored.fusor
         prefilled: list[Prefilled] = []
         for outcome in fusor.batched_prefill(prompts):
             if isinstance(outcome, Exception):
@@ -173,8 +169,14 @@ def throughput(
         tick("encoding the chunks")
         bench = ThroughputBench(adapter, workload, requests, there.store)
         bench.check(given)
-        ways = {(way, size): partial(getattr(bench, way), size) for size in sizes for way in WAYS}
-        timings = there.time_ways(ways, workload.rounds, adapter.device, tick)
+        ways = {
+            (way, size): partial(
+                there.milliseconds, partial(getattr(bench, way), size), adapter.device
+            )
+            for size in sizes
+            for way in WAYS
+        }
+        timings = time_ways(ways, workload.rounds, tick)
     lengths = [len(plan.ids) for plan in bench.plans]
     return ThroughputResult(
         **conditions(adapter, workload, tier),
@@ -206,11 +208,8 @@ def _plans(first: SegmentedPrompt, requests: int) -> list[SegmentedPrompt]:
         shorter = round(SHORTER * len(question.ids) * (number % 4) / 4)
         asked = question.ids[shorter:]
         asked = (*asked[number % len(asked) :], *asked[: number % len(asked)])
-        segments, position = [], 0
-        for segment in (*chunks[turn:], *chunks[:turn], replace(question, ids=asked)):
-            segments.append(replace(segment, position=position))
-            position += len(segment.ids)
-        plans.append(SegmentedPrompt(tuple[Segment, ...](segments)))
+        turned = ((str(each.chunk_id), each.ids) for each in (*chunks[turn:], *chunks[:turn]))
+        plans.append(prompt_of(turned, asked))
     return plans
 
 

@@ -6,36 +6,31 @@ that throughput would deliver. All readers of a store share the device.
 
 from __future__ import annotations
 
-import os
-import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 
+from blendrag.cli.options import parse_size
 from blendrag.errors import InvalidInputError
-from blendrag.lab.bench.rounds import Name, Tick, Timing, milliseconds, run_rounds
+from blendrag.lab.bench.rounds import milliseconds
 from blendrag.lab.bench.scratch import scratch
-from blendrag.planning.profile import COLD, DISK, MEMORY
-from blendrag.planning.tier_times import COLD_SHARE, cached_share
+from blendrag.planning.tier_times import cached_share, drop_cached
 from blendrag.store import KVReader, KVStore, open_store
 from blendrag.store.encodings import stored_layer_bytes
 from blendrag.store.kv import KVLayout
-from blendrag.store.tiered import TieredStore
 
 #: A limit that no workload reaches; the free space of the disk still applies.
 AMPLE_BYTES = 1 << 40
-#: Names of tiers → their names in a profile, which their readers report too.
-TIERS = {"memory": MEMORY, "disk": DISK, "cold": COLD}
+TIERS = ("memory", "disk", "cold")
 #: The slowest device that is simulated; from a slower one, reading KV takes hours.
-MIN_BYTES_PER_S = 1e3
-_SPEED = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([kmgt]?)b/s\s*", re.IGNORECASE)
+MIN_BYTES_PER_S = 1000
 
 
 @dataclass(frozen=True)
@@ -45,11 +40,6 @@ class BenchTier:
     name: str
     bytes_per_s: float | None = None
 
-    @property
-    def profiled(self) -> str:
-        """Its name in a profile."""
-        return TIERS.get(self.name, self.name)
-
 
 ON_DISK = BenchTier("disk")
 
@@ -58,8 +48,12 @@ def parse_tier(text: str) -> BenchTier:
     """``"memory"``, ``"disk"``, ``"cold"`` or ``"0.5GB/s"``; raises :class:`InvalidInputError`."""
     if text in TIERS:
         return BenchTier(text)
-    bytes_per_s = _throughput(text)
-    if not 0 < bytes_per_s < float("inf"):
+    size, per, rest = text.strip().lower().partition("b/s")
+    try:
+        bytes_per_s = parse_size(size) if per and not rest else 0
+    except typer.BadParameter:
+        bytes_per_s = 0
+    if not bytes_per_s:
         raise InvalidInputError(
             f"tier {text!r} is none of {', '.join(TIERS)}; expected one of them or a throughput such as "
             "0.5GB/s"
@@ -69,23 +63,6 @@ def parse_tier(text: str) -> BenchTier:
             f"tier {text!r} is slower than any disk, expected a throughput of 1 KB/s or more; check its unit"
         )
     return BenchTier(text.strip(), bytes_per_s)
-
-
-def _throughput(text: str) -> float:
-    """Bytes per second of a text such as ``500 MB/s``; 0 for anything else."""
-    match = _SPEED.fullmatch(text)
-    return float(match[1]) * 1000 ** "_KMGT".index(match[2].upper() or "_") if match else 0.0
-
-
-def drop_cached(paths: Iterable[Path]) -> None:
-    """Write these files to disk and ask the system to drop them from the page cache."""
-    for path in paths:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
 
 
 class Throttle:
@@ -107,40 +84,32 @@ class Throttle:
 class ThrottledReader:
     """A :class:`KVReader` that reads stored bytes of ``layout`` through ``device``."""
 
-    def __init__(
-        self, reader: KVReader, layout: KVLayout, device: Throttle, tier: str | None = None
-    ) -> None:
-        """``tier`` is the name it reports; by default the reader's."""
+    def __init__(self, reader: KVReader, layout: KVLayout, device: Throttle, tier: str) -> None:
+        """``tier`` is the name it reports."""
         self._reader, self._layout, self._device = reader, layout, device
-        self.key, self.tokens, self.tier = reader.key, reader.tokens, tier or reader.tier
+        self.tier = tier
 
     def read_layer(self, layer: int, out: torch.Tensor) -> None:
         """See :meth:`KVReader.read_layer`."""
         delivered = self._device.begin(stored_layer_bytes(self._layout, layer, self.tokens))
         self._reader.read_layer(layer, out)
-        left_s = delivered - time.perf_counter()
-        if left_s > 0:
-            time.sleep(left_s)
+        time.sleep(max(0.0, delivered - time.perf_counter()))
 
-    def is_cached(self) -> bool:
-        """See :meth:`KVReader.is_cached`."""
-        return self._reader.is_cached()
-
-    def close(self) -> None:
-        """See :meth:`KVReader.close`."""
-        self._reader.close()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
 
 
 class ThrottledStore:
     """A :class:`KVStore` with throttled reads."""
 
     def __init__(self, store: KVStore, device: Throttle, tier: str | None = None) -> None:
+        """``tier`` is the name that readers report; by default their own."""
         self._store, self._device, self._tier = store, device, tier
 
-    def open(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> KVReader | None:
+    def open(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> Any:
         """See :meth:`KVStore.open`."""
         reader = self._store.open(namespace, key, layout, tokens)
-        return reader and ThrottledReader(reader, layout, self._device, self._tier)
+        return reader and ThrottledReader(reader, layout, self._device, self._tier or reader.tier)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -149,43 +118,30 @@ class ThrottledStore:
 class TierStore:
     """A temporary store of one tier, and what puts its KV into that tier."""
 
-    def __init__(self, tier: BenchTier, store: KVStore, root: Path) -> None:
+    def __init__(self, tier: BenchTier, store: Any, root: Path) -> None:
         self.tier = tier
         self.store = store
         self._root = root
 
-    def settle(self) -> None:
-        """After the first use of all KV: wait until it is in memory, if it goes there."""
-        if isinstance(self.store, TieredStore):
-            self.store.drain()
+    def prepare(self) -> None:
+        """Before every measurement: wait for KV that goes to memory; drop a cold tier from the page cache.
 
-    def prepare(self, name: object = None) -> None:
-        """Before every measurement, outside its time: drop a cold tier's files from the page cache.
-
-        Raises :class:`InvalidInputError` if the system keeps them.
+        Raises :class:`InvalidInputError` if the system keeps its files there.
         """
+        self.store.drain()
         if self.tier.name != "cold":
             return
         files = [path for path in (self._root / "kv").rglob("*") if path.is_file()]
-        drop_cached(files)
-        left = cached_share(files)
-        if left > COLD_SHARE:
+        if not drop_cached(files):
             raise InvalidInputError(
-                f"tier cold cannot be measured in {self._root.parent}: {left:.0%} of the files stay in the "
-                "page cache; set TMPDIR to a directory on a disk"
+                f"tier cold cannot be measured in {self._root.parent}: {cached_share(files):.0%} of the "
+                "files stay in the page cache; set TMPDIR to a directory on a disk"
             )
 
-    def time_ways(
-        self,
-        ways: Mapping[Name, Callable[[], object]],
-        rounds: int,
-        device: torch.device,
-        tick: Tick,
-    ) -> dict[Name, Timing]:
-        """Milliseconds of each way over rounds from this tier."""
-        timed = {name: partial(milliseconds, way, device) for name, way in ways.items()}
-        samples = run_rounds(timed, rounds, tick, self.prepare, self.settle)
-        return {name: Timing.of(ms) for name, ms in samples.items()}
+    def milliseconds(self, way: Callable[[], object], device: torch.device) -> float:
+        """Time of one call from this tier."""
+        self.prepare()
+        return milliseconds(way, device)
 
 
 @contextmanager
@@ -194,11 +150,8 @@ def tier_store(tier: BenchTier, limit_bytes: int = AMPLE_BYTES) -> Iterator[Tier
     with scratch() as directory:
         root = directory / "store"
         ram_bytes = limit_bytes if tier.name == "memory" else 0
-        store = open_store(root, ram_bytes=ram_bytes, disk_bytes=limit_bytes)
-        try:
+        with closing(open_store(root, ram_bytes=ram_bytes, disk_bytes=limit_bytes)) as store:
             given: Any = store
             if tier.bytes_per_s is not None:
-                given = ThrottledStore(store, Throttle(tier.bytes_per_s), tier.profiled)
+                given = ThrottledStore(store, Throttle(tier.bytes_per_s), tier.name)
             yield TierStore(tier, given, root)
-        finally:
-            store.close()

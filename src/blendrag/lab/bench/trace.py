@@ -12,19 +12,19 @@ import json
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
 
-from blendrag.cli.plots import require_place
+from blendrag.cli.plots import COLOURS, PANEL_HEIGHT, panels, require_place, title
 from blendrag.fusor.loader import LayerLoader
 from blendrag.lab.bench import options
 from blendrag.lab.bench.geometry import TimedModel
-from blendrag.lab.bench.rounds import Tick, Timing, clock, run_rounds, silent
-from blendrag.lab.bench.tiers import ON_DISK, BenchTier, TierStore, parse_tier
+from blendrag.lab.bench.rounds import Tick, Timing, clock, silent, time_ways
+from blendrag.lab.bench.tiers import ON_DISK, BenchTier, parse_tier
 from blendrag.lab.bench.workload import (
     NEW_TOKENS,
     BlendResult,
@@ -34,14 +34,25 @@ from blendrag.lab.bench.workload import (
     prompt_bench,
     stock_prefill,
 )
-from blendrag.lab.plots import trace_figure
 from blendrag.lab.tables import ResultTable, figure
-from blendrag.metrics import LOAD, Span, Timeline
+from blendrag.metrics import COMPUTE, LOAD, REPOSITION, SELECT, WAIT, Span, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 #: The tier that is throttled so that loading takes as long as computing.
 BALANCED = "balanced"
 #: The overlap of two times says little if their ratio is larger.
 COMPARABLE = 2.0
+BLUE, _, GREEN, PINK, ORANGE, SKY, _ = COLOURS
+#: Lanes of the figure, with two shades each, because neighbouring layers must look different.
+SHADES = {
+    LOAD: (BLUE, SKY),
+    WAIT: ("#c0c0c0", "#dddddd"),
+    REPOSITION: (PINK, "#e3b3cd"),
+    SELECT: (ORANGE, "#f3cd7a"),
+    COMPUTE: (GREEN, "#7fceb8"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,48 +93,67 @@ def trace_table(result: TraceResult) -> ResultTable:
     )
 
 
+def trace_figure(result: TraceResult) -> Figure:
+    """A lane for each kind of work over milliseconds, a box for each layer; a scout pass is hatched."""
+    figure, (axes,) = panels(1, legend=False)
+    figure.set_size_inches(10.0, PANEL_HEIGHT)
+    lanes = list(SHADES)
+    for span in result.spans:
+        axes.broken_barh(
+            [(1e3 * span.began_s, 1e3 * span.seconds)],
+            (lanes.index(span.what) - 0.4, 0.8),
+            facecolors=SHADES[span.what][span.layer % 2],
+            hatch="////" if span.pass_name else None,
+            edgecolor="white" if span.pass_name else "none",
+            linewidth=0,
+        )
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.invert_yaxis()
+    axes.set_xlabel(
+        "milliseconds of one request; shades alternate by layer, the scout pass is hatched"
+    )
+    axes.set_xlim(0, None)
+    title(
+        axes,
+        f"{result.model}, {result.prompt_tokens} tokens, {result.policy} at r = {result.ratio:g}, KV from "
+        f"{result.tier}: overlap {result.overlap:.2f}",
+    )
+    return figure
+
+
 def overlap(wall: float, load: float, compute: float) -> float:
     """1 − (wall − max(load, compute)) / min(load, compute); more than 1 only by noise."""
     return 1 - (wall - max(load, compute)) / min(load, compute)
 
 
 class RequestParts:
-    """One request whole, and each of its two parts alone; every method returns its milliseconds."""
+    """Each of the two parts of a request alone, in milliseconds."""
 
     def __init__(self, bench: PromptBench) -> None:
         self._bench = bench
 
-    def wall(self, timeline: Timeline | None = None) -> float:
-        """As :meth:`PromptBench.blend` runs it."""
-        bench = self._bench
-        began = self._now()
-        with bench.opened() as plan:
-            request = plan.request(bench.prompt_tokens)
-            logits, _, _ = bench.fusor.prefill(bench.ids, request, NEW_TOKENS, timeline=timeline)
-            int(logits[0, -1].argmax())
-        return self._now() - began
-
     def load(self) -> float:
         """Read the layers that this request reads, to buffers like its own."""
-        bench = self._bench
-        reads = self._reads  # before the time starts
-        buffers = bench.fusor.new_cache(bench.prompt_tokens, NEW_TOKENS).buffers(
-            bench.prompt_tokens
-        )
-        began = self._now()
-        with bench.opened() as plan:
-            loader = LayerLoader(buffers, [plan.spans if r else [] for r in reads])
-            loader.start()
-            try:
-                for layer in range(len(buffers)):
-                    loader.synchronize(layer)
-                return self._now() - began
-            finally:
-                loader.close()
+        bench, reads = self._bench, self._reads
+        cache = bench.fusor.new_cache(bench.prompt_tokens, NEW_TOKENS)
+        buffers = cache.buffers(bench.prompt_tokens)
+
+        def run() -> None:
+            with bench.opened() as plan:
+                loader = LayerLoader(buffers, [plan.spans if r else [] for r in reads])
+                loader.start()
+                try:
+                    for layer in range(len(buffers)):
+                        loader.synchronize(layer)
+                finally:
+                    loader.close()
+
+        return bench.milliseconds(run)
 
     def compute(self) -> float:
         """The same prefill with all KV in place when the time starts."""
         bench = self._bench
+        bench.there.prepare()
         with bench.opened() as plan:
             request = plan.request(bench.prompt_tokens)
             cache = bench.fusor.new_cache(bench.prompt_tokens, NEW_TOKENS)
@@ -139,7 +169,7 @@ class RequestParts:
     def _reads(self) -> list[bool]:
         """Whether this request reads each layer: some policies compute layer 0 for all tokens."""
         timeline = Timeline()
-        self.wall(timeline)
+        self._bench.blend(timeline)
         read = {span.layer for span in timeline.spans if span.what == LOAD}
         return [layer in read for layer in range(len(self._bench.adapter.layout.layers))]
 
@@ -169,8 +199,27 @@ def trace(
     if out is not None:
         require_place("--out", out, ".json")
     wanted = wanted or _balanced(timed, workload, tick)
-    with prompt_bench(timed, workload, wanted, tick) as (bench, there):
-        result = _measure(bench, there, tick)
+    with prompt_bench(timed, workload, wanted, tick) as bench:
+        parts = RequestParts(bench)
+        ways: dict[str, Callable[[], float]] = {
+            "wall": partial(bench.milliseconds, bench.blend),
+            "load": parts.load,
+            "compute": parts.compute,
+        }
+        ms = time_ways(ways, workload.rounds, tick)
+        bench.there.prepare()
+        timeline = Timeline()
+        bench.blend(timeline)
+    result = TraceResult(
+        **conditions(timed.adapter, workload, wanted.name),
+        prompt_tokens=bench.prompt_tokens,
+        wall_ms=ms["wall"],
+        load_ms=ms["load"],
+        compute_ms=ms["compute"],
+        overlap=overlap(*(ms[name].median for name in ways)),
+        kv_bytes=bench.kv_bytes,
+        spans=tuple(timeline.all_spans()),
+    )
     if out is not None:
         out.write_text(json.dumps(chrome_trace(result)), encoding="utf-8")
     return result
@@ -178,36 +227,13 @@ def trace(
 
 def _balanced(timed: TimedModel, workload: Workload, tick: Tick) -> BenchTier:
     """A disk from which loading takes as long as computing does now."""
-    with prompt_bench(timed, workload, ON_DISK, tick) as (bench, _):
+    with prompt_bench(timed, workload, ON_DISK, tick) as bench:
         tick("measuring how long computing takes")
         parts = RequestParts(bench)
-        parts.wall()
+        bench.blend()
         ms = statistics.median(parts.compute() for _ in range(workload.rounds))
-        return parse_tier(f"{bench.kv_bytes / ms / 1e3:.4g}MB/s")
-
-
-def _measure(bench: PromptBench, there: TierStore, tick: Tick) -> TraceResult:
-    workload, parts = bench.workload, RequestParts(bench)
-    ways: dict[str, Callable[[], float]] = {
-        "wall": parts.wall,
-        "load": parts.load,
-        "compute": parts.compute,
-    }
-    samples = run_rounds(ways, workload.rounds, tick, there.prepare, there.settle)
-    there.prepare()
-    timeline = Timeline()
-    parts.wall(timeline)
-    wall, load, compute = (Timing.of(samples[name]) for name in ways)
-    return TraceResult(
-        **conditions(bench.adapter, workload, there.tier.name),
-        prompt_tokens=bench.prompt_tokens,
-        wall_ms=wall,
-        load_ms=load,
-        compute_ms=compute,
-        overlap=overlap(wall.median, load.median, compute.median),
-        kv_bytes=bench.kv_bytes,
-        spans=tuple(timeline.all_spans()),
-    )
+        speed = bench.kv_bytes / ms * 1e3
+        return BenchTier(f"{speed / 1e6:.4g}MB/s", speed)
 
 
 def chrome_trace(result: TraceResult) -> dict[str, Any]:

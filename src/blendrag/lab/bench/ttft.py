@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated
 
 import torch
@@ -19,10 +20,9 @@ from transformers import DynamicCache
 from blendrag.fusor.loader import LoadedSpan
 from blendrag.lab.bench import options
 from blendrag.lab.bench.geometry import TimedModel
-from blendrag.lab.bench.rounds import Tick, Timing, peak_bytes, silent
-from blendrag.lab.bench.tiers import TierStore, parse_tier
+from blendrag.lab.bench.rounds import Tick, Timing, peak_bytes, silent, time_ways
+from blendrag.lab.bench.tiers import parse_tier
 from blendrag.lab.bench.workload import (
-    NEW_TOKENS,
     BlendResult,
     PromptBench,
     Workload,
@@ -67,10 +67,8 @@ def ttft_table(result: TtftResult) -> ResultTable:
     for mode, name in modes.items():
         if mode not in result.ms:
             continue
-        peak, speedup = (
-            result.peak_bytes.get(mode),
-            result.ms["full"].median / result.ms[mode].median,
-        )
+        peak = result.peak_bytes.get(mode)
+        speedup = result.ms["full"].median / result.ms[mode].median
         floor = f" (floor {times(result.floor_speedup)})" if mode == "blend" else ""
         memory = NOTHING if peak is None else f"{peak / 1e6:,.0f}"
         rows.append((name, str(result.ms[mode]), times(speedup) + floor, memory))
@@ -88,9 +86,8 @@ class CachedPrefix:
     def __init__(self, bench: PromptBench) -> None:
         self._bench = bench
         self._tokens = bench.workload.chunk_tokens
-        kv = bench.adapter.encode(
-            (), bench.prompt.ids[: self._tokens]
-        )  # exact: nothing precedes it
+        first = bench.prompt.ids[: self._tokens]
+        kv = bench.adapter.encode((), first)  # exact: nothing precedes it
         moved = [layer.to(bench.adapter.device) for layer in kv.layers]  # [2, Hkv, T, D]
         self._layers = [(layer[0][None], layer[1][None]) for layer in moved]  # [1, Hkv, T, D] each
         memory = MemoryStore(kv.size_bytes)
@@ -112,8 +109,7 @@ class CachedPrefix:
         bench = self._bench
         span = LoadedSpan(0, self._tokens, self._reader, 0, exact=True)
         request = exact_request(bench.prompt_tokens, (span,))
-        logits, _, _ = bench.fusor.prefill(bench.ids, request, NEW_TOKENS)
-        return int(logits[0, -1].argmax())
+        return bench.stored.prefill(bench.ids, request)[0]
 
 
 def compile_prefill(bench: PromptBench) -> tuple[Callable[[], int] | None, str]:
@@ -148,33 +144,29 @@ def ttft(
     tick: Tick = silent,
 ) -> TtftResult:
     """Time to first token of full, prefix, reuse and blend."""
-    wanted = parse_tier(tier)
-    with prompt_bench(timed, workload, wanted, tick) as (bench, there):
-        return _measure(bench, there, compiled, tick)
-
-
-def _measure(bench: PromptBench, there: TierStore, with_compiled: bool, tick: Tick) -> TtftResult:
-    workload, adapter, prefix = bench.workload, bench.adapter, CachedPrefix(bench)
-    ways: dict[str, Callable[[], int]] = {
-        "full": bench.full,
-        "prefix_stock": prefix.stock,
-        "prefix_fused": prefix.fused,
-        "reuse": bench.reuse,
-        "blend": bench.blend,
-    }
-    notes = []
-    if with_compiled:
-        tick("compiling the stock prefill")
-        compiled, note = compile_prefill(bench)
-        notes.append(note)
-        if compiled is not None:
-            ways["full_compiled"] = compiled
-    timings = there.time_ways(ways, workload.rounds, adapter.device, tick)
-    tick("measuring memory")
-    peaks = {name: peak_bytes(way, adapter.device) for name, way in ways.items()}
-    counts = bench.blended()[1]
+    with prompt_bench(timed, workload, parse_tier(tier), tick) as bench:
+        adapter, prefix = bench.adapter, CachedPrefix(bench)
+        ways: dict[str, Callable[[], object]] = {
+            "full": bench.full,
+            "prefix_stock": prefix.stock,
+            "prefix_fused": prefix.fused,
+            "reuse": bench.reuse,
+            "blend": bench.blend,
+        }
+        notes = []
+        if compiled:
+            tick("compiling the stock prefill")
+            way, note = compile_prefill(bench)
+            notes.append(note)
+            if way is not None:
+                ways["full_compiled"] = way
+        timers = {name: partial(bench.milliseconds, way) for name, way in ways.items()}
+        timings = time_ways(timers, workload.rounds, tick)
+        tick("measuring memory")
+        peaks = {name: peak_bytes(way, adapter.device) for name, way in ways.items()}
+        counts = bench.blend()[1].counts()
     return TtftResult(
-        **conditions(adapter, replace(workload, ratio=counts.ratio), there.tier.name),
+        **conditions(adapter, replace(workload, ratio=counts.ratio), bench.there.tier.name),
         prompt_tokens=bench.prompt_tokens,
         charged_ratio=counts.charged_ratio,
         ms=timings,

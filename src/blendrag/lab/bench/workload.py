@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
@@ -14,6 +14,7 @@ from blendrag.cli.output import count
 from blendrag.config import DEFAULT_POLICY, UNCALIBRATED_SCHEDULE, Mode
 from blendrag.errors import InvalidInputError
 from blendrag.fusor import BlendRequest, Fusor
+from blendrag.fusor.fusion import Fusion
 from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.request import FusionCounts
 from blendrag.fusor.selection import Schedule, make_policy, policy_names
@@ -21,6 +22,7 @@ from blendrag.lab.bench.geometry import TimedModel
 from blendrag.lab.bench.options import Count, Machine, Ratio, Rounds, machine_of
 from blendrag.lab.bench.rounds import Tick
 from blendrag.lab.bench.tiers import BenchTier, TierStore, tier_store
+from blendrag.metrics import Timeline
 from blendrag.model import ModelAdapter
 from blendrag.planning.controller import Controller, PlanOptions
 from blendrag.planning.plan import Plan
@@ -33,6 +35,8 @@ from blendrag.text.prompt import Segment, SegmentedPrompt
 PREFIX_IDS = (1,)
 #: Room for the answer in a blended cache, in tokens.
 NEW_TOKENS = 32
+#: Options of a prefill that computes only the question.
+REUSE: dict[str, Any] = {"mode": "reuse", "policy": "reuse", "ratio": 0.0}
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,9 @@ def conditions(adapter: ModelAdapter, workload: Workload, tier: str) -> dict[str
     }
 
 
+# -- values of options ----------------------------------------------------------------------------
+
+
 def whole_numbers(text: str, what: str, example: str) -> list[int]:
     """``"1,2,4"`` → numbers; raises :class:`InvalidInputError`, which calls them ``what``."""
     parts = [part.strip() for part in text.split(",")]
@@ -126,24 +133,48 @@ def parse_ratios(text: str) -> list[float]:
     return ratios
 
 
+# -- prompts --------------------------------------------------------------------------------------
+
+
+def random_ids(adapter: ModelAdapter, seed: int = 0) -> Callable[[int], tuple[int, ...]]:
+    """A function that returns so many further random ids."""
+    vocab = adapter.model.get_input_embeddings().num_embeddings
+    generator = torch.Generator().manual_seed(seed)
+    return lambda n: tuple(torch.randint(2, vocab, (n,), generator=generator).tolist())
+
+
+def prompt_of(
+    chunks: Iterable[tuple[str, tuple[int, ...]]], question: tuple[int, ...]
+) -> SegmentedPrompt:
+    """Chunks, by name and ids, followed by a question."""
+    segments: list[Segment] = []
+    position = 0
+    for name, ids in chunks:
+        segments.append(Segment("", ids, position, name, ids))
+        position += len(ids)
+    return SegmentedPrompt((*segments, Segment("", question, position)))
+
+
 def random_prompt(adapter: ModelAdapter, workload: Workload) -> SegmentedPrompt:
     """Chunks of random ids followed by a question of random ids."""
     workload.check(adapter)
-    vocab = adapter.model.get_input_embeddings().num_embeddings
-    generator = torch.Generator().manual_seed(0)
-    segments: list[Segment] = []
-    position = 0
-    lengths = [workload.chunk_tokens] * workload.chunks
-    for number, length in enumerate([*lengths, workload.question_tokens]):
-        ids = tuple(torch.randint(2, vocab, (length,), generator=generator).tolist())
-        chunk = f"chunk-{number}" if number < workload.chunks else None
-        segments.append(Segment("", ids, position, chunk, ids if chunk else ()))
-        position += length
-    return SegmentedPrompt(tuple(segments))
+    ids = random_ids(adapter)
+    chunks = [(f"chunk-{i}", ids(workload.chunk_tokens)) for i in range(workload.chunks)]
+    return prompt_of(chunks, ids(workload.question_tokens))
 
 
-#: Options of a prefill that computes only the question.
-REUSE: dict[str, Any] = {"mode": "reuse", "policy": "reuse", "ratio": 0.0}
+# -- ways to a first token ------------------------------------------------------------------------
+
+
+def stock_prefill(adapter: ModelAdapter, ids: torch.Tensor, **more: Any) -> int:
+    """First token after a stock forward over ``ids`` ``[1, N]`` that computes only the last logits."""
+    out = adapter.model(input_ids=ids, use_cache=True, logits_to_keep=1, **more)
+    return int(out.logits[0, -1].argmax())
+
+
+def exact_request(tokens: int, spans: tuple[LoadedSpan, ...]) -> BlendRequest:
+    """Compute everything after exact spans, as the engine's mode ``prefix`` does."""
+    return BlendRequest(tokens, spans, make_policy("full"), Schedule("constant"), 1.0)
 
 
 class StoredChunks:
@@ -166,9 +197,12 @@ class StoredChunks:
             self._store.put(self._namespace, chunk_key(self._namespace, PREFIX_IDS, ids), kept)
 
     @contextmanager
-    def opened(self, prompt: SegmentedPrompt, **options: Any) -> Iterator[Plan]:
+    def opened(
+        self, prompt: SegmentedPrompt, controller: Controller | None = None, **options: Any
+    ) -> Iterator[Plan]:
         """Open every chunk of the prompt in the store; ``options`` as in :meth:`plan_options`."""
-        with closing(self.controller.plan(prompt, self.plan_options(**options))) as plan:
+        planned = (controller or self.controller).plan(prompt, self.plan_options(**options))
+        with closing(planned) as plan:
             if plan.missing:
                 raise InvalidInputError("a bench chunk is no longer in the store; run again")
             yield plan
@@ -179,6 +213,7 @@ class StoredChunks:
         policy: str | None = None,
         ratio: float | None = None,
         schedule: str | None = None,
+        is_auto: bool = False,
     ) -> PlanOptions:
         """What a request asks for; by default what the workload says."""
         workload = self.workload
@@ -188,23 +223,28 @@ class StoredChunks:
             make_policy(policy or workload.policy),
             lambda _: parsed,
             workload.ratio if ratio is None else ratio,
+            is_auto,
         )
+
+    def prefill(
+        self, ids: torch.Tensor, request: BlendRequest, timeline: Timeline | None = None
+    ) -> tuple[int, Fusion]:
+        """The first token of a blended prefill of ``ids`` ``[1, N]``."""
+        logits, _, fusion = self.fusor.prefill(ids, request, NEW_TOKENS, timeline=timeline)
+        return int(logits[0, -1].argmax()), fusion
 
 
 class PromptBench:
     """One random prompt over stored chunks, and the ways to its first token."""
 
-    def __init__(self, adapter: ModelAdapter, workload: Workload, store: KVStore) -> None:
-        self.adapter, self.workload = adapter, workload
-        self.stored = StoredChunks(adapter, workload, store)
+    def __init__(self, adapter: ModelAdapter, workload: Workload, there: TierStore) -> None:
+        self.adapter, self.workload, self.there = adapter, workload, there
+        self.stored = StoredChunks(adapter, workload, there.store)
         self.fusor = self.stored.fusor
         self.prompt = random_prompt(adapter, workload)
+        self.prompt_tokens = workload.prompt_tokens
         self.ids = torch.tensor([self.prompt.ids], device=adapter.device)  # [1, N]
         self.stored.put(segment.stored_ids for segment in self.prompt.chunks)
-
-    @property
-    def prompt_tokens(self) -> int:
-        return self.workload.prompt_tokens
 
     @property
     def kv_bytes(self) -> int:
@@ -212,28 +252,26 @@ class PromptBench:
         layout = self.adapter.layout.encoded(self.workload.encoding)
         return self.workload.chunks * stored_chunk_bytes(layout, self.workload.chunk_tokens)
 
+    def opened(self, **options: Any) -> AbstractContextManager[Plan]:
+        """See :meth:`StoredChunks.opened`."""
+        return self.stored.opened(self.prompt, **options)
+
     def full(self) -> int:
         """Stock prefill of the unmodified model."""
         return stock_prefill(self.adapter, self.ids)
 
     def reuse(self) -> int:
         """Load all chunks and compute only the question."""
-        return self.blended(**REUSE)[0]
+        return self.blend(**REUSE)[0]
 
-    def blend(self) -> int:
-        """Load all chunks and recompute as the workload says."""
-        return self.blended()[0]
-
-    def blended(self, **options: Any) -> tuple[int, FusionCounts]:
-        """The first token and the rows computed for it; ``options`` as in :meth:`opened`."""
+    def blend(self, timeline: Timeline | None = None, **options: Any) -> tuple[int, Fusion]:
+        """Load all chunks and recompute as the workload says; ``options`` as in :meth:`opened`."""
         with self.opened(**options) as plan:
-            request = plan.request(self.prompt_tokens)
-            logits, _, fusion = self.fusor.prefill(self.ids, request, NEW_TOKENS)
-            return int(logits[0, -1].argmax()), fusion.counts()
+            return self.stored.prefill(self.ids, plan.request(self.prompt_tokens), timeline)
 
-    def opened(self, **options: Any) -> AbstractContextManager[Plan]:
-        """See :meth:`StoredChunks.opened`."""
-        return self.stored.opened(self.prompt, **options)
+    def milliseconds(self, way: Callable[[], object]) -> float:
+        """Time of one call, with the KV in its tier."""
+        return self.there.milliseconds(way, self.adapter.device)
 
     def floor_speedup(self, counts: FusionCounts) -> float:
         """L·N over the rows computed in all layers: the speedup that the row counts alone allow."""
@@ -243,20 +281,9 @@ class PromptBench:
 @contextmanager
 def prompt_bench(
     timed: TimedModel, workload: Workload, tier: BenchTier, tick: Tick
-) -> Iterator[tuple[PromptBench, TierStore]]:
+) -> Iterator[PromptBench]:
     """A prompt whose chunks are in a temporary store of ``tier``."""
     adapter = timed.adapter
     with tier_store(tier) as there:
         tick("encoding the chunks")
-        yield PromptBench(adapter, workload, there.store), there
-
-
-def stock_prefill(adapter: ModelAdapter, ids: torch.Tensor, **more: Any) -> int:
-    """First token after a stock forward over ``ids`` ``[1, N]`` that computes only the last logits."""
-    out = adapter.model(input_ids=ids, use_cache=True, logits_to_keep=1, **more)
-    return int(out.logits[0, -1].argmax())
-
-
-def exact_request(tokens: int, spans: tuple[LoadedSpan, ...]) -> BlendRequest:
-    """Compute everything after exact spans, as the engine's mode ``prefix`` does."""
-    return BlendRequest(tokens, spans, make_policy("full"), Schedule("constant"), 1.0)
+        yield PromptBench(adapter, workload, there)
