@@ -13,7 +13,7 @@ import torch
 import tiny
 from blendrag.config import Mode
 from blendrag.engine import Answer, BlendEngine, Options
-from blendrag.engine.generation import Generation, answer_of
+from blendrag.engine.generation import Generation
 from blendrag.engine.planner import KVAccess
 from blendrag.engine.request import RagPrompt, Request
 from blendrag.engine.stream import AnswerStream
@@ -111,8 +111,7 @@ def test_beams_over_a_stored_lead_and_a_chunk_of_one_token_equal_stock(
             adapter.lock,
             closing(KVAccess(request, adapter, controller, schedule=constant).plan()) as made,
         ):
-            output = Generation(adapter, lambda: used.fusor, request, stream).run(made)
-            return answer_of(request, made, output, stream, adapter)
+            return Generation(adapter, lambda: used.fusor, request, stream).run(made)
 
     blended = answer("blend", Controller(adapter, used.store, namespace, used.prefix_ids, 8))
     assert blended.metrics.reused_tokens == len(lead) - 1  # one to blend, one to begin with

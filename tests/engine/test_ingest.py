@@ -105,7 +105,7 @@ def test_ingest_stops_at_a_full_store_and_keeps_what_it_wrote(tmp_path: Path) ->
 
 def test_an_interrupted_ingest_continues_where_it_stopped(empty: BlendEngine) -> None:
     def interrupt(totals: Any) -> None:
-        if totals.written.chunks == 3:
+        if totals.chunks_computed == 3:
             raise KeyboardInterrupt
 
     first = empty.ingest(DOCUMENTS, interrupt)
@@ -316,7 +316,7 @@ def test_of_two_first_ingests_with_other_settings_one_is_refused(
                 slow.ingest(DOCUMENTS)
         else:
             assert slow.ingest(DOCUMENTS).whole().chunks > 0
-            assert slow.resources.encoding == other["encoding"]
+            assert slow.resources.manifest.encoding == other["encoding"]
             assert reused_share(slow) == 1
         fast.ingest(DOCUMENTS).whole()
         assert fast.ingest(DOCUMENTS).chunks_computed == 0
@@ -350,5 +350,5 @@ def test_settings_of_an_empty_store_can_change(tmp_path: Path) -> None:
         gave_up.resources.create_corpus()
     with made(tmp_path, encoding="fp8") as engine:
         engine.ingest(DOCUMENTS).whole()
-        assert engine.resources.encoding == "fp8"
+        assert engine.resources.manifest.encoding == "fp8"
         assert reused_share(engine) == 1

@@ -193,7 +193,7 @@ def test_a_store_remembers_its_encoding(tmp_path: Path) -> None:
     for encoding in (None, "int8", "native"):  # readers need not name the encoding
         with made(tmp_path / "s", encoding) as engine:
             assert torch.equal(logits(engine, REUSE), expected)
-            assert engine.resources.encoding == "int8"
+            assert engine.resources.manifest.encoding == "int8"
             if encoding == "native":
                 with pytest.raises(InvalidInputError, match="in encoding int8, not native") as no:
                     engine.ingest(DOCUMENTS)

@@ -178,5 +178,5 @@ def test_another_kind_of_cpu_is_another_signature(
     for fast in (True, False):
         monkeypatch.setattr(loading, "has_fast_products", lambda *a, fast=fast: fast)
         with BlendEngine(str(half_dir), store=half_dir / "store", device="cpu") as engine:
-            signatures.add(engine._resources.signature())
+            signatures.add(engine.resources.signature())
     assert len(signatures) == 2

@@ -19,7 +19,7 @@ import torch
 
 import tiny
 from blendrag.engine import BlendEngine, Options
-from blendrag.engine.resources import CorpusSettings
+from blendrag.engine.resources import Resources
 from blendrag.errors import InvalidInputError, UnsupportedModelError
 from blendrag.planning import measure, tier_times
 from blendrag.planning.measure import (
@@ -265,7 +265,7 @@ def test_a_prefix_must_leave_room_for_a_prompt(tmp_path: Path, left: int) -> Non
     model = tiny.llama(max_position_embeddings=256)
     with tiny.engine(model, tmp_path / "store", prefix_text="x" * 300) as made:
         prefix = made.resources.prefix_ids[: 256 - left]
-        with mock.patch.object(CorpusSettings, "prefix_ids", return_value=prefix):
+        with mock.patch.object(Resources, "prefix_ids", prefix):
             if left == SHORTEST + 2:
                 assert made.profile().profile.chunk_tokens == SHORTEST // 4
                 return

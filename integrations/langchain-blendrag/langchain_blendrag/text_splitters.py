@@ -91,4 +91,4 @@ class BlendTextSplitter(TextSplitter):
         from blendrag.text.chunking import Chunker
 
         resources = self._fields.engine.resources
-        return Chunker(resources.tokens.text, self._chunk_tokens or resources.chunk_tokens)
+        return Chunker(resources.tokens.text, self._chunk_tokens or resources.manifest.chunk_tokens)

@@ -13,7 +13,7 @@ from blendrag.cli import interrupt
 from blendrag.cli.output import count, duration, megabytes, say
 
 if TYPE_CHECKING:
-    from blendrag.engine.ingest import Totals
+    from blendrag.engine import IngestReport
     from blendrag.planning.calibrate import Found
 
 #: Between two printed lines.
@@ -95,7 +95,7 @@ class IngestProgress(StatusLine):
 
     _failures = 0
 
-    def __call__(self, totals: Totals) -> None:
+    def __call__(self, totals: IngestReport) -> None:
         self.name_failures(totals.failures)
         done = self._done_bytes(totals)
         self.show(
@@ -105,14 +105,14 @@ class IngestProgress(StatusLine):
             totals.total_bytes,
         )
 
-    def name_failures(self, failures: list[str] | tuple[str, ...]) -> None:
+    def name_failures(self, failures: list[str]) -> None:
         """Name the failures that were not named yet."""
         for failure in failures[self._failures :]:
             self._console.print(f"failed: {failure}", markup=False, highlight=False, soft_wrap=True)
         self._failures = len(failures)
 
     @staticmethod
-    def _done_bytes(totals: Totals) -> float:
+    def _done_bytes(totals: IngestReport) -> float:
         """Bytes of input done; of the current file, an estimate from its tokens so far."""
         if totals.done_bytes >= totals.total_bytes:
             return totals.done_bytes

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from blendrag.corpus.retriever import RetrievedChunk
-from blendrag.engine.request import Answer, Prompt, Source
+from blendrag.engine.request import Answer, Source
 from blendrag.engine.stream import AnswerStream
 from blendrag.errors import NoThreadError, RequestCancelled, RequestTimeout, starting_thread
 
@@ -222,10 +222,8 @@ async def off_loop(begin: Callable[[], T], timeout_s: float | None) -> T:
 
 
 def _abandon(starting: asyncio.Future[Any]) -> None:
-    if starting.cancelled() or starting.exception() is not None:
-        return
-    begun = starting.result()
-    _abandon_all([begun] if isinstance(begun, Started) else begun)
+    if not starting.cancelled() and starting.exception() is None:
+        abandon_all(starting.result())
 
 
 def sources_of(chunks: Sequence[RetrievedChunk]) -> tuple[Source, ...]:
@@ -243,11 +241,16 @@ def wait_all(started: Sequence[Started | Exception], keep_errors: bool) -> list[
     try:
         for i, one in enumerate(started):
             try:
-                answers.append(one.wait() if isinstance(one, Started) else one)
+                if isinstance(one, Exception):
+                    raise one
+                answers.append(one.wait())
             except Exception as exc:
-                answers.append(_kept(exc, i, len(started), keep_errors))
+                name_prompt(exc, i, len(started))
+                if not keep_errors:
+                    raise
+                answers.append(exc)
     finally:
-        _abandon_all(started)
+        abandon_all(started)
     return answers
 
 
@@ -255,31 +258,22 @@ async def all_awaited(
     started: Sequence[Started | Exception], keep_errors: bool
 ) -> list[Answer | Exception]:
     """:func:`wait_all` without blocking the event loop."""
-    answers: list[Answer | Exception] = []
     try:
-        for i, one in enumerate(started):
-            try:
-                answers.append(await one.awaited() if isinstance(one, Started) else one)
-            except Exception as exc:
-                answers.append(_kept(exc, i, len(started), keep_errors))
-    finally:
-        _abandon_all(started)
-    return answers
+        for one in started:
+            if isinstance(one, Started):
+                try:
+                    await one.awaited()
+                except Exception:
+                    if not keep_errors:
+                        break
+    except BaseException:
+        abandon_all(started)
+        raise
+    return wait_all(started, keep_errors)
 
 
-def _kept(exc: Exception, index: int, count: int, keep_errors: bool) -> Exception:
-    name_prompt(exc, index, count)
-    if not keep_errors:
-        raise exc
-    return exc
-
-
-def all_late(prompts: Sequence[Prompt], timeout_s: float) -> list[Answer | Exception]:
-    """One timeout error per prompt, for prompts that were still being planned."""
-    return [_kept(RequestTimeout(timeout_s), i, len(prompts), True) for i in range(len(prompts))]
-
-
-def _abandon_all(started: Sequence[Started | Exception]) -> None:
+def abandon_all(started: Sequence[Started | Exception]) -> None:
+    """Stop the computation of all that are not answered."""
     for one in started:
         if isinstance(one, Started):
             one.stream.cancel()

@@ -33,8 +33,8 @@ from blendrag.engine.answers import (
     AnswerIterator,
     AsyncAnswerIterator,
     Started,
+    abandon_all,
     all_awaited,
-    all_late,
     name_prompt,
     off_loop,
     sources_of,
@@ -44,7 +44,7 @@ from blendrag.engine.batched_prefill import BatchedPrefill, BatchEntry, RequestB
 from blendrag.engine.calibration import CalibrationOptions, CalibrationReport
 from blendrag.engine.decoding import Likelihoods
 from blendrag.engine.exposition import exposition
-from blendrag.engine.generation import Generation, answer_of
+from blendrag.engine.generation import Generation
 from blendrag.engine.ingest import DryRun, IngestReport, Inputs, Watch
 from blendrag.engine.kv_writer import BackgroundWriter
 from blendrag.engine.library import Library
@@ -54,7 +54,7 @@ from blendrag.engine.profiling import ProfileReport
 from blendrag.engine.rendering import (
     Rendered,
     explain_bos,
-    rag_prompt,
+    prompt_over,
     recognise,
     refuse_silence,
     render,
@@ -144,7 +144,8 @@ class BlendEngine:
         self.settings = settings().model_copy(update=changes)
         check_defaults(self.settings)
         root = Path(store if store is not None else self.settings.store)
-        self._resources = Resources(
+        #: Store, corpus and embedder, for direct access.
+        self.resources = Resources(
             model if model is not None else self.settings.model,
             tokenizer,
             root,
@@ -155,9 +156,9 @@ class BlendEngine:
             trust_remote_code,
         )
         self._worker = Worker("blendrag-engine")
-        self.library = Library(self._resources, self._worker)
-        self._background = BackgroundWriter(self._resources, self._worker)
-        self._planner = Planner(self._resources, self.settings, self._background)
+        self.library = Library(self.resources, self._worker)
+        self._background = BackgroundWriter(self.resources, self._worker)
+        self._planner = Planner(self.resources, self.settings, self._background)
 
     # -- asking ---------------------------------------------------------------------------------
 
@@ -222,7 +223,7 @@ class BlendEngine:
         except RequestTimeout as late:
             if not return_exceptions:
                 raise
-            return all_late(prompts, late.timeout_s)
+            started = [RequestTimeout(late.timeout_s) for _ in prompts]
         return await all_awaited(started, return_exceptions)
 
     def ask(
@@ -230,7 +231,7 @@ class BlendEngine:
     ) -> Answer:
         """Retrieve the nearest chunks and answer over them; the answer names its sources."""
         chunks = self.retrieve(question, top_k)
-        answer = self.generate(rag_prompt(question, chunks), options)
+        answer = self.generate(prompt_over(question, [c.text for c in chunks]), options)
         return replace(answer, sources=sources_of(chunks))
 
     def ask_stream(
@@ -238,32 +239,32 @@ class BlendEngine:
     ) -> AnswerIterator:
         """:meth:`ask`, piece by piece."""
         chunks = self.retrieve(question, top_k)
-        pieces = self.stream(rag_prompt(question, chunks), options)
+        pieces = self.stream(prompt_over(question, [c.text for c in chunks]), options)
         pieces.sources = sources_of(chunks)
         return pieces
 
     def retrieve(self, question: str, top_k: int | None = None) -> list[RetrievedChunk]:
         """The ``top_k`` chunks nearest to ``question`` by L2, in reading order."""
         k = self.settings.top_k if top_k is None else top_k
-        return self._resources.retriever().retrieve(question, k)
+        return self.resources.retriever().retrieve(question, k)
 
     def segments(self, prompt: Prompt, options: Options | None = None) -> SegmentedPrompt:
         """How ``prompt`` is cut into segments; its ``ids`` are what mode ``full`` prefills."""
-        return self._segments(render(prompt, self._resources.tokens, options or Options()))[0]
+        return self._segments(render(prompt, self.resources.tokens, options or Options()))[0]
 
     # -- the road of a request ------------------------------------------------------------------
 
-    def _start(self, prompt: Prompt, options: Options, asked_at: float | None = None) -> Started:
-        """Check the request here, answer it on the worker. ``asked_at``: ``time.perf_counter()``."""
-        asked_at = time.perf_counter() if asked_at is None else asked_at
-        request = self._request(prompt, options, asked_at)
-        return self._submit(RequestBatch([BatchEntry(request, self._answer_stream(request))]), 0)
+    def _start(self, prompt: Prompt, options: Options) -> Started:
+        """Check the request here, answer it on the worker."""
+        (started,) = self._start_batch([prompt], options, False, time.perf_counter())
+        assert isinstance(started, Started)
+        return started
 
     def _request(self, prompt: Prompt, options: Options, asked_at: float) -> Request:
         """Render, recognise chunks and tokenise, in the caller's thread. Nothing is computed."""
         if options.timeout_s is not None and time.perf_counter() - asked_at > options.timeout_s:
             raise RequestTimeout(options.timeout_s)  # earlier prompts took all the time
-        s, tokens = self.settings, self._resources.tokens
+        s, tokens = self.settings, self.resources.tokens
         policy = options.policy or s.policy
         make_policy(policy)  # fail before any work
         schedule = Schedule.parse(options.schedule or s.schedule)
@@ -275,8 +276,8 @@ class BlendEngine:
         if not segments.ids:
             raise InvalidInputError("the prompt is empty; ask something")
         new_tokens = options.max_new_tokens or s.max_new_tokens
-        if self._resources.is_loaded:  # otherwise checked on the worker, once the model is loaded
-            check_fits(segments, new_tokens, self._resources.adapter)
+        if self.resources.is_loaded:  # otherwise checked on the worker, once the model is loaded
+            check_fits(segments, new_tokens, self.resources.adapter)
         ratio = s.ratio if options.ratio is None else options.ratio
         min_ratio = s.min_ratio if options.min_ratio is None else options.min_ratio
         if options.min_ratio is not None and ratio != AUTO:
@@ -299,7 +300,7 @@ class BlendEngine:
         self, rendered: Rendered
     ) -> tuple[SegmentedPrompt, dict[str, str], tuple[str, ...]]:
         """A rendered prompt cut at its chunks, the source of each chunk, and notes for the metrics."""
-        resources = self._resources
+        resources = self.resources
         corpus, foreign = resources.own_corpus()
         found = recognise(corpus, rendered, resources.tokens)
         chunks = {}
@@ -318,7 +319,7 @@ class BlendEngine:
         return segments, {c.chunk_id: c.source for c in chunks.values()}, notes
 
     def _answer_stream(self, request: Request) -> AnswerStream:
-        options, tokens = request.options, self._resources.tokens
+        options, tokens = request.options, self.resources.tokens
         return AnswerStream(
             tokens.tokenizer,
             options.stop,
@@ -357,12 +358,12 @@ class BlendEngine:
         verification, the request starts again without that chunk.
         """
         request, stream = batch.entries[number]
-        adapter = self._resources.adapter
+        adapter = self.resources.adapter
         with adapter.lock.while_wanted(stream.check), _forwards(adapter, request.mode):
             ahead = batch.take(number, self._batched_prefill)
             request = checked(request, adapter)
             access = self._planner.access(request, None if ahead.plan else stream.check)
-            generation = Generation(adapter, lambda: self._resources.fusor, request, stream)
+            generation = Generation(adapter, lambda: self.resources.fusor, request, stream)
             plan, prefilled, avoid = ahead.plan, ahead.prefilled, set(ahead.avoid)
             for restarts_left in reversed(range(MAX_RESTARTS + 1)):
                 stream.check()
@@ -374,10 +375,10 @@ class BlendEngine:
                     )
                 try:
                     with closing(plan):
-                        output = generation.run(plan, prefilled)
-                        self._background.note(plan)
                         size = ahead.batch_size if prefilled is not None else 1
-                        return answer_of(request, plan, output, stream, adapter, size)
+                        answer = generation.run(plan, prefilled, size)
+                        self._background.note(plan)
+                        return answer
                 except SpanCorruptError as corrupt:
                     avoid.add(corrupt.span.reader.key)
                     plan = prefilled = None
@@ -385,7 +386,7 @@ class BlendEngine:
 
     def _batched_prefill(self) -> BatchedPrefill | None:
         """How prompts over stored KV are prefilled in one forward; ``None`` for a model that cannot."""
-        resources = self._resources
+        resources = self.resources
         with suppress(UnsupportedModelError):
             adapter = resources.adapter
             if adapter.refusal is None and resources.fusor.packs:
@@ -399,42 +400,40 @@ class BlendEngine:
         return None
 
     async def _start_off_loop(self, prompt: Prompt, options: Options) -> Started:
-        begin = partial(self._start, prompt, options, time.perf_counter())
-        return await off_loop(begin, options.timeout_s)
+        begin = partial(self._start_batch, [prompt], options, False, time.perf_counter())
+        (started,) = await off_loop(begin, options.timeout_s)
+        assert isinstance(started, Started)
+        return started
 
     def _start_batch(
         self, prompts: Sequence[Prompt], options: Options, keep_errors: bool, asked_at: float
     ) -> list[Started | Exception]:
-        """:meth:`_start` for each, once all are checked. Errors are raised, or kept in place."""
+        """Check all requests here, answer them on the worker. Errors are raised, or kept in place.
+
+        ``asked_at``: ``time.perf_counter()``.
+        """
         made: list[Request | Exception] = []
         for i, prompt in enumerate(prompts):
             try:
                 made.append(self._request(prompt, options, asked_at))
             except Exception as exc:
-                name_prompt(exc, i, len(prompts))
                 if not keep_errors:
+                    name_prompt(exc, i, len(prompts))
                     raise
                 made.append(exc)
-        requests = [request for request in made if isinstance(request, Request)]
-        batch = RequestBatch(
-            [BatchEntry(request, self._answer_stream(request)) for request in requests]
-        )
-        numbers = iter(range(len(requests)))
-        started: list[Started | Exception] = []
+        requests = [one for one in made if isinstance(one, Request)]
+        batch = RequestBatch([BatchEntry(one, self._answer_stream(one)) for one in requests])
+        submitted: list[Started] = []
         try:
-            for each in made:
-                if isinstance(each, Request):
-                    started.append(self._submit(batch, next(numbers)))
-                else:
-                    started.append(each)
+            for number in range(len(requests)):
+                submitted.append(self._submit(batch, number))
         except BaseException:  # closed or interrupted: cancel those that were submitted
-            submitted = [one for one in started if isinstance(one, Started)]
-            for one in submitted:
-                one.stream.cancel()
+            abandon_all(submitted)
             wait([one.future for one in submitted])
             batch.close()
             raise
-        return started
+        answering = iter(submitted)
+        return [one if isinstance(one, Exception) else next(answering) for one in made]
 
     # -- the corpus -----------------------------------------------------------------------------
 
@@ -443,34 +442,29 @@ class BlendEngine:
 
         Raises :class:`UnsupportedModelError` for a model whose KV cannot be reused.
         """
-        return ingesting.ingest(self._resources, self._worker, inputs, watch)
+        return ingesting.ingest(self.resources, self._worker, inputs, watch)
 
     def remove(self, paths: Sequence[Path | str]) -> int:
         """Remove documents by path or directory: texts, vectors and KV. Returns how many.
 
         Raises :class:`InvalidInputError` if a path is not in the corpus; then nothing is removed.
         """
-        return ingesting.remove(self._resources, paths)
+        return ingesting.remove(self.resources, paths)
 
     def dry_run(self, inputs: Inputs) -> DryRun:
         """What :meth:`ingest` would do: chunks, bytes, and seconds estimated from one timed chunk."""
-        return ingesting.dry_run(self._resources, self._worker, inputs)
+        return ingesting.dry_run(self.resources, self._worker, inputs)
 
     # -- the rest -------------------------------------------------------------------------------
 
     @property
     def adapter(self) -> ModelAdapter:
         """The loaded model; loads it."""
-        return self._resources.adapter
-
-    @property
-    def resources(self) -> Resources:
-        """Store, corpus and embedder, for direct access."""
-        return self._resources
+        return self.resources.adapter
 
     def verify(self) -> Verification:
         """The correctness gate for the loaded model, remembered in the store."""
-        return self._worker.run(lambda: self._resources.kv_validity.verification())
+        return self._worker.run(lambda: self.resources.kv_validity.verification())
 
     def calibrate(
         self,
@@ -487,7 +481,7 @@ class BlendEngine:
         s = self.settings
         options = options or CalibrationOptions(s.policy, s.fixed_ratio, top_k=s.top_k)
         return calibrating.calibrate(
-            self._resources, self._planner, self.segments, self._worker, options, watch
+            self.resources, self._planner, self.segments, self._worker, options, watch
         )
 
     def profile(
@@ -503,17 +497,17 @@ class BlendEngine:
         interrupted measurement keeps nothing. Raises :class:`InvalidInputError`,
         :class:`UnsupportedModelError`, :class:`StoreFullError`.
         """
-        return profiling.profile(self._resources, self._worker, directories, again, watch)
+        return profiling.profile(self.resources, self._worker, directories, again, watch)
 
     def stats(self) -> StoreStats:
         """What the store holds, and how this engine has used it. Opens the store."""
         if self.closed:
             raise InvalidInputError(CLOSED)
-        return self._resources.store.stats()
+        return self.resources.store.stats()
 
     def prometheus(self) -> str:
         """:meth:`stats` in Prometheus' text format, for a ``/metrics`` endpoint."""
-        return exposition(self.stats(), str(self._resources.root.absolute()))
+        return exposition(self.stats(), str(self.resources.root.absolute()))
 
     @property
     def closed(self) -> bool:
@@ -529,7 +523,7 @@ class BlendEngine:
         loaded by name unless another open engine uses it. Idempotent.
         """
         self._worker.close()
-        self._resources.close()
+        self.resources.close()
 
     def __enter__(self) -> BlendEngine:
         return self

@@ -10,13 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from blendrag.engine.decoding import SeededDraws, sampling
-from blendrag.engine.request import Answer, Options, Request, TokenLogprob
+from blendrag.engine.request import Answer, Request
 from blendrag.engine.stream import AnswerStream, StopWhenDone, cut_at_stop
 from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.fusor import Fusion, Fusor, Prefilled
@@ -24,15 +24,6 @@ from blendrag.metrics import RequestMetrics
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.sharing import in_this_thread
 from blendrag.planning.plan import Plan
-
-
-class Output(NamedTuple):
-    """What ``generate`` returned."""
-
-    new_ids: torch.Tensor
-    """``[sequences, n]``, with end tokens and padding."""
-    fusion: Fusion | None
-    """State of the blended forward; ``None`` if nothing was loaded."""
 
 
 class Generation:
@@ -50,9 +41,12 @@ class Generation:
         self._fusor = fusor
         self._request = request
         self._stream = stream
+        configured = adapter.model.generation_config.eos_token_id
+        eos = request.options.generate.get("eos_token_id", configured)
+        self._ends = set(eos) if isinstance(eos, list | tuple) else {eos}
 
-    def run(self, plan: Plan, prefilled: Prefilled | None = None) -> Output:
-        """Generate by ``plan``; ``prefilled`` if the prompt was prefilled in a batch.
+    def run(self, plan: Plan, prefilled: Prefilled | None = None, batch_size: int = 1) -> Answer:
+        """Generate by ``plan``; ``prefilled`` if the prompt was prefilled with others of its batch.
 
         Raises :class:`SpanCorruptError` if a chunk's bytes fail verification, :class:`RequestCancelled` and
         :class:`RequestTimeout`.
@@ -60,18 +54,18 @@ class Generation:
         stream, request = self._stream, self._request
         stream.check()
         if stream.hidden is not None:
-            ends = self._adapter.tokens.special_among(end_ids(request, self._adapter))
-            stream.hidden = {*stream.hidden, *ends}
+            stream.hidden = {*stream.hidden, *self._adapter.tokens.special_among(self._ends)}
         ids = torch.tensor([request.prompt.ids], device=self._adapter.device)
+        fusion: Fusion | None = None
         if prefilled is not None:
             output, fusion = self._continued(ids, prefilled)
         elif not plan.spans:
-            output, fusion = self._stock(ids), None
+            output = self._stock(ids)
         elif request.sequences == 1:
             output, fusion = self._blended(ids, plan)
         else:
             output, fusion = self._two_step(ids, plan)
-        return Output(output[:, ids.shape[1] :], fusion)
+        return self._answer(plan, fusion, output[:, ids.shape[1] :].tolist(), batch_size)
 
     # -- the ways into generate -----------------------------------------------------------------
 
@@ -103,19 +97,24 @@ class Generation:
         return self._generate(ids, cache), fusion
 
     def _generate(self, ids: torch.Tensor, cache: Any = None) -> torch.Tensor:
-        request, stream = self._request, self._stream
+        request, stream, model = self._request, self._stream, self._adapter.model
         options = request.options
         kwargs: dict[str, Any] = {"max_new_tokens": request.max_new_tokens}
         kwargs |= sampling(options) | dict(options.generate)
         if cache is not None:
             kwargs["past_key_values"] = cache
         tokenizer = self._adapter.tokens.tokenizer
-        if self._adapter.model.generation_config.pad_token_id is None:
+        if model.generation_config.pad_token_id is None:
             pad = tokenizer.pad_token_id
             kwargs.setdefault("pad_token_id", tokenizer.eos_token_id if pad is None else pad)
         try:
-            with self._decoding(options):
-                output = self._adapter.model.generate(
+            with ExitStack() as around:
+                if stream.likely is not None:
+                    around.enter_context(stream.likely.watching(model))
+                if options.seed is not None and options.samples:
+                    draws = SeededDraws(options.seed, self._adapter.device)
+                    around.enter_context(draws.between_forwards(model))
+                output = model.generate(
                     ids,
                     attention_mask=torch.ones_like(ids),
                     stopping_criteria=[StopWhenDone(stream, feeds=request.sequences == 1)],
@@ -132,17 +131,71 @@ class Generation:
         stream.end()
         return output
 
-    @contextmanager
-    def _decoding(self, options: Options) -> Iterator[None]:
-        """Log probabilities and seeded sampling within ``generate``."""
-        model = self._adapter.model
-        with ExitStack() as stack:
-            if self._stream.likely is not None:
-                stack.enter_context(self._stream.likely.watching(model))
-            if options.seed is not None and options.samples:
-                draws = SeededDraws(options.seed, self._adapter.device)
-                stack.enter_context(draws.between_forwards(model))
-            yield
+    # -- the answer -----------------------------------------------------------------------------
+
+    def _answer(
+        self, plan: Plan, fusion: Fusion | None, rows: list[list[int]], batch_size: int
+    ) -> Answer:
+        """Texts and metrics of the new tokens of each sequence, with end tokens and padding."""
+        request, stream = self._request, self._stream
+        rows = [self._until_end(row) for row in rows]
+        is_over = stream.stopped_by is not None or not self._ends.isdisjoint(rows[0][-1:])
+        decode = self._adapter.tokens.tokenizer.decode
+        texts = [stream.text]
+        if request.sequences > 1:
+            whole = [decode(row, skip_special_tokens=True) for row in rows]
+            texts = [cut_at_stop(text, request.options.stop) for text in whole]
+            is_over = is_over or texts[0] != whole[0]
+        logprobs = None
+        if stream.likely is not None:
+            logprobs = stream.likely.of(texts[0], stream.tokens, decode)
+        metrics = self._metrics(plan, fusion, sum(len(row) for row in rows), batch_size)
+        finish_reason = "stop" if is_over else "length"
+        return Answer(texts[0], tuple(texts), finish_reason, metrics, logprobs=logprobs)
+
+    def _until_end(self, row: list[int]) -> list[int]:
+        """Token ids up to and with the end token, without padding."""
+        at = next((i for i, token in enumerate(row) if token in self._ends), len(row))
+        return row[: at + 1]
+
+    def _metrics(
+        self, plan: Plan, fusion: Fusion | None, new_tokens: int, batch_size: int
+    ) -> RequestMetrics:
+        request, stream = self._request, self._stream
+        counts = fusion.counts() if fusion is not None else None
+        reused, prompt_tokens = plan.reused_tokens, len(request.prompt.ids)
+        computed_share = float(request.mode == "full")
+        ratio = counts.ratio if counts else computed_share
+        policy = schedule = ""
+        if fusion is not None and counts and counts.candidates and request.mode == "blend":
+            # the fallback, if the model's attention could not be seen
+            is_fallback = fusion.policy is not fusion.request.policy
+            policy = str(fusion.policy) if is_fallback else request.policy
+            schedule = str(fusion.schedule)
+        # a forecast is of a request that is prefilled alone
+        predicted = plan.forecast if batch_size == 1 else None
+        return RequestMetrics(
+            mode=request.mode,
+            ttft_s=stream.ttft_s,
+            load_s=fusion.loader.load_s if fusion is not None else 0.0,
+            total_s=time.perf_counter() - request.asked_at,
+            prompt_tokens=prompt_tokens,
+            reused_tokens=reused,
+            recomputed_tokens=round(ratio * counts.candidates) if counts else 0,
+            fresh_tokens=prompt_tokens - reused,
+            new_tokens=new_tokens,
+            ratio=ratio,
+            charged_ratio=counts.charged_ratio if counts else computed_share,
+            policy=policy,
+            schedule=schedule,
+            chunks=plan.reports(counts.recomputed_per_span if counts else (), request.source_of),
+            notes=(*request.notes, *plan.notes),
+            predicted_ttft_s=predicted.ttft_s if predicted else None,
+            predicted_load_s=predicted.load_s if predicted else None,
+            predicted_compute_s=predicted.compute_s if predicted else None,
+            decision=plan.decision if plan.forecast is not None else "",
+            batch_size=batch_size,
+        )
 
 
 @contextmanager
@@ -155,107 +208,3 @@ def _checked_layers(layers: Sequence[nn.Module], check: Callable[[], None]) -> I
     finally:
         for handle in handles:
             handle.remove()
-
-
-def end_ids(request: Request, adapter: ModelAdapter) -> set[int]:
-    """Tokens that end an answer."""
-    eos = request.options.generate.get("eos_token_id", adapter.model.generation_config.eos_token_id)
-    return set(eos) if isinstance(eos, list | tuple) else {eos}
-
-
-# -- the answer -----------------------------------------------------------------------------------
-
-
-def answer_of(
-    request: Request,
-    plan: Plan,
-    output: Output,
-    stream: AnswerStream,
-    adapter: ModelAdapter,
-    batch_size: int = 1,
-) -> Answer:
-    """Texts and metrics of what was generated."""
-    ends = end_ids(request, adapter)
-    rows = [_until_end(row, ends) for row in output.new_ids.tolist()]
-    texts, finish_reason = _texts(request, stream, rows, ends, adapter)
-    new_tokens = sum(len(row) for row in rows)
-    metrics = _metrics(request, plan, output.fusion, stream, new_tokens, batch_size)
-    logprobs = _logprobs(stream, texts[0], adapter)
-    return Answer(texts[0], tuple(texts), finish_reason, metrics, logprobs=logprobs)
-
-
-def _until_end(row: list[int], ends: set[int]) -> list[int]:
-    """Token ids up to and with the end token, without padding."""
-    at = next((i for i, token in enumerate(row) if token in ends), len(row))
-    return row[: at + 1]
-
-
-def _texts(
-    request: Request,
-    stream: AnswerStream,
-    rows: Sequence[Sequence[int]],
-    ends: set[int],
-    adapter: ModelAdapter,
-) -> tuple[Sequence[str], str]:
-    """The text of each sequence, and the finish reason of the first."""
-    ended = bool(ends & set(rows[0][-1:]))
-    if request.sequences == 1:
-        stopped = stream.stopped_by is not None
-        return [stream.text], "stop" if stopped or ended else "length"
-    decode, stop = adapter.tokens.tokenizer.decode, request.options.stop
-    cut = [cut_at_stop(decode(row, skip_special_tokens=True), stop) for row in rows]
-    return [text for text, _ in cut], "stop" if cut[0][1] or ended else "length"
-
-
-def _logprobs(
-    stream: AnswerStream, text: str, adapter: ModelAdapter
-) -> tuple[TokenLogprob, ...] | None:
-    if stream.likely is None:
-        return None
-    return stream.likely.of(text, stream.tokens, adapter.tokens.tokenizer.decode)
-
-
-def _metrics(
-    request: Request,
-    plan: Plan,
-    fusion: Fusion | None,
-    stream: AnswerStream,
-    new_tokens: int,
-    batch_size: int,
-) -> RequestMetrics:
-    counts = fusion.counts() if fusion is not None else None
-    reused, prompt_tokens = plan.reused_tokens, len(request.prompt.ids)
-    computed_share = float(request.mode == "full")
-    ratio = counts.ratio if counts else computed_share
-    blended = request.mode == "blend" and counts is not None and counts.candidates > 0
-    # a forecast is of a request that is prefilled alone
-    predicted = plan.forecast if batch_size == 1 else None
-    return RequestMetrics(
-        mode=request.mode,
-        ttft_s=stream.ttft_s,
-        load_s=fusion.loader.load_s if fusion is not None else 0.0,
-        total_s=time.perf_counter() - request.asked_at,
-        prompt_tokens=prompt_tokens,
-        reused_tokens=reused,
-        recomputed_tokens=round(ratio * counts.candidates) if counts else 0,
-        fresh_tokens=prompt_tokens - reused,
-        new_tokens=new_tokens,
-        ratio=ratio,
-        charged_ratio=counts.charged_ratio if counts else computed_share,
-        policy=_policy_used(request, fusion) if blended else "",
-        schedule=str(fusion.schedule) if blended and fusion is not None else "",
-        chunks=plan.reports(counts.recomputed_per_span if counts else (), request.source_of),
-        notes=(*request.notes, *plan.notes),
-        predicted_ttft_s=predicted.ttft_s if predicted else None,
-        predicted_load_s=predicted.load_s if predicted else None,
-        predicted_compute_s=predicted.compute_s if predicted else None,
-        decision=plan.decision if plan.forecast is not None else "",
-        batch_size=batch_size,
-    )
-
-
-def _policy_used(request: Request, fusion: Fusion | None) -> str:
-    """The requested policy, unless the model's attention could not be seen and the fallback was used."""
-    if fusion is None or fusion.policy is fusion.request.policy:
-        return request.policy
-    return str(fusion.policy)

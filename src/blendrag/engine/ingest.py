@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from blendrag.corpus.corpus import Corpus
-from blendrag.engine.kv_writer import KVWriter, Written, drop_orphaned_kv, with_loaded_identity
+from blendrag.engine.kv_writer import KVWriter, drop_orphaned_kv, with_loaded_identity
 from blendrag.engine.resources import Resources
 from blendrag.engine.worker import Worker
 from blendrag.errors import (
@@ -30,45 +30,28 @@ from blendrag.text.readers import Document, digest_of, read_documents, scan_inpu
 
 
 @dataclass
-class Totals:
-    """Running totals of a run, passed to the progress callback after every chunk."""
+class IngestReport:
+    """Totals of one ingest run, passed to the progress callback after every chunk."""
 
-    total_bytes: int = 0
-    done_bytes: int = 0
     documents: int = 0
     documents_unchanged: int = 0
     chunks: int = 0
+    chunks_computed: int = 0
     chunks_skipped: int = 0
+    failed: int = 0
     tokens: int = 0
+    tokens_per_s: float = 0.0
+    """Computed tokens per second of encoding and storing; 0 if nothing was computed."""
+    bytes: int = 0
+    seconds: float = 0.0
     failures: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
-    written: Written = field(default_factory=Written)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Computed tokens per second of encoding and storing; 0 if nothing was computed."""
-        return self.written.tokens / self.written.seconds if self.written.seconds else 0.0
-
-
-@dataclass(frozen=True)
-class IngestReport:
-    """Totals of one ingest run."""
-
-    documents: int
-    documents_unchanged: int
-    chunks: int
-    chunks_computed: int
-    chunks_skipped: int
-    failed: int
-    tokens: int
-    tokens_per_s: float
-    bytes: int
-    seconds: float
-    failures: tuple[str, ...] = ()
-    skipped: tuple[str, ...] = ()
     interrupted: bool = False
     stopped: str = ""
     """Why the run stopped early (store full), else empty."""
+    total_bytes: int = 0
+    """Bytes of the given files; ``done_bytes`` of them were read."""
+    done_bytes: int = 0
 
     def whole(self) -> IngestReport:
         """This report, if the run reached its end.
@@ -92,11 +75,11 @@ class DryRun:
     bytes: int
     seconds: float
     failed: int
-    failures: tuple[str, ...] = ()
-    skipped: tuple[str, ...] = ()
+    failures: list[str]
+    skipped: list[str]
 
 
-Watch = Callable[[Totals], None]
+Watch = Callable[[IngestReport], None]
 Inputs = Sequence[Path | str] | Iterable[Document]
 
 
@@ -128,39 +111,36 @@ class IngestRun:
     ) -> None:
         self._resources = resources
         self._corpus = corpus
-        self._watch = watch or (lambda totals: None)
+        self._watch = watch or (lambda report: None)
         self._writer = KVWriter(resources, worker)
-        self._totals = Totals(written=self._writer.written)
+        self._report = IngestReport()
+        self._began = time.perf_counter()
 
     def run(self, inputs: Inputs) -> IngestReport:
         """Ingest paths or documents. After Ctrl-C the report has ``interrupted`` set."""
-        began = time.perf_counter()
-        interrupted, stopped = False, ""
+        report = self._report
         try:
             with self._writer.pinned():
-                for document in documents_of(inputs, self._totals):
+                for document in documents_of(inputs, report):
                     self._ingest(document)
         except StoreFullError as full:
-            stopped = str(full)
+            report.stopped = str(full)
         except KeyboardInterrupt:
-            interrupted = True
-        t, written = self._totals, self._writer.written
-        return IngestReport(
-            documents=t.documents,
-            documents_unchanged=t.documents_unchanged,
-            chunks=t.chunks,
-            chunks_computed=written.chunks,
-            chunks_skipped=t.chunks_skipped,
-            failed=len(t.failures),
-            tokens=t.tokens,
-            tokens_per_s=t.tokens_per_s,
-            bytes=written.size_bytes,
-            seconds=time.perf_counter() - began,
-            failures=tuple(t.failures),
-            skipped=tuple(t.skipped),
-            interrupted=interrupted,
-            stopped=stopped,
-        )
+            report.interrupted = True
+        self._count()
+        return report
+
+    def _count(self) -> None:
+        """Bring the derived totals up to date."""
+        report, written = self._report, self._writer.written
+        report.failed = len(report.failures)
+        report.chunks_computed, report.bytes = written.chunks, written.size_bytes
+        report.tokens_per_s = written.tokens / written.seconds if written.seconds else 0.0
+        report.seconds = time.perf_counter() - self._began
+
+    def _tell(self) -> None:
+        self._count()
+        self._watch(self._report)
 
     def _ingest(self, document: Document) -> None:
         """Bring one document up to date. A bad one is named and counted, and the run goes on."""
@@ -169,7 +149,7 @@ class IngestRun:
             known = self._corpus.unchanged(document.source, digest)
             if known is not None:
                 computed = self._write_kv(document, known)
-                self._totals.documents_unchanged += not computed
+                self._report.documents_unchanged += not computed
             else:
                 chunks = self._resources.chunker().split(document.text)
                 if not chunks:
@@ -179,36 +159,31 @@ class IngestRun:
         except InvalidInputError as bad:
             text = str(bad)
             named = text.startswith(document.source)
-            self._totals.failures.append(text if named else f"{document.source}: {text}")
+            self._report.failures.append(text if named else f"{document.source}: {text}")
             return
-        self._totals.documents += 1
-        self._watch(self._totals)
+        self._report.documents += 1
+        self._tell()
 
     def _write_kv(self, document: Document, chunks: Sequence[Chunk]) -> int:
         """Store the KV of chunks that have none; returns how many."""
         computed = 0
         for chunk in chunks:
-            self._totals.chunks += 1
-            self._totals.tokens += len(self._resources.text_ids(chunk.text))
+            self._report.chunks += 1
+            self._report.tokens += len(self._resources.text_ids(chunk.text))
             if not self._writer.missing([chunk]):
-                self._totals.chunks_skipped += 1
+                self._report.chunks_skipped += 1
                 continue
             name = f"{document.source}, characters {chunk.start} to {chunk.end}"
             self._writer.write(chunk, name)
             computed += 1
-            self._watch(self._totals)
+            self._tell()
         return computed
 
     def _write_rows(self, document: Document, digest: str, chunks: Sequence[Chunk]) -> None:
         """Embed new chunks, write the document's rows, drop KV that no row refers to any more."""
-        known = self._corpus.known_vectors(document.title, [c.chunk_id for c in chunks])
-        new = [c for c in {c.chunk_id: c for c in chunks}.values() if c.chunk_id not in known]
-        if new:  # otherwise the embedder is not even loaded
-            titles = [document.title] * len(new)
-            vectors = self._resources.embedder.embed([c.text for c in new], titles)
-            known |= {c.chunk_id: vector for c, vector in zip(new, vectors, strict=True)}
-        rows = np.stack([known[c.chunk_id] for c in chunks])
-        if self._corpus.put_document(document, digest, chunks, rows):
+        titled = [(document.title, chunk) for chunk in chunks]
+        vectors = np.stack(self._resources.vectors_of(self._corpus, titled))
+        if self._corpus.put_document(document, digest, chunks, vectors):
             drop_orphaned_kv(self._resources, self._corpus)
 
 
@@ -234,9 +209,9 @@ def dry_run(resources: Resources, worker: Worker, inputs: Inputs) -> DryRun:
     """See :meth:`BlendEngine.dry_run`."""
     corpus = resources.corpus
     chunker = resources.chunker()
-    totals = Totals()
+    report = IngestReport()
     documents = chunks = tokens = new_tokens = 0
-    for document in documents_of(inputs, totals):
+    for document in documents_of(inputs, report):
         pieces = chunker.split(document.text)
         piece_tokens = sum(c.tokens for c in pieces)
         documents += 1
@@ -246,7 +221,7 @@ def dry_run(resources: Resources, worker: Worker, inputs: Inputs) -> DryRun:
             new_tokens += piece_tokens
     adapter = resources.adapter
     adapter.require_blendable()
-    sample = [17] * min(resources.chunk_tokens, max(tokens, 1))
+    sample = [17] * min(resources.manifest.chunk_tokens, max(tokens, 1))
 
     def encode_s() -> float:
         with adapter.lock:
@@ -262,41 +237,30 @@ def dry_run(resources: Resources, worker: Worker, inputs: Inputs) -> DryRun:
         tokens=tokens,
         bytes=stored_chunk_bytes(resources.layout, tokens),
         seconds=new_tokens * seconds_per_token,
-        failed=len(totals.failures),
-        failures=tuple(totals.failures),
-        skipped=tuple(totals.skipped),
+        failed=len(report.failures),
+        failures=report.failures,
+        skipped=report.skipped,
     )
 
 
-def documents_of(inputs: Inputs, totals: Totals) -> Iterator[Document]:
-    """Given documents and those of given paths; counts bytes, failures and skipped files in ``totals``."""
-    paths, documents = _separated(inputs)
-    yield from documents
-    found = scan_inputs(paths)
-    totals.skipped += [f"{path}: unsupported suffix {path.suffix!r}" for path in found.unsupported]
+def documents_of(inputs: Inputs, report: IngestReport) -> Iterator[Document]:
+    """Given documents and those of given paths; counts bytes, failures and skipped files in ``report``."""
+    given: list[Any] = [inputs] if isinstance(inputs, str | Path) else list(inputs)
+    yield from (each for each in given if isinstance(each, Document))
+    found = scan_inputs([Path(each) for each in given if not isinstance(each, Document)])
+    report.skipped += [f"{path}: unsupported suffix {path.suffix!r}" for path in found.unsupported]
     sizes = {path: _size(path) for path in found.files}
-    totals.total_bytes += sum(sizes.values())
+    report.total_bytes += sum(sizes.values())
     for path in found.files:
-        began = totals.done_bytes
+        began = report.done_bytes
         try:
             for document in read_documents(path):
                 yield document
-                read = totals.done_bytes + len(document.text.encode("utf-8", "replace"))
-                totals.done_bytes = min(read, began + sizes[path])
+                read = report.done_bytes + len(document.text.encode("utf-8", "replace"))
+                report.done_bytes = min(read, began + sizes[path])
         except UnreadableDocumentError as bad:
-            totals.failures.append(str(bad))
-        totals.done_bytes = began + sizes[path]
-
-
-def _separated(inputs: Inputs) -> tuple[list[Path], list[Document]]:
-    paths: list[Path] = []
-    documents: list[Document] = []
-    for item in [inputs] if isinstance(inputs, str | Path) else inputs:
-        if isinstance(item, Document):
-            documents.append(item)
-        else:
-            paths.append(Path(item))
-    return paths, documents
+            report.failures.append(str(bad))
+        report.done_bytes = began + sizes[path]
 
 
 def _size(path: Path) -> int:

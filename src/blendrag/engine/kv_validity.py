@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from blendrag.corpus.manifest import Manifest
 from blendrag.errors import CorruptKVError, IdentityChangedError, UnsupportedModelError
 from blendrag.fusor import verdicts
 from blendrag.fusor.gate import Verification, verify
@@ -23,7 +24,7 @@ from blendrag.model.adapter import ModelAdapter
 from blendrag.model.kv_compare import content, magnitude, misfit
 from blendrag.store import KVReader, KVStore
 from blendrag.store.encodings import codec_of, staging_of
-from blendrag.store.identity import NATIVE_ENCODING, chunk_key
+from blendrag.store.identity import chunk_key
 from blendrag.store.kv import ChunkKV
 
 log = logging.getLogger(__name__)
@@ -44,20 +45,19 @@ class KVValidity:
         adapter: ModelAdapter,
         store: KVStore,
         root: Path,
-        prefix_ids: Callable[[], tuple[int, ...]],
-        encoding: Callable[[], str] = lambda: NATIVE_ENCODING,
+        manifest: Callable[[], Manifest],
     ) -> None:
+        """``manifest``: with the prefix and the encoding of KV that is stored now."""
         self._adapter = adapter
         self._store = store
         self._root = root
-        self._prefix_ids = prefix_ids
-        self._encoding = encoding
+        self._manifest = manifest
         self._valid: dict[str, bool] = {}
 
     @property
     def namespace(self) -> str:
         """Namespace of the loaded model's KV in this store's encoding."""
-        return self._adapter.identity.encoded(self._encoding()).namespace
+        return self._adapter.identity.encoded(self._manifest().encoding).namespace
 
     # -- the gate -------------------------------------------------------------------------------
 
@@ -114,13 +114,13 @@ class KVValidity:
 
     def _probe_agrees(self, namespace: str) -> bool:
         ids = self._probe_ids()
-        layout = self._adapter.layout.encoded(self._encoding())
+        layout = self._adapter.layout.encoded(self._manifest().encoding)
         reader = self._store.open(namespace, self._probe_key(namespace), layout, len(ids))
         if reader is None:
             self._warn("its probe entry is missing or damaged")
             return False
         try:
-            now = self.encode(namespace, ids, self._prefix_ids())
+            now = self.encode(namespace, ids, self._manifest().prefix_ids)
             if _alike(now, reader):
                 return True
         except CorruptKVError:
@@ -144,7 +144,7 @@ class KVValidity:
         return tuple((7919 * i + 13) % vocab for i in range(PROBE_TOKENS))
 
     def _probe_key(self, namespace: str) -> str:
-        return chunk_key(namespace, self._prefix_ids(), self._probe_ids())
+        return chunk_key(namespace, self._manifest().prefix_ids, self._probe_ids())
 
     # -- the identity ---------------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ class KVValidity:
         Raises :class:`IdentityChangedError` if the loaded model is no longer that one.
         """
         with self._adapter.lock:
-            encoding = self._encoding()
+            encoding = self._manifest().encoding
             if self._adapter.identity.encoded(encoding).namespace != namespace:
                 raise IdentityChangedError(
                     f"the weights or adapters of {self._adapter.model_id} changed while KV was being "
@@ -177,7 +177,7 @@ class KVValidity:
             )
         key = self._probe_key(namespace)
         if not self._store.contains(namespace, key):
-            kv = self.encode(namespace, self._probe_ids(), self._prefix_ids())
+            kv = self.encode(namespace, self._probe_ids(), self._manifest().prefix_ids)
             self._store.put(namespace, key, kv)
         self._store.pin(namespace, key)
         self._valid.setdefault(namespace, True)

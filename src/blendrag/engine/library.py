@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -352,24 +351,22 @@ class Addition:
         self._given = None if vectors is None else vectors[last]
         self._embed = embed
         self._before = corpus.entries.digests([entry.id for entry in self._entries])
+        given = [None] * len(last) if self._given is None else list(self._given)
         self._digests = [
-            digest_of_entry(entry, embed, None if self._given is None else self._given[i])
-            for i, entry in enumerate(self._entries)
+            digest_of_entry(entry, embed, vector)
+            for entry, vector in zip(self._entries, given, strict=True)
         ]
         self._changed = [
             i for i, e in enumerate(self._entries) if self._before.get(e.id) != self._digests[i]
         ]
+        self.chunks = [self._chunk(entry) for entry in self._entries]
+        """One chunk per entry."""
 
     @property
     def counts(self) -> tuple[int, int, int]:
         """Entries added, changed and unchanged."""
         added = sum(entry.id not in self._before for entry in self._entries)
         return added, len(self._changed) - added, len(self._entries) - len(self._changed)
-
-    @cached_property
-    def chunks(self) -> list[Chunk]:
-        """One chunk per entry."""
-        return [self._chunk(entry) for entry in self._entries]
 
     def new_entries(self) -> list[NewEntry]:
         """Added and changed entries, with their vectors."""
@@ -391,23 +388,5 @@ class Addition:
         if not self._embed:
             return [np.zeros(0, np.float32)] * len(self._changed)
         refuse_given(self._corpus.manifest.embedder)
-        places = [(self._entries[i].title, self.chunks[i].chunk_id) for i in self._changed]
-        texts = {place: self.chunks[i].text for place, i in zip(places, self._changed, strict=True)}
-        known = self._known(places)
-        new = [place for place in texts if place not in known]
-        if new:  # otherwise the embedder is not even loaded
-            titles = [title for title, _ in new]
-            vectors = self._resources.embedder.embed([texts[place] for place in new], titles)
-            known |= dict(zip(new, vectors, strict=True))
-        return [known[place] for place in places]
-
-    def _known(self, places: Sequence[tuple[str, str]]) -> dict[tuple[str, str], np.ndarray]:
-        """Stored vectors of the same texts under the same titles, by title and chunk id."""
-        chunk_ids: dict[str, list[str]] = {}
-        for title, chunk_id in places:
-            chunk_ids.setdefault(title, []).append(chunk_id)
-        return {
-            (title, chunk_id): vector
-            for title, ids in chunk_ids.items()
-            for chunk_id, vector in self._corpus.known_vectors(title, ids).items()
-        }
+        titled = [(self._entries[i].title, self.chunks[i]) for i in self._changed]
+        return self._resources.vectors_of(self._corpus, titled)

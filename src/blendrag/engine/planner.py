@@ -188,9 +188,9 @@ class Planner:
             resources.adapter,
             resources.store,
             namespace,
-            resources.prefix_ids,
+            resources.manifest.prefix_ids,
             self._settings.prefix_min_tokens,
-            resources.encoding,
+            resources.manifest.encoding,
             profile,
         )
 

@@ -54,9 +54,9 @@ def profile(
     measure = Measure(
         resources.adapter,
         worker.run(lambda: resources.fusor),
-        resources.encoding,
+        resources.manifest.encoding,
         resources.prefix_ids,
-        resources.chunk_tokens,
+        resources.manifest.chunk_tokens,
         worker.run,
         watch,
     )

@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from blendrag.corpus.corpus import Corpus
-from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.engine.request import Options, Prompt, RagPrompt
 from blendrag.errors import InvalidInputError, check_unicode
 from blendrag.model.tokens import Tokens
@@ -69,11 +68,6 @@ class Rendered:
     """Content of the last user message, if known."""
     chunks: tuple[Match, ...] | None = None
     """The chunks, if they are known. Then all other text in ``contents`` is tokenised as plain text."""
-
-
-def rag_prompt(question: str, chunks: Sequence[RetrievedChunk]) -> RagPrompt:
-    """blendrag's RAG prompt over retrieved chunks."""
-    return prompt_over(question, [chunk.text for chunk in chunks])
 
 
 def prompt_over(question: str, texts: Sequence[str]) -> RagPrompt:

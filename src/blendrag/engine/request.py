@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, get_args
 
 from blendrag.config import AUTO, Mode, Ratio
 from blendrag.errors import InvalidInputError, InvalidOptionError
@@ -33,32 +33,26 @@ Prompt = str | Sequence[Message] | RagPrompt
 
 # -- options --------------------------------------------------------------------------------------
 
-_OWN = "the engine sets it itself"
-_NOT_ASSISTED = "assisted decoding cannot be combined with blending"
-_CACHE = "blending brings its own cache"
 #: Settings of a generation config that turn on assisted decoding.
 ASSISTED = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+_CACHE = ("past_key_values", "cache_implementation", "cache_config", "use_cache")
+_OWN = (
+    "inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "streamer",
+    "stopping_criteria", "return_dict_in_generate",
+)  # fmt: skip
 #: Arguments of ``model.generate`` a request may not carry, and why.
 REFUSED = {
-    "assistant_model": _NOT_ASSISTED,
-    **dict.fromkeys(ASSISTED, _NOT_ASSISTED),
+    **dict.fromkeys(
+        ("assistant_model", *ASSISTED), "assisted decoding cannot be combined with blending"
+    ),
+    **dict.fromkeys(_CACHE, "blending brings its own cache"),
+    **dict.fromkeys(_OWN, "the engine sets it itself"),
     "generation_config": "its settings are given one by one, so that each can be looked at",
     "prefill_chunk_size": "a blended prompt is prefilled in one forward",
-    "past_key_values": _CACHE,
-    "cache_implementation": _CACHE,
-    "cache_config": _CACHE,
-    "use_cache": _CACHE,
-    "inputs": _OWN,
-    "input_ids": _OWN,
-    "inputs_embeds": _OWN,
-    "attention_mask": _OWN,
-    "position_ids": _OWN,
-    "streamer": _OWN,
-    "stopping_criteria": _OWN,
-    "return_dict_in_generate": _OWN,
     "max_length": "use max_new_tokens",
 }
 
+MODES: tuple[Mode, ...] = get_args(Mode)
 #: Largest number of alternatives per token, as in OpenAI's API.
 MAX_LOGPROBS = 20
 
@@ -76,7 +70,23 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "apply_chat_template": (bool, "True or False"),
 }
 
-MODES: tuple[Mode, ...] = ("blend", "full", "prefix", "reuse")
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and 0.0 <= float(value) <= 1.0
+
+
+#: Which values of an option are accepted, and what errors say of others.
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "mode": (MODES.__contains__, f"is not one of {', '.join(MODES)}"),
+    "ratio": (lambda v: v == AUTO or _is_share(v), f"must be a number in [0, 1] or {AUTO!r}"),
+    "min_ratio": (_is_share, "must be a number in [0, 1]"),
+    "max_new_tokens": (lambda v: v >= 1, "is not 1 or more"),
+    "temperature": (lambda v: v >= 0, "is not 0 or more"),
+    "top_p": (lambda v: 0.0 < v <= 1.0, "must be a number in (0, 1]"),
+    "timeout_s": (lambda v: v > 0, "must be above 0; leave it out for no limit"),
+    "seed": (lambda v: -(2**63) <= v < 2**64, "is not a 64-bit integer"),
+    "logprobs": (lambda v: 0 <= v <= MAX_LOGPROBS, f"must be a number in [0, {MAX_LOGPROBS}]"),
+}
 
 
 def _is_nan(value: Any) -> bool:
@@ -85,30 +95,6 @@ def _is_nan(value: Any) -> bool:
 
 def _shown(value: Any) -> str:
     return "nan" if _is_nan(value) else f"{value!r:.60} ({type(value).__name__})"
-
-
-def is_number(value: Any) -> bool:
-    """Whether it is a real number and not a bool."""
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def check_min_ratio(least: float | None) -> None:
-    """Raise :class:`InvalidOptionError` unless it is in [0, 1] or left out."""
-    if least is not None and not (is_number(least) and 0.0 <= least <= 1.0):
-        raise InvalidOptionError(
-            "min_ratio",
-            f"{least!r} must be a number in [0, 1]",
-        )
-
-
-def check_ratio(ratio: Ratio | None) -> None:
-    """Raise :class:`InvalidInputError` unless it is in [0, 1], ``auto`` or left out."""
-    if ratio is None or (isinstance(ratio, str) and ratio == AUTO):
-        return
-    if not is_number(ratio):
-        raise InvalidInputError(f"ratio {ratio!r} must be a number in [0, 1] or {AUTO!r}")
-    if not 0.0 <= ratio <= 1.0:
-        raise InvalidInputError(f"ratio {ratio} must be a number in [0, 1] or {AUTO!r}")
 
 
 @dataclass(frozen=True)
@@ -152,66 +138,38 @@ class Options:
     """Beginning of the answer, appended to the rendered prompt; the answer's text continues it."""
 
     def __post_init__(self) -> None:
-        self._check_kinds()
-        if self.mode is not None and self.mode not in MODES:
-            raise InvalidInputError(f"mode {self.mode!r} is not one of {', '.join(MODES)}")
-        check_ratio(self.ratio)
-        check_min_ratio(self.min_ratio)
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise InvalidOptionError("max_new_tokens", f"{self.max_new_tokens} is not 1 or more")
-        if self.temperature is not None and self.temperature < 0:
-            raise InvalidOptionError("temperature", f"{self.temperature} is not 0 or more")
-        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
-            raise InvalidOptionError("top_p", f"{self.top_p} must be a number in (0, 1]")
+        for name, (kind, called) in _KINDS.items():
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, kind) or _is_nan(value)):
+                raise InvalidOptionError(
+                    name, f"{_shown(value)}, expected {called}; give one or leave it out"
+                )
+        for name, (fits, expected) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not fits(value):
+                raise InvalidOptionError(name, f"{value!r} {expected}")
         if self.top_p is not None and self.temperature is None and not self.samples:
             raise InvalidOptionError(
                 "top_p",
                 f"{self.top_p} without a temperature, expected both, as decoding is greedy without one; "
                 "add temperature=1.0 to sample from the model's own probabilities",
             )
-        self._check_limits()
         object.__setattr__(self, "tools", tuple(self.tools or ()))
         object.__setattr__(self, "stop", self._stop_texts())
         for name in self.generate:
             if name in REFUSED:
                 raise InvalidInputError(f"generate argument {name}: {REFUSED[name]}; leave it out")
 
-    def _check_kinds(self) -> None:
-        for name, (kind, called) in _KINDS.items():
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if not isinstance(value, kind) or _is_nan(value):
-                raise InvalidOptionError(
-                    name, f"{_shown(value)}, expected {called}; give one or leave it out"
-                )
-
     def _stop_texts(self) -> tuple[str, ...]:
         texts = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         for text in texts:
-            if not isinstance(text, str):
-                raise InvalidOptionError(
-                    "stop", f"holds {_shown(text)}, expected texts; write it as one"
-                )
-            if not text:
+            if not isinstance(text, str) or not text:
+                held = "an empty text" if text == "" else _shown(text)
                 raise InvalidOptionError(
                     "stop",
-                    "holds an empty text; leave it out to let the model end by itself",
+                    f"holds {held}, expected texts; leave it out to let the model end by itself",
                 )
         return texts
-
-    def _check_limits(self) -> None:
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise InvalidOptionError(
-                "timeout_s",
-                f"{self.timeout_s} must be above 0; leave it out for no limit",
-            )
-        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
-            raise InvalidOptionError("seed", f"{self.seed} is not a 64-bit integer")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise InvalidOptionError(
-                "logprobs", f"{self.logprobs} must be a number in [0, {MAX_LOGPROBS}]"
-            )
 
     @property
     def samples(self) -> bool:

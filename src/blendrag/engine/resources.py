@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import transformers
 
@@ -38,10 +39,10 @@ from blendrag.model.loading import (
 )
 from blendrag.model.sharing import loaded_once
 from blendrag.model.tokens import Tokens
-from blendrag.planning.profile import Profile, ProfileCache, conditions_of
+from blendrag.planning.profile import ProfileCache, conditions_of
 from blendrag.store import KVStore, open_store
 from blendrag.store.kv import KVLayout
-from blendrag.text.chunking import Chunker
+from blendrag.text.chunking import Chunk, Chunker
 
 logger = logging.getLogger(__name__)
 
@@ -79,23 +80,20 @@ class CorpusSettings:
                 "leave out prefix_text to encode chunks without a prefix"
             )
 
-    def prefix_ids(self, tokens: Tokens) -> tuple[int, ...]:
-        """Ids of the prefix that chunks of a new corpus are encoded behind."""
-        if not self.encode_prefix:
-            return ()
-        if self.prefix_text:
-            return tuple(tokens.encode_template(self.prefix_text))
-        return tokens.default_prefix_ids()
-
     def manifest(self, model: str, tokens: Tokens, defaults: Settings) -> Manifest:
         """The manifest of a new corpus without KV."""
+        prefix_ids: tuple[int, ...] = ()
+        if self.prefix_text:
+            prefix_ids = tuple(tokens.encode_template(self.prefix_text))
+        elif self.encode_prefix:
+            prefix_ids = tokens.default_prefix_ids()
         return Manifest(
             model=model,
             model_signature="",
             tokenizer_fingerprint=tokens.fingerprint,
             namespace="",
             chunk_tokens=self.chunk_tokens or defaults.chunk_tokens,
-            prefix_ids=self.prefix_ids(tokens),
+            prefix_ids=prefix_ids,
             prefix_text=self.prefix_text or "",
             embedder=absolute_embedder(defaults.embedder),
             encoding=defaults.kv_encoding,
@@ -103,26 +101,21 @@ class CorpusSettings:
 
     def check(self, manifest: Manifest, root: Path) -> None:
         """Raise :class:`InvalidInputError` if the corpus at ``root`` has other settings."""
-        if self.chunk_tokens is not None and self.chunk_tokens != manifest.chunk_tokens:
-            raise InvalidInputError(
-                f"store {root} holds chunks of {manifest.chunk_tokens} tokens, not {self.chunk_tokens}; "
-                "leave --chunk-tokens out or ingest into another --store"
-            )
         self.check_embedder(manifest, root)
-        if self.prefix_text is not None and self.prefix_text != manifest.prefix_text:
+        wrong = {}
+        if self.chunk_tokens not in (None, manifest.chunk_tokens):
+            tokens = manifest.chunk_tokens
+            wrong["--chunk-tokens"] = f"holds chunks of {tokens} tokens, not {self.chunk_tokens}"
+        if self.prefix_text not in (None, manifest.prefix_text):
+            wrong["--prefix-file"] = "was ingested behind another prefix"
+        if self.encoding not in (None, manifest.encoding):
+            wrong["--encoding"] = f"keeps KV in encoding {manifest.encoding}, not {self.encoding}"
+        if manifest.prefix_ids and not self.encode_prefix:
+            behind = len(manifest.prefix_ids)
+            wrong["encode_prefix=False"] = f"was ingested behind a prefix of {behind} tokens"
+        for option, why in wrong.items():
             raise InvalidInputError(
-                f"store {root} was ingested behind another prefix; "
-                "leave --prefix-file out or ingest into another --store"
-            )
-        if self.encoding is not None and self.encoding != manifest.encoding:
-            raise InvalidInputError(
-                f"store {root} keeps KV in encoding {manifest.encoding}, not {self.encoding}; "
-                "leave --encoding out or ingest into another --store"
-            )
-        if not self.encode_prefix and manifest.prefix_ids:
-            raise InvalidInputError(
-                f"store {root} was ingested behind a prefix of {len(manifest.prefix_ids)} tokens; "
-                "leave encode_prefix=False out or ingest into another --store"
+                f"store {root} {why}; leave {option} out or ingest into another --store"
             )
 
     def check_embedder(self, manifest: Manifest, root: Path) -> None:
@@ -225,17 +218,10 @@ class Resources:
         return Fusor(self.adapter)
 
     @opened
-    def _ids_of_text(self) -> Any:
-        @lru_cache(maxsize=4096)
-        def ids_of(text: str) -> tuple[int, ...]:
-            return tuple(self.tokens.encode_text(text))
-
-        return ids_of
-
-    def text_ids(self, text: str) -> tuple[int, ...]:
+    def text_ids(self) -> Callable[[str], tuple[int, ...]]:
         """Token ids of chunk text; the most recently used are cached."""
-        ids: tuple[int, ...] = self._ids_of_text(text)
-        return ids
+        encode = self.tokens.encode_text
+        return lru_cache(maxsize=4096)(lambda text: tuple(encode(text)))
 
     def signature(self) -> str:
         """Signature of the checkpoint's files and of how they are loaded; empty if unknown."""
@@ -346,10 +332,7 @@ class Resources:
                 self.__dict__["_corpus"] = Corpus.open(self.root, create=True)
         corpus = self.corpus
         assert corpus is not None
-        new = self._settled() or self._corpus_settings.manifest(
-            self.model_name, self.tokens, self.settings
-        )
-        corpus.begin(new)
+        corpus.begin(self.manifest)
         self._check_owner(corpus)
         self._corpus_settings.check(corpus.manifest, self.root)
         return corpus
@@ -357,9 +340,14 @@ class Resources:
     def _settled(self) -> Manifest | None:
         """The manifest of a corpus with content; the settings of an empty one may still change."""
         corpus = self.corpus
-        return (
-            corpus.manifest if corpus is not None and corpus.has_manifest and len(corpus) else None
-        )
+        has_content = corpus is not None and corpus.has_manifest and len(corpus)
+        return corpus.manifest if corpus is not None and has_content else None
+
+    @property
+    def manifest(self) -> Manifest:
+        """The corpus's manifest; one with this engine's settings while the corpus is empty."""
+        given = self._corpus_settings
+        return self._settled() or given.manifest(self.model_name, self.tokens, self.settings)
 
     def _check_owner(self, corpus: Corpus) -> None:
         manifest = corpus.manifest
@@ -372,34 +360,15 @@ class Resources:
     @property
     def prefix_ids(self) -> tuple[int, ...]:
         """Ids of the prefix that the corpus's chunks are encoded behind."""
-        manifest = self._settled()
-        return (
-            manifest.prefix_ids
-            if manifest is not None
-            else self._corpus_settings.prefix_ids(self.tokens)
-        )
-
-    @property
-    def encoding(self) -> str:
-        """Encoding of the corpus's stored KV."""
-        manifest = self._settled()
-        return manifest.encoding if manifest is not None else self.settings.kv_encoding
+        return self.manifest.prefix_ids
 
     @property
     def layout(self) -> KVLayout:
         """KV layout of the model in this store's encoding. Loads the model."""
-        return self.adapter.layout.encoded(self.encoding)
-
-    @property
-    def chunk_tokens(self) -> int:
-        """Largest chunk of the corpus, in tokens."""
-        manifest = self._settled()
-        if manifest is not None:
-            return manifest.chunk_tokens
-        return self._corpus_settings.chunk_tokens or self.settings.chunk_tokens
+        return self.adapter.layout.encoded(self.manifest.encoding)
 
     def chunker(self) -> Chunker:
-        return Chunker(self.tokens.text, self.chunk_tokens)
+        return Chunker(self.tokens.text, self.manifest.chunk_tokens)
 
     # -- retrieval ------------------------------------------------------------------------------
 
@@ -412,6 +381,23 @@ class Resources:
         named = given if "embedder" in self.settings.model_fields_set else None
         return embedder_of(manifest, self.root, named, self.trust_remote_code)
 
+    def vectors_of(self, corpus: Corpus, titled: Sequence[tuple[str, Chunk]]) -> list[np.ndarray]:
+        """A vector of each chunk under its title; those that ``corpus`` has are not embedded again."""
+        texts = {(title, chunk.chunk_id): chunk.text for title, chunk in titled}
+        ids: dict[str, list[str]] = {}
+        for title, chunk_id in texts:
+            ids.setdefault(title, []).append(chunk_id)
+        known = {
+            (title, chunk_id): vector
+            for title in ids
+            for chunk_id, vector in corpus.known_vectors(title, ids[title]).items()
+        }
+        new = [place for place in texts if place not in known]
+        if new:  # otherwise the embedder is not even loaded
+            vectors = self.embedder.embed([texts[p] for p in new], [title for title, _ in new])
+            known |= zip(new, vectors, strict=True)
+        return [known[title, chunk.chunk_id] for title, chunk in titled]
+
     def retriever(self) -> Retriever:
         return Retriever(self.require_corpus(), self.embedder)
 
@@ -420,17 +406,12 @@ class Resources:
     @opened
     def kv_validity(self) -> KVValidity:
         """Decides whether stored KV may be used; the only way to compute KV for storing."""
-        return KVValidity(
-            self.adapter, self.store, self.root, lambda: self.prefix_ids, lambda: self.encoding
-        )
+        return KVValidity(self.adapter, self.store, self.root, lambda: self.manifest)
 
     @opened
-    def _profiles(self) -> ProfileCache:
+    def profile_of(self) -> ProfileCache:
+        """Of a namespace: its machine profile, or ``None`` and how the stored profile differs."""
         return ProfileCache(self.root, lambda namespace: conditions_of(self.adapter, namespace))
-
-    def profile_of(self, namespace: str) -> tuple[Profile | None, str]:
-        """The machine profile for this namespace; else ``None`` and how the stored profile differs."""
-        return self._profiles(namespace)
 
     def namespace(self) -> str:
         """Namespace of the model, from the manifest if the corpus was made from the same files.
@@ -441,7 +422,8 @@ class Resources:
         corpus = self.corpus
         if not self.is_loaded and corpus is not None and corpus.has_manifest:
             manifest, signature = corpus.manifest, self.signature()
-            same = manifest.model_signature == signature and manifest.encoding == self.encoding
+            same = manifest.model_signature == signature
+            same &= manifest.encoding == self.manifest.encoding
             if signature and manifest.namespace and same:
                 return manifest.namespace
         return self.kv_validity.namespace

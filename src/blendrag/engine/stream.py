@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ _END = object()
 
 
 class AnswerStream:
-    """The answer of one request; iterate for text pieces, ``cancel()`` to abandon."""
+    """The answer of one request, in pieces of text."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class AnswerStream:
         self._backend = tokenizer.backend_tokenizer
         self.hidden = hidden
         self._decode = self._new_decoder()
-        self._stop = tuple(s for s in stop if s)
+        self._stop = stop
         self._held = ""
         self.likely = likely
         self._started = started
@@ -183,10 +183,6 @@ class AnswerStream:
         piece: str = item
         return piece
 
-    def __iter__(self) -> Iterator[str]:
-        while (piece := self.take()) is not None:
-            yield piece
-
 
 class StopWhenDone(StoppingCriteria):
     """Passes each new token to the stream, and ends ``generate`` when the stream is done.
@@ -209,10 +205,10 @@ class StopWhenDone(StoppingCriteria):
         return torch.full((rows,), self._stream.done, device=input_ids.device)  # type: ignore[return-value]
 
 
-def cut_at_stop(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:
-    """``text`` up to the first stop string, and whether there was one."""
-    found = first_stop(text, tuple(s for s in stop if s))
-    return (text, False) if found is None else (text[: found[0]], True)
+def cut_at_stop(text: str, stop: tuple[str, ...]) -> str:
+    """``text`` up to the first stop string."""
+    found = first_stop(text, stop)
+    return text if found is None else text[: found[0]]
 
 
 def first_stop(text: str, stop: tuple[str, ...]) -> tuple[int, str] | None:

@@ -76,5 +76,5 @@ class BlendNodeParser(EngineFields, MetadataAwareTextSplitter):
 
     def _limit(self) -> int:
         if self.chunk_tokens is None:
-            return self.engine.resources.chunk_tokens
+            return self.engine.resources.manifest.chunk_tokens
         return self.chunk_tokens
