@@ -247,7 +247,7 @@ def test_a_directory_that_cannot_be_written_is_named_with_its_option(
         engine.profile([tmp_path])
     assert str(refused) in str(error.value)
     for missing in ([tmp_path / "none"], str(tmp_path / "none")):
-        with pytest.raises(InvalidInputError, match="none is no directory"):
+        with pytest.raises(InvalidInputError, match="none is not a directory"):
             engine.profile(missing)
 
 

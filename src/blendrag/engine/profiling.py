@@ -91,7 +91,7 @@ def _checked(directories: Sequence[str | Path]) -> list[Path]:
     for directory in given.values():
         if not directory.is_dir():
             raise InvalidInputError(
-                f"--dir {directory} is no directory, expected one in which reading can be timed; make it "
-                "or name another"
+                f"--dir {directory} is not a directory, expected one in which reading can be timed; make "
+                "it or name another"
             )
     return list(given.values())
