@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from blendrag.cli import progress
+from blendrag.cli.progress import StatusLine
 from cli.commands import ask, invoke, refused
 
 FEW = ("--samples", "2", "--top-k", "3", "--minutes", "0.3", "--ratio", "0.2", "--policy", "query")
@@ -42,12 +42,10 @@ def test_the_table_names_schedules_and_the_source_of_the_questions(
 def test_an_interrupted_search_keeps_the_best_so_far(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Impatient(progress.SearchProgress):
-        def __call__(self, step: object) -> None:
-            super().__call__(step)  # type: ignore[arg-type]
-            raise KeyboardInterrupt
+    def impatient(line: StatusLine, text: str) -> None:
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(progress, "SearchProgress", Impatient)
+    monkeypatch.setattr(StatusLine, "show", impatient)
     result = invoke("calibrate", "--store", str(store), *FEW, "--json")
     assert result.exit_code == 130
     assert "the best schedule so far is kept" in result.stderr.splitlines()[-1]

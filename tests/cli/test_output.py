@@ -13,9 +13,9 @@ import typer
 
 from blendrag import __version__
 from blendrag.cli import progress
-from blendrag.cli.options import parse_ratio, parse_size
+from blendrag.cli.options import parse_size
 from blendrag.cli.output import print_json
-from blendrag.cli.progress import TimeLeft
+from blendrag.cli.progress import StatusLine
 from blendrag.lab import commands
 from cli.commands import invoke, said
 
@@ -49,13 +49,6 @@ def test_sizes_are_bytes_or_carry_a_unit(text: str, size_bytes: int) -> None:
     assert parse_size(text) == size_bytes
 
 
-@pytest.mark.parametrize("text", ["1.5", "-0.1", "nan", "automatic", ""])
-def test_a_ratio_is_a_share_or_auto(text: str) -> None:
-    assert (parse_ratio("0.2"), parse_ratio("auto")) == (0.2, "auto")
-    with pytest.raises(typer.BadParameter, match=r"must be a number in \[0, 1\] or 'auto'"):
-        parse_ratio(text)
-
-
 def test_json_has_null_for_nan_and_infinity(capsys: pytest.CaptureFixture[str]) -> None:
     nan, infinite = float("nan"), float("inf")
     print_json({"a": nan, "b": [1.5, (infinite,)], "c": {"d": -infinite}, "e": True})
@@ -79,24 +72,23 @@ def test_without_a_terminal_progress_is_a_line_every_few_seconds(
     assert all(line.startswith("progress: ") and " checked" in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "total", "kept", "expected"),
-    [
-        ([60.0, 1.0, 1.0, 1.0], 10, 0, [None, None, None, 7.0, 6.0]),  # the first step warms up
-        ([9.0, 1.0, 5.0, 1.0, 5.0], 11, 0, [None, None, None, 24.0, 49 / 3, 18.0]),
-        ([60.0, 2.0, 2.0], 200, 100, [None, None, None, 194.0]),  # steps of an earlier run
-        ([9.0, 1.0, 1.0], 3, 0, [None, None, None, None]),  # the end
-    ],
-)
 def test_time_left_is_estimated_from_the_mean_after_the_first_step(
-    seconds: list[float], total: int, kept: int, expected: list[float | None]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    left, now = TimeLeft(), 0.0
-    found = [left(kept, total, now)]
-    for done, step in enumerate(seconds, kept + 1):
-        now += step
-        found.append(left(done, total, now))
-    assert found == expected
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    seconds = [0.0]
+    monkeypatch.setattr("rich.console.monotonic", lambda: seconds[-1])
+    line = StatusLine()
+    for done, now in ((100, 0.0), (101, 60.0), (102, 61.0), (103, 66.0), (110, 80.0)):
+        seconds.append(now)
+        line.show(f"{done}", done, 110)
+    assert capsys.readouterr().err.splitlines() == [
+        "progress: 100",  # by an earlier run
+        "progress: 101",  # the first step warms up
+        "progress: 102, about 8.0 s left",
+        "progress: 103, about 21.0 s left",
+        "progress: 110",
+    ]
 
 
 # -- commands of extras ---------------------------------------------------------------------------

@@ -21,6 +21,7 @@ SCHEDULE_CHARS = 60
 
 @reporting
 def ask(
+    context: typer.Context,
     question: Annotated[str, typer.Argument(help="The question.", show_default=False)],
     model: options.Model = None,
     store: options.Store = None,
@@ -30,11 +31,8 @@ def ask(
     schedule: options.Schedule = None,
     ratio: options.AutoRatio = None,
     min_ratio: options.MinRatio = None,
-    max_new_tokens: Annotated[int | None, options.optional("Longest answer.", min=1)] = None,
-    temperature: Annotated[
-        float | None,
-        options.optional("0 decodes greedily.", min=0.0, callback=options.finite),
-    ] = None,
+    max_new_tokens: Annotated[int | None, options.number("Longest answer.", 1, kind=int)] = None,
+    temperature: Annotated[float | None, options.number("0 decodes greedily.", 0)] = None,
     stop: Annotated[
         list[str] | None, options.optional("End the answer before this text; repeatable.")
     ] = None,
@@ -50,16 +48,6 @@ def ask(
     """Answer a question over the ingested documents; the answer streams to stdout."""
     begin(verbose, "the answer was abandoned; the store is intact")
     check_unicode(question, "the question")
-    engine = options.engine_for(
-        model,
-        store,
-        embedder=embedder,
-        ram_bytes=ram_bytes,
-        dtype=dtype,
-        device=device,
-        lora=lora,
-        trust_remote_code=trust_remote_code,
-    )
     from blendrag.engine import Options
 
     asked = Options(
@@ -72,7 +60,7 @@ def ask(
         temperature=temperature,
         stop=tuple(stop or ()),
     )
-    with engine:
+    with options.engine_for(context) as engine:
         pieces = engine.ask_stream(question, top_k, asked)
         printed = False
         try:

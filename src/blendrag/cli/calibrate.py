@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from blendrag.cli import options
+from blendrag.cli import interrupt, options
 from blendrag.cli.lifecycle import DONE, begin, interrupted, reporting
 from blendrag.cli.output import duration, print_json, say
+from blendrag.cli.progress import StatusLine
 from blendrag.store.regular_files import MIB
 
 if TYPE_CHECKING:
     from blendrag.engine import CalibrationReport
+    from blendrag.planning.calibrate import Found
 
 #: Size limit of ``--questions``.
 MAX_QUESTIONS_BYTES = 16 * MIB
@@ -21,14 +23,13 @@ MAX_QUESTIONS_BYTES = 16 * MIB
 
 @reporting
 def calibrate(
+    context: typer.Context,
     model: options.Model = None,
     store: options.Store = None,
     ratio: options.Ratio = None,
     policy: options.Policy = None,
-    samples: Annotated[int, typer.Option(min=1, help="Prompts to measure.")] = 16,
-    minutes: Annotated[
-        float, typer.Option(min=0.0, callback=options.finite, help="Time limit of the search.")
-    ] = 10.0,
+    samples: Annotated[int, options.number("Prompts to measure.", 1, kind=int)] = 16,
+    minutes: Annotated[float, options.number("Time limit of the search.", 0)] = 10.0,
     questions: Annotated[
         Path | None,
         options.optional("Text file, one question a line. [default: first sentences of chunks]"),
@@ -49,7 +50,6 @@ def calibrate(
     then on; otherwise only answers with --schedule calibrated do.
     """
     begin(verbose, "nothing was calibrated yet")
-    from blendrag.cli.progress import SearchProgress
     from blendrag.config import settings
     from blendrag.engine import CalibrationOptions
 
@@ -63,17 +63,16 @@ def calibrate(
         top_k=top_k or defaults.top_k,
         questions=_questions(questions),
     )
-    engine = options.engine_for(
-        model,
-        store,
-        embedder=embedder,
-        dtype=dtype,
-        device=device,
-        lora=lora,
-        trust_remote_code=trust_remote_code,
-    )
-    with engine, SearchProgress("measuring full prefill") as progress:
-        report = engine.calibrate(asked, progress)
+    with options.engine_for(context) as engine, StatusLine("measuring full prefill") as line:
+
+        def show(found: Found) -> None:
+            interrupt.expect("the best schedule so far is kept", grace_s=10.0)
+            line.show(
+                f"{found.tried} schedules, best deviation {found.best.deviation:.4g} "
+                f"({found.family.schedule}: {found.family.deviation:.4g})"
+            )
+
+        report = engine.calibrate(asked, show)
     print_json(report.as_dict()) if json else _print(report)
     if report.note:
         say("note", report.note)

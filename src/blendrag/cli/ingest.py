@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +9,8 @@ import typer
 
 from blendrag.cli import interrupt, options
 from blendrag.cli.lifecycle import DONE, FAILED, begin, interrupted, reporting
-from blendrag.cli.output import count, duration, megabytes, print_json, say
+from blendrag.cli.output import count, duration, megabytes, print_json, say, show
+from blendrag.cli.progress import IngestProgress
 from blendrag.errors import InvalidInputError
 from blendrag.store.regular_files import MIB
 
@@ -25,15 +25,16 @@ Paths = Annotated[list[Path], typer.Argument(help="Files or directories.", show_
 
 @reporting
 def ingest(
+    context: typer.Context,
     paths: Paths,
     model: options.Model = None,
     store: options.Store = None,
     chunk_tokens: Annotated[
-        int | None, options.optional("Largest chunk, in the model's tokens.", min=64, max=4096)
+        int | None, options.number("Largest chunk, in the model's tokens.", 64, 4096, int)
     ] = None,
     prefix_file: Annotated[
         Path | None,
-        options.optional("Rendered prompt up to the first chunk; chunks are encoded behind it."),
+        options.optional("Rendered prompt up to the first chunk; chunks are encoded after it."),
     ] = None,
     embedder: options.Embedder = None,
     ram_bytes: options.RamBytes = None,
@@ -56,22 +57,7 @@ def ingest(
     if prefix_file is not None:
         content = "the rendered prompt up to the first chunk"
         prefix = options.read_text("--prefix-file", prefix_file, MAX_PREFIX_BYTES, content)
-    engine = options.engine_for(
-        model,
-        store,
-        for_ingest=True,
-        chunk_tokens=chunk_tokens,
-        prefix_text=prefix,
-        embedder=embedder,
-        ram_bytes=ram_bytes,
-        disk_bytes=disk_bytes,
-        encoding=encoding,
-        dtype=dtype,
-        device=device,
-        lora=lora,
-        trust_remote_code=trust_remote_code,
-    )
-    with engine:
+    with options.engine_for(context, for_ingest=True, prefix_text=prefix) as engine:
         return _dry_run(engine, paths, json) if dry_run else _ingest(engine, paths, json)
 
 
@@ -89,24 +75,20 @@ def _require_documents(paths: list[Path]) -> None:
 
 
 def _ingest(engine: BlendEngine, paths: list[Path], json: bool) -> int:
-    from blendrag.cli.progress import IngestProgress
-
     interrupt.expect("what was stored is kept; repeat the command to go on", grace_s=10.0)
     with IngestProgress() as progress:
         report = engine.ingest(paths, progress)
         progress.name_failures(report.failures)
     for skipped in report.skipped:
         say("skipped", skipped)
-    if json:
-        print_json(asdict(report))
-    else:
-        typer.echo(
-            f"{count(report.documents, 'document')} ({report.documents_unchanged:,} unchanged), "
-            f"{count(report.chunks, 'chunk')}: {report.chunks_computed:,} computed, "
-            f"{report.chunks_skipped:,} already stored; {report.failed} failed; "
-            f"{megabytes(report.bytes)} at {report.tokens_per_s:,.0f} tokens/s "
-            f"in {duration(report.seconds)}"
-        )
+    show(
+        json,
+        report,
+        f"{count(report.documents, 'document')} ({report.documents_unchanged:,} unchanged), "
+        f"{count(report.chunks, 'chunk')}: {report.chunks_computed:,} computed, "
+        f"{report.chunks_skipped:,} already stored; {report.failed} failed; "
+        f"{megabytes(report.bytes)} at {report.tokens_per_s:,.0f} tokens/s in {duration(report.seconds)}",
+    )
     if report.interrupted:
         return interrupted()
     if report.stopped:
@@ -121,19 +103,19 @@ def _dry_run(engine: BlendEngine, paths: list[Path], json: bool) -> int:
         say("failed", failure)
     for skipped in plan.skipped:
         say("skipped", skipped)
-    if json:
-        print_json(asdict(plan))
-    else:
-        typer.echo(
-            f"{count(plan.documents, 'document')}, {count(plan.chunks, 'chunk')}, "
-            f"{count(plan.tokens, 'token')}: {megabytes(plan.bytes)} of KV, "
-            f"about {duration(plan.seconds)}; {plan.failed} failed; nothing was written"
-        )
+    show(
+        json,
+        plan,
+        f"{count(plan.documents, 'document')}, {count(plan.chunks, 'chunk')}, "
+        f"{count(plan.tokens, 'token')}: {megabytes(plan.bytes)} of KV, "
+        f"about {duration(plan.seconds)}; {plan.failed} failed; nothing was written",
+    )
     return FAILED if plan.failed else DONE
 
 
 @reporting
 def remove(
+    context: typer.Context,
     paths: Paths,
     model: options.Model = None,
     store: options.Store = None,
@@ -142,7 +124,7 @@ def remove(
 ) -> int:
     """Remove documents, named as they were ingested: their texts, vectors and KV."""
     begin(verbose, "documents not removed yet are intact; repeat the command to go on")
-    with options.engine_for(model, store) as engine:
+    with options.engine_for(context) as engine:
         corpus = engine.resources.require_corpus()
         unknown = [path for path in paths if not corpus.sources_of(path)]
         known = [path for path in paths if path not in unknown]

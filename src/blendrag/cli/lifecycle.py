@@ -112,9 +112,11 @@ def _check_variables() -> None:
     except ValidationError as exc:
         first = exc.errors()[0]
         field = first["loc"][0]
-        why = " or ".join(each["msg"] for each in exc.errors() if each["loc"][0] == field)
+        messages = [each["msg"] for each in exc.errors() if each["loc"][0] == field]
+        expected = " or ".join(message.removeprefix("Input should be ") for message in messages)
         raise InvalidInputError(
-            f"BLENDRAG_{str(field).upper()}={first['input']} cannot be used ({why}); change or unset it"
+            f"BLENDRAG_{str(field).upper()}={first['input']} cannot be used, expected {expected}; change or "
+            "unset it"
         ) from exc
 
 

@@ -40,28 +40,6 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
 
 
-def parse_ratio(text: str) -> float | str:
-    """``0.2`` or ``auto``."""
-    from blendrag.config import AUTO
-
-    if text == AUTO:
-        return text
-    try:
-        ratio = float(text)
-    except ValueError:
-        ratio = math.nan
-    if not 0.0 <= ratio <= 1.0:
-        raise typer.BadParameter(f"{text!r} must be a number in [0, 1] or '{AUTO}'")
-    return ratio
-
-
-def finite(number: float | None) -> float | None:
-    """Refuse ``nan`` and ``inf``, which typer accepts as numbers."""
-    if number is not None and not math.isfinite(number):
-        raise typer.BadParameter(f"{number} is not a finite number")
-    return number
-
-
 def _one_of(literal: str) -> Callable[[str | None], str | None]:
     """Accept the values of a ``Literal`` of :mod:`blendrag.config`."""
 
@@ -98,8 +76,28 @@ def optional(text: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=text, show_default=False, **more)
 
 
-def _share(text: str, **more: Any) -> Any:
-    return optional(text, min=0.0, max=1.0, callback=finite, **more)
+def number(
+    text: str, low: float, high: float | None = None, kind: type[float] = float, word: str = ""
+) -> Any:
+    """An option that takes a finite number of at least ``low`` and at most ``high``, or ``word``."""
+    ends = f"{low:g}..{'' if high is None else f'{high:g}'}"
+
+    def parse(given: str) -> float | str:
+        if word and given == word:
+            return given
+        try:
+            value = kind(given)
+            fits = math.isfinite(value) and low <= value <= (math.inf if high is None else high)
+        except (ValueError, OverflowError):
+            fits = False
+        if not fits:
+            what = "a whole number" if kind is int else "a number"
+            limits = f"of at least {low:g}" if high is None else f"in [{low:g}, {high:g}]"
+            alternative = f" or {word!r}" if word else ""
+            raise typer.BadParameter(f"{given!r} must be {what} {limits}{alternative}")
+        return value
+
+    return typer.Option(help=text, parser=parse, metavar=f"{ends}|{word}" if word else ends)
 
 
 def _size(text: str, *names: str) -> Any:
@@ -144,18 +142,18 @@ Schedule = Annotated[
     str | None,
     optional("constant, linear, geometric[:g], first:m, calibrated or one ratio per layer."),
 ]
-Ratio = Annotated[float | None, _share("Share of tokens recomputed.")]
+Ratio = Annotated[float | None, number("Share of tokens recomputed.", 0, 1)]
 AutoRatio = Annotated[
     float | None,
-    optional(
+    number(
         "Share of tokens recomputed; auto: as many as cost no time (see blendrag profile).",
-        "--ratio",
-        parser=parse_ratio,
-        metavar="SHARE|auto",
+        0,
+        1,
+        word="auto",
     ),
 ]
-MinRatio = Annotated[float | None, _share("Lowest ratio that --ratio auto may choose.")]
-TopK = Annotated[int | None, optional("Chunks in a prompt.", min=1)]
+MinRatio = Annotated[float | None, number("Lowest ratio that --ratio auto may choose.", 0, 1)]
+TopK = Annotated[int | None, number("Chunks in a prompt.", 1, kind=int)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show library logs.")]
 
@@ -163,21 +161,28 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show library log
 # -- the engine they describe ---------------------------------------------------------------------
 
 
+#: Options that go to the engine's constructor as they are given.
+ENGINE_OPTIONS = (
+    "chunk_tokens", "embedder", "ram_bytes", "disk_bytes", "encoding", "dtype", "device",
+    "trust_remote_code",
+)  # fmt: skip
+
+
 def engine_for(
-    model: str | None,
-    store: Path | None,
-    *,
-    lora: Path | None = None,
-    for_ingest: bool = False,
-    trust_remote_code: bool = False,
-    **given: Any,
+    context: typer.Context, for_ingest: bool = False, prefix_text: str | None = None
 ) -> BlendEngine:
-    """An engine over ``store`` with the model of :func:`model_for`; ``given`` goes to its constructor."""
+    """The engine that the options of a command describe, with the model of :func:`model_for`."""
     from blendrag.engine import BlendEngine
 
-    adapter = str(lora) if lora else None
-    model = model_for(model, store, for_ingest, trust_remote_code)
-    return BlendEngine(model, store, lora=adapter, trust_remote_code=trust_remote_code, **given)
+    given = context.params
+    store, lora = given["store"], given.get("lora")
+    return BlendEngine(
+        model_for(given["model"], store, for_ingest, given.get("trust_remote_code", False)),
+        store,
+        lora=str(lora) if lora else None,
+        prefix_text=prefix_text,
+        **{name: given[name] for name in ENGINE_OPTIONS if name in given},
+    )
 
 
 def model_for(

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import typer
@@ -14,6 +15,11 @@ import typer
 def say(kind: str, text: str) -> None:
     """One line on stderr: ``error: …``, ``note: …``."""
     typer.echo(f"{kind}: {' '.join(str(text).split())}", err=True)
+
+
+def show(as_json: bool, report: Any, text: str) -> None:
+    """Print a report, which is a dataclass, as JSON or as ``text``."""
+    print_json(asdict(report)) if as_json else typer.echo(text)
 
 
 def print_json(fields: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:

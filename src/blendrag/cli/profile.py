@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,9 +12,9 @@ from blendrag.cli import interrupt, options
 from blendrag.cli.lifecycle import DONE, begin, reporting
 from blendrag.cli.output import duration, megabytes, milliseconds, print_json, say
 from blendrag.cli.plots import profile_figure, require_plot, write_png
+from blendrag.cli.progress import StatusLine
 
 if TYPE_CHECKING:
-    from blendrag.engine import BlendEngine
     from blendrag.engine.profiling import ProfileReport
     from blendrag.planning.profile import Profile
     from blendrag.planning.storage import StorageChoice
@@ -25,6 +25,7 @@ SOME_CHUNKS = 1000
 
 @reporting
 def profile(
+    context: typer.Context,
     model: options.Model = None,
     store: options.Store = None,
     directories: Annotated[
@@ -50,7 +51,6 @@ def profile(
     --policy, --ratio and --top-k set the prompt that --plot and the table of storage devices are for.
     """
     begin(verbose, "nothing was kept; an incomplete profile is not used")
-    from blendrag.cli.progress import StepProgress
     from blendrag.config import settings
     from blendrag.fusor.selection import make_policy
     from blendrag.planning.storage import choose_storage
@@ -60,30 +60,27 @@ def profile(
     chunks = top_k or settings().top_k
     make_policy(policy)  # fail before any work
     require_plot(plot)
-    engine = options.engine_for(
-        model, store, dtype=dtype, device=device, lora=lora, trust_remote_code=trust_remote_code
-    )
-    with engine:
-        with StepProgress() as progress:
-            report = engine.profile(directories or (), again, progress)
-        stored_bytes = _corpus_bytes(engine, report.profile)
-        choice = choose_storage(report.profile, policy, ratio, chunks, stored_bytes)
+    with options.engine_for(context) as engine:
+        with StatusLine() as line:
+
+            def show(what: str, done: int, steps: int) -> None:
+                line.show(f"{what}, {done} of {steps} steps done", done, steps)
+
+            report = engine.profile(directories or (), again, show)
+        found = report.profile
+        stored_bytes = engine.stats().size_bytes or SOME_CHUNKS * sum(found.layer_bytes)
+        choice = choose_storage(found, policy, ratio, chunks, stored_bytes)
     _say_notes(report)
     interrupt.expect("the profile is kept" if report.kept else "nothing was kept")
     if json:
-        print_json(_fields(report, choice))
+        print_json(asdict(report) | {"storage": asdict(choice)})
     else:
-        _print(report.profile)
+        _print(found)
         typer.echo(f"storage for {chunks} chunks, {policy} at ratio {ratio:g}:")
         _print_choice(choice)
     if plot is not None:
-        write_png(profile_figure(report.profile, policy, chunks), plot)
+        write_png(profile_figure(found, policy, chunks), plot)
     return DONE
-
-
-def _corpus_bytes(engine: BlendEngine, found: Profile) -> int:
-    """What the store holds; :data:`SOME_CHUNKS` if it is empty."""
-    return engine.stats().size_bytes or SOME_CHUNKS * sum(found.layer_bytes)
 
 
 def _say_notes(report: ProfileReport) -> None:
@@ -107,16 +104,6 @@ def _say_notes(report: ProfileReport) -> None:
         )
     if not report.is_new:
         say("note", "this is the kept profile; measure again with --again")
-
-
-def _fields(report: ProfileReport, choice: StorageChoice) -> dict[str, Any]:
-    return {
-        "profile": asdict(report.profile),
-        "is_new": report.is_new,
-        "kept": report.kept,
-        "replaces": report.replaces,
-        "storage": asdict(choice),
-    }
 
 
 def _print(found: Profile) -> None:

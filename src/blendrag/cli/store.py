@@ -15,7 +15,8 @@ import typer
 
 from blendrag.cli import interrupt, options
 from blendrag.cli.lifecycle import DONE, FAILED, begin, reporting
-from blendrag.cli.output import count, duration, megabytes, print_json, say
+from blendrag.cli.output import count, duration, megabytes, print_json, say, show
+from blendrag.cli.progress import ByteProgress
 from blendrag.errors import BlendragError, InvalidInputError
 
 if TYPE_CHECKING:
@@ -72,13 +73,15 @@ def stats(
     from blendrag.store import maintenance
 
     found, corpus = maintenance.survey(root), _corpus_facts(root)
-    if not json:
-        _print_stats(found, corpus)
-        return DONE
-    fields = {**asdict(found), "corpus": asdict(corpus) if corpus else None}
-    for each in fields["namespaces"]:
-        each["model"] = _model(each["namespace"], corpus)
-    print_json(fields)
+    # Only a corpus names the model of a namespace, that of its own chunks.
+    models = {corpus.namespace: corpus.model} if corpus else {}
+    if json:
+        fields = {**asdict(found), "corpus": asdict(corpus) if corpus else None}
+        for each in fields["namespaces"]:
+            each["model"] = models.get(each["namespace"])
+        print_json(fields)
+    else:
+        _print_stats(found, corpus, models)
     return DONE
 
 
@@ -107,19 +110,16 @@ def _corpus_facts(root: Path) -> CorpusFacts | None:
         return CorpusFacts(size_bytes=size_bytes, fault=str(exc))
 
 
-def _model(namespace: str, corpus: CorpusFacts | None) -> str | None:
-    """The model of a namespace; only a corpus made with it records it."""
-    return corpus.model if corpus is not None and corpus.namespace == namespace else None
-
-
-def _print_stats(found: StoreSurvey, corpus: CorpusFacts | None) -> None:
+def _print_stats(
+    found: StoreSurvey, corpus: CorpusFacts | None, models: dict[str | None, str | None]
+) -> None:
     default = "" if found.limit_is_remembered else " (the default)"
     typer.echo(
         f"{found.root}: {count(found.chunks, 'chunk')}, {count(found.tokens, 'token')}, "
         f"{megabytes(found.size_bytes)} of {megabytes(found.limit_bytes)}{default}"
     )
     for each in found.namespaces:
-        model = _model(each.namespace, corpus) or "model unknown"
+        model = models.get(each.namespace) or "model unknown"
         kind = ", ".join([*each.dtypes, *each.encodings]) or "no known header"
         unknown = f"; {each.unknown} with an unknown header" * bool(each.unknown)
         typer.echo(
@@ -157,7 +157,6 @@ def check(
     """Read the whole store and verify checksums; exit status 1 if anything is damaged, repaired or not."""
     kept = "what was repaired stays repaired; repeat the command to go on"
     root = _begin(store, verbose, kept if repair else "nothing was changed")
-    from blendrag.cli.progress import ByteProgress
     from blendrag.store import maintenance
 
     with ByteProgress("checked") as progress:
@@ -229,7 +228,6 @@ def gc(
 ) -> int:
     """Evict the least recently used chunks until the store is small enough; pinned chunks stay."""
     root = _begin(store, verbose, "the rest of the store is intact; repeat the command to go on")
-    from blendrag.cli.progress import ByteProgress
     from blendrag.store import maintenance
 
     with ByteProgress("evicted") as progress:
@@ -252,7 +250,6 @@ def clear(
 ) -> int:
     """Remove all stored KV, or that of one namespace; the corpus and other files stay."""
     root = _begin(store, verbose, "nothing was removed")
-    from blendrag.cli.progress import ByteProgress
     from blendrag.store import maintenance
 
     maintenance.require_writable(root)
@@ -287,13 +284,12 @@ def _confirmed(root: Path, namespace: str | None) -> bool:
 
 
 def _print_removal(done: Removal, verb: str, json: bool) -> None:
-    if json:
-        print_json(asdict(done))
-    else:
-        typer.echo(
-            f"{count(done.removed, 'chunk')} {verb}, {megabytes(done.removed_bytes)}; "
-            f"{done.left:,} left, {megabytes(done.left_bytes)}"
-        )
+    show(
+        json,
+        done,
+        f"{count(done.removed, 'chunk')} {verb}, {megabytes(done.removed_bytes)}; "
+        f"{done.left:,} left, {megabytes(done.left_bytes)}",
+    )
 
 
 # -- export and import ----------------------------------------------------------------------------
@@ -310,7 +306,6 @@ def export(
 ) -> int:
     """Write verified KV to a tar archive; exit status 1 if damaged chunks were left out."""
     root = _begin(store, verbose, f"{archive} was not written")
-    from blendrag.cli.progress import ByteProgress
     from blendrag.store import maintenance
 
     maintenance.require_store(root)
@@ -319,13 +314,12 @@ def export(
         report = maintenance.export_archive(root, archive, whole, progress)
     for fault in report.left_out:
         say("left out", fault)
-    if json:
-        print_json(asdict(report))
-    else:
-        typer.echo(
-            f"{count(report.payloads, 'chunk')} ({report.pinned} pinned), {megabytes(report.size_bytes)}, "
-            f"written to {report.archive}; {len(report.left_out)} left out"
-        )
+    show(
+        json,
+        report,
+        f"{count(report.payloads, 'chunk')} ({report.pinned} pinned), {megabytes(report.size_bytes)}, "
+        f"written to {report.archive}; {len(report.left_out)} left out",
+    )
     return FAILED if report.left_out else DONE
 
 
@@ -343,20 +337,18 @@ def import_(
     Import archives only from trusted sources: checksums detect damage, not a forged archive.
     """
     root = _begin(store, verbose, "what was imported is kept; repeat the command to go on")
-    from blendrag.cli.progress import ByteProgress
     from blendrag.store import maintenance
 
     with ByteProgress("imported") as progress:
         report = maintenance.import_archive(root, archive, disk_bytes, progress)
     for fault in report.rejected:
         say("rejected", fault)
-    if json:
-        print_json(asdict(report))
-    else:
-        typer.echo(
-            f"{count(report.imported, 'chunk')} imported, {megabytes(report.imported_bytes)}; "
-            f"{report.already_there:,} already stored, {len(report.rejected)} rejected"
-        )
+    show(
+        json,
+        report,
+        f"{count(report.imported, 'chunk')} imported, {megabytes(report.imported_bytes)}; "
+        f"{report.already_there:,} already stored, {len(report.rejected)} rejected",
+    )
     if report.stopped:
         say("error", report.stopped)
     return DONE if report.is_complete else FAILED

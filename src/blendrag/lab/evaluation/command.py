@@ -151,16 +151,16 @@ def evaluate(
 
 
 def _run(arena: Arena, out: Path | None) -> list[ArenaRow]:
-    from blendrag.cli.progress import QuestionProgress
+    from blendrag.cli.progress import StatusLine
     from blendrag.lab.evaluation.rows import Journal
 
     path = out if out is not None else _cache() / f"eval-{arena.digest}.jsonl"
-    with QuestionProgress() as progress:
+    with StatusLine() as line:
 
         def watch(done: int, total: int) -> None:
             kept = f"{done} of {total} questions are kept in {path}; repeat the command to go on"
             interrupt.expect(kept, grace_s=10.0)
-            progress(done, total)
+            line.show(f"{done} of {total} questions", done, total)
 
         rows = arena.run(Journal(path), watch)
     if out is None:
