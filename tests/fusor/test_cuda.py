@@ -115,7 +115,7 @@ def test_prompts_packed_on_the_device_get_what_they_get_alone_on_the_cpu(
         assert isinstance(got, Prefilled), got
         expected, cache, _ = tiny.fuse(Fusor(here), IDS, asked, policy, 0.3, "constant")
         assert tiny.difference(fusor.first_logits([got]).cpu()[0], expected[0, -1]) < 1e-3
-        for a, b in zip(cache.layers, got.cache.layers, strict=True):
+        for a, b in zip(cache.layers, got.fusion.cache.layers, strict=True):
             assert tiny.difference(b.keys.cpu(), a.keys) < 1e-3
 
 

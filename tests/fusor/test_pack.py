@@ -77,7 +77,7 @@ def assert_as_alone(fusor: Fusor, asked: Asked, got: Prefilled | Exception) -> N
     logits, cache, fusion = fusor.prefill(alone.ids, alone.request, NEW_TOKENS, logits_to_keep=0)
     scale = max(1.0, float(logits.abs().max()))
     assert tiny.difference(fusor.first_logits([got])[0], logits[0, -1]) < 1e-4 * scale
-    assert_same_kv(got.cache, cache)
+    assert_same_kv(got.fusion.cache, cache)
     assert got.fusion.counts() == fusion.counts()
 
 
@@ -141,10 +141,10 @@ def test_an_answer_longer_than_its_room_harms_no_other(adapter: ModelAdapter, fu
     first, second = fusor.batched_prefill([prompt(adapter, BOTH) for _ in range(2)])
     assert isinstance(first, Prefilled)
     assert isinstance(second, Prefilled)
-    before = [layer.keys.clone() for layer in second.cache.layers]
+    before = [layer.keys.clone() for layer in second.fusion.cache.layers]
     with first.replayed(adapter.stack.base) as cache:
         greedy(adapter, BOTH.ids, cache, 40)
-    for layer, keys in zip(second.cache.layers, before, strict=True):
+    for layer, keys in zip(second.fusion.cache.layers, before, strict=True):
         assert torch.equal(layer.keys, keys)
 
 

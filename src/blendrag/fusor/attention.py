@@ -58,12 +58,10 @@ def blend_attention(
     if any(kwargs.get(name) is not None for name in UNSERVED):
         raise NotServedError("the attention needs more than scaled dot products")
     rows.attended = True
-    outs = [
-        _attend(
-            own, query[:, :, a:b], key[:, :, lo:hi], value[:, :, lo:hi], scaling, sliding_window
-        )
-        for _, own, a, b, lo, hi in rows.parts
-    ]
+    outs = []
+    for _, own, a, b, lo, hi in rows.parts:
+        qkv = query[:, :, a:b], key[:, :, lo:hi], value[:, :, lo:hi]
+        outs.append(_attend(own, *qkv, scaling, sliding_window))
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1), None
 
 
@@ -190,10 +188,6 @@ def serves(stack: DecoderStack) -> bool:
 
 def _slides(stack: DecoderStack) -> list[bool]:
     """Whether each layer has a sliding window, by the config."""
-    if getattr(stack.config, "sliding_window", None) is None:
-        return [False] * len(stack.layers)
-    declared = getattr(stack.config, "layer_types", None)
-    return [
-        kind == "sliding_attention"
-        for kind in declared or ["sliding_attention"] * len(stack.layers)
-    ]
+    has_window = getattr(stack.config, "sliding_window", None) is not None
+    kinds = getattr(stack.config, "layer_types", None) or ["sliding_attention"] * len(stack.layers)
+    return [has_window and kind == "sliding_attention" for kind in kinds]

@@ -18,9 +18,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from blendrag.store.kv import KVLayout
 
 #: Buffers of consecutive layers are allocated together up to this size, and their keys rotated together. On a
-#: CPU
-#: they stay in its cache that way, and below what glibc's malloc keeps; on a GPU each operation costs a
-#: launch.
+#: CPU they stay in its cache, and below what glibc's malloc keeps; on a GPU each operation costs a launch.
 GROUP_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 
 Merge = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
@@ -70,10 +68,9 @@ class BlendLayer(DynamicLayer):
         return self.show(end)
 
     def _is_view(self) -> bool:
-        if self.keys.shape[0] != 1:
-            return False
         # An empty view has no address.
-        return not self.keys.numel() or self.keys.data_ptr() == self.buffer.data_ptr()
+        same = not self.keys.numel() or self.keys.data_ptr() == self.buffer.data_ptr()
+        return self.keys.shape[0] == 1 and same
 
     def _grow(self, used: int, needed: int) -> None:
         shape = list(self.buffer.shape)
@@ -95,15 +92,13 @@ class BlendCache(DynamicCache):
         groups = []
         with torch.inference_mode(False):  # the loader's thread writes them outside inference mode
             for shape, same in groupby(layout.layers):
-                left = len(list(same))
+                layers = len(list(same))
                 kv_shape = (2, 1, shape.kv_heads, capacity, shape.head_dim)
                 layer_bytes = math.prod(kv_shape) * layout.torch_dtype.itemsize
                 most = max(1, group_bytes // max(layer_bytes, 1))
-                while left:
-                    count = min(left, most)
-                    shapes = (count, *kv_shape)
+                for first in range(0, layers, most):
+                    shapes = (min(most, layers - first), *kv_shape)
                     groups.append(torch.empty(shapes, dtype=layout.torch_dtype, device=device))
-                    left -= count
         self._keep_in(groups)
 
     def _keep_in(self, groups: Sequence[torch.Tensor]) -> None:

@@ -5,16 +5,12 @@ A :class:`~blendrag.fusor.pack.Pack` drives it, layer by layer:
 1. :meth:`Fusion.enter_layer` says which rows the layer computes,
 2. :meth:`Fusion.take_kv` gets their fresh K/V, waits until the layer's stored KV is in place, lets the policy
    choose the next layer's tokens from fresh against loaded KV, and scatters the fresh K/V into the loaded
-   ones.
+   ones. If the policy ranks tokens once, all rows are planned before layer 0 and nothing is chosen here.
 
-If the policy ranks tokens once, the rows of all layers are planned before layer 0, and nothing is chosen in
-2.
-
-Two layers may be run twice, the first time only until their K/V exist (see :class:`Phase`). At layer 1 a
-policy that needs deviations *peeks*: all rows of layer 0 get K/V, so only QKV projections are paid. These K/V
-are exact, because layer 0 was computed in full, and are kept. CacheBlend's released code computes that whole
-layer; the paper leaves it open. In the last layer only the K/V of all rows are needed, and the output of the
-last token.
+Two layers may be run twice, the first time only until their K/V exist. At layer 1 a policy that needs
+deviations *peeks*: all rows of layer 0 get K/V, so only QKV projections are paid. These K/V are exact,
+because layer 0 was computed in full, and are kept. CacheBlend's released code computes that whole layer; the
+paper leaves it open. In the last layer only the K/V of all rows are needed, and the output of the last token.
 """
 
 from __future__ import annotations
@@ -43,11 +39,6 @@ class Phase(Enum):
     LAST_KV = "K/V of the last layer's rows"
     LAST_ROW = "the last layer for the prompt's last token"
 
-    @property
-    def ends_at_kv(self) -> bool:
-        """Whether the layer is left as soon as its K/V exist."""
-        return self in (Phase.PEEK, Phase.LAST_KV)
-
 
 class Fusion:
     """State of one prompt within one forward."""
@@ -67,11 +58,9 @@ class Fusion:
         self.timeline = timeline
         self.check = check
         self._force_masks = force_masks
-        groups = cache.groups(request.prompt_tokens)
-        self._buffers = [buffer for group in groups for buffer in group]
-        self._layers = len(self._buffers)
+        self._buffers = cache.buffers(request.prompt_tokens)
         device = self._buffers[0].device
-        self._selector = TokenSelector(request, self._layers, device)
+        self._selector = TokenSelector(request, len(self._buffers), device)
         self._prompt = PromptRows(request.prompt_tokens, device)
         self._plan: list[LayerRows] = []
         """The rows of all layers, if they are known before layer 0."""
@@ -86,6 +75,7 @@ class Fusion:
         else:
             self._choose_entry()
         all_enter = self._chosen.numel() == candidates.numel()
+        groups = cache.groups(request.prompt_tokens)
         self._stored = StoredKV(request.spans, groups, repositioner, all_enter, timeline)
 
     @property
@@ -162,7 +152,7 @@ class Fusion:
         self.recomputed.append(self._chosen)
         self._row_counts.append(self.rows.count)
         if layer == 0:
-            return self.rows, None if self.rows.covers_prompt else self.rows.positions
+            return self.rows, self.rows.at
         if self.rows is arriving:
             return self.rows, None
         if not self._plan:
@@ -176,8 +166,7 @@ class Fusion:
     def end_peek(self) -> None:
         """Choose the tokens of layer 1 by the K/V of the peek."""
         assert self._peeked is not None
-        _, keys, values = self._peeked
-        self._choose(1, keys, values, seen=1)
+        self._choose(1, *self._peeked[1:], seen=1)
 
     def keep_last_row(self) -> Rows:
         """The row of the last token, the only one that goes on after the last layer's K/V are in place."""
@@ -196,21 +185,24 @@ class Fusion:
         rows = self.rows
         if phase in (Phase.BLEND, Phase.LAST_KV):
             peeks_next = layer == 0 and self._selector.needs_peek
-            if layer + 1 < self._layers and not self._plan and not peeks_next:
+            if layer + 1 < len(self._buffers) and not self._plan and not peeks_next:
                 self._choose(layer + 1, keys, values, seen=layer)
             if self._peeked is not None:  # layer 1: these K/V hold those of its rows
                 rows, keys, values = self._peeked
                 self._peeked = None
-        at = None if rows.covers_prompt else rows.positions
-        self.cache.layers[layer].scatter(at, keys, values, self.prompt_tokens)
+        self.cache.layers[layer].scatter(rows.at, keys, values, self.prompt_tokens)
 
     def _choose(self, layer: int, keys: torch.Tensor, values: torch.Tensor, seen: int) -> None:
         """Let the policy choose the tokens of ``layer`` by K/V ``[Hkv, S, D]`` of layer ``seen``."""
-        buffer, tokens, computed = self._buffers[seen], self._chosen, self.rows
+        (loaded_keys, loaded_values), tokens, computed = (
+            self._buffers[seen],
+            self._chosen,
+            self.rows,
+        )
 
         def fetch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
             at = torch.searchsorted(computed.positions, tokens)
-            return keys[:, at], values[:, at], buffer[0][:, tokens], buffer[1][:, tokens]
+            return keys[:, at], values[:, at], loaded_keys[:, tokens], loaded_values[:, tokens]
 
         with noted(self.timeline, SELECT, seen):
             chosen = self._selector.select(layer, tokens, fetch)

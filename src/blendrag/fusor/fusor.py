@@ -50,7 +50,7 @@ class Fusor:
         if adapter.device.type == "cpu":
             keep_freed_blocks()
         own = adapter.stack.config._attn_implementation
-        if not self.fast_attention and own not in MASKABLE:
+        if not fast_attention and own not in MASKABLE:
             raise UnsupportedModelError(
                 f"attention implementation {own!r} takes no arbitrary mask; load the model with "
                 "attn_implementation='sdpa' or 'eager', or use mode full"
@@ -78,11 +78,10 @@ class Fusor:
     ) -> Iterator[Fusion]:
         """Within this context the model's first forward with ``cache`` is blended, later ones are stock.
 
-        The caller holds the adapter's lock. Raises :class:`SpanCorruptError` out of the forward if a chunk's
-        bytes fail verification; the cache is then unusable. ``check()`` is called before each layer and may
-        raise to abandon the forward. ``timeline`` notes what is done when. ``last_row_only``: the decoder
-        returns the hidden state of the prompt's last token alone; the last layer then costs little more than
-        its K/V.
+        Raises :class:`SpanCorruptError` out of the forward if a chunk's bytes fail verification; the cache is
+        then unusable. ``check()`` is called before each layer and may raise to abandon the forward.
+        ``last_row_only``: the decoder returns the hidden state of the prompt's last token alone; the last
+        layer then costs little more than its K/V.
         """
         repositioner = self.adapter.repositioner
         fusion = Fusion(request, cache, repositioner, self._force_masks, timeline, check)
@@ -108,10 +107,7 @@ class Fusor:
         last = isinstance(logits_to_keep, int) and logits_to_keep == 1
         with self.adapter.lock, self.fuse(cache, request, check, timeline, last) as fusion:
             out = self.adapter.model(
-                input_ids=ids,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=logits_to_keep,
+                input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=logits_to_keep
             )
         return out.logits, cache, fusion
 
@@ -126,17 +122,12 @@ class Fusor:
         """
         assert self.packs, "see Fusor.packs"
         adapter = self.adapter
-        capacities = [prompt.capacity for prompt in prompts]
-        cache = BlendCache(adapter.layout, sum(capacities), adapter.device)
-        starts = accumulate(capacities[:-1], initial=0)
+        *starts, capacity = accumulate((prompt.capacity for prompt in prompts), initial=0)
+        cache = BlendCache(adapter.layout, capacity, adapter.device)
+        parts = [cache.part(at, p.capacity) for at, p in zip(starts, prompts, strict=True)]
         fusions = [
-            Fusion(
-                prompt.request,
-                cache.part(start, prompt.capacity),
-                adapter.repositioner,
-                check=prompt.check,
-            )
-            for prompt, start in zip(prompts, starts, strict=True)
+            Fusion(prompt.request, part, adapter.repositioner, check=prompt.check)
+            for prompt, part in zip(prompts, parts, strict=True)
         ]
         pack = Pack(fusions, cache, last_row_only=True, isolates_errors=True)
         positions = [torch.arange(f.prompt_tokens, device=adapter.device) for f in fusions]
@@ -157,7 +148,7 @@ class Fusor:
                 return pack.failures[member]
             hidden = out.last_hidden_state[:, rows[member] : rows[member] + 1]  # [1, 1, D]
             output = type(out)(last_hidden_state=hidden, past_key_values=fusion.cache)
-            return Prefilled(fusion.cache, fusion, output)
+            return Prefilled(fusion, output)
 
         return [outcome(member, fusion) for member, fusion in enumerate(fusions)]
 

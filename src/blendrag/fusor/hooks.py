@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from blendrag.errors import UnsupportedModelError
 from blendrag.fusor.attention import NAME, ROWS_KEYWORD, implementation
 from blendrag.fusor.fusion import Phase
 from blendrag.fusor.pack import Pack
-from blendrag.fusor.rows import AnyRows, At
+from blendrag.fusor.rows import AnyRows
 from blendrag.model.structure import DecoderStack
 
 #: Tensor arguments indexed by token in their last dimension (``[…, N]``).
@@ -36,7 +37,8 @@ def hooked(stack: DecoderStack, pack: Pack, fast_attention: bool) -> Iterator[No
     """Within this context the first forward of ``stack`` with the pack's cache is blended."""
     cache, timeline = pack.cache, pack.timeline
     with ExitStack() as hooks:
-        hooks.callback(pack.close)
+        for fusion in pack.fusions:
+            hooks.callback(fusion.close)
         cache.merge = pack.merge
         hooks.callback(cache.end_fusion)
 
@@ -54,21 +56,19 @@ def hooked(stack: DecoderStack, pack: Pack, fast_attention: bool) -> Iterator[No
             if _is_under_way(cache):
                 hooks.close()
 
-        def end_of(index: int) -> Callable[..., None]:
-            def leave(*_: Any) -> None:
-                if timeline is not None and _is_under_way(cache):
-                    timeline.leave(index)
-
-            return leave
+        def leave(index: int, *_: Any) -> None:
+            if timeline is not None and _is_under_way(cache):
+                timeline.leave(index)
 
         for index, layer in enumerate(stack.layers):
             slicing = _slicing(pack, index, masked=not fast_attention)
             hooks.callback(layer.register_forward_pre_hook(slicing, with_kwargs=True).remove)
             if timeline is not None:
-                hooks.callback(layer.register_forward_hook(end_of(index)).remove)
+                hooks.callback(layer.register_forward_hook(partial(leave, index)).remove)
         hooks.callback(stack.base.register_forward_pre_hook(begin, with_kwargs=True).remove)
         hooks.callback(stack.base.register_forward_hook(finish).remove)
-        pack.start()
+        for fusion in pack.fusions:
+            fusion.loader.start()
         yield
 
 
@@ -107,8 +107,8 @@ def _slicing(pack: Pack, index: int, masked: bool) -> Callable[..., Arguments | 
             return args, sliced
 
         def run(rows: AnyRows, indices: torch.Tensor | None) -> None:
-            run_args, run_kwargs = arguments(rows, indices)
-            module.forward(*run_args, **run_kwargs)
+            positional, named = arguments(rows, indices)
+            module.forward(*positional, **named)
 
         return arguments(*pack.enter_layer(index, run))
 
@@ -132,15 +132,14 @@ def _under_way(cache: Cache) -> Iterator[None]:
 
 
 def _is_under_way(cache: Cache) -> bool:
-    """Whether this thread runs the forward that was given ``cache``. Never while dynamo traces one."""
+    """Whether this thread runs the forward that was given ``cache``; never while dynamo traces one."""
     return not torch.compiler.is_dynamo_compiling() and _cache_under_way.get() is cache
 
 
 def _carries(cache: Cache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether ``cache`` is among the arguments of a forward. Never while dynamo traces one."""
-    if torch.compiler.is_dynamo_compiling():
-        return False
-    return any(value is cache for value in (*args, *kwargs.values()))
+    """Whether ``cache`` is among the arguments of a forward; never while dynamo traces one."""
+    traced = torch.compiler.is_dynamo_compiling()
+    return not traced and any(value is cache for value in (*args, *kwargs.values()))
 
 
 # -- its arguments ----------------------------------------------------------------------------------
@@ -159,9 +158,9 @@ def slice_kwargs(kwargs: dict[str, Any], rows: AnyRows, masked: bool) -> dict[st
         if name == "attention_mask":
             out[name] = _mask_of(value, rows) if masked else None
         elif name == "position_embeddings":
-            out[name] = rows.gather(value, _embedding_rows) if fewer else value
+            out[name] = rows.gather(value, -2) if fewer else value  # [1, N, D] each
         elif name in BY_TOKEN and isinstance(value, torch.Tensor):
-            out[name] = rows.gather(value, _token_rows) if fewer else value
+            out[name] = rows.gather(value, -1) if fewer else value
         elif name not in UNTOUCHED:
             _refuse_token_length(name, value, rows.prompt_tokens)
     if masked and "attention_mask" not in kwargs:
@@ -169,7 +168,7 @@ def slice_kwargs(kwargs: dict[str, Any], rows: AnyRows, masked: bool) -> dict[st
     return out
 
 
-def _mask_of(mask: torch.Tensor | None, rows: AnyRows) -> torch.Tensor:
+def _mask_of(mask: torch.Tensor | None, rows: AnyRows) -> Any:
     if mask is None:
         return rows.mask
     if mask.ndim != 4 or mask.shape[-2] != rows.prompt_tokens:
@@ -178,25 +177,7 @@ def _mask_of(mask: torch.Tensor | None, rows: AnyRows) -> torch.Tensor:
             f"({rows.prompt_tokens}); use mode full"
         )
     fewer = rows.count < rows.prompt_tokens
-    return rows.gather(mask, _mask_rows, alone=True) if fewer else mask
-
-
-def _mask_rows(mask: torch.Tensor, at: At) -> torch.Tensor:
-    return mask[:, :, at]
-
-
-def _token_rows(value: torch.Tensor, at: At) -> torch.Tensor:
-    return value[..., at]
-
-
-def _embedding_rows(value: Any, at: At) -> Any:
-    if isinstance(value, torch.Tensor):  # [1, N, D]
-        return value[..., at, :]
-    if isinstance(value, tuple | list):
-        return type(value)(_embedding_rows(v, at) for v in value)
-    if isinstance(value, dict):
-        return {k: _embedding_rows(v, at) for k, v in value.items()}
-    return value
+    return rows.gather(mask, -2, alone=True) if fewer else mask  # [1, 1, N, N]
 
 
 def _refuse_token_length(name: str, value: Any, prompt_tokens: int) -> None:

@@ -12,8 +12,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import NamedTuple
 
 import torch
 
@@ -60,8 +58,7 @@ class SpanCorruptError(CorruptKVError):
 class LayerLoader:
     """Reads the spans layer by layer in a background thread; the paper's ``fetch_kv``.
 
-    ``buffers[i]`` is layer i's ``[2, Hkv, N, D]``; ``per_layer[i]`` the spans to read there. On a CPU whole
-    chunks are read in place; anything else goes through a :class:`StagingRing` of two layers.
+    ``buffers[i]`` is layer i's ``[2, Hkv, N, D]``; ``per_layer[i]`` the spans to read there.
     """
 
     def __init__(
@@ -83,7 +80,11 @@ class LayerLoader:
             for buffer, spans in zip(buffers, per_layer, strict=True)
         ]
         transfers = [
-            [_transfer(span, view) for span, view in work if not _reads_in_place(span, view)]
+            [
+                Transfer(view, (*view.shape[:2], span.reader.tokens, view.shape[3]))
+                for span, view in work
+                if not _reads_in_place(span, view)
+            ]
             for work in self._work
         ]
         self._ring = staging_ring(transfers, buffers[0].device)
@@ -155,10 +156,6 @@ def _reads_in_place(span: LoadedSpan, view: torch.Tensor) -> bool:
     return view.device.type == "cpu" and span.tokens == span.reader.tokens
 
 
-def _transfer(span: LoadedSpan, view: torch.Tensor) -> Transfer:
-    return Transfer(view, (*view.shape[:2], span.reader.tokens, view.shape[3]))
-
-
 class StoredKV:
     """Stored KV of one prompt, placed layer by layer: loaded, its keys rotated to their prompt positions."""
 
@@ -177,20 +174,20 @@ class StoredKV:
         self._placed = 0
         """Number of layers in place."""
         self._repositioner = repositioner
-        self._runs = self._alike(groups)
+        self._where = [(group, at) for group in groups for at in range(len(group))]
+        """Each layer's group and index in it."""
         self._moved: slice | None = None
         """From the first moved token to the last. Tokens between spans rotate by 0, and are computed."""
         moved = [span for span in spans if span.offset]
         if moved:
             self._moved = slice(moved[0].start, moved[-1].end)
-            offsets = torch.zeros(moved[-1].end - moved[0].start, dtype=torch.long)
+            offsets = torch.zeros(moved[-1].end, dtype=torch.long)
             for span in moved:
-                offsets[span.start - moved[0].start : span.end - moved[0].start] = span.offset
-            self._tables = repositioner.tables(offsets.to(groups[0].device))
+                offsets[span.start : span.end] = span.offset
+            self._tables = repositioner.tables(offsets[self._moved].to(groups[0].device))
         exact = [span for span in spans if span.exact]
-        buffers = [buffer for group in groups for buffer in group]
-        per_layer = [exact if self._skips(layer) else spans for layer in range(len(buffers))]
-        self.loader = LayerLoader(buffers, per_layer, timeline)
+        per_layer = [exact if self._skips(layer) else spans for layer in range(len(self._where))]
+        self.loader = LayerLoader([group[at] for group, at in self._where], per_layer, timeline)
 
     def place(self, layer: int) -> None:
         """Block until stored KV of ``layer`` is in place and rotated; raises what reading it raised.
@@ -199,40 +196,27 @@ class StoredKV:
         """
         while self._placed <= layer:
             first = end = self._placed
-            run = self._runs[first]
-            while end == first or (end < run.end and self.loader.is_ready(end)):
+            while end == first or (self._alike(first, end) and self.loader.is_ready(end)):
                 with noted(self._timeline, WAIT, end):
                     self.loader.synchronize(end)
                 end += 1
             with noted(self._timeline, REPOSITION, first):
                 if self._moved is not None and not self._skips(first):
-                    keys = run.keys[first - run.start : end - run.start, :, self._moved]
+                    group, at = self._where[first]
+                    keys = group[at : at + end - first, 0, :, self._moved]  # [layers, Hkv, n, D]
                     self._repositioner.rotate_(keys, first, self._tables)
             self._placed = end
 
     def _skips(self, layer: int) -> bool:
         return layer == 0 and self._all_enter
 
-    def _alike(self, groups: Sequence[torch.Tensor]) -> list[_Run]:
-        """For each layer, the run of layers of its group that are rotated alike."""
-
-        def kind(layer: int) -> tuple[bool, str, str]:
-            of = self._repositioner
-            return (self._skips(layer), of.kinds[layer], of.table_names[layer])
-
-        runs: list[_Run] = []
-        for group in groups:
-            first = len(runs)
-            for _, alike in groupby(range(first, first + len(group)), key=kind):
-                same = list(alike)
-                keys = group[same[0] - first : same[-1] + 1 - first, 0]
-                runs += [_Run(same[0], same[-1] + 1, keys)] * len(same)
-        return runs
-
-
-class _Run(NamedTuple):
-    """Layers ``[start, end)`` whose keys ``[end - start, Hkv, N, D]`` are rotated alike."""
-
-    start: int
-    end: int
-    keys: torch.Tensor
+    def _alike(self, one: int, other: int) -> bool:
+        """Whether both layers exist, are in one group and rotated alike."""
+        if other >= len(self._where) or self._where[one][0] is not self._where[other][0]:
+            return False
+        of = self._repositioner
+        kinds, tables = (
+            (of.kinds[one], of.kinds[other]),
+            (of.table_names[one], of.table_names[other]),
+        )
+        return self._skips(one) == self._skips(other) and len({*kinds}) == len({*tables}) == 1

@@ -3,9 +3,8 @@
 Every projection and MLP runs once over all rows, so weights are read once for all prompts. Each prompt has
 its own :class:`Fusion` and cache, and its rows attend to its own keys only. A single prompt is a pack of one.
 
-If several prompts are prefilled, a prompt that fails, or whose caller has gone, leaves the pack: its rows are
-computed to the end of the layer under way (of the last layer, to its K/V), and no further. No other prompt
-sees them.
+A prompt that fails, or whose caller has gone, leaves a pack of several: its rows are computed to the end of
+the layer under way (of the last layer, to its K/V), and no other prompt sees them.
 
 :class:`Prefilled` is a prompt whose forward has been run. Replayed, it continues as if its own first forward
 had just been run, so that sampling, stop strings and processors are the model's own.
@@ -16,7 +15,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -29,7 +28,6 @@ from blendrag.fusor.fusion import Fusion, Phase
 from blendrag.fusor.request import BlendRequest
 from blendrag.fusor.rows import AnyRows, PackedRows, Rows
 from blendrag.fusor.scout import Observed, Scout, scouting
-from blendrag.metrics import Timeline
 from blendrag.model.structure import DecoderStack
 
 RunLayer = Callable[[AnyRows, torch.Tensor | None], None]
@@ -65,9 +63,8 @@ class PackedPrompt:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prompt whose KV is in ``cache``. Its buffers are shared with the rest of its pack."""
+    """A prompt whose KV is in its fusion's cache, with buffers shared with the rest of its pack."""
 
-    cache: BlendCache
     fusion: Fusion
     output: Any
     """What the decoder would have returned; ``last_hidden_state`` is the last row, ``[1, 1, D]``."""
@@ -78,9 +75,10 @@ class Prefilled:
 
         Yields the cache, empty until then, because callers take its length for that of the prompt so far.
         """
-        self.cache.show(0)
-        with replayed(base, self.output, lambda: self.cache.show(self.fusion.prompt_tokens)):
-            yield self.cache
+        cache = self.fusion.cache
+        cache.show(0)
+        with replayed(base, self.output, lambda: cache.show(self.fusion.prompt_tokens)):
+            yield cache
 
 
 class Pack:
@@ -99,15 +97,15 @@ class Pack:
         self.fusions = fusions
         self.cache = cache
         self.phase = Phase.BLEND
-        self.timeline: Timeline | None = fusions[0].timeline if len(fusions) == 1 else None
+        self.timeline = fusions[0].timeline if len(fusions) == 1 else None
         self.failures: dict[int, Exception] = {}
         """Why prompts left, by their number."""
-        self.prompt_tokens = sum(fusion.prompt_tokens for fusion in fusions)
-        """Length of the sequence that the model is given."""
-        lengths = [fusion.prompt_tokens for fusion in fusions]
-        self._token_starts = list(accumulate(lengths[:-1], initial=0))
+        *self._token_starts, self.prompt_tokens = accumulate(
+            (fusion.prompt_tokens for fusion in fusions), initial=0
+        )
+        """Where each prompt begins in the sequence that the model is given, and its length."""
         self._key_starts = [fusion.cache.start for fusion in fusions]
-        self._keys_end = self._key_starts[-1] + lengths[-1]
+        self._keys_end = self._key_starts[-1] + fusions[-1].prompt_tokens
         self._last_row_only = last_row_only
         self._isolates_errors = isolates_errors
         self._rows: AnyRows | None = None
@@ -115,16 +113,6 @@ class Pack:
         self._arriving: dict[int, tuple[int, int]] = {}
         """Where each prompt's rows begin and end among those that arrive at the next layer."""
         self._scouts: dict[int, Scout] = {}
-
-    def start(self) -> None:
-        """Begin to load. Raises :class:`NoThreadError`."""
-        for fusion in self.fusions:
-            fusion.loader.start()
-
-    def close(self) -> None:
-        """Stop loading; blocks until the buffers are left alone. Idempotent."""
-        for fusion in self.fusions:
-            fusion.close()
 
     @contextmanager
     def _errors_of(self, member: int) -> Iterator[None]:
@@ -153,7 +141,6 @@ class Pack:
 
     @property
     def needs_scout(self) -> bool:
-        """Whether any of the prompts needs a scout pass."""
         return any(f.needs_scout for i, f in enumerate(self.fusions) if i not in self.failures)
 
     @contextmanager
@@ -194,7 +181,11 @@ class Pack:
         ``run`` runs the layer before that, if its K/V are needed first.
         """
         if layer == 0:
-            self._let_all_arrive()
+            self._arriving = {
+                member: (start, start + self.fusions[member].prompt_tokens)
+                for member, start in enumerate(self._token_starts)
+                if self.phase is not Phase.SCOUT or member in self._scouts
+            }
         self._check_callers(layer)
         self._peek(layer, run)
         rows, among = self._selected(layer)
@@ -203,14 +194,6 @@ class Pack:
             rows, among = self._keep_last_rows(layer, rows, among, run)
         self._arriving = {part.member: (part.a, part.b) for part in rows.parts}
         return rows, among
-
-    def _let_all_arrive(self) -> None:
-        """All tokens of all prompts arrive at layer 0."""
-        self._arriving = {
-            member: (start, start + self.fusions[member].prompt_tokens)
-            for member, start in enumerate(self._token_starts)
-            if self.phase is not Phase.SCOUT or member in self._scouts
-        }
 
     def _check_callers(self, layer: int) -> None:
         for member in self._present(layer):
@@ -227,8 +210,7 @@ class Pack:
         if not peeking:
             return
         rows = self._packed({member: self.fusions[member].rows for member in peeking})
-        among = self._among_arriving(dict.fromkeys(peeking))
-        self._run_to_kv(Phase.PEEK, rows, among, run)
+        self._run_to_kv(Phase.PEEK, rows, self._among_arriving(dict.fromkeys(peeking)), run)
         for member in peeking:
             if member not in self.failures:
                 with self._errors_of(member):
@@ -251,7 +233,7 @@ class Pack:
         present = self._present(layer)
         last = self._packed({member: self.fusions[member].keep_last_row() for member in present})
         ends = [self._arriving[member][1] - 1 for member in present]
-        if len(ends) == 1:
+        if len(ends) == 1:  # no transfer to the device
             return last, last.positions.new_full((1,), ends[0])
         return last, torch.tensor(ends).to(last.positions.device, non_blocking=True)
 
@@ -283,8 +265,9 @@ class Pack:
         for member, own in indices.items():
             start, end = self._arriving[member]
             if own is None:
-                own = torch.arange(start, end, device=device)
-            found.append(own + start if start and indices[member] is not None else own)
+                found.append(torch.arange(start, end, device=device))
+            else:
+                found.append(own + start if start else own)
         return found[0] if len(found) == 1 else torch.cat(found)
 
     # -- inside a layer -----------------------------------------------------------------------
@@ -303,7 +286,7 @@ class Pack:
                 with self._errors_of(member):
                     fresh = keys[0, :, a:b], values[0, :, a:b]
                     self.fusions[member].take_kv(self.phase, layer, *fresh)
-        if self.phase.ends_at_kv:
+        if self.phase in (Phase.PEEK, Phase.LAST_KV):
             raise KVComplete
         buffer = self.cache.layers[layer].buffer[..., : self._keys_end, :]  # [2, 1, Hkv, C, D]
         return buffer[0], buffer[1]
@@ -318,23 +301,19 @@ def replayed(
     Later forwards and those of other threads are the module's own.
     """
     own, stock, owner = vars(base).get("forward"), base.forward, threading.get_ident()
-
-    def restore() -> None:
+    with ExitStack() as patched:
         if own is not None:
-            base.forward = own
+            patched.callback(setattr, base, "forward", own)
         else:
-            vars(base).pop("forward", None)
+            patched.callback(vars(base).pop, "forward", None)
 
-    @functools.wraps(stock)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != owner:
-            return stock(*args, **kwargs)
-        restore()
-        before()
-        return output
+        @functools.wraps(stock)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != owner:
+                return stock(*args, **kwargs)
+            patched.close()
+            before()
+            return output
 
-    base.forward = forward
-    try:
+        base.forward = forward
         yield
-    finally:
-        restore()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, zip_longest
 
 import numpy as np
 import torch
@@ -13,15 +13,13 @@ from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.rows import LayerRows, PromptRows, Rows, nested_rows
 from blendrag.fusor.scout import Scout
 from blendrag.fusor.selection import (
+    Fetch,
     LayerView,
     PromptGeometry,
     Schedule,
     SelectionPolicy,
     make_policy,
 )
-
-Fetch = Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
-"""See :attr:`LayerView.fetch`."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +84,9 @@ class FusionCounts:
             same = list(run)
             times[same[0].cpu().numpy()] += len(same)
         layers = max(len(recomputed) - 1, 1)
-        padded = [*scouted, *[0] * len(rows)]
         return cls(
             tuple(tokens.numel() for tokens in recomputed),
-            tuple(n + more for n, more in zip(rows, padded, strict=False)),
+            tuple(map(sum, zip_longest(rows, scouted, fillvalue=0))),
             tuple(float(times[s.start : s.end].sum()) / layers for s in request.blended),
             request.candidates,
         )
@@ -97,17 +94,15 @@ class FusionCounts:
     @property
     def ratio(self) -> float:
         """Mean share of chunk tokens recomputed in layers 1…L-1."""
-        layers = len(self.candidate_rows) - 1
-        if not self.candidates or layers <= 0:
-            return 0.0
-        return sum(self.candidate_rows[1:]) / (layers * self.candidates)
+        return self._share(self.candidate_rows[1:])
 
     @property
     def charged_ratio(self) -> float:
         """Σ_l |chunk tokens computed in layer l| / (L · N_chunk)."""
-        if not self.candidates:
-            return 0.0
-        return sum(self.candidate_rows) / (len(self.candidate_rows) * self.candidates)
+        return self._share(self.candidate_rows)
+
+    def _share(self, counts: Sequence[int]) -> float:
+        return sum(counts) / max(1, len(counts) * self.candidates)
 
 
 class TokenSelector:
@@ -142,24 +137,21 @@ class TokenSelector:
 
     def new_scout(self, rows: Rows) -> Scout:
         """Observes a scout pass over ``rows``."""
-        n, question = self.geometry.prompt_tokens, self.geometry.query_span[0]
+        start, end = self.geometry.query_span
         layers = self.policy.attention_layers(self._layers)
-        return Scout(
-            n, n - question, self.candidates.device, layers, self.policy.sqrt_attention, rows
-        )
+        return Scout(end - start, layers, self.policy.sqrt_attention, rows)
 
     def use(self, scout: Scout) -> None:
-        """Choose by the attention that ``scout`` observed."""
-        if scout.layers:
-            self._attention = scout.attention
-        else:  # the model does not compute attention through transformers' interface
+        """Choose by the attention that ``scout`` observed, or by the policy's fallback if it saw none."""
+        self._attention = scout.attention
+        if self._attention is None:
             self.policy = make_policy(self.policy.fallback)
 
     def plan(self, prompt: PromptRows, force_masks: bool) -> list[LayerRows]:
         """The rows of all layers if the policy ranks tokens once, else an empty list."""
         if not self.policy.ranks_once or not self.candidates.numel():
             return []
-        view = self._view(self.candidates, _nothing_computed)
+        view = self._view(self.candidates)
         worth = self.policy.worth(view, self._budgets[0]).cpu().numpy()
         rank = np.empty(len(worth), dtype=np.int64)
         rank[np.argsort(-worth, kind="stable")] = np.arange(len(worth))
@@ -169,16 +161,12 @@ class TokenSelector:
         """Candidates computed in layer 0: all of them if fresh KV is compared with loaded."""
         if self.policy.needs_deviation:
             return self.candidates
-        return self.select(0, self.candidates, _nothing_computed)
+        return self.select(0, self.candidates)
 
-    def select(self, layer: int, tokens: torch.Tensor, fetch: Fetch) -> torch.Tensor:
+    def select(self, layer: int, tokens: torch.Tensor, fetch: Fetch | None = None) -> torch.Tensor:
         """Tokens of ``layer``, out of the ``tokens`` of the layer before."""
         return self.policy.select(layer, self._view(tokens, fetch), self._budgets[layer])
 
-    def _view(self, tokens: torch.Tensor, fetch: Fetch) -> LayerView:
+    def _view(self, tokens: torch.Tensor, fetch: Fetch | None = None) -> LayerView:
         attention = self._attention[tokens] if self._attention is not None else None
         return LayerView(self.geometry, tokens, fetch, attention)
-
-
-def _nothing_computed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    raise RuntimeError("nothing is computed before layer 0: there is no deviation to compare")

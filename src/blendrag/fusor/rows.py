@@ -8,15 +8,14 @@ several prompts that lie one after another in one sequence; rows of one prompt n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-#: Rows per attention call on a CPU. With fewer rows, fewer keys are masked by all of them; more calls cost
-#: more.
+#: Rows per attention call on a CPU: with fewer, fewer keys are masked by all of them, but calls cost time.
 BLOCK_ROWS = 96
 #: The same where most rows of the prompt are computed.
 RUN_ROWS = 512
@@ -24,9 +23,8 @@ RUN_ROWS = 512
 FOLDED_BYTES = 64 << 20
 #: Layer arguments whose rows are kept: a model with windows passes two rotary tables and two masks.
 KEPT = 6
-#: Elements between rows of a bias are a multiple of this: GPU kernels need it, and torch would copy the bias
-#: for
-#: every call.
+#: Rows of a bias begin at multiples of this many elements: GPU kernels need it, and torch would copy the bias
+#: for every call.
 ALIGNED = 16
 
 
@@ -46,8 +44,7 @@ class AttentionBlock(NamedTuple):
         """The same for ``sharing`` query heads at a time."""
         rows, keys = self.bias.shape
         bias = _new_bias(sharing, rows, keys, self.bias)
-        bias.copy_(self.bias)
-        return self._replace(bias=bias.flatten(0, 1))
+        return self._replace(bias=bias.copy_(self.bias).flatten(0, 1))
 
 
 class PackPart(NamedTuple):
@@ -64,39 +61,45 @@ class PackPart(NamedTuple):
 
 At = torch.Tensor | slice
 """Tokens taken from a tensor: their indices ``[S]``, or a contiguous stretch, which is a view."""
-Gather = Callable[[Any, At], Any]
-"""Takes a layer argument's entries for some tokens."""
+
+
+def take(value: Any, at: At, dim: int) -> Any:
+    """The entries ``at`` of dimension ``dim`` (-1 or -2) of every tensor in ``value``."""
+    if isinstance(value, torch.Tensor):
+        return value[..., at] if dim == -1 else value[..., at, :]
+    if isinstance(value, tuple | list):
+        return type(value)(take(each, at, dim) for each in value)
+    if isinstance(value, dict):
+        return {key: take(each, at, dim) for key, each in value.items()}
+    return value
 
 
 class Gathered:
-    """Layer arguments gathered once for some rows, because layers pass the same objects."""
+    """Layer arguments for the rows ``at``, gathered once because layers pass the same objects."""
 
-    def __init__(self) -> None:
-        self._known: list[tuple[Any, Gather, Any]] = []
+    def __init__(self, at: torch.Tensor) -> None:
+        self._at = at
+        self._known: list[tuple[Any, Any]] = []
 
-    def once(self, value: Any, gather: Gather, at: At) -> Any:
-        """``gather(value, at)``, computed the first time."""
-        for known, how, gathered in self._known:
-            if known is value and how is gather:
+    def once(self, value: Any, dim: int) -> Any:
+        """``take(value, at, dim)``, computed the first time."""
+        for known, gathered in self._known:
+            if known is value:
                 return gathered
-        gathered = gather(value, at)
-        self._known.append((value, gather, gathered))
+        gathered = take(value, self._at, dim)
+        self._known.append((value, gathered))
         del self._known[:-KEPT]
         return gathered
 
 
 class PromptRows:
-    """What all :class:`Rows` of one prompt share.
-
-    ``planned`` ``[ΣS]`` holds the positions of all layers' rows if they are known before layer 0. Layer
-    arguments are then gathered once for all layers, and each layer takes its stretch.
-    """
+    """What all :class:`Rows` of one prompt share."""
 
     def __init__(self, tokens: int, device: torch.device) -> None:
         self.tokens = tokens
         self.device = device
-        self.planned: torch.Tensor | None = None
-        self.gathered = Gathered()
+        self.planned: Gathered | None = None
+        """Of all layers' rows, if they are known before layer 0; each layer takes its stretch."""
         self._scalars: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @cached_property
@@ -126,7 +129,7 @@ class Rows:
     ) -> None:
         """``prompt``: what the prompt's rows share, or its number of tokens. ``force_masks``: use biases even
         where all rows are computed. ``is_last``: only the prompt's last token. ``host``: the positions in
-        host memory, if known. ``stretch``: where they are in ``prompt.planned``."""
+        host memory, if known. ``stretch``: where they are among the rows of ``prompt.planned``."""
         if isinstance(prompt, int):
             prompt = PromptRows(prompt, positions.device)
         self.positions = positions
@@ -136,8 +139,10 @@ class Rows:
         """Whether :func:`blend_attention` ran over them."""
         self.covers_prompt = self.count == prompt.tokens and not force_masks
         """Whether plain causality describes them."""
+        self.at = None if self.covers_prompt else positions
+        """The positions, or ``None`` for all."""
         self._prompt = prompt
-        self._gathered = Gathered()
+        self._gathered = Gathered(positions)
         self._is_last = is_last
         self._host = host
         self._stretch = stretch
@@ -149,16 +154,14 @@ class Rows:
         """These rows as those of the only prompt of a pack."""
         return [PackPart(0, self, 0, self.count, 0, self.prompt_tokens)]
 
-    def gather(self, value: Any, how: Gather, alone: bool = False) -> Any:
-        """``how(value, at)`` for these rows, computed once while layers pass the same ``value``.
+    def gather(self, value: Any, dim: int, alone: bool = False) -> Any:
+        """``value`` at these rows of ``dim``, computed once while layers pass the same ``value``.
 
         ``alone``: not for all planned rows at once, which would take too much memory for masks.
         """
-        if self._stretch is None or alone:
-            return self._gathered.once(value, how, self.positions)
-        assert self._prompt.planned is not None
-        planned = self._prompt.gathered.once(value, how, self._prompt.planned)
-        return how(planned, self._stretch)
+        if self._prompt.planned is None or self._stretch is None or alone:
+            return self._gathered.once(value, dim)
+        return take(self._prompt.planned.once(value, dim), self._stretch, dim)
 
     @cached_property
     def mask(self) -> torch.Tensor:
@@ -178,13 +181,11 @@ class Rows:
     def blocks(
         self, window: int | None, dtype: torch.dtype, sharing: int = 1
     ) -> list[AttentionBlock]:
-        """The attention calls of a layer with that sliding window (``None``: full attention).
-
-        Folded for ``sharing`` query heads per KV head, as many blocks as fit :data:`FOLDED_BYTES`.
-        """
+        """The attention calls of a layer with that sliding window, the first ones folded for ``sharing``
+        query heads per KV head, as many as fit :data:`FOLDED_BYTES`."""
         key = (window, dtype, sharing)
         if key not in self._blocks:
-            self._blocks[key] = self._cut(window, dtype, sharing)
+            self._blocks[key] = self._cut(*key)
         return self._blocks[key]
 
     def _cut(self, window: int | None, dtype: torch.dtype, sharing: int) -> list[AttentionBlock]:
@@ -193,8 +194,7 @@ class Rows:
             lo = max(0, n - (window or n))
             seen = torch.zeros((sharing, n - lo), dtype=dtype, device=self.positions.device)
             return [AttentionBlock(0, 1, lo, n, seen)]
-        blocks = []
-        left = FOLDED_BYTES
+        blocks, left = [], FOLDED_BYTES
         for a, b, lo, hi in self._edges(window, dtype, sharing):
             left -= sharing * (b - a) * (hi - lo) * dtype.itemsize
             folds = sharing if left >= 0 else 1
@@ -269,18 +269,16 @@ class PackedRows:
             [own.positions + token_starts[member] for member, own in rows.items()]
         )
         """``[ΣS]`` in the sequence of all tokens; rotary positions are each prompt's own."""
-        self._gathered = Gathered()
+        self._gathered = Gathered(self.positions)
 
-    def gather(self, value: Any, how: Gather, alone: bool = False) -> Any:
+    def gather(self, value: Any, dim: int, alone: bool = False) -> Any:
         """:meth:`Rows.gather` for the rows of all prompts."""
-        return self._gathered.once(value, how, self.positions)
+        return self._gathered.once(value, dim)
 
     @property
     def mask(self) -> torch.Tensor:
-        """Not available: it would span the keys of all prompts. See :attr:`Fusor.packs`."""
-        raise NotImplementedError(
-            "several prompts are packed only if attention takes rows, not masks"
-        )
+        """Would span the keys of all prompts; see :attr:`Fusor.packs`."""
+        raise NotImplementedError("prompts are packed only if attention takes rows, not masks")
 
 
 AnyRows = Rows | PackedRows
@@ -309,28 +307,27 @@ def nested_rows(
     Layer l computes the positions ``always`` and the ``candidates`` whose ``rank`` (from 0) is below
     ``budgets[l]``. Positions are ascending, budgets non-increasing.
     """
-    order = np.full(
-        prompt.tokens, len(candidates)
-    )  # tokens of exact chunks keep this: never computed
+    never = len(candidates)  # tokens of exact chunks keep this
+    order = np.full(prompt.tokens, never)
     order[candidates] = rank
     order[always] = -1
     arriving = np.arange(prompt.tokens)
-    found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    found: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
     for budget in dict.fromkeys(budgets):
-        among = np.flatnonzero(order[arriving] < min(budget, len(candidates)))
+        among = np.flatnonzero(order[arriving] < min(budget, never))
         arriving = arriving[among]
-        found.append((arriving, among, arriving[order[arriving] >= 0]))
-    columns = [np.concatenate(column) for column in zip(*found, strict=True)]
+        found[budget] = arriving, among, arriving[order[arriving] >= 0]
+    columns = [np.concatenate(column) for column in zip(*found.values(), strict=True)]
     sent = torch.from_numpy(np.concatenate(columns)).to(prompt.device)
-    prompt.planned, among_all, chosen_all = sent.split([len(column) for column in columns])
+    planned, among_all, chosen_all = sent.split([len(column) for column in columns])
+    prompt.planned = Gathered(planned)
     layers: dict[int, LayerRows] = {}
-    start = chosen_start = 0
-    for budget, (host, _, chosen) in zip(dict.fromkeys(budgets), found, strict=True):
-        at = slice(start, start + len(host))
-        chosen_at = slice(chosen_start, chosen_start + len(chosen))
-        rows = Rows(prompt.planned[at], prompt, force_masks, host=host, stretch=at)
+    at = chosen_at = slice(0, 0)
+    for budget, (host, _, chosen) in found.items():
+        at = slice(at.stop, at.stop + len(host))
+        chosen_at = slice(chosen_at.stop, chosen_at.stop + len(chosen))
+        rows = Rows(planned[at], prompt, force_masks, host=host, stretch=at)
         layers[budget] = LayerRows(rows, among_all[at], chosen_all[chosen_at])
-        start, chosen_start = at.stop, chosen_at.stop
     return [layers[budget] for budget in budgets]
 
 

@@ -1,8 +1,8 @@
 """The scout pass: what the question attends to, observed over stored KV before anything is recomputed.
 
-It is one forward of the fresh tokens, with attention written out so that its weights can be summed. That is
-as slow as ``eager`` attention over few rows, and exact: softcaps, attention sinks and any mask. Its K and V
-are discarded: the blended forward computes the fresh tokens again, over recomputed chunks.
+One forward of the fresh tokens, with attention written out so that its weights can be summed: as slow as
+``eager`` attention over few rows, and exact with softcaps, attention sinks and any mask. Its K and V are
+discarded: the blended forward computes the fresh tokens again, over recomputed chunks.
 """
 
 from __future__ import annotations
@@ -29,24 +29,20 @@ EVERYTHING = slice(None)
 class Scout:
     """Sums the attention that the last ``asking`` rows of one prompt pay to every token of it.
 
-    ``counting`` are the layers to sum (``None``: all); the pass may end after them. ``sqrt``: sum square
-    roots. ``rows`` are those of the pass, which mask it; ``None`` if the forward brings masks.
+    ``counting``: the layers to sum (``None``: all); the pass may end after them. ``sqrt``: sum square roots.
+    ``rows``: those of the pass, which mask it; ``None`` if the forward brings masks.
     """
 
     def __init__(
         self,
-        prompt_tokens: int,
         asking: int,
-        device: torch.device,
         counting: range | None = None,
         sqrt: bool = False,
         rows: Rows | None = None,
     ) -> None:
         self.rows = rows
         self.layers = 0
-        """Attention calls seen; 0 after a pass if the model does not use transformers' interface."""
-        self._prompt_tokens = prompt_tokens
-        self._device = device
+        """Attention calls seen."""
         self._counting = counting
         self._sqrt = sqrt
         self._asking = asking
@@ -57,11 +53,10 @@ class Scout:
         return self._counting is not None and layer >= self._counting.stop
 
     @property
-    def attention(self) -> torch.Tensor:
-        """``[N]`` float32, summed over rows, heads and layers."""
-        if not self._sums:
-            return torch.zeros(self._prompt_tokens, dtype=torch.float32, device=self._device)
-        return torch.stack(self._sums).sum(0)
+    def attention(self) -> torch.Tensor | None:
+        """``[N]`` float32, summed over rows, heads and layers; ``None`` if the model does not compute
+        attention through transformers' interface."""
+        return torch.stack(self._sums).sum(0) if self._sums else None
 
     def add(self, weights: torch.Tensor, first_row: int, rows: int) -> None:
         """``weights`` ``[H, s, N]`` of the rows from ``first_row`` on, out of ``rows``."""
@@ -136,9 +131,8 @@ def scout_attention(
                 logits = (grouped @ keys.mT).float().mul_(scale / softcap).tanh_()
                 logits = logits.mul_(softcap) + bias
             if s_aux is not None:
-                sinks = s_aux.view(kv_heads, sharing, 1, 1).expand(-1, -1, n, 1)
-                sinks = sinks.reshape(kv_heads, -1, 1)
-                logits = torch.cat((logits, sinks.to(logits.dtype)), dim=-1)
+                sinks = s_aux.to(logits.dtype).view(kv_heads, sharing, 1).expand(-1, -1, n)
+                logits = torch.cat((logits, sinks.reshape(kv_heads, -1, 1)), dim=-1)
             weights = logits.softmax(-1, dtype=torch.float32)[..., :tokens]
             scout.add(weights.reshape(heads, n, tokens), a, rows.shape[1])
             mixed = weights.to(value.dtype) @ values  # [Hkv, G·s, Dv]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from blendrag.errors import InvalidInputError
-from blendrag.fusor.selection.base import LayerView, PromptGeometry, SelectionPolicy
+from blendrag.fusor.selection.base import Fetch, LayerView, PromptGeometry, SelectionPolicy
 from blendrag.fusor.selection.blend import BlendPolicy
 from blendrag.fusor.selection.boundary import BoundaryPolicy
 from blendrag.fusor.selection.controls import FullPolicy, ReusePolicy
@@ -18,6 +18,7 @@ from blendrag.fusor.selection.schedule import Schedule
 
 __all__ = [
     "POLICIES",
+    "Fetch",
     "LayerView",
     "PromptGeometry",
     "Schedule",

@@ -41,6 +41,11 @@ class PromptGeometry:
     """Fresh tokens after the last chunk."""
 
 
+Fetch = Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
+"""→ fresh K, fresh V, loaded K, loaded V of some tokens, ``[Hkv, n, D]`` each; loaded keys are
+re-positioned."""
+
+
 @dataclass(frozen=True)
 class LayerView:
     """What a policy may read when it chooses the tokens of a layer."""
@@ -48,9 +53,8 @@ class LayerView:
     geometry: PromptGeometry
     tokens: torch.Tensor
     """``[n]`` candidates computed in the layer before, ascending prompt positions."""
-    fetch: Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
-    """→ fresh K, fresh V, loaded K, loaded V of ``tokens`` in the last computed layer, ``[Hkv, n, D]`` each;
-    loaded keys are re-positioned. Called only by policies that need them; not available before layer 0."""
+    fetch: Fetch | None = None
+    """KV of ``tokens`` in the last computed layer, for policies that need it; ``None`` before layer 0."""
     attention: torch.Tensor | None = None
     """``[n]`` float32: attention of the query span to ``tokens`` over stored KV. ``None`` unless the policy
     needs attention."""
@@ -59,23 +63,21 @@ class LayerView:
     def deviation(self) -> torch.Tensor:
         """Δ_kv per token ``[n]`` float32 (CacheBlend §4.1): squared differences of K and V, each divided by
         the mean square of what was loaded, so that both count."""
+        assert self.fetch is not None, "nothing is computed before layer 0"
         fresh_k, fresh_v, loaded_k, loaded_v = self.fetch()
         return _relative_square(fresh_k, loaded_k) + _relative_square(fresh_v, loaded_v)
 
     @cached_property
     def value_deviation(self) -> torch.Tensor:
         """The same for V alone ``[n]`` float32."""
+        assert self.fetch is not None, "nothing is computed before layer 0"
         _, fresh_v, _, loaded_v = self.fetch()
         return _relative_square(fresh_v, loaded_v)
 
     @cached_property
     def index_in_chunk(self) -> torch.Tensor:
         """``[n]``: index of each token in its chunk, from 0."""
-        starts = torch.tensor(
-            [start for start, _ in self.geometry.chunk_spans],
-            dtype=torch.long,
-            device=self.tokens.device,
-        )
+        starts = self.tokens.new_tensor([start for start, _ in self.geometry.chunk_spans])
         return self.tokens - starts[torch.bucketize(self.tokens, starts, right=True) - 1]
 
 
@@ -86,9 +88,9 @@ class SelectionPolicy:
     k: int | None = None
     """Tokens at the head of each chunk, if the policy takes such a number: ``boundary(16)``."""
     needs_deviation: bool = False
-    """Whether it compares fresh with loaded KV. Layer 0 is then computed for every candidate."""
+    """Whether it compares fresh with loaded KV."""
     needs_attention: bool = False
-    """Whether it needs the question's attention. A scout pass over the fresh tokens then comes first."""
+    """Whether it needs the question's attention."""
     attention_depth: tuple[float, float] = (0.0, 1.0)
     """Part of the model's depth whose attention is summed. The scout pass ends there."""
     deep_attention_depth: tuple[float, float] | None = None
@@ -99,7 +101,7 @@ class SelectionPolicy:
     fallback: str = "hkvd"
     """The policy used instead when the model's attention cannot be observed."""
     budgeted: bool = True
-    """Whether the ratio decides how many tokens it recomputes."""
+    """Whether the ratio decides how many tokens it recomputes; else :meth:`fixed_count` does."""
     ranks_once: bool = False
     """Whether one ranking made before layer 0 decides every layer; see :meth:`worth`."""
     schedule: Schedule | None = None
@@ -128,7 +130,13 @@ class SelectionPolicy:
         self, schedule: Schedule, ratio: float, candidates: int, layers: int, chunks: int
     ) -> list[int]:
         """Tokens recomputed in layers 1…``layers``-1, given ``candidates`` tokens in ``chunks`` chunks."""
-        return (self.schedule or schedule).counts(ratio, layers, candidates)
+        if self.budgeted:
+            return (self.schedule or schedule).counts(ratio, layers, candidates)
+        return [self.fixed_count(candidates, chunks)] * (layers - 1)
+
+    def fixed_count(self, candidates: int, chunks: int) -> int:
+        """Tokens recomputed in every layer, of a policy that is not budgeted."""
+        raise NotImplementedError(f"{type(self).__name__} recomputes as many tokens as its budget")
 
     def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
         """Positions ⊆ ``view.tokens``, ascending, to compute in ``layer``.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 
 from blendrag.fusor.selection.base import LayerView, SelectionPolicy
-from blendrag.fusor.selection.schedule import Schedule
 
 
 class BoundaryPolicy(SelectionPolicy):
@@ -19,10 +18,8 @@ class BoundaryPolicy(SelectionPolicy):
     k = 16
     budgeted = False
 
-    def layer_counts(
-        self, schedule: Schedule, ratio: float, candidates: int, layers: int, chunks: int
-    ) -> list[int]:
-        return [min(candidates, self.k * chunks)] * (layers - 1)
+    def fixed_count(self, candidates: int, chunks: int) -> int:
+        return min(candidates, self.k * chunks)
 
     def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
         if layer > 0:  # chosen once, at layer 0, so that no later layer waits for the device

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from blendrag.fusor.selection.base import LayerView, SelectionPolicy
-from blendrag.fusor.selection.schedule import Schedule
 
 
 class FullPolicy(SelectionPolicy):
@@ -14,10 +13,8 @@ class FullPolicy(SelectionPolicy):
     name = "full"
     budgeted = False
 
-    def layer_counts(
-        self, schedule: Schedule, ratio: float, candidates: int, layers: int, chunks: int
-    ) -> list[int]:
-        return [candidates] * (layers - 1)
+    def fixed_count(self, candidates: int, chunks: int) -> int:
+        return candidates
 
     def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
         return view.tokens
@@ -29,10 +26,8 @@ class ReusePolicy(SelectionPolicy):
     name = "reuse"
     budgeted = False
 
-    def layer_counts(
-        self, schedule: Schedule, ratio: float, candidates: int, layers: int, chunks: int
-    ) -> list[int]:
-        return [0] * (layers - 1)
+    def fixed_count(self, candidates: int, chunks: int) -> int:
+        return 0
 
     def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
         return view.tokens[:0]

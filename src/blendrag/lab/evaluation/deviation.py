@@ -157,7 +157,7 @@ class StoredPrompt:
     ) -> MeasuredPrefill:
         n = self._ids.shape[1]
         columns = self.tokens.to(self.adapter.device)
-        seen = ForwardAttention(n, n - max(s.end for s in self._spans), columns)
+        seen = ForwardAttention(n - max(s.end for s in self._spans), columns)
         request = BlendRequest(n, spans, make_policy(policy), schedule, ratio)
         # An index keeps all rows in the last layer's attention; a number would cut them to the last row.
         last = torch.tensor([-1], device=self.adapter.device)
@@ -179,8 +179,8 @@ class StoredPrompt:
 class ForwardAttention(Scout):
     """Keeps the forward attention matrix of every layer, which a scout would add up."""
 
-    def __init__(self, prompt_tokens: int, asking: int, columns: torch.Tensor) -> None:
-        super().__init__(prompt_tokens, asking, columns.device)
+    def __init__(self, asking: int, columns: torch.Tensor) -> None:
+        super().__init__(asking)
         self._columns = columns
         self._blocks: list[list[torch.Tensor]] = []
 
