@@ -47,11 +47,9 @@ class ModelAdapter:
                 f"the model is a {type(model).__name__}, expected a causal LM of transformers; if it wraps "
                 "one, pass that (model.module)"
             )
-        wrapper = (
-            getattr(model, "active_peft_config", None) if hasattr(model, "peft_type") else None
-        )
-        learned_prompt = bool(getattr(wrapper, "is_prompt_learning", False))
-        unwrap = hasattr(model, "get_base_model") and not learned_prompt
+        peft = getattr(model, "active_peft_config", None) if hasattr(model, "peft_type") else None
+        learns_prompt = getattr(peft, "is_prompt_learning", False)
+        unwrap = hasattr(model, "get_base_model") and not learns_prompt
         self.model = unwrapped(model.get_base_model()) if unwrap else model
         self.model.eval()
         self.model_id = model_id or str(getattr(model.config, "_name_or_path", "")) or "unnamed"
@@ -67,7 +65,7 @@ class ModelAdapter:
         self._identified: object = None
         self._digests = fingerprint.Digests()
         try:
-            if learned_prompt:
+            if learns_prompt:
                 raise UnsupportedModelError(
                     "prompt-learning adapters put extra tokens before every prompt, so its chunks cannot "
                     "be placed; use mode full"
@@ -88,15 +86,11 @@ class ModelAdapter:
     @property
     def blend_limit_tokens(self) -> int | None:
         """Prompt length at which the rotary table changes (dynamic, LongRoPE), or ``None``."""
-        rotary = self._stack.rotary if self._stack else None
-        if not fingerprint.depends_on_length(rotary):
+        if self._stack is None or not fingerprint.depends_on_length(self._stack.rotary):
             return None
-        config = self.stack.config
+        config, name = self._stack.config, "original_max_position_embeddings"
         parameters = getattr(config, "rope_parameters", None) or {}
-        original = parameters.get("original_max_position_embeddings") or getattr(
-            config, "original_max_position_embeddings", None
-        )
-        return int(original or self.context_tokens)
+        return int(parameters.get(name) or getattr(config, name, None) or self.context_tokens)
 
     def require_blendable(self) -> None:
         """Raise :class:`UnsupportedModelError` if this model's KV cannot be reused."""
@@ -185,18 +179,14 @@ class ModelAdapter:
                 f"a chunk of {tokens} tokens behind a prefix of {skip} exceeds the {limit} tokens that "
                 "this model encodes alike; take shorter chunks (--chunk-tokens)"
             )
-        cache = self.prefill_at([*prefix_ids, *chunk_ids])
-        layers = []
-        for i, layer in enumerate(cache.layers):
-            shape = layout.layer_shape(i, tokens)
-            out = torch.empty(shape, dtype=layout.torch_dtype)  # [2, Hkv, T, D]
-            out[0].copy_(layer.keys[0, :, skip:])
-            out[1].copy_(layer.values[0, :, skip:])
-            layers.append(out)
-        return ChunkKV(layout, tokens, layers)
+        layers = [
+            torch.stack((layer.keys[0, :, skip:], layer.values[0, :, skip:]))  # [2, Hkv, T, D]
+            for layer in self.prefill_at([*prefix_ids, *chunk_ids]).layers
+        ]
+        return ChunkKV(layout, tokens, [layer.to("cpu", layout.torch_dtype) for layer in layers])
 
-    def prefill_at(self, ids: Sequence[int], offset: int | None = None) -> DynamicCache:
-        """KV of ``ids`` at positions ``offset``… (``None``: from 0).
+    def prefill_at(self, ids: Sequence[int], offset: int = 0) -> DynamicCache:
+        """KV of ``ids`` at positions ``offset``….
 
         The LM head is not run; sliding-window layers keep every token.
         """
@@ -204,12 +194,11 @@ class ModelAdapter:
         # With a config, sliding-window layers would keep only window-1 tokens.
         cache = DynamicCache()
         batch = torch.tensor([list(ids)], device=self.device)
-        options = {}
-        if offset is not None:
-            positions = torch.arange(offset, offset + len(ids), device=self.device)
-            options["position_ids"] = positions[None]
+        positions = torch.arange(offset, offset + len(ids), device=self.device)[None]
         with self.uncompiled():
-            self._stack.base(input_ids=batch, past_key_values=cache, use_cache=True, **options)
+            self._stack.base(
+                input_ids=batch, position_ids=positions, past_key_values=cache, use_cache=True
+            )
         return cache
 
     @torch.inference_mode()
@@ -221,7 +210,7 @@ class ModelAdapter:
         vocab = self.model.get_input_embeddings().num_embeddings
         ids = [(17 + 31 * i) % vocab for i in range(PROBE_TOKENS)]
         try:
-            first = self.prefill_at(ids, 0)
+            first = self.prefill_at(ids)
         except TypeError as exc:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} takes no position_ids, so its KV cannot be placed; "

@@ -23,6 +23,8 @@ from blendrag.store.identity import digest_fields
 
 #: Values of each tensor that are compared before every request.
 SAMPLES = 16
+#: What identifies the state of one tensor: name, quantizer's context, shape, dtype, address, version, sample.
+Mark = tuple[str, str, torch.Size, torch.dtype, int, int, bytes]
 #: By size in bytes: types that the bits of any dtype, float8 included, can be copied as.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -46,22 +48,6 @@ class Loaded(NamedTuple):
     """Digest of the active PEFT adapters and their scalings; empty without any."""
 
 
-class Mark(NamedTuple):
-    """Changes when a tensor is replaced or written.
-
-    A write through ``weight.data`` changes neither version nor address, so a few values are compared, too.
-    Only such a write that spares all of them goes unnoticed.
-    """
-
-    name: str
-    address: int
-    version: int
-    shape: torch.Size
-    dtype: torch.dtype
-    context: str
-    sample: bytes
-
-
 class Digests:
     """Marks and xxh3-128 of tensors; a tensor is hashed again only when its mark changes. Not thread-safe."""
 
@@ -70,34 +56,34 @@ class Digests:
         self._views: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def marks(self, found: Loaded) -> tuple[Mark, ...]:
-        """The current marks of ``found``'s tensors, in their order."""
-        samples = self._samples(found.tensors)
+        """The current marks of ``found``'s tensors: each changes when its tensor is replaced or written.
+
+        A write through ``weight.data`` changes neither version nor address, so a few values are compared,
+        too. Only such a write that spares all of them goes unnoticed.
+        """
         return tuple(
-            Mark(
+            (
                 each.name,
-                each.tensor.data_ptr() if each.is_kept else 0,
-                0 if each.tensor.is_inference() else each.tensor._version,
+                each.context,
                 each.tensor.shape,
                 each.tensor.dtype,
-                each.context,
+                each.tensor.data_ptr() if each.is_kept else 0,
+                0 if each.tensor.is_inference() else each.tensor._version,
                 sample,
             )
-            for each, sample in zip(found.tensors, samples, strict=True)
+            for each, sample in zip(found.tensors, self._samples(found.tensors), strict=True)
         )
 
     def fingerprint(self, found: Loaded, marks: Sequence[Mark]) -> str:
         """xxh3-128 hex over names, shapes, dtypes and bytes of ``found``, whose marks are ``marks``."""
         lines = []
-        for mark, each in zip(marks, found.tensors, strict=True):
-            known = self._known.get(each.tensor)
+        for mark, (name, tensor, _, context) in zip(marks, found.tensors, strict=True):
+            known = self._known.get(tensor)
             if known is None or known[0] != mark:
-                known = self._known[each.tensor] = (mark, hash_bytes(each.tensor))
-            what = f"{mark.name}|{tuple(mark.shape)}|{mark.dtype}|{mark.context}|"
+                known = self._known[tensor] = (mark, hash_bytes(tensor))
+            what = f"{name}|{tuple(tensor.shape)}|{tensor.dtype}|{context}|"
             lines.append(what.encode() + known[1])
-        sha = xxhash.xxh3_128()
-        for line in sorted(lines):
-            sha.update(line)
-        return sha.hexdigest()
+        return xxhash.xxh3_128_hexdigest(b"".join(sorted(lines)))
 
     def _samples(self, tensors: Sequence[LoadedTensor]) -> list[bytes]:
         """The bytes of about :data:`SAMPLES` values of every tensor; one copy per device and dtype."""
@@ -138,9 +124,7 @@ def hash_bytes(tensor: torch.Tensor) -> bytes:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().contiguous().cpu().reshape(-1)
-    if not flat.numel():
-        return memoryview(b"")
-    return flat.view(torch.uint8).numpy().data
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 # -- tensors and adapters ---------------------------------------------------------------------------
@@ -240,11 +224,9 @@ def _refuse_hidden(prefix: str, module: nn.Module) -> None:
 
 
 def _holds_tensors(value: Any, depth: int = 3) -> bool:
-    if isinstance(value, torch.Tensor):
-        return True
-    inside = value if isinstance(value, dict) else getattr(value, "__dict__", None)
-    return bool(depth and inside) and any(
-        _holds_tensors(each, depth - 1) for each in dict(inside or {}).values()
+    inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+    return isinstance(value, torch.Tensor) or (
+        depth > 0 and any(_holds_tensors(each, depth - 1) for each in inside.values())
     )
 
 

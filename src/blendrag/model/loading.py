@@ -121,15 +121,11 @@ def model_signature(name: str) -> str:
     """
     root = Path(_resolve_model(name))
     if not root.is_dir():
-        cached = _cached_config(name)
-        if cached is None:
+        if (cached := _cached_config(name)) is None:
             return ""
         root = cached.parent
-    entries = []
-    for file in sorted(p for p in root.iterdir() if p.is_file()):
-        stat = file.stat()
-        entries.append(f"{file.name}:{stat.st_size}:{stat.st_mtime_ns}")
-    return "|".join(entries)
+    files = [(file.name, file.stat()) for file in sorted(root.iterdir()) if file.is_file()]
+    return "|".join(f"{name}:{stat.st_size}:{stat.st_mtime_ns}" for name, stat in files)
 
 
 def _cached_config(name: str) -> Path | None:
@@ -184,14 +180,13 @@ def precision_signature(dtype: str, device: torch.device) -> str:
 
 def _widened(model: Any, name: str) -> Any:
     """``model``, converted to its :func:`automatic_dtype` unless it is quantised; a conversion is logged."""
-    saved = model.dtype
-    dtype = automatic_dtype(saved, model.device)
-    if dtype == saved or getattr(model, "hf_quantizer", None) is not None:
+    dtype = automatic_dtype(model.dtype, model.device)
+    if dtype == model.dtype or getattr(model, "hf_quantizer", None) is not None:
         return model
+    saved = dtype_name(model.dtype)
     log.info(
-        "this CPU has no fast products in %s, so %s is loaded in %s: more memory, and KV stored in %s is "
-        "not used; pass dtype %s to keep it",
-        *(dtype_name(saved), name, dtype_name(dtype), dtype_name(saved), dtype_name(saved)),
+        f"this CPU has no fast products in {saved}, so {name} is loaded in {dtype_name(dtype)}: more "
+        f"memory, and KV stored in {saved} is not used; pass dtype {saved} to keep it"
     )
     model.config.dtype = dtype
     return model.to(dtype)
@@ -236,12 +231,9 @@ def _load_message(name: str, exc: Exception) -> str:
         return f"{name!r} is a directory but not a loadable causal LM: {why}"
     if not isinstance(exc, OSError) or _cached_config(name) is not None:
         return f"model {name!r} was found but is not a loadable causal LM: {why}"
-    offline = os.environ.get("HF_HUB_OFFLINE") == "1"
-    where = (
-        "not in the local cache (HF_HUB_OFFLINE=1)"
-        if offline
-        else "could not be loaded from the hub"
-    )
+    where = "could not be loaded from the hub"
+    if os.environ.get("HF_HUB_OFFLINE") == "1":
+        where = "not in the local cache (HF_HUB_OFFLINE=1)"
     return (
         f"model {name!r} is not a local directory and {where}; expected a hub id, a directory with "
         f"config.json and weights, or 'demo' ({why})"
@@ -249,9 +241,7 @@ def _load_message(name: str, exc: Exception) -> str:
 
 
 def _first_line(exc: BaseException) -> str:
-    text = str(exc).strip()
-    if not text or isinstance(
-        exc, KeyError | TypeError | AttributeError
-    ):  # unclear without the type
+    text, unclear = str(exc).strip(), (KeyError, TypeError, AttributeError)
+    if not text or isinstance(exc, unclear):
         text = f"{type(exc).__name__} {text}".strip()
     return text.splitlines()[0][:200]

@@ -18,11 +18,11 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import nn
 
 from blendrag.errors import UnsupportedModelError
 from blendrag.model.kv_compare import NOISE, Misfit, content, magnitude, misfit
@@ -39,40 +39,27 @@ PROBE_OFFSETS = (7, 1531)
 MARGIN = 4.0
 
 
-@dataclass(frozen=True)
-class RotaryTable:
+class RotaryTable(NamedTuple):
     """Cosines and sines of a list of offsets, float32 ``[1, n, rotary_dim]``."""
 
     cos: torch.Tensor
     sin: torch.Tensor
 
 
+@dataclass(frozen=True)
 class Repositioner:
-    """Rotates the stored keys of every layer by per-token offsets.
+    """Rotates the stored keys of every layer by per-token offsets."""
 
-    ``kinds[i]`` is the kind of layer *i*; ``table_names[i]`` the rotary table it uses (``""`` for models with
-    one table, the layer type for models with several).
-    """
-
-    def __init__(
-        self,
-        kinds: Sequence[LayerKind],
-        table_names: Sequence[str],
-        rotary: nn.Module | None,
-        apply: RotaryApply | None,
-    ) -> None:
-        self.kinds = tuple(kinds)
-        self.table_names = tuple(table_names)
-        self._rotary = rotary
-        self._apply = apply
+    kinds: Sequence[LayerKind]
+    table_names: Sequence[str]
+    """Each layer's rotary table: ``""`` in models with one, the layer type in models with several."""
+    rotary: Any
+    apply: RotaryApply
 
     def tables(self, offsets: torch.Tensor) -> dict[str, RotaryTable]:
         """Tables for ``offsets`` ``[n]`` (int64), one per rotary table in use."""
         used = {n for n, kind in zip(self.table_names, self.kinds, strict=True) if kind == "rotary"}
-        if not used:
-            return {}
-        assert self._rotary is not None
-        return {name: rotary_table(self._rotary, name, offsets) for name in used}
+        return {name: rotary_table(self.rotary, name, offsets) for name in used}
 
     def rotate_(self, keys: torch.Tensor, layer: int, tables: dict[str, RotaryTable]) -> None:
         """Rotate ``keys`` ``[…, Hkv, n, D]`` in place: in float32, rounded once.
@@ -80,11 +67,10 @@ class Repositioner:
         They belong to ``layer``, or to several layers of its kind and table.
         """
         if self.kinds[layer] == "rotary":
-            assert self._apply is not None
-            keys.copy_(apply_rotary(self._apply, keys, tables[self.table_names[layer]]))
+            keys.copy_(apply_rotary(self.apply, keys, tables[self.table_names[layer]]))
 
 
-def rotary_table(rotary: nn.Module, name: str, offsets: torch.Tensor) -> RotaryTable:
+def rotary_table(rotary: Any, name: str, offsets: torch.Tensor) -> RotaryTable:
     """The model's own cos/sin for ``offsets``, without its attention scaling.
 
     The stored keys already include the scaling (YaRN, LongRoPE); applying it twice would be wrong.
@@ -101,12 +87,12 @@ def apply_rotary(apply: RotaryApply, keys: torch.Tensor, table: RotaryTable) -> 
     rotary_dim = table.cos.shape[-1]
     no_queries = wide[:, :0]
     try:
-        return apply(no_queries, wide, table.cos, table.sin)[1].view(keys.shape)
+        return apply(no_queries, wide, *table)[1].view(keys.shape)
     except RuntimeError:
         if rotary_dim >= wide.shape[-1]:
             raise
     # phi, stablelm and persimmon slice the rotary part in the attention module, not in the function.
-    turned = apply(no_queries[..., :rotary_dim], wide[..., :rotary_dim], table.cos, table.sin)[1]
+    turned = apply(no_queries[..., :rotary_dim], wide[..., :rotary_dim], *table)[1]
     return torch.cat((turned, wide[..., rotary_dim:]), dim=-1).view(keys.shape)
 
 
@@ -126,8 +112,11 @@ def classify(
     base_keys, base_values = kv_at(0)
     shifted = [(delta, *kv_at(delta)) for delta in offsets]
     other_keys, other_values = other_tokens
-    rotary = stack.rotary
-    apply = getattr(sys.modules[type(stack.attentions[0]).__module__], "apply_rotary_pos_emb", None)
+    # A model may have neither; then moving keys is a TypeError, and no layer is rotary.
+    rotary: Any = stack.rotary
+    apply: Any = getattr(
+        sys.modules[type(stack.attentions[0]).__module__], "apply_rotary_pos_emb", None
+    )
     by_type = rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
     names = [stack.layer_types[i] if by_type else "" for i in range(len(base_keys))]
     kinds: list[LayerKind] = []
@@ -139,15 +128,16 @@ def classify(
                     f"the values of layer {i} change with position ({delta} tokens further on), so its "
                     "stored KV cannot be reused elsewhere; use mode full"
                 )
-        carries = content(base_keys[i], other_keys[i])
-        free: list[Misfit] = []
+        carries, base = content(base_keys[i], other_keys[i]), base_keys[i]
+        free = [_misfit(keys[i], base, carries, dtype, delta) for delta, keys, _ in shifted]
         turned: list[Misfit] = []
-        for delta, keys, _ in shifted:
-            free.append(_misfit(keys[i], base_keys[i], carries, dtype, delta))
-            moved = _rotated(base_keys[i], delta, name, rotary, apply)
-            if moved is not None:
+        with suppress(RuntimeError, TypeError, ValueError, AttributeError):
+            for delta, keys, _ in shifted:
+                distance = torch.full((base.shape[-2],), delta, device=base.device)
+                table = rotary_table(rotary, name, distance)
+                moved = apply_rotary(apply, base, table)
                 turned.append(_misfit(keys[i], moved, carries, dtype, delta))
-        if len(turned) < len(free):
+        if len(turned) < len(shifted):
             turned = []  # the model's rotary functions do not take these keys
         if _explains(free, turned):
             kinds.append("position-free")
@@ -158,20 +148,7 @@ def classify(
                 f"the keys of layer {i} change with position in a way that is not the model's own rotary "
                 "embedding, so they cannot be moved; use mode full"
             )
-    return Repositioner(kinds, names, rotary, apply)
-
-
-def _rotated(
-    keys: torch.Tensor, delta: int, name: str, rotary: nn.Module | None, apply: RotaryApply | None
-) -> torch.Tensor | None:
-    """``keys`` moved by ``delta``; ``None`` if the model's rotary functions do not take them."""
-    if rotary is None or apply is None:
-        return None
-    offsets = torch.full((keys.shape[-2],), delta, device=keys.device)
-    try:
-        return apply_rotary(apply, keys, rotary_table(rotary, name, offsets))
-    except (RuntimeError, TypeError, ValueError, AttributeError):
-        return None
+    return Repositioner(tuple(kinds), names, rotary, apply)
 
 
 def _explains(kind: Sequence[Misfit], other: Sequence[Misfit]) -> bool:

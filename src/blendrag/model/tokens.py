@@ -15,7 +15,8 @@ import json
 import re
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -55,8 +56,9 @@ class Tokens:
         self._never_in_text = self._special_ids - {tokenizer.unk_token_id}
         self.special_texts = sorted({*tokenizer.all_special_tokens, *special.values()})
         """The control tokens as text."""
-        self._tools_shown: tuple[str, bool] | None = None
-        self._control: tuple[str, re.Pattern[str]] | None = None
+        # Both depend on the chat template, which its owner may replace.
+        self._shows_tools = lru_cache(maxsize=1)(self._find_tools)
+        self._control = lru_cache(maxsize=1)(self._control_pattern)
 
     # -- encoding -----------------------------------------------------------------------------
 
@@ -73,7 +75,7 @@ class Tokens:
         if begins or self._continuing is None:
             return self._encode_stock(text)
         encoding = self._continuing.encode(text, add_special_tokens=False)
-        # Behind a control token some tokenizers add a space again, as the model has learned: from the first
+        # After a control token some tokenizers add a space again, as the model has learned: from the first
         # control token on, the stock tokenizer decides.
         for i, index in enumerate(encoding.ids):
             if index in self._added_ids:
@@ -95,15 +97,14 @@ class Tokens:
         if self._never_in_text.isdisjoint(ids):
             return ids
         # Some vocabularies (Unigram) contain control tokens as ordinary pieces. A piece cannot match across a
-        # cut, so each look-alike is cut behind its first character.
+        # cut, so each look-alike is cut after its first character.
         cuts = sorted(
             found.start() + 1
             for special in self.special_texts
             for found in re.finditer(f"(?={re.escape(special)})", text)
         )
-        ids = []
-        for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True):
-            ids += self.text.encode(text[a:b], add_special_tokens=False).ids
+        parts = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
+        ids = [i for part in parts for i in self.text.encode(part, add_special_tokens=False).ids]
         if not self._never_in_text.isdisjoint(ids):
             raise InvalidInputError(
                 f"text {text[:40]!r}… encodes to control tokens of this tokenizer even as plain text; "
@@ -132,13 +133,12 @@ class Tokens:
         Control tokens are the special ones, and added ones that the chat template writes (DeepSeek's are
         not marked special), but not those that are merely common (Gemma adds line breaks and HTML tags).
         """
-        template = self.template_text
-        if self._control is None or self._control[0] != template:
-            written = {t for t in self._added_texts if t.strip() and t in template}
-            longest_first = sorted({*self.special_texts, *written} - {""}, key=len, reverse=True)
-            pattern = "|".join(map(re.escape, longest_first)) or r"(?!)"
-            self._control = (template, re.compile(pattern))
-        return [found.span() for found in self._control[1].finditer(text)]
+        return [found.span() for found in self._control(self.template_text).finditer(text)]
+
+    def _control_pattern(self, template: str) -> re.Pattern[str]:
+        written = {t for t in self._added_texts if t.strip() and t in template}
+        longest_first = sorted({*self.special_texts, *written} - {""}, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     @property
     def bos_id(self) -> int | None:
@@ -153,9 +153,8 @@ class Tokens:
     @property
     def framing_ids(self) -> frozenset[int]:
         """Control tokens that begin, end and pad, and are never part of an answer."""
-        tokenizer = self.tokenizer
-        ids = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
-        return frozenset(i for i in ids if i is not None)
+        of = self.tokenizer
+        return frozenset({of.bos_token_id, of.eos_token_id, of.pad_token_id} - {None})
 
     def special_among(self, ids: Collection[int]) -> frozenset[int]:
         """Those of ``ids`` that are control tokens."""
@@ -176,14 +175,14 @@ class Tokens:
     @property
     def has_tools(self) -> bool:
         """Whether the chat template shows tools to the model; found by rendering one."""
-        template = self.template_text
-        if self._tools_shown is None or self._tools_shown[0] != template:
-            rendered = ""
-            # jinja raises many kinds of errors; a template that refuses tools shows none
-            with suppress(Exception):
-                rendered = self.render([{"role": "user", "content": "a"}], tools=[_PROBE_TOOL])
-            self._tools_shown = (template, _PROBE_TOOL["function"]["name"] in rendered)
-        return self._tools_shown[1]
+        return self._shows_tools(self.template_text)
+
+    def _find_tools(self, template: str) -> bool:
+        # jinja raises many kinds of errors; a template that refuses tools shows none
+        with suppress(Exception):
+            rendered = self.render([{"role": "user", "content": "a"}], tools=[_PROBE_TOOL])
+            return _PROBE_TOOL["function"]["name"] in rendered
+        return False
 
     def render(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
         """Messages through the model's chat template, ready for an answer."""

@@ -119,26 +119,25 @@ def chunk_hashes(text: str) -> bytes:
 
 
 class _Filter:
-    """Which of many hashes are surely not among a few: one look-up rules out most, a second the rest."""
-
-    _SHIFTS = (U64(0), U64(32))  # the bits of a hash that each table uses
+    """Rules out most of many hashes that are not among a few, in one look-up each."""
 
     def __init__(self, hashes: np.ndarray) -> None:
-        bits = max(16, min(24, (16 * max(1, len(hashes))).bit_length()))
+        bits = max(16, min(24, (16 * len(hashes)).bit_length()))
         self._mask = U64((1 << bits) - 1)
-        self._tables = tuple(np.zeros(1 << bits, np.bool_) for _ in self._SHIFTS)
-        for table, shift in zip(self._tables, self._SHIFTS, strict=True):
-            table[(hashes >> shift) & self._mask] = True
+        self._table = np.zeros(1 << bits, np.bool_)
+        self._table[hashes & self._mask] = True
 
     def maybe(self, hashes: np.ndarray) -> np.ndarray:
         """Indices of hashes that may be among them, ascending."""
-        first, second = self._tables
-        places = np.flatnonzero(self._look_up(first, hashes))
-        return places[self._look_up(second, hashes[places] >> self._SHIFTS[1])]
-
-    def _look_up(self, table: np.ndarray, hashes: np.ndarray) -> np.ndarray:
         # clip skips the bounds check, half of the time (numpy 2.4); an index's sign bit is 0
-        return table.take((hashes & self._mask).view(np.int64), mode="clip")
+        return np.flatnonzero(self._table.take((hashes & self._mask).view(np.int64), mode="clip"))
+
+
+def _look_up(known: np.ndarray, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which of ``hashes`` are in the sorted array ``known``, and the first place of those that are."""
+    low = np.searchsorted(known, hashes)
+    is_known = known[np.minimum(low, len(known) - 1)] == hashes
+    return is_known, low[is_known]
 
 
 # -- many chunks in sorted arrays -------------------------------------------------------------------
@@ -218,7 +217,6 @@ class _Table:
                     self._filters[level] = _Filter(beginnings)
         self._by_digest = np.argsort(digests)
         self._sorted_digests = digests[self._by_digest]
-        self._digest_filter = _Filter(digests)
 
     def beginnings(self, sums: PrefixSums, area: SearchArea) -> Iterator[_Beginnings]:
         """Where the prompt has beginnings of chunks, level by level."""
@@ -230,9 +228,8 @@ class _Table:
                 if size not in self._levels or not len(starts):
                     break
                 level, hashes = self._levels[size], sums.hashes(starts, size)
-                low = np.searchsorted(level.hashes, hashes)
-                is_known = level.hashes[np.minimum(low, len(level.hashes) - 1)] == hashes
-                starts, low = starts[is_known], low[is_known]
+                is_known, low = _look_up(level.hashes, hashes)
+                starts = starts[is_known]
                 yield _Beginnings(self, level, size, starts, low, level.run_end[low])
 
     def whole(
@@ -251,8 +248,8 @@ class _Table:
         fits = area.may_hold(at, lengths)
         at, lengths = at[fits], lengths[fits]
         digests = sums.hashes(at, lengths)
-        maybe = self._digest_filter.maybe(digests)
-        return at[maybe], lengths[maybe], digests[maybe]
+        is_known, _ = _look_up(self._sorted_digests, digests)
+        return at[is_known], lengths[is_known], digests[is_known]
 
     def with_digest(self, digest: np.uint64, length: int) -> list[str]:
         """Ids of the chunks with this hash and length."""
