@@ -221,7 +221,7 @@ class Held:
 
 @torch.no_grad()
 def kv_between(made: ModelAdapter, ids: Sequence[int], start: int, end: int) -> ChunkKV:
-    """Exact KV of ``ids[start:end]`` behind ``ids[:start]``, at positions start…"""
+    """Exact KV of ``ids[start:end]`` after ``ids[:start]``, at positions start…"""
     cache = made.prefill_at(list(ids)[:end])
     layers = [torch.stack((x.keys[0, :, start:], x.values[0, :, start:])) for x in cache.layers]
     return ChunkKV(made.layout, end - start, layers)

@@ -10,7 +10,7 @@ Definitions (CacheBlend's, or ours where the paper has none):
 * ``charged_ratio = Σ_l |chunk tokens computed in layer l| / (L · N_chunk)``: the cost, with the entry
   layer and any fully computed check layer.
 
-A chunk directly behind the prefix it was encoded with is *exact*: it is loaded as part of the exact prefix
+A chunk directly after the prefix it was encoded with is *exact*: it is loaded as part of the exact prefix
 and is neither a candidate for recompute nor part of ``N_chunk``.
 """
 

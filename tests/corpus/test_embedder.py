@@ -1,4 +1,4 @@
-"""Vectors cover the whole chunk, behind its title, by a model that is found offline."""
+"""Vectors cover the whole chunk, after its title, by a model that is found offline."""
 
 from __future__ import annotations
 

@@ -265,7 +265,7 @@ def test_settings_of_a_corpus_cannot_change(tmp_path: Path) -> None:
     with made(tmp_path) as engine:
         engine.ingest(DOCUMENTS[:1])
     for changes, error in (
-        ({"encode_prefix": False}, "behind a prefix of 1 tokens"),
+        ({"encode_prefix": False}, "with a prefix of 1 tokens"),
         ({"chunk_tokens": 256}, "another --store"),
     ):
         with (

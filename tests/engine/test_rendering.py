@@ -266,15 +266,15 @@ FORMS: dict[str, Any] = {
         {"role": "assistant", "content": "At the pier."},
         {"role": "user", "content": FAQ["asked"]},
     ],
-    "a tool's documents behind it": [
+    "a tool's documents after it": [
         *messages(FAQ["asked"]),
         {"role": "assistant", "content": "I look."},
         {"role": "tool", "content": CONTEXT},
     ],
-    "instruction behind it": messages(
+    "instruction after it": messages(
         f"Context:\n{CONTEXT}\n\n{FAQ['asked']}\n\nAnswer in one short sentence."
     ),
-    "long instruction behind it": messages(
+    "long instruction after it": messages(
         f"{CONTEXT}\n\n{FAQ['asked']}\n\n{'Answer the question: be brief and honest. ' * 9}"
     ),
     "context in the system message, and an instruction": messages(

@@ -135,7 +135,7 @@ def test_layers_are_read_ahead_of_compute_in_another_thread(kv: ChunkKV) -> None
     with loading(whole(reader), start=False) as loader:
         assert reader.log == []
         loader.start()
-        wait_for(lambda: len(reader.log) == LAYERS)  # nobody synchronized
+        wait_for(lambda: len(reader.log) == LAYERS)  # no caller synchronized
         assert threading.get_ident() not in reader.threads
         assert loader._ring._slots == []  # read in place
 

@@ -135,7 +135,7 @@ def byte_level_with_a_space() -> Any:
 
 
 def qwen() -> Any:
-    """Byte-level, cut as by Qwen 2 and Llama 3: punctuation merges with the line breaks behind it."""
+    """Byte-level, cut as by Qwen 2 and Llama 3: punctuation merges with the line breaks after it."""
     backend = Tokenizer(models.BPE())
     cut = Regex(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -159,7 +159,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "Unigram": unigram,
     "Gemma": gemma,
 }
-#: Kinds that put a space behind control tokens, too, as the models have learned.
+#: Kinds that put a space after control tokens, too, as the models have learned.
 SPACE_BEHIND_CONTROL = ("Llama 2", "Mistral", "byte-level with a space")
 CHUNKS = {
     "plain": " ".join(tiny.sentence(i) for i in range(3)),
@@ -214,7 +214,7 @@ def test_decoded_ids_are_the_rendered_prompt(kind: str, tokens: Tokens, separato
 
 @pytest.mark.parametrize("separator", ["\n\n", "\n---\n", "\n"])
 def test_ids_are_those_of_the_stock_tokenizer(kind: str, tokens: Tokens, separator: str) -> None:
-    """Also where the end of a chunk merges with the text behind it.
+    """Also where the end of a chunk merges with the text after it.
 
     Gemma's line breaks are added tokens, which chunk text is encoded without: not its ``pages``.
     """
@@ -245,7 +245,7 @@ def test_an_end_that_merges_with_the_separator_is_computed() -> None:
 def test_control_text_at_the_end_of_a_chunk_stays_text(
     kind: str, tokens: Tokens, tail: str
 ) -> None:
-    """Even if the text behind the chunk completes it."""
+    """Even if the text after the chunk completes it."""
     chunk = f"{CHUNKS['plain']} {tail}"
     rendered = f"The\n\n{chunk}d|>\n\nThe end"
     match = Match("c", 5, 5 + len(chunk), complete=True)

@@ -36,7 +36,7 @@ def test_a_budgeted_policy_computes_its_rows_in_every_layer() -> None:
     assert predicted.load_s == pytest.approx(LAYERS * 3 * 1e-3)
     assert predicted.compute_s == pytest.approx(LAYERS * 0.05)
     assert predicted.ttft_s == pytest.approx(0.003 + LAYERS * 0.05)
-    # behind a slow load only the last layer shows
+    # after a slow load only the last layer shows
     assert forecast(profile(1e4), prompt(), TENTH).ttft_s == pytest.approx(LAYERS * 0.3 + 0.05)
 
 

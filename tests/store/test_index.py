@@ -35,7 +35,7 @@ def database(root):
 
 
 def edit(root, *statements):
-    """Change the index behind the store's back."""
+    """Change the index without the store."""
     connection = sqlite3.connect(database(root), isolation_level=None)
     for statement in statements:
         connection.execute(statement)

@@ -416,7 +416,7 @@ def test_a_malformed_namespace_is_refused(filled, tmp_path, namespace):
         lambda: maintenance.clear(filled, namespace),
         lambda: maintenance.export_archive(filled, tmp_path / "kv.tar", namespace),
     ):
-        with pytest.raises(InvalidInputError, match="is no namespace, expected 64"):
+        with pytest.raises(InvalidInputError, match="is not a namespace, expected 64"):
             action()
     assert maintenance.survey(filled).chunks == 5
 

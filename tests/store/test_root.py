@@ -230,7 +230,7 @@ def test_a_fifo_or_directory_in_place_of_a_small_file_is_refused(lab, root, name
     keep(lab, root, [1], 1 << 30)
     (root / name).unlink()
     getattr(os, kind)(root / name)
-    assert_refused(root, "is no regular file")
+    assert_refused(root, "is not a regular file")
 
 
 @pytest.mark.parametrize("times", [1, 7, 19, 20])

@@ -1,4 +1,4 @@
-"""The corpus beside the KV store: documents, their chunks' texts, hashes and vectors.
+"""The corpus next to the KV store: documents, their chunks' texts, hashes and vectors.
 
 It lives in ``<store root>/corpus/`` and records what was ingested, from where and with which settings, and
 which chunks no document holds any more. It knows neither embedding models nor KV.

@@ -367,7 +367,7 @@ def _check_files(directory: Path) -> None:
 def _read_only_uri(directory: Path) -> str:
     path = (directory / FILE_NAME).absolute()
     uri = f"file:{quote(os.fsencode(path))}?mode=ro"
-    # A reader of a WAL needs a file to share locks in. If it cannot create one, nobody is writing either, and
+    # A reader of a WAL needs a file to share locks in. If it cannot create one, no other process writes, and
     # unless a log was left over, the database is complete.
     log = path.with_name(f"{FILE_NAME}-wal")
     left_over = log.exists() and log.stat().st_size > 0
@@ -435,7 +435,7 @@ def transaction(
 ) -> Iterator[None]:
     """All or nothing, with one writer at a time across processes; maps SQLite's errors.
 
-    With ``reads_only`` nobody waits: everything read is one state of the file.
+    With ``reads_only`` no call waits: everything read is one state of the file.
     """
     try:
         connection.execute("BEGIN DEFERRED" if reads_only else "BEGIN IMMEDIATE")

@@ -1,7 +1,7 @@
 """Texts to unit vectors by a sentence-transformers model, loaded only if its files run no code.
 
 A chunk longer than the embedder reads at once (256 tokens for MiniLM, which silently cuts the rest off) is
-embedded window by window and averaged, each window behind the document's title. So a fact in the tail of a
+embedded window by window and averaged, each window after the document's title. So a fact in the tail of a
 chunk is found, and so is a chunk that says only "she".
 
 A model's files may name classes and options of ``from_pretrained``. They are checked before it is loaded:
@@ -109,7 +109,7 @@ class Embedder:
         return int(self._loaded().get_embedding_dimension() or 0)
 
     def embed(self, texts: Sequence[str], titles: Sequence[str] | None = None) -> np.ndarray:
-        """Unit vectors of chunks, each behind its document's title.  float32 [n, dim]
+        """Unit vectors of chunks, each after its document's title.  float32 [n, dim]
 
         Raises :class:`ModelLoadError` if the model cannot be loaded.
         """

@@ -19,7 +19,7 @@ _BINDING = ("encoding", "chunk_tokens", "prefix_ids", "tokenizer_fingerprint")
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a corpus was ingested with. Every chunk is encoded behind ``prefix_ids``."""
+    """What a corpus was ingested with. Every chunk is encoded after ``prefix_ids``."""
 
     model: str
     model_signature: str

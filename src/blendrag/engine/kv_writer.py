@@ -2,7 +2,7 @@
 
 Ingest by path, additions by id and background work for chunks that queries missed all write here. KV is
 computed by :meth:`KVValidity.encode`, so it is never stored under another model's namespace. A chunk is
-always encoded alone behind the corpus's prefix; KV computed in the context of a query is never stored.
+always encoded alone after the corpus's prefix; KV computed in the context of a query is never stored.
 """
 
 from __future__ import annotations
@@ -203,13 +203,13 @@ class BackgroundWriter:
         todo = [(ids, prefix) for ids in plan.missing]
         if plan.leading and self._seen_before(plan.leading):
             todo.append((plan.leading, ()))
-        for ids, behind in todo:
+        for ids, prefix in todo:
             if len(self._queued) >= QUEUED_CHUNKS:
                 log.info("%d chunks wait to be encoded; no more are queued", QUEUED_CHUNKS)
                 return
-            if (ids, behind) not in self._queued:
-                self._queued.add((ids, behind))
-                self._worker.submit(partial(self._encode, ids, behind), background=True)
+            if (ids, prefix) not in self._queued:
+                self._queued.add((ids, prefix))
+                self._worker.submit(partial(self._encode, ids, prefix), background=True)
 
     @property
     def goes_first(self) -> bool:

@@ -107,12 +107,12 @@ class CorpusSettings:
             tokens = manifest.chunk_tokens
             wrong["--chunk-tokens"] = f"holds chunks of {tokens} tokens, not {self.chunk_tokens}"
         if self.prefix_text not in (None, manifest.prefix_text):
-            wrong["--prefix-file"] = "was ingested behind another prefix"
+            wrong["--prefix-file"] = "was ingested with another prefix"
         if self.encoding not in (None, manifest.encoding):
             wrong["--encoding"] = f"keeps KV in encoding {manifest.encoding}, not {self.encoding}"
         if manifest.prefix_ids and not self.encode_prefix:
-            behind = len(manifest.prefix_ids)
-            wrong["encode_prefix=False"] = f"was ingested behind a prefix of {behind} tokens"
+            tokens = len(manifest.prefix_ids)
+            wrong["encode_prefix=False"] = f"was ingested with a prefix of {tokens} tokens"
         for option, why in wrong.items():
             raise InvalidInputError(
                 f"store {root} {why}; leave {option} out or ingest into another --store"
@@ -359,7 +359,7 @@ class Resources:
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
-        """Ids of the prefix that the corpus's chunks are encoded behind."""
+        """Ids of the prefix that the corpus's chunks are encoded after."""
         return self.manifest.prefix_ids
 
     @property

@@ -1,7 +1,7 @@
 """The adapter around one unmodified Hugging Face causal LM.
 
 It knows the model's structure, KV layout, identity and tokenizers, moves keys to other positions, and
-encodes a chunk behind its prefix. It puts the model into eval mode and changes nothing else. A model whose
+encodes a chunk after its prefix. It puts the model into eval mode and changes nothing else. A model whose
 KV cannot be reused still gets an adapter: ``refusal`` says why, and :meth:`require_blendable` raises it.
 """
 
@@ -164,7 +164,7 @@ class ModelAdapter:
 
     @torch.inference_mode()
     def encode(self, prefix_ids: Sequence[int], chunk_ids: Sequence[int]) -> ChunkKV:
-        """KV of ``chunk_ids`` prefilled behind ``prefix_ids``, on the CPU, without the prefix.
+        """KV of ``chunk_ids`` prefilled after ``prefix_ids``, on the CPU, without the prefix.
 
         Keys are rotated to positions ``[len(prefix_ids), …)``. The caller holds the lock. Raises
         :class:`InvalidInputError` for an empty or too long chunk, and :class:`UnsupportedModelError`.
@@ -176,7 +176,7 @@ class ModelAdapter:
         limit = min(self.context_tokens, self.blend_limit_tokens or self.context_tokens)
         if skip + tokens > limit:
             raise InvalidInputError(
-                f"a chunk of {tokens} tokens behind a prefix of {skip} exceeds the {limit} tokens that "
+                f"a chunk of {tokens} tokens after a prefix of {skip} exceeds the {limit} tokens that "
                 "this model encodes alike; take shorter chunks (--chunk-tokens)"
             )
         layers = [

@@ -27,7 +27,7 @@ from blendrag.text.prompt import SegmentedPrompt
 
 #: Chunks of a document taken together: one and those before it, to which it may refer.
 RUN = 3
-#: Longest stand-in for a question.
+#: Longest sentence that is used as a question.
 QUESTION_CHARS = 200
 _SENTENCE = re.compile(r".+?[.!?](?=\s|$)", re.DOTALL)
 
@@ -41,7 +41,7 @@ class SampledQuestion:
 
 
 def sample_corpus(corpus: Corpus, prompts: int, top_k: int, seed: int) -> Iterator[SampledQuestion]:
-    """``prompts`` random sets of at most ``top_k`` chunks; a chunk's first sentence stands in for a question.
+    """``prompts`` random sets of at most ``top_k`` chunks; a chunk's first sentence is used as its question.
 
     Chunks come with their neighbours: blending can lose what chunks say about each other.
     """

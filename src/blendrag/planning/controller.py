@@ -1,6 +1,6 @@
 """The loading controller: what of one prompt is loaded, at which recompute ratio, and why (CacheBlend §5.1).
 
-A chunk can be loaded if its KV is stored for this model behind this corpus's prefix. With a machine
+A chunk can be loaded if its KV is stored for this model after this corpus's prefix. With a machine
 profile the times are predicted, and with ratio ``auto`` they decide what is loaded and the ratio.
 """
 
@@ -60,7 +60,7 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class Controller:
-    """Plans prompts for one model over what is stored under one namespace, behind one corpus prefix."""
+    """Plans prompts for one model over what is stored under one namespace, after one corpus prefix."""
 
     adapter: ModelAdapter
     store: KVStore

@@ -319,12 +319,12 @@ class ModelTimes:
         """Tokens of the longest prompt that can be blended and answered with one token."""
         if self.longest < SHORTEST:
             raise InvalidInputError(
-                f"{adapter.model_id} takes prompts of {self.longest} tokens behind the corpus's prefix, "
+                f"{adapter.model_id} takes prompts of {self.longest} tokens after the corpus's prefix, "
                 f"expected {SHORTEST} or more to measure; use a shorter prefix or a model of a longer context"
             )
 
     def chunk(self, tokens: int) -> ChunkKV:
-        """KV of a chunk of random ids behind the corpus's prefix, the same for the same length."""
+        """KV of a chunk of random ids after the corpus's prefix, the same for the same length."""
         if tokens not in self._kv:
             ids = self._ids(tokens)[0].tolist()
             with self._adapter.lock:

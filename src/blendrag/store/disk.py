@@ -186,7 +186,7 @@ class DiskStore(ProcessBound):
         for text in (namespace, key):
             if not is_name(text):
                 raise InvalidInputError(
-                    f"{text!r} is no key or namespace, expected 64 lowercase hex digits; "
+                    f"{text!r} is not a key or namespace, expected 64 lowercase hex digits; "
                     "use identity.chunk_key"
                 )
         if self._closed:

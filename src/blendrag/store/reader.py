@@ -133,7 +133,9 @@ class DiskReader:
             os.close(fd)
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError, OSError):  # no lock: nobody else has this reader
+        with contextlib.suppress(
+            AttributeError, OSError
+        ):  # no lock: no other thread has this reader
             if self._fd >= 0:
                 os.close(self._fd)
 

@@ -66,7 +66,7 @@ def reconcile(files: PayloadFiles, index: Index) -> int:
 
 
 def _in_order(files: PayloadFiles, index: Index) -> Iterator[Name]:
-    """Files that the index does not know, oldest first, and rows that have to move behind them."""
+    """Files that the index does not know, oldest first, and rows that have to move after them."""
     unknown = deque(
         sorted((files.written_ns(name), name) for name in files.walk() if not index.knows(name))
     )

@@ -204,7 +204,7 @@ def _read(path: Path) -> str | None:
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise _refused(
-                    f"{path} is no regular file, expected one made by the store; move it away"
+                    f"{path} is not a regular file, expected one made by the store; move it away"
                 )
             return os.read(fd, 64).decode("ascii", "replace")
         finally:

@@ -173,7 +173,7 @@ _PLAIN = {"n": "\n", "t": "\t", "r": "\r"}
 
 
 def unescaped(prompt: str) -> str:
-    """``prompt`` with the escapes of ``repr`` and JSON replaced by the characters they stand for."""
+    """``prompt`` with the escapes of ``repr`` and JSON replaced by the characters they mean."""
 
     def plain(escape: re.Match[str]) -> str:
         code = escape[1] or escape[2]

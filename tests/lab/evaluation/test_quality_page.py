@@ -114,7 +114,7 @@ def test_a_missing_result_is_one_sentence(
 # -- the default and its rivals -------------------------------------------------------------------
 
 
-def test_the_default_is_behind_if_another_is_above_by_more_than_the_interval() -> None:
+def test_another_policy_is_significantly_better_only_by_more_than_the_interval() -> None:
     query, hkvd, blend = rows = [
         row("query", pgr=0.90, by_context=by_context(4, 5, 3, 4, 5, 3, 4, 4)),
         row("hkvd", pgr=0.96, by_context=by_context(5, 5, 3, 4, 5, 3, 4, 5)),

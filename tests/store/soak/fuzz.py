@@ -92,7 +92,7 @@ class Fuzzing:
             self._read(store, number, teller)
             put(store, number)
             paths = list((store.root / "kv").rglob(f"{Lab.key(number)}.*.kv"))
-            if paths == [path]:  # unharmed, or harmed where nobody reads
+            if paths == [path]:  # unharmed, or harmed where no reader looks
                 restore(path, data)
             elif len(paths) != 1:
                 self._complain(teller, f"{len(paths)} files of one chunk")

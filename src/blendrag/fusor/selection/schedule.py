@@ -25,7 +25,7 @@ ROUNDING = 1e-6
 class Schedule:
     """A named family (``constant``, ``linear``, ``geometric[:g]``, ``first:m``) or a vector of weights.
 
-    ``first:m`` spends r evenly on layers 1…m and nothing later. ``calibrated`` stands for the vector found
+    ``first:m`` spends r evenly on layers 1…m and nothing later. ``calibrated`` means the vector found
     for a model and its corpus; an engine looks it up before a request runs.
     """
 

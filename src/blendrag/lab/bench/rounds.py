@@ -1,6 +1,6 @@
 """The harness of all benches: rounds in which every way runs once, medians, and peak memory.
 
-Whatever slows the machine down for a while slows all ways down, so ratios within one run stay meaningful.
+Other load slows all ways down alike, so ratios within one run stay meaningful.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from blendrag.store.encodings import ENCODINGS, stored_chunk_bytes
 from blendrag.store.identity import NATIVE_ENCODING, chunk_key
 from blendrag.text.prompt import Segment, SegmentedPrompt
 
-#: The prefix that chunks are encoded behind. The prompt starts with a chunk, so no chunk is exact.
+#: The prefix that chunks are encoded after. The prompt starts with a chunk, so no chunk is exact.
 PREFIX_IDS = (1,)
 #: Room for the answer in a blended cache, in tokens.
 NEW_TOKENS = 32

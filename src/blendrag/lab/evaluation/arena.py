@@ -6,7 +6,7 @@ question once, and everything is compared with that. Nothing that the journal ho
 
 There is an engine for each way of encoding chunks, with a store in a temporary directory. KV is read from
 disk (no memory tier), so that no way finds it warmer than another. Only idealised prefix caching has its KV
-in memory, from the first question on: that of the first chunk, encoded behind the text before it.
+in memory, from the first question on: that of the first chunk, encoded after the text before it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ IDEAL_RAM_BYTES = 16 * 1024**3
 
 
 class Stored(Enum):
-    """What the chunks of a store are encoded behind."""
+    """What the chunks of a store are encoded after."""
 
     PREFIX = "the corpus's prefix"
     NOTHING = "nothing"

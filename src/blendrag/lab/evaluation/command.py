@@ -71,7 +71,7 @@ def evaluate(
         ),
     ] = None,
     encode_prefix: Annotated[
-        str, typer.Option(help="Chunks encoded behind the corpus's prefix: on, off or on,off.")
+        str, typer.Option(help="Chunks encoded after the corpus's prefix: on, off or on,off.")
     ] = "on",
     seed: Annotated[int, typer.Option(min=0, help="Random seed of questions and bootstrap.")] = 1,
     split: Annotated[str, typer.Option(help="Split of the generated dataset.")] = "test",

@@ -96,7 +96,7 @@ class StoredPrompt:
     def __init__(
         self, adapter: ModelAdapter, plan: SegmentedPrompt, prefix_ids: Sequence[int]
     ) -> None:
-        """Encodes the chunks of ``plan`` behind ``prefix_ids``. A chunk directly behind them is exact and
+        """Encodes the chunks of ``plan`` after ``prefix_ids``. A chunk directly after them is exact and
         left out. Raises :class:`InvalidInputError` if there is no other."""
         self.adapter = adapter
         self._fusor = Fusor(adapter, fast_attention=False, force_masks=True)

@@ -215,8 +215,8 @@ def default_text(short: Sequence[ArenaRow], long: Sequence[ArenaRow]) -> str:
         ("PGR [95%]", _pgr),
         ("best other", lambda row: _best(other_policies(rows, row))),
         (
-            "behind",
-            lambda row: "; ".join(map(_scored, ahead(other_policies(rows, row), row))) or "no",
+            "significantly better",
+            lambda row: "; ".join(map(_scored, ahead(other_policies(rows, row), row))) or "none",
         ),
     ]
     return table(columns, shown).markdown()
@@ -242,7 +242,7 @@ def schedules_text(
     rows: Sequence[ArenaRow], calibrations: Sequence[Mapping[str, Any]], prefix: Sequence[ArenaRow]
 ) -> str:
     """PGR by schedule and policy, whether a fixed family is above the calibrated schedule, and what
-    encoding behind the prefix changes."""
+    encoding after the prefix changes."""
     whole = _whole(rows)
     calibrated = [row for row in whole if row.schedule == CALIBRATED]
     above = [row for own in calibrated for row in ahead(families(whole, own), own)]
@@ -260,7 +260,7 @@ def schedules_text(
         f"Fixed families above `{CALIBRATED}` by more than the interval of the paired difference: "
         f"{', '.join(f'`{row.policy}, {row.schedule}`' for row in above) or 'none'}. Mean KL on the "
         f"calibration's own sample of {calibrations[0]['prompts']} prompts: {found}. PGR of chunks encoded "
-        f"behind the corpus's prefix → behind nothing, schedule `{FAMILY}`: {', '.join(pairs)}."
+        f"after the corpus's prefix → without a prefix, schedule `{FAMILY}`: {', '.join(pairs)}."
     )
 
 

@@ -14,8 +14,8 @@ LEGEND = (
     "bootstrap over contexts; – where full prefill gains nothing. charged: share of chunk tokens "
     "computed over all layers; above r if a policy computes the entry layer for all of them to "
     "choose. KL: of the first token, KL/tok: per token of full prefill's answer, in nats. recovered: "
-    "1 - KL/tok over reuse's, with its 95% interval. prefix on/off: chunks encoded behind the corpus's "
-    "prefix or behind nothing. TTFT: median, KV read from disk."
+    "1 - KL/tok over reuse's, with its 95% interval. prefix on/off: chunks encoded after the corpus's "
+    "prefix or without one. TTFT: median, KV read from disk."
 )
 #: Columns of a table besides the names of the ways; more do not fit into 80 characters.
 COLUMNS = 4

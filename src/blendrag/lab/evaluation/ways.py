@@ -34,7 +34,7 @@ class Way:
     schedule: str = ""
     ratio: float | None = None
     encode_prefix: bool | None = None
-    """Chunks encoded behind the corpus's prefix, or behind nothing."""
+    """Chunks encoded after the corpus's prefix, or without one."""
     meaning: str = ""
     """The schedule that ``calibrated`` means for this policy and ratio."""
 

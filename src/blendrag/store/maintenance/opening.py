@@ -104,7 +104,7 @@ def require_namespace(namespace: str | None) -> None:
     """Refuse anything but a full namespace name or ``None``, which means all namespaces."""
     if namespace is not None and not is_name(namespace):
         raise InvalidInputError(
-            f"{namespace[:64]!r} is no namespace, expected 64 lowercase hex digits; "
+            f"{namespace[:64]!r} is not a namespace, expected 64 lowercase hex digits; "
             "find_namespace completes a shorter prefix"
         )
 
