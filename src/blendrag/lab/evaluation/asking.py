@@ -53,7 +53,7 @@ class Wording:
 
 DEMO = Wording(NATIVE.messages[0][1])
 SHORT_ANSWER = Wording(
-    "Answer the question from the passages. ObservedAnswer with the answer alone, in a few words.\n\n"
+    "Answer the question from the passages. Answer with the answer alone, in a few words.\n\n"
     f"{CONTEXT}{SEPARATOR}Question: {QUESTION}\nAnswer:",
 )
 SUMMARY = Wording(
