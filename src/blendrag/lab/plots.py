@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from blendrag.cli.plots import (
     BANDS,
@@ -74,10 +74,8 @@ def quality_against_chunks(rows: Sequence[ArenaRow]) -> Figure:
     figure, axes = panels(2, 2, share_y="none")
     axes[1].sharey(axes[0])
     shown = [row for row in rows if row.kind == ALL and row.policy != NONE]
-    n_chunks, chunk_tokens = (
-        _usual([row.n_chunks for row in shown]),
-        _usual([row.chunk_tokens for row in shown]),
-    )
+    n_chunks = _usual([row.n_chunks for row in shown])
+    chunk_tokens = _usual([row.chunk_tokens for row in shown])
     columns = (
         ("n_chunks", f"chunks of {chunk_tokens} tokens",
          [row for row in shown if row.chunk_tokens == chunk_tokens]),
@@ -107,7 +105,7 @@ def quality_by_schedule(rows: Sequence[ArenaRow]) -> Figure:
         of = [row for row in shown if row.policy == policy]
         at = [schedules.index(row.schedule) for row in of]
         style = replace(known[policy], dash="none")
-        lines.append(Line(policy, style, at, *_with_bounds(of, "pgr")))
+        lines.append(Line(policy, style, at, *_bounds(of, "pgr")))
     draw(axes, lines, spread=True)
     _level(axes, 1.0)
     axes.set_xticks(range(len(schedules)), schedules, rotation=45, ha="right")
@@ -118,17 +116,19 @@ def quality_by_schedule(rows: Sequence[ArenaRow]) -> Figure:
 
 def _reusing(rows: Sequence[ArenaRow], kind: str) -> list[ArenaRow]:
     """Rows of ``kind`` of the ways that reuse chunks out of their place."""
-    return [
-        row for row in rows if row.kind == kind and row.policy not in (FULL, NONE, PREFIX, *CHAINS)
-    ]
+    others = (FULL, NONE, PREFIX, *CHAINS)
+    return [row for row in rows if row.kind == kind and row.policy not in others]
 
 
-def _draw_rows(axes: Axes, rows: Sequence[ArenaRow], x: str, y: str = "pgr") -> None:
-    """A line for each policy and schedule; rows without a value are left out."""
+def _draw_rows(axes: Axes, rows: Sequence[Any], x: str, y: str = "pgr") -> None:
+    """A line for each policy and schedule; rows without a value are left out.
+
+    The interval of field ``y`` is in the fields ``y_low`` and ``y_high``.
+    """
     there = [row for row in rows if getattr(row, y) is not None]
     known = styles(row.policy for row in there)
     several = len({row.schedule for row in there} - {""}) > 1
-    groups: dict[tuple[str, str], list[ArenaRow]] = {}
+    groups: dict[tuple[str, str], list[Any]] = {}
     for row in there:
         groups.setdefault((row.policy, row.schedule), []).append(row)
     lines, drawn = [], Counter[str]()
@@ -139,29 +139,18 @@ def _draw_rows(axes: Axes, rows: Sequence[ArenaRow], x: str, y: str = "pgr") -> 
         if drawn[policy]:  # further schedules of a policy are hollow and dashed
             style = replace(style, dash=DASHES[(drawn[policy] - 1) % 3 + 1], filled=False)
         drawn[policy] += 1
-        lines.append(
-            Line(label, style, [getattr(row, x) for row in group], *_with_bounds(group, y))
-        )
+        lines.append(Line(label, style, [getattr(row, x) for row in group], *_bounds(group, y)))
     draw(axes, lines, spread=x == "ratio" and len(lines) > BANDS)
 
 
-def _with_bounds(
-    rows: Sequence[ArenaRow], y: str
-) -> tuple[list[float], list[float | None], list[float | None]]:
-    """Values, and the bounds of their intervals; only PGR has any."""
-    if y != "pgr":
-        return [getattr(row, y) for row in rows], [], []
-    return (
-        [row.pgr or 0.0 for row in rows],
-        [row.pgr_low for row in rows],
-        [row.pgr_high for row in rows],
-    )
+def _bounds(rows: Sequence[Any], y: str) -> Iterator[list[Any]]:
+    """Values of field ``y``, and the bounds of their intervals."""
+    return ([getattr(row, name, None) for row in rows] for name in (y, f"{y}_low", f"{y}_high"))
 
 
 def _usual(values: Sequence[int]) -> int:
     """The most frequent value; the smallest of several."""
-    counted = Counter(values)
-    return max(sorted(counted), key=lambda value: counted[value])
+    return Counter(sorted(values)).most_common(1)[0][0]
 
 
 def _level(axes: Axes, y: float, text: str = "") -> None:
@@ -179,22 +168,7 @@ def _level(axes: Axes, y: float, text: str = "") -> None:
 def deviation_against_ratio(report: DeviationReport) -> Figure:
     """Figure 6: mean Δ_attn over layers against the recompute ratio, with 95% intervals."""
     figure, (axes,) = panels(1)
-    known = styles(point.policy for point in report.points)
-    several = len({point.schedule for point in report.points} - {""}) > 1
-    lines = []
-    for policy, schedule in dict.fromkeys((p.policy, p.schedule) for p in report.points):
-        of = [p for p in report.points if (p.policy, p.schedule) == (policy, schedule)]
-        lines.append(
-            Line(
-                f"{policy}, {schedule}" if several and schedule else policy,
-                known[policy],
-                [point.ratio for point in of],
-                [point.attention for point in of],
-                [point.attention_low for point in of],
-                [point.attention_high for point in of],
-            )
-        )
-    draw(axes, lines)
+    _draw_rows(axes, report.points, "ratio", "attention")
     axes.set(xlabel="recompute ratio r", ylabel="attention deviation, relative", ylim=(0, None))
     legend(figure, [axes])
     return figure

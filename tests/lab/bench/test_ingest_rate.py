@@ -10,7 +10,7 @@ import pytest
 
 from blendrag.engine.kv_writer import KVWriter
 from blendrag.errors import StoreFullError
-from blendrag.lab.bench.ingest_rate import IngestWorkload, ingest
+from blendrag.lab.bench.ingest_rate import ingest
 from cli.commands import interrupt, start
 from lab.bench.small import measured, timed
 
@@ -63,7 +63,7 @@ def test_an_interrupted_ingest_ends_the_bench_and_leaves_no_files(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(KVWriter, "_encode", cut_short)
     with pytest.raises(type(end)) as raised:
-        ingest(timed(), IngestWorkload(1, 64, 0))
+        ingest(timed(), 1, 64, 0)
     assert str(raised.value) == str(end)
     assert not list(tmp_path.glob("blendrag-*"))
 

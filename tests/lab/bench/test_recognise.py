@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from blendrag.lab.bench.recognise import RecogniseWorkload, recognise, recognise_table
+from blendrag.lab.bench.recognise import recognise, recognise_table
 from blendrag.lab.bench.rounds import MeasuredNothingError
 from blendrag.text.recognition import ChunkIndex
 
 
 def test_both_corpora_are_searched_for_whole_chunks_cut_ones_and_none() -> None:
-    result = recognise(RecogniseWorkload(60, 9000, 2))
+    result = recognise(60, 9000, 2)
     assert [row.way for row in result.rows] == [
         f"{corpus}: {prompt}"
         for corpus in ("distinct", "first 200 shared")
@@ -27,4 +27,4 @@ def test_a_search_that_misses_a_chunk_ends_the_bench(monkeypatch: pytest.MonkeyP
     find = ChunkIndex.find
     monkeypatch.setattr(ChunkIndex, "find", lambda index, prompt: find(index, prompt)[:-1])
     with pytest.raises(MeasuredNothingError, match=r"chunks (found|loaded)"):
-        recognise(RecogniseWorkload(60, 9000, 1))
+        recognise(60, 9000, 1)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,11 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from blendrag.lab.bench.rounds import MeasuredNothingError, WayRow, silent
+from blendrag.lab.bench.rounds import CheckedWay, MeasuredNothingError, WayRow, silent
 from blendrag.lab.bench.store import (
-    CheckedWay,
     PromptBuffers,
-    Reads,
     StoreResult,
     StoreWorkload,
     decode,
@@ -25,14 +24,14 @@ from blendrag.lab.bench.store import (
     measure_puts,
     measure_reads,
     miss,
+    new_key,
     putting_ways,
     random_chunk,
     reading_ways,
     store,
     store_table,
 )
-from blendrag.lab.bench.tiers import drop_cached
-from blendrag.planning.tier_times import COLD_SHARE, cached_share
+from blendrag.planning.tier_times import COLD_SHARE
 from blendrag.store import KVStore, open_store
 from blendrag.store.encodings.codec import Staging
 from blendrag.store.kv import KVLayout, LayerShape
@@ -43,18 +42,19 @@ READS = ("store", "raw preadv", "torch.load", "safe_open")
 TOKENS = 16
 SMALL = StoreWorkload("tiny", TOKENS, 2, rows=50, rounds=1)
 LAYOUT = KVLayout((LayerShape(2, 16),) * 2, "bfloat16")
+CHUNK = random_chunk(LAYOUT, TOKENS, 0)
 
 
-@pytest.fixture(autouse=True)
-def few_gets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{STORE}.GETS", 5)
+@pytest.fixture(scope="module", autouse=True)
+def _few_gets() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{STORE}.GETS", 5)
+        yield
 
 
 @pytest.fixture(scope="module")
 def result() -> StoreResult:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"{STORE}.GETS", 5)
-        return store(SMALL)
+    return store(SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -63,25 +63,14 @@ def rows(result: StoreResult) -> dict[tuple[str, str], WayRow]:
 
 
 @pytest.fixture
-def prompt() -> PromptBuffers:
-    return PromptBuffers([random_chunk(LAYOUT, TOKENS, seed) for seed in range(2)])
-
-
-@pytest.fixture
-def reads(tmp_path: Path, prompt: PromptBuffers) -> Iterator[dict[str, Reads]]:
-    with reading_ways(tmp_path, prompt) as found:
-        yield {each.name: each for each in found}
-
-
-@pytest.fixture
 def kv_store(tmp_path: Path) -> Iterator[KVStore]:
     with contextlib.closing(open_store(tmp_path / "store", 0, None)) as opened:
         yield opened
 
 
-def doing_nothing(way: CheckedWay) -> None:
-    """A round of ``way`` whose work is left out."""
-    with way.open():
+def doing_nothing(opened: Callable[[], AbstractContextManager[object]]) -> None:
+    """A round whose work is left out."""
+    with opened():
         pass
 
 
@@ -132,56 +121,51 @@ def test_targets_have_a_value_a_bound_and_a_verdict(
         met = target.value >= target.bound if target.at_least else target.value <= target.bound
         cold = number == 1 and result.cold_cached_share > COLD_SHARE
         assert target.met is (None if cold else met)
+    table = store_table(result)
+    assert [row[:2] for row in table.rows] == [[row.part, row.way] for row in result.rows]
+    text = " ".join(table.notes)
+    assert sum(text.count(word) for word in (": met", ": missed", ": not measured")) == 6
 
 
-def test_files_are_written_to_dir_and_removed_and_the_table_has_the_verdicts(
+def test_files_are_written_to_dir_and_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = []
     real = tempfile.mkdtemp
     monkeypatch.setattr(tempfile, "mkdtemp", lambda **a: made.append(real(**a)) or made[-1])
-    found = store(replace(SMALL, directory=tmp_path))
-    assert found.directory == str(tmp_path)
+    assert store(replace(SMALL, directory=tmp_path)).directory == str(tmp_path)
     assert [Path(path).parent for path in made] == [tmp_path]
     assert list(tmp_path.iterdir()) == []
-    table = store_table(found)
-    assert [row[:2] for row in table.rows] == [[row.part, row.way] for row in found.rows]
-    text = " ".join(table.notes)
-    assert sum(text.count(word) for word in (": met", ": missed", ": not measured")) == 6
 
 
 # -- reads ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*READS, "memory tier"])
-@pytest.mark.parametrize("cached", [None, []])
-def test_every_way_reads_the_chunks_bit_for_bit(
-    reads: dict[str, Reads], prompt: PromptBuffers, name: str, cached: list[float] | None
+def test_every_way_reads_the_chunks_bit_for_bit_and_doing_nothing_is_an_error(
+    tmp_path: Path,
 ) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    reads[name].way(prompt, cached).once()
-    for layer, buffer in enumerate(prompt.buffers):
-        expected = torch.cat([chunk.layers[layer] for chunk in prompt.chunks.values()], dim=2)
-        assert torch.equal(buffer, expected)
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-@pytest.mark.parametrize("name", [*READS, "memory tier"])
-def test_a_read_that_does_nothing_is_an_error(
-    reads: dict[str, Reads], prompt: PromptBuffers, name: str
-) -> None:
-    way = reads[name].way(prompt)
-    way.once()  # what is in the buffers from before does not count
-    with pytest.raises(MeasuredNothingError, match="has other bytes than were written"):
-        doing_nothing(way)
+    prompt = PromptBuffers({new_key(): random_chunk(LAYOUT, TOKENS, seed) for seed in range(2)})
+    with reading_ways(tmp_path, prompt) as ways:
+        assert list(ways) == [*READS, "memory tier"]
+        for name, (opened, _) in ways.items():
+            before = len(os.listdir("/proc/self/fd"))
+            filled = partial(prompt.filled, name, opened)
+            CheckedWay(name, filled).once()
+            for layer, buffer in enumerate(prompt.buffers):
+                expected = [chunk.layers[layer] for chunk in prompt.chunks.values()]
+                assert torch.equal(buffer, torch.cat(expected, dim=2)), name
+            # What is in the buffers from before does not count.
+            with pytest.raises(MeasuredNothingError, match="has other bytes than were written"):
+                doing_nothing(filled)
+            assert len(os.listdir("/proc/self/fd")) == before, name
 
 
 def test_cold_rounds_drop_every_file_before_each_way(
-    tmp_path: Path, prompt: PromptBuffers, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dropped: list[set[Path]] = []
     monkeypatch.setattr(f"{STORE}.drop_cached", lambda paths: dropped.append(set(paths)))
-    rows, share = measure_reads(tmp_path, prompt, 3, silent)
+    rows, share = measure_reads(tmp_path, [CHUNK, CHUNK], 3, silent)
     assert len(dropped) == 3 * len(READS)
     assert share == 1.0  # nothing was dropped here
     payloads = set(tmp_path.glob("store/kv/*/*/*.kv"))
@@ -189,20 +173,6 @@ def test_cold_rounds_drop_every_file_before_each_way(
     assert sum(paths == payloads for paths in dropped) == 3 * 3
     assert sum(paths == set(tmp_path.glob("torch/*.pt")) for paths in dropped) == 3
     assert {row.part for row in rows} == {"warm read", "cold read"}
-
-
-def test_a_dropped_file_is_not_in_the_page_cache(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(os.urandom(1 << 20))
-    assert cached_share([path]) == 1.0
-    drop_cached([path])
-    if cached_share([path]) == 1.0:
-        pytest.skip("this file system keeps its pages")
-    assert cached_share([path]) == 0.0
-    with path.open("rb") as file:
-        file.seek(512 << 10)
-        file.read(4096)
-    assert 0.0 < cached_share([path]) < 1.0
 
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="there is no writable tmpfs")
@@ -217,33 +187,24 @@ def test_nothing_is_called_cold_if_the_page_cache_keeps_its_pages() -> None:
 # -- puts -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_put_that_does_nothing_is_an_error(
-    tmp_path: Path, kv_store: KVStore, number: int
-) -> None:
-    way = putting_ways(tmp_path, kv_store, random_chunk(LAYOUT, TOKENS, 0))[number]
-    way.once()
-    with pytest.raises((MeasuredNothingError, FileNotFoundError)):
-        doing_nothing(way)
-
-
-def test_both_ways_of_writing_sync_the_same_bytes(
+def test_both_ways_of_writing_sync_the_same_bytes_and_doing_nothing_is_an_error(
     tmp_path: Path, kv_store: KVStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chunk = random_chunk(LAYOUT, TOKENS, 0)
     synced: list[int] = []
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_size) or real(fd))
-    for way in putting_ways(tmp_path, kv_store, chunk):
+    for way in putting_ways(tmp_path, kv_store, CHUNK):
         synced.clear()
         way.once()
         assert way.size_bytes in synced
-        assert way.size_bytes > chunk.size_bytes
+        assert way.size_bytes > CHUNK.size_bytes
+        with pytest.raises((MeasuredNothingError, FileNotFoundError)):
+            doing_nothing(way.open)
 
 
 def test_puts_remove_what_they_stored(tmp_path: Path) -> None:
     root = tmp_path / "puts"
-    measure_puts(root, random_chunk(LAYOUT, TOKENS, 0), 2, silent)
+    measure_puts(root, CHUNK, 2, silent)
     with contextlib.closing(PayloadFiles(root / "store")) as files:
         assert list(files.walk()) == []
     assert not (root / "final").exists()
@@ -255,16 +216,15 @@ def test_puts_remove_what_they_stored(tmp_path: Path) -> None:
 def test_a_miss_is_looked_up_in_an_index_of_as_many_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = measure_misses(tmp_path, 300, LAYOUT, TOKENS, silent)
+    (row,) = measure_misses(tmp_path, 300, LAYOUT, TOKENS, silent)
     assert (row.part, row.speed) == ("miss", None)
     with contextlib.closing(open_store(tmp_path, 0, None)) as kv_store:
-        assert kv_store.stats().entries == 300
         names = [row.name for row in kv_store.disk._index.oldest()]
-        assert len({name.key for name in names}) == 300
+        assert len({name.key for name in names}) == kv_store.stats().entries == 300
         for name in names[:20]:
             assert kv_store.disk._index.get(name.namespace, name.key).name == name
     monkeypatch.setattr(f"{STORE}.fill_index", lambda *args: None)
-    with pytest.raises(MeasuredNothingError, match="the index has 1 rows, expected 300"):
+    with pytest.raises(MeasuredNothingError, match="the index has 0 rows, expected 300"):
         measure_misses(tmp_path / "other", 300, LAYOUT, TOKENS, silent)
 
 
@@ -283,7 +243,7 @@ def test_a_get_that_is_no_miss_is_an_error(
 def test_decoding_that_skips_data_is_an_error(
     encoding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    way = CheckedWay(encoding, partial(decode, random_chunk(LAYOUT, TOKENS, 0), encoding))
+    way = CheckedWay(encoding, partial(decode, CHUNK, encoding))
     way.once()
     real = Staging._decode
     monkeypatch.setattr(Staging, "_decode", lambda self, blocks, out: real(self, blocks[:-1], out))

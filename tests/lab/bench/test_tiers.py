@@ -16,7 +16,7 @@ import torch
 import tiny
 from blendrag.errors import InvalidInputError
 from blendrag.lab.bench import tiers
-from blendrag.lab.bench.recognise import RecogniseWorkload, recognise
+from blendrag.lab.bench.recognise import recognise
 from blendrag.lab.bench.scratch import PREFIX, scratch
 from blendrag.lab.bench.store import StoreWorkload, store
 from blendrag.lab.bench.tiers import ON_DISK, Throttle, ThrottledStore, parse_tier, tier_store
@@ -199,7 +199,7 @@ def in_tiers() -> None:
     [
         in_tiers,
         lambda: store(StoreWorkload("tiny", 16, 1, rows=100, rounds=1)),
-        lambda: recognise(RecogniseWorkload(20, 4000, 1)),
+        lambda: recognise(20, 4000, 1),
     ],
 )
 def test_every_bench_that_writes_removes_what_was_left(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -33,7 +33,13 @@ from blendrag.lab.bench.options import Machine, machine_of
 from blendrag.lab.bench.rounds import Tick, clock, run_rounds, silent
 from blendrag.lab.bench.scratch import scratch
 from blendrag.lab.bench.tiers import AMPLE_BYTES, ON_DISK, tier_store
-from blendrag.lab.bench.workload import PREFIX_IDS, StoredChunks, Workload, stock_prefill
+from blendrag.lab.bench.workload import (
+    PREFIX_IDS,
+    StoredChunks,
+    Workload,
+    random_ids,
+    stock_prefill,
+)
 from blendrag.lab.tables import ResultTable
 from blendrag.model import ModelAdapter
 from blendrag.text.chunking import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
@@ -44,22 +50,6 @@ VECTOR_DIM = 384
 ChunkTokens = Annotated[
     int, typer.Option(min=MIN_CHUNK_TOKENS, max=MAX_CHUNK_TOKENS, help="Largest chunk.")
 ]
-
-
-@dataclass(frozen=True)
-class IngestWorkload:
-    """Chunks to time one by one, and a corpus to ingest twice."""
-
-    chunks: options.Count = 12
-    chunk_tokens: ChunkTokens = 512
-    reingest_chunks: Annotated[
-        int, typer.Option(min=0, help="Chunks of the corpus that is ingested twice; 0 skips it.")
-    ] = 300
-    reingest_chunk_tokens: ChunkTokens = 512
-    from_shell: Annotated[
-        bool,
-        typer.Option("--from-shell", help="Ingest twice with blendrag ingest, in two processes."),
-    ] = False
 
 
 @dataclass(frozen=True)
@@ -75,12 +65,12 @@ class IngestResult:
     """``BlendEngine.ingest`` of a file of one chunk, without embedding."""
     relative_rate: float
     """Ingest over prefill."""
-    corpus_chunks: int = 0
-    first_ingest_s: float = 0.0
+    corpus_chunks: int
+    first_ingest_s: float
     """With the model already loaded; from the shell the whole process."""
-    second_ingest_s: float = 0.0
+    second_ingest_s: float
     """With nothing loaded; from the shell the whole process."""
-    reingest_speedup: float = 0.0
+    reingest_speedup: float
 
 
 def ingest_table(result: IngestResult) -> ResultTable:
@@ -93,21 +83,54 @@ def ingest_table(result: IngestResult) -> ResultTable:
 
 
 @options.bench(ingest_table)
-def ingest(timed: TimedModel, workload: IngestWorkload, tick: Tick = silent) -> IngestResult:
+def ingest(
+    timed: TimedModel,
+    chunks: options.Count = 12,
+    chunk_tokens: ChunkTokens = 512,
+    reingest_chunks: Annotated[
+        int, typer.Option(min=0, help="Chunks of the corpus that is ingested twice; 0 skips it.")
+    ] = 300,
+    reingest_chunk_tokens: ChunkTokens = 512,
+    from_shell: Annotated[
+        bool,
+        typer.Option("--from-shell", help="Ingest twice with blendrag ingest, in two processes."),
+    ] = False,
+    tick: Tick = silent,
+) -> IngestResult:
     """Ingest rate against stock prefill, and ingest of an unchanged corpus against the first."""
     adapter = timed.adapter
     with scratch() as root:
-        rates = _measure_rates(adapter, workload, root / "rate", tick)
-        twice = {}
-        if workload.reingest_chunks:
-            twice = _ingest_twice(adapter, workload, root / "twice", tick)
+        rates = _measure_rates(adapter, chunks, chunk_tokens, root / "rate", tick)
+        corpus_chunks, first_s, second_s = 0, 0.0, 0.0
+        if reingest_chunks:
+            documents, model = root / "documents", root / "model"
+            tick("writing the corpus")
+            write_corpus(adapter, documents, reingest_chunks, reingest_chunk_tokens)
+            adapter.model.save_pretrained(model)
+            adapter.tokens.tokenizer.save_pretrained(model)
+            given = {
+                "model": str(model),
+                "store": str(root / "store"),
+                "chunk_tokens": reingest_chunk_tokens,
+                "embedder": MINILM_OFFLINE,
+                "dtype": adapter.layout.dtype,
+                "device": str(adapter.device),
+            }
+            once = _in_shell if from_shell else _in_engine
+            tick("first ingest")
+            corpus_chunks, first_s = once(documents, given, True)
+            tick("second ingest, with nothing loaded")
+            _, second_s = once(documents, given, False)
     return IngestResult(
         machine=machine_of(adapter),
         prefill_tokens_per_s=rates["prefill"],
         encode_tokens_per_s=rates["encode"],
         ingest_tokens_per_s=rates["ingest"],
         relative_rate=rates["ingest"] / rates["prefill"],
-        **twice,
+        corpus_chunks=corpus_chunks,
+        first_ingest_s=first_s,
+        second_ingest_s=second_s,
+        reingest_speedup=first_s / second_s if second_s else 0.0,
     )
 
 
@@ -140,33 +163,27 @@ class ZeroEmbedder(Embedder):
 
 @torch.inference_mode()
 def _measure_rates(
-    adapter: ModelAdapter, workload: IngestWorkload, root: Path, tick: Tick
+    adapter: ModelAdapter, rounds: int, tokens: int, root: Path, tick: Tick
 ) -> dict[str, float]:
     """Tokens per second of each way."""
-    tokens = workload.chunk_tokens
-    vocab = adapter.model.get_input_embeddings().num_embeddings
-    generator = torch.Generator().manual_seed(0)
-    files = iter(write_corpus(adapter, root / "documents", workload.chunks + 1, tokens))
-
-    def fresh_ids() -> list[int]:
-        return torch.randint(2, vocab, (tokens,), generator=generator).tolist()
+    ids, device = random_ids(adapter), adapter.device
+    files = iter(write_corpus(adapter, root / "documents", rounds + 1, tokens))
 
     def prefill() -> int:
-        ids = torch.tensor([[*PREFIX_IDS, *fresh_ids()]], device=adapter.device)  # [1, N]
-        stock_prefill(adapter, ids)
+        stock_prefill(adapter, torch.tensor([[*PREFIX_IDS, *ids(tokens)]], device=device))  # [1, N]
         return tokens
 
     def encode() -> int:
-        stored.put([fresh_ids()])
+        stored.put([ids(tokens)])
         return tokens
 
     def ingest() -> int:  # the first one also runs the gate, once per model and store
         return engine.ingest([next(files)]).whole().tokens
 
     def timed(way: Callable[[], int]) -> tuple[int, float]:
-        """Tokens and milliseconds."""
-        began = clock(adapter.device)
-        return way(), 1e3 * (clock(adapter.device) - began)
+        """Tokens and seconds."""
+        began = clock(device)
+        return way(), clock(device) - began
 
     with (
         tier_store(ON_DISK) as there,
@@ -177,9 +194,9 @@ def _measure_rates(
         stored = StoredChunks(adapter, Workload(), there.store)
         engine.resources.embedder = ZeroEmbedder("none")
         ways = {way.__name__: partial(timed, way) for way in (prefill, encode, ingest)}
-        samples = run_rounds(ways, workload.chunks, tick)
+        samples = run_rounds(ways, rounds, tick)
     return {
-        name: 1e3 * statistics.fmean(n for n, _ in each) / statistics.median(ms for _, ms in each)
+        name: statistics.fmean(n for n, _ in each) / statistics.median(s for _, s in each)
         for name, each in samples.items()
     }
 
@@ -187,67 +204,22 @@ def _measure_rates(
 # -- the same corpus twice ------------------------------------------------------------------------
 
 
-class CorpusPaths(NamedTuple):
-    """What both ingests of a corpus use."""
-
-    documents: Path
-    checkpoint: Path
-    store: Path
-    chunk_tokens: int
-    dtype: str
-    device: str
-
-
-def _ingest_twice(
-    adapter: ModelAdapter, workload: IngestWorkload, root: Path, tick: Tick
-) -> dict[str, Any]:
-    """Ingest a corpus with the saved checkpoint, drop everything loaded, and ingest it again."""
-    tokens = workload.reingest_chunk_tokens
-    corpus = CorpusPaths(
-        root / "documents", root / "model", root / "store", tokens,
-        adapter.layout.dtype, str(adapter.device),
-    )  # fmt: skip
-    tick("saving the checkpoint")
-    adapter.model.save_pretrained(corpus.checkpoint)
-    adapter.tokens.tokenizer.save_pretrained(corpus.checkpoint)
-    tick("writing the corpus")
-    write_corpus(adapter, corpus.documents, workload.reingest_chunks, tokens)
-    once = _in_shell if workload.from_shell else _in_engine
-    tick("first ingest")
-    chunks, first_s = once(corpus, True)
-    tick("second ingest")
-    _, second_s = once(corpus, False)
-    return {
-        "corpus_chunks": chunks,
-        "first_ingest_s": first_s,
-        "second_ingest_s": second_s,
-        "reingest_speedup": first_s / second_s,
-    }
-
-
-def _in_engine(corpus: CorpusPaths, is_first: bool) -> tuple[int, float]:
+def _in_engine(documents: Path, given: dict[str, Any], is_first: bool) -> tuple[int, float]:
     """Chunks and seconds. The first time does not include loading the model."""
-    with BlendEngine(
-        str(corpus.checkpoint), corpus.store, chunk_tokens=corpus.chunk_tokens,
-        embedder=MINILM_OFFLINE, dtype=corpus.dtype, device=corpus.device,
-    ) as engine:  # fmt: skip
+    with BlendEngine(**given) as engine:
         if is_first:
             _ = engine.adapter
         began = time.perf_counter()
-        report = engine.ingest([corpus.documents])
+        report = engine.ingest([documents])
         return report.whole().chunks, time.perf_counter() - began
 
 
-def _in_shell(corpus: CorpusPaths, is_first: bool) -> tuple[int, float]:
+def _in_shell(documents: Path, given: dict[str, Any], is_first: bool) -> tuple[int, float]:
     """Chunks and seconds of ``blendrag ingest``, from the start of its process to its end."""
-    command = [
-        sys.executable, "-m", "blendrag.cli.main", "ingest", str(corpus.documents),
-        "--model", str(corpus.checkpoint), "--store", str(corpus.store),
-        "--chunk-tokens", str(corpus.chunk_tokens), "--embedder", MINILM_OFFLINE,
-        "--dtype", corpus.dtype, "--device", corpus.device, "--json",
-    ]  # fmt: skip
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    command = [sys.executable, "-m", "blendrag.cli.main", "ingest", str(documents), "--json"]
     began = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, *words], capture_output=True, text=True, check=False)
     seconds = time.perf_counter() - began
     if not done.stdout:
         lines = done.stderr.strip().splitlines() or ["no message"]

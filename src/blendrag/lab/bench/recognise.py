@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, takewhile
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -44,15 +42,6 @@ BATCH = 1000
 
 
 @dataclass(frozen=True)
-class RecogniseWorkload:
-    """Size of the corpora and of the prompts."""
-
-    chunks: options.Count = 100_000
-    prompt_chars: Annotated[int, typer.Option(min=4000, help="Characters of a prompt.")] = 32_000
-    rounds: options.Rounds = 21
-
-
-@dataclass(frozen=True)
 class LoadedIndex:
     """The index of one corpus, loaded from its file."""
 
@@ -67,10 +56,13 @@ class LoadedIndex:
     """The first search after one chunk was added and one removed."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecogniseResult(RecogniseWorkload):
+@dataclass(frozen=True)
+class RecogniseResult:
     """One run; times of a prompt are CPU times, which other processes hardly disturb."""
 
+    chunks: int
+    prompt_chars: int
+    rounds: int
     rows: tuple[WayRow, ...]
     loads: tuple[LoadedIndex, ...]
 
@@ -96,50 +88,39 @@ def recognise_table(result: RecogniseResult) -> ResultTable:
 
 
 @options.bench(recognise_table)
-def recognise(workload: RecogniseWorkload, tick: Tick = silent) -> RecogniseResult:
+def recognise(
+    chunks: options.Count = 100_000,
+    prompt_chars: Annotated[int, typer.Option(min=4000, help="Characters of a prompt.")] = 32_000,
+    rounds: options.Rounds = 21,
+    tick: Tick = silent,
+) -> RecogniseResult:
     """Finding known chunks in a prompt, over a corpus of many; loading its index, following changes."""
     loads: list[LoadedIndex] = []
     ways: list[CheckedWay] = []
     with scratch() as directory, ExitStack() as corpora:
         for name, shared in (("distinct", 0), (f"first {SHARED_CHARS} shared", SHARED_CHARS)):
-            tick(f"{name}: adding {workload.chunks} chunks")
-            root = directory / str(shared)
-            texts = _texts(random.Random(shared), workload.chunks, shared)
-            add_s = _seconds(lambda root=root, texts=texts: _fill(root, texts))  # type: ignore[misc]
-            corpus = corpora.enter_context(Corpus.open(root))
+            tick(f"{name}: adding {chunks} chunks")
+            root, texts = directory / str(shared), _texts(shared, chunks, shared)
+            began = time.perf_counter()
+            with Corpus.open(root, create=True) as corpus:
+                for at in range(0, chunks, BATCH):
+                    _put(corpus, f"document {at}", texts[at : at + BATCH])
+            add_s = time.perf_counter() - began
             tick(f"{name}: loading")
+            corpus = corpora.enter_context(Corpus.open(root))
             loads.append(_load(corpus, name, texts, add_s))
-            ways += _ways(corpus, name, texts, workload.prompt_chars)
-        rows = measure_part("find", ways, workload.rounds, tick)
-    return RecogniseResult(
-        **vars(workload),
-        rows=tuple(rows),
-        loads=tuple(loads),
-    )
+            ways += _ways(corpus, name, texts, prompt_chars)
+        rows = measure_part("find", ways, rounds, tick)
+    return RecogniseResult(chunks, prompt_chars, rounds, tuple(rows), tuple(loads))
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
-
-
-# -- corpora --------------------------------------------------------------------------------------
-
-
-def _texts(rng: random.Random, count: int, shared: int) -> list[str]:
-    """Texts of :data:`CHUNK_CHARS` or more characters, all different after the shared ones."""
+def _texts(seed: int, count: int, shared: int) -> list[str]:
+    """Texts of :data:`CHUNK_CHARS` or more characters, all different after the ``shared`` first ones."""
+    rng = random.Random(seed)
     words = ["".join(rng.choices("etaoinshrdlucmf", k=rng.randint(2, 9))) for _ in range(4000)]
     lines = [" ".join(rng.choices(words, k=24)) for _ in range(4000)]
-    head = "".join(f"{word} " for word in words)[: max(0, shared - 1)] + " " * (shared > 0)
-    long = range(CHUNK_CHARS // 150 + 1)
-    return [head + f"{i} " + ". ".join(rng.choice(lines) for _ in long) for i in range(count)]
-
-
-def _fill(root: Path, texts: list[str]) -> None:
-    with Corpus.open(root, create=True) as corpus:
-        for at in range(0, len(texts), BATCH):
-            _put(corpus, f"document {at}", texts[at : at + BATCH])
+    head, length = " ".join(words)[:shared], CHUNK_CHARS // 150 + 1
+    return [f"{head}{i} {'. '.join(rng.choices(lines, k=length))}" for i in range(count)]
 
 
 def _put(corpus: Corpus, source: str, texts: list[str]) -> None:
@@ -150,46 +131,37 @@ def _put(corpus: Corpus, source: str, texts: list[str]) -> None:
 
 def _load(corpus: Corpus, name: str, texts: list[str], add_s: float) -> LoadedIndex:
     prompt = texts[0]
-    peak: list[int | None] = []
-    load_s = _seconds(
-        lambda: peak.append(
-            peak_bytes(lambda: corpus.chunk_index.find(prompt), torch.device("cpu"))
-        )
-    )
+    began = time.perf_counter()
+    memory_bytes = peak_bytes(lambda: corpus.chunk_index.find(prompt), torch.device("cpu"))
+    load_s = time.perf_counter() - began
     if len(corpus.chunk_index) != len(texts) or not corpus.chunk_index.find(prompt):
         raise MeasuredNothingError(
             f"{name}: {len(corpus.chunk_index)} of {len(texts)} chunks loaded"
         )
-    _put(corpus, "later", _texts(random.Random(-2), 1, 0))
+    _put(corpus, "later", _texts(-2, 1, 0))
     corpus.remove_source("later")
-    _put(corpus, "later", _texts(random.Random(-3), 1, 0))
-    follow_s = _seconds(lambda: corpus.chunk_index.find(prompt))
+    _put(corpus, "later", _texts(-3, 1, 0))
+    began = time.perf_counter()
+    corpus.chunk_index.find(prompt)
+    follow_s = time.perf_counter() - began
     if len(corpus.chunk_index) != len(texts) + 1:
         raise MeasuredNothingError(f"{name}: a chunk that was added is not known")
-    return LoadedIndex(name, add_s, load_s, peak[0], follow_s)
-
-
-# -- searches -------------------------------------------------------------------------------------
+    return LoadedIndex(name, add_s, load_s, memory_bytes, follow_s)
 
 
 def _ways(corpus: Corpus, name: str, texts: list[str], chars: int) -> list[CheckedWay]:
     """Prompts of whole chunks, of chunks cut in half, and of text that is in no chunk."""
-    unknown = _texts(random.Random(-1), len(texts), 0)
-    halves = [text[: len(text) // 2] for text in texts]
     ways = []
     for kind, parts in (
         ("whole chunks", texts),
-        ("chunks cut off", halves),
-        ("no chunks", unknown),
+        ("chunks cut off", [text[: len(text) // 2] for text in texts]),
+        ("no chunks", _texts(-1, len(texts), 0)),
     ):
-        step = max(1, len(parts) // 64)  # from all over the corpus, no part twice
-        order = [part for first in range(step) for part in parts[first::step]]
-        ends = accumulate(len(part) + 2 for part in order)
-        prompt = list(takewhile(lambda pair: pair[1] <= chars, zip(order, ends, strict=True)))
-        expected = (len(prompt) * (parts is texts), len(prompt) * (parts is halves))
-        text = "\n\n".join(part for part, _ in prompt)
+        count = min(len(parts), chars // (max(map(len, parts)) + 2))
+        prompt = parts[:: len(parts) // count][:count]  # from all over the corpus
+        expected = (count * (kind == "whole chunks"), count * (kind == "chunks cut off"))
         way = f"{name}: {kind}"
-        ways.append(CheckedWay(way, partial(_find, corpus, way, text, expected)))
+        ways.append(CheckedWay(way, partial(_find, corpus, way, "\n\n".join(prompt), expected)))
     return ways
 
 

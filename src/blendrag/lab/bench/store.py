@@ -13,12 +13,12 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import typer
@@ -37,16 +37,16 @@ from blendrag.lab.bench.rounds import (
     silent,
 )
 from blendrag.lab.bench.scratch import scratch
-from blendrag.lab.bench.tiers import AMPLE_BYTES, drop_cached
+from blendrag.lab.bench.tiers import AMPLE_BYTES
 from blendrag.lab.tables import NOTHING, ResultTable, figure, number, table, times
-from blendrag.planning.tier_times import COLD_SHARE, cached_share
-from blendrag.store import KVReader, KVStore, MemoryStore, open_store
+from blendrag.planning.tier_times import COLD_SHARE, cached_share, drop_cached
+from blendrag.store import KVStore, MemoryStore, open_store
 from blendrag.store.encodings import RELATIVE_ERROR, codec_of, staging_of, stored_chunk_bytes
 from blendrag.store.index import Index
 from blendrag.store.kv import ChunkKV, KVLayout, LayerShape
 from blendrag.store.payload import frame, layer_checksum
 from blendrag.store.payload_files import new_name
-from blendrag.store.tensor_bytes import target_buffers, tensor_buffer
+from blendrag.store.tensor_bytes import Shape, target_buffers, tensor_buffer
 
 NAMESPACE = hashlib.sha256(b"blendrag bench store").hexdigest()
 #: Missing keys that are looked up, one after the other.
@@ -86,14 +86,6 @@ class StoreWorkload:
             layers, heads = config["num_hidden_layers"], config["num_key_value_heads"]
             dim = config["hidden_size"] // config["num_attention_heads"]
         return KVLayout((LayerShape(heads, dim),) * layers, "bfloat16")
-
-    def check(self) -> None:
-        """Raise :class:`InvalidInputError` for a workload that cannot be measured."""
-        directory = self.directory or Path(tempfile.gettempdir())
-        if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
-            raise InvalidInputError(
-                f"--dir {directory} is not a writable directory; name one on the disk to measure"
-            )
 
 
 @dataclass(frozen=True)
@@ -155,18 +147,22 @@ def store_table(result: StoreResult) -> ResultTable:
 @options.bench(store_table)
 def store(workload: StoreWorkload, tick: Tick = silent) -> StoreResult:
     """Reads, puts, misses and decoding of the store against preadv, torch.load and safetensors."""
-    workload.check()
     layout, tokens, rounds = workload.layout, workload.tokens, workload.rounds
+    directory = workload.directory or Path(tempfile.gettempdir())
+    if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
+        raise InvalidInputError(
+            f"--dir {directory} is not a writable directory; name one on the disk to measure"
+        )
     load = os.getloadavg()[0]
-    with scratch(workload.directory) as root:
+    with scratch(directory) as root:
         tick("making chunks")
         chunks = [random_chunk(layout, tokens, seed) for seed in range(workload.chunks)]
-        rows, share = measure_reads(root / "reads", PromptBuffers(chunks), rounds, tick)
-        rows += measure_puts(root / "puts", chunks[0], rounds, tick)
-        rows += measure_decoding(chunks[0], rounds, tick)
-        rows.append(measure_misses(root / "misses", workload.rows, layout, tokens, tick))
+        found, share = measure_reads(root / "reads", chunks, rounds, tick)
+        found += measure_puts(root / "puts", chunks[0], rounds, tick)
+        found += measure_decoding(chunks[0], rounds, tick)
+        found += measure_misses(root / "misses", workload.rows, layout, tokens, tick)
     return StoreResult(
-        directory=str(root.parent),
+        directory=str(directory),
         layers=len(layout.layers),
         chunks=workload.chunks,
         layer_bytes=layout.layer_bytes(0, tokens),
@@ -175,37 +171,29 @@ def store(workload: StoreWorkload, tick: Tick = silent) -> StoreResult:
         threads=torch.get_num_threads(),
         load_average=(load, os.getloadavg()[0]),
         cold_cached_share=share,
-        rows=tuple(rows),
-        targets=_targets(rows, share),
+        rows=tuple(found),
+        targets=_targets(found, share),
     )
 
 
 def _targets(rows: Sequence[WayRow], cold_cached_share: float) -> tuple[Target, ...]:
     """The bounds of ``docs/store.md``."""
-    by = {(row.part, row.way): row for row in rows}
-
-    def speed(part: str, way: str) -> float:
-        found = by[part, way].speed
-        assert found is not None
-        return found
+    speed = {(row.part, row.way): row.speed or 0.0 for row in rows}
+    (miss_ms,) = (row.ms.median for row in rows if row.part == "miss")
 
     def target(figure: str, value: float, bound: float, at_least: bool = False) -> Target:
-        return Target(
-            figure, value, bound, at_least, (value >= bound) if at_least else (value <= bound)
-        )
+        met = value >= bound if at_least else value <= bound
+        return Target(figure, value, bound, at_least, met)
 
-    cold = target("cold read, share of raw preadv", speed("cold read", "store"), 0.9, True)
+    cold = target("cold read, share of raw preadv", speed["cold read", "store"], 0.9, True)
     saved = f"decode, times the read it saves at {DISK_BYTES_PER_S / 1e9:.0f} GB/s"
     return (
-        target("warm read, share of raw preadv", speed("warm read", "store"), 0.75, True),
+        target("warm read, share of raw preadv", speed["warm read", "store"], 0.75, True),
         cold if cold_cached_share <= COLD_SHARE else replace(cold, met=None),
-        target("put, times write+fsync+rename", 1 / speed("put", "store"), 1.3),
-        target("miss, ms", by["miss", "store"].ms.median, 0.1),
-        *(target(f"{name} {saved}", 1 / speed("decode", name), 1.0) for name in ENCODINGS),
+        target("put, times write+fsync+rename", 1 / speed["put", "store"], 1.3),
+        target("miss, ms", miss_ms, 0.1),
+        *(target(f"{name} {saved}", 1 / speed["decode", name], 1.0) for name in ENCODINGS),
     )
-
-
-# -- chunks ---------------------------------------------------------------------------------------
 
 
 def random_chunk(layout: KVLayout, tokens: int, seed: int) -> ChunkKV:
@@ -214,45 +202,6 @@ def random_chunk(layout: KVLayout, tokens: int, seed: int) -> ChunkKV:
     shapes = [layout.layer_shape(i, tokens) for i in range(len(layout.layers))]
     layers = [torch.randn(s, generator=generator).to(layout.torch_dtype) for s in shapes]
     return ChunkKV(layout, tokens, layers)
-
-
-def open_chunk(kv_store: Any, key: str, chunk: ChunkKV) -> KVReader:
-    """Raises :class:`MeasuredNothingError` if the chunk is not in the store."""
-    reader: KVReader | None = kv_store.open(NAMESPACE, key, chunk.layout, chunk.tokens)
-    if reader is None:
-        raise MeasuredNothingError(
-            "the store does not find a chunk that was put, expected a hit; choose another --dir"
-        )
-    return reader
-
-
-def check_stored(kv_store: KVStore, key: str, chunk: ChunkKV) -> None:
-    """Raise :class:`MeasuredNothingError` unless the store returns the chunk bit for bit."""
-    with contextlib.closing(open_chunk(kv_store, key, chunk)) as reader:
-        for layer, expected in enumerate(chunk.layers):
-            out = torch.zeros_like(expected)
-            reader.read_layer(layer, out)
-            if not torch.equal(out, expected):
-                raise MeasuredNothingError(f"layer {layer} {OTHER_BYTES}")
-
-
-class PromptBuffers:
-    """Chunks with their keys, and buffers for all of them, one per layer: ``[2, Hkv, chunks · T, D]``."""
-
-    def __init__(self, chunks: Sequence[ChunkKV]) -> None:
-        first = chunks[0]
-        self.chunks = {new_key(): chunk for chunk in chunks}
-        self.size_bytes = sum(chunk.size_bytes for chunk in chunks)
-        self.buffers = [torch.zeros_like(x).repeat(1, 1, len(chunks), 1) for x in first.layers]
-        self.targets = [list(buffer.split(first.tokens, dim=2)) for buffer in self.buffers]
-        """By layer and chunk, views ``[2, Hkv, T, D]``."""
-
-    def check(self, name: str) -> None:
-        """Raise :class:`MeasuredNothingError` unless all chunks are in place, bit for bit."""
-        for layer, targets in enumerate(self.targets):
-            for target, chunk in zip(targets, self.chunks.values(), strict=True):
-                if not torch.equal(target, chunk.layers[layer]):
-                    raise MeasuredNothingError(f"layer {layer}, read by {name}, {OTHER_BYTES}")
 
 
 def new_key() -> str:
@@ -264,72 +213,74 @@ def new_key() -> str:
 
 Read = Callable[[int, int, torch.Tensor], object]
 """Reads a layer of the chunk with that number to a target ``[2, Hkv, T, D]``."""
+Opened = Callable[[], AbstractContextManager[Read]]
+"""Opens the files, before the time starts, as a query does."""
 
 
-@dataclass(frozen=True)
-class Reads:
-    """A way to fill a prompt's buffers. Files are opened before the time starts, as a query does."""
+class PromptBuffers:
+    """Chunks by key, and buffers for all of them, one per layer: ``[2, Hkv, chunks · T, D]``."""
 
-    name: str
-    opened: Callable[[], AbstractContextManager[Read]]
-    files: Sequence[Path]
+    def __init__(self, chunks: Mapping[str, ChunkKV]) -> None:
+        self.chunks = chunks
+        self.first = next(iter(chunks.values()))
+        self.size_bytes = sum(chunk.size_bytes for chunk in chunks.values())
+        self.buffers = [torch.zeros_like(x).repeat(1, 1, len(chunks), 1) for x in self.first.layers]
+        self.targets = [buffer.split(self.first.tokens, dim=2) for buffer in self.buffers]
+        """By layer and chunk, views ``[2, Hkv, T, D]``."""
 
-    def way(self, prompt: PromptBuffers, cached: list[float] | None = None) -> CheckedWay:
-        """Read layer by layer, every chunk, as a query does.
+    @contextlib.contextmanager
+    def filled(
+        self, name: str, opened: Opened, before: Callable[[], object] = lambda: None
+    ) -> Iterator[Callable[[], None]]:
+        """Read layer by layer, every chunk, as a query does; ``before()`` runs after the files were opened.
 
-        ``cached`` makes reads cold; it collects the shares of the files that stay in the page cache.
+        Raises :class:`MeasuredNothingError` unless all chunks are then in place, bit for bit.
         """
+        for buffer in self.buffers:
+            buffer.zero_()
+        with opened() as read:
+            before()
 
-        @contextlib.contextmanager
-        def opened() -> Iterator[Callable[[], None]]:
-            for buffer in prompt.buffers:
-                buffer.zero_()
-            with self.opened() as read:
-                if cached is not None:
-                    drop_cached(self.files)
-                    cached.append(cached_share(self.files))
+            def run() -> None:
+                for layer, targets in enumerate(self.targets):
+                    for number, target in enumerate(targets):
+                        read(layer, number, target)
 
-                def run() -> None:
-                    for layer, targets in enumerate(prompt.targets):
-                        for number, target in enumerate(targets):
-                            read(layer, number, target)
-
-                yield run
-            prompt.check(self.name)
-
-        return CheckedWay(self.name, opened, prompt.size_bytes)
+            yield run
+        for layer, targets in enumerate(self.targets):
+            for target, chunk in zip(targets, self.chunks.values(), strict=True):
+                if not torch.equal(target, chunk.layers[layer]):
+                    raise MeasuredNothingError(f"layer {layer}, read by {name}, {OTHER_BYTES}")
 
 
 @contextlib.contextmanager
 def store_reads(prompt: PromptBuffers, kv_store: KVStore | MemoryStore) -> Iterator[Read]:
-    """Verified layers of any tier."""
+    """Verified layers of any tier. Raises :class:`MeasuredNothingError` for a chunk that is not there."""
     with contextlib.ExitStack() as stack:
         readers = []
         for key, chunk in prompt.chunks.items():
-            readers.append(open_chunk(kv_store, key, chunk))
-            stack.callback(readers[-1].close)
+            reader = kv_store.open(NAMESPACE, key, chunk.layout, chunk.tokens)
+            if reader is None:
+                raise MeasuredNothingError(
+                    "the store does not find a chunk that was put, expected a hit; choose another --dir"
+                )
+            readers.append(stack.enter_context(contextlib.closing(reader)))
         yield lambda layer, number, target: readers[number].read_layer(layer, target)
 
 
 @contextlib.contextmanager
 def raw_reads(prompt: PromptBuffers, files: Sequence[Path]) -> Iterator[Read]:
     """``preadv`` of the same bytes to the same memory: nothing parsed, nothing verified."""
-    first = next(iter(prompt.chunks.values()))
-    offsets = frame(first.layout, first.tokens).offsets
-    buffers = [[_buffers(target) for target in targets] for targets in prompt.targets]
-    fds = [os.open(path, os.O_RDONLY) for path in files]
-    try:
+    offsets = frame(prompt.first.layout, prompt.first.tokens).offsets
+    buffers = [
+        [target_buffers(x, cast(Shape, tuple(x.shape)), x.dtype) for x in targets]
+        for targets in prompt.targets
+    ]
+    with contextlib.ExitStack() as stack:
+        fds = [stack.enter_context(path.open("rb")).fileno() for path in files]
         yield lambda layer, number, _: os.preadv(
             fds[number], buffers[layer][number], offsets[layer]
         )
-    finally:
-        for fd in fds:
-            os.close(fd)
-
-
-def _buffers(target: torch.Tensor) -> list[memoryview]:
-    shape = (target.shape[0], target.shape[1], target.shape[2], target.shape[3])
-    return target_buffers(target, shape, target.dtype)
 
 
 @contextlib.contextmanager
@@ -341,45 +292,54 @@ def safe_opens(files: Sequence[Path]) -> Iterator[Read]:
 
 
 @contextlib.contextmanager
-def reading_ways(root: Path, prompt: PromptBuffers) -> Iterator[list[Reads]]:
-    """Every way, over files written below ``root``. ``torch.load`` reads a file per layer and chunk."""
+def reading_ways(
+    root: Path, prompt: PromptBuffers
+) -> Iterator[dict[str, tuple[Opened, Sequence[Path]]]]:
+    """Every way, with the files that it reads. ``torch.load`` reads a file per layer and chunk."""
     disk = open_store(root / "store", ram_bytes=0, disk_bytes=AMPLE_BYTES)
     memory = MemoryStore(prompt.size_bytes)
     saved = root / "torch"
+    saved.mkdir()
     with contextlib.closing(disk), contextlib.closing(memory):
-        for key, chunk in prompt.chunks.items():
+        files: list[Path] = []
+        for number, (key, chunk) in enumerate(prompt.chunks.items()):
             disk.put(NAMESPACE, key, chunk)
             memory.put(NAMESPACE, key, chunk)
-        files = [
-            next((root / "store").glob(f"kv/{NAMESPACE}/*/{key}.*.kv")) for key in prompt.chunks
-        ]
-        saved.mkdir()
-        paths: list[list[Path]] = []
-        for layer in range(len(prompt.targets)):
-            paths.append([saved / f"{layer}-{number}.pt" for number in range(len(prompt.chunks))])
-            for path, chunk in zip(paths[-1], prompt.chunks.values(), strict=True):
-                torch.save(chunk.layers[layer], path)
+            files += (root / "store").glob(f"kv/{NAMESPACE}/*/{key}.*.kv")
+            for layer, tensor in enumerate(chunk.layers):
+                torch.save(tensor, saved / f"{layer}-{number}.pt")
 
         def torch_load(layer: int, number: int, target: torch.Tensor) -> None:
-            target.copy_(torch.load(paths[layer][number], weights_only=True))
+            target.copy_(torch.load(saved / f"{layer}-{number}.pt", weights_only=True))
 
-        yield [
-            Reads("store", partial(store_reads, prompt, disk), files),
-            Reads("raw preadv", partial(raw_reads, prompt, files), files),
-            Reads("torch.load", lambda: contextlib.nullcontext(torch_load), list(saved.iterdir())),
-            Reads("safe_open", partial(safe_opens, files), files),
-            Reads("memory tier", partial(store_reads, prompt, memory), []),
-        ]  # fmt: skip
+        yield {
+            "store": (partial(store_reads, prompt, disk), files),
+            "raw preadv": (partial(raw_reads, prompt, files), files),
+            "torch.load": (lambda: contextlib.nullcontext(torch_load), list(saved.iterdir())),
+            "safe_open": (partial(safe_opens, files), files),
+            "memory tier": (partial(store_reads, prompt, memory), []),
+        }
 
 
 def measure_reads(
-    root: Path, prompt: PromptBuffers, rounds: int, tick: Tick
+    root: Path, chunks: Sequence[ChunkKV], rounds: int, tick: Tick
 ) -> tuple[list[WayRow], float]:
     """Warm and cold rows, and the largest share of pages that were cached in cold rounds."""
+    prompt = PromptBuffers({new_key(): chunk for chunk in chunks})
     cached: list[float] = []
-    with reading_ways(root, prompt) as reads:
-        warm = [each.way(prompt) for each in reads]
-        cold = [each.way(prompt, cached) for each in reads if each.files]
+
+    def drop(files: Sequence[Path]) -> None:
+        drop_cached(files)
+        cached.append(cached_share(files))
+
+    warm, cold = [], []
+    with reading_ways(root, prompt) as ways:
+        for name, (opened, files) in ways.items():
+            filled = partial(prompt.filled, name, opened)
+            warm.append(CheckedWay(name, filled, prompt.size_bytes))
+            if files:
+                dropped = partial(filled, partial(drop, files))
+                cold.append(CheckedWay(name, dropped, prompt.size_bytes))
         rows = measure_part("warm read", warm, rounds, tick, "raw preadv")
         rows += measure_part("cold read", cold, rounds, tick, "raw preadv", warm_up=False)
     return rows, max(cached)
@@ -391,9 +351,8 @@ def measure_reads(
 def _settle(directory: Path) -> None:
     """Sync a small file, so that no earlier write is synced within the time: most file systems share one
     journal."""
-    with (directory / "settling").open("wb") as file:
+    with (directory / "settling").open("wb", buffering=0) as file:
         file.write(secrets.token_bytes(16))
-        file.flush()
         os.fsync(file.fileno())
 
 
@@ -402,9 +361,11 @@ def store_put(directory: Path, kv_store: KVStore, chunk: ChunkKV) -> Iterator[Ca
     """:meth:`KVStore.put` of a new chunk."""
     _settle(directory)
     key = new_key()
+    prompt = PromptBuffers({key: chunk})
     try:
         yield lambda: kv_store.put(NAMESPACE, key, chunk)
-        check_stored(kv_store, key, chunk)
+        with prompt.filled("the store", partial(store_reads, prompt, kv_store)) as read:
+            read()
     finally:
         kv_store.delete(NAMESPACE, key)
 
@@ -416,14 +377,11 @@ def plain_write(directory: Path, header: bytes, chunk: ChunkKV) -> Iterator[Call
     temporary, final = directory / "temporary", directory / "final"
 
     def run() -> None:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
+        with temporary.open("xb", buffering=0) as file:
             for buffer in buffers:
-                os.write(fd, buffer)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.rename(temporary, final)
+                file.write(buffer)
+            os.fsync(file.fileno())
+        temporary.rename(final)
 
     _settle(directory)
     try:
@@ -524,23 +482,21 @@ def miss(kv_store: KVStore, layout: KVLayout, tokens: int) -> Iterator[Callable[
         )
 
 
-def measure_misses(root: Path, rows: int, layout: KVLayout, tokens: int, tick: Tick) -> WayRow:
+def measure_misses(
+    root: Path, rows: int, layout: KVLayout, tokens: int, tick: Tick
+) -> list[WayRow]:
     """Gets in a store of ``rows`` chunks, with a memory tier as an engine has."""
-    key, chunk = new_key(), random_chunk(KVLayout((LayerShape(1, 16),), "float32"), 4, 0)
-    with contextlib.closing(open_store(root, 1 << 30, AMPLE_BYTES)) as kv_store:
-        kv_store.put(NAMESPACE, key, chunk)
-    fill_index(root / "index", rows - 1, tick)
+    open_store(root, 0, AMPLE_BYTES).close()
+    fill_index(root / "index", rows, tick)
     with contextlib.closing(open_store(root, 1 << 30, AMPLE_BYTES)) as kv_store:
         entries = kv_store.stats().entries
         if entries != rows:
             raise MeasuredNothingError(
                 f"the index has {entries} rows, expected {rows}; choose another --dir"
             )
-        check_stored(kv_store, key, chunk)
         tick("miss: looking up")
         way = CheckedWay("store", partial(miss, kv_store, layout, tokens))
-        (found,) = measure_part("miss", [way], GETS, silent)
-    return found
+        return measure_part("miss", [way], GETS, silent)
 
 
 def fill_index(directory: Path, rows: int, tick: Tick) -> None:
