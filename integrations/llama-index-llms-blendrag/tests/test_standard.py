@@ -22,6 +22,7 @@ from llm_standard_tests import (
 )
 
 import scripted
+import tiny
 from blendrag.engine import BlendEngine
 from llama_index.llms.blendrag import BlendLLM, close_shared_engines
 
@@ -47,7 +48,7 @@ def reply(prompt: str) -> str:
 def _reply(prompt: str) -> str:
     has_tools = "<tools>" in prompt
     if LONG in prompt:
-        return "and then they built a ship " * 400
+        return "they built ships, " * 400
     if "<tool_response>" in prompt or "Observation: 42" in prompt:
         return "Thought: I know.\nAnswer: It is 42." if "Observation" in prompt else "It is 42."
     if "as a Place" in prompt:
@@ -62,7 +63,7 @@ def _reply(prompt: str) -> str:
     ):
         if question in prompt:
             return calls
-    return "The harbour is near the town, by the river bank."
+    return "It is near the town, by the river."
 
 
 @pytest.fixture(scope="module")
@@ -80,11 +81,8 @@ def capable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
     """The same model with a chat template that does not render tools."""
-    from scripted import tiny
-
-    words = tiny.tokenizer()
     root = tmp_path_factory.mktemp("plain")
-    with scripted.engine(reply, root, tokenizer=words) as engine:
+    with scripted.engine(reply, root, tokenizer=tiny.tokenizer()) as engine:
         yield engine
 
 
@@ -97,13 +95,8 @@ class TestUnit(LLMUnitTests):
     def _store(self, named: Path) -> None:
         self.store = named
 
-    @property
-    def llm_class(self) -> type[BlendLLM]:
-        return BlendLLM
-
-    @property
-    def llm_params(self) -> dict[str, Any]:
-        return {"model": "demo", "store": self.store}
+    def made(self, **changes: Any) -> BlendLLM:
+        return BlendLLM(model="demo", store=self.store, **changes)
 
 
 class OverAnEngine(LLMTests):
@@ -111,13 +104,8 @@ class OverAnEngine(LLMTests):
 
     engine: BlendEngine
 
-    @property
-    def llm_class(self) -> type[BlendLLM]:
-        return BlendLLM
-
-    @property
-    def llm_params(self) -> dict[str, Any]:
-        return {"engine": self.engine}
+    def made(self, **changes: Any) -> BlendLLM:
+        return BlendLLM(engine=self.engine, **changes)
 
 
 class TestWithTools(
