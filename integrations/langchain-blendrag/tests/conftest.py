@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.outputs import LLMResult
-from transformers import PreTrainedTokenizerFast
 
 from blendrag.engine import BlendEngine
 from langchain_blendrag import BlendLLM, ChatBlend
@@ -25,16 +24,22 @@ import tiny
 
 
 @pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return paragraphs.tokenizer()
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
+    with paragraphs.engine(tmp_path_factory.mktemp("blendrag")) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="session")
-def engine(
-    tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[BlendEngine]:
-    with paragraphs.engine(tokenizer, tmp_path_factory.mktemp("blendrag")) as engine:
+def _changing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
+    with tiny.engine(tiny.llama(), tmp_path_factory.mktemp("kv")) as engine:
         yield engine
+
+
+@pytest.fixture
+def empty(_changing: BlendEngine) -> Iterator[BlendEngine]:
+    """An engine over an empty corpus, emptied again afterwards."""
+    yield _changing
+    _changing.library.clear()
 
 
 class Seen(BaseCallbackHandler):
@@ -70,6 +75,7 @@ def seen() -> Seen:
     return Seen()
 
 
+JOKE = {"setup": "Why did the cat sit?", "punchline": "It could."}
 #: Arguments that the scripted model gives each tool.
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "magic_function": {"input": 3},
@@ -78,8 +84,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "get_weather": {"location": "San Francisco, CA"},
     "my_adder_tool": {"a": 1, "b": 2},
     "unicode_customer": {"customer_name": "你好 こんにちは", "description": "Hello Group"},
-    "Joke": {"setup": "Why did the cat sit?", "punchline": "It could."},
-    "JokeDict": {"setup": "Why did the cat sit?", "punchline": "It could."},
+    "Joke": JOKE,
+    "JokeDict": JOKE,
 }
 #: The beginning of a required call in the prompt.
 BEGUN = '<tool_call>\n{"name": "'
@@ -126,20 +132,3 @@ def llm(engine: BlendEngine) -> ChatBlend:
 @pytest.fixture
 def talker(talkative: BlendEngine) -> ChatBlend:
     return ChatBlend(engine=talkative)
-
-
-@pytest.fixture(scope="session")
-def tooled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a random model whose template renders tools."""
-    path = tmp_path_factory.mktemp("models") / "tooled"
-    tiny.llama().save_pretrained(path)
-    scripted.tokenizer().save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="session")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
-    """The embedded model over an empty store."""
-    root = tmp_path_factory.mktemp("demo") / "store"
-    with BlendEngine("demo", root, chunk_tokens=64, embedder="minilm-offline") as engine:
-        yield engine

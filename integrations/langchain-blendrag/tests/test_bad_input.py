@@ -77,10 +77,8 @@ async def test_a_prompt_longer_than_the_context_is_refused_without_warnings(
     ("options", "sentence"),
     [
         ({"temperatur": 0.5}, "Extra inputs are not permitted"),
-        ({"ratio": 1.5}, r"ratio 1.5 must be a number in"),
         ({"policy": "best"}, "policy 'best' is not one of"),
         ({"max_tokens": "many"}, "max_tokens\n"),
-        ({"model": "demo"}, "leave model out"),
     ],
 )
 def test_a_wrong_field_is_refused(

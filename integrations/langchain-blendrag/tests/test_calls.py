@@ -12,8 +12,8 @@ from langchain_core.messages import HumanMessage, SystemMessage
 import loops
 from blendrag.errors import InvalidInputError, RequestTimeout
 
-MESSAGES = [SystemMessage("Be brief."), HumanMessage("Where is Place32?")]
 QUESTION = "Where is Place32?"
+MESSAGES = [SystemMessage("Be brief."), HumanMessage(QUESTION)]
 LONG = {"max_tokens": 3000}
 
 
@@ -23,7 +23,7 @@ def text_of(answer: Any) -> str:
 
 async def assert_free(llm: Any) -> None:
     """The model answers another request."""
-    assert await asyncio.wait_for(llm.ainvoke("And Place11?", max_tokens=2), 10)
+    assert await asyncio.wait_for(llm.ainvoke(QUESTION, max_tokens=2), 10)
 
 
 async def test_all_ways_of_calling_give_the_same_answer(either: Any) -> None:
@@ -55,7 +55,7 @@ async def test_a_cancelled_call_and_abandoned_streams_free_the_model(
     either: Any, seen: Any
 ) -> None:
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(either.ainvoke(QUESTION, **LONG), 0.3)
+        await asyncio.wait_for(either.ainvoke(QUESTION, **LONG), 0.1)
     await assert_free(either)
     stream = either.astream(QUESTION, **LONG)
     async for _ in stream:
@@ -69,8 +69,8 @@ async def test_a_cancelled_call_and_abandoned_streams_free_the_model(
 
 
 async def test_a_timeout_ends_the_request(either: Any) -> None:
-    late = {**LONG, "timeout": 0.2}
-    with pytest.raises(RequestTimeout, match=r"within the timeout of 0.2 s"):
+    late = {**LONG, "timeout": 0.1}
+    with pytest.raises(RequestTimeout, match=r"within the timeout of 0.1 s"):
         either.invoke(QUESTION, **late)
     with pytest.raises(RequestTimeout):
         list(either.stream(QUESTION, **late))
@@ -91,7 +91,7 @@ async def test_an_exhausted_stream_stays_ended(either: Any) -> None:
 
 
 async def test_one_bad_prompt_of_a_batch_does_not_lose_the_others(either: Any) -> None:
-    prompts = ["Where is Place32?", "", "And Place11?"]
+    prompts = [QUESTION, "", "And Place11?"]
     kind = type(either.invoke(prompts[0]))
     for out in (
         either.batch(prompts, return_exceptions=True),
@@ -112,10 +112,10 @@ async def test_a_timeout_while_prompts_are_planned_is_returned_in_a_batch(
     find = chunk_index.find
 
     def slow(*given: Any) -> Any:
-        time.sleep(0.2)
+        time.sleep(0.1)
         return find(*given)
 
     monkeypatch.setattr(chunk_index, "find", slow)
-    late: dict[str, Any] = {"timeout": 0.1, "return_exceptions": True}
+    late: dict[str, Any] = {"timeout": 0.05, "return_exceptions": True}
     for out in (either.batch([QUESTION] * 2, **late), await either.abatch([QUESTION] * 2, **late)):
         assert [type(o) for o in out] == [RequestTimeout] * 2

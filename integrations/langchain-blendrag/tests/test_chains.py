@@ -1,7 +1,8 @@
-"""Stock chains load the stored KV of the chunks they quote."""
+"""Retrievers find stored chunks, and stock chains load the KV of those they quote."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +11,17 @@ from langchain_classic.chains.combine_documents import create_stuff_documents_ch
 from langchain_core.documents import Document
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
+from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnablePassthrough
+from langchain_tests.integration_tests import RetrieversIntegrationTests
+from pydantic import ValidationError
 
+import tiny
 from blendrag.engine import BlendEngine
+from blendrag.errors import BlendragError, InvalidInputError
 from langchain_blendrag import BlendRetriever
 
-QUESTION = "What does document 3 say about the town of Place32?"
+QUESTION = "What does document 3 say about the company of Place2114?"
 TEXT = PromptTemplate.from_template("Answer from this.\n\n{context}\n\nQuestion: {input}")
 CHAT = ChatPromptTemplate.from_messages(
     [("system", "Answer from this.\n\n{context}"), ("human", "{input}")]
@@ -27,38 +33,75 @@ def retriever(engine: BlendEngine) -> BlendRetriever:
     return BlendRetriever(engine=engine, k=4)
 
 
-def chunk_tokens(engine: BlendEngine, documents: list[Document]) -> int:
-    return sum(len(engine.resources.text_ids(d.page_content)) for d in documents)
+# -- retrieval ---------------------------------------------------------------------------------------
+
+
+class TestStandardSuite(RetrieversIntegrationTests):
+    """LangChain's own tests of a retriever."""
+
+    retriever_constructor: type[BaseRetriever] = BlendRetriever
+    retriever_query_example: str = QUESTION
+
+    @pytest.fixture(autouse=True)
+    def _engine(self, engine: BlendEngine) -> None:
+        self.engine = engine
+
+    @property
+    def retriever_constructor_params(self) -> dict[str, Any]:
+        return {"engine": self.engine}
+
+
+async def test_a_document_is_the_chunk_and_says_where_it_is_from(engine: BlendEngine) -> None:
+    retriever = BlendRetriever(engine=engine, top_k=3)
+    documents = retriever.invoke(QUESTION)
+    assert [d.page_content for d in documents] == [c.text for c in engine.retrieve(QUESTION, 3)]
+    assert await retriever.ainvoke(QUESTION) == documents
+    assert len(await retriever.ainvoke(QUESTION, k=2)) == 2
+    first = documents[0].metadata
+    text = Path(first["source"]).read_text()
+    assert text[first["start"] : first["end"]].strip() == documents[0].page_content.strip()
+    assert set(first) == {"source", "title", "start", "end", "chunk_id", "distance"}
+    assert 0 <= first["distance"] <= 2
+
+
+async def test_an_impossible_search_is_refused(engine: BlendEngine, tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="greater than or equal to 1"):
+        BlendRetriever(engine=engine, k=0)
+    with pytest.raises(ValidationError, match="Extra inputs"):
+        BlendRetriever(engine=engine, search_kwargs={"k": 3})
+    with pytest.raises(InvalidInputError, match="the question is empty"):
+        BlendRetriever(engine=engine).invoke("  ")
+    with tiny.engine(tiny.llama(), tmp_path / "store") as empty:
+        with pytest.raises(BlendragError, match="ingest first"):
+            BlendRetriever(engine=empty).invoke("Where?")
+        with pytest.raises(BlendragError, match="ingest first"):
+            await BlendRetriever(engine=empty).ainvoke("Where?")
+
+
+# -- chains ------------------------------------------------------------------------------------------
 
 
 def assert_reused(metrics: dict[str, Any], engine: BlendEngine, documents: list[Document]) -> None:
     """Every document was found as a chunk, and all its tokens were loaded."""
+    tokens = sum(len(engine.resources.text_ids(d.page_content)) for d in documents)
     assert {c["chunk_id"] for c in metrics["chunks"]} == {d.metadata["chunk_id"] for d in documents}
     assert {c["outcome"] for c in metrics["chunks"]} <= {"blended", "exact"}
-    assert sum(c["tokens"] for c in metrics["chunks"]) == chunk_tokens(engine, documents)
-    assert metrics["reused_tokens"] >= chunk_tokens(engine, documents)
+    assert sum(c["tokens"] for c in metrics["chunks"]) == tokens
+    assert metrics["reused_tokens"] >= tokens
 
 
 @pytest.mark.parametrize("prompt", [TEXT, CHAT], ids=["text", "chat"])
 def test_a_retrieval_chain_with_a_stuff_chain_reuses_every_chunk(
     either: Any, retriever: BlendRetriever, engine: BlendEngine, seen: Any, prompt: Any
 ) -> None:
-    chain = create_retrieval_chain(retriever, create_stuff_documents_chain(either, prompt))
+    around = PromptTemplate.from_template("[{title}] {page_content} (from {source})")
+    stuff = create_stuff_documents_chain(either, prompt, document_prompt=around)
+    chain = create_retrieval_chain(retriever, stuff)
     out = chain.invoke({"input": QUESTION}, config={"callbacks": [seen]})
     assert len(out["context"]) == 4
     assert_reused(seen.metrics[0], engine, out["context"])
     streamed = list(chain.stream({"input": QUESTION}))
     assert "".join(part["answer"] for part in streamed if "answer" in part) == out["answer"]
-
-
-def test_a_stuff_chain_with_a_document_prompt_reuses_every_chunk(
-    either: Any, retriever: BlendRetriever, engine: BlendEngine, seen: Any
-) -> None:
-    around = PromptTemplate.from_template("[{title}] {page_content} (from {source})")
-    documents = retriever.invoke(QUESTION)
-    chain = create_stuff_documents_chain(either, TEXT, document_prompt=around)
-    chain.invoke({"input": QUESTION, "context": documents}, config={"callbacks": [seen]})
-    assert_reused(seen.metrics[0], engine, documents)
 
 
 @pytest.mark.parametrize("prompt", [TEXT, CHAT], ids=["text", "chat"])

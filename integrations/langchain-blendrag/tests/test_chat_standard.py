@@ -12,6 +12,8 @@ from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
+import scripted
+import tiny
 from blendrag.engine import BlendEngine
 from blendrag.engine.library import Entry
 from langchain_blendrag import ChatBlend, close_shared_engines
@@ -72,6 +74,23 @@ class OfBlendrag:
         return full
 
 
+@pytest.fixture(scope="module")
+def tooled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a random model whose template renders tools."""
+    path = tmp_path_factory.mktemp("models") / "tooled"
+    tiny.llama().save_pretrained(path)
+    scripted.tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
+    """The embedded model over an empty store."""
+    root = tmp_path_factory.mktemp("demo") / "store"
+    with BlendEngine("demo", root, chunk_tokens=64, embedder="minilm-offline") as engine:
+        yield engine
+
+
 class TestUnit(OfBlendrag, ChatModelUnitTests):
     """Construction, tools, tracing and serialization of a model with tools."""
 
@@ -86,6 +105,7 @@ class TestUnit(OfBlendrag, ChatModelUnitTests):
         return {"model": "tooled", "store": "kv"}  # relative, as what is serialized is compared
 
 
+@pytest.mark.slow
 class TestUnitOfTheEmbeddedModel(OfBlendrag, ChatModelUnitTests):
     """The embedded model, whose template does not render tools."""
 
@@ -119,6 +139,7 @@ class TestIntegrationWithTools(OfBlendrag, ChatModelIntegrationTests):
         return {"engine": self.engine}
 
 
+@pytest.mark.slow
 class TestIntegrationOfTheEmbeddedModel(OfBlendrag, ChatModelIntegrationTests):
     """The embedded model, whose template does not render tools."""
 

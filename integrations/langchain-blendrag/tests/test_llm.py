@@ -14,7 +14,10 @@ from langchain_blendrag import BlendLLM
 from langchain_blendrag.llms import RenderedPrompt
 
 MESSAGES = [SystemMessage("Be brief."), HumanMessage("Where is Place32?")]
-RENDERED = "<|bos|><|system|>Be brief.\n<|user|>Where is Place32?\n<|assistant|>"
+RENDERED = (
+    "<|bos|><|start|>system\nBe brief.<|end|>\n<|start|>user\nWhere is Place32?<|end|>\n"
+    "<|start|>assistant\n"
+)
 
 
 @pytest.fixture
@@ -64,7 +67,7 @@ def test_callbacks_get_the_prompt_rendered_with_the_calls_template_arguments(
     call = {"template_kwargs": {"add_generation_prompt": False}}
     llm.invoke(MESSAGES, config, **call)
     list(llm.stream(MESSAGES, config, **call))
-    assert seen.prompts == [RENDERED.removesuffix("<|assistant|>")] * 2
+    assert seen.prompts == [RENDERED.removesuffix("<|start|>assistant\n")] * 2
 
 
 def test_a_rendered_prompt_survives_pickling() -> None:

@@ -30,14 +30,6 @@ def root(tmp_path: Path) -> Iterator[Path]:
     close_shared_engines()
 
 
-def test_wrappers_of_the_same_names_share_one_engine(root: Path) -> None:
-    a, b = BlendLLM(store=root), ChatBlend(store=root.with_name("b"))
-    again = BlendRetriever(model="demo", store=root / ".." / "a", k=2)
-    assert a.engine is again.engine
-    assert a.engine is not b.engine
-    assert not root.exists()
-
-
 def test_configurable_fields_keep_the_engine_of_a_named_wrapper(root: Path) -> None:
     llm = ChatBlend(store=root, max_tokens=3)
     made: Any = llm.configurable_fields(
@@ -69,22 +61,18 @@ def test_copies_and_configured_wrappers_keep_a_given_engine(either: Any) -> None
 def test_a_wrapper_is_pickled_by_its_names_or_not_at_all(
     kind: Any, engine: BlendEngine, root: Path
 ) -> None:
-    named = kind(model="demo", store=root)
-    assert pickle.loads(pickle.dumps(named)).engine is named.engine
-    with pytest.raises(InvalidInputError, match="made with engine= cannot be pickled"):
-        pickle.dumps(kind(engine=engine))
-
-
-@pytest.mark.parametrize("kind", [ChatBlend, BlendVectorStore])
-def test_closing_a_wrapper_closes_its_named_engine_and_not_a_given_one(
-    kind: Any, engine: BlendEngine, root: Path
-) -> None:
     with kind(model="demo", store=root) as named:
-        first = named.engine
+        first = pickle.loads(pickle.dumps(named)).engine
+        assert first is named.engine is BlendRetriever(store=root / ".." / "a").engine
+        assert first is not ChatBlend(store=root.with_name("b")).engine
     assert first.closed
     assert named.engine is not first  # opened again on demand
-    with kind(engine=engine):
-        pass
+    assert not root.exists()
+    with (
+        kind(engine=engine) as given,
+        pytest.raises(InvalidInputError, match="made with engine= cannot be pickled"),
+    ):
+        pickle.dumps(given)
     assert not engine.closed
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,14 +30,13 @@ def test_pieces_are_substrings_within_the_limit(engine: BlendEngine) -> None:
     assert together == "".join(text.split())
 
 
-def test_every_piece_is_recognised_in_a_prompt(tmp_path: Path) -> None:
-    text = "\n\n".join(f"{CATS} {SHIPS} {FOXES} {i}" for i in range(6))
-    with tiny.engine(tiny.llama(), tmp_path / "store") as engine:
-        pieces = BlendTextSplitter(engine=engine).create_documents([text])
-        BlendVectorStore(engine=engine).add_documents(pieces)
-        prompt = "\n\n".join([*(p.page_content for p in pieces), "Question: who sleeps?"])
-        told = ChatBlend(engine=engine).invoke(prompt).response_metadata["blendrag"]
-    assert len(told["chunks"]) == len(pieces)
+def test_every_piece_is_recognised_in_a_prompt(empty: BlendEngine) -> None:
+    text = "\n\n".join(f"{CATS} {SHIPS} {FOXES} {i}" for i in range(3))
+    pieces = BlendTextSplitter(engine=empty).create_documents([text])
+    BlendVectorStore(engine=empty).add_documents(pieces)
+    prompt = "\n\n".join([*(p.page_content for p in pieces), "Question: who sleeps?"])
+    told = ChatBlend(engine=empty).invoke(prompt).response_metadata["blendrag"]
+    assert len(told["chunks"]) == len(pieces) > 1
 
 
 @pytest.mark.parametrize(

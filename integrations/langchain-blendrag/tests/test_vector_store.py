@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
-from langchain_core.indexing import InMemoryRecordManager, index
+from langchain_core.indexing import InMemoryRecordManager, aindex, index
 from langchain_core.vectorstores import VectorStore
 from langchain_tests.integration_tests import VectorStoreIntegrationTests
 from samples import CATS, CHANGED, FOXES, SHIPS, documents
@@ -22,7 +22,13 @@ from langchain_blendrag import BlendVectorStore, ChatBlend
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[BlendEngine]:
+def engine(empty: BlendEngine) -> BlendEngine:
+    return empty
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[BlendEngine]:
+    """An engine of one test, for vectors that the application gives."""
     with tiny.engine(tiny.llama(), tmp_path / "store") as made:
         yield made
 
@@ -80,24 +86,29 @@ def test_without_precompute_kv_is_stored_after_a_prompt_missed_it(
     assert has_kv(engine, CATS)
 
 
-@pytest.mark.parametrize("cleanup", [None, "incremental", "full", "scoped_full"])
-def test_langchains_index_keeps_kv_up_to_date(
-    store: BlendVectorStore, engine: BlendEngine, cleanup: Any
+@pytest.mark.parametrize(
+    ("cleanup", "is_async"),
+    [(None, False), ("incremental", True), ("full", False), ("full", True), ("scoped_full", False)],
+)
+async def test_langchains_index_keeps_kv_up_to_date(
+    store: BlendVectorStore, engine: BlendEngine, cleanup: Any, is_async: bool
 ) -> None:
     records = InMemoryRecordManager(namespace="x")
     records.create_schema()
 
-    def indexed(*given: Document) -> dict[str, int]:
-        how: dict[str, Any] = {"cleanup": cleanup, "source_id_key": "source"}
-        return dict(index(list(given), records, store, key_encoder="sha256", **how))
+    async def indexed(*given: Document) -> Any:
+        how: Any = {"cleanup": cleanup, "source_id_key": "source", "key_encoder": "sha256"}
+        if is_async:
+            return await aindex(list(given), records, store, **how)
+        return index(list(given), records, store, **how)
 
     cats = documents(CATS, source="a")
     ships = documents(SHIPS, source="b")
-    assert indexed(*cats, *ships)["num_added"] == 2
-    assert indexed(*cats, *ships)["num_skipped"] == 2
+    assert (await indexed(*cats, *ships))["num_added"] == 2
+    assert (await indexed(*cats, *ships))["num_skipped"] == 2
 
     # the document of source b changes, that of source a is left out
-    change = indexed(*documents(CHANGED, source="b"))
+    change = await indexed(*documents(CHANGED, source="b"))
     assert change["num_added"] == 1
     keeps_changed, keeps_left_out = cleanup is None, cleanup != "full"
     assert change["num_deleted"] == (not keeps_changed) + (not keeps_left_out)
@@ -106,7 +117,7 @@ def test_langchains_index_keeps_kv_up_to_date(
     assert has_kv(engine, CATS) == keeps_left_out
 
     # all documents are removed
-    indexed()
+    await indexed()
     assert has_kv(engine, CHANGED) == (cleanup != "full")
     if cleanup == "full":
         assert store.similarity_search("ships") == []
@@ -178,17 +189,17 @@ def test_from_texts_and_from_documents_make_a_filled_store(engine: BlendEngine) 
     assert len(other.similarity_search("the", k=9)) == 3
 
 
-def test_vectors_of_langchains_embeddings_are_remembered(engine: BlendEngine) -> None:
+def test_vectors_of_langchains_embeddings_are_remembered(own: BlendEngine) -> None:
     for text in (CATS, SHIPS):
-        made = BlendVectorStore(DeterministicFakeEmbedding(size=8), engine=engine)
+        made = BlendVectorStore(DeterministicFakeEmbedding(size=8), engine=own)
         made.add_documents(documents(text), precompute=False)
     assert made.similarity_search(CATS, k=1)[0].page_content == CATS
     assert len(made.similarity_search("cats", k=5)) == 2
-    other = BlendVectorStore(DeterministicFakeEmbedding(size=9), engine=engine)
+    other = BlendVectorStore(DeterministicFakeEmbedding(size=9), engine=own)
     with pytest.raises(InvalidInputError, match="9 numbers in a corpus of 8"):
         other.add_documents(documents(CHANGED))
     with pytest.raises((CorpusError, InvalidInputError)):
-        BlendVectorStore(engine=engine).add_texts([SHIPS])
+        BlendVectorStore(engine=own).add_texts([SHIPS])
 
 
 # -- refusals ----------------------------------------------------------------------------------------
@@ -235,9 +246,10 @@ class TestOwnVectors(VectorStoreIntegrationTests):
         return store
 
 
+@pytest.mark.slow
 class TestGivenVectors(VectorStoreIntegrationTests):
     """With vectors of LangChain's embeddings."""
 
     @pytest.fixture
-    def vectorstore(self, engine: BlendEngine) -> VectorStore:
-        return BlendVectorStore(self.get_embeddings(), engine=engine)
+    def vectorstore(self, own: BlendEngine) -> VectorStore:
+        return BlendVectorStore(self.get_embeddings(), engine=own)

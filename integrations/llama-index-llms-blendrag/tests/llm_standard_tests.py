@@ -455,9 +455,8 @@ class LLMInstrumentationTests(LLMTests):
 
 
 MULTIPLY = "What is 6 times 7?"
-LOOK_UP = "Look up Café 東京."
 TIME = "What time is it?"
-BOTH = "What is 6 times 7, and look up Café 東京."
+BOTH = "What is 6 times 7, and look up Café."
 HELLO = "Say hello."
 
 
@@ -503,8 +502,8 @@ class LLMPlainTextTests(LLMTests):
 
 
 class LLMToolTests(LLMPlainTextTests):
-    """The model must call ``multiply`` for MULTIPLY, ``look_up`` for LOOK_UP, ``clock`` for TIME, the
-    first two for BOTH, none for HELLO, and use the result of a tool in its answer."""
+    """The model must call ``multiply`` for MULTIPLY, ``clock`` for TIME, ``multiply`` and ``look_up`` for
+    BOTH, nothing for HELLO, and use the result of a tool in its answer."""
 
     # -- one call -------------------------------------------------------------------------------
 

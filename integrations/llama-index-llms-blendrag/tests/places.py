@@ -1,4 +1,4 @@
-"""Documents about places for tests, and what an engine holds of them."""
+"""Documents about places for tests."""
 
 from __future__ import annotations
 
@@ -6,23 +6,13 @@ from typing import Any
 
 from llama_index.core.schema import Document
 
-from blendrag.engine import BlendEngine
 
-
-def text_about(place: str) -> str:
+def text_about(place: str, sentences: int = 6) -> str:
     return " ".join(
-        f"The company of {place} built {n} ships near the old town by the sea." for n in range(12)
+        f"The company of {place} built {n} ships near the old town by the sea."
+        for n in range(sentences)
     )
 
 
 def document(place: str, text: str | None = None, **metadata: Any) -> Document:
     return Document(text=text or text_about(place), doc_id=place, metadata=metadata)
-
-
-def entries_of(engine: BlendEngine, place: str) -> list[str]:
-    return [entry.id for entry in engine.library.entries(parent=place)]
-
-
-def keys(engine: BlendEngine) -> int:
-    """Stored chunks, including the one of the engine's self-check."""
-    return engine.stats().entries

@@ -1,23 +1,27 @@
-"""``BlendLLM`` beyond the standard suites: metadata, prompts and options."""
+"""``BlendLLM`` beyond the standard suites: metadata, prompts, options and invalid input."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from llama_index.core.base.llms.types import ChatMessage, MessageRole, TextBlock
+from llama_index.core.base.llms.types import ChatMessage, ImageBlock, TextBlock
 from llama_index.core.prompts import PromptTemplate
+from llm_standard_tests import LLMTests, gathered
 
 import loops
 from blendrag.engine import BlendEngine, Options
 from llama_index.llms.blendrag import BlendLLM
 
 QUESTION = "Where is Place32?"
-MESSAGES = [
-    ChatMessage(role="system", content="Be brief."),
-    ChatMessage(role="user", content=QUESTION),
-]
+ASKED = [ChatMessage(role="user", content=QUESTION)]
+MESSAGES = [ChatMessage(role="system", content="Be brief."), *ASKED]
 DICTS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
+RAW: dict[str, Any] = {"apply_chat_template": False}
+
+
+def prompt_tokens(response: Any) -> int:
+    return int(response.raw["usage"]["prompt_tokens"])
 
 
 def test_metadata_describes_the_model(llm: BlendLLM) -> None:
@@ -25,67 +29,53 @@ def test_metadata_describes_the_model(llm: BlendLLM) -> None:
     assert (about.context_window, about.num_output) == (4096, 8)
     assert about.is_chat_model
     assert not about.is_function_calling_model
-    assert not BlendLLM(engine=llm.engine, apply_chat_template=False).metadata.is_chat_model
+    assert not BlendLLM(engine=llm.engine, **RAW).metadata.is_chat_model
+
+
+# -- prompts ------------------------------------------------------------------------------------
 
 
 def test_messages_go_through_the_models_template(llm: BlendLLM, engine: BlendEngine) -> None:
     expected, response = engine.generate(DICTS), llm.chat(MESSAGES)
     assert response.message.content == expected.text
-    assert response.message.role == MessageRole.ASSISTANT
-    assert response.raw["usage"]["prompt_tokens"] == expected.metrics.prompt_tokens
+    assert prompt_tokens(response) == expected.metrics.prompt_tokens == llm.count_tokens(MESSAGES)
+    predicted = BlendLLM(engine=engine, system_prompt="Be brief.").predict(PromptTemplate(QUESTION))
+    assert predicted == expected.text
 
 
 def test_a_completed_string_is_one_user_message(llm: BlendLLM, engine: BlendEngine) -> None:
-    expected = engine.generate([{"role": "user", "content": QUESTION}])
-    response = llm.complete(QUESTION)
+    expected, response = engine.generate(DICTS[1:]), llm.complete(QUESTION)
     assert response.text == expected.text
-    assert response.raw["usage"]["prompt_tokens"] == expected.metrics.prompt_tokens
+    assert prompt_tokens(response) == expected.metrics.prompt_tokens
     formatted = llm.complete(QUESTION, formatted=True)  # without the template
-    assert formatted.raw["usage"]["prompt_tokens"] < expected.metrics.prompt_tokens
+    assert prompt_tokens(formatted) < expected.metrics.prompt_tokens
 
 
 FLAT = "system: Be brief.\nuser: Where is Place32?\nassistant: "
 
 
 async def test_messages_are_flattened_without_the_template(
-    llm: BlendLLM, engine: BlendEngine
+    llm: BlendLLM, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = engine.generate(FLAT, Options(apply_chat_template=False))
-    raw = BlendLLM(engine=engine, apply_chat_template=False)
-    off = {"apply_chat_template": False}
+    raw = BlendLLM(engine=engine, **RAW)
     responses = [
         raw.chat(MESSAGES),
-        llm.chat(MESSAGES, **off),
-        list(llm.stream_chat(MESSAGES, **off))[-1],
-        await llm.achat(MESSAGES, **off),
-        [r async for r in await llm.astream_chat(MESSAGES, **off)][-1],
+        llm.chat(MESSAGES, **RAW),
+        list(llm.stream_chat(MESSAGES, **RAW))[-1],
+        await llm.achat(MESSAGES, **RAW),
+        (await gathered(llm.astream_chat(MESSAGES, **RAW)))[-1],
     ]
     for response in responses:
         assert response.message.content == expected.text
-        assert response.raw["usage"]["prompt_tokens"] == expected.metrics.prompt_tokens
+        assert prompt_tokens(response) == expected.metrics.prompt_tokens
     assert raw.chat(MESSAGES, apply_chat_template=True).message == llm.chat(MESSAGES).message
-
-
-def test_a_model_without_a_template_gets_flattened_messages(
-    llm: BlendLLM, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    # a model without a template
     monkeypatch.setattr(engine.resources.tokens.tokenizer, "chat_template", None)
-    expected = engine.generate(FLAT).metrics.prompt_tokens
-    assert llm.chat(MESSAGES).raw["usage"]["prompt_tokens"] == expected
+    flattened = engine.generate(FLAT).metrics.prompt_tokens
+    assert prompt_tokens(llm.chat(MESSAGES)) == flattened
     own = BlendLLM(engine=engine, messages_to_prompt=lambda messages: "Where?")
-    assert own.chat(MESSAGES).raw["usage"]["prompt_tokens"] < expected
-
-
-def test_predict_uses_the_chat_template_and_the_system_prompt(
-    engine: BlendEngine, seen: Any
-) -> None:
-    llm = BlendLLM(engine=engine, system_prompt="Be brief.")
-    answer = llm.predict(PromptTemplate("Where is {place}?"), place="Place32")
-    assert [(m.role.value, m.content) for m in seen.prompts[0]] == [
-        ("system", "Be brief."),
-        ("user", QUESTION),
-    ]
-    assert answer == engine.generate(DICTS).text
+    assert prompt_tokens(own.chat(MESSAGES)) < flattened
 
 
 def test_text_blocks_are_joined_and_roles_are_mapped(llm: BlendLLM, engine: BlendEngine) -> None:
@@ -93,6 +83,31 @@ def test_text_blocks_are_joined_and_roles_are_mapped(llm: BlendLLM, engine: Blen
     messages = [ChatMessage(role="developer", content="x"), ChatMessage(role="user", blocks=blocks)]
     dicts = [{"role": "system", "content": "x"}, {"role": "user", "content": "one\ntwo"}]
     assert llm.chat(messages).message.content == engine.generate(dicts).text
+
+
+# -- invalid input ------------------------------------------------------------------------------
+
+IMAGE = ChatMessage(role="user", blocks=[ImageBlock(url="http://localhost/x.png")])
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "sentence"),
+    [
+        ([ChatMessage(content="")], RAW, "the message is empty, expected some text; ask something"),
+        ([IMAGE], RAW, "a content block of type 'image', expected text only"),
+        ([], RAW, "no messages; send at least one"),
+        (ASKED, {"max_length": 3}, "max_length: not an option of a call; expected"),
+        (ASKED, {"max_new_tokens": 0}, "max_new_tokens 0 is not 1 or more"),
+        (ASKED, {"stop": ""}, "stop holds an empty text"),
+    ],
+)
+async def test_invalid_messages_and_options_are_refused(
+    llm: BlendLLM, messages: list[ChatMessage], options: dict[str, Any], sentence: str
+) -> None:
+    await LLMTests().assert_refused(llm, messages, f"^{sentence}", **options)
+
+
+# -- the event loop -----------------------------------------------------------------------------
 
 
 @pytest.mark.alone

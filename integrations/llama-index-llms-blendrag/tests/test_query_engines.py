@@ -1,19 +1,23 @@
-"""Stock query engines load the stored KV of the chunks they quote."""
+"""Retrievers find stored chunks, and stock query engines load the KV of those they quote."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.query_engine import RetrieverQueryEngine
-from llama_index.core.schema import NodeWithScore, QueryBundle
+from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
+from llm_standard_tests import gathered
 
+import tiny
 from blendrag.engine import BlendEngine
+from blendrag.errors import BlendragError, InvalidInputError
 from llama_index.llms.blendrag import BlendLLM, BlendRetriever
 
-QUESTION = "What does document 3 say about the town of Place32?"
-MODES = ["compact", "refine", "tree_summarize"]
+QUESTION = "What does document 3 say about the company of Place2114?"
 
 
 def assert_reused(metrics: list[dict[str, Any]], nodes: list[Any], engine: BlendEngine) -> None:
@@ -22,7 +26,49 @@ def assert_reused(metrics: list[dict[str, Any]], nodes: list[Any], engine: Blend
     assert {chunk["chunk_id"] for chunk in found} == {n.node.node_id for n in nodes}
     assert {chunk["outcome"] for chunk in found} <= {"blended", "exact"}
     tokens = sum(len(engine.resources.text_ids(n.node.text)) for n in nodes)
-    assert sum(call["reused_tokens"] for call in metrics) >= tokens > 150
+    assert sum(call["reused_tokens"] for call in metrics) >= tokens > 100
+
+
+# -- retrieval ----------------------------------------------------------------------------------
+
+
+async def test_a_node_is_the_chunk_and_says_where_it_is_from(
+    retriever: BlendRetriever, engine: BlendEngine
+) -> None:
+    nodes = retriever.retrieve(QUESTION)
+    assert [n.text for n in nodes] == [c.text for c in engine.retrieve(QUESTION, 4)]
+    assert [n.text for n in await retriever.aretrieve(QUESTION)] == [n.text for n in nodes]
+    node = nodes[0].node
+    assert node.get_content(MetadataMode.LLM) == node.text.strip()
+    assert node.get_content(MetadataMode.EMBED) == node.text.strip()
+    assert set(node.metadata) == {"source", "title", "chunk_id", "distance"}
+    by_distance = sorted(nodes, key=lambda n: n.node.metadata["distance"])
+    assert by_distance == sorted(nodes, key=lambda n: -(n.score or 0))
+    assert all(-1 <= (n.score or 0) <= 1 for n in nodes)
+    text = Path(node.ref_doc_id).read_text()
+    assert text[node.start_char_idx : node.end_char_idx].strip() == node.text.strip()
+
+
+def test_wrong_arguments_are_refused(engine: BlendEngine) -> None:
+    with pytest.raises(InvalidInputError, match="similarity_top_k is 0, expected 1 or more"):
+        BlendRetriever(engine=engine, similarity_top_k=0)
+    with pytest.raises(InvalidInputError, match="leave store out"):
+        BlendRetriever(engine=engine, store="kv")
+    with pytest.raises(InvalidInputError, match="the question is empty"):
+        BlendRetriever(engine=engine).retrieve(" ")
+
+
+async def test_an_empty_corpus_is_an_error(tmp_path: Path) -> None:
+    with tiny.engine(tiny.llama(), tmp_path / "store") as engine:
+        retriever = BlendRetriever(engine=engine)
+        asking = RetrieverQueryEngine.from_args(retriever, llm=BlendLLM(engine=engine))
+        with pytest.raises(BlendragError, match="ingest first"):
+            asking.query("Where?")
+        with pytest.raises(BlendragError, match="ingest first"):
+            await asking.aquery("Where?")
+
+
+# -- query engines ------------------------------------------------------------------------------
 
 
 class WithMetadata(BaseNodePostprocessor):
@@ -36,7 +82,7 @@ class WithMetadata(BaseNodePostprocessor):
         return nodes
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["compact", "refine", "tree_summarize"])
 async def test_a_query_engine_reuses_every_chunk(
     llm: BlendLLM, retriever: BlendRetriever, engine: BlendEngine, seen: Any, mode: str
 ) -> None:
@@ -49,21 +95,45 @@ async def test_a_query_engine_reuses_every_chunk(
     assert len(response.source_nodes) == 4
     assert len(seen.metrics) == (4 if mode == "refine" else 1)
     assert_reused(seen.metrics, response.source_nodes, engine)
-    seen.raws.clear()
+    seen.metrics.clear()
     assert str(await made.aquery(QUESTION)) == str(response)
     assert_reused(seen.metrics, response.source_nodes, engine)
-    seen.raws.clear()
+    seen.metrics.clear()
     streamed = "".join(streaming.query(QUESTION).response_gen)
     assert streamed.strip() == str(response).strip()
     assert_reused(seen.metrics, response.source_nodes, engine)
 
 
-def test_metadata_written_before_a_chunk_does_not_hide_it(
+def test_a_query_emits_what_was_reused(
     llm: BlendLLM, retriever: BlendRetriever, engine: BlendEngine, seen: Any
 ) -> None:
+    """Metadata written before a chunk does not hide it."""
     query_engine = RetrieverQueryEngine.from_args(
         retriever, llm=llm, node_postprocessors=[WithMetadata()]
     )
     response = query_engine.query(QUESTION)
-    assert "distance: " in str(seen.prompts[0])
+    assert "distance: " in str(seen.starts[0].messages)
     assert_reused(seen.metrics, response.source_nodes, engine)
+    (event,) = seen.reuse
+    assert event.reused_tokens == seen.metrics[0]["reused_tokens"]
+    assert event.reused_tokens + event.fresh_tokens == event.prompt_tokens
+    assert event.reused_share == event.reused_tokens / event.prompt_tokens
+    assert {c["chunk_id"] for c in event.chunks} == {n.node_id for n in response.source_nodes}
+    assert event.ttft_s > 0
+    assert event.model_name == engine.resources.model_name
+    assert event.model_dump(mode="json")["class_name"] == "BlendReuseEvent"
+
+
+async def test_every_answer_emits_one_event_in_the_span_of_its_call(
+    llm: BlendLLM, seen: Any
+) -> None:
+    messages = [ChatMessage(role="user", content=QUESTION)]
+    llm.chat(messages)
+    list(llm.stream_chat(messages))
+    await llm.achat(messages)
+    await gathered(llm.astream_chat(messages))
+    assert [event.span_id for event in seen.reuse] == [event.span_id for event in seen.starts]
+    assert len({event.span_id for event in seen.reuse}) == 4
+    llm.complete(QUESTION)
+    list(llm.stream_complete(QUESTION))
+    assert len(seen.reuse) == 6

@@ -1,27 +1,22 @@
-"""Wrappers share an engine, and are serialised by their names."""
+"""Wrappers share an engine, are serialised by their names, and can be imported from several namespaces."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from blendrag.engine import BlendEngine
 from blendrag.errors import InvalidInputError
-from llama_index.llms.blendrag import (
-    BlendEmbedding,
-    BlendLLM,
-    BlendNodeParser,
-    BlendPrecompute,
-    BlendRetriever,
-    BlendVectorStore,
-    close_shared_engines,
-)
+from llama_index.llms import blendrag as package
+from llama_index.llms.blendrag import BlendLLM, BlendRetriever, close_shared_engines
 
 
 @pytest.fixture
@@ -29,13 +24,6 @@ def root(tmp_path: Path) -> Iterator[Path]:
     """A store directory; shared engines are closed afterwards."""
     yield tmp_path / "a"
     close_shared_engines()
-
-
-def test_wrappers_of_the_same_names_share_one_engine(root: Path) -> None:
-    llm = BlendLLM(store=root)
-    assert llm.engine is BlendRetriever("demo", root / ".." / "a").engine
-    assert llm.engine is not BlendRetriever(store=root.with_name("b")).engine
-    assert not root.exists()
 
 
 def test_metadata_of_a_named_model_does_not_load_its_weights(root: Path) -> None:
@@ -48,18 +36,20 @@ def test_metadata_of_a_named_model_does_not_load_its_weights(root: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "kind", [BlendLLM, BlendNodeParser, BlendEmbedding, BlendPrecompute, BlendVectorStore]
+    "name",
+    ["BlendLLM", "BlendNodeParser", "BlendEmbedding", "BlendPrecompute", "BlendVectorStore"],
 )
 def test_a_wrapper_is_pickled_by_its_names_or_not_at_all(
-    kind: Any, engine: BlendEngine, root: Path
+    name: str, engine: BlendEngine, root: Path
 ) -> None:
+    kind = getattr(package, name)
     named = kind(model="demo", store=root)
     again = [pickle.loads(pickle.dumps(named)), kind.from_dict(named.to_dict())]
     again.append(kind.from_json(named.to_json()))
     for copy in again:
-        assert copy.engine is named.engine
+        assert copy.engine is named.engine is BlendRetriever("demo", root).engine
     described = json.loads(named.to_json())
-    assert (described["class_name"], described["store"]) == (kind.__name__, str(root))
+    assert (described["class_name"], described["store"]) == (name, str(root))
     with pytest.raises(InvalidInputError, match="made with engine= cannot be pickled"):
         pickle.dumps(kind(engine=engine))
 
@@ -71,3 +61,28 @@ def test_the_engine_is_only_mentioned_in_the_wrappers_description(llm: BlendLLM)
     with pytest.raises(ValidationError, match="give it again, or model= and store= instead"):
         BlendLLM.from_dict(described)
     assert BlendLLM.from_dict(described, engine=llm.engine).engine is llm.engine
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("retrievers", "BlendRetriever"),
+        ("node_parser", "BlendNodeParser"),
+        ("vector_stores", "BlendVectorStore"),
+        ("embeddings", "BlendEmbedding"),
+        ("response_synthesizers", "BlendSynthesizer"),
+    ],
+)
+def test_a_class_can_be_imported_from_the_namespace_of_its_kind(kind: str, name: str) -> None:
+    leaf = importlib.import_module(f"llama_index.{kind}.blendrag")
+    assert leaf.__all__ == [name]
+    assert getattr(leaf, name) is getattr(package, name)
+
+
+@pytest.mark.slow
+def test_importing_loads_neither_torch_nor_transformers() -> None:
+    code = (
+        "import llama_index.llms.blendrag, sys; print({'torch', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -32,7 +32,7 @@ PLACE = {"name": "harbour", "year": 1874, "builders": ["the company"]}
 CALL_PLACE = f'<tool_call>{{"name": "Place", "arguments": {json.dumps(PLACE)}}}</tool_call>'
 LONG = "Tell a long story."
 MULTIPLY = scripted.call("multiply", a=6, b=7)
-LOOK_UP = scripted.call("look_up", query="Café 東京")
+LOOK_UP = scripted.call("look_up", query="Café")
 REACT = 'Thought: I need a tool.\nAction: multiply\nAction Input: {"a": 6, "b": 7}'
 
 
@@ -58,7 +58,6 @@ def _reply(prompt: str) -> str:
     for question, calls in (
         ("and look up Café", f"Both.\n{MULTIPLY}\n{LOOK_UP}"),
         ("6 times 7", MULTIPLY),
-        ("Look up Café", LOOK_UP),
         ("What time", scripted.call("clock")),
     ):
         if question in prompt:
