@@ -1,4 +1,4 @@
-"""Plots: the style of every figure, the checks of ``--plot``, and the figure of ``blendrag profile``.
+"""Plots: the style of every figure, and the checks of ``--plot``.
 
 Equal numbers give equal files: no dates, no versions, the fonts that come with matplotlib. matplotlib is an
 extra, so it is imported only when something is drawn.
@@ -7,8 +7,9 @@ extra, so it is imported only when something is drawn.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from blendrag.planning.profile import Profile
 
 DPI = 144
 #: Size of one panel, in inches.
@@ -51,7 +50,7 @@ GREY = "#7a7a7a"
 BANDS = 3
 #: Distance between lines that are drawn side by side.
 SPREAD_POINTS = 1.6
-#: These policies look the same in all figures; other policies take the remaining styles in order.
+#: These policies look the same in all figures.
 KNOWN = ("blend", "hkvd", "query", "query+hkvd", "hkvd-once", "boundary", "random")
 
 
@@ -125,26 +124,23 @@ class Line:
 def styles(policies: Iterable[str]) -> dict[str, Style]:
     """A style for each policy; the name without ``(k)`` decides on the colour and the marker.
 
-    More policies than colours share them with other dashes.
+    More policies than colours, and the same policy with another k, differ in their dashes.
     """
-    bare = {policy: policy.partition("(")[0] for policy in dict.fromkeys(policies)}
-    named = dict.fromkeys(name for name in bare.values() if name not in BASELINES)
-    others = [name for name in named if name not in KNOWN]
-    free = [i for i, name in enumerate(KNOWN) if name not in named]
-    free += [len(COLOURS) + i for i in range(len(others))]
-    index = dict(zip(KNOWN, range(len(KNOWN)), strict=True)) | dict(zip(others, free, strict=False))
-    used: dict[str, int] = {}
+    names, used = list(KNOWN), Counter[str]()
     found: dict[str, Style] = {}
-    for policy, name in bare.items():
-        style = BASELINES.get(name) or _indexed_style(index[name])
-        number = used[name] = used.get(name, -1) + 1  # boundary(4) and boundary(16)
-        found[policy] = Style(style.colour, style.marker, DASHES[number % 4]) if number else style
+    for policy in dict.fromkeys(policies):
+        name = policy.partition("(")[0]
+        if name in BASELINES:
+            style = BASELINES[name]
+        else:
+            names += [name] * (name not in names)
+            dash, at = divmod(names.index(name), len(COLOURS))
+            style = Style(COLOURS[at], MARKERS[at], DASHES[dash % len(DASHES)])
+        if used[name]:
+            style = replace(style, dash=DASHES[used[name] % len(DASHES)])
+        used[name] += 1
+        found[policy] = style
     return found
-
-
-def _indexed_style(index: int) -> Style:
-    at = index % len(COLOURS)
-    return Style(COLOURS[at], MARKERS[at], DASHES[index // len(COLOURS) % len(DASHES)])
 
 
 # -- drawing --------------------------------------------------------------------------------------
@@ -250,60 +246,3 @@ def write_png(figure: Figure, path: Path) -> None:
 
     with matplotlib.rc_context(STYLE):
         figure.savefig(path, dpi=DPI, metadata={"Software": None})
-
-
-# -- the figure of blendrag profile ---------------------------------------------------------------
-
-RATIOS = tuple(i / 20 for i in range(21))
-USUAL_RATIO = 0.15
-
-
-def profile_figure(found: Profile, policy: str, chunks: int) -> Figure:
-    """Time to recompute and time to load (figure 10a of the paper): by ratio, and by size of the KV."""
-    from blendrag.planning.storage import usual_prompt
-
-    figure, (by_ratio, by_size) = panels(2)
-    tier_styles = [
-        Style(COLOURS[i % len(COLOURS)], "o", DASHES[i // len(COLOURS) % 3])
-        for i in range(len(found.tiers))
-    ]
-    names = [t.name if len(t.name) <= 24 else f"…{t.name[-23:]}" for t in found.tiers]
-    tiers = list(zip((f"load, {name}" for name in names), tier_styles, found.tiers, strict=True))
-
-    prompt = usual_prompt(found, policy, chunks)
-    recompute = [1e3 * _compute_s(found, policy, chunks, ratio) for ratio in RATIOS]
-    lines = [Line("recompute", BASELINES["full"], RATIOS, recompute)]
-    for label, style, tier in tiers:
-        load = 1e3 * sum(tier.seconds(sum(p.layer_bytes), found.layers) for p in prompt.parts)
-        lines.append(Line(label, style, (0.0, 1.0), (load, load)))
-    draw(by_ratio, lines)
-    by_ratio.set(xlabel="recompute ratio r", ylabel="milliseconds", ylim=(0, None))
-    title(by_ratio, f"{chunks} chunks of {found.chunk_tokens} tokens")
-
-    counts = sorted({1, 2, 4, chunks, 2 * chunks})
-    chunk_bytes = sum(found.layer_bytes)
-    sizes = [n * chunk_bytes / 1e6 for n in counts]
-    again = [1e3 * _compute_s(found, policy, n, USUAL_RATIO) for n in counts]
-    full = [1e3 * found.prefill_s(usual_prompt(found, policy, n).tokens) for n in counts]
-    lines = [
-        Line("recompute", BASELINES["full"], sizes, again),
-        Line("full prefill", Style(GREY, "D", "--"), sizes, full),
-    ]
-    for label, style, tier in tiers:
-        loads = [1e3 * n * tier.seconds(chunk_bytes, found.layers) for n in counts]
-        lines.append(Line(label, style, sizes, loads))
-    draw(by_size, lines)
-    by_size.set(xlabel="stored KV of the prompt's chunks, MB", xscale="log", yscale="log")
-    by_size.set_xticks(sizes, [f"{size:.3g}" for size in sizes])
-    by_size.set_xticks([], minor=True)
-    title(by_size, f"recompute at r = {USUAL_RATIO}")
-    legend(figure, [by_ratio, by_size])
-    return figure
-
-
-def _compute_s(found: Profile, policy: str, chunks: int, ratio: float) -> float:
-    """Seconds to compute a prompt whose KV is already loaded."""
-    from blendrag.planning.storage import usual_estimate
-
-    estimate, counts = usual_estimate(found, policy, ratio, chunks)
-    return estimate.at(counts).compute_s

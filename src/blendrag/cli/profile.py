@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from blendrag.cli import interrupt, options
+from blendrag.cli import interrupt, options, plots
 from blendrag.cli.lifecycle import DONE, begin, reporting
 from blendrag.cli.output import duration, megabytes, milliseconds, print_json, say
-from blendrag.cli.plots import profile_figure, require_plot, write_png
 from blendrag.cli.progress import StatusLine
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from blendrag.engine.profiling import ProfileReport
     from blendrag.planning.profile import Profile
     from blendrag.planning.storage import StorageChoice
 
 #: Chunks whose storage is priced if the store is empty.
 SOME_CHUNKS = 1000
+#: Ratios of the figure.
+RATIOS = tuple(i / 20 for i in range(21))
+USUAL_RATIO = 0.15
 
 
 @reporting
@@ -59,7 +64,7 @@ def profile(
     ratio = settings().fixed_ratio if ratio is None else ratio
     chunks = top_k or settings().top_k
     make_policy(policy)  # fail before any work
-    require_plot(plot)
+    plots.require_plot(plot)
     with options.engine_for(context) as engine:
         with StatusLine() as line:
 
@@ -79,7 +84,7 @@ def profile(
         typer.echo(f"storage for {chunks} chunks, {policy} at ratio {ratio:g}:")
         _print_choice(choice)
     if plot is not None:
-        write_png(profile_figure(found, policy, chunks), plot)
+        plots.write_png(profile_figure(found, policy, chunks), plot)
     return DONE
 
 
@@ -142,3 +147,49 @@ def _print_choice(choice: StorageChoice) -> None:
         typer.echo(f"cheapest that adds no latency: {choice.best.device.name}")
     else:
         typer.echo(f"each adds latency; the fastest is {choice.fastest.device.name}")
+
+
+# -- the figure -----------------------------------------------------------------------------------
+
+
+def profile_figure(found: Profile, policy: str, chunks: int) -> Figure:
+    """Time to recompute and time to load (figure 10a of the paper): by ratio, and by size of the KV."""
+    from blendrag.planning.storage import usual_estimate, usual_prompt
+
+    def compute_ms(chunks: int, ratio: float) -> float:
+        """For a prompt whose KV is already loaded."""
+        estimate, counts = usual_estimate(found, policy, ratio, chunks)
+        return 1e3 * estimate.at(counts).compute_s
+
+    figure, (by_ratio, by_size) = plots.panels(2)
+    prompt = usual_prompt(found, policy, chunks)
+    chunk_bytes = sum(found.layer_bytes)
+    sizes = {n: n * chunk_bytes / 1e6 for n in sorted({1, 2, 4, chunks, 2 * chunks})}
+    full = [1e3 * found.prefill_s(usual_prompt(found, policy, n).tokens) for n in sizes]
+    again = [compute_ms(n, USUAL_RATIO) for n in sizes]
+    over_ratio = [
+        plots.Line(
+            "recompute", plots.BASELINES["full"], RATIOS, [compute_ms(chunks, r) for r in RATIOS]
+        )
+    ]
+    over_size = [
+        plots.Line("recompute", plots.BASELINES["full"], [*sizes.values()], again),
+        plots.Line("full prefill", plots.Style(plots.GREY, "D", "--"), [*sizes.values()], full),
+    ]
+    for tier, colour in zip(found.tiers, cycle(plots.COLOURS), strict=False):
+        name = tier.name if len(tier.name) <= 24 else f"…{tier.name[-23:]}"
+        label, style = f"load, {name}", plots.Style(colour, "o")
+        load = 1e3 * sum(tier.seconds(sum(p.layer_bytes), found.layers) for p in prompt.parts)
+        over_ratio.append(plots.Line(label, style, (0.0, 1.0), (load, load)))
+        loads = [1e3 * n * tier.seconds(chunk_bytes, found.layers) for n in sizes]
+        over_size.append(plots.Line(label, style, [*sizes.values()], loads))
+    plots.draw(by_ratio, over_ratio)
+    by_ratio.set(xlabel="recompute ratio r", ylabel="milliseconds", ylim=(0, None))
+    plots.title(by_ratio, f"{chunks} chunks of {found.chunk_tokens} tokens")
+    plots.draw(by_size, over_size)
+    by_size.set(xlabel="stored KV of the prompt's chunks, MB", xscale="log", yscale="log")
+    by_size.set_xticks([*sizes.values()], [f"{size:.3g}" for size in sizes.values()])
+    by_size.set_xticks([], minor=True)
+    plots.title(by_size, f"recompute at r = {USUAL_RATIO}")
+    plots.legend(figure, [by_ratio, by_size])
+    return figure

@@ -7,6 +7,7 @@ before, which is another chunk, so ``reuse`` must fail there.
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -68,28 +69,22 @@ class Tour:
     chunks: int
     stops: tuple[Stop, ...]
 
-    def correct(self, mode: str) -> int:
-        return sum(stop.replies[mode].correct for stop in self.stops)
-
-    def ttft_s(self, mode: str) -> float:
-        """Median over the questions."""
-        return median(stop.replies[mode].ttft_s for stop in self.stops)
-
-    def speedup(self, mode: str) -> float:
-        """Median over the questions of full prefill's TTFT divided by this mode's."""
-        return median(s.replies["full"].ttft_s / s.replies[mode].ttft_s for s in self.stops)
+    def totals(self) -> dict[str, dict[str, float]]:
+        """By mode: the number of correct answers, the median TTFT, and the median over the questions of full
+        prefill's TTFT divided by this mode's."""
+        found: dict[str, dict[str, float]] = {}
+        for mode in MODES:
+            pairs = [(stop.replies["full"], stop.replies[mode]) for stop in self.stops]
+            found[mode] = {
+                "correct": sum(reply.correct for _, reply in pairs),
+                "ttft_s": median(reply.ttft_s for _, reply in pairs),
+                "speedup": median(full.ttft_s / reply.ttft_s for full, reply in pairs),
+            }
+        return found
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready, with the totals."""
-        totals = {
-            mode: {
-                "correct": self.correct(mode),
-                "ttft_s": self.ttft_s(mode),
-                "speedup": self.speedup(mode),
-            }
-            for mode in MODES
-        }
-        return asdict(self) | {"questions": len(self.stops), "totals": totals}
+        return asdict(self) | {"questions": len(self.stops), "totals": self.totals()}
 
 
 def take_tour(
@@ -154,9 +149,7 @@ def print_tour(tour: Tour) -> None:
     """Print the table and the line of totals."""
     from rich.console import Console
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=140)
+    console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(table(tour))
     console.print(totals(tour), highlight=False, markup=False, soft_wrap=True)
 
@@ -203,10 +196,8 @@ def _marked(reply: Reply) -> str:
 
 def totals(tour: Tour) -> str:
     """The line below the table."""
-    n = len(tour.stops)
-    right = ", ".join(f"{mode} {tour.correct(mode)}/{n}" for mode in MODES)
-    times = ", ".join(f"{mode} {1e3 * tour.ttft_s(mode):.0f} ms" for mode in MODES)
-    return (
-        f"correct: {right}; median TTFT: {times}; speed over full prefill: "
-        f"reuse {tour.speedup('reuse'):.1f}×, blend {tour.speedup('blend'):.1f}×"
-    )
+    found, n = tour.totals(), len(tour.stops)
+    right = ", ".join(f"{mode} {of['correct']}/{n}" for mode, of in found.items())
+    times = ", ".join(f"{mode} {1e3 * of['ttft_s']:.0f} ms" for mode, of in found.items())
+    speed = ", ".join(f"{mode} {found[mode]['speedup']:.1f}×" for mode in ("reuse", "blend"))
+    return f"correct: {right}; median TTFT: {times}; speed over full prefill: {speed}"
