@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 import tiny
-from blendrag.engine import BlendEngine
+from blendrag.engine import BlendEngine, kv_validity
+from blendrag.fusor.gate import Verification, verify
+from blendrag.model import ModelAdapter
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _gate_runs_once_per_model() -> Iterator[None]:
+    """In every store the gate would run again; its own tests are in ``tests/fusor``."""
+    known: dict[str, Verification] = {}
+
+    def once(adapter: ModelAdapter, *args: Any) -> Verification:
+        if adapter.refusal is not None:
+            return verify(adapter)
+        namespace = adapter.identity.namespace
+        if namespace not in known:
+            known[namespace] = verify(adapter, *args)
+        return known[namespace]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_validity, "verify", once)
+        yield
 
 
 @pytest.fixture(scope="session")
