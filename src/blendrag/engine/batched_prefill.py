@@ -8,7 +8,7 @@ cannot be prefilled with others, or that failed there, is prefilled in its turn.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,12 +16,13 @@ from typing import NamedTuple
 import torch
 
 from blendrag.engine.packing_rule import Load, PackingRule
-from blendrag.engine.planner import KVAccess, checked
+from blendrag.engine.planner import Planner, checked
 from blendrag.engine.request import Request
+from blendrag.engine.resources import Resources
 from blendrag.engine.stream import AnswerStream
-from blendrag.fusor import Fusor, PackedPrompt, Prefilled
+from blendrag.errors import UnsupportedModelError
+from blendrag.fusor import PackedPrompt, Prefilled
 from blendrag.fusor.loader import SpanCorruptError
-from blendrag.model.adapter import ModelAdapter
 from blendrag.planning.plan import Plan
 from blendrag.planning.profile import Profile
 
@@ -38,7 +39,7 @@ class Ahead:
     """Open; ``None`` if the request must be planned again."""
     prefilled: Prefilled | None = None
     """The prompt's KV and last hidden state; ``None`` if it is still to be prefilled."""
-    avoid: frozenset[str] = frozenset()
+    avoid: Collection[str] = ()
     """Keys of chunks whose bytes failed verification."""
     batch_size: int = 1
     """Prompts in that forward."""
@@ -59,33 +60,45 @@ class BatchEntry(NamedTuple):
     stream: AnswerStream
 
 
+class _Planned(NamedTuple):
+    request: Request
+    plan: Plan
+    profile: Profile | None
+    load: Load
+
+
 class RequestBatch:
     """The prompts of one call, in order. Used on the worker only."""
 
-    def __init__(self, entries: Sequence[BatchEntry]) -> None:
+    def __init__(
+        self,
+        entries: Sequence[BatchEntry],
+        resources: Resources,
+        planner: Planner,
+        limit_bytes: int,
+    ) -> None:
+        """``limit_bytes``: memory of the prompts that are prefilled together."""
         self.entries = entries
+        self._resources = resources
+        self._planner = planner
+        self._limit_bytes = limit_bytes
         self._next = 0
         """The first entry not considered yet."""
         self._ahead: dict[int, Ahead] = {}
 
-    @property
-    def may_pack(self) -> bool:
-        """Whether there are several prompts and any of them may use stored KV."""
-        return len(self.entries) > 1 and any(
-            request.mode != "full" and request.prompt.chunks for request, _ in self.entries
-        )
+    def take(self, number: int) -> Ahead:
+        """What was done ahead for that prompt; prefills it with the following ones if it is faster.
 
-    def take(self, number: int, prefill: Callable[[], BatchedPrefill | None]) -> Ahead:
-        """What was done ahead for that prompt; prefills it with the following ones if it is faster."""
-        batched = prefill() if self.may_pack else None
-        if batched is None:
+        Caller holds the model's lock.
+        """
+        if not self._may_pack:
             return NOTHING_AHEAD
+        namespace = self._resources.kv_validity.namespace
         if number >= self._next:
             self._next = number + 1  # even if this fails
-            made, self._next = batched(self.entries, number)
-            self._ahead.update(made)
+            self._prefill(number, namespace)
         ahead = self._ahead.pop(number, NOTHING_AHEAD)
-        if ahead is NOTHING_AHEAD or ahead.namespace == batched.namespace:
+        if ahead is NOTHING_AHEAD or ahead.namespace == namespace:
             return ahead
         ahead.close()  # weights or adapters changed between the prefill and this turn
         return NOTHING_AHEAD
@@ -99,99 +112,83 @@ class RequestBatch:
         for number in list(self._ahead):
             self.leave(number)
 
+    @property
+    def _may_pack(self) -> bool:
+        """Whether there are several prompts, any may use stored KV, and the model can prefill several."""
+        if len(self.entries) < 2 or not any(
+            request.mode != "full" and request.prompt.chunks for request, _ in self.entries
+        ):
+            return False
+        with suppress(UnsupportedModelError):
+            return self._resources.adapter.refusal is None and self._resources.fusor.packs
+        return False
 
-class _Planned(NamedTuple):
-    request: Request
-    plan: Plan
-    profile: Profile | None
-    load: Load
-
-
-@dataclass(frozen=True)
-class BatchedPrefill:
-    """Prefills the next prompts of a batch in one forward. Caller holds the model's lock."""
-
-    adapter: ModelAdapter
-    fusor: Fusor
-    namespace: str
-    access: Callable[[Request, Callable[[], None]], KVAccess]
-    """See :meth:`Planner.access`."""
-    rule: PackingRule
-
-    def __call__(
-        self, entries: Sequence[BatchEntry], first: int
-    ) -> tuple[Mapping[int, Ahead], int]:
-        """What is there now of ``first`` and following prompts, and the first one not considered."""
+    def _prefill(self, first: int, namespace: str) -> None:
+        """Prefill the ``first`` and following prompts in one forward."""
+        rule = PackingRule(self._resources.adapter.device, self._limit_bytes)
         chosen: dict[int, _Planned] = {}
-        end = len(entries)
-        for number in range(first, len(entries)):
-            planned = self._planned(entries[number])
+        end = len(self.entries)
+        for number in range(first, end):
+            planned = self._planned(self.entries[number])
             if planned is None:
                 if number == first:
-                    return {}, number + 1
+                    return
                 continue  # answered alone in its turn
             loads = [each.load for each in chosen.values()]
-            if chosen and not self.rule.admits(loads, planned.load, planned.profile):
+            if chosen and not rule.admits(loads, planned.load, planned.profile):
                 planned.plan.close()
                 end = number
                 break
             chosen[number] = planned
+        self._next = end
         if len(chosen) == 1:
-            return {first: Ahead(self.namespace, chosen[first].plan)}, end
-        return self._prefilled(entries, chosen), end
-
-    def _planned(self, entry: BatchEntry) -> _Planned | None:
-        """``None`` for a prompt that cannot be prefilled with others; its turn reports why."""
-        request, stream = entry
-        if request.mode == "full" or stream.done or self._changes_tables(request):
-            return None
-        with suppress(Exception):
-            request = checked(request, self.adapter)
-            if request.sequences == 1:
-                access = self.access(request, stream.check)
-                plan = access.plan()
-                try:
-                    load = Load.of(plan, request.max_new_tokens, self.adapter)
-                except Exception:
-                    plan.close()
-                    raise
-                return _Planned(request, plan, access.profile, load)
-        return None
-
-    def _changes_tables(self, request: Request) -> bool:
-        """Whether the prompt is so long that all rows of its forward use another rotary table."""
-        limit = self.adapter.blend_limit_tokens
-        return limit is not None and len(request.prompt.ids) > limit
-
-    def _prefilled(
-        self, entries: Sequence[BatchEntry], chosen: Mapping[int, _Planned]
-    ) -> dict[int, Ahead]:
-        prompts = [
-            self._prompt(planned, entries[number].stream) for number, planned in chosen.items()
-        ]
+            self._ahead[first] = Ahead(namespace, chosen[first].plan)
+            return
         try:
-            outcomes = self.fusor.batched_prefill(prompts)
+            outcomes = self._resources.fusor.batched_prefill(
+                [self._prompt(one, self.entries[number].stream) for number, one in chosen.items()]
+            )
         except Exception as exc:
             log.warning("%d prompts are answered one after another: %s", len(chosen), exc)
             for planned in chosen.values():
                 planned.plan.close()
-            return {}
-        return {
-            number: self._ahead(planned.plan, outcome, len(chosen))
-            for (number, planned), outcome in zip(chosen.items(), outcomes, strict=True)
-        }
+            return
+        for (number, planned), outcome in zip(chosen.items(), outcomes, strict=True):
+            if isinstance(outcome, Prefilled):
+                self._ahead[number] = Ahead(
+                    namespace, planned.plan, outcome, batch_size=len(chosen)
+                )
+                continue
+            planned.plan.close()  # planned again in its turn, where it raises its error
+            if isinstance(outcome, SpanCorruptError):
+                self._ahead[number] = Ahead(namespace, avoid={outcome.span.reader.key})
+            log.debug("a prompt left its batch: %s", outcome)
+
+    def _planned(self, entry: BatchEntry) -> _Planned | None:
+        """``None`` for a prompt that cannot be prefilled with others; its turn reports why."""
+        request, stream = entry
+        adapter = self._resources.adapter
+        limit = adapter.blend_limit_tokens
+        if limit is not None and len(request.prompt.ids) > limit:
+            return None  # all rows of its forward would use another rotary table
+        if request.mode == "full" or stream.done:
+            return None
+        with suppress(Exception):
+            request = checked(request, adapter)
+            if request.sequences == 1:
+                access = self._planner.access(request, stream.check)
+                plan = access.plan()
+                try:
+                    load = Load.of(plan, request.max_new_tokens, adapter)
+                except Exception:
+                    plan.close()
+                    raise
+                profile = access.controller.profile if access.controller else None
+                return _Planned(request, plan, profile, load)
+        return None
 
     def _prompt(self, planned: _Planned, stream: AnswerStream) -> PackedPrompt:
-        ids = torch.tensor([planned.request.prompt.ids], device=self.adapter.device)  # [1, N]
+        device = self._resources.adapter.device
+        ids = torch.tensor([planned.request.prompt.ids], device=device)  # [1, N]
         request = planned.plan.request(ids.shape[1])
         return PackedPrompt(ids, request, planned.request.max_new_tokens, stream.check)
-
-    def _ahead(self, plan: Plan, outcome: Prefilled | Exception, batch_size: int) -> Ahead:
-        """A prompt that failed is planned again in its turn, and raises its error there."""
-        if isinstance(outcome, Prefilled):
-            return Ahead(self.namespace, plan, outcome, batch_size=batch_size)
-        plan.close()
-        if isinstance(outcome, SpanCorruptError):
-            return Ahead(self.namespace, avoid=frozenset({outcome.span.reader.key}))
-        log.debug("a prompt left its batch: %s", outcome)
-        return Ahead(self.namespace)

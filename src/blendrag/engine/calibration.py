@@ -13,13 +13,12 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from blendrag.engine.planner import UNTRUSTED, Planner
+from blendrag.engine.planner import UNTRUSTED, Planner, check_fits
 from blendrag.engine.rendering import prompt_over
 from blendrag.engine.request import RagPrompt
 from blendrag.engine.resources import Resources
 from blendrag.engine.worker import Worker
 from blendrag.errors import (
-    ContextOverflowError,
     CorpusError,
     CorruptKVError,
     IdentityChangedError,
@@ -28,7 +27,6 @@ from blendrag.errors import (
 )
 from blendrag.fusor.loader import SpanCorruptError
 from blendrag.fusor.selection import Schedule, SelectionPolicy, make_policy
-from blendrag.model.adapter import ModelAdapter
 from blendrag.planning.calibrate import (
     ANSWER_TOKENS,
     Found,
@@ -81,10 +79,11 @@ class CalibrationOptions:
                 f"ratio {self.ratio} leaves nothing to spread over the layers; expected above 0 and "
                 "below 1"
             )
-        if self.samples < 1:
-            raise InvalidInputError(f"samples is {self.samples}, expected 1 or more prompts")
-        if self.top_k < 1:
-            raise InvalidInputError(f"top_k is {self.top_k}, expected 1 or more chunks")
+        for name, what in (("samples", "prompts"), ("top_k", "chunks")):
+            if getattr(self, name) < 1:
+                raise InvalidInputError(
+                    f"{name} is {getattr(self, name)}, expected 1 or more {what}"
+                )
         if not self.minutes > 0:
             raise InvalidInputError(f"minutes is {self.minutes}, expected more than 0")
         if not make_policy(self.policy).follows_schedule:
@@ -125,12 +124,9 @@ class CalibrationReport:
             **asdict(self.calibration),
             "families": {str(each.schedule): each.deviation for each in self.search.families},
             "tried": self.search.tried,
-            "seconds": self.seconds,
             "interrupted": self.search.interrupted,
             "out_of_time": self.search.out_of_time,
-            "gain": self.gain,
-            "gain_error": self.gain_error,
-            "note": self.note,
+            **{name: getattr(self, name) for name in ("seconds", "gain", "gain_error", "note")},
         }
 
 
@@ -153,10 +149,12 @@ def calibrate(
     prompts = [
         segments(prompt_over(each.question, each.chunks)) for each in _asked(resources, options)
     ]
+    adapter = resources.adapter
+    limit = min(adapter.context_tokens, adapter.blend_limit_tokens or adapter.context_tokens)
     for prompt in prompts:
-        _check_fits(prompt, resources.adapter)
+        check_fits(prompt, ANSWER_TOKENS, limit)
     controller = worker.run(lambda: _controller(resources, planner))
-    policy, layers = make_policy(options.policy), len(resources.adapter.layout.layers)
+    policy, layers = make_policy(options.policy), len(adapter.layout.layers)
     deviations = PromptDeviations(resources, worker, controller, policy, options.ratio)
     deviations.prefill(prompts)
     earlier = calibrations_of(resources.root, controller.namespace, options.policy)
@@ -200,13 +198,6 @@ def _asked(resources: Resources, options: CalibrationOptions) -> list[SampledQue
     retriever = resources.retriever()
     chunks = [[c.text for c in retriever.retrieve(each, options.top_k)] for each in drawn]
     return [SampledQuestion(each, tuple(texts)) for each, texts in zip(drawn, chunks, strict=True)]
-
-
-def _check_fits(prompt: SegmentedPrompt, adapter: ModelAdapter) -> None:
-    """Raise :class:`ContextOverflowError` for a prompt without room for its answer."""
-    limit = min(adapter.context_tokens, adapter.blend_limit_tokens or adapter.context_tokens)
-    if len(prompt.ids) + ANSWER_TOKENS > limit:
-        raise ContextOverflowError(len(prompt.ids), ANSWER_TOKENS, limit)
 
 
 def _controller(resources: Resources, planner: Planner) -> Controller:

@@ -14,9 +14,9 @@ background.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from blendrag.engine.answers import (
     sources_of,
     wait_all,
 )
-from blendrag.engine.batched_prefill import BatchedPrefill, BatchEntry, RequestBatch
+from blendrag.engine.batched_prefill import BatchEntry, RequestBatch
 from blendrag.engine.calibration import CalibrationOptions, CalibrationReport
 from blendrag.engine.decoding import Likelihoods
 from blendrag.engine.exposition import exposition
@@ -48,12 +48,10 @@ from blendrag.engine.generation import Generation
 from blendrag.engine.ingest import DryRun, IngestReport, Inputs, Watch
 from blendrag.engine.kv_writer import BackgroundWriter
 from blendrag.engine.library import Library
-from blendrag.engine.packing_rule import PackingRule
 from blendrag.engine.planner import Planner, check_fits, checked
 from blendrag.engine.profiling import ProfileReport
 from blendrag.engine.rendering import (
     Rendered,
-    explain_bos,
     prompt_over,
     recognise,
     refuse_silence,
@@ -68,7 +66,6 @@ from blendrag.errors import (
     InvalidInputError,
     RequestCancelled,
     RequestTimeout,
-    UnsupportedModelError,
 )
 from blendrag.fusor.gate import Verification
 from blendrag.fusor.loader import SpanCorruptError
@@ -272,12 +269,11 @@ class BlendEngine:
         if not isinstance(prompt, str | RagPrompt):
             refuse_silence(prompt)
         segments, source_of, notes = self._segments(rendered)
-        notes += explain_bos(prompt, tokens, options)
         if not segments.ids:
             raise InvalidInputError("the prompt is empty; ask something")
         new_tokens = options.max_new_tokens or s.max_new_tokens
         if self.resources.is_loaded:  # otherwise checked on the worker, once the model is loaded
-            check_fits(segments, new_tokens, self.resources.adapter)
+            check_fits(segments, new_tokens, self.resources.adapter.context_tokens)
         ratio = s.ratio if options.ratio is None else options.ratio
         min_ratio = s.min_ratio if options.min_ratio is None else options.min_ratio
         if options.min_ratio is not None and ratio != AUTO:
@@ -315,7 +311,7 @@ class BlendEngine:
             lambda chunk_id: resources.text_ids(chunks[chunk_id].text),
             found.plain,
         )
-        notes = (foreign,) if foreign else found.notes
+        notes = (*((foreign,) if foreign else found.notes), *rendered.notes)
         return segments, {c.chunk_id: c.source for c in chunks.values()}, notes
 
     def _answer_stream(self, request: Request) -> AnswerStream:
@@ -359,8 +355,10 @@ class BlendEngine:
         """
         request, stream = batch.entries[number]
         adapter = self.resources.adapter
-        with adapter.lock.while_wanted(stream.check), _forwards(adapter, request.mode):
-            ahead = batch.take(number, self._batched_prefill)
+        # forwards that may blend run uncompiled
+        compiled = nullcontext() if request.mode == "full" else adapter.uncompiled()
+        with adapter.lock.while_wanted(stream.check), compiled, torch.inference_mode():
+            ahead = batch.take(number)
             request = checked(request, adapter)
             access = self._planner.access(request, None if ahead.plan else stream.check)
             generation = Generation(adapter, lambda: self.resources.fusor, request, stream)
@@ -383,21 +381,6 @@ class BlendEngine:
                     avoid.add(corrupt.span.reader.key)
                     plan = prefilled = None
         raise AssertionError("the last attempt loads nothing")
-
-    def _batched_prefill(self) -> BatchedPrefill | None:
-        """How prompts over stored KV are prefilled in one forward; ``None`` for a model that cannot."""
-        resources = self.resources
-        with suppress(UnsupportedModelError):
-            adapter = resources.adapter
-            if adapter.refusal is None and resources.fusor.packs:
-                return BatchedPrefill(
-                    adapter,
-                    resources.fusor,
-                    resources.kv_validity.namespace,
-                    self._planner.access,
-                    PackingRule(adapter.device, self.settings.batch_bytes),
-                )
-        return None
 
     async def _start_off_loop(self, prompt: Prompt, options: Options) -> Started:
         begin = partial(self._start_batch, [prompt], options, False, time.perf_counter())
@@ -422,7 +405,12 @@ class BlendEngine:
                     raise
                 made.append(exc)
         requests = [one for one in made if isinstance(one, Request)]
-        batch = RequestBatch([BatchEntry(one, self._answer_stream(one)) for one in requests])
+        batch = RequestBatch(
+            [BatchEntry(one, self._answer_stream(one)) for one in requests],
+            self.resources,
+            self._planner,
+            self.settings.batch_bytes,
+        )
         submitted: list[Started] = []
         try:
             for number in range(len(requests)):
@@ -530,14 +518,6 @@ class BlendEngine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-@contextmanager
-def _forwards(adapter: ModelAdapter, mode: Mode) -> Iterator[None]:
-    """Inference mode; forwards that may blend run uncompiled."""
-    compiled = nullcontext() if mode == "full" else adapter.uncompiled()
-    with compiled, torch.inference_mode():
-        yield
 
 
 def check_defaults(defaults: Settings) -> None:

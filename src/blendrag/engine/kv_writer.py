@@ -7,13 +7,12 @@ always encoded alone after the corpus's prefix; KV computed in the context of a 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeVar
 
 from blendrag.corpus.corpus import Corpus
@@ -65,7 +64,6 @@ class KVWriter:
     def __init__(self, resources: Resources, worker: Worker) -> None:
         self._resources = resources
         self._worker = worker
-        self._namespace = ""
         self._admitted = False
         self._pins: PinScope
         self.written = Written()
@@ -76,14 +74,13 @@ class KVWriter:
         with self._resources.store.pin_scope() as self._pins:
             yield
 
-    @property
+    @cached_property
     def namespace(self) -> str:
         """Where this run stores; does not change during the run."""
-        if not self._namespace:
-            self._namespace = self._resources.namespace()
-            if self._resources.is_loaded:
-                self._worker.run(lambda: self._resources.kv_validity.renew(self._namespace))
-        return self._namespace
+        namespace = self._resources.namespace()
+        if self._resources.is_loaded:
+            self._worker.run(lambda: self._resources.kv_validity.renew(namespace))
+        return namespace
 
     def missing(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         """Those of ``chunks`` without stored KV; the others are pinned."""
@@ -168,17 +165,6 @@ def drop_orphaned_kv(resources: Resources, corpus: Corpus, within_s: float = ABA
     return len(dropped)
 
 
-def take_back(resources: Resources, corpus: Corpus, chunks: Sequence[Chunk]) -> None:
-    """Drop the KV of chunks whose addition failed.
-
-    An error here must not hide the one that made the addition fail: the note left before writing has the KV
-    dropped later.
-    """
-    with contextlib.suppress(BlendragError):
-        corpus.dropped.note(chunks, 0.0)
-        drop_orphaned_kv(resources, corpus)
-
-
 # -- what queries missed --------------------------------------------------------------------------
 
 
@@ -230,12 +216,11 @@ class BackgroundWriter:
         return stored
 
     def _seen_before(self, leading: Ids) -> bool:
-        if leading in self._seen:
-            return True
+        seen = leading in self._seen
         self._seen[leading] = None
-        while len(self._seen) > SEEN_LEADING:
+        if len(self._seen) > SEEN_LEADING:
             del self._seen[next(iter(self._seen))]
-        return False
+        return seen
 
     def _encode(self, ids: Ids, prefix: Ids) -> bool:
         """Whether the KV is stored now."""

@@ -10,26 +10,25 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.documents import Entry, NewEntry
-from blendrag.corpus.embedder import GIVEN, refuse_given
+from blendrag.corpus.embedder import GIVEN, Embedder, refuse_given
 from blendrag.engine.kv_writer import (
     KVWriter,
     Written,
     drop_orphaned_kv,
     kv_keys,
-    take_back,
     with_loaded_identity,
 )
 from blendrag.engine.resources import Resources
 from blendrag.engine.worker import Worker
-from blendrag.errors import InvalidInputError, check_unicode
+from blendrag.errors import BlendragError, InvalidInputError, check_unicode
 from blendrag.store.identity import digest_fields
 from blendrag.text.chunking import Chunk, canonical, chunk_id_of
 from blendrag.text.matches import is_recognisable
@@ -115,7 +114,9 @@ class Library:
         if not entries:
             return Added()
         with self._changing:
-            corpus = self._corpus_for(None if rows is None else embedder)
+            corpus = self._resources.create_corpus()
+            if rows is not None:
+                corpus.set_manifest(replace(corpus.manifest, embedder=GIVEN + embedder))
             addition = Addition(self._resources, corpus, entries, rows, embed)
             try:
                 new = addition.new_entries()
@@ -123,7 +124,9 @@ class Library:
                 if new:
                     corpus.entries.put(new)
             except Exception:
-                take_back(self._resources, corpus, addition.chunks)
+                with suppress(BlendragError):  # the note left before writing drops it later
+                    corpus.dropped.note(addition.chunks, 0.0)
+                    drop_orphaned_kv(self._resources, corpus)
                 raise
             self._resources.remember_namespace()
             drop_orphaned_kv(self._resources, corpus)
@@ -153,10 +156,7 @@ class Library:
 
     def delete_parents(self, parents: Sequence[str]) -> list[str]:
         """Remove all entries of these parents; returns their ids."""
-        corpus = self._own()
-        if corpus is None:
-            return []
-        return self.delete([i for parent in parents for i in corpus.entries.ids(parent)])
+        return self.delete([i for parent in parents for i in self.ids(parent)])
 
     def clear(self) -> int:
         """Remove all entries, but no document that was ingested by path; returns how many."""
@@ -180,23 +180,22 @@ class Library:
         """True: an empty library is not falsy."""
         return True
 
-    def ids(self) -> list[str]:
-        """Ids of all entries, in the order they were added or last changed."""
+    def ids(self, parent: str | None = None) -> list[str]:
+        """Ids of all entries (of one parent), in the order they were added or last changed."""
         corpus = self._own()
-        return [] if corpus is None else corpus.entries.ids()
+        return [] if corpus is None else corpus.entries.ids(parent)
 
     def get(self, ids: Sequence[str]) -> list[Entry]:
         """Entries in the order of ``ids``, without unknown ids."""
         corpus = self._own()
-        found: Mapping[str, Entry] = {} if corpus is None else corpus.entries.get(ids)
+        found = {} if corpus is None else corpus.entries.get(ids)
         return [found[entry_id] for entry_id in ids if entry_id in found]
 
     def entries(self, where: Where | None = None, parent: str | None = None) -> Iterator[Entry]:
         """Entries that ``where`` accepts, in the order of :meth:`ids`."""
         corpus = self._own()
-        for entry in () if corpus is None else corpus.entries.all(parent):
-            if where is None or where(entry):
-                yield entry
+        if corpus is not None:
+            yield from filter(where or (lambda entry: True), corpus.entries.all(parent))
 
     def search(
         self, query: str | np.ndarray | Sequence[float], k: int, where: Where | None = None
@@ -226,13 +225,11 @@ class Library:
 
     def embed(self, texts: Sequence[str]) -> np.ndarray:
         """Vectors from the corpus's embedder, float32 [n, dim] at unit length."""
-        self._require_own_embedder()
-        return self._resources.embedder.embed(texts)
+        return self._own_embedder().embed(texts)
 
     def embed_query(self, text: str) -> np.ndarray:
         """Vector of a question, float32 [dim] at unit length."""
-        self._require_own_embedder()
-        return self._resources.embedder.embed_query(text)
+        return self._own_embedder().embed_query(text)
 
     # -- details --------------------------------------------------------------------------------
 
@@ -243,17 +240,11 @@ class Library:
             return None
         return self._resources.require_corpus()
 
-    def _require_own_embedder(self) -> None:
+    def _own_embedder(self) -> Embedder:
         corpus = self._own()
         if corpus is not None:
             refuse_given(corpus.manifest.embedder)
-
-    def _corpus_for(self, embedder: str | None) -> Corpus:
-        """The corpus to add to, with vectors of the given embedder (``None``: its own)."""
-        corpus = self._resources.create_corpus()
-        if embedder is not None:
-            corpus.set_manifest(replace(corpus.manifest, embedder=GIVEN + embedder))
-        return corpus
+        return self._resources.embedder
 
     def _write_kv(self, corpus: Corpus, chunks: Sequence[Chunk]) -> Written:
         """Store the KV of chunks that have none and are long enough to be recognised in a prompt."""
@@ -283,17 +274,13 @@ def check_entries(entries: Sequence[Entry]) -> None:
         for name, text in (("id", entry.id), ("text", entry.text), ("parent", entry.parent)):
             check_unicode(text, f"{name} of entry {entry.id!r}")
         for key, value in entry.metadata.items():
-            _check_json(entry, key, value)
-
-
-def _check_json(entry: Entry, key: Any, value: Any) -> None:
-    try:
-        json.dumps({key: value}, ensure_ascii=False).encode("utf-8")
-    except (TypeError, ValueError, RecursionError) as exc:
-        raise InvalidInputError(
-            f"metadata {key!r} of entry {entry.id!r} is a {type(value).__name__} that JSON cannot "
-            "hold; expected text, numbers, lists or objects of them: convert it or leave it out"
-        ) from exc
+            try:
+                json.dumps({key: value}, ensure_ascii=False).encode("utf-8")
+            except (TypeError, ValueError, RecursionError) as exc:
+                raise InvalidInputError(
+                    f"metadata {key!r} of entry {entry.id!r} is a {type(value).__name__} that JSON cannot "
+                    "hold; expected text, numbers, lists or objects of them: convert it or leave it out"
+                ) from exc
 
 
 def given_vectors(

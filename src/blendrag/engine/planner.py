@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from blendrag.config import UNCALIBRATED_SCHEDULE, Settings
 from blendrag.engine.kv_writer import BackgroundWriter
-from blendrag.engine.request import ASSISTED, REFUSED, Options, Request
+from blendrag.engine.request import ASSISTED, REFUSED, Request
 from blendrag.engine.resources import Resources
 from blendrag.errors import ContextOverflowError, InvalidInputError, UnsupportedModelError
 from blendrag.fusor.selection import Schedule, make_policy
@@ -33,11 +33,10 @@ NO_PROFILE = "ratio auto needs a machine profile"
 OTHER_PROFILE = "ratio auto needs a machine profile, and the stored one is for {}"
 
 
-def check_fits(prompt: SegmentedPrompt, max_new_tokens: int, adapter: ModelAdapter) -> None:
+def check_fits(prompt: SegmentedPrompt, max_new_tokens: int, limit: int) -> None:
     """Raise :class:`ContextOverflowError` for a prompt that leaves no room for its answer."""
-    tokens = len(prompt.ids)
-    if tokens + max_new_tokens > adapter.context_tokens:
-        raise ContextOverflowError(tokens, max_new_tokens, adapter.context_tokens)
+    if len(prompt.ids) + max_new_tokens > limit:
+        raise ContextOverflowError(len(prompt.ids), max_new_tokens, limit)
 
 
 def checked(request: Request, adapter: ModelAdapter) -> Request:
@@ -46,35 +45,25 @@ def checked(request: Request, adapter: ModelAdapter) -> Request:
     Raises :class:`ContextOverflowError`, :class:`InvalidInputError` for a checkpoint that asks for assisted
     decoding and for ``logprobs`` of several sequences, :class:`UnsupportedModelError` in any mode but full.
     """
-    check_fits(request.prompt, request.max_new_tokens, adapter)
+    check_fits(request.prompt, request.max_new_tokens, adapter.context_tokens)
     if request.mode != "full":
         adapter.require_blendable()
-    _refuse_assisted_decoding(adapter)
-    sequences = _sequences(request.options, adapter)
-    if sequences > 1 and request.options.logprobs is not None:
-        raise InvalidInputError(
-            f"logprobs of {sequences} beams or sequences, expected one sequence; leave out one of the two"
-        )
-    return replace(request, sequences=sequences)
-
-
-def _sequences(options: Options, adapter: ModelAdapter) -> int:
-    """As requested, else as in the checkpoint's generation config."""
     config = adapter.model.generation_config
-    names = ("num_beams", "num_return_sequences")
-    return max(int(options.generate.get(n) or getattr(config, n, None) or 1) for n in names)
-
-
-def _refuse_assisted_decoding(adapter: ModelAdapter) -> None:
-    """Check the checkpoint's generation config; options of a request were checked before."""
-    config = adapter.model.generation_config
-    for name in ASSISTED:
+    for name in ASSISTED:  # those of the request's options were checked before
         value = getattr(config, name, None)
         if value is not None and value is not False:
             raise InvalidInputError(
                 f"the generation config of {adapter.model_id} sets {name} to {value!r}: "
                 f"{REFUSED[name]}; set model.generation_config.{name} to None"
             )
+    given = request.options.generate
+    names = ("num_beams", "num_return_sequences")
+    sequences = max(int(given.get(n) or getattr(config, n, None) or 1) for n in names)
+    if sequences > 1 and request.options.logprobs is not None:
+        raise InvalidInputError(
+            f"logprobs of {sequences} beams or sequences, expected one sequence; leave out one of the two"
+        )
+    return replace(request, sequences=sequences)
 
 
 @dataclass(frozen=True)
@@ -90,11 +79,6 @@ class KVAccess:
     """Used at every ratio that has no calibrated schedule."""
     calibrated: tuple[Calibration, ...] = ()
     notes: tuple[str, ...] = ()
-
-    @property
-    def profile(self) -> Profile | None:
-        """Times of this machine, if they were measured."""
-        return self.controller.profile if self.controller is not None else None
 
     def plan(self, avoid: frozenset[str] = frozenset()) -> Plan:
         """Open what is loaded and decide the rest; the caller closes the plan.
@@ -122,7 +106,7 @@ class KVAccess:
             raise
         found = nearest(self.calibrated, plan.ratio)
         note = found.note(plan.ratio) if found is not None else ""
-        notes = (*self.notes, *((note,) if note else ()), *plan.notes)
+        notes = tuple(filter(None, (*self.notes, note, *plan.notes)))
         if plan.forecast is not None:  # from when the caller asked, like the measured TTFT
             ttft_s = time.perf_counter() - request.asked_at + plan.forecast.ttft_s
             plan = replace(plan, forecast=replace(plan.forecast, ttft_s=ttft_s))
@@ -212,14 +196,10 @@ class Planner:
         matters = request.mode == "blend" and make_policy(request.policy).follows_schedule
         if found is not None:
             return found.schedule, known if matters else (), ()
-        tell = matters and (named or self._is_news(namespace, request.policy))
+        tell = matters and (named or (namespace, request.policy) not in self._told)
+        if tell:
+            self._told.add((namespace, request.policy))
         return Schedule.parse(UNCALIBRATED_SCHEDULE), (), (UNCALIBRATED,) if tell else ()
-
-    def _is_news(self, namespace: str, policy: str) -> bool:
-        """Whether the note about a missing calibration has not been given yet."""
-        known = (namespace, policy) in self._told
-        self._told.add((namespace, policy))
-        return not known
 
     def _profile(self, request: Request, namespace: str) -> tuple[Profile | None, tuple[str, ...]]:
         """The machine profile; a note if ratio auto needs one and there is none."""

@@ -20,6 +20,7 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from blendrag.corpus.corpus import Corpus
@@ -33,6 +34,8 @@ LEADING = "Answer the question from the context.\n\n"
 SEPARATOR = "\n\n"
 
 Span = tuple[int, int]
+Change = Callable[[int, str], str]
+"""The number of a message and its content, to another content."""
 
 #: Longest line that counts as the label of an answer ("Answer:"), in characters.
 LABEL_CHARS = 48
@@ -47,7 +50,7 @@ _TAGS = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")
 _NAME = r"(question|query|q|frage|pregunta|pergunta|domanda|вопрос|问题|問題|質問|질문)"
 _LABEL_BEFORE = re.compile(rf"(?<!/)\b{_NAME}[^\n:：]{{0,24}}[:：>][\W_]*$", re.IGNORECASE)
 #: Only at the beginning of a line: "Answer the question: be brief" is not a label.
-_LABEL_AND_QUESTION = re.compile(
+_QUESTION_FOLLOWS = re.compile(
     rf"^[^\w\n/]*((the|your|my|user|user's|new|current|original)\s){{0,2}}{_NAME}"
     r"(\s[^\n:：]{0,24})?[:：>]\W*\w",
     re.IGNORECASE | re.MULTILINE,
@@ -68,6 +71,7 @@ class Rendered:
     """Content of the last user message, if known."""
     chunks: tuple[Match, ...] | None = None
     """The chunks, if they are known. Then all other text in ``contents`` is tokenised as plain text."""
+    notes: tuple[str, ...] = ()
 
 
 def prompt_over(question: str, texts: Sequence[str]) -> RagPrompt:
@@ -118,7 +122,7 @@ def render(prompt: Prompt, tokens: Tokens, options: Options) -> Rendered:
         made = _known(made, prompt.text, prompt.chunks)
     text = made.text + options.opening
     check_unicode(text, "the rendered prompt")
-    return replace(made, text=text)
+    return replace(made, text=text, notes=_rendered_twice(messages, tokens))
 
 
 def _raw(prompt: str | RagPrompt, text: str, tokens: Tokens, options: Options) -> Rendered:
@@ -144,6 +148,17 @@ def _check_messages(messages: Sequence[Mapping[str, Any]], tokens: Tokens) -> No
             check_unicode(message["content"], f"message {number}")
 
 
+def _rendered_twice(messages: Sequence[Mapping[str, Any]], tokens: Tokens) -> tuple[str, ...]:
+    """A note if text that was already rendered went through the template again."""
+    bos = tokens.tokenizer.bos_token
+    if not bos or not any(str(m.get("content")).startswith(bos) for m in messages):
+        return ()
+    return (
+        f"a message begins with {bos}, as if it had already been rendered; send rendered text with "
+        "apply_chat_template=False",
+    )
+
+
 def _located(
     rendered: str,
     messages: Sequence[Mapping[str, Any]],
@@ -151,19 +166,16 @@ def _located(
     given: Mapping[str, Any],
 ) -> Rendered:
     """With the spans of contents: of messages, and of ``documents`` given to the template."""
-    word = _absent_word(rendered)
+    while (word := f"x{secrets.token_hex(8)}x") in rendered:
+        pass
     mark = re.compile(f"([{_BEGIN}{_END}]){word}([0-9]+){_CLOSE}")
-
-    def changed(change: Callable[[int, str], str]) -> str | None:
-        try:
-            return _rendered_with(change, messages, tokens, given)
-        except Exception:  # jinja errors of many types, from templates that check contents
-            return None
-
+    changed = partial(_rendered_with, messages=messages, tokens=tokens, given=given)
     marked = changed(lambda i, body: f"{_BEGIN}{word}{i}{_CLOSE}{body}{_END}{word}{i}{_CLOSE}")
     found = _unmarked(marked, rendered, mark) if marked is not None else None
     if found is None:
-        found = _compared(rendered, f"{_BEGIN}{word}{_CLOSE}", changed)
+        documents = given.get("documents")
+        count = len(messages) + (len(documents) if isinstance(documents, list) else 0)
+        found = _compared(rendered, f"{_BEGIN}{word}{_CLOSE}", changed, count)
     if found is None:
         return Rendered(rendered)
     last = [i for i, m in enumerate(messages) if m.get("role") == "user"] or [len(messages) - 1]
@@ -175,20 +187,13 @@ def _located(
     )
 
 
-def _absent_word(text: str) -> str:
-    """A random word that is not in ``text``."""
-    while (word := f"x{secrets.token_hex(8)}x") in text:
-        pass
-    return word
-
-
 def _rendered_with(
-    change: Callable[[int, str], str],
-    messages: Sequence[Mapping[str, Any]],
-    tokens: Tokens,
-    given: Mapping[str, Any],
-) -> str:
-    """The rendering with each content changed; documents are numbered after messages."""
+    change: Change, messages: Sequence[Mapping[str, Any]], tokens: Tokens, given: Mapping[str, Any]
+) -> str | None:
+    """The rendering with each content changed; documents are numbered after messages.
+
+    ``None`` if the template refuses it.
+    """
 
     def made(fields: Mapping[str, Any], names: Sequence[str], number: int) -> dict[str, Any]:
         other = dict(fields)
@@ -204,7 +209,10 @@ def _rendered_with(
             made(document, tuple(document), len(messages) + i)
             for i, document in enumerate(documents) if isinstance(document, Mapping)
         ]}  # fmt: skip
-    return tokens.render([made(m, ("content",), i) for i, m in enumerate(messages)], **given)
+    try:
+        return tokens.render([made(m, ("content",), i) for i, m in enumerate(messages)], **given)
+    except Exception:  # jinja errors of many types, from templates that check contents
+        return None
 
 
 def _unmarked(marked: str, rendered: str, mark: re.Pattern[str]) -> list[tuple[int, Span]] | None:
@@ -231,18 +239,12 @@ def _unmarked(marked: str, rendered: str, mark: re.Pattern[str]) -> list[tuple[i
 
 
 def _compared(
-    rendered: str, word: str, changed: Callable[[Callable[[int, str], str]], str | None]
+    rendered: str, word: str, changed: Callable[[Change], str | None], count: int
 ) -> list[tuple[int, Span]] | None:
-    """Number and span of what each content changes in the rendering when ``word`` replaces it."""
-    numbers: set[int] = set()
-
-    def noted(number: int, body: str) -> str:
-        numbers.add(number)
-        return body
-
-    changed(noted)
+    """Number and span of what each of ``count`` contents changes in the rendering when ``word`` replaces
+    it."""
     found = []
-    for number in sorted(numbers):
+    for number in range(count):
         other = changed(lambda i, body, number=number: word if i == number else body)  # type: ignore[misc]
         if other is None:
             return None
@@ -289,20 +291,11 @@ def _known(made: Rendered, asked: str, chunks: Sequence[Match]) -> Rendered:
 
 def refuse_silence(messages: Sequence[Mapping[str, Any]]) -> None:
     """Raise :class:`InvalidInputError` if no message has text or a tool call."""
-    if messages and not any(_says(m.get("content")) or m.get("tool_calls") for m in messages):
+    contents = [_flattened(message).get("content") for message in messages]
+    said = [c.strip() if isinstance(c, str) else c is not None for c in contents]
+    if messages and not any(said) and not any(m.get("tool_calls") for m in messages):
         empty = "the message is" if len(messages) == 1 else f"all {len(messages)} messages are"
         raise InvalidInputError(f"{empty} empty, expected some text; ask something")
-
-
-def _says(content: Any) -> bool:
-    """Whether it holds more than white space. :func:`render` refuses parts that are not text."""
-    if isinstance(content, str):
-        return bool(content.strip())
-    if not isinstance(content, list):
-        return content is not None
-    return any(
-        _says(p.get("text") if isinstance(p, Mapping) and "text" in p else p) for p in content
-    )
 
 
 def _check_tools(tokens: Tokens, options: Options) -> None:
@@ -336,22 +329,6 @@ def _flattened(message: Mapping[str, Any]) -> Mapping[str, Any]:
                 f"a content part of type {kind!r}, expected text; describe it in words or leave it out"
             )
     return {**message, "content": "".join(texts)}
-
-
-def explain_bos(prompt: Prompt, tokens: Tokens, options: Options) -> tuple[str, ...]:
-    """A note if text that was already rendered goes through the template again."""
-    bos = tokens.tokenizer.bos_token
-    if not (bos and options.apply_chat_template and tokens.has_template):
-        return ()
-    if isinstance(prompt, RagPrompt):
-        return ()
-    contents = [prompt] if isinstance(prompt, str) else [m.get("content") for m in prompt]
-    if not any(isinstance(text, str) and text.startswith(bos) for text in contents):
-        return ()
-    return (
-        f"a message begins with {bos}, as if it had already been rendered; send rendered text with "
-        "apply_chat_template=False",
-    )
 
 
 # -- known chunks and the question ------------------------------------------------------------------
@@ -398,22 +375,20 @@ def without_question(matches: Sequence[Match], text: str, turn: Span) -> list[Ma
     inside = [m for m in matches if start <= m.start and m.end <= end]
     outside = [m for m in matches if m not in inside]
     elsewhere = any(not _asks(text[m.start : m.end]) for m in outside)
-    asked = False
-    while inside:
-        last = inside[-1]
-        before, after = text[start : last.start], text[last.end : end]
-        chunk = text[last.start : last.end]
+    questions: list[Match] = []
+    for match in reversed(inside):
+        before, after = text[start : match.start], text[match.end : end]
+        chunk = text[match.start : match.end]
         if elsewhere:
-            fresh = not _labelled(after)
-        elif asked:  # the question may be what follows
+            fresh = not _QUESTION_FOLLOWS.search(after)
+        elif questions:  # the question may be what follows
             fresh = bool(_LABEL_BEFORE.search(before)) or _is_asked(chunk, after)
         else:
             fresh = is_question(before, chunk, after, others=len(inside) > 1)
         if not fresh:
             break
-        asked = True
-        inside.pop()
-    return sorted([*outside, *inside], key=lambda m: m.start)
+        questions.append(match)
+    return [m for m in matches if m not in questions]
 
 
 def is_question(before: str, chunk: str, after: str, others: bool) -> bool:
@@ -435,7 +410,7 @@ def is_question(before: str, chunk: str, after: str, others: bool) -> bool:
     """
     if _LABEL_BEFORE.search(before) or _is_asked(chunk, after):
         return True
-    if _labelled(after):
+    if _QUESTION_FOLLOWS.search(after):
         return False
     after = _TAGS.sub("", after).strip()
     ends = not _has_text(after) or (
@@ -449,7 +424,7 @@ def is_question(before: str, chunk: str, after: str, others: bool) -> bool:
 def _is_asked(chunk: str, after: str) -> bool:
     """Whether the chunk is a question and no labelled question follows."""
     tail = re.match(r"[\W_]*", after)
-    return _asks(chunk + (tail[0] if tail else "")) and not _labelled(after)
+    return _asks(chunk + (tail[0] if tail else "")) and not _QUESTION_FOLLOWS.search(after)
 
 
 def _asks(chunk: str) -> bool:
@@ -458,11 +433,6 @@ def _asks(chunk: str) -> bool:
     return len(chunk) <= QUESTION_CHARS and any(
         m in (end[0] if end else "") for m in _QUESTION_MARKS
     )
-
-
-def _labelled(after: str) -> bool:
-    """Whether a labelled question follows."""
-    return bool(_LABEL_AND_QUESTION.search(after))
 
 
 def _has_text(text: str) -> bool:
@@ -507,13 +477,11 @@ def _overlaps(span: Span, others: Sequence[Span]) -> bool:
 
 def _why_missed(corpus: Corpus, text: str, found: Sequence[Match]) -> tuple[str, ...]:
     """Notes if nothing, or not everything, was recognised."""
-    if not len(corpus):
-        return ()
-    if corpus.chunk_index.looks_escaped(text, found):
+    if len(corpus) and corpus.chunk_index.looks_escaped(text, found):
         return (
             "chunk text arrived escaped (as JSON or a Python repr), so not all of it could be recognised; "
             "pass texts, not their representation",
         )
-    if found:
-        return ()
-    return ("no known chunk was recognised in this prompt; it was prefilled normally",)
+    if len(corpus) and not found:
+        return ("no known chunk was recognised in this prompt; it was prefilled normally",)
+    return ()
