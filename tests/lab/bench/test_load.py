@@ -13,7 +13,6 @@ from pydantic import TypeAdapter
 from blendrag.lab.bench.load import (
     BlendServer,
     LoadResult,
-    LoadWorkload,
     PrefixServer,
     Queue,
     Served,
@@ -75,9 +74,7 @@ def test_half_the_service_time_sustains_twice_the_rate() -> None:
 
 
 def test_requests_ask_most_for_the_first_chunks_and_are_always_the_same() -> None:
-    plans, again = (
-        make_requests(tiny_adapter(), PROMPT, LoadWorkload(100, 5, 30, 10))[1] for _ in "ab"
-    )
+    plans, again = (make_requests(tiny_adapter(), PROMPT, 30, 105)[1] for _ in "ab")
     assert len(plans) == 105
     assert all(len({s.chunk_id for s in plan.chunks}) == PROMPT.chunks for plan in plans)
     assert [plan.ids for plan in plans] == [plan.ids for plan in again]
@@ -133,7 +130,7 @@ def test_a_small_store_evicts_too_and_encodes_what_is_missing() -> None:
 
 
 def test_a_corpus_that_fits_is_reused_from_the_first_request_on() -> None:
-    result = load(timed(), PROMPT, LoadWorkload(4, 0, 9, 9))
+    result = load(timed(), PROMPT, 4, 0, 9, 9)
     blend = next(way for way in result.ways if way.way == "blend")
     tokens = PROMPT.chunks * PROMPT.chunk_tokens
     assert blend.reused == pytest.approx(tokens / PROMPT.prompt_tokens)

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 import tiny
 from blendrag.errors import InvalidInputError
 from blendrag.lab.bench.throughput import ThroughputBench, throughput
-from blendrag.lab.bench.tiers import ON_DISK, tier_store
 from blendrag.lab.bench.workload import Workload
-from lab.bench.small import printed, timed, tiny_adapter
+from lab.bench.small import printed, timed, tiny_bench
 
 REQUESTS = 5
 
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[ThroughputBench]:
-    with tier_store(ON_DISK) as there, torch.inference_mode():
-        yield ThroughputBench(tiny_adapter(), Workload(3, 32, 16, 0.3), REQUESTS, there.store)
+    with tiny_bench(Workload(3, 32, 16, 0.3)) as bench:
+        yield ThroughputBench(bench, REQUESTS)
 
 
 def test_figures_follow_from_the_times() -> None:

@@ -53,20 +53,6 @@ ARRIVALS = 2000
 
 
 @dataclass(frozen=True)
-class LoadWorkload:
-    """Requests of ``prompt.chunks`` chunks each, drawn from a corpus by Zipf's law."""
-
-    requests: options.Count = 60
-    warm_requests: Annotated[
-        int, typer.Option(min=0, help="Answered first to fill cache and store; not counted.")
-    ] = 20
-    corpus_chunks: options.Count = 100
-    store_chunks: Annotated[
-        int, typer.Option(min=1, help="Room of the prefix cache and of the KV store, in chunks.")
-    ] = 100
-
-
-@dataclass(frozen=True)
 class RateRow:
     """One way at one rate; milliseconds from arrival to first token."""
 
@@ -162,34 +148,20 @@ def load_figure(result: LoadResult) -> Figure:
 
 
 def make_requests(
-    adapter: ModelAdapter, prompt: Workload, workload: LoadWorkload
+    adapter: ModelAdapter, prompt: Workload, corpus_chunks: int, requests: int
 ) -> tuple[list[tuple[int, ...]], list[SegmentedPrompt]]:
-    """Ids of a corpus's chunks, the most requested first; and prompts over it, warm-up requests first.
-
-    Raises :class:`InvalidInputError`.
-    """
-    if workload.corpus_chunks < prompt.chunks:
-        raise InvalidInputError(
-            f"a corpus of {workload.corpus_chunks} chunks cannot fill prompts of {prompt.chunks}; make it "
-            "larger (--corpus-chunks)"
-        )
-    if workload.store_chunks <= prompt.chunks:
-        raise InvalidInputError(
-            f"room for {workload.store_chunks} chunks holds no more than one prompt of {prompt.chunks}; "
-            "allow more (--store-chunks)"
-        )
-    prompt.check(adapter)
+    """Ids of a corpus's chunks, the most requested first; and prompts over it, drawn by Zipf's law."""
     vocab = adapter.model.get_input_embeddings().num_embeddings
     rng = np.random.default_rng(0)
 
     def ids(count: int) -> tuple[int, ...]:
         return tuple(rng.integers(2, vocab, count).tolist())
 
-    corpus = [ids(prompt.chunk_tokens) for _ in range(workload.corpus_chunks)]
-    weights = np.arange(1, len(corpus) + 1, dtype=float) ** -1.0  # Zipf's law
+    corpus = [ids(prompt.chunk_tokens) for _ in range(corpus_chunks)]
+    weights = 1 / np.arange(1, len(corpus) + 1)
     weights /= weights.sum()
     plans = []
-    for _ in range(workload.warm_requests + workload.requests):
+    for _ in range(requests):
         chosen = rng.choice(len(corpus), prompt.chunks, replace=False, p=weights)
         chunks = ((f"chunk-{c}", corpus[c]) for c in chosen)
         plans.append(prompt_of(chunks, ids(prompt.question_tokens)))
@@ -331,15 +303,33 @@ class Queue:
 def load(
     timed: TimedModel,
     prompt: Workload,
-    workload: LoadWorkload,
+    requests: options.Count = 60,
+    warm_requests: Annotated[
+        int, typer.Option(min=0, help="Answered first to fill cache and store; not counted.")
+    ] = 20,
+    corpus_chunks: options.Count = 100,
+    store_chunks: Annotated[
+        int, typer.Option(min=1, help="Room of the prefix cache and of the KV store, in chunks.")
+    ] = 100,
     tier: options.Tier = "disk",
     tick: Tick = silent,
 ) -> LoadResult:
     """Poisson arrivals over a skewed corpus: TTFT and throughput of full, prefix and blend by rate."""
     wanted, adapter = parse_tier(tier), timed.adapter
+    if corpus_chunks < prompt.chunks:
+        raise InvalidInputError(
+            f"a corpus of {corpus_chunks} chunks cannot fill prompts of {prompt.chunks}; make it larger "
+            "(--corpus-chunks)"
+        )
+    if store_chunks <= prompt.chunks:
+        raise InvalidInputError(
+            f"room for {store_chunks} chunks holds no more than one prompt of {prompt.chunks}; allow more "
+            "(--store-chunks)"
+        )
+    prompt.check(adapter)
     adapter.require_blendable()
-    corpus, plans = make_requests(adapter, prompt, workload)
-    limit = workload.store_chunks * frame(adapter.layout, prompt.chunk_tokens).file_bytes
+    corpus, plans = make_requests(adapter, prompt, corpus_chunks, warm_requests + requests)
+    limit = store_chunks * frame(adapter.layout, prompt.chunk_tokens).file_bytes
     with tier_store(wanted, limit) as there:
         blend = BlendServer(adapter, there, prompt)
         tick(f"encoding the corpus of {len(corpus)} chunks")
@@ -356,7 +346,7 @@ def load(
             tick(f"request {number + 1} of {len(plans)}")
             for name, serve in servers.items():
                 served[name].append(serve(plan))
-    counted = {name: each[workload.warm_requests :] for name, each in served.items()}
+    counted = {name: each[warm_requests:] for name, each in served.items()}
     queues = {name: Queue(each) for name, each in counted.items()}
     full_s = queues["full"].alone_s
     return LoadResult(
@@ -375,7 +365,7 @@ def load(
         rows=tuple(
             _row(name, queue, share / full_s) for share in RATES for name, queue in queues.items()
         ),
-        requests=workload.requests,
+        requests=requests,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -105,18 +105,17 @@ class OperatorCount(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if name not in _FREE and (func._schema.is_mutable or not _is_view(out, args)):
+        results = [t for t in (out if isinstance(out, tuple | list) else (out,)) if _is_tensor(t)]
+        given = {t.untyped_storage()._cdata for t in args if _is_tensor(t)}
+        is_view = bool(results) and all(t.untyped_storage()._cdata in given for t in results)
+        if name not in _FREE and (func._schema.is_mutable or not is_view):
             self.operators += 1
             self.waits += name in _WAITING
         return out
 
 
-def _is_view(out: Any, args: Iterable[Any]) -> bool:
-    """Whether all results share memory with arguments."""
-    outputs = out if isinstance(out, tuple | list) else (out,)
-    results = [t for t in outputs if isinstance(t, torch.Tensor)]
-    given = {t.untyped_storage()._cdata for t in args if isinstance(t, torch.Tensor)}
-    return bool(results) and all(t.untyped_storage()._cdata in given for t in results)
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def operators_of(work: Callable[[], object]) -> OperatorCount:
@@ -151,7 +150,7 @@ def overhead(
     for number in numbers:
         workload = Workload(number, chunk_tokens, question_tokens, ratio, rounds=rounds)
         with prompt_bench(timed, workload, BenchTier("memory"), tick) as bench:
-            rows += _rows(bench, _ways(bench, names), tick)
+            rows += _rows(bench, names, tick)
     return OverheadResult(
         machine=machine_of(adapter),
         model=adapter.model_id,
@@ -164,21 +163,17 @@ def overhead(
     )
 
 
-def _ways(bench: PromptBench, policies: Sequence[str]) -> dict[str, Callable[[], object]]:
+def _rows(bench: PromptBench, policies: Sequence[str], tick: Tick) -> Iterator[OverheadRow]:
+    """Stock prefill, and each policy with every schedule that it follows."""
     ways: dict[str, Callable[[], object]] = {"stock": bench.full}
     for policy in policies:
         blend = partial(bench.blend, policy=policy)
-        if not make_policy(policy).follows_schedule:
+        if make_policy(policy).follows_schedule:
+            for schedule in (UNCALIBRATED_SCHEDULE, FALLING):
+                ways[f"{policy}, {schedule}"] = partial(blend, schedule=schedule)
+        else:
             ways[policy] = blend
-            continue
-        for schedule in (UNCALIBRATED_SCHEDULE, FALLING):
-            ways[f"{policy}, {schedule}"] = partial(blend, schedule=schedule)
-    return ways
 
-
-def _rows(
-    bench: PromptBench, ways: dict[str, Callable[[], object]], tick: Tick
-) -> list[OverheadRow]:
     def timed(way: Callable[[], object]) -> tuple[float, float]:
         """Milliseconds, and milliseconds of this thread's CPU time."""
         began = time.thread_time()
@@ -188,19 +183,16 @@ def _rows(
     timers = {name: partial(timed, way) for name, way in ways.items()}
     samples = run_rounds(timers, bench.workload.rounds, tick)
     counted = {name: operators_of(way) for name, way in ways.items()}
-    rows = []
     for name, found in counted.items():
-        wall = Timing.of([ms for ms, _ in samples[name]])
-        rows.append(
-            OverheadRow(
-                way=name,
-                chunks=bench.workload.chunks,
-                operators=found.operators,
-                waits=found.waits,
-                ms=wall,
-                host_ms=statistics.median(host for _, host in samples[name]),
-                layer_us=1e3 * wall.median / len(bench.adapter.stack.layers),
-                over_stock=found.operators / counted["stock"].operators,
-            )
+        wall, host = zip(*samples[name], strict=True)
+        ms = Timing.of(wall)
+        yield OverheadRow(
+            way=name,
+            chunks=bench.workload.chunks,
+            operators=found.operators,
+            waits=found.waits,
+            ms=ms,
+            host_ms=statistics.median(host),
+            layer_us=1e3 * ms.median / len(bench.adapter.stack.layers),
+            over_stock=found.operators / counted["stock"].operators,
         )
-    return rows

@@ -14,28 +14,27 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from torch.nn.utils.rnn import pad_sequence
 
 from blendrag.errors import InvalidInputError
 from blendrag.fusor import PackedPrompt, Prefilled
 from blendrag.lab.bench import options
 from blendrag.lab.bench.geometry import TimedModel
-from blendrag.lab.bench.rounds import Tick, Timing, silent, time_ways
-from blendrag.lab.bench.tiers import parse_tier, tier_store
+from blendrag.lab.bench.rounds import Tick, silent, time_ways
+from blendrag.lab.bench.tiers import parse_tier
 from blendrag.lab.bench.workload import (
     NEW_TOKENS,
     REUSE,
     BlendResult,
-    StoredChunks,
+    PromptBench,
     Workload,
     conditions,
+    prompt_bench,
     prompt_of,
-    random_prompt,
     stock_prefill,
     whole_numbers,
 )
 from blendrag.lab.tables import ResultTable, spread, times
-from blendrag.model import ModelAdapter
-from blendrag.store import KVStore
 from blendrag.text.prompt import SegmentedPrompt
 
 #: Questions differ in length by up to this share, so that batches need padding.
@@ -84,33 +83,24 @@ def throughput_table(result: ThroughputResult) -> ResultTable:
 
 
 class ThroughputBench:
-    """Requests over chunks in a store, and a method for each way."""
+    """Requests over the chunks of one prompt, and a method for each way."""
 
-    def __init__(
-        self, adapter: ModelAdapter, workload: Workload, requests: int, store: KVStore
-    ) -> None:
-        self.adapter, self._stored = adapter, StoredChunks(adapter, workload, store)
-        self.plans = _plans(random_prompt(adapter, workload), requests)
-        self._stored.put(segment.stored_ids for segment in self.plans[0].chunks)
-
-    def check(self, batch_sizes: Sequence[int]) -> None:
-        """Raise :class:`InvalidInputError` for sizes that this model cannot batch."""
-        if max(batch_sizes) > 1 and not self._stored.fusor.packs:
-            raise InvalidInputError(
-                f"batch sizes {', '.join(map(str, batch_sizes))}: the attention of "
-                f"{self.adapter.model_id} takes masks, so its prompts cannot be packed; use only 1"
-            )
+    def __init__(self, bench: PromptBench, requests: int) -> None:
+        self._bench, self._device = bench, bench.adapter.device
+        self.plans = _plans(bench.prompt, requests)
 
     def full(self, batch_size: int) -> list[int]:
         """Stock prefill of padded batches; a batch of one is not padded."""
-        tokens: list[int] = []
+        adapter, tokens = self._bench.adapter, []
         for plans in self._batches(batch_size):
-            ids, mask = _padded([plan.ids for plan in plans], self.adapter.device)
+            rows = [torch.tensor(plan.ids) for plan in plans]
+            ids = _padded(rows).to(self._device)  # [B, N]
             if len(plans) == 1:
-                tokens.append(stock_prefill(self.adapter, ids))
+                tokens.append(stock_prefill(adapter, ids))
                 continue
+            mask = _padded([torch.ones_like(row) for row in rows]).to(self._device)  # [B, N]
             positions = (mask.cumsum(-1) - 1).clamp_min(0)
-            out = self.adapter.model(
+            out = adapter.model(
                 input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True,
                 logits_to_keep=1,
             )  # fmt: skip
@@ -122,29 +112,28 @@ class ThroughputBench:
         return self.blend(batch_size, **REUSE)
 
     def blend(self, batch_size: int, **options: Any) -> list[int]:
-        """Load all chunks and recompute as the workload says; ``options`` as in ``opened``."""
-        tokens: list[int] = []
+        """Load all chunks and recompute as the workload says."""
+        stored, tokens = self._bench.stored, []
         for plans in self._batches(batch_size):
             with ExitStack() as stack:
                 prompts = []
                 for plan in plans:
-                    opened = self._stored.opened(plan, **options)
-                    request = stack.enter_context(opened).request(len(plan.ids))
-                    ids = torch.tensor([plan.ids], device=self.adapter.device)  # [1, N]
-                    prompts.append(PackedPrompt(ids, request, NEW_TOKENS))
-                tokens += self._first_tokens(prompts)
+                    opened = stack.enter_context(stored.opened(plan, **options))
+                    ids = torch.tensor([plan.ids], device=self._device)  # [1, N]
+                    prompts.append(PackedPrompt(ids, opened.request(len(plan.ids)), NEW_TOKENS))
+                if len(prompts) == 1:
+                    tokens.append(stored.prefill(prompts[0].ids, prompts[0].request)[0])
+                else:
+                    tokens += self._packed(prompts)
         return tokens
 
-    def _first_tokens(self, prompts: Sequence[PackedPrompt]) -> list[int]:
-        if len(prompts) == 1:
-            return [self._stored.prefill(prompts[0].ids, prompts[0].request)[0]]
-        fusor = self._stored.fusor
+    def _packed(self, prompts: Sequence[PackedPrompt]) -> list[int]:
         prefilled: list[Prefilled] = []
-        for outcome in fusor.batched_prefill(prompts):
+        for outcome in self._bench.fusor.batched_prefill(prompts):
             if isinstance(outcome, Exception):
                 raise outcome
             prefilled.append(outcome)
-        found: list[int] = fusor.first_logits(prefilled).argmax(-1).tolist()
+        found: list[int] = self._bench.fusor.first_logits(prefilled).argmax(-1).tolist()
         return found
 
     def _batches(self, size: int) -> list[Sequence[SegmentedPrompt]]:
@@ -163,64 +152,53 @@ def throughput(
     tick: Tick = silent,
 ) -> ThroughputResult:
     """First tokens per second of full, reuse and blend by batch size."""
-    given, wanted = whole_numbers(batch_size, "batch sizes", "1,2,4,8"), parse_tier(tier)
-    sizes, requests, adapter = sorted({1, *given}), max(given), timed.adapter
-    with tier_store(wanted) as there:
-        tick("encoding the chunks")
-        bench = ThroughputBench(adapter, workload, requests, there.store)
-        bench.check(given)
-        ways = {
-            (way, size): partial(
-                there.milliseconds, partial(getattr(bench, way), size), adapter.device
+    given = whole_numbers(batch_size, "batch sizes", "1,2,4,8")
+    with prompt_bench(timed, workload, parse_tier(tier), tick) as bench:
+        if max(given) > 1 and not bench.fusor.packs:
+            raise InvalidInputError(
+                f"batch sizes {batch_size}: the attention of {bench.adapter.model_id} takes masks, so its "
+                "prompts cannot be packed; use only 1"
             )
-            for size in sizes
+        requests = max(given)
+        batches = ThroughputBench(bench, requests)
+        ways = {
+            (way, size): partial(bench.milliseconds, partial(getattr(batches, way), size))
+            for size in sorted({1, *given})
             for way in WAYS
         }
         timings = time_ways(ways, workload.rounds, tick)
-    lengths = [len(plan.ids) for plan in bench.plans]
+    lengths = [len(plan.ids) for plan in batches.plans]
     return ThroughputResult(
-        **conditions(adapter, workload, tier),
+        **conditions(bench.adapter, workload, tier),
         requests=requests,
         prompt_tokens=(min(lengths), max(lengths)),
-        rows=tuple(_row(way, size, requests, timings) for way, size in ways),
-    )
-
-
-def _row(
-    way: str, size: int, requests: int, timings: dict[tuple[str, int], Timing]
-) -> ThroughputRow:
-    timing = timings[way, size]
-    return ThroughputRow(
-        way=way,
-        batch_size=size,
-        first_tokens_per_s=1e3 * requests / timing.median,
-        spread=(1e3 * requests / timing.high, 1e3 * requests / timing.low),
-        over_alone=timings[way, 1].median / timing.median,
+        rows=tuple(
+            ThroughputRow(
+                way=way,
+                batch_size=size,
+                first_tokens_per_s=1e3 * requests / ms.median,
+                spread=(1e3 * requests / ms.high, 1e3 * requests / ms.low),
+                over_alone=timings[way, 1].median / ms.median,
+            )
+            for (way, size), ms in timings.items()
+        ),
     )
 
 
 def _plans(first: SegmentedPrompt, requests: int) -> list[SegmentedPrompt]:
     """The chunks of ``first`` in different orders, with questions of different lengths and words."""
-    *chunks, question = first.segments
+    *segments, question = first.segments
+    chunks = [(str(segment.chunk_id), segment.ids) for segment in segments]
     plans = []
     for number in range(requests):
         turn = number % len(chunks)
         shorter = round(SHORTER * len(question.ids) * (number % 4) / 4)
         asked = question.ids[shorter:]
         asked = (*asked[number % len(asked) :], *asked[: number % len(asked)])
-        turned = ((str(each.chunk_id), each.ids) for each in (*chunks[turn:], *chunks[:turn]))
-        plans.append(prompt_of(turned, asked))
+        plans.append(prompt_of([*chunks[turn:], *chunks[:turn]], asked))
     return plans
 
 
-def _padded(
-    prompts: Sequence[Sequence[int]], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask ``[B, N]``, with padding before the prompts."""
-    longest = max(len(ids) for ids in prompts)
-    ids = torch.zeros((len(prompts), longest), dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-        mask[row, longest - len(prompt) :] = 1
-    return ids.to(device), mask.to(device)
+def _padded(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Rows as ``[B, N]``, with zeros before the shorter ones."""
+    return pad_sequence(list(rows), batch_first=True, padding_side="left")

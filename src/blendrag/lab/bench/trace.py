@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +23,7 @@ from blendrag.cli.plots import COLOURS, PANEL_HEIGHT, panels, require_place, tit
 from blendrag.fusor.loader import LayerLoader
 from blendrag.lab.bench import options
 from blendrag.lab.bench.geometry import TimedModel
-from blendrag.lab.bench.rounds import Tick, Timing, clock, silent, time_ways
+from blendrag.lab.bench.rounds import Tick, Timing, milliseconds, silent, time_ways
 from blendrag.lab.bench.tiers import ON_DISK, BenchTier, parse_tier
 from blendrag.lab.bench.workload import (
     NEW_TOKENS,
@@ -126,55 +126,44 @@ def overlap(wall: float, load: float, compute: float) -> float:
     return 1 - (wall - max(load, compute)) / min(load, compute)
 
 
-class RequestParts:
-    """Each of the two parts of a request alone, in milliseconds."""
+def layers_read(bench: PromptBench) -> list[bool]:
+    """Whether the request reads each layer: some policies compute layer 0 for all tokens."""
+    timeline = Timeline()
+    bench.blend(timeline)
+    read = {span.layer for span in timeline.spans if span.what == LOAD}
+    return [layer in read for layer in range(len(bench.adapter.layout.layers))]
 
-    def __init__(self, bench: PromptBench) -> None:
-        self._bench = bench
 
-    def load(self) -> float:
-        """Read the layers that this request reads, to buffers like its own."""
-        bench, reads = self._bench, self._reads
-        cache = bench.fusor.new_cache(bench.prompt_tokens, NEW_TOKENS)
-        buffers = cache.buffers(bench.prompt_tokens)
+def load_ms(bench: PromptBench, reads: Sequence[bool]) -> float:
+    """Milliseconds to read the layers in ``reads`` to buffers like those of the request."""
+    cache = bench.fusor.new_cache(bench.prompt_tokens, NEW_TOKENS)
+    buffers = cache.buffers(bench.prompt_tokens)
 
-        def run() -> None:
-            with bench.opened() as plan:
-                loader = LayerLoader(buffers, [plan.spans if r else [] for r in reads])
-                loader.start()
-                try:
-                    for layer in range(len(buffers)):
-                        loader.synchronize(layer)
-                finally:
-                    loader.close()
-
-        return bench.milliseconds(run)
-
-    def compute(self) -> float:
-        """The same prefill with all KV in place when the time starts."""
-        bench = self._bench
-        bench.there.prepare()
+    def run() -> None:
         with bench.opened() as plan:
-            request = plan.request(bench.prompt_tokens)
-            cache = bench.fusor.new_cache(bench.prompt_tokens, NEW_TOKENS)
-            fused = bench.fusor.fuse(cache, request, last_row_only=True)
-            with bench.adapter.lock, fused as fusion:
-                for layer in range(len(cache.layers)):
-                    fusion.loader.synchronize(layer)
-                began = self._now()
-                stock_prefill(bench.adapter, bench.ids, past_key_values=cache)
-                return self._now() - began
+            loader = LayerLoader(buffers, [plan.spans if r else [] for r in reads])
+            loader.start()
+            try:
+                for layer in range(len(buffers)):
+                    loader.synchronize(layer)
+            finally:
+                loader.close()
 
-    @cached_property
-    def _reads(self) -> list[bool]:
-        """Whether this request reads each layer: some policies compute layer 0 for all tokens."""
-        timeline = Timeline()
-        self._bench.blend(timeline)
-        read = {span.layer for span in timeline.spans if span.what == LOAD}
-        return [layer in read for layer in range(len(self._bench.adapter.layout.layers))]
+    return bench.milliseconds(run)
 
-    def _now(self) -> float:
-        return 1e3 * clock(self._bench.adapter.device)
+
+def compute_ms(bench: PromptBench) -> float:
+    """Milliseconds of the same prefill with all KV in place when the time starts."""
+    adapter = bench.adapter
+    bench.there.prepare()
+    with bench.opened() as plan:
+        request = plan.request(bench.prompt_tokens)
+        cache = bench.fusor.new_cache(bench.prompt_tokens, NEW_TOKENS)
+        with adapter.lock, bench.fusor.fuse(cache, request, last_row_only=True) as fusion:
+            for layer in range(len(cache.layers)):
+                fusion.loader.synchronize(layer)
+            prefill = partial(stock_prefill, adapter, bench.ids, past_key_values=cache)
+            return milliseconds(prefill, adapter.device)
 
 
 @options.bench(trace_table, trace_figure, policy="random")
@@ -200,11 +189,10 @@ def trace(
         require_place("--out", out, ".json")
     wanted = wanted or _balanced(timed, workload, tick)
     with prompt_bench(timed, workload, wanted, tick) as bench:
-        parts = RequestParts(bench)
         ways: dict[str, Callable[[], float]] = {
             "wall": partial(bench.milliseconds, bench.blend),
-            "load": parts.load,
-            "compute": parts.compute,
+            "load": partial(load_ms, bench, layers_read(bench)),
+            "compute": partial(compute_ms, bench),
         }
         ms = time_ways(ways, workload.rounds, tick)
         bench.there.prepare()
@@ -229,9 +217,8 @@ def _balanced(timed: TimedModel, workload: Workload, tick: Tick) -> BenchTier:
     """A disk from which loading takes as long as computing does now."""
     with prompt_bench(timed, workload, ON_DISK, tick) as bench:
         tick("measuring how long computing takes")
-        parts = RequestParts(bench)
         bench.blend()
-        ms = statistics.median(parts.compute() for _ in range(workload.rounds))
+        ms = statistics.median(compute_ms(bench) for _ in range(workload.rounds))
         speed = bench.kv_bytes / ms * 1e3
         return BenchTier(f"{speed / 1e6:.4g}MB/s", speed)
 
