@@ -60,10 +60,10 @@ def test_packed_questions_score_as_questions_generated_one_by_one(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     (context,) = contexts(tokenizer, seed=3, split="test", n_contexts=1, questions=1)
-    sample = Writer(tokenizer).sample(NATIVE, entries(context), [*context.questions])
+    sample = Writer(tokenizer).sample(NATIVE, entries(context.documents), [*context.questions])
     packed = answered(model, sample, "full")
     layout = template(tokenizer, NATIVE)
-    segments = [text for text, _ in layout.context_segments(entries(context))]
+    segments = [text for text, _ in layout.context_segments(entries(context.documents))]
     for question, right in zip(context.questions, packed, strict=True):
         texts = [*segments, layout.question(question.text)]
         ids = [t for text in texts for t in tokenizer.encode(text, add_special_tokens=False)]

@@ -8,12 +8,13 @@ from semantic_text_splitter import TextSplitter
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from blendrag.demo import demo_model_path
+from blendrag.errors import InvalidInputError
 from blendrag.lab.training.generator import (
     KINDS,
     OPENERS,
     SPLITS,
+    Dealer,
     GeneratedDocument,
-    NameDealer,
     Shape,
     Split,
     documents,
@@ -116,9 +117,16 @@ def test_a_splitter_cuts_between_paragraphs_only(
 
 
 def test_names_are_two_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
-    dealer = NameDealer(random.Random(1), "test")
+    dealer = Dealer(random.Random(1), "test")
     for name in [dealer.name(kind) for kind in KINDS for _ in range(40)]:
         assert len(tokenizer.encode(" " + name, add_special_tokens=False)) == 2
+
+
+def test_an_unknown_split_is_refused() -> None:
+    with pytest.raises(
+        InvalidInputError, match="split 'exam' is not one of train, validation, test"
+    ):
+        written(0, "exam")  # type: ignore[arg-type]
 
 
 # -- questions and contexts -----------------------------------------------------------------------

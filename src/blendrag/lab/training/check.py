@@ -7,6 +7,7 @@ stores KV encoded after <|bos|> and moves it into place.
 """
 
 import argparse
+import itertools
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -23,7 +24,6 @@ from blendrag.lab.training.samples import FORMS, NATIVE, Form, Sample, Writer, e
 from blendrag.model import load_adapter
 
 Mode = Literal["full", "reuse"]
-MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 def evaluate(
@@ -43,8 +43,8 @@ def evaluate(
     right: dict[tuple[Mode, str], list[bool]] = defaultdict(list)
     made = contexts(tokenizer, seed, "test", n_contexts, n_chunks, chunk_tokens, n_questions)
     for context in made:
-        sample = writer.sample(form, entries(context), list(context.questions))
-        for mode in MODES:
+        sample = writer.sample(form, entries(context.documents), context.questions)
+        for mode in get_args(Mode):
             for asked, correct in zip(sample.questions, answered(model, sample, mode), strict=True):
                 right[mode, asked.kind].append(correct)
     return dict(sorted(right.items()))
@@ -57,15 +57,15 @@ def answered(model: PreTrainedModel, sample: Sample, mode: Mode) -> list[bool]:
     The expected answer is fed in. That decides the same: as long as all its tokens are the most likely
     ones, feeding and decoding do not differ.
     """
-    tokens = torch.tensor([sample.tokens + [t for q in sample.questions for t in q.tokens]])
-    positions = list(sample.positions)
+    tokens, positions = list(sample.tokens), list(sample.positions)
     for asked in sample.questions:
+        tokens += asked.tokens
         positions += range(sample.question_position, sample.question_position + len(asked.tokens))
     mask = visible(sample, mode)  # [T, T]
     least = torch.finfo(model.dtype).min
     additive = torch.zeros(mask.shape, dtype=model.dtype).masked_fill_(~mask, least)
     logits = model(
-        input_ids=tokens,
+        input_ids=torch.tensor([tokens]),
         position_ids=torch.tensor([positions]),
         attention_mask=additive[None, None],
         use_cache=False,
@@ -112,7 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--contexts", type=_count, default=60)
     add("--chunks", type=_count, default=6)
     add("--chunk-tokens", type=_count, nargs="+", default=[64, 128, 512])
-    add("--forms", nargs="+", default=[NATIVE.name], choices=[form.name for form in FORMS])
+    forms = {form.name: form for form in FORMS}
+    add("--forms", nargs="+", default=[NATIVE.name], choices=list(forms))
     args = parser.parse_args(arguments)
     logging.disable_progress_bar()  # transformers shows one while it loads weights
     try:
@@ -120,18 +121,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BlendragError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    for form in (form for form in FORMS if form.name in args.forms):
-        for size in args.chunk_tokens:
-            found = evaluate(
-                adapter.model, adapter.tokens.tokenizer, args.seed, args.contexts, args.chunks,
-                size, form=form,
-            )  # fmt: skip
-            for (mode, kind), right in found.items():
-                print(
-                    f"{form.name}, {args.chunks} chunks of {size}, {mode}, {kind}: "
-                    f"{sum(right) / len(right):.3f} (n={len(right)})",
-                    flush=True,
-                )
+    model, tokenizer, n = adapter.model, adapter.tokens.tokenizer, args.chunks
+    for form, size in itertools.product(args.forms, args.chunk_tokens):
+        found = evaluate(model, tokenizer, args.seed, args.contexts, n, size, form=forms[form])
+        for (mode, kind), right in found.items():
+            about = f"{form}, {n} chunks of {size}, {mode}, {kind}"
+            print(f"{about}: {sum(right) / len(right):.3f} (n={len(right)})", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,20 +5,19 @@ the candidates. Repeats, recall and growing documents lead it past that.
 """
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from blendrag.lab.training.generator import (
     KINDS,
     Attribute,
-    Deck,
+    Dealer,
     GeneratedDocument,
-    NameDealer,
     Shape,
     documents,
 )
-from blendrag.lab.training.questions import Question, ask, draw_kinds, sizes, write_context
-from blendrag.lab.training.samples import FORMS, NATIVE, Asked, PromptChunk, Sample, Writer
+from blendrag.lab.training.questions import ask, draw_keys, draw_kinds, write_context
+from blendrag.lab.training.samples import FORMS, NATIVE, Asked, PromptChunk, Sample, Writer, entries
 from blendrag.lab.training.tokenizer import VOCAB_SIZE
 
 QUESTIONS_PER_CONTEXT = 12
@@ -44,11 +43,8 @@ class Repeats:
 
 
 def _repeated(writer: Writer, once: list[int]) -> Sample:
-    sample = Sample()
-    sample.append([writer.bos])
     # The first token of the repeat cannot be known: the length of the sequence is random.
-    sample.questions.append(Asked(once * 3, len(once) + 1))
-    return sample
+    return writer.empty([Asked(once * 3, len(once) + 1)])
 
 
 def name_repeats(rng: random.Random, writer: Writer) -> Sample:
@@ -60,17 +56,15 @@ def name_repeats(rng: random.Random, writer: Writer) -> Sample:
 
 
 def recall(rng: random.Random, writer: Writer) -> Sample:
-    """A list of names, each with a value, in no sentence yet; all asked in another order.
-
-    Zero to eight words separate name and value; with none it is the repeat already learned.
+    """A list of names, each with a value, in no sentence yet; all asked in another order. Zero to eight
+    words separate name and value; with none it is the repeat already learned.
     """
     kind, attribute = _attribute(rng)
     words = writer.encode(" ".join((*attribute.statements, *attribute.questions)))
     said, asked = (rng.choice((0, 0, 1, 2, 4, 8)) for _ in range(2))
     pairs = _pairs(rng, writer, rng.randint(3, 8), kind, attribute)
     stop = writer.encode(".")
-    sample = Sample()
-    sample.append([writer.bos])
+    sample = writer.empty()
     for name, value in pairs:
         sample.append([*name, *rng.choices(words, k=rng.randint(0, said)), *value, *stop])
     for name, value in rng.sample(pairs, len(pairs)):
@@ -85,7 +79,7 @@ def ladder(rng: random.Random, writer: Writer) -> Sample:
     """
     kind = rng.choice(list(KINDS.values()))
     attribute = rng.choice(kind.attributes)
-    shape = Shape((1,), 0, introduction=False, names_only=True, openers=False)
+    shape = Shape((1,), 0, introduction=False, plain=True)
     n = rng.randint(3, 6)
     written = documents(rng, "train", [kind.name] * n, [shape] * n, {kind.name: [attribute.key]})
     said, asked = rng.choice((0, 1, 1, 1, 2, 2)), rng.choice((0, 1, 2, 2))
@@ -94,8 +88,7 @@ def ladder(rng: random.Random, writer: Writer) -> Sample:
     questions = ask(rng, written, {"direct": n})
     sample = writer.sample(NATIVE, [PromptChunk(d.paragraphs[0]) for d in written], questions)
     if said < 2:
-        sample = Sample(questions=sample.questions)
-        sample.append([writer.bos])
+        sample = writer.empty(sample.questions)
         for d in written:
             # Mostly small distances: binding was never learned from long ones alone.
             distance = rng.randint(0, rng.randint(0, 8))
@@ -122,9 +115,8 @@ def _pairs(
     rng: random.Random, writer: Writer, n: int, kind: str, attribute: Attribute
 ) -> list[tuple[list[int], list[int]]]:
     """`n` names of a kind and as many different values of the attribute, as tokens."""
-    dealer = NameDealer(rng, "train")
-    deck = Deck(rng, dealer)
-    texts = [(dealer.name(kind), deck.value(attribute)) for _ in range(n)]
+    dealer = Dealer(rng, "train")
+    texts = [(dealer.name(kind), dealer.value(attribute)) for _ in range(n)]
     return [(writer.encode(f" {name}"), writer.encode(f" {value}")) for name, value in texts]
 
 
@@ -148,19 +140,20 @@ class Brief:
 
     def __call__(self, rng: random.Random, writer: Writer) -> Sample:
         kinds = draw_kinds(rng, rng.randint(*self.documents), rng.random() < self.linked)
-        keys = {
-            kind: rng.sample([a.key for a in KINDS[kind].attributes], rng.randint(*self.keys))
-            for kind in sorted(set(kinds))
-        }
-        shapes = []
-        for _ in kinds:
-            facts = tuple(rng.randint(*bounds) for bounds in self.facts)
-            introduction = rng.random() < 0.5
-            shapes.append(Shape(facts, 0, len, introduction, names_only=True, openers=False))
+        keys = draw_keys(rng, kinds, self.keys)
+        shapes = [
+            Shape(
+                tuple(rng.randint(*bounds) for bounds in self.facts),
+                size=0,
+                introduction=rng.random() < 0.5,
+                plain=True,
+            )
+            for _ in kinds
+        ]
         dated = rng.random() < self.dated
         written = documents(rng, "train", kinds, shapes, keys, 0.9, dated)
-        entries = [PromptChunk(p, f"{d.doc_id}.txt") for d in written for p in d.paragraphs]
-        return writer.sample(NATIVE, entries, ask(rng, written, self.asked)[:QUESTIONS_PER_CONTEXT])
+        asked = ask(rng, written, self.asked)[:QUESTIONS_PER_CONTEXT]
+        return writer.sample(NATIVE, entries(written), asked)
 
 
 @dataclass(frozen=True)
@@ -178,43 +171,29 @@ class Prompts:
 
     def __call__(self, rng: random.Random, writer: Writer) -> Sample:
         size = rng.choice(self.sizes)
-        chunks = sizes(rng, max(2, rng.randint(*self.tokens) // size))
-        kinds = draw_kinds(rng, len(chunks), linked=rng.random() < self.linked)
+        n_chunks = max(2, rng.randint(*self.tokens) // size)
         asked = {kind: 3 * n for kind, n in self.asked.items()}
         context = write_context(
-            rng, "train", kinds, chunks, size, lambda text: len(writer.encode(text)), asked
+            rng, "train", n_chunks, self.linked, size, lambda text: len(writer.encode(text)), asked
         )
-        entries, present = _retrieved(rng, context.documents)
-        answerable = (q for q in context.questions if present.issuperset(q.needs))
-        questions = _balanced(self.asked, answerable)
+        kept = [(d, i) for d in context.documents for i in _retrieved(rng, d)]
+        present = {(d.doc_id, i) for d, i in kept}
+        chunks = [PromptChunk(d.paragraphs[i], f"{d.doc_id}.txt") for d, i in kept]
+        left, questions = dict(self.asked), []
+        for question in context.questions:
+            if present.issuperset(question.needs) and left[question.kind]:
+                left[question.kind] -= 1
+                questions.append(question)
         form = rng.choice(FORMS) if rng.random() < 0.5 else NATIVE
-        return writer.sample(form, entries, questions, rng if rng.random() < 0.3 else None)
+        return writer.sample(form, chunks, questions, rng if rng.random() < 0.3 else None)
 
 
-def _retrieved(
-    rng: random.Random, written: Sequence[GeneratedDocument], incomplete: float = 0.2
-) -> tuple[list[PromptChunk], set[tuple[str, int]]]:
-    """Chunks in document order. A share of `incomplete` documents lack paragraphs, as in retrieval."""
-    entries: list[PromptChunk] = []
-    present: set[tuple[str, int]] = set()
-    for document in written:
-        kept = list(range(len(document.paragraphs)))
-        if len(kept) > 1 and rng.random() < incomplete:
-            kept = sorted(rng.sample(kept, rng.randint(1, len(kept) - 1)))
-        entries += [PromptChunk(document.paragraphs[i], f"{document.doc_id}.txt") for i in kept]
-        present.update((document.doc_id, i) for i in kept)
-    return entries, present
-
-
-def _balanced(asked: dict[str, int], questions: Iterable[Question]) -> list[Question]:
-    """As many of each kind as `asked` says."""
-    left = dict(asked)
-    chosen = []
-    for question in questions:
-        if left[question.kind]:
-            left[question.kind] -= 1
-            chosen.append(question)
-    return chosen
+def _retrieved(rng: random.Random, document: GeneratedDocument) -> Sequence[int]:
+    """Paragraphs of the document that are in the prompt: one document in five lacks some."""
+    n = len(document.paragraphs)
+    if n > 1 and rng.random() < 0.2:
+        return sorted(rng.sample(range(n), rng.randint(1, n - 1)))
+    return range(n)
 
 
 # -- stages ---------------------------------------------------------------------------------------
@@ -227,7 +206,7 @@ class Stage:
     name: str
     make: Callable[[random.Random, Writer], Sample]
     until: float
-    move_on_at: float = 0.85  # by then the next stage teaches the same, and more
+    move_on_at: float = 0.85
     learning_rate: float = 1.5e-3
     tokens_per_step: int = 4096
 

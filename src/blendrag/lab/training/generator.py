@@ -15,9 +15,13 @@ import re
 import tomllib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BeforeValidator, TypeAdapter
+
+from blendrag.errors import InvalidInputError
 
 # -- names, attributes and phrases ----------------------------------------------------------------
 
@@ -25,14 +29,30 @@ Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 
 
+def _read(name: str) -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+_RECORDS = _read("facts.toml")
+_SHARED: dict[str, str] = _RECORDS.pop("shared")
+_PHRASES: dict[str, list[str]] = _RECORDS.pop("phrases")
+ALIASES: tuple[str, ...] = tuple(_SHARED["aliases"].split())
+OPENERS: tuple[str, ...] = tuple(_PHRASES["openers"])
+
+#: Separated by spaces in the files; `$name` is a shared list.
+_Words = Annotated[
+    tuple[str, ...], BeforeValidator(lambda text: _SHARED.get(text.lstrip("$"), text).split())
+]
+
+
 @dataclass(frozen=True)
 class Attribute:
     """One thing to say about an entity; `to` is the kind of entity that a link leads to."""
 
     key: str
-    values: tuple[str, ...]
     statements: tuple[str, ...]
     questions: tuple[str, ...]
+    values: _Words = ()
     comparisons: tuple[str, ...] = ()
     to: str = ""
     path: str = ""
@@ -44,7 +64,7 @@ class Kind:
 
     name: str
     introductions: tuple[str, ...]
-    roles: tuple[str, ...]
+    roles: _Words
     fillers: tuple[str, ...]
     attributes: tuple[Attribute, ...]
 
@@ -54,38 +74,12 @@ class Kind:
         return tuple(a for a in self.attributes if not a.to)
 
 
-def _read(name: str) -> dict[str, Any]:
-    return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
-
-
-def _attribute(record: Mapping[str, Any]) -> Attribute:
-    values: str = record.get("values", "")
-    if values.startswith("$"):
-        values = _SHARED[values[1:]]
-    lists = {name: tuple(value) for name, value in record.items() if isinstance(value, list)}
-    return Attribute(**{**record, **lists, "values": tuple(values.split())})
-
-
-_RECORDS = _read("facts.toml")
-_SHARED: dict[str, str] = _RECORDS.pop("shared")
-_PHRASES: dict[str, list[str]] = _RECORDS.pop("phrases")
-ALIASES: tuple[str, ...] = tuple(_SHARED["aliases"].split())
-OPENERS: tuple[str, ...] = tuple(_PHRASES["openers"])
-TIMES: tuple[str, ...] = tuple(_PHRASES["times"])
 KINDS: dict[str, Kind] = {
-    name: Kind(
-        name,
-        tuple(record["introductions"]),
-        tuple(record["roles"].split()),
-        tuple(record["fillers"]),
-        tuple(_attribute(attribute) for attribute in record["attributes"]),
-    )
+    name: TypeAdapter(Kind).validate_python({**record, "name": name})
     for name, record in _RECORDS.items()
 }
 #: Words of names by pool; each is one token of the demo tokenizer, as a small model binds those first.
-WORDS: dict[str, tuple[str, ...]] = {
-    pool: tuple(words.split()) for pool, words in _read("names.toml").items()
-}
+WORDS = TypeAdapter(dict[str, _Words]).validate_python(_read("names.toml"))
 
 
 def openers(statement: str, split: Split) -> tuple[str, ...]:
@@ -103,35 +97,39 @@ def split_of(name: str) -> Split:
     return "train" if bucket < 7 else "validation" if bucket < 8 else "test"
 
 
-def gender_of(name: str) -> str:
-    """`female` or `male`, by the given name of a person."""
-    return "female" if name.split(" ", 1)[0] in WORDS["female"] else "male"
+class Dealer:
+    """Deals the names of one split, values of attributes, aliases and roles, in random order. Nothing
+    repeats until a pool is (nearly) empty, so that distractors differ.
 
+    Raises `InvalidInputError` for an unknown split.
+    """
 
-class NameDealer:
-    """Deals names of one split; words repeat only when a pool is nearly empty. Not thread-safe."""
-
-    def __init__(self, rng: random.Random, split: Split) -> None:
+    def __init__(self, rng: random.Random, split: Split, link_share: float = 0.7) -> None:
+        if split not in SPLITS:
+            raise InvalidInputError(f"split {split!r} is not one of {', '.join(SPLITS)}")
+        self.split = split
+        self.entities: Mapping[str, Sequence[str]] = {}
+        """Names with documents, by kind: a share `link_share` of links leads to them."""
         self._rng = rng
-        self.split: Split = split
+        self._link_share = link_share
         self._used: dict[str, set[str]] = {}
+        self._left: dict[str, list[str]] = {}
 
     def name(self, kind: str) -> str:
         """A name for an entity of `kind`."""
+        pools = (f"{kind}_first", f"{kind}_second")
         if kind == "person":
-            return self._pair(self._rng.choice(("female", "male")), "surnames")
-        return self._pair(f"{kind}_first", f"{kind}_second")
-
-    def _pair(self, first: str, second: str) -> str:
+            pools = (self._rng.choice(("female", "male")), "surnames")
         for tries in itertools.count():
             if tries and tries % 50 == 0:  # the words left make no name of this split
                 self._used.clear()
-            words = self._fresh(first), self._fresh(second)
-            if split_of(" ".join(words)) == self.split:
+            words = [self._fresh(pool) for pool in pools]
+            name = " ".join(words)
+            if split_of(name) == self.split:
                 break
-        for pool, word in zip((first, second), words, strict=True):
+        for pool, word in zip(pools, words, strict=True):
             self._used.setdefault(pool, set()).add(word)
-        return " ".join(words)
+        return name
 
     def _fresh(self, pool: str) -> str:
         words, used = WORDS[pool], self._used.get(pool, set())
@@ -140,6 +138,27 @@ class NameDealer:
             used.clear()
             left = list(words)
         return self._rng.choice(left)
+
+    def value(self, attribute: Attribute) -> str:
+        if not attribute.to:
+            return self._deal(attribute.key, attribute.values)
+        known = self.entities.get(attribute.to)
+        if known and self._rng.random() < self._link_share:
+            return self._deal(f"{attribute.key} {attribute.to}", known)
+        return self.name(attribute.to)
+
+    def alias(self) -> str:
+        return self._deal("alias", ALIASES)
+
+    def role(self, kind: Kind) -> str:
+        """One of three roles per corpus, so that "the baker" alone does not identify a person."""
+        roles = self._left.setdefault(f"{kind.name} role", self._rng.sample(kind.roles, 3))
+        return self._rng.choice(roles)
+
+    def _deal(self, key: str, values: Sequence[str]) -> str:
+        if not self._left.get(key):
+            self._left[key] = self._rng.sample(values, len(values))
+        return self._left[key].pop()
 
 
 # -- documents ------------------------------------------------------------------------------------
@@ -162,13 +181,17 @@ class Fact:
 class GeneratedDocument:
     """A document. Only its first paragraph has the name."""
 
-    doc_id: str
     name: str
     kind: str
     alias: str
     role: str
     paragraphs: tuple[str, ...]
     facts: tuple[Fact, ...]
+
+    @property
+    def doc_id(self) -> str:
+        """File name without its end: `ada-birkdale` of `Ada Birkdale`."""
+        return self.name.lower().replace(" ", "-")
 
     @property
     def text(self) -> str:
@@ -189,41 +212,8 @@ class Shape:
     size: int = 220
     measure: Measure = len
     introduction: bool = True
-    names_only: bool = False  # no roles, no aliases: back-references are pronouns
-    openers: bool = True
-
-
-@dataclass
-class Deck:
-    """Deals names for links, and each attribute's values in random order, so that distractors differ."""
-
-    rng: random.Random
-    dealer: NameDealer
-    entities: dict[str, list[str]] = field(default_factory=dict)
-    """Names with documents, by kind: targets of links."""
-    link_share: float = 0.7
-    _left: dict[str, list[str]] = field(default_factory=dict)
-
-    def value(self, attribute: Attribute) -> str:
-        if attribute.to:
-            known = self.entities.get(attribute.to)
-            if known and self.rng.random() < self.link_share:
-                return self._deal(f"{attribute.key} {attribute.to}", known)
-            return self.dealer.name(attribute.to)
-        return self._deal(attribute.key, attribute.values)
-
-    def alias(self) -> str:
-        return self._deal("alias", ALIASES)
-
-    def role(self, kind: Kind) -> str:
-        """One of three roles per corpus, so that "the baker" alone does not identify a person."""
-        roles = self._left.setdefault(f"{kind.name} role", self.rng.sample(kind.roles, 3))
-        return self.rng.choice(roles)
-
-    def _deal(self, key: str, values: Sequence[str]) -> str:
-        if not self._left.get(key):
-            self._left[key] = self.rng.sample(values, len(values))
-        return self._left[key].pop()
+    plain: bool = False
+    """No openers, roles and aliases: back-references are pronouns."""
 
 
 @dataclass(frozen=True)
@@ -248,33 +238,65 @@ class _Reference:
         return re.sub(r"s's\b", "s'", re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", text))
 
 
-def write_document(
+def documents(
     rng: random.Random,
-    deck: Deck,
+    split: Split,
+    kinds: Sequence[str],
+    shapes: Sequence[Shape],
+    keys: Mapping[str, Sequence[str]] | None = None,
+    link_share: float = 0.7,
+    dated: bool = False,
+) -> tuple[GeneratedDocument, ...]:
+    """One document for each of `kinds`, with the shape at the same index, about distinct entities of
+    `split`. Links lead to one another where they can. `keys` restricts the attributes of a kind;
+    `dated`: each document states a year.
+    """
+    dealer = Dealer(rng, split, link_share)
+    names = [dealer.name(kind) for kind in kinds]
+    entities: dict[str, list[str]] = {}
+    for kind, name in zip(kinds, names, strict=True):
+        entities.setdefault(kind, []).append(name)
+    dealer.entities = entities
+    first: dict[str, list[str]] = {}
+    for kind in entities:
+        leading = [a.key for a in KINDS[kind].attributes if a.to in entities]
+        first[kind] = ["year"] * dated + rng.sample(leading, min(1, len(leading)))
+    return tuple(
+        _write(rng, dealer, KINDS[kind], name, shape, keys.get(kind) if keys else None, first[kind])
+        for kind, name, shape in zip(kinds, names, shapes, strict=True)
+    )
+
+
+def _write(
+    rng: random.Random,
+    dealer: Dealer,
     kind: Kind,
     name: str,
     shape: Shape,
-    keys: Sequence[str] | None = None,
-    always: Sequence[str] = (),
+    keys: Sequence[str] | None,
+    first: Sequence[str],
 ) -> GeneratedDocument:
-    """One document about `name`. `keys` restricts its attributes; those of `always` come first, as far
-    as there is room.
+    """A document about `name`. `keys` restricts its attributes; those of `first` come first, as far as
+    there is room.
     """
-    role, alias = deck.role(kind), deck.alias()
-    facts = _draw_facts(rng, deck, kind, shape, keys, always)
+    role, alias = dealer.role(kind), dealer.alias()
+    facts = _draw_facts(rng, dealer, kind, shape, keys, first)
     naming = _Reference(name, f"{name}'s", name)
-    back = _references_back(name, kind, "" if shape.names_only else role, alias)
-    filling = [(time, f) for time in TIMES for f in kind.fillers]
+    back = _references_back(name, kind, "" if shape.plain else role, alias)
+    filling = [(time, f) for time in _PHRASES["times"] for f in kind.fillers]
     rng.shuffle(filling)
     paragraphs = []
     for index in range(len(shape.facts)):
         refer = (lambda: naming) if index == 0 else (lambda: rng.choice(back))
-        written = [f for f in facts if f.paragraph == index]
-        said = [_state(rng, f, refer(), deck.dealer.split, shape.openers) for f in written]
+        said = [
+            _state(rng, fact, refer(), None if shape.plain else dealer.split)
+            for fact in facts
+            if fact.paragraph == index
+        ]
         head = ""
         if index == 0 and shape.introduction:
             introduction = rng.choice(kind.introductions)
-            if shape.names_only:
+            if shape.plain:
                 introduction = introduction.replace(", called {a},", "")
             head = naming.fill(introduction, r=role, a=alias)
         room = shape.size - shape.measure(" ".join([head, *said]))
@@ -286,70 +308,31 @@ def write_document(
                 break
             said.append(sentence)
         rng.shuffle(said)
-        text = " ".join([head, *said] if head else said)
-        if text:
+        if text := " ".join([head, *said]).strip():
             paragraphs.append(text)
-    return GeneratedDocument(slug(name), name, kind.name, alias, role, tuple(paragraphs), facts)
+    return GeneratedDocument(name, kind.name, alias, role, tuple(paragraphs), facts)
 
 
 def _draw_facts(
     rng: random.Random,
-    deck: Deck,
+    dealer: Dealer,
     kind: Kind,
     shape: Shape,
     keys: Sequence[str] | None,
-    always: Sequence[str],
+    first: Sequence[str],
 ) -> tuple[Fact, ...]:
-    pool = [a for a in kind.attributes if keys is None or a.key in (*keys, *always)]
-    drawn = sorted(rng.sample(pool, len(pool)), key=lambda a: a.key not in always)
+    pool = [a for a in kind.attributes if keys is None or a.key in (*keys, *first)]
+    drawn = sorted(rng.sample(pool, len(pool)), key=lambda a: a.key not in first)
     drawn = rng.sample(drawn[: sum(shape.facts)], min(sum(shape.facts), len(pool)))
     # The last paragraphs, not the first, go short where there is less to say.
     slots = [i for i, n in enumerate(shape.facts) for _ in range(n)]
-    return tuple(Fact(a, deck.value(a), i) for a, i in zip(drawn, slots, strict=False))
+    return tuple(Fact(a, dealer.value(a), i) for a, i in zip(drawn, slots, strict=False))
 
 
-def slug(name: str) -> str:
-    """File and document name of an entity: `Ada Birkdale` becomes `ada-birkdale`."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
-def documents(
-    rng: random.Random,
-    split: Split,
-    kinds: Sequence[str],
-    shapes: Sequence[Shape],
-    keys: dict[str, list[str]] | None = None,
-    link_share: float = 0.7,
-    dated: bool = False,
-) -> tuple[GeneratedDocument, ...]:
-    """One document for each of `kinds`, with the shape at the same index, about distinct entities of
-    `split`. Links lead to one another where they can. `dated`: each document states a year.
-    """
-    dealer = NameDealer(rng, split)
-    named = [(kind, dealer.name(kind)) for kind in kinds]
-    entities: dict[str, list[str]] = {}
-    for kind, name in named:
-        entities.setdefault(kind, []).append(name)
-    deck = Deck(rng, dealer, entities, link_share)
-    always = {kind: ["year"] if dated else [] for kind in entities}
-    for kind, spoken in always.items():
-        leading = [a.key for a in KINDS[kind].attributes if a.to in entities]
-        spoken += rng.sample(leading, min(1, len(leading)))
-    return tuple(
-        write_document(
-            rng, deck, KINDS[kind], name, shape, keys.get(kind) if keys else None, always[kind]
-        )
-        for (kind, name), shape in zip(named, shapes, strict=True)
-    )
-
-
-def _state(
-    rng: random.Random, fact: Fact, reference: _Reference, split: Split, with_openers: bool
-) -> str:
-    """A fact as a sentence, after an opener that the split may use there."""
+def _state(rng: random.Random, fact: Fact, reference: _Reference, split: Split | None) -> str:
+    """A fact as a sentence, after an opener that `split` may use there, if there is a split."""
     statement = rng.choice(fact.attribute.statements)
-    opener = rng.choice(openers(statement, split)) if with_openers else ""
-    if opener:
+    if split is not None and (opener := rng.choice(openers(statement, split))):
         lower = statement.replace("{S}", "{s}", 1).replace("{P}", "{p}", 1)
         statement = f"{opener} {lower}"
     return reference.fill(statement, v=fact.value)
@@ -359,8 +342,8 @@ def _references_back(name: str, kind: Kind, role: str, alias: str) -> list[_Refe
     """Never the name: half of them pronouns, the others role and alias, if there is a role."""
     pronoun = _Reference("it", "its", "it")
     if kind.name == "person":
-        female = gender_of(name) == "female"
-        pronoun = _Reference("she", "her", "her") if female else _Reference("he", "his", "him")
+        is_female = name.split(" ", 1)[0] in WORDS["female"]
+        pronoun = _Reference("she", "her", "her") if is_female else _Reference("he", "his", "him")
     if not role:
         return [pronoun]
     other = [_Reference(word, f"{word}'s", word) for word in (f"the {role}", alias)]

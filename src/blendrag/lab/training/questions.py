@@ -6,9 +6,10 @@ that link to one another.
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import combinations
 
 from transformers import PreTrainedTokenizerBase
 
@@ -25,12 +26,8 @@ from blendrag.lab.training.generator import (
 
 UNKNOWN = "unknown"
 #: Kinds whose documents link from the first to the second.
-LINKED: tuple[tuple[str, str], ...] = tuple(
-    (kind.name, attribute.to)
-    for kind in KINDS.values()
-    for attribute in kind.attributes
-    if attribute.to
-)
+LINKED = [(kind.name, a.to) for kind in KINDS.values() for a in kind.attributes if a.to]
+Documents = Sequence[GeneratedDocument]
 
 # -- questions ------------------------------------------------------------------------------------
 
@@ -40,19 +37,17 @@ def _needs(document: GeneratedDocument, fact: Fact) -> tuple[Paragraph, ...]:
     return tuple((document.doc_id, i) for i in range(fact.paragraph + 1))
 
 
-def _one_fact(
-    rng: random.Random, documents: Sequence[GeneratedDocument], later: bool
-) -> Iterator[Question]:
+def _one_fact(rng: random.Random, documents: Documents, later: bool) -> Iterator[Question]:
     """A fact of the paragraph that has the name, or of a later one."""
+    kind = "coreference" if later else "direct"
     for document in documents:
         for fact in document.facts:
             if (fact.paragraph > 0) == later:
                 text = rng.choice(fact.attribute.questions).format(n=document.name)
-                kind = "coreference" if later else "direct"
                 yield Question(text, fact.value, kind, document.doc_id, _needs(document, fact))
 
 
-def two_hop(rng: random.Random, documents: Sequence[GeneratedDocument]) -> Iterator[Question]:
+def _two_hop(rng: random.Random, documents: Documents) -> Iterator[Question]:
     """Along a link of one document to a fact of another."""
     by_name = {document.name: document for document in documents}
     for document in documents:
@@ -68,22 +63,20 @@ def two_hop(rng: random.Random, documents: Sequence[GeneratedDocument]) -> Itera
                     yield Question(text, fact.value, "two-hop", document.doc_id, needs)
 
 
-def comparison(rng: random.Random, documents: Sequence[GeneratedDocument]) -> Iterator[Question]:
+def _comparison(rng: random.Random, documents: Documents) -> Iterator[Question]:
     """Which of two entities of one kind was first."""
     dated = [(d, fact) for d in documents for fact in d.facts if fact.attribute.comparisons]
-    for i, (one, its) in enumerate(dated):
-        for other, others in dated[i + 1 :]:
-            if one.kind != other.kind or its.value == others.value:
-                continue
-            asked = rng.sample((one, other), 2)
-            text = rng.choice(its.attribute.comparisons)
-            text = text.format(n=asked[0].name, m=asked[1].name)
-            first = one if int(its.value) < int(others.value) else other
-            needs = _needs(one, its) + _needs(other, others)
-            yield Question(text, first.name, "comparison", one.doc_id, needs)
+    for (one, its), (other, others) in combinations(dated, 2):
+        if one.kind != other.kind or its.value == others.value:
+            continue
+        asked = rng.sample((one, other), 2)
+        text = rng.choice(its.attribute.comparisons).format(n=asked[0].name, m=asked[1].name)
+        first = one if int(its.value) < int(others.value) else other
+        needs = _needs(one, its) + _needs(other, others)
+        yield Question(text, first.name, "comparison", one.doc_id, needs)
 
 
-def unanswerable(rng: random.Random, documents: Sequence[GeneratedDocument]) -> Iterator[Question]:
+def _unanswerable(rng: random.Random, documents: Documents) -> Iterator[Question]:
     """A fact that another document of the kind states and this one does not."""
     for document in documents:
         alike = [other for other in documents if other.kind == document.kind]
@@ -95,25 +88,22 @@ def unanswerable(rng: random.Random, documents: Sequence[GeneratedDocument]) -> 
                 yield Question(text, UNKNOWN, "unanswerable", document.doc_id)
 
 
-KINDS_OF_QUESTION: dict[
-    str, Callable[[random.Random, Sequence[GeneratedDocument]], Iterator[Question]]
-] = {
+KINDS_OF_QUESTION: dict[str, Callable[[random.Random, Documents], Iterator[Question]]] = {
     "direct": partial(_one_fact, later=False),
     "coreference": partial(_one_fact, later=True),
-    "two-hop": two_hop,
-    "comparison": comparison,
-    "unanswerable": unanswerable,
+    "two-hop": _two_hop,
+    "comparison": _comparison,
+    "unanswerable": _unanswerable,
 }
 
 
 def ask(
-    rng: random.Random, documents: Sequence[GeneratedDocument], per_kind: int | dict[str, int]
+    rng: random.Random, documents: Documents, per_kind: int | Mapping[str, int]
 ) -> list[Question]:
     """At most `per_kind` questions of each kind about `documents`, in random order."""
     asked: list[Question] = []
     for kind, make in KINDS_OF_QUESTION.items():
-        n = per_kind if isinstance(per_kind, int) else per_kind.get(kind, 0)
-        if n:
+        if n := per_kind if isinstance(per_kind, int) else per_kind.get(kind, 0):
             made = list(make(rng, documents))
             asked += rng.sample(made, min(n, len(made)))
     rng.shuffle(asked)
@@ -138,12 +128,11 @@ def measure_of(tokenizer: PreTrainedTokenizerBase) -> Measure:
     return lambda text: len(encode(text, add_special_tokens=False).ids)
 
 
-def sizes(rng: random.Random, n_chunks: int, longest: int = 4) -> list[int]:
-    """Chunks per document: two to `longest` that add up to `n_chunks`; one if only one is left."""
+def sizes(rng: random.Random, n_chunks: int) -> list[int]:
+    """Chunks per document: two to four that add up to `n_chunks`; one if there is only one."""
     made: list[int] = []
     while (left := n_chunks - sum(made)) > 0:
-        n = left if left < 4 else rng.choice([n for n in range(2, longest + 1) if left - n != 1])
-        made.append(min(n, longest))
+        made.append(left if left < 4 else rng.choice([n for n in (2, 3, 4) if left - n != 1]))
     return rng.sample(made, len(made))
 
 
@@ -160,20 +149,30 @@ def draw_kinds(rng: random.Random, n: int, linked: bool) -> list[str]:
     return kinds
 
 
+def draw_keys(
+    rng: random.Random, kinds: Sequence[str], bounds: tuple[int, int]
+) -> dict[str, list[str]]:
+    """Attributes that documents of each kind may state: a number within `bounds`."""
+    return {
+        kind: rng.sample([a.key for a in KINDS[kind].attributes], rng.randint(*bounds))
+        for kind in sorted(set(kinds))
+    }
+
+
 def write_context(
     rng: random.Random,
     split: Split,
-    kinds: list[str],
-    chunks: list[int],
+    n_chunks: int,
+    linked: float,
     chunk_size: int,
     measure: Measure,
-    per_kind: int | dict[str, int],
+    per_kind: int | Mapping[str, int],
 ) -> Context:
-    """A context of documents of `kinds`, with as many chunks each as `chunks` says."""
-    keys = {
-        kind: rng.sample([a.key for a in KINDS[kind].attributes], rng.randint(6, 8))
-        for kind in sorted(set(kinds))
-    }
+    """A context of `n_chunks` chunks. `linked`: the probability that its documents link to one another."""
+    chunks = sizes(rng, n_chunks)
+    is_linked = rng.random() < linked if 0 < linked < 1 else linked == 1
+    kinds = draw_kinds(rng, len(chunks), is_linked)
+    keys = draw_keys(rng, kinds, (6, 8))
     shapes = []
     for n in chunks:
         per_paragraph = {1: (3, 4), 2: (2, 3), 3: (2, 2), 4: (1, 2)}[n]
@@ -191,7 +190,7 @@ def contexts(
     n_contexts: int,
     n_chunks: int = 6,
     chunk_tokens: int = 64,
-    questions: int | dict[str, int] = 2,
+    questions: int = 2,
 ) -> Iterator[Context]:
     """Seeded contexts of `n_chunks` chunks of up to `chunk_tokens` tokens (more only if the facts alone
     take more); `questions` of each kind at most. Every second context is about linked documents.
@@ -199,6 +198,4 @@ def contexts(
     measure = measure_of(tokenizer)
     for i in range(n_contexts):
         rng = random.Random(f"context/{seed}/{split}/{n_chunks}/{chunk_tokens}/{i}")
-        chunks = sizes(rng, n_chunks)
-        kinds = draw_kinds(rng, len(chunks), linked=i % 2 == 1)
-        yield write_context(rng, split, kinds, chunks, chunk_tokens, measure, questions)
+        yield write_context(rng, split, n_chunks, i % 2, chunk_tokens, measure, questions)

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
-from blendrag.lab.training.questions import Context, Question
+from blendrag.demo import Question
+from blendrag.lab.training.generator import GeneratedDocument
 
 #: The holes of a form; neither can occur in generated text.
 CONTEXT, QUESTION = "\x00", "\x01"
@@ -28,7 +29,8 @@ class Form:
 
     name: str
     messages: tuple[tuple[str, str], ...]
-    entry_head: str = ""  # before each entry, with {path}
+    entry_head: str = ""
+    """Before each entry, with {path}."""
 
 
 def _user(content: str) -> tuple[tuple[str, str], ...]:
@@ -77,9 +79,9 @@ class PromptChunk:
     path: str = ""
 
 
-def entries(context: Context) -> list[PromptChunk]:
-    """The chunks of `context` with the file of each."""
-    return [PromptChunk(p, f"{d.doc_id}.txt") for d in context.documents for p in d.paragraphs]
+def entries(documents: Sequence[GeneratedDocument]) -> list[PromptChunk]:
+    """The chunks of whole documents with the file of each."""
+    return [PromptChunk(p, f"{d.doc_id}.txt") for d in documents for p in d.paragraphs]
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,10 @@ class Writer:
         self.end: int = tokenizer.eos_token_id
         self.n_special = len(tokenizer.all_special_ids)
 
+    def empty(self, questions: Sequence[Asked] = ()) -> Sample:
+        """A sample whose context is <|bos|> alone."""
+        return Sample([self.bos], [0], [-1], list(questions))
+
     def encode(self, text: str) -> list[int]:
         return list(self._encode(text, add_special_tokens=False).ids)
 
@@ -172,17 +178,18 @@ class Writer:
     def sample(
         self,
         form: Form,
-        entries: list[PromptChunk],
-        questions: list[Question],
+        entries: Sequence[PromptChunk],
+        questions: Sequence[Question],
         rng: random.Random | None = None,
     ) -> Sample:
         """With `rng`, positions skip ahead at random before chunks."""
-        layout, sample = self._templates[form.name], Sample()
-        for i, (text, is_chunk) in enumerate(layout.context_segments(entries)):
+        sample = Sample()
+        segments = self._templates[form.name].context_segments(entries)
+        for i, (text, is_chunk) in enumerate(segments):
             gap = rng.randrange(MAX_GAP) if rng and i and rng.random() < 0.5 else 0
             sample.append(self.encode(text), i if is_chunk else -1, gap)
         for question in questions:
-            asked = self.encode(layout.question(question.text))
+            asked = self.question(form, question.text)
             # The answer keeps the space before it, so that a word has the token it has in documents.
             answer = [*self.encode(" " + question.answer), self.end]
             sample.questions.append(Asked(asked + answer, len(asked), question.kind))

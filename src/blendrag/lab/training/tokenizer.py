@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from blendrag.lab.training.generator import ALIASES, KINDS, WORDS
-from blendrag.lab.training.questions import draw_kinds, sizes, write_context
+from blendrag.lab.training.questions import write_context
 from blendrag.lab.training.samples import FORMS
 
 SPECIAL_TOKENS = ("<|bos|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|pad|>")
@@ -73,9 +73,7 @@ def train_tokenizer(seed: int = 0, n_contexts: int = 800) -> PreTrainedTokenizer
 def _texts(seed: int, n_contexts: int) -> Iterator[str]:
     rng = random.Random(seed)
     for i in range(n_contexts):
-        chunks = sizes(rng, 6)
-        kinds = draw_kinds(rng, len(chunks), linked=i % 2 == 1)
-        context = write_context(rng, "train", kinds, chunks, 300, len, 1)
+        context = write_context(rng, "train", 6, i % 2, 300, len, 1)
         yield from context.chunks
         yield from (f"Question: {q.text}\nAnswer: {q.answer}" for q in context.questions)
     # The words of the forms, of names and of values become single tokens: those bind first.

@@ -11,7 +11,6 @@ import random
 import signal
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -231,7 +230,9 @@ class Run:
             progress.elapsed_s += now - last
             last = now
             progress.step += 1
-            self._move_on(stage, loss, _by_kind(batch.kinds, right), done)
+            if stage == progress.stage:
+                self._record(loss, batch.kinds, right)
+            self._move_on(done)
             if progress.step % 10 == 0:
                 _report(progress, done, batch.tokens.numel())
             if now - saved_at > SAVE_EVERY_S:
@@ -299,31 +300,27 @@ class Run:
         self.progress.early += 0.05 * (float(right.detach()) - self.progress.early)
         return cross_entropy(logits.float(), batch.targets)
 
-    def _move_on(self, stage: int, loss: float, accuracy: dict[str, float], done: float) -> None:
+    def _record(self, loss: float, kinds: Sequence[str], right: Sequence[bool]) -> None:
+        """Accuracy of the current stage by kind of question, as moving averages."""
         progress = self.progress
-        if stage == progress.stage:
-            for kind, value in accuracy.items():
-                before = progress.by_kind.get(kind, 0.0)
-                progress.by_kind[kind] = before + 0.05 * (value - before)
-            progress.accuracy = sum(progress.by_kind.values()) / len(progress.by_kind)
-            progress.last_loss = loss
-        current = STAGES[progress.stage]
-        over = progress.accuracy >= current.move_on_at or done >= current.until
-        if over and progress.stage + 1 < len(STAGES):
+        for kind in dict.fromkeys(kinds):
+            of_kind = [is_right for k, is_right in zip(kinds, right, strict=True) if k == kind]
+            before = progress.by_kind.get(kind, 0.0)
+            progress.by_kind[kind] = before + 0.05 * (sum(of_kind) / len(of_kind) - before)
+        progress.accuracy = sum(progress.by_kind.values()) / len(progress.by_kind)
+        progress.last_loss = loss
+
+    def _move_on(self, done: float) -> None:
+        """To the next stage if this one is over; the model grows at `DEEP_FROM`."""
+        progress = self.progress
+        current, rest = STAGES[progress.stage], STAGES[progress.stage + 1 :]
+        if rest and (progress.accuracy >= current.move_on_at or done >= current.until):
             progress.stage += 1
             progress.accuracy = 0.0
             progress.by_kind = {}
-            if STAGES[progress.stage].name == DEEP_FROM:
+            if rest[0].name == DEEP_FROM:
                 self.adopt(deepened(self.model, DEEP))
                 progress.warm_from = progress.step
-
-
-def _by_kind(kinds: Sequence[str], right: Sequence[bool]) -> dict[str, float]:
-    """The share of right answers of each kind."""
-    found: dict[str, list[bool]] = defaultdict(list)
-    for kind, is_right in zip(kinds, right, strict=True):
-        found[kind].append(is_right)
-    return {kind: sum(of_kind) / len(of_kind) for kind, of_kind in found.items()}
 
 
 def _drawn_stage(rng: random.Random, current: int) -> int:

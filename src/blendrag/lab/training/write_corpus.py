@@ -50,10 +50,7 @@ def answerable(
         return [
             question
             for question in questions
-            if all(
-                _is_clear(question, by_id, engine.retrieve(question.text, top_k))
-                for top_k in TOP_KS
-            )
+            if all(_is_clear(question, by_id, engine.retrieve(question.text, k)) for k in TOP_KS)
         ]
 
 
@@ -64,16 +61,14 @@ def _is_clear(
     that says "she" of another person and would be taken for theirs.
     """
     texts = [chunk.text.strip() for chunk in chunks]
-    needed = {corpus[doc_id].paragraphs[index] for doc_id, index in question.needs}
-    if not needed <= set(texts):
-        return False
     naming = {document.paragraphs[0] for document in corpus.values()}
-    for document in {corpus[doc_id] for doc_id, _ in question.needs}:
+    for doc_id, index in question.needs:
+        document = corpus[doc_id]
+        if document.paragraphs[index] not in texts:
+            return False
         at = [texts.index(p) for p in document.paragraphs if p in texts]
         following = at[-1] + 1
-        if at != list(range(at[0], following)):
-            return False
-        if following < len(texts) and texts[following] not in naming:
+        if at != list(range(at[0], following)) or not naming.issuperset(texts[following:][:1]):
             return False
     return True
 
