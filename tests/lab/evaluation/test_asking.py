@@ -91,6 +91,7 @@ def test_the_demo_model_reads_what_it_was_trained_on() -> None:
     assert render(DEMO.prompt(["One.", "Two."], "Who?"), tokens, Options()).text == expected
     assert wording_for(tiny.tokenizer(), "accuracy") == SHORT_ANSWER
     assert wording_for(tiny.tokenizer(), "rouge_l") == SUMMARY
+    assert "passages. Answer with the answer alone" in SHORT_ANSWER.template
 
 
 @pytest.mark.parametrize("wording", [DEMO, SHORT_ANSWER, SUMMARY], ids=("demo", "short", "summary"))

@@ -20,7 +20,7 @@ from blendrag.engine.request import RagPrompt
 from blendrag.errors import CorpusError
 from blendrag.lab.evaluation.datasets import Metric
 from blendrag.lab.training.samples import CONTEXT, NATIVE, QUESTION
-from blendrag.metrics import ChunkReport, RequestMetrics
+from blendrag.metrics import RequestMetrics
 from blendrag.model.tokens import Tokens
 from blendrag.text.chunking import canonical, chunk_id_of
 from blendrag.text.matches import Match
@@ -95,7 +95,7 @@ class Witness(LogitsProcessor):
 
     def __init__(self, forced: Sequence[int]) -> None:
         """``forced``: tokens that are chosen whatever the model prefers."""
-        self._forced = tuple(forced)
+        self._forced = forced
         self._rows: list[torch.Tensor] = []
         self._chosen: list[torch.Tensor] = []
 
@@ -111,9 +111,9 @@ class Witness(LogitsProcessor):
         return only  # type: ignore[return-value]
 
     @property
-    def logits(self) -> torch.Tensor | None:
-        """``[T, V]``; ``None`` before the first token."""
-        return torch.stack(self._rows) if self._rows else None
+    def logits(self) -> torch.Tensor:
+        """``[T, V]``"""
+        return torch.stack(self._rows)
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -140,14 +140,12 @@ def ask(
     answer = engine.generate(quoting(prompt, chunks), replace(options, generate=watched))
     engine.drain()
     metrics = answer.metrics
+    _require_loaded(metrics, {"full": 0, "prefix": 1}.get(str(options.mode), len(chunks)))
     ratio, charged = metrics.ratio, metrics.charged_ratio
-    if options.mode == "prefix":
-        _require_loaded(metrics.chunks[:1], 1, metrics.notes)
-    elif options.mode != "full":
-        _require_loaded(metrics.chunks, len(chunks), metrics.notes)
-    if options.mode in ("full", "prefix"):
-        tokens = [len(engine.resources.text_ids(text)) for text in chunks]
-        ratio = charged = _computed_share(metrics, sum(tokens))
+    if options.mode in ("full", "prefix"):  # a chunk is either loaded or computed
+        tokens = sum(len(engine.resources.text_ids(text)) for text in chunks)
+        loaded = sum(chunk.tokens for chunk in metrics.chunks if chunk.outcome != "computed")
+        ratio = charged = 1 - loaded / tokens if tokens else 0.0
     return ObservedAnswer(
         text=answer.text,
         tokens=witness.tokens,
@@ -160,6 +158,18 @@ def ask(
     )
 
 
+def _require_loaded(metrics: RequestMetrics, expected: int) -> None:
+    """The first ``expected`` chunks."""
+    missed = [chunk for chunk in metrics.chunks[:expected] if chunk.outcome == "computed"]
+    found = len(metrics.chunks[:expected]) - len(missed)
+    if found != expected:
+        why = missed[0].reason if missed else "; ".join(metrics.notes) or "not recognised"
+        raise CorpusError(
+            f"KV of {found} of a prompt's {expected} chunks was loaded ({why}); expected all of them, "
+            "run again"
+        )
+
+
 def quoting(prompt: str, chunks: Sequence[str]) -> RagPrompt:
     """The prompt with the positions of its chunks."""
     matches, at = [], 0
@@ -168,20 +178,3 @@ def quoting(prompt: str, chunks: Sequence[str]) -> RagPrompt:
         at = start + len(chunk)
         matches.append(Match(chunk_id_of(chunk), start, at, complete=True))
     return RagPrompt(prompt, tuple(matches), (at, len(prompt)))
-
-
-def _require_loaded(chunks: Sequence[ChunkReport], expected: int, notes: Sequence[str]) -> None:
-    missed = [chunk for chunk in chunks if chunk.outcome == "computed"]
-    found = len(chunks) - len(missed)
-    if missed or found != expected:
-        why = missed[0].reason if missed else "; ".join(notes) or "not recognised"
-        raise CorpusError(
-            f"KV of {found} of a prompt's {expected} chunks was loaded ({why}); expected all of them, "
-            "run again"
-        )
-
-
-def _computed_share(metrics: RequestMetrics, chunk_tokens: int) -> float:
-    """Share of chunk tokens computed if each chunk is either loaded or computed."""
-    loaded = sum(chunk.tokens for chunk in metrics.chunks if chunk.outcome != "computed")
-    return 1 - loaded / chunk_tokens if chunk_tokens else 0.0
