@@ -47,7 +47,8 @@ class Settings(BaseSettings):
     store: Path = Path("blendrag-store")
     """Root directory of the KV store and the corpus."""
     cache: Path = Field(default_factory=lambda: Path(_user_cache()) / "blendrag")
-    """Directory for what this machine found out about models (:mod:`blendrag.fusor.verdicts`)."""
+    """Directory for what this machine found out about models (:mod:`blendrag.fusor.verdicts`), and for
+    interrupted runs of ``blendrag eval``."""
     dtype: str = "auto"
     """Compute and storage dtype: float32, float16, bfloat16 or ``auto``: the checkpoint's, or float32 on a
     CPU without fast products in it."""

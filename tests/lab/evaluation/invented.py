@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from blendrag.lab.evaluation.deviation import (
@@ -66,7 +67,7 @@ def sweep(**changes: Any) -> list[ArenaRow]:
                     )
                 )  # fmt: skip
     unknown = {"pgr": None, "pgr_low": None, "pgr_high": None}
-    return [ArenaRow(**{**r.as_dict(), **(unknown if r.kind == KINDS[2] else {})}) for r in rows]
+    return [ArenaRow(**{**asdict(r), **(unknown if r.kind == KINDS[2] else {})}) for r in rows]
 
 
 def chunks() -> list[ArenaRow]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import tiny
+from blendrag.config import settings
 from cli.commands import ingest_args, invoke, refused, save_model, start, write_documents
 
 ROW = {
@@ -23,11 +24,6 @@ ROW = {
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("tiny-llama")
     return str(save_model(folder, tiny.llama(num_hidden_layers=3, eos_token_id=639)))
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def small(model: str, *more: str) -> list[str]:
@@ -44,7 +40,7 @@ def rows(*args: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_json_is_a_list_of_rows_by_policy_and_kind(model: str, tmp_path: Path) -> None:
+def test_json_is_a_list_of_rows_by_policy_and_kind(model: str) -> None:
     found = rows(
         *small(model, "--policies", "full,reuse,hkvd,query", "--ratio", "0.15", "--seed", "123")
     )
@@ -56,7 +52,7 @@ def test_json_is_a_list_of_rows_by_policy_and_kind(model: str, tmp_path: Path) -
     ]
     assert {(row["dataset"], row["seed"]) for row in found} == {("synthetic", 123)}
     assert {row["ratio"] for row in found if row["policy"] == "hkvd"} == {0.15}
-    assert not list((tmp_path / "cache").rglob("*.jsonl"))  # a complete run leaves nothing
+    assert not list(settings().cache.rglob("*.jsonl"))  # a complete run leaves nothing
     charged = {row["policy"]: row["charged_ratio"] for row in found if row["kind"] == "all"}
     assert charged["hkvd"] > 1.2 * charged["query"]  # equal r is not equal cost
 
@@ -97,7 +93,7 @@ def test_questions_are_asked_over_an_ingested_corpus(model: str, tmp_path: Path)
     assert {(row["dataset"], row["n"], row["n_chunks"]) for row in found} == {("own", 1, 3)}
     assert {row["chunk_tokens"] for row in found} == {64}
     sentence = refused(*args, "--model", model)
-    assert "has the fields question, answers; expected" in sentence
+    assert "has no text context, but the fields question, answers; expected" in sentence
     assert "or {question, answers} with --store" in sentence
 
 

@@ -40,11 +40,11 @@ CALIBRATED = {
     "weights": [0.2, 0.1, 0.05], "family_deviation": 0.0345,
 }  # fmt: skip
 PRINTED: dict[str, Any] = {
-    "policies": [row.as_dict() for row in invented.sweep()],
-    "long": [row.as_dict() for row in invented.sweep(chunk_tokens=512)],
-    "schedules": [row.as_dict() for row in invented.schedules()],
-    "prefix": [row.as_dict() for row in invented.prefix()],
-    "chunks": [row.as_dict() for row in invented.chunks()],
+    "policies": [asdict(row) for row in invented.sweep()],
+    "long": [asdict(row) for row in invented.sweep(chunk_tokens=512)],
+    "schedules": [asdict(row) for row in invented.schedules()],
+    "prefix": [asdict(row) for row in invented.prefix()],
+    "chunks": [asdict(row) for row in invented.chunks()],
     "calibration": CALIBRATED,
     "deviations": asdict(invented.deviations()),
 }
@@ -248,6 +248,6 @@ def test_a_row_that_several_commands_printed_is_taken_once() -> None:
     full, query, hkvd = (row(policy) for policy in ("full", "query", "hkvd"))
     again = row("full", ttft_ms=99.0)
     commands = [
-        printing(json.dumps([r.as_dict() for r in rows])) for rows in ([full, query], [again, hkvd])
+        printing(json.dumps([asdict(r) for r in rows])) for rows in ([full, query], [again, hkvd])
     ]
     assert [r.ttft_ms for r in execute(commands).rows] == [30.0] * 3

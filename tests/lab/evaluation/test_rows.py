@@ -26,9 +26,9 @@ def test_outcomes_come_back_as_they_were_added(tmp_path: Path) -> None:
     Journal(path).add([outcome("a", "full"), outcome("a", "reuse", 0.0)])
     Journal(path).add([outcome("b", "full")])
     journal = Journal(path)
-    assert journal.get("a", "reuse") == outcome("a", "reuse", 0.0)
-    assert journal.get("b", "full") == outcome("b", "full")
-    assert journal.get("b", "reuse") is None
+    assert journal.get(("a", "reuse")) == outcome("a", "reuse", 0.0)
+    assert journal.get(("b", "full")) == outcome("b", "full")
+    assert journal.get(("b", "reuse")) is None
 
 
 def test_an_incomplete_line_is_dropped_and_complete_lines_are_not_rewritten(tmp_path: Path) -> None:
@@ -38,11 +38,11 @@ def test_an_incomplete_line_is_dropped_and_complete_lines_are_not_rewritten(tmp_
     path.write_bytes(content[:-20])
     journal = Journal(path)
     assert (path.stat().st_ino, path.read_bytes()) == (file, content[: content.index(b"\n") + 1])
-    assert journal.get("b", "full") is None
+    assert journal.get(("b", "full")) is None
     journal.add([outcome("c", "full")])
     again = Journal(path)
-    assert again.get("a", "full") is not None
-    assert again.get("c", "full") is not None
+    assert again.get(("a", "full")) is not None
+    assert again.get(("c", "full")) is not None
 
 
 @pytest.mark.parametrize("text", ["hello\n", "hello", '{"a": 1}\n', "[]\n"])

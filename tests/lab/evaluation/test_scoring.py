@@ -57,24 +57,22 @@ def test_rouge_l_is_the_longest_common_subsequence(monkeypatch: pytest.MonkeyPat
     scoring.require_rouge.cache_clear()
 
 
-def test_first_token_kl_is_of_full_prefill_from_the_other() -> None:
-    full = torch.tensor([0.75, 0.25]).log()
-    other = torch.tensor([0.5, 0.5]).log() + 3.0  # logits are known up to a constant
+def test_kl_is_of_full_prefill_from_the_other_row_by_row() -> None:
+    full = torch.tensor([[0.75, 0.25], [0.5, 0.5]]).log()
+    other = torch.tensor([[0.5, 0.5]] * 2).log() + 3.0  # logits are known up to a constant
     expected = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
-    assert scoring.first_token_kl(full, other) == pytest.approx(expected)
-    assert scoring.first_token_kl(full, full) == 0.0
-    excluded = torch.tensor([1.0, 0.0, -math.inf])
-    assert scoring.first_token_kl(excluded, excluded) == 0.0
-    assert scoring.first_token_kl(excluded, torch.tensor([1.0, 0.0, 5.0])) > 0.0
-    infinite = scoring.first_token_kl(torch.tensor([1.0, 0.0]), torch.tensor([1.0, -math.inf]))
-    assert infinite == math.inf
+    assert scoring.token_kl(full, other) == pytest.approx([expected, 0.0])
+    excluded = torch.tensor([[1.0, 0.0, -math.inf]])
+    assert scoring.token_kl(excluded, excluded) == [0.0]
+    assert 0.0 < scoring.token_kl(excluded, torch.tensor([[1.0, 0.0, 5.0]]))[0] < math.inf
+    assert scoring.token_kl(torch.tensor([[1.0, 0.0, 5.0]]), excluded) == [math.inf]
 
 
 def test_logits_that_are_not_numbers_are_an_error() -> None:
-    numbers, broken = torch.tensor([1.0, 0.0]), torch.tensor([1.0, math.nan])
+    numbers, broken = torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, math.nan]])
     for full, other in ((numbers, broken), (broken, numbers), (broken, broken)):
         with pytest.raises(UnsupportedModelError, match="not numbers"):
-            scoring.first_token_kl(full, other)
+            scoring.token_kl(full, other)
 
 
 def test_agreement_ends_at_the_first_difference() -> None:
@@ -98,7 +96,9 @@ def pgr(
     own: list[float], full: list[float] = ALL_RIGHT, nothing: list[float] = NONE_RIGHT, **more: Any
 ) -> Estimate:
     contexts = more.get("contexts", CONTEXTS)
-    return performance_gap_recovered(*(sum_by_context(s, contexts) for s in (own, full, nothing)))
+    return performance_gap_recovered(
+        *(sum_by_context(zip(contexts, s, strict=True)) for s in (own, full, nothing))
+    )
 
 
 def test_pgr_between_nothing_and_everything_is_the_score() -> None:
@@ -133,7 +133,7 @@ def test_questions_about_one_context_are_drawn_together() -> None:
 
 def test_a_paired_lead_is_the_difference_of_means_with_an_interval() -> None:
     own, other = shares(0.5, 1), shares(0.8, 2)
-    mine, theirs = sum_by_context(own, CONTEXTS), sum_by_context(other, CONTEXTS)
+    mine, theirs = (sum_by_context(zip(CONTEXTS, s, strict=True)) for s in (own, other))
     lead, back = paired_lead(theirs, mine), paired_lead(mine, theirs)
     assert lead.value == pytest.approx((sum(other) - sum(own)) / 60)
     assert lead.low < lead.value < lead.high  # type: ignore[operator]
@@ -148,8 +148,3 @@ def test_other_questions_or_one_context_have_no_lead() -> None:
     assert paired_lead([(5, 4.0)], [(5, 3.0)]) == Estimate(None)
     assert paired_lead([(5, 4.0), (5, 4.0)], [(5, 3.0), (4, 3.0)]) == Estimate(None)
     assert paired_lead([(5, 4.0), (5, 4.0)], ()) == Estimate(None)
-
-
-def test_scores_that_do_not_match_the_questions_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match="expected one for each"):
-        sum_by_context([1.0, 1.0], ["a"])

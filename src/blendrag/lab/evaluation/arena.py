@@ -15,9 +15,9 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from enum import Enum
 from functools import lru_cache
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -36,7 +36,6 @@ from blendrag.lab.evaluation.scoring import (
     agreement,
     exact_match,
     f1,
-    first_token_kl,
     require_rouge,
     rouge_l,
     token_kl,
@@ -55,29 +54,12 @@ Watch = Callable[[int, int], None]
 NEW_TOKENS = {"accuracy": 16, "f1": 32, "rouge_l": 256}
 PACKAGE = Path(blendrag.__file__).parent
 #: Rooms whose code does not change the answer to a given question.
-OTHER_ROOMS = ("cli", "demo", "frameworks", "lab/bench", "lab/training")
+OTHER_ROOMS = ("cli/", "demo/", "frameworks/", "lab/bench/", "lab/training/")
 #: Memory limit of idealised prefix caching; it holds one chunk.
 IDEAL_RAM_BYTES = 16 * 1024**3
 
 
 # -- engines --------------------------------------------------------------------------------------
-
-
-class Stored(Enum):
-    """What the chunks of a store are encoded after."""
-
-    PREFIX = "the corpus's prefix"
-    NOTHING = "nothing"
-    PROMPT = "the text before them in the prompt"
-
-
-def _stored(way: Way) -> Stored | None:
-    """``None`` for ways that load nothing."""
-    if way.policy == PREFIX:
-        return Stored.PROMPT
-    if way.encode_prefix is None:
-        return None
-    return Stored.PREFIX if way.encode_prefix else Stored.NOTHING
 
 
 class _NoEmbedder(Embedder):
@@ -87,17 +69,23 @@ class _NoEmbedder(Embedder):
         return np.zeros((len(texts), 8), np.float32)  # [n, dim]
 
 
-class Engines:
-    """Made by :func:`open_engines`."""
+def _kind(way: Way) -> bool | str | None:
+    """What its chunks are encoded after: the corpus's prefix (``True``), nothing (``False``), or the text
+    before them in the prompt (:data:`PREFIX`); ``None`` for ways that load nothing."""
+    return PREFIX if way.policy == PREFIX else way.encode_prefix
 
-    def __init__(self, engines: Mapping[Stored, BlendEngine]) -> None:
+
+class Engines:
+    """Made by :func:`open_engines`; ``engines`` by :func:`_kind` of the ways that they answer."""
+
+    def __init__(self, engines: Mapping[bool | str, BlendEngine]) -> None:
         self._engines = engines
-        self._held = dict.fromkeys(engines, 0)
+        self._held: dict[bool | str, list[str]] = {kind: [] for kind in engines}
 
     def of(self, way: Way) -> BlendEngine:
         """The engine that answers this way."""
-        stored = _stored(way)
-        return next(iter(self._engines.values())) if stored is None else self._engines[stored]
+        kind = _kind(way)
+        return next(iter(self._engines.values())) if kind is None else self._engines[kind]
 
     def hold(self, chunks: Sequence[str]) -> None:
         """Encode ``chunks`` in place of those before.
@@ -109,37 +97,34 @@ class Engines:
             raise InvalidInputError(
                 "the chunk list is empty, expected at least one text; give every record its contexts"
             )
-        for stored, engine in self._engines.items():
-            wanted = texts[:1] if stored is Stored.PROMPT else texts
-            if held := self._held[stored]:
-                engine.remove([f"chunk {number}" for number in range(held)])
-            documents = [
-                Document(f"chunk {number}", text, "") for number, text in enumerate(wanted)
-            ]
+        for kind, engine in self._engines.items():
+            if self._held[kind]:
+                engine.remove(self._held[kind])
+            wanted = texts[:1] if kind == PREFIX else texts
+            documents = [Document(f"chunk {i}", text, "") for i, text in enumerate(wanted)]
             report = engine.ingest(documents).whole()
             if report.chunks != len(wanted):
                 raise InvalidInputError(
                     f"{len(wanted)} chunks of a context were cut into {report.chunks}, expected none "
                     f"over {MAX_CHUNK_TOKENS} tokens; split them"
                 )
-            self._held[stored] = len(wanted)
-            if stored is Stored.PROMPT:
+            self._held[kind] = [document.source for document in documents]
+            if kind == PREFIX:
                 _promote(engine, wanted[0])
 
 
 def _promote(engine: BlendEngine, chunk: str) -> None:
     """Read the chunk's KV once, which brings it to the memory tier."""
     resources = engine.resources
+    assert isinstance(resources.store, TieredStore)
     ids, layout = resources.text_ids(chunk), resources.adapter.layout
     namespace = resources.adapter.identity.namespace
     key = chunk_key(namespace, resources.prefix_ids, ids)
-    reader = resources.store.open(namespace, key, layout, len(ids))
-    if reader is not None:
+    if reader := resources.store.open(namespace, key, layout, len(ids)):
         with closing(reader):
             shape = layout.layer_shape(0, len(ids))
             reader.read_layer(0, torch.empty(shape, dtype=layout.torch_dtype))
-    if isinstance(resources.store, TieredStore):
-        resources.store.drain()
+    resources.store.drain()
 
 
 @contextmanager
@@ -154,24 +139,23 @@ def open_engines(
 
     ``head``: the rendered prompt before its first chunk. Idealised prefix caching keeps native KV.
     """
-    kinds = dict.fromkeys(stored for way in ways if (stored := _stored(way)) is not None)
+    kinds = dict.fromkeys(kind for way in ways if (kind := _kind(way)) is not None)
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="blendrag-eval-")))
-        engines: dict[Stored, BlendEngine] = {}
-        for number, stored in enumerate(kinds or (Stored.PREFIX,)):
-            is_ideal = stored is Stored.PROMPT
+        engines: dict[bool | str, BlendEngine] = {}
+        for kind in kinds or (True,):
+            is_ideal = kind == PREFIX
             engine = BlendEngine(
                 adapter,
-                root / str(number),
+                root / str(kind),
                 chunk_tokens=min(max(largest_chunk, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS),
                 prefix_text=head if is_ideal else None,
-                encode_prefix=stored is not Stored.NOTHING,
+                encode_prefix=kind is not False,
                 encoding="native" if is_ideal else kv_encoding,
                 ram_bytes=IDEAL_RAM_BYTES if is_ideal else 0,
             )
             engine.resources.embedder = _NoEmbedder("none")
-            engines[stored] = stack.enter_context(engine)
-            _ = engine.resources.store  # makes its directory
+            engines[kind] = stack.enter_context(engine)
         yield Engines(engines)
 
 
@@ -222,8 +206,8 @@ class Arena:
     ) -> list[ArenaRow]:
         """Ask what ``journal`` does not hold, and return the rows of all of it."""
         journal = journal if journal is not None else Journal()
-        total = len(self.dataset.cases)
         pending = [case for case in self.dataset.cases if self._missing(case, journal)]
+        total = len(self.dataset.cases)
         done = total - len(pending)
         watch(done, total)
         if pending:
@@ -231,15 +215,27 @@ class Arena:
             with open_engines(
                 self.adapter, self.ways, head, self._largest_chunk, self.kv_encoding
             ) as engines:
-                for number, cases in enumerate(by_context(pending)):
+                for cases in by_context(pending):
                     engines.hold(cases[0].chunks)
-                    if not number:
-                        self._warm_up(engines, cases[0], pending, journal)
+                    if cases[0] is pending[0]:
+                        self._warm_up(engines, pending, journal)
                     for case in cases:
                         journal.add(self._ask(engines, case, self._missing(case, journal)))
                         done += 1
                         watch(done, total)
-        return make_rows(self.dataset, self._outcomes(journal), self.seed, self.kv_encoding)
+        keys = self._keys.values()
+        found = {way: [journal[key, way.key] for key in keys] for way in self.ways}
+        return make_rows(self.dataset, found, self.seed, self.kv_encoding)
+
+    def _missing(self, case: Case, journal: Journal) -> list[Way]:
+        key = self._keys[case.case_id]
+        return [way for way in self.ways if (key, way.key) not in journal]
+
+    def _warm_up(self, engines: Engines, pending: Sequence[Case], journal: Journal) -> None:
+        """Ask once in every way that is missing: the first answer of a way pays for its setup."""
+        missing = (way for case in pending for way in self._missing(case, journal))
+        for way in dict.fromkeys((Way(FULL), *missing)):
+            self._reply(engines, pending[0], way)
 
     def _ask(self, engines: Engines, case: Case, ways: Sequence[Way]) -> list[Outcome]:
         """Outcomes of ``ways``. Full prefill is asked in any case, to compare with."""
@@ -272,14 +268,6 @@ class Arena:
             return reply.logits
         return self._reply(engines, case, way, answer).logits
 
-    def _warm_up(
-        self, engines: Engines, case: Case, pending: Sequence[Case], journal: Journal
-    ) -> None:
-        """Ask once in every way that is missing: the first answer of a way pays for its setup."""
-        missing = (way for other in pending for way in self._missing(other, journal))
-        for way in dict.fromkeys((Way(FULL), *missing)):
-            self._reply(engines, case, way)
-
     def _judge(
         self,
         case: Case,
@@ -288,14 +276,13 @@ class Arena:
         full: ObservedAnswer,
         followed: torch.Tensor | None,
     ) -> Outcome:
+        """All measures of one answer: against the accepted answers, and against full prefill."""
         metric, text = self.dataset.metric, reply.text.strip()
         if metric != "rouge_l":  # short answers end with their first line
             text = text.split("\n", 1)[0]
-        kl = mean_kl = agrees = None
+        kls: list[float] = []
         if full.logits is not None and followed is not None:
-            kl = first_token_kl(full.logits[0], followed[0])
-            mean_kl = token_kl(full.logits, followed[: len(full.logits)])
-            agrees = agreement(full.tokens, reply.tokens)
+            kls = token_kl(full.logits, followed[: len(full.logits)])
         return Outcome(
             case_key=self._keys[case.case_id],
             way_key=way.key,
@@ -303,26 +290,17 @@ class Arena:
             accuracy=exact_match(text, case.answers),
             f1=f1(text, case.answers),
             rouge_l=rouge_l(text, case.answers) if metric == "rouge_l" else None,
-            kl=kl,
-            agreement=agrees,
+            kl=kls[0] if kls else None,
+            agreement=agreement(full.tokens, reply.tokens) if kls else None,
             ratio=reply.ratio,
             charged_ratio=reply.charged_ratio,
             ttft_ms=1e3 * reply.ttft_s,
             policy=reply.policy,
             schedule=reply.schedule,
-            token_kl=mean_kl,
+            token_kl=fmean(kls) if kls else None,
         )
 
     # -- keys and checks --------------------------------------------------------------------------
-
-    def _missing(self, case: Case, journal: Journal) -> list[Way]:
-        key = self._keys[case.case_id]
-        return [way for way in self.ways if journal.get(key, way.key) is None]
-
-    def _outcomes(self, journal: Journal) -> dict[Way, Sequence[Outcome]]:
-        keys = self._keys.values()
-        found = {way: [journal.get(key, way.key) for key in keys] for way in self.ways}
-        return {way: [o for o in outcomes if o is not None] for way, outcomes in found.items()}
 
     def _key(self, case: Case) -> str:
         """Digest of all that decides how a case is answered, besides the way."""
@@ -335,27 +313,22 @@ class Arena:
 
     def _check_lengths(self) -> int:
         """Tokens of the largest chunk. Raises :class:`InvalidInputError` unless every prompt fits."""
-        largest = 1
-        count = self.adapter.tokens.encode_text
+        tokens, new = self.adapter.tokens, self.max_new_tokens
+        limit, largest = self.adapter.context_tokens, 1
         for cases in by_context(self.dataset.cases):
-            sizes = [len(count(chunk)) for chunk in cases[0].chunks]
-            largest = max(largest, *sizes) if sizes else largest
-            between = len(sizes) * len(count(SEPARATOR))
+            sizes = [len(tokens.encode_text(chunk)) for chunk in cases[0].chunks]
+            largest = max(largest, *sizes, 0)
+            context = sum(sizes) + len(sizes) * len(tokens.encode_text(SEPARATOR))
             for case in cases:
-                self._check_length(case, sum(sizes) + between)
+                words = render(self._wording.prompt((), case.question), tokens, Options())
+                needed = len(tokens.encode_template(words.text)) + context
+                if needed + new > limit:
+                    raise InvalidInputError(
+                        f"the prompt of {case.case_id} takes about {needed} tokens, with {new} for the "
+                        f"answer more than the model's context of {limit}; take fewer --chunks or smaller "
+                        "--chunk-tokens, or leave it out"
+                    )
         return largest
-
-    def _check_length(self, case: Case, chunk_tokens: int) -> None:
-        tokens = self.adapter.tokens
-        words = render(self._wording.prompt((), case.question), tokens, Options())
-        needed = len(tokens.encode_template(words.text)) + chunk_tokens
-        limit, new = self.adapter.context_tokens, self.max_new_tokens
-        if needed + new > limit:
-            raise InvalidInputError(
-                f"the prompt of {case.case_id} takes about {needed} tokens, with {new} for the answer more "
-                f"than the model's context of {limit}; take fewer --chunks or smaller --chunk-tokens, or "
-                "leave it out"
-            )
 
 
 @lru_cache(maxsize=1)
@@ -364,6 +337,6 @@ def source_digest(package: Path = PACKAGE) -> str:
     fields: list[bytes] = []
     for path in sorted(package.rglob("*.py")):
         name = path.relative_to(package).as_posix()
-        if not name.startswith(tuple(f"{room}/" for room in OTHER_ROOMS)):
+        if not name.startswith(OTHER_ROOMS):
             fields += [name.encode(), path.read_bytes()]
     return digest_fields(fields)

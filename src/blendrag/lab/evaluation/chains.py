@@ -42,7 +42,6 @@ def ask_chain(engine: BlendEngine, name: str, case: Case, max_new_tokens: int) -
 
     The answer is empty if the chain cannot use a reply of the model (no score, or too long).
     """
-    require_chains()
     from langchain_classic.chains.question_answering import load_qa_chain
     from langchain_core.documents import Document
 

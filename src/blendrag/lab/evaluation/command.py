@@ -1,12 +1,12 @@
 """``blendrag eval``: options → ways and a dataset → the arena → a table or JSON.
 
-The journal of a run is in ``--out``, which is kept, else in the cache directory until the run is complete.
 Heavy imports are inside functions.
 """
 
 from __future__ import annotations
 
-import os
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from blendrag.lab.evaluation.arena import Arena
     from blendrag.lab.evaluation.rows import ArenaRow
     from blendrag.lab.evaluation.ways import Way
+    from blendrag.lab.training.generator import Split
 
 #: Generated contexts, or records of a file.
 CONTEXTS, QUICK_CONTEXTS = 20, 4
@@ -38,14 +39,7 @@ def evaluate(
             "{context, input, answers} or, with --store, {question, answers}."
         ),
     ] = "synthetic",
-    model: Annotated[
-        str | None,
-        options.optional(
-            "Hub id or directory of a causal LM, or demo. [default: that of --store, else demo]",
-            "--model",
-            "-m",
-        ),
-    ] = None,
+    model: options.Model = None,
     policies: Annotated[
         str | None,
         options.optional(
@@ -115,6 +109,7 @@ def evaluate(
     begin(verbose, "nothing was asked yet; repeat the command")
     ways = _ways(policies, schedules, ratio, encode_prefix)
     from blendrag.config import absolute_model, settings
+    from blendrag.lab.evaluation import report
     from blendrag.lab.evaluation.arena import Arena
     from blendrag.lab.evaluation.datasets import make_dataset
     from blendrag.lab.evaluation.ways import look_up
@@ -126,7 +121,7 @@ def evaluate(
     made = make_dataset(
         dataset,
         load_tokens(name, trust_remote_code),
-        split=split,
+        split=cast("Split", split),
         seed=seed,
         contexts=contexts or (QUICK_CONTEXTS if quick else CONTEXTS),
         questions=questions or (QUICK_QUESTIONS if quick else None),
@@ -146,15 +141,24 @@ def evaluate(
     namespace = adapter.identity.encoded(kept_as).namespace
     ways = look_up(ways, store or settings().store, namespace)
     arena = Arena(adapter, made, ways, seed, max_new_tokens, kept_as)
-    _report(arena, _run(arena, out), json)
+    rows = _run(arena, out)
+    if json:
+        output.print_json([asdict(row) for row in rows])
+    else:
+        for table in report.tables(rows):
+            table.print()
+    for note in report.notes(made, rows):
+        say("note", note)
     return DONE
 
 
 def _run(arena: Arena, out: Path | None) -> list[ArenaRow]:
+    """Without ``out`` the journal is in the cache directory until the run is complete."""
     from blendrag.cli.progress import StatusLine
+    from blendrag.config import settings
     from blendrag.lab.evaluation.rows import Journal
 
-    path = out if out is not None else _cache() / f"eval-{arena.digest}.jsonl"
+    path = out or settings().cache.expanduser() / f"eval-{arena.digest}.jsonl"
     with StatusLine() as line:
 
         def watch(done: int, total: int) -> None:
@@ -168,23 +172,6 @@ def _run(arena: Arena, out: Path | None) -> list[ArenaRow]:
     return rows
 
 
-def _report(arena: Arena, rows: list[ArenaRow], as_json: bool) -> None:
-    from blendrag.lab.evaluation import report
-
-    if as_json:
-        output.print_json([row.as_dict() for row in rows])
-    else:
-        report.print_rows(rows)
-    for note in report.notes(arena.dataset, rows):
-        say("note", note)
-
-
-def _cache() -> Path:
-    """The directory for journals of runs that are not complete."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "blendrag"
-
-
 def _ways(
     policies: str | None, schedules: str | None, ratios: list[float] | None, prefix: str
 ) -> tuple[Way, ...]:
@@ -192,15 +179,17 @@ def _ways(
     from blendrag.fusor.selection import Schedule
     from blendrag.lab.evaluation.ways import default_policies, make_ways
 
-    default = settings().schedule
-    if Schedule.parse(default).is_open:  # the same rows in any store
-        default = UNCALIBRATED_SCHEDULE
+    listed = [settings().schedule] if schedules is None else _listed(schedules)
+    if schedules is None and Schedule.parse(listed[0]).is_open:  # the same rows in any store
+        listed = [UNCALIBRATED_SCHEDULE]
+    with suppress(ValueError):  # numbers are one schedule
+        listed = [",".join(str(float(part)) for part in listed)]
     prefixes = _listed(prefix)
     if not {"on", "off"}.issuperset(prefixes):
         raise InvalidInputError(f"--encode-prefix {prefix!r} is not on, off or on,off")
     return make_ways(
         default_policies() if policies is None else _listed(policies),
-        [default] if schedules is None else _schedules(schedules),
+        listed,
         ratios or [settings().fixed_ratio],
         [each == "on" for each in prefixes],
     )
@@ -208,12 +197,3 @@ def _ways(
 
 def _listed(text: str) -> list[str]:
     return [part.strip() for part in text.split(",")]
-
-
-def _schedules(text: str) -> list[str]:
-    """Comma-separated names; comma-separated numbers are one schedule."""
-    parts = _listed(text)
-    try:
-        return [",".join(str(float(part)) for part in parts)]
-    except ValueError:
-        return parts

@@ -9,8 +9,8 @@ are taken (CacheBlend §7.1), nearest first.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -24,7 +24,7 @@ from blendrag.corpus.database import DIRECTORY
 from blendrag.corpus.embedder import Embedder, embedder_of
 from blendrag.corpus.retriever import Retriever
 from blendrag.errors import InvalidInputError
-from blendrag.lab.training.generator import SPLITS
+from blendrag.lab.training.generator import Split
 from blendrag.lab.training.questions import contexts
 from blendrag.model.tokens import Tokens
 from blendrag.store import regular_files
@@ -99,7 +99,7 @@ def make_dataset(
     name: str,
     tokens: Tokens,
     *,
-    split: str,
+    split: Split,
     seed: int,
     contexts: int,
     questions: int | None,
@@ -113,27 +113,18 @@ def make_dataset(
     if name == SYNTHETIC:
         size = chunk_tokens or GENERATED_TOKENS
         return synthetic_dataset(tokens, seed, split, contexts, chunks, size, questions)
-    with _retrieval(store, chunks, embedder) as (retrieve, corpus_tokens):
-        chunker = Chunker(tokens.text, chunk_tokens or corpus_tokens)
-        searched = Embedder(embedder or settings().embedder)
-        return read_dataset(Path(name), chunker, searched, contexts, chunks, retrieve)
-
-
-@contextmanager
-def _retrieval(
-    store: Path | None, top_k: int, embedder: str | None
-) -> Iterator[tuple[Retrieve | None, int]]:
-    """Retrieval as of ``blendrag ask`` and the tokens of a chunk; ``None`` without documents."""
+    path, searched = Path(name), Embedder(embedder or settings().embedder)
     if store is None or not (store / DIRECTORY).is_dir():  # a calibration needs no documents
-        yield None, FILE_TOKENS
-        return
+        chunker = Chunker(tokens.text, chunk_tokens or FILE_TOKENS)
+        return read_dataset(path, chunker, searched, contexts, chunks)
     with Corpus.open(store, read_only=True) as corpus:
         retriever = Retriever(corpus, embedder_of(corpus.manifest, store, embedder))
+        chunker = Chunker(tokens.text, chunk_tokens or corpus.manifest.chunk_tokens)
 
         def retrieve(question: str) -> list[str]:
-            return [chunk.text for chunk in retriever.retrieve(question, top_k)]
+            return [chunk.text for chunk in retriever.retrieve(question, chunks)]
 
-        yield retrieve, corpus.manifest.chunk_tokens
+        return read_dataset(path, chunker, searched, contexts, chunks, retrieve)
 
 
 # -- generated ------------------------------------------------------------------------------------
@@ -142,10 +133,10 @@ def _retrieval(
 def synthetic_dataset(
     tokens: Tokens,
     seed: int = 1,
-    split: str = "test",
+    split: Split = "test",
     n_contexts: int = 20,
     n_chunks: int = 6,
-    chunk_tokens: int = 64,
+    chunk_tokens: int = GENERATED_TOKENS,
     n_questions: int | None = None,
 ) -> Dataset:
     """Generated documents about invented entities (:mod:`blendrag.lab.training.generator`): at most
@@ -153,13 +144,9 @@ def synthetic_dataset(
 
     Raises :class:`InvalidInputError` for an unknown split.
     """
-    if split not in SPLITS:
-        raise InvalidInputError(f"split {split!r} is not one of {', '.join(SPLITS)}")
+    most = n_questions or ALL_QUESTIONS
+    made = contexts(tokens.tokenizer, seed, split, n_contexts, n_chunks, chunk_tokens, most)
     cases: list[Case] = []
-    made = contexts(
-        tokens.tokenizer, seed, split, n_contexts, n_chunks, chunk_tokens,
-        n_questions or ALL_QUESTIONS,
-    )  # fmt: skip
     for number, context in enumerate(made):
         name = f"{split}/{seed}/{number}"
         asked = [
@@ -170,15 +157,14 @@ def synthetic_dataset(
     return Dataset(SYNTHETIC, "accuracy", tuple(cases), n_chunks, chunk_tokens)
 
 
-def _balanced(cases: list[Case], n: int) -> list[Case]:
+def _balanced(cases: Sequence[Case], n: int) -> list[Case]:
     """``n`` cases in their old order: the first of each kind, then the second of each kind, …"""
-    seen: dict[str, int] = {}
-    rounds = []
-    for case in cases:
-        seen[case.kind] = seen.get(case.kind, 0) + 1
-        rounds.append(seen[case.kind])
-    chosen = sorted(range(len(cases)), key=lambda i: (rounds[i], i))[:n]
-    return [cases[i] for i in sorted(chosen)]
+    seen = Counter[str]()
+    turns = []
+    for i, case in enumerate(cases):
+        seen[case.kind] += 1
+        turns.append((seen[case.kind], i))
+    return [cases[i] for i in sorted(i for _, i in sorted(turns)[:n])]
 
 
 # -- files ----------------------------------------------------------------------------------------
@@ -199,25 +185,27 @@ def read_dataset(
     records = read_records(path)[:n_cases]
     if not records:
         raise InvalidInputError(f"{path} holds no records, expected at least one of {FORMS}")
-    metric = _common_metric(records, path)
+    metric = _metric_of(records[0], path)
     cases = []
     for number, record in enumerate(records, 1):
         where = f"record {number} of {path}"
-        texts = _texts(record, where) if retrieve is None or _has_texts(record) else None
+        if (other := _metric_of(record, path)) != metric:  # their mean means nothing
+            raise InvalidInputError(
+                f"{where} is scored by {other}, record 1 by {metric}; put questions and summaries in "
+                "separate files"
+            )
         question = _question(record, where, metric)
         query = question or NO_QUESTION
-        if retrieve is not None and texts is None:
-            chunks = _usable(retrieve(query), where)
-        else:
-            cut = [chunk.text for text in texts or () for chunk in chunker.split(text)]
+        if retrieve is None or "ctxs" in record or {"context", "input"} <= record.keys():
+            cut = [chunk.text for text in _texts(record, where) for chunk in chunker.split(text)]
             chunks = _nearest(embedder, query, _usable(cut, where), n_chunks)
+        else:
+            chunks = _usable(retrieve(query), where)
         name = record.get("id") or record.get("_id") or number
         kind = record.get("type") or ("summary" if metric == "rouge_l" else "question")
-        context = f"{path.stem}/{number}"
-        answers = _answers(record, where)
-        cases.append(
-            Case(f"{context}/{name}", context, str(kind), question, answers, tuple(chunks))
-        )
+        context, answers = f"{path.stem}/{number}", _answers(record, where)
+        case = Case(f"{context}/{name}", context, str(kind), question, answers, tuple(chunks))
+        cases.append(case)
     return Dataset(path.stem, metric, tuple(cases), n_chunks, chunker.chunk_tokens)
 
 
@@ -235,20 +223,10 @@ def read_records(path: Path) -> list[Record]:
             f"dataset {path} cannot be read ({reason}); expected synthetic, or a JSON or JSON lines "
             f"file of {FORMS}"
         ) from exc
-    found = list(_parsed(text, path))
-    for number, record in enumerate(found, 1):
-        if not isinstance(record, Mapping):
-            raise InvalidInputError(
-                f"record {number} of {path} is of type {type(record).__name__}, expected {FORMS}"
-            )
-    return found
-
-
-def _parsed(text: str, path: Path) -> Iterator[Any]:
     is_list = text.lstrip().startswith("[")
+    found: list[Record] = []
     # Not splitlines: strings may contain U+2028 unescaped.
-    parts = [text] if is_list else text.split("\n")
-    for number, part in enumerate(parts, 1):
+    for number, part in enumerate([text] if is_list else text.split("\n"), 1):
         if not part.strip():
             continue
         try:
@@ -259,22 +237,13 @@ def _parsed(text: str, path: Path) -> Iterator[Any]:
                 f"line {line} of dataset {path} is not JSON ({exc}); expected one list, or one record a "
                 f"line, of {FORMS}; questions alone are for blendrag calibrate --questions"
             ) from exc
-        if is_list:
-            yield from value
-        else:
-            yield value
-
-
-def _common_metric(records: Sequence[Record], path: Path) -> Metric:
-    """Raises :class:`InvalidInputError` if questions and summaries are mixed: their mean means nothing."""
-    metric = _metric_of(records[0], path)
-    for number, record in enumerate(records, 1):
-        if (other := _metric_of(record, path)) != metric:
+        found += value if is_list else [value]
+    for number, record in enumerate(found, 1):
+        if not isinstance(record, Mapping):
             raise InvalidInputError(
-                f"record {number} of {path} is scored by {other}, record 1 by {metric}; put questions and "
-                "summaries in separate files"
+                f"record {number} of {path} is of type {type(record).__name__}, expected {FORMS}"
             )
-    return metric
+    return found
 
 
 def _metric_of(record: Record, path: Path) -> Metric:
@@ -284,16 +253,17 @@ def _metric_of(record: Record, path: Path) -> Metric:
     return "rouge_l" if asks_nothing or task.startswith(SUMMARIES) else "f1"
 
 
-def _has_texts(record: Record) -> bool:
-    return "ctxs" in record or ("context" in record and "input" in record)
+def _text(record: Record, name: str, where: str) -> str:
+    text = record.get(name)
+    if not isinstance(text, str):
+        raise InvalidInputError(
+            f"{where} has no text {name}, but the fields {', '.join(map(str, record)) or 'none'}; "
+            f"expected {FORMS}, or {{question, answers}} with --store of the documents they are about"
+        )
+    return text
 
 
 def _texts(record: Record, where: str) -> list[str]:
-    if not _has_texts(record):
-        raise InvalidInputError(
-            f"{where} has the fields {', '.join(map(str, record)) or 'none'}; expected {FORMS}, or "
-            "{question, answers} with --store of the documents they are about"
-        )
     if "ctxs" not in record:
         return [_text(record, "context", where)]
     passages = record["ctxs"]
@@ -301,23 +271,14 @@ def _texts(record: Record, where: str) -> list[str]:
         raise InvalidInputError(
             f"{where} has an empty chunk list, expected ctxs: [{{title, text}}, …]; leave it out"
         )
-    return [_passage(passage, where) for passage in passages]
-
-
-def _passage(passage: Any, where: str) -> str:
-    if isinstance(passage, str):
-        return passage
-    if not isinstance(passage, Mapping) or not isinstance(passage.get("text"), str):
-        raise InvalidInputError(f"{where} has a passage without text, expected {{title, text}}")
-    title = str(passage.get("title") or "").strip()
-    return f"{title}\n{passage['text']}" if title else passage["text"]
-
-
-def _text(record: Record, name: str, where: str) -> str:
-    text = record.get(name)
-    if not isinstance(text, str):
-        raise InvalidInputError(f"{where} has no text {name}, expected {FORMS}")
-    return text
+    texts = []
+    for passage in passages:
+        given = {"text": passage} if isinstance(passage, str) else passage
+        if not isinstance(given, Mapping) or not isinstance(given.get("text"), str):
+            raise InvalidInputError(f"{where} has a passage without text, expected {{title, text}}")
+        title = str(given.get("title") or "").strip()
+        texts.append(f"{title}\n{given['text']}" if title else given["text"])
+    return texts
 
 
 def _question(record: Record, where: str, metric: Metric) -> str:
@@ -335,7 +296,7 @@ def _answers(record: Record, where: str) -> tuple[str, ...]:
     given = record.get("answers", record.get("answer"))
     nested = given if isinstance(given, list) else [given]
     flat = [text for entry in nested for text in (entry if isinstance(entry, list) else [entry])]
-    texts = [str(answer) for answer in flat if isinstance(answer, str | int | float)]
+    texts = (str(answer) for answer in flat if isinstance(answer, str | int | float))
     answers = tuple(text for text in texts if text.strip())
     if not answers:
         raise InvalidInputError(

@@ -16,14 +16,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 from scipy import stats
 from transformers.utils import logging
 
@@ -37,7 +37,7 @@ from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.scout import Observed, Scout, scouting
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.lab.evaluation.asking import quoting, wording_for
-from blendrag.lab.evaluation.datasets import Case, by_context, synthetic_dataset
+from blendrag.lab.evaluation.datasets import Case, synthetic_dataset
 from blendrag.model import ModelAdapter, load_adapter
 from blendrag.model.tokens import Tokens
 from blendrag.store.kv import ChunkKV
@@ -101,35 +101,38 @@ class StoredPrompt:
         self.adapter = adapter
         self._fusor = Fusor(adapter, fast_attention=False, force_masks=True)
         self._ids = torch.tensor([plan.ids], device=adapter.device)  # [1, N]
-        self._spans = tuple(_stored(adapter, plan, tuple(prefix_ids), s) for s in plan.chunks)
-        self._blended = tuple(span for span in self._spans if not span.exact)
-        if not self._blended:
+        self._spans = [_stored(adapter, plan, tuple(prefix_ids), s) for s in plan.chunks]
+        blended = [torch.arange(s.start, s.end) for s in self._spans if not s.exact]
+        if not blended:
             raise InvalidInputError(
                 f"a prompt of {len(plan.ids)} tokens has no chunk after other text, so nothing deviates; "
                 "give one with chunks after other text"
             )
-        self.tokens = torch.cat([torch.arange(s.start, s.end) for s in self._blended])
+        self.tokens = torch.cat(blended)
         """``[n]``: prompt positions of the chunk tokens that may deviate."""
 
     @cached_property
     def full(self) -> MeasuredPrefill:
         """The full prefill that everything is compared with."""
-        return self._prefill((), "full", Schedule("constant"), 1.0)
+        return self._prefill((), "full", ratio=1.0)
 
     @cached_property
     def reused(self) -> MeasuredPrefill:
         """KV as stored and re-positioned, nothing recomputed."""
-        return self._prefill(self._spans, "reuse", Schedule("constant"), 0.0)
+        return self._prefill(self._spans, "reuse")
 
     def deviation(self, policy: str, schedule: str = "constant", ratio: float = 0.0) -> Deviation:
-        """Of a blend by ``policy``; ratio and schedule as in :class:`~blendrag.engine.Options`."""
+        """Of a blend by ``policy``, or by :data:`ORACLE`; ratio and schedule as in
+        :class:`~blendrag.engine.Options`."""
+        if policy == ORACLE:
+            return self._from_full(self._mended(ratio))
         if policy == "reuse":
             return self._from_full(self.reused)
-        return self._from_full(self._prefill(self._spans, policy, Schedule.parse(schedule), ratio))
+        return self._from_full(self._prefill(self._spans, policy, schedule, ratio))
 
-    def oracle(self, ratio: float) -> Deviation:
-        """The selection of figure 6: in every layer the KV of the ``ratio`` tokens that deviate most is
-        exact. Policies cannot do that: it takes a full prefill to know them."""
+    def _mended(self, ratio: float) -> MeasuredPrefill:
+        """In every layer the KV of the ``ratio`` tokens that deviate most is exact. Policies cannot do
+        that: it takes a full prefill to know them."""
         count = round(ratio * self.tokens.numel())
         mended = []
         for stored, exact in zip(self.reused.kv, self.full.kv, strict=True):
@@ -137,28 +140,28 @@ class StoredPrompt:
             worst = torch.from_numpy(_kv_deviation(stored, exact)).topk(count).indices
             layer[:, :, worst] = exact[:, :, worst]
             mended.append(layer)
-        exact_spans = tuple(span for span in self._spans if span.exact)
-        spans = sorted((*exact_spans, *self._cut(mended)), key=lambda span: span.start)
-        done = self._prefill(tuple(spans), "reuse", Schedule("constant"), 0.0)
-        return self._from_full(MeasuredPrefill(done.kv, done.attention, ratio))
-
-    def _cut(self, layers: Sequence[torch.Tensor]) -> list[LoadedSpan]:
-        """Spans over ``layers`` of all chunk tokens, whose keys are at their prompt positions."""
         spans, at = [], 0
-        for span in self._blended:
-            parts = [layer[:, :, at : at + span.tokens].contiguous() for layer in layers]
-            kv = ChunkKV(self.adapter.layout, span.tokens, parts)
-            spans.append(LoadedSpan(span.start, span.end, HeldKV(kv), span.start, exact=False))
-            at += span.tokens
-        return spans
+        for span in self._spans:
+            if not span.exact:
+                parts = [layer[:, :, at : at + span.tokens].contiguous() for layer in mended]
+                kv = HeldKV(ChunkKV(self.adapter.layout, span.tokens, parts))
+                at += span.tokens
+                span = LoadedSpan(span.start, span.end, kv, span.start, exact=False)
+            spans.append(span)
+        return replace(self._prefill(spans, "reuse"), charged_ratio=ratio)
 
     def _prefill(
-        self, spans: tuple[LoadedSpan, ...], policy: str, schedule: Schedule, ratio: float
+        self,
+        spans: Sequence[LoadedSpan],
+        policy: str,
+        schedule: str = "constant",
+        ratio: float = 0.0,
     ) -> MeasuredPrefill:
         n = self._ids.shape[1]
         columns = self.tokens.to(self.adapter.device)
         seen = ForwardAttention(n - max(s.end for s in self._spans), columns)
-        request = BlendRequest(n, spans, make_policy(policy), schedule, ratio)
+        parsed = Schedule.parse(schedule)
+        request = BlendRequest(n, tuple(spans), make_policy(policy), parsed, ratio)
         # An index keeps all rows in the last layer's attention; a number would cut them to the last row.
         last = torch.tensor([-1], device=self.adapter.device)
         with self.adapter.lock, scouting(self.adapter.stack, lambda: [Observed(seen)]):
@@ -211,11 +214,8 @@ def _stored(
 
 
 def _kv_deviation(new: torch.Tensor, exact: torch.Tensor) -> np.ndarray:
-    """Δ_kv ``[n]`` of ``[2, Hkv, n, D]``: distances of K and of V, each divided by its mean length.
-
-    The paper takes absolute differences; the order of tokens is that of
-    :attr:`~blendrag.fusor.selection.LayerView.deviation`, which policies see.
-    """
+    """Δ_kv ``[n]`` of ``[2, Hkv, n, D]``: distances of K and of V, each divided by its mean length. The
+    order of tokens is that of :attr:`~blendrag.fusor.selection.LayerView.deviation`, which policies see."""
     squares = (new.float() - exact.float()).square().sum(dim=(1, 3))  # [2, n]
     lengths = exact.float().square().sum(dim=(1, 3)).mean(dim=1, keepdim=True)  # [2, 1]
     deviation: np.ndarray = (squares / lengths.clamp_min(1e-12)).sum(dim=0).sqrt().numpy()
@@ -286,12 +286,11 @@ def measure(
     policies: Sequence[str],
     schedules: Sequence[str],
     ratios: Sequence[float],
-    tick: Callable[[], None] = lambda: None,
 ) -> DeviationReport:
     """Blend every prompt by every policy, schedule and ratio, and by the oracle at every ratio.
 
-    Takes prompts one at a time, so that an iterator needs the memory of one. ``tick()`` is called after
-    each. Raises :class:`InvalidInputError` if there is no prompt.
+    Takes prompts one at a time, so that an iterator needs the memory of one. Raises
+    :class:`InvalidInputError` if there is no prompt.
     """
     ways = [(p, s, r) for p in policies for s in schedules for r in ratios]
     ways += [(ORACLE, "", r) for r in ratios]
@@ -301,12 +300,8 @@ def measure(
     for prompt in prompts:
         model = prompt.adapter.model_id
         stored.append(prompt.deviation("reuse"))
-        for (policy, schedule, ratio), into in zip(ways, found, strict=True):
-            if policy == ORACLE:
-                into.append(prompt.oracle(ratio))
-            else:
-                into.append(prompt.deviation(policy, schedule, ratio))
-        tick()
+        for way, into in zip(ways, found, strict=True):
+            into.append(prompt.deviation(*way))
     if not stored:
         raise InvalidInputError("no prompt to measure deviations on; give at least one context")
     return DeviationReport(
@@ -381,22 +376,14 @@ def plan_of(tokens: Tokens, case: Case) -> SegmentedPrompt:
 def run(args: argparse.Namespace) -> DeviationReport:
     """Measure with a progress bar on stderr."""
     adapter = load_adapter(absolute_model(args.model), "auto", "auto")
+    tokens, prefix_ids = adapter.tokens, adapter.tokens.default_prefix_ids()
     dataset = synthetic_dataset(
-        adapter.tokens, args.seed, "test", args.contexts, args.chunks, args.chunk_tokens, 1
+        tokens, args.seed, "test", args.contexts, args.chunks, args.chunk_tokens, n_questions=1
     )
-    prefix_ids = adapter.tokens.default_prefix_ids()
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("prompts", total=args.contexts)
-        return measure(
-            (
-                StoredPrompt(adapter, plan_of(adapter.tokens, cases[0]), prefix_ids)
-                for cases in by_context(dataset.cases)
-            ),
-            args.policies.split(","),
-            args.schedules.split(","),
-            args.ratio,
-            lambda: progress.advance(task),
-        )
+    console = Console(stderr=True)
+    cases = track(dataset.cases, "prompts", console=console, transient=True)
+    prompts = (StoredPrompt(adapter, plan_of(tokens, case), prefix_ids) for case in cases)
+    return measure(prompts, args.policies.split(","), args.schedules.split(","), args.ratio)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -24,14 +24,12 @@ from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.fusor.selection.schedule import CALIBRATED
 from blendrag.lab import plots
 from blendrag.lab.evaluation.deviation import DeviationReport
-from blendrag.lab.evaluation.rows import ALL, ArenaRow, certain_lead
-from blendrag.lab.evaluation.ways import CHAINS, FULL, NONE, PREFIX, REUSE
+from blendrag.lab.evaluation.rows import ALL, ArenaRow
+from blendrag.lab.evaluation.ways import COMPUTING, FULL, NONE, REUSE
 from blendrag.lab.pages import write_regions
 from blendrag.lab.tables import NOTHING, Column, interval, number, table
 
 PAGE = "quality.md"
-#: Ways that compute chunks instead of loading them, at least all but the first.
-COMPUTING = (FULL, NONE, PREFIX, *CHAINS)
 #: Nothing was trained, calibrated or chosen on this seed.
 SEED = 2027
 #: The ratio at which policies are compared.
@@ -151,7 +149,7 @@ def _questions(rows: Sequence[ArenaRow]) -> str:
 # -- the default ----------------------------------------------------------------------------------
 
 
-def rivals(rows: Sequence[ArenaRow], own: ArenaRow) -> list[ArenaRow]:
+def _rivals(rows: Sequence[ArenaRow], own: ArenaRow) -> list[ArenaRow]:
     """Ways of the same kind and size that reuse chunks, the best first."""
     found = [
         row
@@ -165,11 +163,11 @@ def rivals(rows: Sequence[ArenaRow], own: ArenaRow) -> list[ArenaRow]:
 
 def other_policies(rows: Sequence[ArenaRow], own: ArenaRow) -> list[ArenaRow]:
     """Other policies at the ratio of ``own`` or, if they have none, at no more."""
+    others = (row for row in _rivals(rows, own) if row.policy != own.policy)
     return [
         row
-        for row in rivals(rows, own)
-        if row.policy != own.policy
-        and (row.ratio == own.ratio if row.has_budget else row.ratio <= own.ratio)
+        for row in others
+        if (row.ratio == own.ratio if row.has_budget else row.ratio <= own.ratio)
     ]
 
 
@@ -177,14 +175,14 @@ def families(rows: Sequence[ArenaRow], own: ArenaRow) -> list[ArenaRow]:
     """The fixed schedules of the policy and ratio of ``own``, which is calibrated."""
     return [
         row
-        for row in rivals(rows, own)
+        for row in _rivals(rows, own)
         if (row.policy, row.ratio) == (own.policy, own.ratio) and row.schedule != CALIBRATED
     ]
 
 
 def ahead(others: Sequence[ArenaRow], own: ArenaRow) -> list[ArenaRow]:
     """The others that score above by more than the interval of the paired difference."""
-    return [other for other in others if certain_lead(other, own)]
+    return [other for other in others if other.is_above(own)]
 
 
 def default_text(short: Sequence[ArenaRow], long: Sequence[ArenaRow]) -> str:
@@ -385,7 +383,10 @@ def execute(commands: Sequence[str], say: Callable[[str], None] = lambda text: N
                 f"{command} ended with status {done.returncode}, expected 0; read its message, then repeat "
                 "with --keep, which continues after the finished runs"
             )
-        printed.append(json.loads(done.stdout))
+        # Six significant digits: further ones differ between machines.
+        printed.append(
+            json.loads(done.stdout, parse_float=lambda text: float(f"{float(text):.6g}"))
+        )
     return Result(tuple(commands), tuple(printed))
 
 
@@ -404,9 +405,8 @@ def collect(
 
 
 def save_result(result: Result, path: Path) -> None:
-    """Six significant digits: further ones differ between machines."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept = {"commands": result.commands, "printed": _rounded(result.printed)}
+    kept = {"commands": result.commands, "printed": result.printed}
     path.write_text(json.dumps(kept, separators=(",", ":")) + "\n", encoding="utf-8")
 
 
@@ -419,14 +419,6 @@ def load_result(path: Path) -> Result:
         raise InvalidInputError(
             f"{path} holds no results of the arena; make them with make arena"
         ) from exc
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {key: _rounded(part) for key, part in value.items()}
-    return [_rounded(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 # -- the command ----------------------------------------------------------------------------------

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from blendrag.lab.evaluation.datasets import Dataset
-from blendrag.lab.evaluation.rows import ALL, ArenaRow, certain_lead
+from blendrag.lab.evaluation.rows import ALL, ArenaRow
 from blendrag.lab.evaluation.ways import BASELINES, FULL, NONE, REUSE
 from blendrag.lab.tables import Column, ResultTable, interval, number, table
 
@@ -21,21 +22,15 @@ LEGEND = (
 COLUMNS = 4
 
 
-def print_rows(rows: Sequence[ArenaRow]) -> None:
-    """One line per way: what all its answers were worth and cost, and the score by kind of question."""
-    for part in tables(rows):
-        part.print()
-
-
 def tables(rows: Sequence[ArenaRow]) -> list[ResultTable]:
-    """Tables of :data:`COLUMNS` columns; each names the ways."""
+    """One line per way: what all its answers were worth and cost, and the score by kind of question.
+    Tables of :data:`COLUMNS` columns; each names the ways."""
     whole = [row for row in rows if row.kind == ALL]
     by_kind = {(row.way, row.kind): row for row in rows}
 
     def score(kind: str) -> Column:
         return kind, lambda row: number(by_kind[row.way, kind].score, ".3f")
 
-    kinds = dict.fromkeys(row.kind for row in rows if row.kind != ALL)
     columns: list[Column] = [
         ("charged", lambda row: f"{row.charged_ratio:.3f}"),
         ("score", lambda row: f"{row.score:.3f}"),
@@ -45,9 +40,8 @@ def tables(rows: Sequence[ArenaRow]) -> list[ResultTable]:
         ("KL/tok", lambda row: number(row.token_kl, ".2g")),
         ("recovered", lambda row: interval(row.recovered, row.recovered_low, row.recovered_high)),
         ("agrees", lambda row: number(row.agreement, ".2f")),
-        *(score(kind) for kind in kinds),
+        *(score(kind) for kind in dict.fromkeys(row.kind for row in rows if row.kind != ALL)),
     ]
-    names = names_of(whole)
     first, schedules = rows[0], {row.schedule for row in rows if row.schedule}
     title = (
         f"{first.dataset}: {first.n} questions, up to {first.n_chunks} chunks of at most "
@@ -55,11 +49,13 @@ def tables(rows: Sequence[ArenaRow]) -> list[ResultTable]:
     )
     if len(schedules) == 1:
         title += f"; schedule {schedules.pop()}"
-    made = []
-    for start in range(0, len(columns), COLUMNS):
-        shown = [*names, *columns[start : start + COLUMNS]]
-        is_last = start + COLUMNS >= len(columns)
-        made.append(table(shown, whole, "" if start else title, [LEGEND] if is_last else []))
+    names = names_of(whole)
+    made = [
+        table([*names, *columns[start : start + COLUMNS]], whole)
+        for start in range(0, len(columns), COLUMNS)
+    ]
+    made[0] = replace(made[0], title=title)
+    made[-1] = replace(made[-1], notes=[LEGEND])
     return made
 
 
@@ -84,18 +80,13 @@ def names_of(rows: Sequence[ArenaRow]) -> list[Column]:
 
 def notes(dataset: Dataset, rows: Sequence[ArenaRow]) -> list[str]:
     """Sentences about prompts of one chunk and about policies that are no better than reuse."""
-    return [note for note in (_lone_chunks_note(dataset), reuse_note(rows)) if note]
-
-
-def _lone_chunks_note(dataset: Dataset) -> str:
-    """A chunk alone has no other to attend to."""
-    alone = sum(len(case.chunks) == 1 for case in dataset.cases)
-    if not alone:
-        return ""
-    return (
-        f"prompts of one chunk alone: {alone} of {len(dataset.cases)}; almost nothing deviates from full "
-        "prefill there; use several chunks (smaller --chunk-tokens, more --chunks, longer contexts)"
-    )
+    found = [reuse_note(rows)]
+    if alone := sum(len(case.chunks) == 1 for case in dataset.cases):  # no other chunk to attend to
+        found.append(
+            f"prompts of one chunk alone: {alone} of {len(dataset.cases)}; almost nothing deviates from "
+            "full prefill there; use several chunks (smaller --chunk-tokens, more --chunks, longer contexts)"
+        )
+    return [note for note in found if note]
 
 
 def reuse_note(rows: Sequence[ArenaRow]) -> str:
@@ -103,7 +94,7 @@ def reuse_note(rows: Sequence[ArenaRow]) -> str:
     whole = [row for row in rows if row.kind == ALL]
     reuse = {row.encode_prefix: row for row in whole if row.policy == REUSE}
     tried = [row for row in whole if row.policy not in BASELINES and row.encode_prefix in reuse]
-    if not tried or any(certain_lead(row, reuse[row.encode_prefix]) for row in tried):
+    if not tried or any(row.is_above(reuse[row.encode_prefix]) for row in tried):
         return ""
     best = max(tried, key=lambda row: row.score)
     closer = [row for row in tried if (row.recovered_low or 0.0) > 0.0]

@@ -19,7 +19,7 @@ from blendrag.errors import InvalidInputError
 from blendrag.lab.evaluation.datasets import Dataset
 from blendrag.lab.evaluation.scoring import (
     ByContext,
-    Estimate,
+    loss_recovered,
     paired_lead,
     performance_gap_recovered,
     sum_by_context,
@@ -29,6 +29,9 @@ from blendrag.store.kv import NATIVE_ENCODING
 
 #: The kind of a row over all questions.
 ALL = "all"
+#: Measures of a question whose mean is in a row. A further one is a field of :class:`Outcome` and of
+#: :class:`ArenaRow`, and is computed in ``Arena._judge``.
+MEASURES = ("charged_ratio", "accuracy", "f1", "rouge_l", "kl", "token_kl", "agreement")
 #: Reuse must diverge by more than this from full prefill, in nats, for a share of it to mean anything.
 SMALLEST_KL = 1e-4
 #: How every line of a journal begins.
@@ -59,8 +62,8 @@ class Outcome:
     token_kl: float | None = None
 
 
-class Journal:
-    """Outcomes by case and way, in memory and, with a path, in a file of JSON lines.
+class Journal(dict[tuple[str, str], Outcome]):
+    """Outcomes by case key and way key, in memory and, with a path, in a file of JSON lines.
 
     An interrupted run continues from the file. A file may hold several runs, and a run with more ways or
     contexts asks only what is new. Lines are appended when a question has been answered in every way; the
@@ -69,25 +72,19 @@ class Journal:
 
     def __init__(self, path: Path | None = None) -> None:
         """Reads ``path`` if it exists; raises :class:`InvalidInputError` for any other file."""
+        super().__init__()
         self.path = path
-        self._outcomes: dict[tuple[str, str], Outcome] = {}
         if path is not None and path.exists():
             self._read(path)
 
-    def get(self, case_key: str, way_key: str) -> Outcome | None:
-        return self._outcomes.get((case_key, way_key))
-
     def add(self, outcomes: Sequence[Outcome]) -> None:
         """Keep the outcomes of one question; they are in the file when this returns."""
-        for outcome in outcomes:
-            self._outcomes[outcome.case_key, outcome.way_key] = outcome
-        if self.path is None:
-            return
-        lines = "".join(json.dumps(asdict(outcome)) + "\n" for outcome in outcomes)
-        with _mapped_errors(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(lines)
+        self.update({(outcome.case_key, outcome.way_key): outcome for outcome in outcomes})
+        if self.path is not None:
+            with _mapped_errors(self.path):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.writelines(json.dumps(asdict(outcome)) + "\n" for outcome in outcomes)
 
     def _read(self, path: Path) -> None:
         with _mapped_errors(path):
@@ -103,7 +100,7 @@ class Journal:
                     f"{path} holds {line[:40]!r}, expected the lines of an earlier evaluation; "
                     "give --out another file"
                 ) from exc
-            self._outcomes[outcome.case_key, outcome.way_key] = outcome
+            self[outcome.case_key, outcome.way_key] = outcome
         if rest:  # complete lines are not rewritten
             with _mapped_errors(path):
                 os.truncate(path, content.rfind(b"\n") + 1)
@@ -173,9 +170,6 @@ class ArenaRow:
     by_context: ByContext = ()
     """Number of questions and their summed score for each context: for paired differences of rows."""
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     @property
     def has_budget(self) -> bool:
         """A ratio and a schedule steer the policy."""
@@ -192,10 +186,9 @@ class ArenaRow:
         """Of the prompt: chunks, and tokens of a chunk."""
         return self.n_chunks, self.chunk_tokens
 
-
-def certain_lead(other: ArenaRow, own: ArenaRow) -> bool:
-    """Whether ``other`` scores above ``own`` by more than the interval of their paired difference."""
-    return paired_lead(other.by_context, own.by_context).is_above_zero
+    def is_above(self, other: ArenaRow) -> bool:
+        """Scores higher by more than the interval of the paired difference."""
+        return paired_lead(self.by_context, other.by_context).is_above_zero
 
 
 def make_rows(
@@ -205,77 +198,65 @@ def make_rows(
     kv_encoding: str = NATIVE_ENCODING,
 ) -> list[ArenaRow]:
     """Rows of every way, kind by kind, ``all`` first. Outcomes are in the order of the cases."""
-    rows: dict[tuple[Way, str], ArenaRow] = {}
-    kinds = (ALL, *dataset.kinds)
-    for kind in kinds:
-        at = [i for i, case in enumerate(dataset.cases) if kind in (ALL, case.kind)]
-        contexts = [dataset.cases[i].context_id for i in at]
-        found = {way: [of[i] for i in at] for way, of in outcomes.items()}
-        scores = {
-            way: sum_by_context([getattr(o, dataset.metric) for o in of], contexts)
-            for way, of in found.items()
+
+    def asked(way: Way, kind: str) -> list[tuple[str, Outcome]]:
+        pairs = zip(dataset.cases, outcomes.get(way, ()), strict=False)
+        return [(case.context_id, outcome) for case, outcome in pairs if kind in (ALL, case.kind)]
+
+    def sums(way: Way, kind: str, name: str) -> ByContext:
+        """The measure ``name`` by context; empty if an answer has none."""
+        found = [(context, getattr(outcome, name)) for context, outcome in asked(way, kind)]
+        return () if any(value is None for _, value in found) else sum_by_context(found)
+
+    def row(way: Way, kind: str) -> ArenaRow:
+        of = [outcome for _, outcome in asked(way, kind)]
+        agreements = [outcome.agreement for outcome in of]
+        scores, full, nothing = (
+            sums(each, kind, dataset.metric) for each in (way, Way(FULL), Way(NONE))
+        )
+        reuse = Way(REUSE, encode_prefix=way.encode_prefix)
+        lost, lost_by_reuse = (sums(each, kind, "token_kl") for each in (way, reuse))
+        pgr = performance_gap_recovered(scores, full, nothing, seed)
+        recovered = loss_recovered(lost, lost_by_reuse, seed, SMALLEST_KL)
+        means = {name: _mean([getattr(outcome, name) for outcome in of]) for name in MEASURES}
+        fields: dict[str, Any] = {
+            **means,
+            "score": means[dataset.metric],
+            "same_answer": _mean([None if share is None else share == 1.0 for share in agreements]),
+            "ttft_ms": median(outcome.ttft_ms for outcome in of),
+            "ratio": fmean(o.ratio for o in of) if way.ratio is None else way.ratio,
+            "pgr": pgr.value,
+            "pgr_low": pgr.low,
+            "pgr_high": pgr.high,
+            "recovered": recovered.value,
+            "recovered_low": recovered.low,
+            "recovered_high": recovered.high,
         }
-        divergence = {way: _divergence(of, contexts) for way, of in found.items()}
-        for way, of in found.items():
-            pgr = performance_gap_recovered(scores[way], scores[Way(FULL)], scores[Way(NONE)], seed)
-            recovered = Estimate(None)
-            own, lost = divergence[way], divergence.get(Way(REUSE, encode_prefix=way.encode_prefix))
-            if own and lost:
-                exact = [(n, 0.0) for n, _ in own]
-                recovered = performance_gap_recovered(own, exact, lost, seed, SMALLEST_KL)
-            agreements = _known([o.agreement for o in of])
-            rows[way, kind] = ArenaRow(
-                dataset=dataset.name,
-                seed=seed,
-                policy=way.policy,
-                schedule=way.schedule,
-                encode_prefix=way.encode_prefix,
-                ratio=fmean(o.ratio for o in of) if way.ratio is None else way.ratio,
-                charged_ratio=fmean(o.charged_ratio for o in of),
-                kind=kind,
-                n=len(of),
-                score=fmean(getattr(o, dataset.metric) for o in of),
-                pgr=pgr.value,
-                pgr_low=pgr.low,
-                pgr_high=pgr.high,
-                kl=_mean(_known([o.kl for o in of])),
-                ttft_ms=median(o.ttft_ms for o in of),
-                metric=dataset.metric,
-                accuracy=fmean(o.accuracy for o in of),
-                f1=fmean(o.f1 for o in of),
-                rouge_l=_mean(_known([o.rouge_l for o in of])),
-                agreement=_mean(agreements),
-                same_answer=_mean([float(a == 1.0) for a in agreements]),
-                n_chunks=dataset.n_chunks,
-                chunk_tokens=dataset.chunk_tokens,
-                kv_encoding=kv_encoding,
-                schedule_run=_others([o.schedule for o in of], way.schedule)
-                if way.schedule
-                else "",
-                chosen_by=_others([o.policy for o in of], way.policy),
-                token_kl=_mean(_known([o.token_kl for o in of])),
-                recovered=recovered.value,
-                recovered_low=recovered.low,
-                recovered_high=recovered.high,
-                by_context=scores[way],
-            )
-    return [rows[way, kind] for way in outcomes for kind in kinds]
+        return ArenaRow(
+            dataset=dataset.name,
+            seed=seed,
+            policy=way.policy,
+            schedule=way.schedule,
+            encode_prefix=way.encode_prefix,
+            kind=kind,
+            n=len(of),
+            metric=dataset.metric,
+            n_chunks=dataset.n_chunks,
+            chunk_tokens=dataset.chunk_tokens,
+            kv_encoding=kv_encoding,
+            schedule_run=_others([o.schedule for o in of], way.schedule) if way.schedule else "",
+            chosen_by=_others([o.policy for o in of], way.policy),
+            by_context=scores,
+            **fields,
+        )
+
+    return [row(way, kind) for way in outcomes for kind in (ALL, *dataset.kinds)]
 
 
-def _divergence(outcomes: Sequence[Outcome], contexts: Sequence[str]) -> ByContext:
-    """Negative KL per token from full prefill; empty if a question has none."""
-    known = _known([o.token_kl for o in outcomes])
-    if len(known) < len(outcomes):
-        return ()
-    return sum_by_context([-kl for kl in known], contexts)
-
-
-def _known(values: Sequence[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return fmean(values) if values else None
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Of the values that are known."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
 def _others(run: Sequence[str], asked: str) -> str:

@@ -8,7 +8,6 @@ questions about one context are drawn together because they share its chunks.
 
 from __future__ import annotations
 
-import math
 import re
 import string
 from collections import Counter
@@ -82,26 +81,20 @@ def require_rouge() -> Any:
 # -- against full prefill -------------------------------------------------------------------------
 
 
-def token_kl(full: torch.Tensor, other: torch.Tensor) -> float:
-    """Mean of :func:`first_token_kl` over the rows of two ``[T, V]``."""
-    pairs = zip(full, other, strict=True)
-    return sum(first_token_kl(*pair) for pair in pairs) / len(full)
-
-
-def first_token_kl(full: torch.Tensor, other: torch.Tensor) -> float:
-    """KL(full ‖ other) in nats of two rows of logits ``[V]``; infinite if ``other`` excludes a token that
-    ``full`` allows. Raises :class:`UnsupportedModelError` for logits that are not numbers."""
-    expected = torch.log_softmax(full.double(), dim=-1)  # [V]
-    given = torch.log_softmax(other.double(), dim=-1)  # [V]
-    terms = expected.exp() * (expected - given)  # [V]
+def token_kl(full: torch.Tensor, other: torch.Tensor) -> list[float]:
+    """KL(full ‖ other) in nats of each row of two logits ``[T, V]``; infinite if ``other`` excludes a token
+    that ``full`` allows. Raises :class:`UnsupportedModelError` for logits that are not numbers."""
+    expected = torch.log_softmax(full.double(), dim=-1)  # [T, V]
+    given = torch.log_softmax(other.double(), dim=-1)  # [T, V]
+    terms = expected.exp() * (expected - given)  # [T, V]
     excluded = expected.isneginf()  # 0 · (−∞ + ∞) counts nothing
-    divergence = float(terms.masked_fill(excluded, 0.0).sum())
-    if math.isnan(divergence):
+    divergence = terms.masked_fill(excluded, 0.0).sum(dim=-1)  # [T]
+    if divergence.isnan().any():
         raise UnsupportedModelError(
             "the logits of an answer are not numbers, expected finite ones; load the "
             "model with --dtype float32"
         )
-    return max(0.0, divergence)
+    return divergence.clamp_min(0.0).tolist()
 
 
 def agreement(full: Sequence[int], other: Sequence[int]) -> float:
@@ -133,16 +126,12 @@ class Estimate:
         return self.low is not None and self.low > SMALLEST_LEAD
 
 
-def sum_by_context(scores: Sequence[float], contexts: Sequence[str]) -> ByContext:
-    """Scores of questions, summed over those of one context."""
-    if not len(scores) == len(contexts) > 0:
-        raise InvalidInputError(
-            f"{len(scores)} scores of {len(contexts)} questions, expected one for each"
-        )
-    names, member = np.unique(np.asarray(contexts), return_inverse=True)
-    sizes = np.bincount(member, minlength=len(names))  # [C]
-    sums = np.bincount(member, weights=np.asarray(scores, dtype=float))  # [C]
-    return tuple((int(n), float(s)) for n, s in zip(sizes, sums, strict=True))
+def sum_by_context(scores: Iterable[tuple[str, float]]) -> ByContext:
+    """From (context, score) of each question."""
+    found: dict[str, list[float]] = {}
+    for context, score in scores:
+        found.setdefault(context, []).append(score)
+    return tuple((len(of), sum(of)) for _, of in sorted(found.items()))
 
 
 def performance_gap_recovered(
@@ -168,6 +157,17 @@ def performance_gap_recovered(
     if len(own) < 2 or 1 - defined.mean() > TAIL:
         return Estimate(pgr)
     return _with_interval(pgr, (drawn - bottom_drawn)[defined] / gaps[defined])
+
+
+def loss_recovered(own: ByContext, reuse: ByContext, seed: int, smallest: float) -> Estimate:
+    """1 − own / reuse, of losses that full prefill does not have: PGR with reuse in place of no context.
+
+    No value if one of them is empty, or that of reuse is ``smallest`` or less.
+    """
+    if not own or not reuse:
+        return Estimate(None)
+    gain, nothing = ([(n, -loss) for n, loss in losses] for losses in (own, reuse))
+    return performance_gap_recovered(gain, [(n, 0.0) for n, _ in own], nothing, seed, smallest)
 
 
 def paired_lead(other: ByContext, own: ByContext, seed: int = 0) -> Estimate:

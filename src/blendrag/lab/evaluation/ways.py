@@ -14,15 +14,11 @@ from blendrag.planning.calibration import calibrations_of, nearest
 
 FULL, NONE, PREFIX, REUSE = "full", "none", "prefix", "reuse"
 MAP_REDUCE, MAP_RERANK = CHAINS = ("map-reduce", "map-rerank")
+#: Ways that compute chunks instead of loading them, at least all but the first.
+COMPUTING = (FULL, NONE, PREFIX, *CHAINS)
 #: Ways that are not selection policies: the two ends of PGR, the controls and the chains.
-BASELINES = (FULL, NONE, PREFIX, REUSE, *CHAINS)
-_MODES: dict[str, Mode] = {
-    FULL: "full",
-    NONE: "full",
-    PREFIX: "prefix",
-    REUSE: "reuse",
-    **dict.fromkeys(CHAINS, "full"),
-}
+BASELINES = (*COMPUTING, REUSE)
+_MODES: dict[str, Mode] = {**dict.fromkeys(COMPUTING, "full"), PREFIX: "prefix", REUSE: "reuse"}
 
 
 @dataclass(frozen=True)
@@ -39,11 +35,6 @@ class Way:
     """The schedule that ``calibrated`` means for this policy and ratio."""
 
     @property
-    def mode(self) -> Mode:
-        """The engine's mode."""
-        return _MODES.get(self.policy, "blend")
-
-    @property
     def key(self) -> str:
         """Identifies the way in a journal."""
         ratio = "" if self.ratio is None else repr(self.ratio)
@@ -52,8 +43,8 @@ class Way:
 
     def options(self, max_new_tokens: int) -> Options:
         """The engine's options for a greedy answer."""
-        if self.mode != "blend":
-            return Options(mode=self.mode, max_new_tokens=max_new_tokens)
+        if self.policy in BASELINES:
+            return Options(mode=_MODES[self.policy], max_new_tokens=max_new_tokens)
         return Options(
             mode="blend",
             policy=self.policy,
@@ -85,28 +76,18 @@ def make_ways(
             raise InvalidInputError(f"ratio {ratio} must be a number in [0, 1]")
     made = [Way(NONE), Way(FULL)]
     for policy in policies:
-        if policy == REUSE:
-            made += [Way(policy, encode_prefix=prefix) for prefix in encode_prefix]
-        elif policy in BASELINES:
-            made.append(Way(policy))
-        else:
-            costs = _costs(policy, schedules, ratios)
-            made += [Way(policy, s, r, prefix) for prefix in encode_prefix for r, s in costs]
+        costs: list[tuple[str, float | None]] = [("", None)]
+        if policy not in BASELINES:
+            try:
+                known = make_policy(policy)
+            except InvalidInputError as exc:
+                raise InvalidInputError(f"{exc}; or a baseline: {', '.join(BASELINES)}") from exc
+            if known.budgeted:
+                spread = [str(known.schedule)] if known.schedule else schedules
+                costs = [(schedule, ratio) for ratio in ratios for schedule in spread]
+        prefixes = [None] if policy in COMPUTING else encode_prefix
+        made += [Way(policy, *cost, prefix) for prefix in prefixes for cost in costs]
     return tuple(dict.fromkeys(made))
-
-
-def _costs(
-    policy: str, schedules: Sequence[str], ratios: Sequence[float]
-) -> list[tuple[float | None, str]]:
-    """Ratios and schedules, as far as the policy has either."""
-    try:
-        made = make_policy(policy)
-    except InvalidInputError as exc:
-        raise InvalidInputError(f"{exc}; or a baseline: {', '.join(BASELINES)}") from exc
-    if not made.budgeted:
-        return [(None, "")]
-    own = made.schedule
-    return [(ratio, s) for ratio in ratios for s in ([str(own)] if own else schedules)]
 
 
 def look_up(ways: Sequence[Way], root: Path, namespace: str) -> tuple[Way, ...]:
@@ -114,19 +95,17 @@ def look_up(ways: Sequence[Way], root: Path, namespace: str) -> tuple[Way, ...]:
 
     Raises :class:`InvalidInputError` if a policy is not calibrated there.
     """
-    return tuple(
-        replace(way, meaning=_meaning(way, root, namespace))
-        if way.schedule and Schedule.parse(way.schedule).is_open
-        else way
-        for way in ways
-    )
 
+    def meant(way: Way) -> Way:
+        if not way.schedule or not Schedule.parse(way.schedule).is_open:
+            return way
+        found = nearest(calibrations_of(root, namespace, way.policy), way.ratio or 0.0)
+        if found is None:
+            raise InvalidInputError(
+                f"no schedule of policy {way.policy} is calibrated for this model in store {root}; find "
+                f"one with blendrag calibrate --policy '{way.policy}' --store {root}, or name other "
+                "--schedules"
+            )
+        return replace(way, meaning=str(found.schedule))
 
-def _meaning(way: Way, root: Path, namespace: str) -> str:
-    found = nearest(calibrations_of(root, namespace, way.policy), way.ratio or 0.0)
-    if found is None:
-        raise InvalidInputError(
-            f"no schedule of policy {way.policy} is calibrated for this model in store {root}; find one "
-            f"with blendrag calibrate --policy '{way.policy}' --store {root}, or name other --schedules"
-        )
-    return str(found.schedule)
+    return tuple(map(meant, ways))
