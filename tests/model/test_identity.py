@@ -36,23 +36,31 @@ def assert_computes_everything(engine: BlendEngine, text: str) -> None:
     engine.drain()
 
 
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The store of ``tiny.llama()``, with one document."""
+    root = tmp_path_factory.mktemp("identity") / "s"
+    with tiny.engine(tiny.llama(), root) as engine:
+        engine.ingest([tiny.document(0)])
+    return root
+
+
 # -- the key ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_whatever_changes_the_kv_changes_the_namespace() -> None:
+    rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    changes: list[dict[str, Any]] = [
+        {},
         {"seed": 1},
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+        {"rope_parameters": rope},
         {"rms_norm_eps": 1e-3},
         {"attn_implementation": "eager"},
-        {"dtype": torch.bfloat16},
-    ],
-)
-def test_whatever_changes_the_kv_changes_the_namespace(changes: dict[str, Any]) -> None:
-    dtype = changes.pop("dtype", torch.float32)
-    assert namespace(tiny.llama()) == namespace(tiny.llama())
-    assert namespace(tiny.llama(**changes).to(dtype)) != namespace(tiny.llama())
+    ]
+    names = [namespace(tiny.llama(**each)) for each in changes]
+    names.append(namespace(tiny.llama().to(torch.bfloat16)))
+    assert len(set(names)) == len(names)
+    assert namespace(tiny.llama()) == names[0]
 
 
 def test_the_key_separates_prefix_from_chunk_and_depends_on_order() -> None:
@@ -94,26 +102,25 @@ CHANGES: dict[str, Callable[[nn.Linear], Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_weight_is_another_identity(change: str) -> None:
+def test_a_changed_weight_is_another_identity() -> None:
     model = tiny.llama()
     adapter = tiny.adapter(model)
-    before = adapter.identity
-    assert adapter.identity is before  # an unchanged model is not hashed again
-    with torch.no_grad():
-        CHANGES[change](model.model.layers[1].self_attn.v_proj)
-    changed = adapter.identity
-    assert changed.tensors_fingerprint != before.tensors_fingerprint
-    assert changed.namespace == namespace(model) != before.namespace
+    seen = [adapter.identity]
+    assert adapter.identity is seen[0]  # an unchanged model is not hashed again
     one, other = (layer.self_attn.v_proj for layer in model.model.layers[1:3])
+    for how, change in CHANGES.items():
+        with torch.no_grad():
+            change(one)
+        assert adapter.identity.namespace not in {each.namespace for each in seen}, how
+        seen.append(adapter.identity)
+    assert seen[-1].namespace == namespace(model)
     one.weight, other.weight = other.weight, one.weight
-    assert adapter.identity.namespace not in (before.namespace, changed.namespace)
+    assert adapter.identity.namespace not in {each.namespace for each in seen}
 
 
-def test_kv_from_before_a_weight_changed_is_never_used(tmp_path: Path) -> None:
+def test_kv_from_before_a_weight_changed_is_never_used(store: Path) -> None:
     model = tiny.llama()
-    with tiny.engine(model, tmp_path / "s") as engine:
-        engine.ingest([tiny.document(0)])
+    with tiny.engine(model, store) as engine:
         assert engine.generate(tiny.prompt(engine, 0)).metrics.reused_tokens > 0
         engine.drain()
         model.model.layers[1].self_attn.v_proj.weight.data.mul_(1.5)
@@ -168,14 +175,9 @@ def test_each_lora_adapter_has_its_own_namespace_and_passes_the_gate() -> None:
     adapter = tiny.adapter(with_lora("first"))
     assert gate.verify(adapter).blendable
     assert adapter.identity.adapters
-    names = {
-        adapter.identity.namespace,
-        namespace(tiny.llama()),
-        namespace(with_lora("first", seed=1)),
-    }
-    assert len(names) == 3
-    inactive = with_lora("first", "second")
-    assert namespace(inactive) == adapter.identity.namespace
+    own = adapter.identity.namespace
+    assert len({own, namespace(tiny.llama()), namespace(with_lora("first", seed=1))}) == 3
+    assert namespace(with_lora("first", "second")) == own  # the second is not active
 
 
 def test_switching_merging_or_scaling_an_adapter_switches_the_namespace() -> None:
@@ -218,19 +220,19 @@ def test_switching_adapters_hashes_every_tensor_once() -> None:
         assert not hashed
 
 
-@pytest.mark.parametrize("part", ["base_layer.weight", "lora_A.second", "lora_B.second"])
-def test_a_weight_changed_between_two_switches_is_noticed(part: str) -> None:
+def test_a_weight_changed_between_two_switches_is_noticed() -> None:
     wrapped = with_lora("first", "second")
     adapter = tiny.adapter(wrapped)
-    wrapped.set_adapter("second")
-    before = adapter.identity
-    wrapped.set_adapter("first")
-    _ = adapter.identity
-    (weight, *_) = (w for name, w in wrapped.named_parameters() if part in name)
-    with torch.no_grad():
-        weight.mul_(1.5)
-    wrapped.set_adapter("second")
-    assert adapter.identity.namespace != before.namespace
+    for part in ("base_layer.weight", "lora_A.second", "lora_B.second"):
+        wrapped.set_adapter("second")
+        before = adapter.identity
+        wrapped.set_adapter("first")
+        _ = adapter.identity
+        (weight, *_) = (w for name, w in wrapped.named_parameters() if part in name)
+        with torch.no_grad():
+            weight.mul_(1.5)
+        wrapped.set_adapter("second")
+        assert adapter.identity.namespace != before.namespace, part
 
 
 # -- other stores and damaged models ------------------------------------------------------------
@@ -254,20 +256,15 @@ def test_a_chunk_whose_kv_is_not_finite_is_rejected_by_name(tmp_path: Path) -> N
         assert "doc1.txt" not in engine.resources.require_corpus().sources()
 
 
-def test_a_store_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
-        engine.ingest([tiny.document(0)])
+def test_a_store_of_another_tokenizer_is_refused(store: Path) -> None:
     other = tiny.tokenizer()
     other.add_tokens(["<|another|>"])
-    with tiny.engine(tiny.llama(), tmp_path / "s", tokenizer=other) as engine:
+    with tiny.engine(tiny.llama(), store, tokenizer=other) as engine:
         with pytest.raises(InvalidInputError, match="ingested with model") as raised:
             engine.ingest([tiny.document(1)])
         assert tiny.one_sentence(str(raised.value))
 
 
-def test_a_store_of_other_weights_is_a_miss(tmp_path: Path) -> None:
-    with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
-        engine.ingest([tiny.document(0)])
-        text = tiny.prompt(engine, 0)
-    with tiny.engine(tiny.llama(seed=9), tmp_path / "s") as engine:
-        assert_computes_everything(engine, text)
+def test_a_store_of_other_weights_is_a_miss(store: Path) -> None:
+    with tiny.engine(tiny.llama(seed=9), store) as engine:
+        assert_computes_everything(engine, tiny.prompt(engine, 0))

@@ -52,32 +52,30 @@ def test_the_context_window_is_known_without_the_weights(model_dir: Path) -> Non
 
 
 MODEL, ADAPTER = "is a directory but not a loadable", r"adapter .* cannot be loaded: "
+BROKEN: list[tuple[str, Callable[[bytes], bytes], str]] = [
+    ("model/config.json", lambda data: b"null", MODEL),
+    ("model/config.json", lambda data: data.replace(b'_size": 32', b'_size": "x"'), MODEL),
+    ("model/model.safetensors", lambda data: data[:50], MODEL),
+    ("model/tokenizer.json", lambda data: b"[]", MODEL),
+    ("lora/adapter_model.safetensors", lambda data: data[:-10], ADAPTER),
+    ("lora/adapter_config.json", lambda data: b"[]", ADAPTER),
+    ("lora/adapter_config.json", lambda data: b'{"peft_type": "NOPE"}', ADAPTER),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "break_it", "words"),
-    [
-        ("model/config.json", lambda data: b"null", MODEL),
-        ("model/config.json", lambda data: data.replace(b'_size": 32', b'_size": "x"'), MODEL),
-        ("model/model.safetensors", lambda data: data[:50], MODEL),
-        ("model/tokenizer.json", lambda data: b"[]", MODEL),
-        ("lora/adapter_model.safetensors", lambda data: data[:-10], ADAPTER),
-        ("lora/adapter_config.json", lambda data: b"[]", ADAPTER),
-        ("lora/adapter_config.json", lambda data: b'{"peft_type": "NOPE"}', ADAPTER),
-    ],
-)
-def test_a_broken_file_is_one_sentence(
-    model_dir: Path, name: str, break_it: Callable[[bytes], bytes], words: str
-) -> None:
+def test_a_broken_file_is_one_sentence(model_dir: Path) -> None:
     lora = model_dir.parent / "lora"
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
     get_peft_model(tiny.llama(), config).save_pretrained(lora)
     assert load_adapter(str(model_dir), lora=str(lora)).identity.adapters
-    path = model_dir.parent / name
-    path.write_bytes(break_it(path.read_bytes()))
-    with pytest.raises(ModelLoadError, match=words) as caught:
-        load_adapter(str(model_dir), lora=str(lora))
-    assert tiny.one_sentence(str(caught.value))
+    for name, break_it, words in BROKEN:
+        path = model_dir.parent / name
+        whole = path.read_bytes()
+        path.write_bytes(break_it(whole))
+        with pytest.raises(ModelLoadError, match=words) as caught:
+            load_adapter(str(model_dir), lora=str(lora))
+        assert tiny.one_sentence(str(caught.value))
+        path.write_bytes(whole)
 
 
 @pytest.mark.parametrize(

@@ -117,28 +117,15 @@ def test_packed_gguf_weights_blend_and_every_part_is_fingerprinted(
     )
 
 
-class GPTQLike(nn.Module):
-    """Weights in buffers."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
-        self.register_buffer("qweight", (linear.weight.detach() / scale).round().to(torch.int8))
-        self.register_buffer("scales", scale)
-        self.register_buffer("qzeros", torch.zeros_like(scale), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ ((self.qweight.float() - self.qzeros) * self.scales).T
-
-
 class BitsAndBytesLike(nn.Module):
-    """Scales are in the state dict only, which packs some anew each time."""
+    """Zeros in a buffer; scales in the state dict only, which packs some anew each time."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.quant = SimpleNamespace(absmax=linear.weight.detach().abs().amax(1, keepdim=True))
         values = (linear.weight.detach() / self.quant.absmax * 127).round().to(torch.int8)
         self.weight = nn.Parameter(values, requires_grad=False)
+        self.register_buffer("zeros", torch.zeros(values.shape[0], 1), persistent=False)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -147,7 +134,7 @@ class BitsAndBytesLike(nn.Module):
         destination[prefix + "weight_format"] = "row"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ (self.weight.float() * self.quant.absmax / 127).T
+        return x @ ((self.weight.float() - self.zeros) * self.quant.absmax / 127).T
 
 
 class Mxfp4Like(nn.Module):
@@ -170,28 +157,16 @@ def with_module(kind: type[nn.Module]) -> Any:
     return model
 
 
-@pytest.mark.parametrize(
-    ("kind", "parts"),
-    [
-        (GPTQLike, ("qweight", "scales", "qzeros")),
-        (BitsAndBytesLike, ("weight", "weight.absmax")),
-    ],
-)
-def test_scales_and_zero_points_are_fingerprinted(
-    kind: type[nn.Module], parts: tuple[str, ...]
-) -> None:
-    model = with_module(kind)
-    assert verify(tiny.adapter(model)).blendable
-    for part in parts:
-        assert_identifies(model, f"{DOWN}.{part}", lambda tensor: tensor.add_(1))
-
-
-def test_repacked_scales_are_not_taken_for_a_change() -> None:
-    adapter = tiny.adapter(with_module(BitsAndBytesLike))
+def test_scales_and_zero_points_are_fingerprinted_and_repacked_ones_are_no_change() -> None:
+    model = with_module(BitsAndBytesLike)
+    adapter = tiny.adapter(model)
+    assert verify(adapter).blendable
     before = adapter.identity
     with tiny.counted(fingerprint, "hash_bytes") as hashed:
         assert adapter.identity is before
     assert not hashed
+    for part in ("weight", "weight.absmax", "zeros"):
+        assert_identifies(model, f"{DOWN}.{part}", lambda tensor: tensor.add_(1))
 
 
 def torch_int8() -> Any:

