@@ -128,7 +128,7 @@ def test_some_parts_loaded_are_estimated_like_a_prompt_with_only_those_stored(
         part = Estimator(made, PromptParts(at + 10, tuple(parts), **policy)).loading(some)
         alone = Estimator(
             made, PromptParts(at + 10, tuple(parts[i] for i in some), **policy)
-        ).loading_all()
+        ).loading()
         assert (part.candidates, part.chunks) == (alone.candidates, alone.chunks)
         for share in (0.0, 0.15, 1.0):
             counts = evenly(share, part.candidates)

@@ -372,7 +372,7 @@ def test_lengths_end_where_they_take_too_long_but_there_are_at_least_two(
 ) -> None:
     left = list(times_s)
     measuring: Any = SimpleNamespace(
-        _stock_s=lambda tokens: left.pop(0) if left else 99.0, _step=lambda what: None
+        _time=lambda prefill: SimpleNamespace(total_s=left.pop(0)), _step=lambda what: None
     )
     lengths = [128, 256, 512, 1024, 2048][: len(bearable) + 1]
     assert Measure._bearable(measuring, lengths) == bearable
@@ -382,19 +382,15 @@ def test_lengths_end_where_they_take_too_long_but_there_are_at_least_two(
 
 
 def test_the_median_counts() -> None:
-    runs = [
-        Timed((1.0,), (0.2,), 0.9),
-        Timed((9.0,), (0.1,), 0.2),
-        Timed((2.0,), (0.9,), 0.1),
-    ]
-    assert median(runs) == Timed((2.0,), (0.2,), 0.2)
+    runs = [Timed(1, 0.2, 0.9, 1.9), Timed(9, 0.1, 0.2, 9.2), Timed(2, 0.9, 0.1, 2.1)]
+    assert median(runs) == Timed(2, 0.2, 0.2, 2.1)
 
 
 @pytest.mark.parametrize(("layers", "pass_s", "each"), [(4, 3 * 0.2 + 0.05, 0.2), (1, 0.05, 0.05)])
 def test_the_last_layer_is_timed_apart_from_the_others(
     layers: int, pass_s: float, each: float
 ) -> None:
-    found = figures({one: Timed((pass_s,), (0.05,), 0.1) for one in prefills(256)}, layers)
+    found = figures({one: Timed(pass_s, 0.05, 0.1, pass_s + 0.1) for one in prefills(256)}, layers)
     for name, seconds in (("layer", each), ("last", 0.05)):
         assert min(found[name].seconds) == pytest.approx(seconds)
         assert max(found[name].seconds) == pytest.approx(seconds)
@@ -410,7 +406,8 @@ def test_a_prefill_timed_at_few_lengths_takes_attention_from_the_layers(
     for one in prefills(longest):
         layer_s = layer(*one.point(0.0)[:2])
         stock_s = 1e-2 * one.tokens
-        times[one] = Timed((stock_s if one.policy == STOCK else LAYERS * layer_s,), (layer_s,), 0.1)
+        pass_s = stock_s if one.policy == STOCK else LAYERS * layer_s
+        times[one] = Timed(pass_s, layer_s, 0.1, pass_s + 0.1)
     assert figures(times, LAYERS)["prefill"].pair_s == pytest.approx(pair_s, abs=1e-8)
 
 

@@ -2,8 +2,8 @@
 
 Row *s* sees key *j* iff ``pos_j <= pos_s`` and, in a sliding-window layer, ``pos_s - pos_j < window``. A
 triangular mask aligned bottom-right would let selected rows see their future. :class:`Rows` are the rows of
-one prompt, built once per selection and shared by every layer that keeps it. :class:`PackedRows` are those of
-several prompts that lie one after another in one sequence; rows of one prompt never see another's keys.
+one prompt, built once per selection and shared by every layer that keeps it, :class:`PackedRows` those of
+several prompts. Rows of one prompt never see another's keys.
 """
 
 from __future__ import annotations
@@ -189,42 +189,30 @@ class Rows:
         return self._blocks[key]
 
     def _cut(self, window: int | None, dtype: torch.dtype, sharing: int) -> list[AttentionBlock]:
+        """On a CPU, rows go in small blocks, and keys hidden from all rows of a block are not multiplied. On a
+        GPU masking is as fast as multiplying and each call costs a launch: blocks are as large as their
+        biases may be, over all keys if the positions are only on the device."""
         n = self.prompt_tokens
         if self._is_last:  # sees every key in its window
             lo = max(0, n - (window or n))
             seen = torch.zeros((sharing, n - lo), dtype=dtype, device=self.positions.device)
             return [AttentionBlock(0, 1, lo, n, seen)]
-        blocks, left = [], FOLDED_BYTES
-        for a, b, lo, hi in self._edges(window, dtype, sharing):
-            left -= sharing * (b - a) * (hi - lo) * dtype.itemsize
-            folds = sharing if left >= 0 else 1
-            hidden = self._hidden(slice(a, b), slice(lo, hi), window)
-            blocks.append(AttentionBlock(a, b, lo, hi, self._bias(hidden, dtype, folds)))
-        return blocks
-
-    def _edges(
-        self, window: int | None, dtype: torch.dtype, sharing: int
-    ) -> list[tuple[int, int, int, int]]:
-        """Rows ``[a, b)`` and keys ``[lo, hi)`` of each attention call.
-
-        On a CPU, rows go in small blocks, and keys hidden from all rows of a block are not multiplied. On a
-        GPU masking is as fast as multiplying and each call costs a launch: blocks are as large as their
-        biases may be, over all keys if the positions are only on the device.
-        """
-        n, on_cpu = self.prompt_tokens, self.positions.device.type == "cpu"
+        on_cpu = self.positions.device.type == "cpu"
         step = RUN_ROWS if self.count > 0.6 * n else BLOCK_ROWS
         if not on_cpu:
             step = max(step, FOLDED_BYTES // (sharing * n * dtype.itemsize))
         host = self.positions.numpy() if on_cpu and self._host is None else self._host
-        edges = []
+        blocks, left = [], FOLDED_BYTES
         for a in range(0, self.count, step):
-            b = min(a + step, self.count)
-            lo, hi = 0, n
+            b, lo, hi = min(a + step, self.count), 0, n
             if host is not None:
                 hi = int(host[b - 1]) + 1
                 lo = 0 if window is None else max(0, int(host[a]) - window + 1)
-            edges.append((a, b, lo, hi))
-        return edges
+            left -= sharing * (b - a) * (hi - lo) * dtype.itemsize
+            hidden = self._hidden(slice(a, b), slice(lo, hi), window)
+            bias = self._bias(hidden, dtype, sharing if left >= 0 else 1)
+            blocks.append(AttentionBlock(a, b, lo, hi, bias))
+        return blocks
 
     def _hidden(self, rows: slice, keys: slice, window: int | None) -> torch.Tensor:
         """``[s, k]``: True where a row must not see a key."""
@@ -244,10 +232,10 @@ class Rows:
 
 
 class PackedRows:
-    """The rows of some prompts of a pack, one prompt after another, out of ``prompt_tokens`` of all prompts.
+    """The rows of some prompts of a pack, one after another: ``rows`` of each by its number.
 
-    ``rows`` are each prompt's own, by its number; ``token_starts`` and ``key_starts`` say where each prompt
-    of the pack begins in the sequence of all tokens and in the cache.
+    ``token_starts`` and ``key_starts``: where each prompt begins in the sequence of all ``prompt_tokens`` and
+    in the cache.
     """
 
     def __init__(

@@ -87,7 +87,7 @@ def _what_to_load(
         return at(estimator.loading(sorted(chosen)), ratio).ttft_s
 
     every, none = frozenset(range(len(parts))), frozenset[int]()
-    load_all = at(estimator.loading_all(), ratio)
+    load_all = at(estimator.loading(), ratio)
     times = {every: load_all.ttft_s, none: seconds(none)}
     # Loads that take no time would make the prompt faster by this share, else no part is worth computing.
     waits = load_all.ttft_s - load_all.compute_s > WORTH * load_all.ttft_s

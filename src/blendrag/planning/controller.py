@@ -172,7 +172,7 @@ class Controller:
             )
             return replace(plan, notes=(note,) * options.is_auto)
         if not (options.is_auto and options.mode == "blend"):
-            forecast = options.forecast(estimator.loading_all(), options.ratio)
+            forecast = options.forecast(estimator.loading(), options.ratio)
             return replace(plan, forecast=forecast)
         choice = choose(estimator, options.forecast, options.ratio, options.policy.budgeted)
         decision, notes = _explained(prompt, choice)

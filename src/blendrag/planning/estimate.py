@@ -60,10 +60,7 @@ class Forecast:
 
 
 class Estimator:
-    """Estimates one prompt with any set of its parts loaded.
-
-    Figures of the parts are kept as arrays: the controller tries many sets before the first token.
-    """
+    """One prompt with any set of its parts loaded; fast, because the controller tries many sets."""
 
     def __init__(self, profile: Profile, prompt: PromptParts) -> None:
         """Raises :class:`KeyError` for a part in a tier that was not measured."""
@@ -85,13 +82,9 @@ class Estimator:
         """Seconds to read one part."""
         return float(self.loads[0, part].sum())
 
-    def loading(self, parts: Iterable[int]) -> LoadEstimate:
-        """With those parts loaded, by index."""
-        return LoadEstimate(self, list(parts))
-
-    def loading_all(self) -> LoadEstimate:
-        """With every part loaded."""
-        return self.loading(range(len(self.prompt.parts)))
+    def loading(self, parts: Iterable[int] | None = None) -> LoadEstimate:
+        """With those parts loaded, by index, or all."""
+        return LoadEstimate(self, list(range(len(self.prompt.parts)) if parts is None else parts))
 
 
 class LoadEstimate:

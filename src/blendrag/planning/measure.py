@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from blendrag.errors import InvalidInputError
@@ -29,7 +31,6 @@ from blendrag.planning.tier_times import measure_device, measure_directory, meas
 from blendrag.store.encodings import stored_layer_bytes
 from blendrag.store.kv import ChunkKV
 
-T = TypeVar("T")
 #: Called before every step: what it is, how many are done, and of how many.
 Watch = Callable[[str, int, int], None]
 
@@ -60,14 +61,8 @@ SCOUT_POLICY = "blend"
 FAR, FAR_TOKENS = 6, 8192
 
 
-class Runner(Protocol):
-    """Runs work where the model's work is done, and waits for it."""
-
-    def __call__(self, call: Callable[[], T], /) -> T: ...
-
-
 class Measure:
-    """Measures one model over one store. ``run`` is the engine's worker, ``watch`` a display."""
+    """Measures one model over one store. ``run(call)`` calls it on the engine's worker; ``watch`` displays."""
 
     def __init__(
         self,
@@ -76,15 +71,14 @@ class Measure:
         encoding: str,
         prefix_ids: Sequence[int],
         chunk_tokens: int,
-        run: Runner,
+        run: Callable[[Callable[[], Any]], Any],
         watch: Watch,
     ) -> None:
         self._adapter = adapter
         self._times = ModelTimes(adapter, fusor, prefix_ids)
         self._layout = adapter.layout.encoded(encoding)
         self._chunk_tokens = min(chunk_tokens, self._times.longest // 4)
-        self._run = run
-        self._watch = watch
+        self._run, self._watch = run, watch
         self._pinned = adapter.device.type == "cuda"
         self._done = self._steps = 0
 
@@ -105,14 +99,13 @@ class Measure:
             self._step("reading from disk")
             tiers += measure_directory(root, kvs, self._pinned, (DISK, COLD))
         tiers += self._directory_tiers(directories, kvs)
-        device_bytes_per_s = self._run(lambda: measure_device(device))
         prefills = prefills_to_time(self._bearable(lengths), longest, chunk)
         layers = len(self._layout.layers)
         return Profile(
             conditions=conditions,
             **figures(self._in_rounds(prefills), layers),
             tiers=tuple(tiers),
-            device_bytes_per_s=device_bytes_per_s,
+            device_bytes_per_s=self._run(partial(measure_device, device)),
             is_shared=device.type == "cpu" and conditions.threads >= self._run(cores),
             chunk_tokens=chunk,
             layer_bytes=tuple(stored_layer_bytes(self._layout, i, chunk) for i in range(layers)),
@@ -142,22 +135,24 @@ class Measure:
             tiers += measure_directory(path, kvs, self._pinned)
         return tiers
 
+    def _time(self, prefill: Prefill) -> Timed:
+        timed: Timed = self._run(partial(self._times.time, prefill))
+        return timed
+
     def _bearable(self, lengths: Sequence[int]) -> list[int]:
         """Lengths whose prefill does not take too long, and at least the shortest ones."""
         bearable: list[int] = []
         took_s = 0.0
         for tokens in lengths:
-            self._step(f"prefill of {tokens} tokens")
+            stock = Prefill(STOCK, tokens)
+            self._step(str(stock))
             # the next is twice as long and takes more than twice the time
             if len(bearable) < LEAST_LENGTHS or took_s <= LONG_S / 2:
                 if not bearable:
-                    self._stock_s(tokens)  # warms up
-                took_s = self._stock_s(tokens)
+                    self._time(stock)  # warms up
+                took_s = self._time(stock).total_s
                 bearable.append(tokens)
         return bearable
-
-    def _stock_s(self, tokens: int) -> float:
-        return self._run(partial(self._times.time, Prefill(STOCK, tokens))).total_s
 
     def _in_rounds(self, prefills: Sequence[Prefill]) -> dict[Prefill, Timed]:
         """The median of each prefill, timed once a round so that a disturbance affects all alike.
@@ -171,7 +166,7 @@ class Measure:
                 break
             for prefill, timed in runs.items():
                 self._step(str(prefill))
-                timed.append(self._run(partial(self._times.time, prefill)))
+                timed.append(self._time(prefill))
         return {prefill: median(timed[1:] or timed) for prefill, timed in runs.items()}
 
 
@@ -227,57 +222,46 @@ def prefills_to_time(lengths: Sequence[int], longest: int, chunk_tokens: int) ->
     chunk = min(chunk_tokens, max(8, (most - FRESH) // 4))
     chunks = max(2, (most - FRESH) // chunk)
     far_chunks = max(1, (min(FAR * most, FAR_TOKENS, longest) - FRESH) // chunk_tokens)
-    prompts = [
-        Prefill(PLAIN_POLICY, FRESH, chunks, chunk),
-        Prefill(PLAIN_POLICY, FRESH, max(1, chunks // 2), chunk),
-    ]
+    prompts = [Prefill(PLAIN_POLICY, FRESH, n, chunk) for n in (chunks, max(1, chunks // 2))]
     plain = [replace(prompt, ratio=ratio) for prompt in prompts for ratio in RATIOS]
     far = Prefill(PLAIN_POLICY, FRESH, far_chunks, chunk_tokens)
     if far.tokens > prompts[0].tokens:
         prompts.insert(0, far)
         plain += [replace(far, ratio=r) for r in RATIOS if FRESH + r * far.candidates <= most]
-    return [
-        *(Prefill(STOCK, n) for n in lengths),
-        *plain,
-        *(
-            replace(prompt, policy=SCOUT_POLICY, fresh=max(1, min(n, longest - prompt.candidates)))
-            for prompt in prompts[:2]
-            for n in QUESTIONS
-        ),
-        *(replace(prompt, policy=DEVIATION_POLICY, ratio=USUAL_RATIO) for prompt in prompts[-2:]),
+    scouts = [
+        replace(prompt, policy=SCOUT_POLICY, fresh=max(1, min(n, longest - prompt.candidates)))
+        for prompt in prompts[:2]
+        for n in QUESTIONS
     ]
+    peeks = [replace(each, policy=DEVIATION_POLICY, ratio=USUAL_RATIO) for each in prompts[-2:]]
+    return [*(Prefill(STOCK, n) for n in lengths), *plain, *scouts, *peeks]
 
 
-@dataclass(frozen=True)
-class Timed:
-    """One prefill: seconds of its passes through the layers, of the last layer in each, and outside."""
+class Timed(NamedTuple):
+    """One prefill: seconds of its first pass through the layers, of the last layer in it, outside of the
+    layers, and of all."""
 
-    passes: tuple[float, ...]
-    lasts: tuple[float, ...]
+    first_pass_s: float
+    last_layer_s: float
     outside_s: float
-
-    @property
-    def total_s(self) -> float:
-        return sum(self.passes) + self.outside_s
+    total_s: float
 
 
 def median(runs: Sequence[Timed]) -> Timed:
     """Of several runs of one prefill."""
-    passes = tuple(map(statistics.median, zip(*(run.passes for run in runs), strict=True)))
-    lasts = tuple(map(statistics.median, zip(*(run.lasts for run in runs), strict=True)))
-    return Timed(passes, lasts, statistics.median(run.outside_s for run in runs))
+    return Timed(*map(statistics.median, zip(*runs, strict=True)))
 
 
 def figures(timed: Mapping[Prefill, Timed], layers: int) -> dict[str, Any]:
     """The fields of a :class:`Profile` that follow from the times of a model's prefills."""
-    by_policy: dict[str, list[tuple[Prefill, Timed]]] = {}
+    by_policy: dict[str, list[tuple[Prefill, Timed]]] = defaultdict(list)
     for prefill, times in timed.items():
-        by_policy.setdefault(prefill.policy, []).append((prefill, times))
+        by_policy[prefill.policy].append((prefill, times))
     stock, plain = by_policy[STOCK], by_policy[PLAIN_POLICY]
-    last = fit(p.point(t.lasts[0]) for p, t in plain)
+    last = fit(p.point(t.last_layer_s) for p, t in plain)
     layer = last
     if layers > 1:
-        layer = fit(p.point((t.passes[0] - t.lasts[0]) / (layers - 1)) for p, t in plain)
+        layer = fit(p.point((t.first_pass_s - t.last_layer_s) / (layers - 1)) for p, t in plain)
     # A few lengths do not separate what is linear in the length from what is quadratic.
     pair_s = layers * layer.pair_s if len(stock) <= FEW else None
     peeks = [
@@ -288,7 +272,7 @@ def figures(timed: Mapping[Prefill, Timed], layers: int) -> dict[str, Any]:
         "prefill": fit((Point(p.tokens, p.tokens / 2, 0, t.total_s) for p, t in stock), pair_s),
         "layer": layer,
         "last": last,
-        "scout": fit(p.point(t.passes[0] / layers) for p, t in by_policy[SCOUT_POLICY]),
+        "scout": fit(p.point(t.first_pass_s / layers) for p, t in by_policy[SCOUT_POLICY]),
         "peek_s": max(0.0, statistics.fmean(peeks)),
         "fixed_s": statistics.median(times.outside_s for _, times in plain),
     }
@@ -300,7 +284,7 @@ def _peek_s(prefill: Prefill, timed: Timed, plain: Timed, layer: Curve) -> float
     all_rows, all_context, *_ = prefill.point(0.0, prefill.candidates)
     # layer 0 is computed whole there, and its KV is not moved
     entry = layer(all_rows, all_context) - layer(rows, context, placed)
-    return (timed.passes[0] - plain.passes[0] - entry) / prefill.tokens
+    return (timed.first_pass_s - plain.first_pass_s - entry) / prefill.tokens
 
 
 # -- timing one prefill ---------------------------------------------------------------------------
@@ -310,8 +294,7 @@ class ModelTimes:
     """Times prefills of one model, each with the model's lock."""
 
     def __init__(self, adapter: ModelAdapter, fusor: Fusor, prefix_ids: Sequence[int]) -> None:
-        self._adapter = adapter
-        self._fusor = fusor
+        self._adapter, self._fusor = adapter, fusor
         self._prefix_ids = tuple(prefix_ids)
         self._kv: dict[int, ChunkKV] = {}
         limits = (adapter.context_tokens, adapter.blend_limit_tokens or adapter.context_tokens)
@@ -335,11 +318,12 @@ class ModelTimes:
         """One run, to its first token."""
         ids = self._ids(prefill.tokens)
         kv = self.chunk(prefill.chunk_tokens) if prefill.chunks else None  # before the clock starts
-        with self._adapter.lock, torch.inference_mode(), self._watched() as (begins, lasts, ends):
+        with self._adapter.lock, torch.inference_mode(), self._watched() as times:
             total_s = self._generate_s(ids) if kv is None else self._blended_s(prefill, ids, kv)
-        passes = tuple(end - at for at, end in zip(begins, ends, strict=True))
-        in_last = tuple(end - at for at, end in zip(lasts, ends, strict=True))
-        return Timed(passes, in_last, max(0.0, total_s - sum(passes)))
+        began_s, last_s, ended_s, *_ = times
+        within_s = sum(times[2::3]) - sum(times[::3])
+        outside_s = max(0.0, total_s - within_s)
+        return Timed(ended_s - began_s, ended_s - last_s, outside_s, within_s + outside_s)
 
     def _blended_s(self, prefill: Prefill, ids: torch.Tensor, kv: ChunkKV) -> float:
         """Over KV that is loaded before the clock starts."""
@@ -348,7 +332,7 @@ class ModelTimes:
             LoadedSpan(i * kv.tokens, (i + 1) * kv.tokens, HeldKV(kv), at, exact=False)
             for i in range(prefill.chunks)
         )
-        constant, policy = Schedule.parse("constant"), make_policy(prefill.policy)
+        constant, policy = Schedule("constant"), make_policy(prefill.policy)
         request = BlendRequest(prefill.tokens, spans, policy, constant, prefill.ratio)
         began = time.perf_counter()
         cache = self._fusor.new_cache(prefill.tokens, 1)
@@ -377,26 +361,16 @@ class ModelTimes:
         return time.perf_counter()
 
     @contextmanager
-    def _watched(self) -> Iterator[tuple[list[float], list[float], list[float]]]:
-        """When each pass enters the first layer, enters the last one, and leaves it."""
-        begins: list[float] = []
-        lasts: list[float] = []
-        ends: list[float] = []
+    def _watched(self) -> Iterator[list[float]]:
+        """Three times of each pass: when it enters the first layer, enters the last one, and leaves it."""
+        times: list[float] = []
+        note = in_this_thread(lambda *_: times.append(self._now()))
         first, last = self._adapter.decoder_layers[0], self._adapter.decoder_layers[-1]
-
-        def noting(times: list[float]) -> Any:
-            return in_this_thread(lambda *_: times.append(self._now()))
-
-        handles = [
-            first.register_forward_pre_hook(noting(begins)),
-            last.register_forward_pre_hook(noting(lasts)),
-            last.register_forward_hook(noting(ends)),
-        ]
-        try:
-            yield begins, lasts, ends
-        finally:
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as hooks:
+            hooks.callback(first.register_forward_pre_hook(note).remove)
+            hooks.callback(last.register_forward_pre_hook(note).remove)
+            hooks.callback(last.register_forward_hook(note).remove)
+            yield times
 
 
 # -- fitting --------------------------------------------------------------------------------------
@@ -409,7 +383,6 @@ def fit(points: Iterable[Point], pair_s: float | None = None) -> Curve:
     made monotone over the rows (isotonic regression). Points of a single row count are taken as proportional
     to it. Raises :class:`InvalidInputError` without points.
     """
-    import numpy as np
     from scipy.optimize import isotonic_regression, nnls
 
     known = [p for p in points if p.seconds > 0 and p.rows > 0]
@@ -427,10 +400,9 @@ def fit(points: Iterable[Point], pair_s: float | None = None) -> Curve:
     found, _ = nnls(terms / scale / seconds[:, None], target)
     _, row_s, own_pair_s, placed_s = (float(x) for x in found / scale)
     pair_s = own_pair_s if pair_s is None else pair_s
-    rest: dict[float, list[float]] = {}
+    rest: dict[float, list[float]] = defaultdict(list)
     for p in sorted(known):
-        left = p.seconds - pair_s * p.rows * p.context - placed_s * p.placed
-        rest.setdefault(p.rows, []).append(left)
+        rest[p.rows].append(p.seconds - pair_s * p.rows * p.context - placed_s * p.placed)
     smooth = np.maximum(isotonic_regression([statistics.fmean(v) for v in rest.values()]).x, 1e-9)
     if len(rest) == 1:
         row_s = float(smooth[0]) / next(iter(rest))

@@ -97,8 +97,8 @@ def usual_estimate(
     profile: Profile, policy: str, ratio: float, chunks: int
 ) -> tuple[LoadEstimate, Sequence[float]]:
     """A usual prompt with everything loaded, and the tokens that ``policy`` recomputes in layers 1…L-1."""
-    estimate = Estimator(profile, usual_prompt(profile, policy, chunks)).loading_all()
+    estimate = Estimator(profile, usual_prompt(profile, policy, chunks)).loading()
     counts = make_policy(policy).layer_counts(
-        Schedule.parse("constant"), ratio, estimate.candidates, profile.layers, chunks
+        Schedule("constant"), ratio, estimate.candidates, profile.layers, chunks
     )
     return estimate, counts

@@ -144,12 +144,10 @@ def _median(
 
 def _read(store: DiskStore | MemoryStore, kv: ChunkKV, pinned: bool) -> Reading:
     """Read each layer of each chunk into fresh memory, like a prompt's buffers."""
-    count, layers = _count(kv), len(kv.layout.layers)
-    targets = []
-    for layer in range(layers):
-        shape = kv.layout.layer_shape(layer, count * kv.tokens)  # [2, Hkv, count·T, D]
-        buffer = torch.empty(shape, dtype=kv.layout.torch_dtype, pin_memory=pinned)
-        targets.append(buffer.split(kv.tokens, dim=2))
+    count, layers, dtype = _count(kv), len(kv.layout.layers), kv.layout.torch_dtype
+    shapes = [kv.layout.layer_shape(layer, count * kv.tokens) for layer in range(layers)]
+    buffers = [torch.empty(shape, dtype=dtype, pin_memory=pinned) for shape in shapes]
+    targets = [buffer.split(kv.tokens, dim=2) for buffer in buffers]  # [2, Hkv, T, D] each
     with contextlib.ExitStack() as opened:
         readers = []
         for key in KEYS[:count]:
@@ -214,15 +212,15 @@ def drop_cached(files: Sequence[Path]) -> bool:
 
 def cached_share(files: Sequence[Path]) -> float:
     """Share of the files' pages that are in the page cache, in [0, 1]. Raises :class:`OSError`."""
-    pages = [page for path in files for page in _resident(path)]
-    return sum(pages) / len(pages) if pages else 0.0
+    pages = b"".join(map(_resident, files))
+    return sum(page & 1 for page in pages) / len(pages) if pages else 0.0
 
 
-def _resident(path: Path) -> list[bool]:
-    """For every page of a file, whether it is in the page cache."""
+def _resident(path: Path) -> bytes:
+    """A byte for every page of a file; its lowest bit is set if the page is in the page cache."""
     size_bytes = path.stat().st_size
     if not size_bytes:
-        return []
+        return b""
     found = (ctypes.c_ubyte * -(-size_bytes // mmap.PAGESIZE))()
     libc = ctypes.CDLL(None, use_errno=True)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapping:
@@ -233,4 +231,4 @@ def _resident(path: Path) -> list[bool]:
                 raise OSError(ctypes.get_errno(), "mincore", str(path))
         finally:
             del first  # a mapping with pointers into it cannot be closed
-    return [bool(page & 1) for page in found]
+    return bytes(found)
