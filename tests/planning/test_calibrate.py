@@ -29,12 +29,12 @@ from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.planning.calibrate import (
     ANSWER_TOKENS,
     Found,
-    MeanDeviation,
     Tried,
     deviation,
     divergence,
     families,
     first_sentence,
+    mean_deviation,
     reference,
     sample_corpus,
     search,
@@ -143,7 +143,7 @@ def test_divergence_is_the_kl_and_infinite_if_it_is_not_a_number() -> None:
 def test_a_bad_schedule_is_given_up_before_all_prompts_are_measured() -> None:
     costs = [0.0, 0.1, 5.0, 0.2]
     of = mock.Mock(side_effect=lambda index, schedule: costs[index])
-    mean = MeanDeviation(of, 4)
+    mean = mean_deviation(of, 4)
     assert mean(CONSTANT, math.inf) == pytest.approx(sum(costs) / 4)
     of.reset_mock()
     assert mean(Schedule("linear"), 0.5) == math.inf

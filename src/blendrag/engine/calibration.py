@@ -30,10 +30,10 @@ from blendrag.fusor.selection import Schedule, SelectionPolicy, make_policy
 from blendrag.planning.calibrate import (
     ANSWER_TOKENS,
     Found,
-    MeanDeviation,
     Reference,
     SampledQuestion,
     deviation,
+    mean_deviation,
     reference,
     sample_corpus,
     sample_questions,
@@ -161,7 +161,7 @@ def calibrate(
     known = nearest((each for each in earlier if len(each.weights) == layers - 1), options.ratio)
     deadline = began + 60 * options.minutes
     found = search(
-        MeanDeviation(deviations, deviations.prompts),
+        mean_deviation(deviations, deviations.prompts),
         layers,
         options.ratio,
         options.seed,

@@ -105,9 +105,10 @@ def _measure(
     kv = _kv_at_offset(adapter, ids)
     announce(n, REMAINING_PREFILLS * (time.perf_counter() - began))
     rows = _random_fifth(n, adapter.device)
-    computed = torch.cat((rows, torch.tensor([n - 1], device=adapter.device)))
-    spread = _spread(computed.numel(), adapter.device)
-    seen = computed[spread]
+    computed = torch.cat((rows, rows.new_tensor([n - 1])))
+    step = -(-len(computed) // COMPARED_ROWS)
+    spread = torch.arange(len(computed) - 1, -1, -step, device=adapter.device).flip(0)
+    seen = computed[spread]  # evenly, the last one included
     stock = adapter.model(input_ids=ids, use_cache=True, logits_to_keep=seen).logits[0]
     scale = float(stock.float().abs().max()) or 1.0
     fusor = Fusor(adapter)
@@ -209,7 +210,7 @@ class HeldKV:
 
     def __init__(self, kv: ChunkKV, disturbance: float = 0.0) -> None:
         self.tokens = kv.tokens
-        self._layers = list(kv.layers)
+        self._layers = kv.layers
         if disturbance:
             generator = torch.Generator().manual_seed(1)
             self._layers = [_disturbed(layer, disturbance, generator) for layer in kv.layers]
@@ -238,12 +239,9 @@ def _request(
 
 def _kv_at_offset(adapter: ModelAdapter, ids: torch.Tensor) -> ChunkKV:
     """KV of the whole prompt but its last token, computed at ``OFFSET``."""
-    cache = adapter.prefill_at(ids[0].tolist(), OFFSET)
-    layout, n = adapter.layout, ids.shape[1] - 1
-    layers = [
-        torch.stack((layer.keys[0, :, :n], layer.values[0, :, :n])).cpu() for layer in cache.layers
-    ]
-    return ChunkKV(layout, n, layers)
+    layers = adapter.prefill_at(ids[0].tolist(), OFFSET).layers
+    kv = [torch.stack((layer.keys[0, :, :-1], layer.values[0, :, :-1])).cpu() for layer in layers]
+    return ChunkKV(adapter.layout, ids.shape[1] - 1, kv)
 
 
 def _gate_prompt(adapter: ModelAdapter) -> torch.Tensor:
@@ -267,12 +265,6 @@ def _random_fifth(n: int, device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(2)
     chosen = torch.randperm(n - 1, generator=generator)[: max(1, n // 5)]
     return chosen.sort().values.to(device)
-
-
-def _spread(count: int, device: torch.device) -> torch.Tensor:
-    """At most :data:`COMPARED_ROWS` indices out of ``count``, evenly spread, the last one included."""
-    step = -(-count // COMPARED_ROWS)
-    return torch.arange(count - 1, -1, -step, device=device).flip(0)
 
 
 def _disturbed(layer: torch.Tensor, size: float, generator: torch.Generator) -> torch.Tensor:

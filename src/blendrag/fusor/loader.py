@@ -3,7 +3,7 @@
 :class:`LayerLoader` has one thread per prompt, which only reads, verifies and decodes: torch operators there
 would start a second OpenMP team. Layers are read straight into the prompt's KV buffers if a reader can write
 there, otherwise through a :class:`StagingRing`. :class:`StoredKV` waits for a layer on the computing thread
-and rotates its keys to their prompt positions. Neither knows which tokens are recomputed.
+and rotates its keys.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ from blendrag.store.base import KVReader
 
 @dataclass(frozen=True)
 class LoadedSpan:
-    """A stretch of the prompt whose KV comes from the store.
-
-    ``end - start`` may be less than ``reader.tokens``: of a chunk cut off at its tail, the head is used.
-    """
+    """A stretch of the prompt whose KV comes from the store; shorter than ``reader.tokens`` if the chunk is
+    cut off at its tail."""
 
     start: int
     end: int
@@ -74,7 +72,7 @@ class LayerLoader:
         self._stop = threading.Event()
         self._ready = [threading.Event() for _ in buffers]
         self._in_place = 0
-        """Number of layers that :meth:`synchronize` has seen in place."""
+        """Layers that :meth:`synchronize` has seen in place."""
         self._work = [
             [(span, buffer[:, :, span.start : span.end]) for span in spans]
             for buffer, spans in zip(buffers, per_layer, strict=True)
@@ -215,8 +213,5 @@ class StoredKV:
         if other >= len(self._where) or self._where[one][0] is not self._where[other][0]:
             return False
         of = self._repositioner
-        kinds, tables = (
-            (of.kinds[one], of.kinds[other]),
-            (of.table_names[one], of.table_names[other]),
-        )
-        return self._skips(one) == self._skips(other) and len({*kinds}) == len({*tables}) == 1
+        alike = {(self._skips(i), of.kinds[i], of.table_names[i]) for i in (one, other)}
+        return len(alike) == 1

@@ -31,8 +31,7 @@ from blendrag.fusor.scout import Observed, Scout, scouting
 from blendrag.model.structure import DecoderStack
 
 RunLayer = Callable[[AnyRows, torch.Tensor | None], None]
-"""Runs the layer on the rows, at these indices among those that arrive (``None``: all), until its K/V
-exist."""
+"""Runs the layer on rows, at these indices among those that arrive (``None``: all), until its K/V exist."""
 
 
 class KVComplete(Exception):
@@ -71,10 +70,8 @@ class Prefilled:
 
     @contextmanager
     def replayed(self, base: nn.Module) -> Iterator[BlendCache]:
-        """Within this context the decoder's first forward returns this prefill.
-
-        Yields the cache, empty until then, because callers take its length for that of the prompt so far.
-        """
+        """Within this context the decoder's first forward returns this prefill. Yields the cache, empty until
+        then, because callers take its length for that of the prompt so far."""
         cache = self.fusion.cache
         cache.show(0)
         with replayed(base, self.output, lambda: cache.show(self.fusion.prompt_tokens)):
@@ -91,9 +88,9 @@ class Pack:
         last_row_only: bool,
         isolates_errors: bool = False,
     ) -> None:
-        """``cache`` holds the buffers of all fusions, each at its own start. ``last_row_only``: the last
-        layer returns only the output of each prompt's last token. ``isolates_errors``: an error of one prompt
-        is kept in ``failures`` and the others go on; otherwise it is raised."""
+        """``cache`` holds the buffers of all fusions. ``last_row_only``: the last layer returns only the
+        output of each prompt's last token. ``isolates_errors``: an error of one prompt is kept in
+        ``failures`` and the others go on."""
         self.fusions = fusions
         self.cache = cache
         self.phase = Phase.BLEND
@@ -176,10 +173,8 @@ class Pack:
     # -- before a layer -----------------------------------------------------------------------
 
     def enter_layer(self, layer: int, run: RunLayer) -> tuple[AnyRows, torch.Tensor | None]:
-        """Rows of ``layer`` and their indices among those that arrive (``None``: all of them).
-
-        ``run`` runs the layer before that, if its K/V are needed first.
-        """
+        """Rows of ``layer`` and their indices among those that arrive (``None``: all of them); ``run`` runs
+        it before that, if its K/V are needed first."""
         if layer == 0:
             self._arriving = {
                 member: (start, start + self.fusions[member].prompt_tokens)
@@ -275,11 +270,8 @@ class Pack:
     def merge(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give every prompt its fresh K/V, of ``[1, Hkv, ΣS, D]``; returns the K and V to attend to.
-
-        These are views of the buffers of all prompts ``[1, Hkv, C, D]``; :attr:`PackPart.lo` finds each
-        prompt's.
-        """
+        """Give every prompt its fresh K/V, of ``[1, Hkv, ΣS, D]``; returns the K and V to attend to: views of
+        the buffers of all prompts ``[1, Hkv, C, D]``."""
         assert self._rows is not None
         for member, _, a, b, _, _ in self._rows.parts:
             if member not in self.failures:

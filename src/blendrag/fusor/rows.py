@@ -189,9 +189,9 @@ class Rows:
         return self._blocks[key]
 
     def _cut(self, window: int | None, dtype: torch.dtype, sharing: int) -> list[AttentionBlock]:
-        """On a CPU, rows go in small blocks, and keys hidden from all rows of a block are not multiplied. On a
-        GPU masking is as fast as multiplying and each call costs a launch: blocks are as large as their
-        biases may be, over all keys if the positions are only on the device."""
+        """On a CPU, rows go in small blocks and keys hidden from a whole block are not multiplied. On a GPU
+        masking is as fast as multiplying and each call costs a launch: blocks are as large as their biases
+        may be, over all keys if the positions are only on the device."""
         n = self.prompt_tokens
         if self._is_last:  # sees every key in its window
             lo = max(0, n - (window or n))

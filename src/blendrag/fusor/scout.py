@@ -23,7 +23,6 @@ from blendrag.model.structure import DecoderStack
 NAME = "blendrag_scout"
 #: Attention weights held at a time, in elements: rows are attended in blocks of about this size.
 BLOCK_WEIGHTS = 1 << 23
-EVERYTHING = slice(None)
 
 
 class Scout:
@@ -66,11 +65,11 @@ class Scout:
 
 
 class Observed(NamedTuple):
-    """The rows and keys of a forward that a scout observes."""
+    """The rows and keys of a forward that a scout observes, by default all."""
 
     scout: Scout
-    rows: slice = EVERYTHING
-    keys: slice = EVERYTHING
+    rows: slice = slice(None)
+    keys: slice = slice(None)
 
 
 _observed: ContextVar[Callable[[], Sequence[Observed]]] = ContextVar(NAME)
@@ -135,8 +134,7 @@ def scout_attention(
                 logits = torch.cat((logits, sinks.reshape(kv_heads, -1, 1)), dim=-1)
             weights = logits.softmax(-1, dtype=torch.float32)[..., :tokens]
             scout.add(weights.reshape(heads, n, tokens), a, rows.shape[1])
-            mixed = weights.to(value.dtype) @ values  # [Hkv, G·s, Dv]
-            parts.append(mixed.view(heads, n, -1))
+            parts.append((weights.to(value.dtype) @ values).view(heads, n, -1))  # [H, s, Dv]
         scout.layers += 1
     out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     return out.transpose(0, 1)[None], None

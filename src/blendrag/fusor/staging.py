@@ -1,9 +1,8 @@
 """Host memory for KV on its way from a reader to where the model computes (CacheBlend §5, §6).
 
 Needed if a reader cannot write into the prompt's buffers: on another device, or for a chunk cut off at its
-tail. A ring of two slots, each with room for one layer: the reading thread fills one while the other is
-copied out, and waits if both are full. A query then takes two layers of memory on top of the prompt's own,
-however deep the model.
+tail. The reading thread fills one slot while the other is copied out, and waits if both are full. A query
+then takes two layers of memory on top of the prompt's own, however deep the model.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-#: One is filled while the other is copied.
+#: Each with room for one layer.
 SLOTS = 2
 
 
@@ -33,10 +32,7 @@ class Transfer(NamedTuple):
 
 
 class StagingRing(ABC):
-    """The transfers of every layer, taken layer by layer. One thread fills, one receives.
-
-    A slot holds the transfers of one layer, one after another.
-    """
+    """The transfers of every layer, in ascending order. One thread fills, one receives."""
 
     pinned = False
 
@@ -51,10 +47,7 @@ class StagingRing(ABC):
         """Called by the receiving thread before the first slot is filled."""
 
     def fill(self, layer: int) -> list[torch.Tensor]:
-        """Where the reader writes, in the order of the layer's transfers; empty once the ring is closed.
-
-        Blocks until a slot is free.
-        """
+        """Where the reader writes the layer's transfers, once a slot is free; empty if the ring is closed."""
         if not self._transfers[layer]:
             return []
         at = self._used % SLOTS
@@ -79,14 +72,11 @@ class StagingRing(ABC):
 
     @abstractmethod
     def send(self, layer: int, filled: Sequence[torch.Tensor]) -> None:
-        """Hand over what :meth:`fill` returned for ``layer``, now filled. Called by the filling thread."""
+        """Hand over what :meth:`fill` returned for ``layer``, now filled."""
 
     @abstractmethod
     def receive(self, layer: int) -> None:
-        """Put ``layer``, which was sent, in place for everything the calling thread does next.
-
-        Layers are received in ascending order.
-        """
+        """Put ``layer``, which was sent, in place for everything the calling thread does next."""
 
     def has_arrived(self, layer: int) -> bool:
         """Whether ``layer``, which was sent, can be received without waiting."""
@@ -109,7 +99,7 @@ class HostRing(StagingRing):
         super().__init__(transfers)
         self._sent: list[Sequence[torch.Tensor]] = [()] * len(transfers)
         self._free = threading.Semaphore(0)
-        """One for every slot copied out, in the order in which they were filled."""
+        """Slots copied out."""
 
     def _wait_until_free(self, slot: int) -> None:
         self._free.acquire()
@@ -135,7 +125,7 @@ class HostRing(StagingRing):
 
 
 class CudaRing(StagingRing):
-    """Pinned slots, copied on a separate stream as soon as they are full, with one event per layer.
+    """Pinned slots, copied on a separate stream as soon as they are full.
 
     Neither side waits for the whole device: the receiving thread's stream waits for the layer's event, and
     the filling thread for the event of the copy that last used the slot.

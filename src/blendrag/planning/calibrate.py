@@ -10,7 +10,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache
@@ -32,8 +32,7 @@ QUESTION_CHARS = 200
 _SENTENCE = re.compile(r".+?[.!?](?=\s|$)", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class SampledQuestion:
+class SampledQuestion(NamedTuple):
     """A question and the texts of the chunks before it, in the prompt's order."""
 
     question: str
@@ -90,6 +89,8 @@ def _run(corpus: Corpus, source: str, at_most: int, rng: random.Random) -> list[
 
 #: Answer tokens compared.
 ANSWER_TOKENS = 8
+#: ``measure(schedule, bound)``: mean deviation, or infinity once it is certain to exceed ``bound``.
+Deviates = Callable[[Schedule, float], float]
 
 
 @dataclass(frozen=True)
@@ -127,10 +128,9 @@ def deviation(
     schedule: Schedule,
     ratio: float,
 ) -> float | None:
-    """Mean KL(full prefill ‖ blended) per answer token, in nats.
+    """Mean KL(full prefill ‖ blended) per answer token, in nats; ``None`` if there is no chunk to blend.
 
-    The blended prompt is made to give the same answer (teacher forcing), which keeps positions comparable.
-    ``None`` if the prompt holds no chunk to blend. The caller holds the lock. Raises
+    The blended prompt is made to give the same answer (teacher forcing). The caller holds the lock. Raises
     :class:`SpanCorruptError`.
     """
     prompt, adapter = expected.prompt, fusor.adapter
@@ -144,8 +144,7 @@ def deviation(
     finally:
         plan.close()
     rows = logits[0].float().cpu()  # [1, V]
-    said = expected.answer[:-1]
-    if said:
+    if said := expected.answer[:-1]:
         rows = torch.cat((rows, _logits(adapter, said, cache, len(said))))  # [T, V]
     return divergence(expected.log_probs, rows.log_softmax(-1))
 
@@ -165,32 +164,27 @@ def _logits(adapter: ModelAdapter, ids: Sequence[int], cache: Any, keep: int) ->
     return out.logits[0].float().cpu()
 
 
-class MeanDeviation:
-    """Mean deviation of a schedule over the same prompts; ``of(i, schedule)`` is that of prompt ``i``."""
+def mean_deviation(of: Callable[[int, Schedule], float], prompts: int) -> Deviates:
+    """Mean deviation of a schedule over the same prompts; ``of(i, schedule)`` is that of prompt ``i``.
 
-    def __init__(self, of: Callable[[int, Schedule], float], prompts: int) -> None:
-        self._of = of
-        self._order = list(range(prompts))
+    Prompts that deviated most in the last whole measurement come first: they show soonest that the mean is
+    certain to exceed the bound.
+    """
+    order = list(range(prompts))
 
-    def __call__(self, schedule: Schedule, bound: float) -> float:
-        """Infinity as soon as the mean is certain to exceed ``bound``.
-
-        Prompts that deviated most in the last whole measurement come first, as they show it soonest.
-        """
-        prompts = len(self._order)
+    def mean(schedule: Schedule, bound: float) -> float:
         seen: dict[int, float] = {}
-        for i in self._order:
-            seen[i] = self._of(i, schedule)
+        for i in order:
+            seen[i] = of(i, schedule)
             if sum(seen.values()) > bound * prompts:
                 return math.inf
-        self._order.sort(key=lambda i: -seen[i])
+        order.sort(key=lambda i: -seen[i])
         return math.fsum(seen.values()) / prompts
+
+    return mean
 
 
 # -- search ---------------------------------------------------------------------------------------
-
-#: ``measure(schedule, bound)``: mean deviation, or infinity once it is certain to exceed ``bound``.
-Deviates = Callable[[Schedule, float], float]
 
 GROWTHS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.25)
 #: Layers after which a family or a move may stop spending.
@@ -202,8 +196,7 @@ WORTHWHILE = 2e-3
 MAX_ROUNDS = 6
 
 
-@dataclass(frozen=True)
-class Tried:
+class Tried(NamedTuple):
     """A schedule and its mean deviation."""
 
     schedule: Schedule
@@ -251,11 +244,10 @@ def search(
 ) -> Found:
     """The best schedule for a model of ``layers`` at ``ratio``, the same for the same arguments.
 
-    Every non-increasing vector is a mixture of the vertices ``first:1`` … ``first:L-1``. Starting from the
-    best fixed family, moves shift mass to or from a vertex at the same ratio. ``known``, an earlier result,
-    is tried first. ``watch`` is called after every schedule, once a family was measured. Ends early when
-    ``has_time()`` says so or at ``KeyboardInterrupt``, with the best so far; before the first family is
-    measured the interrupt is raised.
+    Every non-increasing vector is a mixture of the vertices ``first:1`` … ``first:L-1``. Starting from
+    ``known``, an earlier result, or the best fixed family, moves shift mass to or from a vertex at the same
+    ratio. Ends early when ``has_time()`` says so or at ``KeyboardInterrupt``, with the best so far; before
+    the first family is measured the interrupt is raised, and ``watch`` is not called.
     """
     found, rng = Found(Tried(Schedule("constant"), math.inf)), random.Random(seed)
 

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 
 from blendrag.planning.estimate import Estimator, Forecast, LoadEstimate
 
-#: A prefill may take this share longer than at the smallest ratio and its recompute still counts as hidden:
-#: estimates are no more precise, and recompute in the last layer never hides.
-HIDDEN_SLACK = 0.03
-#: This share of the compute that a larger ratio adds must hide.
-HIDDEN_SHARE = 0.5
+#: Recompute is hidden if a prefill takes at most this share longer than at the smallest ratio (estimates are
+#: no more precise, and the last layer's recompute never hides) and this share of the added compute hides.
+HIDDEN_SLACK, HIDDEN_SHARE = 0.03, 0.5
 #: Computing what could be loaded must make the prompt faster by this share: estimates are no more precise.
 WORTH = 0.1
 #: Step between the ratios that are tried.
@@ -51,13 +49,13 @@ def choose(estimator: Estimator, at: At, min_ratio: float, budgeted: bool) -> Ch
     """
     loaded, load_all_s, waits = _what_to_load(estimator, at, min_ratio)
     estimate = estimator.loading(loaded)
-    ratio, chosen = min_ratio, at(estimate, min_ratio)
+    ratio = min_ratio
+    least = chosen = at(estimate, min_ratio)
     if not estimate.candidates:
         reason = "nothing is loaded that could be recomputed"
     elif not budgeted:
         reason = "the policy recomputes the same tokens at any ratio"
     else:
-        least = chosen
         ratio = _largest_ratio(lambda ratio: at(estimate, ratio), least, min_ratio)
         chosen = at(estimate, ratio)
         if ratio <= min_ratio:

@@ -41,7 +41,7 @@ SHORTEST = 64
 LONG_S, LEAST_LENGTHS = 2.0, 2
 #: With no more lengths than these the quadratic term of the prefill is taken from the layers.
 FEW = 3
-#: Every prefill is timed so often; fewer times, but at least so often, if that takes longer than this.
+#: How often every prefill is timed, and the least if that takes longer than this.
 ROUNDS, LEAST_ROUNDS, ROUNDS_S = 6, 4, 75.0
 
 RATIOS = (0.0, 0.05, 0.15, 0.3, 0.6, 1.0)
@@ -50,19 +50,15 @@ FRESH = 24
 #: Fresh tokens of the scout passes that are timed.
 QUESTIONS = (16, 64, 256)
 STOCK = "prefill"
-#: A policy that recomputes its rows and nothing else.
-PLAIN_POLICY = "random"
-#: A policy that needs deviations, which cost more than its rows.
-DEVIATION_POLICY = "hkvd"
-#: A policy whose scout pass runs through all layers.
-SCOUT_POLICY = "blend"
-#: The longest prompt is so many times as long as the longest stock prefill, up to so many tokens: requests
-#: compute few rows that see many keys.
+#: Policies that recompute rows and nothing else, that need deviations, and whose scout pass runs through all
+#: layers.
+PLAIN_POLICY, DEVIATION_POLICY, SCOUT_POLICY = "random", "hkvd", "blend"
+#: The longest prompt, in longest stock prefills and in tokens: requests compute few rows that see many keys.
 FAR, FAR_TOKENS = 6, 8192
 
 
 class Measure:
-    """Measures one model over one store. ``run(call)`` calls it on the engine's worker; ``watch`` displays."""
+    """Measures one model over one store. ``run(call)`` calls it on the engine's worker."""
 
     def __init__(
         self,
@@ -85,8 +81,8 @@ class Measure:
     def profile(
         self, conditions: Conditions, root: Path | None, directories: Sequence[Path] = ()
     ) -> Profile:
-        """Measure everything: tiers of the store at ``root`` (``None``: it cannot be written) and of
-        ``directories``, then the model. Takes half a minute for a small model, two for a large one."""
+        """Tiers of the store at ``root`` (``None``: it cannot be written) and of ``directories``, then the
+        model. Takes half a minute for a small model, two for a large one."""
         began = time.monotonic()
         device, longest, chunk = self._adapter.device, self._times.longest, self._chunk_tokens
         lengths = [n for n in LENGTHS if n <= longest] or [SHORTEST]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 from blendrag.fusor import BlendRequest
 from blendrag.fusor.loader import LoadedSpan
@@ -28,8 +29,7 @@ class ReasonCode(Enum):
     FASTER = auto()
 
 
-@dataclass(frozen=True)
-class Reason:
+class Reason(NamedTuple):
     """``code`` is for programs, ``text`` for people."""
 
     code: ReasonCode
@@ -39,8 +39,7 @@ class Reason:
 MODE_FULL = Reason(ReasonCode.MODE, "mode full computes every token")
 
 
-@dataclass(frozen=True)
-class PlannedChunk:
+class PlannedChunk(NamedTuple):
     """One chunk of the prompt; ``span`` is ``None`` if it is computed."""
 
     segment: Segment
@@ -113,27 +112,23 @@ class Plan:
         """
         per_span = iter(recomputed)
         reports = []
-        for chunk in self.chunks:
-            segment, span = chunk.segment, chunk.span
+        for segment, reason, span in self.chunks:
             assert segment.chunk_id is not None
+            source, tier = source_of.get(segment.chunk_id, ""), span.reader.tier if span else ""
+            tokens = len(segment.ids)
             outcome: ChunkOutcome
             if span is None:
-                outcome, tokens = "computed", float(len(segment.ids))
+                outcome, computed = "computed", float(tokens)
             elif span.exact:
-                outcome, tokens = "exact", 0.0
+                outcome, computed = "exact", 0.0
             else:
-                tokens = next(per_span, 0.0)
-                outcome = "blended" if tokens > 0 else "reused"
-            report = ChunkReport(
-                chunk_id=segment.chunk_id,
-                source=source_of.get(segment.chunk_id, ""),
-                tokens=len(segment.ids),
-                outcome=outcome,
-                recomputed_tokens=round(tokens),
-                reason=chunk.reason.text,
-                tier=span.reader.tier if span is not None else "",
+                computed = next(per_span, 0.0)
+                outcome = "blended" if computed > 0 else "reused"
+            reports.append(
+                ChunkReport(
+                    segment.chunk_id, source, tokens, outcome, round(computed), reason.text, tier
+                )
             )
-            reports.append(report)
         return tuple(reports)
 
     def close(self) -> None:

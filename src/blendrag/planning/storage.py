@@ -75,10 +75,8 @@ def choose_storage(
 
     every = tuple(map(rated, devices))
     hiding = (each for each in every if each.hides)
-    cheapest = min(
-        hiding, key=lambda each: (each.device.price_per_gb_month, each.ttft_s), default=None
-    )
-    return StorageChoice(every, cheapest, min(every, key=lambda each: each.ttft_s))
+    best = min(hiding, key=lambda each: (each.device.price_per_gb_month, each.ttft_s), default=None)
+    return StorageChoice(every, best, min(every, key=lambda each: each.ttft_s))
 
 
 def usual_prompt(profile: Profile, policy: str, chunks: int) -> PromptParts:

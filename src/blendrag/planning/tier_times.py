@@ -15,9 +15,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -28,19 +28,17 @@ from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.kv import ChunkKV
 
 #: Bytes read at a time, about, from 2 to :data:`MAX_CHUNKS` chunks.
-READ_BYTES = 64 << 20
+READ_BYTES = COPIED_BYTES = 64 << 20
 MAX_CHUNKS = 8
 ROUNDS = 3
 SCRATCH = ".profile-"
 #: A scratch directory of this age was left by a process that was killed.
 STALE_S = 3600.0
-COPIED_BYTES = 64 << 20
 NAMESPACE = "0" * 64
 KEYS = [f"{number:064x}" for number in range(MAX_CHUNKS)]
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """One timed reading: ``reads`` layers of chunks, ``busy_s`` of the seconds on a core."""
 
     size_bytes: int
@@ -79,8 +77,8 @@ def measure_directory(
 ) -> tuple[Tier, ...]:
     """The disk tier in ``directory``: with its files in the page cache, and without if they can be dropped.
 
-    ``names``: of these two tiers, for the store's own directory; else they are named after the directory.
-    Raises :class:`InvalidInputError` for a directory that cannot be written; :class:`StoreFullError`.
+    ``names``: of these two tiers; else they are named after the directory. Raises
+    :class:`InvalidInputError` for a directory that cannot be written; :class:`StoreFullError`.
     """
     resolved = directory.expanduser().resolve()
     name, cold_name = names or (str(resolved), f"{resolved} (cold)")

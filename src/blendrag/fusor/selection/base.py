@@ -1,8 +1,8 @@
 """The contract of a selection policy: which chunk tokens each layer recomputes (CacheBlend §4).
 
-A policy is one class in one file. It declares what it needs as class attributes, and the fusor and the
-loading controller read them: ``needs_deviation`` costs layer 0 for every candidate and a peek at layer 1,
-``needs_attention`` costs a scout pass over the fresh tokens. It chooses in one of two ways:
+A policy is one class in one file. What it needs are class attributes, read by the fusor and the loading
+controller: ``needs_deviation`` costs layer 0 for every candidate and a peek at layer 1, ``needs_attention`` a
+scout pass over the fresh tokens. It chooses in one of two ways:
 
 - ``ranks_once``: :meth:`SelectionPolicy.worth` scores every candidate before layer 0, and each layer computes
   the best of them, as many as its budget.
@@ -141,19 +141,16 @@ class SelectionPolicy:
     def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
         """Positions ⊆ ``view.tokens``, ascending, to compute in ``layer``.
 
-        Called for layer 0 too, with the budget of layer 1, unless the policy needs deviations: nothing is
-        computed before layer 0. Not called for a policy that ranks once; this default is what its ranking
-        means.
+        Called for layer 0 too, with the budget of layer 1, unless the policy needs deviations. Not called for
+        a policy that ranks once; this default is what its ranking means.
         """
         if budget >= view.tokens.numel():
             return view.tokens
         return top(self.worth(view, budget), view.tokens, budget)
 
     def worth(self, view: LayerView, budget: int) -> torch.Tensor:
-        """``[n]`` float32; each layer computes the candidates of highest worth.
-
-        Called once, before layer 0, for a policy that ranks once. ``budget`` is that of layers 0 and 1.
-        """
+        """``[n]`` float32; each layer computes the candidates of highest worth. ``budget`` is that of layers
+        0 and 1."""
         raise NotImplementedError(f"{type(self).__name__} does not rank tokens once")
 
     def __str__(self) -> str:
