@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import tiny
-from blendrag.engine import BlendEngine, Options
+from blendrag.engine import BlendEngine, Options, kv_validity
 from blendrag.engine.kv_validity import _alike, _encoded
 from blendrag.errors import InvalidInputError
+from blendrag.fusor import gate
 from blendrag.fusor.selection import Schedule, make_policy
 from blendrag.planning.controller import Controller, PlanOptions
 from blendrag.planning.plan import ReasonCode
@@ -43,15 +44,9 @@ def test_a_corrupt_chunk_is_computed_as_if_it_were_missing(tmp_path: Path, seque
         text = tiny.prompt(engine, 0, 1)
         victim = tiny.chunk_keys(engine, 0)[1]
         tiny.damage(engine, victim)
-        if sequences == 1:
-            pieces = engine.stream(text, options)
-            assert "".join(pieces) == pieces.answer.text
-            corrupt = pieces.answer
-        else:
-            corrupt = engine.generate(text, options)
-        reasons = {c.reason for c in corrupt.metrics.chunks if c.outcome == "computed"}
-        assert len(reasons) == 1
-        assert "verification" in reasons.pop()
+        corrupt = engine.generate(text, options)
+        (reason,) = {c.reason for c in corrupt.metrics.chunks if c.outcome == "computed"}
+        assert "verification" in reason
         m = corrupt.metrics
         assert m.prompt_tokens == m.reused_tokens + m.fresh_tokens
         assert m.new_tokens <= 8 * sequences
@@ -79,26 +74,19 @@ def test_a_corrupt_key_is_not_opened_again_in_the_same_request(engine: BlendEngi
 
 
 def test_stored_kv_is_not_used_if_the_machine_computes_other_kv(tmp_path: Path) -> None:
-    root = tmp_path / "store"
     model = tiny.llama()
-    with tiny.engine(model, root) as engine:
+    with tiny.engine(model, tmp_path / "s", encoding="int8") as engine:
         engine.ingest([tiny.document(0)])
-        assert engine.generate(tiny.prompt(engine, 0)).metrics.reused_tokens > 0
-    with tiny.engine(model, root) as engine:
-        # another kernel: the same fingerprint, other numbers
-        handle = engine.adapter.stack.layers[1].mlp.register_forward_hook(
-            lambda module, args, out: out * 1.5
-        )
-        try:
-            expected, _ = tiny.first_logits(engine, tiny.prompt(engine, 0), Options(mode="full"))
-            logits, answer = tiny.first_logits(
-                engine, tiny.prompt(engine, 0), Options(mode="reuse")
-            )
-        finally:
-            handle.remove()
-        assert answer.metrics.reused_tokens == 0
-        assert any("ingest again" in note for note in answer.metrics.notes)
-        assert torch.equal(logits, expected)
+        text = tiny.prompt(engine, 0)
+        assert engine.generate(text).metrics.reused_tokens > 0
+    # another kernel: the same fingerprint, other numbers
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out * 1.5)
+    with tiny.engine(model, tmp_path / "s") as engine:
+        expected, _ = tiny.first_logits(engine, text, Options(mode="full"))
+        found, answer = tiny.first_logits(engine, text, REUSE)
+    assert answer.metrics.reused_tokens == 0
+    assert any("ingest again" in note for note in answer.metrics.notes)
+    assert torch.equal(found, expected)
 
 
 # -- encodings ----------------------------------------------------------------------------------
@@ -128,11 +116,13 @@ def logits(engine: BlendEngine, options: Options) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("options", [REUSE, BLEND], ids=["reuse", "blend"])
-@pytest.mark.parametrize("encoding", CODECS)
+@pytest.mark.parametrize(
+    ("encoding", "options"), [("int8", REUSE), ("fp8", REUSE), ("int8", BLEND)]
+)
 def test_a_blend_over_encoded_kv_is_near_one_over_native_kv(
     engines: dict[str, BlendEngine], encoding: str, options: Options
 ) -> None:
+    """Its chunks are moved, so keys must be decoded before they are rotated."""
     native, found = logits(engines["native"], options), logits(engines[encoding], options)
     assert 0 < tiny.difference(found, native) < NEAR[encoding]
     full = logits(engines["native"], Options(mode="full"))
@@ -140,38 +130,14 @@ def test_a_blend_over_encoded_kv_is_near_one_over_native_kv(
     assert torch.equal(logits(engines[encoding], Options(mode="full")), full)
 
 
-@pytest.mark.parametrize("encoding", CODECS)
-def test_keys_are_decoded_before_they_are_rotated(
-    engines: dict[str, BlendEngine], encoding: str
-) -> None:
-    found = []
-    for engine in (engines["native"], engines[encoding]):
-        text = "word " * 400 + "\n\n" + tiny.chunk_texts(engine, 1)[0] + "\n\nWhat was built?"
-        first, answer = tiny.first_logits(engine, text, REUSE)
-        (chunk,) = answer.metrics.chunks
-        assert chunk.outcome == "reused"
-        assert "moved by" in chunk.reason
-        found.append(first)
-    assert 0 < tiny.difference(*found) < NEAR[encoding]
-
-
-def test_each_encoding_has_its_own_namespace(engines: dict[str, BlendEngine]) -> None:
-    identity = engines["native"].adapter.identity
-    names = {name: identity.encoded(name).namespace for name in ("native", *CODECS)}
-    assert len(set(names.values())) == 3
-    assert names["native"] == identity.namespace
-    for name, engine in engines.items():
-        assert engine.resources.kv_validity.namespace == names[name]
-        stored = {other: set(engine.resources.store.keys(at)) for other, at in names.items()}
-        assert [other for other, keys in stored.items() if keys] == [name]
-
-
 def test_kv_in_another_encoding_is_never_read(tmp_path: Path) -> None:
     """A corpus without documents may get another encoding while old KV is still stored."""
     with made(tmp_path / "s") as engine:
         engine.ingest(DOCUMENTS)
         before = logits(engine, REUSE)
-        old = set(engine.resources.store.keys(engine.resources.kv_validity.namespace))
+        native = engine.resources.kv_validity.namespace
+        assert native == engine.adapter.identity.namespace
+        old = set(engine.resources.store.keys(native))
         for document in DOCUMENTS:
             engine.resources.require_corpus().remove_source(document.source)
     with made(tmp_path / "s", "int8", ram_bytes=0) as engine:
@@ -181,39 +147,35 @@ def test_kv_in_another_encoding_is_never_read(tmp_path: Path) -> None:
         new = set(store.keys(engine.resources.kv_validity.namespace))
         assert len(new) == len(old)
         assert not old & new
-        assert set(store.keys(engine.adapter.identity.namespace)) == old
+        assert set(store.keys(native)) == old
         assert 0 < tiny.difference(logits(engine, REUSE), before) < NEAR["int8"]
         assert store.stats().quarantined == 0
 
 
 def test_a_store_remembers_its_encoding(tmp_path: Path) -> None:
+    documents = DOCUMENTS[:1]
     with made(tmp_path / "s", "int8") as engine:
-        engine.ingest(DOCUMENTS)
-        expected = logits(engine, REUSE)
-    for encoding in (None, "int8", "native"):  # readers need not name the encoding
-        with made(tmp_path / "s", encoding) as engine:
-            assert torch.equal(logits(engine, REUSE), expected)
-            assert engine.resources.manifest.encoding == "int8"
-            if encoding == "native":
-                with pytest.raises(InvalidInputError, match="in encoding int8, not native") as no:
-                    engine.ingest(DOCUMENTS)
-                assert tiny.one_sentence(str(no.value))
-            else:
-                assert engine.ingest(DOCUMENTS).chunks_computed == 0
-    with made(tmp_path / "s") as engine:
+        engine.ingest(documents)
+    with (
+        made(tmp_path / "s", "native") as engine,
+        pytest.raises(InvalidInputError, match="in encoding int8, not native") as no,
+    ):
+        engine.ingest(documents)
+    assert tiny.one_sentence(str(no.value))
+    with made(tmp_path / "s") as engine:  # readers need not name the encoding
+        assert engine.ingest(documents).chunks_computed == 0
         assert engine.ingest([tiny.document(7)]).chunks_computed > 0
         assert engine.resources.require_corpus().manifest.encoding == "int8"
-        assert not set(engine.resources.store.keys(engine.adapter.identity.namespace))
-        (key, *_) = tiny.chunk_keys(engine, 1)
+        (key, *_) = tiny.chunk_keys(engine, 0)
         tiny.lose_kv(engine, key)
-        logits(engine, REUSE)
+        assert engine.generate(tiny.prompt(engine, 0), REUSE).metrics.reused_tokens > 0
         engine.drain()  # chunks that a query missed are stored in the same encoding
         assert engine.resources.store.contains(engine.resources.kv_validity.namespace, key)
+        assert not set(engine.resources.store.keys(engine.adapter.identity.namespace))
 
 
-@pytest.mark.parametrize("encoding", CODECS)
-def test_ingest_reports_and_predicts_encoded_bytes(tmp_path: Path, encoding: str) -> None:
-    with made(tmp_path / "s", encoding) as engine:
+def test_ingest_reports_and_predicts_encoded_bytes(tmp_path: Path) -> None:
+    with made(tmp_path / "s", "int8") as engine:
         planned = engine.dry_run(DOCUMENTS)
         report = engine.ingest(DOCUMENTS)
         layout = engine.resources.layout
@@ -221,27 +183,6 @@ def test_ingest_reports_and_predicts_encoded_bytes(tmp_path: Path, encoding: str
         assert sum(stored_chunk_bytes(layout, n) for n in lengths) < report.bytes
         assert report.bytes < 0.5 * engine.adapter.layout.chunk_bytes(report.tokens)  # of float32
         assert planned.bytes == pytest.approx(report.bytes, rel=0.2)
-        assert engine.ingest([tiny.document(0)]).bytes == 0
-
-
-@pytest.mark.parametrize("encoding", CODECS)
-def test_a_stored_probe_of_other_kv_is_noticed(
-    encoding: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with made(tmp_path / "s", encoding) as engine:
-        engine.ingest(DOCUMENTS[:1])
-        used, validity = engine.resources, engine.resources.kv_validity
-        namespace = validity.namespace
-        key, ids = validity._probe_key(namespace), validity._probe_ids()
-        kv = validity.encode(namespace, ids, used.prefix_ids)
-        used.store.delete(namespace, key)
-        layers = [layer * (1.2 if i == 2 else 1.0) for i, layer in enumerate(kv.layers)]
-        used.store.put(namespace, key, ChunkKV(kv.layout, kv.tokens, layers))
-    with made(tmp_path / "s") as engine:
-        assert engine.generate(tiny.prompt(engine, 0), REUSE).metrics.reused_tokens == 0
-        assert "computes different KV" in caplog.text
-        engine.ingest(DOCUMENTS[:1])
-        assert engine.generate(tiny.prompt(engine, 0), REUSE).metrics.reused_tokens > 0
 
 
 WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -280,6 +221,7 @@ def test_the_gate_runs_once_over_native_kv_in_any_encoding(
     def never(*args: object) -> None:
         raise AssertionError("the gate read encoded KV")
 
+    monkeypatch.setattr(kv_validity, "verify", gate.verify)
     with made(tmp_path / "s", "int8") as engine, monkeypatch.context() as patch:
         patch.setattr(Int8, "_encode", never)
         patch.setattr(Int8, "decode", never)
@@ -334,23 +276,18 @@ def test_a_store_on_a_read_only_mount_answers_with_one_warning(
     assert "cannot be written" in warning
 
 
-@pytest.mark.usefixtures("read_only_mount")
-def test_a_read_only_store_of_other_kv_is_neither_used_nor_marked(
-    checkpoint: str, root: Path
+@pytest.mark.parametrize("computes_other_kv", [False, True])
+def test_an_engine_opened_read_only_writes_nothing(
+    checkpoint: str, root: Path, computes_other_kv: bool
 ) -> None:
     before = files(root)
-    with tiny.engine(checkpoint, root, tokenizer=None) as engine:
-        engine.adapter.stack.layers[1].mlp.register_forward_hook(lambda module, args, out: out * 2)
-        answer = engine.generate(tiny.prompt(engine, 0, 1), REUSE)
-        assert answer.metrics.reused_tokens == 0
-        assert any("ingest again" in note for note in answer.metrics.notes)
-    assert files(root) == before
-
-
-def test_an_engine_opened_read_only_writes_nothing(checkpoint: str, root: Path) -> None:
-    before = files(root)
     with tiny.engine(checkpoint, root, tokenizer=None, read_only=True) as engine:
-        assert engine.generate(tiny.prompt(engine, 0, 1)).metrics.reused_tokens > 0
+        if computes_other_kv:
+            layer = engine.adapter.stack.layers[1]
+            layer.mlp.register_forward_hook(lambda module, args, out: out * 2)
+        metrics = engine.generate(tiny.prompt(engine, 0, 1)).metrics
+        assert (metrics.reused_tokens == 0) == computes_other_kv
+        assert any("ingest again" in note for note in metrics.notes) == computes_other_kv
         assert engine.retrieve("What did the company of Place0 build?", 1)
         engine.drain()
     assert files(root) == before
