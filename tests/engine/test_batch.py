@@ -169,11 +169,8 @@ def prefills(engine: BlendEngine) -> Iterator[list[int]]:
         if out.shape[1] > 1:  # else a step of decoding
             rows.append(out.shape[1])
 
-    hook = engine.adapter.stack.layers[2].register_forward_hook(note)
-    try:
+    with engine.adapter.stack.layers[2].register_forward_hook(note):
         yield rows
-    finally:
-        hook.remove()
 
 
 def essence(answer: Answer) -> tuple[Any, ...]:
@@ -472,51 +469,42 @@ def test_a_schedule_of_the_wrong_length_fails_only_prompts_that_need_it(
 
 # -- the packing rule ---------------------------------------------------------------------------
 
-CPU = torch.device("cpu")
-AMPLE = PackingRule(CPU, 1 << 40)
-
-
-def load(rows: float, size_bytes: int = 0) -> Load:
-    return Load(rows, size_bytes)
-
 
 class Profiled:
-    """The part of a profile that the rule reads."""
+    """The part of a profile that the rule reads: a layer takes a millisecond up to 100 rows, and ten
+    microseconds for each one beyond."""
 
-    def __init__(self, rows: tuple[float, ...], seconds: tuple[float, ...], row_s: float) -> None:
-        self.layer = Curve(rows, seconds, row_s)
-
-
-#: A layer takes a millisecond up to 100 rows, and ten microseconds for each one beyond.
-MEASURED: Any = Profiled((1.0, 100.0), (1e-3, 1e-3), 1e-5)
+    layer = Curve((1.0, 100.0), (1e-3, 1e-3), 1e-5)
 
 
-def test_without_a_profile_the_rows_of_the_device_limit_a_pack() -> None:
-    limit = ROWS["cpu"]
-    assert AMPLE.admits([load(limit / 2)], load(limit / 2), None)
-    assert not AMPLE.admits([load(limit / 2)], load(limit / 2 + 1), None)
-    assert PackingRule(torch.device("cuda"), 1 << 40).admits([load(limit)], load(limit), None)
+@pytest.mark.parametrize(
+    ("packed", "load", "is_profiled", "admitted"),
+    [
+        ([Load(ROWS["cpu"] / 2, 0)], Load(ROWS["cpu"] / 2, 0), False, True),
+        ([Load(ROWS["cpu"] / 2, 0)], Load(ROWS["cpu"] / 2 + 1, 0), False, False),
+        ([Load(50, 0)], Load(50, 0), True, True),  # one for the price of two
+        ([Load(100, 0)], Load(50, 0), True, True),  # 1.5 for 2
+        ([Load(1000, 0)], Load(100, 0), True, False),  # 11 for 11
+        ([Load(1000, 0)], Load(1000, 0), True, False),
+        ([Load(1, 400), Load(1, 300)], Load(1, 300), False, True),
+        ([Load(1, 400), Load(1, 300)], Load(1, 301), False, False),
+        ([Load(1, 1)], Load(1, 1000), True, False),
+        ([Load(1, 0, 4), Load(1, 0, 3)], Load(1, 0, 3), False, True),
+        ([Load(1, 0, 4), Load(1, 0, 3)], Load(1, 0, 4), False, False),
+    ],
+)
+def test_rows_or_measured_times_memory_and_files_limit_a_pack(
+    packed: list[Load], load: Load, is_profiled: bool, admitted: bool
+) -> None:
+    rule = PackingRule(torch.device("cpu"), limit_bytes=1000, limit_files=10)
+    profile: Any = Profiled() if is_profiled else None
+    assert rule.admits(packed, load, profile) == admitted
 
 
-def test_with_a_profile_prompts_go_together_if_that_is_faster() -> None:
-    assert AMPLE.admits([load(50)], load(50), MEASURED)  # one for the price of two
-    assert AMPLE.admits([load(100)], load(50), MEASURED)  # 1.5 for 2
-    assert not AMPLE.admits([load(1000)], load(100), MEASURED)  # 11 for 11
-    assert not AMPLE.admits([load(1000)], load(1000), MEASURED)
-
-
-def test_memory_limits_a_pack() -> None:
-    rule = PackingRule(CPU, 1000)
-    assert rule.admits([load(1, 400), load(1, 300)], load(1, 300), None)
-    assert not rule.admits([load(1, 400), load(1, 300)], load(1, 301), None)
-    assert not PackingRule(CPU, 0).admits([load(1, 1)], load(1, 1), MEASURED)
-
-
-def test_a_pack_opens_at_most_half_of_the_allowed_files() -> None:
-    rule = PackingRule(CPU, 1 << 40, limit_files=10)
-    assert rule.admits([Load(1, 0, 4), Load(1, 0, 3)], Load(1, 0, 3), None)
-    assert not rule.admits([Load(1, 0, 4), Load(1, 0, 3)], Load(1, 0, 4), None)
-    assert 0 < AMPLE.limit_files <= os.sysconf("SC_OPEN_MAX") // 2
+def test_a_gpu_takes_more_rows_and_half_of_the_allowed_files() -> None:
+    rule = PackingRule(torch.device("cuda"), 1000)
+    assert rule.admits([Load(ROWS["cpu"], 0)], Load(ROWS["cpu"], 0), None)
+    assert 0 < rule.limit_files <= os.sysconf("SC_OPEN_MAX") // 2
 
 
 def planned(adapter: ModelAdapter, policy: str, ratio: float) -> Plan:

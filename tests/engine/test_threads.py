@@ -235,7 +235,6 @@ def test_many_threads_can_look_up_the_corpus(tmp_path: Path) -> None:
 # -- several engines over one model, and the model's owner --------------------------------------
 
 IDS = tiny.random_ids(90)
-ROUNDS = 2
 #: Requests that use masks, a peek, a scout, seeded draws and log probabilities.
 REQUESTS = (
     Options(policy="hkvd", ratio=0.3),
@@ -288,34 +287,14 @@ def answers(engine: BlendEngine, number: int) -> list[tuple[str, int, Any]]:
 def test_engines_and_their_models_owner_compute_what_each_would_alone(
     model: Any, engines: list[BlendEngine]
 ) -> None:
-    alone = [answers(engines[0], 0), answers(engines[1], 2)]
-    assert all(reused for made in alone for _, reused, _ in made[:2])
-    ids, logits = own_generate(model), own_logits(model)
-    implementation, done = model.config._attn_implementation, threading.Event()
-
-    def repeatedly(own: Callable[[], bool]) -> int:
-        right = 0
-        while not done.is_set():
-            assert own()
-            assert model.config._attn_implementation == implementation
-            right += 1
-        return right
-
+    calls = [lambda: answers(engines[0], 0), lambda: answers(engines[1], 2)]
+    calls += [lambda: own_generate(model), lambda: own_logits(model).tolist()]
+    alone = [call() for call in calls]
+    assert all(reused for made in alone[:2] for _, reused, _ in made[:2])
+    implementation = model.config._attn_implementation
     with ThreadPoolExecutor(4) as pool:
-        owners = [
-            pool.submit(repeatedly, lambda: own_generate(model) == ids),
-            pool.submit(repeatedly, lambda: torch.equal(own_logits(model), logits)),
-        ]
-        try:
-            asked = [
-                pool.submit(lambda e=e, n=n: [answers(e, n) for _ in range(ROUNDS)])
-                for e, n in zip(engines, (0, 2), strict=True)
-            ]
-            got = [one.result(60) for one in asked]
-        finally:
-            done.set()
-        assert all(owner.result(10) > 0 for owner in owners)
-    assert got == [[expected] * ROUNDS for expected in alone]
+        found = list(pool.map(lambda call: [call() for _ in range(3)], calls))
+    assert found == [[expected] * 3 for expected in alone]
     assert hooks(model) == 0
     assert model.config._attn_implementation == implementation
 
@@ -332,12 +311,12 @@ def test_a_forward_inside_a_blended_one_is_stock(model: Any, engines: list[Blend
                 same = pool.submit(lambda: torch.equal(own_logits(model), logits)).result(10)
                 found.append((same, pool.submit(own_generate, model).result(10) == ids))
 
-    handles = [model.model.layers[i].self_attn.register_forward_pre_hook(elsewhere) for i in (0, 2)]
-    try:
+    first, third = model.model.layers[0].self_attn, model.model.layers[2].self_attn
+    with (
+        first.register_forward_pre_hook(elsewhere),
+        third.register_forward_pre_hook(elsewhere),
+    ):
         answer = engine.generate(tiny.prompt(engine, 0), Options(policy="query", ratio=0.3))
-    finally:
-        for handle in handles:
-            handle.remove()
     assert answer.metrics.reused_tokens > 0
     assert found
     assert set(found) == {(True, True)}
