@@ -24,10 +24,9 @@ from blendrag.lab.evaluation.quality_page import (
     ahead,
     collect,
     execute,
-    families,
     load_result,
     main,
-    other_policies,
+    rivals,
     save_result,
     write_page,
 )
@@ -127,10 +126,10 @@ def test_another_policy_is_significantly_better_only_by_more_than_the_interval()
         row("hkvd", pgr=0.99, encode_prefix=False),  # of other KV
     ]
     # hkvd is above in two contexts of eight, which a draw in ten leaves out; blend in four
-    assert other_policies(rows, query) == [hkvd, blend]
+    assert rivals(rows, query, same_policy=False) == [hkvd, blend]
     assert ahead([hkvd, blend], query) == [blend]
-    assert other_policies(rows, blend)[0] == hkvd
-    assert ahead(other_policies(rows, blend), blend) == []
+    assert rivals(rows, blend, same_policy=False)[0] == hkvd
+    assert ahead(rivals(rows, blend, same_policy=False), blend) == []
 
 
 def test_a_calibrated_schedule_is_compared_with_the_families_of_its_policy() -> None:
@@ -144,7 +143,7 @@ def test_a_calibrated_schedule_is_compared_with_the_families_of_its_policy() -> 
         row("query", schedule="constant", pgr=1.0, ratio=0.15),  # at another r
         row("hkvd", schedule="constant", pgr=1.0),  # another policy
     ]
-    assert families(rows, calibrated) == [constant, linear]
+    assert rivals(rows, calibrated, same_policy=True) == [constant, linear]
     assert ahead([constant, linear], calibrated) == [constant]
 
 

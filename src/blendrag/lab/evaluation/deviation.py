@@ -42,7 +42,7 @@ from blendrag.model import ModelAdapter, load_adapter
 from blendrag.model.tokens import Tokens
 from blendrag.store.kv import ChunkKV
 from blendrag.text.chunking import canonical, chunk_id_of
-from blendrag.text.prompt import Segment, SegmentedPrompt, segment_prompt
+from blendrag.text.prompt import SegmentedPrompt, segment_prompt
 
 #: The curve whose tokens are chosen with knowledge of the full prefill (figure 6).
 ORACLE = "oracle"
@@ -101,7 +101,13 @@ class StoredPrompt:
         self.adapter = adapter
         self._fusor = Fusor(adapter, fast_attention=False, force_masks=True)
         self._ids = torch.tensor([plan.ids], device=adapter.device)  # [1, N]
-        self._spans = [_stored(adapter, plan, tuple(prefix_ids), s) for s in plan.chunks]
+        prefix = tuple(prefix_ids)
+        self._spans = []
+        for chunk in plan.chunks:
+            with adapter.lock:
+                kv = HeldKV(adapter.encode(prefix, chunk.ids))
+            exact = plan.ids[: chunk.position] == prefix
+            self._spans.append(LoadedSpan(chunk.position, chunk.end, kv, len(prefix), exact))
         blended = [torch.arange(s.start, s.end) for s in self._spans if not s.exact]
         if not blended:
             raise InvalidInputError(
@@ -204,15 +210,6 @@ class ForwardAttention(Scout):
         return [torch.cat(blocks, dim=1) for blocks in self._blocks]
 
 
-def _stored(
-    adapter: ModelAdapter, plan: SegmentedPrompt, prefix_ids: tuple[int, ...], chunk: Segment
-) -> LoadedSpan:
-    with adapter.lock:
-        kv = adapter.encode(prefix_ids, chunk.ids)
-    exact = plan.ids[: chunk.position] == prefix_ids
-    return LoadedSpan(chunk.position, chunk.end, HeldKV(kv), len(prefix_ids), exact)
-
-
 def _kv_deviation(new: torch.Tensor, exact: torch.Tensor) -> np.ndarray:
     """Δ_kv ``[n]`` of ``[2, Hkv, n, D]``: distances of K and of V, each divided by its mean length. The
     order of tokens is that of :attr:`~blendrag.fusor.selection.LayerView.deviation`, which policies see."""
@@ -304,22 +301,17 @@ def measure(
             into.append(prompt.deviation(*way))
     if not stored:
         raise InvalidInputError("no prompt to measure deviations on; give at least one context")
+    kv = np.concatenate([one.kv for one in stored], axis=1)  # [L, n of all prompts]
     return DeviationReport(
         model=model,
         prompts=len(stored),
-        tokens=sum(one.kv.shape[1] for one in stored),
+        tokens=kv.shape[1],
         points=tuple(_point(*way, of) for way, of in zip(ways, found, strict=True)),
-        distribution=distribution(stored),
+        distribution=tuple(
+            LayerDistribution(layer, tuple(np.quantile(kv[layer], SHARES).tolist()))
+            for layer in range(1, len(kv))
+        ),
         correlation=correlation(stored),
-    )
-
-
-def distribution(stored: Sequence[Deviation]) -> tuple[LayerDistribution, ...]:
-    """Figure 7, of each layer from 1 on."""
-    kv = np.concatenate([one.kv for one in stored], axis=1)  # [L, n of all prompts]
-    return tuple(
-        LayerDistribution(layer, tuple(np.quantile(kv[layer], SHARES).tolist()))
-        for layer in range(1, len(kv))
     )
 
 
@@ -333,29 +325,20 @@ def correlation(stored: Sequence[Deviation]) -> tuple[LayerCorrelation, ...]:
 
 
 def _point(policy: str, schedule: str, ratio: float, of: Sequence[Deviation]) -> DeviationPoint:
+    charged = float(np.mean([one.charged_ratio for one in of]))
     attention = np.stack([one.attention_by_layer for one in of])  # [prompts, L]
     kv = np.stack([one.kv_by_layer for one in of])  # [prompts, L]
-    mean, low, high = _mean_interval(attention.mean(axis=1).tolist())
+    by_layer = (tuple(each.mean(axis=0).tolist()) for each in (attention, kv))
+    mean = _mean_interval(attention.mean(axis=1).tolist())
     return DeviationPoint(
-        policy=policy,
-        schedule=schedule,
-        ratio=ratio,
-        charged_ratio=float(np.mean([one.charged_ratio for one in of])),
-        attention=mean,
-        attention_low=low,
-        attention_high=high,
-        kv=float(kv[:, 1:].mean()),
-        attention_by_layer=tuple(attention.mean(axis=0).tolist()),
-        kv_by_layer=tuple(kv.mean(axis=0).tolist()),
+        policy, schedule, ratio, charged, *mean, float(kv[:, 1:].mean()), *by_layer
     )
 
 
 def _mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
     """Mean and its 95% interval (Student's, as prompts are few); of one value the interval is the value."""
-    mean = float(np.mean(values))
-    if len(values) < 2:
-        return mean, mean, mean
-    reach = float(stats.t.ppf(UPPER, len(values) - 1) * stats.sem(values))
+    mean, n = float(np.mean(values)), len(values)
+    reach = float(stats.t.ppf(UPPER, n - 1) * stats.sem(values)) if n > 1 else 0.0
     return mean, mean - reach, mean + reach
 
 

@@ -37,11 +37,9 @@ RATIO = "0.05"
 #: The schedule at which policies are compared.
 FAMILY = UNCALIBRATED_SCHEDULE if DEFAULT_SCHEDULE == CALIBRATED else DEFAULT_SCHEDULE
 #: The policies that are calibrated, and compared in every schedule.
-TUNED = ("hkvd", "query", "blend")
+TUNED = "hkvd,query,blend"
 SCHEDULES = f"constant,linear,geometric:0.8,geometric:0.5,first:2,first:4,first:6,{CALIBRATED}"
 STORE = "build/arena-store"
-#: Contexts and questions of each: short prompts, long prompts, prompts of varying size.
-SHORT, LONG, SIZED = (20, 10), (12, 8), (8, 8)
 
 
 @dataclass(frozen=True)
@@ -129,9 +127,8 @@ def policies_text(short: Sequence[ArenaRow], long: Sequence[ArenaRow]) -> str:
 
 
 def _is_compared(row: ArenaRow) -> bool:
-    if row.kind != ALL or row.policy == NONE or row.schedule == CALIBRATED:
-        return False
-    return not row.has_budget or row.ratio == float(RATIO)
+    is_listed = row.kind == ALL and row.policy != NONE and row.schedule != CALIBRATED
+    return is_listed and (not row.has_budget or row.ratio == float(RATIO))
 
 
 def _name(row: ArenaRow) -> str:
@@ -140,7 +137,7 @@ def _name(row: ArenaRow) -> str:
 
 
 def _questions(rows: Sequence[ArenaRow]) -> str:
-    """``200 questions (14 comparison, 68 coreference, …)``."""
+    """``200 questions (14 comparison, 68 coreference, …)``"""
     counts = {row.kind: row.n for row in rows}
     kinds = ", ".join(f"{n} {kind}" for kind, n in counts.items() if kind != ALL)
     return f"{counts[ALL]} questions ({kinds})"
@@ -149,35 +146,20 @@ def _questions(rows: Sequence[ArenaRow]) -> str:
 # -- the default ----------------------------------------------------------------------------------
 
 
-def _rivals(rows: Sequence[ArenaRow], own: ArenaRow) -> list[ArenaRow]:
-    """Ways of the same kind and size that reuse chunks, the best first."""
+def rivals(rows: Sequence[ArenaRow], own: ArenaRow, same_policy: bool) -> list[ArenaRow]:
+    """What ``own`` is compared with, the best first: other schedules of its policy, or other policies. Of
+    the same kind and size, at its ratio or, if they have none, at no more."""
     found = [
         row
         for row in rows
         if (row.kind, row.size) == (own.kind, own.size)
         and row.encode_prefix is not False
         and row.policy not in COMPUTING
+        and (row.ratio == own.ratio if row.has_budget else row.ratio <= own.ratio)
+        and (row.policy == own.policy) == same_policy
+        and not (same_policy and row.schedule == own.schedule)
     ]
     return sorted(found, key=lambda row: -row.score)
-
-
-def other_policies(rows: Sequence[ArenaRow], own: ArenaRow) -> list[ArenaRow]:
-    """Other policies at the ratio of ``own`` or, if they have none, at no more."""
-    others = (row for row in _rivals(rows, own) if row.policy != own.policy)
-    return [
-        row
-        for row in others
-        if (row.ratio == own.ratio if row.has_budget else row.ratio <= own.ratio)
-    ]
-
-
-def families(rows: Sequence[ArenaRow], own: ArenaRow) -> list[ArenaRow]:
-    """The fixed schedules of the policy and ratio of ``own``, which is calibrated."""
-    return [
-        row
-        for row in _rivals(rows, own)
-        if (row.policy, row.ratio) == (own.policy, own.ratio) and row.schedule != CALIBRATED
-    ]
 
 
 def ahead(others: Sequence[ArenaRow], own: ArenaRow) -> list[ArenaRow]:
@@ -202,6 +184,12 @@ def default_text(short: Sequence[ArenaRow], long: Sequence[ArenaRow]) -> str:
     def score(name: str) -> Column:
         return name, lambda row: number(baselines.get((name, row.kind, row.size)), ".3f")
 
+    def others(row: ArenaRow, only: Callable[..., Sequence[ArenaRow]]) -> str:
+        return "; ".join(
+            f"{', '.join(filter(None, (other.policy, other.schedule)))} {other.score:.3f}"
+            for other in only(rivals(rows, row, same_policy=False), row)
+        )
+
     columns: list[Column] = [
         ("chunks", _size),
         ("r", lambda row: f"{row.ratio:.3g}"),
@@ -211,26 +199,14 @@ def default_text(short: Sequence[ArenaRow], long: Sequence[ArenaRow]) -> str:
         score(REUSE),
         (f"{policy}, {schedule}", lambda row: f"{row.score:.3f}"),
         ("PGR [95%]", _pgr),
-        ("best other", lambda row: _best(other_policies(rows, row))),
-        (
-            "significantly better",
-            lambda row: "; ".join(map(_scored, ahead(other_policies(rows, row), row))) or "none",
-        ),
+        ("best other", lambda row: others(row, lambda found, _: found[:1]) or NOTHING),
+        ("significantly better", lambda row: others(row, ahead) or "none"),
     ]
     return table(columns, shown).markdown()
 
 
-def _best(rows: Sequence[ArenaRow]) -> str:
-    return _scored(rows[0]) if rows else NOTHING
-
-
 def _size(row: ArenaRow) -> str:
     return f"{row.n_chunks} × {row.chunk_tokens}"
-
-
-def _scored(row: ArenaRow) -> str:
-    named = f"{row.policy}, {row.schedule}" if row.schedule else row.policy
-    return f"{named} {row.score:.3f}"
 
 
 # -- schedules, prefix, sizes ---------------------------------------------------------------------
@@ -242,8 +218,12 @@ def schedules_text(
     """PGR by schedule and policy, whether a fixed family is above the calibrated schedule, and what
     encoding after the prefix changes."""
     whole = _whole(rows)
-    calibrated = [row for row in whole if row.schedule == CALIBRATED]
-    above = [row for own in calibrated for row in ahead(families(whole, own), own)]
+    above = [
+        f"`{row.policy}, {row.schedule}`"
+        for own in whole
+        if own.schedule == CALIBRATED
+        for row in ahead(rivals(whole, own, same_policy=True), own)
+    ]
     found = "; ".join(
         f"`{one['policy']}` {one['deviation']:.3g} (best family {one['family_deviation']:.3g}, nothing "
         f"recomputed {one['reuse_deviation']:.3g})"
@@ -256,7 +236,7 @@ def schedules_text(
     return (
         f"{_by_policy(rows, ('schedule', lambda row: row.schedule))}\n\n"
         f"Fixed families above `{CALIBRATED}` by more than the interval of the paired difference: "
-        f"{', '.join(f'`{row.policy}, {row.schedule}`' for row in above) or 'none'}. Mean KL on the "
+        f"{', '.join(above) or 'none'}. Mean KL on the "
         f"calibration's own sample of {calibrations[0]['prompts']} prompts: {found}. PGR of chunks encoded "
         f"after the corpus's prefix → without a prefix, schedule `{FAMILY}`: {', '.join(pairs)}."
     )
@@ -307,11 +287,13 @@ def deviations_text(report: DeviationReport) -> str:
 PROGRAMS = {"blendrag": ("-m", "blendrag.cli.main"), "python": ()}
 
 
+_SIZE = "--chunks {} --chunk-tokens {} --contexts {} --questions {}"
+_SHORT, _LONG = _SIZE.format(6, 64, 20, 10), _SIZE.format(6, 512, 12, 8)
+
+
 def _evaluation(
-    policies: Sequence[str],
-    chunks: int = 6,
-    chunk_tokens: int = 64,
-    size: tuple[int, int] = SHORT,
+    policies: str,
+    size: str = _SHORT,
     ratios: Sequence[str] = (RATIO,),
     schedules: str = FAMILY,
     more: str = "",
@@ -320,19 +302,13 @@ def _evaluation(
     if CALIBRATED in schedules:
         more += f" --store {STORE}"
     return (
-        f"blendrag eval --dataset synthetic --seed {SEED} --chunks {chunks} --chunk-tokens {chunk_tokens} "
-        f"--contexts {size[0]} --questions {size[1]} --policies {shlex.quote(','.join(policies))} "
+        f"blendrag eval --dataset synthetic --seed {SEED} {size} --policies {shlex.quote(policies)} "
         f"--schedules {schedules}{''.join(f' --ratio {ratio}' for ratio in ratios)}{more} --json"
     )
 
 
-def _policies(boundary: int) -> tuple[str, ...]:
-    """``boundary``: tokens that this policy recomputes of a chunk."""
-    ranking = ("hkvd-once", "hkvd", "query", "query+hkvd", "blend")
-    return ("prefix", "reuse", "random", f"boundary({boundary})", *ranking)
-
-
-_COMPARED = ("reuse", *TUNED)
+_ALL = "prefix,reuse,random,boundary({}),hkvd-once,hkvd,query,query+hkvd,blend"
+_COMPARED = f"reuse,{TUNED}"
 _LOW, _SWEEP = ("0.02", RATIO), ("0.02", RATIO, "0.10", "0.15")
 #: Commands by the name of their run.
 RUNS: dict[str, tuple[str, ...]] = {
@@ -342,21 +318,21 @@ RUNS: dict[str, tuple[str, ...]] = {
         *(
             f"blendrag calibrate --store {STORE} --policy {policy} --ratio {RATIO} "
             "--questions src/blendrag/demo/calibration.txt --samples 33 --minutes 3 --json"
-            for policy in TUNED
+            for policy in TUNED.split(",")
         ),
     ),
     "policies": (
-        _evaluation(_policies(4), ratios=_SWEEP),
+        _evaluation(_ALL.format(4), ratios=_SWEEP),
         _evaluation(TUNED, ratios=_LOW, schedules=CALIBRATED),
     ),
     "long": (
-        _evaluation(_policies(16), 6, 512, LONG, _LOW),
-        _evaluation(TUNED, 6, 512, LONG, _LOW, CALIBRATED),
+        _evaluation(_ALL.format(16), _LONG, _LOW),
+        _evaluation(TUNED, _LONG, _LOW, CALIBRATED),
     ),
     "schedules": (_evaluation(TUNED, schedules=SCHEDULES),),
     "prefix": (_evaluation(_COMPARED, more=" --encode-prefix on,off"),),
     "chunks": tuple(
-        _evaluation(_COMPARED, chunks, tokens, SIZED)
+        _evaluation(_COMPARED, _SIZE.format(chunks, tokens, 8, 8))
         for chunks, tokens in ((2, 64), (6, 64), (12, 64), (24, 64), (6, 128), (6, 256))
     ),
     "deviations": (
@@ -368,10 +344,7 @@ RUNS: dict[str, tuple[str, ...]] = {
 
 
 def execute(commands: Sequence[str], say: Callable[[str], None] = lambda text: None) -> Result:
-    """Run ``commands`` one after another; their progress goes to stderr.
-
-    Raises :class:`BlendragError` if one fails.
-    """
+    """Run ``commands`` one after another; their progress goes to stderr. Raises :class:`BlendragError`."""
     printed = []
     for command in commands:
         say(command)

@@ -21,6 +21,7 @@ from transformers.utils import logging
 from blendrag.errors import BlendragError
 from blendrag.lab.training.questions import contexts
 from blendrag.lab.training.samples import FORMS, NATIVE, Form, Sample, Writer, entries
+from blendrag.lab.training.train import collate
 from blendrag.model import load_adapter
 
 Mode = Literal["full", "reuse"]
@@ -57,25 +58,18 @@ def answered(model: PreTrainedModel, sample: Sample, mode: Mode) -> list[bool]:
     The expected answer is fed in. That decides the same: as long as all its tokens are the most likely
     ones, feeding and decoding do not differ.
     """
-    tokens, positions = list(sample.tokens), list(sample.positions)
-    for asked in sample.questions:
-        tokens += asked.tokens
-        positions += range(sample.question_position, sample.question_position + len(asked.tokens))
+    batch = collate([sample], 0, model.dtype, model.device)
     mask = visible(sample, mode)  # [T, T]
     least = torch.finfo(model.dtype).min
     additive = torch.zeros(mask.shape, dtype=model.dtype).masked_fill_(~mask, least)
     logits = model(
-        input_ids=torch.tensor([tokens]),
-        position_ids=torch.tensor([positions]),
-        attention_mask=additive[None, None],
+        input_ids=batch.tokens,
+        position_ids=batch.positions,
+        attention_mask=additive[None, None].to(model.device),
         use_cache=False,
-    ).logits[0]
-    correct, at = [], len(sample.tokens)
-    for asked in sample.questions:
-        rows = logits[at + asked.answer_at - 1 : at + len(asked.tokens) - 1]
-        correct.append(rows.argmax(-1).tolist() == asked.tokens[asked.answer_at :])
-        at += len(asked.tokens)
-    return correct
+    ).logits[0, batch.rows]  # [N, V]
+    right = logits.argmax(-1) == batch.targets  # [N]
+    return [bool(of.all()) for of in right.tensor_split(batch.first[1:].cpu())]
 
 
 def visible(sample: Sample, mode: Mode) -> Tensor:
@@ -83,17 +77,14 @@ def visible(sample: Sample, mode: Mode) -> Tensor:
     to all but <|bos|>.
     """
     # The part of each token: its chunk, -1 elsewhere in the context, -2, -3, … in the questions.
-    parts = list(sample.chunks)
-    for i, asked in enumerate(sample.questions):
-        parts += [-2 - i] * len(asked.tokens)
-    part = torch.tensor(parts)
-    causal = torch.ones(len(parts), len(parts), dtype=torch.bool).tril()
+    asked = [-2 - i for i, question in enumerate(sample.questions) for _ in question.tokens]
+    part = torch.tensor(sample.chunks + asked)
+    mask = torch.ones(len(part), len(part), dtype=torch.bool).tril()
     same = part[:, None] == part[None, :]
-    mask = causal & ((part[None, :] >= -1) | same)
+    mask &= (part[None, :] >= -1) | same
     if mode == "reuse":
-        stored = part[:, None] >= 0
-        bos = torch.arange(len(parts))[None, :] == 0
-        mask &= ~stored | same | bos
+        bos = torch.arange(len(part)) == 0
+        mask &= (part[:, None] < 0) | same | bos
     return mask
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -85,13 +86,13 @@ def deepened(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
 class Batch:
     """Samples side by side: Tc context tokens, then Tq tokens of questions."""
 
+    kinds: tuple[str, ...]  # of the questions
     tokens: Tensor  # [B, Tc + Tq]
     positions: Tensor  # [B, Tc + Tq]
     mask: Tensor  # [B, 1, Tq, Tc + Tq], additive
     rows: Tensor  # [N] flat indices of the tokens that predict a supervised one
     targets: Tensor  # [N]
     first: Tensor  # [n_questions] where in `targets` each question's answer begins
-    kinds: tuple[str, ...]  # of the questions
 
 
 def collate(samples: Sequence[Sample], pad: int, dtype: torch.dtype, device: torch.device) -> Batch:
@@ -108,14 +109,15 @@ def collate(samples: Sequence[Sample], pad: int, dtype: torch.dtype, device: tor
     targets: list[int] = []
     first: list[int] = []
     for b, sample in enumerate(samples):
-        tokens[b, : len(sample.tokens)] = torch.tensor(sample.tokens)
-        positions[b, : len(sample.tokens)] = torch.tensor(sample.positions)
+        n_own = len(sample.tokens)
+        tokens[b, :n_own] = torch.tensor(sample.tokens)
+        positions[b, :n_own] = torch.tensor(sample.positions)
         at = 0
         for asked in sample.questions:
             n, start = len(asked.tokens), n_context + at
             tokens[b, start : start + n] = torch.tensor(asked.tokens)
             positions[b, start : start + n] = torch.arange(n) + sample.question_position
-            visible[b, at : at + n, : len(sample.tokens)] = True
+            visible[b, at : at + n, :n_own] = True
             visible[b, at : at + n, start : start + n] = torch.ones(n, n, dtype=torch.bool).tril()
             rows += [b * width + start + i - 1 for i in range(asked.answer_at, n)]
             first.append(len(targets))
@@ -123,15 +125,9 @@ def collate(samples: Sequence[Sample], pad: int, dtype: torch.dtype, device: tor
             at += n
         visible[b, at:, 0] = True  # padding rows must see something, or their softmax is NaN
     mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
-    return Batch(
-        tokens.to(device),
-        positions.to(device),
-        mask[:, None].to(device),
-        torch.tensor(rows, device=device),
-        torch.tensor(targets, device=device),
-        torch.tensor(first, device=device),
-        tuple(asked.kind for sample in samples for asked in sample.questions),
-    )
+    made = [tokens, positions, mask[:, None], *map(torch.tensor, (rows, targets, first))]
+    kinds = tuple(asked.kind for sample in samples for asked in sample.questions)
+    return Batch(kinds, *(tensor.to(device) for tensor in made))
 
 
 def packed_attention(
@@ -140,21 +136,19 @@ def packed_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor,
-    scaling: float,
-    **_: object,
+    **more: Any,
 ) -> tuple[Tensor, None]:
     """query, key, value [B, H, Tc + Tq, D] → [B, Tc + Tq, H, D].
 
     Context rows attend causally without a mask, which saves most of the quadratic cost;
     `attention_mask` covers the last Tq rows only.
     """
-    n = query.shape[2] - attention_mask.shape[2]
+    n, scale = query.shape[2] - attention_mask.shape[2], more["scaling"]
     context = scaled_dot_product_attention(
-        query[:, :, :n], key[:, :, :n], value[:, :, :n], is_causal=True, scale=scaling
+        query[:, :, :n], key[:, :, :n], value[:, :, :n], is_causal=True, scale=scale
     )
-    asked = scaled_dot_product_attention(
-        query[:, :, n:], key, value, attn_mask=attention_mask.to(query.dtype), scale=scaling
-    )
+    mask = attention_mask.to(query.dtype)
+    asked = scaled_dot_product_attention(query[:, :, n:], key, value, mask, scale=scale)
     return torch.cat((context, asked), dim=2).transpose(1, 2), None
 
 
@@ -208,9 +202,10 @@ class Run:
         """Train `model` from now on, with a fresh optimiser."""
         self.model = model
         self.model.set_attn_implementation(ATTENTION)
-        decayed = [p for p in self.model.parameters() if p.ndim > 1]
-        kept = [p for p in self.model.parameters() if p.ndim <= 1]
-        groups = [{"params": decayed, "weight_decay": 0.01}, {"params": kept, "weight_decay": 0.0}]
+        groups = [
+            {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.01},
+            {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+        ]
         self.optimizer = torch.optim.AdamW(groups, lr=FINAL_RATE, betas=(0.9, 0.98), fused=True)
         self.progress.layers = model.config.num_hidden_layers
 
@@ -219,8 +214,9 @@ class Run:
         it goes.
         """
         progress, saved_at, last = self.progress, time.monotonic(), time.monotonic()
-        while (done := progress.step / steps if steps else progress.elapsed_s / (60 * minutes)) < 1:
-            if self.is_stopped:
+        while not self.is_stopped:
+            done = progress.step / steps if steps else progress.elapsed_s / (60 * minutes)
+            if done >= 1:
                 break
             rng = random.Random(f"{progress.seed}/{progress.step}")
             stage = _drawn_stage(rng, progress.stage)
