@@ -46,22 +46,20 @@ class Measured:
     name: str
 
 
-def run(measure: Callable[..., Measured], *args: str) -> tuple[int, str]:
-    app = typer.Typer()
-    app.command()(options.BENCHES[measure.__name__].command)
-    result = CliRunner().invoke(app, args)
-    return result.exit_code, result.output
-
-
-def shown(result: Measured) -> ResultTable:
-    return ResultTable(("size", "name"), [(result.size, result.name)])
-
-
 # -- options --------------------------------------------------------------------------------------
 
 
 def test_a_function_that_measures_becomes_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "BENCHES", {})
+
+    def shown(result: Measured) -> ResultTable:
+        return ResultTable(("size", "name"), [(result.size, result.name)])
+
+    def run(*args: str, of: str = "one") -> tuple[int, str]:
+        app = typer.Typer()
+        app.command()(options.BENCHES[of].command)
+        result = CliRunner().invoke(app, args)
+        return result.exit_code, result.output
 
     @bench(shown)
     def one(
@@ -73,18 +71,17 @@ def test_a_function_that_measures_becomes_a_command(monkeypatch: pytest.MonkeyPa
     def other(size: Size, tick: Tick = silent) -> Measured:
         return Measured(str(size), "")
 
-    assert json.loads(run(one, "--json")[1])["size"] == str(Size())
-    printed = run(one, "--wide", "--rows", "7", "--name", "b")[1]
-    assert str(Size(7, True)) in printed
-    status, text = run(one, "--rows", "0")
+    assert json.loads(run("--json")[1])["size"] == str(Size())
+    assert str(Size(7, True)) in run("--wide", "--rows", "7", "--name", "b")[1]
+    status, text = run("--rows", "0")
     assert status == 2
     assert "--rows" in text
-    helped = run(one, "--help")[1]
+    helped = run("--help")[1]
     assert "How many." in helped
     for absent in ("--size", "--tick", "--plot"):
         assert absent not in helped
-    assert json.loads(run(other, "--json")[1])["size"] == str(Size(30))
-    assert run(other, "--wide")[0] == 2
+    assert json.loads(run("--json", of="other")[1])["size"] == str(Size(30))
+    assert run("--wide", of="other")[0] == 2
     assert one(Size(1)) == Measured(str(Size(1)), "a")
 
 
@@ -153,9 +150,8 @@ def test_peak_memory_is_measured_from_the_start_of_the_work() -> None:
 
 @pytest.mark.parametrize(
     ("command", "option", "value"),
-    [("ttft", "--rounds", "0"), ("ttft", "--chunks", "0"), ("ttft", "--ratio", "1.5"),
-     ("load", "--warm-requests", "-1"), ("auto", "--min-ratio", "nan"), ("store", "--tokens", "0"),
-     ("ingest", "--reingest-chunks", "-1"), ("ingest", "--reingest-chunk-tokens", "5000")],
+    [("ttft", "--rounds", "0"), ("ttft", "--ratio", "1.5"), ("load", "--warm-requests", "-1"),
+     ("auto", "--min-ratio", "nan"), ("ingest", "--reingest-chunk-tokens", "5000")],
 )  # fmt: skip
 def test_a_number_out_of_range_names_its_option(command: str, option: str, value: str) -> None:
     result = invoke("bench", command, "--geometry", "tiny", option, value, "--json")
@@ -164,8 +160,7 @@ def test_a_number_out_of_range_names_its_option(command: str, option: str, value
     assert result.stdout == ""
 
 
-GEOMETRY = ("--geometry", "tiny")
-TTFT = ("ttft", "--chunk-tokens", "16", *GEOMETRY)
+TTFT = ("ttft", "--chunk-tokens", "16", "--geometry", "tiny")
 SWEEP = ("sweep", *SMALL, "--factor")
 
 
@@ -178,25 +173,22 @@ SWEEP = ("sweep", *SMALL, "--factor")
      ((*TTFT, "--policy", "magic"), "magic"),
      ((*TTFT, "--encoding", "int3"), "encoding 'int3' is not one of"),
      ((*TTFT, "--device", "abacus"), "device 'abacus'"),
-     (("ingest", *GEOMETRY, "--dtype", "int8"), "dtype 'int8' is not one of auto, float32"),
+     ((*TTFT, "--dtype", "int8"), "dtype 'int8' is not one of auto, float32"),
      (("ttft", "--model", "demo", "--dtype", "int8"), "dtype 'int8' is not one of auto, float32"),
      ((*SWEEP, "weather"), "factor 'weather' is none of"),
      ((*SWEEP, "chunks", "--values", "0"), "chunks '0'"),
-     ((*SWEEP, "chunk-tokens", "--values", "two"), "chunk-tokens 'two'"),
      ((*SWEEP, "context", "--values", "20"), "no room for a chunk of 32"),
      ((*SWEEP, "tier", "--values", "floppy"), "tier 'floppy'"),
      ((*SWEEP, "encoding", "--values", "int3"), "encoding 'int3'"),
      ((*SWEEP, "geometry"), "name geometries with --values"),
-     *(((*SWEEP, "ratio", "--values", x), f"ratio {x!r}") for x in ("", "2", "much", "nan")),
-     *((("throughput", *SMALL, "--batch-size", x), f"batch sizes {x!r}: expected")
-       for x in ("", "0", "1,x")),
+     *(((*SWEEP, "ratio", "--values", x), f"ratio {x!r}") for x in ("", "2", "nan")),
+     *((("throughput", *SMALL, "--batch-size", x), f"batch sizes {x!r}: expected") for x in ("", "1,x")),
      ((*COMMANDS["load"], "--corpus-chunks", "1"), "corpus of 1 chunks"),
      ((*COMMANDS["load"], "--store-chunks", "2"), "room for 2 chunks"),
      ((*COMMANDS["auto"], "--ratios", "0.05,0.1"), "ratios 0.05,0.1 include none of 0.15 or more"),
      (("overhead", "--chunks", "6,x"), "numbers of chunks '6,x'"),
      (("overhead", "--chunks", "1", "--policies", "magic"), "magic"),
      (("store", "--geometry", "huge"), "geometry 'huge' is not one of"),
-     (("store", "--dir", "/no/such/place"), "--dir /no/such/place is not a writable directory"),
      (("store", "--dir", "/proc/version"), "--dir /proc/version is not a writable directory")],
 )  # fmt: skip
 def test_bad_input_is_refused_in_one_sentence(command: tuple[str, ...], sentence: str) -> None:
@@ -206,9 +198,7 @@ def test_bad_input_is_refused_in_one_sentence(command: tuple[str, ...], sentence
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [(("trace", "--out", "trace.txt"), "--out trace.txt cannot be written"),
-     (("sweep", "--plot", "picture.jpg"), "--plot picture.jpg cannot be written"),
      (("sweep", "--plot", "no/such/place/p.png"), "--plot no/such/place/p.png cannot be written"),
-     (("load", "--plot", "."), "--plot . cannot be written"),
      *(((name, "--tier", "1B/s"), "tier '1B/s' is slower than any disk")
        for name in ("ttft", "sweep", "throughput", "trace", "load"))],
 )  # fmt: skip
