@@ -44,25 +44,25 @@ class MeasuredAnswer:
 @torch.inference_mode()
 def measure(adapter: ModelAdapter, workload: Workload) -> MeasuredAnswer:
     """The fastest of ``workload.rounds`` requests, and the fastest stock prefill between them."""
-    fulls: list[float] = []
-    found: list[tuple[float, Timeline, tuple[tuple[int, ...], ...]]] = []
+    full_ms, runs = [], []
     with tier_store(ON_DISK) as there:
         bench = PromptBench(adapter, workload, there)
         bench.blend()  # warm up
         for _ in range(workload.rounds):
-            fulls.append(bench.milliseconds(bench.full) / 1e3)
+            full_ms.append(bench.milliseconds(bench.full))
             timeline = Timeline()
             _, fusion = bench.blend(timeline)
-            seconds = timeline.now()
-            recomputed = tuple(tuple(layer.tolist()) for layer in fusion.recomputed)
-            found.append((seconds, timeline, recomputed))
-    blend_s, timeline, recomputed = min(found, key=lambda each: each[0])
-    about = (
+            runs.append((timeline.now(), timeline, fusion))
+    blend_s, timeline, fusion = min(runs, key=lambda run: run[0])
+    return MeasuredAnswer(
         f"{adapter.model_id} geometry, {adapter.layout.dtype}, {adapter.device} "
-        f"({torch.get_num_threads()} threads), policy {workload.policy} at r = {workload.ratio:g}"
+        f"({torch.get_num_threads()} threads), policy {workload.policy} at r = {workload.ratio:g}",
+        workload,
+        min(full_ms) / 1e3,
+        blend_s,
+        tuple(timeline.all_spans()),
+        tuple(tuple(layer.tolist()) for layer in fusion.recomputed),
     )
-    spans = tuple(timeline.all_spans())
-    return MeasuredAnswer(about, workload, min(fulls), blend_s, spans, recomputed)
 
 
 def answer_figure(answer: MeasuredAnswer) -> Figure:

@@ -89,7 +89,7 @@ def test_requests_ask_most_for_the_first_chunks_and_are_always_the_same() -> Non
 def test_all_ways_choose_the_token_of_stock_prefill_when_all_is_computed() -> None:
     adapter = tiny_adapter()
     with tier_store(ON_DISK) as there:
-        prefix, blend = PrefixServer(adapter, room(9)), BlendServer(adapter, there, PROMPT)
+        prefix, blend = PrefixServer(adapter, room(9)), BlendServer(adapter, PROMPT, there)
         for chunks in ((1, 2, 3), (1, 2, 4), (3, 1, 2), (1, 2, 3)):
             plan = asking(*chunks)
             token = serve_full(adapter, plan).token
@@ -100,7 +100,7 @@ def test_all_ways_choose_the_token_of_stock_prefill_when_all_is_computed() -> No
 def test_prefix_reuses_chunks_after_the_same_chunks_and_blend_in_any_place() -> None:
     with tier_store(ON_DISK) as there:
         prefix = PrefixServer(tiny_adapter(), room(20))
-        blend = BlendServer(tiny_adapter(), there, PROMPT)
+        blend = BlendServer(tiny_adapter(), PROMPT, there)
         reused = [
             (prefix.serve(plan).reused_tokens // 16, blend.serve(plan).reused_tokens // 16)
             for plan in (asking(*c) for c in ((1, 2, 3), (1, 2, 4), (2, 1, 3), (1, 2, 4)))
@@ -121,7 +121,7 @@ def test_a_full_prefix_cache_evicts_the_least_recently_used() -> None:
 @torch.inference_mode()
 def test_a_small_store_evicts_too_and_encodes_what_is_missing() -> None:
     with tier_store(ON_DISK, room(5)) as there:
-        blend = BlendServer(tiny_adapter(), there, PROMPT)
+        blend = BlendServer(tiny_adapter(), PROMPT, there)
         for number in range(1, 9, 2):
             assert blend.serve(asking(number, number + 1)).reused_tokens == 0
             assert there.store.stats().size_bytes <= room(5)

@@ -7,7 +7,6 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from blendrag.lab.bench.rounds import CheckedWay, MeasuredNothingError, WayRow, 
 from blendrag.lab.bench.store import (
     PromptBuffers,
     StoreResult,
-    StoreWorkload,
     decode,
     measure_misses,
     measure_puts,
@@ -40,7 +38,7 @@ from blendrag.store.payload_files import PayloadFiles
 STORE = "blendrag.lab.bench.store"
 READS = ("store", "raw preadv", "torch.load", "safe_open")
 TOKENS = 16
-SMALL = StoreWorkload("tiny", TOKENS, 2, rows=50, rounds=1)
+measured = partial(store, "tiny", TOKENS, 2, rows=50, rounds=1)
 LAYOUT = KVLayout((LayerShape(2, 16),) * 2, "bfloat16")
 CHUNK = random_chunk(LAYOUT, TOKENS, 0)
 
@@ -54,7 +52,7 @@ def _few_gets() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def result() -> StoreResult:
-    return store(SMALL)
+    return measured()
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +131,7 @@ def test_files_are_written_to_dir_and_removed(
     made = []
     real = tempfile.mkdtemp
     monkeypatch.setattr(tempfile, "mkdtemp", lambda **a: made.append(real(**a)) or made[-1])
-    assert store(replace(SMALL, directory=tmp_path)).directory == str(tmp_path)
+    assert measured(directory=tmp_path).directory == str(tmp_path)
     assert [Path(path).parent for path in made] == [tmp_path]
     assert list(tmp_path.iterdir()) == []
 
@@ -178,7 +176,7 @@ def test_cold_rounds_drop_every_file_before_each_way(
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="there is no writable tmpfs")
 def test_nothing_is_called_cold_if_the_page_cache_keeps_its_pages() -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        result = store(replace(SMALL, directory=Path(directory)))
+        result = measured(directory=Path(directory))
     assert result.cold_cached_share == 1.0
     (cold,) = (target for target in result.targets if target.figure.startswith("cold read"))
     assert cold.met is None

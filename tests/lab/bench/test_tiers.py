@@ -18,7 +18,7 @@ from blendrag.errors import InvalidInputError
 from blendrag.lab.bench import tiers
 from blendrag.lab.bench.recognise import recognise
 from blendrag.lab.bench.scratch import PREFIX, scratch
-from blendrag.lab.bench.store import StoreWorkload, store
+from blendrag.lab.bench.store import store
 from blendrag.lab.bench.tiers import ON_DISK, Throttle, ThrottledStore, parse_tier, tier_store
 from blendrag.lab.bench.workload import Workload
 from blendrag.store import KVStore
@@ -120,7 +120,7 @@ def test_a_bench_reads_from_the_tier_it_names(name: str) -> None:
     with tiny_bench(Workload(2, 32, 8, 0.15), parse_tier(name)) as bench:
         token, _ = bench.blend()
         bench.there.prepare()
-        with bench.opened() as load:
+        with bench.opened(bench.prompt) as load:
             assert {span.reader.tier for span in load.spans} == {name}
         assert bench.blend()[0] == token
 
@@ -198,7 +198,7 @@ def in_tiers() -> None:
     "bench",
     [
         in_tiers,
-        lambda: store(StoreWorkload("tiny", 16, 1, rows=100, rounds=1)),
+        lambda: store("tiny", 16, 1, 100, rounds=1),
         lambda: recognise(20, 4000, 1),
     ],
 )

@@ -84,7 +84,6 @@ class AutoResult(BlendResult):
 
 
 def auto_table(result: AutoResult) -> ResultTable:
-    """A row for each tier: the automatic ratio and the best fixed one."""
     return table(
         [
             ("tier", lambda tier: tier.tier),
@@ -127,10 +126,12 @@ class AutoRun:
 def auto_run(bench: PromptBench, profile: Profile, ratio: float | None) -> AutoRun:
     """One request planned with ``profile``, at a fixed ratio or at the automatic one (``None``)."""
     adapter = bench.adapter
-    controller = replace(bench.stored.controller, profile=with_tier(profile, bench.there.tier))
+    controller = replace(bench.controller, profile=with_tier(profile, bench.there.tier))
     bench.there.prepare()
     began = clock(adapter.device)
-    with bench.opened(controller=controller, ratio=ratio, is_auto=ratio is None) as plan:
+    with bench.opened(
+        bench.prompt, controller=controller, ratio=ratio, is_auto=ratio is None
+    ) as plan:
         planned_s = clock(adapter.device) - began
         if plan.spans:
             cache = bench.fusor.new_cache(bench.prompt_tokens, 1)
@@ -184,7 +185,6 @@ def auto(
     ] = 0.15,
     tick: Tick = silent,
 ) -> AutoResult:
-    """Ratio auto against the best fixed ratio on each tier, and predicted against measured TTFT."""
     wanted = [parse_tier(text.strip()) for text in tiers.split(",")]
     swept = sorted({ratio for ratio in parse_ratios(ratios) if ratio >= min_ratio})
     if not swept:
@@ -247,7 +247,6 @@ def tier_result(tier: BenchTier, runs: Mapping[float | None, Sequence[AutoRun]])
 
 
 def share_close(runs: Sequence[AutoRun]) -> float:
-    """Share of runs with a close prediction."""
     return statistics.fmean(run.is_close for run in runs)
 
 

@@ -74,7 +74,6 @@ class IngestResult:
 
 
 def ingest_table(result: IngestResult) -> ResultTable:
-    """A row for each figure."""
     rows = [
         (name, f"{value:.2f}" if isinstance(value, float) else str(value))
         for name, value in vars(result).items()
@@ -97,7 +96,6 @@ def ingest(
     ] = False,
     tick: Tick = silent,
 ) -> IngestResult:
-    """Ingest rate against stock prefill, and ingest of an unchanged corpus against the first."""
     adapter = timed.adapter
     with scratch() as root:
         rates = _measure_rates(adapter, chunks, chunk_tokens, root / "rate", tick)
@@ -139,15 +137,12 @@ def write_corpus(adapter: ModelAdapter, folder: Path, count: int, tokens: int) -
     folder.mkdir(parents=True)
     words = Path(random.__file__).read_text(encoding="utf-8").split()
     rng = random.Random(0)
-    files = []
-    for number in range(count):
-        text = f"Document {number}."
-        while len(adapter.tokens.encode_text(text)) < tokens * 0.9:
-            text += " " + " ".join(rng.choices(words, k=max(4, tokens // 16)))
+    files = [folder / f"{number:05}.txt" for number in range(count)]
+    for number, file in enumerate(files):
+        text = " ".join([f"Document {number}.", *rng.choices(words, k=tokens)])
         while len(adapter.tokens.encode_text(text)) > tokens:
-            text = text.rsplit(" ", 1)[0]
-        files.append(folder / f"{number:05}.txt")
-        files[-1].write_text(text, encoding="utf-8")
+            text = text[: len(text) * 19 // 20]
+        file.write_text(text, encoding="utf-8")
     return files
 
 
@@ -191,7 +186,7 @@ def _measure_rates(
             adapter, root / "engine", chunk_tokens=tokens, disk_bytes=AMPLE_BYTES
         ) as engine,
     ):
-        stored = StoredChunks(adapter, Workload(), there.store)
+        stored = StoredChunks(adapter, Workload(), there)
         engine.resources.embedder = ZeroEmbedder("none")
         ways = {way.__name__: partial(timed, way) for way in (prefill, encode, ingest)}
         samples = run_rounds(ways, rounds, tick)

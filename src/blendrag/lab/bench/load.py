@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import cycle, islice, takewhile
+from itertools import accumulate, cycle, islice, takewhile
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
@@ -25,7 +25,7 @@ from blendrag.fusor.loader import LoadedSpan
 from blendrag.lab.bench import options
 from blendrag.lab.bench.geometry import TimedModel
 from blendrag.lab.bench.rounds import Tick, clock, silent
-from blendrag.lab.bench.tiers import TierStore, parse_tier, tier_store
+from blendrag.lab.bench.tiers import parse_tier, tier_store
 from blendrag.lab.bench.workload import (
     NEW_TOKENS,
     BlendResult,
@@ -89,7 +89,6 @@ class LoadResult(BlendResult):
 
 
 def load_table(result: LoadResult) -> ResultTable:
-    """A row for each rate, and a note for each way."""
     rate = {way.way: way.equal_ttft_per_s for way in result.ways}
     found = {(row.requests_per_s, row.way): row for row in result.rows}
 
@@ -200,61 +199,47 @@ class PrefixServer:
         self._known = MemoryStore(limit_bytes)
 
     def serve(self, plan: SegmentedPrompt) -> Served:
-        """Answer one request."""
-        device, tokens = self._adapter.device, len(plan.ids)
-        ids = torch.tensor([plan.ids], device=device)  # [1, N]
-        began = clock(device)
-        spans = self._open(plan)
+        adapter, tokens = self._adapter, len(plan.ids)
+        ids = torch.tensor([plan.ids], device=adapter.device)  # [1, N]
+        names = accumulate(
+            (str(segment.chunk_id) for segment in plan.chunks),
+            lambda before, name: f"{before} {name}",
+        )
+        chunks = list(zip(plan.chunks, names, strict=True))  # each named after all chunks up to it
+        began = clock(adapter.device)
+        known = list(takewhile(lambda pair: self._known.contains("", pair[1]), chunks))
+        # The last chunk first: it is useless without those before it, so it must be evicted first.
+        spans = tuple(self._span(segment, name) for segment, name in reversed(known))[::-1]
         logits, cache, _ = self._fusor.prefill(ids, exact_request(tokens, spans), NEW_TOKENS)
         token = int(logits[0, -1].argmax())
-        first_s = clock(device) - began
+        first_s = clock(adapter.device) - began
         for span in spans:
             span.reader.close()
-        self._keep(plan, cache.buffers(tokens))
+        for segment, name in reversed(chunks[len(known) :]):
+            buffers = cache.buffers(tokens)
+            layers = tuple(b[:, :, segment.position : segment.end].cpu() for b in buffers)
+            self._known.put("", name, ChunkKV(adapter.layout, len(segment.ids), layers))
         return Served(token, first_s, sum(span.tokens for span in spans))
 
-    def _open(self, plan: SegmentedPrompt) -> tuple[LoadedSpan, ...]:
-        known = takewhile(lambda pair: self._known.contains("", pair[1]), _prefixes(plan))
-        spans = []
-        # The last chunk first: it is useless without those before it, so it must be evicted first.
-        for segment, name in reversed(list(known)):
-            reader = self._known.open("", name, self._adapter.layout, len(segment.ids))
-            assert reader is not None
-            at = segment.position
-            spans.append(LoadedSpan(at, segment.end, reader, at, exact=True))
-        return tuple(reversed(spans))
-
-    def _keep(self, plan: SegmentedPrompt, buffers: Sequence[torch.Tensor]) -> None:
-        for segment, name in reversed(_prefixes(plan)):
-            if not self._known.contains("", name):
-                layers = tuple(b[:, :, segment.position : segment.end].cpu() for b in buffers)
-                self._known.put("", name, ChunkKV(self._adapter.layout, len(segment.ids), layers))
+    def _span(self, segment: Segment, name: str) -> LoadedSpan:
+        reader = self._known.open("", name, self._adapter.layout, len(segment.ids))
+        assert reader is not None
+        return LoadedSpan(segment.position, segment.end, reader, segment.position, exact=True)
 
 
-def _prefixes(plan: SegmentedPrompt) -> list[tuple[Segment, str]]:
-    """Every chunk with a name for it and all chunks before it."""
-    names = [str(segment.chunk_id) for segment in plan.chunks]
-    return [(segment, " ".join(names[: i + 1])) for i, segment in enumerate(plan.chunks)]
-
-
-class BlendServer:
+class BlendServer(StoredChunks):
     """A KV store of limited size. Missing chunks are encoded and stored before the answer."""
 
-    def __init__(self, adapter: ModelAdapter, there: TierStore, workload: Workload) -> None:
-        self._adapter, self._there = adapter, there
-        self.stored = StoredChunks(adapter, workload, there.store)
-
     def serve(self, plan: SegmentedPrompt) -> Served:
-        """Answer one request."""
-        device, stored = self._adapter.device, self.stored
+        device = self.adapter.device
         ids = torch.tensor([plan.ids], device=device)  # [1, N]
-        self._there.prepare()
+        self.there.prepare()
         began = clock(device)
-        missing = stored.controller.missing(plan)
-        stored.put(missing)
+        missing = self.controller.missing(plan)
+        self.put(missing)
         # Not opened(): a store that is too small may have evicted a chunk of this very prompt.
-        with closing(stored.controller.plan(plan, stored.plan_options())) as opened:
-            token, _ = stored.prefill(ids, opened.request(len(plan.ids)))
+        with closing(self.controller.plan(plan, self.plan_options())) as opened:
+            token, _ = self.prefill(ids, opened.request(len(plan.ids)))
             first_s = clock(device) - began
         return Served(token, first_s, opened.reused_tokens - sum(map(len, missing)))
 
@@ -281,7 +266,6 @@ class Queue:
         return found, len(found) / free
 
     def mean(self, rate: float) -> float:
-        """Mean seconds from arrival to first token."""
         return statistics.fmean(self.at(rate)[0])
 
     def rate_of(self, ttft_s: float) -> float:
@@ -314,7 +298,6 @@ def load(
     tier: options.Tier = "disk",
     tick: Tick = silent,
 ) -> LoadResult:
-    """Poisson arrivals over a skewed corpus: TTFT and throughput of full, prefix and blend by rate."""
     wanted, adapter = parse_tier(tier), timed.adapter
     if corpus_chunks < prompt.chunks:
         raise InvalidInputError(
@@ -331,11 +314,11 @@ def load(
     corpus, plans = make_requests(adapter, prompt, corpus_chunks, warm_requests + requests)
     limit = store_chunks * frame(adapter.layout, prompt.chunk_tokens).file_bytes
     with tier_store(wanted, limit) as there:
-        blend = BlendServer(adapter, there, prompt)
+        blend = BlendServer(adapter, prompt, there)
         tick(f"encoding the corpus of {len(corpus)} chunks")
         # In random order: which chunks a small store keeps does not depend on the requests.
         order = np.random.default_rng(1).permutation(len(corpus))
-        blend.stored.put(corpus[i] for i in order)
+        blend.put(corpus[i] for i in order)
         servers: dict[str, Callable[[SegmentedPrompt], Served]] = {
             "full": partial(serve_full, adapter),
             "prefix": PrefixServer(adapter, limit).serve,

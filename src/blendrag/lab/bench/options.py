@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from inspect import Parameter
 from pathlib import Path
@@ -95,28 +95,23 @@ def bench(
 
         options = [Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)]
         for parameter in own:
-            if parameter.name in groups:
-                options += _fields(groups[parameter.name], defaults)
-            else:
+            if parameter.name not in groups:
                 options.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
+                continue
+            hints = get_type_hints(groups[parameter.name], include_extras=True)
+            for field in fields(groups[parameter.name]):
+                default = defaults.get(field.name, field.default)
+                if default is not OMIT:
+                    options.append(_option(field.name, hints[field.name], default))
         if figure is not None:
             options.append(_option("plot", Plot, None))
         options.append(_option("as_json", Json, False))
         command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in options}
-        made = Bench(command, signature.return_annotation, table, figure)
-        BENCHES[measure.__name__] = made
+        BENCHES[measure.__name__] = Bench(command, signature.return_annotation, table, figure)
         return measure
 
     return decorate
-
-
-def _fields(group: Any, defaults: dict[str, Any]) -> Iterator[Parameter]:
-    hints = get_type_hints(group, include_extras=True)
-    for field in fields(group):
-        default = defaults.get(field.name, field.default)
-        if default is not OMIT:
-            yield _option(field.name, hints[field.name], default)
 
 
 def _option(name: str, annotation: Any, default: Any) -> Parameter:

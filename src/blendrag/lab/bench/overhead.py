@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -47,11 +47,10 @@ class OverheadRow:
     waits: int
     """Those of them for which the host waits for the device."""
     ms: Timing
-    """Of a request."""
     host_ms: float
     """Median CPU time of the computing thread: Python and dispatch."""
     layer_us: float
-    """Microseconds per layer, from the median of :attr:`ms`."""
+    """Microseconds per layer, from the median."""
     over_stock: float
     """Operators over those of stock prefill of the same prompt."""
 
@@ -71,7 +70,6 @@ class OverheadResult:
 
 
 def overhead_table(result: OverheadResult) -> ResultTable:
-    """A row for each way and number of chunks."""
     return table(
         [
             ("way", lambda row: row.way),
@@ -93,33 +91,27 @@ class OperatorCount(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.operators = 0
-        self.waits = 0
+        self.operators = self.waits = 0
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        results = [t for t in (out if isinstance(out, tuple | list) else (out,)) if _is_tensor(t)]
-        given = {t.untyped_storage()._cdata for t in args if _is_tensor(t)}
-        is_view = bool(results) and all(t.untyped_storage()._cdata in given for t in results)
+        results = _storages(out if isinstance(out, tuple | list) else (out,))
+        is_view = bool(results) and results <= _storages(args)
         if name not in _FREE and (func._schema.is_mutable or not is_view):
             self.operators += 1
             self.waits += name in _WAITING
         return out
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
+def _storages(values: Iterable[Any]) -> set[int]:
+    """The memory of the tensors among ``values``."""
+    return {t.untyped_storage()._cdata for t in values if isinstance(t, torch.Tensor)}
 
 
 def operators_of(work: Callable[[], object]) -> OperatorCount:
-    """What ``work`` dispatches on this thread."""
     with OperatorCount() as count:
         work()
     return count
@@ -141,7 +133,6 @@ def overhead(
     rounds: options.Rounds = 9,
     tick: Tick = silent,
 ) -> OverheadResult:
-    """Operators, Python time and time per layer of a request, on a model that hardly computes."""
     numbers = whole_numbers(chunks, "numbers of chunks", "6,20")
     names = list(dict.fromkeys(name.strip() for name in policies.split(",")))
     timed = TimedModel(geometry, None, dtype, device)

@@ -68,7 +68,6 @@ class RecogniseResult:
 
 
 def recognise_table(result: RecogniseResult) -> ResultTable:
-    """A row for each corpus and prompt, and a note for each index."""
     notes = []
     for each in result.loads:
         size = NOTHING if each.memory_bytes is None else f"{each.memory_bytes / 1e6:.0f} MB"
@@ -94,7 +93,6 @@ def recognise(
     rounds: options.Rounds = 21,
     tick: Tick = silent,
 ) -> RecogniseResult:
-    """Finding known chunks in a prompt, over a corpus of many; loading its index, following changes."""
     loads: list[LoadedIndex] = []
     ways: list[CheckedWay] = []
     with scratch() as directory, ExitStack() as corpora:

@@ -172,9 +172,7 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int | None:
         work()
         return torch.cuda.max_memory_allocated(device) - before
     try:
-        with suppress(
-            OSError, AttributeError
-        ):  # glibc keeps freed memory, which would not be counted
+        with suppress(OSError, AttributeError):  # freed memory that glibc keeps is not counted
             ctypes.CDLL("libc.so.6").malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the present size
         before = _status_bytes("VmRSS")

@@ -64,31 +64,6 @@ OTHER_BYTES = (
 
 
 @dataclass(frozen=True)
-class StoreWorkload:
-    """Chunks of one shape, and where they are written. The default shape has 0.5 MiB per layer."""
-
-    geometry: options.Geometry = None
-    tokens: options.Count = 512
-    chunks: options.Count = 6
-    rows: Annotated[
-        int, typer.Option(min=1, help="Rows of the index in which a key is missing.")
-    ] = 1_000_000
-    directory: Annotated[
-        Path | None, typer.Option("--dir", help="A directory on the disk to measure.")
-    ] = None
-    rounds: options.Rounds = 7
-
-    @property
-    def layout(self) -> KVLayout:
-        layers, heads, dim = 24, 2, 128
-        if self.geometry is not None:
-            config = config_of(self.geometry)
-            layers, heads = config["num_hidden_layers"], config["num_key_value_heads"]
-            dim = config["hidden_size"] // config["num_attention_heads"]
-        return KVLayout((LayerShape(heads, dim),) * layers, "bfloat16")
-
-
-@dataclass(frozen=True)
 class Target:
     """A figure and its bound."""
 
@@ -121,7 +96,6 @@ class StoreResult:
 
 
 def store_table(result: StoreResult) -> ResultTable:
-    """A row for each part and way, and a note for each target."""
     verdicts = {True: "met", False: "missed", None: "not measured, the page cache keeps its pages"}
     return table(
         [
@@ -145,10 +119,21 @@ def store_table(result: StoreResult) -> ResultTable:
 
 
 @options.bench(store_table)
-def store(workload: StoreWorkload, tick: Tick = silent) -> StoreResult:
-    """Reads, puts, misses and decoding of the store against preadv, torch.load and safetensors."""
-    layout, tokens, rounds = workload.layout, workload.tokens, workload.rounds
-    directory = workload.directory or Path(tempfile.gettempdir())
+def store(
+    geometry: options.Geometry = None,
+    tokens: options.Count = 512,
+    chunks: options.Count = 6,
+    rows: Annotated[
+        int, typer.Option(min=1, help="Rows of the index in which a key is missing.")
+    ] = 1_000_000,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="A directory on the disk to measure.")
+    ] = None,
+    rounds: options.Rounds = 7,
+    tick: Tick = silent,
+) -> StoreResult:
+    layout = layout_of(geometry)
+    directory = directory or Path(tempfile.gettempdir())
     if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
         raise InvalidInputError(
             f"--dir {directory} is not a writable directory; name one on the disk to measure"
@@ -156,17 +141,17 @@ def store(workload: StoreWorkload, tick: Tick = silent) -> StoreResult:
     load = os.getloadavg()[0]
     with scratch(directory) as root:
         tick("making chunks")
-        chunks = [random_chunk(layout, tokens, seed) for seed in range(workload.chunks)]
-        found, share = measure_reads(root / "reads", chunks, rounds, tick)
-        found += measure_puts(root / "puts", chunks[0], rounds, tick)
-        found += measure_decoding(chunks[0], rounds, tick)
-        found += measure_misses(root / "misses", workload.rows, layout, tokens, tick)
+        kvs = [random_chunk(layout, tokens, seed) for seed in range(chunks)]
+        found, share = measure_reads(root / "reads", kvs, rounds, tick)
+        found += measure_puts(root / "puts", kvs[0], rounds, tick)
+        found += measure_decoding(kvs[0], rounds, tick)
+        found += measure_misses(root / "misses", rows, layout, tokens, tick)
     return StoreResult(
         directory=str(directory),
         layers=len(layout.layers),
-        chunks=workload.chunks,
+        chunks=chunks,
         layer_bytes=layout.layer_bytes(0, tokens),
-        index_rows=workload.rows,
+        index_rows=rows,
         rounds=rounds,
         threads=torch.get_num_threads(),
         load_average=(load, os.getloadavg()[0]),
@@ -196,6 +181,16 @@ def _targets(rows: Sequence[WayRow], cold_cached_share: float) -> tuple[Target, 
     )
 
 
+def layout_of(geometry: str | None) -> KVLayout:
+    """KV of a geometry, by default layers of 0.5 MiB for 512 tokens."""
+    layers, heads, dim = 24, 2, 128
+    if geometry is not None:
+        config = config_of(geometry)
+        layers, heads = config["num_hidden_layers"], config["num_key_value_heads"]
+        dim = config["hidden_size"] // config["num_attention_heads"]
+    return KVLayout((LayerShape(heads, dim),) * layers, "bfloat16")
+
+
 def random_chunk(layout: KVLayout, tokens: int, seed: int) -> ChunkKV:
     """KV of normally distributed numbers."""
     generator = torch.Generator().manual_seed(seed)
@@ -205,7 +200,6 @@ def random_chunk(layout: KVLayout, tokens: int, seed: int) -> ChunkKV:
 
 
 def new_key() -> str:
-    """A random key."""
     return secrets.token_hex(32)
 
 
@@ -406,7 +400,6 @@ def putting_ways(directory: Path, kv_store: KVStore, chunk: ChunkKV) -> list[Che
 
 
 def measure_puts(root: Path, chunk: ChunkKV, rounds: int, tick: Tick) -> list[WayRow]:
-    """A row for each way."""
     root.mkdir()
     with contextlib.closing(open_store(root / "store", 0, AMPLE_BYTES)) as kv_store:
         ways = putting_ways(root, kv_store, chunk)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -81,7 +81,6 @@ class SweepResult:
 
 
 def sweep_table(result: SweepResult) -> ResultTable:
-    """A row for each value."""
     limit = "≤ " if result.factor == "context" else ""
     return table(
         [
@@ -172,39 +171,32 @@ def _case(factor: str, value: str, base: SweepCase) -> SweepCase:
         return replace(base, value=value, geometry=value)
     if factor == "tier":
         return replace(base, value=value, tier=parse_tier(value))
-    if factor == "encoding":
-        changed = replace(workload, encoding=value)
-    elif factor == "ratio":
-        (ratio,) = parse_ratios(value)
-        changed = replace(workload, ratio=ratio)
-    else:
+    changed: dict[str, Any] = {factor: value}
+    if factor == "ratio":
+        (changed[factor],) = parse_ratios(value)
+    elif factor != "encoding":
         (number,) = whole_numbers(value, factor, "4")
-        if factor == "chunks":
-            changed = replace(workload, chunks=number)
-        elif factor == "chunk-tokens":
-            changed = replace(workload, chunk_tokens=number)
-        else:
+        changed = {factor.replace("-", "_"): number}
+        if factor == "context":
             chunks = (number - workload.question_tokens) // workload.chunk_tokens
             if chunks < 1:
                 raise InvalidInputError(
                     f"context {value} has no room for a chunk of {workload.chunk_tokens} tokens and a "
                     f"question of {workload.question_tokens}; take a longer context or shorter chunks"
                 )
-            changed = replace(workload, chunks=chunks)
-    return replace(base, value=value, workload=changed)
+            changed = {"chunks": chunks}
+    return replace(base, value=value, workload=replace(workload, **changed))
 
 
 def _about(factor: str, base: SweepCase, model: str | None) -> tuple[str, str]:
     """What is equal for all values; what the factor changes is left open."""
-    w = base.workload
-    chunks = OPEN if factor in ("chunks", "context") else w.chunks
-    chunk_tokens = OPEN if factor == "chunk-tokens" else w.chunk_tokens
-    ratio = OPEN if factor == "ratio" else f"{w.ratio:g}"
-    encoding = OPEN if factor == "encoding" else w.encoding
-    tier = OPEN if factor == "tier" else base.tier.name
+    w: dict[str, Any] = vars(base.workload) | {"tier": base.tier.name}
+    w["ratio"] = f"{base.workload.ratio:g}"
+    w["chunks" if factor == "context" else factor.replace("-", "_")] = OPEN
     return (
-        f"{model or base.geometry or OPEN}, {chunks} × {chunk_tokens} + {w.question_tokens} tokens",
-        f"{w.policy} at r = {ratio}, {encoding} KV from {tier}",
+        f"{model or base.geometry or OPEN}, {w['chunks']} × {w['chunk_tokens']} + "
+        f"{w['question_tokens']} tokens",
+        f"{w['policy']} at r = {w['ratio']}, {w['encoding']} KV from {w['tier']}",
     )
 
 
@@ -220,7 +212,6 @@ def sweep(
     tier: options.Tier = "disk",
     tick: Tick = silent,
 ) -> SweepResult:
-    """Time to first token over one factor, all its values in one run."""
     if factor == "geometry" and (timed.geometry, timed.model) != (None, None):
         raise InvalidInputError(
             "--factor geometry with --geometry or --model; name geometries with --values"

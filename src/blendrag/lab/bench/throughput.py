@@ -49,9 +49,8 @@ class ThroughputRow:
     way: str
     batch_size: int
     first_tokens_per_s: float
-    """Of the median round."""
+    """Of the median round; ``spread`` has the lowest and highest."""
     spread: tuple[float, float]
-    """Lowest and highest."""
     over_alone: float
     """Against the same way at batch size 1."""
 
@@ -67,7 +66,6 @@ class ThroughputResult(BlendResult):
 
 
 def throughput_table(result: ThroughputResult) -> ResultTable:
-    """A row for each batch size."""
     low, high = result.prompt_tokens
     found = {(row.way, row.batch_size): row for row in result.rows}
     ways, sizes = (list(dict.fromkeys(part)) for part in zip(*found, strict=True))
@@ -113,16 +111,16 @@ class ThroughputBench:
 
     def blend(self, batch_size: int, **options: Any) -> list[int]:
         """Load all chunks and recompute as the workload says."""
-        stored, tokens = self._bench.stored, []
+        bench, tokens = self._bench, []
         for plans in self._batches(batch_size):
             with ExitStack() as stack:
                 prompts = []
                 for plan in plans:
-                    opened = stack.enter_context(stored.opened(plan, **options))
+                    opened = stack.enter_context(bench.opened(plan, **options))
                     ids = torch.tensor([plan.ids], device=self._device)  # [1, N]
                     prompts.append(PackedPrompt(ids, opened.request(len(plan.ids)), NEW_TOKENS))
                 if len(prompts) == 1:
-                    tokens.append(stored.prefill(prompts[0].ids, prompts[0].request)[0])
+                    tokens.append(bench.prefill(prompts[0].ids, prompts[0].request)[0])
                 else:
                     tokens += self._packed(prompts)
         return tokens
@@ -151,7 +149,6 @@ def throughput(
     tier: options.Tier = "disk",
     tick: Tick = silent,
 ) -> ThroughputResult:
-    """First tokens per second of full, reuse and blend by batch size."""
     given = whole_numbers(batch_size, "batch sizes", "1,2,4,8")
     with prompt_bench(timed, workload, parse_tier(tier), tick) as bench:
         if max(given) > 1 and not bench.fusor.packs:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,6 @@ import typer
 
 from blendrag.cli.options import parse_size
 from blendrag.errors import InvalidInputError
-from blendrag.lab.bench.rounds import milliseconds
 from blendrag.lab.bench.scratch import scratch
 from blendrag.planning.tier_times import cached_share, drop_cached
 from blendrag.store import KVReader, KVStore, open_store
@@ -90,7 +89,6 @@ class ThrottledReader:
         self.tier = tier
 
     def read_layer(self, layer: int, out: torch.Tensor) -> None:
-        """See :meth:`KVReader.read_layer`."""
         delivered = self._device.begin(stored_layer_bytes(self._layout, layer, self.tokens))
         self._reader.read_layer(layer, out)
         time.sleep(max(0.0, delivered - time.perf_counter()))
@@ -107,7 +105,6 @@ class ThrottledStore:
         self._store, self._device, self._tier = store, device, tier
 
     def open(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> Any:
-        """See :meth:`KVStore.open`."""
         reader = self._store.open(namespace, key, layout, tokens)
         return reader and ThrottledReader(reader, layout, self._device, self._tier or reader.tier)
 
@@ -137,11 +134,6 @@ class TierStore:
                 f"tier cold cannot be measured in {self._root.parent}: {cached_share(files):.0%} of the "
                 "files stay in the page cache; set TMPDIR to a directory on a disk"
             )
-
-    def milliseconds(self, way: Callable[[], object], device: torch.device) -> float:
-        """Time of one call from this tier."""
-        self.prepare()
-        return milliseconds(way, device)
 
 
 @contextmanager

@@ -72,7 +72,6 @@ class TraceResult(BlendResult):
 
 
 def trace_table(result: TraceResult) -> ResultTable:
-    """A row for each of the three times, and their bound."""
     load, compute = result.load_ms.median, result.compute_ms.median
     bound = max(load, compute)  # no request is faster
     rows = [
@@ -140,7 +139,7 @@ def load_ms(bench: PromptBench, reads: Sequence[bool]) -> float:
     buffers = cache.buffers(bench.prompt_tokens)
 
     def run() -> None:
-        with bench.opened() as plan:
+        with bench.opened(bench.prompt) as plan:
             loader = LayerLoader(buffers, [plan.spans if r else [] for r in reads])
             loader.start()
             try:
@@ -156,7 +155,7 @@ def compute_ms(bench: PromptBench) -> float:
     """Milliseconds of the same prefill with all KV in place when the time starts."""
     adapter = bench.adapter
     bench.there.prepare()
-    with bench.opened() as plan:
+    with bench.opened(bench.prompt) as plan:
         request = plan.request(bench.prompt_tokens)
         cache = bench.fusor.new_cache(bench.prompt_tokens, NEW_TOKENS)
         with adapter.lock, bench.fusor.fuse(cache, request, last_row_only=True) as fusion:
@@ -183,7 +182,6 @@ def trace(
     ] = BALANCED,
     tick: Tick = silent,
 ) -> TraceResult:
-    """One request layer by layer: load, re-position, select, compute, and how much of it overlaps."""
     wanted = None if tier == BALANCED else parse_tier(tier)
     if out is not None:
         require_place("--out", out, ".json")

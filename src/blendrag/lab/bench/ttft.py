@@ -54,7 +54,6 @@ class TtftResult(BlendResult):
 
 
 def ttft_table(result: TtftResult) -> ResultTable:
-    """A row for each mode."""
     modes = {
         "full": "full: stock prefill",
         "full_compiled": "full, compiled",
@@ -88,8 +87,9 @@ class CachedPrefix:
         self._tokens = bench.workload.chunk_tokens
         first = bench.prompt.ids[: self._tokens]
         kv = bench.adapter.encode((), first)  # exact: nothing precedes it
-        moved = [layer.to(bench.adapter.device) for layer in kv.layers]  # [2, Hkv, T, D]
-        self._layers = [(layer[0][None], layer[1][None]) for layer in moved]  # [1, Hkv, T, D] each
+        self._layers = [
+            layer[:, None].to(bench.adapter.device) for layer in kv.layers
+        ]  # [2, 1, Hkv, T, D]
         memory = MemoryStore(kv.size_bytes)
         memory.put("", "first", kv)
         reader = memory.open("", "first", kv.layout, kv.tokens)
@@ -99,8 +99,8 @@ class CachedPrefix:
     def stock(self) -> int:
         """Stock prefill of the rest over a stock cache."""
         cache = DynamicCache()
-        for i, (keys, values) in enumerate(self._layers):
-            cache.update(keys, values, i)
+        for i, layer in enumerate(self._layers):
+            cache.update(*layer, i)
         rest = self._bench.ids[:, self._tokens :]
         return stock_prefill(self._bench.adapter, rest, past_key_values=cache)
 
@@ -109,7 +109,7 @@ class CachedPrefix:
         bench = self._bench
         span = LoadedSpan(0, self._tokens, self._reader, 0, exact=True)
         request = exact_request(bench.prompt_tokens, (span,))
-        return bench.stored.prefill(bench.ids, request)[0]
+        return bench.prefill(bench.ids, request)[0]
 
 
 def compile_prefill(bench: PromptBench) -> tuple[Callable[[], int] | None, str]:
@@ -143,7 +143,6 @@ def ttft(
     ] = False,
     tick: Tick = silent,
 ) -> TtftResult:
-    """Time to first token of full, prefix, reuse and blend."""
     with prompt_bench(timed, workload, parse_tier(tier), tick) as bench:
         adapter, prefix = bench.adapter, CachedPrefix(bench)
         ways: dict[str, Callable[[], object]] = {

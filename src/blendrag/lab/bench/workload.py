@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -20,13 +20,12 @@ from blendrag.fusor.request import FusionCounts
 from blendrag.fusor.selection import Schedule, make_policy, policy_names
 from blendrag.lab.bench.geometry import TimedModel
 from blendrag.lab.bench.options import Count, Machine, Ratio, Rounds, machine_of
-from blendrag.lab.bench.rounds import Tick
+from blendrag.lab.bench.rounds import Tick, milliseconds
 from blendrag.lab.bench.tiers import BenchTier, TierStore, tier_store
 from blendrag.metrics import Timeline
 from blendrag.model import ModelAdapter
 from blendrag.planning.controller import Controller, PlanOptions
 from blendrag.planning.plan import Plan
-from blendrag.store import KVStore
 from blendrag.store.encodings import ENCODINGS, stored_chunk_bytes
 from blendrag.store.identity import NATIVE_ENCODING, chunk_key
 from blendrag.text.prompt import Segment, SegmentedPrompt
@@ -180,13 +179,13 @@ def exact_request(tokens: int, spans: tuple[LoadedSpan, ...]) -> BlendRequest:
 class StoredChunks:
     """Chunks in a store, and what it takes to blend prompts over them."""
 
-    def __init__(self, adapter: ModelAdapter, workload: Workload, store: KVStore) -> None:
+    def __init__(self, adapter: ModelAdapter, workload: Workload, there: TierStore) -> None:
         adapter.require_blendable()
-        self.adapter, self.workload, self._store = adapter, workload, store
+        self.adapter, self.workload, self.there = adapter, workload, there
         self.fusor = Fusor(adapter)
         self._namespace = adapter.identity.encoded(workload.encoding).namespace
         self.controller = Controller(
-            adapter, store, self._namespace, PREFIX_IDS, 1, workload.encoding
+            adapter, there.store, self._namespace, PREFIX_IDS, 1, workload.encoding
         )
 
     def put(self, chunks: Iterable[Sequence[int]]) -> None:
@@ -194,7 +193,8 @@ class StoredChunks:
         for ids in chunks:
             kv = self.adapter.encode(PREFIX_IDS, ids)
             kept = replace(kv, layout=kv.layout.encoded(self.workload.encoding))
-            self._store.put(self._namespace, chunk_key(self._namespace, PREFIX_IDS, ids), kept)
+            key = chunk_key(self._namespace, PREFIX_IDS, ids)
+            self.there.store.put(self._namespace, key, kept)
 
     @contextmanager
     def opened(
@@ -218,13 +218,9 @@ class StoredChunks:
         """What a request asks for; by default what the workload says."""
         workload = self.workload
         parsed = Schedule.parse(schedule or workload.schedule)
-        return PlanOptions(
-            mode,
-            make_policy(policy or workload.policy),
-            lambda _: parsed,
-            workload.ratio if ratio is None else ratio,
-            is_auto,
-        )
+        least = workload.ratio if ratio is None else ratio
+        chosen = make_policy(policy or workload.policy)
+        return PlanOptions(mode, chosen, lambda _: parsed, least, is_auto)
 
     def prefill(
         self, ids: torch.Tensor, request: BlendRequest, timeline: Timeline | None = None
@@ -233,28 +229,24 @@ class StoredChunks:
         logits, _, fusion = self.fusor.prefill(ids, request, NEW_TOKENS, timeline=timeline)
         return int(logits[0, -1].argmax()), fusion
 
+    def milliseconds(self, way: Callable[[], object]) -> float:
+        """Time of one call, with the KV in its tier."""
+        self.there.prepare()
+        return milliseconds(way, self.adapter.device)
 
-class PromptBench:
+
+class PromptBench(StoredChunks):
     """One random prompt over stored chunks, and the ways to its first token."""
 
     def __init__(self, adapter: ModelAdapter, workload: Workload, there: TierStore) -> None:
-        self.adapter, self.workload, self.there = adapter, workload, there
-        self.stored = StoredChunks(adapter, workload, there.store)
-        self.fusor = self.stored.fusor
+        super().__init__(adapter, workload, there)
         self.prompt = random_prompt(adapter, workload)
         self.prompt_tokens = workload.prompt_tokens
         self.ids = torch.tensor([self.prompt.ids], device=adapter.device)  # [1, N]
-        self.stored.put(segment.stored_ids for segment in self.prompt.chunks)
-
-    @property
-    def kv_bytes(self) -> int:
+        self.put(segment.stored_ids for segment in self.prompt.chunks)
+        layout = adapter.layout.encoded(workload.encoding)
+        self.kv_bytes = workload.chunks * stored_chunk_bytes(layout, workload.chunk_tokens)
         """Size of all chunks as stored."""
-        layout = self.adapter.layout.encoded(self.workload.encoding)
-        return self.workload.chunks * stored_chunk_bytes(layout, self.workload.chunk_tokens)
-
-    def opened(self, **options: Any) -> AbstractContextManager[Plan]:
-        """See :meth:`StoredChunks.opened`."""
-        return self.stored.opened(self.prompt, **options)
 
     def full(self) -> int:
         """Stock prefill of the unmodified model."""
@@ -266,12 +258,8 @@ class PromptBench:
 
     def blend(self, timeline: Timeline | None = None, **options: Any) -> tuple[int, Fusion]:
         """Load all chunks and recompute as the workload says; ``options`` as in :meth:`opened`."""
-        with self.opened(**options) as plan:
-            return self.stored.prefill(self.ids, plan.request(self.prompt_tokens), timeline)
-
-    def milliseconds(self, way: Callable[[], object]) -> float:
-        """Time of one call, with the KV in its tier."""
-        return self.there.milliseconds(way, self.adapter.device)
+        with self.opened(self.prompt, **options) as plan:
+            return self.prefill(self.ids, plan.request(self.prompt_tokens), timeline)
 
     def floor_speedup(self, counts: FusionCounts) -> float:
         """L·N over the rows computed in all layers: the speedup that the row counts alone allow."""
