@@ -54,10 +54,16 @@ class InvalidInputError(BlendragError, ValueError):
 
 
 def check_unicode(text: str, name: str) -> None:
-    """Raise :class:`InvalidInputError` for lone surrogates, which no tokenizer, file or database accepts.
+    """Raise :class:`InvalidInputError` for other types, and for lone surrogates, which no tokenizer, file or
+    database accepts.
 
     They come from bytes that are not UTF-8: in a file name, on a command line, in broken JSON.
     """
+    if not isinstance(text, str):
+        raise InvalidInputError(
+            f"{name} is {text!r:.40}, a {type(text).__name__}, expected a str; decode bytes, and leave out "
+            "documents without text"
+        )
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as exc:

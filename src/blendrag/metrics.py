@@ -16,7 +16,6 @@ and is neither a candidate for recompute nor part of ``N_chunk``.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -119,7 +118,6 @@ class Timeline:
     def __init__(self) -> None:
         self.spans: list[Span] = []
         self._started = time.perf_counter()
-        self._lock = threading.Lock()
         self._open: dict[int, float] = {}
         self.pass_name = ""
 
@@ -146,9 +144,7 @@ class Timeline:
             self._note(LAYER, layer, began)
 
     def _note(self, what: str, layer: int, began: float) -> None:
-        ended = self.now()
-        with self._lock:
-            self.spans.append(Span(what, layer, began, ended, self.pass_name * (what != LOAD)))
+        self.spans.append(Span(what, layer, began, self.now(), self.pass_name * (what != LOAD)))
 
     def computing(self) -> list[Span]:
         """Every layer without waiting, re-positioning and selecting."""

@@ -7,7 +7,6 @@ KV cannot be reused still gets an adapter: ``refusal`` says why, and :meth:`requ
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -123,10 +122,7 @@ class ModelAdapter:
     @property
     def is_compiled(self) -> bool:
         """Whether ``torch.compile`` was applied to the model, its decoder or a decoder layer."""
-        if self._stack is None or "torch._dynamo" not in sys.modules:
-            return False
-        around = self._stack.around
-        return is_compiled(each for module in around for each in (module, *module.children()))
+        return self._stack is not None and is_compiled(self._stack.may_be_compiled)
 
     def uncompiled(self) -> AbstractContextManager[None]:
         """Within this context a compiled model runs as plain Python."""
@@ -219,18 +215,13 @@ class ModelAdapter:
         self._layout = layout_of(first, len(stack.layers), PROBE_TOKENS, type(self.model).__name__)
 
         def kv_at(offset: int, ids: Sequence[int] = ids) -> LayersKV:
-            cache = self.prefill_at(ids, offset)
-            return [la.keys[0] for la in cache.layers], [la.values[0] for la in cache.layers]
+            return [(la.keys[0], la.values[0]) for la in self.prefill_at(ids, offset).layers]
 
         # Learned positions end with their table, and a length-dependent table changes at its limit.
         reach = (self.blend_limit_tokens or self.context_tokens) - PROBE_TOKENS
-        self._repositioner = classify(
-            kv_at,
-            kv_at(0, [(5 + 97 * i) % vocab for i in range(PROBE_TOKENS)]),
-            stack,
-            self._layout.torch_dtype,
-            [max(1, min(delta, reach)) for delta in PROBE_OFFSETS],
-        )
+        shifted = {delta: kv_at(delta) for delta in (max(1, min(d, reach)) for d in PROBE_OFFSETS)}
+        others = kv_at(0, [(5 + 97 * i) % vocab for i in range(PROBE_TOKENS)])
+        self._repositioner = classify(kv_at(0), shifted, others, stack, self._layout.torch_dtype)
 
 
 def context_tokens_of(config: Any) -> int:

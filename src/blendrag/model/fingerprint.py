@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from io import BytesIO
 from typing import Any, NamedTuple
 
 import torch
@@ -87,19 +89,16 @@ class Digests:
 
     def _samples(self, tensors: Sequence[LoadedTensor]) -> list[bytes]:
         """The bytes of about :data:`SAMPLES` values of every tensor; one copy per device and dtype."""
-        alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
+        alike: dict[Any, list[tuple[int, torch.Tensor]]] = defaultdict(list)
         samples = [b""] * len(tensors)
         for i, each in enumerate(tensors):
             if each.tensor.numel():
                 view = self._view(each.tensor)
-                alike.setdefault((view.device, view.dtype), []).append((i, view))
+                alike[view.device, view.dtype].append((i, view))
         for views in alike.values():
-            together = bytes(_bytes_of(torch.cat([view for _, view in views])))
-            start = 0
+            together = BytesIO(_bytes_of(torch.cat([view for _, view in views])))
             for i, view in views:
-                end = start + view.numel() * view.element_size()
-                samples[i] = together[start:end]
-                start = end
+                samples[i] = together.read(view.nbytes)
         return samples
 
     def _view(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -53,16 +53,10 @@ def load_adapter(
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise InvalidInputError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    path = _resolve_model(name)
     target = resolve_device(device)
-    torch_dtype: Any = dtype if dtype == "auto" else DTYPES[dtype]
-    with _loading(name):
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch_dtype, trust_remote_code=trust_remote_code
-        )
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    trust = {"trust_remote_code": trust_remote_code}
+    model = _pretrained("AutoModelForCausalLM", name, dtype=DTYPES.get(dtype, "auto"), **trust)
+    tokenizer = _pretrained("AutoTokenizer", name, **trust)
     with _mapped(lambda exc: f"model {name!r} cannot be moved to {target}: {_first_line(exc)}"):
         model = model.to(target)
         model = _widened(model, name) if dtype == "auto" else model
@@ -73,22 +67,22 @@ def load_adapter(
 
 def load_tokens(name: str, trust_remote_code: bool = False) -> Tokens:
     """Only the tokenizers of ``name``, as :func:`load_adapter` loads them; raises :class:`ModelLoadError`."""
-    from transformers import AutoTokenizer
-
-    path = _resolve_model(name)
-    with _loading(name):
-        return Tokens(AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code))
+    return Tokens(_pretrained("AutoTokenizer", name, trust_remote_code=trust_remote_code))
 
 
 @lru_cache(maxsize=32)
 def load_context_tokens(name: str, trust_remote_code: bool = False) -> int:
     """Context window of ``name`` in tokens, from its config alone; raises :class:`ModelLoadError`."""
-    from transformers import AutoConfig
+    config = _pretrained("AutoConfig", name, trust_remote_code=trust_remote_code)
+    return context_tokens_of(config)
 
-    path = _resolve_model(name)
-    with _loading(name):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        return context_tokens_of(config)
+
+def _pretrained(kind: str, name: str, **options: Any) -> Any:
+    """What this class of transformers loads for ``name``."""
+    import transformers
+
+    with _mapped(lambda exc: _load_message(name, exc)):
+        return getattr(transformers, kind).from_pretrained(_resolve_model(name), **options)
 
 
 def _resolve_model(name: str) -> str:
@@ -161,8 +155,7 @@ def has_fast_products(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether ``device`` has fast matrix products in ``dtype``: on a CPU, oneDNN kernels."""
     if device.type != "cpu" or dtype not in _SUPPORT:
         return True
-    supported = getattr(torch.ops.mkldnn, _SUPPORT[dtype], None)
-    return supported is not None and bool(supported())
+    return bool(getattr(torch.ops.mkldnn, _SUPPORT[dtype], lambda: False)())
 
 
 def automatic_dtype(checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
@@ -174,8 +167,8 @@ def precision_signature(dtype: str, device: torch.device) -> str:
     """What ``dtype`` means on ``device``, as far as it is known without the checkpoint."""
     if dtype != "auto":
         return dtype
-    slow = [dtype_name(kind) for kind in _SUPPORT if not has_fast_products(kind, device)]
-    return " ".join(("auto", *(f"-{name}" for name in slow)))
+    slow = [f"-{dtype_name(kind)}" for kind in _SUPPORT if not has_fast_products(kind, device)]
+    return " ".join(("auto", *slow))
 
 
 def _widened(model: Any, name: str) -> Any:
@@ -193,10 +186,6 @@ def _widened(model: Any, name: str) -> Any:
 
 
 # -- errors -----------------------------------------------------------------------------------------
-
-
-def _loading(name: str) -> AbstractContextManager[None]:
-    return _mapped(lambda exc: _load_message(name, exc))
 
 
 @contextmanager

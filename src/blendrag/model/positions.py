@@ -9,15 +9,14 @@ computes for the same tokens at positions 0… and at Δ…:
 * neither, or the values differ → the model cannot be blended.
 
 A kind is accepted if its keys are off by no more than noise (:mod:`blendrag.model.kv_compare`) and the other
-kind's by far more. Where a large bias hardly rotates, keys of both kinds look alike in a norm over all
-dimensions, so errors are measured per dimension.
+kind's by far more.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -31,7 +30,7 @@ from blendrag.model.structure import DecoderStack
 LayerKind = Literal["rotary", "position-free"]
 RotaryApply = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 #: K and V ``[Hkv, n, D]`` of every layer.
-LayersKV = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
+LayersKV = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 #: Offsets the probe tries: a small one, and one that turns the slow frequencies, too.
 PROBE_OFFSETS = (7, 1531)
@@ -97,46 +96,46 @@ def apply_rotary(apply: RotaryApply, keys: torch.Tensor, table: RotaryTable) -> 
 
 
 def classify(
-    kv_at: Callable[[int], LayersKV],
-    other_tokens: LayersKV,
+    base: LayersKV,
+    shifted: Mapping[int, LayersKV],
+    others: LayersKV,
     stack: DecoderStack,
     dtype: torch.dtype,
-    offsets: Sequence[int] = PROBE_OFFSETS,
 ) -> Repositioner:
-    """Probe every layer and return the model's :class:`Repositioner`.
+    """Tell the kind of every layer and return the model's :class:`Repositioner`.
 
-    ``kv_at(Δ)`` prefills the same few tokens at positions Δ…; it is called for 0 and for each of
-    ``offsets``. ``other_tokens`` is the KV of as many different tokens at positions 0…. Raises
-    :class:`UnsupportedModelError` naming the first layer that is neither rotary nor position-free.
+    Args:
+        base: KV of a few tokens at positions 0….
+        shifted: of the same tokens at positions Δ…, by Δ.
+        others: of as many different tokens at positions 0….
+
+    Raises :class:`UnsupportedModelError` naming the first layer that is neither rotary nor position-free.
     """
-    base_keys, base_values = kv_at(0)
-    shifted = [(delta, *kv_at(delta)) for delta in offsets]
-    other_keys, other_values = other_tokens
     # A model may have neither; then moving keys is a TypeError, and no layer is rotary.
     rotary: Any = stack.rotary
     apply: Any = getattr(
         sys.modules[type(stack.attentions[0]).__module__], "apply_rotary_pos_emb", None
     )
     by_type = rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
-    names = [stack.layer_types[i] if by_type else "" for i in range(len(base_keys))]
+    names = [kind if by_type else "" for kind in stack.layer_types]
     kinds: list[LayerKind] = []
-    for i, name in enumerate(names):
-        carries = content(base_values[i], other_values[i])
-        for delta, _, values in shifted:
-            if not _misfit(values[i], base_values[i], carries, dtype).fits:
+    for i, (name, (base_keys, base_values)) in enumerate(zip(names, base, strict=True)):
+        moved = [(delta, *layers[i]) for delta, layers in shifted.items()]
+        carries = content(base_values, others[i][1])
+        for delta, _, values in moved:
+            if not _misfit(values, base_values, carries, dtype).fits:
                 raise UnsupportedModelError(
                     f"the values of layer {i} change with position ({delta} tokens further on), so its "
                     "stored KV cannot be reused elsewhere; use mode full"
                 )
-        carries, base = content(base_keys[i], other_keys[i]), base_keys[i]
-        free = [_misfit(keys[i], base, carries, dtype, delta) for delta, keys, _ in shifted]
+        carries = content(base_keys, others[i][0])
+        free = [_misfit(keys, base_keys, carries, dtype, delta) for delta, keys, _ in moved]
         turned: list[Misfit] = []
         with suppress(RuntimeError, TypeError, ValueError, AttributeError):
-            for delta, keys, _ in shifted:
-                distance = torch.full((base.shape[-2],), delta, device=base.device)
-                table = rotary_table(rotary, name, distance)
-                moved = apply_rotary(apply, base, table)
-                turned.append(_misfit(keys[i], moved, carries, dtype, delta))
+            for delta, keys, _ in moved:
+                distance = torch.full((keys.shape[-2],), delta, device=keys.device)
+                expected = apply_rotary(apply, base_keys, rotary_table(rotary, name, distance))
+                turned.append(_misfit(keys, expected, carries, dtype, delta))
         if len(turned) < len(shifted):
             turned = []  # the model's rotary functions do not take these keys
         if _explains(free, turned):

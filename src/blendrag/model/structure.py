@@ -6,6 +6,7 @@ prefill, checks that all weights are on one device, and sees through ``torch.com
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,8 +35,8 @@ class DecoderStack:
     rotary: nn.Module | None
     config: Any
     layer_types: Sequence[str]
-    around: Sequence[nn.Module]
-    """The model's modules outside of all decoder layers."""
+    may_be_compiled: Sequence[nn.Module]
+    """The decoder layers and all modules outside of them."""
 
 
 def find_stack(model: Any) -> DecoderStack:
@@ -66,16 +67,15 @@ def find_stack(model: Any) -> DecoderStack:
             )
         attentions.append(attention)
     types = list(getattr(config, "layer_types", None) or ["full_attention"] * count)
-    for kind in types:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise UnsupportedModelError(
-                f"{name} has layers of type {kind!r}; only full and sliding-window attention can be "
-                "blended; use mode full"
-            )
+    if others := set(types) - {"full_attention", "sliding_attention"}:
+        raise UnsupportedModelError(
+            f"{name} has layers of type {min(others)!r}; only full and sliding-window attention can be "
+            "blended; use mode full"
+        )
     rotary = getattr(base, "rotary_emb", None)
     inside = {id(module) for layer in layers for module in layer.modules()}
     around = [module for module in model.modules() if id(module) not in inside]
-    return DecoderStack(base, layers, attentions, rotary, config, types, around)
+    return DecoderStack(base, layers, attentions, rotary, config, types, (*around, *layers))
 
 
 def layout_of(cache: DynamicCache, layers: int, tokens: int, name: str) -> KVLayout:
@@ -178,7 +178,7 @@ def unwrapped(module: Any) -> Any:
 
 def is_compiled(modules: Iterable[nn.Module]) -> bool:
     """Whether one of ``modules`` was compiled: by a wrapper, by ``.compile()`` or through its ``forward``."""
-    return any(
+    return "torch._dynamo" in sys.modules and any(
         "_orig_mod" in module._modules
         or module._compiled_call_impl is not None
         or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")

@@ -77,24 +77,22 @@ class Chunker:
 
     def count(self, text: str) -> int:
         """Tokens of ``text`` without special tokens."""
-        _check_text(text)
+        check_unicode(text, "the text")
         return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def split(self, text: str) -> list[Chunk]:
-        """Chunks of ``text`` in order, white space between them dropped.
+        """Chunks of ``text`` in order, without the white space between them, in linear time.
 
-        Takes time linear in the text's length. Raises :class:`InvalidInputError` for values other than
-        strings and for text that is not valid Unicode (lone surrogates).
+        Raises :class:`InvalidInputError` for values other than valid Unicode strings.
         """
-        _check_text(text)
-        check_unicode(text, "text")
+        check_unicode(text, "the text")
         return [
             Chunk(text[start:end], start, end, tokens, chunk_id_of(text[start:end]))
             for start, end, tokens in self._spans(text)
         ]
 
     def _spans(self, text: str) -> Iterator[Span]:
-        """Spans of the whole text, found window by window."""
+        """Spans of the whole text, window by window."""
         largest = self.chunk_tokens * MAX_CHARS_PER_TOKEN
         window = self.chunk_tokens * TYPICAL_CHARS_PER_TOKEN * WINDOW_CHUNKS
         start = 0
@@ -140,14 +138,6 @@ class Chunker:
             return [(start, end, tokens)] if start < end else []
         middle = (start + end) // 2
         return self._halved(text, start, middle) + self._halved(text, middle, end)
-
-
-def _check_text(text: str) -> None:
-    if not isinstance(text, str):
-        raise InvalidInputError(
-            f"the text to split is {text!r:.40}, a {type(text).__name__}, expected a str; decode bytes, "
-            "and leave out documents without text"
-        )
 
 
 def _pieces(splitter: TextSplitter, text: str, start: int, end: int) -> Iterator[tuple[int, int]]:

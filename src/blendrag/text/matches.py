@@ -73,7 +73,7 @@ def is_recognisable(text: str) -> bool:
 
 
 class SearchArea:
-    """The parts of one prompt that are searched. Every answer is an array look-up."""
+    """The parts of one prompt that are searched."""
 
     def __init__(
         self, prompt: str, within: Sequence[tuple[int, int]] | None = None, strict: bool = True
@@ -83,7 +83,8 @@ class SearchArea:
         With ``strict=False`` a match needs neither word boundaries nor a minimum length.
         """
         size = len(prompt)
-        spans = np.array([(0, size)] if within is None else list(within), np.intp).reshape(-1, 2)
+        # The first span is empty, so that every position has a span that starts at or before it.
+        spans = np.array([(0, 0), *([(0, size)] if within is None else within)], np.intp)
         self._starts, self._ends = spans[:, 0], spans[:, 1]
         self._least = MIN_LETTERS if strict else 0
         self._letters = np.zeros(size + 1, np.int32)
@@ -100,11 +101,8 @@ class SearchArea:
 
     def ends(self, starts: np.ndarray) -> np.ndarray:
         """For each start, the end of the searched span around it; 0 outside of all spans."""
-        if not len(self._starts):
-            return np.zeros(len(starts), np.intp)
-        at = np.searchsorted(self._starts, starts, "right") - 1
-        ends = self._ends[at]
-        return np.where((at >= 0) & (starts < ends), ends, 0)
+        ends = self._ends[np.searchsorted(self._starts, starts, "right") - 1]
+        return np.where(starts < ends, ends, 0)
 
     def may_begin(self, starts: np.ndarray) -> np.ndarray:
         """Whether a chunk may begin at each of ``starts``."""

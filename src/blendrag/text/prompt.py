@@ -4,8 +4,6 @@ The prompt is tokenised as one text, so its ids are those of the stock tokenizer
 stock prefill of them. A chunk's KV is used for the tokens that equal the chunk's own ids. A last token that
 merged with the text after the chunk (``".\\n\\n"``) is computed. A chunk is tokenised separately, as plain
 text, if it contains what looks like a control token or merges with the text before it.
-
-Whether a chunk has stored KV is decided later.
 """
 
 from __future__ import annotations

@@ -51,10 +51,9 @@ def digest_of(document: Document) -> str:
 
 
 class Inputs(NamedTuple):
-    """The files found in a list of paths."""
+    """The files found in a list of paths, each once."""
 
     files: list[Path]
-    """To be read, in order, each once."""
     unsupported: list[Path]
     """Files found in a directory that no reader supports. They are reported, not read."""
 
@@ -202,8 +201,7 @@ def _read_html(path: Path, text: str) -> Iterator[Document]:
 
     soup = BeautifulSoup(text, "html.parser")
     title = " ".join(soup.title.get_text().split()) if soup.title else ""
-    body = _html_text(soup)
-    if not body:
+    if not (body := _html_text(soup)):
         raise UnreadableDocumentError(path, "contains no text besides tags; leave it out")
     yield Document(path.as_posix(), body, title or _stem_title(path))
 
@@ -259,17 +257,15 @@ def _jsonl_document(path: Path, number: int, line: str) -> Document:
         raise _BadLine(f"is not valid JSON ({exc}); write one object to a line") from exc
     if not isinstance(record, dict) or not isinstance(record.get("text"), str):
         raise _BadLine('is not an object with a string under "text"; write {"text": "…"}')
-    text = _with_newlines(record["text"])
-    if not text.strip():
+    if not (text := _with_newlines(record["text"])).strip():
         raise _BadLine('has an empty "text"; fill it or remove the line')
     try:
         json.dumps(record, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as exc:
         raise _BadLine("contains a lone surrogate, expected valid Unicode; replace it") from exc
-    record_id = record.get("id")
-    name = number if record_id is None or record_id == "" else record_id
+    has_id = record.get("id") not in (None, "")
     return Document(
-        source=f"{path.as_posix()}#{name}",
+        source=f"{path.as_posix()}#{record['id'] if has_id else number}",
         text=text,
         title=str(record.get("title") or _stem_title(path)),
         metadata={
@@ -282,11 +278,8 @@ def _jsonl_document(path: Path, number: int, line: str) -> Document:
 
 _READERS: dict[str, Callable[[Path, str], Iterator[Document]]] = {
     ".txt": _read_plain,
-    ".md": _read_markdown,
-    ".markdown": _read_markdown,
-    ".html": _read_html,
-    ".htm": _read_html,
+    **dict.fromkeys((".md", ".markdown"), _read_markdown),
+    **dict.fromkeys((".html", ".htm"), _read_html),
     ".jsonl": _read_jsonl,
 }
-
 SUPPORTED_SUFFIXES = tuple(_READERS)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from typing import NamedTuple
@@ -329,9 +330,16 @@ class ChunkIndex:
         """
         if not len(self) or len(prompt) < SHORT:
             return []
-        search = _Search(prompt, SearchArea(prompt, within, strict), self._tables(), self._text_of)
+        area = SearchArea(prompt, within, strict)
+        search = _Search(prompt, area, self._tables(), cache(self._text))
         whole = best_cover(search.whole_chunks())
         return search.with_tail_cut(whole) if strict else whole
+
+    def _text(self, chunk_id: str) -> str:
+        try:
+            return canonical(self._text_of(chunk_id))
+        except LookupError:
+            return ""  # the chunk is gone: nothing matches
 
     def _tables(self) -> list[_Table]:
         """Both tables, made one if many chunks were added or discarded."""
@@ -357,43 +365,33 @@ class ChunkIndex:
         return covered_plain > covered
 
 
+@dataclass
 class _Search:
     """The candidates of one prompt, compared with the chunks' texts."""
 
-    def __init__(
-        self,
-        prompt: str,
-        area: SearchArea,
-        tables: Sequence[_Table],
-        text_of: Callable[[str], str],
-    ) -> None:
-        self._prompt, self._area, self._tables = prompt, area, tables
-        self._sums = PrefixSums(prompt)
-        self._found = [each for table in tables for each in table.beginnings(self._sums, area)]
+    prompt: str
+    area: SearchArea
+    tables: Sequence[_Table]
+    text_of: Callable[[str], str]
 
-        @cache
-        def text(chunk_id: str) -> str:
-            try:
-                return canonical(text_of(chunk_id))
-            except LookupError:
-                return ""  # the chunk is gone: nothing matches
-
-        self._text = text
+    def __post_init__(self) -> None:
+        self.sums = PrefixSums(self.prompt)
+        self.found = [b for table in self.tables for b in table.beginnings(self.sums, self.area)]
 
     def whole_chunks(self) -> list[Match]:
         """Chunks that are in the prompt whole; they may overlap."""
-        if not self._found:
+        if not self.found:
             return []
-        listed = [each.table.whole(self._sums, self._area, each) for each in self._found]
+        listed = [each.table.whole(self.sums, self.area, each) for each in self.found]
         starts, lengths, digests = map(np.concatenate, zip(*listed, strict=True))
-        kept = first_of_each(digests, np.ones(len(digests), np.intp), MAX_WHOLE)
+        kept = first_of_each(digests, np.ones_like(starts), MAX_WHOLE)
         matches: dict[tuple[int, int], Match] = {}
         for i in kept.tolist():
             start, length = int(starts[i]), int(lengths[i])
-            same = (table.with_digest(digests[i], length) for table in self._tables)
+            same = (table.with_digest(digests[i], length) for table in self.tables)
             for chunk_id in sorted(chain.from_iterable(same)):
-                text = self._text(chunk_id)
-                if len(text) == length and self._prompt.startswith(text, start):
+                text = self.text_of(chunk_id)
+                if len(text) == length and self.prompt.startswith(text, start):
                     match = Match(chunk_id, start, start + length, complete=True)
                     matches.setdefault((start, length), match)
         return list(matches.values())
@@ -401,8 +399,13 @@ class _Search:
     def with_tail_cut(self, taken: list[Match]) -> list[Match]:
         """``taken``, and chunks whose tail is cut off in the gaps, from the prompt's start on."""
         taken = list(taken)
-        starts = np.array(sorted(set(self._tail_cut_starts())), np.intp)
-        for start, end in zip(starts.tolist(), self._area.ends(starts).tolist(), strict=True):
+        kept = [
+            each.starts[first_of_each(each.low, np.ones_like(each.low), MAX_TAIL_CUT_STARTS)]
+            for each in self.found
+            if each.size == MIN_TAIL_CUT_CHARS
+        ]
+        starts = np.unique(np.concatenate([np.zeros(0, np.intp), *kept]))
+        for start, end in zip(starts.tolist(), self.area.ends(starts).tolist(), strict=True):
             at = bisect_right(taken, start, key=lambda match: match.start)
             if at and taken[at - 1].end > start:
                 continue
@@ -410,13 +413,6 @@ class _Search:
             if match := self._tail_cut(start, room):
                 taken.insert(at, match)
         return taken
-
-    def _tail_cut_starts(self) -> Iterator[int]:
-        for each in self._found:
-            if each.size == MIN_TAIL_CUT_CHARS:
-                ones = np.ones(len(each.starts), np.intp)
-                kept = first_of_each(each.low, ones, MAX_TAIL_CUT_STARTS)
-                yield from each.starts[kept].tolist()
 
     def _tail_cut(self, start: int, room: int) -> Match | None:
         """The chunk that shares the longest text with the prompt at ``start``, if that is long enough."""
@@ -428,16 +424,16 @@ class _Search:
             longest = int(min(room, 2 * size) / MIN_TAIL_CUT_SHARE)
             candidates = [
                 chunk
-                for each in self._found
+                for each in self.found
                 if each.size == size
                 for chunk in each.chunks_at(start, longest, left)
             ]
             left -= len(candidates)
             matches: list[Match] = []
             for chunk_id, length in candidates:
-                text = self._text(chunk_id)
-                shared = common_prefix(self._prompt[start : start + min(room, length)], text)
-                end = self._area.cut(start, start + shared)
+                text = self.text_of(chunk_id)
+                shared = common_prefix(self.prompt[start : start + min(room, length)], text)
+                end = self.area.cut(start, start + shared)
                 needed = max(MIN_TAIL_CUT_CHARS, int(length * MIN_TAIL_CUT_SHARE))
                 if shared < length and end - start >= needed:
                     matches.append(Match(chunk_id, start, end, complete=False))
