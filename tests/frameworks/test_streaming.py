@@ -12,7 +12,7 @@ import scripted
 import tiny
 from blendrag.engine import Answer, BlendEngine, Options
 from blendrag.frameworks.streaming import Piece, StreamedText, astream_pieces, stream_pieces
-from blendrag.frameworks.tools import forced_opening, parse
+from blendrag.frameworks.tools import opening_for, parse
 from scripted import LLAMA, MISTRAL, XML, tokens
 
 pytestmark = pytest.mark.timeout(60)
@@ -103,7 +103,7 @@ def test_text_is_shown_and_calls_are_held_back(name: str) -> None:
     assert max(map(len, pieces)) <= len(" [TOOL_B")
     assert plain.rest(PLAIN) == ""
     assert "".join(shown(call, CALLS[name])) == call.rest("") == ""
-    forced = StreamedText(made, forced_opening(made, "search"))
+    forced = StreamedText(made, opening_for(made, "search", ()))
     assert "".join(shown(forced, ' {"q": "x"}} and so on')) == ""
     if name != "llama":  # whose calls are the whole answer
         text = StreamedText(made)

@@ -17,7 +17,7 @@ from blendrag.frameworks.tools import (
     Parsed,
     call_form,
     chosen_tool,
-    forced_opening,
+    opening_for,
     parse,
 )
 from blendrag.model.tokens import Tokens
@@ -182,8 +182,8 @@ def test_a_call_is_begun_as_the_template_writes_it(
 ) -> None:
     made = tokens(template)
     named = f"{opening}search{arguments}"
-    assert forced_opening(made) == opening
-    assert forced_opening(made, "search") == named
+    assert opening_for(made, "any", ()) == opening
+    assert opening_for(made, "search", ()) == named
     rest = ' {"q": "x"}}]' if "TOOL_CALLS" in named else ' {"q": "x"}}'
     call = parse(named + rest, made).calls[0]
     assert (call.name, call.arguments) == ("search", {"q": "x"})
@@ -200,10 +200,10 @@ def test_a_call_is_begun_as_the_template_writes_it(
 def test_a_call_cannot_be_begun_if_the_template_writes_none(template: str) -> None:
     assert call_form(tokens(template)) is None
     with pytest.raises(InvalidInputError, match="does not show how a tool call begins"):
-        forced_opening(tokens(template))
+        opening_for(tokens(template), "any", ())
     # arguments that are not JSON: only the name is begun
     assert call_form(tokens(scripted.XML)) == CallForm("<function=", "")
-    assert forced_opening(tokens(scripted.XML), "search") == "<function=search"
+    assert opening_for(tokens(scripted.XML), "search", ()) == "<function=search"
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from blendrag.frameworks.streaming import (
     stream_pieces,
     to_thread,
 )
-from blendrag.frameworks.tools import Parsed, chosen_tool, json_instruction, opening_for, parse
+from blendrag.frameworks.tools import Parsed, chosen_tool, opening_for, parse
 from langchain_blendrag._convert import (
     Message,
     generation_info,
@@ -284,13 +284,16 @@ def _flattened(messages: Sequence[BaseMessage], tools: Sequence[Any]) -> str:
 
 def _instruction(response_format: Mapping[str, Any] | None) -> str:
     """OpenAI's ``response_format`` as an instruction."""
-    kind = (response_format or {"type": "text"}).get("type")
+    wanted = response_format or {"type": "text"}
+    kind = wanted.get("type")
     if kind == "text":
         return ""
+    plain = "Answer with one JSON object and nothing else."
     if kind == "json_object":
-        return json_instruction(None)
-    if kind == "json_schema" and response_format is not None:
-        return json_instruction(response_format["json_schema"]["schema"])
+        return plain
+    if kind == "json_schema":
+        schema = json.dumps(wanted["json_schema"]["schema"], ensure_ascii=False)
+        return f"{plain} It must follow this JSON schema:\n{schema}"
     raise InvalidInputError(
         f"response_format of type {kind!r} is not one of text, json_object, json_schema"
     )

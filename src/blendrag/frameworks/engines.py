@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class EngineName(NamedTuple):
-    """What tells two shared engines apart, with all defaults filled in."""
+    """What tells two shared engines apart."""
 
     model: str
     store: Path
@@ -58,15 +58,9 @@ def shared_engine(
     return engine_of(engine_name(model, store, dtype, device, embedder, trust_remote_code))
 
 
-def engine_name(
-    model: str | None = None,
-    store: Path | str | None = None,
-    dtype: str | None = None,
-    device: str | None = None,
-    embedder: str | None = None,
-    trust_remote_code: bool | None = None,
-) -> EngineName:
-    """The full name: ``None`` takes blendrag's settings, and directories become absolute."""
+def engine_name(*given: Any) -> EngineName:
+    """The name with all defaults filled in and absolute directories, from the fields in their order."""
+    model, store, dtype, device, embedder, trust_remote_code = given
     defaults = settings()
     return EngineName(
         absolute_model(model or defaults.model),

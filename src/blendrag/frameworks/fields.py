@@ -63,7 +63,7 @@ class EngineFields(BaseModel):
     def _take_engine(self) -> EngineFields:
         names = {name: getattr(self, name) for name in EngineName._fields}
         if self.given_engine is None:
-            self._name = engine_name(**names)
+            self._name = engine_name(*names.values())
             engine_of(self._name)  # raises now for bad names
         else:
             check_given(self.given_engine, **names)

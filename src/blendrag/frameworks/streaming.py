@@ -79,19 +79,17 @@ class StreamedText:
         self._raw = ""
         self._is_call = bool(opening)
         self._holds_back = tokens is not None
-        self._is_bare_json = False
-        self._marks = () if tokens is None else self._marks_of(tokens)
-        self._firsts = {mark[0] for mark in self._marks}
-        self._longest = max(map(len, self._marks), default=0)
-
-    def _marks_of(self, tokens: Tokens) -> tuple[str, ...]:
-        """Beginnings of calls, and control tokens, which are never shown."""
-        form = call_form(tokens)
-        before = form.before.lstrip() if form is not None else ""
+        form = None if tokens is None else call_form(tokens)
+        before = "" if form is None else form.before.lstrip()
         found = self._OPENER.match(before)
         openers = [found[0]] if found is not None else before.split()[:1]
         self._is_bare_json = openers == ["{"]
-        return tuple(text for text in (*openers, *tokens.special_texts) if text and text != "{")
+        # beginnings of calls, and control tokens, which are never shown
+        specials = () if tokens is None else tokens.special_texts
+        marks = {*openers, *specials} - {"", "{"}
+        self._marks = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
+        self._beginnings = {mark[:size] for mark in marks for size in range(1, len(mark))}
+        self._longest = max(map(len, marks), default=0)
 
     def add(self, piece: str) -> str:
         """The text that ``piece`` adds."""
@@ -113,12 +111,9 @@ class StreamedText:
         if self._is_bare_json and self._raw.lstrip()[:1] in ("", "{"):
             return ""  # a call without marks is the whole answer
         begin = len(self.text)  # models have hundreds of marks: search only what is new
-        found = [at for at in (self._raw.find(mark, begin) for mark in self._marks) if at >= 0]
-        if found:
-            return self._raw[: min(found)].rstrip()
+        if found := self._marks.search(self._raw, begin):
+            return self._raw[: found.start()].rstrip()
         for at in range(max(begin, len(self._raw) - self._longest + 1), len(self._raw)):
-            if self._raw[at] in self._firsts:
-                tail = self._raw[at:]
-                if any(mark.startswith(tail) for mark in self._marks):
-                    return self._raw[:at].rstrip()
+            if self._raw[at:] in self._beginnings:
+                return self._raw[:at].rstrip()
         return self._raw.rstrip()

@@ -13,9 +13,9 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blendrag.errors import InvalidInputError
 
@@ -53,44 +53,31 @@ class Parsed:
 
 
 def parse(
-    text: str,
-    tokens: Tokens,
-    prompt: str = "",
-    tools: Sequence[Mapping[str, Any]] = (),
+    text: str, tokens: Tokens, prompt: str = "", tools: Sequence[Mapping[str, Any]] = ()
 ) -> Parsed:
     """The calls in ``text``, an answer to a request with ``tools``. Never raises.
 
     ``prompt``: as rendered, for tokenizers that parse answers themselves and whose template begins the
     answer.
     """
-    if getattr(tokens.tokenizer, "response_template", None) is not None:
-        parsed = _parsed_by_tokenizer(text, tokens, prompt, tools)
-    else:
+    calls: list[Call]
+    if getattr(tokens.tokenizer, "response_template", None) is None:
         rest, calls = _format_of(tokens)(text)
-        parsed = _gathered(rest, calls) if calls else Parsed(text)
+    else:
+        try:
+            found = tokens.tokenizer.parse_response(text, prefix=prompt, tools=list(tools) or None)
+            content = found.get("content")
+            rest = content.strip() if isinstance(content, str) else ""
+            calls = [_read_call(call, json.dumps(call)) for call in found.get("tool_calls") or ()]
+        except Exception as exc:  # the template's own parsers raise many kinds
+            reason = (str(exc).strip() or type(exc).__name__).splitlines()[0]
+            rest, calls = "", [InvalidCall(text, reason)]
+    if calls:
+        rest = rest.strip()
     for special in tokens.special_texts:
-        parsed = replace(parsed, text=parsed.text.replace(special, ""))
-    return parsed
-
-
-def _parsed_by_tokenizer(
-    text: str, tokens: Tokens, prompt: str, tools: Sequence[Mapping[str, Any]]
-) -> Parsed:
-    try:
-        message = tokens.tokenizer.parse_response(text, prefix=prompt, tools=list(tools) or None)
-    except Exception as exc:  # the template's own parsers raise many kinds
-        reason = (str(exc).strip() or type(exc).__name__).splitlines()[0]
-        return Parsed("", (), (InvalidCall(text, reason),))
-    content = message.get("content")
-    return _gathered(
-        content if isinstance(content, str) else "",
-        [_read_call(call, json.dumps(call)) for call in message.get("tool_calls") or ()],
-    )
-
-
-def _gathered(text: str, calls: Sequence[ToolCall | InvalidCall]) -> Parsed:
+        rest = rest.replace(special, "")
     return Parsed(
-        text.strip(),
+        rest,
         tuple(call for call in calls if isinstance(call, ToolCall)),
         tuple(call for call in calls if isinstance(call, InvalidCall)),
     )
@@ -98,8 +85,9 @@ def _gathered(text: str, calls: Sequence[ToolCall | InvalidCall]) -> Parsed:
 
 # -- known formats of calls ----------------------------------------------------------------------
 
-#: Splits an answer into its text and its calls.
-Format = Callable[[str], tuple[str, list[ToolCall | InvalidCall]]]
+Call = ToolCall | InvalidCall
+#: An answer split into its text and its calls.
+Split = tuple[str, list[Call]]
 
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _MISTRAL = "[TOOL_CALLS]"
@@ -108,16 +96,16 @@ _BROKEN_CALL = re.compile(r'\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|argum
 _PYTHON_TAG = "<|python_tag|>"
 
 
-def _hermes(text: str) -> tuple[str, list[ToolCall | InvalidCall]]:
+def _hermes(text: str) -> Split:
     """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, any number of them between text."""
     calls = [_read_json(found[1].strip()) for found in _TAGGED.finditer(text)]
     return _TAGGED.sub("", text), calls
 
 
-def _mistral(text: str) -> tuple[str, list[ToolCall | InvalidCall]]:
+def _mistral(text: str) -> Split:
     """``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]``, or ``[TOOL_CALLS]name[ARGS]{…}``, repeated."""
     rest, *pieces = text.split(_MISTRAL)
-    calls: list[ToolCall | InvalidCall] = []
+    calls: list[Call] = []
     for piece in pieces:
         named = _MISTRAL_CALL.match(piece)
         if named is None:
@@ -131,7 +119,7 @@ def _mistral(text: str) -> tuple[str, list[ToolCall | InvalidCall]]:
     return rest, calls
 
 
-def _bare_json(text: str) -> tuple[str, list[ToolCall | InvalidCall]]:
+def _bare_json(text: str) -> Split:
     """``{"name": …, "parameters": {…}}``, several with ``;`` between, as the whole answer."""
     rest, tag, after = text.partition(_PYTHON_TAG)
     if tag:
@@ -151,7 +139,7 @@ def _is_call(text: str) -> bool:
     return ("name" in found and has_arguments) or isinstance(found.get("function"), dict)
 
 
-def _format_of(tokens: Tokens) -> Format:
+def _format_of(tokens: Tokens) -> Callable[[str], Split]:
     template = tokens.template_text
     if "<tool_call>" in template:
         return _hermes
@@ -161,14 +149,14 @@ def _format_of(tokens: Tokens) -> Format:
 # -- one call -----------------------------------------------------------------------------------
 
 
-def _read_json(text: str) -> ToolCall | InvalidCall:
+def _read_json(text: str) -> Call:
     try:
         return _read_call(json.loads(text, strict=False), text)
     except ValueError as exc:
         return InvalidCall(text, f"the call is not JSON: {exc}")
 
 
-def _read_many(text: str) -> Iterator[ToolCall | InvalidCall]:
+def _read_many(text: str) -> Iterator[Call]:
     """A list of calls, or calls separated by ``;`` or nothing."""
     decoder, at = json.JSONDecoder(strict=False), 0
     while rest := text[at:].lstrip(" \n\t;,"):
@@ -182,7 +170,7 @@ def _read_many(text: str) -> Iterator[ToolCall | InvalidCall]:
             yield _read_call(call, rest.strip())
 
 
-def _read_call(call: Any, text: str) -> ToolCall | InvalidCall:
+def _read_call(call: Any, text: str) -> Call:
     """``call`` as a dictionary of one call, in OpenAI's nesting or without it."""
     if isinstance(call, dict) and isinstance(call.get("function"), dict):
         call = call["function"]
@@ -194,14 +182,12 @@ def _read_call(call: Any, text: str) -> ToolCall | InvalidCall:
             arguments = json.loads(arguments, strict=False)
         except ValueError as exc:
             return InvalidCall(text, f"the arguments of {call['name']} are not JSON: {exc}")
-    if arguments is None:
-        arguments = {}
-    if not isinstance(arguments, dict):
+    if not isinstance(arguments, dict | None):
+        kind = type(arguments).__name__
         return InvalidCall(
-            text,
-            f"the arguments of {call['name']} are a {type(arguments).__name__}, expected an object",
+            text, f"the arguments of {call['name']} are a {kind}, expected an object"
         )
-    return ToolCall(uuid.uuid4().hex[:9], call["name"], arguments)
+    return ToolCall(uuid.uuid4().hex[:9], call["name"], arguments or {})
 
 
 # -- beginning a call -----------------------------------------------------------------------------
@@ -220,34 +206,20 @@ _TOOL = {
 }
 
 
-@dataclass(frozen=True)
-class CallForm:
+class CallForm(NamedTuple):
     """What a model writes around a call: ``before`` NAME ``after`` arguments."""
 
     before: str
     after: str
 
-    def opening(self, name: str | None = None) -> str:
-        """The beginning of a call of ``name``, or of any tool."""
-        # no white space at the end: tokenizers join it with what follows
-        text = self.before if name is None else f"{self.before}{name}{self.after}"
-        return text.rstrip()
-
-
-#: By tokenizer: its template, and the form of calls in it. Needed several times per request.
-_forms: WeakKeyDictionary[Tokens, tuple[str, CallForm | None]] = WeakKeyDictionary()
-
 
 def call_form(tokens: Tokens) -> CallForm | None:
     """How this model's template writes a call; ``None`` if it writes none after its prompt."""
-    template = tokens.template_text
-    known = _forms.get(tokens)
-    if known is None or known[0] != template:
-        known = _forms[tokens] = (template, _rendered_form(tokens))
-    return known[1]
+    return _rendered_form(tokens, tokens.template_text)
 
 
-def _rendered_form(tokens: Tokens) -> CallForm | None:
+@lru_cache(maxsize=4)  # needed several times per request
+def _rendered_form(tokens: Tokens, template: str) -> CallForm | None:
     try:
         asked = tokens.render([_USER], tools=[_TOOL])
         called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
@@ -261,27 +233,23 @@ def _rendered_form(tokens: Tokens) -> CallForm | None:
     return CallForm(before, after if found else "")
 
 
-def forced_opening(tokens: Tokens, name: str | None = None) -> str:
-    """The beginning of an answer that must be a call (of the tool ``name``).
+def opening_for(tokens: Tokens, choice: str | None, tools: Sequence[Mapping[str, Any]]) -> str:
+    """The beginning of an answer that must be a call, by :func:`chosen_tool`; empty if it need not be.
 
     Raises :class:`InvalidInputError` if the template does not show how a call begins.
     """
+    if choice in (None, "auto", "none"):
+        return ""
     form = call_form(tokens)
     if form is None:
         raise InvalidInputError(
             "this model's chat template does not show how a tool call begins, so none can be forced; "
             "leave tool_choice out and let the model choose"
         )
-    return form.opening(name)
-
-
-def opening_for(tokens: Tokens, choice: str | None, tools: Sequence[Mapping[str, Any]]) -> str:
-    """:func:`forced_opening` for a result of :func:`chosen_tool`; empty if no call has to be made."""
-    if choice in (None, "auto", "none"):
-        return ""
-    if choice == "any":  # of one tool, that one
-        return forced_opening(tokens, tool_names(tools)[0] if len(tools) == 1 else None)
-    return forced_opening(tokens, choice)
+    if choice == "any" and len(tools) == 1:
+        (choice,) = tool_names(tools)
+    opening = form.before if choice == "any" else f"{form.before}{choice}{form.after}"
+    return opening.rstrip()  # tokenizers join white space with what follows
 
 
 def tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -307,14 +275,4 @@ def chosen_tool(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str | None:
     raise InvalidInputError(
         f"tool_choice {choice!r} is not auto, none, any or one of the tools "
         f"({', '.join(names) or 'none given'})"
-    )
-
-
-def json_instruction(schema: Mapping[str, Any] | None) -> str:
-    """The instruction added to a question whose answer must be JSON (of ``schema``)."""
-    if schema is None:
-        return "Answer with one JSON object and nothing else."
-    return (
-        "Answer with one JSON object and nothing else. It must follow this JSON schema:\n"
-        f"{json.dumps(schema, ensure_ascii=False)}"
     )
