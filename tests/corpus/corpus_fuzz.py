@@ -153,7 +153,7 @@ def wrong_answers(root: Path, truth: Truth, read_only: bool) -> Iterator[str]:
             for found, _ in corpus.nearest(vector_of(text), 3):
                 if (found.text, found.source, found.title, found.start) not in truth.places:
                     yield f"chunk {found}"
-            for (hit, _), _ in corpus.entries.nearest(vector_of(text), 3):
+            for hit in (found.entry for found in corpus.entries.nearest(vector_of(text), 3)):
                 is_chunk = (hit.text, hit.parent, hit.title, hit.start) in truth.places
                 if truth.entries.get(hit.id) != hit and (hit.id in truth.entries or not is_chunk):
                     yield f"hit {hit}"

@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from blendrag.corpus import embedder
 from blendrag.corpus.embedder import (
     Embedder,
+    ModelFiles,
     _packaged_minilm,
     absolute_embedder,
-    check_model_files,
     embedder_of,
 )
 from blendrag.corpus.manifest import check_recorded
@@ -50,11 +49,11 @@ def with_module(folder: Path, kind: str) -> Path:
 
 def assert_refused(folder: Path, words: str, recorded: bool = False) -> None:
     with pytest.raises(ModelLoadError, match=words):
-        check_model_files(str(folder), True, recorded)
+        ModelFiles(str(folder), True, recorded).check()
 
 
 def assert_accepted(folder: Path, recorded: bool = True) -> None:
-    check_model_files(str(folder), True, recorded)
+    ModelFiles(str(folder), True, recorded).check()
 
 
 # -- code ---------------------------------------------------------------------------------------
@@ -124,7 +123,7 @@ def test_options_that_read_a_pickle_are_refused(minilm: Path, recorded: bool, ki
 def test_a_pickle_is_not_run_even_if_options_were_not_checked(
     minilm: Path, recorded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedder, "check_model_files", lambda *_: None)
+    monkeypatch.setattr(ModelFiles, "check", lambda _: None)
     with_pickle(minilm, minilm.parent / "ran", recorded)
     with_options(minilm, "model_args", {"weights_only": False})
     with pytest.raises(ModelLoadError, match="cannot be loaded"):

@@ -28,7 +28,7 @@ NARROW = {"context_window": 1000, "num_output": 8}
 def texts_of(engine: BlendEngine) -> list[str]:
     corpus = engine.resources.corpus
     assert corpus is not None
-    return [corpus.text(chunk_id) for chunk_id in corpus.chunk_ids()]
+    return [c.text for source in corpus.sources() for c in corpus.chunks_of(source)]
 
 
 def test_chunks_are_packed_whole_in_order_and_fill_the_window(

@@ -1,4 +1,4 @@
-"""The corpus next to a store: documents, their chunks and vectors on disk, and retrieval from them.
+"""The documents of a KV store: texts, chunks and vectors in SQLite and FAISS, and retrieval from them.
 
 Knows neither models nor KV. sentence-transformers and faiss are imported on first use.
 """

@@ -1,7 +1,6 @@
-"""The corpus next to the KV store: documents, their chunks' texts, hashes and vectors.
+"""The documents of a KV store, with their chunks' texts, hashes and vectors, in ``<store root>/corpus/``.
 
-It lives in ``<store root>/corpus/`` and records what was ingested, from where and with which settings, and
-which chunks no document holds any more. It knows neither embedding models nor KV.
+It also records the settings of the ingest, and which chunks no document holds any more.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from blendrag.corpus.documents import (
     EntryTable,
     StoredChunk,
     chunk_at,
-    delete_document,
+    delete_documents,
     end_change,
     insert_document,
     stored_chunks,
@@ -45,6 +44,8 @@ from blendrag.errors import CorpusError, InvalidInputError
 from blendrag.text.chunking import Chunk
 from blendrag.text.readers import Document
 from blendrag.text.recognition import HASHES_BYTES, ChunkIndex, chunk_hashes
+
+_BY_SOURCE = "SELECT id FROM document WHERE source = ?"
 
 
 class Corpus:
@@ -123,7 +124,7 @@ class Corpus:
             )
         try:
             return Manifest.from_json(value)
-        except (TypeError, ValueError, RecursionError) as exc:
+        except (ValueError, RecursionError) as exc:
             raise damaged_settings("it is not a valid manifest", self._file.path) from exc
 
     def begin(self, manifest: Manifest) -> None:
@@ -177,17 +178,6 @@ class Corpus:
         below = (f"{name}#", f"{name.rstrip('/')}/")
         return [source for source in sources if source == name or source.startswith(below)]
 
-    def document_digest(self, source: str) -> str | None:
-        """The digest given with the document's last version; ``None`` if it does not exist."""
-        document = self._document(source)
-        return None if document is None else str(document[3])
-
-    def _document(self, source: str) -> tuple[Any, ...] | None:
-        for values in self._file.sound_rows(DOCUMENT, "WHERE source = ?", source):
-            if values[1] == source:
-                return values
-        return None
-
     def put_document(
         self, document: Document, digest: str, chunks: Sequence[Chunk], vectors: np.ndarray
     ) -> list[str]:
@@ -206,14 +196,14 @@ class Corpus:
         with self._file.writing() as connection:
             self.require_begun()
             self.vectors.check(vectors, len(chunks))
-            suspects = delete_document(connection, document.source)
+            suspects = delete_documents(connection, _BY_SOURCE, document.source)
             insert_document(connection, document, digest, chunks, vectors)
             return end_change(self._file, suspects)
 
     def remove_source(self, source: str) -> list[str]:
         """Remove one document; ids of chunks that are no longer used."""
         with self._file.writing() as connection:
-            return end_change(self._file, delete_document(connection, source))
+            return end_change(self._file, delete_documents(connection, _BY_SOURCE, source))
 
     # -- chunks -------------------------------------------------------------------------------
 
@@ -225,10 +215,6 @@ class Corpus:
         """True: an empty corpus is a corpus, too."""
         return True
 
-    def chunk_ids(self) -> list[str]:
-        """Ids of all chunks, in the order in which they were first stored."""
-        return [row[0] for row in self._file.rows("SELECT chunk_id FROM chunk ORDER BY id")]
-
     def chunks_of(self, source: str) -> list[Chunk]:
         """Chunks of one document, in its order; empty if it does not exist."""
         found = stored_chunks(self._file, "WHERE source = ? ORDER BY start", source)
@@ -236,10 +222,11 @@ class Corpus:
 
     def unchanged(self, source: str, digest: str) -> list[Chunk] | None:
         """The chunks of a document, if it is stored with that digest and none of its rows is damaged."""
-        document, chunks = self._document(source), self.chunks_of(source)
-        if document is None or (document[3], document[5]) != (digest, len(chunks)):
-            return None
-        return chunks
+        chunks = self.chunks_of(source)
+        for found in self._file.sound_rows(DOCUMENT, "WHERE source = ?", source):
+            if (found[1], found[3], found[5]) == (source, digest, len(chunks)):
+                return chunks
+        return None
 
     def text(self, chunk_id: str) -> str:
         """Canonical text of a chunk. Raises :class:`KeyError` if it does not exist."""

@@ -47,13 +47,13 @@ class StoredChunk:
     text: str
     tokens: int
     title: str
+    entry_id: str | None
     source: str
     start: int
     end: int
     metadata: Mapping[str, Any]
     document: str
     """The document's source as stored; differs from ``source`` for an entry."""
-    entry_id: str | None
     digest: str
     """Of the document, as given to :meth:`Corpus.put_document`."""
     vector: bytes
@@ -73,29 +73,27 @@ def stored_chunks(
 ) -> Iterator[StoredChunk]:
     """Chunks at the places that meet a condition; damaged rows are left out with a warning."""
     for row in file.rows(f"{_PLACES} {condition}", *parameters):
-        found = _stored_chunk(file, row)
-        if found is not None:
+        if found := _stored_chunk(file, row):
             yield found
 
 
 def chunk_at(file: CorpusFile, passage: int) -> StoredChunk | None:
     """The chunk at a passage that the vector index knows; ``None``, and a warning, if it is damaged."""
-    rows = file.rows(f"{_PLACES} WHERE passage.id = ?", passage)
-    if not rows:  # its chunk or its document is lost
+    found = next(stored_chunks(file, "WHERE passage.id = ?", passage), None)
+    if found is None:
         file.warn_damaged(f"passage {passage}")
-        return None
-    return _stored_chunk(file, rows[0])
+    return found
 
 
 def _stored_chunk(file: CorpusFile, row: Sequence[Any]) -> StoredChunk | None:
     checked = file.checked(row, *_PLACE_TABLES)
     if checked is None:
         return None
-    (_, _, _, start, end, vector), (_, chunk_id, text, tokens), of = checked
+    (*_, start, end, vector), (_, chunk_id, text, tokens), of = checked
     _, document, title, digest, metadata, _ = of
-    entry_id, source = _entry_of(document)
     return StoredChunk(
-        chunk_id, text, tokens, title, source, start, end, metadata, document, entry_id, digest, vector
+        chunk_id, text, tokens, title, *_entry_of(document), start, end, metadata, document, digest,
+        vector,
     )  # fmt: skip
 
 
@@ -148,15 +146,16 @@ def _insert_chunk(connection: sqlite3.Connection, chunk: Chunk) -> int:
     return row
 
 
-def delete_document(connection: sqlite3.Connection, source: str) -> list[int]:
-    """Remove a document and its passages, if it exists; row ids of the chunks that it held."""
+def delete_documents(connection: sqlite3.Connection, which: str, value: str) -> list[int]:
+    """Remove documents with their passages; row ids of the chunks that they held.
+
+    ``which`` selects the documents' row ids by ``value``.
+    """
     rows = connection.execute(
-        "SELECT DISTINCT chunk FROM passage JOIN document ON document.id = passage.document "
-        "WHERE source = ?",
-        (source,),
+        f"SELECT DISTINCT chunk FROM passage WHERE document IN ({which})", (value,)
     ).fetchall()
-    connection.execute("DELETE FROM document WHERE source = ?", (source,))
-    return [row[0] for row in rows]
+    connection.execute(f"DELETE FROM document WHERE id IN ({which})", (value,))
+    return [chunk for (chunk,) in rows]
 
 
 def end_change(file: CorpusFile, suspects: Sequence[int]) -> list[str]:
@@ -247,11 +246,21 @@ class NewEntry(NamedTuple):
     vector: np.ndarray
 
 
-class EntryHit(NamedTuple):
-    """An entry found, or a chunk of an ingested document in the form of one."""
+@dataclass(frozen=True)
+class Hit:
+    """An entry found by search, or a chunk of an ingested document in the form of one.
+
+    ``distance`` is L2 between unit vectors, in [0, 2]; ``vector`` is the entry's, float32 [dim].
+    """
 
     entry: Entry
+    distance: float
     vector: np.ndarray
+
+    @property
+    def similarity(self) -> float:
+        """Cosine of the angle between the vectors, in [-1, 1]."""
+        return 1.0 - self.distance**2 / 2.0
 
 
 _ENTRIES = (
@@ -283,7 +292,7 @@ class EntryTable:
 
     def get(self, ids: Sequence[str]) -> dict[str, Entry]:
         """The entries with these ids; unknown ids are left out."""
-        return {entry.id: entry for entry, _ in self._read(ids)}
+        return {entry.id: entry for entry, _ in self.read(ids)}
 
     def all(self, parent: str | None = None) -> Iterator[Entry]:
         """Entries in the order of :meth:`ids`, without those removed meanwhile."""
@@ -292,14 +301,6 @@ class EntryTable:
             batch = ids[at : at + _BATCH]
             found = self.get(batch)
             yield from (found[entry_id] for entry_id in batch if entry_id in found)
-
-    def digests(self, ids: Sequence[str]) -> dict[str, str]:
-        """The digest stored with each entry."""
-        return {entry.id: stored.digest for entry, stored in self._read(ids)}
-
-    def chunk_texts(self, ids: Sequence[str]) -> dict[str, str]:
-        """Canonical text of each entry."""
-        return {entry.id: stored.text for entry, stored in self._read(ids)}
 
     def put(self, entries: Sequence[NewEntry]) -> list[str]:
         """Store entries in place of those with the same ids, in one transaction.
@@ -323,41 +324,34 @@ class EntryTable:
     def remove(self, ids: Sequence[str]) -> tuple[list[str], list[str]]:
         """Remove entries: ids of those that existed, and of chunks that are no longer used."""
         with self._file.writing():
-            known = list(self.digests(list(dict.fromkeys(ids))))
+            known = list(self.get(list(dict.fromkeys(ids))))
             return known, end_change(self._file, self._delete(known)) if known else []
 
     def _delete(self, ids: Sequence[str]) -> list[int]:
         """Delete rows of entries, damaged ones included; row ids of the chunks that they held."""
         chunks: list[int] = []
-        connection = self._file.connection
+        connection, which = self._file.connection, "SELECT document FROM entry WHERE id = ?"
         for entry_id in ids:
-            rows = connection.execute(
-                "SELECT document, chunk FROM passage WHERE document IN "
-                "(SELECT document FROM entry WHERE id = ?)",
-                (entry_id,),
-            ).fetchall()
-            chunks += [chunk for _, chunk in rows]
-            connection.executemany("DELETE FROM document WHERE id = ?", {row[:1] for row in rows})
+            chunks += delete_documents(connection, which, entry_id)
             connection.execute("DELETE FROM entry WHERE id = ?", (entry_id,))
         return chunks
 
     def nearest(
         self, vector: np.ndarray, k: int, where: Callable[[Entry], bool] | None = None
-    ) -> list[tuple[EntryHit, float]]:
-        """The k nearest entries and chunks of ingested documents that ``where`` accepts.
+    ) -> list[Hit]:
+        """The k nearest entries and chunks of ingested documents that ``where`` accepts, nearest first.
 
-        With their L2 distance, nearest first. ``vector``: float32 [dim].
+        ``vector``: float32 [dim].
         """
 
-        def accept(passage: int) -> tuple[str, EntryHit] | None:
+        def accept(passage: int) -> tuple[str, tuple[Entry, np.ndarray]] | None:
             hit = self._hit(passage)
-            if hit is None or not (where is None or where(hit.entry)):
-                return None
-            return hit.entry.id, hit
+            return (hit[0].id, hit) if hit and (where is None or where(hit[0])) else None
 
-        return self._vectors.nearest(vector, k, accept)
+        found = self._vectors.nearest(vector, k, accept)
+        return [Hit(entry, distance, of_entry) for (entry, of_entry), distance in found]
 
-    def _hit(self, passage: int) -> EntryHit | None:
+    def _hit(self, passage: int) -> tuple[Entry, np.ndarray] | None:
         found = chunk_at(self._file, passage)
         if found is None:
             return None
@@ -367,14 +361,14 @@ class EntryTable:
             return None
         if found.entry_id is not None:
             entry = self.get([found.entry_id]).get(found.entry_id)
-            return None if entry is None else EntryHit(entry, vector)
+            return None if entry is None else (entry, vector)
         place = ("source", "title", "start", "end", "chunk_id")
         metadata = {**found.metadata, **{name: getattr(found, name) for name in place}}
         # Equal chunks are one entry.
         places = found.source, found.title, found.start
-        return EntryHit(Entry(found.chunk_id, found.text, metadata, *places), vector)
+        return Entry(found.chunk_id, found.text, metadata, *places), vector
 
-    def _read(self, ids: Sequence[str]) -> Iterator[tuple[Entry, StoredChunk]]:
+    def read(self, ids: Sequence[str]) -> Iterator[tuple[Entry, StoredChunk]]:
         """The undamaged entries with these ids, and their chunks."""
         for at in range(0, len(ids), _BATCH):
             batch = ids[at : at + _BATCH]
@@ -382,9 +376,8 @@ class EntryTable:
             for row in self._file.rows(f"{_ENTRIES} WHERE entry.id IN ({marks})", *batch):
                 checked = self._file.checked(row[: ENTRY.width], ENTRY)
                 stored = _stored_chunk(self._file, row[ENTRY.width :])
-                if checked is None or stored is None:
-                    continue
-                ((entry_id, _, parent, given),) = checked
-                text = stored.text if given is None else given
-                entry = Entry(entry_id, text, stored.metadata, parent, stored.title, stored.start)
-                yield entry, stored
+                if checked and stored:
+                    ((entry_id, _, parent, given),) = checked
+                    text = stored.text if given is None else given
+                    place = stored.metadata, parent, stored.title, stored.start
+                    yield Entry(entry_id, text, *place), stored

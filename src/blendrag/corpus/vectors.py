@@ -6,7 +6,8 @@ ids, as a passage's vector never changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import math
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,7 +29,6 @@ class VectorIndex:
     def __init__(self, file: CorpusFile) -> None:
         self._file = file
         self._index: Any = None
-        self._ids = np.zeros(0, np.int64)  # sorted
         self._generation = -1
 
     def dim(self) -> int | None:
@@ -80,36 +80,29 @@ class VectorIndex:
                     f"a vector of shape {vector.shape}, expected ({dim},); "
                     "use the embedder that the corpus was ingested with"
                 )
-            try:
-                self._refresh(dim)
-            except BaseException:
-                self._index = None  # a half-refreshed index might get a vector twice
-                raise
-            # A chunk that many documents contain fills many hits: widen until k differ.
-            looked_at: dict[int, tuple[Hashable, T] | None] = {}
-            width = k
-            while True:
-                found: dict[Hashable, tuple[T, float]] = {}
-                hits = self._search(vector, min(width, len(self._ids)))
-                for passage, distance in hits:
-                    if passage not in looked_at:
-                        looked_at[passage] = accept(passage)
-                    if accepted := looked_at[passage]:
-                        found.setdefault(accepted[0], (accepted[1], distance))
-                        if len(found) == k:
-                            return list(found.values())
-                if len(hits) < width:
-                    return list(found.values())
-                width *= 4
+            self._refresh(dim)
+            found: dict[Hashable, tuple[T, float]] = {}
+            for passage, distance in self._ascending(vector, k):
+                if accepted := accept(passage):
+                    found.setdefault(accepted[0], (accepted[1], distance))
+                    if len(found) == k:
+                        break
+            return list(found.values())
 
-    def _search(self, vector: np.ndarray, k: int) -> list[tuple[int, float]]:
-        """Passage ids and L2 distances of the k nearest, nearest first."""
-        if k == 0:
-            return []
-        squared, ids = self._index.search(np.asarray(vector, np.float32)[None], k)
-        return list(
-            zip(ids[0].tolist(), np.sqrt(np.maximum(squared[0], 0.0)).tolist(), strict=True)
-        )
+    def _ascending(self, vector: np.ndarray, width: int) -> Iterator[tuple[int, float]]:
+        """Passage ids and L2 distances, nearest first, by searches of growing width.
+
+        A chunk that many documents contain fills many hits, so more than ``width`` may be needed.
+        """
+        given, size = np.asarray(vector, np.float32)[None], self._index.ntotal
+        seen: set[int] = set()
+        while len(seen) < size:
+            squared, ids = self._index.search(given, min(width, size))
+            for passage, distance in zip(ids[0].tolist(), squared[0].tolist(), strict=True):
+                if passage not in seen:
+                    seen.add(passage)
+                    yield passage, math.sqrt(max(distance, 0.0))
+            width *= 4
 
     def _refresh(self, dim: int) -> None:
         """Make the index hold exactly the database's undamaged passages, in one read transaction."""
@@ -118,34 +111,29 @@ class VectorIndex:
         generation = self._file.generation()
         if self._index is not None and (self._index.d, self._generation) == (dim, generation):
             return
+        index, self._index = self._index, None  # a half-refreshed index might get a vector twice
+        if index is None or index.d != dim:
+            index = faiss.IndexIDMap2(faiss.IndexFlatL2(dim))
         # Those without a vector have their own index; one filter over all would read every vector.
         unsearchable = _passages(self._file, "WHERE length(vector) = 0")
-        present = np.setdiff1d(
-            _passages(self._file, "NOT INDEXED"), unsearchable, assume_unique=True
-        )
-        if self._index is None or self._index.d != dim:
-            self._index = faiss.IndexIDMap2(faiss.IndexFlatL2(dim))
-            self._ids = np.zeros(0, np.int64)
-        removed = np.setdiff1d(self._ids, present, assume_unique=True)
-        new = np.setdiff1d(present, self._ids, assume_unique=True)
-        if len(removed):
-            self._index.remove_ids(removed)
+        present = np.setdiff1d(_passages(self._file, "NOT INDEXED"), unsearchable)
+        known = faiss.vector_to_array(index.id_map)
+        index.remove_ids(np.setdiff1d(known, present))
+        new = np.setdiff1d(present, known)
         for at in range(0, len(new), _BATCH):
             ids, vectors = _vectors_of(self._file, new[at : at + _BATCH], dim)
-            self._index.add_with_ids(vectors, ids)
-        self._ids = np.sort(faiss.vector_to_array(self._index.id_map))
-        self._generation = generation
+            index.add_with_ids(vectors, ids)
+        self._index, self._generation = index, generation
 
 
 def _passages(file: CorpusFile, condition: str) -> np.ndarray:
     """Ids of passages, ascending.  int64"""
-    last = 0
-    ids = []
+    ids = [0]
     for (passage,) in file.connection.execute(f"SELECT id FROM passage {condition} ORDER BY id"):
-        if passage <= last:  # pages of a damaged file may form a cycle
+        if passage <= ids[-1]:  # pages of a damaged file may form a cycle
             raise damaged("its passages are out of order", file.path)
-        ids.append(last := passage)
-    return np.asarray(ids, np.int64)
+        ids.append(passage)
+    return np.asarray(ids[1:], np.int64)
 
 
 def _vectors_of(file: CorpusFile, ids: np.ndarray, dim: int) -> tuple[np.ndarray, np.ndarray]:

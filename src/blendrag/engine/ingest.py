@@ -217,7 +217,7 @@ def dry_run(resources: Resources, worker: Worker, inputs: Inputs) -> DryRun:
         documents += 1
         chunks += len(pieces)
         tokens += piece_tokens
-        if corpus is None or corpus.document_digest(document.source) != digest_of(document):
+        if corpus is None or corpus.unchanged(document.source, digest_of(document)) is None:
             new_tokens += piece_tokens
     adapter = resources.adapter
     adapter.require_blendable()

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from blendrag.corpus.corpus import Corpus
-from blendrag.corpus.documents import Entry, NewEntry
+from blendrag.corpus.documents import Entry, Hit, NewEntry
 from blendrag.corpus.embedder import GIVEN, Embedder, refuse_given
 from blendrag.engine.kv_writer import (
     KVWriter,
@@ -34,23 +34,6 @@ from blendrag.text.chunking import Chunk, canonical, chunk_id_of
 from blendrag.text.matches import is_recognisable
 
 __all__ = ["Added", "Entry", "Hit", "Library"]
-
-
-@dataclass(frozen=True)
-class Hit:
-    """An entry found by search.
-
-    ``distance`` is L2 between unit vectors, in [0, 2]; ``vector`` is the entry's, float32 [dim].
-    """
-
-    entry: Entry
-    distance: float
-    vector: np.ndarray
-
-    @property
-    def similarity(self) -> float:
-        """Cosine of the angle between the vectors, in [-1, 1]."""
-        return 1.0 - self.distance**2 / 2.0
 
 
 @dataclass(frozen=True)
@@ -209,8 +192,7 @@ class Library:
         if corpus is None or k < 1 or corpus.vectors.dim() is None:
             return []
         vector = self.embed_query(query) if isinstance(query, str) else unit_vector(query)
-        hits = corpus.entries.nearest(vector, k, where)
-        return [Hit(found.entry, distance, found.vector) for found, distance in hits]
+        return corpus.entries.nearest(vector, k, where)
 
     def has_kv(self, ids: Sequence[str]) -> dict[str, bool]:
         """Whether the KV of each entry's text is stored; without unknown ids."""
@@ -219,8 +201,10 @@ class Library:
             return {}
         store = self._resources.store
         return {
-            entry_id: any(store.contains(*key) for key in kv_keys(self._resources, corpus, text))
-            for entry_id, text in corpus.entries.chunk_texts(ids).items()
+            entry.id: any(
+                store.contains(*key) for key in kv_keys(self._resources, corpus, chunk.text)
+            )
+            for entry, chunk in corpus.entries.read(ids)
         }
 
     def embed(self, texts: Sequence[str]) -> np.ndarray:
@@ -337,7 +321,8 @@ class Addition:
         self._entries = [entries[i] for i in last]
         self._given = None if vectors is None else vectors[last]
         self._embed = embed
-        self._before = corpus.entries.digests([entry.id for entry in self._entries])
+        known = corpus.entries.read([entry.id for entry in self._entries])
+        self._before = {entry.id: chunk.digest for entry, chunk in known}
         given = [None] * len(last) if self._given is None else list(self._given)
         self._digests = [
             digest_of_entry(entry, embed, vector)
