@@ -59,15 +59,13 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture
 def make_store(root: Path):
     """Opens stores at ``root`` and closes them afterwards."""
-    opened: list[DiskStore] = []
+    with contextlib.ExitStack() as opened:
 
-    def make(limit_bytes: int = 1 << 30, read_only: bool = False) -> DiskStore:
-        opened.append(DiskStore(root, limit_bytes, read_only=read_only))
-        return opened[-1]
+        def make(limit_bytes: int = 1 << 30, read_only: bool = False) -> DiskStore:
+            store = DiskStore(root, limit_bytes, read_only=read_only)
+            return opened.enter_context(contextlib.closing(store))
 
-    yield make
-    for store in opened:
-        store.close()
+        yield make
 
 
 @pytest.fixture
@@ -79,10 +77,9 @@ def store(make_store):
 
 
 @pytest.fixture
-def filled(make_store):
+def filled(store):
     """An open store of chunks 1, 2 and 3."""
-    store = make_store()
-    for number in (1, 2, 3):
+    for number in (2, 3):
         Lab.put(store, number)
     return store
 
@@ -114,22 +111,29 @@ def fork():
     """Runs a function in a forked child (no torch operators there); kills what is left over."""
     children: list[int] = []
 
-    def start(action: Callable[[], None]) -> int:
+    def start(action: Callable[[], object]) -> int:
         pid = os.fork()
         if pid == 0:
-            status = 1
-            try:
+            with contextlib.suppress(BaseException):
                 action()
-                status = 0
-            finally:
-                os._exit(status)
+                os._exit(0)
+            os._exit(1)
         children.append(pid)
         return pid
 
     yield start
     for pid in children:
-        try:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        except (ProcessLookupError, ChildProcessError):
-            pass
+
+
+@pytest.fixture
+def killed(fork):
+    """Runs a function in a forked child that is killed by it."""
+
+    def run(action: Callable[[], object]) -> None:
+        status = os.waitpid(fork(action), 0)[1]
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+
+    return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import os
@@ -10,7 +11,7 @@ from pathlib import Path
 import torch
 
 from blendrag.store import DiskStore
-from blendrag.store.kv import DTYPES, ChunkKV, KVLayout, LayerShape
+from blendrag.store.kv import ChunkKV, KVLayout, LayerShape
 from blendrag.store.payload import frame
 
 TOKENS = 24
@@ -29,30 +30,28 @@ class Lab:
         return hashlib.sha256(str(number).encode()).hexdigest()
 
     @staticmethod
-    def kv(seed: int, layout: KVLayout | None = None, tokens: int = TOKENS) -> ChunkKV:
-        layout = layout or Lab.layout
+    def kv(seed: int, layout: KVLayout = layout, tokens: int = TOKENS) -> ChunkKV:
         generator = torch.Generator().manual_seed(seed)
-        layers = [
-            torch.randn(layout.layer_shape(i, tokens), generator=generator).to(DTYPES[layout.dtype])
-            for i in range(len(layout.layers))
-        ]
+        shapes = [layout.layer_shape(i, tokens) for i in range(len(layout.layers))]
+        layers = [torch.randn(s, generator=generator).to(layout.torch_dtype) for s in shapes]
         return ChunkKV(layout, tokens, layers)
 
     @staticmethod
-    def put(store, number: int) -> None:
-        store.put(Lab.namespace, Lab.key(number), Lab.kv(number))
+    def put(store, number: int, layout: KVLayout = layout, tokens: int = TOKENS) -> ChunkKV:
+        kv = Lab.kv(number, layout, tokens)
+        store.put(Lab.namespace, Lab.key(number), kv)
+        return kv
 
     @staticmethod
-    def open(store, number: int):
-        return store.open(Lab.namespace, Lab.key(number), Lab.layout, Lab.tokens)
+    def open(store, number: int, layout: KVLayout = layout, tokens: int = TOKENS):
+        return store.open(Lab.namespace, Lab.key(number), layout, tokens)
 
     @staticmethod
     def has(store, number: int) -> bool:
         return store.contains(Lab.namespace, Lab.key(number))
 
     @staticmethod
-    def read(reader, layout: KVLayout | None = None, tokens: int = TOKENS) -> list[torch.Tensor]:
-        layout = layout or Lab.layout
+    def read(reader, layout: KVLayout = layout, tokens: int = TOKENS) -> list[torch.Tensor]:
         layers = []
         for i in range(len(layout.layers)):
             out = torch.full(layout.layer_shape(i, tokens), 7.0, dtype=layout.torch_dtype)
@@ -61,36 +60,56 @@ class Lab:
         return layers
 
     @staticmethod
-    def is_right(store, number: int) -> bool:
-        """Whether the entry is there and bit-exact in every layer."""
-        reader = Lab.open(store, number)
-        if reader is None:
-            return False
-        read = Lab.read(reader)
-        reader.close()
-        return all(map(torch.equal, read, Lab.kv(number).layers))
+    def read_into_prompt(reader, layout: KVLayout, tokens: int = TOKENS) -> list[torch.Tensor]:
+        """The layers, read into the middle of a prompt in which nothing else may change."""
+        layers = []
+        for i, shape in enumerate(layout.layers):
+            size = (2, shape.kv_heads, tokens + 20, shape.head_dim)
+            prompt = torch.full(size, 7.0, dtype=layout.torch_dtype)
+            layers.append(prompt[:, :, 11 : 11 + tokens])
+            reader.read_layer(i, layers[-1])
+            assert (prompt[:, :, :11] == 7).all()
+            assert (prompt[:, :, 11 + tokens :] == 7).all()
+        return layers
 
     @staticmethod
-    def is_right_in_fork(store, number: int, kv: ChunkKV) -> bool:
-        """:meth:`is_right` without torch operators, which a forked child must not run."""
+    def is_right(store, number: int, kv: ChunkKV | None = None) -> bool:
+        """Whether the entry is there and bit-exact in every layer.
+
+        With ``kv`` it runs no torch operator, which a forked child must not do.
+        """
         reader = Lab.open(store, number)
-        return reader is not None and Lab.gives(reader, kv)
+        return reader is not None and Lab.gives(reader, kv or Lab.kv(number))
 
     @staticmethod
     def gives(reader, kv: ChunkKV) -> bool:
         """Whether a reader gives exactly these bytes; closes it."""
-        for layer, expected in enumerate(kv.layers):
-            out = torch.from_numpy(expected.numpy() * 0)
-            reader.read_layer(layer, out)
-            if out.numpy().tobytes() != expected.numpy().tobytes():
-                return False
-        reader.close()
+        with contextlib.closing(reader):
+            for layer, expected in enumerate(kv.layers):
+                out = torch.from_numpy(expected.numpy() * 0)
+                reader.read_layer(layer, out)
+                if out.numpy().tobytes() != expected.numpy().tobytes():
+                    return False
         return True
 
     @staticmethod
-    def file(store: DiskStore, number: int) -> Path:
-        (path,) = (store.root / "kv").rglob(f"{Lab.key(number)}.*.kv")
+    def file(where: DiskStore | Path, number: int) -> Path:
+        """The file of a chunk in a store."""
+        root = where.root if isinstance(where, DiskStore) else where
+        (path,) = (root / "kv").rglob(f"{Lab.key(number)}.*.kv")
         return path
+
+    @staticmethod
+    def flip(path: Path, offset: int = 5000) -> None:
+        """Flip a bit of a file."""
+        data = bytearray(path.read_bytes())
+        data[offset] ^= 1
+        path.write_bytes(data)
+
+    @staticmethod
+    def drop_index(root: Path) -> None:
+        for path in (root / "index").glob("index.db*"):
+            path.unlink()
 
     @staticmethod
     def descriptors() -> int:
@@ -103,28 +122,18 @@ class Lab:
         return sorted((root / "kv").rglob("*.kv"))
 
     @staticmethod
-    def fill(root: Path, numbers=range(5), pinned=(), limit_bytes: int = 1 << 30) -> Path:
+    def fill(root: Path, numbers=range(5), pinned=(), limit_bytes: int | None = 1 << 30) -> Path:
         """A closed store with these chunks."""
-        store = DiskStore(root, limit_bytes)
-        for number in numbers:
-            Lab.put(store, number)
-        for number in pinned:
-            store.pin(Lab.namespace, Lab.key(number))
-        store.close()
+        with contextlib.closing(DiskStore(root, limit_bytes)) as store:
+            for number in numbers:
+                Lab.put(store, number)
+            for number in pinned:
+                store.pin(Lab.namespace, Lab.key(number))
         return root
 
     @staticmethod
     def intact(root: Path, numbers=range(10)) -> list[int]:
         """Those of the chunks that a closed store has, bit-exact."""
-        store = DiskStore(root, None)
-        try:
+        with contextlib.closing(DiskStore(root, None)) as store:
             assert store.stats().entries == len(Lab.payloads(root))
             return [number for number in numbers if Lab.is_right(store, number)]
-        finally:
-            store.close()
-
-    @staticmethod
-    def payload(root: Path, number: int) -> Path:
-        """The file of a chunk in a closed store."""
-        (path,) = (root / "kv").rglob(f"{Lab.key(number)}.*.kv")
-        return path

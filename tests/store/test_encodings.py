@@ -27,8 +27,9 @@ from blendrag.store.encodings import (
     stored_chunk_bytes,
     stored_layer_bytes,
 )
-from blendrag.store.kv import DTYPES, ChunkKV, KVLayout, LayerShape
+from blendrag.store.kv import ChunkKV, KVLayout, LayerShape
 from blendrag.store.payload import frame, parse_header
+from blendrag.store.tensor_bytes import DTYPES
 from store.kv_lab import Lab
 
 ENCODED = ("int8", "fp8")

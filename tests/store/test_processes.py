@@ -146,7 +146,7 @@ def test_a_store_is_refused_in_a_forked_child_which_opens_its_own(lab, root, for
                 use()
         store.close()
         own = DiskStore(root, None)
-        assert lab.is_right_in_fork(own, 0, kvs[0])
+        assert lab.is_right(own, 0, kvs[0])
         own.put(lab.namespace, lab.key(2), kvs[2])
         own.close()
 
@@ -207,7 +207,7 @@ def test_maintenance_while_two_processes_write(lab, root, tmp_path, fork):
             while not stop.exists():
                 for number in numbers:
                     store.put(lab.namespace, lab.key(number), kvs[number])
-                    lab.is_right_in_fork(store, number, kvs[number])
+                    lab.is_right(store, number, kvs[number])
             assert store.stats().quarantined == 0
 
     children = [fork(lambda: write(range(8))), fork(lambda: write(range(4, 12)))]
@@ -300,12 +300,12 @@ def test_a_chunk_removed_before_it_is_made_durable_is_put_again(lab, make_store,
     store = make_store()
     sync = store._files.sync
 
-    def too_late(name):
+    def too_late(shard):
         monkeypatch.setattr(store._files, "sync", sync)
-        directory = lab.file(store, 1).parent
-        lab.file(store, 1).unlink()
-        directory.rmdir()
-        sync(name)
+        path = lab.file(store, 1)
+        path.unlink()
+        path.parent.rmdir()
+        sync(shard)
 
     monkeypatch.setattr(store._files, "sync", too_late)
     lab.put(store, 1)

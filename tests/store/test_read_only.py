@@ -111,7 +111,7 @@ def test_a_store_on_a_read_only_mount_is_read_with_one_warning(
             store = open_store(root, 1 << 20, None)
             assert store.read_only
             for _ in range(2):  # from disk, then from memory
-                assert all(lab.is_right_in_fork(store, n, kv) for n, kv in enumerate(kvs))
+                assert all(lab.is_right(store, n, kv) for n, kv in enumerate(kvs))
                 store.drain()
             assert store.stats().tiers[0].entries == 3
             assert lab.open(store, 9) is None

@@ -28,7 +28,8 @@ from blendrag.errors import (
 )
 from blendrag.model.adapter import ModelAdapter, context_tokens_of
 from blendrag.model.tokens import Tokens
-from blendrag.store.kv import DTYPES, dtype_name
+from blendrag.store.kv import dtype_name
+from blendrag.store.tensor_bytes import DTYPES
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ def load_adapter(
 
     Args:
         dtype: ``auto`` (the checkpoint's, or float32 on a CPU without fast products in it) or a key of
-            :data:`blendrag.store.kv.DTYPES`.
+            :data:`blendrag.store.tensor_bytes.DTYPES`.
         lora: directory of a PEFT adapter.
         trust_remote_code: run Python files that the model's directory or repository contains.
 

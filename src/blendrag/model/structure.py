@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from transformers import DynamicCache
 
 from blendrag.errors import UnsupportedModelError
-from blendrag.store.kv import DTYPES, KVLayout, LayerShape, dtype_name
+from blendrag.store.kv import KVLayout, LayerShape, dtype_name
+from blendrag.store.tensor_bytes import DTYPES
 
 # -- decoder layers ---------------------------------------------------------------------------------
 

@@ -31,16 +31,12 @@ __all__ = [
     "open_store",
 ]
 
-_LAZY = {
-    "DiskStore": "blendrag.store.disk",
-    "MemoryStore": "blendrag.store.memory",
-    "TieredStore": "blendrag.store.tiered",
-}
+_LAZY = {"DiskStore": "disk", "MemoryStore": "memory", "TieredStore": "tiered"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
+        return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
     raise AttributeError(f"module 'blendrag.store' has no attribute {name!r}")
 
 

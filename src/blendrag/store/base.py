@@ -86,11 +86,15 @@ class StoreStats:
     """Fastest first."""
 
 
-class PinScope(Protocol):
+class PinScope:
     """Entries that may not be evicted while the scope lasts."""
+
+    def __init__(self) -> None:
+        self.held: set[tuple[str, str]] = set()
 
     def protect(self, namespace: str, key: str) -> None:
         """Also keep an entry that ``contains`` found and that is therefore not put again."""
+        self.held.add((namespace, key))
 
 
 class KVStore(Protocol):

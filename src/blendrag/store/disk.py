@@ -16,17 +16,17 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
-from blendrag.errors import InvalidInputError, StoreError, StoreUnavailableError
-from blendrag.store.base import Counters, ProcessBound, StoreStats
-from blendrag.store.disk_writer import DiskWriter, Pins, Scope
+from blendrag.errors import CorruptKVError, StoreError, StoreUnavailableError
+from blendrag.store.base import PinScope, ProcessBound, StoreStats
+from blendrag.store.disk_writer import DiskWriter
 from blendrag.store.durable import OUT_OF_RESOURCES, named_errors
-from blendrag.store.identity import is_name
-from blendrag.store.index import Index, IndexCorrupt
+from blendrag.store.identity import require_name
+from blendrag.store.index import IndexCorrupt
 from blendrag.store.kv import ChunkKV, KVLayout
-from blendrag.store.payload import Frame, frame, layer_checksum, read_at
-from blendrag.store.payload_files import Name, PayloadFiles, new_name
+from blendrag.store.payload import frame, layer_checksum, read_next
+from blendrag.store.payload_files import Name, new_name
 from blendrag.store.reader import DiskReader
-from blendrag.store.root import DEFAULT_DISK_BYTES, prepare, settle_limit
+from blendrag.store.root import DEFAULT_DISK_BYTES, prepare, read_only_error, settle_limit
 from blendrag.store.tensor_bytes import stored_layers, tensor_buffer
 
 logger = logging.getLogger("blendrag.store")
@@ -64,19 +64,9 @@ class DiskStore(ProcessBound):
         self.read_only = prepare(self.root, read_only)
         self._given_limit, self._default_limit = limit_bytes, default_limit_bytes
         settle_limit(self.root, limit_bytes, default_limit_bytes, self.read_only)
-        with named_errors(f"opening store {self.root}"):
-            self._files = PayloadFiles(self.root)
-        self._index = Index(self.root / "index")
-        self._pins, self._counters = Pins(), Counters()
-        self._writer = DiskWriter(
-            self.root,
-            self._files,
-            self._index,
-            lambda: self.limit_bytes,
-            self._pins,
-            self._counters,
-            self.flush_recency,
-        )
+        self._writer = DiskWriter(self.root, lambda: self.limit_bytes, self.flush_recency)
+        self._files, self._index = self._writer.files, self._writer.index
+        self._counters = self._writer.counters
         self._index_is_corrupt = False
         """The next put rebuilds the index; a query does not wait for that."""
         self._doubtful: set[Name] = set()
@@ -89,8 +79,7 @@ class DiskStore(ProcessBound):
             if not self.read_only:
                 self._writer.open()
         except BaseException:
-            self._index.close()
-            self._files.close()
+            self._writer.close()
             raise
 
     @property
@@ -113,7 +102,7 @@ class DiskStore(ProcessBound):
             if there is None or not self._writer.keep(there):
                 self._write(namespace, key, kv)
                 self._counters.add("puts")
-        self._pins.note_put((namespace, key))
+        self._writer.pins.note_put((namespace, key))
         self.note_use(namespace, key)
 
     def open(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> DiskReader | None:
@@ -144,13 +133,13 @@ class DiskStore(ProcessBound):
     def keys(self, namespace: str) -> Iterator[str]:
         self.check_process()
         with named_errors(f"listing store {self.root}"):
-            for name in self._files.walk_namespace(namespace):
+            for name in self._files.walk(namespace):
                 if self.find(namespace, name.key) == name:
                     yield name.key
 
-    def pin_scope(self) -> AbstractContextManager[Scope]:
+    def pin_scope(self) -> AbstractContextManager[PinScope]:
         self.check_process()
-        return self._pins.scope()
+        return self._writer.pins.scope()
 
     def pin(self, namespace: str, key: str) -> None:
         self._check(namespace, key)
@@ -177,27 +166,18 @@ class DiskStore(ProcessBound):
         self.flush_recency()
         self._closed = True
         self._writer.close()
-        self._index.close()
-        self._files.close()
 
     def _check(self, namespace: str, key: str) -> None:
         """Refuse malformed names, closed stores and other processes."""
         self.check_process()
-        for text in (namespace, key):
-            if not is_name(text):
-                raise InvalidInputError(
-                    f"{text!r} is not a key or namespace, expected 64 lowercase hex digits; "
-                    "use identity.chunk_key"
-                )
+        require_name(namespace)
+        require_name(key)
         if self._closed:
             raise StoreUnavailableError(f"store {self.root} is closed; open it again")
 
     def _check_writable(self) -> None:
         if self.read_only:
-            raise StoreUnavailableError(
-                f"store {self.root} is read-only, expected one that can be written; "
-                "change its permissions or choose another --store"
-            )
+            raise read_only_error(self.root)
 
     # -- finding and opening ---------------------------------------------------------------------
 
@@ -209,8 +189,7 @@ class DiskStore(ProcessBound):
         """:meth:`find`, and whether by the index, which knows only durable payloads."""
         if not self.read_only:
             try:
-                row = self._index.get(namespace, key)
-                return None if row is None else row.name, True
+                return self._index.get(namespace, key), True
             except IndexCorrupt:
                 self._index_is_corrupt = True
             except StoreError:
@@ -244,28 +223,21 @@ class DiskStore(ProcessBound):
             else:
                 self._doubt(name, f"cannot be opened ({exc.strerror or exc})")
             return None
-        checksums = self._checksums(fd, expected, name)
-        if checksums is None:
-            return None
-        doubt, counted = partial(self._doubt, name), partial(self._counters.add, "read_bytes")
-        return DiskReader(fd, key, layout, tokens, expected, checksums, doubt, counted)
-
-    def _checksums(self, fd: int, expected: Frame, name: Name) -> list[int] | None:
-        """Checksums of a payload with the expected header; any other is closed and set aside."""
-        fault = "its header or size is not what was put"
-        checksums = None
+        checksums, fault = None, "its header or size is not what was put"
         try:
             if os.fstat(fd).st_size == expected.file_bytes:
-                header = read_at(fd, expected.header_bytes)
-                checksums = expected.checksums(header, *name.entry)
-        except OSError as exc:
-            fault = f"cannot be read ({exc.strerror})"
+                header = read_next(fd, expected.header_bytes)
+                checksums = expected.checksums(header, namespace, key)
+        except (OSError, CorruptKVError) as exc:
+            fault = str(exc)
         finally:
             if checksums is None:
                 os.close(fd)
         if checksums is None:
             self._doubt(name, fault)
-        return checksums
+            return None
+        doubt, counted = partial(self._doubt, name), partial(self._counters.add, "read_bytes")
+        return DiskReader(fd, key, layout, tokens, expected, checksums, doubt, counted)
 
     def _doubt(self, name: Name, fault: str) -> None:
         """Set a payload aside. Called from reading threads; waits only briefly."""

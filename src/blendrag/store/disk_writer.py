@@ -13,20 +13,19 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial
 from pathlib import Path
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from blendrag.errors import StoreError, StoreFullError, StoreUnavailableError
-from blendrag.store.base import Counters
+from blendrag.store.base import Counters, PinScope
 from blendrag.store.durable import megabytes, named_errors, sync_directory
-from blendrag.store.index import QUERY_WAIT_S, Index, IndexCorrupt, IndexLocked, IndexRow
+from blendrag.store.index import QUERY_WAIT_S, Index, IndexCorrupt, IndexLocked
 from blendrag.store.payload_files import Name, PayloadFiles
 from blendrag.store.recovery import reconcile
 from blendrag.store.writers import WriterClaim, leftovers, remove
 
 logger = logging.getLogger("blendrag.store")
-_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 #: Free space left on the file system for the index and other programs.
@@ -36,26 +35,16 @@ RESERVE_BYTES = 4 << 20
 # -- what is not evicted now ---------------------------------------------------------------------
 
 
-class Scope:
-    """One open :meth:`Pins.scope`; see :class:`blendrag.store.base.PinScope`."""
-
-    def __init__(self) -> None:
-        self.held: set[tuple[str, str]] = set()
-
-    def protect(self, namespace: str, key: str) -> None:
-        self.held.add((namespace, key))
-
-
 class Pins:
     """Entries held by an open scope of this process. Thread-safe, as sets and lists are."""
 
     def __init__(self) -> None:
-        self._scopes: list[Scope] = []
+        self._scopes: list[PinScope] = []
 
     @contextmanager
-    def scope(self) -> Iterator[Scope]:
+    def scope(self) -> Iterator[PinScope]:
         """Hold every entry that is put or protected from here to the end of the block."""
-        scope = Scope()
+        scope = PinScope()
         self._scopes.append(scope)
         try:
             yield scope
@@ -65,56 +54,30 @@ class Pins:
     def note_put(self, entry: tuple[str, str]) -> None:
         """An entry was put: every open scope holds it."""
         for scope in list(self._scopes):
-            scope.held.add(entry)
+            scope.protect(*entry)
 
     def __contains__(self, entry: tuple[str, str]) -> bool:
         return any(entry in scope.held for scope in list(self._scopes))
 
 
-class Victims(NamedTuple):
-    """What to evict."""
-
-    rows: list[IndexRow]
-    excess_bytes: int
-    """Bytes still too many after the eviction, if positive."""
-    seen_bytes: int
-    """Bytes of all rows that were considered."""
-
-
 def oldest_first(
     index: Index, excess_bytes: int, stays: Callable[[Name], bool], at_most: int = sys.maxsize
-) -> Victims:
-    """Choose the least recently used until ``excess_bytes`` would be freed. Changes nothing."""
-    victims: list[IndexRow] = []
-    seen_bytes = 0
-    for row in index.oldest() if excess_bytes > 0 else ():
+) -> dict[Name, int]:
+    """The least recently used payloads that free ``excess_bytes``, or all that do not stay.
+
+    Gives their bytes and changes nothing.
+    """
+    victims: dict[Name, int] = {}
+    for name, size_bytes in index.oldest() if excess_bytes > 0 else ():
         if excess_bytes <= 0 or len(victims) == at_most:
             break
-        seen_bytes += row.size_bytes
-        if not stays(row.name):
-            victims.append(row)
-            excess_bytes -= row.size_bytes
-    return Victims(victims, excess_bytes, seen_bytes)
+        if not stays(name):
+            victims[name] = size_bytes
+            excess_bytes -= size_bytes
+    return victims
 
 
 # -- the writer ----------------------------------------------------------------------------------
-
-
-def _with_index(
-    method: Callable[Concatenate[DiskWriter, _P], _T],
-) -> Callable[Concatenate[DiskWriter, _P], _T]:
-    """Run a method under the index lock, once more after a rebuild if the index is corrupt."""
-
-    @wraps(method)
-    def run(self: DiskWriter, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        with self._usable_index():
-            try:
-                return method(self, *args, **kwargs)
-            except IndexCorrupt:
-                self.recover()
-                return method(self, *args, **kwargs)
-
-    return run
 
 
 class DiskWriter:
@@ -123,21 +86,17 @@ class DiskWriter:
     def __init__(
         self,
         root: Path,
-        files: PayloadFiles,
-        index: Index,
         limit_bytes: Callable[[], int],
-        pins: Pins,
-        counters: Counters,
         before_eviction: Callable[[], None] = lambda: None,
     ) -> None:
         """``limit_bytes`` gives the current limit; ``before_eviction`` updates the order of use."""
-        self._root = root
+        self.root = root
+        with named_errors(f"opening store {root}"):
+            self.files = PayloadFiles(root)
+        self.index = Index(root / "index")
+        self.pins, self.counters = Pins(), Counters()
         self._tmp = root / "tmp"
-        self._files = files
-        self._index = index
         self._limit_bytes = limit_bytes
-        self._pins = pins
-        self._counters = counters
         self._before_eviction = before_eviction
         self._claim: WriterClaim | None = None
         _writers.add(self)
@@ -148,28 +107,31 @@ class DiskWriter:
         If that fails, chunks are found by listing directories, and the next put tries again.
         """
         try:
-            with named_errors(f"opening store {self._root}"), self._index.exclusive():
+            with named_errors(f"opening store {self.root}"), self.index.exclusive():
                 try:
                     if any(leftovers(self._tmp)):
                         raise IndexCorrupt("a writer has crashed")
-                    self._index.open()
+                    self.index.open()
                 except IndexCorrupt:
                     self._rebuild()
         except StoreError as exc:
             logger.warning("%s; chunks are found by listing directories meanwhile", exc)
 
     def close(self) -> None:
-        """End the claim to be writing. Idempotent."""
+        """End the claim to be writing, and release index and files. Idempotent."""
         if self._claim is not None:
             self._claim.close()
+        self.index.close()
+        self.files.close()
 
     def leave_to_parent(self) -> None:
         """In a forked child: let go of the lock on the parent's marker, keep its SQLite connections.
 
         Otherwise the child would keep the marker locked, and hide a crash of its parent.
         """
-        _inherited.append(self._index.connections())
-        self.close()
+        _inherited.append(self.index.connections())
+        if self._claim is not None:
+            self._claim.close()
 
     # -- put -------------------------------------------------------------------------------------
 
@@ -178,18 +140,17 @@ class DiskWriter:
 
         Returns ``False`` if another process cleared the store before the payload was indexed.
         """
-        with named_errors(f"writing to store {self._root}", size_bytes):
-            claim = self._begin(size_bytes)
+        with named_errors(f"writing to store {self.root}", size_bytes):
+            claim = self.with_index(partial(self._begin, size_bytes))
             self._require_space(size_bytes)
             try:
-                self._files.write(name, claim.temporary(), buffers)
-                return self._finish(IndexRow(name, size_bytes))
+                self.files.write(name, claim.temporary(), buffers)
+                return self.with_index(partial(self._finish, name, size_bytes))
             except BaseException:
                 with contextlib.suppress(OSError):
-                    self._files.remove(name)
+                    self.files.remove(name)
                 raise
 
-    @_with_index
     def _begin(self, size_bytes: int) -> WriterClaim:
         claim = self._claimed()
         self._make_room(size_bytes)
@@ -198,50 +159,51 @@ class DiskWriter:
     def _claimed(self) -> WriterClaim:
         """This process's claim, by which a crash is noticed. Caller holds the index lock."""
         if self._claim is None:
-            sync_directory(self._root)  # kv/ and pinned/: their creator may have been interrupted
-            self._claim = WriterClaim(self._tmp, make_durable=self._index.sync)
+            sync_directory(self.root)  # kv/ and pinned/: their creator may have been interrupted
+            self._claim = WriterClaim(self._tmp, make_durable=self.index.sync)
         return self._claim
 
-    @_with_index
-    def _finish(self, row: IndexRow) -> bool:
-        """Index what was written, unless another writer was faster; whether there is an entry now."""
-        other = self._index.get(*row.name.entry)
-        is_ours = other is not None and other.name == row.name  # indexed by a recovery elsewhere
-        if other is not None and not is_ours and self.keep(other.name):
-            self._files.remove(row.name)
+    def _finish(self, name: Name, size_bytes: int) -> bool:
+        """Index what was written, unless another writer was faster; whether there is an entry now.
+
+        Caller holds the index lock, as in :meth:`_begin`.
+        """
+        other = self.index.get(*name.entry)
+        is_ours = other == name  # indexed by a recovery elsewhere
+        if other is not None and not is_ours and self.keep(other):
+            self.files.remove(name)
             return True
-        if self._files.is_gone(row.name):
+        if self.files.is_gone(name):
             return False
-        self._make_room(0 if is_ours else row.size_bytes, but=row.name)
-        self._index.add(row)
+        self._make_room(0 if is_ours else size_bytes, but=name)
+        self.index.add(name, size_bytes)
         return True
 
     def keep(self, name: Name) -> bool:
         """Make durable what another process may still be putting; whether it is there."""
-        with named_errors(f"writing to store {self._root}"):
+        with named_errors(f"writing to store {self.root}"):
             try:
-                self._files.sync(name)
+                self.files.sync(name.shard)
             except FileNotFoundError:
                 return False
-        return self._files.exists(name)
+        return self.files.exists(name)
 
-    @_with_index
     def pin(self, namespace: str, key: str) -> None:
         """Keep a key out of every eviction, by any process."""
-        with named_errors(f"writing to store {self._root}", 4096):
+        with named_errors(f"writing to store {self.root}", 4096), self._usable_index():
             self._claimed()  # makes pinned/ durable
-            self._files.pinned.add(namespace, key)
+            self.files.pinned.add(namespace, key)
 
     # -- room ------------------------------------------------------------------------------------
 
     def _require_space(self, size_bytes: int) -> None:
         """Raise :class:`StoreFullError` unless the file system has the space and some reserve."""
-        status = os.statvfs(self._root)
+        status = os.statvfs(self.root)
         free_bytes = status.f_bavail * status.f_frsize
         needed_bytes = size_bytes + RESERVE_BYTES
         if free_bytes < needed_bytes:
             raise StoreFullError(
-                f"the disk of store {self._root} has {megabytes(free_bytes)} left, expected "
+                f"the disk of store {self.root} has {megabytes(free_bytes)} left, expected "
                 f"{megabytes(needed_bytes)}; free some space or choose another --store",
                 needed_bytes,
             )
@@ -252,25 +214,25 @@ class DiskWriter:
         Evicts nothing and raises :class:`StoreFullError` if that is impossible. Caller holds the
         index lock.
         """
-        entries, size_bytes = self._index.totals()
+        entries, size_bytes = self.index.totals()
         limit_bytes = self._limit_bytes()
         excess_bytes = size_bytes + needed_bytes - limit_bytes
         if excess_bytes <= 0:
             return
         if needed_bytes <= limit_bytes:
             self._before_eviction()
-            pinned = self._files.pinned.all()  # if that fails, nothing is evicted
+            pinned = self.files.pinned.all()  # if that fails, nothing is evicted
             victims = oldest_first(
-                self._index,
+                self.index,
                 excess_bytes,
-                lambda name: name == but or name.entry in pinned or name.entry in self._pins,
+                lambda name: name == but or name.entry in pinned or name.entry in self.pins,
             )
-            if victims.excess_bytes <= 0:
-                self._evict([row.name for row in victims.rows])
+            excess_bytes -= sum(victims.values())
+            if excess_bytes <= 0:
+                self._evict(list(victims))
                 return
-            if victims.seen_bytes != size_bytes:
+            if sum(row_bytes for _, row_bytes in self.index.oldest()) != size_bytes:
                 raise IndexCorrupt("it miscounts its bytes")
-            excess_bytes = victims.excess_bytes
         raise StoreFullError(
             f"the store's limit of {megabytes(limit_bytes)} has no room for "
             f"{megabytes(needed_bytes)} more next to what must be kept ({entries} entries, "
@@ -279,48 +241,49 @@ class DiskWriter:
         )
 
     def _evict(self, names: list[Name]) -> None:
-        self._index.drop(names)
+        self.index.drop(names)
         for name in names:
             with contextlib.suppress(OSError):
-                self._files.remove(name)
-        self._counters.add("evictions", len(names))
+                self.files.remove(name)
+        self.counters.add("evictions", len(names))
 
     # -- removal ---------------------------------------------------------------------------------
 
-    @_with_index
     def delete(self, namespace: str, key: str) -> bool:
         """Remove an entry and its pin; whether there was one."""
-        with named_errors(f"deleting from store {self._root}"):
-            self._claimed()
-            names = self._files.named(namespace, key)
-            self._files.pinned.remove(namespace, key)
+        with named_errors(f"deleting from store {self.root}"), self._usable_index():
+            names = self.files.named(namespace, key)
+            self.files.pinned.remove(namespace, key)
             self.remove(names)
         return bool(names)
 
-    @_with_index
     def remove(self, names: list[Name]) -> None:
         """Remove several payloads; their pins stay."""
-        with named_errors(f"deleting from store {self._root}"):
+
+        def remove() -> None:
             self._claimed()
-            self._index.drop(names)
+            self.index.drop(names)
             for name in names:
-                self._files.remove(name)
+                self.files.remove(name)
+
+        with named_errors(f"deleting from store {self.root}"):
+            self.with_index(remove)
 
     def quarantine(self, name: Name) -> None:
         """Set a payload aside. Called while a query runs: waits only briefly, never fails."""
         with contextlib.suppress(OSError):
-            self._files.quarantine(name)
+            self.files.quarantine(name)
         self.drop_row(name)
 
     def drop_row(self, name: Name) -> None:
         """Forget a payload that is gone; best effort."""
-        with contextlib.suppress(StoreError, OSError), self._index.exclusive(QUERY_WAIT_S):
-            self._index.drop([name])
+        with contextlib.suppress(StoreError, OSError), self.index.exclusive(QUERY_WAIT_S):
+            self.index.drop([name])
 
     def touch(self, used: Iterable[tuple[str, str]]) -> None:
         """Mark entries as used most recently, in this order; best effort."""
-        with contextlib.suppress(StoreError, OSError), self._index.exclusive(QUERY_WAIT_S):
-            self._index.touch(used)
+        with contextlib.suppress(StoreError, OSError), self.index.exclusive(QUERY_WAIT_S):
+            self.index.touch(used)
 
     # -- recovery --------------------------------------------------------------------------------
 
@@ -329,7 +292,7 @@ class DiskWriter:
 
         Safe while others use the store.
         """
-        with named_errors(f"recovering store {self._root}"), self._usable_index():
+        with named_errors(f"recovering store {self.root}"), self._usable_index():
             self._rebuild()
 
     def _rebuild(self) -> None:
@@ -339,31 +302,34 @@ class DiskWriter:
         """
         markers, parts = leftovers(self._tmp)
         remove(parts)
-        self._index.rebuild(self._reconcile)
+        self.index.rebuild(
+            lambda: self.counters.add("quarantined", reconcile(self.files, self.index))
+        )
         with contextlib.suppress(StoreFullError):
             self._make_room(0)
-        if self._index.sync():  # or the rows could be lost, and with the markers any trace of that
+        if self.index.sync():  # or the rows could be lost, and with the markers any trace of that
             remove(markers)
 
-    def _reconcile(self) -> None:
-        self._counters.add("quarantined", reconcile(self._files, self._index))
-
-    @_with_index
     def with_index(self, action: Callable[[], _T]) -> _T:
         """Run ``action`` under the index lock, once more after a rebuild if the index is corrupt."""
-        return action()
+        with self._usable_index():
+            try:
+                return action()
+            except IndexCorrupt:
+                self.recover()
+                return action()
 
     @contextmanager
     def _usable_index(self) -> Iterator[None]:
         """The index lock, or :class:`StoreUnavailableError` after a bounded wait."""
         try:
-            with self._index.exclusive():
+            with self.index.exclusive():
                 yield
         except IndexLocked as exc:
             raise StoreUnavailableError(str(exc)) from exc
         except IndexCorrupt as exc:
             raise StoreUnavailableError(
-                f"the index of store {self._root} cannot be rebuilt ({exc}), expected a working disk; "
+                f"the index of store {self.root} cannot be rebuilt ({exc}), expected a working disk; "
                 "check it or choose another --store"
             ) from exc
 

@@ -17,6 +17,8 @@ from blendrag.errors import StoreError, StoreFullError, StoreUnavailableError, i
 
 #: Flags that open a directory, but never one behind a symbolic link.
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+#: Flags that create a file which does not exist.
+CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 #: Errors of this process. They say nothing about the file that could not be opened.
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
@@ -40,6 +42,26 @@ def begin_sync(fd: int) -> None:
     """
     if _SYNC_FILE_RANGE is not None:  # pragma: no branch - every Linux has it
         _SYNC_FILE_RANGE(fd, _OFFSET(0), _OFFSET(0), _WRITE)
+
+
+@contextlib.contextmanager
+def whole_file(temporary: Path, target: Path | str, dir_fd: int | None = None) -> Iterator[int]:
+    """Descriptor of a new file, which is synced and renamed to ``target`` below ``dir_fd``.
+
+    An error in the block removes it. The caller syncs the directory.
+    """
+    try:
+        fd = os.open(temporary, CREATE, 0o600)
+        try:
+            yield fd
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(temporary, target, dst_dir_fd=dir_fd)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
 
 
 def sync_directory(path: Path) -> None:

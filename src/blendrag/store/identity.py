@@ -13,6 +13,8 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from blendrag.errors import InvalidInputError
+
 #: Increased whenever the meaning of stored bytes changes, so that old stores miss.
 FORMAT_VERSION = 1
 
@@ -26,6 +28,14 @@ _NAME = re.compile(r"[0-9a-f]{64}", re.ASCII)
 def is_name(text: object) -> bool:
     """Whether ``text`` has the form of a key or namespace: 64 lowercase hex digits."""
     return isinstance(text, str) and _NAME.fullmatch(text) is not None
+
+
+def require_name(text: str) -> None:
+    """Raise :class:`InvalidInputError` unless ``text`` is a key or a namespace."""
+    if not is_name(text):
+        raise InvalidInputError(
+            f"{text[:64]!r} is not a key or namespace, expected 64 lowercase hex digits"
+        )
 
 
 def digest_fields(fields: Iterable[bytes]) -> str:

@@ -21,7 +21,6 @@ import sqlite3
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,10 @@ from blendrag.store.payload_files import Name
 
 logger = logging.getLogger("blendrag.store")
 
+#: How long a put waits for other writers.
+LOCK_WAIT_S = 10.0
+#: How long SQLite waits for a database that other programs hold.
+BUSY_WAIT_S = 1.0
 #: How long a query waits for the index before it finds chunks by listing directories.
 QUERY_WAIT_S = 0.05
 #: How long a writer waits at its end to make its rows durable; otherwise the index is rebuilt.
@@ -47,8 +50,6 @@ _WAL = f"{DATABASE}-wal"
 #: SQLite writes it before the database is in WAL mode. One that a crash left would block the database.
 _JOURNAL = f"{DATABASE}-journal"
 DATABASE_FILES = (DATABASE, _WAL, f"{DATABASE}-shm", _JOURNAL)
-#: The index of earlier versions, which nothing reads any more.
-_FORMER_DATABASE = "cache.db*"
 
 _SCHEMA = """
 CREATE TABLE payload (
@@ -73,12 +74,7 @@ _MAX_SIZE_BYTES = 1 << 50
 
 #: SQLite errors that say nothing about the content of the file: it is in use, or the disk fails.
 _IN_USE = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
-_NOT_THE_CONTENT = (
-    *_IN_USE,
-    sqlite3.SQLITE_IOERR,
-    sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_READONLY,
-)
+_NOT_THE_CONTENT = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
 
 
 class IndexLocked(StoreError):
@@ -89,30 +85,14 @@ class IndexCorrupt(StoreError):
     """The index is missing or is not what the store wrote. Rebuild it from the files."""
 
 
-@dataclass(frozen=True)
-class IndexRow:
-    """One indexed payload."""
-
-    name: Name
-    size_bytes: int
-
-
 class Index:
     """The rows of one store. Thread-safe.
 
     Methods raise :class:`IndexLocked`, :class:`IndexCorrupt` or :class:`StoreFullError`.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        lock_timeout_s: float = 10.0,
-        busy_timeout_s: float = 1.0,
-        read_only: bool = False,
-    ) -> None:
+    def __init__(self, directory: Path, read_only: bool = False) -> None:
         """``read_only``: for maintenance that changes nothing and takes no lock."""
-        self.lock_timeout_s = lock_timeout_s
-        self._busy_timeout_s = busy_timeout_s
         self._read_only = read_only
         self._directory = directory
         self._threads = threading.RLock()
@@ -127,24 +107,26 @@ class Index:
 
     # -- rows ------------------------------------------------------------------------------------
 
-    def get(self, namespace: str, key: str) -> IndexRow | None:
-        """The row of a key. Takes no lock."""
+    def get(self, namespace: str, key: str) -> Name | None:
+        """The payload of a key. Takes no lock."""
         query = f"SELECT {_COLUMNS} FROM payload WHERE {_ENTRY}"
         found = self._select(query, namespace, key)
         if not found:
             return None
-        row = _row(*found[0])
-        if row.name.entry != (namespace, key):
+        name, _ = _row(*found[0])
+        if name.entry != (namespace, key):
             raise IndexCorrupt("a row belongs to another key")
-        return row
+        return name
 
     def knows(self, name: Name) -> bool:
         """Whether the row of that key points to exactly this file."""
-        row = self.get(*name.entry)
-        return row is not None and row.name == name
+        return self.get(*name.entry) == name
 
-    def oldest(self) -> Iterator[IndexRow]:
-        """All rows, least recently used first, without those added or used since the first one."""
+    def oldest(self) -> Iterator[tuple[Name, int]]:
+        """All payloads and their bytes, least recently used first.
+
+        Without those added or used since the first one.
+        """
         ((last,),) = self._select("SELECT MAX(used) FROM payload")
         query = f"SELECT used, {_COLUMNS} FROM payload WHERE used > ? AND used <= ? ORDER BY used LIMIT ?"
         used = -(1 << 63)
@@ -161,14 +143,14 @@ class Index:
         entries, size_bytes = found[0]
         return entries, size_bytes
 
-    def add(self, row: IndexRow) -> None:
+    def add(self, name: Name, size_bytes: int) -> None:
         """Insert as the most recently used."""
         with self.transaction() as database:
-            database.execute(f"DELETE FROM payload WHERE {_ENTRY}", row.name.entry)
+            database.execute(f"DELETE FROM payload WHERE {_ENTRY}", name.entry)
             database.execute(
                 f"INSERT INTO payload (used, {_COLUMNS}) "
                 "SELECT COALESCE(MAX(used), 0) + 1, ?, ?, ?, ? FROM payload",
-                (*row.name, row.size_bytes),
+                (*name, size_bytes),
             )
 
     def drop(self, names: Iterable[Name]) -> None:
@@ -223,22 +205,18 @@ class Index:
     @contextlib.contextmanager
     def exclusive(self, timeout_s: float | None = None) -> Iterator[None]:
         """Hold the index against all other writers, in this process and others. Reentrant."""
-        wait_s = self.lock_timeout_s if timeout_s is None else timeout_s
+        wait_s = LOCK_WAIT_S if timeout_s is None else timeout_s
         if not self._threads.acquire(timeout=wait_s):
             raise self._locked(f"is held by another thread for {wait_s} s")
-        try:
+        with contextlib.ExitStack() as held:
+            held.callback(self._threads.release)
             try:
-                self._processes.acquire(timeout=wait_s, poll_interval=0.005)
+                held.enter_context(self._processes.acquire(wait_s, poll_interval=0.005))
             except filelock.Timeout as exc:
                 raise self._locked(f"is held by another process for {wait_s} s") from exc
             except OSError as exc:
                 raise self._locked(f"cannot be used now ({exc.strerror or exc})") from exc
-            try:
-                yield
-            finally:
-                self._processes.release()
-        finally:
-            self._threads.release()
+            yield
 
     # -- the database ----------------------------------------------------------------------------
 
@@ -247,9 +225,6 @@ class Index:
 
         Caller holds :meth:`exclusive`, except for a read-only index.
         """
-        if not self._exists(DATABASE):
-            self.close()
-            raise IndexCorrupt("there is none")
         self._connect()
         if self._select("PRAGMA user_version") != [(_COMPLETE,)]:
             self.close()
@@ -329,18 +304,15 @@ class Index:
 
     def _create(self) -> None:
         self.set_aside()
-        for former in self._directory.glob(_FORMER_DATABASE):
-            with contextlib.suppress(OSError):
-                former.unlink()
-        with self._sqlite_errors():
-            database = self._connected("rwc")
-            with contextlib.closing(database):
-                database.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
+        with self._sqlite_errors(), contextlib.closing(self._connected("rwc")) as database:
+            database.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
         self._connect()
 
     def _connect(self) -> None:
         """Open the database. Raises :class:`IndexCorrupt` if it is not exactly what we make."""
         self.close()
+        if not self._exists(DATABASE):
+            raise IndexCorrupt("there is none")
         if self._exists(_JOURNAL):
             raise IndexCorrupt(f"{_JOURNAL} is left over")
         for name in filter(self._exists, DATABASE_FILES):
@@ -371,7 +343,7 @@ class Index:
         database = sqlite3.connect(
             f"file:{path}?mode={mode}",
             uri=True,
-            timeout=self._busy_timeout_s,
+            timeout=BUSY_WAIT_S,
             isolation_level=None,
             check_same_thread=False,
         )
@@ -433,17 +405,12 @@ class Index:
         if is_out_of_space(error):
             return StoreFullError(f"no space left for index {self._directory}; free some", 1 << 20)
         if code in _IN_USE:
-            return self._locked(f"is held by another process for {self._busy_timeout_s} s")
-        if code == sqlite3.SQLITE_READONLY and self._is_writable():  # the database itself says so
-            return IndexCorrupt(str(error))
-        if code in _NOT_THE_CONTENT:
+            return self._locked(f"is held by another process for {BUSY_WAIT_S} s")
+        paths = (self._directory, self._directory / DATABASE)
+        is_writable = all(os.access(path, os.W_OK) for path in paths)
+        if code in _NOT_THE_CONTENT and not (code == sqlite3.SQLITE_READONLY and is_writable):
             return self._locked(f"cannot be used now ({error})")
         return IndexCorrupt(str(error))
-
-    def _is_writable(self) -> bool:
-        return all(
-            os.access(path, os.W_OK) for path in (self._directory, self._directory / DATABASE)
-        )
 
     def _locked(self, problem: str) -> IndexLocked:
         return IndexLocked(
@@ -452,19 +419,12 @@ class Index:
         )
 
 
-def _row(namespace: object, key: object, nonce: object, size_bytes: object) -> IndexRow:
+def _row(namespace: Any, key: Any, nonce: Any, size_bytes: Any) -> tuple[Name, int]:
     """A row as the store writes it, or :class:`IndexCorrupt`."""
-    if (
-        isinstance(namespace, str)
-        and isinstance(key, str)
-        and isinstance(nonce, str)
-        and type(size_bytes) is int
-        and is_name(namespace)
-        and is_name(key)
-        and _NONCE.fullmatch(nonce)
-        and 0 <= size_bytes < _MAX_SIZE_BYTES
-    ):
-        return IndexRow(Name(namespace, key, nonce), size_bytes)
+    is_name_of_file = is_name(namespace) and is_name(key) and isinstance(nonce, str)
+    is_size = type(size_bytes) is int and 0 <= size_bytes < _MAX_SIZE_BYTES
+    if is_name_of_file and _NONCE.fullmatch(nonce) and is_size:
+        return Name(namespace, key, nonce), size_bytes
     raise IndexCorrupt("a row is not of the form that the store writes")
 
 

@@ -10,27 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from blendrag.store.identity import NATIVE_ENCODING
 
 if TYPE_CHECKING:
     import torch
 
-    #: Stored dtypes by their names in keys and headers.
-    DTYPES: dict[str, torch.dtype]
-
 #: Bytes of one number by the name of its stored dtype.
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-
-
-def __getattr__(name: str) -> Any:
-    if name != "DTYPES":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import torch
-
-    found = globals()["DTYPES"] = {dtype: getattr(torch, dtype) for dtype in ITEM_BYTES}
-    return found
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -13,17 +13,16 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
-import torch
 
 from blendrag.errors import StoreFullError
 from blendrag.store.base import Counters, ProcessBound, StoreStats
 from blendrag.store.durable import megabytes
-from blendrag.store.encodings import staging_of, stored_layer_bytes
+from blendrag.store.encodings import stored_layer_bytes
 from blendrag.store.kv import ChunkKV, KVLayout
-from blendrag.store.tensor_bytes import check_target, stored_layers, target_buffers, tensor_buffer
+from blendrag.store.reader import LayerReader
+from blendrag.store.tensor_bytes import stored_layers, tensor_buffer
 
 
 @dataclass(frozen=True)
@@ -46,34 +45,24 @@ class MemoryBlock:
         return sum(layer.nbytes for layer in self.layers)
 
 
-class MemoryReader:
+class MemoryReader(LayerReader):
     """A :class:`KVReader` over a block, which stays alive after its eviction."""
 
     tier = "memory"
 
     def __init__(self, key: str, block: MemoryBlock, on_read: Callable[[int], None]) -> None:
-        self.key = key
-        self.tokens = block.tokens
+        super().__init__(key, block.layout, block.tokens)
         self._on_read = on_read
         self._block: MemoryBlock | None = block
-        self._dtype = block.layout.torch_dtype
-        self._staging = staging_of(block.layout, block.tokens)
 
-    def read_layer(self, layer: int, out: torch.Tensor) -> None:
-        """See :meth:`KVReader.read_layer`. Runs no torch operator except to decode."""
-        block = self._block
-        if block is None:
+    def read_stored(self, layer: int, buffers: list[memoryview]) -> None:
+        if self._block is None:
             raise ValueError(f"reader of {self.key[:12]}… is closed")
-        stored = block.layers[layer]
-        shape = block.layout.layer_shape(layer, block.tokens)
-        if self._staging is None:
-            copied = 0
-            for target in target_buffers(out, shape, self._dtype):
-                _copy(target, stored[copied : copied + len(target)])
-                copied += len(target)
-        else:
-            check_target(out, shape, self._dtype)
-            self._staging.read(layer, lambda target: _copy(target, stored), out)
+        stored, copied = self._block.layers[layer], 0
+        for buffer in buffers:
+            target = np.frombuffer(buffer, dtype=np.uint8)
+            target[:] = stored[copied : copied + len(target)]  # releases the GIL
+            copied += len(target)
         self._on_read(stored.nbytes)
 
     def is_cached(self) -> bool:
@@ -82,10 +71,6 @@ class MemoryReader:
     def close(self) -> None:
         """Release the block. Idempotent."""
         self._block = None
-
-
-def _copy(target: Any, stored: np.ndarray) -> None:
-    np.frombuffer(target, dtype=np.uint8)[:] = stored  # releases the GIL
 
 
 class MemoryStore(ProcessBound):

@@ -23,7 +23,7 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 ALIGNMENT_BYTES = 4096
 MAX_HEADER_BYTES = 1 << 20
-#: Bytes of a payload held in memory by :func:`verified_pieces`.
+#: Bytes of one of :func:`verified_pieces`.
 PIECE_BYTES = 1 << 20
 
 _MAX_DIMENSION = 1 << 31
@@ -68,10 +68,8 @@ def layer_checksum(key: str, layer: int, data: Any) -> int:
 class Frame:
     """The fixed part of the header for one layout and number of tokens, and where the layers are."""
 
-    before_checksums: bytes
-    before_key: bytes
-    before_namespace: bytes
-    rest: bytes
+    fixed: tuple[bytes, bytes, bytes, bytes]
+    """Between them are the checksums, the key and the namespace."""
     offsets: tuple[int, ...]
     """Where each layer begins in the file; the last one is the end of the file."""
 
@@ -93,21 +91,12 @@ class Frame:
         return self._header(namespace, key, digits)
 
     def _header(self, namespace: str, key: str, digits: bytes) -> bytes:
-        return b"".join(
-            (
-                self.before_checksums,
-                digits,
-                self.before_key,
-                key.encode(),
-                self.before_namespace,
-                namespace.encode(),
-                self.rest,
-            )
-        )
+        first, second, third, last = self.fixed
+        return b"".join((first, digits, second, key.encode(), third, namespace.encode(), last))
 
     def checksums(self, header: bytes, namespace: str, key: str) -> list[int] | None:
         """Checksums in a header read from disk, or ``None`` if anything else in it differs."""
-        start = len(self.before_checksums)
+        start = len(self.fixed[0])
         digits = header[start : start + _CHECKSUM_DIGITS * self.layers]
         if _HEX.fullmatch(digits) is None or header != self._header(namespace, key, digits):
             return None
@@ -134,23 +123,20 @@ def frame(layout: KVLayout, tokens: int) -> Frame:
     for layer in range(len(layout.layers)):
         ends.append(ends[-1] + stored_layer_bytes(layout, layer, tokens))
     fields = _header_fields(layout, tokens, ends)
-    before_checksums, before_key, before_namespace, rest = (
+    first, second, third, last = (
         part.encode() for part in json.dumps(fields, separators=(",", ":")).split("\\u0000")
     )
-    variable = _CHECKSUM_DIGITS * len(layout.layers) + 2 * 64
-    fixed = len(before_checksums) + len(before_key) + len(before_namespace) + len(rest)
-    data_start = -(-(8 + fixed + variable) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    used = 8 + len(first + second + third + last) + _CHECKSUM_DIGITS * len(layout.layers) + 2 * 64
+    data_start = -(-used // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     if data_start > MAX_HEADER_BYTES:
         raise InvalidInputError(
             f"a KV of {len(layout.layers)} layers needs a header of {data_start} bytes, "
             f"expected at most {MAX_HEADER_BYTES}; this model has too many layers to store"
         )
+    length = struct.pack("<Q", data_start - 8)
+    padding = b" " * (data_start - used)
     return Frame(
-        struct.pack("<Q", data_start - 8) + before_checksums,
-        before_key,
-        before_namespace,
-        rest + b" " * (data_start - 8 - fixed - variable),
-        tuple(data_start + end for end in ends),
+        (length + first, second, third, last + padding), tuple(data_start + end for end in ends)
     )
 
 
@@ -242,51 +228,29 @@ def _dimension(value: object) -> int:
     return value
 
 
-def read_header(
-    read: Callable[[int], bytes | memoryview], namespace: str, key: str, size_bytes: int
-) -> PayloadHeader | None:
-    """Header of a payload that ``read`` gives from its beginning.
+#: Gives the next bytes, up to that many; fewer only at the end.
+Read = Callable[[int], bytes]
 
-    ``None`` unless the header fits namespace, key and file size. Reads at most one header's bytes.
+
+def read_header(read: Read, namespace: str, key: str, size_bytes: int) -> PayloadHeader:
+    """Header of a payload of that size, read from its beginning.
+
+    Reads at most one header's bytes. Raises :class:`CorruptKVError` unless it fits namespace, key
+    and size.
     """
-    length = bytes(read(8))
-    if len(length) < 8 or (header_bytes := struct.unpack("<Q", length)[0]) > MAX_HEADER_BYTES:
-        return None
-    header = parse_header(length + bytes(read(header_bytes)))
-    if header is None or (header.namespace, header.key) != (namespace, key):
-        return None
-    return header if header.file_bytes == size_bytes else None
-
-
-def read_file_header(fd: int, name: Name) -> PayloadHeader | None:
-    """Header of an open payload file, or ``None`` unless its name and size fit it.
-
-    Raises ``OSError`` when the file cannot be read.
-    """
-    position = 0
-
-    def read(size_bytes: int) -> bytes:
-        nonlocal position
-        data = read_at(fd, size_bytes, position)
-        position += len(data)
-        return data
-
-    return read_header(read, name.namespace, name.key, os.fstat(fd).st_size)
-
-
-def read_at(fd: int, size_bytes: int, offset: int = 0) -> bytes:
-    """That many bytes, fewer only where the file ends; a single ``pread`` may be cut short."""
-    parts = []
-    while size_bytes > 0 and (part := os.pread(fd, size_bytes, offset)):
-        parts.append(part)
-        offset += len(part)
-        size_bytes -= len(part)
-    return b"".join(parts)
+    length = read(8)
+    header_bytes = struct.unpack("<Q", length)[0] if len(length) == 8 else 0
+    if header_bytes <= MAX_HEADER_BYTES:
+        header = parse_header(length + read(header_bytes))
+        found = header and (header.namespace, header.key, header.file_bytes)
+        if header is not None and found == (namespace, key, size_bytes):
+            return header
+    raise CorruptKVError("its header or size is not what was put")
 
 
 @contextlib.contextmanager
-def open_payload(files: PayloadFiles, name: Name) -> Iterator[tuple[int, PayloadHeader]]:
-    """A payload's descriptor and header.
+def open_payload(files: PayloadFiles, name: Name) -> Iterator[tuple[PayloadHeader, Read]]:
+    """A payload's header, and what reads the bytes after it.
 
     Raises :class:`CorruptKVError` if the file is damaged, and ``OSError`` where nothing is known
     about it: it is gone, this user may not read it, or this process has no descriptor left.
@@ -296,29 +260,31 @@ def open_payload(files: PayloadFiles, name: Name) -> Iterator[tuple[int, Payload
     except OSError as exc:
         if isinstance(exc, FileNotFoundError | PermissionError) or exc.errno in OUT_OF_RESOURCES:
             raise
-        raise _unreadable(exc) from exc
+        raise CorruptKVError(f"cannot be read ({exc.strerror or exc})") from exc
     try:
-        try:
-            header = read_file_header(fd, name)
-        except OSError as exc:
-            raise _unreadable(exc) from exc
-        if header is None:
-            raise CorruptKVError("its header or size is not what was put")
-        yield fd, header
+        read = partial(read_next, fd)
+        yield read_header(read, name.namespace, name.key, os.fstat(fd).st_size), read
     finally:
         os.close(fd)
 
 
-def _unreadable(exc: OSError) -> CorruptKVError:
-    return CorruptKVError(f"cannot be read ({exc.strerror or exc})")
+def read_next(fd: int, size_bytes: int) -> bytes:
+    """The next bytes of a payload; a single ``read`` may be cut short.
+
+    Raises :class:`CorruptKVError` if they cannot be read.
+    """
+    parts = []
+    try:
+        while size_bytes and (part := os.read(fd, size_bytes)):
+            parts.append(part)
+            size_bytes -= len(part)
+    except OSError as exc:
+        raise CorruptKVError(f"cannot be read ({exc.strerror or exc})") from exc
+    return b"".join(parts)
 
 
-#: Gives up to that many bytes, fewer only at the end. The next call may overwrite them.
-Read = Callable[[int], memoryview]
-
-
-def verified_pieces(header: PayloadHeader, read: Read) -> Iterator[memoryview]:
-    """The bytes after the header, in order. Each piece is valid until the next one is requested.
+def verified_pieces(header: PayloadHeader, read: Read) -> Iterator[bytes]:
+    """The bytes after the header, in order.
 
     Raises :class:`CorruptKVError` at the end of a layer with a wrong checksum; discard what came
     before.
@@ -335,20 +301,3 @@ def verified_pieces(header: PayloadHeader, read: Read) -> Iterator[memoryview]:
             yield piece
         if digest.intdigest() != header.checksums[layer]:
             raise CorruptKVError(f"layer {layer}: the bytes are not those that were put")
-
-
-def sequential_reader(fd: int, offset: int) -> Read:
-    """Reads a file from ``offset`` on into one buffer. Raises :class:`CorruptKVError`."""
-    buffer = memoryview(bytearray(PIECE_BYTES))
-    position = offset
-
-    def read(size_bytes: int) -> memoryview:
-        nonlocal position
-        try:
-            count = os.preadv(fd, [buffer[:size_bytes]], position)
-        except OSError as exc:
-            raise _unreadable(exc) from exc
-        position += count
-        return buffer[:count]
-
-    return read

@@ -23,16 +23,14 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from blendrag.store.durable import DIRECTORY, begin_sync, write_all
-from blendrag.store.identity import is_name
+from blendrag.store.durable import DIRECTORY, begin_sync, whole_file, write_all
+from blendrag.store.identity import is_name, require_name
 from blendrag.store.regular_files import open_regular
 
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _CREATE_PIN = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 FILE_NAME = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{16})\.kv", re.ASCII)
 PREFIX = re.compile(r"[0-9a-f]{2}", re.ASCII)
 PIN_NAME = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{64})", re.ASCII)
-#: Errors of opening a directory that is missing, a file, or a link that is not followed.
 _NO_DIRECTORY = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 #: Quarantined payloads kept for inspection.
 QUARANTINE_FILES = 8
@@ -73,23 +71,21 @@ class PinnedKeys:
 
     def add(self, namespace: str, key: str) -> None:
         """Pin a key, durably."""
-        with _opened(self._directory) as directory:
+        with opened(self._directory) as directory:
             os.close(os.open(f"{namespace}.{key}", _CREATE_PIN, 0o600, dir_fd=directory))
             os.fsync(directory)
 
     def remove(self, namespace: str, key: str) -> None:
         """Unpin a key, if it is pinned."""
-        with contextlib.suppress(FileNotFoundError), _opened(self._directory) as directory:
+        with contextlib.suppress(FileNotFoundError), opened(self._directory) as directory:
             os.unlink(f"{namespace}.{key}", dir_fd=directory)
 
     def all(self) -> set[tuple[str, str]]:
         """Namespace and key of every pinned key."""
-        try:
-            with _opened(self._directory) as directory:
-                names = map(PIN_NAME.fullmatch, os.listdir(directory))
-                return {(name[1], name[2]) for name in names if name}
-        except FileNotFoundError:
-            return set()
+        with contextlib.suppress(FileNotFoundError), opened(self._directory) as directory:
+            names = map(PIN_NAME.fullmatch, os.listdir(directory))
+            return {(name[1], name[2]) for name in names if name}
+        return set()
 
 
 class PayloadFiles:
@@ -122,29 +118,12 @@ class PayloadFiles:
     @contextlib.contextmanager
     def _entered(self, parent: int, way: tuple[str, ...], create: bool = False) -> Iterator[int]:
         """Descriptor of the last directory of ``way``, which is created on request."""
-        try:
-            fd = os.open(way[-1], DIRECTORY, dir_fd=parent)
-        except FileNotFoundError:
-            if not create:
-                raise
-            self._durable.discard(way)
+        if create:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(way[-1], 0o700, dir_fd=parent)
-            fd = os.open(way[-1], DIRECTORY, dir_fd=parent)
-        try:
+                self._durable.discard(way)
+        with opened(way[-1], parent) as fd:
             yield fd
-        finally:
-            os.close(fd)
-
-    def _below(self, name: str, is_ours: Callable[[str], object]) -> list[str]:
-        """Sorted names of our form in a namespace, or in ``"."``; none where there is no directory."""
-        try:
-            with _opened(name, self._kv_fd) as directory:
-                return sorted(entry for entry in os.listdir(directory) if is_ours(entry))
-        except OSError as exc:
-            if exc.errno in _NO_DIRECTORY:
-                return []
-            raise
 
     # -- one payload -----------------------------------------------------------------------------
 
@@ -153,19 +132,15 @@ class PayloadFiles:
         with self._shard(name.shard) as directory:
             return open_regular(name.file, dir_fd=directory)
 
-    def _status(self, name: Name) -> os.stat_result:
-        with self._shard(name.shard) as directory:
+    def _status(self, name: Name) -> os.stat_result | None:
+        """``None`` if there is no such payload. Raises ``OSError`` if that is unknown."""
+        with _if_any(), self._shard(name.shard) as directory:
             return os.stat(name.file, dir_fd=directory, follow_symlinks=False)
+        return None
 
     def is_gone(self, name: Name) -> bool:
         """Whether there is no such payload. Raises ``OSError`` if that is unknown."""
-        try:
-            self._status(name)
-        except OSError as exc:
-            if exc.errno in _NO_DIRECTORY:
-                return True
-            raise
-        return False
+        return self._status(name) is None
 
     def exists(self, name: Name) -> bool:
         """Like :meth:`is_gone`; ``False`` if it is unknown."""
@@ -175,54 +150,34 @@ class PayloadFiles:
 
     def size(self, name: Name) -> int:
         """Bytes of a payload; 0 if it is gone."""
-        with contextlib.suppress(OSError):
-            return self._status(name).st_size
-        return 0
+        return self.size_and_time(name)[0]
 
-    def written_ns(self, name: Name) -> int:
-        """When a payload was written, by the clock at that time; 0 if it is gone."""
+    def size_and_time(self, name: Name) -> tuple[int, int]:
+        """Bytes of a payload and when it was written, in ns; zeros if it is gone."""
         with contextlib.suppress(OSError):
-            return self._status(name).st_mtime_ns
-        return 0
+            if (status := self._status(name)) is not None:
+                return status.st_size, status.st_mtime_ns
+        return 0, 0
 
     def write(self, name: Name, temporary: Path, buffers: Iterable[Any]) -> None:
-        """Write, fsync, rename into place, fsync the directory. A failure leaves nothing behind."""
-        try:
-            fd = os.open(temporary, _CREATE, 0o600)
-            try:
-                for buffer in buffers:
-                    write_all(fd, buffer)
-                    begin_sync(fd)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            with self._shard(name.shard, create=True) as directory:
-                os.rename(temporary, name.file, dst_dir_fd=directory)
-            self.sync(name)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            with contextlib.suppress(OSError):
-                self.remove(name)
-            raise
+        """Write, sync, rename into place, sync the directory."""
+        with (
+            self._shard(name.shard, create=True) as directory,
+            whole_file(temporary, name.file, directory) as fd,
+        ):
+            for buffer in buffers:
+                write_all(fd, buffer)
+                begin_sync(fd)
+        self.sync(name.shard)
 
-    def sync(self, name: Name) -> None:
-        """Make a payload's name durable; its bytes were synced before it got that name."""
-        self.sync_shard(name.shard)
+    def sync(self, shard: tuple[str, str]) -> None:
+        """Make the names in one directory durable; the bytes were synced before.
 
-    def sync_shard(self, shard: tuple[str, str]) -> None:
-        """:meth:`sync` for every payload in one directory."""
+        Directories above that already existed are synced too: their creator may have been
+        interrupted. They come last, because the file system's journal then holds them already.
+        """
         with self._shard(shard) as directory:
             os.fsync(directory)
-        self._sync_way(shard)
-
-    def _sync_way(self, shard: tuple[str, str]) -> None:
-        """Make the directories above a payload durable.
-
-        Directories that already existed are synced too: their creator may have been interrupted.
-        The payload's own directory comes before them, because the file system's journal then holds
-        them already.
-        """
         if shard not in self._durable:
             with self._entered(self._kv_fd, shard[:1]) as outer:
                 os.fsync(outer)
@@ -238,7 +193,7 @@ class PayloadFiles:
 
     def quarantine(self, name: Name) -> None:
         """Move a payload to ``quarantine/``, which keeps the newest few."""
-        with _opened(self._root / "quarantine") as target:
+        with opened(self._root / "quarantine") as target:
             with self._shard(name.shard) as directory:
                 os.rename(name.file, name.file, src_dir_fd=directory, dst_dir_fd=target)
             ages = [
@@ -255,36 +210,46 @@ class PayloadFiles:
         """The payloads of one key, found by listing its directory."""
         return [name for name in self._list((namespace, key[:2])) if name.key == key]
 
-    def walk(self) -> Iterator[Name]:
-        """Every payload of the store, in order, ignoring foreign names.
+    def walk(self, namespace: str | None = None) -> Iterator[Name]:
+        """Every payload of one namespace, or of all, in order, ignoring foreign names.
 
-        Holds the names of one directory at a time: there may be millions.
+        Holds the names of one directory at a time: there may be millions. Raises
+        :class:`InvalidInputError` for a malformed namespace.
         """
-        for namespace in self._below(".", is_name):
-            yield from self.walk_namespace(namespace)
+        if namespace is not None:
+            require_name(namespace)
+        for each in self._below(".", is_name) if namespace is None else [namespace]:
+            for prefix in self._below(each, PREFIX.fullmatch):
+                yield from self._list((each, prefix))
 
-    def walk_namespace(self, namespace: str) -> Iterator[Name]:
-        """Every payload of one namespace."""
-        for prefix in self._below(namespace, PREFIX.fullmatch):
-            yield from self._list((namespace, prefix))
+    def _below(self, name: str, is_ours: Callable[[str], object]) -> list[str]:
+        """Sorted names of our form in a namespace, or in ``"."``."""
+        with _if_any(), opened(name, self._kv_fd) as directory:
+            return sorted(filter(is_ours, os.listdir(directory)))
+        return []
 
     def _list(self, shard: tuple[str, str]) -> list[Name]:
-        try:
-            with self._shard(shard) as directory:
-                files = os.listdir(directory)
-        except OSError as exc:
-            if exc.errno in _NO_DIRECTORY:
-                return []
-            raise
-        matches = (FILE_NAME.fullmatch(file) for file in files)
-        return sorted(Name(shard[0], m[1], m[2]) for m in matches if m and m[1][:2] == shard[1])
+        with _if_any(), self._shard(shard) as directory:
+            matches = map(FILE_NAME.fullmatch, os.listdir(directory))
+            return sorted(Name(shard[0], m[1], m[2]) for m in matches if m and m[1][:2] == shard[1])
+        return []
 
 
 @contextlib.contextmanager
-def _opened(path: Path | str, parent: int | None = None) -> Iterator[int]:
-    """Descriptor of a directory."""
+def opened(path: Path | str, parent: int | None = None) -> Iterator[int]:
+    """Descriptor of a directory, which is not reached through a link."""
     fd = os.open(path, DIRECTORY, dir_fd=parent)
     try:
         yield fd
     finally:
         os.close(fd)
+
+
+@contextlib.contextmanager
+def _if_any() -> Iterator[None]:
+    """Ignore that there is no such directory, or a file or a link in its place."""
+    try:
+        yield
+    except OSError as exc:
+        if exc.errno not in _NO_DIRECTORY:
+            raise

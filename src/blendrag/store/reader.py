@@ -10,7 +10,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import xxhash
@@ -28,7 +27,33 @@ IOV_MAX = 1024
 PORTION_BYTES = 512 << 10
 
 
-class DiskReader:
+class LayerReader:
+    """What the readers of both tiers share: layers as they are stored, decoded into a prompt."""
+
+    def __init__(self, key: str, layout: KVLayout, tokens: int) -> None:
+        self.key = key
+        self.layout = layout
+        self.tokens = tokens
+        self._dtype = layout.torch_dtype
+        self._staging = staging_of(layout, tokens)
+
+    def read_layer(self, layer: int, out: torch.Tensor) -> None:
+        """See :meth:`KVReader.read_layer`. Runs no torch operator except to decode."""
+        shape = self.layout.layer_shape(layer, self.tokens)
+        if self._staging is None:
+            self.read_stored(layer, target_buffers(out, shape, self._dtype))
+        else:
+            check_target(out, shape, self._dtype)
+            self._staging.read(
+                layer, lambda room: self.read_stored(layer, [memoryview(room).cast("B")]), out
+            )
+
+    def read_stored(self, layer: int, buffers: list[memoryview]) -> None:
+        """Fill writable buffers of bytes with the layer's verified stored bytes."""
+        raise NotImplementedError
+
+
+class DiskReader(LayerReader):
     """Reads a chunk's layers with ``preadv`` straight into the prompt's buffers.
 
     Encoded layers are read into a buffer of this reader and decoded from there once verified. An
@@ -47,35 +72,18 @@ class DiskReader:
         frame: Frame,
         checksums: list[int],
         on_corrupt: Callable[[str], None],
-        on_read: Callable[[int], None] = lambda size_bytes: None,
+        on_read: Callable[[int], None],
     ) -> None:
         """``on_read`` gets the number of bytes of each verified layer."""
-        self.key = key
-        self.tokens = tokens
-        self.layout = layout
+        super().__init__(key, layout, tokens)
         self._fd = fd
         self._frame = frame
         self._checksums = checksums
         self._on_corrupt = on_corrupt
         self._on_read = on_read
-        self._dtype = layout.torch_dtype
-        self._staging = staging_of(layout, tokens)
         self._lock = threading.Lock()
 
-    def read_layer(self, layer: int, out: torch.Tensor) -> None:
-        """See :meth:`KVReader.read_layer`. Runs no torch operator except to decode."""
-        shape = self.layout.layer_shape(layer, self.tokens)
-        if self._staging is None:
-            self._read(layer, target_buffers(out, shape, self._dtype))
-        else:
-            check_target(out, shape, self._dtype)
-            self._staging.read(layer, lambda buffer: self.read_layer_bytes(layer, buffer), out)
-
-    def read_layer_bytes(self, layer: int, out: Any) -> None:
-        """Read the layer's verified stored bytes into a writable buffer of their size."""
-        self._read(layer, [memoryview(out).cast("B")])
-
-    def _read(self, layer: int, buffers: list[memoryview]) -> None:
+    def read_stored(self, layer: int, buffers: list[memoryview]) -> None:
         with self._lock:
             if self._fd < 0:
                 raise ValueError(f"reader of {self.key[:12]}… is closed")
@@ -133,9 +141,8 @@ class DiskReader:
             os.close(fd)
 
     def __del__(self) -> None:
-        with contextlib.suppress(
-            AttributeError, OSError
-        ):  # no lock: no other thread has this reader
+        # No lock: no other thread has this reader.
+        with contextlib.suppress(AttributeError, OSError):
             if self._fd >= 0:
                 os.close(self._fd)
 

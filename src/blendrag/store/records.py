@@ -75,13 +75,14 @@ class Records(Generic[T]):
     def keep(self, entry: T) -> None:
         """Append ``entry`` in place of an earlier one. Atomic. Raises :class:`OSError`."""
         new = json.loads(json.dumps(asdict(entry)))
-        others = [old for old in self.unchecked() if not self._is_same(old, new)]
+        others = [
+            old
+            for old in self.unchecked()
+            if not isinstance(old, dict) or any(old.get(name) != new[name] for name in self.same)
+        ]
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         kept = {self.key: [*others, new][-MAX_ENTRIES:]}
         regular_files.replace(self.path, json.dumps(kept).encode())
-
-    def _is_same(self, old: Any, new: dict[str, Any]) -> bool:
-        return isinstance(old, dict) and all(old.get(name) == new[name] for name in self.same)
 
     @property
     def stamp(self) -> tuple[int, int] | None:

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections import deque
 from collections.abc import Iterator
 
+from blendrag.errors import CorruptKVError
 from blendrag.store.durable import OUT_OF_RESOURCES
-from blendrag.store.index import Index, IndexCorrupt, IndexRow
-from blendrag.store.payload import read_file_header
+from blendrag.store.index import Index, IndexCorrupt
+from blendrag.store.payload import open_payload
 from blendrag.store.payload_files import Name, PayloadFiles
 
 logger = logging.getLogger("blendrag.store")
@@ -38,14 +38,14 @@ def reconcile(files: PayloadFiles, index: Index) -> int:
     quarantined = 0
     shards: set[tuple[str, str]] = set()
     for name in _in_order(files, index):
-        row = index.get(*name.entry)
-        if row is not None and row.name == name:
+        known = index.get(*name.entry)
+        if known == name:
             index.touch([name.entry])
-        elif row is not None and not files.is_gone(row.name):
+        elif known is not None and not files.is_gone(known):
             with contextlib.suppress(OSError):
                 files.remove(name)
-        elif (size_bytes := sound_size(files, name)) is not None:
-            index.add(IndexRow(name, size_bytes))
+        elif (size_bytes := _sound_size(files, name)) is not None:
+            index.add(name, size_bytes)
             shards.add(name.shard)
         elif files.exists(name):
             logger.warning("%s is not a payload of this store: set aside", name.file)
@@ -55,47 +55,44 @@ def reconcile(files: PayloadFiles, index: Index) -> int:
     # A row promises a durable file, and the writer of these may have crashed before the sync.
     for shard in sorted(shards):
         with contextlib.suppress(FileNotFoundError):
-            files.sync_shard(shard)
-    index.drop([row.name for row in index.oldest() if files.is_gone(row.name)])
-    entries = size_bytes = 0
-    for row in index.oldest():
-        entries, size_bytes = entries + 1, size_bytes + row.size_bytes
-    if index.totals() != (entries, size_bytes):
+            files.sync(shard)
+    index.drop([name for name, _ in index.oldest() if files.is_gone(name)])
+    entries = total_bytes = 0
+    for _, size in index.oldest():
+        entries, total_bytes = entries + 1, total_bytes + size
+    if index.totals() != (entries, total_bytes):
         raise IndexCorrupt("it miscounts its rows")
     return quarantined
 
 
 def _in_order(files: PayloadFiles, index: Index) -> Iterator[Name]:
-    """Files that the index does not know, oldest first, and rows that have to move after them."""
+    """Files that the index does not know, oldest first, and rows that have to follow them."""
     unknown = deque(
-        sorted((files.written_ns(name), name) for name in files.walk() if not index.knows(name))
+        sorted(
+            (files.size_and_time(name)[1], name) for name in files.walk() if not index.knows(name)
+        )
     )
     has_moved = False
-    for row in index.oldest() if unknown else ():
-        written_ns = files.written_ns(row.name)
+    for known, _ in index.oldest() if unknown else ():
+        _, written_ns = files.size_and_time(known)
         while unknown and unknown[0][0] <= written_ns:
             yield unknown.popleft()[1]
             has_moved = True
         if has_moved:
-            yield row.name
+            yield known
     for _, name in unknown:
         yield name
 
 
-def sound_size(files: PayloadFiles, name: Name) -> int | None:
+def _sound_size(files: PayloadFiles, name: Name) -> int | None:
     """Size of a payload whose header fits its name, otherwise ``None``."""
     for _ in range(_READ_TRIES):
         try:
-            fd = files.open(name)
-            try:
-                header = read_file_header(fd, name)
-            finally:
-                os.close(fd)
-        except FileNotFoundError:
-            return None
+            with open_payload(files, name) as (header, _):
+                return header.file_bytes
+        except CorruptKVError:
+            continue
         except OSError as exc:
             if exc.errno in OUT_OF_RESOURCES:
                 raise
-        else:
-            return None if header is None else header.file_bytes
     return None

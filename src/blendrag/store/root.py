@@ -15,9 +15,16 @@ import stat
 from pathlib import Path
 
 from blendrag.errors import StoreUnavailableError
-from blendrag.store.durable import store_error, sync_directory, write_all
+from blendrag.store import regular_files
+from blendrag.store.durable import (
+    named_errors,
+    store_error,
+    sync_directory,
+    whole_file,
+    write_all,
+)
 from blendrag.store.identity import FORMAT_VERSION
-from blendrag.store.writers import unclaimed_temporary
+from blendrag.store.writers import new_temporary
 
 logger = logging.getLogger("blendrag.store")
 
@@ -62,7 +69,7 @@ def prepare(root: Path, read_only: bool) -> bool:
 
 
 def _create(root: Path, read_only: bool) -> None:
-    try:
+    with named_errors(f"creating store {root}"):
         if root.is_symlink() and not root.exists():
             raise _refused(
                 f"store {root} is a symbolic link to nothing, expected a directory; fix the link"
@@ -73,22 +80,24 @@ def _create(root: Path, read_only: bool) -> None:
             for path in missing:
                 with contextlib.suppress(OSError):  # the directory above may not be readable
                     sync_directory(path.parent)
-        if not root.is_dir():
-            if os.path.lexists(root):
-                raise _refused(f"store {root} is a file, expected a directory; move it away")
-            raise StoreUnavailableError(
-                f"no store at {root}, expected one to read from; run blendrag ingest first"
-            )
-    except NotADirectoryError as exc:
-        raise _refused(
-            f"store {root} lies below a file, expected a directory; move it away"
-        ) from exc
-    except OSError as exc:
-        raise store_error(exc, f"creating store {root}") from exc
+        if root.is_dir():
+            return
+        if os.path.lexists(root):
+            raise _refused(f"store {root} is a file, expected a directory; move it away")
+        raise StoreUnavailableError(
+            f"no store at {root}, expected one to read from; run blendrag ingest first"
+        )
 
 
 def _refused(why: str) -> StoreUnavailableError:
     return StoreUnavailableError(f"{why} or choose another --store")
+
+
+def read_only_error(root: Path) -> StoreUnavailableError:
+    """For a change of a store that can only be read."""
+    return _refused(
+        f"store {root} is read-only, expected one that can be written; change its permissions"
+    )
 
 
 def _refuse_if_shared(what: str, mode: int) -> None:
@@ -101,20 +110,18 @@ def _refuse_if_shared(what: str, mode: int) -> None:
 
 
 def _prepare_subdirectory(path: Path, read_only: bool) -> None:
-    try:
+    with named_errors(f"creating {path}"):
         if not read_only:
             with contextlib.suppress(FileExistsError):
                 path.mkdir(mode=0o700)
+        elif not os.path.lexists(path):
+            if path.name != "kv":
+                return
+            raise StoreUnavailableError(
+                f"{path.parent} holds no store and cannot be written, expected a store to read "
+                "from; choose another --store"
+            )
         mode = path.lstat().st_mode
-    except FileNotFoundError as exc:
-        if path.name != "kv":
-            return
-        raise StoreUnavailableError(
-            f"{path.parent} holds no store and cannot be written, expected a store to read from; "
-            "choose another --store"
-        ) from exc
-    except OSError as exc:
-        raise store_error(exc, f"creating {path}") from exc
     if not stat.S_ISDIR(mode):
         kind = "a symbolic link" if stat.S_ISLNK(mode) else "not a directory"
         raise _refused(f"{path} is {kind}, expected a directory made by the store; move it away")
@@ -145,11 +152,9 @@ def _check_version(root: Path) -> None:
 def _write_version(root: Path) -> None:
     """Write the format file unless it is there. Racing writers write the same bytes."""
     path = root / _FORMAT_FILE
-    try:
+    with named_errors(f"writing {path}", 4096):
         if not path.exists() or not path.stat().st_size:
             _write(path, f"blendrag-kv {FORMAT_VERSION}\n")
-    except OSError as exc:
-        raise store_error(exc, f"writing {path}", 4096) from exc
 
 
 # -- the size limit ------------------------------------------------------------------------------
@@ -167,8 +172,16 @@ def settle_limit(root: Path, given: int | None, default: int, read_only: bool) -
     text = _read(path)
     if given is not None:
         remembered = f"{min(given, _MAX_LIMIT_BYTES)}\n"
-        if text != remembered:
-            _remember_limit(path, remembered)
+        try:
+            if text != remembered:
+                _write(path, remembered)
+                sync_directory(root)
+        except OSError as exc:  # a full disk does not keep the store from being opened
+            logger.warning(
+                "store %s cannot remember its limit (%s): give --disk-bytes again next time",
+                root,
+                exc.strerror or exc,
+            )
         return given
     if text is None:
         return default
@@ -181,34 +194,13 @@ def settle_limit(root: Path, given: int | None, default: int, read_only: bool) -
     return int(match[1])
 
 
-def _remember_limit(path: Path, text: str) -> None:
-    """Write the limit. A full disk does not keep the store from being opened."""
-    try:
-        _write(path, text)
-        sync_directory(path.parent)
-    except OSError as exc:
-        logger.warning(
-            "store %s cannot remember its limit (%s): give --disk-bytes again next time",
-            path.parent,
-            exc.strerror or exc,
-        )
-
-
 # -- small files ---------------------------------------------------------------------------------
 
 
 def _read(path: Path) -> str | None:
-    """The beginning of a small file; ``None`` if there is none. Never blocks, follows no link."""
+    """A small file; ``None`` if there is none."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise _refused(
-                    f"{path} is not a regular file, expected one made by the store; move it away"
-                )
-            return os.read(fd, 64).decode("ascii", "replace")
-        finally:
-            os.close(fd)
+        return regular_files.read_bytes(path, regular_files.MIB).decode("ascii", "replace")
     except FileNotFoundError:
         return None
     except OSError as exc:
@@ -219,23 +211,9 @@ def _write(path: Path, text: str) -> None:
     """Write a small file whole and durably."""
     for attempt in range(_WRITE_TRIES):
         try:
-            _replace(unclaimed_temporary(path.parent / "tmp"), path, text)
+            with whole_file(new_temporary(path.parent / "tmp"), path) as fd:
+                write_all(fd, text.encode())
             return
         except FileNotFoundError:
             if attempt == _WRITE_TRIES - 1:
                 raise
-
-
-def _replace(temporary: Path, path: Path, text: str) -> None:
-    try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            write_all(fd, text.encode())
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise

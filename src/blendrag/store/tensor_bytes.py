@@ -16,8 +16,10 @@ import torch
 
 from blendrag.errors import InvalidInputError
 from blendrag.store.encodings import codec_of
-from blendrag.store.kv import ChunkKV
+from blendrag.store.kv import ITEM_BYTES, ChunkKV
 
+#: Stored dtypes by their names in keys and headers.
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 #: Dtype → integer types of its width, and the bits of infinity. Infinity and the NaNs are the largest
 #: bit patterns of either sign: signed integers order the positive ones, unsigned the negative ones.
 _INFINITY: dict[str, tuple[type[np.signedinteger[Any]], type[np.unsignedinteger[Any]], int]] = {

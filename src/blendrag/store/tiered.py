@@ -13,14 +13,13 @@ import queue
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from dataclasses import replace
 
 import torch
 
 from blendrag.errors import NoThreadError, StoreError, starting_thread
-from blendrag.store.base import Counters, KVReader, ProcessBound, StoreStats
+from blendrag.store.base import Counters, KVReader, PinScope, ProcessBound, StoreStats
 from blendrag.store.disk import DiskStore
-from blendrag.store.disk_writer import Scope
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.kv import ChunkKV, KVLayout
 from blendrag.store.memory import MemoryBlock, MemoryStore
@@ -34,12 +33,6 @@ QUEUE_CHUNKS = 64
 RECENCY_INTERVAL_S = 30.0
 
 
-class _Job(NamedTuple):
-    namespace: str
-    key: str
-    reader: DiskReader
-
-
 class PromotingReader:
     """A disk reader that leaves its open file to the promotion if a layer was read."""
 
@@ -48,7 +41,8 @@ class PromotingReader:
     def __init__(self, namespace: str, reader: DiskReader, promotion: Promotion) -> None:
         self.key = reader.key
         self.tokens = reader.tokens
-        self._job = _Job(namespace, reader.key, reader)
+        self._namespace = namespace
+        self._reader = reader
         self._promotion = promotion
         self._was_read = self._failed = self._closed = False
 
@@ -56,21 +50,22 @@ class PromotingReader:
         if self._closed:
             raise ValueError(f"reader of {self.key[:12]}… is closed")
         try:
-            self._job.reader.read_layer(layer, out)
+            self._reader.read_layer(layer, out)
         except BaseException:
             self._failed = True
             raise
         self._was_read = True
 
     def is_cached(self) -> bool:
-        return self._job.reader.is_cached()
+        return self._reader.is_cached()
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        if not self._was_read or self._failed or not self._promotion.offer(self._job):
-            self._job.reader.close()
+        is_offered = self._was_read and not self._failed
+        if not (is_offered and self._promotion.offer(self._namespace, self._reader)):
+            self._reader.close()
 
 
 class Promotion:
@@ -80,17 +75,17 @@ class Promotion:
         self.counters = Counters()
         self._memory = memory
         self._disk = disk
-        self._jobs: queue.Queue[_Job | None] = queue.Queue(QUEUE_CHUNKS)
+        self._jobs: queue.Queue[tuple[str, DiskReader] | None] = queue.Queue(QUEUE_CHUNKS)
         self._thread: threading.Thread | None = None
         self._start_lock = threading.Lock()
         self._closed = False
 
-    def offer(self, job: _Job) -> bool:
-        """Queue a job, whose reader then belongs to the thread.
+    def offer(self, namespace: str, reader: DiskReader) -> bool:
+        """Queue a chunk, whose reader then belongs to the thread.
 
         ``False`` if that is not possible: the queue is full, or no thread can be started.
         """
-        if self._disk.is_inherited or self._memory.contains(job.namespace, job.key):
+        if self._disk.is_inherited or self._memory.contains(namespace, reader.key):
             return False
         with self._start_lock:
             if self._closed:
@@ -98,7 +93,7 @@ class Promotion:
             try:
                 if self._thread is None:
                     self._thread = self._started()
-                self._jobs.put_nowait(job)
+                self._jobs.put_nowait((namespace, reader))
             except (queue.Full, NoThreadError):
                 self.counters.add("drops")
                 return False
@@ -136,20 +131,18 @@ class Promotion:
                 if job is None:
                     return
                 with _best_effort("a chunk was not promoted to memory"):
-                    self._promote(job)
+                    self._promote(*job)
             finally:
                 self._jobs.task_done()
 
-    def _promote(self, job: _Job) -> None:
-        with contextlib.closing(job.reader) as reader:
-            if self._memory.contains(job.namespace, job.key):
-                return
-            if reader.is_unlinked():  # deleted or evicted meanwhile
-                return
+    def _promote(self, namespace: str, reader: DiskReader) -> None:
+        with contextlib.closing(reader):
+            if self._memory.contains(namespace, reader.key) or reader.is_unlinked():
+                return  # promoted, deleted or evicted meanwhile
             block = MemoryBlock.empty(reader.layout, reader.tokens)
             for number, layer in enumerate(block.layers):
-                reader.read_layer_bytes(number, layer)
-            if self._memory.insert(job.namespace, job.key, block):
+                reader.read_stored(number, [layer.data])
+            if self._memory.insert(namespace, reader.key, block):
                 self.counters.add("promotions")
 
 
@@ -206,7 +199,7 @@ class TieredStore(ProcessBound):
         """See :meth:`KVStore.keys`: those on disk."""
         return self.disk.keys(namespace)
 
-    def pin_scope(self) -> AbstractContextManager[Scope]:
+    def pin_scope(self) -> AbstractContextManager[PinScope]:
         return self.disk.pin_scope()
 
     def pin(self, namespace: str, key: str) -> None:
@@ -219,14 +212,9 @@ class TieredStore(ProcessBound):
         Evictions are those from disk: after one from memory nothing has to be computed again.
         """
         disk, memory = self.disk.stats(), self.memory.stats()
-        return StoreStats(
-            disk.entries,
-            disk.size_bytes,
-            disk.hits + memory.hits,
-            disk.misses,
-            disk.evictions,
-            disk.quarantined,
-            puts=disk.puts,
+        return replace(
+            disk,
+            hits=disk.hits + memory.hits,
             promotions=self._promotion.counters["promotions"],
             queue_drops=self._promotion.counters["drops"],
             tiers=memory.tiers + disk.tiers,

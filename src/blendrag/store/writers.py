@@ -17,13 +17,12 @@ import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from blendrag.store.durable import sync_directory
+from blendrag.store.durable import CREATE, sync_directory
 
 MARKER = re.compile(r"([0-9a-f]{16})\.writer", re.ASCII)
 PART = re.compile(r"([0-9a-f]{16})\.[0-9a-f]{16}\.part", re.ASCII)
 #: Errors of opening a marker that is gone, or is a directory, a link or a socket and so not ours.
 _NO_MARKER = (errno.ENOENT, errno.EISDIR, errno.ELOOP, errno.ENXIO)
-_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class WriterClaim:
@@ -38,7 +37,7 @@ class WriterClaim:
         self._tmp = tmp
         self._id = secrets.token_hex(8)
         marker = tmp / f"{self._id}.writer"
-        fd = os.open(marker, _CREATE, 0o600)
+        fd = os.open(marker, CREATE, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             sync_directory(tmp)
@@ -46,15 +45,12 @@ class WriterClaim:
             remove([marker])
             os.close(fd)
             raise
-        self._release = weakref.finalize(self, _release, marker, fd, os.getpid(), make_durable)
+        #: Ends the claim. In a forked child, only closes the inherited descriptor. Idempotent.
+        self.close = weakref.finalize(self, _release, marker, fd, os.getpid(), make_durable)
 
     def temporary(self) -> Path:
         """A new path to write to."""
-        return _part(self._tmp, self._id)
-
-    def close(self) -> None:
-        """End the claim. In a forked child, only close the inherited descriptor. Idempotent."""
-        self._release()
+        return new_temporary(self._tmp, self._id)
 
 
 def _release(marker: Path, fd: int, pid: int, make_durable: Callable[[], bool]) -> None:
@@ -65,12 +61,8 @@ def _release(marker: Path, fd: int, pid: int, make_durable: Callable[[], bool]) 
         os.close(fd)
 
 
-def unclaimed_temporary(tmp: Path) -> Path:
-    """A new path to write to without a claim; the next process to open the store may remove it."""
-    return _part(tmp, secrets.token_hex(8))
-
-
-def _part(tmp: Path, owner: str) -> Path:
+def new_temporary(tmp: Path, owner: str = "0" * 16) -> Path:
+    """A new path to write to. Without an owner, the next process to open the store may remove it."""
     return tmp / f"{owner}.{secrets.token_hex(8)}.part"
 
 

@@ -17,7 +17,7 @@ from blendrag.errors import InvalidInputError
 from blendrag.lab.bench import options
 from blendrag.model import ModelAdapter, load_adapter
 from blendrag.model.loading import automatic_dtype, load_tokens, resolve_device
-from blendrag.store.kv import DTYPES
+from blendrag.store.tensor_bytes import DTYPES
 
 #: Fields of a Qwen2 config, and their values by geometry.
 FIELDS = (

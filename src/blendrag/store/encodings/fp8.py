@@ -7,7 +7,6 @@ its scale if it is small. No byte is NaN, because only finite numbers are stored
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -54,34 +53,16 @@ class Fp8(Codec):
         out.mul_(block.scale)
 
 
-@dataclass(frozen=True)
-class _Unpack:
-    """Turns bytes of some blocks into float16 numbers that are too small by a power of two.
-
-    torch converts e4m3 one number at a time (2.13: 3 ns each). Its bits, shifted, are such a float16:
-    seeeemmm -> s0eeeemm m0000000, subnormals included. Four are shifted at once; bits that move into
-    a neighbour are cleared together with the second sign.
-    """
-
-    bits: list[tuple[torch.Tensor, torch.Tensor]]
-    """int16 targets and the bytes they are filled from, ``[n, D]`` each."""
-    lanes: torch.Tensor
-    """All the targets as int64."""
-    scales: Sequence[torch.Tensor]
-    """The layer's scales if these are its first blocks: they make up for the power of two."""
-
-    def __call__(self) -> None:
-        for wide, coded in self.bits:
-            wide.copy_(coded)
-        self.lanes.bitwise_left_shift_(_SEVEN).bitwise_and_(_WITHOUT_SECOND_SIGN)
-        for scale in self.scales:
-            scale.mul_(_EXPONENT_GAP)
-
-
 def _unpacked(
     blocks: list[CodedBlock], room: torch.Tensor, scales: Sequence[torch.Tensor]
 ) -> list[CodedBlock]:
-    """The blocks as numbers in ``room``; the first of them unpacks them all."""
+    """The blocks as float16 numbers in ``room``, too small by a power of two.
+
+    The first block unpacks them all. If it is the layer's first, ``scales`` are the layer's, which
+    then make up for the power of two. torch converts e4m3 one number at a time (2.13: 3 ns each). Its
+    bits, shifted, are such a float16: seeeemmm -> s0eeeemm m0000000, subnormals included. Four are
+    shifted at once; bits that move into a neighbour are cleared together with the second sign.
+    """
     bits, found, begin = [], [], 0
     for block in blocks:
         end = begin + block.coded.numel()
@@ -90,5 +71,13 @@ def _unpacked(
         found.append(block._replace(coded=wide.view(torch.float16)))
         begin = end
     lanes = room[: -(-begin // _LANES) * _LANES].view(torch.int64)
-    found[0] = found[0]._replace(unpack=_Unpack(bits, lanes, scales))
+
+    def unpack() -> None:
+        for wide, coded in bits:
+            wide.copy_(coded)
+        lanes.bitwise_left_shift_(_SEVEN).bitwise_and_(_WITHOUT_SECOND_SIGN)
+        for scale in scales:
+            scale.mul_(_EXPONENT_GAP)
+
+    found[0] = found[0]._replace(unpack=unpack)
     return found

@@ -15,17 +15,15 @@ every payload. Checksums do not stop a forger: import archives only from trusted
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import re
 import secrets
-import stat
 import tarfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, groupby
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -36,27 +34,19 @@ from blendrag.errors import (
     StoreUnavailableError,
     is_out_of_space,
 )
-from blendrag.store.durable import named_errors, sync_directory
+from blendrag.store.disk_writer import DiskWriter
+from blendrag.store.durable import named_errors, sync_directory, whole_file
 from blendrag.store.identity import FORMAT_VERSION
 from blendrag.store.maintenance.opening import (
-    OpenStore,
     Progress,
     no_progress,
     open_for_changes,
     open_for_reading,
-    require_namespace,
     require_writable,
-    walk,
 )
-from blendrag.store.payload import (
-    PIECE_BYTES,
-    PayloadHeader,
-    open_payload,
-    read_header,
-    sequential_reader,
-    verified_pieces,
-)
+from blendrag.store.payload import PIECE_BYTES, open_payload, read_header, verified_pieces
 from blendrag.store.payload_files import Name, PayloadFiles, new_name
+from blendrag.store.regular_files import open_regular
 from blendrag.store.root import DEFAULT_DISK_BYTES, settle_limit
 
 FIRST = "blendrag-store-export.json"
@@ -65,7 +55,6 @@ _VERSIONS = {"blendrag_store_export": 1, "kv_format": FORMAT_VERSION}
 _MAX_JSON_BYTES = 4096
 _BLOCK = tarfile.BLOCKSIZE
 _PAYLOAD = re.compile(r"(kv|pinned)/([0-9a-f]{64})/([0-9a-f]{64})\.kv", re.ASCII)
-_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass
@@ -118,13 +107,12 @@ def export_archive(
     file is refused. Damaged payloads are left out. Raises :class:`InvalidInputError`,
     :class:`StoreFullError` and :class:`StoreUnavailableError`.
     """
-    require_namespace(namespace)
     with open_for_reading(root) as files:
         _require_replaceable(root, archive)
         with named_errors(f"listing store {root}"):
             marks = files.pinned.all()
         report = ExportReport(str(archive))
-        with _whole_file(archive) as file:
+        with _whole_archive(archive) as file:
             _copy(files, namespace, marks, file, report, progress)
     return report
 
@@ -151,12 +139,12 @@ def _copy(
                 continue  # evicted meanwhile
             except (CorruptKVError, PermissionError) as exc:
                 report.left_out.append(f"{name.namespace}/{name.file}: {exc}")
-                done_bytes += files.size(name)
+                size_bytes = files.size(name)
             else:
                 report.payloads += 1
                 report.size_bytes += size_bytes
                 report.pinned += pinned
-                done_bytes += size_bytes
+            done_bytes += size_bytes
             progress(done_bytes, max(total_bytes, done_bytes))
     _write_json(file, LAST, {"payloads": report.payloads, "bytes": report.size_bytes})
     file.write(bytes(2 * _BLOCK))
@@ -165,18 +153,17 @@ def _copy(
 def _one_per_key(files: PayloadFiles, namespace: str | None) -> Iterator[Name]:
     """One payload of each key, in order. Holds the names of one directory at a time."""
     with named_errors("listing the store to be exported"):
-        shards = groupby(walk(files, namespace), key=lambda name: (name.namespace, name.key[:2]))
-        for _, names in shards:
-            yield from {name.key: name for name in sorted(names)}.values()
+        for _, names in groupby(files.walk(namespace), key=lambda name: name.entry):
+            yield from islice(names, 1)
 
 
 def _add(file: BinaryIO, files: PayloadFiles, name: Name, pinned: bool) -> int:
     """Append one payload; returns its bytes."""
-    with open_payload(files, name) as (fd, found):
-        layers = verified_pieces(found, sequential_reader(fd, found.frame.header_bytes))
-        entry = ArchivedPayload(name.namespace, name.key, pinned, found.file_bytes)
-        _write_member(file, entry.member, entry.size_bytes, chain([found.encoded], layers))
-        return found.file_bytes
+    with open_payload(files, name) as (header, read):
+        entry = ArchivedPayload(name.namespace, name.key, pinned, header.file_bytes)
+        pieces = chain([header.encoded], verified_pieces(header, read))
+        _write_member(file, entry.member, entry.size_bytes, pieces)
+        return entry.size_bytes
 
 
 def _require_replaceable(root: Path, archive: Path) -> None:
@@ -198,21 +185,15 @@ def _require_replaceable(root: Path, archive: Path) -> None:
 
 
 @contextlib.contextmanager
-def _whole_file(archive: Path) -> Iterator[BinaryIO]:
+def _whole_archive(archive: Path) -> Iterator[BinaryIO]:
     """A temporary file that is renamed to ``archive``, durably, if the block succeeds."""
     temporary = archive.with_name(f".{archive.name}.{secrets.token_hex(4)}.part")
     try:
-        fd = os.open(temporary, _CREATE, 0o600)
-        try:
-            with os.fdopen(fd, "w+b") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, archive)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        with (
+            whole_file(temporary, archive) as fd,
+            os.fdopen(fd, "w+b", closefd=False) as file,
+        ):
+            yield file
         sync_directory(archive.parent)
     except OSError as exc:
         if is_out_of_space(exc):
@@ -269,7 +250,7 @@ def import_archive(
 
 
 def _take_all(
-    store: OpenStore, source: ArchiveReader, report: ImportReport, progress: Progress
+    store: DiskWriter, source: ArchiveReader, report: ImportReport, progress: Progress
 ) -> None:
     """Import payloads until the archive or the disk space ends."""
     try:
@@ -286,17 +267,17 @@ def _take_all(
 
 
 def _take(
-    store: OpenStore, source: ArchiveReader, entry: ArchivedPayload, report: ImportReport
+    store: DiskWriter, source: ArchiveReader, entry: ArchivedPayload, report: ImportReport
 ) -> None:
     """Import one payload unless the store has it. Raises :class:`CorruptKVError` and puts nothing."""
     namespace, key = entry.namespace, entry.key
-    row = store.writer.with_index(partial(store.index.get, namespace, key))
-    if row is not None and store.writer.keep(row.name):
+    name = store.with_index(partial(store.index.get, namespace, key))
+    if name is not None and store.keep(name):
         report.already_there += 1
     else:
-        header = _read_header(source, entry)
-        pieces = chain([memoryview(header.encoded)], verified_pieces(header, source.read))
-        if not store.writer.put(new_name(namespace, key), pieces, entry.size_bytes):
+        header = read_header(source.read, namespace, key, entry.size_bytes)
+        pieces = chain([header.encoded], verified_pieces(header, source.read))
+        if not store.put(new_name(namespace, key), pieces, entry.size_bytes):
             raise StoreUnavailableError(
                 f"{entry.member} was removed from store {store.root} during the import, expected "
                 "no clear meanwhile; repeat the command"
@@ -305,16 +286,8 @@ def _take(
         report.imported_bytes += entry.size_bytes
     store.pins.note_put((namespace, key))
     if entry.pinned:
-        store.writer.pin(namespace, key)
+        store.pin(namespace, key)
         report.pinned += 1
-
-
-def _read_header(source: ArchiveReader, entry: ArchivedPayload) -> PayloadHeader:
-    """The header of a payload if it fits name and size. Reads at most the allowed header size."""
-    header = read_header(source.read, entry.namespace, entry.key, entry.size_bytes)
-    if header is None:
-        raise CorruptKVError("its header or size is not what was put")
-    return header
 
 
 # -- the archive file --------------------------------------------------------------------------------
@@ -339,19 +312,10 @@ class ArchivedPayload(NamedTuple):
 
 def open_archive(path: Path) -> BinaryIO:
     """Open for reading. Raises ``OSError`` also for a FIFO or device, and never waits for one."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.ESPIPE, "not a regular file")
-    except BaseException:
-        os.close(fd)
-        raise
-    return os.fdopen(fd, "rb")
+    return os.fdopen(open_regular(path, follow=True), "rb")
 
 
-def _write_member(
-    file: BinaryIO, name: str, size_bytes: int, pieces: Iterable[bytes | memoryview]
-) -> None:
+def _write_member(file: BinaryIO, name: str, size_bytes: int, pieces: Iterable[bytes]) -> None:
     """Append a file to the tar. Appends nothing if ``pieces`` raises."""
     begin = file.tell()
     member = tarfile.TarInfo(name)
@@ -406,12 +370,11 @@ class ArchiveReader:
         self._bytes += member.size
         return ArchivedPayload(match[2], match[3], match[1] == "pinned", member.size)
 
-    def read(self, size_bytes: int) -> memoryview:
+    def read(self, size_bytes: int) -> bytes:
         """Up to ``size_bytes`` of the current payload; fewer only at its end."""
-        wanted = min(size_bytes, self._left)
-        data = self._read_exactly(wanted)
-        self._left -= wanted
-        return memoryview(data)
+        data = self._read_exactly(min(size_bytes, self._left))
+        self._left -= len(data)
+        return data
 
     def _header(self) -> tarfile.TarInfo:
         block = self._read_exactly(_BLOCK)
@@ -427,13 +390,12 @@ class ArchiveReader:
     def _json(self, member: tarfile.TarInfo, name: str) -> dict[str, Any]:
         if member.name != name or member.size > _MAX_JSON_BYTES:
             raise ArchiveFault(f"{member.name[:160]!r} is not a name of an archive")
-        try:
-            fields = json.loads(bytes(self.read(member.size)))
-        except (ValueError, RecursionError) as exc:
-            raise ArchiveFault(f"{name} is not what blendrag writes") from exc
-        if not isinstance(fields, dict):
-            raise ArchiveFault(f"{name} is not what blendrag writes")
-        return fields
+        data = self.read(member.size)
+        with contextlib.suppress(ValueError, RecursionError):
+            fields = json.loads(data)
+            if isinstance(fields, dict):
+                return fields
+        raise ArchiveFault(f"{name} is not what blendrag writes")
 
     def _read_exactly(self, size_bytes: int) -> bytes:
         try:

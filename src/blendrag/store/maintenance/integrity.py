@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from blendrag.errors import CorruptKVError, StoreError
-from blendrag.store.durable import DIRECTORY, named_errors
+from blendrag.store.durable import named_errors
 from blendrag.store.identity import is_name
 from blendrag.store.index import DATABASE_FILES, Index, IndexCorrupt
 from blendrag.store.maintenance.opening import (
@@ -28,8 +28,8 @@ from blendrag.store.maintenance.opening import (
     open_for_reading,
     require_writable,
 )
-from blendrag.store.payload import open_payload, sequential_reader, verified_pieces
-from blendrag.store.payload_files import FILE_NAME, PIN_NAME, PREFIX, Name, PayloadFiles
+from blendrag.store.payload import open_payload, verified_pieces
+from blendrag.store.payload_files import FILE_NAME, PIN_NAME, PREFIX, Name, PayloadFiles, opened
 from blendrag.store.writers import MARKER, PART
 
 #: Faults described in words; all are counted.
@@ -101,15 +101,12 @@ def check(root: Path, repair: bool = False, progress: Progress = no_progress) ->
     report, found = CheckReport(str(root), repaired=repair), _Namespaces()
     with open_for_reading(root) as files, named_errors(f"checking store {root}"):
         damaged = _check_payloads(files, report, found, progress)
-        _check_index(root, files, report, found)
         for namespace in _foreign_files(root):
             report.foreign_files += 1
             if namespace:
                 found[namespace].foreign_files += 1
+        _check_index(root, files, report, found)
     report.namespaces = tuple(found[namespace] for namespace in sorted(found))
-    if report.index == "sound":
-        for each in report.namespaces:
-            each.missing_rows, each.dead_rows = each.missing_rows or 0, each.dead_rows or 0
     if repair:
         _repair(root, damaged)
     report.seconds = time.monotonic() - began
@@ -150,10 +147,10 @@ def _check_payloads(
 
 def verify(files: PayloadFiles, name: Name) -> int:
     """Read and verify a whole payload; returns its bytes. Raises like :func:`open_payload`."""
-    with open_payload(files, name) as (fd, found):
-        for _ in verified_pieces(found, sequential_reader(fd, found.frame.header_bytes)):
+    with open_payload(files, name) as (header, read):
+        for _ in verified_pieces(header, read):
             pass
-        return found.file_bytes
+        return header.file_bytes
 
 
 def _repair(root: Path, damaged: list[Name]) -> None:
@@ -162,10 +159,10 @@ def _repair(root: Path, damaged: list[Name]) -> None:
             try:
                 verify(store.files, name)  # again: the disk may have failed for a moment only
             except CorruptKVError:
-                store.writer.quarantine(name)
+                store.quarantine(name)
             except OSError:
                 continue
-        store.writer.recover()
+        store.recover()
 
 
 # -- index -------------------------------------------------------------------------------------------
@@ -181,21 +178,17 @@ def _check_index(root: Path, files: PayloadFiles, report: CheckReport, found: _N
         with contextlib.closing(index):
             index.open()
             unknown = [name for name in files.walk() if not index.knows(name)]
-            dead = [row.name for row in index.oldest() if not files.exists(row.name)]
-            missing_rows = [
-                name for name in unknown if files.exists(name) and not index.knows(name)
-            ]
-            dead_rows = [name for name in dead if index.knows(name) and not files.exists(name)]
-    except IndexCorrupt as exc:
-        report.index, report.index_fault = "damaged", str(exc)
-        return
+            dead = [name for name, _ in index.oldest() if not files.exists(name)]
+            unknown = [name for name in unknown if files.exists(name) and not index.knows(name)]
+            dead = [name for name in dead if index.knows(name) and not files.exists(name)]
     except StoreError as exc:
-        report.index, report.index_fault = "unavailable", str(exc)
+        report.index = "damaged" if isinstance(exc, IndexCorrupt) else "unavailable"
+        report.index_fault = str(exc)
         return
-    for namespace, count in Counter(name.namespace for name in missing_rows).items():
-        found[namespace].missing_rows = count
-    for namespace, count in Counter(name.namespace for name in dead_rows).items():
-        found[namespace].dead_rows = count
+    missing, left = (Counter(name.namespace for name in names) for names in (unknown, dead))
+    for namespace in {*found, *missing, *left}:
+        found[namespace].missing_rows = missing[namespace]
+        found[namespace].dead_rows = left[namespace]
 
 
 # -- foreign files -----------------------------------------------------------------------------------
@@ -207,18 +200,16 @@ def _foreign_files(root: Path) -> Iterator[str]:
     Links, FIFOs and misplaced directories are foreign as well; a directory counts once. Nothing is
     followed.
     """
-    yield from _foreign_below(root, "kv", (is_name, PREFIX.fullmatch, FILE_NAME.fullmatch))
+    yield from _foreign_below(root, "kv", is_name, PREFIX.fullmatch, FILE_NAME.fullmatch)
     yield from _foreign_below(
-        root, "tmp", (lambda name: MARKER.fullmatch(name) or PART.fullmatch(name),)
+        root, "tmp", lambda name: MARKER.fullmatch(name) or PART.fullmatch(name)
     )
-    yield from _foreign_below(root, "pinned", (PIN_NAME.fullmatch,))
-    yield from _foreign_below(root, "quarantine", (QUARANTINED.fullmatch,))
+    yield from _foreign_below(root, "pinned", PIN_NAME.fullmatch)
+    yield from _foreign_below(root, "quarantine", QUARANTINED.fullmatch)
 
 
-def _foreign_below(
-    root: Path, path: str, rules: tuple[Callable[[str], object], ...]
-) -> Iterator[str]:
-    """``rules``: what directory names have to match, level by level, and last what file names have to."""
+def _foreign_below(root: Path, path: str, *rules: Callable[[str], object]) -> Iterator[str]:
+    """``rules``: what the names of directories match, level by level, and last those of files."""
     rule, *rest = rules
     namespace = path.split("/")[1] if "/" in path else ""
     for name, mode in _listed(root / path):
@@ -227,20 +218,15 @@ def _foreign_below(
         if not (is_expected_kind and rule(name) and is_in_its_shard):
             yield namespace
         elif rest:
-            yield from _foreign_below(root, f"{path}/{name}", tuple(rest))
+            yield from _foreign_below(root, f"{path}/{name}", *rest)
 
 
-def _listed(directory: Path) -> list[tuple[str, int]]:
+def _listed(path: Path) -> list[tuple[str, int]]:
     """Name and mode of each entry; empty if there is no such directory."""
-    try:
-        fd = os.open(directory, DIRECTORY)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    try:
-        found = []
-        for name in os.listdir(fd):
+    found = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), opened(path) as directory:
+        for name in os.listdir(directory):
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                found.append((name, os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode))
-        return found
-    finally:
-        os.close(fd)
+                status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+                found.append((name, status.st_mode))
+    return found

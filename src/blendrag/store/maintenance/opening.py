@@ -8,17 +8,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from blendrag.errors import InvalidInputError, StoreUnavailableError
-from blendrag.store.base import Counters
-from blendrag.store.disk_writer import DiskWriter, Pins
+from blendrag.store.disk_writer import DiskWriter
 from blendrag.store.durable import named_errors
 from blendrag.store.identity import is_name
-from blendrag.store.index import Index
-from blendrag.store.payload_files import Name, PayloadFiles
-from blendrag.store.root import prepare
+from blendrag.store.payload_files import PayloadFiles
+from blendrag.store.root import prepare, read_only_error
 
 #: Called with the bytes done so far and the bytes in total.
 Progress = Callable[[int, int], None]
@@ -33,17 +30,6 @@ def unlimited() -> int:
     return (1 << 63) - 1
 
 
-@dataclass(frozen=True)
-class OpenStore:
-    """A store opened for changes."""
-
-    root: Path
-    files: PayloadFiles
-    index: Index
-    writer: DiskWriter
-    pins: Pins
-
-
 @contextlib.contextmanager
 def open_for_reading(root: Path) -> Iterator[PayloadFiles]:
     """The payload files of a store. Raises :class:`StoreUnavailableError` for anything else.
@@ -53,38 +39,31 @@ def open_for_reading(root: Path) -> Iterator[PayloadFiles]:
     require_store(root)
     with named_errors(f"opening store {root}"):
         files = PayloadFiles(root)
-    try:
+    with contextlib.closing(files):
         yield files
-    finally:
-        files.close()
 
 
 @contextlib.contextmanager
-def open_for_changes(root: Path, limit_bytes: Callable[[], int] = unlimited) -> Iterator[OpenStore]:
+def open_for_changes(
+    root: Path, limit_bytes: Callable[[], int] = unlimited
+) -> Iterator[DiskWriter]:
     """A store after recovery from crashed writers, created if ``root`` does not exist.
 
     Callers that must not create one call :func:`require_writable` first. With the default limit,
     nothing is evicted.
     """
     if prepare(root, read_only=False):
-        raise _read_only(root)
-    with named_errors(f"opening store {root}"):
-        files = PayloadFiles(root)
-    index, pins = Index(root / "index"), Pins()
-    writer = DiskWriter(root, files, index, limit_bytes, pins, Counters())
-    try:
-        writer.open()
-        yield OpenStore(root, files, index, writer, pins)
-    finally:
-        writer.close()
-        index.close()
-        files.close()
+        raise read_only_error(root)
+    with contextlib.closing(DiskWriter(root, limit_bytes)) as store:
+        store.open()
+        yield store
 
 
 def require_store(root: Path) -> None:
     """Refuse a directory that is not a store, or a store this version cannot read."""
     with named_errors(f"opening store {root}"):
-        if root.is_dir() and not _has_format(root):
+        mark = root / "format"
+        if root.is_dir() and not (os.path.lexists(mark) and mark.lstat().st_size):
             raise StoreUnavailableError(
                 f"{root} holds no store, expected a directory that blendrag ingest made; "
                 "choose another --store"
@@ -97,16 +76,7 @@ def require_writable(root: Path) -> None:
     require_store(root)
     # prepare() refuses a store of another user, and names the owner
     if root.stat().st_uid == os.geteuid() and not os.access(root, os.W_OK | os.X_OK):
-        raise _read_only(root)
-
-
-def require_namespace(namespace: str | None) -> None:
-    """Refuse anything but a full namespace name or ``None``, which means all namespaces."""
-    if namespace is not None and not is_name(namespace):
-        raise InvalidInputError(
-            f"{namespace[:64]!r} is not a namespace, expected 64 lowercase hex digits; "
-            "find_namespace completes a shorter prefix"
-        )
+        raise read_only_error(root)
 
 
 def find_namespace(root: Path, prefix: str) -> str:
@@ -124,23 +94,4 @@ def find_namespace(root: Path, prefix: str) -> str:
     raise InvalidInputError(
         f"--namespace {prefix[:64]!r} {problem} of store {root}, expected the beginning of one of: "
         f"{choices}"
-    )
-
-
-def walk(files: PayloadFiles, namespace: str | None) -> Iterator[Name]:
-    """Every payload of one namespace, or of all, in order."""
-    return files.walk() if namespace is None else files.walk_namespace(namespace)
-
-
-def _has_format(root: Path) -> bool:
-    try:
-        return os.lstat(root / "format").st_size > 0
-    except FileNotFoundError:
-        return False
-
-
-def _read_only(root: Path) -> StoreUnavailableError:
-    return StoreUnavailableError(
-        f"store {root} is read-only, expected one that can be written; "
-        "change its permissions or choose another --store"
     )

@@ -15,22 +15,20 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from blendrag.store.disk_writer import oldest_first
-from blendrag.store.durable import DIRECTORY, OUT_OF_RESOURCES, named_errors
+from blendrag.errors import CorruptKVError
+from blendrag.store.disk_writer import DiskWriter, oldest_first
+from blendrag.store.durable import named_errors
 from blendrag.store.identity import FORMAT_VERSION
 from blendrag.store.maintenance.integrity import QUARANTINED
 from blendrag.store.maintenance.opening import (
-    OpenStore,
     Progress,
     no_progress,
     open_for_changes,
     open_for_reading,
-    require_namespace,
     require_writable,
-    walk,
 )
-from blendrag.store.payload import PayloadHeader, read_file_header
-from blendrag.store.payload_files import Name, PayloadFiles
+from blendrag.store.payload import PayloadHeader, open_payload
+from blendrag.store.payload_files import Name, PayloadFiles, opened
 from blendrag.store.root import DEFAULT_DISK_BYTES, settle_limit
 
 #: Payloads removed per index lock.
@@ -119,7 +117,7 @@ def survey(root: Path) -> StoreSurvey:
 
 def _survey_namespaces(files: PayloadFiles) -> tuple[NamespaceStats, ...]:
     sizes: dict[str, Counter[int]] = defaultdict(Counter)
-    headers: dict[tuple[str, int], PayloadHeader | None] = {}
+    headers: dict[tuple[str, int], PayloadHeader] = {}
     pinned, marks = Counter[str](), files.pinned.all()
     for name in files.walk():
         size_bytes = files.size(name)
@@ -127,11 +125,13 @@ def _survey_namespaces(files: PayloadFiles) -> tuple[NamespaceStats, ...]:
             continue  # evicted meanwhile
         sizes[name.namespace][size_bytes] += 1
         pinned[name.namespace] += name.entry in marks
-        if headers.get((name.namespace, size_bytes)) is None:
-            headers[name.namespace, size_bytes] = _read_header(files, name)
+        unreadable = (CorruptKVError, FileNotFoundError, PermissionError)
+        if (name.namespace, size_bytes) not in headers:
+            with contextlib.suppress(*unreadable), open_payload(files, name) as (header, _):
+                headers[name.namespace, size_bytes] = header
     stats = []
     for namespace, counts in sorted(sizes.items()):
-        known = {size: found for size in counts if (found := headers[namespace, size]) is not None}
+        known = {size: headers[namespace, size] for size in counts if (namespace, size) in headers}
         stats.append(
             NamespaceStats(
                 namespace=namespace,
@@ -145,21 +145,6 @@ def _survey_namespaces(files: PayloadFiles) -> tuple[NamespaceStats, ...]:
             )
         )
     return tuple(stats)
-
-
-def _read_header(files: PayloadFiles, name: Name) -> PayloadHeader | None:
-    try:
-        fd = files.open(name)
-    except OSError as exc:
-        if exc.errno in OUT_OF_RESOURCES:
-            raise
-        return None
-    try:
-        return read_file_header(fd, name)
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
 
 
 def _file_sizes(directory: Path) -> list[int]:
@@ -185,25 +170,23 @@ def collect(root: Path, max_bytes: int | None = None, progress: Progress = no_pr
         max_bytes = settle_limit(root, None, DEFAULT_DISK_BYTES, read_only=False)
     removed = removed_bytes = 0
     with open_for_changes(root) as store, named_errors(f"evicting from store {root}"):
-        goal = max(0, store.writer.with_index(store.index.totals)[1] - max_bytes)
-        while sizes := store.writer.with_index(partial(_evict_batch, store, max_bytes)):
+        goal = max(0, store.with_index(store.index.totals)[1] - max_bytes)
+        while sizes := store.with_index(partial(_evict_batch, store, max_bytes)):
             removed += len(sizes)
             removed_bytes += sum(sizes)
             progress(min(removed_bytes, goal), goal)
-        left, left_bytes = store.writer.with_index(store.index.totals)
-        marks = store.files.pinned.all()
-        pinned = sum(1 for namespace, key in marks if store.files.named(namespace, key))
+        left, left_bytes = store.with_index(store.index.totals)
+        pinned = sum(bool(store.files.named(*entry)) for entry in store.files.pinned.all())
     return Removal(str(root), removed, removed_bytes, left, left_bytes, max_bytes, pinned)
 
 
-def _evict_batch(store: OpenStore, max_bytes: int) -> list[int]:
+def _evict_batch(store: DiskWriter, max_bytes: int) -> list[int]:
     """Evict up to :data:`BATCH` entries and return their sizes. Caller holds the index lock."""
     excess_bytes = store.index.totals()[1] - max_bytes
     marks = store.files.pinned.all()
     oldest = oldest_first(store.index, excess_bytes, lambda name: name.entry in marks, BATCH)
-    if oldest.rows:
-        store.writer.remove([row.name for row in oldest.rows])
-    return [row.size_bytes for row in oldest.rows]
+    store.remove(list(oldest))
+    return list(oldest.values())
 
 
 # -- clear -------------------------------------------------------------------------------------------
@@ -216,23 +199,22 @@ def clear(root: Path, namespace: str | None = None, progress: Progress = no_prog
     and foreign files stay. Pinned entries go last, because the other chunks are not trusted without
     them. Raises :class:`StoreUnavailableError`, and :class:`InvalidInputError` for a bad namespace.
     """
-    require_namespace(namespace)
     require_writable(root)
     removed = removed_bytes = 0
     with open_for_changes(root) as store, named_errors(f"clearing store {root}"):
-        total_bytes = sum(store.files.size(name) for name in walk(store.files, namespace))
+        total_bytes = sum(map(store.files.size, store.files.walk(namespace)))
         for batch in _batches(store.files, namespace):
-            size_bytes = sum(store.files.size(name) for name in batch)
-            store.writer.remove(batch)
+            size_bytes = sum(map(store.files.size, batch))
+            store.remove(batch)
             removed, removed_bytes = removed + len(batch), removed_bytes + size_bytes
             progress(removed_bytes, max(total_bytes, removed_bytes))
         for entry in store.files.pinned.all():
             if namespace in (None, entry[0]):
-                store.writer.delete(*entry)
+                store.delete(*entry)
         if namespace is None:
             _empty_quarantine(root)
-        store.writer.recover()
-        left, left_bytes = store.writer.with_index(store.index.totals)
+        store.recover()
+        left, left_bytes = store.with_index(store.index.totals)
         pinned = len(store.files.pinned.all())
     return Removal(str(root), removed, removed_bytes, left, left_bytes, 0, pinned)
 
@@ -241,16 +223,13 @@ def _batches(files: PayloadFiles, namespace: str | None) -> Iterator[list[Name]]
     """All payloads in batches, the pinned ones last."""
     marks = files.pinned.all()
     for pinned in (False, True):
-        names = (name for name in walk(files, namespace) if (name.entry in marks) == pinned)
+        names = (name for name in files.walk(namespace) if (name.entry in marks) == pinned)
         while batch := list(islice(names, BATCH)):
             yield batch
 
 
 def _empty_quarantine(root: Path) -> None:
-    directory = os.open(root / "quarantine", DIRECTORY)
-    try:
+    with opened(root / "quarantine") as directory:
         for file in filter(QUARANTINED.fullmatch, os.listdir(directory)):
             with contextlib.suppress(FileNotFoundError, IsADirectoryError):
                 os.unlink(file, dir_fd=directory)
-    finally:
-        os.close(directory)
