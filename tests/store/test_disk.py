@@ -135,9 +135,7 @@ def test_closing_a_store_leaves_no_temporaries_and_no_descriptors(lab, root):
 
 def test_everything_in_the_store_is_private_to_its_owner(store, root):
     for path in [root, *root.rglob("*")]:
-        if not path.name.startswith(
-            "index.db"
-        ):  # in a directory of mode 0700, with the umask's mode
+        if not path.name.startswith("index.db"):  # in a private directory, with the umask's mode
             assert path.stat().st_mode & 0o077 == 0, path
 
 
