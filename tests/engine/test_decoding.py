@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -71,8 +71,8 @@ def test_only_bytes_that_are_no_text_are_skipped_by_the_decoder() -> None:
 @pytest.mark.parametrize(
     "stop",
     [
-        ("\nObservation:",), ("1874", "built"), ("früh",), ("本語",), ("It",), ("never",),
-        ("so. And more",), ("built in", "in 18"), ("\n", "\nObs"),
+        ("\nObservation:",), ("1874", "built"), ("本語",), ("It",), ("never", "so. And more"),
+        ("\n", "\nObs"),
     ],
 )  # fmt: skip
 def test_an_answer_ends_before_its_first_stop_string(
@@ -103,10 +103,6 @@ def test_a_stop_string_ends_generation_with_its_last_token(says: BlendEngine) ->
     assert model.forwards - before == answer.metrics.new_tokens == len(tokens)
 
 
-def test_a_single_stop_string_may_be_given_as_text() -> None:
-    assert Options(stop="END").stop == ("END",)  # type: ignore[arg-type]
-
-
 def streamed(text: str, stop: tuple[str, ...], cuts: list[int]) -> tuple[str, str]:
     """Pieces and text of a stream that gets ``text`` cut at these places."""
     stream = AnswerStream(tiny.tokenizer(), stop, 0.0)
@@ -124,7 +120,7 @@ TEXTS = st.text(alphabet="ab\n日", max_size=30)
 STOPS = st.lists(st.text(alphabet="ab\n日", min_size=1, max_size=5), max_size=4)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(TEXTS, STOPS, st.lists(st.integers(0, 30)))
 def test_stop_strings_do_not_depend_on_how_text_is_cut_into_tokens(
     text: str, stop: list[str], cuts: list[int]
@@ -191,21 +187,19 @@ def test_without_a_seed_sampling_uses_torchs_generator(engine: BlendEngine) -> N
     assert ask(engine, None) == first
 
 
+def drawn() -> int:
+    return int(torch.multinomial(torch.full((1000,), 0.001), 1))
+
+
 def test_other_threads_are_not_seeded() -> None:
-    probabilities = torch.full((1000,), 0.001)
-    elsewhere: list[int] = []
-    with SeededDraws(0, torch.device("cpu")):
-        here = int(torch.multinomial(probabilities, 1))
+    with SeededDraws(0, torch.device("cpu")), ThreadPoolExecutor(1) as pool:
+        here = drawn()
         torch.manual_seed(11)
-        thread = threading.Thread(
-            target=lambda: elsewhere.append(int(torch.multinomial(probabilities, 1)))
-        )
-        thread.start()
-        thread.join()
+        elsewhere = pool.submit(drawn).result()
     torch.manual_seed(11)
-    assert elsewhere == [int(torch.multinomial(probabilities, 1))]
+    assert elsewhere == drawn()
     with SeededDraws(0, torch.device("cpu")):
-        assert int(torch.multinomial(probabilities, 1)) == here
+        assert here == drawn()
 
 
 def test_operations_within_a_forward_are_not_intercepted(
@@ -223,33 +217,29 @@ def test_operations_within_a_forward_are_not_intercepted(
     monkeypatch.setattr(SeededDraws, "__torch_function__", look)
     layer = engine.adapter.decoder_layers[0]
     enter = layer.register_forward_pre_hook(lambda *_: inside.append(True))
-    leave = layer.register_forward_hook(lambda *_: inside.clear())
-    with enter, leave:
-        ask(engine, 7)
+    with enter, layer.register_forward_hook(lambda *_: inside.clear()):
         ask(engine, 7, mode="blend")
     assert looked
     assert not any(looked)
 
 
-@pytest.mark.parametrize("failing", [False, True])
-def test_sampling_is_seeded_again_after_a_failed_forward(failing: bool) -> None:
+def test_sampling_is_seeded_again_after_a_failed_forward() -> None:
     class Failing(torch.nn.Module):
         def forward(self) -> None:
-            if failing:
-                raise MemoryError
+            raise MemoryError
 
-    model, probabilities = Failing(), torch.full((1000,), 0.001)
-    drawn = []
+    model = Failing()
+    found = []
     for _ in range(2):
         with SeededDraws(0, torch.device("cpu")).between_forwards(model):
             with suppress(MemoryError):
                 model()
-            drawn.append(int(torch.multinomial(probabilities, 1)))
-    assert drawn[0] == drawn[1]
+            found.append(drawn())
+    assert found[0] == found[1]
     torch.manual_seed(1)
-    first = int(torch.multinomial(probabilities, 1))
+    first = drawn()
     torch.manual_seed(1)
-    assert int(torch.multinomial(probabilities, 1)) == first
+    assert drawn() == first
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
 

@@ -94,19 +94,16 @@ def test_contents_are_located_in_the_rendered_prompt(name: str) -> None:
     assert rendered.text[slice(*rendered.turn)] == f"{CONTEXT}\n\nWho?"
 
 
-@pytest.mark.parametrize(
-    ("template", "content", "prefix"),
-    [
+def test_unusual_contents_are_located() -> None:
+    marks = f"\ue0f00\ue0f2{CONTEXT}\ue0f10\ue0f2 and more"
+    for template, content, prefix in (
         (LOOKS, tiny.sentence(1), "P: "),
-        (DEFAULT_SYSTEM, f"\ue0f00\ue0f2{CONTEXT}\ue0f10\ue0f2 and more", ""),
-    ],
-    ids=["template looks at the content", "private use characters"],
-)
-def test_unusual_contents_are_located(template: str, content: str, prefix: str) -> None:
-    rendered = render(messages(content), tokens_of(template), Options())
-    assert rendered.turn is not None
-    assert rendered.contents == (rendered.turn,)
-    assert rendered.text[slice(*rendered.turn)] == prefix + content
+        (DEFAULT_SYSTEM, marks, ""),
+    ):
+        rendered = render(messages(content), tokens_of(template), Options())
+        assert rendered.turn is not None
+        assert rendered.contents == (rendered.turn,)
+        assert rendered.text[slice(*rendered.turn)] == prefix + content
 
 
 def test_documents_given_to_the_template_are_contents() -> None:
@@ -135,7 +132,7 @@ def engine_over(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
         engine = tiny.engine(tiny.llama(), root, tokenizer=tokenizer)
         made.append(engine)
         entries = [Entry(name, text) for name, text in texts.items()]
-        engine.library.add(entries, precompute=False)
+        engine.library.add(entries, embed=False, precompute=False)
         return engine
 
     yield over
@@ -185,6 +182,20 @@ def test_documents_of_template_markup_change_no_prompt(
 def test_the_templates_default_header_is_no_chunk(engine_over: Callable[..., BlendEngine]) -> None:
     engine = engine_over({**CHUNKS, "header": HEADER})
     assert [segment.text for segment in engine.segments(messages()).chunks] == list(CHUNKS.values())
+
+
+def test_a_chunk_is_told_from_thousands_that_begin_alike(
+    engine_over: Callable[..., BlendEngine],
+) -> None:
+    head = " ".join(tiny.sentence(i) for i in range(4))
+    texts = {str(i): f"{head} Only page {i:04d} ends so." for i in range(2000)}
+    engine = engine_over(texts)
+    for text in (texts["7"], texts["1234"]):
+        found = engine.segments(f"Context:\n{text}\n\nQuestion: who?").chunks
+        assert [segment.text for segment in found] == [text]
+    (cut,) = engine.segments(f"Context:\n{head}\n\nQuestion: who?").chunks
+    assert cut.text == head
+    assert not cut.complete
 
 
 #: Change the prompt, or refuse every other prompt.
@@ -252,12 +263,10 @@ FAQ = {
 }
 FORMS: dict[str, Any] = {
     "stuff": messages(f"Use this.\n\n{CONTEXT}\n\nQuestion: {FAQ['asked']}\nHelpful Answer:"),
-    "string": f"{CONTEXT}\n\nQuestion: {FAQ['asked']}\nAnswer:",
     "without labels": messages(f"Use this.\n\n{CONTEXT}\n\n{FAQ['asked']}"),
     "query": messages(
         f"Context:\n---\n{CONTEXT}\n---\nNot prior knowledge.\nQuery: {FAQ['asked']}\nAnswer: "
     ),
-    "label and instruction": messages(f"{CONTEXT}\n\nQuestion: {FAQ['asked']}\n\nAnswer in one word."),
     "tags": messages(f"<doc>{CONTEXT}</doc>\n<question>{FAQ['asked']}</question>"),
     "context in the system message": messages(FAQ["asked"], system=f"Use this.\n\n{CONTEXT}"),
     "two questions": messages(f"{CONTEXT}\n\nQuestion: {FAQ['also']} {FAQ['asked']}\nAnswer:"),
@@ -279,9 +288,6 @@ FORMS: dict[str, Any] = {
     ),
     "context in the system message, and an instruction": messages(
         f"{FAQ['asked']} Answer in one sentence.", system=CONTEXT
-    ),
-    "no question mark": messages(
-        f"{CONTEXT}\n\n{FAQ['told']}\n\nAnswer in one short sentence."
     ),
     "no question mark, in its own message": messages(
         f"{FAQ['told']} Could you answer in French?", system=CONTEXT
@@ -319,7 +325,6 @@ def test_a_message_that_is_one_chunk_is_the_question(faq: BlendEngine) -> None:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (f"Context:\n\n{CONTEXT}\n\nQuestion: who?", 3),
         (f"Answer from this context:\n\n{CHUNKS['c0']}", 1),
         (f'Summarise:\n\n"{CHUNKS["c0"]}"\n\nCONCISE SUMMARY:', 1),
         (f"<doc id=7>{CHUNKS['c0']}</doc>\nWho?", 1),
@@ -361,13 +366,6 @@ def test_a_chunk_is_the_question_by_the_text_around_it(
     before: str, chunk: str, after: str, others: bool, expected: bool
 ) -> None:
     assert is_question(before, chunk, after, others=others) == expected
-
-
-def test_the_question_follows_the_last_chunk(faq: BlendEngine) -> None:
-    """The scout asks with the tokens after the last chunk."""
-    plan = faq.segments(FORMS["stuff"])
-    after = plan.ids[plan.chunks[-1].end :]
-    assert FAQ["asked"] in faq.resources.tokens.decode(after)
 
 
 # -- tool output ---------------------------------------------------------------------------------
