@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -78,17 +76,6 @@ def test_every_factor_has_default_values() -> None:
 
 # -- the figure -----------------------------------------------------------------------------------
 
-#: A row, whose timings are different multiples for each value.
-ROW = SweepRow("", 0, 0.15, Timing(9, 8, 11), Timing(50, 40, 60), Timing(4, 3, 6), 2.0, 3.0, 1)
-
-
-def times_of(row: SweepRow) -> dict[str, Timing]:
-    return {"full prefill": row.full_ms, "reuse": row.reuse_ms, "blend": row.blend_ms}
-
-
-def scaled(timing: Timing, by: float) -> Timing:
-    return Timing(timing.median * by, timing.low * by, timing.high * by)
-
 
 def line(axes: Axes, label: str) -> Line2D:
     return next(found for found in axes.get_lines() if found.get_label() == label)
@@ -104,28 +91,26 @@ def line(axes: Axes, label: str) -> Line2D:
 def test_a_sweep_is_drawn_at_its_values_joined_if_they_are_numbers(
     factor: str, values: list[str], x: list[float], label: str
 ) -> None:
+    times = {
+        way: [Timing(at + i, at + i - 0.5, at + i + 2) for i in range(len(values))]
+        for way, at in {"full prefill": 50, "reuse": 4, "blend": 9}.items()
+    }
     rows = [
-        replace(
-            ROW, value=value, prompt_tokens=101 + i, blend_ms=scaled(ROW.blend_ms, i + 1),
-            full_ms=scaled(ROW.full_ms, i + 1), reuse_ms=scaled(ROW.reuse_ms, i + 1),
-        )
-        for i, value in enumerate(values)
-    ]  # fmt: skip
+        SweepRow(value, 101 + i, 0.15, blend, full, reuse, 2.0, 3.0, 1)
+        for i, (value, full, reuse, blend) in enumerate(zip(values, *times.values(), strict=True))
+    ]
     (axes,) = sweep_figure(SweepResult(None, factor, ("about", "it"), 3, tuple(rows))).axes
     assert (axes.get_title(), axes.get_xlabel()) == ("about\nit", label)
-    assert axes.get_legend_handles_labels()[1] == list(times_of(ROW))
-    for way in times_of(ROW):
+    assert axes.get_legend_handles_labels()[1] == list(times)
+    for way, timings in times.items():
         drawn = line(axes, way)
         assert list(drawn.get_xdata()) == x
-        assert list(drawn.get_ydata()) == [times_of(row)[way].median for row in rows]
+        assert list(drawn.get_ydata()) == [timing.median for timing in timings]
         assert (drawn.get_linestyle() == "None") == (factor == "tier")
     if factor == "context":
         assert [text.get_text() for text in axes.get_xticklabels()] == ["101", "102"]
     if factor == "tier":
         assert [text.get_text() for text in axes.get_xticklabels()] == values
-        bars = {
-            (path.vertices[0][1], path.vertices[1][1])
-            for collection in axes.collections
-            for path in collection.get_paths()
-        }
-        assert {(ms.low, ms.high) for row in rows for ms in times_of(row).values()} <= bars
+        paths = [path.vertices for bars in axes.collections for path in bars.get_paths()]
+        bars = {(path[0][1], path[1][1]) for path in paths}
+        assert {(ms.low, ms.high) for timings in times.values() for ms in timings} <= bars

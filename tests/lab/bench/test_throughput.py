@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 import tiny
@@ -13,12 +11,6 @@ from blendrag.lab.bench.workload import Workload
 from lab.bench.small import printed, timed, tiny_bench
 
 REQUESTS = 5
-
-
-@pytest.fixture(scope="module")
-def bench() -> Iterator[ThroughputBench]:
-    with tiny_bench(Workload(3, 32, 16, 0.3)) as bench:
-        yield ThroughputBench(bench, REQUESTS)
 
 
 def test_figures_follow_from_the_times() -> None:
@@ -32,21 +24,17 @@ def test_figures_follow_from_the_times() -> None:
         assert row["over_alone"] == pytest.approx(rate / rows[way, 1]["first_tokens_per_s"])
 
 
-@pytest.mark.parametrize("way", ["full", "reuse", "blend"])
-def test_batches_choose_the_tokens_of_single_prompts(bench: ThroughputBench, way: str) -> None:
-    alone = getattr(bench, way)(1)
-    assert len(alone) == REQUESTS
-    assert len(set(alone)) > 1
-    for size in (2, 5):
-        assert getattr(bench, way)(size) == alone
-
-
-def test_requests_have_different_lengths_over_the_same_chunks(bench: ThroughputBench) -> None:
-    assert {len(plan.ids) for plan in bench.plans} == {112, 110, 108, 106}
-    assert len({plan.ids for plan in bench.plans}) == REQUESTS
-    assert len({frozenset(s.stored_ids for s in plan.chunks) for plan in bench.plans}) == 1
-    for plan in bench.plans:
-        assert [s.position for s in plan.segments] == [0, 32, 64, 96]
+def test_batches_of_different_lengths_choose_the_tokens_of_single_prompts() -> None:
+    with tiny_bench(Workload(3, 32, 16, 0.3)) as bench:
+        batches = ThroughputBench(bench, REQUESTS)
+        assert {len(plan.ids) for plan in batches.plans} == {112, 110, 108, 106}
+        assert len({plan.ids for plan in batches.plans}) == REQUESTS
+        assert len({frozenset(s.stored_ids for s in plan.chunks) for plan in batches.plans}) == 1
+        for way in (batches.full, batches.reuse, batches.blend):
+            alone = way(1)
+            assert len(alone) == REQUESTS
+            assert len(set(alone)) > 1
+            assert way(2) == way(5) == alone
 
 
 def test_batches_are_refused_for_a_model_whose_attention_takes_masks() -> None:
