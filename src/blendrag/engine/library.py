@@ -100,24 +100,29 @@ class Library:
             corpus = self._resources.create_corpus()
             if rows is not None:
                 corpus.set_manifest(replace(corpus.manifest, embedder=GIVEN + embedder))
-            addition = Addition(self._resources, corpus, entries, rows, embed)
+            new = self._rows(entries, rows, embed)
+            known = corpus.entries.read([row.entry.id for row in new])
+            before = {entry.id: chunk.digest for entry, chunk in known}
+            changed = [row for row in new if before.get(row.entry.id) != row.digest]
+            added = sum(row.entry.id not in before for row in changed)
+            chunks = [row.chunk for row in new]
             try:
-                new = addition.new_entries()
-                written = self._write_kv(corpus, addition.chunks) if precompute else Written()
-                if new:
-                    corpus.entries.put(new)
+                if embed and rows is None:
+                    changed = self._embedded(corpus, changed)
+                written = self._write_kv(corpus, chunks) if precompute else Written()
+                if changed:
+                    corpus.entries.put(changed)
             except Exception:
                 with suppress(BlendragError):  # the note left before writing drops it later
-                    corpus.dropped.note(addition.chunks, 0.0)
+                    corpus.dropped.note(chunks, 0.0)
                     drop_orphaned_kv(self._resources, corpus)
                 raise
             self._resources.remember_namespace()
             drop_orphaned_kv(self._resources, corpus)
-        added, changed, unchanged = addition.counts
         return Added(
             added=added,
-            changed=changed,
-            unchanged=unchanged,
+            changed=len(changed) - added,
+            unchanged=len(new) - len(changed),
             computed=written.chunks,
             tokens=written.tokens,
             bytes=written.size_bytes,
@@ -230,6 +235,26 @@ class Library:
             refuse_given(corpus.manifest.embedder)
         return self._resources.embedder
 
+    def _rows(
+        self, entries: Sequence[Entry], vectors: np.ndarray | None, embed: bool
+    ) -> list[NewEntry]:
+        """The last entry of each id, with its chunk and given vector (else an empty one)."""
+        rows = {}
+        for i, entry in enumerate(entries):
+            text = canonical(entry.text)
+            tokens = len(self._resources.text_ids(text))
+            chunk = Chunk(text, entry.start, entry.start + len(text), tokens, chunk_id_of(text))
+            vector = np.zeros(0, np.float32) if vectors is None else vectors[i]
+            rows[entry.id] = NewEntry(entry, chunk, digest_of_entry(entry, embed, vector), vector)
+        return list(rows.values())
+
+    def _embedded(self, corpus: Corpus, rows: Sequence[NewEntry]) -> list[NewEntry]:
+        """With vectors of the corpus's embedder."""
+        refuse_given(corpus.manifest.embedder)
+        titled = [(row.entry.title, row.chunk) for row in rows]
+        vectors = self._resources.vectors_of(corpus, titled)
+        return [row._replace(vector=v) for row, v in zip(rows, vectors, strict=True)]
+
     def _write_kv(self, corpus: Corpus, chunks: Sequence[Chunk]) -> Written:
         """Store the KV of chunks that have none and are long enough to be recognised in a prompt."""
         wanted = list({c.chunk_id: c for c in chunks if is_recognisable(c.text)}.values())
@@ -295,70 +320,9 @@ def unit_vector(vector: np.ndarray | Sequence[float]) -> np.ndarray:
     return rows[0]
 
 
-def digest_of_entry(entry: Entry, embed: bool, vector: np.ndarray | None) -> str:
-    """Digest of all that a row holds; equal digests need no write."""
+def digest_of_entry(entry: Entry, embed: bool, vector: np.ndarray) -> str:
+    """Digest of all that a row holds; equal digests need no write. ``vector``: the caller's, or empty."""
     fields = ["entry", entry.id, entry.text, entry.parent, entry.title, str(entry.start)]
     fields += [json.dumps(dict(entry.metadata), sort_keys=False), str(embed)]
-    given = b"" if vector is None else vector.tobytes()
-    return digest_fields([*(field.encode("utf-8", "surrogatepass") for field in fields), given])
-
-
-class Addition:
-    """The entries of one :meth:`Library.add`, the last of each id: what changed, and their vectors."""
-
-    def __init__(
-        self,
-        resources: Resources,
-        corpus: Corpus,
-        entries: Sequence[Entry],
-        vectors: np.ndarray | None,
-        embed: bool,
-    ) -> None:
-        """``vectors``: the result of :func:`given_vectors`."""
-        last = list({entry.id: i for i, entry in enumerate(entries)}.values())
-        self._resources = resources
-        self._corpus = corpus
-        self._entries = [entries[i] for i in last]
-        self._given = None if vectors is None else vectors[last]
-        self._embed = embed
-        known = corpus.entries.read([entry.id for entry in self._entries])
-        self._before = {entry.id: chunk.digest for entry, chunk in known}
-        given = [None] * len(last) if self._given is None else list(self._given)
-        self._digests = [
-            digest_of_entry(entry, embed, vector)
-            for entry, vector in zip(self._entries, given, strict=True)
-        ]
-        self._changed = [
-            i for i, e in enumerate(self._entries) if self._before.get(e.id) != self._digests[i]
-        ]
-        self.chunks = [self._chunk(entry) for entry in self._entries]
-        """One chunk per entry."""
-
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """Entries added, changed and unchanged."""
-        added = sum(entry.id not in self._before for entry in self._entries)
-        return added, len(self._changed) - added, len(self._entries) - len(self._changed)
-
-    def new_entries(self) -> list[NewEntry]:
-        """Added and changed entries, with their vectors."""
-        vectors = self._vectors()
-        return [
-            NewEntry(self._entries[i], self.chunks[i], self._digests[i], vector)
-            for i, vector in zip(self._changed, vectors, strict=True)
-        ]
-
-    def _chunk(self, entry: Entry) -> Chunk:
-        text = canonical(entry.text)
-        tokens = len(self._resources.text_ids(text))
-        return Chunk(text, entry.start, entry.start + len(text), tokens, chunk_id_of(text))
-
-    def _vectors(self) -> list[np.ndarray]:
-        """Vectors of the changed entries, in order."""
-        if self._given is not None:
-            return list(self._given[self._changed])
-        if not self._embed:
-            return [np.zeros(0, np.float32)] * len(self._changed)
-        refuse_given(self._corpus.manifest.embedder)
-        titled = [(self._entries[i].title, self.chunks[i]) for i in self._changed]
-        return self._resources.vectors_of(self._corpus, titled)
+    encoded = (field.encode("utf-8", "surrogatepass") for field in fields)
+    return digest_fields([*encoded, vector.tobytes()])

@@ -268,12 +268,10 @@ class Resources:
 
     def _lost_corpus(self) -> str:
         """A clause for errors if the store has KV but no corpus, else empty."""
-        if not os.path.lexists(self.root / "format"):
-            return ""
-        entries = self.store.stats().entries
-        return (
-            f"store {self.root} holds the KV of {entries} chunks but no corpus" if entries else ""
-        )
+        made = os.path.lexists(self.root / "format")
+        entries = self.store.stats().entries if made and self.corpus is None else 0
+        lost = f"store {self.root} holds the KV of {entries} chunks but no corpus"
+        return lost if entries else ""
 
     @property
     def corpus(self) -> Corpus | None:
@@ -293,11 +291,7 @@ class Resources:
     def own_corpus(self) -> tuple[Corpus | None, str]:
         """The corpus if it was ingested with this model's tokenizer; else ``None`` and the reason."""
         corpus = self.corpus
-        if (
-            corpus is None
-            and os.path.lexists(self.root / DIRECTORY)
-            and (lost := self._lost_corpus())
-        ):
+        if os.path.lexists(self.root / DIRECTORY) and (lost := self._lost_corpus()):
             return None, f"{lost}, so nothing of it is reused; ingest the documents again"
         if corpus is None or not corpus.has_manifest:
             return None, ""
@@ -311,10 +305,9 @@ class Resources:
 
     def require_corpus(self) -> Corpus:
         """The corpus of this model. Raises :class:`CorpusError` or :class:`InvalidInputError`."""
-        corpus = self.corpus
-        if corpus is None and (lost := self._lost_corpus()):
+        if lost := self._lost_corpus():
             raise CorpusError(f"{lost}; ingest the documents again, which finds the KV")
-        corpus = corpus or Corpus.open(self.root)
+        corpus = self.corpus or Corpus.open(self.root)
         self._check_owner(corpus)
         return corpus
 
