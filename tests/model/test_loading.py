@@ -19,11 +19,6 @@ from blendrag.model import loading
 from blendrag.model.loading import load_adapter, load_context_tokens, load_tokens
 
 
-@pytest.fixture
-def model_dir(checkpoint: str) -> Path:
-    return Path(checkpoint)
-
-
 def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise error
@@ -46,9 +41,9 @@ def test_a_path_is_made_absolute_and_hides_no_name(
         assert absolute_model(name) == name
 
 
-def test_the_context_window_is_known_without_the_weights(model_dir: Path) -> None:
-    (model_dir / "model.safetensors").unlink()
-    assert load_context_tokens(str(model_dir)) == tiny.adapter(tiny.llama()).context_tokens == 4096
+def test_the_context_window_is_known_without_the_weights(checkpoint: str) -> None:
+    (Path(checkpoint) / "model.safetensors").unlink()
+    assert load_context_tokens(checkpoint) == tiny.adapter(tiny.llama()).context_tokens == 4096
 
 
 MODEL, ADAPTER = "is a directory but not a loadable", r"adapter .* cannot be loaded: "
@@ -63,17 +58,17 @@ BROKEN: list[tuple[str, Callable[[bytes], bytes], str]] = [
 ]
 
 
-def test_a_broken_file_is_one_sentence(model_dir: Path) -> None:
-    lora = model_dir.parent / "lora"
+def test_a_broken_file_is_one_sentence(checkpoint: str) -> None:
+    lora = Path(checkpoint).parent / "lora"
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
     get_peft_model(tiny.llama(), config).save_pretrained(lora)
-    assert load_adapter(str(model_dir), lora=str(lora)).identity.adapters
+    assert load_adapter(checkpoint, lora=str(lora)).identity.adapters
     for name, break_it, words in BROKEN:
-        path = model_dir.parent / name
+        path = Path(checkpoint).parent / name
         whole = path.read_bytes()
         path.write_bytes(break_it(whole))
         with pytest.raises(ModelLoadError, match=words) as caught:
-            load_adapter(str(model_dir), lora=str(lora))
+            load_adapter(checkpoint, lora=str(lora))
         assert tiny.one_sentence(str(caught.value))
         path.write_bytes(whole)
 
@@ -97,10 +92,10 @@ def test_an_error_about_a_hub_id_says_what_happened(
 
 
 def test_a_cached_model_with_a_file_missing_is_not_called_unknown(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing(monkeypatch, OSError("no file named model.safetensors"))
-    cached = str(model_dir / "config.json")
+    cached = str(Path(checkpoint) / "config.json")
     monkeypatch.setattr(loading, "try_to_load_from_cache", lambda *args: cached)
     with pytest.raises(ModelLoadError, match=r"was found but .*: no file named model\.safetensors"):
         load_adapter("somebody/model")
@@ -117,48 +112,48 @@ def test_a_cached_model_with_a_file_missing_is_not_called_unknown(
     ],
 )
 def test_lack_of_memory_or_disk_passes_unchanged(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     failing(monkeypatch, error)
-    for name in ("somebody/model", str(model_dir)):
+    for name in ("somebody/model", checkpoint):
         with pytest.raises(type(error)) as caught:
             load_adapter(name)
         assert caught.value is error
 
 
 def test_a_failed_move_to_the_device_says_so(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: Any) -> None:
         raise RuntimeError("CUDA error: device busy")
 
     monkeypatch.setattr(transformers.LlamaForCausalLM, "to", refuse)
     with pytest.raises(ModelLoadError, match="cannot be moved to cpu: CUDA error"):
-        load_adapter(str(model_dir), device="cpu")
+        load_adapter(checkpoint, device="cpu")
 
 
 # -- dtype auto ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def half_dir(model_dir: Path) -> Path:
-    tiny.llama().to(torch.bfloat16).save_pretrained(model_dir)
-    return model_dir
+def half(checkpoint: str) -> str:
+    tiny.llama().to(torch.bfloat16).save_pretrained(checkpoint)
+    return checkpoint
 
 
 def test_auto_is_the_checkpoints_dtype_or_float32_on_a_cpu_without_fast_products(
-    half_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    half: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "has_fast_products", lambda dtype, device: True)
-    assert load_adapter(str(half_dir)).identity.compute_dtype == "bfloat16"
+    assert load_adapter(half).identity.compute_dtype == "bfloat16"
     monkeypatch.setattr(loading, "has_fast_products", lambda dtype, device: dtype.itemsize > 2)
     with caplog.at_level("INFO", "blendrag.model.loading"):
-        adapter = load_adapter(str(half_dir))
+        adapter = load_adapter(half)
     assert "no fast products in bfloat16" in caplog.text
-    named = load_adapter(str(half_dir), dtype="float32")
+    named = load_adapter(half, dtype="float32")
     assert adapter.identity == named.identity
     assert adapter.model.dtype == adapter.model.config.dtype == torch.float32
-    assert load_adapter(str(half_dir), dtype="bfloat16").identity.compute_dtype == "bfloat16"
+    assert load_adapter(half, dtype="bfloat16").identity.compute_dtype == "bfloat16"
 
 
 def test_fast_products_on_a_cpu_are_those_of_onednn() -> None:
@@ -170,11 +165,11 @@ def test_fast_products_on_a_cpu_are_those_of_onednn() -> None:
 
 
 def test_another_kind_of_cpu_is_another_signature(
-    half_dir: Path, monkeypatch: pytest.MonkeyPatch
+    half: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     signatures = set()
     for fast in (True, False):
         monkeypatch.setattr(loading, "has_fast_products", lambda *a, fast=fast: fast)
-        with BlendEngine(str(half_dir), store=half_dir / "store", device="cpu") as engine:
+        with BlendEngine(half, store=Path(half, "store"), device="cpu") as engine:
             signatures.add(engine.resources.signature())
     assert len(signatures) == 2

@@ -20,18 +20,19 @@ def write(path: Path, content: str | bytes) -> Path:
     return path
 
 
-def test_text_takes_its_title_from_the_file_name(tmp_path: Path) -> None:
-    path = write(tmp_path / "the_north-cape.txt", "\ufeffOne.\r\nTwo.\r")
-    (document,) = read_documents(path)
-    assert document == Document(path.as_posix(), "One.\nTwo.\n", "the north cape", {})
-
-
-def test_markdown_takes_its_title_from_the_first_heading_outside_code(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.md", "```\n# not this\n```\ntext\n## The *cape* ##\n# Later\n")
-    (document,) = read_documents(path)
-    assert document.title == "The *cape*"
-    (plain,) = read_documents(write(tmp_path / "no-heading.markdown", "#tag is no heading"))
-    assert plain.title == "no heading"
+@pytest.mark.parametrize(
+    ("name", "content", "text", "title"),
+    [
+        ("the_north-cape.txt", "\ufeffOne.\r\nTwo.\r", "One.\nTwo.\n", "the north cape"),
+        ("a.md", "```\n# not this\n```\n## The *cape* ##\n# Later\n", None, "The *cape*"),
+        ("no-heading.markdown", "#tag is no heading", None, "no heading"),
+    ],
+)
+def test_the_title_is_the_first_heading_or_the_file_name(
+    tmp_path: Path, name: str, content: str, text: str | None, title: str
+) -> None:
+    path = write(tmp_path / name, content)
+    assert list(read_documents(path)) == [Document(path.as_posix(), text or content, title, {})]
 
 
 def test_html_keeps_blocks_and_drops_scripts(tmp_path: Path) -> None:

@@ -120,18 +120,23 @@ def chunk_hashes(text: str) -> bytes:
 
 
 class _Filter:
-    """Rules out most of many hashes that are not among a few, in one look-up each."""
+    """Rules out most of many hashes that are not among a few: a Bloom filter with two bits per hash."""
 
     def __init__(self, hashes: np.ndarray) -> None:
         bits = max(16, min(24, (16 * len(hashes)).bit_length()))
         self._mask = U64((1 << bits) - 1)
         self._table = np.zeros(1 << bits, np.bool_)
-        self._table[hashes & self._mask] = True
+        for part in (hashes, hashes >> U64(32)):
+            self._table[part & self._mask] = True
 
     def maybe(self, hashes: np.ndarray) -> np.ndarray:
         """Indices of hashes that may be among them, ascending."""
+        found = np.flatnonzero(self._has(hashes))
+        return found[self._has(hashes[found] >> U64(32))]
+
+    def _has(self, part: np.ndarray) -> np.ndarray:
         # clip skips the bounds check, half of the time (numpy 2.4); an index's sign bit is 0
-        return np.flatnonzero(self._table.take((hashes & self._mask).view(np.int64), mode="clip"))
+        return self._table.take((part & self._mask).view(np.int64), mode="clip")
 
 
 def _look_up(known: np.ndarray, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
