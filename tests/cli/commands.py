@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
+import typer.testing
 from typer.testing import CliRunner, Result
 
 import tiny
@@ -21,6 +23,8 @@ from blendrag.config import settings
 
 QUESTION = "What is the topic of document 2?"
 transformers.utils.logging.disable_progress_bar()
+# CliRunner would build all commands again for each call.
+typer.testing._get_command = cache(typer.main.get_command)  # type: ignore[attr-defined]
 
 
 def save_model(folder: Path, model: Any = None, *more_tokens: str) -> Path:

@@ -3,12 +3,39 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import tiny
+from blendrag.corpus.embedder import Embedder
 from cli.commands import ingest_args, invoke, save_model, write_documents
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _each_text_is_embedded_once() -> Iterator[None]:
+    """Otherwise each command would load the same embedder and embed the same documents."""
+    known: dict[Any, Any] = {}
+    load, embed = Embedder._open, Embedder._pooled
+
+    def load_once(self: Embedder, name: str, local_files_only: bool = False) -> Any:
+        how = (name, local_files_only, self._recorded, self._trust_remote_code)
+        if how not in known:
+            known[how] = load(self, name, local_files_only)
+        return known[how]
+
+    def embed_once(self: Embedder, encode: Any, windows: list[list[str]]) -> Any:
+        what = (self.name, encode.__name__, str(windows))
+        if what not in known:
+            known[what] = embed(self, encode, windows)
+        return known[what]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Embedder, "_open", load_once)
+        patch.setattr(Embedder, "_pooled", embed_once)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -28,11 +55,6 @@ def refused_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("tiny-gpt2"), tiny.family("gpt2"))
 
 
-@pytest.fixture
-def docs(tmp_path: Path) -> Path:
-    return write_documents(tmp_path / "docs")
-
-
 @pytest.fixture(scope="session")
 def ingested(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with three documents of three chunks, made by the command. For reading only."""
@@ -47,3 +69,14 @@ def ingested(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def store(ingested: Path, tmp_path: Path) -> Path:
     """A copy of that store, for changing. Its documents are in ``ingested.parent / "docs"``."""
     return Path(shutil.copytree(ingested, tmp_path / "store"))
+
+
+@pytest.fixture
+def docs(tmp_path: Path) -> Path:
+    return write_documents(tmp_path / "docs")
+
+
+@pytest.fixture
+def ingest(model_dir: Path, docs: Path, tmp_path: Path) -> list[str]:
+    """Arguments that ingest ``docs`` into the store at ``tmp_path``."""
+    return ingest_args(docs, model_dir, tmp_path / "store")

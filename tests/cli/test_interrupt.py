@@ -20,29 +20,22 @@ from cli.commands import (
     write_documents,
 )
 
-#: Print NOW at the right moment, and make that moment last.
-SLOW_ENCODING = """
+#: Print NOW at the third call of a method, and make the calls last.
+SLOW = """
 import sys, time
-from blendrag.model.adapter import ModelAdapter
-encode, calls = ModelAdapter.encode, []
-def slow(self, prefix_ids, chunk_ids):
+from {module} import {owner} as owner
+work, calls = owner.{method}, []
+def slow(*args, **kwargs):
     calls.append(0)
     if len(calls) == 3: print("NOW", file=sys.stderr, flush=True)
-    time.sleep(0.2)
-    return encode(self, prefix_ids, chunk_ids)
-ModelAdapter.encode = slow
+    time.sleep(0.1)
+    return work(*args, **kwargs)
+owner.{method} = slow
 """
-SLOW_DECODING = """
-import sys, time
-from blendrag.engine.stream import StopWhenDone
-check, calls = StopWhenDone.__call__, []
-def slow(self, *args, **kwargs):
-    calls.append(0)
-    if len(calls) == 3: print("NOW", file=sys.stderr, flush=True)
-    time.sleep(0.05)
-    return check(self, *args, **kwargs)
-StopWhenDone.__call__ = slow
-"""
+SLOW_ENCODING = SLOW.format(module="blendrag.model.adapter", owner="ModelAdapter", method="encode")
+SLOW_DECODING = SLOW.format(
+    module="blendrag.engine.stream", owner="StopWhenDone", method="__call__"
+)
 #: Python code that ignores KeyboardInterrupt, as native code does.
 DEAF = """
 import signal, sys, time
@@ -54,7 +47,7 @@ moments = ["NOW"]
 while True:
     try:
         while moments: print(moments.pop(), file=sys.stderr, flush=True)
-        time.sleep(600)
+        time.sleep(0.01)  # a long one may miss a signal that comes just before it
     except KeyboardInterrupt:
         pass
 """

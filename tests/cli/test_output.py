@@ -99,7 +99,7 @@ def test_bench_gets_its_own_arguments() -> None:
     assert invoke("bench", "no-such-benchmark").exit_code == 2
 
 
-@pytest.mark.parametrize("command", [["bench"], ["bench", "ttft", "--rounds", "1"], ["eval", "-h"]])
+@pytest.mark.parametrize("command", [["bench", "ttft", "--rounds", "1"], ["eval", "-h"]])
 def test_without_the_extra_its_commands_say_how_to_install_it(
     command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,23 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cli.commands import (
-    ingest_args,
-    interrupt,
-    interrupted_sentence,
-    invoke,
-    refused,
-    reused_tokens,
-    said,
-    start,
-)
+from cli.commands import QUESTION, ingest_args, invoke, refused, reused_tokens, said
 
 #: Three documents of three chunks, and the pinned one that identifies the namespace.
 CHUNKS = 10
@@ -97,7 +90,19 @@ def test_check_finds_damage_and_repairs_it(store: Path) -> None:
     after = fields("check", "--store", store)
     assert after["good"]
     assert after["namespaces"][0]["good"] == CHUNKS - 1
-    assert reused_tokens(store) > 0
+
+
+def test_check_finds_and_repairs_a_damaged_corpus(store: Path) -> None:
+    with sqlite3.connect(store / "corpus" / "corpus.sqlite") as damaged:
+        damaged.execute("UPDATE chunk SET text = replace(text, 'quiet', 'loud') WHERE id = 2")
+    damaged.close()
+    assert "row chunk 2" in invoke("ask", QUESTION, "--store", str(store), "--top-k", "9").stderr
+    assert fields("check", "--store", store, status=1)["corpus"]["damaged"] == 1
+    repaired = invoke("store", "check", "--store", str(store), "--repair")
+    assert repaired.exit_code == 1
+    assert said(repaired).startswith("damaged: ")
+    assert "1 fault; the damaged documents were removed: ingest them again" in repaired.stdout
+    assert fields("check", "--store", store)["good"]
 
 
 def test_gc_reaches_a_size_and_names_pinned_chunks(store: Path) -> None:
@@ -204,51 +209,48 @@ for command in {commands!r}:
     assert done.returncode == 0, done.stderr
 
 
-SLOW_PAYLOADS = """
-import sys, time
-from blendrag.store.maintenance import archive, integrity, space
-calls = []
-def slowly(module, name):
-    real = getattr(module, name)
-    def slow(*args):
-        calls.append(0)
-        if len(calls) == 3: print("NOW", file=sys.stderr, flush=True)
-        time.sleep(0.3)
-        return real(*args)
-    setattr(module, name, slow)
-slowly(integrity, "verify")
-slowly(archive, "_add")
-slowly(archive, "_take")
-slowly(space, "_evict_batch")
-space.BATCH = 1
-"""
-
-
 @pytest.mark.parametrize(
-    ("command", "words"),
+    ("command", "function", "words"),
     [
-        (["check"], "nothing was changed"),
-        (["gc", "--max-bytes", "0"], "the rest of the store is intact"),
-        (["export", "FILE"], "FILE was not written"),
-        (["import", "FILE"], "what was imported is kept"),
+        (["check"], "integrity.verify", "nothing was changed"),
+        (["gc", "--max-bytes", "0"], "space._evict_batch", "the rest of the store is intact"),
+        (["export", "FILE"], "archive._add", "FILE was not written"),
+        (["import", "FILE"], "archive._take", "what was imported is kept"),
     ],
 )
 def test_ctrl_c_is_one_sentence_and_the_store_is_intact(
-    command: list[str], words: str, store: Path, tmp_path: Path
+    command: list[str],
+    function: str,
+    words: str,
+    store: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Ctrl-C before the third payload."""
     archive, target = str(tmp_path / "kv.tar"), store
     if command[0] == "import":
         assert fields("export", archive, "--store", store)["payloads"] == CHUNKS
         target = tmp_path / "target"
-    args = [archive if each == "FILE" else each for each in command]
-    process = start("store", *args, "--store", str(target), before=SLOW_PAYLOADS)
-    _, stderr, _ = interrupt(process)
-    assert process.returncode == 130
-    assert words.replace("FILE", archive) in interrupted_sentence(stderr)
+    args = ["store", *(archive if each == "FILE" else each for each in command)]
+    args += ["--store", str(target)]
+    module, name = function.split(".")
+    owner, calls = import_module(f"blendrag.store.maintenance.{module}"), []
+    work = getattr(owner, name)
+
+    def interrupted(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return work(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        patch.setattr("blendrag.store.maintenance.space.BATCH", 1)
+        assert words.replace("FILE", archive) in refused(*args, status=130)
     report = fields("check", "--store", target)
     assert report["good"]
     assert report["index"] == "sound"
     left = report["namespaces"][0]["good"]
     assert left == CHUNKS if command[0] in ("check", "export") else 0 < left < CHUNKS
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".part")]
-    assert invoke("store", *args, "--store", str(target)).exit_code == 0
+    assert invoke(*args).exit_code == 0
