@@ -9,13 +9,7 @@ from typing import Any
 
 import pytest
 
-from blendrag.planning.profile import (
-    Curve,
-    ProfileCache,
-    Tier,
-    profiles,
-    recall_profile,
-)
+from blendrag.planning.profile import Curve, ProfileCache, Tier, profiles, recall_profile
 from planning.invented import CONDITIONS, line, profile
 
 MINE = profile(device_bytes_per_s=1e10)
