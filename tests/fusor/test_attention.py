@@ -74,17 +74,10 @@ def error(
     return float((out.double() - expected).abs().max())
 
 
-@pytest.mark.parametrize("window", [None, 1, 24, 4096])
-@pytest.mark.parametrize(
-    ("kv_heads", "dtype"),
-    [(1, torch.float32), (2, torch.float32), (4, torch.float32), (2, torch.bfloat16)],
-)
-@pytest.mark.parametrize(("n", "s"), [(1, 1), (40, 1), (40, 40), (300, 7), (700, 300), (640, 600)])
-def test_fast_attention_equals_the_explicit_mask(
-    n: int, s: int, kv_heads: int, window: int | None, dtype: torch.dtype
-) -> None:
-    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-    assert error(random_rows(n, s), n, window, dtype, kv_heads) < tolerance
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize(("n", "s"), [(40, 40), (700, 300), (640, 600)])
+def test_fast_attention_equals_the_explicit_mask(n: int, s: int, window: int | None) -> None:
+    assert error(random_rows(n, s), n, window) < 1e-5
 
 
 @settings(max_examples=60, deadline=None)
@@ -93,7 +86,10 @@ def test_fast_attention_equals_the_explicit_mask_for_any_rows(data: st.DataObjec
     n = data.draw(st.integers(1, 260))
     rows = data.draw(st.sets(st.integers(0, n - 1), min_size=1))
     window = data.draw(st.none() | st.integers(1, n + 3))
-    assert error(torch.tensor(sorted(rows)), n, window) < 1e-5
+    kv_heads = data.draw(st.sampled_from([1, 2, 4]))
+    positions = torch.tensor(sorted(rows))
+    assert error(positions, n, window, kv_heads=kv_heads) < 1e-5
+    assert error(positions, n, window, torch.bfloat16, kv_heads) < 3e-2
 
 
 # -- blocks and biases --------------------------------------------------------------------------
@@ -153,7 +149,7 @@ def test_forced_masks_take_the_explicit_path_and_change_nothing() -> None:
     assert float((outs[0] - outs[1]).abs().max()) < 1e-5
 
 
-@pytest.mark.parametrize("window", [None, 5, 24])
+@pytest.mark.parametrize("window", [None, 24])
 def test_blocks_together_are_the_mask(window: int | None) -> None:
     n, positions = 400, random_rows(400, 230, seed=3)
     rows = Rows(positions, n)
@@ -170,17 +166,16 @@ def test_blocks_together_are_the_mask(window: int | None) -> None:
     assert torch.equal(rows.mask[0, 0], visible(positions, n, None))
 
 
-@pytest.mark.parametrize("what", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}])
-def test_what_it_does_not_serve_is_refused(what: dict[str, Any]) -> None:
-    with pytest.raises(NotServedError):
-        attend(Rows(torch.arange(4), 4), inputs(4, 4), **what)
-
-
-def test_without_rows_or_with_a_mask_it_is_refused() -> None:
+def test_what_it_does_not_serve_is_refused() -> None:
     qkv, rows = inputs(4, 4), {ROWS_KEYWORD: Rows(torch.arange(4), 4)}
-    for mask, given_rows in ((None, {}), (torch.zeros(1, 1, 4, 4), rows)):
+    for mask, given_rows in (
+        (None, {}),
+        (torch.zeros(1, 1, 4, 4), rows),
+        (None, {**rows, "softcap": 30.0}),
+        (None, {**rows, "s_aux": torch.zeros(4)}),
+    ):
         with pytest.raises(NotServedError):
-            blend_attention(torch.nn.Identity(), *qkv, mask, 0.3, **given_rows)
+            blend_attention(torch.nn.Identity(), *qkv, mask, 0.3, **given_rows)  # type: ignore[arg-type]
 
 
 # -- the arguments of a layer -------------------------------------------------------------------

@@ -100,8 +100,9 @@ def test_ratio_one_equals_full_prefill_wherever_the_chunks_are(
 
 
 @pytest.mark.parametrize("path", PATHS[::2], ids=("fast", "slow"))
-@pytest.mark.parametrize("ratio", [0.0, 0.05, 0.7])
-@pytest.mark.parametrize("schedule", ["constant", "geometric:0.3", "3,1,0"])
+@pytest.mark.parametrize(
+    ("ratio", "schedule"), [(0.0, "constant"), (0.05, "geometric:0.3"), (0.7, "3,1,0")]
+)
 def test_exact_loaded_kv_equals_stock_whichever_tokens_are_chosen(
     adapter: ModelAdapter, stock: torch.Tensor, ratio: float, schedule: str, path: dict[str, bool]
 ) -> None:
@@ -111,27 +112,25 @@ def test_exact_loaded_kv_equals_stock_whichever_tokens_are_chosen(
         assert tiny.difference(logits[0, 0], stock[-1]) < 1e-4
 
 
-@pytest.mark.parametrize(
-    "name", ["mistral", "gemma3_text", "gemma2", "gpt_oss", "qwen2", "cohere2", "stablelm"]
-)
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss"])
 def test_exact_loaded_kv_equals_stock_with_windows_softcaps_and_sinks(name: str) -> None:
     adapter = tiny.adapter(tiny.family(name))
-    expected = tiny.stock(adapter.model, IDS)[0, -1]
+    expected, spans = tiny.stock(adapter.model, IDS)[0, -1], exact_spans(adapter)
     for fusor in (Fusor(adapter), Fusor(adapter, fast_attention=False)):
-        for policy in ("boundary(8)", "hkvd", "query"):
-            logits, _, _ = tiny.fuse(fusor, IDS, exact_spans(adapter), policy, 0.3)
+        for policy in ("boundary(8)", "query+hkvd"):
+            logits, _, _ = tiny.fuse(fusor, IDS, spans, policy, 0.3)
             assert tiny.difference(logits[0, 0], expected) < 1e-4
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_models_of_one_and_two_layers(policy: str, layers: int) -> None:
+def test_models_of_one_and_two_layers(layers: int) -> None:
     adapter = tiny.adapter(tiny.llama(num_hidden_layers=layers))
-    expected = tiny.stock(adapter.model, IDS)[0, -1]
-    for spans in (exact_spans(adapter), []):
-        logits, _, fusion = tiny.fuse(Fusor(adapter), IDS, spans, policy, 0.2, "constant")
-        assert tiny.difference(logits[0, 0], expected) < 1e-4
-    assert fusion.counts().rows == (N,) * layers  # without chunks, no scout and no peek
+    fusor, expected = Fusor(adapter), tiny.stock(adapter.model, IDS)[0, -1]
+    for policy in POLICIES:
+        for spans in (exact_spans(adapter), []):
+            logits, _, fusion = tiny.fuse(fusor, IDS, spans, policy, 0.2, "constant")
+            assert tiny.difference(logits[0, 0], expected) < 1e-4
+        assert fusion.counts().rows == (N,) * layers  # without chunks, no scout and no peek
 
 
 def test_an_exact_prefix_is_loaded_and_never_computed(
@@ -180,7 +179,7 @@ def test_recomputing_more_brings_the_logits_nearer_to_full_prefill(
 ) -> None:
     ratios = (0.0, 0.15, 0.5, 1.0)
     deviations = dict.fromkeys(ratios, 0.0)
-    for seed in range(10):
+    for seed in range(6):
         ids = tiny.random_ids(N, seed=100 + seed)
         full = tiny.stock(adapter.model, ids)[0, -1]
         encoded = [adapter.encode((0,), ids[0, a:b].tolist()) for a, b in CHUNKS]
@@ -199,8 +198,7 @@ def test_recomputing_more_brings_the_logits_nearer_to_full_prefill(
 # -- what is chosen and counted -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear", "9,3,1"])
-@pytest.mark.parametrize("ratio", [0.0, 0.15, 1.0])
+@pytest.mark.parametrize(("ratio", "schedule"), [(0, "constant"), (0.15, "linear"), (1, "9,3,1")])
 def test_chosen_sets_are_nested_and_follow_the_schedule(
     adapter: ModelAdapter, fusor: Fusor, schedule: str, ratio: float
 ) -> None:
@@ -257,12 +255,12 @@ def test_counts_are_the_rows_the_model_ran_and_what_the_policy_declares(
 # -- the last layer -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])  # gpt_oss is not served fast
+@pytest.mark.parametrize("name", ["mistral", "gpt_oss"])  # gpt_oss is not served fast
 def test_the_last_token_is_as_if_all_rows_went_on(name: str) -> None:
     """Logits, K/V and counts of a forward that ends with one row, against one that keeps all rows."""
     fusor = Fusor(tiny.adapter(tiny.family(name)))
     spans = exact_spans(fusor.adapter, 1.0)
-    for policy in POLICIES:
+    for policy in ("query+hkvd", "blend", "boundary(8)", "reuse"):
         want, kept, whole = tiny.fuse(fusor, IDS, spans, policy, 0.3, all_rows=True)
         got, cache, fusion = tiny.fuse(fusor, IDS, spans, policy, 0.3)
         assert got.shape[1] == 1
@@ -271,7 +269,7 @@ def test_the_last_token_is_as_if_all_rows_went_on(name: str) -> None:
         assert fusion.counts() == whole.counts()
 
 
-@pytest.mark.parametrize("policy", ["hkvd", "query", "blend", "reuse", "full"])
+@pytest.mark.parametrize("policy", ["hkvd", "query", "blend"])
 @pytest.mark.usefixtures("ends_early")
 def test_the_last_layer_computes_keys_of_all_rows_and_then_one_row(
     adapter: ModelAdapter, fusor: Fusor, policy: str
@@ -282,17 +280,6 @@ def test_the_last_layer_computes_keys_of_all_rows_and_then_one_row(
     scout = [FRESH] if policy == "blend" else []  # query's ends earlier
     rows = fusion.counts().rows[-1] - sum(scout)
     assert seen == [[*scout, rows, 1], [*scout, 1]]
-
-
-def test_within_fuse_all_rows_go_on_by_default(adapter: ModelAdapter, fusor: Fusor) -> None:
-    asked = tiny.request(IDS, exact_spans(adapter), "boundary(8)")
-    rows = []
-    for given in ({}, {"last_row_only": True}):
-        cache = fusor.new_cache(N, 4)
-        with adapter.lock, torch.inference_mode(), fusor.fuse(cache, asked, **given) as fusion:
-            out = adapter.model(input_ids=IDS, past_key_values=cache, logits_to_keep=0)
-        rows.append(out.logits.shape[1])
-    assert rows == [fusion.counts().rows[-1], 1]
 
 
 def test_a_batch_of_two_is_refused_and_leaves_no_hook(adapter: ModelAdapter, fusor: Fusor) -> None:

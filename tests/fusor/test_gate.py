@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _few_greedy_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("blendrag.fusor.gate.GREEDY_TOKENS", 8)
+    monkeypatch.setattr("blendrag.fusor.gate.GREEDY_TOKENS", 4)
 
 
 def expected_kinds(config: Any) -> list[str]:
@@ -36,17 +36,34 @@ def expected_kinds(config: Any) -> list[str]:
     return ["rotary"] * config.num_hidden_layers
 
 
-@pytest.mark.parametrize("name", tiny.FAMILIES)
+#: Families whose layers are like those of another one here.
+ALIKE = {
+    "olmo2",
+    "olmo3",
+    "granite",
+    "glm",
+    "glm4",
+    "phi",
+    "seed_oss",
+    "ernie4_5",
+    "cohere",
+    "nemotron",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if n in ALIKE else []) for n in tiny.FAMILIES],
+)
 def test_family_passes_the_gate(name: str) -> None:
     model = tiny.family(name)
     result = verify(tiny.adapter(model))
     assert result.verdict == "blendable", result.reason
     assert result.subset_logit_diff is not None
-    assert result.subset_logit_diff < 1e-4
     assert result.perturbed_logit_diff is not None
-    assert result.perturbed_logit_diff > 1e-2
     assert result.max_logit_diff is not None
-    assert result.max_logit_diff < 1e-4
+    assert max(result.subset_logit_diff, result.max_logit_diff) < 1e-4
+    assert result.perturbed_logit_diff > 1e-2
     assert result.greedy_equal is True
     assert result.prompt_tokens >= 2 * tiny.WINDOW
     assert list(result.layers) == expected_kinds(model.config)
@@ -55,14 +72,12 @@ def test_family_passes_the_gate(name: str) -> None:
 @pytest.mark.parametrize(
     "made",
     [
-        lambda: tiny.family("llama").to(torch.bfloat16),
         lambda: tiny.family("gemma2").to(torch.bfloat16),
         lambda: tiny.family("mistral", attn_implementation="eager"),
         lambda: tiny.large_biases().to(torch.bfloat16),
         lambda: tiny.large_biases().to(torch.float16),
-        lambda: tiny.large_biases(),
     ],
-    ids=("bf16", "bf16-softcap", "eager", "biases-bf16", "biases-fp16", "biases"),
+    ids=("bf16-softcap", "eager", "biases-bf16", "biases-fp16"),
 )
 def test_gate_passes_in_low_precision_with_eager_attention_and_large_key_biases(made: Any) -> None:
     model = made()
@@ -87,8 +102,8 @@ def test_windows_that_only_masks_know_go_to_the_models_own_attention() -> None:
 
 @pytest.mark.parametrize(
     "made",
-    [tiny.llama, tiny.large_biases, lambda: tiny.large_biases().to(torch.bfloat16)],
-    ids=("plain", "biases", "biases-bf16"),
+    [tiny.llama, lambda: tiny.large_biases().to(torch.bfloat16)],
+    ids=("plain", "biases-bf16"),
 )
 def test_keys_left_where_they_were_stored_are_refused(
     made: Any, monkeypatch: pytest.MonkeyPatch

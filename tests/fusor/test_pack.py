@@ -81,10 +81,11 @@ def assert_as_alone(fusor: Fusor, asked: Asked, got: Prefilled | Exception) -> N
     assert got.fusion.counts() == fusion.counts()
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3_moe", "cohere2", "gpt_neox"])
+@pytest.mark.parametrize(
+    "name", ["mistral", "gpt_neox", pytest.param("qwen3_moe", marks=pytest.mark.slow)]
+)
 def test_prompts_in_one_forward_get_what_they_get_alone(name: str) -> None:
-    changes = {"initializer_range": 0.2} if name == "llama" else {}
-    fusor = Fusor(tiny.adapter(tiny.family(name, **changes)))
+    fusor = Fusor(tiny.adapter(tiny.family(name)))
     assert fusor.packs
     outcomes = fusor.batched_prefill([prompt(fusor.adapter, asked) for asked in VARIED])
     for asked, got in zip(VARIED, outcomes, strict=True):
@@ -114,12 +115,11 @@ def test_prompts_share_each_layer_the_scout_pass_and_the_peek(
         assert_as_alone(fusor, one, got)
 
 
-@pytest.mark.parametrize("asked", VARIED, ids=lambda asked: asked.policy)
+@pytest.mark.parametrize("asked", [HKVD, QUERY, REUSE], ids=lambda asked: asked.policy)
 def test_greedy_decoding_goes_on_as_after_a_prefill_alone(
     adapter: ModelAdapter, fusor: Fusor, asked: Asked
 ) -> None:
-    others = [prompt(adapter, one) for one in VARIED[:3]]
-    got = fusor.batched_prefill([*others, prompt(adapter, asked)])[-1]
+    got = fusor.batched_prefill([prompt(adapter, one) for one in (BOTH, asked)])[-1]
     assert isinstance(got, Prefilled)
     with got.replayed(adapter.stack.base) as cache:
         tokens = greedy(adapter, asked.ids, cache)
@@ -182,13 +182,11 @@ def leaving(after: int) -> Callable[[], None]:
     return check
 
 
-@pytest.mark.parametrize(
-    ("asked", "layer"), [(HKVD, 1), (HKVD, 3), (QUERY, 0), (QUERY, 2), (BOTH, 1), (BOTH, 3)]
-)
+@pytest.mark.parametrize(("asked", "layer"), [(HKVD, 3), (QUERY, 0), (BOTH, 1)])
 def test_a_prompt_whose_kv_is_corrupt_leaves_and_the_others_get_theirs(
     adapter: ModelAdapter, fusor: Fusor, asked: Asked, layer: int
 ) -> None:
-    others = VARIED[:4]
+    others = VARIED[1:4]
     prompts = [prompt(adapter, one) for one in others]
     prompts.insert(2, damaged(adapter, asked, layer))
     got = fusor.batched_prefill(prompts)
@@ -199,8 +197,7 @@ def test_a_prompt_whose_kv_is_corrupt_leaves_and_the_others_get_theirs(
         assert_as_alone(fusor, one, outcome)
 
 
-@pytest.mark.parametrize("layer", [1, 3])
-@pytest.mark.parametrize("prompts", [1, 3])
+@pytest.mark.parametrize(("prompts", "layer"), [(1, 1), (3, 3)])
 def test_a_pack_that_all_prompts_left_ends(
     adapter: ModelAdapter, fusor: Fusor, prompts: int, layer: int
 ) -> None:
@@ -214,7 +211,7 @@ def test_a_pack_that_all_prompts_left_ends(
 
 
 @pytest.mark.parametrize("asked", [QUERY, REUSE], ids=lambda asked: asked.policy)
-@pytest.mark.parametrize("after", [0, 2, 5])
+@pytest.mark.parametrize("after", [0, 5])
 def test_a_caller_who_has_gone_leaves_alone(
     adapter: ModelAdapter, fusor: Fusor, asked: Asked, after: int
 ) -> None:

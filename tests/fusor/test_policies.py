@@ -63,7 +63,7 @@ def chosen_sets(
     return sets, budgets
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     st.sampled_from(BUDGETED + OTHERS),
     geometries(),

@@ -31,7 +31,7 @@ def schedules(draw: st.DrawFn) -> tuple[Schedule, int]:
     return Schedule.parse(sorted(weights, reverse=True)), layers
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(schedules(), st.floats(0.0, 1.0), st.integers(0, 4000))
 def test_shares_have_mean_r_counts_sum_to_it_and_neither_increases(
     drawn: tuple[Schedule, int], ratio: float, candidates: int

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
-from blendrag.config import DEFAULT_POLICY, UNCALIBRATED_SCHEDULE
+from blendrag.config import UNCALIBRATED_SCHEDULE
 from blendrag.fusor import Fusor, attention, scout
 from blendrag.fusor.selection import LayerView
 from blendrag.fusor.selection.blend import BlendPolicy
@@ -68,9 +68,7 @@ def assert_observed(policy: Recording | RecordingBlend, expected: torch.Tensor) 
     assert tiny.difference(observed, expected[: len(observed)]) < 1e-2 * float(expected.std())
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "mistral", "gemma2", "gemma3_text", "gpt_oss", "gpt_neox", "cohere2", "qwen2"]
-)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "gpt_neox", "cohere2"])
 def test_over_exact_kv_the_scout_observes_eager_attention(name: str) -> None:
     adapter = tiny.adapter(tiny.family(name, initializer_range=0.3))  # tokens differ in attention
     policy, roots = Recording(), RecordingBlend()
@@ -98,12 +96,11 @@ def test_attention_in_blocks_of_rows_is_the_same(
     assert tiny.difference(whole.attention, blocks.attention) < 1e-5
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear", "9,3,1"])
 def test_the_tokens_attended_most_are_chosen_in_nested_sets(
-    adapter: ModelAdapter, fusor: Fusor, schedule: str
+    adapter: ModelAdapter, fusor: Fusor
 ) -> None:
     policy = Recording()
-    _, _, fusion = tiny.fuse(fusor, IDS, exact_spans(adapter, 3.0), policy, 0.2, schedule)
+    _, _, fusion = tiny.fuse(fusor, IDS, exact_spans(adapter, 3.0), policy, 0.2, "9,3,1")
     ranked = EVERYWHERE[policy.attention.argsort(descending=True)].tolist()
     counts = fusion.counts()
     for chosen, n in zip(fusion.recomputed, counts.candidate_rows, strict=True):
@@ -168,21 +165,16 @@ def test_if_attention_cannot_be_observed_the_fallback_decides(adapter: ModelAdap
     assert tiny.difference(logits[0, 0], tiny.stock(adapter.model, IDS)[0, -1]) < 1e-4
 
 
-@pytest.mark.parametrize("fixture", [None, "deaf"])
-def test_the_metrics_name_the_policy_that_decided(
-    tmp_path: Path, request: pytest.FixtureRequest, fixture: str | None
-) -> None:
-    if fixture is not None:
-        request.getfixturevalue(fixture)
+@pytest.mark.usefixtures("deaf")
+def test_the_metrics_name_the_policy_that_decided(tmp_path: Path) -> None:
     with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
         engine.ingest([tiny.document(0)])
         prompt = "\n\n".join([*tiny.chunk_texts(engine, 0), "What did the company build?"])
         metrics = engine.generate(prompt).metrics
-    assert metrics.policy == ("hkvd" if fixture else DEFAULT_POLICY)
-    assert metrics.schedule == UNCALIBRATED_SCHEDULE
+    assert (metrics.policy, metrics.schedule) == ("hkvd", UNCALIBRATED_SCHEDULE)
 
 
-@pytest.mark.parametrize("after", [0, 2, LAYERS, LAYERS + 1])
+@pytest.mark.parametrize("after", [0, LAYERS + 1])
 def test_a_forward_abandoned_in_the_scout_or_later_leaves_nothing_behind(
     adapter: ModelAdapter, fusor: Fusor, after: int
 ) -> None:

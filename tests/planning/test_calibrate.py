@@ -284,23 +284,22 @@ def test_a_schedule_found_on_questions_runs_for_every_answer(engine: BlendEngine
     assert (metrics.schedule, metrics.notes) == (str(best.schedule), ())
 
 
-def test_a_missing_calibration_is_reported_once_per_policy(tmp_path: Path) -> None:
-    with tiny.engine(tiny.llama(), tmp_path / "s", policy="query", max_new_tokens=1) as engine:
-        engine.ingest([tiny.document(0)])
-        text = prompt(engine)
-        asked = {"schedule": "calibrated"}
-        for quiet in (
-            Options(mode="full"),
-            Options(policy="hkvd-once"),
-            Options(policy="boundary(2)", **asked),
-            Options(mode="reuse", **asked),
-        ):
-            assert engine.generate(text, quiet).metrics.notes == ()
-        (note,) = engine.generate(text).metrics.notes
-        assert "no schedule is calibrated" in note
-        assert "blendrag calibrate" in note
-        assert engine.generate(text).metrics.notes == ()
-        assert engine.generate(text, Options(policy="hkvd")).metrics.notes == (note,)
+def test_a_missing_calibration_is_reported_once_per_policy(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine._planner, "_told", set())
+
+    def notes(**changes: Any) -> tuple[str, ...]:
+        return engine.generate(text, Options(max_new_tokens=1, **changes)).metrics.notes
+
+    text, asked = prompt(engine), {"schedule": "calibrated"}
+    assert notes(mode="full") == notes(policy="hkvd-once") == ()
+    assert notes(policy="boundary(2)", **asked) == notes(mode="reuse", **asked) == ()
+    (note,) = notes()
+    assert "no schedule is calibrated" in note
+    assert "blendrag calibrate" in note
+    assert notes() == ()
+    assert notes(policy="hkvd") == (note,)
 
 
 @pytest.mark.parametrize(
@@ -409,7 +408,8 @@ def test_a_store_that_cannot_be_written_or_holds_no_kv_is_refused(tmp_path: Path
 
 
 def test_prompts_longer_than_the_context_are_refused(tmp_path: Path) -> None:
-    with tiny.engine(tiny.llama(max_position_embeddings=256), tmp_path / "s") as engine:
-        engine.ingest([tiny.document(i) for i in range(3)])
+    model = tiny.llama(max_position_embeddings=256, num_hidden_layers=2)
+    with tiny.engine(model, tmp_path / "s") as engine:
+        engine.ingest([tiny.document(i, 4) for i in range(3)])
         with pytest.raises(ContextOverflowError, match="fewer chunks or"):
             engine.calibrate(options(top_k=9))

@@ -19,8 +19,8 @@ import torch
 
 import tiny
 from blendrag.engine import BlendEngine, Options
-from blendrag.engine.resources import Resources
 from blendrag.errors import InvalidInputError, UnsupportedModelError
+from blendrag.fusor import Fusor
 from blendrag.planning import measure, tier_times
 from blendrag.planning.measure import (
     DEVIATION_POLICY,
@@ -32,6 +32,7 @@ from blendrag.planning.measure import (
     SHORTEST,
     STOCK,
     Measure,
+    ModelTimes,
     Point,
     Prefill,
     Timed,
@@ -219,12 +220,10 @@ def test_a_store_that_cannot_be_written_is_not_written_and_keeps_nothing(
         mock.patch.object(tempfile, "mkdtemp", wraps=tempfile.mkdtemp) as written,
     ):
         report = reader.profile([tmp_path])
-        assert report.is_new
-        assert not report.kept
+        assert (report.is_new, report.kept) == (True, False)
         assert not kept(reader).exists()
-    assert [tier.name for tier in report.profile.tiers if tier.name == "disk"] == []
-    assert report.profile.tier("memory") is not None
-    assert report.profile.tier(str(tmp_path)) is not None
+    names = [tier.name for tier in report.profile.tiers]
+    assert names == ["memory", str(tmp_path), f"{tmp_path} (cold)"]
     assert {call.kwargs["dir"] for call in written.mock_calls} == {tmp_path}
 
 
@@ -249,23 +248,20 @@ def test_a_directory_that_cannot_be_written_is_named_with_its_option(
             engine.profile(missing)
 
 
-@pytest.mark.parametrize("left", [SHORTEST + 2, SHORTEST + 1, 0])
-def test_a_prefix_must_leave_room_for_a_prompt(tmp_path: Path, left: int) -> None:
-    model = tiny.llama(max_position_embeddings=256)
-    with tiny.engine(model, tmp_path / "store", prefix_text="x" * 300) as made:
-        prefix = made.resources.prefix_ids[: 256 - left]
-        with mock.patch.object(Resources, "prefix_ids", prefix):
-            if left == SHORTEST + 2:
-                assert made.profile().profile.chunk_tokens == SHORTEST // 4
-                return
-            with pytest.raises(InvalidInputError, match="use a shorter prefix"):
-                made.profile()
+def test_a_prefix_must_leave_room_for_a_prompt() -> None:
+    adapter = tiny.adapter(tiny.llama(max_position_embeddings=256))
+    fusor = Fusor(adapter)
+    assert ModelTimes(adapter, fusor, range(256 - SHORTEST - 2)).longest == SHORTEST
+    for left in (SHORTEST + 1, 0):
+        with pytest.raises(InvalidInputError, match="use a shorter prefix"):
+            ModelTimes(adapter, fusor, range(256 - left))
 
 
-def test_an_encoded_store_is_measured_as_it_is_kept(engine: BlendEngine, tmp_path: Path) -> None:
+def test_an_encoded_store_is_measured_as_it_is_kept(tmp_path: Path) -> None:
     with tiny.engine(tiny.llama(), tmp_path / "int8", encoding="int8") as made:
-        encoded = sum(made.profile().profile.layer_bytes)
-    assert encoded < sum(engine.profile().profile.layer_bytes) / 2
+        found, native = made.profile().profile, made.adapter.layout.encoded("native")
+    kept = [native.layer_bytes(i, found.chunk_tokens) for i in range(LAYERS)]
+    assert sum(found.layer_bytes) < sum(kept) / 2
 
 
 def test_a_model_that_cannot_be_blended_is_refused(tmp_path: Path) -> None:
