@@ -7,10 +7,7 @@ from pathlib import Path
 import pytest
 
 from blendrag.errors import InvalidInputError
-from blendrag.lab.evaluation.report import (
-    reuse_note,
-    tables,
-)
+from blendrag.lab.evaluation.report import reuse_note, tables
 from blendrag.lab.evaluation.rows import ArenaRow, Journal, Outcome
 from lab.evaluation import invented
 
@@ -99,7 +96,15 @@ def test_tables_fit_the_terminal_and_cut_nothing_off(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("FORCE_COLOR", "1")
-    rows = invented.sweep()
+    rows = []
+    for kind in ("all", "direct", "coreference", "unanswerable"):
+        rows += [invented.baseline("full", kind), invented.baseline("boundary(4)", kind)]
+        for policy, ratio, pgr in (
+            ("query", 0.02, 0.93),
+            ("query", 0.15, 0.98),
+            ("hkvd", 0.1, None),
+        ):
+            rows.append(invented.row(policy, kind, pgr, ratio=ratio))
     for table in tables(rows):
         table.print()
     shown = capsys.readouterr().out

@@ -116,11 +116,21 @@ def test_full_prefill_gains_one_and_no_context_nothing_in_every_draw() -> None:
     assert pgr(shares(0.6, 4), full, nothing) == pgr(shares(0.6, 4), full, nothing)
 
 
-def test_pgr_may_be_below_no_context_above_full_prefill_or_undefined() -> None:
+def test_pgr_may_be_below_no_context_or_above_full_prefill() -> None:
     full, nothing = [1.0, 0.0] * 30, [1.0, 0.0, 0.0] * 20
     assert pgr(NONE_RIGHT, full, nothing).value == pytest.approx(-2.0)
     assert pgr(ALL_RIGHT, full, nothing).value == pytest.approx(4.0)
+
+
+def test_pgr_is_undefined_if_full_prefill_gains_nothing_over_no_context() -> None:
+    full = shares(0.7, 1)
     assert pgr(ALL_RIGHT, full, full) == Estimate(None)
+    assert pgr(NONE_RIGHT, NONE_RIGHT, full) == Estimate(None)
+    assert pgr(full, [1.0] * 3 + NONE_RIGHT[3:], NONE_RIGHT) == Estimate(None)  # 0.05 of 60
+    # With gains in one context of twenty, many draws have none.
+    few = pgr(full, [1.0] * 4 + NONE_RIGHT[4:], NONE_RIGHT)
+    assert few.value is not None
+    assert few.low is None
 
 
 def test_questions_about_one_context_are_drawn_together() -> None:
