@@ -66,12 +66,29 @@ class Started(NamedTuple):
         return failed or self.stream.too_late()
 
 
-class AnswerIterator:
+class Pieces:
+    """The state of both iterators over the text pieces of one answer."""
+
+    _started: Started | None = None
+    _over = False
+
+    def abandon(self) -> None:
+        """Stop generation and return at once; the model is free within one layer or token."""
+        self._over = True
+        if self._started is not None:
+            self._started.stream.cancel()
+
+    def __del__(self) -> None:
+        self.abandon()
+
+
+class AnswerIterator(Pieces):
     """Text pieces of one answer; :attr:`answer` once exhausted."""
+
+    _started: Started
 
     def __init__(self, started: Started) -> None:
         self._started = started
-        self._over = False
         self.sources: tuple[Source, ...] = ()
 
     def __iter__(self) -> Iterator[str]:
@@ -99,25 +116,17 @@ class AnswerIterator:
             self._started.stream.check()
         return replace(self._started.wait(), sources=self.sources)
 
-    def abandon(self) -> None:
-        """Stop generation and return at once; the model is free within one layer or token."""
-        self._over = True
-        self._started.stream.cancel()
-
-    close = abandon
-
-    def __del__(self) -> None:
-        self._started.stream.cancel()
+    def close(self) -> None:
+        """:meth:`abandon`, under the name that ``contextlib.closing`` calls."""
+        self.abandon()
 
 
-class AsyncAnswerIterator:
+class AsyncAnswerIterator(Pieces):
     """:class:`AnswerIterator` for event loops: no thread waits for a piece. Starts when iterated."""
 
     def __init__(self, start: Callable[[], Awaitable[Started]]) -> None:
         self._start = start
-        self._started: Started | None = None
         self._new = asyncio.Event()
-        self._over = False
 
     def __aiter__(self) -> AsyncIterator[str]:
         return self
@@ -171,19 +180,9 @@ class AsyncAnswerIterator:
             )
         return self._started.future.result()
 
-    def abandon(self) -> None:
-        """Stop generation and return at once; the model is free within one layer or token."""
-        self._over = True
-        if self._started is not None:
-            self._started.stream.cancel()
-
     async def aclose(self) -> None:
         """:meth:`abandon`, under the name that ``contextlib.aclosing`` calls."""
         self.abandon()
-
-    def __del__(self) -> None:
-        if self._started is not None:
-            self._started.stream.cancel()
 
 
 def in_pool(begin: Callable[[], T]) -> asyncio.Future[T]:

@@ -10,9 +10,6 @@ from collections.abc import Mapping
 
 from blendrag.store import StoreStats
 
-#: Content type of an HTTP response with such a text.
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
 #: ``name: (help text, field of the statistics)``, for the store as a whole; all are counters.
 _TOTALS = {
     "misses_total": ("Chunks asked for that no tier had.", "misses"),

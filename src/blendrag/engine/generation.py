@@ -57,22 +57,18 @@ class Generation:
             stream.hidden = {*stream.hidden, *self._adapter.tokens.special_among(self._ends)}
         ids = torch.tensor([request.prompt.ids], device=self._adapter.device)
         fusion: Fusion | None = None
-        if prefilled is not None:
-            output, fusion = self._continued(ids, prefilled)
-        elif not plan.spans:
-            output = self._stock(ids)
+        if prefilled is not None:  # the first forward in generate has already run, in a batch
+            fusion = prefilled.fusion
+            with prefilled.replayed(self._adapter.stack.base) as cache:
+                output = self._generate(ids, cache)
+        elif not plan.spans:  # can still be abandoned before each layer
+            with _checked_layers(self._adapter.decoder_layers, stream.check):
+                output = self._generate(ids)
         elif request.sequences == 1:
             output, fusion = self._blended(ids, plan)
         else:
             output, fusion = self._two_step(ids, plan)
         return self._answer(plan, fusion, output[:, ids.shape[1] :].tolist(), batch_size)
-
-    # -- the ways into generate -----------------------------------------------------------------
-
-    def _stock(self, ids: torch.Tensor) -> torch.Tensor:
-        """Nothing is loaded; the request can still be abandoned before each layer."""
-        with _checked_layers(self._adapter.decoder_layers, self._stream.check):
-            return self._generate(ids)
 
     def _blended(self, ids: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, Fusion]:
         """The first forward in ``generate`` is the fusion."""
@@ -81,11 +77,6 @@ class Generation:
         request, check = plan.request(tokens), self._stream.check
         with fusor.fuse(cache, request, check, last_row_only=True) as fusion:
             return self._generate(ids, cache), fusion
-
-    def _continued(self, ids: torch.Tensor, prefilled: Prefilled) -> tuple[torch.Tensor, Fusion]:
-        """The first forward in ``generate`` has already run, in a batch."""
-        with prefilled.replayed(self._adapter.stack.base) as cache:
-            return self._generate(ids, cache), prefilled.fusion
 
     def _two_step(self, ids: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, Fusion]:
         """Blend all but the last token, repeat the cache per sequence, then an ordinary ``generate``."""
