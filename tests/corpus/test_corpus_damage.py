@@ -165,8 +165,8 @@ def test_damaged_hashes_are_computed_from_the_text(root: Path) -> None:
 
 def test_forged_vectors_of_another_length_or_nan_are_left_out(root: Path) -> None:
     with Corpus.open(root) as corpus, corpus._file.writing() as connection:
-        passages = corpus._file.sound_rows(database.PASSAGE, "WHERE id < 3")
-        for values, numbers in zip(passages, ([1.0], [np.nan] * 8), strict=True):
+        passages = corpus._file.sound_rows((database.PASSAGE,), "WHERE id < 3")
+        for (values,), numbers in zip(passages, ([1.0], [np.nan] * 8), strict=True):
             vector = np.asarray(numbers, np.float32).tobytes()
             connection.execute("UPDATE passage SET vector = ? WHERE id = ?", (vector, values[0]))
             database.PASSAGE.seal(connection, *values[:5], vector)

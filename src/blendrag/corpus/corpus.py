@@ -167,7 +167,7 @@ class Corpus:
 
     def sources(self) -> list[str]:
         """Sources of all documents, sorted."""
-        return sorted(source for _, source, *_ in self._file.sound_rows(DOCUMENT, "NOT INDEXED"))
+        return sorted(row[1] for (row,) in self._file.sound_rows((DOCUMENT,), "NOT INDEXED"))
 
     def sources_of(self, path: Path | str) -> list[str]:
         """Sources of the documents read from a file, or from the files below a directory."""
@@ -223,14 +223,16 @@ class Corpus:
     def unchanged(self, source: str, digest: str) -> list[Chunk] | None:
         """The chunks of a document, if it is stored with that digest and none of its rows is damaged."""
         chunks = self.chunks_of(source)
-        for found in self._file.sound_rows(DOCUMENT, "WHERE source = ?", source):
+        for (found,) in self._file.sound_rows((DOCUMENT,), "WHERE source = ?", source):
             if (found[1], found[3], found[5]) == (source, digest, len(chunks)):
                 return chunks
         return None
 
     def text(self, chunk_id: str) -> str:
         """Canonical text of a chunk. Raises :class:`KeyError` if it does not exist."""
-        for _, found, text, _ in self._file.sound_rows(CHUNK, "WHERE chunk_id = ?", chunk_id):
+        for ((_, found, text, _),) in self._file.sound_rows(
+            (CHUNK,), "WHERE chunk_id = ?", chunk_id
+        ):
             if found == chunk_id:
                 return str(text)
         raise KeyError(chunk_id)
@@ -305,8 +307,8 @@ class _CurrentChunkIndex:
                     self._index.discard(chunk_id)
         self._index.add({row[2]: row[3] for row in sound})
         if len(sound) < len(rows):  # hashes that are damaged are computed from the text
-            texts = self._file.sound_rows(CHUNK, "NOT INDEXED")
-            new = {row[1]: row[2] for row in texts if row[1] not in self._index}
+            texts = self._file.sound_rows((CHUNK,), "NOT INDEXED")
+            new = {row[1]: row[2] for (row,) in texts if row[1] not in self._index}
             self._index.add({chunk_id: chunk_hashes(text) for chunk_id, text in new.items()})
         self._last = rows[-1][0] if rows else self._last
 

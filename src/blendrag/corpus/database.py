@@ -33,6 +33,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -269,8 +270,16 @@ def mapped(error: sqlite3.Error | UnicodeDecodeError, path: Path) -> CorpusError
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_MISMATCH):
         return damaged(str(error), path)
     other = "cannot be used ({error}); check the path and its permissions"
-    meaning = other if code is None else _MEANINGS.get(code, other)
+    meaning = _MEANINGS.get(code or 0, other)
     return CorpusError(f"{path} {meaning.format(error=error)}")
+
+
+@contextmanager
+def _mapped_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (sqlite3.Error, UnicodeDecodeError) as exc:
+        raise mapped(exc, path) from exc
 
 
 def damaged(what: str, path: Path) -> CorpusError:
@@ -314,33 +323,31 @@ def _connect(directory: Path, read_only: bool, create: bool) -> sqlite3.Connecti
             isolation_level=None,
             check_same_thread=False,
         )
-        try:
-            # The file may come from anybody: run no code in its schema, read no row larger than ours.
-            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_ROW_BYTES)
-            connection.execute("PRAGMA trusted_schema = OFF")
-            connection.execute("PRAGMA cell_size_check = ON")
-            connection.text_factory = lambda data: data.decode("utf-8", "surrogateescape")
-            if not _is_corpus(connection, path):
-                if read_only or not create:
-                    raise EmptyDatabase(
-                        f"{path} is empty, expected a corpus; delete the directory {path.parent} and "
-                        "ingest again"
-                    )
-                connection.execute("PRAGMA journal_mode = WAL")
-                _create_tables(connection, path)
-            if not read_only:
-                connection.execute("PRAGMA foreign_keys = ON")
-                # Losing the last transaction costs ingesting one document again; the file is never torn.
-                connection.execute("PRAGMA synchronous = NORMAL")
-        except BaseException:
-            connection.close()
-            raise
     except OSError as exc:
         raise CorpusError(
             f"{path} cannot be opened ({exc.strerror}); check its permissions or choose another --store"
         ) from exc
-    except (sqlite3.Error, UnicodeDecodeError) as exc:
-        raise mapped(exc, path) from exc
+    try:
+        # The file may come from anybody: run no code in its schema, read no row larger than ours.
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_ROW_BYTES)
+        connection.execute("PRAGMA trusted_schema = OFF")
+        connection.execute("PRAGMA cell_size_check = ON")
+        connection.text_factory = lambda data: data.decode("utf-8", "surrogateescape")
+        if not _is_corpus(connection, path):
+            if read_only or not create:
+                raise EmptyDatabase(
+                    f"{path} is empty, expected a corpus; delete the directory {path.parent} and "
+                    "ingest again"
+                )
+            connection.execute("PRAGMA journal_mode = WAL")
+            _create_tables(connection, path)
+        if not read_only:
+            connection.execute("PRAGMA foreign_keys = ON")
+            # Losing the last transaction costs ingesting one document again; the file is never torn.
+            connection.execute("PRAGMA synchronous = NORMAL")
+    except BaseException:
+        connection.close()
+        raise
     return connection
 
 
@@ -378,7 +385,7 @@ def _read_only_uri(directory: Path) -> str:
 
 def _create_tables(connection: sqlite3.Connection, path: Path) -> None:
     """Two processes may do so at once: the second sees the tables once it has the write lock."""
-    with transaction(connection, path):
+    with _transaction(connection, path, "IMMEDIATE"):
         if _is_corpus(connection, path):
             return
         for statement in _SCHEMA.split(";"):
@@ -430,15 +437,11 @@ def _expected_objects() -> frozenset[tuple[str, str, str]]:
 
 
 @contextmanager
-def transaction(
-    connection: sqlite3.Connection, path: Path, reads_only: bool = False
-) -> Iterator[None]:
-    """All or nothing, with one writer at a time across processes; maps SQLite's errors.
-
-    With ``reads_only`` no call waits: everything read is one state of the file.
-    """
-    try:
-        connection.execute("BEGIN DEFERRED" if reads_only else "BEGIN IMMEDIATE")
+def _transaction(connection: sqlite3.Connection, path: Path, kind: str) -> Iterator[None]:
+    """All or nothing. ``IMMEDIATE``: one writer at a time across processes. ``DEFERRED``: waits for no
+    writer, and everything read is one state of the file."""
+    with _mapped_errors(path):
+        connection.execute(f"BEGIN {kind}")
         try:
             yield
             connection.execute("COMMIT")
@@ -446,8 +449,6 @@ def transaction(
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             raise
-    except (sqlite3.Error, UnicodeDecodeError) as exc:
-        raise mapped(exc, path) from exc
 
 
 class CorpusFile:
@@ -458,7 +459,8 @@ class CorpusFile:
         self.directory = directory
         self.read_only = read_only
         self.path = directory / FILE_NAME
-        self.connection = _connect(directory, read_only, create)
+        with _mapped_errors(self.path):
+            self.connection = _connect(directory, read_only, create)
         self.lock = threading.RLock()
         self.closed = False
         self._damaged: set[str] = set()
@@ -471,55 +473,50 @@ class CorpusFile:
                 self.closed = True
 
     @contextmanager
-    def writing(self) -> Iterator[sqlite3.Connection]:
+    def _using(self) -> Iterator[None]:
         with self.lock:
-            self._check_open()
+            if self.closed:
+                raise CorpusError(f"the corpus at {self.directory} is closed; open it again")
+            yield
+
+    @contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        with self._using():
             if self.read_only:
                 raise CorpusError(
                     f"the corpus at {self.directory} is read-only, expected one that can be "
                     "written; change its permissions or choose another --store"
                 )
-            with transaction(self.connection, self.path):
+            with _transaction(self.connection, self.path, "IMMEDIATE"):
                 yield self.connection
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
         """Everything read within this context is one state of the file."""
-        with self.lock:
-            self._check_open()
-            with transaction(self.connection, self.path, reads_only=True):
-                yield self.connection
+        with self._using(), _transaction(self.connection, self.path, "DEFERRED"):
+            yield self.connection
 
     def rows(self, query: str, *parameters: str | float) -> list[tuple]:
         for value in parameters:
             if isinstance(value, str):
                 check_unicode(value, "an id, source or title")
-        with self.lock:
-            self._check_open()
-            try:
-                return self.connection.execute(query, parameters).fetchall()
-            except (sqlite3.Error, UnicodeDecodeError) as exc:
-                raise mapped(exc, self.path) from exc
-
-    def checked(self, row: Sequence[Any], *tables: CheckedTable) -> list[tuple[Any, ...]] | None:
-        """The values of a joined row, a tuple per table; ``None``, and a warning, if it is damaged."""
-        values, at = [], 0
-        try:
-            for table in tables:
-                values.append(table.checked(row[at : at + table.width]))
-                at += table.width
-        except DamagedRow as exc:
-            self.warn_damaged(str(exc))
-            return None
-        return values
+        with self._using(), _mapped_errors(self.path):
+            return self.connection.execute(query, parameters).fetchall()
 
     def sound_rows(
-        self, table: CheckedTable, condition: str, *parameters: str | float
-    ) -> list[tuple[Any, ...]]:
-        """Values of the undamaged rows of ``table`` that meet a condition."""
-        rows = self.rows(f"SELECT {table.selected} FROM {table.name} {condition}", *parameters)
-        found = (self.checked(row, table) for row in rows)
-        return [values[0] for values in found if values is not None]
+        self, tables: Sequence[CheckedTable], condition: str, *parameters: str | float
+    ) -> Iterator[tuple[tuple[Any, ...], ...]]:
+        """Rows of the first table with their rows of the others: the values of each.
+
+        ``condition`` is the rest of the query, with its joins. Damaged rows are left out with a warning.
+        """
+        columns = ", ".join(table.selected for table in tables)
+        for row in self.rows(f"SELECT {columns} FROM {tables[0].name} {condition}", *parameters):
+            left = iter(row)
+            try:
+                yield tuple(table.checked([*islice(left, table.width)]) for table in tables)
+            except DamagedRow as exc:
+                self.warn_damaged(str(exc))
 
     def warn_damaged(self, what: str) -> None:
         """Log once that a row is left out."""
@@ -531,10 +528,6 @@ class CorpusFile:
                 self.directory,
                 what,
             )
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise CorpusError(f"the corpus at {self.directory} is closed; open it again")
 
     def generation(self) -> int:
         return self.number("generation") or 0

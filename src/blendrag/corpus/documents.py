@@ -64,17 +64,15 @@ class StoredChunk:
 
 
 _PLACE_TABLES = (PASSAGE, CHUNK, DOCUMENT)
-_JOINED = "JOIN chunk ON chunk.id = passage.chunk JOIN document ON document.id = passage.document"
-_PLACES = f"SELECT {', '.join(t.selected for t in _PLACE_TABLES)} FROM passage {_JOINED}"
+_PLACES = "JOIN chunk ON chunk.id = passage.chunk JOIN document ON document.id = passage.document"
 
 
 def stored_chunks(
     file: CorpusFile, condition: str, *parameters: str | float
 ) -> Iterator[StoredChunk]:
     """Chunks at the places that meet a condition; damaged rows are left out with a warning."""
-    for row in file.rows(f"{_PLACES} {condition}", *parameters):
-        if found := _stored_chunk(file, row):
-            yield found
+    for place in file.sound_rows(_PLACE_TABLES, f"{_PLACES} {condition}", *parameters):
+        yield _stored_chunk(*place)
 
 
 def chunk_at(file: CorpusFile, passage: int) -> StoredChunk | None:
@@ -85,15 +83,15 @@ def chunk_at(file: CorpusFile, passage: int) -> StoredChunk | None:
     return found
 
 
-def _stored_chunk(file: CorpusFile, row: Sequence[Any]) -> StoredChunk | None:
-    checked = file.checked(row, *_PLACE_TABLES)
-    if checked is None:
-        return None
-    (*_, start, end, vector), (_, chunk_id, text, tokens), of = checked
+def _stored_chunk(
+    passage: tuple[Any, ...], chunk: tuple[Any, ...], of: tuple[Any, ...]
+) -> StoredChunk:
+    *_, start, end, vector = passage
+    _, chunk_id, text, tokens = chunk
     _, document, title, digest, metadata, _ = of
+    entry_id, source = _entry_of(document)
     return StoredChunk(
-        chunk_id, text, tokens, title, *_entry_of(document), start, end, metadata, document, digest,
-        vector,
+        chunk_id, text, tokens, title, entry_id, source, start, end, metadata, document, digest, vector
     )  # fmt: skip
 
 
@@ -189,12 +187,12 @@ class DroppedTexts:
         """Ids and texts of removed chunks, and of additions that began ``before`` (Unix time) and have
         not ended."""
         rows = self._file.sound_rows(
-            DROPPED,
+            (DROPPED,),
             "WHERE since <= ? AND NOT EXISTS "
             "(SELECT 1 FROM chunk WHERE chunk.chunk_id = dropped.chunk_id)",
             before,
         )
-        return {chunk_id: text for chunk_id, text, _ in rows}
+        return {chunk_id: text for ((chunk_id, text, _),) in rows}
 
     def note(self, chunks: Sequence[Chunk], now: float) -> None:
         """Record an addition that begins, before KV is stored for its chunks."""
@@ -264,7 +262,6 @@ class Hit:
 
 
 _ENTRIES = (
-    f"SELECT {', '.join(table.selected for table in (ENTRY, *_PLACE_TABLES))} FROM entry "
     "JOIN document ON document.id = entry.document JOIN passage ON passage.document = document.id "
     "JOIN chunk ON chunk.id = passage.chunk"
 )
@@ -287,8 +284,8 @@ class EntryTable:
     def ids(self, parent: str | None = None) -> list[str]:
         """Ids in the order in which the entries were added or last changed."""
         where, given = ("", ()) if parent is None else ("WHERE parent = ?", (parent,))
-        found = self._file.sound_rows(ENTRY, where, *given)
-        return [entry_id for entry_id, *_ in sorted(found, key=lambda values: values[1])]
+        found = self._file.sound_rows((ENTRY,), f"{where} ORDER BY document", *given)
+        return [entry[0] for (entry,) in found]
 
     def get(self, ids: Sequence[str]) -> dict[str, Entry]:
         """The entries with these ids; unknown ids are left out."""
@@ -373,11 +370,9 @@ class EntryTable:
         for at in range(0, len(ids), _BATCH):
             batch = ids[at : at + _BATCH]
             marks = ", ".join("?" * len(batch))
-            for row in self._file.rows(f"{_ENTRIES} WHERE entry.id IN ({marks})", *batch):
-                checked = self._file.checked(row[: ENTRY.width], ENTRY)
-                stored = _stored_chunk(self._file, row[ENTRY.width :])
-                if checked and stored:
-                    ((entry_id, _, parent, given),) = checked
-                    text = stored.text if given is None else given
-                    place = stored.metadata, parent, stored.title, stored.start
-                    yield Entry(entry_id, text, *place), stored
+            condition = f"{_ENTRIES} WHERE entry.id IN ({marks})"
+            for entry, *place in self._file.sound_rows((ENTRY, *_PLACE_TABLES), condition, *batch):
+                (entry_id, _, parent, given), stored = entry, _stored_chunk(*place)
+                text = stored.text if given is None else given
+                about = stored.metadata, parent, stored.title, stored.start
+                yield Entry(entry_id, text, *about), stored

@@ -139,21 +139,18 @@ def _passages(file: CorpusFile, condition: str) -> np.ndarray:
 def _vectors_of(file: CorpusFile, ids: np.ndarray, dim: int) -> tuple[np.ndarray, np.ndarray]:
     """Ids and vectors of the undamaged passages among ``ids``.  int64 [n], float32 [n, dim]"""
     # ids ascend; a range and a filter avoid a list of thousands of parameters.
-    rows = file.connection.execute(
-        f"SELECT {PASSAGE.selected} FROM passage WHERE id BETWEEN ? AND ? ORDER BY id",
-        (int(ids[0]), int(ids[-1])),
+    rows = file.sound_rows(
+        (PASSAGE,), "WHERE id BETWEEN ? AND ? ORDER BY id", int(ids[0]), int(ids[-1])
     )
     wanted = set(ids.tolist())
     found: dict[int, np.ndarray] = {}
-    for row in rows:
-        if row[0] not in wanted or (checked := file.checked(row, PASSAGE)) is None:
-            continue
-        ((passage, *_, data),) = checked
-        vector = vector_of(data, dim)
-        if vector is not None:
-            found[passage] = vector
-        elif data:
-            file.warn_damaged(f"passage {passage}")
+    for ((passage, *_, data),) in rows:
+        if passage in wanted:
+            vector = vector_of(data, dim)
+            if vector is not None:
+                found[passage] = vector
+            elif data:
+                file.warn_damaged(f"passage {passage}")
     vectors = np.stack(list(found.values())) if found else np.zeros((0, dim), np.float32)
     return np.fromiter(found, np.int64, len(found)), vectors
 
