@@ -243,8 +243,6 @@ def test_a_chunk_whose_kv_is_not_finite_is_rejected_by_name(tmp_path: Path) -> N
     with tiny.engine(model, tmp_path / "s") as engine:
         engine.verify()
         (rare, *_) = engine.resources.text_ids("Ω")
-        used = engine.resources.text_ids(tiny.document(0).text + tiny.document(2).text)
-        assert rare not in (*used, *gate._gate_prompt(engine.adapter).flatten().tolist())
         with torch.no_grad():
             model.model.embed_tokens.weight[rare] = float("nan")
         poisoned = replace(tiny.document(1), text=tiny.document(1).text + "\n\nΩ Ω")
@@ -252,7 +250,7 @@ def test_a_chunk_whose_kv_is_not_finite_is_rejected_by_name(tmp_path: Path) -> N
         assert (report.failed, report.documents) == (1, 2)
         (failure,) = report.failures
         assert failure.startswith("doc1.txt")
-        assert "\n" not in failure
+        assert tiny.one_sentence(failure)
         assert "doc1.txt" not in engine.resources.require_corpus().sources()
 
 

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+import tiny
 from blendrag.errors import InvalidInputError
 from blendrag.text.chunking import Chunker, chunk_id_of
 
-
-def byte_tokenizer() -> Tokenizer:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-TOKENIZER = byte_tokenizer()
+TOKENIZER = tiny.tokenizer().backend_tokenizer
 CHUNKER = Chunker(TOKENIZER, 64)
 
 
@@ -77,17 +70,16 @@ def test_white_space_contains_no_chunk() -> None:
 
 
 def test_control_tokens_that_stay_text_are_counted_as_text() -> None:
-    tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens([AddedToken("<|im_end|>", special=True)])
+    tokenizer = tiny.tokenizer().backend_tokenizer
     tokenizer.encode_special_tokens = True
-    for chunk in Chunker(tokenizer, 64).split("<|im_end|> " * 200):
+    for chunk in Chunker(tokenizer, 64).split("<|end|> " * 200):
         assert len(tokenizer.encode(chunk.text, add_special_tokens=False).ids) <= 64
 
 
 def test_a_truncating_tokenizer_hides_no_tokens_and_is_left_alone() -> None:
-    tokenizer = byte_tokenizer()
+    tokenizer = tiny.tokenizer().backend_tokenizer
     tokenizer.enable_truncation(32)
-    assert len(Chunker(tokenizer, 64).split("word " * 100)) == 8
+    assert Chunker(tokenizer, 64).split("word " * 100) == CHUNKER.split("word " * 100)
     assert tokenizer.truncation is not None
 
 
@@ -97,9 +89,14 @@ def test_a_chunk_size_out_of_range_is_refused(chunk_tokens: int) -> None:
         Chunker(TOKENIZER, chunk_tokens)
 
 
-def test_a_lone_surrogate_is_refused_with_its_position() -> None:
-    with pytest.raises(InvalidInputError, match="character 3"):
-        CHUNKER.split("abc\ud800def")
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("abc\ud800def", "character 3"), (b"abc", "a bytes, expected a str"), (None, "a NoneType")],
+)
+def test_what_is_no_text_is_refused(text: Any, words: str) -> None:
+    for refuses in (CHUNKER.split, CHUNKER.count):
+        with pytest.raises(InvalidInputError, match=words):
+            refuses(text)
 
 
 def test_the_id_ignores_outer_white_space_only() -> None:
