@@ -58,28 +58,20 @@ def round_trip(numbers: torch.Tensor, encoding: str) -> torch.Tensor:
 
 
 def bound(numbers: torch.Tensor, encoding: str) -> torch.Tensor:
-    """The largest error of each number, worked out one by one in float64."""
+    """The largest error of each number, in float64."""
     wide = numbers.double()
-    limit = torch.zeros_like(wide)
-    _, heads, tokens, width = wide.shape
-    for head in range(heads):
-        for channel in range(width):
-            column = wide[0, head, :, channel]
-            limit[0, head, :, channel] = (column.max() - column.min()) / 508
-            if encoding == "fp8":
-                limit[0, head, :, channel] = _fp8_bound(column)
-        for token in range(tokens):
-            row = wide[1, head, token]
-            half_step = row.abs().max() / 254
-            limit[1, head, token] = _fp8_bound(row) if encoding == "fp8" else half_step
+    limit, (keys, values) = torch.zeros_like(wide), wide
+    if encoding == "int8":
+        limit[0] = (keys.amax(1, keepdim=True) - keys.amin(1, keepdim=True)) / 508
+        limit[1] = values.abs().amax(2, keepdim=True) / 254
+    else:
+        for half, numbers_of, over in ((0, keys, 1), (1, values, 2)):
+            smallest = numbers_of.abs().amax(over, keepdim=True) / 448 / 1024
+            limit[half] = torch.maximum(numbers_of.abs() / 16, smallest)
     largest = wide.abs().amax(dim=(2, 3), keepdim=True)
     rounded_once = wide.abs() * torch.finfo(numbers.dtype).eps
     # float32's own rounding on the way, and numbers that are nothing to it
     return limit * 1.001 + rounded_once + largest * 2**-21 + 2 * torch.finfo(torch.float32).tiny
-
-
-def _fp8_bound(together: torch.Tensor) -> torch.Tensor:
-    return torch.maximum(together.abs() / 16, together.abs().max() / 448 / 1024)
 
 
 numbers32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -99,7 +91,7 @@ def layers(draw: st.DrawFn) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("encoding", ENCODED)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(numbers=layers())
 def test_every_number_comes_back_within_half_a_step_and_finite(encoding, numbers):
     out = round_trip(numbers, encoding)
@@ -223,17 +215,7 @@ def test_codecs_start_no_threads_of_torch():
 
 
 def layout_of(encoding: str, dtype: str = "bfloat16") -> KVLayout:
-    return KVLayout((LayerShape(2, 8), LayerShape(2, 8), LayerShape(1, 16)), dtype, encoding)
-
-
-def put(store, number: int, layout: KVLayout) -> ChunkKV:
-    kv = Lab.kv(number, layout)
-    store.put(Lab.namespace, Lab.key(number), kv)
-    return kv
-
-
-def opened(store, number: int, layout: KVLayout):
-    return store.open(Lab.namespace, Lab.key(number), layout, Lab.tokens)
+    return KVLayout(Lab.layout.layers, dtype, encoding)
 
 
 def expected(kv: ChunkKV) -> list[torch.Tensor]:
@@ -246,24 +228,17 @@ def test_the_names_are_those_of_the_settings():
 
 @pytest.mark.parametrize("encoding", ENCODED)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_a_layer_is_decoded_into_the_middle_of_a_prompt_and_nothing_else_changes(
-    make_store, encoding, dtype
-):
+def test_a_layer_is_decoded_into_the_middle_of_a_prompt(make_store, encoding, dtype):
     layout = layout_of(encoding, dtype)
-    kv = put(make_store(), 1, layout)
-    reader = opened(make_store(), 1, layout)
-    for i, (shape, right) in enumerate(zip(layout.layers, expected(kv), strict=True)):
-        prompt = torch.full((2, shape.kv_heads, 60, shape.head_dim), 7.0, dtype=right.dtype)
-        reader.read_layer(i, prompt[:, :, 11 : 11 + Lab.tokens])
-        assert torch.equal(prompt[:, :, 11 : 11 + Lab.tokens], right)
-        assert (prompt[:, :, :11] == 7).all()
-        assert (prompt[:, :, 11 + Lab.tokens :] == 7).all()
+    kv = Lab.put(make_store(), 1, layout)
+    read = Lab.read_into_prompt(Lab.open(make_store(), 1, layout), layout)
+    assert all(map(torch.equal, read, expected(kv)))
 
 
 @pytest.mark.parametrize("encoding", ENCODED)
 def test_safetensors_reads_the_parts_and_they_multiply_out(make_store, encoding):
     store, layout = make_store(), layout_of(encoding, "float32")
-    kv = put(store, 1, layout)
+    kv = Lab.put(store, 1, layout)
     tensors = load_file(Lab.file(store, 1))
     for i, right in enumerate(expected(kv)):
         name = f"l{i:04d}"
@@ -277,10 +252,10 @@ def test_safetensors_reads_the_parts_and_they_multiply_out(make_store, encoding)
     assert parts == {"int8": 4, "fp8": 3}[encoding]
 
 
-@pytest.mark.parametrize(("encoding", "share"), [("int8", 0.54), ("fp8", 0.54)])
-def test_half_the_bytes_are_stored(encoding, share):
+@pytest.mark.parametrize("encoding", ENCODED)
+def test_half_the_bytes_are_stored(encoding):
     layout = KVLayout((LayerShape(2, 64),) * 24, "bfloat16", encoding)  # of a 0.5B model
-    assert stored_chunk_bytes(layout, 512) <= share * layout.chunk_bytes(512)
+    assert stored_chunk_bytes(layout, 512) <= 0.54 * layout.chunk_bytes(512)
     native = layout.encoded("native")
     assert stored_chunk_bytes(native, 512) == native.chunk_bytes(512)
     assert stored_layer_bytes(layout, 0, 512) * 24 == stored_chunk_bytes(layout, 512)
@@ -289,11 +264,11 @@ def test_half_the_bytes_are_stored(encoding, share):
 
 def test_nothing_is_decoded_from_bytes_that_are_not_verified(make_store):
     store, layout = make_store(), layout_of("int8")
-    put(store, 1, layout)
-    reader = opened(store, 1, layout)
-    os.truncate(Lab.file(store, 1), frame(layout, Lab.tokens).file_bytes - 1)
+    Lab.put(store, 1, layout)
+    reader = Lab.open(store, 1, layout)
+    Lab.flip(Lab.file(store, 1), -1)
     out = torch.full(layout.layer_shape(2, Lab.tokens), 7.0, dtype=torch.bfloat16)
-    with pytest.raises(CorruptKVError, match="shorter"):
+    with pytest.raises(CorruptKVError):
         reader.read_layer(2, out)
     assert (out == 7).all()
 
@@ -301,16 +276,11 @@ def test_nothing_is_decoded_from_bytes_that_are_not_verified(make_store):
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_an_index_is_rebuilt_from_files_in_any_encoding(make_store, root: Path, encoding):
     layout = layout_of(encoding)
-    kv = put(make_store(), 1, layout)
-    found = parse_header(
-        Lab.payloads(root)[0].read_bytes()[: frame(layout, Lab.tokens).header_bytes]
-    )
-    assert found is not None
-    assert (found.layout, found.tokens) == (layout, Lab.tokens)
-    (root / "index" / "index.db").unlink()
+    kv = Lab.put(make_store(), 1, layout)
+    Lab.drop_index(root)
     store = make_store()
-    assert store.stats().quarantined == 0
-    read = Lab.read(opened(store, 1, layout), layout)
+    assert (store.stats().entries, store.stats().quarantined) == (1, 0)
+    read = Lab.read(Lab.open(store, 1, layout), layout)
     assert all(map(torch.equal, read, kv.layers if encoding == "native" else expected(kv)))
 
 
@@ -318,28 +288,28 @@ def test_an_index_is_rebuilt_from_files_in_any_encoding(make_store, root: Path, 
 @pytest.mark.parametrize("asked", ENCODINGS)
 def test_an_entry_is_never_read_in_another_encoding(make_store, stored, asked):
     store = make_store()
-    put(store, 1, layout_of(stored))
+    Lab.put(store, 1, layout_of(stored))
     memory = MemoryStore(1 << 20)
-    put(memory, 1, layout_of(stored))
+    Lab.put(memory, 1, layout_of(stored))
     for tier in (memory, store):
-        assert (opened(tier, 1, layout_of(asked)) is not None) == (stored == asked)
+        assert (Lab.open(tier, 1, layout_of(asked)) is not None) == (stored == asked)
 
 
-def test_headers_with_an_unknown_or_the_native_encoding_are_refused(make_store):
-    store = make_store()
-    for layout in (layout_of("int8"), layout_of("native")):
-        put(store, 1, layout)
-        header = Lab.file(store, 1).read_bytes()[: frame(layout, Lab.tokens).header_bytes]
-        assert parse_header(header) is not None
-        for name in (b'"int4"', b'"native"', b"[[[[]]]]", b"null"):
-            if layout.encoding == "native":
-                changed = header.replace(b'"tokens":', b'"encoding":' + name + b',"tokens":', 1)
-            else:
-                changed = header.replace(b'"encoding":"int8"', b'"encoding":' + name, 1)
-            assert changed != header
-            assert parse_header(changed[: len(header)]) is None
-            assert parse_header(changed.ljust(len(header))) is None
-        store.delete(Lab.namespace, Lab.key(1))
+@pytest.mark.parametrize("encoding", ["int8", "native"])
+def test_headers_with_another_encoding_than_their_own_are_refused(encoding):
+    layout = layout_of(encoding)
+    header = frame(layout, Lab.tokens).header(Lab.namespace, Lab.key(1), [1, 2, 3])
+    found = parse_header(header)
+    assert found is not None
+    assert (found.layout, found.tokens) == (layout, Lab.tokens)
+    for name in (b'"int4"', b'"fp8"', b'"native"', b"[[[[]]]]", b"null"):
+        if encoding == "native":
+            changed = header.replace(b'"tokens":', b'"encoding":' + name + b',"tokens":', 1)
+        else:
+            changed = header.replace(b'"encoding":"int8"', b'"encoding":' + name, 1)
+        assert changed != header
+        assert parse_header(changed[: len(header)]) is None
+        assert parse_header(changed.ljust(len(header))) is None
     with pytest.raises(InvalidInputError, match="'int4'"):
         frame(layout_of("int4"), 1)
 
@@ -350,9 +320,9 @@ def test_memory_keeps_encoded_bytes_and_gives_back_what_disk_does(root: Path, en
     size = stored_chunk_bytes(layout, Lab.tokens)
     store = TieredStore(MemoryStore(2 * size), DiskStore(root, 1 << 30))
     for number in range(3):
-        right = expected(put(store, number, layout))
+        right = expected(Lab.put(store, number, layout))
         for tier in ("disk", "memory"):
-            reader = opened(store, number, layout)
+            reader = Lab.open(store, number, layout)
             assert reader.tier == tier
             assert all(map(torch.equal, Lab.read(reader, layout), right))
             reader.close()
@@ -364,27 +334,23 @@ def test_memory_keeps_encoded_bytes_and_gives_back_what_disk_does(root: Path, en
     store.close()
 
 
-@pytest.mark.parametrize("encoding", ENCODED)
-def test_a_destination_that_does_not_fit_is_refused(make_store, encoding):
-    store, layout = make_store(), layout_of(encoding, "float32")
-    put(store, 1, layout)
-    memory = MemoryStore(1 << 20)
-    put(memory, 1, layout)
+def test_a_destination_that_does_not_fit_is_refused(make_store):
+    store, memory, layout = make_store(), MemoryStore(1 << 20), layout_of("int8", "float32")
     for tier in (store, memory):
-        reader = opened(tier, 1, layout)
+        Lab.put(tier, 1, layout)
         for out in (
             torch.zeros(2, 2, Lab.tokens, 8, dtype=torch.float64),
             torch.zeros(2, 2, Lab.tokens + 1, 8),
             torch.zeros(2, Lab.tokens, 2, 8).transpose(1, 2),
         ):
             with pytest.raises(InvalidInputError, match="a layer was to be read into"):
-                reader.read_layer(0, out)
+                Lab.open(tier, 1, layout).read_layer(0, out)
 
 
 def test_a_loaders_thread_decodes_into_what_inference_mode_made(make_store):
     store, layout = make_store(), layout_of("int8")
-    right = expected(put(store, 1, layout))
-    reader = opened(store, 1, layout)
+    right = expected(Lab.put(store, 1, layout))
+    reader = Lab.open(store, 1, layout)
     with torch.inference_mode():
         outs = [torch.zeros_like(layer) for layer in right]
         thread = threading.Thread(target=lambda: [reader.read_layer(*o) for o in enumerate(outs)])
@@ -399,27 +365,21 @@ def test_threads_that_share_a_reader_do_not_mix_their_bytes():
     assert codec is not None
     assert staging is not None
     mine, theirs = (Lab.kv(number, layout).layers[0] for number in (1, 2))
-    filled, overwritten = threading.Event(), threading.Event()
 
     def fill(room: Any, numbers: torch.Tensor) -> None:
         stored = codec.encode(0, numbers)
         ctypes.memmove(room, stored.data_ptr(), stored.numel())
 
-    def fill_and_dawdle(room: Any) -> None:
-        fill(room, mine)
-        filled.set()
-        overwritten.wait(0.3)
-
-    def fill_at_once(room: Any) -> None:
-        fill(room, theirs)
-        overwritten.set()
-
     def interfere() -> None:
-        filled.wait(10)
-        staging.read(0, fill_at_once, torch.empty_like(theirs))
+        staging.read(0, lambda room: fill(room, theirs), torch.empty_like(theirs))
 
     thread = threading.Thread(target=interfere)
-    thread.start()
+
+    def fill_and_dawdle(room: Any) -> None:
+        fill(room, mine)
+        thread.start()
+        thread.join(0.1)
+
     out = torch.empty_like(mine)
     staging.read(0, fill_and_dawdle, out)
     thread.join()
