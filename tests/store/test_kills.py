@@ -6,11 +6,9 @@ import signal
 import time
 
 import pytest
-from soak.audit import PLENTY, Report, audit, make_chunks, put
+from soak.audit import PLENTY, Report, audit
 from soak.children import Child
 from soak.kills import Killing
-
-from blendrag.store import DiskStore
 
 
 @pytest.mark.slow
@@ -21,29 +19,16 @@ def test_everything_acknowledged_survives_kills_and_interrupts_of_two_writers(tm
     assert report.done["interrupts"] > 0
 
 
-def filled(root, *numbers):
-    make_chunks(numbers)
-    store = DiskStore(root, PLENTY)
-    for number in numbers:
-        put(store, number)
-    store.close()
-
-
-def test_the_audit_notices_lost_and_wrong_chunks(root, monkeypatch):
-    filled(root, 1, 2)
+def test_the_audit_notices_lost_and_wrong_chunks_and_stray_files(lab, root, monkeypatch):
+    lab.fill(root, (1, 2), limit_bytes=PLENTY)
+    (root / "tmp" / f"{'0' * 16}.{'1' * 16}.part").touch()  # cleared by opening
     assert audit(root, [1, 2], [1, 2, 3], fresh=4).is_good
-    assert audit(root, [1, 3], [1, 2, 3]).lost == (3,)
-    monkeypatch.setattr("blendrag.store.reader.DiskReader._fill", lambda *args: None)
-    assert audit(root, [1, 2], []).wrong == (1, 2)
-
-
-def test_the_audit_notices_a_stray_file(lab, root):
-    filled(root, 1)
-    (root / "tmp" / f"{'0' * 16}.{'1' * 16}.part").touch()
-    assert audit(root, [1], []).is_good  # cleared by opening
-    (path,) = lab.payloads(root)
+    assert audit(root, [1, 3], [1, 2, 3, 4]).lost == (3,)
+    path = lab.file(root, 1)
     path.with_name(f"{lab.key(1)}.{'0' * 16}.kv").write_bytes(path.read_bytes())
-    assert any("files: 2" in text for text in audit(root, [1], []).complaints)
+    assert any("files: 4" in text for text in audit(root, [1], [2, 4]).complaints)
+    monkeypatch.setattr("blendrag.store.reader.DiskReader._fill", lambda *args: None)
+    assert audit(root, [2, 4], []).wrong == (2, 4)
 
 
 @pytest.mark.parametrize(

@@ -134,9 +134,8 @@ def _mismatches(store: DiskStore, states: dict[int, bool | None], limit_bytes: i
     stats = store.stats()
     pairs = {
         "keys": (set(store.keys(Lab.namespace)), found),
-        "keys of files": ({path.name[:64] for path in files}, found),
-        "files": (len(files), len(found)),
-        "entries": (stats.entries, len(found)),
+        "keys of files": (sorted(path.name[:64] for path in files), sorted(found)),
+        "files": (len(files), stats.entries),
         "bytes": (stats.size_bytes, size_bytes),
         "quarantined": (stats.quarantined, 0),
         "bytes over the limit": (max(0, size_bytes - limit_bytes), 0),

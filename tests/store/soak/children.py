@@ -43,29 +43,29 @@ class Heard:
         self.errors: list[str] = []
         """Named errors, which the store may raise."""
         self.complaints: list[str] = []
+        self.attempts: list[None] = []
+        """One for each that came to an end."""
         self.answer: Any = None
         self.about = ""
         """What the child did last."""
-        self.lines = self.attempts = self.done = 0
+        self.done = 0
         self._pipe, self._rest = pipe, b""
         os.set_blocking(pipe, False)
 
     def hear(self, wait_s: float = 0.0) -> bool:
         """Read what is in the pipe, after waiting up to ``wait_s``; whether there was anything."""
-        before = self.lines
+        heard = False
         select.select([self._pipe], [], [], wait_s)
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._pipe, 1 << 16):
                 *lines, self._rest = (self._rest + data).split(b"\n")
                 for kind, what in map(json.loads, lines):
-                    self.lines += 1
-                    if kind in ("acknowledged", "errors", "complaints"):
-                        getattr(self, kind).append(what)
-                    elif kind == "attempts":
-                        self.attempts += 1
+                    heard = True
+                    if isinstance(said := getattr(self, kind), list):
+                        said.append(what)
                     else:
                         setattr(self, kind, what)
-        return self.lines > before
+        return heard
 
     def close(self) -> None:
         self.hear()

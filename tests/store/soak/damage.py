@@ -67,23 +67,9 @@ def _overwrite(data: bytes, chance: Random) -> bytes:
     return data[:at] + chance.choice([bytes(size), chance.randbytes(size)]) + data[at + size :]
 
 
-def _truncate(data: bytes, chance: Random) -> bytes:
-    return data[: chance.choice([0, 7, 8, PAGE - 1, PAGE, chance.randrange(len(data)), -1])]
-
-
-def _extend(data: bytes, chance: Random) -> bytes:
-    more = chance.choice([1, 8, 24, PAGE, chance.randrange(1, 3 * PAGE)])
-    return data + chance.choice([bytes(more), chance.randbytes(more)])
-
-
-def _insert(data: bytes, chance: Random) -> bytes:
+def _splice(data: bytes, chance: Random, inserted: int, removed: int) -> bytes:
     at = chance.randrange(len(data))
-    return data[:at] + chance.randbytes(chance.randint(1, 64)) + data[at:]
-
-
-def _cut_out(data: bytes, chance: Random) -> bytes:
-    at = chance.randrange(len(data))
-    return data[:at] + data[at + chance.randint(1, 64) :]
+    return data[:at] + chance.randbytes(inserted) + data[at + removed :]
 
 
 def _swap_pages(data: bytes, chance: Random) -> bytes:
@@ -98,10 +84,11 @@ _BYTES: dict[str, Callable[[bytes, Random], bytes]] = {
     "flip in the first page": lambda data, chance: _flip(data, chance, min(PAGE, len(data))),
     "flip in the first 8 bytes": lambda data, chance: _flip(data, chance, 8),
     "overwrite": _overwrite,
-    "truncate": _truncate,
-    "extend": _extend,
-    "insert": _insert,
-    "cut out": _cut_out,
+    "truncate": lambda data, chance: data[: chance.choice([0, 7, 8, PAGE, len(data) // 2, -1])],
+    "extend": lambda data, chance: data + chance.randbytes(chance.choice([1, 8, PAGE, 3 * PAGE])),
+    "extend with zeros": lambda data, chance: data + bytes(chance.choice([1, 8, 24, PAGE])),
+    "insert": lambda data, chance: _splice(data, chance, chance.randint(1, 64), 0),
+    "cut out": lambda data, chance: _splice(data, chance, 0, chance.randint(1, 64)),
     "swap pages": _swap_pages,
 }
 
@@ -178,11 +165,15 @@ def damage_payload(name: str, target: Target, path: Path) -> None:
         path.write_bytes({**_BYTES, **_HEADERS}[name](data, chance))
 
 
-def restore(path: Path, data: bytes) -> None:
-    """The file as it was, whatever is there now."""
+def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)
+
+
+def restore(path: Path, data: bytes) -> None:
+    """The file as it was, whatever is there now."""
+    _remove(path)
     path.write_bytes(data)
 
 
@@ -190,9 +181,7 @@ def _replace(path: Path, target: Target) -> None:
     """Nothing, a link, a FIFO, a directory or other bytes in place of a file."""
     chance = target.chance
     data = path.read_bytes() if path.is_file() else b""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    path.unlink(missing_ok=True)
+    _remove(path)
     kind = chance.randrange(7)
     if kind == 0:
         os.mkfifo(path)
@@ -201,7 +190,7 @@ def _replace(path: Path, target: Target) -> None:
         (path / "inside").write_bytes(b"mine")
     elif kind == 2:
         path.symlink_to(chance.choice([target.outside, path.parent, "nowhere"]))
-    elif kind == 3:  # the right bytes behind a link, which must not be followed
+    elif kind == 3:  # a link to the right bytes, which must not be followed
         elsewhere = target.outside.with_name("elsewhere")
         elsewhere.write_bytes(data)
         path.symlink_to(elsewhere)
@@ -228,12 +217,7 @@ def _index_bytes(target: Target) -> None:
 
 
 def _of_another_store(target: Target) -> None:
-    source = _database(target.other)
-    shutil.copy(source, target.root / "index" / source.name)
-
-
-def _vanish(target: Target) -> None:
-    _database(target.root).unlink()
+    shutil.copy(_database(target.other), target.root / "index")
 
 
 def _edit_rows(target: Target) -> None:
@@ -328,7 +312,7 @@ def _plant_file(target: Target) -> None:
 INDEX: dict[str, Callable[[Target], None]] = {
     "index: bytes": _index_bytes,
     "index: of another store": _of_another_store,
-    "index: vanish": _vanish,
+    "index: vanish": lambda target: _database(target.root).unlink(),
     "index: edit rows": _edit_rows,
     "index: change schema": _change_schema,
     "index: replace a small file": _replace_small_file,

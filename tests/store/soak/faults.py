@@ -94,7 +94,7 @@ def _filled(*numbers: int, limit_bytes: int = PLENTY) -> Callable[[Path], None]:
 def _crashed(root: Path) -> None:
     """Three chunks, one of them not in the index, and what two dead writers left."""
     _filled(1, 2, 3)(root)
-    (path,) = (root / "kv").rglob(f"{Lab.key(1)}.*.kv")
+    path = Lab.file(root, 1)
     data = path.read_bytes()
     with contextlib.closing(DiskStore(root, PLENTY)) as store:
         store.delete(Lab.namespace, Lab.key(1))
@@ -148,11 +148,12 @@ OPERATIONS = {
     ),
     "open after a crash": Operation(_crashed, _read_all, _ALL, opens=True, may_lose=1),
     "recover after a crash": Operation(_crashed, _recover, _ALL, opens=True),
-    "recover without index": Operation(
-        _with_database(Path.unlink), _recover, _ALL, opens=True
-    ),
+    "recover without index": Operation(_with_database(Path.unlink), _recover, _ALL, opens=True),
     "recover a damaged index": Operation(
-        _with_database(lambda path: path.write_bytes(b"no database" * 1000)), _recover, _ALL, opens=True
+        _with_database(lambda path: path.write_bytes(b"no database" * 1000)),
+        _recover,
+        _ALL,
+        opens=True,
     ),
     "delete": Operation(
         _FILLED, lambda store, teller: store.delete(Lab.namespace, Lab.key(1)), (2, 3)
@@ -160,7 +161,7 @@ OPERATIONS = {
     "pin": Operation(_FILLED, _pin, _ALL),
     "read": Operation(_FILLED, _read_all, _ALL, may_lose=1),
     "close": Operation(_FILLED, lambda store, teller: store.close(), _ALL, before=_put(4)),
-}  # fmt: skip
+}
 
 # -- faults ------------------------------------------------------------------------------------------
 
@@ -188,16 +189,13 @@ def faults_of(call: Call) -> list[Fault]:
     """All faults that can happen at a call."""
     if call.name == "unlock":  # does not fail for an open descriptor
         return [Fault(call, KILL)]
-    kinds = [errno.EIO, KILL]
-    if call.name in (*_WRITING, *_SYNCING) or call.creates:
-        kinds.append(errno.ENOSPC)
-    if call.name == "open":
-        kinds.append(errno.EMFILE)
-    if call.name == "mmap":
-        kinds.append(errno.ENOMEM)
-    if call.name in _MOVING:
-        kinds.append(SHORT)
-    return [Fault(call, kind) for kind in kinds]
+    kinds = {
+        errno.ENOSPC: call.name in (*_WRITING, *_SYNCING) or call.creates,
+        errno.EMFILE: call.name == "open",
+        errno.ENOMEM: call.name == "mmap",
+        SHORT: call.name in _MOVING,
+    }
+    return [Fault(call, kind) for kind in (errno.EIO, KILL, *filter(kinds.get, kinds))]
 
 
 class Bench:
@@ -208,7 +206,7 @@ class Bench:
         self._here = directory / "here"
         self._root = self._here / "store"
         self._original = directory / "original"
-        _remove(self._original)
+        shutil.rmtree(self._original, ignore_errors=True)
         self._original.mkdir()
         operation.build(self._original / self._root.name)
 
@@ -235,8 +233,8 @@ class Bench:
                     traced.fail(fault.what)
                 break
         self._end(traced, heard)
-        if fault.what != KILL and heard.attempts < 2 and not heard.complaints:
-            heard.complaints.append(f"crash: {heard.attempts} of 2 attempts came to an end")
+        if fault.what != KILL and len(heard.attempts) < 2 and not heard.complaints:
+            heard.complaints.append(f"crash: {len(heard.attempts)} of 2 attempts came to an end")
         seen = self._audit(heard, self._root)
         allowed = self._operation.may_lose if fault.what > 0 else 0
         lost = seen.lost if len(seen.lost) > allowed else ()
@@ -266,7 +264,7 @@ class Bench:
         after = self._here.with_name("after")
         heard.hear()
         for survives in outcomes(chance, mixtures):
-            _remove(after)
+            shutil.rmtree(after, ignore_errors=True)
             disk.cut(after, survives)
             yield f"power cut before {where}", self._audit(heard, after / self._root.name)
 
@@ -276,7 +274,7 @@ class Bench:
         return audit(root, required, NUMBERS, self._operation.limit_bytes, FRESH)
 
     def _start(self, attempts: int) -> tuple[Traced, Heard]:
-        _remove(self._here)
+        shutil.rmtree(self._here, ignore_errors=True)
         shutil.copytree(self._original, self._here)
         source, sink = os.pipe()
         traced = Traced(self._here, partial(self._operation.prepare, self._root, sink, attempts))
@@ -310,8 +308,3 @@ def cut_everywhere(
     bench = Bench(directory, OPERATIONS[name])
     for where, verdict in bench.cuts(random.Random(seed), mixtures, stride):
         report.note("power cuts", f"{name}, {where}", verdict)
-
-
-def _remove(path: Path) -> None:
-    if path.exists():
-        shutil.rmtree(path)

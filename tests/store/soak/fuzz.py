@@ -83,11 +83,8 @@ class Fuzzing:
             self._note(teller, f"number {i}, {name}")
             path = Lab.file(store, number)
             data = path.read_bytes()
-            opened = Lab.open(store, number) if chance.random() < 0.1 else None
             damage_payload(name, target, path)
-            if opened is not None:
-                opened.close()
-            elif chance.random() < 0.02:
+            if chance.random() < 0.02:
                 store.recover()
             self._read(store, number, teller)
             put(store, number)
