@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import logging
@@ -71,37 +72,32 @@ def on_read_only_mount(root, fork):
     return run
 
 
-def fill(lab, root, numbers=range(3)):
-    store = DiskStore(root, 1 << 30)
-    for number in numbers:
-        lab.put(store, number)
-    return store
-
-
-def crash(lab, root, fork):
-    """Like :func:`fill`, but killed: a WAL, a marker and half a payload are left."""
+@pytest.fixture(params=["closed", "crashed", "without index"])
+def left(lab, root, killed, request):
+    """``root`` has three chunks. A crash leaves a WAL, a marker and half a payload, too."""
     kvs = [lab.kv(number) for number in range(3)]
 
-    def child():
+    def fill(crashes):
         store = DiskStore(root, 1 << 30)
         for number, kv in enumerate(kvs):
             store.put(lab.namespace, lab.key(number), kv)
-        store._writer._claim.temporary().write_bytes(b"half")
-        os.kill(os.getpid(), 9)
+        if crashes:
+            store._writer._claim.temporary().write_bytes(b"half")
+            os.kill(os.getpid(), 9)
+        store.close()
 
-    os.waitpid(fork(child), 0)
-
-
-@pytest.mark.parametrize("left", ["closed", "crashed", "without index"])
-def test_a_store_on_a_read_only_mount_is_read_with_one_warning(
-    lab, root, fork, on_read_only_mount, caplog, left
-):
-    if left == "crashed":
-        crash(lab, root, fork)
+    if request.param == "crashed":
+        killed(lambda: fill(True))
     else:
-        fill(lab, root).close()
-    if left == "without index":
-        (root / "index" / "index.db").unlink()
+        fill(False)
+    if request.param == "without index":
+        lab.drop_index(root)
+    return request.param
+
+
+def test_a_store_on_a_read_only_mount_is_read_with_one_warning(
+    lab, root, left, on_read_only_mount, caplog
+):
     kvs = [lab.kv(number) for number in range(3)]
     new = lab.kv(9)
     before = sorted(root.rglob("*"))
@@ -130,16 +126,12 @@ def test_a_store_on_a_read_only_mount_is_read_with_one_warning(
 
     on_read_only_mount(use)
     assert sorted(root.rglob("*")) == before
-    store = DiskStore(root, 1 << 30)  # and once it can be written again
-    assert all(lab.is_right(store, number) for number in range(3))
-    store.close()
+    assert lab.intact(root) == [0, 1, 2]  # and once it can be written again
 
 
-@pytest.mark.parametrize("left", ["closed", "crashed"])
 def test_maintenance_of_a_store_on_a_read_only_mount_changes_nothing(
-    lab, root, fork, tmp_path, on_read_only_mount, left
+    root, left, tmp_path, on_read_only_mount
 ):
-    crash(lab, root, fork) if left == "crashed" else fill(lab, root).close()
     before = sorted(root.rglob("*"))
     archive = tmp_path / "kv.tar"
 
@@ -147,8 +139,11 @@ def test_maintenance_of_a_store_on_a_read_only_mount_changes_nothing(
         assert maintenance.survey(root).chunks == 3
         report = maintenance.check(root)
         (namespace,) = report.namespaces
-        assert (report.index, report.is_good, namespace.good) == ("sound", True, 3)
-        assert (namespace.missing_rows, namespace.dead_rows) == (0, 0)
+        assert (report.is_good, namespace.good) == (True, 3)
+        if left == "without index":
+            assert report.index == "damaged"
+        else:
+            assert (report.index, namespace.missing_rows, namespace.dead_rows) == ("sound", 0, 0)
         assert maintenance.export_archive(root, archive).payloads == 3
         for change in (
             lambda: maintenance.check(root, repair=True),
@@ -205,40 +200,36 @@ def disk_turns_read_only(root, monkeypatch):
 
 
 def test_queries_go_on_when_the_disk_of_an_open_store_turns_read_only(
-    lab, root, disk_turns_read_only, monkeypatch
+    lab, filled, disk_turns_read_only, monkeypatch
 ):
-    store = fill(lab, root)
-    damaged = bytearray(lab.file(store, 2).read_bytes())
-    damaged[-1] ^= 1
-    lab.file(store, 2).write_bytes(damaged)
+    lab.flip(lab.file(filled, 2), -1)
     disk_turns_read_only()
     right = []
-    thread = threading.Thread(target=lambda: right.append(lab.is_right(store, 0)))
+    thread = threading.Thread(target=lambda: right.append(lab.is_right(filled, 3)))
     thread.start()
     thread.join()
     assert right == [True]
-    assert lab.is_right(store, 1)
+    assert lab.is_right(filled, 1)
     with pytest.raises(CorruptKVError):
-        lab.is_right(store, 2)
-    assert lab.open(store, 2) is None  # not to be set aside, and not believed again
-    assert lab.open(store, 9) is None
+        lab.is_right(filled, 2)
+    assert lab.open(filled, 2) is None  # not to be set aside, and not believed again
+    assert lab.open(filled, 9) is None
     for change in (
-        lambda: lab.put(store, 9),
-        lambda: lab.put(store, 2),
-        lambda: store.delete(lab.namespace, lab.key(1)),
-        lambda: store.pin(lab.namespace, lab.key(1)),
-        store.recover,
+        lambda: lab.put(filled, 9),
+        lambda: lab.put(filled, 2),
+        lambda: filled.delete(lab.namespace, lab.key(1)),
+        lambda: filled.pin(lab.namespace, lab.key(1)),
+        filled.recover,
     ):
         with pytest.raises(StoreUnavailableError, match="Read-only file system") as caught:
             change()
         assert "\n" not in str(caught.value)
-    assert all(lab.is_right(store, number) for number in (0, 1))
-    store.close()
+    assert all(lab.is_right(filled, number) for number in (1, 3))
+    filled.close()
     monkeypatch.undo()
-    store = DiskStore(root, 1 << 30)
-    assert all(lab.is_right(store, number) for number in (0, 1))
-    assert not (root / "quarantine" / "index.db").exists()
-    store.close()
+    with contextlib.closing(DiskStore(filled.root, 1 << 30)) as store:
+        assert all(lab.is_right(store, number) for number in (1, 3))
+    assert not (filled.root / "quarantine" / "index.db").exists()
 
 
 def snapshot(root):
@@ -246,11 +237,7 @@ def snapshot(root):
 
 
 def test_a_read_only_store_reads_and_changes_nothing(lab, make_store, root):
-    store = make_store()
-    for number in (1, 2):
-        lab.put(store, number)
-    store.close()
-    os.truncate(lab.file(store, 2), 100)
+    os.truncate(lab.file(lab.fill(root, (1, 2)), 2), 100)
     before = snapshot(root)
     reader = make_store(read_only=True)
     assert lab.is_right(reader, 1)
