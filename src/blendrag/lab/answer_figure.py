@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import typer
 
 from blendrag.cli.plots import COLOURS, GREY, STYLE, require_place, write_png
 from blendrag.lab.bench.geometry import TimedModel
@@ -49,7 +49,7 @@ def measure(adapter: ModelAdapter, workload: Workload) -> MeasuredAnswer:
         bench = PromptBench(adapter, workload, there)
         bench.blend()  # warm up
         for _ in range(workload.rounds):
-            full_ms.append(bench.milliseconds(bench.full))
+            full_ms.append(bench.timer(bench.full)())
             timeline = Timeline()
             _, fusion = bench.blend(timeline)
             runs.append((timeline.now(), timeline, fusion))
@@ -138,19 +138,18 @@ def _draw_tokens(axes: Axes, answer: MeasuredAnswer) -> None:
     )  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("path", type=Path, help="the PNG to write")
-    parser.add_argument("--geometry", default="qwen2.5-0.5b")
-    parser.add_argument("--chunks", type=int, default=6)
-    parser.add_argument("--chunk-tokens", type=int, default=512, help="a multiple of 8")
-    parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args()
-    require_place("path", given.path, ".png")
-    workload = Workload(chunks=given.chunks, chunk_tokens=given.chunk_tokens, rounds=given.rounds)
-    adapter = TimedModel(given.geometry).adapter
-    write_png(answer_figure(measure(adapter, workload)), given.path)
+def main(
+    path: Path,
+    geometry: str = "qwen2.5-0.5b",
+    chunks: int = 6,
+    chunk_tokens: int = 512,
+    rounds: int = 3,
+) -> None:
+    """Draw one answer to the PNG at PATH. Chunks have a multiple of 8 tokens."""
+    require_place("path", path, ".png")
+    workload = Workload(chunks=chunks, chunk_tokens=chunk_tokens, rounds=rounds)
+    write_png(answer_figure(measure(TimedModel(geometry).adapter, workload)), path)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

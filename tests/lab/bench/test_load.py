@@ -86,25 +86,16 @@ def test_requests_ask_most_for_the_first_chunks_and_are_always_the_same() -> Non
 
 
 @torch.inference_mode()
-def test_all_ways_choose_the_token_of_stock_prefill_when_all_is_computed() -> None:
-    adapter = tiny_adapter()
-    with tier_store(ON_DISK) as there:
-        prefix, blend = PrefixServer(adapter, room(9)), BlendServer(adapter, PROMPT, there)
-        for chunks in ((1, 2, 3), (1, 2, 4), (3, 1, 2), (1, 2, 3)):
-            plan = asking(*chunks)
-            token = serve_full(adapter, plan).token
-            assert prefix.serve(plan).token == blend.serve(plan).token == token
-
-
-@torch.inference_mode()
 def test_prefix_reuses_chunks_after_the_same_chunks_and_blend_in_any_place() -> None:
+    """All choose the token of stock prefill, because the workload recomputes everything."""
+    adapter, reused = tiny_adapter(), []
     with tier_store(ON_DISK) as there:
-        prefix = PrefixServer(tiny_adapter(), room(20))
-        blend = BlendServer(tiny_adapter(), PROMPT, there)
-        reused = [
-            (prefix.serve(plan).reused_tokens // 16, blend.serve(plan).reused_tokens // 16)
-            for plan in (asking(*c) for c in ((1, 2, 3), (1, 2, 4), (2, 1, 3), (1, 2, 4)))
-        ]
+        prefix, blend = PrefixServer(adapter, room(20)), BlendServer(adapter, PROMPT, there)
+        for chunks in ((1, 2, 3), (1, 2, 4), (2, 1, 3), (1, 2, 4)):
+            plan = asking(*chunks)
+            answers = prefix.serve(plan), blend.serve(plan)
+            assert {answer.token for answer in answers} == {serve_full(adapter, plan).token}
+            reused.append(tuple(answer.reused_tokens // 16 for answer in answers))
     assert reused == [(0, 0), (2, 2), (0, 3), (3, 3)]
 
 
@@ -139,22 +130,16 @@ def test_a_corpus_that_fits_is_reused_from_the_first_request_on() -> None:
 # -- the result -----------------------------------------------------------------------------------
 
 
-def test_the_result_has_every_way_at_every_rate() -> None:
-    fields = printed("load")
-    by_way = {way["way"]: way for way in fields["ways"]}
-    assert list(by_way) == ["full", "prefix", "blend"]
-    assert len(fields["rows"]) % 3 == 0
-    assert all(min(row["p95_ttft_ms"], row["throughput_per_s"]) > 0 for row in fields["rows"])
-    assert by_way["full"]["reused"] == 0
-    assert by_way["full"]["equal_ttft_per_s"] > 0
-
-
-def test_ways_are_drawn_by_rate_with_the_ttft_that_they_are_compared_at() -> None:
+def test_every_way_is_drawn_at_every_rate_with_the_ttft_that_they_are_compared_at() -> None:
     result = TypeAdapter(LoadResult).validate_python(printed("load"))
+    full, *_ = result.ways
+    assert [way.way for way in result.ways] == ["full", "prefix", "blend"]
+    assert full.reused == 0 < full.equal_ttft_per_s
     (axes,) = load_figure(result).axes
     drawn = {line.get_label(): line for line in axes.get_lines()}
     for way in ("full", "prefix", "blend"):
         rows = [row for row in result.rows if row.way == way]
+        assert all(min(row.p95_ttft_ms, row.throughput_per_s) > 0 for row in rows)
         assert list(drawn[way].get_xdata()) == [row.requests_per_s for row in rows]
         assert list(drawn[way].get_ydata()) == [row.mean_ttft_ms for row in rows]
     assert list(drawn["twice full's\nwithout load"].get_ydata()) == [result.doubled_ttft_ms] * 2

@@ -212,10 +212,10 @@ def test_a_miss_is_looked_up_in_an_index_of_as_many_rows(
     (row,) = measure_misses(tmp_path, 300, LAYOUT, TOKENS, silent)
     assert (row.part, row.speed) == ("miss", None)
     with contextlib.closing(open_store(tmp_path, 0, None)) as kv_store:
-        names = [row.name for row in kv_store.disk._index.oldest()]
+        names = [name for name, _ in kv_store.disk._index.oldest()]
         assert len({name.key for name in names}) == kv_store.stats().entries == 300
         for name in names[:20]:
-            assert kv_store.disk._index.get(name.namespace, name.key).name == name
+            assert kv_store.disk._index.get(name.namespace, name.key) == name
     monkeypatch.setattr(f"{STORE}.fill_index", lambda *args: None)
     with pytest.raises(MeasuredNothingError, match="the index has 0 rows, expected 300"):
         measure_misses(tmp_path / "other", 300, LAYOUT, TOKENS, silent)

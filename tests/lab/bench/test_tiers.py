@@ -124,10 +124,10 @@ def test_a_cold_tier_drops_its_files_before_every_measurement(
     )
     monkeypatch.setattr(tiers, "cached_share", lambda files: 0.5)
     with tiny_bench(Workload(2, 32, 8, 0.15), parse_tier("cold")) as bench:
-        bench.milliseconds(lambda: None)
+        bench.timer(lambda: None)()
         assert dropped == [2]
         with pytest.raises(InvalidInputError, match="50% of the files stay in the page cache"):
-            bench.milliseconds(lambda: None)
+            bench.timer(lambda: None)()
 
 
 # -- temporary directories ------------------------------------------------------------------------

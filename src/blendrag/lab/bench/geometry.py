@@ -70,20 +70,14 @@ def config_of(geometry: str) -> dict[str, Any]:
 
 def random_model(geometry: str, dtype: torch.dtype, device: torch.device) -> Any:
     """A Qwen2 model of that geometry with random weights and sdpa attention."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM, Qwen2Config
 
     config = Qwen2Config(
         **config_of(geometry),
         max_position_embeddings=32768,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         attn_implementation="sdpa",
-        dtype=dtype,
     )
-    before = torch.get_default_dtype()
     torch.manual_seed(0)
-    try:
-        torch.set_default_dtype(dtype)
-        with device:
-            return Qwen2ForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(before)
+    with device:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()

@@ -168,7 +168,7 @@ def _rows(bench: PromptBench, policies: Sequence[str], tick: Tick) -> Iterator[O
     def timed(way: Callable[[], object]) -> tuple[float, float]:
         """Milliseconds, and milliseconds of this thread's CPU time."""
         began = time.thread_time()
-        ms = bench.milliseconds(way)
+        ms = bench.timer(way)()
         return ms, 1e3 * (time.thread_time() - began)
 
     timers = {name: partial(timed, way) for name, way in ways.items()}

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
@@ -219,9 +218,7 @@ def sweep(
     base = SweepCase("", workload, parse_tier(tier), timed.geometry)
     cases = make_cases(factor, values, base)
     models = {case.geometry: replace(timed, geometry=case.geometry) for case in cases}
-    adapters = [
-        model.adapter for model in models.values()
-    ]  # refuses unknown names before measuring
+    adapters = [model.adapter for model in models.values()]  # unknown names are refused now
     with ExitStack() as stores:
         benches: dict[object, PromptBench] = {}
         ways: dict[object, Callable[[], float]] = {}
@@ -231,10 +228,9 @@ def sweep(
                 benches[case.place] = stores.enter_context(opened)
             bench = benches[case.place]
             # Cases share stock prefills of equal prompts and reuse of equal stores.
-            ways.setdefault(("full", case.prompt), partial(bench.milliseconds, bench.full))
-            ways.setdefault(("reuse", case.place), partial(bench.milliseconds, bench.reuse))
-            blend = partial(bench.blend, ratio=case.workload.ratio)
-            ways["blend", case] = partial(bench.milliseconds, blend)
+            ways["full", case.prompt] = bench.timer(bench.full)
+            ways["reuse", case.place] = bench.timer(bench.reuse)
+            ways["blend", case] = bench.timer(bench.blend, ratio=case.workload.ratio)
         timings = time_ways(ways, workload.rounds, tick)
         return SweepResult(
             machine=machine_of(adapters[0]),

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -159,7 +158,7 @@ def throughput(
         requests = max(given)
         batches = ThroughputBench(bench, requests)
         ways = {
-            (way, size): partial(bench.milliseconds, partial(getattr(batches, way), size))
+            (way, size): bench.timer(getattr(batches, way), size)
             for size in sorted({1, *given})
             for way in WAYS
         }

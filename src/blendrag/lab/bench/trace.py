@@ -148,7 +148,7 @@ def load_ms(bench: PromptBench, reads: Sequence[bool]) -> float:
             finally:
                 loader.close()
 
-    return bench.milliseconds(run)
+    return bench.timer(run)()
 
 
 def compute_ms(bench: PromptBench) -> float:
@@ -188,7 +188,7 @@ def trace(
     wanted = wanted or _balanced(timed, workload, tick)
     with prompt_bench(timed, workload, wanted, tick) as bench:
         ways: dict[str, Callable[[], float]] = {
-            "wall": partial(bench.milliseconds, bench.blend),
+            "wall": bench.timer(bench.blend),
             "load": partial(load_ms, bench, layers_read(bench)),
             "compute": partial(compute_ms, bench),
         }

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Annotated
 
 import torch
@@ -159,7 +158,7 @@ def ttft(
             notes.append(note)
             if way is not None:
                 ways["full_compiled"] = way
-        timers = {name: partial(bench.milliseconds, way) for name, way in ways.items()}
+        timers = {name: bench.timer(way) for name, way in ways.items()}
         timings = time_ways(timers, workload.rounds, tick)
         tick("measuring memory")
         peaks = {name: peak_bytes(way, adapter.device) for name, way in ways.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -229,10 +230,14 @@ class StoredChunks:
         logits, _, fusion = self.fusor.prefill(ids, request, NEW_TOKENS, timeline=timeline)
         return int(logits[0, -1].argmax()), fusion
 
-    def milliseconds(self, way: Callable[[], object]) -> float:
-        """Time of one call, with the KV in its tier."""
-        self.there.prepare()
-        return milliseconds(way, self.adapter.device)
+    def timer(self, way: Callable[..., object], *args: Any, **options: Any) -> Callable[[], float]:
+        """Times one call of ``way`` with the KV in its tier, in milliseconds."""
+
+        def timed() -> float:
+            self.there.prepare()
+            return milliseconds(partial(way, *args, **options), self.adapter.device)
+
+        return timed
 
 
 class PromptBench(StoredChunks):
