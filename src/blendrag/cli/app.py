@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from importlib.metadata import entry_points
 from typing import Annotated
 
@@ -73,8 +74,8 @@ def verify(
         return DONE if result.blendable else REFUSED_MODEL
     typer.echo(f"{model}: {result.verdict}\n  {result.reason}")
     if result.layers:
-        kinds = {kind: result.layers.count(kind) for kind in dict.fromkeys(result.layers)}
-        typer.echo(f"  layers: {', '.join(f'{n} {kind}' for kind, n in kinds.items())}")
+        kinds = Counter(result.layers).items()
+        typer.echo(f"  layers: {', '.join(f'{n} {kind}' for kind, n in kinds)}")
     differences = {
         "everything recomputed (r = 1.0)": result.max_logit_diff,
         "a fifth recomputed over loaded KV": result.subset_logit_diff,

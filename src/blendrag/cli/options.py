@@ -6,7 +6,6 @@ No option has a default here: an option that is not given is ``None``, and the s
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -186,10 +185,7 @@ def engine_for(
 
 
 def model_for(
-    model: str | None,
-    store: Path | None,
-    for_ingest: bool = False,
-    trust_remote_code: bool = False,
+    model: str | None, store: Path | None, for_ingest: bool = False, trust_remote_code: bool = False
 ) -> str | None:
     """The model asked for, else the one the store was ingested with, else ``None``.
 
@@ -205,7 +201,7 @@ def model_for(
             "--trust-remote-code was given without --model; a store cannot choose which code is run, so "
             "name the model too"
         )
-    return _model_of(store if store is not None else settings().store, for_ingest)
+    return _model_of(store or settings().store, for_ingest)
 
 
 def _model_of(root: Path, needs_documents: bool) -> str | None:
@@ -220,9 +216,8 @@ def _model_of(root: Path, needs_documents: bool) -> str | None:
         return None  # the engine opens the corpus again and reports the error
     if model is not None:
         check_recorded(model, root, "--model")
-        if os.path.isdir(model) and not any(
-            os.path.exists(os.path.join(model, name)) for name in SAFETENSORS
-        ):
+        folder = Path(model)
+        if folder.is_dir() and not any((folder / name).exists() for name in SAFETENSORS):
             raise InvalidInputError(
                 f"store {root} names the model {model!r}, which has no {SAFETENSORS[0]}; other weights are "
                 f"loaded only if you name the model: --model {model}"

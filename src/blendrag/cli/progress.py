@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 #: Between two printed lines.
 LINE_EVERY_S = 5.0
 #: Assumed until the first file is done.
-TYPICAL_BYTES_PER_TOKEN = 4.0
+TYPICAL_BYTES_PER_TOKEN = 4
 
 
 class StatusLine:
@@ -79,24 +79,15 @@ class IngestProgress(StatusLine):
 
     def __call__(self, totals: IngestReport) -> None:
         self.name_failures(totals.failures)
-        done = self._done_bytes(totals)
-        self.show(
-            f"{count(totals.chunks, 'chunk')}, {totals.tokens_per_s:,.0f} tokens/s, "
-            f"{megabytes(done)} of {megabytes(totals.total_bytes)}",
-            done,
-            totals.total_bytes,
-        )
+        done, total = totals.done_bytes, totals.total_bytes
+        if done < total:  # of the current file, an estimate from its tokens so far
+            by_tokens = TYPICAL_BYTES_PER_TOKEN * totals.tokens
+            done = min(max(done, by_tokens), int(0.99 * total))
+        speed = f"{count(totals.chunks, 'chunk')}, {totals.tokens_per_s:,.0f} tokens/s"
+        self.show(f"{speed}, {megabytes(done)} of {megabytes(total)}", done, total)
 
     def name_failures(self, failures: list[str]) -> None:
         """Name the failures that were not named yet."""
         for failure in failures[self._failures :]:
             self._console.print(f"failed: {failure}", markup=False, highlight=False, soft_wrap=True)
         self._failures = len(failures)
-
-    @staticmethod
-    def _done_bytes(totals: IngestReport) -> int:
-        """Bytes of input done; of the current file, an estimate from its tokens so far."""
-        if totals.done_bytes >= totals.total_bytes:
-            return totals.done_bytes
-        by_tokens = TYPICAL_BYTES_PER_TOKEN * totals.tokens
-        return int(min(max(totals.done_bytes, by_tokens), 0.99 * totals.total_bytes))

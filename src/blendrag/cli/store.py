@@ -7,6 +7,7 @@ imported.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -44,7 +45,7 @@ def _begin(store: Path | None, verbose: bool, if_interrupted: str) -> Path:
     begin(verbose, if_interrupted, loads_torch=False)
     from blendrag.config import settings
 
-    return (store if store is not None else settings().store).absolute()
+    return (store or settings().store).absolute()
 
 
 # -- stats ----------------------------------------------------------------------------------------
@@ -92,10 +93,9 @@ def _corpus_facts(root: Path) -> CorpusFacts | None:
         return None
     from blendrag.corpus.corpus import Corpus
 
-    try:
+    size_bytes = 0
+    with suppress(OSError):
         size_bytes = sum(entry.lstat().st_size for entry in directory.iterdir())
-    except OSError:
-        size_bytes = 0
     try:
         with Corpus.open(root, read_only=True) as corpus:
             manifest = corpus.manifest if corpus.has_manifest else None
