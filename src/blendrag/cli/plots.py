@@ -1,4 +1,4 @@
-"""Plots: the style of every figure, and the checks of ``--plot``.
+"""Plots: the style of every figure, the drawing of lines, and the checks of ``--plot``.
 
 Equal numbers give equal files: no dates, no versions, the fonts that come with matplotlib. matplotlib is an
 extra, so it is imported only when something is drawn.
@@ -7,9 +7,8 @@ extra, so it is imported only when something is drawn.
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -41,17 +40,13 @@ STYLE: Any = {
 #: Okabe and Ito (2008), for colour-blind readers. Indigo (Tol) replaces their yellow, which vanishes on
 #: white; black is full prefill's.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 #: Markers with arms are larger and have no white edge, which would hide the arms.
 MARKER_SIZES = {"*": 9.0, "X": 6.5, "P": 6.5}
-DASHES = ("-", "--", ":", "-.")
 GREY = "#7a7a7a"
 #: Panels with more lines show intervals as bars, because overlapping bands hide each other.
 BANDS = 3
 #: Distance between lines that are drawn side by side.
 SPREAD_POINTS = 1.6
-#: These policies look the same in all figures.
-KNOWN = ("blend", "hkvd", "query", "query+hkvd", "hkvd-once", "boundary", "random")
 
 
 # -- before anything is measured ------------------------------------------------------------------
@@ -98,15 +93,7 @@ class Style:
     filled: bool = True
 
 
-BASELINES = {
-    "full": Style("#000000", "*"),
-    "oracle": Style("#000000", "*", "--"),
-    "prefix": Style(GREY, "D"),
-    "reuse": Style(GREY, "X"),
-    "none": Style(GREY, "v"),
-    "map-reduce": Style("#56B4E9", "<"),
-    "map-rerank": Style("#E69F00", ">"),
-}
+FULL_PREFILL = Style("#000000", "*")
 
 
 @dataclass(frozen=True)
@@ -119,28 +106,6 @@ class Line:
     y: Sequence[float]
     low: Sequence[float | None] = ()
     high: Sequence[float | None] = ()
-
-
-def styles(policies: Iterable[str]) -> dict[str, Style]:
-    """A style for each policy; the name without ``(k)`` decides on the colour and the marker.
-
-    More policies than colours, and the same policy with another k, differ in their dashes.
-    """
-    names, used = list(KNOWN), Counter[str]()
-    found: dict[str, Style] = {}
-    for policy in dict.fromkeys(policies):
-        name = policy.partition("(")[0]
-        if name in BASELINES:
-            style = BASELINES[name]
-        else:
-            names += [name] * (name not in names)
-            dash, at = divmod(names.index(name), len(COLOURS))
-            style = Style(COLOURS[at], MARKERS[at], DASHES[dash % len(DASHES)])
-        if used[name]:
-            style = replace(style, dash=DASHES[used[name] % len(DASHES)])
-        used[name] += 1
-        found[policy] = style
-    return found
 
 
 # -- drawing --------------------------------------------------------------------------------------
@@ -206,25 +171,6 @@ def _interval(axes: Axes, line: Line, band: bool) -> Artist:
 def title(axes: Axes, text: str) -> None:
     """Set the title of a panel in the size of the other text."""
     axes.set_title(text, fontsize=STYLE["axes.titlesize"])
-
-
-def from_zero(axes: Axes) -> None:
-    """Start the x axis at 0, with room for a marker at 0."""
-    axes.set_xlim(-0.06 * axes.get_xlim()[1], None)
-
-
-def log_scale(axes: Axes, of: Literal["x", "y"] = "y") -> None:
-    """A logarithmic scale whose ticks are plain numbers: 0.6, not a power of ten."""
-    from matplotlib.ticker import LogFormatter, StrMethodFormatter
-
-    class Plain(LogFormatter):
-        def __call__(self, x: float, pos: int | None = None) -> str:
-            return f"{x:,g}" if super().__call__(x, pos) else ""
-
-    axis = axes.yaxis if of == "y" else axes.xaxis
-    axes.set(**{f"{of}scale": "log"})
-    axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
-    axis.set_minor_formatter(Plain(minor_thresholds=(1.5, 0.5)))
 
 
 def legend(figure: Figure, axes: Sequence[Axes]) -> None:

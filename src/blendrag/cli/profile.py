@@ -168,12 +168,10 @@ def profile_figure(found: Profile, policy: str, chunks: int) -> Figure:
     full = [1e3 * found.prefill_s(usual_prompt(found, policy, n).tokens) for n in sizes]
     again = [compute_ms(n, USUAL_RATIO) for n in sizes]
     over_ratio = [
-        plots.Line(
-            "recompute", plots.BASELINES["full"], RATIOS, [compute_ms(chunks, r) for r in RATIOS]
-        )
+        plots.Line("recompute", plots.FULL_PREFILL, RATIOS, [compute_ms(chunks, r) for r in RATIOS])
     ]
     over_size = [
-        plots.Line("recompute", plots.BASELINES["full"], [*sizes.values()], again),
+        plots.Line("recompute", plots.FULL_PREFILL, [*sizes.values()], again),
         plots.Line("full prefill", plots.Style(plots.GREY, "D", "--"), [*sizes.values()], full),
     ]
     for tier, colour in zip(found.tiers, cycle(plots.COLOURS), strict=False):

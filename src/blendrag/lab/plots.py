@@ -10,22 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from blendrag.cli.plots import (
-    BANDS,
-    COLOURS,
-    DASHES,
-    GREY,
-    Line,
-    Style,
-    draw,
-    from_zero,
-    legend,
-    panels,
-    styles,
-    title,
-)
+from blendrag.cli.plots import BANDS, COLOURS, GREY, Line, Style, draw, legend, panels, title
 from blendrag.lab.evaluation.rows import ALL
 from blendrag.lab.evaluation.ways import CHAINS, FULL, NONE, PREFIX
+from blendrag.lab.figure_styles import DASHES, styles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,7 +34,7 @@ def quality_against_ttft(rows: Sequence[ArenaRow]) -> Figure:
     _draw_rows(axes, shown, "ttft_ms")
     _level(axes, 1.0)
     axes.set(xlabel="time to first token, ms", ylabel=QUALITY)
-    from_zero(axes)
+    _from_zero(axes)
     legend(figure, [axes])
     return figure
 
@@ -60,7 +48,7 @@ def quality_against_ratio(rows: Sequence[ArenaRow], kinds: Sequence[str]) -> Fig
         _level(panel, 1.0)
         title(panel, kind)
         panel.set_xlabel("recompute ratio r")
-        from_zero(panel)
+        _from_zero(panel)
     for panel in axes[len(kinds) :]:
         panel.remove()
     for panel in axes[::columns]:
@@ -153,6 +141,11 @@ def _usual(values: Sequence[int]) -> int:
     return Counter(sorted(values)).most_common(1)[0][0]
 
 
+def _from_zero(axes: Axes) -> None:
+    """Start the x axis at 0, with room for a marker at 0."""
+    axes.set_xlim(-0.06 * axes.get_xlim()[1], None)
+
+
 def _level(axes: Axes, y: float, text: str = "") -> None:
     axes.axhline(y, color=GREY, linewidth=0.8, linestyle="--", zorder=1)
     if text:
@@ -187,7 +180,7 @@ def deviation_distribution(report: DeviationReport) -> Figure:
     draw(axes, lines)
     _level(axes, 1 - HIGH_SHARE, f"{1 - HIGH_SHARE:.0%} of the tokens")
     axes.set(xlabel="KV deviation, relative", ylabel="share of tokens below", ylim=(0, 1.02))
-    from_zero(axes)
+    _from_zero(axes)
     legend(figure, [axes])
     return figure
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import typer
 
-from blendrag.cli.plots import BASELINES, GREY, Line, draw, legend, log_scale, panels, styles, title
+from blendrag.cli.plots import GREY, Line, draw, legend, panels, title
 from blendrag.errors import InvalidInputError
 from blendrag.fusor import Fusor
 from blendrag.fusor.loader import LoadedSpan
@@ -36,6 +36,7 @@ from blendrag.lab.bench.workload import (
     prompt_of,
     stock_prefill,
 )
+from blendrag.lab.figure_styles import log_scale, styles
 from blendrag.lab.tables import ResultTable, figure, times
 from blendrag.model import ModelAdapter
 from blendrag.store import MemoryStore
@@ -121,7 +122,7 @@ def load_table(result: LoadResult) -> ResultTable:
 def load_figure(result: LoadResult) -> Figure:
     """Mean TTFT by request rate with its 95th percentile, and the TTFT at which the ways are compared."""
     figure, (axes,) = panels(1)
-    known = {**BASELINES, **styles(["blend"])}
+    known = styles(each.way for each in result.ways)
     lines = []
     for way in (each.way for each in result.ways):
         rows = [row for row in result.rows if row.way == way]

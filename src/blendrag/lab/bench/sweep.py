@@ -15,7 +15,7 @@ import torch
 import typer
 
 from blendrag.cli.output import count
-from blendrag.cli.plots import BASELINES, Line, draw, legend, log_scale, panels, styles, title
+from blendrag.cli.plots import Line, draw, legend, panels, title
 from blendrag.errors import InvalidInputError
 from blendrag.lab.bench import options
 from blendrag.lab.bench.geometry import TimedModel
@@ -29,6 +29,7 @@ from blendrag.lab.bench.workload import (
     prompt_bench,
     whole_numbers,
 )
+from blendrag.lab.figure_styles import log_scale, styles
 from blendrag.lab.tables import ResultTable, table, times
 
 if TYPE_CHECKING:
@@ -104,11 +105,11 @@ def sweep_figure(result: SweepResult) -> Figure:
     values = [str(row.prompt_tokens) if by_tokens else row.value for row in rows]
     joined = factor in NUMBERS
     x = [float(value) if joined else i for i, value in enumerate(values)]
-    lines = []
+    lines, known = [], styles(["full", "reuse", "blend"])
     for label, style, timings in (
-        ("full prefill", BASELINES["full"], [row.full_ms for row in rows]),
-        ("reuse", BASELINES["reuse"], [row.reuse_ms for row in rows]),
-        ("blend", styles(["blend"])["blend"], [row.blend_ms for row in rows]),
+        ("full prefill", known["full"], [row.full_ms for row in rows]),
+        ("reuse", known["reuse"], [row.reuse_ms for row in rows]),
+        ("blend", known["blend"], [row.blend_ms for row in rows]),
     ):
         shown = style if joined else replace(style, dash="none")
         bounds = ([ms.low for ms in timings], [ms.high for ms in timings])
