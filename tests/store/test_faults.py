@@ -46,6 +46,7 @@ def test_calls_of_sqlite_are_traced_too(tmp_path):
     assert {("write", "part"), ("fsync", "part"), ("rename", "kv"), ("pwrite", "db-wal")} <= seen
 
 
+@pytest.mark.slow
 def test_a_missing_fsync_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     report = Report()
@@ -53,7 +54,8 @@ def test_a_missing_fsync_is_noticed(tmp_path, monkeypatch):
     assert report.failed["acknowledged lost"] > 0
 
 
-def test_a_put_that_hides_its_failure_is_noticed(tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_a_put_that_hides_its_failure_and_an_unnamed_error_are_noticed(tmp_path, monkeypatch):
     put, acknowledged = DiskStore.put, set()
 
     def careless(store, namespace, key, kv):
@@ -62,20 +64,15 @@ def test_a_put_that_hides_its_failure_is_noticed(tmp_path, monkeypatch):
             with contextlib.suppress(StoreError):
                 put(store, namespace, key, kv)
 
+    def fail(*args):
+        raise OSError("Input/output error")
+
     bench = Bench(tmp_path, OPERATIONS["put"])
     call = next(call for call in bench.calls() if call.name == "fsync")
     fault = next(fault for fault in faults_of(call) if fault.what > 0)
     assert not bench.run(fault).lost
     monkeypatch.setattr(DiskStore, "put", careless)
     assert bench.run(fault).lost
-
-
-def test_an_unnamed_error_is_noticed(tmp_path, monkeypatch):
-    def fail(*args):
-        raise OSError("Input/output error")
-
-    bench = Bench(tmp_path, OPERATIONS["put"])
-    fault = faults_of(bench.calls()[0])[0]
     monkeypatch.setattr(DiskStore, "put", fail)
     assert any("no named error: OSError" in text for text in bench.run(fault).complaints)
 

@@ -9,23 +9,26 @@ from blendrag.store.reader import DiskReader
 
 
 @pytest.fixture
-def fuzzing(tmp_path):
-    return Fuzzing(tmp_path, seed=1)
+def fuzz(tmp_path):
+    """``fuzz("payloads", 60)``: the report on so many mutations."""
+    fuzzing, report = Fuzzing(tmp_path, seed=1), Report()
+
+    def run(what, count):
+        fuzzing.run_batch(report, count, getattr(fuzzing, f"mutate_{what}"))
+        return report
+
+    return run
 
 
-def test_damaged_payloads_are_read_exactly_or_missed(fuzzing):
-    report = Report()
-    fuzzing.run_batch(report, 300, fuzzing.mutate_payloads)
-    report.check()
+def test_damaged_payloads_are_read_exactly_or_missed(fuzz):
+    fuzz("payloads", 150).check()
 
 
-def test_a_damaged_index_costs_a_miss_at_most(fuzzing):
-    report = Report()
-    fuzzing.run_batch(report, 50, fuzzing.mutate_index)
-    report.check()
+def test_a_damaged_index_costs_a_miss_at_most(fuzz):
+    fuzz("index", 25).check()
 
 
-def test_the_fuzzer_notices_a_reader_that_verifies_nothing(fuzzing, monkeypatch):
+def test_the_fuzzer_notices_a_reader_that_verifies_nothing(fuzz, monkeypatch):
     class AnyDigest:
         """Equal to every expected digest."""
 
@@ -42,17 +45,11 @@ def test_the_fuzzer_notices_a_reader_that_verifies_nothing(fuzzing, monkeypatch)
             return False
 
     monkeypatch.setattr(xxhash, "xxh3_64", AnyDigest)
-    report = Report()
-    fuzzing.run_batch(report, 60, fuzzing.mutate_payloads)
-    assert report.failed["wrong KV"] > 0
+    assert fuzz("payloads", 30).failed["wrong KV"] > 0
 
 
-def test_the_fuzzer_notices_a_reader_that_crashes(fuzzing, monkeypatch):
-    def fail(*args):
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(DiskReader, "read_layer", fail)
-    report = Report()
-    fuzzing.run_batch(report, 60, fuzzing.mutate_payloads)
+def test_the_fuzzer_notices_a_reader_that_crashes(fuzz, monkeypatch):
+    monkeypatch.setattr(DiskReader, "read_layer", lambda *args: 1 / 0)
+    report = fuzz("payloads", 10)
     assert report.failed["reader crashes"] == 1
     assert "ZeroDivisionError" in report.details[0]

@@ -55,7 +55,6 @@ class TierStats:
     """One tier: what it holds now, and counters since it was opened."""
 
     tier: str
-    """``"memory"`` or ``"disk"``."""
     entries: int
     size_bytes: int
     limit_bytes: int

@@ -75,12 +75,8 @@ class DiskStore(ProcessBound):
         self._recent_lock = threading.Lock()
         self._put_lock = threading.Lock()
         self._closed = False
-        try:
-            if not self.read_only:
-                self._writer.open()
-        except BaseException:
-            self._writer.close()
-            raise
+        if not self.read_only:
+            self._writer.open()
 
     @property
     def limit_bytes(self) -> int:
@@ -157,10 +153,7 @@ class DiskStore(ProcessBound):
         return self._counters.stats("disk", entries, size_bytes, self.limit_bytes)
 
     def close(self) -> None:
-        """Write recent uses to the index and release everything. Idempotent.
-
-        In a forked process this does nothing.
-        """
+        """Write recent uses to the index and release everything. Idempotent; does nothing in a fork."""
         if self._closed or self.is_inherited:
             return
         self.flush_recency()

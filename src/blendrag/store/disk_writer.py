@@ -32,9 +32,6 @@ _T = TypeVar("_T")
 RESERVE_BYTES = 4 << 20
 
 
-# -- what is not evicted now ---------------------------------------------------------------------
-
-
 class Pins:
     """Entries held by an open scope of this process. Thread-safe, as sets and lists are."""
 
@@ -77,9 +74,6 @@ def oldest_first(
     return victims
 
 
-# -- the writer ----------------------------------------------------------------------------------
-
-
 class DiskWriter:
     """The writing side of one store. Thread-safe."""
 
@@ -116,6 +110,9 @@ class DiskWriter:
                     self._rebuild()
         except StoreError as exc:
             logger.warning("%s; chunks are found by listing directories meanwhile", exc)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """End the claim to be writing, and release index and files. Idempotent."""
@@ -125,18 +122,18 @@ class DiskWriter:
         self.files.close()
 
     def leave_to_parent(self) -> None:
-        """In a forked child: let go of the lock on the parent's marker, keep its SQLite connections.
+        """In a forked child: let go of the lock on the parent's marker, or a crash would be hidden.
 
-        Otherwise the child would keep the marker locked, and hide a crash of its parent.
+        Closing SQLite's connections in the child would disturb the parent's locks, so they are kept.
         """
-        _inherited.append(self.index.connections())
+        _inherited.append(self.index)
         if self._claim is not None:
             self._claim.close()
 
     # -- put -------------------------------------------------------------------------------------
 
     def put(self, name: Name, buffers: Iterable[Any], size_bytes: int) -> bool:
-        """Write one payload and index it. A failure, also of ``buffers``, leaves nothing behind.
+        """Write one payload and index it. A failure, also of ``buffers``, leaves nothing.
 
         Returns ``False`` if another process cleared the store before the payload was indexed.
         """

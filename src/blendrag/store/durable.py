@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from blendrag.errors import StoreError, StoreFullError, StoreUnavailableError, is_out_of_space
+from blendrag.errors import StoreFullError, StoreUnavailableError, is_out_of_space
 
-#: Flags that open a directory, but never one behind a symbolic link.
+#: Flags that open a directory and follow no symbolic link.
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 #: Flags that create a file which does not exist.
 CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -78,24 +78,19 @@ def megabytes(size_bytes: int) -> str:
     return f"{size_bytes / 1e6:.1f} MB"
 
 
-def store_error(exc: OSError, doing: str, needed_bytes: int = 0) -> StoreError:
-    """The store's error for an ``OSError`` met while ``doing`` something; raise it ``from exc``."""
-    if is_out_of_space(exc):
-        return StoreFullError(
-            f"no space left while {doing}, which needs {megabytes(needed_bytes)}; "
-            "free some space or choose another --store",
-            needed_bytes,
-        )
-    return StoreUnavailableError(
-        f"{exc.strerror or exc} while {doing}, expected a working disk and a directory of our own; "
-        "check it or choose another --store"
-    )
-
-
 @contextlib.contextmanager
 def named_errors(doing: str, needed_bytes: int = 0) -> Iterator[None]:
-    """Raise the store's error for any ``OSError`` of the block."""
+    """Raise the store's error for any ``OSError`` met while ``doing`` something."""
     try:
         yield
     except OSError as exc:
-        raise store_error(exc, doing, needed_bytes) from exc
+        if is_out_of_space(exc):
+            raise StoreFullError(
+                f"no space left while {doing}, which needs {megabytes(needed_bytes)}; "
+                "free some space or choose another --store",
+                needed_bytes,
+            ) from exc
+        raise StoreUnavailableError(
+            f"{exc.strerror or exc} while {doing}, expected a working disk and a directory of our "
+            "own; check it or choose another --store"
+        ) from exc

@@ -298,10 +298,6 @@ class Index:
                 with contextlib.suppress(sqlite3.Error):
                     connection.close()
 
-    def connections(self) -> tuple[object, ...]:
-        """What a forked child must keep alive: closing it there would disturb the parent's locks."""
-        return self._reader, self._writer
-
     def _create(self) -> None:
         self.set_aside()
         with self._sqlite_errors(), contextlib.closing(self._connected("rwc")) as database:

@@ -116,11 +116,9 @@ class MemoryStore(ProcessBound):
             self._size_bytes += size_bytes
         return True
 
-    def _drop(self, entry: tuple[str, str]) -> bool:
+    def _drop(self, entry: tuple[str, str]) -> None:
         """Caller holds the lock."""
-        block = self._blocks.pop(entry, None)
-        self._size_bytes -= 0 if block is None else block.size_bytes
-        return block is not None
+        self._size_bytes -= self._blocks.pop(entry).size_bytes
 
     def open(self, namespace: str, key: str, layout: KVLayout, tokens: int) -> MemoryReader | None:
         entry = (namespace, key)
@@ -139,7 +137,9 @@ class MemoryStore(ProcessBound):
 
     def delete(self, namespace: str, key: str) -> bool:
         with self._lock:
-            return self._drop((namespace, key))
+            if was_there := (namespace, key) in self._blocks:
+                self._drop((namespace, key))
+        return was_there
 
     def stats(self) -> StoreStats:
         with self._lock:

@@ -45,7 +45,6 @@ class Name(NamedTuple):
 
     @property
     def entry(self) -> tuple[str, str]:
-        """Namespace and key."""
         return self.namespace, self.key
 
     @property

@@ -18,7 +18,7 @@ from blendrag.errors import CorruptKVError
 from blendrag.store.encodings import staging_of
 from blendrag.store.kv import KVLayout
 from blendrag.store.payload import Frame, layer_seed
-from blendrag.store.tensor_bytes import check_target, target_buffers
+from blendrag.store.tensor_bytes import target_buffers
 
 #: The kernel takes at most this many buffers in one preadv.
 IOV_MAX = 1024
@@ -40,10 +40,10 @@ class LayerReader:
     def read_layer(self, layer: int, out: torch.Tensor) -> None:
         """See :meth:`KVReader.read_layer`. Runs no torch operator except to decode."""
         shape = self.layout.layer_shape(layer, self.tokens)
+        targets = target_buffers(out, shape, self._dtype)  # refuses what does not fit
         if self._staging is None:
-            self.read_stored(layer, target_buffers(out, shape, self._dtype))
+            self.read_stored(layer, targets)
         else:
-            check_target(out, shape, self._dtype)
             self._staging.read(
                 layer, lambda room: self.read_stored(layer, [memoryview(room).cast("B")]), out
             )

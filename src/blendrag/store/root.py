@@ -18,7 +18,6 @@ from blendrag.errors import StoreUnavailableError
 from blendrag.store import regular_files
 from blendrag.store.durable import (
     named_errors,
-    store_error,
     sync_directory,
     whole_file,
     write_all,
@@ -199,12 +198,9 @@ def settle_limit(root: Path, given: int | None, default: int, read_only: bool) -
 
 def _read(path: Path) -> str | None:
     """A small file; ``None`` if there is none."""
-    try:
+    with named_errors(f"reading {path}"), contextlib.suppress(FileNotFoundError):
         return regular_files.read_bytes(path, regular_files.MIB).decode("ascii", "replace")
-    except FileNotFoundError:
-        return None
-    except OSError as exc:
-        raise store_error(exc, f"reading {path}") from exc
+    return None
 
 
 def _write(path: Path, text: str) -> None:

@@ -30,8 +30,6 @@ _INFINITY: dict[str, tuple[type[np.signedinteger[Any]], type[np.unsignedinteger[
 
 #: ``[2, Hkv, T, D]``.
 Shape = tuple[int, int, int, int]
-#: Begin and end of each piece, in bytes from the first number, and the largest end.
-_Pieces = tuple[tuple[tuple[int, int], ...], int]
 
 
 def buffer_at(address: int, size_bytes: int) -> Any:
@@ -68,34 +66,30 @@ def _all_finite(layer: torch.Tensor, dtype: str) -> bool:
     return bool(bits.max() < infinity and bits.view(unsigned).max() < negative_infinity)
 
 
-def check_target(out: torch.Tensor, shape: Shape, dtype: torch.dtype) -> None:
-    """Raise :class:`InvalidInputError` for a tensor that a layer cannot be read into."""
-    _pieces(out, shape, dtype)
-
-
 def target_buffers(out: torch.Tensor, shape: Shape, dtype: torch.dtype) -> list[memoryview]:
     """The memory of ``out`` ``[2, Hkv, T, D]`` in the order of a native layer's bytes.
 
     One buffer if ``out`` is contiguous, one per K/V if its heads are adjacent, otherwise one per
     head. Raises :class:`InvalidInputError` for a tensor that a layer cannot be read into.
     """
-    pieces, reach = _pieces(out, shape, dtype)
-    whole = memoryview(buffer_at(out.data_ptr(), reach)).cast("B")
-    return [whole[at:end] for at, end in pieces]
-
-
-def _pieces(out: torch.Tensor, shape: Shape, dtype: torch.dtype) -> _Pieces:
     if out.dtype != dtype or not out.is_cpu or tuple(out.shape) != shape:
         raise InvalidInputError(
             f"a layer was to be read into {tuple(out.shape)} {out.dtype} on {out.device}, "
             f"expected {shape} {dtype} on cpu; pass a view of that shape"
         )
-    return _pieces_of(out.stride(), shape, dtype.itemsize)
+    pieces, reach = _pieces(out.stride(), shape, dtype.itemsize)
+    whole = memoryview(buffer_at(out.data_ptr(), reach)).cast("B")
+    return [whole[at:end] for at, end in pieces]
 
 
 @lru_cache(maxsize=256)
-def _pieces_of(strides: tuple[int, ...], shape: Shape, item_bytes: int) -> _Pieces:
-    """Cached for all layers and chunks: computing it takes as long as a small read."""
+def _pieces(
+    strides: tuple[int, ...], shape: Shape, item_bytes: int
+) -> tuple[tuple[tuple[int, int], ...], int]:
+    """Begin and end of each piece, in bytes from the first number, and the largest end.
+
+    Cached for all layers and chunks: computing it takes as long as a small read.
+    """
     _, heads, tokens, width = shape
     kv_stride, head_stride, token_stride, item_stride = strides
     if (item_stride != 1 and width > 1) or (token_stride != width and tokens > 1):

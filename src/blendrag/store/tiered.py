@@ -196,14 +196,12 @@ class TieredStore(ProcessBound):
         return self.memory.delete(namespace, key) or on_disk
 
     def keys(self, namespace: str) -> Iterator[str]:
-        """See :meth:`KVStore.keys`: those on disk."""
         return self.disk.keys(namespace)
 
     def pin_scope(self) -> AbstractContextManager[PinScope]:
         return self.disk.pin_scope()
 
     def pin(self, namespace: str, key: str) -> None:
-        """See :meth:`KVStore.pin`: on disk. A copy in memory is dropped like any other."""
         self.disk.pin(namespace, key)
 
     def stats(self) -> StoreStats:

@@ -109,24 +109,23 @@ def export_archive(
     """
     with open_for_reading(root) as files:
         _require_replaceable(root, archive)
-        with named_errors(f"listing store {root}"):
-            marks = files.pinned.all()
         report = ExportReport(str(archive))
         with _whole_archive(archive) as file:
-            _copy(files, namespace, marks, file, report, progress)
+            _copy(files, namespace, file, report, progress)
     return report
 
 
 def _copy(
     files: PayloadFiles,
     namespace: str | None,
-    marks: set[tuple[str, str]],
     file: BinaryIO,
     report: ExportReport,
     progress: Progress,
 ) -> None:
     """Pinned payloads go first, because the others are not trusted without them."""
-    total_bytes = sum(files.size(name) for name in _one_per_key(files, namespace))
+    with named_errors("listing the store to be exported"):
+        marks = files.pinned.all()
+    total_bytes = sum(map(files.size, _one_per_key(files, namespace)))
     done_bytes = 0
     _write_json(file, FIRST, _VERSIONS)
     for pinned in (True, False):
