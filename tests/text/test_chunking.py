@@ -61,7 +61,7 @@ def test_windows_do_not_change_where_prose_is_cut() -> None:
     paragraph = "The lamp was lit at dusk. Nobody knew who had climbed the stairs that evening.\n\n"
     text = "".join(f"{i}: {paragraph}" for i in range(200))
     chunker = Chunker(TOKENIZER, 256)
-    assert [(c.start, c.text) for c in chunker.split(text)] == chunker._fast.chunk_indices(text)
+    assert [(c.start, c.text) for c in chunker.split(text)] == chunker._splitter.chunk_indices(text)
 
 
 def test_white_space_contains_no_chunk() -> None:

@@ -137,7 +137,7 @@ def test_matches_begin_and_end_at_word_boundaries() -> None:
     for before, after in ("x", ""), ("", "s"), ("1", ""), ("", "\u0301"), ("é", ""), ("", "ями"):
         assert not any(match.complete for match in index.find(f"{before}{text}{after}"))
     thai = "ประภาคารเก่าตั้งอยู่บนหน้าผาและมีคนเฝ้าคอยจุดตะเกียงทุกเย็นก่อนพระอาทิตย์ตก" * 2
-    for unspaced, around in (CJK, "说"), (thai, "และ"):
+    for unspaced, around in (CJK, "说"), (CJK, "ー"), (thai, "และ"):
         assert index_of(a=unspaced).find(f"{around}{unspaced}{around}")
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from blendrag.errors import InvalidInputError, check_unicode
 
 if TYPE_CHECKING:
-    from semantic_text_splitter import TextSplitter
     from tokenizers import Tokenizer
 
 MIN_CHUNK_TOKENS = 64
@@ -72,8 +71,7 @@ class Chunker:
             )
         self.chunk_tokens = chunk_tokens
         self._tokenizer = uncapped(tokenizer)
-        self._fast = TextSplitter.from_huggingface_tokenizer(self._tokenizer, chunk_tokens)
-        self._exact = TextSplitter.from_callback(self.count, chunk_tokens)
+        self._splitter = TextSplitter.from_huggingface_tokenizer(self._tokenizer, chunk_tokens)
 
     def count(self, text: str) -> int:
         """Tokens of ``text`` without special tokens."""
@@ -118,34 +116,26 @@ class Chunker:
 
     def _window_spans(self, text: str, start: int, end: int) -> list[Span]:
         """Chunks of ``text[start:end]``, each within the limit."""
-        spans: list[Span] = []
-        for piece_start, piece_end in _pieces(self._fast, text, start, end):
-            tokens = self.count(text[piece_start:piece_end])
-            if tokens <= self.chunk_tokens:
-                spans.append((piece_start, piece_end, tokens))
-            else:
-                # The fast splitter works on a serialised copy without ``encode_special_tokens``,
-                # so it counts control tokens as one token each.
-                for exact_start, exact_end in _pieces(self._exact, text, piece_start, piece_end):
-                    spans += self._halved(text, exact_start, exact_end)
-        return spans
+        return [
+            span
+            for offset, piece in self._splitter.chunk_indices(text[start:end])
+            for span in self._within_limit(text, start + offset, start + offset + len(piece))
+        ]
 
-    def _halved(self, text: str, start: int, end: int) -> list[Span]:
-        """The span, cut in the middle if stripping made it longer in tokens."""
+    def _within_limit(self, text: str, start: int, end: int) -> list[Span]:
+        """The splitter's piece as a span, stripped as Python strips; cut near the middle if it is too long.
+
+        The splitter works on a copy without ``encode_special_tokens``, so it counts a control token as one
+        token, and stripping may add tokens.
+        """
         start, end = _stripped(text, start, end)
         tokens = self.count(text[start:end])
         if tokens <= self.chunk_tokens:
             return [(start, end, tokens)] if start < end else []
         middle = (start + end) // 2
-        return self._halved(text, start, middle) + self._halved(text, middle, end)
-
-
-def _pieces(splitter: TextSplitter, text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """The splitter's pieces as spans of ``text``, stripped as Python strips."""
-    for offset, piece in splitter.chunk_indices(text[start:end]):
-        left, right = _stripped(text, start + offset, start + offset + len(piece))
-        if left < right:
-            yield left, right
+        space = text.rfind(" ", start, middle)
+        middle = middle if space < 0 else space
+        return self._within_limit(text, start, middle) + self._within_limit(text, middle, end)
 
 
 def _stripped(text: str, start: int, end: int) -> tuple[int, int]:

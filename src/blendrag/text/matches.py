@@ -32,7 +32,6 @@ _UNSPACED = frozenset(
 #: Bits of a character's kind: its letters (0, 1 or 3), and whether it is part of a word.
 _LETTERS, _JOINS = 3, 4
 _ESCAPED = [ord(char) for char in "ntr"]
-_FIRST_WORD = re.compile("[A-Z]+")
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,7 @@ def _kind(char: str) -> int:
     letters = int(category != "M")
     if letters and unicodedata.east_asian_width(char) in "WF":
         letters = WIDE_LETTERS
-    name = _FIRST_WORD.match(unicodedata.name(char, ""))
-    spaced = name is None or name[0] not in _UNSPACED
+    spaced = re.split("[ -]", unicodedata.name(char, ""))[0] not in _UNSPACED
     return letters | (_JOINS if spaced else 0)
 
 

@@ -9,6 +9,7 @@ text, if it contains what looks like a control token or merges with the text bef
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -103,11 +104,7 @@ class _Piece(NamedTuple):
 
 @dataclass
 class _Cutting:
-    """One prompt while it is cut.
-
-    At first the whole prompt is one piece. A chunk whose ids differ from the piece's begins a new piece;
-    if that does not help, it becomes a piece of plain text.
-    """
+    """One prompt while it is cut."""
 
     text: str
     matches: Sequence[Match]
@@ -115,18 +112,16 @@ class _Cutting:
     stored: Sequence[tuple[int, ...]]
     """Ids of each match's whole chunk."""
     plain: Sequence[tuple[int, int]]
-    begin_piece: set[int] = field(default_factory=set)
-    """Numbers of matches, as in the next."""
-    are_piece: set[int] = field(default_factory=set)
+    apart: Counter[int] = field(default_factory=Counter)
+    """By the match's number: 1 if it begins a piece, 2 if it is a piece of plain text."""
     encoded: dict[_Piece, Encoded] = field(default_factory=dict)
 
     def segments(self) -> SegmentedPrompt:
+        # At first the whole prompt is one piece. A chunk whose ids differ from the piece's begins a new one;
+        # if that does not help, it becomes a piece of plain text.
         pieces = self._pieces()
         while wrong := [n for p in pieces for n in p.matches if self._shared(p, n) is None]:
-            starts = {piece.start for piece in pieces}
-            for number in wrong:
-                begins = self.matches[number].start in starts
-                (self.are_piece if begins else self.begin_piece).add(number)
+            self.apart.update(wrong)
             pieces = self._pieces()
         found: list[Segment] = []
         for part in (part for piece in pieces for part in self._parts(piece) if part.ids):
@@ -135,9 +130,12 @@ class _Cutting:
 
     def _pieces(self) -> list[_Piece]:
         matches = self.matches
-        plain = {*self.plain, *((matches[n].start, matches[n].end) for n in self.are_piece)}
+        plain = {
+            *self.plain,
+            *((matches[n].start, matches[n].end) for n in self.apart if self.apart[n] > 1),
+        }
         cuts = {0, len(self.text), *(edge for span in plain for edge in span)}
-        cuts.update(matches[number].start for number in self.begin_piece)
+        cuts.update(matches[number].start for number in self.apart)
         return [
             _Piece(
                 start,
