@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from blendrag.lab.evaluation.asking import ObservedAnswer
 from blendrag.lab.evaluation.datasets import Case, synthetic_dataset
 from blendrag.lab.evaluation.rows import ArenaRow, Journal
 from blendrag.lab.evaluation.ways import Way, make_ways
+from blendrag.model import ModelAdapter
 from blendrag.model.loading import load_adapter
 from lab.evaluation import lab
 
@@ -42,29 +44,10 @@ def row_of(rows: list[ArenaRow], way: Way, kind: str = "all") -> ArenaRow:
 
 
 @pytest.fixture
-def unforced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is asked a second time to be compared token by token."""
+def turns(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Case and policy, in the order in which they were asked. Nothing is asked a second time to be compared
+    token by token."""
     monkeypatch.setattr(Arena, "_follow", lambda self, engines, case, way, reply, full: None)
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch, unforced: None) -> list[RagPrompt]:
-    """Prompts that reached an engine."""
-    prompts: list[RagPrompt] = []
-    real = BlendEngine.generate
-
-    def spy(self: BlendEngine, prompt: RagPrompt, *rest: object) -> object:
-        prompts.append(prompt)
-        return real(self, prompt, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(BlendEngine, "generate", spy)
-    monkeypatch.setattr(Arena, "_warm_up", lambda *_: None)
-    return prompts
-
-
-@pytest.fixture
-def turns(monkeypatch: pytest.MonkeyPatch, unforced: None) -> list[tuple[str, str]]:
-    """Case and policy, in the order in which they were asked."""
     seen: list[tuple[str, str]] = []
     real = Arena._reply
 
@@ -196,22 +179,21 @@ def test_ways_are_asked_in_a_new_order_for_every_question(turns: list[tuple[str,
     assert len({tuple(policy for _, policy in order) for order in orders}) > 3
 
 
-def test_ways_that_only_later_questions_miss_are_warmed_up(
-    tmp_path: Path, turns: list[tuple[str, str]]
-) -> None:
-    path = tmp_path / "journal.jsonl"
+def test_ways_that_only_later_questions_miss_are_warmed_up(turns: list[tuple[str, str]]) -> None:
     first, *_ = cases = lab.cases(1, 2)
-    lab.arena(REUSING, [first]).run(Journal(path))
+    lab.arena(REUSING, [first]).run(journal := Journal())
     turns.clear()
     ways = make_ways(["reuse", "boundary(4)"], [], [], [True])
-    lab.arena(ways, cases).run(Journal(path))
+    lab.arena(ways, cases).run(journal)
     assert {policy for _, policy in turns[:4]} == {"full", "none", "reuse", "boundary(4)"}
     assert {case for case, _ in turns[:4]} == {first.case_id}
     asked_again = {policy for case, policy in turns[4:] if case == first.case_id}
     assert asked_again == {"full", "boundary(4)"}
 
 
-def test_an_interrupted_run_asks_nothing_twice(tmp_path: Path, asked: list[RagPrompt]) -> None:
+def test_an_interrupted_run_asks_nothing_twice(
+    tmp_path: Path, turns: list[tuple[str, str]]
+) -> None:
     path = tmp_path / "journal.jsonl"
 
     def stop_after_two(done: int, total: int) -> None:
@@ -220,31 +202,32 @@ def test_an_interrupted_run_asks_nothing_twice(tmp_path: Path, asked: list[RagPr
 
     with pytest.raises(KeyboardInterrupt):
         lab.arena(REUSING).run(Journal(path), stop_after_two)
-    assert len(asked) == 2 * len(REUSING)
-    without = [prompt for prompt in asked if lab.CHUNKS[0][0] not in prompt.text]
-    assert len(without) == 2  # no context
-    assert all("\n\n\n" not in prompt.text for prompt in asked)
+    assert {case for case, _ in turns} == {"0/0", "0/1"}
+    turns.clear()
     seen: list[int] = []
     rows = lab.arena(REUSING).run(Journal(path), lambda done, total: seen.append(done))
-    assert len(asked) == 4 * len(REUSING)
+    assert {case for case, _ in turns} == {"1/0", "1/1"}
     assert seen == [2, 3, 4]
     assert rows[0].n == 4
 
 
 def test_another_model_length_of_answer_or_code_is_asked_anew(
-    tmp_path: Path, asked: list[RagPrompt], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, turns: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, data, adapter = tmp_path / "j.jsonl", lab.dataset(lab.cases(1, 1)), lab.adapter()
-    for _ in range(2):
-        Arena(adapter, data, BASE, max_new_tokens=4).run(Journal(path))
-    assert len(asked) == 2
-    Arena(adapter, data, REUSING, max_new_tokens=4).run(Journal(path))
-    assert len(asked) == 4  # the new way, and full prefill to compare it with
-    Arena(adapter, data, BASE, max_new_tokens=5).run(Journal(path))
-    Arena(tiny.adapter(tiny.llama(seed=1)), data, BASE, max_new_tokens=4).run(Journal(path))
+    monkeypatch.setattr(Arena, "_warm_up", lambda *_: None)
+    data, adapter = lab.dataset(lab.cases(1, 1)), lab.adapter()
+
+    def asked(ways: Sequence[Way] = BASE, model: ModelAdapter = adapter, length: int = 4) -> int:
+        turns.clear()
+        Arena(model, data, ways, max_new_tokens=length).run(Journal(tmp_path / "j.jsonl"))
+        return len(turns)
+
+    assert (asked(), asked()) == (2, 0)
+    assert asked(REUSING) == 2  # the new way, and full prefill to compare it with
+    assert asked(length=5) == 2
+    assert asked(model=tiny.adapter(tiny.llama(seed=1))) == 2
     monkeypatch.setattr("blendrag.lab.evaluation.arena.source_digest", lambda: "of other code")
-    Arena(adapter, data, BASE, max_new_tokens=4).run(Journal(path))
-    assert len(asked) == 5 * 2
+    assert asked() == 2
 
 
 def test_the_digest_of_the_source_covers_only_code_that_decides_answers(tmp_path: Path) -> None:

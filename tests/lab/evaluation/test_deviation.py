@@ -77,12 +77,18 @@ def test_deviations_are_measured_against_a_stock_prefill(
         assert tiny.difference(own[0, :, -asking:, prompt.tokens], kept) < 1e-5
 
 
-def test_reuse_deviates_in_every_layer_but_the_first(prompts: list[StoredPrompt]) -> None:
-    reused = prompts[0].deviation("reuse")
+def test_reuse_deviates_in_every_layer_but_the_first_and_recomputed_tokens_less(
+    prompts: list[StoredPrompt],
+) -> None:
+    reused, blended = (prompts[0].deviation(policy, ratio=0.3) for policy in ("reuse", "hkvd"))
     assert reused.kv[0].max() < 1e-4
     assert reused.kv_by_layer[1:].min() > 0.01
     assert reused.attention_by_layer[1:].min() > 0.01
     assert reused.charged_ratio == 0.0
+    assert np.all(
+        blended.kv[1] < 1e-4 * reused.kv[1]
+    )  # the peek at layer 1 is exact for all tokens
+    assert np.mean(blended.kv[2] < 0.9 * reused.kv[2]) >= 0.25
 
 
 def test_nothing_deviates_at_ratio_one(prompts: list[StoredPrompt]) -> None:
@@ -91,13 +97,6 @@ def test_nothing_deviates_at_ratio_one(prompts: list[StoredPrompt]) -> None:
         everything = prompt.deviation(policy, "constant", 1.0)
         assert everything.kv.max() < 1e-4
         assert everything.attention_by_layer.max() < 1e-4
-
-
-def test_recomputed_tokens_deviate_less(prompts: list[StoredPrompt]) -> None:
-    prompt = prompts[0]
-    reused, blended = prompt.deviation("reuse").kv, prompt.deviation("hkvd", "constant", 0.3).kv
-    assert np.all(blended[1] < 1e-4 * reused[1])  # the peek at layer 1 is exact for all tokens
-    assert np.mean(blended[2] < 0.9 * reused[2]) >= 0.25
 
 
 def test_deviation_falls_with_the_ratio(report: DeviationReport) -> None:

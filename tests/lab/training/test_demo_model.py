@@ -39,8 +39,7 @@ def model() -> PreTrainedModel:
 def test_the_weights_are_small_bf16_and_of_a_stock_class() -> None:
     assert (demo_model_path() / "model.safetensors").stat().st_size <= 16 * 10**6
     config = json.loads((demo_model_path() / "config.json").read_text())
-    assert config["architectures"] == ["LlamaForCausalLM"]
-    assert config["dtype"] == "bfloat16"
+    assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "bfloat16")
     assert config["max_position_embeddings"] >= 4096
     assert config["num_hidden_layers"] >= 12
 
@@ -60,10 +59,10 @@ def test_packed_questions_score_as_questions_generated_one_by_one(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     (context,) = contexts(tokenizer, seed=3, split="test", n_contexts=1, questions=1)
-    sample = Writer(tokenizer).sample(NATIVE, entries(context.documents), [*context.questions])
-    packed = answered(model, sample, "full")
+    chunks = entries(context.documents)
+    packed = answered(model, Writer(tokenizer).sample(NATIVE, chunks, context.questions), "full")
     layout = template(tokenizer, NATIVE)
-    segments = [text for text, _ in layout.context_segments(entries(context.documents))]
+    segments = [text for text, _ in layout.context_segments(chunks)]
     for question, right in zip(context.questions, packed, strict=True):
         texts = [*segments, layout.question(question.text)]
         ids = [t for text in texts for t in tokenizer.encode(text, add_special_tokens=False)]
@@ -111,10 +110,9 @@ def test_importing_the_demo_loads_no_torch() -> None:
 def test_any_text_comes_back_unchanged(tokenizer: PreTrainedTokenizerBase) -> None:
     rng = random.Random(0)
     texts = ["", " ", "\n\n a\t\r\n", "naïve 東京 🦉 \x00\x7f", "def f(x):\n    return x  # ☃"]
-    texts += [
-        "".join(chr(rng.choice((rng.randrange(256), rng.randrange(0xD800)))) for _ in range(80))
-        for _ in range(50)
-    ]
+    for _ in range(50):
+        codes = (rng.randrange(rng.choice((256, 0xD800))) for _ in range(80))
+        texts.append("".join(map(chr, codes)))
     for text in texts:
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text

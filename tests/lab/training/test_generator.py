@@ -138,43 +138,37 @@ def test_equal_seeds_give_equal_contexts(tokenizer: PreTrainedTokenizerBase) -> 
     assert once != next(contexts(tokenizer, 6, "test", 1))
 
 
-def test_the_needed_paragraphs_hold_the_answer(made: list[Context]) -> None:
-    kinds = {question.kind for context in made for question in context.questions}
-    assert kinds == set(KINDS_OF_QUESTION)
-    for context in made:
+def test_every_question_is_of_its_kind_and_its_paragraphs_hold_the_answer(
+    made: list[Context],
+) -> None:
+    asked = [(context, question) for context in made for question in context.questions]
+    assert {question.kind for _, question in asked} == set(KINDS_OF_QUESTION)
+    for context, question in asked:
         by_id = {d.doc_id: d for d in context.documents}
-        for question in context.questions:
-            needed = [by_id[doc_id].paragraphs[index] for doc_id, index in question.needs]
-            if question.kind == "unanswerable":
-                assert (question.answer, needed) == (UNKNOWN, [])
-                continue
-            assert question.answer in "\n".join(needed)
-            assert set(needed) <= set(context.chunks)
-            if question.kind == "direct":
-                assert needed == [by_id[question.document_id].paragraphs[0]]
-            if question.kind == "coreference":
-                assert len(needed) > 1
-                assert question.answer in needed[-1]
-            if question.kind in ("two-hop", "comparison"):
-                assert len({doc_id for doc_id, _ in question.needs}) == 2
-
-
-def test_kinds_of_question_are_what_they_claim(made: list[Context]) -> None:
-    for context in made:
-        by_id = {d.doc_id: d for d in context.documents}
-        years = {d.name: f.value for d in context.documents if (f := d.fact("year"))}
-        for question in context.questions:
-            own = by_id[question.document_id]
-            if question.kind == "two-hop":
-                assert by_id[question.needs[-1][0]].name not in question.text
-                assert own.name in question.text
-            if question.kind == "comparison":
-                (other,) = [n for n in years if n in question.text and n != question.answer]
-                assert int(years[question.answer]) < int(years[other])
-            if question.kind == "unanswerable":
-                alike = [d for d in context.documents if d.kind == own.kind]
-                stated = {f.attribute.key for d in alike for f in d.facts}
-                assert stated - {f.attribute.key for f in own.facts}
+        own = by_id[question.document_id]
+        needed = [by_id[doc_id].paragraphs[index] for doc_id, index in question.needs]
+        assert set(needed) <= set(context.chunks)
+        if question.kind == "unanswerable":
+            assert (question.answer, needed) == (UNKNOWN, [])
+            alike = [d for d in context.documents if d.kind == own.kind]
+            stated = {f.attribute.key for d in alike for f in d.facts}
+            assert stated - {f.attribute.key for f in own.facts}
+            continue
+        assert question.answer in "\n".join(needed)
+        if question.kind == "direct":
+            assert needed == [own.paragraphs[0]]
+        elif question.kind == "coreference":
+            assert len(needed) > 1
+            assert question.answer in needed[-1]
+        else:
+            assert len({doc_id for doc_id, _ in question.needs}) == 2
+        if question.kind == "two-hop":
+            assert by_id[question.needs[-1][0]].name not in question.text
+            assert own.name in question.text
+        if question.kind == "comparison":
+            years = {d.name: f.value for d in context.documents if (f := d.fact("year"))}
+            (other,) = [n for n in years if n in question.text and n != question.answer]
+            assert int(years[question.answer]) < int(years[other])
 
 
 @pytest.mark.parametrize("chunk_tokens", [64, 512])
