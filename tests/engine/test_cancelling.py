@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -344,16 +345,13 @@ async def test_a_timeout_while_rendering_frees_the_caller_and_starts_nothing(
     assert len(engine.adapter.model.prompts) == prompts
 
 
-def test_other_timeout_errors_are_not_changed(
+async def test_other_timeout_errors_are_not_changed(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For example filelock's, which is a ``TimeoutError`` too."""
-
-    def locked(*args: Any, **kwargs: Any) -> None:
-        raise TimeoutError("the lock of the store")
-
-    monkeypatch.setattr(engine.adapter.model, "generate", locked)
+    locked = TimeoutError("the lock of the store")
+    monkeypatch.setattr(engine.adapter.model, "generate", Mock(side_effect=locked))
     with pytest.raises(TimeoutError, match="lock of the store"):
-        engine.generate("talk", Options(timeout_s=30))
+        await asyncio.to_thread(engine.generate, "talk", Options(timeout_s=30))
     with pytest.raises(TimeoutError, match="lock of the store"):
-        asyncio.run(engine.agenerate("talk", Options(timeout_s=30)))
+        await engine.agenerate("talk", Options(timeout_s=30))

@@ -254,12 +254,11 @@ def killed(*args: Any, **kwargs: Any) -> Any:
 def test_a_crash_after_rows_were_removed_is_repaired_by_the_next_change(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with tiny.engine(model, tmp_path / "s") as engine:
+    with tiny.engine(model, tmp_path / "s") as engine, monkeypatch.context() as patch:
         engine.library.add(entries(3))
-        with monkeypatch.context() as patch:
-            patch.setattr(libraries, "drop_orphaned_kv", killed)
-            with pytest.raises(Killed):
-                engine.library.delete(["id0", "id1"])
+        patch.setattr(libraries, "drop_orphaned_kv", killed)
+        with pytest.raises(Killed):
+            engine.library.delete(["id0", "id1"])
         assert stored(engine) == 3
     with tiny.engine(model, tmp_path / "s") as engine:
         engine.library.add([entry(1)])  # its KV is still there, and now is wanted again
@@ -271,18 +270,16 @@ def test_a_crash_after_rows_were_removed_is_repaired_by_the_next_change(
 def test_a_crash_before_rows_were_written_is_resumed_or_repaired(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with tiny.engine(model, tmp_path / "s") as engine:
+    with tiny.engine(model, tmp_path / "s") as engine, monkeypatch.context() as patch:
         engine.library.add([entry(9)])
-        with monkeypatch.context() as patch:
-            patch.setattr("blendrag.corpus.documents.EntryTable.put", killed)
-            with pytest.raises(Killed):
-                engine.library.add(entries(3))
+        patch.setattr("blendrag.corpus.documents.EntryTable.put", killed)
+        with pytest.raises(Killed):
+            engine.library.add(entries(3))
         assert stored(engine) == 4
         assert engine.library.ids() == ["id9"]
     with tiny.engine(model, tmp_path / "s") as engine:
         assert counts(engine.library.add([entry(0)])) == (1, 0, 0, 0), "its KV was kept"
         assert stored(engine) == 4, "the others may be another process's, just now"
-        monkeypatch.setattr(kv_writer, "ABANDONED_S", 0.0)
         corpus = engine.resources.require_corpus()
         assert kv_writer.drop_orphaned_kv(engine.resources, corpus, within_s=0.0) == 2
         assert stored(engine) == 2

@@ -54,17 +54,15 @@ def notes(answer: Answer) -> list[str]:
 
 
 @pytest.fixture
-def encodings(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of each chunk that is encoded; leading parts, which have no prefix, do not count."""
-    encoded: list[int] = []
-    encode = engine.resources.kv_validity.encode
+def encodings(engine: BlendEngine) -> Iterator[list[tuple]]:
+    """Namespace, ids and prefix of everything that is encoded."""
+    with tiny.counted(engine.resources.kv_validity, "encode") as calls:
+        yield calls
 
-    def noting(namespace: str, ids: Any, prefix: Any) -> Any:
-        encoded.extend([len(ids)] if prefix else [])
-        return encode(namespace, ids, prefix)
 
-    monkeypatch.setattr(engine.resources.kv_validity, "encode", noting)
-    return encoded
+def chunks(encodings: list[tuple]) -> int:
+    """Without leading parts, which have no prefix."""
+    return sum(bool(prefix) for _, _, prefix in encodings)
 
 
 def test_a_missing_chunk_is_computed_and_then_encoded_alone(engine: BlendEngine) -> None:
@@ -88,26 +86,20 @@ def test_a_missing_chunk_is_computed_and_then_encoded_alone(engine: BlendEngine)
 
 
 def test_queries_write_only_what_was_missing(engine: BlendEngine) -> None:
-    def files() -> dict[Path, bytes]:
-        store, namespace = engine.resources.store, engine.resources.kv_validity.namespace
-        found = (p for key in store.keys(namespace) for p in store_root.rglob(f"{key}*"))
-        return {path: path.read_bytes() for path in found}
-
-    store_root = engine.resources.root
-
+    text = tiny.prompt(engine, 0, 1)
     for _ in range(2):  # the leading part is stored when it comes back
-        engine.generate(tiny.prompt(engine, 0, 1))
+        engine.generate(text)
         engine.drain()
-    before = files()
-    assert len(before) > 4
+    before = engine.stats().puts
+    assert before > 4
     for mode in ("blend", "reuse", "prefix", "full"):
-        engine.generate(tiny.prompt(engine, 0, 1), Options(mode=mode))  # type: ignore[arg-type]
+        engine.generate(text, Options(mode=mode))  # type: ignore[arg-type]
     engine.drain()
-    assert files() == before
+    assert engine.stats().puts == before
 
 
 def test_missing_chunks_are_encoded_once_if_other_requests_wait(
-    engine: BlendEngine, encodings: list[int]
+    engine: BlendEngine, encodings: list[tuple]
 ) -> None:
     whole = answers(engine, 1)[0]
     keys = lose(engine)
@@ -117,43 +109,34 @@ def test_missing_chunks_are_encoded_once_if_other_requests_wait(
     assert not notes(second)
     assert first.text == second.text == whole.text
     engine.drain()
-    assert len(encodings) == len(keys)
+    assert chunks(encodings) == len(keys)
 
 
-@pytest.mark.parametrize("mode", ["full", "prefix"])
-def test_modes_that_do_not_load_a_chunk_encode_nothing_first(
-    engine: BlendEngine, mode: Any
-) -> None:
+def test_a_mode_that_does_not_load_chunks_encodes_nothing_first(engine: BlendEngine) -> None:
     lose(engine)
-    options = Options(mode=mode, max_new_tokens=2)
+    options = Options(mode="prefix", max_new_tokens=2)
     assert not any(notes(answer) for answer in answers(engine, 2, options))
 
 
 def test_missing_chunks_of_a_batch_are_looked_up_and_encoded_once(
-    engine: BlendEngine, encodings: list[int], monkeypatch: pytest.MonkeyPatch
+    engine: BlendEngine, encodings: list[tuple], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int] = []
-    first = BackgroundWriter.encode_first
-
-    def noting(background: BackgroundWriter, missing: Any, check: Any) -> int:
-        asked.append(len(missing))
-        return first(background, missing, check)
-
     keys = lose(engine)
-    monkeypatch.setattr(BackgroundWriter, "encode_first", noting)
     monkeypatch.setitem(packing_rule.ROWS, "cpu", 10_000)
-    with engine.adapter.lock:
-        started: list[Any] = engine._start_batch([tiny.prompt(engine, 0, 1)] * 3, BLEND, False, 0.0)
-    found = [one.wait() for one in started]
+    prompts = [tiny.prompt(engine, 0, 1)] * 3
+    with tiny.counted(engine._background, "encode_first") as asked:
+        with engine.adapter.lock:
+            started: list[Any] = engine._start_batch(prompts, BLEND, False, 0.0)
+        found = [one.wait() for one in started]
     assert [computed(answer) for answer in found] == [0, 0, 0]
     assert {answer.metrics.batch_size for answer in found} == {3}
-    assert asked == [len(keys), 0, 0]
+    assert [len(missing) for missing, _ in asked] == [len(keys), 0, 0]
     engine.drain()
-    assert len(encodings) == len(keys)
+    assert chunks(encodings) == len(keys)
 
 
 def test_a_full_store_does_not_fail_a_request(
-    engine: BlendEngine, encodings: list[int], monkeypatch: pytest.MonkeyPatch
+    engine: BlendEngine, encodings: list[tuple], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lose(engine)
 
@@ -163,7 +146,7 @@ def test_a_full_store_does_not_fail_a_request(
     monkeypatch.setattr(engine.resources.store, "put", full)
     first, second = answers(engine, 2)
     assert first.text == second.text
-    assert len(encodings) == 1  # nothing more is encoded once the store is full
+    assert chunks(encodings) == 1  # nothing more is encoded once the store is full
     assert not notes(first)
 
 
