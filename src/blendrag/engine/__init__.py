@@ -1,17 +1,11 @@
 """The engine: one class an integration needs, and the types it takes and returns."""
 
+from blendrag.corpus.retriever import RetrievedChunk as Source
 from blendrag.engine.answers import AnswerIterator, AsyncAnswerIterator
 from blendrag.engine.calibration import CalibrationOptions, CalibrationReport
 from blendrag.engine.engine import BlendEngine
 from blendrag.engine.ingest import DryRun, IngestReport
-from blendrag.engine.request import (
-    Answer,
-    Message,
-    Options,
-    Prompt,
-    Source,
-    TokenLogprob,
-)
+from blendrag.engine.request import Answer, Message, Options, Prompt, TokenLogprob
 
 __all__ = [
     "Answer",

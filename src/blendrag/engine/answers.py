@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from blendrag.corpus.retriever import RetrievedChunk
-from blendrag.engine.request import Answer, Source
+from blendrag.engine.request import Answer
 from blendrag.engine.stream import AnswerStream
 from blendrag.errors import NoThreadError, RequestCancelled, RequestTimeout, starting_thread
 
@@ -89,7 +89,7 @@ class AnswerIterator(Pieces):
 
     def __init__(self, started: Started) -> None:
         self._started = started
-        self.sources: tuple[Source, ...] = ()
+        self.sources: tuple[RetrievedChunk, ...] = ()
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -223,11 +223,6 @@ async def off_loop(begin: Callable[[], T], timeout_s: float | None) -> T:
 def _abandon(starting: asyncio.Future[Any]) -> None:
     if not starting.cancelled() and starting.exception() is None:
         abandon_all(starting.result())
-
-
-def sources_of(chunks: Sequence[RetrievedChunk]) -> tuple[Source, ...]:
-    """Retrieved chunks as the sources of an answer."""
-    return tuple(Source(c.chunk_id, c.source, c.title, c.distance, c.text) for c in chunks)
 
 
 # -- batches ---------------------------------------------------------------------------------------

@@ -37,7 +37,6 @@ from blendrag.engine.answers import (
     all_awaited,
     name_prompt,
     off_loop,
-    sources_of,
     wait_all,
 )
 from blendrag.engine.batched_prefill import BatchEntry, RequestBatch
@@ -229,7 +228,7 @@ class BlendEngine:
         """Retrieve the nearest chunks and answer over them; the answer names its sources."""
         chunks = self.retrieve(question, top_k)
         answer = self.generate(prompt_over(question, [c.text for c in chunks]), options)
-        return replace(answer, sources=sources_of(chunks))
+        return replace(answer, sources=tuple(chunks))
 
     def ask_stream(
         self, question: str, top_k: int | None = None, options: Options | None = None
@@ -237,7 +236,7 @@ class BlendEngine:
         """:meth:`ask`, piece by piece."""
         chunks = self.retrieve(question, top_k)
         pieces = self.stream(prompt_over(question, [c.text for c in chunks]), options)
-        pieces.sources = sources_of(chunks)
+        pieces.sources = tuple(chunks)
         return pieces
 
     def retrieve(self, question: str, top_k: int | None = None) -> list[RetrievedChunk]:

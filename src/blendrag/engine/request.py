@@ -9,6 +9,7 @@ from numbers import Integral, Real
 from typing import Any, get_args
 
 from blendrag.config import AUTO, Mode, Ratio
+from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.errors import InvalidInputError, InvalidOptionError
 from blendrag.fusor.selection import Schedule, SelectionPolicy, make_policy
 from blendrag.metrics import RequestMetrics
@@ -212,17 +213,6 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Source:
-    """A retrieved chunk that the answer is based on."""
-
-    chunk_id: str
-    source: str
-    title: str
-    distance: float
-    text: str
-
-
-@dataclass(frozen=True)
 class TokenLogprob:
     """One token of an answer and its log probability under the model, in nats.
 
@@ -249,5 +239,5 @@ class Answer:
     texts: tuple[str, ...]
     finish_reason: str
     metrics: RequestMetrics
-    sources: tuple[Source, ...] = ()
+    sources: tuple[RetrievedChunk, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None

@@ -25,7 +25,7 @@ class Worker:
         self._foreground: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._background: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._changed = threading.Condition()
-        self._closed = False
+        self.closed = False
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
 
@@ -41,10 +41,10 @@ class Worker:
             _settle(future, call)
             return future
         with self._changed:
-            if self._closed and background:  # from a request that is being finished
+            if self.closed and background:  # from a request that is being finished
                 future.cancel()
                 return future
-            if self._closed:
+            if self.closed:
                 raise InvalidInputError(CLOSED)
             if self._thread is None:
                 self._start()
@@ -83,10 +83,6 @@ class Worker:
         """Whether a foreground call is queued."""
         return bool(self._foreground)
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
     def drain(self) -> None:
         """Block until everything queued so far is done, background work included."""
         self._check_process()
@@ -100,10 +96,10 @@ class Worker:
     def close(self) -> None:
         """Finish foreground calls, drop background calls, end the thread. Idempotent."""
         if self._is_elsewhere:
-            self._closed = True
+            self.closed = True
             return
         with self._changed:
-            self._closed = True
+            self.closed = True
             for future, _ in self._background:
                 future.cancel()
             self._background.clear()
@@ -114,7 +110,7 @@ class Worker:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not (self._foreground or self._background or self._closed):
+                while not (self._foreground or self._background or self.closed):
                     self._changed.wait()
                 queue = self._foreground or self._background
                 if not queue:
