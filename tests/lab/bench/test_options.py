@@ -6,8 +6,6 @@ import inspect
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -112,12 +110,11 @@ def test_benches_share_their_options(name: str) -> None:
 def way_of(name: str, calls: list[str], seconds: list[float]) -> CheckedWay:
     left = iter(seconds)
 
-    @contextmanager
-    def opened() -> Iterator[Callable[[], float]]:
+    def once() -> float:
         calls.append(name)
-        yield lambda: next(left)
+        return next(left)
 
-    return CheckedWay(name, opened)
+    return CheckedWay(name, once)
 
 
 def test_each_round_starts_with_another_way_and_the_first_does_not_count() -> None:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from blendrag.lab.bench.rounds import CheckedWay, MeasuredNothingError, WayRow, silent
+from blendrag.lab.bench.rounds import MeasuredNothingError, WayRow, silent
 from blendrag.lab.bench.store import (
     PromptBuffers,
     StoreResult,
@@ -66,10 +65,12 @@ def kv_store(tmp_path: Path) -> Iterator[KVStore]:
         yield opened
 
 
-def doing_nothing(opened: Callable[[], AbstractContextManager[object]]) -> None:
-    """A round whose work is left out."""
-    with opened():
-        pass
+@contextlib.contextmanager
+def doing_nothing() -> Iterator[None]:
+    """Rounds whose work is left out."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{STORE}.seconds_of", lambda work: 0.0)
+        yield
 
 
 # -- the result -----------------------------------------------------------------------------------
@@ -142,14 +143,13 @@ def test_every_way_reads_the_chunks_bit_for_bit_and_doing_nothing_is_an_error(
         assert list(ways) == [*READS, "memory tier"]
         for name, (opened, _) in ways.items():
             before = len(os.listdir("/proc/self/fd"))
-            filled = partial(prompt.filled, name, opened)
-            CheckedWay(name, filled).once()
+            prompt.fill(name, opened)
             for layer, buffer in enumerate(prompt.buffers):
                 expected = [chunk.layers[layer] for chunk in prompt.chunks.values()]
                 assert torch.equal(buffer, torch.cat(expected, dim=2)), name
             # What is in the buffers from before does not count.
-            with pytest.raises(MeasuredNothingError, match="has other bytes than were written"):
-                doing_nothing(filled)
+            with doing_nothing(), pytest.raises(MeasuredNothingError, match="has other bytes"):
+                prompt.fill(name, opened)
             assert len(os.listdir("/proc/self/fd")) == before, name
 
 
@@ -191,8 +191,8 @@ def test_both_ways_of_writing_sync_the_same_bytes_and_doing_nothing_is_an_error(
         way.once()
         assert way.size_bytes in synced
         assert way.size_bytes > CHUNK.size_bytes
-        with pytest.raises((MeasuredNothingError, FileNotFoundError)):
-            doing_nothing(way.open)
+        with doing_nothing(), pytest.raises((MeasuredNothingError, FileNotFoundError)):
+            way.once()
 
 
 def test_puts_remove_what_they_stored(tmp_path: Path) -> None:
@@ -225,20 +225,18 @@ def test_a_miss_is_looked_up_in_an_index_of_as_many_rows(
 def test_a_get_that_is_no_miss_is_an_error(
     kv_store: KVStore, monkeypatch: pytest.MonkeyPatch, found: object
 ) -> None:
-    way = CheckedWay("store", partial(miss, kv_store, LAYOUT, TOKENS))
-    way.once()
+    miss(kv_store, LAYOUT, TOKENS)
     monkeypatch.setattr(kv_store, "open", lambda *args: found)  # found, or not looked up
     with pytest.raises(MeasuredNothingError, match="expected a miss"):
-        way.once()
+        miss(kv_store, LAYOUT, TOKENS)
 
 
 @pytest.mark.parametrize("encoding", ["int8", "fp8"])
 def test_decoding_that_skips_data_is_an_error(
     encoding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    way = CheckedWay(encoding, partial(decode, CHUNK, encoding))
-    way.once()
+    decode(CHUNK, encoding)
     real = Staging._decode
     monkeypatch.setattr(Staging, "_decode", lambda self, blocks, out: real(self, blocks[:-1], out))
     with pytest.raises(MeasuredNothingError, match=f"decoded from {encoding} is off by"):
-        way.once()
+        decode(CHUNK, encoding)

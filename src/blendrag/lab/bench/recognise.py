@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from blendrag.lab.bench.rounds import (
     WayRow,
     measure_part,
     peak_bytes,
+    seconds_of,
     silent,
 )
 from blendrag.lab.bench.scratch import scratch
@@ -99,11 +100,7 @@ def recognise(
         for name, shared in (("distinct", 0), (f"first {SHARED_CHARS} shared", SHARED_CHARS)):
             tick(f"{name}: adding {chunks} chunks")
             root, texts = directory / str(shared), _texts(shared, chunks, shared)
-            began = time.perf_counter()
-            with Corpus.open(root, create=True) as corpus:
-                for at in range(0, chunks, BATCH):
-                    _put(corpus, f"document {at}", texts[at : at + BATCH])
-            add_s = time.perf_counter() - began
+            add_s = seconds_of(partial(_fill, root, texts))
             tick(f"{name}: loading")
             corpus = corpora.enter_context(Corpus.open(root))
             loads.append(_load(corpus, name, texts, add_s))
@@ -119,6 +116,12 @@ def _texts(seed: int, count: int, shared: int) -> list[str]:
     lines = [" ".join(rng.choices(words, k=24)) for _ in range(4000)]
     head, length = " ".join(words)[:shared], CHUNK_CHARS // 150 + 1
     return [f"{head}{i} {'. '.join(rng.choices(lines, k=length))}" for i in range(count)]
+
+
+def _fill(root: Path, texts: list[str]) -> None:
+    with Corpus.open(root, create=True) as corpus:
+        for at in range(0, len(texts), BATCH):
+            _put(corpus, f"document {at}", texts[at : at + BATCH])
 
 
 def _put(corpus: Corpus, source: str, texts: list[str]) -> None:
@@ -139,9 +142,7 @@ def _load(corpus: Corpus, name: str, texts: list[str], add_s: float) -> LoadedIn
     _put(corpus, "later", _texts(-2, 1, 0))
     corpus.remove_source("later")
     _put(corpus, "later", _texts(-3, 1, 0))
-    began = time.perf_counter()
-    corpus.chunk_index.find(prompt)
-    follow_s = time.perf_counter() - began
+    follow_s = seconds_of(lambda: corpus.chunk_index.find(prompt))
     if len(corpus.chunk_index) != len(texts) + 1:
         raise MeasuredNothingError(f"{name}: a chunk that was added is not known")
     return LoadedIndex(name, add_s, load_s, memory_bytes, follow_s)
@@ -163,22 +164,15 @@ def _ways(corpus: Corpus, name: str, texts: list[str], chars: int) -> list[Check
     return ways
 
 
-@contextmanager
-def _find(
-    corpus: Corpus, name: str, prompt: str, expected: tuple[int, int]
-) -> Iterator[Callable[[], float]]:
-    """Search one prompt, which has ``expected`` whole and cut chunks."""
-    found: list[Any] = []
-
-    def run() -> float:
-        began = time.thread_time()
-        found.extend(corpus.chunk_index.find(prompt))
-        return time.thread_time() - began
-
-    yield run
+def _find(corpus: Corpus, name: str, prompt: str, expected: tuple[int, int]) -> float:
+    """CPU seconds to search one prompt, which has ``expected`` whole and cut chunks."""
+    began = time.thread_time()
+    found = corpus.chunk_index.find(prompt)
+    seconds = time.thread_time() - began
     whole = sum(match.complete for match in found)
     if (whole, len(found) - whole) != expected:
         raise MeasuredNothingError(
             f"{name}: {whole} whole and {len(found) - whole} cut chunks found, expected {expected[0]} and "
             f"{expected[1]}"
         )
+    return seconds

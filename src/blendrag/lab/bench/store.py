@@ -34,6 +34,7 @@ from blendrag.lab.bench.rounds import (
     Timing,
     WayRow,
     measure_part,
+    seconds_of,
     silent,
 )
 from blendrag.lab.bench.scratch import scratch
@@ -222,29 +223,27 @@ class PromptBuffers:
         self.targets = [buffer.split(self.first.tokens, dim=2) for buffer in self.buffers]
         """By layer and chunk, views ``[2, Hkv, T, D]``."""
 
-    @contextlib.contextmanager
-    def filled(
-        self, name: str, opened: Opened, before: Callable[[], object] = lambda: None
-    ) -> Iterator[Callable[[], None]]:
-        """Read layer by layer, every chunk, as a query does; ``before()`` runs after the files were opened.
+    def fill(self, name: str, opened: Opened, before: Callable[[], object] = lambda: None) -> float:
+        """Seconds to read layer by layer, every chunk, as a query does; ``before()`` runs after opening.
 
         Raises :class:`MeasuredNothingError` unless all chunks are then in place, bit for bit.
         """
         for buffer in self.buffers:
             buffer.zero_()
         with opened() as read:
-            before()
 
             def run() -> None:
                 for layer, targets in enumerate(self.targets):
                     for number, target in enumerate(targets):
                         read(layer, number, target)
 
-            yield run
+            before()
+            seconds = seconds_of(run)
         for layer, targets in enumerate(self.targets):
             for target, chunk in zip(targets, self.chunks.values(), strict=True):
                 if not torch.equal(target, chunk.layers[layer]):
                     raise MeasuredNothingError(f"layer {layer}, read by {name}, {OTHER_BYTES}")
+        return seconds
 
 
 @contextlib.contextmanager
@@ -329,11 +328,12 @@ def measure_reads(
     warm, cold = [], []
     with reading_ways(root, prompt) as ways:
         for name, (opened, files) in ways.items():
-            filled = partial(prompt.filled, name, opened)
-            warm.append(CheckedWay(name, filled, prompt.size_bytes))
+            fill = partial(prompt.fill, name, opened)
+            warm.append(CheckedWay(name, fill, prompt.size_bytes))
             if files:
-                dropped = partial(filled, partial(drop, files))
-                cold.append(CheckedWay(name, dropped, prompt.size_bytes))
+                cold.append(
+                    CheckedWay(name, partial(fill, partial(drop, files)), prompt.size_bytes)
+                )
         rows = measure_part("warm read", warm, rounds, tick, "raw preadv")
         rows += measure_part("cold read", cold, rounds, tick, "raw preadv", warm_up=False)
     return rows, max(cached)
@@ -350,22 +350,20 @@ def _settle(directory: Path) -> None:
         os.fsync(file.fileno())
 
 
-@contextlib.contextmanager
-def store_put(directory: Path, kv_store: KVStore, chunk: ChunkKV) -> Iterator[Callable[[], None]]:
+def store_put(directory: Path, kv_store: KVStore, chunk: ChunkKV) -> float:
     """:meth:`KVStore.put` of a new chunk."""
-    _settle(directory)
     key = new_key()
     prompt = PromptBuffers({key: chunk})
+    _settle(directory)
     try:
-        yield lambda: kv_store.put(NAMESPACE, key, chunk)
-        with prompt.filled("the store", partial(store_reads, prompt, kv_store)) as read:
-            read()
+        seconds = seconds_of(lambda: kv_store.put(NAMESPACE, key, chunk))
+        prompt.fill("the store", partial(store_reads, prompt, kv_store))
+        return seconds
     finally:
         kv_store.delete(NAMESPACE, key)
 
 
-@contextlib.contextmanager
-def plain_write(directory: Path, header: bytes, chunk: ChunkKV) -> Iterator[Callable[[], None]]:
+def plain_write(directory: Path, header: bytes, chunk: ChunkKV) -> float:
     """The payload's bytes, written, synced and renamed into place; no directory is synced."""
     buffers = [header, *map(tensor_buffer, chunk.layers)]
     temporary, final = directory / "temporary", directory / "final"
@@ -379,9 +377,10 @@ def plain_write(directory: Path, header: bytes, chunk: ChunkKV) -> Iterator[Call
 
     _settle(directory)
     try:
-        yield run
+        seconds = seconds_of(run)
         if final.read_bytes() != b"".join(map(bytes, buffers)):
             raise MeasuredNothingError(f"a plain file {OTHER_BYTES}")
+        return seconds
     finally:
         for path in (temporary, final):
             path.unlink(missing_ok=True)
@@ -409,8 +408,7 @@ def measure_puts(root: Path, chunk: ChunkKV, rounds: int, tick: Tick) -> list[Wa
 # -- decoding -------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def decode(chunk: ChunkKV, encoding: str) -> Iterator[Callable[[], float]]:
+def decode(chunk: ChunkKV, encoding: str) -> float:
     """Decode every layer of a chunk through the buffer of a reader. Only decoding is timed."""
     layout = chunk.layout.encoded(encoding)
     codec, staging = codec_of(layout), staging_of(layout, chunk.tokens)
@@ -418,22 +416,16 @@ def decode(chunk: ChunkKV, encoding: str) -> Iterator[Callable[[], float]]:
     assert staging is not None
     encoded = [codec.encode(i, layer) for i, layer in enumerate(chunk.layers)]
     decoded = [torch.zeros_like(layer) for layer in chunk.layers]
+    seconds = began = 0.0
 
-    def run() -> float:
-        total = 0.0
-        for layer, (stored, out) in enumerate(zip(encoded, decoded, strict=True)):
-            began = 0.0
+    def fill(stored: torch.Tensor, room: Any) -> None:
+        nonlocal began
+        ctypes.memmove(room, stored.data_ptr(), stored.numel())
+        began = time.perf_counter()
 
-            def fill(room: Any, stored: torch.Tensor = stored) -> None:
-                nonlocal began
-                ctypes.memmove(room, stored.data_ptr(), stored.numel())
-                began = time.perf_counter()
-
-            staging.read(layer, fill, out)
-            total += time.perf_counter() - began
-        return total
-
-    yield run
+    for layer, (stored, out) in enumerate(zip(encoded, decoded, strict=True)):
+        staging.read(layer, partial(fill, stored), out)
+        seconds += time.perf_counter() - began
     for layer, (expected, out) in enumerate(zip(chunk.layers, decoded, strict=True)):
         bound = expected.float().abs().max().item() * (2 * RELATIVE_ERROR[encoding] + BF16_ERROR)
         error = (out.float() - expected.float()).abs().max().item()
@@ -442,6 +434,7 @@ def decode(chunk: ChunkKV, encoding: str) -> Iterator[Callable[[], float]]:
                 f"layer {layer} decoded from {encoding} is off by {error:.3g}, expected at most "
                 f"{bound:.3g}; this installation cannot be trusted"
             )
+    return seconds
 
 
 def measure_decoding(chunk: ChunkKV, rounds: int, tick: Tick) -> list[WayRow]:
@@ -462,17 +455,17 @@ def measure_decoding(chunk: ChunkKV, rounds: int, tick: Tick) -> list[WayRow]:
 # -- misses ---------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def miss(kv_store: KVStore, layout: KVLayout, tokens: int) -> Iterator[Callable[[], None]]:
+def miss(kv_store: KVStore, layout: KVLayout, tokens: int) -> float:
     """:meth:`KVStore.open` of a key that was never put."""
     key, before = new_key(), kv_store.stats().misses
     found: list[object] = []
-    yield lambda: found.append(kv_store.open(NAMESPACE, key, layout, tokens))
+    seconds = seconds_of(lambda: found.append(kv_store.open(NAMESPACE, key, layout, tokens)))
     if found != [None] or kv_store.stats().misses != before + 1:
         raise MeasuredNothingError(
             "a key that was never put was found, or was not looked up, expected a miss; this installation "
             "cannot be trusted"
         )
+    return seconds
 
 
 def measure_misses(
