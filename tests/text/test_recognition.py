@@ -153,6 +153,14 @@ def test_only_the_given_spans_are_searched() -> None:
     assert cut.end <= half + 120
 
 
+def test_discarded_chunks_are_not_found() -> None:
+    index = index_of(a=PROSE, b=PROSE[:114])
+    index.discard("a")
+    assert found(index, PROSE) == [("b", PROSE[:114], True)]
+    index.discard("b")
+    assert index.find(PROSE) == index.find(PROSE[:100]) == []
+
+
 def reference_hash(text: str) -> int:
     base, mask = 0x9E3779B97F4A7C15, (1 << 64) - 1
     value = sum((ord(c) + 1) * pow(base, i, 1 << 64) for i, c in enumerate(text)) & mask

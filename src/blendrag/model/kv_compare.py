@@ -44,8 +44,7 @@ def content(tensor: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 
 def magnitude(*tensors: torch.Tensor) -> torch.Tensor:
     """The largest number of each channel in any of ``tensors`` ``[H, n, D]``: ``[H, 1, D]``, float32."""
-    largest = [tensor.float().abs().amax(-2, keepdim=True) for tensor in tensors]
-    return torch.stack(largest).amax(0)
+    return torch.cat([tensor.float() for tensor in tensors], -2).abs().amax(-2, keepdim=True)
 
 
 def misfit(actual: torch.Tensor, expected: torch.Tensor, allowed: torch.Tensor) -> Misfit:

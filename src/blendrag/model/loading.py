@@ -88,9 +88,8 @@ def _pretrained(kind: str, name: str, **options: Any) -> Any:
 
 def _resolve_model(name: str) -> str:
     """``demo`` → the directory inside the package; anything else unchanged."""
-    if name != DEMO_MODEL:
-        return name
-    return str(Path(__file__).resolve().parent.parent / "demo" / "model")
+    demo = Path(__file__).resolve().parent.parent / "demo" / "model"
+    return str(demo) if name == DEMO_MODEL else name
 
 
 def resolve_device(device: str) -> torch.device:

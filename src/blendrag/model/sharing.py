@@ -9,7 +9,6 @@ Forwards by others take no lock, and compute what they would without blendrag.
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import weakref
@@ -120,7 +119,6 @@ def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
     """``hook``, which does nothing in other threads and while dynamo traces the module."""
     owner = threading.get_ident()
 
-    @functools.wraps(hook)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() or threading.get_ident() != owner:
             return None

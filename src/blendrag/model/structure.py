@@ -157,11 +157,9 @@ def _is_offloaded(model: nn.Module) -> bool:
     )
 
 
-def _accelerate_hooks(module: Any) -> Iterator[Any]:
+def _accelerate_hooks(module: Any) -> list[Any]:
     hook = getattr(module, "_hf_hook", None)
-    for each in getattr(hook, "hooks", (hook,)):
-        if each is not None and hasattr(each, "execution_device"):
-            yield each
+    return [each for each in getattr(hook, "hooks", (hook,)) if hasattr(each, "execution_device")]
 
 
 # -- torch.compile ----------------------------------------------------------------------------------

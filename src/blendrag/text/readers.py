@@ -238,9 +238,9 @@ def _read_jsonl(path: Path, text: str) -> Iterator[Document]:
         except _BadLine as bad:
             first_fault = first_fault or f"line {number} {bad}"
             bad_lines += 1
-            continue
-        seen.add(document.source)
-        yield document
+        else:
+            seen.add(document.source)
+            yield document
     if bad_lines:
         skipped = f"{bad_lines} bad line{'s' if bad_lines > 1 else ''} skipped"
         raise UnreadableDocumentError(path, f"{first_fault}; {skipped}, {len(seen)} read")

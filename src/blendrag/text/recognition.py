@@ -23,7 +23,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -211,8 +211,7 @@ class _Table:
         digests, heads = numbers[:, 1].astype(U64), numbers[:, 2:].astype(U64)
         self._levels: dict[int, _Level] = {}
         self._filters: dict[int, _Filter] = {}
-        for column, level in enumerate(LEVELS):
-            next_level = (*LEVELS, np.iinfo(np.intp).max)[column + 1]
+        for column, (level, next_level) in enumerate(pairwise((*LEVELS, np.iinfo(np.intp).max))):
             belongs = self._lengths >= level
             if level == SHORT:
                 belongs &= self._lengths < next_level
@@ -361,13 +360,8 @@ class ChunkIndex:
         Escaped text has other tokens, so it cannot be matched; the caller warns. ``matches``: what
         :meth:`find` found in ``prompt``.
         """
-        plain = unescaped(prompt)
-        if plain == prompt:
-            return False
-        covered, covered_plain = (
-            sum(match.end - match.start for match in found) for found in (matches, self.find(plain))
-        )
-        return covered_plain > covered
+        plain, covered = unescaped(prompt), sum(match.end - match.start for match in matches)
+        return plain != prompt and sum(m.end - m.start for m in self.find(plain)) > covered
 
 
 @dataclass
