@@ -19,6 +19,7 @@ from blendrag.planning.plan import MODE_FULL, Plan, Reason, ReasonCode
 from blendrag.planning.profile import Profile
 from blendrag.text.prompt import SegmentedPrompt
 
+FALLBACK = Schedule.parse(UNCALIBRATED_SCHEDULE)
 UNTRUSTED = Reason(
     ReasonCode.UNTRUSTED,
     "stored KV is not used: its probe entry is damaged, or this machine computes different KV than the one "
@@ -75,7 +76,7 @@ class KVAccess:
     controller: Controller | None = None
     """``None`` if no stored KV may be used."""
     why_not: Reason = MODE_FULL
-    schedule: Schedule | None = None
+    schedule: Schedule = FALLBACK
     """Used at every ratio that has no calibrated schedule."""
     calibrated: tuple[Calibration, ...] = ()
     notes: tuple[str, ...] = ()
@@ -98,12 +99,13 @@ class KVAccess:
             )
             reserve = 1 if request.sequences == 1 else 2
             plan = self.controller.plan(request.prompt, options, avoid, reserve)
-        try:
-            if plan.spans:
-                self._check_length()
-        except BaseException:
-            plan.close()
-            raise
+        tokens, limit = len(request.prompt.ids), self.adapter.blend_limit_tokens
+        if plan.spans and limit is not None and tokens + request.max_new_tokens > limit:
+            plan.close()  # stored keys cannot be mixed with another rotary table
+            raise UnsupportedModelError(
+                f"prompt of {tokens} tokens passes {limit}, where {self.adapter.model_id}'s rotary "
+                "table changes with the length; use mode full or a shorter prompt"
+            )
         found = nearest(self.calibrated, plan.ratio)
         note = found.note(plan.ratio) if found is not None else ""
         notes = tuple(filter(None, (*self.notes, note, *plan.notes)))
@@ -114,19 +116,7 @@ class KVAccess:
 
     def _schedule_at(self, ratio: float) -> Schedule:
         found = nearest(self.calibrated, ratio)
-        if found is not None:
-            return found.schedule
-        assert self.schedule is not None
-        return self.schedule
-
-    def _check_length(self) -> None:
-        """Refuse to mix stored keys with a rotary table that changes with the length."""
-        tokens, limit = len(self.request.prompt.ids), self.adapter.blend_limit_tokens
-        if limit is not None and tokens + self.request.max_new_tokens > limit:
-            raise UnsupportedModelError(
-                f"prompt of {tokens} tokens passes {limit}, where {self.adapter.model_id}'s rotary "
-                "table changes with the length; use mode full or a shorter prompt"
-            )
+        return found.schedule if found is not None else self.schedule
 
 
 class Planner:
@@ -159,8 +149,11 @@ class Planner:
         schedule, calibrated, notes = self._schedule(request, namespace)
         profile, profile_notes = self._profile(request, namespace)
         controller = self.controller(namespace, profile)
-        first = self._encode_missing(request, controller, check) if check is not None else ()
-        notes = (*notes, *profile_notes, *first)
+        notes += profile_notes
+        if check is not None and request.mode != "prefix" and self._background.goes_first:
+            missing = controller.missing(request.prompt)
+            if encoded := self._background.encode_first(missing, check):
+                notes += (ENCODED_FIRST.format(encoded),)
         return KVAccess(
             request, adapter, controller, schedule=schedule, calibrated=calibrated, notes=notes
         )
@@ -199,7 +192,7 @@ class Planner:
         tell = matters and (named or (namespace, request.policy) not in self._told)
         if tell:
             self._told.add((namespace, request.policy))
-        return Schedule.parse(UNCALIBRATED_SCHEDULE), (), (UNCALIBRATED,) if tell else ()
+        return FALLBACK, (), (UNCALIBRATED,) if tell else ()
 
     def _profile(self, request: Request, namespace: str) -> tuple[Profile | None, tuple[str, ...]]:
         """The machine profile; a note if ratio auto needs one and there is none."""
@@ -210,11 +203,3 @@ class Planner:
         name, root = self._resources.model_name, self._resources.root
         command = f"blendrag profile --model {name} --store {root}"
         return None, (f"{why}; ratio {request.ratio:g} is used; run {command}",)
-
-    def _encode_missing(
-        self, request: Request, controller: Controller, check: Callable[[], None]
-    ) -> tuple[str, ...]:
-        if request.mode == "prefix" or not self._background.goes_first:
-            return ()
-        encoded = self._background.encode_first(controller.missing(request.prompt), check)
-        return (ENCODED_FIRST.format(encoded),) if encoded else ()
