@@ -226,7 +226,11 @@ class DiskWriter:
             )
             excess_bytes -= sum(victims.values())
             if excess_bytes <= 0:
-                self._evict(list(victims))
+                self.index.drop(victims)
+                for name in victims:
+                    with contextlib.suppress(OSError):
+                        self.files.remove(name)
+                self.counters.add("evictions", len(victims))
                 return
             if sum(row_bytes for _, row_bytes in self.index.oldest()) != size_bytes:
                 raise IndexCorrupt("it miscounts its bytes")
@@ -236,13 +240,6 @@ class DiskWriter:
             f"{megabytes(size_bytes)}); raise --disk-bytes by {megabytes(excess_bytes)} or more",
             needed_bytes,
         )
-
-    def _evict(self, names: list[Name]) -> None:
-        self.index.drop(names)
-        for name in names:
-            with contextlib.suppress(OSError):
-                self.files.remove(name)
-        self.counters.add("evictions", len(names))
 
     # -- removal ---------------------------------------------------------------------------------
 

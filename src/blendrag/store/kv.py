@@ -8,6 +8,7 @@ torch is imported on first use, because commands such as ``blendrag store check`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -66,8 +67,7 @@ class KVLayout:
 
     def layer_bytes(self, layer: int, tokens: int) -> int:
         """Bytes of one layer's tensor, before encoding."""
-        shape = self.layers[layer]
-        return 2 * shape.kv_heads * tokens * shape.head_dim * self.item_bytes
+        return math.prod(self.layer_shape(layer, tokens)) * self.item_bytes
 
     def chunk_bytes(self, tokens: int) -> int:
         """Bytes of a chunk's tensors over all layers, before encoding."""

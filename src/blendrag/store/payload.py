@@ -81,10 +81,6 @@ class Frame:
     def file_bytes(self) -> int:
         return self.offsets[-1]
 
-    @property
-    def layers(self) -> int:
-        return len(self.offsets) - 1
-
     def header(self, namespace: str, key: str, checksums: Sequence[int]) -> bytes:
         """The header of one file, including its length field."""
         digits = struct.pack(f">{len(checksums)}Q", *checksums).hex().encode()
@@ -96,11 +92,11 @@ class Frame:
 
     def checksums(self, header: bytes, namespace: str, key: str) -> list[int] | None:
         """Checksums in a header read from disk, or ``None`` if anything else in it differs."""
-        start = len(self.fixed[0])
-        digits = header[start : start + _CHECKSUM_DIGITS * self.layers]
+        start, layers = len(self.fixed[0]), len(self.offsets) - 1
+        digits = header[start : start + _CHECKSUM_DIGITS * layers]
         if _HEX.fullmatch(digits) is None or header != self._header(namespace, key, digits):
             return None
-        return list(struct.unpack(f">{self.layers}Q", bytes.fromhex(digits.decode())))
+        return list(struct.unpack(f">{layers}Q", bytes.fromhex(digits.decode())))
 
 
 @lru_cache(maxsize=1024)

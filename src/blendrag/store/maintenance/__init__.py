@@ -6,21 +6,13 @@ the store. :mod:`blendrag.cli.store` prints the reports.
 
 from __future__ import annotations
 
-from blendrag.store.maintenance.archive import (
-    ExportReport,
-    ImportReport,
-    export_archive,
-    import_archive,
-)
-from blendrag.store.maintenance.integrity import CheckReport, NamespaceCheck, check
+from blendrag.store.maintenance.archive import export_archive, import_archive
+from blendrag.store.maintenance.integrity import CheckReport, check
 from blendrag.store.maintenance.opening import find_namespace, require_store, require_writable
 from blendrag.store.maintenance.space import Removal, StoreSurvey, clear, collect, survey
 
 __all__ = [
     "CheckReport",
-    "ExportReport",
-    "ImportReport",
-    "NamespaceCheck",
     "Removal",
     "StoreSurvey",
     "check",

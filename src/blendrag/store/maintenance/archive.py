@@ -172,8 +172,7 @@ def _require_replaceable(root: Path, archive: Path) -> None:
             f"{archive} is inside store {root}, expected a file elsewhere; choose another FILE"
         )
     try:
-        with open_archive(archive) as file:
-            ArchiveReader(file)
+        ArchiveReader(archive).close()
     except FileNotFoundError:
         return
     except (OSError, ArchiveFault) as exc:
@@ -222,20 +221,18 @@ def import_archive(
     changed, and :class:`StoreUnavailableError`.
     """
     try:
-        file = open_archive(archive)
+        source = ArchiveReader(archive)
     except OSError as exc:
         raise InvalidInputError(
             f"{archive} cannot be read ({exc.strerror or exc}), expected a file made by blendrag store "
             "export; choose another FILE"
         ) from exc
-    with file:
-        try:
-            source = ArchiveReader(file)
-        except ArchiveFault as exc:
-            raise InvalidInputError(
-                f"{archive} is not an archive that this version can import ({exc}), expected a file "
-                "made by blendrag store export; export it again with this version"
-            ) from exc
+    except ArchiveFault as exc:
+        raise InvalidInputError(
+            f"{archive} is not an archive that this version can import ({exc}), expected a file "
+            "made by blendrag store export; export it again with this version"
+        ) from exc
+    with contextlib.closing(source):
         with named_errors(f"opening store {root}"):
             is_new = not os.path.lexists(root) or (root.is_dir() and not any(root.iterdir()))
         if not is_new:
@@ -309,11 +306,6 @@ class ArchivedPayload(NamedTuple):
         return f"{'pinned' if self.pinned else 'kv'}/{self.namespace}/{self.key}.kv"
 
 
-def open_archive(path: Path) -> BinaryIO:
-    """Open for reading. Raises ``OSError`` also for a FIFO or device, and never waits for one."""
-    return os.fdopen(open_regular(path, follow=True), "rb")
-
-
 def _write_member(file: BinaryIO, name: str, size_bytes: int, pieces: Iterable[bytes]) -> None:
     """Append a file to the tar. Appends nothing if ``pieces`` raises."""
     begin = file.tell()
@@ -338,17 +330,25 @@ def _write_json(file: BinaryIO, name: str, fields: dict[str, int]) -> None:
 class ArchiveReader:
     """Reads an archive from front to back. Raises :class:`ArchiveFault`."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        """Raises :class:`ArchiveFault` for other files and for archives of another version."""
-        self._file = file
+    def __init__(self, path: Path) -> None:
+        """Raises :class:`ArchiveFault` for other files and for archives of another version.
+
+        Raises ``OSError`` also for a FIFO or device, and never waits for one.
+        """
+        self._file = os.fdopen(open_regular(path, follow=True), "rb")
+        self.close = self._file.close
         self._left = self._padding = 0
-        self.file_bytes = os.fstat(file.fileno()).st_size
+        self.file_bytes = os.fstat(self._file.fileno()).st_size
         self.position = 0
         self._payloads = self._bytes = 0
-        versions = self._json(self._header(), FIRST)
-        for name, known in _VERSIONS.items():
-            if versions.get(name) != known:
-                raise ArchiveFault(f"its {name} is {versions.get(name)!r}, expected {known}")
+        try:
+            versions = self._json(self._header(), FIRST)
+            for name, known in _VERSIONS.items():
+                if versions.get(name) != known:
+                    raise ArchiveFault(f"its {name} is {versions.get(name)!r}, expected {known}")
+        except BaseException:
+            self.close()
+            raise
 
     def next(self) -> ArchivedPayload | None:
         """The next payload, skipping the rest of the last one; ``None`` at the end."""

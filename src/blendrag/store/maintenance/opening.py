@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,11 +26,6 @@ def no_progress(done_bytes: int, total_bytes: int) -> None:
     """Ignore progress."""
 
 
-def unlimited() -> int:
-    """A limit that evicts nothing."""
-    return (1 << 63) - 1
-
-
 @contextlib.contextmanager
 def open_for_reading(root: Path) -> Iterator[PayloadFiles]:
     """The payload files of a store. Raises :class:`StoreUnavailableError` for anything else.
@@ -45,7 +41,7 @@ def open_for_reading(root: Path) -> Iterator[PayloadFiles]:
 
 @contextlib.contextmanager
 def open_for_changes(
-    root: Path, limit_bytes: Callable[[], int] = unlimited
+    root: Path, limit_bytes: Callable[[], int] = lambda: sys.maxsize
 ) -> Iterator[DiskWriter]:
     """A store after recovery from crashed writers, created if ``root`` does not exist.
 
