@@ -57,11 +57,11 @@ def ingest_args(path: Path, model: Path | str, store: Path, *more: str) -> list[
     ]  # fmt: skip
 
 
-def invoke(*args: str, stdin: str = "") -> Result:
+def invoke(*args: str | Path, stdin: str = "") -> Result:
     """Run the command in this process; a traceback fails the test."""
     settings.cache_clear()
     try:
-        result = CliRunner().invoke(app, list(args), stdin, prog_name="blendrag")
+        result = CliRunner().invoke(app, list(map(str, args)), stdin, prog_name="blendrag")
     finally:
         settings.cache_clear()
     if result.exception is not None and not isinstance(result.exception, SystemExit):
@@ -77,7 +77,7 @@ def said(result: Result) -> str:
     return lines[0]
 
 
-def refused(*args: str, status: int = 2) -> str:
+def refused(*args: str | Path, status: int = 2) -> str:
     """The one sentence of a command that is refused; it prints nothing on stdout."""
     result = invoke(*args)
     assert result.exit_code == status, (result.stdout, result.stderr)
@@ -85,20 +85,25 @@ def refused(*args: str, status: int = 2) -> str:
     return said(result)
 
 
-def ask(store: Path | str, *more: str) -> dict[str, Any]:
-    """The JSON of a short answer."""
-    args = ("ask", QUESTION, "--store", str(store), "--max-new-tokens", "2", "--json")
-    result = invoke(*args, *more)
-    assert result.exit_code == 0, result.stderr
+def printed(*args: str | Path, status: int = 0) -> dict[str, Any]:
+    """The one JSON object that a command prints."""
+    result = invoke(*args, "--json")
+    assert result.exit_code == status, result.stderr
+    assert len(result.stdout.splitlines()) == 1
     fields: dict[str, Any] = json.loads(result.stdout)
     return fields
+
+
+def ask(store: Path, *more: str) -> dict[str, Any]:
+    """The JSON of a short answer."""
+    return printed("ask", QUESTION, "--store", store, "--max-new-tokens", "2", *more)
 
 
 def reused_tokens(store: Path) -> int:
     return int(ask(store)["metrics"]["reused_tokens"])
 
 
-def start(*args: str, before: str = "") -> subprocess.Popen[str]:
+def start(*args: str | Path, before: str = "") -> subprocess.Popen[str]:
     """Start ``blendrag`` in a new process, which runs the code ``before`` first. It receives Ctrl-C."""
     code = f"{before}\nfrom blendrag.cli.main import main\nmain()"
     return subprocess.Popen(

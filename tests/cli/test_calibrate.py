@@ -15,7 +15,7 @@ FEW = ("--samples", "2", "--top-k", "3", "--minutes", "0.3", "--ratio", "0.2", "
 
 @pytest.mark.slow
 def test_the_schedule_found_is_printed_kept_and_used(store: Path) -> None:
-    result = invoke("calibrate", "--store", str(store), *FEW, "--json")
+    result = invoke("calibrate", "--store", store, *FEW, "--json")
     assert result.exit_code == 0, result.stderr
     assert "used only with --schedule calibrated" in result.stderr
     found = json.loads(result.stdout)
@@ -34,7 +34,7 @@ def test_the_table_names_schedules_the_source_of_the_questions_and_the_time_limi
     questions = tmp_path / "questions.txt"
     questions.write_text("What is the topic of document 1?\n\nWhere is the windmill?\n")
     given = ("--questions", str(questions), "--minutes", "0.0001")
-    result = invoke("calibrate", "--store", str(store), *FEW, *given)
+    result = invoke("calibrate", "--store", store, *FEW, *given)
     assert "on 2 prompts (questions given)" in result.stdout
     assert "constant: " in result.stdout
     assert "the search stopped after 0.0001 minutes; allow more with --minutes" in result.stderr
@@ -48,7 +48,7 @@ def test_an_interrupted_search_keeps_the_best_so_far(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(StatusLine, "show", impatient)
-    result = invoke("calibrate", "--store", str(store), *FEW, "--json")
+    result = invoke("calibrate", "--store", store, *FEW, "--json")
     assert result.exit_code == 130
     assert "the best schedule so far is kept" in result.stderr.splitlines()[-1]
     assert json.loads(result.stdout)["tried"] == 1
@@ -67,5 +67,5 @@ def test_an_interrupted_search_keeps_the_best_so_far(
 def test_bad_input_is_one_sentence_before_anything_is_loaded(
     tmp_path: Path, arguments: tuple[str, ...], words: str
 ) -> None:
-    assert words in refused("calibrate", "--store", str(tmp_path / "none"), *arguments)
+    assert words in refused("calibrate", "--store", tmp_path / "none", *arguments)
     assert not (tmp_path / "none").exists()

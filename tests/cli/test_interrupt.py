@@ -84,7 +84,7 @@ def test_ctrl_c_during_ingest_prints_totals_and_the_next_run_goes_on(
 
 @pytest.mark.slow
 def test_ctrl_c_during_decode_stops_and_leaves_the_store_intact(ingested: Path) -> None:
-    args = ("ask", QUESTION, "--store", str(ingested), "--max-new-tokens", "400")
+    args = ("ask", QUESTION, "--store", ingested, "--max-new-tokens", "400")
     process = start(*args, before=SLOW_DECODING)
     _, stderr, _ = interrupt(process)
     assert process.returncode == 130

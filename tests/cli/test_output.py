@@ -67,7 +67,7 @@ def test_without_a_terminal_progress_is_a_line_every_few_seconds(
     ingested: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
-    lines = invoke("store", "check", "--store", str(ingested)).stderr.splitlines()
+    lines = invoke("store", "check", "--store", ingested).stderr.splitlines()
     assert len(lines) == 10
     assert all(line.startswith("progress: ") and " checked" in line for line in lines)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from blendrag.planning import measure
-from cli.commands import QUESTION, ask, invoke, refused, said
+from cli.commands import QUESTION, ask, invoke, printed, refused, said
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def test_a_profile_is_printed_and_kept_and_ask_uses_it(store: Path) -> None:
     before = ask(store, "--ratio", "auto")["metrics"]
     assert before["predicted_ttft_s"] is None
     assert any("blendrag profile" in note for note in before["notes"])
-    first = invoke("profile", "--store", str(store))
+    first = invoke("profile", "--store", store)
     assert first.exit_code == 0, first.stderr
     for word in ("prefill: 64 tokens", "layers by rows", "memory: ", "disk: ", "GB/s"):
         assert word in first.stdout
@@ -38,10 +38,10 @@ def test_a_profile_is_printed_and_kept_and_ask_uses_it(store: Path) -> None:
     assert after["predicted_ttft_s"] > 0
     assert after["decision"]
     assert not [note for note in after["notes"] if "blendrag profile" in note]
-    shown = invoke("ask", QUESTION, "--store", str(store), "--ratio", "auto").stderr
+    shown = invoke("ask", QUESTION, "--store", store, "--ratio", "auto").stderr
     assert " predicted (loading " in shown
     assert "\ndecision: " in shown
-    second = invoke("profile", "--store", str(store))
+    second = invoke("profile", "--store", store)
     assert "this is the kept profile" in said(second)
     assert second.stdout == first.stdout
 
@@ -50,14 +50,14 @@ def test_notes_name_another_machine_and_a_cold_disk_that_could_not_be_timed(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("blendrag.planning.tier_times.cached_share", lambda files: 0.5)
-    first = invoke("profile", "--store", str(store), "--json")
+    first = invoke("profile", "--store", store, "--json")
     assert "reading from a cold disk was not timed" in said(first)
     (path,) = profiles(store)
     kept = json.loads(path.read_text())
     kept["profiles"][0]["conditions"]["machine"] = "another (64 cores)"
     path.write_text(json.dumps(kept))
     monkeypatch.setattr("blendrag.planning.tier_times.cached_share", lambda files: 0.0)
-    second = invoke("profile", "--store", str(store), "--json")
+    second = invoke("profile", "--store", store, "--json")
     assert said(second) == (
         "note: the kept profile is of machine another (64 cores), so this machine was measured now"
     )
@@ -74,7 +74,7 @@ def test_a_store_that_cannot_be_written_is_measured_without_its_disk(
 
     monkeypatch.setattr(os, "access", refuse_writing)
     picture = tmp_path / "latencies.png"
-    result = invoke("profile", "--store", str(store), "--plot", str(picture))
+    result = invoke("profile", "--store", store, "--plot", str(picture))
     assert result.exit_code == 0, result.stderr
     assert (
         "note: the store cannot be written, so reading from its disk was not timed and the profile was not "
@@ -89,13 +89,13 @@ def test_a_store_that_cannot_be_written_is_measured_without_its_disk(
 
 @pytest.mark.slow
 def test_directories_and_storage_devices_are_rated(store: Path, tmp_path: Path) -> None:
-    args = ("profile", "--store", str(store), "--dir", str(tmp_path), "--policy", "random")
+    args = ("profile", "--store", store, "--dir", str(tmp_path), "--policy", "random")
     result = invoke(*args)
     assert result.exit_code == 0, result.stderr
     assert "cheapest that adds no latency: EBS" in result.stdout
     assert f"{tmp_path}: " in result.stdout  # --dir was timed
     assert not list(tmp_path.glob(".profile-*"))
-    rated = json.loads(invoke(*args, "--json").stdout)["storage"]["rated"]
+    rated = printed(*args)["storage"]["rated"]
     assert len(rated) == 3
     assert {"device", "ttft_s", "waiting_s", "hides", "cost_per_month"} == set(rated[0])
 
@@ -113,7 +113,7 @@ def test_bad_input_is_refused_before_anything_is_measured(
     store: Path, more: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure.Measure, "profile", None)
-    assert words in refused("profile", "--store", str(store), *more)
+    assert words in refused("profile", "--store", store, *more)
 
 
 def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

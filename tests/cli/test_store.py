@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sqlite3
@@ -14,19 +13,10 @@ from typing import Any
 
 import pytest
 
-from cli.commands import QUESTION, ingest_args, invoke, refused, reused_tokens, said
+from cli.commands import QUESTION, ingest_args, invoke, printed, refused, reused_tokens, said
 
 #: Three documents of three chunks, and the pinned one that identifies the namespace.
 CHUNKS = 10
-
-
-def fields(*args: str | Path, status: int = 0) -> dict[str, Any]:
-    """The one JSON object that a command prints."""
-    result = invoke("store", *map(str, args), "--json")
-    assert result.exit_code == status, result.stderr
-    assert len(result.stdout.splitlines()) == 1
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
 
 
 def payloads(store: Path) -> list[Path]:
@@ -47,7 +37,7 @@ def damage(store: Path, number: int = 0) -> Path:
 
 
 def test_stats_names_the_model_counts_and_limits(ingested: Path, model_dir: Path) -> None:
-    found = fields("stats", "--store", ingested)
+    found = printed("store", "stats", "--store", ingested)
     (namespace,) = found["namespaces"]
     assert namespace["model"] == str(model_dir)
     assert (namespace["dtypes"], namespace["encodings"]) == (["float32"], ["native"])
@@ -57,7 +47,7 @@ def test_stats_names_the_model_counts_and_limits(ingested: Path, model_dir: Path
     assert (corpus["documents"], corpus["chunks"]) == (3, CHUNKS - 1)
     assert corpus["namespace"] == namespace["namespace"]
     assert corpus["size_bytes"] >= (ingested / "corpus" / "corpus.sqlite").stat().st_size
-    shown = invoke("store", "stats", "--store", str(ingested)).stdout
+    shown = invoke("store", "stats", "--store", ingested).stdout
     assert f"{CHUNKS} chunks (1 pinned)" in shown
     assert "68,719.5 MB (the default)" in shown
     assert "3 documents, 9 chunks" in shown
@@ -65,29 +55,29 @@ def test_stats_names_the_model_counts_and_limits(ingested: Path, model_dir: Path
 
 def test_stats_of_a_store_with_a_broken_or_missing_corpus_still_counts(store: Path) -> None:
     (store / "corpus" / "corpus.sqlite").write_bytes(b"garbage" * 999)
-    found = fields("stats", "--store", store)
+    found = printed("store", "stats", "--store", store)
     assert "not a corpus database" in found["corpus"]["fault"]
     assert found["chunks"] == CHUNKS
     shutil.rmtree(store / "corpus")
-    assert fields("stats", "--store", store)["corpus"] is None
+    assert printed("store", "stats", "--store", store)["corpus"] is None
 
 
 def test_check_finds_damage_and_repairs_it(store: Path) -> None:
-    good = invoke("store", "check", "--store", str(store))
+    good = invoke("store", "check", "--store", store)
     assert (good.exit_code, good.stderr) == (0, "")
     assert "all checksums match" in good.stdout
     damaged = damage(store)
-    found = invoke("store", "check", "--store", str(store))
+    found = invoke("store", "check", "--store", store)
     assert found.exit_code == 1
     assert said(found).startswith(f"damaged: {damaged.parent.parent.name}/{damaged.name}: layer 2")
     assert "some of it is damaged" in found.stdout
     assert damaged.exists()
-    report = fields("check", "--repair", "--store", store, status=1)
+    report = printed("store", "check", "--repair", "--store", store, status=1)
     assert report["repaired"]
     assert report["namespaces"][0]["damaged"] == 1
-    again = invoke("store", "check", "--repair", "--store", str(store)).stdout
+    again = invoke("store", "check", "--repair", "--store", store).stdout
     assert "0 damaged chunks quarantined" in again
-    after = fields("check", "--store", store)
+    after = printed("store", "check", "--store", store)
     assert after["good"]
     assert after["namespaces"][0]["good"] == CHUNKS - 1
 
@@ -96,32 +86,33 @@ def test_check_finds_and_repairs_a_damaged_corpus(store: Path) -> None:
     with sqlite3.connect(store / "corpus" / "corpus.sqlite") as damaged:
         damaged.execute("UPDATE chunk SET text = replace(text, 'quiet', 'loud') WHERE id = 2")
     damaged.close()
-    assert "row chunk 2" in invoke("ask", QUESTION, "--store", str(store), "--top-k", "9").stderr
-    assert fields("check", "--store", store, status=1)["corpus"]["damaged"] == 1
-    repaired = invoke("store", "check", "--store", str(store), "--repair")
+    assert "row chunk 2" in invoke("ask", QUESTION, "--store", store, "--top-k", "9").stderr
+    assert printed("store", "check", "--store", store, status=1)["corpus"]["damaged"] == 1
+    repaired = invoke("store", "check", "--store", store, "--repair")
     assert repaired.exit_code == 1
     assert said(repaired).startswith("damaged: ")
     assert "1 fault; the damaged documents were removed: ingest them again" in repaired.stdout
-    assert fields("check", "--store", store)["good"]
+    assert printed("store", "check", "--store", store)["good"]
 
 
 def test_gc_reaches_a_size_and_names_pinned_chunks(store: Path) -> None:
     size = payloads(store)[0].stat().st_size
-    done = fields("gc", "--max-bytes", f"{4 * size}", "--store", store)
+    done = printed("store", "gc", "--max-bytes", f"{4 * size}", "--store", store)
     assert done["left_bytes"] <= 4 * size
     assert done["removed"] > 0
-    result = invoke("store", "gc", "--max-bytes", "0", "--store", str(store))
+    result = invoke("store", "gc", "--max-bytes", "0", "--store", store)
     assert result.exit_code == 0
     assert "1 pinned chunk stays, more than the size asked for" in said(result)
     assert len(payloads(store)) == 1
-    shown = invoke("store", "stats", "--store", str(store)).stdout
+    shown = invoke("store", "stats", "--store", store).stdout
     assert ": 1 chunk, " in shown
     assert ": 1 chunk (1 pinned), " in shown
 
 
 def test_clear_asks_and_removes_only_what_the_store_wrote(store: Path) -> None:
-    (store / "kv" / "mine.txt").write_text("mine", encoding="utf-8")
-    clear = ("store", "clear", "--store", str(store))
+    (namespace,) = os.listdir(store / "kv")
+    (store / "kv" / "mine.txt").write_text("mine")
+    clear = ("store", "clear", "--store", store)
     declined = invoke(*clear, stdin="n\n")
     assert declined.exit_code == 1
     assert f"Remove {CHUNKS} chunks" in declined.stderr
@@ -129,21 +120,16 @@ def test_clear_asks_and_removes_only_what_the_store_wrote(store: Path) -> None:
     silent = invoke(*clear)
     assert silent.exit_code == 2
     assert "add --yes" in silent.stderr
-    assert len(payloads(store)) == CHUNKS
-    assert invoke(*clear, stdin="y\n").exit_code == 0
-    assert payloads(store) == []
-    assert (store / "kv" / "mine.txt").read_text(encoding="utf-8") == "mine"
-    assert fields("stats", "--store", store)["corpus"]["documents"] == 3
-    assert reused_tokens(store) == 0
-
-
-def test_clear_finds_a_namespace_by_its_beginning(store: Path) -> None:
-    (namespace,) = os.listdir(store / "kv")
-    wrong = refused("store", "clear", "--namespace", "0g", "--yes", "--store", str(store))
+    wrong = refused(*clear, "--namespace", "0g", "--yes")
     assert "matches no namespace" in wrong
     assert namespace[:12] in wrong
-    done = fields("clear", "--namespace", namespace[:5], "--yes", "--store", store)
-    assert (done["removed"], done["left"]) == (CHUNKS, 0)
+    assert len(payloads(store)) == CHUNKS
+    assert invoke(*clear, "--namespace", namespace[:5], stdin="y\n").exit_code == 0
+    assert payloads(store) == []
+    assert (store / "kv" / "mine.txt").read_text() == "mine"
+    assert printed("store", "stats", "--store", store)["corpus"]["documents"] == 3
+    assert reused_tokens(store) == 0
+    assert printed(*clear, "--yes")["left"] == 0
 
 
 def test_exported_kv_is_reused_where_it_is_imported(
@@ -151,13 +137,13 @@ def test_exported_kv_is_reused_where_it_is_imported(
 ) -> None:
     docs = ingested.parent / "docs"
     archive, elsewhere = tmp_path / "kv.tar", tmp_path / "elsewhere"
-    assert fields("export", archive, "--store", ingested)["payloads"] == CHUNKS
-    taken = fields("import", archive, "--store", elsewhere, "--disk-bytes", "1GB")
+    assert printed("store", "export", archive, "--store", ingested)["payloads"] == CHUNKS
+    taken = printed("store", "import", archive, "--store", elsewhere, "--disk-bytes", "1GB")
     assert (taken["imported"], taken["pinned"], taken["stopped"]) == (CHUNKS, 1, "")
-    again = invoke("store", "import", str(archive), "--store", str(elsewhere))
+    again = invoke("store", "import", str(archive), "--store", elsewhere)
     assert f"{CHUNKS} already stored" in again.stdout
-    assert fields("stats", "--store", elsewhere)["limit_bytes"] == 10**9
-    report = json.loads(invoke(*ingest_args(docs, model_dir, elsewhere, "--json")).stdout)
+    assert printed("store", "stats", "--store", elsewhere)["limit_bytes"] == 10**9
+    report = printed(*ingest_args(docs, model_dir, elsewhere))
     assert (report["chunks_computed"], report["chunks_skipped"]) == (0, CHUNKS - 1)
     assert reused_tokens(elsewhere) == reused_tokens(ingested) > 0
 
@@ -167,10 +153,10 @@ def test_export_leaves_out_damage_and_import_reports_a_cut_archive(
 ) -> None:
     archive = tmp_path / "kv.tar"
     damage(store, 3)
-    left = fields("export", archive, "--store", store, status=1)
+    left = printed("store", "export", archive, "--store", store, status=1)
     assert (left["payloads"], len(left["left_out"])) == (CHUNKS - 1, 1)
     archive.write_bytes(archive.read_bytes()[:-3000])
-    result = invoke("store", "import", str(archive), "--store", str(tmp_path / "new"))
+    result = invoke("store", "import", str(archive), "--store", tmp_path / "new")
     assert result.exit_code == 1
     assert "is incomplete: it ends early" in said(result)
 
@@ -186,7 +172,7 @@ def test_a_path_without_a_store_is_refused_and_nothing_is_made(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "no store at" in refused("store", *command, "--store", str(tmp_path / "none"))
+    assert "no store at" in refused("store", *command, "--store", tmp_path / "none")
     assert os.listdir(tmp_path) == []
 
 
@@ -229,10 +215,10 @@ def test_ctrl_c_is_one_sentence_and_the_store_is_intact(
     """Ctrl-C before the third payload."""
     archive, target = str(tmp_path / "kv.tar"), store
     if command[0] == "import":
-        assert fields("export", archive, "--store", store)["payloads"] == CHUNKS
+        assert printed("store", "export", archive, "--store", store)["payloads"] == CHUNKS
         target = tmp_path / "target"
     args = ["store", *(archive if each == "FILE" else each for each in command)]
-    args += ["--store", str(target)]
+    args += ["--store", target]
     module, name = function.split(".")
     owner, calls = import_module(f"blendrag.store.maintenance.{module}"), []
     work = getattr(owner, name)
@@ -247,7 +233,7 @@ def test_ctrl_c_is_one_sentence_and_the_store_is_intact(
         patch.setattr(owner, name, interrupted)
         patch.setattr("blendrag.store.maintenance.space.BATCH", 1)
         assert words.replace("FILE", archive) in refused(*args, status=130)
-    report = fields("check", "--store", target)
+    report = printed("store", "check", "--store", target)
     assert report["good"]
     assert report["index"] == "sound"
     left = report["namespaces"][0]["good"]
