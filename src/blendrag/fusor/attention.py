@@ -75,8 +75,7 @@ def _attend(
 ) -> torch.Tensor:
     """``[1, S, H, D]`` of one prompt's rows."""
     heads, kv_heads = query.shape[1], key.shape[1]
-    if window is not None and window >= rows.prompt_tokens:
-        window = None
+    window = None if window is not None and window >= rows.prompt_tokens else window
     if rows.covers_prompt and window is None:
         out = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=heads != kv_heads
@@ -129,8 +128,8 @@ def _patch_configs() -> None:
     """Make configs answer forwards within :func:`implementation` with its implementation.
 
     transformers (5.17) reads the config in every layer and for every mask, and has no other way to choose for
-    one call. Setting it on the config would change forwards of other threads too. So the property that all
-    configs share looks at the context first; otherwise it reads and writes as before.
+    one call. Setting it on the config would change forwards of other threads too, so the property that all
+    configs share looks at the context first.
     """
     stock = PreTrainedConfig._attn_implementation
 

@@ -1,5 +1,4 @@
-"""Blended forwards of an unmodified model: :meth:`Fusor.fuse`, :meth:`Fusor.prefill`,
-:meth:`Fusor.batched_prefill`.
+"""Blended forwards of an unmodified model.
 
 The caller holds the adapter's lock from :meth:`Fusor.fuse` to the last token.
 """
@@ -172,10 +171,9 @@ class Fusor:
 def keep_freed_blocks() -> None:
     """Free one large block, so that malloc keeps what a layer frees for the next layer.
 
-    glibc unmaps a large block when it is freed, and mapping it again costs a page fault per page. It learns:
-    once a large block was freed, blocks up to its size come from the heap, of which twice that size stays
-    (mallopt(3), ``M_MMAP_THRESHOLD``). The blocks of a stock prefill teach it that, those of a blended one
-    are too small. Up to 64 MiB then stay with each thread's heap. No effect with another malloc, or if
-    ``mallopt`` or the environment fixed the thresholds.
+    glibc unmaps a large block when it is freed, and mapping it again costs a page fault per page. Once one
+    was freed, blocks up to its size come from the heap, of which twice that size stays (mallopt(3),
+    ``M_MMAP_THRESHOLD``). The blocks of a stock prefill teach it that, those of a blended one are too small.
+    Up to 64 MiB then stay with each thread's heap. No effect with another malloc or fixed thresholds.
     """
     torch.empty(LARGEST_LESSON, dtype=torch.uint8)

@@ -30,8 +30,10 @@ from blendrag.fusor.rows import AnyRows, PackedRows, Rows
 from blendrag.fusor.scout import Observed, Scout, scouting
 from blendrag.model.structure import DecoderStack
 
-RunLayer = Callable[[AnyRows, torch.Tensor | None], None]
-"""Runs the layer on rows, at these indices among those that arrive (``None``: all), until its K/V exist."""
+Among = torch.Tensor | None
+"""Indices of rows among those that arrive at a layer; ``None``: all of them."""
+RunLayer = Callable[[AnyRows, Among], None]
+"""Runs the layer on rows until its K/V exist."""
 
 
 class KVComplete(Exception):
@@ -172,9 +174,8 @@ class Pack:
 
     # -- before a layer -----------------------------------------------------------------------
 
-    def enter_layer(self, layer: int, run: RunLayer) -> tuple[AnyRows, torch.Tensor | None]:
-        """Rows of ``layer`` and their indices among those that arrive (``None``: all of them); ``run`` runs
-        it before that, if its K/V are needed first."""
+    def enter_layer(self, layer: int, run: RunLayer) -> tuple[AnyRows, Among]:
+        """Rows of ``layer``; ``run`` runs it before that, if its K/V are needed first."""
         if layer == 0:
             self._arriving = {
                 member: (start, start + self.fusions[member].prompt_tokens)
@@ -205,25 +206,25 @@ class Pack:
         if not peeking:
             return
         rows = self._packed({member: self.fusions[member].rows for member in peeking})
-        self._run_to_kv(Phase.PEEK, rows, self._among_arriving(dict.fromkeys(peeking)), run)
+        self._run_to_kv(Phase.PEEK, run, rows, self._among_arriving(dict.fromkeys(peeking)))
         for member in peeking:
             if member not in self.failures:
                 with self._errors_of(member):
                     self.fusions[member].end_peek()
 
-    def _selected(self, layer: int) -> tuple[AnyRows, torch.Tensor | None]:
+    def _selected(self, layer: int) -> tuple[AnyRows, Among]:
         rows: dict[int, Rows] = {}
-        indices: dict[int, torch.Tensor | None] = {}
+        indices: dict[int, Among] = {}
         for member in self._present(layer):
             with self._errors_of(member):
                 rows[member], indices[member] = self.fusions[member].enter_layer(self.phase, layer)
         return self._packed(rows), self._among_arriving(indices)
 
     def _keep_last_rows(
-        self, layer: int, rows: AnyRows, among: torch.Tensor | None, run: RunLayer
-    ) -> tuple[AnyRows, torch.Tensor]:
+        self, layer: int, rows: AnyRows, among: Among, run: RunLayer
+    ) -> tuple[AnyRows, Among]:
         """After the K/V of all rows of the last layer, only each prompt's last row goes on."""
-        self._run_to_kv(Phase.LAST_KV, rows, among, run)
+        self._run_to_kv(Phase.LAST_KV, run, rows, among)
         self.phase = Phase.LAST_ROW
         present = self._present(layer)
         last = self._packed({member: self.fusions[member].keep_last_row() for member in present})
@@ -232,9 +233,7 @@ class Pack:
             return last, last.positions.new_full((1,), ends[0])
         return last, torch.tensor(ends).to(last.positions.device, non_blocking=True)
 
-    def _run_to_kv(
-        self, phase: Phase, rows: AnyRows, among: torch.Tensor | None, run: RunLayer
-    ) -> None:
+    def _run_to_kv(self, phase: Phase, run: RunLayer, rows: AnyRows, among: Among) -> None:
         before, self.phase = self.phase, phase
         with suppress(KVComplete):
             run(rows, among)
@@ -251,7 +250,7 @@ class Pack:
                 self._rows = PackedRows(rows, *starts, self.prompt_tokens)
         return self._rows
 
-    def _among_arriving(self, indices: dict[int, torch.Tensor | None]) -> torch.Tensor | None:
+    def _among_arriving(self, indices: dict[int, Among]) -> Among:
         """Each prompt's indices among its own rows, as indices among all rows that arrive."""
         if len(indices) == len(self._arriving) and all(own is None for own in indices.values()):
             return None
@@ -260,9 +259,8 @@ class Pack:
         for member, own in indices.items():
             start, end = self._arriving[member]
             if own is None:
-                found.append(torch.arange(start, end, device=device))
-            else:
-                found.append(own + start if start else own)
+                own = torch.arange(end - start, device=device)
+            found.append(own + start if start else own)
         return found[0] if len(found) == 1 else torch.cat(found)
 
     # -- inside a layer -----------------------------------------------------------------------

@@ -205,34 +205,28 @@ def _part(span: LoadedSpan, stored: KVLayout) -> StoredPart:
 
 def _without_slow_loads(plan: Plan, prompt: PromptParts, choice: Choice) -> Plan:
     """``plan`` without the spans that ``choice`` does not load; closes their readers."""
-    computed = {
-        span.start: part
-        for i, (span, part) in enumerate(zip(plan.spans, prompt.parts, strict=True))
-        if i not in choice.loaded
-    }
-    for span in plan.spans:
-        if span.start in computed:
+    why: dict[int, Reason] = {}
+    for i, (span, part) in enumerate(zip(plan.spans, prompt.parts, strict=True)):
+        if i not in choice.loaded:
             span.reader.close()
+            why[span.start] = _why_computed(part, choice.waits)
     chunks = tuple(
-        PlannedChunk(chunk.segment, _why_computed(computed[chunk.span.start], choice.waits))
-        if chunk.span is not None and chunk.span.start in computed
+        PlannedChunk(chunk.segment, why[chunk.span.start])
+        if chunk.span is not None and chunk.span.start in why
         else chunk
         for chunk in plan.chunks
     )
     leading = plan.leading_span
-    if leading is not None and leading.start in computed:
+    if leading is not None and leading.start in why:
         leading = None
     return replace(plan, chunks=chunks, leading_span=leading)
 
 
 def _why_computed(part: StoredPart, waits: bool) -> Reason:
-    faster = "computing it is faster here than"
-    if not waits:
-        return Reason(ReasonCode.FASTER, f"{faster} blending it, however fast it is read")
-    megabytes = sum(part.layer_bytes) / 1e6
-    return Reason(
-        ReasonCode.FASTER, f"{faster} waiting for its {megabytes:.3g} MB from {part.tier}"
-    )
+    than = "blending it, however fast it is read"
+    if waits:
+        than = f"waiting for its {sum(part.layer_bytes) / 1e6:.3g} MB from {part.tier}"
+    return Reason(ReasonCode.FASTER, f"computing it is faster here than {than}")
 
 
 def _explained(prompt: PromptParts, choice: Choice) -> tuple[str, tuple[str, ...]]:

@@ -1,9 +1,9 @@
 """How long one prompt takes on this machine: its time to first token, from the figures of a profile.
 
-Follows the fusor. A policy that needs attention runs the fresh tokens over the loaded KV first, through some
-or all layers (the scout pass); loading of those layers hides behind that pass. A policy that needs
-deviations computes layer 0 for all candidates and peeks at layer 1. Any other computes its chosen tokens in
-every layer while the next one loads. Candidates that are all computed in layer 0 are not loaded there.
+Follows the fusor. Loading hides behind the scout pass of a policy that needs attention, as far as that goes.
+A policy that needs deviations computes layer 0 for all candidates and peeks at layer 1. Any other computes
+its chosen tokens in every layer while the next one loads. Candidates that are all computed in layer 0 are not
+loaded there.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class LoadEstimate:
 
     def _scouting(self) -> tuple[float, float]:
         """Seconds of the scout pass: of computing, and with its waits for loading."""
-        context = self._fresh_keys / self._fresh if self._fresh else 0.0
+        context = self._fresh_keys / max(self._fresh, 1)
         each = self._profile.scout(self._fresh, context, self._placed)
         reads, busy, sizes = (figures[: self._scouted] for figures in self._loads[False])
         computes = [each + core * self._profile.is_shared for core in busy]

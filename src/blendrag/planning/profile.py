@@ -39,8 +39,8 @@ class Curve:
     """Seconds of one layer over its rows, or of a prefill over its tokens.
 
     ``base(rows) + pair_s · rows · context + placed_s · placed``. ``base`` interpolates the measurements and
-    never falls; it is flat where few rows cost what many do, as on a GPU. Attention is linear in
-    ``context``, the mean number of keys a row sees. ``placed``: loaded tokens moved to their positions.
+    never falls. ``context``: the mean number of keys a row sees. ``placed``: loaded tokens moved to their
+    positions.
     """
 
     rows: tuple[Finite, ...]
@@ -64,7 +64,6 @@ class Curve:
         return float(np.interp(rows, self.rows, self.seconds)) + self.row_s * beyond
 
     def __call__(self, rows: float, context: float, placed: float = 0.0) -> float:
-        """Seconds."""
         moved = self.placed_s * placed
         return moved + (self.base(rows) + self.pair_s * rows * context if rows > 0 else 0.0)
 
@@ -165,14 +164,11 @@ def profiles(root: Path, namespace: str) -> Records[Profile]:
 def recall_profile(root: Path, wanted: Conditions) -> tuple[Profile | None, str]:
     """The profile measured under exactly these conditions, else how the closest one differs, in words."""
     kept = profiles(root, wanted.namespace)
-    found = kept.entries()
-    for profile in found:
-        if profile.conditions == wanted:
-            return profile, ""
-    if found:
-        closest = min((wanted.differences(profile.conditions) for profile in found), key=len)
-        return None, ", ".join(closest)
-    return None, "another version of blendrag" if kept.unchecked() else ""
+    found = [(wanted.differences(profile.conditions), profile) for profile in kept.entries()]
+    if not found:
+        return None, "another version of blendrag" if kept.unchecked() else ""
+    differences, closest = min(found, key=lambda each: len(each[0]))
+    return None if differences else closest, ", ".join(differences)
 
 
 class ProfileCache:
@@ -198,6 +194,10 @@ class ProfileCache:
 
 def conditions_of(adapter: ModelAdapter, namespace: str) -> Conditions:
     """What a profile measured now would hold for."""
+    try:
+        own = version("blendrag")
+    except PackageNotFoundError:  # run from its sources
+        own = "unknown"
     return Conditions(
         namespace=namespace,
         model=adapter.model_id,
@@ -206,7 +206,7 @@ def conditions_of(adapter: ModelAdapter, namespace: str) -> Conditions:
         threads=torch.get_num_threads(),
         torch=torch.__version__,
         transformers=transformers.__version__,
-        blendrag=_own_version(),
+        blendrag=own,
         machine=f"{platform.node() or 'unnamed'} ({cores()} cores)",
     )
 
@@ -216,13 +216,6 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _own_version() -> str:
-    try:
-        return version("blendrag")
-    except PackageNotFoundError:  # run from its sources
-        return "unknown"
 
 
 def _device_name(device: torch.device) -> str:

@@ -42,8 +42,7 @@ class PromptGeometry:
 
 
 Fetch = Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
-"""→ fresh K, fresh V, loaded K, loaded V of some tokens, ``[Hkv, n, D]`` each; loaded keys are
-re-positioned."""
+"""→ fresh K, fresh V, loaded K (re-positioned), loaded V of some tokens, ``[Hkv, n, D]`` each."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class SelectionPolicy:
     attention_depth: tuple[float, float] = (0.0, 1.0)
     """Part of the model's depth whose attention is summed. The scout pass ends there."""
     deep_attention_depth: tuple[float, float] | None = None
-    """The same for models of :data:`DEEP_LAYERS` or more; ``None``: no difference."""
+    """The same for models of :data:`DEEP_LAYERS` or more, if it differs."""
     sqrt_attention: bool = False
     """Whether square roots of attention are summed: a token that many heads attend to a little then ranks
     above one that a single head attends to a lot, as heads do for tokens without meaning."""
@@ -120,10 +119,8 @@ class SelectionPolicy:
         """Layers of an L-layer model whose attention is summed; empty if it needs no attention."""
         if not self.needs_attention:
             return range(0)
-        depth = self.attention_depth
-        if self.deep_attention_depth is not None and layers >= DEEP_LAYERS:
-            depth = self.deep_attention_depth
-        first, last = (int(share * layers) for share in depth)
+        deep = self.deep_attention_depth if layers >= DEEP_LAYERS else None
+        first, last = (int(share * layers) for share in deep or self.attention_depth)
         return range(min(first, layers - 1), max(last, 1))
 
     def layer_counts(

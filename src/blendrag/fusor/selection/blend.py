@@ -20,8 +20,6 @@ HEADS_PART = 10
 
 
 class BlendPolicy(SelectionPolicy):
-    """Heads out of at most a tenth of the budget, then attention; one ranking for every layer."""
-
     name = "blend"
     k = 2
     needs_attention = True

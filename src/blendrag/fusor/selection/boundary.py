@@ -12,8 +12,6 @@ from blendrag.fusor.selection.base import LayerView, SelectionPolicy
 
 
 class BoundaryPolicy(SelectionPolicy):
-    """First ``k`` tokens of each blended chunk."""
-
     name = "boundary"
     k = 16
     budgeted = False
@@ -22,6 +20,5 @@ class BoundaryPolicy(SelectionPolicy):
         return min(candidates, self.k * chunks)
 
     def select(self, layer: int, view: LayerView, budget: int) -> torch.Tensor:
-        if layer > 0:  # chosen once, at layer 0, so that no later layer waits for the device
-            return view.tokens
-        return view.tokens[view.index_in_chunk < self.k]
+        # chosen once, at layer 0, so that no later layer waits for the device
+        return view.tokens if layer > 0 else view.tokens[view.index_in_chunk < self.k]

@@ -13,8 +13,6 @@ from blendrag.fusor.selection.base import LayerView, SelectionPolicy, top
 
 
 class HKVDPolicy(SelectionPolicy):
-    """Gradual filtering on K and V deviation."""
-
     name = "hkvd"
     needs_deviation = True
 

@@ -14,8 +14,6 @@ from blendrag.fusor.selection.schedule import Schedule
 
 
 class HKVDOncePolicy(SelectionPolicy):
-    """Largest squared V difference at layer 1; always the constant schedule."""
-
     name = "hkvd-once"
     needs_deviation = True
     schedule = Schedule("constant")

@@ -17,8 +17,6 @@ from blendrag.fusor.selection.base import MIDDLE_THIRD, LayerView, SelectionPoli
 
 
 class QueryPolicy(SelectionPolicy):
-    """Most attention from the question; the same ranking in every layer."""
-
     name = "query"
     needs_attention = True
     deep_attention_depth = MIDDLE_THIRD

@@ -14,8 +14,6 @@ from blendrag.fusor.selection.base import MIDDLE_THIRD, LayerView, SelectionPoli
 
 
 class QueryHKVDPolicy(SelectionPolicy):
-    """Most attention from the question first; the rest of the budget by deviation, filtered gradually."""
-
     name = "query+hkvd"
     needs_deviation = True
     needs_attention = True

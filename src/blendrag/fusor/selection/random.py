@@ -12,8 +12,6 @@ from blendrag.fusor.selection.base import LayerView, SelectionPolicy
 
 
 class RandomPolicy(SelectionPolicy):
-    """Uniform over the candidates; layer 0 is computed for the chosen tokens alone."""
-
     name = "random"
     ranks_once = True
 
