@@ -53,7 +53,7 @@ def exploding(module: torch.nn.Module) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("policy", ["hkvd", "reuse", "full", "query"])
+@pytest.mark.parametrize("policy", ["hkvd", "query"])
 def test_the_model_is_untouched_after_a_fusion(
     adapter: ModelAdapter, policy: str, fast: bool
 ) -> None:
@@ -61,8 +61,7 @@ def test_the_model_is_untouched_after_a_fusion(
         tiny.fuse(Fusor(adapter, fast_attention=fast), IDS, exact_spans(adapter), policy, 0.2)
 
 
-@pytest.mark.parametrize("layer", [0, 1, 3])
-@pytest.mark.parametrize("part", ["mlp", "self_attn"])
+@pytest.mark.parametrize(("layer", "part"), [(0, "mlp"), (1, "self_attn"), (3, "mlp")])
 def test_the_model_is_untouched_after_an_exception_in_a_layer(
     adapter: ModelAdapter, fusor: Fusor, layer: int, part: str
 ) -> None:
@@ -72,13 +71,10 @@ def test_the_model_is_untouched_after_an_exception_in_a_layer(
         tiny.fuse(fusor, IDS, spans, "hkvd", 0.2)
 
 
-@pytest.mark.parametrize("corrupt", [1, 3])
-def test_the_model_is_untouched_after_corrupt_bytes(
-    adapter: ModelAdapter, fusor: Fusor, corrupt: int
-) -> None:
+def test_the_model_is_untouched_after_corrupt_bytes(adapter: ModelAdapter, fusor: Fusor) -> None:
     class Corrupt(tiny.Held):
         def read_layer(self, layer: int, out: torch.Tensor) -> None:
-            if layer == corrupt:
+            if layer == 1:
                 raise CorruptKVError("flipped bit")
             super().read_layer(layer, out)
 
@@ -165,8 +161,7 @@ def test_a_request_after_an_abandoned_stream_is_right(engine: BlendEngine) -> No
         assert engine.generate(prompt, Options(mode="blend")).text == expected
 
 
-@pytest.mark.parametrize("generate", [{}, {"num_beams": 2}])
-@pytest.mark.parametrize("mode", ["blend", "full"])
+@pytest.mark.parametrize(("mode", "generate"), [("blend", {}), ("full", {"num_beams": 2})])
 def test_cancelling_during_prefill_stops_at_the_next_layer(
     engine: BlendEngine, mode: Mode, generate: dict[str, Any]
 ) -> None:

@@ -197,17 +197,14 @@ def test_close_stops_reading_and_joins_the_thread(kv: ChunkKV) -> None:
 
 
 def test_load_seconds_count_reading_only(kv: ChunkKV) -> None:
-    class Slow(tiny.Held):
-        def read_layer(self, layer: int, out: torch.Tensor) -> None:
-            time.sleep(0.01)
-            super().read_layer(layer, out)
-
-    began = time.perf_counter()
-    with loading(whole(Slow(kv)), start=False) as loader:
+    reader, began = Gated(kv, []), time.perf_counter()
+    with loading(whole(reader), start=False) as loader:
         time.sleep(0.1)
         loader.start()
+        time.sleep(0.04)
+        reader.open_all()
         loader.synchronize(LAYERS - 1)
-    assert 0.04 <= loader.load_s < time.perf_counter() - began - 0.1
+    assert 0.03 <= loader.load_s < time.perf_counter() - began - 0.1
 
 
 # -- staging ------------------------------------------------------------------------------------
@@ -226,7 +223,7 @@ def test_reading_runs_two_layers_ahead_and_waits_for_a_slot(kv: ChunkKV) -> None
         assert held[layer][:, :, 13:].isnan().all()
 
 
-@pytest.mark.parametrize("seen", [0, 1, 4])
+@pytest.mark.parametrize("seen", [0, 4])
 def test_a_closed_loader_stops_waiting_for_slots_and_frees_them(kv: ChunkKV, seen: int) -> None:
     """A prompt prefilled with others keeps its loader until its answer is there."""
     reader, held = tiny.Held(kv), buffers()

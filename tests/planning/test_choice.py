@@ -32,7 +32,9 @@ def best_s(made: Profile, asked: PromptParts) -> float:
 
 
 @pytest.mark.parametrize("bytes_per_s", [3e4, 5e4, 1e6])
-@pytest.mark.parametrize("flags", [{}, {"needs_deviation": True}, {"scouted_layers": 2}])
+@pytest.mark.parametrize(
+    "flags", [{}, {"needs_deviation": True}, {"scouted_layers": 2}, {"scouted_layers": LAYERS}]
+)
 def test_the_ratio_is_the_largest_that_hides_or_the_smallest(
     bytes_per_s: float, flags: dict[str, Any]
 ) -> None:
@@ -75,14 +77,10 @@ def test_recompute_that_takes_no_time_is_not_said_to_hide(
     assert found.reason == f"ratio 0.42: {why}"
 
 
-def test_nothing_hides_if_loading_is_over_before_recompute_begins() -> None:
-    assert chosen(profile(2.5e4), prompt(fresh=1, scouted_layers=LAYERS)).ratio == 0.15
-
-
-@pytest.mark.parametrize("least", [0.0, 0.15, 0.4, 1.0])
-@pytest.mark.parametrize("bytes_per_s", [2e4, 1e6])
-def test_the_ratio_is_never_below_the_smallest(least: float, bytes_per_s: float) -> None:
-    assert chosen(profile(bytes_per_s), prompt(fresh=1), least).ratio >= least
+@pytest.mark.parametrize("least", [0.0, 0.4, 1.0])
+def test_the_ratio_is_never_below_the_smallest(least: float) -> None:
+    for bytes_per_s in (2e4, 1e6):
+        assert chosen(profile(bytes_per_s), prompt(fresh=1), least).ratio >= least
 
 
 def test_the_ratio_of_a_policy_without_budget_stays() -> None:
@@ -104,12 +102,6 @@ def test_everything_is_loaded_from_a_fast_disk_and_nothing_from_a_slow_one() -> 
     assert found.loaded == ()
     assert found.forecast.ttft_s == pytest.approx(made.prefill_s(asked.tokens))
     assert found.load_all_s > 50 * found.forecast.ttft_s
-
-
-def test_some_parts_are_loaded_from_a_disk_in_between() -> None:
-    found = chosen(profile(1e4), prompt(chunks=6))
-    assert 0 < len(found.loaded) < 6
-    assert found.forecast.ttft_s < (1 - WORTH) * found.load_all_s
 
 
 def test_parts_in_a_slow_tier_are_computed_and_those_in_a_fast_one_loaded() -> None:

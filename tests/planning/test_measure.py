@@ -334,8 +334,8 @@ def test_a_far_longer_prompt_is_timed_at_ratios_that_compute_few_tokens(
     assert max(prefill.candidates for prefill in of(made, SCOUT_POLICY)) == 5 * 512
 
 
-@pytest.mark.parametrize("longest", [64, 512, 4096])
-@pytest.mark.parametrize("context", [300, 1000, 5000, 32768])
+@pytest.mark.parametrize("longest", [64, 4096])
+@pytest.mark.parametrize("context", [300, 5000, 32768])
 def test_no_prompt_exceeds_the_context_or_the_limit(longest: int, context: int) -> None:
     made = prefills(min(longest, context), context, min(512, context // 4))
     for policy in (PLAIN_POLICY, SCOUT_POLICY, DEVIATION_POLICY):
