@@ -101,22 +101,14 @@ def pgr(
     )
 
 
-def test_pgr_between_nothing_and_everything_is_the_score() -> None:
-    scores = shares(0.7, 1)
+def test_pgr_is_the_share_of_the_gain_with_an_interval_of_paired_draws() -> None:
+    scores, full, nothing = shares(0.7, 1), shares(0.9, 2), shares(0.2, 3)
     gain = pgr(scores)
     assert gain.value == pytest.approx(sum(scores) / 60)
     assert 0.0 < gain.low < gain.value < gain.high < 1.0  # type: ignore[operator]
-
-
-def test_full_prefill_gains_one_and_no_context_nothing_in_every_draw() -> None:
-    full, nothing = shares(0.9, 2), shares(0.2, 3)
-    one, none = pgr(full, full, nothing), pgr(nothing, full, nothing)
-    assert (one.value, one.low, one.high) == pytest.approx((1.0, 1.0, 1.0))
-    assert (none.value, none.low, none.high) == pytest.approx((0.0, 0.0, 0.0))
-    assert pgr(shares(0.6, 4), full, nothing) == pgr(shares(0.6, 4), full, nothing)
-
-
-def test_pgr_may_be_below_no_context_or_above_full_prefill() -> None:
+    assert pgr(scores, full, nothing) == pgr(scores, full, nothing)
+    assert pgr(full, full, nothing) == Estimate(1.0, 1.0, 1.0)
+    assert pgr(nothing, full, nothing) == Estimate(0.0, 0.0, 0.0)
     full, nothing = [1.0, 0.0] * 30, [1.0, 0.0, 0.0] * 20
     assert pgr(NONE_RIGHT, full, nothing).value == pytest.approx(-2.0)
     assert pgr(ALL_RIGHT, full, nothing).value == pytest.approx(4.0)

@@ -8,12 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from blendrag.demo import demo_corpus_path, demo_model_path, demo_questions
 from blendrag.lab.training.check import answered, evaluate, main, visible
@@ -21,11 +16,6 @@ from blendrag.lab.training.questions import contexts
 from blendrag.lab.training.samples import FORMS, NATIVE, Sample, Writer, entries, template
 from blendrag.lab.training.tokenizer import SPECIAL_TOKENS, VOCAB_SIZE
 from blendrag.lab.training.write_corpus import N_QUESTIONS, write
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(demo_model_path())
 
 
 @pytest.fixture(scope="module")

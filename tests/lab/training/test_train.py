@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from blendrag.demo import demo_model_path
 from blendrag.lab.training import train
 from blendrag.lab.training.curriculum import DEEP, DEEP_FROM, SHALLOW, STAGES, Stage
 from blendrag.lab.training.samples import Writer
@@ -19,12 +18,11 @@ from blendrag.lab.training.train import EXIT_WEIGHT, Batch, Run, deepened, demo_
 STEPS = 6
 #: Steps before the model grows.
 GROWS_AFTER = 3
-TOKENIZER = PreTrainedTokenizerFast.from_pretrained(demo_model_path())
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
-def test_samples_show_what_they_ask(stage: Stage) -> None:
-    writer = Writer(TOKENIZER)
+def test_samples_show_what_they_ask(stage: Stage, tokenizer: PreTrainedTokenizerFast) -> None:
+    writer = Writer(tokenizer)
     asked = 0
     for seed in range(6):
         sample = stage.make(random.Random(seed), writer)
@@ -46,9 +44,9 @@ def test_stages_end_one_after_the_other() -> None:
     assert DEEP_FROM in {s.name for s in STAGES}
 
 
-def test_a_deepened_model_computes_the_same_and_learns() -> None:
+def test_a_deepened_model_computes_the_same_and_learns(tokenizer: PreTrainedTokenizerFast) -> None:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(demo_config(TOKENIZER, SHALLOW))
+    model = LlamaForCausalLM(demo_config(tokenizer, SHALLOW))
     deep = deepened(model, DEEP)
     ids = torch.randint(10, 1000, (1, 40))
     logits = deep(ids).logits
@@ -60,14 +58,14 @@ def test_a_deepened_model_computes_the_same_and_learns() -> None:
 
 
 @pytest.fixture
-def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+def _tiny(monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerFast) -> None:
     """Two stages of a few hundred tokens a step, the second of them deep; the shipped tokenizer."""
     (deep,) = (stage for stage in STAGES if stage.name == DEEP_FROM)
     first = replace(STAGES[0], until=(GROWS_AFTER - 1) / STEPS, move_on_at=2.0)
     last = replace(deep, until=1.0, move_on_at=2.0)
     made = tuple(replace(stage, tokens_per_step=256) for stage in (first, last))
     monkeypatch.setattr(train, "STAGES", made)
-    monkeypatch.setattr(train, "train_tokenizer", lambda seed: TOKENIZER)
+    monkeypatch.setattr(train, "train_tokenizer", lambda seed: tokenizer)
 
 
 class Interrupted(Run):

@@ -63,22 +63,19 @@ def ask_chain(engine: BlendEngine, name: str, case: Case, max_new_tokens: int) -
                 token_max=engine.adapter.context_tokens - max_new_tokens,
             )
         began = time.perf_counter()
-        text = _answer(chain, {"input_documents": documents, "question": case.question})
+        try:
+            given = {"input_documents": documents, "question": case.question}
+            text = str(chain.invoke(given)["output_text"])
+        except BlendragError:
+            raise
+        except ValueError as exc:  # LangChain's, for replies it cannot parse or join
+            log.info("a chain cannot use a reply: %s", exc)
+            text = ""
     took_s = time.perf_counter() - began
     engine.drain()
     # MapReduce's answer streams from its first token on; MapRerank's is known when all replies are.
     ttft_s = took_s - last.decode_s if name == MAP_REDUCE else took_s
     return ObservedAnswer(text, (), None, 1.0, 1.0, ttft_s)
-
-
-def _answer(chain: Any, given: dict[str, Any]) -> str:
-    try:
-        return str(chain.invoke(given)["output_text"])
-    except BlendragError:
-        raise
-    except ValueError as exc:  # LangChain's, for replies it cannot parse or join
-        log.info("a chain cannot use a reply: %s", exc)
-        return ""
 
 
 def _model_class() -> Any:

@@ -356,19 +356,6 @@ def plan_of(tokens: Tokens, case: Case) -> SegmentedPrompt:
     )
 
 
-def run(args: argparse.Namespace) -> DeviationReport:
-    """Measure with a progress bar on stderr."""
-    adapter = load_adapter(absolute_model(args.model), "auto", "auto")
-    tokens, prefix_ids = adapter.tokens, adapter.tokens.default_prefix_ids()
-    dataset = synthetic_dataset(
-        tokens, args.seed, "test", args.contexts, args.chunks, args.chunk_tokens, n_questions=1
-    )
-    console = Console(stderr=True)
-    cases = track(dataset.cases, "prompts", console=console, transient=True)
-    prompts = (StoredPrompt(adapter, plan_of(tokens, case), prefix_ids) for case in cases)
-    return measure(prompts, args.policies.split(","), args.schedules.split(","), args.ratio)
-
-
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description="KV and attention deviation of generated prompts.")
     add = made.add_argument
@@ -384,11 +371,19 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the report. Exits with status 2 and one sentence on an error."""
+    """Print the report, with a progress bar on stderr. Exits with status 2 and one sentence on an error."""
     args = parser().parse_args(arguments)
     logging.disable_progress_bar()  # transformers shows one while it loads weights
     try:
-        report = run(args)
+        adapter = load_adapter(absolute_model(args.model), "auto", "auto")
+        tokens, prefix_ids = adapter.tokens, adapter.tokens.default_prefix_ids()
+        dataset = synthetic_dataset(
+            tokens, args.seed, "test", args.contexts, args.chunks, args.chunk_tokens, n_questions=1
+        )
+        cases = track(dataset.cases, "prompts", console=Console(stderr=True), transient=True)
+        prompts = (StoredPrompt(adapter, plan_of(tokens, case), prefix_ids) for case in cases)
+        schedules = args.schedules.split(",")
+        report = measure(prompts, args.policies.split(","), schedules, args.ratio)
     except BlendragError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)

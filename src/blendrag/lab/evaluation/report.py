@@ -49,7 +49,7 @@ def tables(rows: Sequence[ArenaRow]) -> list[ResultTable]:
     )
     if len(schedules) == 1:
         title += f"; schedule {schedules.pop()}"
-    names = names_of(whole)
+    names = _names_of(whole)
     made = [
         table([*names, *columns[start : start + COLUMNS]], whole)
         for start in range(0, len(columns), COLUMNS)
@@ -59,7 +59,7 @@ def tables(rows: Sequence[ArenaRow]) -> list[ResultTable]:
     return made
 
 
-def names_of(rows: Sequence[ArenaRow]) -> list[Column]:
+def _names_of(rows: Sequence[ArenaRow]) -> list[Column]:
     """Columns that name a way: policy and ratio, schedule and prefix if they vary."""
 
     def varies(value: Callable[[ArenaRow], object]) -> bool:

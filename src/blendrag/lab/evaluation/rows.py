@@ -89,20 +89,19 @@ class Journal(dict[tuple[str, str], Outcome]):
     def _read(self, path: Path) -> None:
         with _mapped_errors(path):
             content = path.read_bytes()
-        *lines, rest = content.decode("utf-8", errors="replace").split("\n")
-        if not rest.startswith(BEGINNING[: len(rest)]):  # no incomplete line, but another file
-            lines.append(rest)
-        for line in lines:
-            try:
-                outcome = Outcome(**json.loads(line))
-            except (ValueError, TypeError) as exc:
-                raise InvalidInputError(
-                    f"{path} holds {line[:40]!r}, expected the lines of an earlier evaluation; "
-                    "give --out another file"
-                ) from exc
-            self[outcome.case_key, outcome.way_key] = outcome
-        if rest:  # complete lines are not rewritten
-            with _mapped_errors(path):
+            *lines, rest = content.decode("utf-8", errors="replace").split("\n")
+            if not rest.startswith(BEGINNING[: len(rest)]):  # no incomplete line, but another file
+                lines.append(rest)
+            for line in lines:
+                try:
+                    outcome = Outcome(**json.loads(line))
+                except (ValueError, TypeError) as exc:
+                    raise InvalidInputError(
+                        f"{path} holds {line[:40]!r}, expected the lines of an earlier evaluation; "
+                        "give --out another file"
+                    ) from exc
+                self[outcome.case_key, outcome.way_key] = outcome
+            if rest:  # complete lines are not rewritten
                 os.truncate(path, content.rfind(b"\n") + 1)
 
 

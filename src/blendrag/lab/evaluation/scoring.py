@@ -49,15 +49,13 @@ def exact_match(answer: str, accepted: Iterable[str]) -> float:
 
 def f1(answer: str, accepted: Iterable[str]) -> float:
     """Best F1 over the accepted answers, on normalised words."""
-    words = normalised(answer).split()
-    return max((_f1(words, normalised(text).split()) for text in accepted), default=0.0)
-
-
-def _f1(answer: Sequence[str], expected: Sequence[str]) -> float:
-    if not answer or not expected:  # SQuAD 2.0: an empty answer is right if nothing is expected
-        return float(list(answer) == list(expected))
-    common = sum((Counter(answer) & Counter(expected)).values())
-    return 2 * common / (len(answer) + len(expected))
+    words, scores = normalised(answer).split(), [0.0]
+    for expected in (normalised(text).split() for text in accepted):
+        common = sum((Counter(words) & Counter(expected)).values())
+        # SQuAD 2.0: an empty answer is right if nothing is expected.
+        either = len(words) + len(expected)
+        scores.append(2 * common / either if either else 1.0)
+    return max(scores)
 
 
 def rouge_l(answer: str, accepted: Iterable[str]) -> float:

@@ -110,7 +110,7 @@ class Dealer:
         self.split = split
         self.entities: Mapping[str, Sequence[str]] = {}
         """Names with documents, by kind: a share `link_share` of links leads to them."""
-        self._rng = rng
+        self.rng = rng
         self._link_share = link_share
         self._used: dict[str, set[str]] = {}
         self._left: dict[str, list[str]] = {}
@@ -119,7 +119,7 @@ class Dealer:
         """A name for an entity of `kind`."""
         pools = (f"{kind}_first", f"{kind}_second")
         if kind == "person":
-            pools = (self._rng.choice(("female", "male")), "surnames")
+            pools = (self.rng.choice(("female", "male")), "surnames")
         for tries in itertools.count():
             if tries and tries % 50 == 0:  # the words left make no name of this split
                 self._used.clear()
@@ -137,13 +137,13 @@ class Dealer:
         if len(left) * 10 < len(words):
             used.clear()
             left = list(words)
-        return self._rng.choice(left)
+        return self.rng.choice(left)
 
     def value(self, attribute: Attribute) -> str:
         if not attribute.to:
             return self._deal(attribute.key, attribute.values)
         known = self.entities.get(attribute.to)
-        if known and self._rng.random() < self._link_share:
+        if known and self.rng.random() < self._link_share:
             return self._deal(f"{attribute.key} {attribute.to}", known)
         return self.name(attribute.to)
 
@@ -152,12 +152,12 @@ class Dealer:
 
     def role(self, kind: Kind) -> str:
         """One of three roles per corpus, so that "the baker" alone does not identify a person."""
-        roles = self._left.setdefault(f"{kind.name} role", self._rng.sample(kind.roles, 3))
-        return self._rng.choice(roles)
+        roles = self._left.setdefault(f"{kind.name} role", self.rng.sample(kind.roles, 3))
+        return self.rng.choice(roles)
 
     def _deal(self, key: str, values: Sequence[str]) -> str:
         if not self._left.get(key):
-            self._left[key] = self._rng.sample(values, len(values))
+            self._left[key] = self.rng.sample(values, len(values))
         return self._left[key].pop()
 
 
@@ -257,30 +257,35 @@ def documents(
     for kind, name in zip(kinds, names, strict=True):
         entities.setdefault(kind, []).append(name)
     dealer.entities = entities
-    first: dict[str, list[str]] = {}
+    attributes, first = {}, {}
     for kind in entities:
         leading = [a.key for a in KINDS[kind].attributes if a.to in entities]
         first[kind] = ["year"] * dated + rng.sample(leading, min(1, len(leading)))
+        attributes[kind] = [
+            a for a in KINDS[kind].attributes if not keys or a.key in (*keys[kind], *first[kind])
+        ]
     return tuple(
-        _write(rng, dealer, KINDS[kind], name, shape, keys.get(kind) if keys else None, first[kind])
+        _write(dealer, KINDS[kind], name, shape, attributes[kind], first[kind])
         for kind, name, shape in zip(kinds, names, shapes, strict=True)
     )
 
 
 def _write(
-    rng: random.Random,
     dealer: Dealer,
     kind: Kind,
     name: str,
     shape: Shape,
-    keys: Sequence[str] | None,
+    attributes: Sequence[Attribute],
     first: Sequence[str],
 ) -> GeneratedDocument:
-    """A document about `name`. `keys` restricts its attributes; those of `first` come first, as far as
-    there is room.
-    """
+    """A document about `name`. Attributes with a key in `first` come first, as far as there is room."""
+    rng, n_facts = dealer.rng, sum(shape.facts)
     role, alias = dealer.role(kind), dealer.alias()
-    facts = _draw_facts(rng, dealer, kind, shape, keys, first)
+    drawn = sorted(rng.sample(attributes, len(attributes)), key=lambda a: a.key not in first)
+    drawn = rng.sample(drawn[:n_facts], min(n_facts, len(attributes)))
+    # The last paragraphs, not the first, go short where there is less to say.
+    slots = [i for i, n in enumerate(shape.facts) for _ in range(n)]
+    facts = tuple(Fact(a, dealer.value(a), i) for a, i in zip(drawn, slots, strict=False))
     naming = _Reference(name, f"{name}'s", name)
     back = _references_back(name, kind, "" if shape.plain else role, alias)
     filling = [(time, f) for time in _PHRASES["times"] for f in kind.fillers]
@@ -311,22 +316,6 @@ def _write(
         if text := " ".join([head, *said]).strip():
             paragraphs.append(text)
     return GeneratedDocument(name, kind.name, alias, role, tuple(paragraphs), facts)
-
-
-def _draw_facts(
-    rng: random.Random,
-    dealer: Dealer,
-    kind: Kind,
-    shape: Shape,
-    keys: Sequence[str] | None,
-    first: Sequence[str],
-) -> tuple[Fact, ...]:
-    pool = [a for a in kind.attributes if keys is None or a.key in (*keys, *first)]
-    drawn = sorted(rng.sample(pool, len(pool)), key=lambda a: a.key not in first)
-    drawn = rng.sample(drawn[: sum(shape.facts)], min(sum(shape.facts), len(pool)))
-    # The last paragraphs, not the first, go short where there is less to say.
-    slots = [i for i, n in enumerate(shape.facts) for _ in range(n)]
-    return tuple(Fact(a, dealer.value(a), i) for a, i in zip(drawn, slots, strict=False))
 
 
 def _state(rng: random.Random, fact: Fact, reference: _Reference, split: Split | None) -> str:
