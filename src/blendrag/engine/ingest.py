@@ -210,18 +210,18 @@ def dry_run(resources: Resources, worker: Worker, inputs: Inputs) -> DryRun:
     corpus = resources.corpus
     chunker = resources.chunker()
     report = IngestReport()
-    documents = chunks = tokens = new_tokens = 0
+    new_tokens = 0
     for document in documents_of(inputs, report):
-        pieces = chunker.split(document.text)
-        piece_tokens = sum(c.tokens for c in pieces)
-        documents += 1
-        chunks += len(pieces)
-        tokens += piece_tokens
+        chunks = chunker.split(document.text)
+        tokens = sum(chunk.tokens for chunk in chunks)
+        report.documents += 1
+        report.chunks += len(chunks)
+        report.tokens += tokens
         if corpus is None or corpus.unchanged(document.source, digest_of(document)) is None:
-            new_tokens += piece_tokens
+            new_tokens += tokens
     adapter = resources.adapter
     adapter.require_blendable()
-    sample = [17] * min(resources.manifest.chunk_tokens, max(tokens, 1))
+    sample = [17] * min(resources.manifest.chunk_tokens, max(report.tokens, 1))
 
     def encode_s() -> float:
         with adapter.lock:
@@ -232,10 +232,10 @@ def dry_run(resources: Resources, worker: Worker, inputs: Inputs) -> DryRun:
     worker.run(encode_s)  # warm up
     seconds_per_token = worker.run(encode_s) / len(sample)
     return DryRun(
-        documents=documents,
-        chunks=chunks,
-        tokens=tokens,
-        bytes=stored_chunk_bytes(resources.layout, tokens),
+        documents=report.documents,
+        chunks=report.chunks,
+        tokens=report.tokens,
+        bytes=stored_chunk_bytes(resources.layout, report.tokens),
         seconds=new_tokens * seconds_per_token,
         failed=len(report.failures),
         failures=report.failures,

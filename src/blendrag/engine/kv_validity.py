@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,13 @@ class KVValidity:
             if next(iter(self._store.keys(namespace)), None) is None:
                 return True
             self.require_verified()
-            self._valid[namespace] = self._probe_agrees(namespace)
+            wrong = self._wrong_with_probe(namespace)
+            self._valid[namespace] = not wrong
+            if wrong:
+                log.warning(
+                    "store %s: KV of model %s is not used because %s; ingest again to renew it",
+                    *(self._root, self._adapter.model_id, wrong),
+                )
         return self._valid[namespace]
 
     def renew(self, namespace: str) -> None:
@@ -112,32 +119,21 @@ class KVValidity:
             self._store.delete(namespace, key)
         self._valid[namespace] = True
 
-    def _probe_agrees(self, namespace: str) -> bool:
+    def _wrong_with_probe(self, namespace: str) -> str:
+        """Why KV stored there cannot be used, or empty."""
         ids = self._probe_ids()
         layout = self._adapter.layout.encoded(self._manifest().encoding)
         reader = self._store.open(namespace, self._probe_key(namespace), layout, len(ids))
         if reader is None:
-            self._warn("its probe entry is missing or damaged")
-            return False
-        try:
-            now = self.encode(namespace, ids, self._manifest().prefix_ids)
-            if _alike(now, reader):
-                return True
-        except CorruptKVError:
-            self._warn("its probe entry is damaged")
-            return False
-        finally:
-            reader.close()
-        self._warn("this machine computes different KV (another library version or kernel?)")
-        return False
-
-    def _warn(self, why: str) -> None:
-        log.warning(
-            "store %s: KV of model %s is not used because %s; ingest again to renew it",
-            self._root,
-            self._adapter.model_id,
-            why,
-        )
+            return "its probe entry is missing or damaged"
+        with closing(reader):
+            try:
+                now = self.encode(namespace, ids, self._manifest().prefix_ids)
+                if _alike(now, reader):
+                    return ""
+            except CorruptKVError:
+                return "its probe entry is damaged"
+        return "this machine computes different KV (another library version or kernel?)"
 
     def _probe_ids(self) -> tuple[int, ...]:
         vocab = self._adapter.model.get_input_embeddings().num_embeddings
