@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 import tiny
 from blendrag.errors import InvalidInputError
-from blendrag.lab.bench.throughput import ThroughputBench, throughput
-from blendrag.lab.bench.workload import Workload
+from blendrag.lab.bench.throughput import blend, full, make_plans, throughput
+from blendrag.lab.bench.workload import REUSE, Workload
 from lab.bench.small import printed, timed, tiny_bench
 
 REQUESTS = 5
@@ -26,15 +28,15 @@ def test_figures_follow_from_the_times() -> None:
 
 def test_batches_of_different_lengths_choose_the_tokens_of_single_prompts() -> None:
     with tiny_bench(Workload(3, 32, 16, 0.3)) as bench:
-        batches = ThroughputBench(bench, REQUESTS)
-        assert {len(plan.ids) for plan in batches.plans} == {112, 110, 108, 106}
-        assert len({plan.ids for plan in batches.plans}) == REQUESTS
-        assert len({frozenset(s.stored_ids for s in plan.chunks) for plan in batches.plans}) == 1
-        for way in (batches.full, batches.reuse, batches.blend):
-            alone = way(1)
+        plans = make_plans(bench.prompt, REQUESTS)
+        assert {len(plan.ids) for plan in plans} == {112, 110, 108, 106}
+        assert len({plan.ids for plan in plans}) == REQUESTS
+        assert len({frozenset(s.stored_ids for s in plan.chunks) for plan in plans}) == 1
+        for way in (full, blend, partial(blend, **REUSE)):
+            alone = way(bench, [[plan] for plan in plans])
             assert len(alone) == REQUESTS
             assert len(set(alone)) > 1
-            assert way(2) == way(5) == alone
+            assert way(bench, [plans[:2], plans[2:4], plans[4:]]) == way(bench, [plans]) == alone
 
 
 def test_batches_are_refused_for_a_model_whose_attention_takes_masks() -> None:

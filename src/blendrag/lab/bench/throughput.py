@@ -6,7 +6,7 @@ reuse and blend take it as one packed sequence (:mod:`blendrag.fusor.pack`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -38,7 +38,6 @@ from blendrag.text.prompt import SegmentedPrompt
 
 #: Questions differ in length by up to this share, so that batches need padding.
 SHORTER = 0.5
-WAYS = ("full", "reuse", "blend")
 
 
 @dataclass(frozen=True)
@@ -79,62 +78,48 @@ def throughput_table(result: ThroughputResult) -> ResultTable:
     )  # fmt: skip
 
 
-class ThroughputBench:
-    """Requests over the chunks of one prompt, and a method for each way."""
+Batches = Sequence[Sequence[SegmentedPrompt]]
 
-    def __init__(self, bench: PromptBench, requests: int) -> None:
-        self._bench, self._device = bench, bench.adapter.device
-        self.plans = _plans(bench.prompt, requests)
 
-    def full(self, batch_size: int) -> list[int]:
-        """Stock prefill of padded batches; a batch of one is not padded."""
-        adapter, tokens = self._bench.adapter, []
-        for plans in self._batches(batch_size):
-            rows = [torch.tensor(plan.ids) for plan in plans]
-            ids = _padded(rows).to(self._device)  # [B, N]
-            if len(plans) == 1:
-                tokens.append(stock_prefill(adapter, ids))
+def full(bench: PromptBench, batches: Batches) -> list[int]:
+    """First tokens of a stock prefill of padded batches; a batch of one is not padded."""
+    adapter, tokens = bench.adapter, []
+    for plans in batches:
+        rows = [torch.tensor(plan.ids) for plan in plans]
+        ids = _padded(rows).to(adapter.device)  # [B, N]
+        if len(plans) == 1:
+            tokens.append(stock_prefill(adapter, ids))
+            continue
+        mask = _padded([torch.ones_like(row) for row in rows]).to(adapter.device)  # [B, N]
+        positions = (mask.cumsum(-1) - 1).clamp_min(0)
+        out = adapter.model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True,
+            logits_to_keep=1,
+        )  # fmt: skip
+        tokens += out.logits[:, -1].argmax(-1).tolist()
+    return tokens
+
+
+def blend(bench: PromptBench, batches: Batches, **options: Any) -> list[int]:
+    """First tokens over loaded chunks, recomputed as the workload or ``options`` say."""
+    tokens: list[int] = []
+    for plans in batches:
+        with ExitStack() as stack:
+            prompts = []
+            for plan in plans:
+                opened = stack.enter_context(bench.opened(plan, **options))
+                ids = torch.tensor([plan.ids], device=bench.adapter.device)  # [1, N]
+                prompts.append(PackedPrompt(ids, opened.request(len(plan.ids)), NEW_TOKENS))
+            if len(prompts) == 1:
+                tokens.append(bench.prefill(prompts[0].ids, prompts[0].request)[0])
                 continue
-            mask = _padded([torch.ones_like(row) for row in rows]).to(self._device)  # [B, N]
-            positions = (mask.cumsum(-1) - 1).clamp_min(0)
-            out = adapter.model(
-                input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True,
-                logits_to_keep=1,
-            )  # fmt: skip
-            tokens += out.logits[:, -1].argmax(-1).tolist()
-        return tokens
-
-    def reuse(self, batch_size: int) -> list[int]:
-        """Load all chunks and compute only the questions."""
-        return self.blend(batch_size, **REUSE)
-
-    def blend(self, batch_size: int, **options: Any) -> list[int]:
-        """Load all chunks and recompute as the workload says."""
-        bench, tokens = self._bench, []
-        for plans in self._batches(batch_size):
-            with ExitStack() as stack:
-                prompts = []
-                for plan in plans:
-                    opened = stack.enter_context(bench.opened(plan, **options))
-                    ids = torch.tensor([plan.ids], device=self._device)  # [1, N]
-                    prompts.append(PackedPrompt(ids, opened.request(len(plan.ids)), NEW_TOKENS))
-                if len(prompts) == 1:
-                    tokens.append(bench.prefill(prompts[0].ids, prompts[0].request)[0])
-                else:
-                    tokens += self._packed(prompts)
-        return tokens
-
-    def _packed(self, prompts: Sequence[PackedPrompt]) -> list[int]:
-        prefilled: list[Prefilled] = []
-        for outcome in self._bench.fusor.batched_prefill(prompts):
-            if isinstance(outcome, Exception):
-                raise outcome
-            prefilled.append(outcome)
-        found: list[int] = self._bench.fusor.first_logits(prefilled).argmax(-1).tolist()
-        return found
-
-    def _batches(self, size: int) -> list[Sequence[SegmentedPrompt]]:
-        return [self.plans[at : at + size] for at in range(0, len(self.plans), size)]
+            prefilled: list[Prefilled] = []
+            for outcome in bench.fusor.batched_prefill(prompts):
+                if isinstance(outcome, Exception):
+                    raise outcome
+                prefilled.append(outcome)
+            tokens += bench.fusor.first_logits(prefilled).argmax(-1).tolist()
+    return tokens
 
 
 @options.bench(throughput_table, rounds=3)
@@ -156,14 +141,15 @@ def throughput(
                 "prompts cannot be packed; use only 1"
             )
         requests = max(given)
-        batches = ThroughputBench(bench, requests)
-        ways = {
-            (way, size): bench.timer(getattr(batches, way), size)
-            for size in sorted({1, *given})
-            for way in WAYS
-        }
+        plans = make_plans(bench.prompt, requests)
+        ways: dict[tuple[str, int], Callable[[], float]] = {}
+        for size in sorted({1, *given}):
+            batches = [plans[at : at + size] for at in range(0, requests, size)]
+            ways["full", size] = bench.timer(full, bench, batches)
+            ways["reuse", size] = bench.timer(blend, bench, batches, **REUSE)
+            ways["blend", size] = bench.timer(blend, bench, batches)
         timings = time_ways(ways, workload.rounds, tick)
-    lengths = [len(plan.ids) for plan in batches.plans]
+    lengths = [len(plan.ids) for plan in plans]
     return ThroughputResult(
         **conditions(bench.adapter, workload, tier),
         requests=requests,
@@ -181,7 +167,7 @@ def throughput(
     )
 
 
-def _plans(first: SegmentedPrompt, requests: int) -> list[SegmentedPrompt]:
+def make_plans(first: SegmentedPrompt, requests: int) -> list[SegmentedPrompt]:
     """The chunks of ``first`` in different orders, with questions of different lengths and words."""
     *segments, question = first.segments
     chunks = [(str(segment.chunk_id), segment.ids) for segment in segments]
