@@ -17,11 +17,14 @@ TENTH = evenly(0.1, 300)
 
 
 def test_a_layer_begins_when_its_load_and_the_layer_before_are_done() -> None:
-    assert finish(arrivals([1, 1, 1]), [2, 2, 2]) == 7  # waits for the first load alone
-    assert finish(arrivals([2, 2, 2]), [1, 1, 1]) == 7  # waits for the last load
-    assert finish(arrivals([5, 0, 0]), [1, 1, 1]) == 8
-    assert finish(arrivals([0, 0, 5]), [1, 1, 1]) == 6
-    assert finish(arrivals([0, 0, 0]), [1, 1, 1]) == 3
+    for reads, compute, done in (
+        ([1, 1, 1], 2, 7),  # waits for the first load alone
+        ([2, 2, 2], 1, 7),  # waits for the last load
+        ([5, 0, 0], 1, 8),
+        ([0, 0, 5], 1, 6),
+        ([0, 0, 0], 1, 3),
+    ):
+        assert finish(arrivals(reads, [0, 0, 0]), [compute] * 3) == done
 
 
 def test_copies_to_the_device_are_a_stage_of_their_own() -> None:

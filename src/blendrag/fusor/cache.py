@@ -1,8 +1,7 @@
 """``BlendCache``: a stock ``DynamicCache`` whose first forward is blended.
 
-It owns the prompt's KV buffers. During the blended forward, ``update`` hands new K/V to the pack; afterwards
-this is an ordinary growing cache that writes into headroom instead of concatenating. Every layer keeps all
-its tokens: sliding windows are applied by masks.
+It owns the prompt's KV buffers. During the blended forward ``update`` hands new K/V to the pack, afterwards
+it writes into headroom instead of concatenating. Every layer keeps all its tokens; windows are masks.
 """
 
 from __future__ import annotations
@@ -73,9 +72,8 @@ class BlendLayer(DynamicLayer):
         return self.keys.shape[0] == 1 and same
 
     def _grow(self, used: int, needed: int) -> None:
-        shape = list(self.buffer.shape)
-        shape[-2] = needed + max(64, needed // 8)
-        wider = self.buffer.new_empty(shape)
+        *dims, _, width = self.buffer.shape
+        wider = self.buffer.new_empty((*dims, needed + max(64, needed // 8), width))
         wider[..., :used, :] = self.buffer[..., :used, :]
         self.buffer = wider
 

@@ -104,7 +104,8 @@ def _measure(
     began = time.perf_counter()
     kv = _kv_at_offset(adapter, ids)
     announce(n, REMAINING_PREFILLS * (time.perf_counter() - began))
-    rows = _random_fifth(n, adapter.device)
+    order = torch.randperm(n - 1, generator=torch.Generator().manual_seed(2))
+    rows = order[: max(1, n // 5)].sort().values.to(adapter.device)
     computed = torch.cat((rows, rows.new_tensor([n - 1])))
     step = -(-len(computed) // COMPARED_ROWS)
     spread = torch.arange(len(computed) - 1, -1, -step, device=adapter.device).flip(0)
@@ -191,7 +192,7 @@ def _greedy(adapter: ModelAdapter, first: int, cache: Any) -> list[int]:
 
 
 class FixedRows(SelectionPolicy):
-    """Recomputes the given tokens in every layer from 1 on."""
+    """Recomputes the given tokens in every layer."""
 
     name = "fixed"
 
@@ -259,12 +260,6 @@ def _gate_prompt(adapter: ModelAdapter) -> torch.Tensor:
     vocab = adapter.model.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, vocab, (1, n), generator=generator).to(adapter.device)
-
-
-def _random_fifth(n: int, device: torch.device) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(2)
-    chosen = torch.randperm(n - 1, generator=generator)[: max(1, n // 5)]
-    return chosen.sort().values.to(device)
 
 
 def _disturbed(layer: torch.Tensor, size: float, generator: torch.Generator) -> torch.Tensor:

@@ -114,7 +114,7 @@ class LayerLoader:
                 event.set()
 
     def fetch_kv(self, span: LoadedSpan, layer: int, target: torch.Tensor) -> None:
-        """Read and verify one span's KV of ``layer`` into ``target``."""
+        """Read and verify one span's KV."""
         began = time.perf_counter()
         try:
             span.reader.read_layer(layer, target)

@@ -63,8 +63,7 @@ class FusionCounts:
     candidate_rows: tuple[int, ...]
     """Chunk tokens computed in each layer."""
     rows: tuple[int, ...]
-    """All rows computed in each layer: fresh ones included, twice if a scout pass ran. In the last layer,
-    rows whose K/V were computed."""
+    """All rows whose K/V each layer computed, the fresh ones twice if a scout pass ran."""
     recomputed_per_span: tuple[float, ...]
     """Mean over layers 1…L-1 of the tokens recomputed in each blended span."""
     candidates: int

@@ -74,8 +74,7 @@ def sample_questions(questions: Sequence[str], prompts: int, seed: int) -> list[
 def first_sentence(text: str) -> str:
     """Of ``text``, at most :data:`QUESTION_CHARS` characters."""
     found = _SENTENCE.match(text.strip())
-    sentence = " ".join((found[0] if found else text).split())
-    return sentence[:QUESTION_CHARS]
+    return " ".join((found[0] if found else text).split())[:QUESTION_CHARS]
 
 
 def _run(corpus: Corpus, source: str, at_most: int, rng: random.Random) -> list[str]:
@@ -108,7 +107,7 @@ class Reference:
 def reference(adapter: ModelAdapter, prompt: SegmentedPrompt) -> Reference:
     """Full prefill and greedy decoding of ``prompt``. The caller holds the lock."""
     eos = adapter.model.generation_config.eos_token_id
-    ends = set(eos) if isinstance(eos, list | tuple) else {eos}
+    ends = {*eos} if isinstance(eos, list | tuple) else {eos}
     cache, ids = DynamicCache(), prompt.ids
     answer: list[int] = []
     rows = []

@@ -168,9 +168,9 @@ class LoadEstimate:
         """Seconds of the scout pass: of computing, and with its waits for loading."""
         context = self._fresh_keys / max(self._fresh, 1)
         each = self._profile.scout(self._fresh, context, self._placed)
-        reads, busy, sizes = (figures[: self._scouted] for figures in self._loads[False])
+        busy = self._loads[False][1][: self._scouted]
         computes = [each + core * self._profile.is_shared for core in busy]
-        return sum(computes), finish(arrivals(reads, self._copies(sizes)), computes)
+        return sum(computes), finish(self._arrived(())[: self._scouted], computes)
 
     # -- loading ----------------------------------------------------------------------------------
 
@@ -179,26 +179,21 @@ class LoadEstimate:
         return not self._scouted and self._entering(counts) >= self.candidates > 0
 
     def _arrived(self, counts: Sequence[float]) -> list[float]:
+        """When each layer is in place: on the host once it is read, else once it is copied, too."""
         reads, _, sizes = self._loads[self._skips_first(counts)]
-        return arrivals(reads, self._copies(sizes))
-
-    def _copies(self, sizes: Sequence[float]) -> list[float]:
-        """Seconds of copying each layer to the device; empty if computing is on the host."""
         speed = self._profile.device_bytes_per_s
-        return [size / speed for size in sizes] if speed else []
+        return arrivals(reads, [size / speed if speed else 0.0 for size in sizes])
 
 
 # -- pipeline: reading, copying and computing, each one layer at a time and in order ------------------
 
 
-def arrivals(reads: Sequence[float], copies: Sequence[float] = ()) -> list[float]:
+def arrivals(reads: Sequence[float], copies: Sequence[float]) -> list[float]:
     """When each layer's KV is in place: copied after it was read and after the copy before."""
-    read = list(accumulate(reads))
-    if not copies:
-        return read
-    there: list[float] = []
-    for done, copy in zip(read, copies, strict=True):
-        there.append(max(done, there[-1] if there else 0.0) + copy)
+    done, there = 0.0, []
+    for read, copy in zip(accumulate(reads), copies, strict=True):
+        done = max(read, done) + copy
+        there.append(done)
     return there
 
 

@@ -82,11 +82,8 @@ class Plan:
     @property
     def missing(self) -> tuple[tuple[int, ...], ...]:
         """Ids of whole chunks that have no stored KV."""
-        return tuple(
-            chunk.segment.stored_ids
-            for chunk in self.chunks
-            if chunk.reason.code is ReasonCode.NO_KV
-        )
+        missing = (c.segment for c in self.chunks if c.reason.code is ReasonCode.NO_KV)
+        return tuple(segment.stored_ids for segment in missing)
 
     @property
     def chunks_end(self) -> int:

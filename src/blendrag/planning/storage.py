@@ -96,7 +96,5 @@ def usual_estimate(
 ) -> tuple[LoadEstimate, Sequence[float]]:
     """A usual prompt with everything loaded, and the tokens that ``policy`` recomputes in layers 1…L-1."""
     estimate = Estimator(profile, usual_prompt(profile, policy, chunks)).loading()
-    counts = make_policy(policy).layer_counts(
-        Schedule("constant"), ratio, estimate.candidates, profile.layers, chunks
-    )
-    return estimate, counts
+    counts_of, constant = make_policy(policy).layer_counts, Schedule("constant")
+    return estimate, counts_of(constant, ratio, estimate.candidates, profile.layers, chunks)
