@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -119,11 +119,8 @@ def policies_text(short: Sequence[ArenaRow], long: Sequence[ArenaRow]) -> str:
         ("TTFT ms", lambda row: f"{of_long[_name(row)].ttft_ms:.0f}"),
     ]
     compared = [row for row in short if _is_compared(row) and _name(row) in of_long]
-    sizes = "; ".join(
-        f"{rows[0].n_chunks} chunks of at most {rows[0].chunk_tokens} tokens: {_questions(rows)}"
-        for rows in (short, long)
-    )
-    return f"r = {RATIO}, schedule `{FAMILY}`. {sizes}.\n\n{table(columns, compared).markdown()}"
+    asked = f"{_questions(short)}; {_questions(long)}"
+    return f"r = {RATIO}, schedule `{FAMILY}`. {asked}.\n\n{table(columns, compared).markdown()}"
 
 
 def _is_compared(row: ArenaRow) -> bool:
@@ -137,10 +134,10 @@ def _name(row: ArenaRow) -> str:
 
 
 def _questions(rows: Sequence[ArenaRow]) -> str:
-    """``200 questions (14 comparison, 68 coreference, …)``"""
     counts = {row.kind: row.n for row in rows}
     kinds = ", ".join(f"{n} {kind}" for kind, n in counts.items() if kind != ALL)
-    return f"{counts[ALL]} questions ({kinds})"
+    size = f"{rows[0].n_chunks} chunks of at most {rows[0].chunk_tokens} tokens"
+    return f"{size}: {counts[ALL]} questions ({kinds})"
 
 
 # -- the default ----------------------------------------------------------------------------------
@@ -371,16 +368,13 @@ def collect(
     found = {}
     for name, commands in runs.items():
         path = folder / f"{name}.json"
-        if not (keep and path.is_file() and load_result(path).commands == tuple(commands)):
-            save_result(execute(commands, say), path)
-        found[name] = load_result(path)
+        kept = load_result(path) if keep and path.is_file() else None
+        if kept is None or kept.commands != tuple(commands):
+            kept = execute(commands, say)
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(asdict(kept), separators=(",", ":")) + "\n", "utf-8")
+        found[name] = kept
     return found
-
-
-def save_result(result: Result, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    kept = {"commands": result.commands, "printed": result.printed}
-    path.write_text(json.dumps(kept, separators=(",", ":")) + "\n", encoding="utf-8")
 
 
 def load_result(path: Path) -> Result:

@@ -247,8 +247,9 @@ class Run:
             "optimizer": self.optimizer.state_dict(),
             "progress": asdict(self.progress),
         }
-        torch.save(state, self.checkpoint.with_suffix(".new"))
-        self.checkpoint.with_suffix(".new").replace(self.checkpoint)
+        new = self.checkpoint.with_suffix(".new")
+        torch.save(state, new)
+        new.replace(self.checkpoint)
         export = LlamaForCausalLM(self.model.config)
         export.load_state_dict(self.model.state_dict())
         export.to(torch.bfloat16).save_pretrained(self.out)
