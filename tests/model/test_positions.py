@@ -37,14 +37,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "rotary": ("llama", {}),
     "partial rotary in one fused projection": ("gpt_neox", {}),
     "partial rotary sliced by the attention": ("stablelm", {}),
-    "partial rotary of phi": ("phi", {}),
     "interleaved": ("cohere", {}),
     "interleaved and partial": ("glm4", {}),
     "two tables": ("gemma3_text", {}),
-    "two tables of olmo": ("olmo3", {}),
     "some layers position-free": ("smollm3", {}),
     "yarn": ("llama", YARN),
-    "linear scaling": ("llama", rope("linear", factor=3.0)),
     "llama3 scaling": ("llama", LLAMA3),
 }
 

@@ -249,10 +249,8 @@ def _adapter_state(module: Any, active: Sequence[str]) -> str:
 def _inactive(module: Any, active: Sequence[str]) -> Iterator[torch.Tensor]:
     """Weights of adapters that are not active."""
     for layer in getattr(module, "adapter_layer_names", ()):
-        kept = getattr(module, layer, None) or {}
-        for adapter in kept:
+        for adapter, weights in (getattr(module, layer, None) or {}).items():
             if adapter not in active:
-                weights = kept[adapter]
                 yield from weights.parameters() if isinstance(weights, nn.Module) else (weights,)
 
 

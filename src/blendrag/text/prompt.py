@@ -130,10 +130,8 @@ class _Cutting:
 
     def _pieces(self) -> list[_Piece]:
         matches = self.matches
-        plain = {
-            *self.plain,
-            *((matches[n].start, matches[n].end) for n in self.apart if self.apart[n] > 1),
-        }
+        alone = [matches[number] for number, times in self.apart.items() if times > 1]
+        plain = {*self.plain, *((match.start, match.end) for match in alone)}
         cuts = {0, len(self.text), *(edge for span in plain for edge in span)}
         cuts.update(matches[number].start for number in self.apart)
         return [

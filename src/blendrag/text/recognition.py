@@ -320,10 +320,7 @@ class ChunkIndex:
                 table.hashes.pop(chunk_id, None)
 
     def find(
-        self,
-        prompt: str,
-        within: Sequence[tuple[int, int]] | None = None,
-        strict: bool = True,
+        self, prompt: str, within: Sequence[tuple[int, int]] | None = None, strict: bool = True
     ) -> list[Match]:
         """Chunks in ``prompt`` that do not overlap, by start.
 
