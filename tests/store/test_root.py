@@ -144,16 +144,13 @@ def test_a_store_keeps_its_limit_when_opened_without_one(lab, root):
     assert keep(lab, root, [5], None, default_disk_bytes=small) == [1, 2, 3, 4, 5]
     assert keep(lab, root, [6], 3 * lab.entry_bytes) == [4, 5, 6]
     assert keep(lab, root, [7], None) == [5, 6, 7]
+    for limit_bytes in ((1 << 63) - 1, 10**30):
+        keep(lab, root, [], limit_bytes)
+        assert keep(lab, root, [8], None, default_disk_bytes=small) == [5, 6, 7, 8]
     assert_no_temporaries(root)
 
 
-@pytest.mark.parametrize("limit_bytes", [(1 << 63) - 1, 1 << 63, 10**30])
-def test_a_limit_of_any_size_is_remembered(lab, root, limit_bytes):
-    assert keep(lab, root, [1], limit_bytes) == [1]
-    assert keep(lab, root, [2], None, default_disk_bytes=lab.entry_bytes) == [1, 2]
-
-
-def test_a_kill_while_the_limit_is_written_leaves_nothing_behind(lab, root, killed):
+def test_a_kill_while_the_limit_is_written_leaves_no_temporary(lab, root, killed):
     keep(lab, root, [1], 1 << 30)
 
     def change_the_limit():
@@ -165,17 +162,13 @@ def test_a_kill_while_the_limit_is_written_leaves_nothing_behind(lab, root, kill
     assert_no_temporaries(root)
 
 
-def test_an_open_store_without_a_limit_follows_one_given_meanwhile(lab, root):
+def test_the_default_limit_is_not_remembered_and_one_given_meanwhile_is_followed(lab, root):
+    assert keep(lab, root, range(3), None, default_disk_bytes=2 * lab.entry_bytes) == [1, 2]
     store = open_store(root, 0, None, default_disk_bytes=lab.entry_bytes)
     assert keep(lab, root, range(3), 4 * lab.entry_bytes) == [0, 1, 2]
     lab.put(store, 3)
     assert all(lab.has(store, number) for number in range(4))
     store.close()
-
-
-def test_the_default_limit_is_not_remembered(lab, root):
-    assert keep(lab, root, range(3), None, default_disk_bytes=2 * lab.entry_bytes) == [1, 2]
-    assert keep(lab, root, [3], None, default_disk_bytes=3 * lab.entry_bytes) == [1, 2, 3]
 
 
 def test_a_damaged_limit_is_refused(lab, root):

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -107,22 +108,23 @@ def audit(
 def _inspect(
     root: Path, numbers: list[int], limit_bytes: int, fresh: int | None, teller: Teller
 ) -> None:
+    complain = partial(teller.say, "complaints")
     with contextlib.closing(DiskStore(root, limit_bytes)) as store:
         if left := os.listdir(root / "tmp"):
-            teller.say("complaints", f"temporaries left after opening: {left}")
+            complain(f"temporaries left after opening: {left}")
         states: dict[int, bool | None] = {}
         for number in numbers:
+            states[number] = None
             try:
                 states[number] = read(store, number)
             except StoreError as exc:
-                states[number] = None
-                teller.say("complaints", f"chunk {number}: {exc}")
+                complain(f"chunk {number}: {exc}")
         for complaint in _mismatches(store, states, limit_bytes):
-            teller.say("complaints", complaint)
+            complain(complaint)
         if fresh is not None:
             put(store, fresh)
             if read(store, fresh) is not True:
-                teller.say("complaints", "a chunk put afterwards cannot be read")
+                complain("a chunk put afterwards cannot be read")
     teller.say("answer", states)
 
 

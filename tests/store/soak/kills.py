@@ -25,44 +25,42 @@ _PINNED, _COMING_AND_GOING, _FRESH = 1000, range(1001, 1005), 1010
 _FEW = 6 * Lab.entry_bytes
 _LONGEST_S = 0.04
 
-Work = Callable[[Path, int, list[int], Teller], None]
+Work = Callable[[DiskStore, list[int], Teller], None]
 
 
-def _putting(root: Path, limit_bytes: int, numbers: list[int], teller: Teller) -> None:
+def _putting(store: DiskStore, numbers: list[int], teller: Teller) -> None:
     """Put everything, then put and delete a few chunks again and again."""
-    with contextlib.closing(DiskStore(root, limit_bytes)) as store:
-        for number in numbers:
-            put(store, number, teller)
-        for number in itertools.cycle(_COMING_AND_GOING):
-            put(store, number)
-            store.delete(Lab.namespace, Lab.key(number))
-            teller.say("about")
+    for number in numbers:
+        put(store, number, teller)
+    for number in itertools.cycle(_COMING_AND_GOING):
+        put(store, number)
+        store.delete(Lab.namespace, Lab.key(number))
+        teller.say("about")
 
 
-def _evicting(root: Path, limit_bytes: int, numbers: list[int], teller: Teller) -> None:
+def _evicting(store: DiskStore, numbers: list[int], teller: Teller) -> None:
     """Put more than fits, again and again."""
-    with contextlib.closing(DiskStore(root, limit_bytes)) as store:
-        for number in itertools.cycle(numbers):
-            put(store, number)
-            teller.say("about")
-
-
-def _recovering(root: Path, limit_bytes: int, numbers: list[int], teller: Teller) -> None:
-    """Recover, every other time without an index."""
-    with contextlib.closing(DiskStore(root, limit_bytes)) as store:
-        for turn in itertools.count():
-            if turn % 2:
-                with store._index.exclusive():
-                    store._index.set_aside()
-            store.recover()
-            teller.say("about")
-
-
-def _opening(root: Path, limit_bytes: int, numbers: list[int], teller: Teller) -> None:
-    """Open, put one chunk, close."""
     for number in itertools.cycle(numbers):
-        with contextlib.closing(DiskStore(root, limit_bytes)) as store:
-            put(store, number, teller)
+        put(store, number)
+        teller.say("about")
+
+
+def _recovering(store: DiskStore, numbers: list[int], teller: Teller) -> None:
+    """Recover, every other time without an index."""
+    for turn in itertools.count():
+        if turn % 2:
+            with store._index.exclusive():
+                store._index.set_aside()
+        store.recover()
+        teller.say("about")
+
+
+def _opening(store: DiskStore, numbers: list[int], teller: Teller) -> None:
+    """Open, put one chunk, close."""
+    store.close()
+    for number in itertools.cycle(numbers):
+        with contextlib.closing(DiskStore(store.root, store.limit_bytes)) as opened:
+            put(opened, number, teller)
 
 
 class Killing:
@@ -116,7 +114,12 @@ class Killing:
     def _child(self, work: Work, numbers: list[int], interruptible: bool) -> Child:
         order = self._chance.sample(numbers, len(numbers))
         root, limit_bytes = self._root, self._limit_bytes
-        return Child(lambda teller: work(root, limit_bytes, order, teller), interruptible)
+
+        def act(teller: Teller) -> None:
+            with contextlib.closing(DiskStore(root, limit_bytes)) as store:
+                work(store, order, teller)
+
+        return Child(act, interruptible)
 
     def _end(self, children: list[Child], interrupted: bool) -> list[str]:
         """End one at a random moment, see that the other goes on, end that; complaints."""

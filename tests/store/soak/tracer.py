@@ -177,17 +177,15 @@ class Traced:
             return None
         name, form, place = _CALLS[number]
         try:
-            path = self._path(form, arguments, place)
+            path = os.path.relpath(self._path(form, arguments, place), self._root)
         except OSError:
             return None
-        if path != self._root and not path.startswith(self._root + "/"):
+        if path.startswith(".."):
             return None
-        flags = _OPEN_FLAGS.get(number)
-        creates = flags is not None and bool(arguments[flags] & os.O_CREAT)
-        if self._unlocks(name, arguments):
-            name = "unlock"
+        creates = number in _OPEN_FLAGS and bool(arguments[_OPEN_FLAGS[number]] & os.O_CREAT)
         self._calls += 1
-        return Call(self._calls - 1, name, os.path.relpath(path, self._root), creates)
+        name = "unlock" if self._unlocks(name, arguments) else name
+        return Call(self._calls - 1, name, path, creates)
 
     def _unlocks(self, name: str, arguments: list[int]) -> bool:
         if name == "flock":
