@@ -11,6 +11,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated
 
@@ -156,11 +157,14 @@ def _ways(corpus: Corpus, name: str, texts: list[str], chars: int) -> list[Check
         ("chunks cut off", [text[: len(text) // 2] for text in texts]),
         ("no chunks", _texts(-1, len(texts), 0)),
     ):
-        count = min(len(parts), chars // (max(map(len, parts)) + 2))
-        prompt = parts[:: len(parts) // count][:count]  # from all over the corpus
+        step = max(1, len(parts) // 64)  # from all over the corpus, no part twice
+        order = [part for first in range(step) for part in parts[first::step]]
+        count = sum(end <= chars for end in accumulate(len(part) + 2 for part in order))
         expected = (count * (kind == "whole chunks"), count * (kind == "chunks cut off"))
         way = f"{name}: {kind}"
-        ways.append(CheckedWay(way, partial(_find, corpus, way, "\n\n".join(prompt), expected)))
+        ways.append(
+            CheckedWay(way, partial(_find, corpus, way, "\n\n".join(order[:count]), expected))
+        )
     return ways
 
 
