@@ -154,7 +154,7 @@ def test_only_the_given_spans_are_searched() -> None:
 
 
 def test_discarded_chunks_are_not_found() -> None:
-    index = index_of(a=PROSE, b=PROSE[:114])
+    index = index_of(a=PROSE, b=PROSE[:114], c=OTHER)
     index.discard("a")
     assert found(index, PROSE) == [("b", PROSE[:114], True)]
     index.discard("b")
