@@ -16,7 +16,7 @@ from blendrag.errors import ContextOverflowError, InvalidInputError
 from blendrag.fusor.selection import POLICIES
 from blendrag.lab.evaluation.asking import DEMO, SHORT_ANSWER, SUMMARY, Wording, ask, wording_for
 from blendrag.lab.evaluation.chains import PASSAGE_TOKENS, SCORE_TOKENS, ask_chain
-from blendrag.lab.evaluation.ways import BASELINES, Way, default_policies, look_up, make_ways
+from blendrag.lab.evaluation.ways import BASELINES, DEFAULT_POLICIES, Way, look_up, make_ways
 from blendrag.lab.training.samples import NATIVE, PromptChunk, template
 from blendrag.model.loading import load_tokens
 from blendrag.model.tokens import Tokens
@@ -28,7 +28,7 @@ from lab.evaluation import lab
 
 def test_a_policy_is_combined_with_every_schedule_ratio_and_prefix() -> None:
     assert make_ways(["full", "none"], ["constant"], [0.1], [True]) == (Way("none"), Way("full"))
-    named = {way.policy for way in make_ways(default_policies(), ["constant"], [0.1], [True])}
+    named = {way.policy for way in make_ways(DEFAULT_POLICIES, ["constant"], [0.1], [True])}
     assert named == {*POLICIES, "none", "prefix"}
     made = make_ways(["query"], ["constant", "linear"], [0.1, 0.2], [True, False])
     assert len({way.key for way in made}) == len(made) == 2 + 8

@@ -177,7 +177,7 @@ def _ways(
 ) -> tuple[Way, ...]:
     from blendrag.config import UNCALIBRATED_SCHEDULE, settings
     from blendrag.fusor.selection import Schedule
-    from blendrag.lab.evaluation.ways import default_policies, make_ways
+    from blendrag.lab.evaluation.ways import DEFAULT_POLICIES, make_ways
 
     listed = [settings().schedule] if schedules is None else _listed(schedules)
     if schedules is None and Schedule.parse(listed[0]).is_open:  # the same rows in any store
@@ -188,7 +188,7 @@ def _ways(
     if not {"on", "off"}.issuperset(prefixes):
         raise InvalidInputError(f"--encode-prefix {prefix!r} is not on, off or on,off")
     return make_ways(
-        default_policies() if policies is None else _listed(policies),
+        DEFAULT_POLICIES if policies is None else _listed(policies),
         listed,
         ratios or [settings().fixed_ratio],
         [each == "on" for each in prefixes],

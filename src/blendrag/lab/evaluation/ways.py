@@ -18,6 +18,8 @@ MAP_REDUCE, MAP_RERANK = CHAINS = ("map-reduce", "map-rerank")
 COMPUTING = (FULL, NONE, PREFIX, *CHAINS)
 #: Ways that are not selection policies: the two ends of PGR, the controls and the chains.
 BASELINES = (*COMPUTING, REUSE)
+#: The baselines that any model can follow, and every registered policy.
+DEFAULT_POLICIES = tuple(dict.fromkeys((FULL, PREFIX, REUSE, *POLICIES)))
 _MODES: dict[str, Mode] = {**dict.fromkeys(COMPUTING, "full"), PREFIX: "prefix", REUSE: "reuse"}
 
 
@@ -52,11 +54,6 @@ class Way:
             ratio=self.ratio,
             max_new_tokens=max_new_tokens,
         )
-
-
-def default_policies() -> tuple[str, ...]:
-    """The baselines that any model can follow, and every registered policy."""
-    return tuple(dict.fromkeys((FULL, PREFIX, REUSE, *POLICIES)))
 
 
 def make_ways(
