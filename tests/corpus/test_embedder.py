@@ -71,14 +71,14 @@ def test_an_overlong_question_is_embedded_by_its_ends(embedder: Embedder) -> Non
     near, far = embedder.embed([PASSWORD, "The price of wool went up in March."])
     whole = long_chunk()  # not overlong: all of it counts
     with tiny.counted(embedder._loaded(), "encode_query") as calls:
-        for text in (f"{PASSWORD} {FILLER * 60}".strip(), f"{FILLER * 60} {PASSWORD}"):
-            vector = embedder.embed_query(text)
-            ((encoded,),) = calls
-            calls.clear()
-            assert len(encoded) == MAX_QUESTION_WINDOWS < len(embedder._windows(text, ""))
-            assert text.startswith(encoded[0])
-            assert text.endswith(encoded[-1])
-            assert vector @ near > vector @ far
+        text = f"{FILLER * 45} {PASSWORD}"
+        vector = embedder.embed_query(text)
+        ((encoded,),) = calls
+        calls.clear()
+        assert len(encoded) == MAX_QUESTION_WINDOWS < len(embedder._windows(text, ""))
+        assert text.startswith(encoded[0])
+        assert text.endswith(encoded[-1])
+        assert vector @ near > vector @ far
         embedder.embed_query(whole)
     assert calls == [(embedder._windows(whole, ""),)]
 

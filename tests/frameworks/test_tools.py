@@ -42,46 +42,36 @@ PARAMETERS = json.dumps({"name": "search", "parameters": {"query": "ships"}})
 
 
 @pytest.mark.parametrize(
-    ("model", "text", "rest"),
+    ("model", "text", "rest", "count"),
     [
-        (HERMES, f"<tool_call>\n{AS_JSON}\n</tool_call>", ""),
-        (HERMES, f"Let me look.\n<tool_call>\n{AS_JSON}\n</tool_call>", "Let me look."),
-        (HERMES, f"<tool_call>\n{AS_JSON}\n", ""),
-        (LLAMA, PARAMETERS, ""),
-        (LLAMA, f"<|python_tag|>{PARAMETERS}", ""),
-        (LLAMA, f"  {AS_JSON}\n", ""),
-        (LLAMA, json.dumps({"type": "function", "function": CALL}), ""),
-        (MISTRAL, f"[TOOL_CALLS][{AS_JSON}]", ""),
-        (MISTRAL, f"[TOOL_CALLS] {AS_JSON}", ""),
-        (MISTRAL, '[TOOL_CALLS]search[ARGS]{"query": "ships"}', ""),
-        (MISTRAL, '[TOOL_CALLS]search[CALL_ID]abc123def[ARGS]{"query": "ships"}', ""),
-        (MISTRAL, f"I look.[TOOL_CALLS][{AS_JSON}]", "I look."),
+        (HERMES, f"<tool_call>\n{AS_JSON}\n</tool_call>", "", 1),
+        (HERMES, f"Let me look.\n<tool_call>\n{AS_JSON}\n</tool_call>", "Let me look.", 1),
+        (HERMES, f"<tool_call>\n{AS_JSON}\n", "", 1),
+        (HERMES, f"<tool_call>\n{AS_JSON}\n</tool_call>\n" * 2, "", 2),
+        (HERMES, f"<tool_call>{AS_JSON}<tool_call>{AS_JSON}</tool_call>", "", 2),
+        (LLAMA, PARAMETERS, "", 1),
+        (LLAMA, f"<|python_tag|>{PARAMETERS}", "", 1),
+        (LLAMA, f"  {AS_JSON}\n", "", 1),
+        (LLAMA, json.dumps({"type": "function", "function": CALL}), "", 1),
+        (LLAMA, f"{PARAMETERS}; {PARAMETERS}", "", 2),
+        (LLAMA, f"{PARAMETERS}\n{PARAMETERS}", "", 2),
+        (MISTRAL, f"[TOOL_CALLS][{AS_JSON}]", "", 1),
+        (MISTRAL, f"[TOOL_CALLS] {AS_JSON}", "", 1),
+        (MISTRAL, '[TOOL_CALLS]search[ARGS]{"query": "ships"}', "", 1),
+        (MISTRAL, '[TOOL_CALLS]search[CALL_ID]abc123def[ARGS]{"query": "ships"}', "", 1),
+        (MISTRAL, f"I look.[TOOL_CALLS][{AS_JSON}]", "I look.", 1),
+        (MISTRAL, f"[TOOL_CALLS][{AS_JSON}, {AS_JSON}]", "", 2),
+        (MISTRAL, '[TOOL_CALLS]search[ARGS]{"query": "ships"}' * 2, "", 2),
     ],
 )
-def test_one_call_is_parsed(model: Tokens, text: str, rest: str) -> None:
+def test_calls_are_parsed_with_different_ids(
+    model: Tokens, text: str, rest: str, count: int
+) -> None:
     found = parse(text, model)
-    (call,) = found.calls
-    assert (call.name, call.arguments) == ("search", {"query": "ships"})
-    assert (found.text, found.invalid) == (rest, ())
-
-
-@pytest.mark.parametrize(
-    ("model", "text"),
-    [
-        (HERMES, f"<tool_call>\n{AS_JSON}\n</tool_call>\n" * 2),
-        (HERMES, f"<tool_call>{AS_JSON}<tool_call>{AS_JSON}</tool_call>"),
-        (LLAMA, f"{PARAMETERS}; {PARAMETERS}"),
-        (LLAMA, f"{PARAMETERS}\n{PARAMETERS}"),
-        (MISTRAL, f"[TOOL_CALLS][{AS_JSON}, {AS_JSON}]"),
-        (MISTRAL, '[TOOL_CALLS]search[ARGS]{"query": "ships"}' * 2),
-    ],
-)
-def test_several_calls_are_parsed_with_different_ids(model: Tokens, text: str) -> None:
-    found = parse(text, model)
-    assert [call.arguments for call in found.calls] == [{"query": "ships"}] * 2
-    assert found.calls[0].id != found.calls[1].id
+    assert [(c.name, c.arguments) for c in found.calls] == [("search", {"query": "ships"})] * count
+    assert len({call.id for call in found.calls}) == count
     assert all(len(call.id) == 9 and call.id.isalnum() for call in found.calls)  # for Mistral
-    assert found.invalid == ()
+    assert (found.text, found.invalid) == (rest, ())
 
 
 @pytest.mark.parametrize(
@@ -218,10 +208,10 @@ def test_tool_choices_of_the_frameworks(choice: Any, expected: str | None) -> No
     assert chosen_tool(choice, [SEARCH]) == expected
 
 
-@pytest.mark.parametrize("choice", ["find", {"name": "find"}, 3, {}])
-def test_an_unknown_tool_choice_is_refused(choice: Any) -> None:
-    with pytest.raises(InvalidInputError, match=r"tool_choice .* \(search\)"):
-        chosen_tool(choice, [SEARCH])
+def test_an_unknown_tool_choice_is_refused() -> None:
+    for choice in ("find", {"name": "find"}, 3, {}):
+        with pytest.raises(InvalidInputError, match=r"tool_choice .* \(search\)"):
+            chosen_tool(choice, [SEARCH])
 
 
 # -- through the engine ------------------------------------------------------------------------------
@@ -261,11 +251,3 @@ def test_control_tokens_of_calls_stay_in_the_answer_to_tools(tmp_path: Path) -> 
         assert engine.generate("find", options).text == reply  # without the end token
         assert "".join(engine.stream("find", options)) == reply
         assert "[TOOL_CALLS]" not in engine.generate("find").text
-
-
-def test_tools_are_refused_without_a_template_that_renders_them(tmp_path: Path) -> None:
-    with tiny.engine(tiny.llama(), tmp_path / "s") as plain:
-        with pytest.raises(InvalidInputError, match="does not support tools") as raised:
-            plain.generate("find", Options(tools=(SEARCH,)))
-        assert tiny.one_sentence(str(raised.value))
-        assert plain.generate("find").text
