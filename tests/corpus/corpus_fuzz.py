@@ -230,16 +230,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="blendrag-fuzz-") as place:
         fuzzing = Fuzzing(Path(place), given.seed)
         sys.stdout.write(f"fuzzing with seed {given.seed}\n")
-        done = 0
-        while done < given.copies:
+        for done in range(0, given.copies, 100):
             failed = len(fuzzing.failures)
-            copies = min(100, given.copies - done)
-            fuzzing.run(copies)
-            done += copies
-            for failure in fuzzing.failures[failed:]:
-                sys.stdout.write(f"{failure}\n")
+            fuzzing.run(copies := min(100, given.copies - done))
+            sys.stdout.writelines(f"{failure}\n" for failure in fuzzing.failures[failed:])
             counts = f"{fuzzing.refused} refused, {len(fuzzing.failures)} failed"
-            sys.stdout.write(f"{done} copies, {counts}\n")
+            sys.stdout.write(f"{done + copies} copies, {counts}\n")
             sys.stdout.flush()
     return bool(fuzzing.failures)
 

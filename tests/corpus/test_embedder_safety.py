@@ -59,8 +59,7 @@ def assert_accepted(folder: Path, recorded: bool = True) -> None:
 # -- code ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-@pytest.mark.parametrize("routers", [0, 1, 2])
+@pytest.mark.parametrize(("routers", "recorded"), [(0, True), (1, False), (2, False), (2, True)])
 def test_code_in_an_embedders_directory_is_not_run(
     tmp_path: Path, routers: int, recorded: bool
 ) -> None:
@@ -109,8 +108,7 @@ def opened(folder: Path, recorded: bool) -> Embedder:
     return embedder_of(manifest, folder.parent.parent / "store", None)
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-@pytest.mark.parametrize("kind", ["bert", "xlm-roberta"])
+@pytest.mark.parametrize(("kind", "recorded"), [("bert", False), ("xlm-roberta", True)])
 def test_options_that_read_a_pickle_are_refused(minilm: Path, recorded: bool, kind: str) -> None:
     with_pickle(minilm, minilm.parent / "ran", recorded)
     with_options(minilm, "model_args", {"weights_only": False}, kind)

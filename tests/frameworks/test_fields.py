@@ -42,19 +42,13 @@ def test_fields_become_options_and_calls_override_them() -> None:
     assert made.request_options(min_ratio=0.0).min_ratio == 0.0
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, None),
-        ({"logprobs": False}, None),
-        ({"logprobs": True}, 0),
-        ({"logprobs": True, "top_logprobs": 5}, 5),
-        ({"logprobs": 4}, 4),
-        ({"logprobs": False, "top_logprobs": 0}, None),
-    ],
-)
-def test_logprobs_in_the_form_of_openai(given: dict[str, Any], expected: int | None) -> None:
-    assert wrapper().request_options(**given).logprobs == expected
+def test_logprobs_in_the_form_of_openai() -> None:
+    def asked(**given: Any) -> int | None:
+        return wrapper().request_options(**given).logprobs
+
+    assert asked() is asked(logprobs=False) is asked(logprobs=False, top_logprobs=0) is None
+    assert (asked(logprobs=True), asked(logprobs=4)) == (0, 4)
+    assert asked(logprobs=True, top_logprobs=5) == 5
 
 
 @pytest.mark.parametrize(

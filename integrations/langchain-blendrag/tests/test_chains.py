@@ -41,14 +41,11 @@ class TestStandardSuite(RetrieversIntegrationTests):
 
     retriever_constructor: type[BaseRetriever] = BlendRetriever
     retriever_query_example: str = QUESTION
+    retriever_constructor_params: Any = None
 
     @pytest.fixture(autouse=True)
     def _engine(self, engine: BlendEngine) -> None:
-        self.engine = engine
-
-    @property
-    def retriever_constructor_params(self) -> dict[str, Any]:
-        return {"engine": self.engine}
+        self.retriever_constructor_params = {"engine": engine}
 
 
 async def test_a_document_is_the_chunk_and_says_where_it_is_from(engine: BlendEngine) -> None:

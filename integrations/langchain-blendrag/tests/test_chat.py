@@ -95,19 +95,19 @@ def test_stop_ends_the_answer_in_every_way_of_calling(talker: ChatBlend) -> None
     assert answers == ["Hello "] * 4
 
 
-def test_callbacks_receive_a_token_before_it_is_yielded(llm: ChatBlend, seen: Any) -> None:
-    count = 0
-    for chunk in llm.stream("Where is Place32?", config={"callbacks": [seen]}):
-        count += 1
-        assert len(seen.tokens) == count
-        is_last = chunk.chunk_position == "last"
-    assert is_last
-    assert count > 2
-
-
-def test_invoke_with_streaming_passes_tokens_to_callbacks(engine: BlendEngine, seen: Any) -> None:
+def test_callbacks_receive_tokens_of_streams_and_of_streaming_models(
+    engine: BlendEngine, seen: Any
+) -> None:
+    config: Any = {"callbacks": [seen]}
     plain, streaming = ChatBlend(engine=engine), ChatBlend(engine=engine, streaming=True)
-    first = plain.invoke("Where is Place32?", config={"callbacks": [seen]})
+    first = plain.invoke("Where is Place32?", config)
     assert not seen.tokens
-    second = streaming.invoke("Where is Place32?", config={"callbacks": [seen]})
+    second = streaming.invoke("Where is Place32?", config)
     assert "".join(seen.tokens) == second.content == first.content
+    seen.tokens.clear()
+    chunks = []
+    for chunk in plain.stream("Where is Place32?", config):
+        chunks.append(chunk)
+        assert len(seen.tokens) == len(chunks)  # before the chunk is yielded
+    assert chunks[-1].chunk_position == "last"
+    assert len(chunks) > 2

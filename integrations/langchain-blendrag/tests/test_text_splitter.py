@@ -39,22 +39,17 @@ def test_every_piece_is_recognised_in_a_prompt(empty: BlendEngine) -> None:
     assert len(told["chunks"]) == len(pieces) > 1
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
+def test_a_wrong_size_and_anything_but_a_text_are_refused(engine: BlendEngine) -> None:
+    for options, says in (
         ({"chunk_overlap": 20}, "is 20, expected 0"),
         ({"chunk_size": 10}, "is 10, .* 64 to 4096"),
         ({"chunk_size": "5"}, "is '5', expected"),
         ({"chunk_size": 99.5}, "is 99.5, expected"),
-    ],
-)
-def test_a_wrong_size_is_refused(engine: BlendEngine, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(InvalidInputError, match=says) as raised:
-        BlendTextSplitter(engine=engine, **options)
-    assert tiny.one_sentence(str(raised.value))
-
-
-def test_only_texts_are_split(engine: BlendEngine) -> None:
+    ):
+        given: Any = options
+        with pytest.raises(InvalidInputError, match=says) as raised:
+            BlendTextSplitter(engine=engine, **given)
+        assert tiny.one_sentence(str(raised.value))
     splitter: Any = BlendTextSplitter(engine=engine)
     for wrong in (None, b"x", ["x"]):
         with pytest.raises(InvalidInputError, match="expected a str"):

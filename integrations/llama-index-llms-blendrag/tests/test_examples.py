@@ -62,18 +62,19 @@ def printed_by(demo: BlendEngine, capsys: pytest.CaptureFixture[str]) -> Callabl
     return run
 
 
-def test_the_query_engine_answers_and_reuses(printed_by: Callable[..., str], store: Path) -> None:
-    printed = printed_by("llama_index_rag.py", store)
-    assert "skating" in printed
-    assert int(re.findall(r"'reused_tokens': (\d+)", printed)[0]) > 200
-
-
-def test_the_citation_engine_names_sources_and_reuses(
-    printed_by: Callable[..., str], store: Path
+@pytest.mark.parametrize(
+    ("name", "says", "reused", "least"),
+    [
+        ("llama_index_rag.py", "skating", r"'reused_tokens': (\d+)", 200),
+        ("llama_index_citation.py", "anna-bell.txt", r"(\d+)% of the prompt reused", 50),
+    ],
+)
+def test_an_example_answers_and_reuses(
+    printed_by: Callable[..., str], store: Path, name: str, says: str, reused: str, least: int
 ) -> None:
-    printed = printed_by("llama_index_citation.py", store)
-    assert "anna-bell.txt" in printed
-    assert int(re.findall(r"(\d+)% of the prompt reused", printed)[0]) > 50
+    printed = printed_by(name, store)
+    assert says in printed
+    assert int(re.findall(reused, printed)[0]) > least
 
 
 def test_the_chat_engine_updates_its_index_and_reuses_every_turn(

@@ -39,8 +39,9 @@ def test_messages_go_through_the_models_template(llm: BlendLLM, engine: BlendEng
     expected, response = engine.generate(DICTS), llm.chat(MESSAGES)
     assert response.message.content == expected.text
     assert prompt_tokens(response) == expected.metrics.prompt_tokens == llm.count_tokens(MESSAGES)
-    predicted = BlendLLM(engine=engine, system_prompt="Be brief.").predict(PromptTemplate(QUESTION))
-    assert predicted == expected.text
+    brief = BlendLLM(engine=engine, system_prompt="Be brief.")
+    assert brief.predict(PromptTemplate(QUESTION)) == expected.text
+    assert brief.count_tokens(ASKED) == prompt_tokens(response)
 
 
 def test_a_completed_string_is_one_user_message(llm: BlendLLM, engine: BlendEngine) -> None:

@@ -67,19 +67,14 @@ def test_metadata_counts_against_the_limit(engine: BlendEngine) -> None:
     assert [node.text for node in parser([other])] == [node.text for node in without]
 
 
-def test_metadata_that_leaves_no_room_is_refused_in_a_sentence(parser: BlendNodeParser) -> None:
+def test_a_limit_that_is_too_small_is_refused_in_a_sentence(engine: BlendEngine) -> None:
     document = Document(text="x", metadata={"file": "a town called Place32"})
-    with pytest.raises(
-        InvalidInputError, match=r"takes \d+ of a chunk's 64 tokens, expected it to"
+    for limit, says in (
+        (64, r"takes \d+ of a chunk's 64 tokens, expected it to"),
+        (3, "chunk_tokens is 3, expected a whole number, 64 to"),
     ):
-        parser([document])
-
-
-def test_a_limit_out_of_range_is_refused(engine: BlendEngine) -> None:
-    with pytest.raises(
-        InvalidInputError, match="chunk_tokens is 3, expected a whole number, 64 to"
-    ):
-        BlendNodeParser(engine=engine, chunk_tokens=3).split_text("x")
+        with pytest.raises(InvalidInputError, match=says):
+            BlendNodeParser(engine=engine, chunk_tokens=limit, count_metadata=limit > 3)([document])
 
 
 async def test_nodes_know_their_document_and_neighbours(parser: BlendNodeParser) -> None:

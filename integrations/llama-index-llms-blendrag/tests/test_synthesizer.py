@@ -50,13 +50,6 @@ def test_chunks_are_packed_whole_in_order_and_fill_the_window(
     assert llm.count_tokens(fuller) + 8 > 1000 - 250  # with a quarter free for an answer so far
 
 
-def test_tokens_are_counted_as_the_model_reads_them(llm: BlendLLM) -> None:
-    messages = PromptTemplate(QUESTION).format_messages(llm=llm)
-    assert llm.count_tokens(messages) == llm.chat(messages).raw["usage"]["prompt_tokens"]
-    brief = BlendLLM(engine=llm.engine, system_prompt="Be brief.")
-    assert brief.count_tokens(messages) > llm.count_tokens(messages)
-
-
 @pytest.mark.parametrize("streaming", [False, True])
 def test_every_chunk_is_reused_though_they_do_not_fit_one_prompt(
     llm: BlendLLM, engine: BlendEngine, seen: Any, streaming: bool
