@@ -17,7 +17,7 @@ import pytest
 
 import scripted
 import tiny
-from blendrag.engine import BlendEngine, Options
+from blendrag.engine import AnswerIterator, BlendEngine, Options
 from blendrag.engine.rendering import Rendered
 from blendrag.errors import InvalidInputError, RequestCancelled, RequestTimeout
 from blendrag.frameworks.streaming import astream_pieces, stream_pieces
@@ -62,14 +62,6 @@ def held(engine: BlendEngine) -> Iterator[None]:
 # -- abandoned requests ---------------------------------------------------------------------------
 
 
-def close(pieces: Any) -> None:
-    pieces.close()
-
-
-def drop(pieces: Any) -> None:
-    """The caller drops the last reference."""
-
-
 def throw(pieces: Any) -> None:
     with pytest.raises(ZeroDivisionError):
         pieces.throw(ZeroDivisionError)
@@ -78,8 +70,8 @@ def throw(pieces: Any) -> None:
 @pytest.mark.parametrize(
     ("start", "leave"),
     [
-        (BlendEngine.stream, close),
-        (BlendEngine.stream, drop),
+        (BlendEngine.stream, AnswerIterator.close),
+        (BlendEngine.stream, lambda pieces: None),  # drops the last reference
         (stream_pieces, throw),
     ],
 )

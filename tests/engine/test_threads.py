@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,14 +73,13 @@ def test_closing_finishes_the_running_request_and_drops_background_work(worker: 
     running = worker.submit(request)
     assert started.wait(5)
     queued = worker.submit(lambda: None, background=True)
-    closing = threading.Thread(target=worker.close)
-    closing.start()
-    while not worker.closed:
-        time.sleep(0.001)
-    gate.set()
-    assert running.result(5) == ("answered", True)
-    closing.join(5)
-    assert not closing.is_alive()
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(worker.close)
+        while not worker.closed:
+            time.sleep(0.001)
+        gate.set()
+        assert running.result(5) == ("answered", True)
+        closing.result(5)
     assert queued.cancelled()
     worker.close()
     with pytest.raises(BlendragError, match="closed"):
@@ -97,13 +96,10 @@ def test_draining_ignores_a_cancelled_request(worker: Worker) -> None:
 
 
 def test_an_idle_worker_keeps_nothing_of_a_failed_call(worker: Worker) -> None:
-    class Computed:
-        pass
-
-    made: list[weakref.ref[Computed]] = []
+    made: list[weakref.ref[Any]] = []
 
     def fail() -> None:
-        computed = Computed()
+        computed = torch.zeros(1)
         made.append(weakref.ref(computed))
         raise MemoryError("none left")
 
@@ -400,20 +396,17 @@ def idle(store: Path) -> Iterator[BlendEngine]:
 
 def outcome(call: Callable[[], Any]) -> Any:
     """The result or the error of ``call`` while no thread can be started."""
-    found: list[Any] = []
+    found: Future[Any] = Future()
 
     def run() -> None:
         try:
-            found.append(call())
+            found.set_result(call())
         except BaseException as exc:
-            found.append(exc)
+            found.set_exception(exc)
 
-    caller = threading.Thread(target=run, name="caller", daemon=True)
     with no_threads():
-        caller.start()
-        caller.join(10)
-    assert found, "no answer within 10 s"
-    return found[0]
+        threading.Thread(target=run, name="caller", daemon=True).start()
+        return found.exception(10) or found.result()
 
 
 def test_an_engine_without_its_thread_refuses_and_answers_later(idle: BlendEngine) -> None:
