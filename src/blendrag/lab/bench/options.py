@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 import typer
 from rich.console import Console
 
-from blendrag.cli.options import Device, Dtype, Json
+from blendrag.cli.options import Device, Dtype, Json, number
 from blendrag.cli.plots import require_plot, write_png
 from blendrag.lab.tables import ResultTable
 from blendrag.model import ModelAdapter
@@ -28,9 +28,9 @@ __all__ = ["Count", "Device", "Dtype", "Geometry", "Json", "Plot", "Ratio", "Rou
 Geometry = Annotated[
     str | None, typer.Option(help="Random weights of a known shape, e.g. qwen2.5-0.5b.")
 ]
-Count = Annotated[int, typer.Option(min=1)]
-Ratio = Annotated[float, typer.Option(min=0.0, max=1.0, help="Recompute ratio r in [0, 1].")]
-Rounds = Annotated[int, typer.Option(min=1, help="Rounds; results are medians.")]
+Count = Annotated[int, number("", 1, kind=int)]
+Ratio = Annotated[float, number("Recompute ratio r.", 0, 1)]
+Rounds = Annotated[int, number("Rounds; results are medians.", 1, kind=int)]
 Tier = Annotated[
     str, typer.Option(help="memory, disk, cold (page cache dropped) or a throughput, e.g. 0.5GB/s.")
 ]

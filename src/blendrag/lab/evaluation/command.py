@@ -67,22 +67,24 @@ def evaluate(
     encode_prefix: Annotated[
         str, typer.Option(help="Chunks encoded after the corpus's prefix: on, off or on,off.")
     ] = "on",
-    seed: Annotated[int, typer.Option(min=0, help="Random seed of questions and bootstrap.")] = 1,
+    seed: Annotated[
+        int, options.number("Random seed of questions and bootstrap.", 0, kind=int)
+    ] = 1,
     split: Annotated[str, typer.Option(help="Split of the generated dataset.")] = "test",
     contexts: Annotated[
         int | None,
-        options.optional(f"Contexts, or records of a file. [default: {CONTEXTS}]", min=1),
+        options.number(f"Contexts, or records of a file. [default: {CONTEXTS}]", 1, kind=int),
     ] = None,
     questions: Annotated[
         int | None,
-        options.optional("Most questions of a generated context. [default: all]", min=1),
+        options.number("Most questions of a generated context. [default: all]", 1, kind=int),
     ] = None,
-    chunks: Annotated[int, typer.Option(min=1, help="Chunks of a prompt.")] = 6,
+    chunks: Annotated[int, options.number("Chunks of a prompt.", 1, kind=int)] = 6,
     chunk_tokens: Annotated[
         int | None,
-        options.optional("Largest chunk. [default: 64 generated, 512 of a file]", min=64, max=4096),
+        options.number("Largest chunk. [default: 64 generated, 512 of a file]", 64, 4096, int),
     ] = None,
-    max_new_tokens: Annotated[int | None, options.optional("Longest answer.", min=1)] = None,
+    max_new_tokens: Annotated[int | None, options.number("Longest answer.", 1, kind=int)] = None,
     out: Annotated[
         Path | None,
         options.optional(
