@@ -196,7 +196,7 @@ def test_an_unchanged_corpus_is_recognised_without_loading_the_model(
             engine.ingest([tiny.document(5)])
 
 
-@pytest.mark.parametrize("change", ["weights", "kernel"])
+@pytest.mark.parametrize("change", ["weights", pytest.param("kernel", marks=pytest.mark.slow)])
 def test_a_model_that_computes_other_kv_renews_what_is_stored(
     checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:

@@ -35,7 +35,7 @@ NEAR = {"int8": 0.04, "fp8": 0.3}
 # -- corrupt, or of another machine -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sequences", [1, 2])
+@pytest.mark.parametrize("sequences", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_corrupt_chunk_is_computed_as_if_it_were_missing(tmp_path: Path, sequences: int) -> None:
     generate = {"num_beams": sequences} if sequences > 1 else {}
     options = Options(mode="blend", ratio=0.3, max_new_tokens=8, generate=generate)
@@ -130,6 +130,7 @@ def test_a_blend_over_encoded_kv_is_near_one_over_native_kv(
     assert torch.equal(logits(engines[encoding], Options(mode="full")), full)
 
 
+@pytest.mark.slow
 def test_kv_in_another_encoding_is_never_read(tmp_path: Path) -> None:
     """A corpus without documents may get another encoding while old KV is still stored."""
     with made(tmp_path / "s") as engine:
@@ -276,7 +277,7 @@ def test_a_store_on_a_read_only_mount_answers_with_one_warning(
     assert "cannot be written" in warning
 
 
-@pytest.mark.parametrize("computes_other_kv", [False, True])
+@pytest.mark.parametrize("computes_other_kv", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_engine_opened_read_only_writes_nothing(
     checkpoint: str, root: Path, computes_other_kv: bool
 ) -> None:
