@@ -124,11 +124,8 @@ def check_given(engine: Any, **names: Any) -> None:
 
 def close_shared_engines() -> None:
     """Close every shared engine; later calls create new ones."""
-    with _lock:
-        engines = list(_engines.values())
-        _engines.clear()
-    for engine in engines:
-        engine.close()
+    for name in list(_engines):
+        close_engine_of(name)
 
 
 atexit.register(close_shared_engines)
