@@ -21,11 +21,11 @@ def fuzz(tmp_path):
 
 
 def test_damaged_payloads_are_read_exactly_or_missed(fuzz):
-    fuzz("payloads", 150).check()
+    fuzz("payloads", 100).check()
 
 
 def test_a_damaged_index_costs_a_miss_at_most(fuzz):
-    fuzz("index", 25).check()
+    fuzz("index", 15).check()
 
 
 def test_the_fuzzer_notices_a_reader_that_verifies_nothing(fuzz, monkeypatch):
