@@ -22,7 +22,6 @@ SUMMARIES = {
     "overhead": "Operators, Python time and time per layer of a request.",
     "ingest": "Ingest rate against stock prefill, and ingest of an unchanged corpus.",
     "store": "Reads, puts, misses and decoding of the store against raw I/O.",
-    "recognise": "Finding known chunks in a prompt, over a large corpus.",
 }
 #: Modules that are not called like their benches.
 _MODULES = {"ingest": "ingest_rate"}

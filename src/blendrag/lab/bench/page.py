@@ -35,7 +35,7 @@ CAPTIONS = {
     "load": "Time to first token by request rate",
 }
 #: Benches whose results the page shows.
-PAGE_BENCHES = [name for name in SUMMARIES if name not in ("ingest", "store", "recognise")]
+PAGE_BENCHES = [name for name in SUMMARIES if name not in ("ingest", "store")]
 
 
 def write_page(directory: Path, source: Path) -> list[str]:
