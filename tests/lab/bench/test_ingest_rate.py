@@ -26,9 +26,8 @@ KVWriter._encode = slow
 """
 
 
-@pytest.mark.parametrize("how", [(), ("--from-shell", "--dtype", "float32")])
-def test_rates_are_measured_and_a_corpus_is_ingested_twice(how: tuple[str, ...]) -> None:
-    figures = measured("ingest", *RATES, *CORPUS, *how)
+def test_rates_are_measured_and_a_corpus_is_ingested_twice() -> None:
+    figures = measured("ingest", *RATES, *CORPUS)
     prefill, _, whole = rates = [
         figures[f"{name}_tokens_per_s"] for name in ("prefill", "encode", "ingest")
     ]

@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +21,6 @@ from blendrag.fusor.selection import POLICIES
 from blendrag.lab.bench import load_bench, options
 from blendrag.lab.bench.options import OMIT, bench
 from blendrag.lab.bench.rounds import (
-    CheckedWay,
     Tick,
     Timing,
     measure_part,
@@ -107,20 +107,15 @@ def test_benches_share_their_options(name: str) -> None:
 # -- rounds ---------------------------------------------------------------------------------------
 
 
-def way_of(name: str, calls: list[str], seconds: list[float]) -> CheckedWay:
-    left = iter(seconds)
-
-    def once() -> float:
-        calls.append(name)
-        return next(left)
-
-    return CheckedWay(name, once)
-
-
 def test_each_round_starts_with_another_way_and_the_first_does_not_count() -> None:
     calls: list[str] = []
-    slow, fast = way_of("slow", calls, [9, 4, 8, 6]), way_of("fast", calls, [9, 2, 1, 3])
-    rows = measure_part("part", [slow, fast], 3, lambda text: None, "slow")
+    seconds = {"slow": iter([9.0, 4, 8, 6]), "fast": iter([9.0, 2, 1, 3])}
+
+    def once(name: str) -> float:
+        calls.append(name)
+        return next(seconds[name])
+
+    rows = measure_part("part", {name: partial(once, name) for name in seconds}, 3, silent, "slow")
     assert calls == ["slow", "fast", "fast", "slow", "slow", "fast", "fast", "slow"]
     assert [row.ms for row in rows] == [Timing(6000, 4000, 8000), Timing(2000, 1000, 3000)]
     assert [row.speed for row in rows] == [1.0, 2.0]  # of 2, 8 and 2

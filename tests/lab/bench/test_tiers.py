@@ -1,14 +1,9 @@
-"""Tiers: where KV is read from, a device as slow as its name, and temporary directories."""
+"""Tiers: where KV is read from, and a device as slow as its name."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,10 +11,7 @@ import torch
 import tiny
 from blendrag.errors import InvalidInputError
 from blendrag.lab.bench import tiers
-from blendrag.lab.bench.recognise import recognise
-from blendrag.lab.bench.scratch import PREFIX, scratch
-from blendrag.lab.bench.store import store
-from blendrag.lab.bench.tiers import ON_DISK, Throttle, ThrottledStore, parse_tier, tier_store
+from blendrag.lab.bench.tiers import Throttle, ThrottledStore, parse_tier
 from blendrag.lab.bench.workload import Workload
 from blendrag.store import MemoryStore
 from blendrag.store.encodings import stored_chunk_bytes
@@ -128,71 +120,3 @@ def test_a_cold_tier_drops_its_files_before_every_measurement(
         assert dropped == [2]
         with pytest.raises(InvalidInputError, match="50% of the files stay in the page cache"):
             bench.timer(lambda: None)()
-
-
-# -- temporary directories ------------------------------------------------------------------------
-
-#: Make a scratch directory with a file in it, print its path, and die.
-KILLED = """
-import os, sys
-from pathlib import Path
-from blendrag.lab.bench.scratch import scratch
-with scratch(Path(sys.argv[1])) as made:
-    (made / "kv").write_bytes(b"kv")
-    print(made, flush=True)
-    os._exit(130)
-"""
-
-
-def test_the_directory_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 130, ended.stderr
-    assert (Path(ended.stdout.strip()) / "kv").is_file()
-    with scratch(tmp_path) as made:
-        assert list(tmp_path.iterdir()) == [made]
-        assert list(made.iterdir()) == []
-        (made / "kv").write_bytes(b"kv")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_directories_in_use_and_files_of_others_stay(tmp_path: Path) -> None:
-    others = tmp_path / "others"
-    others.mkdir()
-    (others / "kv").write_bytes(b"kv")
-    (tmp_path / f"{PREFIX}link").symlink_to(others)
-    (tmp_path / f"{PREFIX}file").write_bytes(b"kv")
-    (tmp_path / f"{PREFIX}new").mkdir()  # its owner is about to lock it
-    before = sorted(tmp_path.rglob("*"))
-    with scratch(tmp_path) as first:
-        (first / "kv").write_bytes(b"kv")
-        os.utime(first, (0, 0))  # its age does not count
-        with scratch(tmp_path):
-            assert (first / "kv").is_file()
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def in_tiers() -> None:
-    with tier_store(ON_DISK):
-        pass
-
-
-@pytest.mark.parametrize(
-    "bench",
-    [
-        in_tiers,
-        lambda: store("tiny", 16, 1, 100, rounds=1),
-        lambda: recognise(20, 4000, 1),
-    ],
-)
-def test_every_bench_that_writes_removes_what_was_left(
-    bench: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("blendrag.lab.bench.store.GETS", 5)
-    left = tmp_path / f"{PREFIX}left"  # without a lock
-    left.mkdir()
-    (left / "kv").write_bytes(b"kv")
-    bench()
-    assert list(tmp_path.iterdir()) == []

@@ -7,11 +7,8 @@ rows; only embedding is left out.
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,8 +22,6 @@ import typer
 
 from blendrag.corpus.embedder import MINILM_OFFLINE, Embedder
 from blendrag.engine import BlendEngine
-from blendrag.engine.ingest import IngestReport
-from blendrag.errors import BlendragError
 from blendrag.lab.bench import options
 from blendrag.lab.bench.geometry import TimedModel
 from blendrag.lab.bench.options import Machine, machine_of
@@ -67,9 +62,9 @@ class IngestResult:
     """Ingest over prefill."""
     corpus_chunks: int
     first_ingest_s: float
-    """With the model already loaded; from the shell the whole process."""
+    """With the model already loaded."""
     second_ingest_s: float
-    """With nothing loaded; from the shell the whole process."""
+    """With nothing loaded."""
     reingest_speedup: float
 
 
@@ -90,10 +85,6 @@ def ingest(
         int, typer.Option(min=0, help="Chunks of the corpus that is ingested twice; 0 skips it.")
     ] = 300,
     reingest_chunk_tokens: ChunkTokens = 512,
-    from_shell: Annotated[
-        bool,
-        typer.Option("--from-shell", help="Ingest twice with blendrag ingest, in two processes."),
-    ] = False,
     tick: Tick = silent,
 ) -> IngestResult:
     adapter = timed.adapter
@@ -114,11 +105,10 @@ def ingest(
                 "dtype": adapter.layout.dtype,
                 "device": str(adapter.device),
             }
-            once = _in_shell if from_shell else _in_engine
             tick("first ingest")
-            corpus_chunks, first_s = once(documents, given, True)
+            corpus_chunks, first_s = _ingest(documents, given, True)
             tick("second ingest, with nothing loaded")
-            _, second_s = once(documents, given, False)
+            _, second_s = _ingest(documents, given, False)
     return IngestResult(
         machine=machine_of(adapter),
         prefill_tokens_per_s=rates["prefill"],
@@ -199,7 +189,7 @@ def _measure_rates(
 # -- the same corpus twice ------------------------------------------------------------------------
 
 
-def _in_engine(documents: Path, given: dict[str, Any], is_first: bool) -> tuple[int, float]:
+def _ingest(documents: Path, given: dict[str, Any], is_first: bool) -> tuple[int, float]:
     """Chunks and seconds. The first time does not include loading the model."""
     with BlendEngine(**given) as engine:
         if is_first:
@@ -207,16 +197,3 @@ def _in_engine(documents: Path, given: dict[str, Any], is_first: bool) -> tuple[
         began = time.perf_counter()
         report = engine.ingest([documents])
         return report.whole().chunks, time.perf_counter() - began
-
-
-def _in_shell(documents: Path, given: dict[str, Any], is_first: bool) -> tuple[int, float]:
-    """Chunks and seconds of ``blendrag ingest``, from the start of its process to its end."""
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
-    command = [sys.executable, "-m", "blendrag.cli.main", "ingest", str(documents), "--json"]
-    began = time.perf_counter()
-    done = subprocess.run([*command, *words], capture_output=True, text=True, check=False)
-    seconds = time.perf_counter() - began
-    if not done.stdout:
-        lines = done.stderr.strip().splitlines() or ["no message"]
-        raise BlendragError(f"blendrag ingest failed: {lines[-1]}")
-    return IngestReport(**json.loads(done.stdout)).whole().chunks, seconds

@@ -102,30 +102,11 @@ class WayRow:
     """One way over all rounds."""
 
     part: str
-    """What is done: ``warm read``, ``cold read``, ``put``, ``miss``, ``decode``, ``find``."""
+    """What is done: ``warm read``, ``cold read``, ``put``, ``miss``, ``decode``."""
     way: str
     ms: Timing
-    size_bytes: int
-    """Moved in one round."""
     speed: float | None
     """Against the baseline of the part, 1.0 being as fast; the median of the rounds' ratios."""
-
-    @property
-    def gb_per_s(self) -> float | None:
-        return self.size_bytes / self.ms.median / 1e6 if self.size_bytes else None
-
-
-@dataclass(frozen=True)
-class CheckedWay:
-    """One way to do a part.
-
-    ``once()`` returns the seconds of one round, after it has checked that the work was done, because a way
-    that does nothing is always the fastest.
-    """
-
-    name: str
-    once: Callable[[], float]
-    size_bytes: int = 0
 
 
 def seconds_of(work: Callable[[], object]) -> float:
@@ -137,23 +118,25 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 def measure_part(
     part: str,
-    ways: Sequence[CheckedWay],
+    ways: Mapping[str, Callable[[], float]],
     rounds: int,
     tick: Tick,
     baseline: str | None = None,
     warm_up: bool = True,
 ) -> list[WayRow]:
-    """A row for each way; speeds are against ``baseline``, one of the ways."""
-    once = {way.name: way.once for way in ways}
-    samples = run_rounds(once, rounds, lambda text: tick(f"{part}: {text}"), warm_up)
+    """A row for each way; speeds are against ``baseline``, one of the ways.
+
+    A way returns the seconds of one round, after it has checked that the work was done, because a way that
+    does nothing is always the fastest.
+    """
+    samples = run_rounds(ways, rounds, lambda text: tick(f"{part}: {text}"), warm_up)
     rows = []
-    for way in ways:
-        found, speed = samples[way.name], None
+    for name, found in samples.items():
+        speed = None
         if baseline is not None:
             pairs = zip(samples[baseline], found, strict=True)
             speed = statistics.median(base / own for base, own in pairs)
-        ms = Timing.of([1e3 * seconds for seconds in found])
-        rows.append(WayRow(part, way.name, ms, way.size_bytes, speed))
+        rows.append(WayRow(part, name, Timing.of([1e3 * seconds for seconds in found]), speed))
     return rows
 
 
