@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BLUE, ORANGE, GREEN = COLOURS[5], COLOURS[4], COLOURS[2]
-#: Tokens in one column of the map.
+#: Tokens in one column of the map; divides chunks and question.
 COLUMN_TOKENS = 8
 
 
@@ -81,28 +81,27 @@ def answer_figure(answer: MeasuredAnswer) -> Figure:
 
 def _draw_times(axes: Axes, answer: MeasuredAnswer) -> None:
     tokens = answer.workload.chunks * answer.workload.chunk_tokens
-    lanes = ["full prefill", "blend: load", "blend: compute"]
     loaded_s = max(span.ended_s for span in answer.spans if span.what == LOAD)
     axes.barh(0, answer.full_s, 0.7, color=GREY)
     for span in answer.spans:
-        if span.what == WAIT:
-            continue
-        lane = 1 if span.what == LOAD else 2
-        colour = BLUE if span.what == LOAD else GREEN if span.pass_name else ORANGE
-        axes.broken_barh([(span.began_s, span.seconds)], (lane - 0.35, 0.7), color=colour)
+        if span.what != WAIT:
+            lane = 1 if span.what == LOAD else 2
+            colour = BLUE if span.what == LOAD else GREEN if span.pass_name else ORANGE
+            axes.barh(lane, span.seconds, 0.7, left=span.began_s, color=colour)
+    speedup = answer.full_s / answer.blend_s
     notes = (
-        (answer.full_s, 0, f"first token after {answer.full_s:.1f} s"),
-        (loaded_s, 1, f"stored KV of {tokens:,} tokens"),
-        (answer.blend_s, 2, f"first token after {answer.blend_s:.1f} s, "
-                            f"{answer.full_s / answer.blend_s:.1f}× earlier"),
+        ("full prefill", answer.full_s, f"first token after {answer.full_s:.1f} s"),
+        ("blend: load", loaded_s, f"stored KV of {tokens:,} tokens"),
+        ("blend: compute", answer.blend_s,
+         f"first token after {answer.blend_s:.1f} s, {speedup:.1f}× earlier"),
     )  # fmt: skip
-    for at, lane, text in notes:
+    for lane, (_, at, text) in enumerate(notes):
         inside = at > answer.full_s / 2
         axes.annotate(
             text, (at, lane), (-6 if inside else 6, 0), textcoords="offset points",
             va="center", ha="right" if inside else "left", color="white" if inside else "black",
         )  # fmt: skip
-    axes.set_yticks(range(len(lanes)), lanes)
+    axes.set_yticks(range(len(notes)), [name for name, _, _ in notes])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.set(xlabel="seconds", xlim=(0, answer.full_s))
@@ -138,17 +137,11 @@ def _draw_tokens(axes: Axes, answer: MeasuredAnswer) -> None:
     )  # fmt: skip
 
 
-def main(
-    path: Path,
-    geometry: str = "qwen2.5-0.5b",
-    chunks: int = 6,
-    chunk_tokens: int = 512,
-    rounds: int = 3,
-) -> None:
-    """Draw one answer to the PNG at PATH. Chunks have a multiple of 8 tokens."""
+def main(path: Path) -> None:
+    """Draw one answer to the PNG at PATH."""
     require_place("path", path, ".png")
-    workload = Workload(chunks=chunks, chunk_tokens=chunk_tokens, rounds=rounds)
-    write_png(answer_figure(measure(TimedModel(geometry).adapter, workload)), path)
+    workload = Workload(chunks=6, chunk_tokens=512, rounds=3)
+    write_png(answer_figure(measure(TimedModel("qwen2.5-0.5b").adapter, workload)), path)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ class ResultTable:
 
     def markdown(self) -> str:
         """Title, table and notes in GitHub's Markdown."""
-        lines = [[_escaped(cell) for cell in row] for row in (self.head, *self.rows)]
+        lines = [[cell.replace("|", "\\|") for cell in row] for row in (self.head, *self.rows)]
         lines.insert(1, ["---"] * len(self.head))
         grid = "\n".join(f"| {' | '.join(line)} |" for line in lines)
         return "\n\n".join(part for part in (self.title, grid, *self.notes) if part)
@@ -81,10 +81,6 @@ def interval(value: float | None, low: float | None, high: float | None) -> str:
     if value is None:
         return NOTHING
     return f"{value:.2f}" if low is None or high is None else f"{value:.2f} [{low:.2f}, {high:.2f}]"
-
-
-def _escaped(cell: str) -> str:
-    return cell.replace("|", "\\|")
 
 
 def _is_numeric(cells: Sequence[str]) -> bool:

@@ -183,8 +183,7 @@ def test_an_incomplete_result_is_refused_in_one_sentence_and_the_page_stays(
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
-    [("<!-- bench:ttft -->\n", "does not close it"),
-     (region("speed"), "a name that starts with one of ttft, sweep"),
+    [(region("speed"), "a name that starts with one of ttft, sweep"),
      ("nothing", "has no result"),
      (None, "cannot be read")],
 )  # fmt: skip

@@ -82,9 +82,8 @@ def test_reuse_deviates_in_every_layer_but_the_first_and_recomputed_tokens_less(
 ) -> None:
     reused, blended = (prompts[0].deviation(policy, ratio=0.3) for policy in ("reuse", "hkvd"))
     assert reused.kv[0].max() < 1e-4
-    assert reused.kv_by_layer[1:].min() > 0.01
+    assert reused.kv.mean(axis=1)[1:].min() > 0.01
     assert reused.attention_by_layer[1:].min() > 0.01
-    assert reused.charged_ratio == 0.0
     assert np.all(blended.kv[1] < 1e-4 * reused.kv[1])  # the peek at layer 1 is exact
     assert np.mean(blended.kv[2] < 0.9 * reused.kv[2]) >= 0.25
 
@@ -102,7 +101,6 @@ def test_deviation_falls_with_the_ratio(report: DeviationReport) -> None:
         curve = [p for p in report.points if (p.policy, p.schedule) == (policy, schedule)]
         assert [p.ratio for p in curve] == list(RATIOS)
         assert all(a.attention > b.attention for a, b in pairwise(curve))
-        assert all(a.kv > b.kv for a, b in pairwise(curve))
         assert curve[-1].attention < 1e-4
     reused = next(p for p in report.points if p.policy == "reuse")
     oracle = next(p for p in report.points if p.policy == ORACLE)
@@ -112,12 +110,12 @@ def test_deviation_falls_with_the_ratio(report: DeviationReport) -> None:
 def test_correlation_is_spearmans_with_students_intervals() -> None:
     rising = np.array([0.1, 0.4, 0.5, 0.9])
     kv = np.stack([np.zeros(4), rising, rising**3, -rising])
-    first, second = correlation([Deviation(kv, kv, 0.0)])
+    first, second = correlation([Deviation(kv, kv)])
     assert (first.layer, first.rho, first.low, first.high) == (1, 1.0, 1.0, 1.0)
     assert (second.layer, second.rho) == (2, -1.0)
     orders = [[0.1, 0.2, 0.3, 0.4], [0.1, 0.2, 0.4, 0.3], [0.4, 0.3, 0.2, 0.1]]  # ρ 1, 0.8, -1
     layers = [np.stack([np.zeros(4), np.sort(order), np.array(order)]) for order in orders]
-    (found,) = correlation([Deviation(kv, kv, 0.0) for kv in layers])
+    (found,) = correlation([Deviation(kv, kv) for kv in layers])
     assert found.rho == pytest.approx(0.8 / 3)
     # 4.3027 standard errors of three values
     reach = 4.3027 * np.std([1, 0.8, -1], ddof=1) / 3**0.5

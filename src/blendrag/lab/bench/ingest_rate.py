@@ -10,17 +10,16 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 import typer
 
-from blendrag.corpus.embedder import MINILM_OFFLINE, Embedder
+from blendrag.corpus.embedder import MINILM_OFFLINE
 from blendrag.engine import BlendEngine
 from blendrag.lab.bench import options
 from blendrag.lab.bench.geometry import TimedModel
@@ -35,12 +34,10 @@ from blendrag.lab.bench.workload import (
     random_ids,
     stock_prefill,
 )
+from blendrag.lab.evaluation.arena import NoEmbedder
 from blendrag.lab.tables import ResultTable
 from blendrag.model import ModelAdapter
 from blendrag.text.chunking import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
-
-#: Length of MiniLM's vectors.
-VECTOR_DIM = 384
 
 ChunkTokens = Annotated[
     int, typer.Option(min=MIN_CHUNK_TOKENS, max=MAX_CHUNK_TOKENS, help="Largest chunk.")
@@ -139,13 +136,6 @@ def write_corpus(adapter: ModelAdapter, folder: Path, count: int, tokens: int) -
 # -- rates ----------------------------------------------------------------------------------------
 
 
-class ZeroEmbedder(Embedder):
-    """Returns zeros, so that an ingest is timed without embedding."""
-
-    def embed(self, texts: Sequence[str], titles: Sequence[str] | None = None) -> np.ndarray:
-        return np.zeros((len(texts), VECTOR_DIM), np.float32)  # [n, dim]
-
-
 @torch.inference_mode()
 def _measure_rates(
     adapter: ModelAdapter, rounds: int, tokens: int, root: Path, tick: Tick
@@ -177,7 +167,7 @@ def _measure_rates(
         ) as engine,
     ):
         stored = StoredChunks(adapter, Workload(), there)
-        engine.resources.embedder = ZeroEmbedder("none")
+        engine.resources.embedder = NoEmbedder("none")
         ways = {way.__name__: partial(timed, way) for way in (prefill, encode, ingest)}
         samples = run_rounds(ways, rounds, tick)
     return {

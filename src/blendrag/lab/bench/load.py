@@ -34,6 +34,7 @@ from blendrag.lab.bench.workload import (
     conditions,
     exact_request,
     prompt_of,
+    random_ids,
     stock_prefill,
 )
 from blendrag.lab.figure_styles import log_scale, styles
@@ -151,12 +152,7 @@ def make_requests(
     adapter: ModelAdapter, prompt: Workload, corpus_chunks: int, requests: int
 ) -> tuple[list[tuple[int, ...]], list[SegmentedPrompt]]:
     """Ids of a corpus's chunks, the most requested first; and prompts over it, drawn by Zipf's law."""
-    vocab = adapter.model.get_input_embeddings().num_embeddings
-    rng = np.random.default_rng(0)
-
-    def ids(count: int) -> tuple[int, ...]:
-        return tuple(rng.integers(2, vocab, count).tolist())
-
+    ids, rng = random_ids(adapter), np.random.default_rng(0)
     corpus = [ids(prompt.chunk_tokens) for _ in range(corpus_chunks)]
     weights = 1 / np.arange(1, len(corpus) + 1)
     weights /= weights.sum()

@@ -62,7 +62,7 @@ IDEAL_RAM_BYTES = 16 * 1024**3
 # -- engines --------------------------------------------------------------------------------------
 
 
-class _NoEmbedder(Embedder):
+class NoEmbedder(Embedder):
     """Zeros: nothing is searched for."""
 
     def embed(self, texts: Sequence[str], titles: Sequence[str] | None = None) -> np.ndarray:
@@ -154,7 +154,7 @@ def open_engines(
                 encoding="native" if is_ideal else kv_encoding,
                 ram_bytes=IDEAL_RAM_BYTES if is_ideal else 0,
             )
-            engine.resources.embedder = _NoEmbedder("none")
+            engine.resources.embedder = NoEmbedder("none")
             engines[kind] = stack.enter_context(engine)
         yield Engines(engines)
 

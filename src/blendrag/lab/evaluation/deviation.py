@@ -17,7 +17,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 
 import numpy as np
@@ -62,12 +62,6 @@ class Deviation:
     """``[L, n]``: Δ_kv relative to the mean length of K and V in that layer."""
     attention: np.ndarray
     """``[L, n]``: the part of each chunk token in Δ_attn, over heads and rows."""
-    charged_ratio: float
-
-    @property
-    def kv_by_layer(self) -> np.ndarray:
-        """``[L]``: mean over tokens."""
-        return np.asarray(self.kv.mean(axis=1))
 
     @property
     def attention_by_layer(self) -> np.ndarray:
@@ -83,7 +77,6 @@ class MeasuredPrefill:
     """Each ``[2, Hkv, n, D]``, keys at their prompt positions."""
     attention: Sequence[torch.Tensor]
     """Each ``[H, Q, n]`` float32."""
-    charged_ratio: float
 
 
 class StoredPrompt:
@@ -154,7 +147,7 @@ class StoredPrompt:
                 at += span.tokens
                 span = LoadedSpan(span.start, span.end, kv, span.start, exact=False)
             spans.append(span)
-        return replace(self._prefill(spans, "reuse"), charged_ratio=ratio)
+        return self._prefill(spans, "reuse")
 
     def _prefill(
         self,
@@ -171,9 +164,9 @@ class StoredPrompt:
         # An index keeps all rows in the last layer's attention; a number would cut them to the last row.
         last = torch.tensor([-1], device=self.adapter.device)
         with self.adapter.lock, scouting(self.adapter.stack, lambda: [Observed(seen)]):
-            _, cache, fusion = self._fusor.prefill(self._ids, request, logits_to_keep=last)
+            _, cache, _ = self._fusor.prefill(self._ids, request, logits_to_keep=last)
         kv = [buffer[:, :, columns].cpu() for buffer in cache.buffers(n)]
-        return MeasuredPrefill(kv, seen.matrices(), fusion.counts().charged_ratio)
+        return MeasuredPrefill(kv, seen.matrices())
 
     def _from_full(self, blended: MeasuredPrefill) -> Deviation:
         pairs = zip(blended.kv, self.full.kv, strict=True)
@@ -181,7 +174,6 @@ class StoredPrompt:
         return Deviation(
             np.stack([_kv_deviation(new, exact) for new, exact in pairs]),
             np.stack([_attention_deviation(new, exact) for new, exact in seen]),
-            blended.charged_ratio,
         )
 
 
@@ -231,20 +223,14 @@ def _attention_deviation(new: torch.Tensor, exact: torch.Tensor) -> np.ndarray:
 
 @dataclass(frozen=True)
 class DeviationPoint:
-    """One policy, schedule and ratio; means over prompts, 95% intervals of those over all layers."""
+    """One policy, schedule and ratio: the mean of Δ_attn over layers and prompts, with its 95% interval."""
 
     policy: str
     schedule: str
     ratio: float
-    charged_ratio: float
     attention: float
-    """Mean of Δ_attn over layers."""
     attention_low: float
     attention_high: float
-    kv: float
-    """Mean of Δ_kv over tokens and layers 1…L-1."""
-    attention_by_layer: Sequence[float]
-    kv_by_layer: Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -306,7 +292,12 @@ def measure(
         model=model,
         prompts=len(stored),
         tokens=kv.shape[1],
-        points=tuple(_point(*way, of) for way, of in zip(ways, found, strict=True)),
+        points=tuple(
+            DeviationPoint(
+                *way, *_mean_interval([float(one.attention_by_layer.mean()) for one in of])
+            )
+            for way, of in zip(ways, found, strict=True)
+        ),
         distribution=tuple(
             LayerDistribution(layer, tuple(np.quantile(kv[layer], SHARES).tolist()))
             for layer in range(1, len(kv))
@@ -322,17 +313,6 @@ def correlation(stored: Sequence[Deviation]) -> tuple[LayerCorrelation, ...]:
         rhos = [float(stats.spearmanr(*one.kv[layer : layer + 2]).statistic) for one in stored]
         found.append(LayerCorrelation(layer, *_mean_interval(rhos)))
     return tuple(found)
-
-
-def _point(policy: str, schedule: str, ratio: float, of: Sequence[Deviation]) -> DeviationPoint:
-    charged = float(np.mean([one.charged_ratio for one in of]))
-    attention = np.stack([one.attention_by_layer for one in of])  # [prompts, L]
-    kv = np.stack([one.kv_by_layer for one in of])  # [prompts, L]
-    by_layer = (tuple(each.mean(axis=0).tolist()) for each in (attention, kv))
-    mean = _mean_interval(attention.mean(axis=1).tolist())
-    return DeviationPoint(
-        policy, schedule, ratio, charged, *mean, float(kv[:, 1:].mean()), *by_layer
-    )
 
 
 def _mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
