@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import gc
+import itertools
 import os
 import signal
+import sqlite3
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -130,10 +133,52 @@ def fork():
 
 @pytest.fixture
 def killed(fork):
-    """Runs a function in a forked child that is killed by it."""
+    """``killed(action, where, name, turn)``: a child acts and dies at this call of ``where.name``."""
 
-    def run(action: Callable[[], object]) -> None:
-        status = os.waitpid(fork(action), 0)[1]
+    def run(
+        action: Callable[[], object], where: object = None, name: str = "", turn: int = 1
+    ) -> None:
+        def child() -> None:
+            if where is not None:
+                real, turns = getattr(where, name), itertools.count(1)
+
+                def dying(*args: object, **kwargs: object) -> object:
+                    if next(turns) == turn:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return real(*args, **kwargs)
+
+                setattr(where, name, dying)
+            action()
+
+        status = os.waitpid(fork(child), 0)[1]
         assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
 
     return run
+
+
+@pytest.fixture
+def held(root):
+    """``with held():``, another process has the index lock."""
+
+    @contextlib.contextmanager
+    def lock():
+        with open(root / "index" / "lock") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    return lock
+
+
+@pytest.fixture
+def locked(root):
+    """``with locked():``, another connection has the database of the index for itself."""
+
+    @contextlib.contextmanager
+    def lock():
+        database = sqlite3.connect(root / "index" / "index.db", isolation_level=None)
+        with contextlib.closing(database):
+            database.execute("PRAGMA locking_mode = EXCLUSIVE")
+            database.execute("BEGIN EXCLUSIVE")
+            yield
+
+    return lock

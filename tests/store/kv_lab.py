@@ -82,6 +82,11 @@ class Lab:
         return reader is not None and Lab.gives(reader, kv or Lab.kv(number))
 
     @staticmethod
+    def right(store, numbers=range(10)) -> list[int]:
+        """Those of the chunks that an open store has, bit-exact."""
+        return [number for number in numbers if Lab.is_right(store, number)]
+
+    @staticmethod
     def gives(reader, kv: ChunkKV) -> bool:
         """Whether a reader gives exactly these bytes; closes it."""
         with contextlib.closing(reader):
@@ -136,4 +141,4 @@ class Lab:
         """Those of the chunks that a closed store has, bit-exact."""
         with contextlib.closing(DiskStore(root, None)) as store:
             assert store.stats().entries == len(Lab.payloads(root))
-            return [number for number in numbers if Lab.is_right(store, number)]
+            return Lab.right(store, numbers)
