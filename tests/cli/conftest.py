@@ -13,24 +13,29 @@ import tiny
 from blendrag.corpus.embedder import Embedder
 from cli.commands import ingest_args, invoke, save_model, write_documents
 
+#: Embedders and vectors that a command has loaded and computed.
+KNOWN: dict[Any, Any] = {}
 
-@pytest.fixture(scope="session", autouse=True)
+
+@pytest.fixture(scope="module", autouse=True)
 def _each_text_is_embedded_once() -> Iterator[None]:
-    """Otherwise each command would load the same embedder and embed the same documents."""
-    known: dict[Any, Any] = {}
+    """Otherwise each command would load the same embedder and embed the same documents.
+
+    Not for the session: tests of other directories must load their own.
+    """
     load, embed = Embedder._open, Embedder._pooled
 
     def load_once(self: Embedder, name: str, local_files_only: bool = False) -> Any:
         how = (name, local_files_only, self._recorded, self._trust_remote_code)
-        if how not in known:
-            known[how] = load(self, name, local_files_only)
-        return known[how]
+        if how not in KNOWN:
+            KNOWN[how] = load(self, name, local_files_only)
+        return KNOWN[how]
 
     def embed_once(self: Embedder, encode: Any, windows: list[list[str]]) -> Any:
         what = (self.name, encode.__name__, str(windows))
-        if what not in known:
-            known[what] = embed(self, encode, windows)
-        return known[what]
+        if what not in KNOWN:
+            KNOWN[what] = embed(self, encode, windows)
+        return KNOWN[what]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Embedder, "_open", load_once)
