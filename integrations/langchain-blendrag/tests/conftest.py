@@ -18,28 +18,10 @@ from langchain_blendrag import BlendLLM, ChatBlend
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import paragraphs
 import scripted
-import tiny
+from paragraphs import _changing, empty, engine, own, root
 
-
-@pytest.fixture(scope="session")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
-    with paragraphs.engine(tmp_path_factory.mktemp("blendrag")) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="session")
-def _changing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
-    with tiny.engine(tiny.llama(), tmp_path_factory.mktemp("kv")) as engine:
-        yield engine
-
-
-@pytest.fixture
-def empty(_changing: BlendEngine) -> Iterator[BlendEngine]:
-    """An engine over an empty corpus, emptied again afterwards."""
-    yield _changing
-    _changing.library.clear()
+__all__ = ["_changing", "empty", "engine", "own", "root"]
 
 
 class Seen(BaseCallbackHandler):

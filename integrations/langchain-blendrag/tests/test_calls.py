@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from blendrag.errors import InvalidInputError, RequestTimeout
 
 QUESTION = "Where is Place32?"
 MESSAGES = [SystemMessage("Be brief."), HumanMessage(QUESTION)]
+DICTS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
 LONG = {"max_tokens": 3000}
 
 
@@ -26,8 +26,9 @@ async def assert_free(llm: Any) -> None:
     assert await asyncio.wait_for(llm.ainvoke(QUESTION, max_tokens=2), 10)
 
 
-async def test_all_ways_of_calling_give_the_same_answer(either: Any) -> None:
-    expected = text_of(either.invoke(MESSAGES))  # sync, inside a running loop
+async def test_all_ways_of_calling_give_the_answer_of_the_engine(either: Any) -> None:
+    expected = either.engine.generate(DICTS).text
+    assert text_of(either.invoke(MESSAGES)) == expected  # sync, inside a running loop
     assert text_of(await either.ainvoke(MESSAGES)) == expected
     assert "".join([text_of(piece) async for piece in either.astream(MESSAGES)]) == expected
     assert "".join(text_of(piece) for piece in either.stream(MESSAGES)) == expected
@@ -41,14 +42,23 @@ async def test_the_event_loop_runs_while_the_model_works(either: Any) -> None:
     async def streamed() -> None:
         _ = [piece async for piece in either.astream(QUESTION)]
 
-    async def blocking() -> None:
-        either.invoke(QUESTION)
-
     assert await loops.turns_while(model, either.ainvoke(QUESTION))
     assert await loops.turns_while(model, streamed())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loops, "BLOCKED_S", 0.2)
-        assert not await loops.turns_while(model, blocking())
+
+
+def test_stop_ends_the_answer_in_every_way_of_calling(either: Any, seen: Any) -> None:
+    whole, config = text_of(either.invoke(QUESTION)), {"callbacks": [seen]}
+    stop = whole[2:4]
+    given = type(either)(engine=either.engine, stop=[stop])
+    answers = [
+        either.invoke(QUESTION, config, stop=[stop]),
+        either.bind(stop=[stop]).invoke(QUESTION, config),
+        given.invoke(QUESTION, config),
+    ]
+    streamed = "".join(text_of(piece) for piece in either.stream(QUESTION, config, stop=[stop]))
+    assert {streamed, *map(text_of, answers)} == {whole[: whole.index(stop)]}
+    infos = [result.generations[0][0].generation_info for result in seen.results]
+    assert [info["finish_reason"] for info in infos] == ["stop"] * 4
 
 
 async def test_a_cancelled_call_and_abandoned_streams_free_the_model(
@@ -81,15 +91,6 @@ async def test_a_timeout_ends_the_request(either: Any) -> None:
     await assert_free(either)
 
 
-async def test_an_exhausted_stream_stays_ended(either: Any) -> None:
-    stream = either.stream(QUESTION)
-    assert list(stream)
-    assert list(stream) == []
-    awaited = either.astream(QUESTION)
-    assert [piece async for piece in awaited]
-    assert [piece async for piece in awaited] == []
-
-
 async def test_one_bad_prompt_of_a_batch_does_not_lose_the_others(either: Any) -> None:
     prompts = [QUESTION, "", "And Place11?"]
     kind = type(either.invoke(prompts[0]))
@@ -103,19 +104,3 @@ async def test_one_bad_prompt_of_a_batch_does_not_lose_the_others(either: Any) -
         either.batch(prompts)
     with pytest.raises(InvalidInputError, match="empty"):
         await either.abatch(prompts)
-
-
-async def test_a_timeout_while_prompts_are_planned_is_returned_in_a_batch(
-    either: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chunk_index = either.engine.resources.corpus.chunk_index
-    find = chunk_index.find
-
-    def slow(*given: Any) -> Any:
-        time.sleep(0.1)
-        return find(*given)
-
-    monkeypatch.setattr(chunk_index, "find", slow)
-    late: dict[str, Any] = {"timeout": 0.05, "return_exceptions": True}
-    for out in (either.batch([QUESTION] * 2, **late), await either.abatch([QUESTION] * 2, **late)):
-        assert [type(o) for o in out] == [RequestTimeout] * 2

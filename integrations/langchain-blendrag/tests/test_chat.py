@@ -84,17 +84,6 @@ def test_logprobs_are_in_openais_form(llm: ChatBlend) -> None:
     assert "logprobs" not in llm.invoke("Where is Place32?").response_metadata
 
 
-def test_stop_ends_the_answer_in_every_way_of_calling(talker: ChatBlend) -> None:
-    config: dict[str, Any] = {"stop": ["to y"]}  # across tokens
-    answers = [
-        talker.invoke("hi", **config).content,
-        whole(talker.stream("hi", **config)).content,
-        talker.bind(**config).invoke("hi").content,
-        ChatBlend(engine=talker.engine, **config).invoke("hi").content,
-    ]
-    assert answers == ["Hello "] * 4
-
-
 def test_callbacks_receive_tokens_of_streams_and_of_streaming_models(
     engine: BlendEngine, seen: Any
 ) -> None:

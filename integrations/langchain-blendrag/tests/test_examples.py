@@ -35,31 +35,20 @@ def corpus(table: Any) -> Iterator[BlendEngine]:
         yield engine
 
 
-def assert_mostly_read(printed: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "says"), [("langchain_rag.py", "skating"), ("langchain_lcel.py", "East Norwich")]
+)
+def test_a_chain_answers_and_reads_most_of_its_prompt(
+    corpus: BlendEngine, capsys: pytest.CaptureFixture[str], name: str, says: str
+) -> None:
+    example_scripts.run(name, store=corpus.resources.root if name == "langchain_rag.py" else None)
+    printed = capsys.readouterr().out
+    assert says in printed
     tokens, read = (
         int(re.search(rf"'{key}': (\d+)", printed)[1])  # type: ignore[index]
         for key in ("input_tokens", "cache_read")
     )
     assert read > tokens / 2
-
-
-def test_the_retrieval_chain_answers_and_reads_most_of_its_prompt(
-    corpus: BlendEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    example_scripts.run("langchain_rag.py", store=corpus.resources.root)
-    printed = capsys.readouterr().out
-    assert "skating" in printed
-    assert_mostly_read(printed)
-
-
-@pytest.mark.usefixtures("corpus")
-def test_the_lcel_chain_answers_and_reads_most_of_its_prompt(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    example_scripts.run("langchain_lcel.py")
-    printed = capsys.readouterr().out
-    assert "East Norwich" in printed
-    assert_mostly_read(printed)
 
 
 def test_an_agent_searches_and_what_it_found_is_loaded(tmp_path: Path) -> None:

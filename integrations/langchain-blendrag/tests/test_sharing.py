@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,7 @@ from langchain_core.runnables import ConfigurableField
 
 from blendrag.engine import BlendEngine
 from blendrag.errors import InvalidInputError
-from langchain_blendrag import (
-    BlendLLM,
-    BlendRetriever,
-    BlendVectorStore,
-    ChatBlend,
-    close_shared_engines,
-)
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Iterator[Path]:
-    """A store directory; shared engines are closed afterwards."""
-    yield tmp_path / "a"
-    close_shared_engines()
+from langchain_blendrag import BlendLLM, BlendRetriever, BlendVectorStore, ChatBlend
 
 
 def test_configurable_fields_keep_the_engine_of_a_named_wrapper(root: Path) -> None:

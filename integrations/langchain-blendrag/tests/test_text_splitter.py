@@ -30,13 +30,15 @@ def test_pieces_are_substrings_within_the_limit(engine: BlendEngine) -> None:
     assert together == "".join(text.split())
 
 
-def test_every_piece_is_recognised_in_a_prompt(empty: BlendEngine) -> None:
+def test_the_kv_of_every_piece_is_loaded_for_a_prompt(empty: BlendEngine) -> None:
     text = "\n\n".join(f"{CATS} {SHIPS} {FOXES} {i}" for i in range(3))
     pieces = BlendTextSplitter(engine=empty).create_documents([text])
     BlendVectorStore(engine=empty).add_documents(pieces)
     prompt = "\n\n".join([*(p.page_content for p in pieces), "Question: who sleeps?"])
     told = ChatBlend(engine=empty).invoke(prompt).response_metadata["blendrag"]
     assert len(told["chunks"]) == len(pieces) > 1
+    tokens = sum(len(empty.resources.text_ids(piece.page_content)) for piece in pieces)
+    assert told["reused_tokens"] >= tokens
 
 
 def test_a_wrong_size_and_anything_but_a_text_are_refused(engine: BlendEngine) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,19 +17,12 @@ import tiny
 from blendrag.engine import BlendEngine
 from blendrag.errors import CorpusError, InvalidInputError
 from blendrag.store.identity import chunk_key
-from langchain_blendrag import BlendVectorStore, ChatBlend
+from langchain_blendrag import BlendVectorStore
 
 
 @pytest.fixture
 def engine(empty: BlendEngine) -> BlendEngine:
     return empty
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> Iterator[BlendEngine]:
-    """An engine of one test, for vectors that the application gives."""
-    with tiny.engine(tiny.llama(), tmp_path / "store") as made:
-        yield made
 
 
 @pytest.fixture
@@ -59,13 +51,8 @@ def test_kv_is_added_with_a_document_and_deleted_with_the_last_of_its_text(
     assert (has_kv(engine, CATS), has_kv(engine, SHIPS)) == (True, False)
     store.delete(["3"])
     assert not has_kv(engine, CATS)
-
-
-def test_a_changed_document_replaces_its_kv(store: BlendVectorStore, engine: BlendEngine) -> None:
-    store.add_documents(documents(SHIPS), ids=["1"])
-    store.add_documents(documents(CHANGED), ids=["1"])
-    assert (has_kv(engine, SHIPS), has_kv(engine, CHANGED)) == (False, True)
-    assert [d.page_content for d in store.get_by_ids(["1"])] == [CHANGED]
+    store.add_documents(documents(FOXES), precompute=False)
+    assert not has_kv(engine, FOXES)
 
 
 def test_documents_without_ids_are_added_once(store: BlendVectorStore) -> None:
@@ -74,16 +61,6 @@ def test_documents_without_ids_are_added_once(store: BlendVectorStore) -> None:
     assert first == again
     assert len(set(first)) == 3
     assert len(store.similarity_search("harbour", k=9)) == 3
-
-
-def test_without_precompute_kv_is_stored_after_a_prompt_missed_it(
-    store: BlendVectorStore, engine: BlendEngine
-) -> None:
-    store.add_documents(documents(CATS), ids=["1"], precompute=False)
-    assert not has_kv(engine, CATS)
-    ChatBlend(engine=engine).invoke(f"{CATS}\n\nWhere?")
-    engine.drain()
-    assert has_kv(engine, CATS)
 
 
 @pytest.mark.parametrize(
@@ -121,18 +98,6 @@ async def test_langchains_index_keeps_kv_up_to_date(
     assert has_kv(engine, CHANGED) == (cleanup != "full")
     if cleanup == "full":
         assert store.similarity_search("ships") == []
-
-
-def test_a_prompt_over_found_documents_loads_their_kv(
-    store: BlendVectorStore, engine: BlendEngine
-) -> None:
-    store.add_documents(documents(CATS, SHIPS, FOXES))
-    found = store.as_retriever(search_kwargs={"k": 2}).invoke("harbour")
-    context = "\n\n".join(d.page_content for d in found)
-    told = ChatBlend(engine=engine).invoke(f"{context}\n\nWhere?").response_metadata["blendrag"]
-    assert len(told["chunks"]) == 2
-    wanted = sum(len(engine.resources.text_ids(d.page_content)) for d in found)
-    assert told["reused_tokens"] >= wanted
 
 
 # -- search -----------------------------------------------------------------------------------------

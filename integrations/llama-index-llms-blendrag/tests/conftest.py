@@ -1,72 +1,49 @@
-"""An engine over five documents, and a record of LlamaIndex's instrumentation events."""
+"""Wrappers over shared engines, and a record of LlamaIndex's instrumentation events."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
-from llama_index.core.instrumentation import get_dispatcher
-from llama_index.core.instrumentation.event_handlers import BaseEventHandler
-from llama_index.core.instrumentation.events import BaseEvent
-from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMChatStartEvent
-from pydantic import Field
+from llama_index.core.instrumentation.events.llm import LLMChatEndEvent
 
 from blendrag.engine import BlendEngine
-from llama_index.llms.blendrag import BlendLLM, BlendRetriever, BlendReuseEvent
+from llama_index.llms.blendrag import BlendLLM, BlendRetriever
 
 #: This directory, and the models of blendrag's own tests.
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import paragraphs
-import tiny
+from llm_standard_tests import Events, events
+
+from paragraphs import _changing, empty, engine, own, root
+
+__all__ = ["_changing", "empty", "engine", "events", "own", "root"]
+
+T = TypeVar("T")
 
 
-@pytest.fixture(scope="session")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
-    with paragraphs.engine(tmp_path_factory.mktemp("blendrag")) as engine:
-        yield engine
+class Seen:
+    """Events of LLM calls."""
 
+    def __init__(self, events: Events) -> None:
+        self.events = events
 
-@pytest.fixture(scope="session")
-def _changing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
-    with tiny.engine(tiny.llama(), tmp_path_factory.mktemp("kv"), chunk_tokens=64) as engine:
-        yield engine
+    def of(self, kind: type[T]) -> list[T]:
+        return [event for event in self.events.seen if isinstance(event, kind)]
 
-
-@pytest.fixture
-def empty(_changing: BlendEngine) -> Iterator[BlendEngine]:
-    """An engine over an empty corpus, emptied again afterwards."""
-    yield _changing
-    _changing.library.clear()
-
-
-class Seen(BaseEventHandler):
-    """Records events of LLM calls."""
-
-    starts: list[LLMChatStartEvent] = Field(default_factory=list)
-    reuse: list[BlendReuseEvent] = Field(default_factory=list)
-    metrics: list[dict[str, Any]] = Field(default_factory=list)
-    """Of each answer."""
-
-    def handle(self, event: BaseEvent, **kwargs: Any) -> None:
-        if isinstance(event, LLMChatStartEvent):
-            self.starts.append(event)
-        if isinstance(event, BlendReuseEvent):
-            self.reuse.append(event)
-        if isinstance(event, LLMChatEndEvent) and event.response is not None:
-            self.metrics.append(event.response.raw["blendrag"])
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Metrics of each answer."""
+        ends = self.of(LLMChatEndEvent)
+        return [end.response.raw["blendrag"] for end in ends if end.response is not None]
 
 
 @pytest.fixture
-def seen() -> Iterator[Seen]:
-    handler, handlers = Seen(), get_dispatcher().event_handlers
-    handlers.append(handler)
-    yield handler
-    handlers.remove(handler)
+def seen(events: Events) -> Seen:
+    return Seen(events)
 
 
 @pytest.fixture

@@ -85,24 +85,6 @@ def test_upserts_and_delete_removes_the_kv_of_missing_documents(engine: BlendEng
     assert engine.library.search("ships of Cape", 3)[0].entry.parent == "Bay"
 
 
-def test_documents_of_the_same_text_share_its_kv_until_the_last_is_gone(
-    engine: BlendEngine,
-) -> None:
-    made = pipeline(engine, DocstoreStrategy.UPSERTS_AND_DELETE)
-    # LlamaIndex takes documents of the same text and metadata for one
-    bay, twin = document("Bay"), document("Twin", text_about("Bay"), copy=True)
-    made.run(documents=[bay])
-    held, chunks = keys(engine), len(entries_of(engine, "Bay"))
-    made.run(documents=[bay, twin])
-    assert keys(engine) == held
-    made.run(documents=[twin])
-    assert entries_of(engine, "Bay") == []
-    assert keys(engine) == held
-    assert list(engine.library.has_kv(entries_of(engine, "Twin")).values()) == [True] * chunks
-    made.run(documents=[document("Cape", SHORT)])
-    assert keys(engine) == held - chunks + 1
-
-
 # -- indexes ------------------------------------------------------------------------------------
 
 

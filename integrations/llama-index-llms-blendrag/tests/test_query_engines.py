@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.instrumentation.events.llm import LLMChatStartEvent
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
@@ -15,18 +16,10 @@ from llm_standard_tests import gathered
 import tiny
 from blendrag.engine import BlendEngine
 from blendrag.errors import BlendragError, InvalidInputError
-from llama_index.llms.blendrag import BlendLLM, BlendRetriever
+from llama_index.llms.blendrag import BlendLLM, BlendRetriever, BlendReuseEvent
+from paragraphs import assert_reused
 
 QUESTION = "What does document 3 say about the company of Place2114?"
-
-
-def assert_reused(metrics: list[dict[str, Any]], nodes: list[Any], engine: BlendEngine) -> None:
-    """Every node was found as a chunk in some call, and all its tokens were loaded."""
-    found = [chunk for call in metrics for chunk in call["chunks"]]
-    assert {chunk["chunk_id"] for chunk in found} == {n.node.node_id for n in nodes}
-    assert {chunk["outcome"] for chunk in found} <= {"blended", "exact"}
-    tokens = sum(len(engine.resources.text_ids(n.node.text)) for n in nodes)
-    assert sum(call["reused_tokens"] for call in metrics) >= tokens > 100
 
 
 # -- retrieval ----------------------------------------------------------------------------------
@@ -92,16 +85,15 @@ async def test_a_query_engine_reuses_every_chunk(
         retriever, llm=llm, response_mode=mode, streaming=True
     )
     response = made.query(QUESTION)
-    assert len(response.source_nodes) == 4
-    assert len(seen.metrics) == (4 if mode == "refine" else 1)
-    assert_reused(seen.metrics, response.source_nodes, engine)
-    seen.metrics.clear()
+    chunks = {node.node_id: node.text for node in response.source_nodes}
+    assert len(chunks) == 4
+    requests = 4 if mode == "refine" else 1
     assert str(await made.aquery(QUESTION)) == str(response)
-    assert_reused(seen.metrics, response.source_nodes, engine)
-    seen.metrics.clear()
     streamed = "".join(streaming.query(QUESTION).response_gen)
     assert streamed.strip() == str(response).strip()
-    assert_reused(seen.metrics, response.source_nodes, engine)
+    assert len(seen.metrics) == 3 * requests
+    for first in range(0, 3 * requests, requests):
+        assert_reused(seen.metrics[first : first + requests], chunks, engine)
 
 
 def test_a_query_emits_what_was_reused(
@@ -112,13 +104,14 @@ def test_a_query_emits_what_was_reused(
         retriever, llm=llm, node_postprocessors=[WithMetadata()]
     )
     response = query_engine.query(QUESTION)
-    assert "distance: " in str(seen.starts[0].messages)
-    assert_reused(seen.metrics, response.source_nodes, engine)
-    (event,) = seen.reuse
+    assert "distance: " in str(seen.of(LLMChatStartEvent)[0].messages)
+    chunks = {node.node_id: node.text for node in response.source_nodes}
+    assert_reused(seen.metrics, chunks, engine)
+    (event,) = seen.of(BlendReuseEvent)
     assert event.reused_tokens == seen.metrics[0]["reused_tokens"]
     assert event.reused_tokens + event.fresh_tokens == event.prompt_tokens
     assert event.reused_share == event.reused_tokens / event.prompt_tokens
-    assert {c["chunk_id"] for c in event.chunks} == {n.node_id for n in response.source_nodes}
+    assert {chunk["chunk_id"] for chunk in event.chunks} == set(chunks)
     assert event.ttft_s > 0
     assert event.model_name == engine.resources.model_name
     assert event.model_dump(mode="json")["class_name"] == "BlendReuseEvent"
@@ -132,8 +125,9 @@ async def test_every_answer_emits_one_event_in_the_span_of_its_call(
     list(llm.stream_chat(messages))
     await llm.achat(messages)
     await gathered(llm.astream_chat(messages))
-    assert [event.span_id for event in seen.reuse] == [event.span_id for event in seen.starts]
-    assert len({event.span_id for event in seen.reuse}) == 4
+    spans = [event.span_id for event in seen.of(BlendReuseEvent)]
+    assert spans == [event.span_id for event in seen.of(LLMChatStartEvent)]
+    assert len(set(spans)) == 4
     llm.complete(QUESTION)
     list(llm.stream_complete(QUESTION))
-    assert len(seen.reuse) == 6
+    assert len(seen.of(BlendReuseEvent)) == 6

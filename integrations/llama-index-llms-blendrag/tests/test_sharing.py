@@ -7,7 +7,6 @@ import json
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,7 @@ from pydantic import ValidationError
 from blendrag.engine import BlendEngine
 from blendrag.errors import InvalidInputError
 from llama_index.llms import blendrag as package
-from llama_index.llms.blendrag import BlendLLM, BlendRetriever, close_shared_engines
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Iterator[Path]:
-    """A store directory; shared engines are closed afterwards."""
-    yield tmp_path / "a"
-    close_shared_engines()
+from llama_index.llms.blendrag import BlendLLM, BlendRetriever
 
 
 def test_metadata_of_a_named_model_does_not_load_its_weights(root: Path) -> None:

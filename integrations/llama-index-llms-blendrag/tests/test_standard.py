@@ -18,15 +18,12 @@ from llm_standard_tests import (
     LLMToolTests,
     LLMUnitTests,
     LLMWithoutToolsTests,
-    events,
 )
 
 import scripted
 import tiny
 from blendrag.engine import BlendEngine
 from llama_index.llms.blendrag import BlendLLM, close_shared_engines
-
-__all__ = ["events"]
 
 PLACE = {"name": "harbour", "year": 1874, "builders": ["the company"]}
 CALL_PLACE = f'<tool_call>{{"name": "Place", "arguments": {json.dumps(PLACE)}}}</tool_call>'

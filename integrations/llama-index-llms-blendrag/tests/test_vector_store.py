@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +17,8 @@ from llama_index.core.vector_stores.types import (
 )
 from places import document, text_about
 
-import tiny
 from blendrag.engine import BlendEngine
-from blendrag.errors import BlendragError, CorpusError, InvalidInputError
+from blendrag.errors import CorpusError, InvalidInputError
 from llama_index.llms.blendrag import (
     BlendEmbedding,
     BlendNodeParser,
@@ -29,18 +26,12 @@ from llama_index.llms.blendrag import (
     BlendRetriever,
     BlendVectorStore,
 )
+from paragraphs import assert_end_with
 
 
 @pytest.fixture
 def engine(empty: BlendEngine) -> BlendEngine:
     return empty
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> Iterator[BlendEngine]:
-    """An engine of one test."""
-    with tiny.engine(tiny.llama(), tmp_path / "kv", chunk_tokens=64) as engine:
-        yield engine
 
 
 @pytest.fixture
@@ -143,7 +134,8 @@ def test_wrong_input_is_refused(store: BlendVectorStore) -> None:
 
 def test_a_closed_engine_is_an_error_in_every_call(own: BlendEngine) -> None:
     store = BlendVectorStore(engine=own)
-    calls: list[Callable[[], Any]] = [
+    assert_end_with(
+        own,
         lambda: store.add([TextNode(text=text_about("Cape", 1))]),
         lambda: BlendRetriever(engine=own).retrieve("ships"),
         lambda: ids(store),
@@ -152,11 +144,4 @@ def test_a_closed_engine_is_an_error_in_every_call(own: BlendEngine) -> None:
         lambda: BlendEmbedding(engine=own).get_query_embedding("ships"),
         lambda: BlendPrecompute(engine=own)([TextNode(text=text_about("Cape", 1))]),
         lambda: BlendNodeParser(engine=own).split_text("ships"),
-    ]
-    for call in calls:
-        call()
-    own.close()
-    for call in calls:
-        with pytest.raises(BlendragError) as raised:
-            call()
-        assert str(raised.value) == "this engine is closed; make a new BlendEngine"
+    )
