@@ -105,9 +105,6 @@ def auto_table(result: AutoResult) -> ResultTable:
     )  # fmt: skip
 
 
-# -- one request ----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class AutoRun:
     """One request: measured and predicted seconds, and its ratio."""
@@ -164,9 +161,6 @@ def with_tier(profile: Profile, tier: BenchTier) -> Profile:
     busy = disk.busy * min(1.0, tier.bytes_per_s / disk.bytes_per_s)
     slow = Tier(tier.name, min(tier.bytes_per_s, disk.bytes_per_s), busy=busy)
     return replace(profile, tiers=(*profile.tiers, slow))
-
-
-# -- the run --------------------------------------------------------------------------------------
 
 
 @options.bench(auto_table, ratio=options.OMIT)

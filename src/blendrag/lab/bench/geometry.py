@@ -44,10 +44,7 @@ class TimedModel:
 
     @cached_property
     def adapter(self) -> ModelAdapter:
-        """Load the model. A geometry uses the demo model's tokenizer, because any ids will do.
-
-        Raises :class:`InvalidInputError` and what :func:`load_adapter` raises.
-        """
+        """Load the model. A geometry uses the demo model's tokenizer, because any ids will do."""
         dtype, device = self.dtype or "auto", self.device or "auto"
         if self.model is not None and self.geometry is None:
             return load_adapter(self.model, dtype, device)

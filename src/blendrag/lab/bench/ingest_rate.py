@@ -133,9 +133,6 @@ def write_corpus(adapter: ModelAdapter, folder: Path, count: int, tokens: int) -
     return files
 
 
-# -- rates ----------------------------------------------------------------------------------------
-
-
 @torch.inference_mode()
 def _measure_rates(
     adapter: ModelAdapter, rounds: int, tokens: int, root: Path, tick: Tick
@@ -174,9 +171,6 @@ def _measure_rates(
         name: statistics.fmean(n for n, _ in each) / statistics.median(s for _, s in each)
         for name, each in samples.items()
     }
-
-
-# -- the same corpus twice ------------------------------------------------------------------------
 
 
 def _ingest(documents: Path, given: dict[str, Any], is_first: bool) -> tuple[int, float]:

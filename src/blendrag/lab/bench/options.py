@@ -131,9 +131,6 @@ def command_line(context: typer.Context) -> str:
     return shlex.join(words)
 
 
-# -- the machine ----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Machine:
     """Hardware, dtype and versions, without the host's name."""

@@ -39,10 +39,8 @@ PAGE_BENCHES = [name for name in SUMMARIES if name not in ("ingest", "store")]
 
 
 def write_page(directory: Path, source: Path) -> list[str]:
-    """Write the regions whose files are in ``source``, and return their names.
-
-    Raises :class:`InvalidInputError`; then the page does not change.
-    """
+    """Write the regions whose files are in ``source``, and return their names. Does not change the page on
+    an error."""
     page = directory / PAGE
     texts = {}
     for name in regions_of(page):

@@ -90,9 +90,6 @@ def clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
-# -- ways that are checked ------------------------------------------------------------------------
-
-
 class MeasuredNothingError(BlendragError):
     """A way did not do what its time is reported for."""
 
@@ -138,9 +135,6 @@ def measure_part(
             speed = statistics.median(base / own for base, own in pairs)
         rows.append(WayRow(part, name, Timing.of([1e3 * seconds for seconds in found]), speed))
     return rows
-
-
-# -- memory ---------------------------------------------------------------------------------------
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int | None:

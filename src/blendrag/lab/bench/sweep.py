@@ -130,9 +130,6 @@ def sweep_figure(result: SweepResult) -> Figure:
     return figure
 
 
-# -- what is measured -----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class SweepCase:
     """One value of the factor, with everything else."""

@@ -121,10 +121,7 @@ class TierStore:
         self._root = root
 
     def prepare(self) -> None:
-        """Before every measurement: wait for KV that goes to memory; drop a cold tier from the page cache.
-
-        Raises :class:`InvalidInputError` if the system keeps its files there.
-        """
+        """Before every measurement: wait for KV that goes to memory; drop a cold tier from the page cache."""
         self.store.drain()
         if self.tier.name != "cold":
             return

@@ -36,7 +36,6 @@ from blendrag.lab.evaluation.scoring import (
     agreement,
     exact_match,
     f1,
-    require_rouge,
     rouge_l,
     token_kl,
 )
@@ -57,9 +56,6 @@ PACKAGE = Path(blendrag.__file__).parent
 OTHER_ROOMS = ("cli/", "demo/", "frameworks/", "lab/bench/", "lab/training/")
 #: Memory limit of idealised prefix caching; it holds one chunk.
 IDEAL_RAM_BYTES = 16 * 1024**3
-
-
-# -- engines --------------------------------------------------------------------------------------
 
 
 class NoEmbedder(Embedder):
@@ -88,10 +84,7 @@ class Engines:
         return next(iter(self._engines.values())) if kind is None else self._engines[kind]
 
     def hold(self, chunks: Sequence[str]) -> None:
-        """Encode ``chunks`` in place of those before.
-
-        Raises :class:`InvalidInputError` for an empty list and for a chunk that is too long.
-        """
+        """Encode ``chunks`` in place of those before."""
         texts = [text for text in dict.fromkeys(chunk.strip() for chunk in chunks) if text]
         if not texts:
             raise InvalidInputError(
@@ -159,9 +152,6 @@ def open_engines(
         yield Engines(engines)
 
 
-# -- the arena ------------------------------------------------------------------------------------
-
-
 class Arena:
     """One dataset, one model, and several ways."""
 
@@ -176,13 +166,9 @@ class Arena:
     ) -> None:
         """``seed`` of the bootstrap and of the order of ways; ``max_new_tokens``: default by the dataset's
         metric; ``kv_encoding`` of stored chunks.
-
-        Raises :class:`InvalidInputError` for a prompt that does not fit the model's context and for a
-        missing package, :class:`UnsupportedModelError` for a model whose KV cannot be reused."""
+        """
         if any(way.policy in CHAINS for way in ways):
             require_chains()
-        if dataset.metric == "rouge_l":
-            require_rouge()
         adapter.require_blendable()
         self.adapter = adapter
         self.dataset = dataset
@@ -198,8 +184,6 @@ class Arena:
     def digest(self) -> str:
         """Names the questions and the model, not the ways."""
         return digest_fields(key.encode() for key in self._keys.values())[:16]
-
-    # -- the run ----------------------------------------------------------------------------------
 
     def run(
         self, journal: Journal | None = None, watch: Watch = lambda done, total: None
@@ -299,8 +283,6 @@ class Arena:
             schedule=reply.schedule,
             token_kl=fmean(kls) if kls else None,
         )
-
-    # -- keys and checks --------------------------------------------------------------------------
 
     def _key(self, case: Case) -> str:
         """Digest of all that decides how a case is answered, besides the way."""

@@ -28,8 +28,6 @@ from blendrag.text.matches import Match
 #: Answer tokens whose distributions are compared.
 FIDELITY_TOKENS = 32
 
-# -- wording --------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Wording:
@@ -68,9 +66,6 @@ def wording_for(tokenizer: Any, metric: Metric) -> Wording:
     if getattr(tokenizer, "chat_template", None) == demo:
         return DEMO
     return SUMMARY if metric == "rouge_l" else SHORT_ANSWER
-
-
-# -- asking ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -141,8 +141,6 @@ def synthetic_dataset(
 ) -> Dataset:
     """Generated documents about invented entities (:mod:`blendrag.lab.training.generator`): at most
     ``n_questions`` of each context, all kinds equally often.
-
-    Raises :class:`InvalidInputError` for an unknown split.
     """
     most = n_questions or ALL_QUESTIONS
     made = contexts(tokens.tokenizer, seed, split, n_contexts, n_chunks, chunk_tokens, most)
@@ -178,10 +176,7 @@ def read_dataset(
     n_chunks: int = 6,
     retrieve: Retrieve | None = None,
 ) -> Dataset:
-    """Cases of the first ``n_cases`` records; ``retrieve`` gives the chunks of records without texts.
-
-    Raises :class:`InvalidInputError`, with the number of the record.
-    """
+    """Cases of the first ``n_cases`` records; ``retrieve`` gives the chunks of records without texts."""
     records = read_records(path)[:n_cases]
     if not records:
         raise InvalidInputError(f"{path} holds no records, expected at least one of {FORMS}")
@@ -210,10 +205,7 @@ def read_dataset(
 
 
 def read_records(path: Path) -> list[Record]:
-    """All records of ``path``.
-
-    Raises :class:`InvalidInputError` for a file that cannot be read, and for what is not a JSON object.
-    """
+    """All records of ``path``."""
     try:
         # utf-8-sig: Windows editors begin files with a mark.
         text = regular_files.read_text(path, MAX_BYTES, follow=True, encoding="utf-8-sig")

@@ -59,10 +59,7 @@ class Result:
 
 
 def write_page(page: Path, results: Mapping[str, Result]) -> None:
-    """Write the regions of ``page`` and the pictures in its folder, from results by name of their runs.
-
-    Raises :class:`InvalidInputError` if the page cannot be read.
-    """
+    """Write the regions of ``page`` and the pictures in its folder, from results by name of their runs."""
     calibrations = [one for one in results["calibration"].printed if "weights" in one]
     report = TypeAdapter(DeviationReport).validate_python(results["deviations"].printed[0])
     short, long, schedules, prefix, chunks = (

@@ -75,9 +75,6 @@ def _names_of(rows: Sequence[ArenaRow]) -> list[Column]:
     return columns
 
 
-# -- notes ----------------------------------------------------------------------------------------
-
-
 def notes(dataset: Dataset, rows: Sequence[ArenaRow]) -> list[str]:
     """Sentences about prompts of one chunk and about policies that are no better than reuse."""
     found = [reuse_note(rows)]

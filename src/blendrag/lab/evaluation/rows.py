@@ -37,8 +37,6 @@ SMALLEST_KL = 1e-4
 #: How every line of a journal begins.
 BEGINNING = '{"case_key": '
 
-# -- the journal ----------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -115,59 +113,41 @@ def _mapped_errors(path: Path) -> Iterator[None]:
         ) from exc
 
 
-# -- rows -----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class ArenaRow:
-    """The result of one way on the questions of one kind; shares in [0, 1], KL in nats."""
+    """The result of one way on the questions of one kind; docs/evaluation.md describes the fields."""
 
     dataset: str
     seed: int
     policy: str
     schedule: str
-    """As asked for; empty if the policy has none."""
     encode_prefix: bool | None
     ratio: float
-    """As asked for; as measured if the policy has none."""
     charged_ratio: float
     kind: str
-    """Of question; ``all``: every kind."""
     n: int
     score: float
-    """Mean of the dataset's ``metric``."""
     pgr: float | None
-    """``None`` if full prefill gains nothing over no context."""
     pgr_low: float | None
     pgr_high: float | None
     kl: float | None
-    """Mean KL of the first token from full prefill."""
     ttft_ms: float
-    """Median over the questions."""
     metric: str
     accuracy: float
     f1: float
     rouge_l: float | None
     agreement: float | None
-    """Mean share of answer tokens equal to full prefill's before the first difference."""
     same_answer: float | None
-    """Share of answers equal to full prefill's, token by token."""
     n_chunks: int
     chunk_tokens: int
     kv_encoding: str = NATIVE_ENCODING
     schedule_run: str = ""
-    """The schedule that ran, if it is not the one asked for."""
     chosen_by: str = ""
-    """The policy that chose, if it is not the one asked for."""
     token_kl: float | None = None
-    """Mean KL per token from full prefill, over full prefill's answer (teacher-forced)."""
     recovered: float | None = None
-    """1 − ``token_kl`` / that of reuse: 0 is as far from full prefill as reuse, 1 is full prefill.
-    ``None`` if reuse was not asked, or does not differ from full prefill."""
     recovered_low: float | None = None
     recovered_high: float | None = None
     by_context: ByContext = ()
-    """Number of questions and their summed score for each context: for paired differences of rows."""
 
     @property
     def has_budget(self) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from blendrag.errors import InvalidInputError, UnsupportedModelError
+from blendrag.errors import UnsupportedModelError
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -60,19 +60,14 @@ def f1(answer: str, accepted: Iterable[str]) -> float:
 
 def rouge_l(answer: str, accepted: Iterable[str]) -> float:
     """Best Rouge-L F-measure over the accepted answers, stemmed."""
-    scorer = require_rouge()
-    return max((scorer.score(text, answer)["rougeL"].fmeasure for text in accepted), default=0.0)
+    scores = (_rouge().score(text, answer)["rougeL"].fmeasure for text in accepted)
+    return max(scores, default=0.0)
 
 
 @lru_cache(maxsize=1)
-def require_rouge() -> Any:
-    """The scorer; raises :class:`InvalidInputError` without the package ``rouge-score``."""
-    try:
-        from rouge_score.rouge_scorer import RougeScorer
-    except ImportError as exc:
-        raise InvalidInputError(
-            'Rouge-L needs the package rouge-score; pip install "blendrag[lab]"'
-        ) from exc
+def _rouge() -> Any:
+    from rouge_score.rouge_scorer import RougeScorer
+
     return RougeScorer(["rougeL"], use_stemmer=True)
 
 

@@ -62,10 +62,7 @@ def make_ways(
     ratios: Sequence[float],
     encode_prefix: Sequence[bool],
 ) -> tuple[Way, ...]:
-    """No context and full prefill, against which everything is measured, then all combinations.
-
-    Raises :class:`InvalidInputError` for an unknown policy, schedule or ratio.
-    """
+    """No context and full prefill, against which everything is measured, then all combinations."""
     for schedule in schedules:
         Schedule.parse(schedule)
     for ratio in ratios:
@@ -88,10 +85,7 @@ def make_ways(
 
 
 def look_up(ways: Sequence[Way], root: Path, namespace: str) -> tuple[Way, ...]:
-    """``ways`` with the meaning of ``calibrated`` in the store at ``root`` for the model of ``namespace``.
-
-    Raises :class:`InvalidInputError` if a policy is not calibrated there.
-    """
+    """``ways`` with the meaning of ``calibrated`` in the store at ``root`` for the model of ``namespace``."""
 
     def meant(way: Way) -> Way:
         if not way.schedule or not Schedule.parse(way.schedule).is_open:

@@ -100,8 +100,6 @@ def split_of(name: str) -> Split:
 class Dealer:
     """Deals the names of one split, values of attributes, aliases and roles, in random order. Nothing
     repeats until a pool is (nearly) empty, so that distractors differ.
-
-    Raises `InvalidInputError` for an unknown split.
     """
 
     def __init__(self, rng: random.Random, split: Split, link_share: float = 0.7) -> None:
