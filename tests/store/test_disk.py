@@ -111,11 +111,10 @@ def test_a_malformed_name_is_refused(lab, make_store, root, name):
     assert list((root / "pinned").iterdir()) == []
 
 
-def test_a_reader_survives_eviction_and_deletion(lab, store):
+def test_a_reader_survives_deletion(lab, store):
     reader = lab.open(store, 1)
     store.delete(lab.namespace, lab.key(1))
-    assert all(map(torch.equal, lab.read(reader), lab.kv(1).layers))
-    reader.close()
+    assert lab.gives(reader, lab.kv(1))
     reader.close()
     with pytest.raises(ValueError, match="closed"):
         lab.read(reader)
@@ -159,16 +158,21 @@ def stored(lab, store):
     return [number for number in range(6) if lab.has(store, number)]
 
 
-def test_an_entry_larger_than_the_limit_is_refused_and_nothing_evicted(lab, make_small):
+def test_a_chunk_without_room_is_refused_and_nothing_evicted(lab, make_small):
     store = make_small(2, 1)
     with pytest.raises(StoreFullError) as caught:
         lab.put(store, 2, tokens=400)
     assert caught.value.needed_bytes > 2 * lab.entry_bytes
-    assert lab.is_right(store, 1)
+    for number in (1, 2):
+        store.pin(lab.namespace, lab.key(number))
+        lab.put(store, number)
+    with pytest.raises(StoreFullError, match="--disk-bytes"):
+        lab.put(store, 3)
+    assert lab.right(store) == [1, 2]
 
 
 def test_the_most_recently_used_chunks_that_fit_are_kept(lab, make_store, root, monkeypatch):
-    """Compared with a model; the clock jumps, and has no effect."""
+    """Compared with a model; the clock jumps and the store is reopened, without effect."""
     generator = random.Random(1)
     sizes = {tokens: frame(lab.layout, tokens).file_bytes for tokens in (1, 24, 60, 200)}
     limit_bytes = sizes[200] + 3 * sizes[24]
@@ -176,6 +180,9 @@ def test_the_most_recently_used_chunks_that_fit_are_kept(lab, make_store, root, 
     for step in range(120):
         real = time.time()
         monkeypatch.setattr(time, "time", lambda now=real: now + generator.uniform(-1e6, 1e6))
+        if step % 40 == 39:
+            store.close()
+            store = make_store(limit_bytes=limit_bytes)
         number = generator.randrange(25)
         tokens = list(sizes)[number % len(sizes)]
         if generator.random() < 0.4:
@@ -195,13 +202,6 @@ def test_the_most_recently_used_chunks_that_fit_are_kept(lab, make_store, root, 
         assert store.stats().size_bytes == sum(model.values()) <= limit_bytes
 
 
-def test_uses_survive_reopening(lab, make_small):
-    store = make_small(3, 0, 1, 2)
-    lab.open(store, 0).close()
-    store.close()
-    assert stored(lab, make_small(3, 3)) == [0, 2, 3]
-
-
 def test_entries_put_or_protected_within_a_scope_are_not_evicted(lab, make_small):
     store = make_small(3, 0, 1, 2)
     with store.pin_scope() as scope:
@@ -218,7 +218,9 @@ def test_entries_put_or_protected_within_a_scope_are_not_evicted(lab, make_small
 
 
 @pytest.mark.parametrize("before_put", [False, True])
-def test_a_pinned_entry_is_not_evicted_by_any_store(lab, make_small, before_put):
+def test_a_pinned_entry_is_not_evicted_by_any_store_until_it_is_deleted(
+    lab, make_small, root, before_put
+):
     store, other = make_small(3), make_small(3)
     if before_put:
         store.pin(lab.namespace, lab.key(0))
@@ -233,18 +235,12 @@ def test_a_pinned_entry_is_not_evicted_by_any_store(lab, make_small, before_put)
     again.recover()  # reaches the smaller limit
     assert stored(lab, again) == [0, 4]
     lab.put(again, 5)
-    assert stored(lab, again) == [0, 5]
-    assert lab.is_right(again, 0)
-
-
-def test_deleting_an_entry_removes_its_pin(lab, make_small, root):
-    store = make_small(2, 0)
-    store.pin(lab.namespace, lab.key(0))
-    assert store.delete(lab.namespace, lab.key(0))
+    assert lab.right(again) == [0, 5]
+    assert again.delete(lab.namespace, lab.key(0))
     assert list((root / "pinned").iterdir()) == []
     for number in range(3):
-        lab.put(store, number)
-    assert stored(lab, store) == [1, 2]
+        lab.put(again, number)
+    assert stored(lab, again) == [1, 2]
 
 
 def test_a_quarantined_entry_stays_pinned(lab, make_small):
@@ -255,11 +251,3 @@ def test_a_quarantined_entry_stays_pinned(lab, make_small):
     for number in range(3):
         lab.put(store, number)
     assert stored(lab, store) == [0, 2]
-
-
-def test_when_only_pinned_entries_are_left_the_store_is_full(lab, make_small):
-    store = make_small(1, 0)
-    store.pin(lab.namespace, lab.key(0))
-    with pytest.raises(StoreFullError, match="--disk-bytes"):
-        lab.put(store, 1)
-    assert lab.is_right(store, 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import logging
@@ -26,8 +25,8 @@ def _call(function: str, *arguments: object) -> None:
         raise OSError(code, f"{function}: {os.strerror(code)}")
 
 
-def own_mounts() -> None:
-    """Give this process, which has one thread, a private mount namespace. May raise ``OSError``."""
+def mount_read_only(path: Path) -> None:
+    """Bind-mount a directory to itself in a mount namespace of this process, which has one thread."""
     user, group = os.geteuid(), os.getegid()
     try:
         _call("unshare", _NEWNS)
@@ -37,17 +36,8 @@ def own_mounts() -> None:
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
     _call("mount", None, b"/", None, _REC | _PRIVATE, None)
-
-
-def bind(path: Path) -> None:
-    """Bind-mount a directory to itself; it is opened through that mount from now on."""
-    _call("mount", os.fsencode(path), os.fsencode(path), None, _BIND | _REC, None)
-
-
-def remount(path: Path, read_only: bool) -> None:
-    """Let a mount made by :func:`bind` be written, or no more."""
-    flags = _REMOUNT | _BIND | (_RDONLY if read_only else 0)
-    _call("mount", None, os.fsencode(path), None, flags, None)
+    _call("mount", bytes(path), bytes(path), None, _BIND | _REC, None)
+    _call("mount", None, bytes(path), None, _REMOUNT | _BIND | _RDONLY, None)
 
 
 @pytest.fixture
@@ -57,9 +47,7 @@ def on_read_only_mount(root, fork):
     def run(action):
         def child():
             try:
-                own_mounts()
-                bind(root)
-                remount(root, read_only=True)
+                mount_read_only(root)
             except OSError:
                 os._exit(77)
             action()
@@ -77,19 +65,17 @@ def left(lab, root, killed, request):
     """``root`` has three chunks. A crash leaves a WAL, a marker and half a payload, too."""
     kvs = [lab.kv(number) for number in range(3)]
 
-    def fill(crashes):
+    def crash():
         store = DiskStore(root, 1 << 30)
         for number, kv in enumerate(kvs):
             store.put(lab.namespace, lab.key(number), kv)
-        if crashes:
-            store._writer._claim.temporary().write_bytes(b"half")
-            os.kill(os.getpid(), 9)
+        store._writer._claim.temporary().write_bytes(b"half")
         store.close()
 
     if request.param == "crashed":
-        killed(lambda: fill(True))
+        killed(crash, DiskStore, "close")
     else:
-        fill(False)
+        lab.fill(root, range(3))
     if request.param == "without index":
         lab.drop_index(root)
     return request.param
@@ -224,11 +210,10 @@ def test_queries_go_on_when_the_disk_of_an_open_store_turns_read_only(
         with pytest.raises(StoreUnavailableError, match="Read-only file system") as caught:
             change()
         assert "\n" not in str(caught.value)
-    assert all(lab.is_right(filled, number) for number in (1, 3))
+    assert lab.right(filled, (1, 3, 9)) == [1, 3]
     filled.close()
     monkeypatch.undo()
-    with contextlib.closing(DiskStore(filled.root, 1 << 30)) as store:
-        assert all(lab.is_right(store, number) for number in (1, 3))
+    assert lab.intact(filled.root, (1, 3)) == [1, 3]
     assert not (filled.root / "quarantine" / "index.db").exists()
 
 
