@@ -34,7 +34,7 @@ pytestmark = pytest.mark.alone
 
 @pytest.fixture
 def worker() -> Iterator[Worker]:
-    made = Worker("test")
+    made = Worker()
     yield made
     made.close()
 

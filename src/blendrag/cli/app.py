@@ -92,9 +92,7 @@ def verify(
 
 @reporting
 def demo(
-    store: options.Store = None,
-    json: options.Json = False,
-    verbose: options.Verbose = False,
+    store: options.Store = None, json: options.Json = False, verbose: options.Verbose = False
 ) -> int:
     """Ingest the demo corpus and compare full prefill, reuse and blend on its questions."""
     begin(verbose, "the tour was not finished")

@@ -132,8 +132,7 @@ Encoding = Annotated[
     optional("How a new store keeps KV: native, int8 or fp8.", callback=_one_of("KVEncoding")),
 ]
 Embedder = Annotated[
-    str | None,
-    optional("sentence-transformers model, or minilm-offline. [default: the store's]"),
+    str | None, optional("sentence-transformers model, or minilm-offline. [default: the store's]")
 ]
 Mode = Annotated[str | None, optional("blend, full, prefix or reuse.", callback=_one_of("Mode"))]
 Policy = Annotated[str | None, optional("Selection policy: which tokens are recomputed.")]

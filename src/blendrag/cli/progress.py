@@ -47,9 +47,8 @@ class StatusLine:
     def show(self, text: str, done: int = 0, total: int | None = None) -> None:
         """Replace the line; ``done`` of ``total`` sets the bar and gives an estimate of the time left."""
         (task,) = self._bar.tasks
-        if (
-            task.total is None and total is not None
-        ):  # what is done already took no time of this run
+        if task.total is None and total is not None:
+            # what is done already took no time of this run
             self._bar.reset(self._task, total=total, completed=done)
         self._bar.update(self._task, completed=done, total=total)
         if task.time_remaining:

@@ -50,13 +50,8 @@ class Started(NamedTuple):
     async def _done(self) -> None:
         """Until the worker has finished. ``asyncio.wrap_future`` would remove a cancelled request from the
         worker's queue, and what was prefilled ahead of its turn would not be released."""
-        loop, done = asyncio.get_running_loop(), asyncio.Event()
-
-        def wake(future: Future[Answer]) -> None:
-            with suppress(RuntimeError):  # the loop was closed
-                loop.call_soon_threadsafe(done.set)
-
-        self.future.add_done_callback(wake)
+        done = asyncio.Event()
+        self.future.add_done_callback(_setter_of(done))
         await done.wait()
 
     def _why_not(self) -> BaseException:
@@ -149,13 +144,8 @@ class AsyncAnswerIterator(Pieces):
 
     async def _begin(self) -> Started:
         self._started = await self._start()
-        loop, new = asyncio.get_running_loop(), self._new
-
-        def wake() -> None:  # no reference to this iterator: dropping it must end the request
-            with suppress(RuntimeError):  # the loop was closed
-                loop.call_soon_threadsafe(new.set)
-
-        self._started.stream.listen(wake)
+        # no reference to this iterator: dropping it must end the request
+        self._started.stream.listen(_setter_of(self._new))
         if self._over:  # closed during planning
             self._started.stream.cancel()
         return self._started
@@ -183,6 +173,17 @@ class AsyncAnswerIterator(Pieces):
     async def aclose(self) -> None:
         """:meth:`abandon`, under the name that ``contextlib.aclosing`` calls."""
         self.abandon()
+
+
+def _setter_of(event: asyncio.Event) -> Callable[..., None]:
+    """Sets ``event``, an event of the running loop, from any thread and with any arguments."""
+    loop = asyncio.get_running_loop()
+
+    def set_event(*_: object) -> None:
+        with suppress(RuntimeError):  # the loop was closed
+            loop.call_soon_threadsafe(event.set)
+
+    return set_event
 
 
 def in_pool(begin: Callable[[], T]) -> asyncio.Future[T]:

@@ -49,23 +49,13 @@ from blendrag.engine.kv_writer import BackgroundWriter
 from blendrag.engine.library import Library
 from blendrag.engine.planner import Planner, check_fits, checked
 from blendrag.engine.profiling import ProfileReport
-from blendrag.engine.rendering import (
-    Rendered,
-    prompt_over,
-    recognise,
-    refuse_silence,
-    render,
-)
+from blendrag.engine.rendering import Rendered, prompt_over, recognise, refuse_silence, render
 from blendrag.engine.request import Answer, Options, Prompt, RagPrompt, Request
 from blendrag.engine.request_log import log_answer, log_failure
 from blendrag.engine.resources import CorpusSettings, Resources
 from blendrag.engine.stream import AnswerStream
 from blendrag.engine.worker import CLOSED, Worker
-from blendrag.errors import (
-    InvalidInputError,
-    RequestCancelled,
-    RequestTimeout,
-)
+from blendrag.errors import InvalidInputError, RequestCancelled, RequestTimeout
 from blendrag.fusor.gate import Verification
 from blendrag.fusor.loader import SpanCorruptError
 from blendrag.fusor.selection import Schedule, make_policy
@@ -151,7 +141,7 @@ class BlendEngine:
             read_only,
             trust_remote_code,
         )
-        self._worker = Worker("blendrag-engine")
+        self._worker = Worker()
         self.library = Library(self.resources, self._worker)
         self._background = BackgroundWriter(self.resources, self._worker)
         self._planner = Planner(self.resources, self.settings, self._background)
@@ -525,12 +515,8 @@ def check_defaults(defaults: Settings) -> None:
         raise InvalidInputError(
             f"encoding {defaults.kv_encoding!r} is not one of {', '.join(ENCODINGS)}"
         )
-    Options(
-        mode=defaults.mode,
-        ratio=defaults.ratio,
-        min_ratio=defaults.min_ratio,
-        max_new_tokens=defaults.max_new_tokens,
-    )
+    names = ("mode", "ratio", "min_ratio", "max_new_tokens")
+    Options(**{name: getattr(defaults, name) for name in names})
     make_policy(defaults.policy)
     Schedule.parse(defaults.schedule)
     if defaults.top_k < 1:

@@ -42,11 +42,7 @@ class KVValidity:
     """Validity of one model's KV in one store. Methods that compute take the model's lock."""
 
     def __init__(
-        self,
-        adapter: ModelAdapter,
-        store: KVStore,
-        root: Path,
-        manifest: Callable[[], Manifest],
+        self, adapter: ModelAdapter, store: KVStore, root: Path, manifest: Callable[[], Manifest]
     ) -> None:
         """``manifest``: with the prefix and the encoding of KV that is stored now."""
         self._adapter = adapter

@@ -18,12 +18,7 @@ from typing import TypeVar
 from blendrag.corpus.corpus import Corpus
 from blendrag.engine.resources import Resources
 from blendrag.engine.worker import Worker
-from blendrag.errors import (
-    BlendragError,
-    IdentityChangedError,
-    InvalidInputError,
-    StoreFullError,
-)
+from blendrag.errors import BlendragError, IdentityChangedError, InvalidInputError, StoreFullError
 from blendrag.planning.plan import Plan
 from blendrag.store.base import PinScope
 from blendrag.store.encodings import stored_chunk_bytes

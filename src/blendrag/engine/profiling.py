@@ -13,13 +13,7 @@ from blendrag.engine.resources import Resources
 from blendrag.engine.worker import Worker
 from blendrag.errors import InvalidInputError
 from blendrag.planning.measure import Measure, Watch
-from blendrag.planning.profile import (
-    Conditions,
-    Profile,
-    conditions_of,
-    profiles,
-    recall_profile,
-)
+from blendrag.planning.profile import Conditions, Profile, conditions_of, profiles, recall_profile
 
 
 @dataclass(frozen=True)

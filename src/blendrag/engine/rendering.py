@@ -160,10 +160,7 @@ def _rendered_twice(messages: Sequence[Mapping[str, Any]], tokens: Tokens) -> tu
 
 
 def _located(
-    rendered: str,
-    messages: Sequence[Mapping[str, Any]],
-    tokens: Tokens,
-    given: Mapping[str, Any],
+    rendered: str, messages: Sequence[Mapping[str, Any]], tokens: Tokens, given: Mapping[str, Any]
 ) -> Rendered:
     """With the spans of contents: of messages, and of ``documents`` given to the template."""
     while (word := f"x{secrets.token_hex(8)}x") in rendered:
@@ -181,9 +178,7 @@ def _located(
     last = [i for i, m in enumerate(messages) if m.get("role") == "user"] or [len(messages) - 1]
     turns = [span for number, span in found if number == last[-1]]
     return Rendered(
-        rendered,
-        merged([span for _, span in found]),
-        turns[-1] if turns else (len(rendered),) * 2,
+        rendered, merged([span for _, span in found]), turns[-1] if turns else (len(rendered),) * 2
     )
 
 

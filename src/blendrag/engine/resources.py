@@ -319,8 +319,7 @@ class Resources:
             if self.corpus is None:
                 if lost := self._lost_corpus():
                     logger.warning(
-                        "%s: creating a new one; ingest all documents again if there was one",
-                        lost,
+                        "%s: creating a new one; ingest all documents again if there was one", lost
                     )
                 self.__dict__["_corpus"] = Corpus.open(self.root, create=True)
         corpus = self.corpus

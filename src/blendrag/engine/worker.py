@@ -20,8 +20,7 @@ CLOSED = "this engine is closed; make a new BlendEngine"
 class Worker:
     """Runs foreground calls in order, background calls only while there are none."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self) -> None:
         self._foreground: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._background: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._changed = threading.Condition()
@@ -53,7 +52,7 @@ class Worker:
         return future
 
     def _start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="blendrag-engine", daemon=True)
         self._pid = os.getpid()
         try:
             with starting_thread():

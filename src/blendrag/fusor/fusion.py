@@ -21,11 +21,11 @@ from enum import Enum
 import torch
 
 from blendrag.fusor.cache import BlendCache
-from blendrag.fusor.loader import LayerLoader, StoredKV
+from blendrag.fusor.loader import StoredKV
 from blendrag.fusor.request import BlendRequest, FusionCounts, TokenSelector
 from blendrag.fusor.rows import LayerRows, PromptRows, Rows
 from blendrag.fusor.scout import Scout
-from blendrag.fusor.selection import Schedule, SelectionPolicy
+from blendrag.fusor.selection import SelectionPolicy
 from blendrag.metrics import SELECT, Timeline, noted
 from blendrag.model.positions import Repositioner
 
@@ -54,13 +54,15 @@ class Fusion:
     ) -> None:
         """``check()`` is called before each layer and raises to abandon the prompt."""
         self.request = request
+        self.prompt_tokens = request.prompt_tokens
         self.cache = cache
         self.timeline = timeline
-        self.check = check
+        self.check = check or (lambda: None)
         self._force_masks = force_masks
         self._buffers = cache.buffers(request.prompt_tokens)
         device = self._buffers[0].device
         self._selector = TokenSelector(request, len(self._buffers), device)
+        self.schedule = self._selector.schedule
         self._prompt = PromptRows(request.prompt_tokens, device)
         self._plan: list[LayerRows] = []
         """The rows of all layers, if they are known before layer 0."""
@@ -77,23 +79,12 @@ class Fusion:
         all_enter = self._chosen.numel() == candidates.numel()
         groups = cache.groups(request.prompt_tokens)
         self._stored = StoredKV(request.spans, groups, repositioner, all_enter, timeline)
-
-    @property
-    def prompt_tokens(self) -> int:
-        return self.request.prompt_tokens
+        self.loader = self._stored.loader
 
     @property
     def policy(self) -> SelectionPolicy:
         """The request's, or its fallback if a scout pass observed no attention."""
         return self._selector.policy
-
-    @property
-    def schedule(self) -> Schedule:
-        return self._selector.schedule
-
-    @property
-    def loader(self) -> LayerLoader:
-        return self._stored.loader
 
     def counts(self) -> FusionCounts:
         """What was computed; call after the forward."""
@@ -194,11 +185,8 @@ class Fusion:
 
     def _choose(self, layer: int, keys: torch.Tensor, values: torch.Tensor, seen: int) -> None:
         """Let the policy choose the tokens of ``layer`` by K/V ``[Hkv, S, D]`` of layer ``seen``."""
-        (loaded_keys, loaded_values), tokens, computed = (
-            self._buffers[seen],
-            self._chosen,
-            self.rows,
-        )
+        loaded_keys, loaded_values = self._buffers[seen]
+        tokens, computed = self._chosen, self.rows
 
         def fetch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
             at = torch.searchsorted(computed.positions, tokens)

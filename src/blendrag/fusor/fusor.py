@@ -31,10 +31,7 @@ class Fusor:
     """Runs blended forwards on one model."""
 
     def __init__(
-        self,
-        adapter: ModelAdapter,
-        fast_attention: bool | None = None,
-        force_masks: bool = False,
+        self, adapter: ModelAdapter, fast_attention: bool | None = None, force_masks: bool = False
     ) -> None:
         """``fast_attention=False`` keeps the model's own attention with explicit masks (the reference);
         ``None`` measures whether the fast one serves this model. ``force_masks`` takes the scatter and mask

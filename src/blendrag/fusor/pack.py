@@ -182,7 +182,9 @@ class Pack:
                 for member, start in enumerate(self._token_starts)
                 if self.phase is not Phase.SCOUT or member in self._scouts
             }
-        self._check_callers(layer)
+        for member in self._present(layer):
+            with self._errors_of(member):
+                self.fusions[member].check()
         self._peek(layer, run)
         rows, among = self._selected(layer)
         is_last = layer == len(self.cache.layers) - 1
@@ -190,13 +192,6 @@ class Pack:
             rows, among = self._keep_last_rows(layer, rows, among, run)
         self._arriving = {part.member: (part.a, part.b) for part in rows.parts}
         return rows, among
-
-    def _check_callers(self, layer: int) -> None:
-        for member in self._present(layer):
-            check = self.fusions[member].check
-            if check is not None:
-                with self._errors_of(member):
-                    check()
 
     def _peek(self, layer: int, run: RunLayer) -> None:
         """One peek for all prompts that need one."""
@@ -213,8 +208,7 @@ class Pack:
                     self.fusions[member].end_peek()
 
     def _selected(self, layer: int) -> tuple[AnyRows, Among]:
-        rows: dict[int, Rows] = {}
-        indices: dict[int, Among] = {}
+        rows, indices = dict[int, Rows](), dict[int, Among]()
         for member in self._present(layer):
             with self._errors_of(member):
                 rows[member], indices[member] = self.fusions[member].enter_layer(self.phase, layer)

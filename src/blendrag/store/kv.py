@@ -56,10 +56,6 @@ class KVLayout:
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
-    @property
-    def item_bytes(self) -> int:
-        return ITEM_BYTES[self.dtype]
-
     def layer_shape(self, layer: int, tokens: int) -> tuple[int, int, int, int]:
         """``[2, Hkv, T, D]`` of one layer."""
         shape = self.layers[layer]
@@ -67,11 +63,7 @@ class KVLayout:
 
     def layer_bytes(self, layer: int, tokens: int) -> int:
         """Bytes of one layer's tensor, before encoding."""
-        return math.prod(self.layer_shape(layer, tokens)) * self.item_bytes
-
-    def chunk_bytes(self, tokens: int) -> int:
-        """Bytes of a chunk's tensors over all layers, before encoding."""
-        return sum(self.layer_bytes(i, tokens) for i in range(len(self.layers)))
+        return math.prod(self.layer_shape(layer, tokens)) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -95,4 +87,4 @@ class ChunkKV:
 
     @property
     def size_bytes(self) -> int:
-        return self.layout.chunk_bytes(self.tokens)
+        return sum(layer.nbytes for layer in self.layers)

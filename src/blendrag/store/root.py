@@ -16,12 +16,7 @@ from pathlib import Path
 
 from blendrag.errors import StoreUnavailableError
 from blendrag.store import regular_files
-from blendrag.store.durable import (
-    named_errors,
-    sync_directory,
-    whole_file,
-    write_all,
-)
+from blendrag.store.durable import named_errors, sync_directory, whole_file, write_all
 from blendrag.store.identity import FORMAT_VERSION
 from blendrag.store.writers import new_temporary
 

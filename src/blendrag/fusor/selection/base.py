@@ -156,11 +156,7 @@ class SelectionPolicy:
 
 def top(scores: torch.Tensor, tokens: torch.Tensor, budget: int) -> torch.Tensor:
     """The ``budget`` tokens with the highest scores, ascending by position."""
-    if budget >= tokens.numel():
-        return tokens
-    if budget <= 0:
-        return tokens[:0]
-    chosen = torch.topk(scores, budget, sorted=False).indices
+    chosen = torch.topk(scores, min(budget, tokens.numel()), sorted=False).indices
     return tokens[chosen.sort().values]
 
 

@@ -96,10 +96,7 @@ class ImportReport:
 
 
 def export_archive(
-    root: Path,
-    archive: Path,
-    namespace: str | None = None,
-    progress: Progress = no_progress,
+    root: Path, archive: Path, namespace: str | None = None, progress: Progress = no_progress
 ) -> ExportReport:
     """Write all verified payloads of the store, or of one namespace, to ``archive``.
 
@@ -187,10 +184,7 @@ def _whole_archive(archive: Path) -> Iterator[BinaryIO]:
     """A temporary file that is renamed to ``archive``, durably, if the block succeeds."""
     temporary = archive.with_name(f".{archive.name}.{secrets.token_hex(4)}.part")
     try:
-        with (
-            whole_file(temporary, archive) as fd,
-            os.fdopen(fd, "w+b", closefd=False) as file,
-        ):
+        with whole_file(temporary, archive) as fd, os.fdopen(fd, "w+b", closefd=False) as file:
             yield file
         sync_directory(archive.parent)
     except OSError as exc:
@@ -208,10 +202,7 @@ def _whole_archive(archive: Path) -> Iterator[BinaryIO]:
 
 
 def import_archive(
-    root: Path,
-    archive: Path,
-    disk_bytes: int | None = None,
-    progress: Progress = no_progress,
+    root: Path, archive: Path, disk_bytes: int | None = None, progress: Progress = no_progress
 ) -> ImportReport:
     """Put every payload of ``archive`` that the store lacks; creates the store if there is none.
 
