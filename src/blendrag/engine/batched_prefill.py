@@ -1,8 +1,7 @@
 """The prompts of one call, prefilled in one forward where that is faster.
 
 Each prompt is answered in its turn as if it were alone; its prefill may already be there. A prompt that
-cannot be prefilled with others, or that failed there, is prefilled in its turn. The forward itself is
-:meth:`Fusor.batched_prefill`.
+cannot be prefilled with others, or that failed there, is prefilled in its turn.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ The road of a request, from :meth:`BlendEngine._request` to :meth:`BlendEngine._
     Fusion    state of the blended forward inside ``model.generate``         worker
     Answer    text, metrics
 
-All model work runs on one worker thread. Chunks that a request missed are encoded afterwards, in the
-background.
+All model work runs on one worker thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Ingest by path: reader → chunks → KV → embedding → corpus.
 
-The order makes a run safe to interrupt and to repeat: KV is stored first, and a document's rows last, in one
-transaction. An unchanged document whose chunks all have KV costs a look-up and no model work.
+Safe to interrupt and to repeat: KV is stored first, and a document's rows last, in one transaction.
 """
 
 from __future__ import annotations

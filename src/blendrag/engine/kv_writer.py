@@ -1,7 +1,6 @@
 """The write path of KV: chunk → ids → key → KV → store.
 
-Ingest by path, additions by id and background work for chunks that queries missed all write here. KV is
-computed by :meth:`KVValidity.encode`, so it is never stored under another model's namespace. A chunk is
+KV is computed by :meth:`KVValidity.encode`, so it is never stored under another model's namespace. A chunk is
 always encoded alone after the corpus's prefix; KV computed in the context of a query is never stored.
 """
 

@@ -1,8 +1,7 @@
 """The corpus by id, for vector stores, indexes and ingestion pipelines.
 
-The order of a change makes it safe to kill at any point: the texts are noted, KV is stored, then all rows of
-the call are written in one transaction. Rows are removed in one transaction, then KV. A killed call leaves a
-note by which the next change drops KV that no text refers to.
+Safe to kill at any point: texts are noted, KV is stored, then all rows of the call are written in one
+transaction. Rows are removed first, then KV. The note of a killed call lets the next change drop orphaned KV.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Which prompts are prefilled together: as many as are faster in one forward and fit into memory.
 
 A layer reads its weights once per forward. With few rows that is most of its time, so prompts share it;
-with many rows a second prompt takes as long as the first. The machine profile says where that changes;
-without one it is assumed by the kind of device.
+with many rows a second prompt takes as long as the first. The machine profile says where that changes.
 """
 
 from __future__ import annotations

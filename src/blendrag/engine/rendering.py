@@ -8,10 +8,8 @@ content. Marks are drawn per request, so no document can contain them. If the ma
 its marks differs from the first, each content is replaced by a random word in turn, and what changes is
 the content.
 
-Chunks are searched only inside contents, never in the template's text, so that a document of template
-markup cannot turn markup into plain text. If contents are unknown (the caller rendered the prompt), no
-match covers a control token. The question is always computed, even if it is a chunk itself
-(:func:`is_question`).
+Chunks are searched only inside contents, so that a document of template markup cannot turn markup into plain
+text. If contents are unknown (the caller rendered the prompt), no match covers a control token.
 """
 
 from __future__ import annotations
@@ -397,11 +395,8 @@ def is_question(before: str, chunk: str, after: str, others: bool) -> bool:
       short text without a question mark (``Answer in one sentence.``) is not a question; after a long chunk,
       only the label of an answer (``Answer:``) is not.
 
-    A single chunk after an instruction is a document (``Summarise this: …``).
-
-    An ambiguous chunk is computed, which is correct but slower: the last document of a prompt with its
-    documents after the question. Not detected is a question that is a chunk, has no question mark and no
-    label, and follows only unknown documents.
+    An ambiguous chunk is computed, which is correct but slower. Not detected is a question that is a chunk,
+    has no question mark and no label, and follows only unknown documents.
     """
     if _LABEL_BEFORE.search(before) or _is_asked(chunk, after):
         return True

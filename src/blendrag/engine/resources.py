@@ -1,8 +1,4 @@
-"""What an engine holds open: model, store, corpus, embedder; each is opened on first use.
-
-Many wrappers share one engine, so each part is opened once, not before it is needed, and never after the
-engine is closed.
-"""
+"""What an engine holds open: model, store, corpus, embedder; each is opened once, on first use."""
 
 from __future__ import annotations
 

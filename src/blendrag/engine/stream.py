@@ -1,7 +1,6 @@
 """From token ids to text while ``generate`` runs: incremental decoding, stop strings, cancelling, timeout.
 
-The worker's thread pushes, the caller's thread or event loop pulls. Text that may be the beginning of a stop
-string is held back until that is decided.
+The worker's thread pushes, the caller's thread or event loop pulls.
 """
 
 from __future__ import annotations
@@ -99,6 +98,7 @@ class AnswerStream:
         self._send(_END)
 
     def _push(self, piece: str) -> None:
+        """Emit the text, but hold back what may be the beginning of a stop string."""
         self._held += piece
         found = first_stop(self._held, self._stop)
         if found is not None:

@@ -1,9 +1,8 @@
 """Attention of selected rows, registered with transformers like its own implementations.
 
-Replaces ``sdpa`` in the blended forward: rows are attended in blocks whose keys end at the block's last row,
-and KV heads are never repeated. It is used only if a tiny forward shows that the model's layers pass it what
-it needs (:func:`serves`). Otherwise the model's own implementation gets the explicit mask of
-:attr:`Rows.mask`, which is also the reference in the tests.
+Rows are attended in blocks whose keys end at the block's last row, and KV heads are never repeated. It is used
+only if a tiny forward shows that the model's layers pass it what it needs (:func:`serves`). Otherwise the
+model's own implementation gets the explicit mask of :attr:`Rows.mask`, also the reference in the tests.
 """
 
 from __future__ import annotations

@@ -8,9 +8,8 @@ A :class:`~blendrag.fusor.pack.Pack` drives it, layer by layer:
    ones. If the policy ranks tokens once, all rows are planned before layer 0 and nothing is chosen here.
 
 Two layers may be run twice, the first time only until their K/V exist. At layer 1 a policy that needs
-deviations *peeks*: all rows of layer 0 get K/V, so only QKV projections are paid. These K/V are exact,
-because layer 0 was computed in full, and are kept. CacheBlend's released code computes that whole layer; the
-paper leaves it open. In the last layer only the K/V of all rows are needed, and the output of the last token.
+deviations *peeks*: all rows of layer 0 get K/V, so only QKV projections are paid. These K/V are exact and are
+kept. In the last layer only the K/V of all rows are needed, and the output of the last token.
 """
 
 from __future__ import annotations
@@ -99,7 +98,6 @@ class Fusion:
 
     @property
     def needs_scout(self) -> bool:
-        """Whether a scout pass must run first."""
         return self._selector.needs_scout
 
     def begin_scout(self) -> Scout:

@@ -170,7 +170,6 @@ def keep_freed_blocks() -> None:
 
     glibc unmaps a large block when it is freed, and mapping it again costs a page fault per page. Once one
     was freed, blocks up to its size come from the heap, of which twice that size stays (mallopt(3),
-    ``M_MMAP_THRESHOLD``). The blocks of a stock prefill teach it that, those of a blended one are too small.
-    Up to 64 MiB then stay with each thread's heap. No effect with another malloc or fixed thresholds.
+    ``M_MMAP_THRESHOLD``). No effect with another malloc or fixed thresholds.
     """
     torch.empty(LARGEST_LESSON, dtype=torch.uint8)

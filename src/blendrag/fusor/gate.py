@@ -5,13 +5,10 @@ r = 1.0 alone proves nothing, because no loaded KV is read. So, on the model as 
 a. KV of a prompt is computed at an offset and re-positioned to 0. A random non-contiguous fifth of its rows
    is recomputed from layer 1 on. The logits of those rows equal a stock prefill's, as do those of the
    policies ``hkvd`` and ``query``;
-b. the same with disturbed values must differ from a stock prefill, which shows that a. can fail. Each channel
-   is disturbed in proportion to how much it differs between tokens, so that large biases do not enlarge the
-   disturbance. Keys are not disturbed: under nearly even attention they hardly matter;
+b. the same with disturbed values must differ from a stock prefill, which shows that a. can fail. Keys are not
+   disturbed: under nearly even attention they hardly matter;
 c. both on a prompt at least twice the smallest sliding window;
 d. r = 1.0 through the scatter and explicit-mask path, and greedy decoding over it, equal stock.
-
-Verdicts are kept in :mod:`blendrag.fusor.verdicts`.
 """
 
 from __future__ import annotations
@@ -147,18 +144,16 @@ def _why_refused(
 ) -> str:
     """One sentence, or an empty string if the model passes. NaN never passes."""
     tolerance = TOLERANCE[dtype] * max(scale, 1.0)
+    allowed = f"(allowed {tolerance:.3g}); use mode full"
     if not subset <= tolerance:
-        return (
-            f"recomputing a fifth of the rows over loaded KV changes logits by {subset:.3g} "
-            f"(allowed {tolerance:.3g}); use mode full"
-        )
+        return f"recomputing a fifth of the rows over loaded KV changes logits by {subset:.3g} {allowed}"
     if not perturbed > max(NOTICED * scale, 2 * subset):
         return (
             f"disturbing the loaded values moves logits by only {perturbed:.3g}, so the check cannot see "
             "a wrong KV; use mode full"
         )
     if not full <= tolerance:
-        return f"recomputing everything changes logits by {full:.3g} (allowed {tolerance:.3g}); use mode full"
+        return f"recomputing everything changes logits by {full:.3g} {allowed}"
     if not greedy and dtype == "float32":
         return f"greedy decoding over the blended cache differs within {GREEDY_TOKENS} tokens; use mode full"
     return ""
@@ -263,7 +258,8 @@ def _gate_prompt(adapter: ModelAdapter) -> torch.Tensor:
 
 
 def _disturbed(layer: torch.Tensor, size: float, generator: torch.Generator) -> torch.Tensor:
-    """``layer`` ``[2, Hkv, T, D]`` with noise added to its values."""
+    """``layer`` ``[2, Hkv, T, D]`` with noise added to its values: to each channel in proportion to how much it
+    differs between tokens, so that large biases do not enlarge it."""
     keys, values = layer
     noise = torch.randn(values.shape, generator=generator, dtype=torch.float32)
     noise *= size * content(values, values.roll(1, -2))

@@ -1,9 +1,8 @@
 """Brings stored KV of layer i+1 into place while layer i computes (CacheBlend §5, §6).
 
 :class:`LayerLoader` has one thread per prompt, which only reads, verifies and decodes: torch operators there
-would start a second OpenMP team. Layers are read straight into the prompt's KV buffers if a reader can write
-there, otherwise through a :class:`StagingRing`. :class:`StoredKV` waits for a layer on the computing thread
-and rotates its keys.
+would start a second OpenMP team. :class:`StoredKV` waits for a layer on the computing thread and rotates its
+keys.
 """
 
 from __future__ import annotations

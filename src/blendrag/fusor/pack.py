@@ -5,9 +5,6 @@ its own :class:`Fusion` and cache, and its rows attend to its own keys only. A s
 
 A prompt that fails, or whose caller has gone, leaves a pack of several: its rows are computed to the end of
 the layer under way (of the last layer, to its K/V), and no other prompt sees them.
-
-:class:`Prefilled` is a prompt whose forward has been run. Replayed, it continues as if its own first forward
-had just been run, so that sampling, stop strings and processors are the model's own.
 """
 
 from __future__ import annotations
@@ -64,7 +61,8 @@ class PackedPrompt:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prompt whose KV is in its fusion's cache, with buffers shared with the rest of its pack."""
+    """A prompt whose forward was run; its buffers are shared with the rest of its pack. Replayed, it continues
+    as if it had just been run, so that sampling, stop strings and processors are the model's own."""
 
     fusion: Fusion
     output: Any

@@ -1,9 +1,8 @@
 """Which rows a layer computes, and what each of them may see.
 
 Row *s* sees key *j* iff ``pos_j <= pos_s`` and, in a sliding-window layer, ``pos_s - pos_j < window``. A
-triangular mask aligned bottom-right would let selected rows see their future. :class:`Rows` are the rows of
-one prompt, built once per selection and shared by every layer that keeps it, :class:`PackedRows` those of
-several prompts. Rows of one prompt never see another's keys.
+triangular mask aligned bottom-right would let selected rows see their future. :class:`Rows` are built once
+per selection and shared by every layer that keeps it. Rows of one prompt never see another's keys.
 """
 
 from __future__ import annotations

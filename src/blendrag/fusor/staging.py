@@ -92,8 +92,7 @@ class StagingRing(ABC):
 
 
 class HostRing(StagingRing):
-    """The receiving thread copies: torch operators in the reader's thread would start a second OpenMP
-    team."""
+    """The receiving thread copies (see :mod:`blendrag.fusor.loader`)."""
 
     def __init__(self, transfers: Sequence[Sequence[Transfer]]) -> None:
         super().__init__(transfers)

@@ -1,9 +1,7 @@
 """How long one prompt takes on this machine: its time to first token, from the figures of a profile.
 
-Follows the fusor. Loading hides behind the scout pass of a policy that needs attention, as far as that goes.
-A policy that needs deviations computes layer 0 for all candidates and peeks at layer 1. Any other computes
-its chosen tokens in every layer while the next one loads. Candidates that are all computed in layer 0 are not
-loaded there.
+Follows the fusor: loading hides behind a scout pass, as far as that goes, and behind the computing of the
+layers before. Candidates that are all computed in layer 0 are not loaded there.
 """
 
 from __future__ import annotations

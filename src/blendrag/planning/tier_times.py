@@ -32,7 +32,7 @@ READ_BYTES = COPIED_BYTES = 64 << 20
 MAX_CHUNKS = 8
 ROUNDS = 3
 SCRATCH = ".profile-"
-#: A scratch directory of this age was left by a process that was killed.
+#: Age of a scratch directory that a killed process left.
 STALE_S = 3600.0
 NAMESPACE = "0" * 64
 KEYS = [f"{number:064x}" for number in range(MAX_CHUNKS)]

@@ -3,10 +3,6 @@
 The first k tokens of a chunk were attention sinks when it was encoded; EPIC / LegoLink repairs them alone.
 The rest are ranked by square roots of the question's attention (ProphetKV, QCFuse); see
 :attr:`SelectionPolicy.sqrt_attention`.
-
-Two weights by staleness were measured and left out: the share of its true context that a token has not seen,
-and its deviation once it is recomputed. Both choose worse on the embedded model: deviation in early layers
-says little about what later layers need.
 """
 
 from __future__ import annotations

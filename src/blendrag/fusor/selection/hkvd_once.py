@@ -1,8 +1,7 @@
 """``hkvd-once``: deviation at one check layer, then a frozen set (CacheBlend's released code).
 
-The paper filters gradually (:mod:`blendrag.fusor.selection.hkvd`). Its released code compares V alone, at
-layer 1, and recomputes the same tokens in every layer from there on. That code computes the whole check
-layer; here only its projections are computed, as for ``hkvd``.
+Compares V alone, at layer 1, and recomputes the same tokens in every layer from there on. The released code
+computes the whole check layer; here only its projections are computed, as for ``hkvd``.
 """
 
 from __future__ import annotations

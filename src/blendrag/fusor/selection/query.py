@@ -4,9 +4,9 @@ A scout pass runs the fresh tokens over stored KV first. A token's worth is the 
 after the last chunk pay to it, summed over heads and layers. Unlike a deviation in the first layers, this
 finds tokens whose KV goes wrong only in later ones. Layer 0 is computed for the chosen tokens alone.
 
-In deep models only the middle third of the layers is summed. On pretrained models of 18 to 30 layers it chose
-about as well as all layers did, and the scout pass ends there: it costs two thirds of a forward, and the last
-third of the stored KV loads during recompute. In the embedded model of 12 layers the last layers matter most.
+In deep models only the middle third of the layers is summed, and the scout pass ends there: it costs two
+thirds of a forward, and the last third of the stored KV loads during recompute. In the embedded model of 12
+layers the last layers matter most.
 """
 
 from __future__ import annotations

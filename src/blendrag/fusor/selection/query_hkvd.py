@@ -1,9 +1,7 @@
 """``query+hkvd``: half of the budget by the question's attention, half by KV deviation (ours).
 
-``query`` (ProphetKV, QCFuse) knows what the question needs, but not which of it is stale. ``hkvd``
-(CacheBlend §4.3) knows what is stale, but not whether the question needs it. On pretrained models sometimes
-one and sometimes the other is closer to full prefill. This policy pays for both: the scout pass, and layer 0
-for all candidates with the peek at layer 1.
+``query`` knows what the question needs, but not which of it is stale; ``hkvd`` the reverse. This policy pays
+for both: the scout pass, and layer 0 for all candidates with the peek at layer 1.
 """
 
 from __future__ import annotations
