@@ -1,8 +1,8 @@
 """Ctrl-C: stop cleanly if that is quick, otherwise leave.
 
-The first Ctrl-C raises ``KeyboardInterrupt`` in the main thread and starts a timer, because native code
-(loading weights, a long forward) may not return for a while. When the timer ends, or at a second Ctrl-C,
-the process exits at once. That is always safe: whatever the store has acknowledged survives a kill.
+The first Ctrl-C raises ``KeyboardInterrupt`` in the main thread and starts a timer, because native code may
+not return for a while. When the timer ends, or at a second Ctrl-C, the process exits at once. That is always
+safe: whatever the store has acknowledged survives a kill.
 """
 
 from __future__ import annotations

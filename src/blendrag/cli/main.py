@@ -1,7 +1,4 @@
-"""Entry point of the console script.
-
-Handles Ctrl-C before anything large is imported, so an early Ctrl-C also ends with one sentence.
-"""
+"""Entry point of the console script; handles Ctrl-C before anything large is imported."""
 
 from __future__ import annotations
 

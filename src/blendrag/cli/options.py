@@ -1,6 +1,6 @@
 """Every option that several commands share, and the engine that these options describe.
 
-No option has a default here: an option that is not given is ``None``, and the settings or the store decide.
+An option that is not given is ``None``, and the settings or the store decide.
 """
 
 from __future__ import annotations

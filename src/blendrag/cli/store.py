@@ -1,8 +1,4 @@
-"""``blendrag store``: inspect, check, shrink, clear, export and import a store.
-
-Each command parses, calls :mod:`blendrag.store.maintenance`, prints. No model is loaded and torch is not
-imported.
-"""
+"""``blendrag store``: inspect, check, shrink, clear, export and import a store, without torch."""
 
 from __future__ import annotations
 

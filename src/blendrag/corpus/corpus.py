@@ -1,7 +1,4 @@
-"""The documents of a KV store, with their chunks' texts, hashes and vectors, in ``<store root>/corpus/``.
-
-It also records the settings of the ingest, and which chunks no document holds any more.
-"""
+"""The documents of a KV store, with their chunks' texts, hashes and vectors, in ``<store root>/corpus/``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Documents, chunks and entries as rows: the statements that store, remove and read them.
 
-A text is stored once, however many documents hold it. An entry is a text added by id: a document with one
-chunk that is never split, so that search finds it like any other chunk. Functions that change rows run in
-the caller's transaction.
+An entry is a text added by id: a document with one chunk that is never split, so that search finds it like
+any other chunk. Functions that change rows run in the caller's transaction.
 """
 
 from __future__ import annotations

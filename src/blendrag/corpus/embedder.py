@@ -4,9 +4,9 @@ A chunk longer than the embedder reads at once (256 tokens for MiniLM, which sil
 embedded window by window and averaged, each window after the document's title. So a fact in the tail of a
 chunk is found, and so is a chunk that says only "she".
 
-A model's files may name classes and options of ``from_pretrained``. They are checked before it is loaded:
-before 6.0, sentence-transformers imported whatever class a local directory named, with the directory's own
-code (https://github.com/huggingface/sentence-transformers/issues/3801), and of the options 6.2 removes only
+A model's files may name classes and options of ``from_pretrained``, which are checked before it is loaded:
+before 6.0, sentence-transformers ran a local directory's own code
+(https://github.com/huggingface/sentence-transformers/issues/3801), and of the options 6.2 removes only
 ``trust_remote_code``: ``weights_only: false`` runs the code in a pickle.
 """
 

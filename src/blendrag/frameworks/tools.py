@@ -1,10 +1,9 @@
 """Tools for local models: which calls an answer holds, and how to begin a call that must be made.
 
-A local model has no API flag that forces a call. Its answer can be begun for it with the text that its
-chat template puts before a call, which is found by rendering one; so there is no list of models here.
-Calls are parsed by the tokenizer if it can (``response_template``, transformers 5); otherwise the chat
-template tells the format: Hermes' and Qwen's ``<tool_call>`` tags, Mistral's ``[TOOL_CALLS]``, or bare
-JSON as Llama 3 writes it.
+A call is forced by beginning the answer with the text that the chat template puts before a call, which is
+found by rendering one. Calls are parsed by the tokenizer if it can (``response_template``, transformers 5);
+otherwise the chat template tells the format: Hermes' and Qwen's ``<tool_call>`` tags, Mistral's
+``[TOOL_CALLS]``, or bare JSON as Llama 3 writes it.
 """
 
 from __future__ import annotations

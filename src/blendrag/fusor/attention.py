@@ -1,6 +1,6 @@
 """Attention of selected rows, registered with transformers like its own implementations.
 
-Rows are attended in blocks whose keys end at the block's last row, and KV heads are never repeated. It is used
+Rows are attended in blocks whose keys end at the block's last row, and KV heads are never repeated. Used
 only if a tiny forward shows that the model's layers pass it what it needs (:func:`serves`). Otherwise the
 model's own implementation gets the explicit mask of :attr:`Rows.mask`, also the reference in the tests.
 """

@@ -258,8 +258,8 @@ def _gate_prompt(adapter: ModelAdapter) -> torch.Tensor:
 
 
 def _disturbed(layer: torch.Tensor, size: float, generator: torch.Generator) -> torch.Tensor:
-    """``layer`` ``[2, Hkv, T, D]`` with noise added to its values: to each channel in proportion to how much it
-    differs between tokens, so that large biases do not enlarge it."""
+    """``layer`` ``[2, Hkv, T, D]`` with noise added to its values, in proportion to how much
+    each channel differs between tokens, so that large biases do not enlarge it."""
     keys, values = layer
     noise = torch.randn(values.shape, generator=generator, dtype=torch.float32)
     noise *= size * content(values, values.roll(1, -2))

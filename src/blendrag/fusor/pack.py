@@ -61,8 +61,8 @@ class PackedPrompt:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prompt whose forward was run; its buffers are shared with the rest of its pack. Replayed, it continues
-    as if it had just been run, so that sampling, stop strings and processors are the model's own."""
+    """A prompt whose forward was run; it shares buffers with the rest of its pack. Replayed, it continues as if
+    it had just been run, so that sampling, stop strings and processors are the model's own."""
 
     fusion: Fusion
     output: Any

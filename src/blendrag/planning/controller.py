@@ -1,7 +1,7 @@
 """The loading controller: what of one prompt is loaded, at which recompute ratio, and why (CacheBlend §5.1).
 
-A chunk can be loaded if its KV is stored for this model after this corpus's prefix. With a machine
-profile the times are predicted, and with ratio ``auto`` they decide what is loaded and the ratio.
+With a machine profile the times are predicted, and with ratio ``auto`` they decide what is loaded and the
+ratio.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What loading and computing take on one machine, and the record of it in the store.
 
-A profile holds for one model, machine and set of library versions; a store used by several machines keeps
-one for each. :mod:`blendrag.planning.measure` measures it.
+A store used by several machines keeps one for each. :mod:`blendrag.planning.measure` measures it.
 """
 
 from __future__ import annotations

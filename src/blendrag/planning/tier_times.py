@@ -1,7 +1,6 @@
 """What reading costs: from memory, from disk, from any directory, and from host to device.
 
-Reads chunks of the model's own KV through the store's tiers, layer by layer of all chunks as the loader
-does, from a scratch store that is removed afterwards.
+Reads chunks of the model's own KV as the loader does, from a scratch store that is removed afterwards.
 """
 
 from __future__ import annotations

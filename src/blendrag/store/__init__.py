@@ -1,8 +1,7 @@
 """The KV store: chunk key → that chunk's KV cache, exactly the bytes that were put, or a miss.
 
-:mod:`.base` is the contract, :mod:`.disk` and :mod:`.memory` are the tiers, :mod:`.tiered` puts one
-over the other. The tiers are imported on first use (PEP 562), because they import torch, which
-:mod:`.maintenance` does not need.
+The tiers are imported on first use (PEP 562), because they import torch, which :mod:`.maintenance` does not
+need.
 """
 
 from __future__ import annotations

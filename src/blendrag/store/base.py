@@ -1,7 +1,6 @@
-"""The contract of a KV store: exactly the bytes that were put, or a miss.
+"""The contract of a KV store: exactly the bytes that were put, or a miss; and what the tiers share.
 
-Also what the tiers share: statistics, counters, and the refusal to be used in another process. Keys
-and namespaces are 64 lowercase hex digits (:mod:`blendrag.store.identity`).
+Keys and namespaces are 64 lowercase hex digits (:mod:`blendrag.store.identity`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The disk tier: one verified payload file per chunk, a byte limit, least recently used evicted first.
 
-This module finds and opens payloads and decides what is in doubt; any doubt is a miss. Writing is in
-:mod:`blendrag.store.disk_writer`, paths in :mod:`blendrag.store.payload_files`, the index of what
-there is in :mod:`blendrag.store.index`.
+Finds and opens payloads and decides what is in doubt; any doubt is a miss.
 """
 
 from __future__ import annotations
@@ -40,10 +38,7 @@ _NOT_THE_FILE = (*OUT_OF_RESOURCES, errno.EACCES, errno.EBADF)
 
 
 class DiskStore(ProcessBound):
-    """A :class:`KVStore` on a directory. Thread-safe; several processes may share the directory.
-
-    Every process opens its own: a store is refused in a fork of the process that opened it.
-    """
+    """A :class:`KVStore` on a directory. Thread-safe; several processes may share the directory."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Everything that changes a store's directory: put, evict, delete, set aside, recover.
 
 A put makes room, checks free space, writes a temporary, syncs it, renames it, syncs the directory and
-then adds the index row. Knows no tensors and no reading, and imports no torch.
+then adds the index row.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Durable writes, safe directory access, and what an ``OSError`` means for a store.
-
-Knows no file names and no layout of a store.
-"""
+"""Durable writes, safe directory access, and what an ``OSError`` means for a store."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Identity of stored KV: model identity, namespace of the store, chunk key.
 
 Equal keys mean that this model, loaded this way, computes exactly these bytes for these ids after this
-prefix. Everything that can change the bytes is a field. A key is SHA-256 over length-prefixed
-fields; ``hash()`` and 64-bit hashes are not used. Knows nothing of files or of loading models.
+prefix. Everything that can change the bytes is a field.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The memory tier: verified chunks as plain bytes, a byte limit, least recently used dropped first.
 
-Bytes are kept as they are stored. Encoded chunks stay encoded: the limit then holds twice as many,
-and decoding from memory is still faster than reading and decoding. The tier owns copies, so a change
-of a tensor that was put does not change what is served. Bytes were verified when they came in and
-are not verified again. Knows nothing of files.
+Encoded chunks stay encoded: the limit then holds twice as many, and decoding from memory is still faster
+than reading and decoding. The tier owns copies, which were verified when they came in.
 """
 
 from __future__ import annotations
@@ -74,10 +72,7 @@ class MemoryReader(LayerReader):
 
 
 class MemoryStore(ProcessBound):
-    """The part of :class:`KVStore` that a query needs. Thread-safe.
-
-    Has no pins and lists no keys, because chunks in memory come and go.
-    """
+    """The part of :class:`KVStore` that a query needs: no pins and no keys. Thread-safe."""
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__()

@@ -6,12 +6,9 @@ key, namespace, dtype, number of tokens, and one xxh3-64 checksum per layer, see
 layer, over the layer's stored bytes. An encoded layer consists of several tensors, scales first
 (:mod:`blendrag.store.encodings`), and the metadata names the encoding.
 
-Everything in the header except the checksums is known before a file is opened. To read a file, its
-header is compared byte by byte with the one that layout, tokens, namespace and key require; it is
-not parsed, and no number in it is used. Only :func:`parse_header`, for rebuilding an index and for
-maintenance, parses, and its result has passed the same comparison.
-
-Knows no directories, and imports no torch.
+To read a file, its header is compared byte by byte with the one that layout, tokens, namespace and key
+require; it is not parsed, and no number in it is used. Only :func:`parse_header`, for rebuilding an
+index and for maintenance, parses, and its result has passed the same comparison.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ Layout of a store's root::
     tmp/                                     see :mod:`blendrag.store.writers`
 
 All access below ``kv/`` is relative to directory descriptors opened with ``O_NOFOLLOW``, so a
-planted symbolic link is refused. This module knows neither the index nor limits nor the content
-of a payload, and raises plain ``OSError``.
+planted symbolic link is refused. Raises plain ``OSError``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""One payload file opened for reading: layers on demand, each verified before it is used.
-
-Knows neither the index nor the directory. What happens to a damaged file is decided by the store's
-``on_corrupt`` callback.
-"""
+"""One payload file opened for reading: layers on demand, each verified before it is used."""
 
 from __future__ import annotations
 
@@ -74,7 +70,7 @@ class DiskReader(LayerReader):
         on_corrupt: Callable[[str], None],
         on_read: Callable[[int], None],
     ) -> None:
-        """``on_read`` gets the number of bytes of each verified layer."""
+        """``on_corrupt`` gets what is wrong with the file, ``on_read`` the bytes of each verified layer."""
         super().__init__(key, layout, tokens)
         self._fd = fd
         self._frame = frame

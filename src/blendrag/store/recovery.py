@@ -1,8 +1,7 @@
 """Make index and files agree after a crash, or fill a new index from the files.
 
 The files are the truth: each contains its own key, and no name is used twice. Only headers of files
-that the index does not know are read; layers are verified when they are used. Files with names that
-the store never gives are not touched.
+that the index does not know are read. Files with names that the store never gives are not touched.
 
 Order of use: a file that the index did not know takes its place before all that were written later,
 which keep their order among themselves. So a file that had been evicted, and is back after a power

@@ -1,8 +1,6 @@
 """The store's root directory: is it ours and safe to use, its format version, and its size limit.
 
-The checks run once, before anything in a store is touched. A refusal is a
-:class:`StoreUnavailableError` of one sentence: value, expectation, remedy. The root also holds two
-small files, ``format`` and ``disk-bytes``. This module knows no payloads and no index.
+The checks run once, before anything in a store is touched; a refusal is a :class:`StoreUnavailableError`.
 """
 
 from __future__ import annotations

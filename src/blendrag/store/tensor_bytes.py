@@ -1,7 +1,7 @@
 """Tensor memory as plain buffers, so that bytes move without torch operators.
 
-bfloat16 has no numpy dtype, and torch operators in a loader thread would start a second OpenMP
-team, so memory is addressed directly. The caller keeps a tensor alive while it uses its buffer.
+bfloat16 has no numpy dtype, so memory is addressed directly. The caller keeps a tensor alive while it uses
+its buffer.
 """
 
 from __future__ import annotations

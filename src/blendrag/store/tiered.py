@@ -1,8 +1,7 @@
 """Memory over disk: chunks are read from memory if they are there, and promoted to it from disk.
 
 Promotion happens in one background thread, after the query has closed its reader. It reads the whole
-chunk once more, verified, through the query's open file: the query copies nothing twice, and may have
-read only some of the layers. It is best effort: if the queue is full, a chunk stays on disk.
+chunk once more, verified, through the query's open file, of which the query may have read only some layers.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ import torch
 
 from blendrag.fusor.selection.schedule import Schedule
 
-#: Models of this many layers or more count as deep. Measured: the embedded model (12), and pretrained ones (18
-#: to 30), of which the middle third chose tokens about as well as all layers did.
+#: Models of this many layers or more count as deep. Measured were the embedded model (12) and pretrained ones
+#: (18 to 30), of which the middle third chose tokens about as well as all layers did.
 DEEP_LAYERS = 16
 MIDDLE_THIRD = (1 / 3, 2 / 3)
 

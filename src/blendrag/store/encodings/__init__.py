@@ -1,8 +1,5 @@
 """How a layer's KV is stored: as it was computed, or with one byte per number and scales.
 
-This module knows the parts of a stored layer and their sizes, which make up a payload's header; it
-imports no torch. :mod:`.codec` is what both codecs share, :mod:`.int8` and :mod:`.fp8` are one each.
-
 Scales are shared by the keys of one channel (per KV head, over the chunk's tokens), because channels
 differ from one another far more than tokens do, and by the values of one token (per KV head, over
 its channels), where it is the other way round (KIVI, arXiv:2402.02750, §3). Scales are stored first,

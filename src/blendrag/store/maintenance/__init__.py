@@ -1,7 +1,6 @@
 """Maintenance of a store: survey, check and repair, gc, clear, export and import.
 
-Works on files and index alone: needs no model, imports no torch, and is safe while other processes use
-the store. :mod:`blendrag.cli.store` prints the reports.
+Works on files and index alone: imports no torch, and is safe while other processes use the store.
 """
 
 from __future__ import annotations

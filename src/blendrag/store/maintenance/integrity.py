@@ -1,7 +1,6 @@
 """Verify every payload of a store, compare files with index, and repair what can be repaired.
 
-A check only reads, so it works on a store that is in use or cannot be written. Foreign files, which
-the store did not name, are counted and never touched.
+A check only reads. Foreign files, which the store did not name, are counted and never touched.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Open a store for maintenance, to read it or to change it, without tensors or a model.
-
-Refuses every directory that is not a store, so a mistyped ``--store`` changes nothing.
-"""
+"""Open a store for maintenance; refuses other directories, so a mistyped ``--store`` changes nothing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """How much space a store takes, and how to free some: ``survey``, ``collect`` (gc) and ``clear``.
 
-Only files that the store wrote are counted or removed. Removal works in small batches, so it can be
-interrupted at any moment and other processes get the index in between.
+Only files that the store wrote are counted or removed. Removal works in small batches, so that other
+processes get the index in between.
 """
 
 from __future__ import annotations
