@@ -255,9 +255,9 @@ def test_safetensors_reads_the_parts_and_they_multiply_out(make_store, encoding)
 @pytest.mark.parametrize("encoding", ENCODED)
 def test_half_the_bytes_are_stored(encoding):
     layout = KVLayout((LayerShape(2, 64),) * 24, "bfloat16", encoding)  # of a 0.5B model
-    assert stored_chunk_bytes(layout, 512) <= 0.54 * layout.chunk_bytes(512)
     native = layout.encoded("native")
-    assert stored_chunk_bytes(native, 512) == native.chunk_bytes(512)
+    assert stored_chunk_bytes(layout, 512) <= 0.54 * stored_chunk_bytes(native, 512)
+    assert stored_chunk_bytes(native, 512) == sum(native.layer_bytes(i, 512) for i in range(24))
     assert stored_layer_bytes(layout, 0, 512) * 24 == stored_chunk_bytes(layout, 512)
     assert frame(layout, 512).file_bytes - stored_chunk_bytes(layout, 512) <= 3 * 4096
 

@@ -63,9 +63,6 @@ _NOISY_LOGGERS = (
 P = ParamSpec("P")
 
 
-# -- the beginning --------------------------------------------------------------------------------
-
-
 def begin(verbose: bool, if_interrupted: str, loads_torch: bool = True) -> None:
     """Set up logs and Ctrl-C, and check the environment, before anything large is imported.
 
@@ -147,9 +144,6 @@ def _check_threads() -> None:
                 threading.Thread(target=over.wait, daemon=True).start()
     finally:
         over.set()
-
-
-# -- the end --------------------------------------------------------------------------------------
 
 
 def reporting(command: Callable[P, int]) -> Callable[P, None]:

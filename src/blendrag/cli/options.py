@@ -156,9 +156,6 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on std
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show library logs.")]
 
 
-# -- the engine they describe ---------------------------------------------------------------------
-
-
 #: Options that go to the engine's constructor as they are given.
 ENGINE_OPTIONS = (
     "chunk_tokens", "embedder", "ram_bytes", "disk_bytes", "encoding", "dtype", "device",

@@ -80,9 +80,6 @@ def require_matplotlib(what: str) -> None:
         ) from exc
 
 
-# -- styles ---------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Style:
     """How one series is drawn."""
@@ -106,9 +103,6 @@ class Line:
     y: Sequence[float]
     low: Sequence[float | None] = ()
     high: Sequence[float | None] = ()
-
-
-# -- drawing --------------------------------------------------------------------------------------
 
 
 def panels(

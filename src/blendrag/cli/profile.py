@@ -149,9 +149,6 @@ def _print_choice(choice: StorageChoice) -> None:
         typer.echo(f"each adds latency; the fastest is {choice.fastest.device.name}")
 
 
-# -- the figure -----------------------------------------------------------------------------------
-
-
 def profile_figure(found: Profile, policy: str, chunks: int) -> Figure:
     """Time to recompute and time to load (figure 10a of the paper): by ratio, and by size of the KV."""
     from blendrag.planning.storage import usual_estimate, usual_prompt

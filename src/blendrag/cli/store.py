@@ -44,9 +44,6 @@ def _begin(store: Path | None, verbose: bool, if_interrupted: str) -> Path:
     return (store or settings().store).absolute()
 
 
-# -- stats ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class CorpusFacts:
     """The corpus in a store, or why it cannot be read."""
@@ -134,9 +131,6 @@ def _print_stats(
         typer.echo(f"  being written, or left by a crash: {megabytes(found.temporary_bytes)}")
 
 
-# -- check ----------------------------------------------------------------------------------------
-
-
 @app.command()
 @reporting
 def check(
@@ -211,9 +205,6 @@ def _print_check(report: CheckReport, corpus: CorpusCheck | None, is_good: bool)
     )
 
 
-# -- gc and clear ---------------------------------------------------------------------------------
-
-
 @app.command()
 @reporting
 def gc(
@@ -286,9 +277,6 @@ def _print_removal(done: Removal, verb: str, json: bool) -> None:
         f"{count(done.removed, 'chunk')} {verb}, {megabytes(done.removed_bytes)}; "
         f"{done.left:,} left, {megabytes(done.left_bytes)}",
     )
-
-
-# -- export and import ----------------------------------------------------------------------------
 
 
 @app.command("export")

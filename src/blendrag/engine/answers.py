@@ -226,9 +226,6 @@ def _abandon(starting: asyncio.Future[Any]) -> None:
         abandon_all(starting.result())
 
 
-# -- batches ---------------------------------------------------------------------------------------
-
-
 def wait_all(started: Sequence[Started | Exception], keep_errors: bool) -> list[Answer | Exception]:
     """Answers in order. The first error abandons the rest and is raised; with ``keep_errors`` errors are
     returned in place."""

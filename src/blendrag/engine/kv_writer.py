@@ -130,9 +130,6 @@ def with_loaded_identity(resources: Resources, run: Callable[[], T]) -> T:
         return run()
 
 
-# -- dropping KV ----------------------------------------------------------------------------------
-
-
 def kv_keys(resources: Resources, corpus: Corpus, text: str) -> list[tuple[str, str]]:
     """Namespace and key of every KV that the text may have in the store. May load the model."""
     named = corpus.manifest.namespace
@@ -157,9 +154,6 @@ def drop_orphaned_kv(resources: Resources, corpus: Corpus, within_s: float = ABA
                 resources.store.delete(namespace, key)
     corpus.dropped.forget(list(dropped))
     return len(dropped)
-
-
-# -- what queries missed --------------------------------------------------------------------------
 
 
 class BackgroundWriter:

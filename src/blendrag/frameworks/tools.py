@@ -145,9 +145,6 @@ def _format_of(tokens: Tokens) -> Callable[[str], Split]:
     return _mistral if _MISTRAL in template else _bare_json
 
 
-# -- one call -----------------------------------------------------------------------------------
-
-
 def _read_json(text: str) -> Call:
     try:
         return _read_call(json.loads(text, strict=False), text)

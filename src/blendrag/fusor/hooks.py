@@ -115,8 +115,6 @@ def _slicing(pack: Pack, index: int, masked: bool) -> Callable[..., Arguments | 
     return hook
 
 
-# -- which forward it is ----------------------------------------------------------------------------
-
 _cache_under_way: ContextVar[Cache | None] = ContextVar("blendrag_forward", default=None)
 
 
@@ -140,9 +138,6 @@ def _carries(cache: Cache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     """Whether ``cache`` is among the arguments of a forward; never while dynamo traces one."""
     traced = torch.compiler.is_dynamo_compiling()
     return not traced and any(value is cache for value in (*args, *kwargs.values()))
-
-
-# -- its arguments ----------------------------------------------------------------------------------
 
 
 def slice_kwargs(kwargs: dict[str, Any], rows: AnyRows, masked: bool) -> dict[str, Any]:

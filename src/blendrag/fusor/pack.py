@@ -61,7 +61,7 @@ class PackedPrompt:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prompt whose forward was run; it shares buffers with the rest of its pack. Replayed, it continues as if
+    """A prompt whose forward was run; shares buffers with the rest of its pack. Replayed, it continues as if
     it had just been run, so that sampling, stop strings and processors are the model's own."""
 
     fusion: Fusion

@@ -183,8 +183,6 @@ def mean_deviation(of: Callable[[int, Schedule], float], prompts: int) -> Deviat
     return mean
 
 
-# -- search ---------------------------------------------------------------------------------------
-
 GROWTHS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.25)
 #: Layers after which a family or a move may stop spending.
 STOPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80)

@@ -68,9 +68,6 @@ def choose(estimator: Estimator, at: At, min_ratio: float, budgeted: bool) -> Ch
     return Choice(loaded, ratio, chosen, load_all_s, reason, waits)
 
 
-# -- load or compute ------------------------------------------------------------------------------
-
-
 def _what_to_load(
     estimator: Estimator, at: At, ratio: float
 ) -> tuple[tuple[int, ...], float, bool]:
@@ -100,9 +97,6 @@ def _what_to_load(
     best = min(times, key=times.__getitem__)
     is_worth = times[best] <= (1 - WORTH) * load_all.ttft_s
     return tuple(sorted(best if is_worth else every)), load_all.ttft_s, waits
-
-
-# -- how much -------------------------------------------------------------------------------------
 
 
 def _largest_ratio(at: Callable[[float], Forecast], least: Forecast, min_ratio: float) -> float:

@@ -283,9 +283,6 @@ def _peek_s(prefill: Prefill, timed: Timed, plain: Timed, layer: Curve) -> float
     return (timed.first_pass_s - plain.first_pass_s - entry) / prefill.tokens
 
 
-# -- timing one prefill ---------------------------------------------------------------------------
-
-
 class ModelTimes:
     """Times prefills of one model, each with the model's lock."""
 
@@ -367,9 +364,6 @@ class ModelTimes:
             hooks.callback(last.register_forward_pre_hook(note).remove)
             hooks.callback(last.register_forward_hook(note).remove)
             yield times
-
-
-# -- fitting --------------------------------------------------------------------------------------
 
 
 def fit(points: Iterable[Point], pair_s: float | None = None) -> Curve:

@@ -151,9 +151,6 @@ class Profile:
         return found.get(name) or (found.get(DISK) if name == COLD else None)
 
 
-# -- the record in the store --------------------------------------------------------------------------
-
-
 def profiles(root: Path, namespace: str) -> Records[Profile]:
     """Profiles kept in the store at ``root``, one for each machine, device and set of versions."""
     name = f"{namespace}.profiles"
@@ -186,9 +183,6 @@ class ProfileCache:
             self._known = recall_profile(self._root, self._conditions(namespace))
             self._stamp = stamp
         return self._known
-
-
-# -- this machine -------------------------------------------------------------------------------------
 
 
 def conditions_of(adapter: ModelAdapter, namespace: str) -> Conditions:

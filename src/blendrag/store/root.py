@@ -186,9 +186,6 @@ def settle_limit(root: Path, given: int | None, default: int, read_only: bool) -
     return int(match[1])
 
 
-# -- small files ---------------------------------------------------------------------------------
-
-
 def _read(path: Path) -> str | None:
     """A small file; ``None`` if there is none."""
     with named_errors(f"reading {path}"), contextlib.suppress(FileNotFoundError):

@@ -92,9 +92,6 @@ class ImportReport:
         return not self.stopped and not self.rejected
 
 
-# -- export ------------------------------------------------------------------------------------------
-
-
 def export_archive(
     root: Path, archive: Path, namespace: str | None = None, progress: Progress = no_progress
 ) -> ExportReport:
@@ -196,9 +193,6 @@ def _whole_archive(archive: Path) -> Iterator[BinaryIO]:
         raise InvalidInputError(
             f"{archive} cannot be written ({exc.strerror or exc}); choose another FILE"
         ) from exc
-
-
-# -- import ------------------------------------------------------------------------------------------
 
 
 def import_archive(

@@ -112,9 +112,6 @@ def check(root: Path, repair: bool = False, progress: Progress = no_progress) ->
     return report
 
 
-# -- payloads ----------------------------------------------------------------------------------------
-
-
 def _check_payloads(
     files: PayloadFiles, report: CheckReport, found: _Namespaces, progress: Progress
 ) -> list[Name]:
@@ -164,9 +161,6 @@ def _repair(root: Path, damaged: list[Name]) -> None:
         store.recover()
 
 
-# -- index -------------------------------------------------------------------------------------------
-
-
 def _check_index(root: Path, files: PayloadFiles, report: CheckReport, found: _Namespaces) -> None:
     """Count files without row and rows without file.
 
@@ -188,9 +182,6 @@ def _check_index(root: Path, files: PayloadFiles, report: CheckReport, found: _N
     for namespace in {*found, *missing, *left}:
         found[namespace].missing_rows = missing[namespace]
         found[namespace].dead_rows = left[namespace]
-
-
-# -- foreign files -----------------------------------------------------------------------------------
 
 
 def _foreign_files(root: Path) -> Iterator[str]:

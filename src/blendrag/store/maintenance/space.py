@@ -87,9 +87,6 @@ class Removal:
     """Entries left that are never evicted."""
 
 
-# -- survey ------------------------------------------------------------------------------------------
-
-
 def survey(root: Path) -> StoreSurvey:
     """Count what the store at ``root`` holds. Raises :class:`StoreUnavailableError`.
 
@@ -156,9 +153,6 @@ def _file_sizes(directory: Path) -> list[int]:
         return []
 
 
-# -- gc ----------------------------------------------------------------------------------------------
-
-
 def collect(root: Path, max_bytes: int | None = None, progress: Progress = no_progress) -> Removal:
     """Evict the least recently used entries until at most ``max_bytes`` are left.
 
@@ -187,9 +181,6 @@ def _evict_batch(store: DiskWriter, max_bytes: int) -> list[int]:
     oldest = oldest_first(store.index, excess_bytes, lambda name: name.entry in marks, BATCH)
     store.remove(list(oldest))
     return list(oldest.values())
-
-
-# -- clear -------------------------------------------------------------------------------------------
 
 
 def clear(root: Path, namespace: str | None = None, progress: Progress = no_progress) -> Removal:
