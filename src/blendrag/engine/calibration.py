@@ -161,7 +161,7 @@ def calibrate(
     known = nearest((each for each in earlier if len(each.weights) == layers - 1), options.ratio)
     deadline = began + 60 * options.minutes
     found = search(
-        mean_deviation(deviations, deviations.prompts),
+        mean_deviation(deviations, len(deviations.references)),
         layers,
         options.ratio,
         options.seed,
@@ -178,7 +178,7 @@ def calibrate(
         family=str(family.schedule),
         family_deviation=family.deviation,
         reuse_deviation=statistics.fmean(deviations.reused),
-        prompts=deviations.prompts,
+        prompts=len(deviations.references),
         seed=options.seed,
         questions=Questions.GIVEN if options.questions else Questions.PSEUDO,
     )
@@ -228,10 +228,6 @@ class PromptDeviations:
     reused: list[float] = field(default_factory=list)
     """Deviation of each prompt with nothing recomputed."""
     known: dict[tuple[int, Schedule], float] = field(default_factory=dict)
-
-    @property
-    def prompts(self) -> int:
-        return len(self.references)
 
     def prefill(self, plans: Sequence[SegmentedPrompt]) -> None:
         """Prefill ``plans`` in full; those that hold nothing to blend are left out."""

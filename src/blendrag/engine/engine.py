@@ -379,10 +379,7 @@ class BlendEngine:
     def _start_batch(
         self, prompts: Sequence[Prompt], options: Options, keep_errors: bool, asked_at: float
     ) -> list[Started | Exception]:
-        """Check all requests here, answer them on the worker. Errors are raised, or kept in place.
-
-        ``asked_at``: ``time.perf_counter()``.
-        """
+        """Check all requests here, answer them on the worker. Errors are raised, or kept in place."""
         made: list[Request | Exception] = []
         for i, prompt in enumerate(prompts):
             try:

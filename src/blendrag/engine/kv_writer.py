@@ -157,10 +157,7 @@ def drop_orphaned_kv(resources: Resources, corpus: Corpus, within_s: float = ABA
 
 
 class BackgroundWriter:
-    """Encodes chunks that queries missed: between requests, or before a request if others wait.
-
-    Without the second, a chunk that two waiting requests need would be computed for each of them.
-    """
+    """Encodes chunks that queries missed: between requests, or before a request if others wait."""
 
     def __init__(self, resources: Resources, worker: Worker) -> None:
         self._resources = resources

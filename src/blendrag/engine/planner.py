@@ -29,9 +29,6 @@ UNCALIBRATED = (
     f"no schedule is calibrated for this model and policy, so {UNCALIBRATED_SCHEDULE} is used; find one "
     "with blendrag calibrate --questions FILE"
 )
-ENCODED_FIRST = "{} chunks were encoded before the answer because other requests waited"
-NO_PROFILE = "ratio auto needs a machine profile"
-OTHER_PROFILE = "ratio auto needs a machine profile, and the stored one is for {}"
 
 
 def check_fits(prompt: SegmentedPrompt, max_new_tokens: int, limit: int) -> None:
@@ -153,7 +150,9 @@ class Planner:
         if check is not None and request.mode != "prefix" and self._background.goes_first:
             missing = controller.missing(request.prompt)
             if encoded := self._background.encode_first(missing, check):
-                notes += (ENCODED_FIRST.format(encoded),)
+                notes += (
+                    f"{encoded} chunks were encoded before the answer because other requests waited",
+                )
         return KVAccess(
             request, adapter, controller, schedule=schedule, calibrated=calibrated, notes=notes
         )
@@ -199,7 +198,8 @@ class Planner:
         profile, differences = self._resources.profile_of(namespace)
         if profile is not None or not request.is_auto or request.mode != "blend":
             return profile, ()
-        why = OTHER_PROFILE.format(differences) if differences else NO_PROFILE
-        name, root = self._resources.model_name, self._resources.root
-        command = f"blendrag profile --model {name} --store {root}"
-        return None, (f"{why}; ratio {request.ratio:g} is used; run {command}",)
+        other = f", and the stored one is for {differences}" if differences else ""
+        return None, (
+            f"ratio auto needs a machine profile{other}; ratio {request.ratio:g} is used; run blendrag "
+            f"profile --model {self._resources.model_name} --store {self._resources.root}",
+        )

@@ -404,8 +404,7 @@ class Resources:
     def namespace(self) -> str:
         """Namespace of the model, from the manifest if the corpus was made from the same files.
 
-        This saves ingest from loading the model. Queries use the loaded model's own namespace, and KV is
-        only ever computed under the loaded model's (:meth:`KVValidity.encode`).
+        This saves ingest from loading the model. Queries use the loaded model's own namespace.
         """
         corpus = self.corpus
         if not self.is_loaded and corpus is not None and corpus.has_manifest:

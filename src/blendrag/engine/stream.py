@@ -6,7 +6,6 @@ The worker's thread pushes, the caller's thread or event loop pulls.
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from collections.abc import Callable, Collection
 from typing import Any
@@ -45,7 +44,7 @@ class AnswerStream:
         self._timeout_s = timeout_s
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._wake: Callable[[], None] | None = None
-        self._cancelled = threading.Event()
+        self.cancelled = False
         self.ttft_s = 0.0
         self.stopped_by: str | None = None
         self.text = ""
@@ -155,12 +154,8 @@ class AnswerStream:
     def cancel(self) -> None:
         """Stop the worker at the next layer or token, and end the iteration."""
         if not self.cancelled:
-            self._cancelled.set()
+            self.cancelled = True
             self._send(_END)
-
-    @property
-    def cancelled(self) -> bool:
-        return self._cancelled.is_set()
 
     def listen(self, wake: Callable[[], None]) -> None:
         """Call ``wake()`` on the worker's thread whenever :meth:`take` has something new."""

@@ -157,8 +157,9 @@ class RequestFields(EngineFields):
         given = _known({name: getattr(self, name) for name in _FIELDS}) | _known(overrides)
         top = given.pop("top_logprobs", None)
         given["logprobs"] = _logprobs_of(given.get("logprobs"), top)
+        given["stop"] = self.stop if stop is None else stop
         try:
-            return Options(stop=_stop_of(self.stop if stop is None else stop), **given)
+            return Options(**given)
         except InvalidOptionError as exc:
             raise exc.called(_spelling(exc.name, overrides, top)) from None
 
@@ -203,14 +204,3 @@ def _logprobs_of(logprobs: bool | int | None, top: int | None) -> int | None:
             )
         return None
     return top or 0 if logprobs is True else logprobs
-
-
-def _stop_of(stop: Sequence[str] | None) -> tuple[str, ...]:
-    if isinstance(stop, str):
-        return (stop,)
-    if stop is not None and not isinstance(stop, list | tuple | set | frozenset):
-        raise InvalidInputError(
-            f"stop {stop!r:.60} is a {type(stop).__name__}, expected a text or a list of texts; give one "
-            "or leave it out"
-        )
-    return tuple(stop or ())

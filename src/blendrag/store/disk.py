@@ -49,10 +49,8 @@ class DiskStore(ProcessBound):
     ) -> None:
         """Open or create the store at ``root``, and recover it after a crash.
 
-        The store remembers ``limit_bytes``. ``None`` takes the remembered limit, or else
-        ``default_limit_bytes``, which is not remembered. Raises :class:`StoreUnavailableError` for a
-        directory that cannot or must not be used. A directory that cannot be written is opened for
-        reading, with a warning.
+        Limits: see :func:`settle_limit`. Raises :class:`StoreUnavailableError` for a directory that cannot
+        or must not be used. One that cannot be written is opened for reading, with a warning.
         """
         super().__init__()
         self.root = Path(root).absolute()

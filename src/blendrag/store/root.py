@@ -155,8 +155,7 @@ def _write_version(root: Path) -> None:
 def settle_limit(root: Path, given: int | None, default: int, read_only: bool) -> int:
     """Byte limit of the store at ``root``: the given one, which is remembered, or the remembered one.
 
-    A store thus keeps its limit when it is later opened without one. ``default`` is used if no limit
-    was ever given; it is not remembered.
+    ``default`` is used if no limit was ever given; it is not remembered.
     """
     if read_only:  # stores nothing, so that no limit matters
         return default if given is None else given

@@ -91,18 +91,16 @@ class Promotion:
                 return False
             try:
                 if self._thread is None:
-                    self._thread = self._started()
+                    name = "blendrag-promotion"
+                    thread = threading.Thread(target=self._run, name=name, daemon=True)
+                    with starting_thread():
+                        thread.start()
+                    self._thread = thread
                 self._jobs.put_nowait((namespace, reader))
             except (queue.Full, NoThreadError):
                 self.counters.add("drops")
                 return False
         return True
-
-    def _started(self) -> threading.Thread:
-        thread = threading.Thread(target=self._run, name="blendrag-promotion", daemon=True)
-        with starting_thread():
-            thread.start()
-        return thread
 
     def drain(self) -> None:
         """Block until every job queued so far is done."""
