@@ -82,8 +82,6 @@ def require_matplotlib(what: str) -> None:
 
 @dataclass(frozen=True)
 class Style:
-    """How one series is drawn."""
-
     colour: str
     marker: str
     dash: str = "-"
@@ -181,7 +179,6 @@ def legend(figure: Figure, axes: Sequence[Axes]) -> None:
 
 
 def write_png(figure: Figure, path: Path) -> None:
-    """Write ``figure`` to ``path``."""
     import matplotlib
 
     with matplotlib.rc_context(STYLE):

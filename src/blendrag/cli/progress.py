@@ -19,8 +19,6 @@ TYPICAL_BYTES_PER_TOKEN = 4
 
 
 class StatusLine:
-    """One line that says how far a command is."""
-
     def __init__(self, text: str = "starting") -> None:
         self._console = Console(stderr=True)
         self._printed = self._console.get_time()

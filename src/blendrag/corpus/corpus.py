@@ -330,8 +330,6 @@ _LOST_PASSAGES = "passages != (SELECT count(*) FROM passage WHERE passage.docume
 
 @dataclass(frozen=True)
 class CorpusCheck:
-    """What was found in a corpus, before any repair."""
-
     rows: int
     damaged: int
     faults: tuple[str, ...]

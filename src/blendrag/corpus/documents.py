@@ -267,8 +267,6 @@ _ENTRIES = (
 
 
 class EntryTable:
-    """The entries of one corpus."""
-
     def __init__(
         self, file: CorpusFile, vectors: VectorIndex, before_put: Callable[[], None]
     ) -> None:

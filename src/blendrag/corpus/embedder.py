@@ -90,10 +90,8 @@ class Embedder:
     that every call changes.
 
     Args:
-        name: the model.
         recorded: the name was read from a store: fewer module types, weights in safetensors only.
-        trust_remote_code: run code in a model directory or hub repository, and accept all options in its
-        files.
+        trust_remote_code: run code that comes with the model, and accept all options in its files.
     """
 
     def __init__(self, name: str, recorded: bool = False, trust_remote_code: bool = False) -> None:

@@ -30,8 +30,6 @@ class RetrievedChunk:
 
 
 class Retriever:
-    """Nearest chunks of a corpus."""
-
     def __init__(self, corpus: Corpus, embedder: Embedder) -> None:
         self.corpus = corpus
         self.embedder = embedder

@@ -272,6 +272,5 @@ def abandon_all(started: Sequence[Started | Exception]) -> None:
 
 
 def name_prompt(exc: Exception, index: int, count: int) -> None:
-    """Add a note that says which prompt of a batch failed."""
     if count > 1:
         exc.add_note(f"prompt {index + 1} of {count} of this batch")

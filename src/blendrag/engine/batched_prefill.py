@@ -53,8 +53,6 @@ NOTHING_AHEAD = Ahead()
 
 
 class BatchEntry(NamedTuple):
-    """A prompt of a batch."""
-
     request: Request
     stream: AnswerStream
 

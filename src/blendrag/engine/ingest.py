@@ -66,8 +66,6 @@ class IngestReport:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What an ingest would do."""
-
     documents: int
     chunks: int
     tokens: int
@@ -103,8 +101,6 @@ def ingest(
 
 
 class IngestRun:
-    """One run over documents."""
-
     def __init__(
         self, resources: Resources, worker: Worker, corpus: Corpus, watch: Watch | None = None
     ) -> None:

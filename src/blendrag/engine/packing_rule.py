@@ -38,7 +38,6 @@ class Load:
 
     @classmethod
     def of(cls, plan: Plan, new_tokens: int, adapter: ModelAdapter) -> Load:
-        """What a planned request brings."""
         layout = adapter.layout
         rows = _rows_by_layer(plan, len(layout.layers))
         tokens = len(plan.prompt.ids) + new_tokens + 1
@@ -56,8 +55,6 @@ def _half_of_all_files() -> int:
 
 @dataclass(frozen=True)
 class PackingRule:
-    """How much goes into one forward."""
-
     device: torch.device
     limit_bytes: int
     limit_files: int = field(default_factory=_half_of_all_files)

@@ -329,8 +329,6 @@ def _flattened(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Recognised:
-    """What was recognised in a rendered prompt."""
-
     chunks: tuple[Match, ...] = ()
     """Document chunks, ascending and disjoint."""
     plain: tuple[Span, ...] = ()

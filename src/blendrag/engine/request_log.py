@@ -16,7 +16,6 @@ NAMED = 8
 
 
 def log_answer(metrics: RequestMetrics) -> None:
-    """Log what an answered request reused."""
     if log.isEnabledFor(logging.INFO):
         log.info("%s", wording(metrics))
 
@@ -33,7 +32,6 @@ def log_failure(exc: BaseException, started: float) -> None:
 
 
 def wording(metrics: RequestMetrics) -> str:
-    """The line of an answered request."""
     m = metrics
     parts = [
         f"mode {m.mode}: {m.prompt_tokens} prompt tokens, {m.reused_tokens} reused "

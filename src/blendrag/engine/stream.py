@@ -138,7 +138,6 @@ class AnswerStream:
         return self.remaining_s == 0.0
 
     def too_late(self) -> RequestTimeout:
-        """The timeout error of this request."""
         assert self._timeout_s is not None
         return RequestTimeout(self._timeout_s)
 

@@ -40,8 +40,6 @@ class Phase(Enum):
 
 
 class Fusion:
-    """State of one prompt within one forward."""
-
     def __init__(
         self,
         request: BlendRequest,

@@ -28,8 +28,6 @@ LARGEST_LESSON = (32 << 20) - (64 << 10)
 
 
 class Fusor:
-    """Runs blended forwards on one model."""
-
     def __init__(
         self, adapter: ModelAdapter, fast_attention: bool | None = None, force_masks: bool = False
     ) -> None:

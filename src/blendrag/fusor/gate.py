@@ -187,8 +187,6 @@ def _greedy(adapter: ModelAdapter, first: int, cache: Any) -> list[int]:
 
 
 class FixedRows(SelectionPolicy):
-    """Recomputes the given tokens in every layer."""
-
     name = "fixed"
 
     def __init__(self, positions: torch.Tensor) -> None:

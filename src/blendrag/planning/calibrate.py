@@ -194,8 +194,6 @@ MAX_ROUNDS = 6
 
 
 class Tried(NamedTuple):
-    """A schedule and its mean deviation."""
-
     schedule: Schedule
     deviation: float
 

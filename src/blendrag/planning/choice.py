@@ -29,8 +29,6 @@ At = Callable[[LoadEstimate, float], Forecast]
 
 @dataclass(frozen=True)
 class Choice:
-    """What to do with a prompt."""
-
     loaded: tuple[int, ...]
     """Indices of the prompt's parts."""
     ratio: float

@@ -109,7 +109,6 @@ class Measure:
         )
 
     def directories(self, directories: Sequence[Path]) -> list[Tier]:
-        """Only the tiers of ``directories``."""
         self._steps = 1 + len(directories)
         return self._directory_tiers(directories, self._chunks())
 

@@ -34,8 +34,6 @@ DEVICES = (
 
 @dataclass(frozen=True)
 class RatedDevice:
-    """What a device would do for a prompt."""
-
     device: Device
     ttft_s: float
     waiting_s: float

@@ -49,7 +49,6 @@ class WriterClaim:
         self.close = weakref.finalize(self, _release, marker, fd, os.getpid(), make_durable)
 
     def temporary(self) -> Path:
-        """A new path to write to."""
         return new_temporary(self._tmp, self._id)
 
 

@@ -25,8 +25,6 @@ UNPACKED_ITEMS = _LANES * BLOCK_ITEMS
 
 
 class Fp8(Codec):
-    """See the module's docstring."""
-
     steps = 448
 
     def code(self, steps: torch.Tensor) -> torch.Tensor:

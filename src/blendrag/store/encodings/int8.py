@@ -12,8 +12,6 @@ from blendrag.store.encodings.codec import Codec, CodedBlock
 
 
 class Int8(Codec):
-    """See the module's docstring."""
-
     steps = 127
 
     def code(self, steps: torch.Tensor) -> torch.Tensor:

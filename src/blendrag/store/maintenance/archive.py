@@ -59,8 +59,6 @@ _PAYLOAD = re.compile(r"(kv|pinned)/([0-9a-f]{64})/([0-9a-f]{64})\.kv", re.ASCII
 
 @dataclass
 class ExportReport:
-    """What was written to an archive."""
-
     archive: str
     payloads: int = 0
     size_bytes: int = 0
@@ -72,8 +70,6 @@ class ExportReport:
 
 @dataclass
 class ImportReport:
-    """What was imported from an archive."""
-
     root: str
     archive: str
     imported: int = 0
@@ -279,8 +275,6 @@ class ArchiveFault(Exception):
 
 
 class ArchivedPayload(NamedTuple):
-    """One payload in an archive."""
-
     namespace: str
     key: str
     pinned: bool

@@ -42,8 +42,6 @@ QUARANTINED = re.compile(
 
 @dataclass
 class NamespaceCheck:
-    """What a check found in one namespace."""
-
     namespace: str
     good: int = 0
     good_bytes: int = 0

@@ -55,8 +55,6 @@ class NamespaceStats:
 
 @dataclass(frozen=True)
 class StoreSurvey:
-    """What a store holds."""
-
     root: str
     format: int
     limit_bytes: int
@@ -74,8 +72,6 @@ class StoreSurvey:
 
 @dataclass(frozen=True)
 class Removal:
-    """What was removed, and what is left."""
-
     root: str
     removed: int
     removed_bytes: int
