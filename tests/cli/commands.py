@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
+import typer
 import typer.testing
 from typer.testing import CliRunner, Result
 
@@ -55,6 +57,13 @@ def ingest_args(path: Path, model: Path | str, store: Path, *more: str) -> list[
         "ingest", str(path), "--model", str(model), "--store", str(store),
         "--chunk-tokens", "64", "--embedder", "minilm-offline", "--ram-bytes", "64MiB", *more,
     ]  # fmt: skip
+
+
+def invoke_program(main: Callable[..., object], *args: str | Path) -> Result:
+    """``main`` of a module that is run with ``python -m``."""
+    program = typer.Typer()
+    program.command()(main)
+    return CliRunner().invoke(program, [str(arg) for arg in args])
 
 
 def invoke(*args: str | Path, stdin: str = "") -> Result:

@@ -155,9 +155,6 @@ def _level(axes: Axes, y: float, text: str = "") -> None:
         )  # fmt: skip
 
 
-# -- deviations -----------------------------------------------------------------------------------
-
-
 def deviation_against_ratio(report: DeviationReport) -> Figure:
     """Figure 6: mean Δ_attn over layers against the recompute ratio, with 95% intervals."""
     figure, (axes,) = panels(1)

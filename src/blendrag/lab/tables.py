@@ -30,17 +30,14 @@ class ResultTable:
         return "\n\n".join(part for part in (self.title, grid, *self.notes) if part)
 
     def print(self) -> None:
-        """Print to stdout; columns after the first are aligned to the right if they hold numbers."""
+        """Print to stdout."""
         from rich.console import Console
         from rich.table import Table
 
         console = Console(markup=False, highlight=False)
         if not console.is_terminal:
             console.width = 190
-        drawn = Table(title=self.title or None)
-        for number, name in enumerate(self.head):
-            cells = [row[number] for row in self.rows]
-            drawn.add_column(name, justify="right" if _is_numeric(cells) else "left")
+        drawn = Table(*self.head, title=self.title or None)
         for row in self.rows:
             drawn.add_row(*row)
         console.print(drawn)
@@ -81,9 +78,3 @@ def interval(value: float | None, low: float | None, high: float | None) -> str:
     if value is None:
         return NOTHING
     return f"{value:.2f}" if low is None or high is None else f"{value:.2f} [{low:.2f}, {high:.2f}]"
-
-
-def _is_numeric(cells: Sequence[str]) -> bool:
-    """Whether every cell with text starts as a number does."""
-    written = [cell.lstrip("-+≤ ") for cell in cells if cell not in ("", NOTHING)]
-    return bool(written) and all(cell[:1].isdigit() for cell in written)

@@ -16,7 +16,7 @@ import pytest
 from blendrag.errors import InvalidInputError
 from blendrag.lab.bench.page import PAGE_BENCHES, main, write_page
 from blendrag.lab.bench.sweep import FACTORS
-from cli.commands import invoke
+from cli.commands import invoke, invoke_program
 from lab.bench.small import COMMANDS, printed
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -165,15 +165,14 @@ def test_equal_files_give_an_equal_page(whole: Path) -> None:
      ({**TTFT, "ms": {**TTFT["ms"], "blend": timing(0, 0, 0)}}, "division by zero")],
 )  # fmt: skip
 def test_an_incomplete_result_is_refused_in_one_sentence_and_the_page_stays(
-    fields: object, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fields: object, sentence: str, tmp_path: Path
 ) -> None:
     docs = page_of(tmp_path, "ttft")
     before = (docs / "performance.md").read_bytes()
     write(tmp_path, "ttft", fields)
-    with pytest.raises(SystemExit) as left:
-        main(["--from", str(tmp_path), "--out", str(docs)])
-    assert left.value.code == 2
-    said = capsys.readouterr().err
+    ended = invoke_program(main, "--from", tmp_path, "--out", docs)
+    assert ended.exit_code == 2
+    said = ended.stderr
     assert said.startswith(f"error: {tmp_path / 'ttft'}.json is not a complete result (")
     assert sentence in said
     assert "expected what blendrag bench ttft --json prints" in said

@@ -24,6 +24,7 @@ from blendrag.lab.evaluation.deviation import (
 from blendrag.model import ModelAdapter
 from blendrag.model.tokens import Tokens
 from blendrag.text.prompt import Segment, SegmentedPrompt
+from cli.commands import invoke_program
 
 PREFIX = (0,)
 RATIOS = (0.0, 0.1, 0.3, 1.0)
@@ -150,13 +151,12 @@ def test_a_case_becomes_a_prompt_that_is_cut_at_its_chunks() -> None:
     assert case.question in cut.segments[-1].text
 
 
-def test_the_command_prints_a_report_or_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    deviation.main(["--contexts", "1", "--ratio", "0", "--ratio", "0.3"])
-    report = json.loads(capsys.readouterr().out)
-    nothing, some = [p["attention"] for p in report["points"] if p["policy"] == "hkvd"]
+def test_the_command_prints_a_report_or_one_sentence() -> None:
+    ended = invoke_program(deviation.main, "--contexts", "1", "--ratio", "0", "--ratio", "0.3")
+    points = json.loads(ended.stdout)["points"]
+    nothing, some = [point["attention"] for point in points if point["policy"] == "hkvd"]
     assert some < nothing
-    with pytest.raises(SystemExit) as left:
-        deviation.main(["--policies", "nonsense", "--ratio", "0.1", "--contexts", "1"])
-    assert left.value.code == 2
-    said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert said.startswith("error: policy 'nonsense'")
+    wrong = ("--policies", "nonsense", "--ratio", "0.1", "--contexts", "1")
+    ended = invoke_program(deviation.main, *wrong)
+    assert ended.exit_code == 2
+    assert ended.stderr.strip().splitlines()[-1].startswith("error: policy 'nonsense'")

@@ -31,6 +31,7 @@ from blendrag.lab.evaluation.quality_page import (
     main,
     rivals,
 )
+from cli.commands import invoke_program
 from lab.evaluation.invented import baseline, by_context, row
 
 PUBLISHED = Path(__file__).parents[3] / "docs" / "quality.md"
@@ -51,7 +52,7 @@ def test_the_published_page_is_short_and_written_from_its_results(tmp_path: Path
     shutil.copytree(PUBLISHED.with_suffix(""), folder, ignore=shutil.ignore_patterns("*.png"))
     written = []
     for _ in range(2):
-        main(["--page-only", "--out", str(tmp_path)])
+        assert invoke_program(main, "--page-only", "--out", tmp_path).exit_code == 0
         assert (tmp_path / PUBLISHED.name).read_text(encoding="utf-8") == text
         written.append({path.name: path.read_bytes() for path in folder.glob("*.png")})
     assert written[0] == written[1]  # equal results, equal pictures
@@ -61,13 +62,10 @@ def test_the_published_page_is_short_and_written_from_its_results(tmp_path: Path
     assert all((PUBLISHED.with_suffix("") / name).is_file() for name in shown)
 
 
-def test_a_missing_result_is_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["--page-only", "--out", str(tmp_path)])
-    assert left.value.code == 2
-    assert "calibration.json holds no results of the arena" in capsys.readouterr().err
+def test_a_missing_result_is_one_sentence(tmp_path: Path) -> None:
+    ended = invoke_program(main, "--page-only", "--out", tmp_path)
+    assert ended.exit_code == 2
+    assert "calibration.json holds no results of the arena" in ended.stderr
     (tmp_path / "x.json").write_text("[1]", encoding="utf-8")
     with pytest.raises(InvalidInputError) as refused:
         load_result(tmp_path / "x.json")
@@ -172,8 +170,7 @@ def printing(text: str) -> str:
 
 
 def parsed(command: str) -> dict[str, Any]:
-    program, subcommand, *arguments = shlex.split(command)
-    assert program == "blendrag"
+    _, subcommand, *arguments = shlex.split(command)
     made = typer.main.get_command(app).commands[subcommand]  # type: ignore[attr-defined]
     params: dict[str, Any] = made.make_context(subcommand, arguments).params
     return params
@@ -183,7 +180,7 @@ def test_every_command_of_the_runs_is_valid_and_calibrated_policies_come_first()
     (deviations,) = RUNS["deviations"]
     program, _, module, *arguments = deviations.split()
     assert (program, module) == ("python", deviation.__name__)
-    assert deviation.parser().parse_args(arguments).chunk_tokens == 64
+    assert invoke_program(deviation.main, *arguments, "--help").exit_code == 0
     calibration, *evaluations = [run for name, run in RUNS.items() if name != "deviations"]
     calibrated = {parsed(command)["policy"] for command in calibration[1:]}
     for given in (parsed(command) for run in evaluations for command in run):

@@ -145,9 +145,6 @@ def load_figure(result: LoadResult) -> Figure:
     return figure
 
 
-# -- requests -------------------------------------------------------------------------------------
-
-
 def make_requests(
     adapter: ModelAdapter, prompt: Workload, corpus_chunks: int, requests: int
 ) -> tuple[list[tuple[int, ...]], list[SegmentedPrompt]]:
@@ -162,9 +159,6 @@ def make_requests(
         chunks = ((f"chunk-{c}", corpus[c]) for c in chosen)
         plans.append(prompt_of(chunks, ids(prompt.question_tokens)))
     return corpus, plans
-
-
-# -- the three ways -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -241,9 +235,6 @@ class BlendServer(StoredChunks):
         return Served(token, first_s, opened.reused_tokens - sum(map(len, missing)))
 
 
-# -- the queue ------------------------------------------------------------------------------------
-
-
 class Queue:
     """One worker that answers in order: open-loop arrivals with exponential gaps, and measured times."""
 
@@ -274,9 +265,6 @@ class Queue:
             middle = (low + high) / 2
             low, high = (middle, high) if self.mean(middle) <= ttft_s else (low, middle)
         return low
-
-
-# -- the run --------------------------------------------------------------------------------------
 
 
 @options.bench(load_table, load_figure, rounds=options.OMIT)

@@ -7,19 +7,18 @@ without such a file does not change. NAME starts with the bench: ``ttft``, ``ttf
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from pydantic import TypeAdapter
 
-from blendrag.cli.lifecycle import set_up_logging
+from blendrag.cli.lifecycle import DONE, begin, reporting
+from blendrag.cli.output import say
 from blendrag.cli.plots import require_matplotlib
-from blendrag.errors import BlendragError, InvalidInputError
+from blendrag.errors import InvalidInputError
 from blendrag.lab.bench import SUMMARIES, load_bench
 from blendrag.lab.pages import console, picture, regions_of, write_regions
 
@@ -85,26 +84,19 @@ def _text(page: Path, name: str, path: Path, made_by: Bench) -> str:
     return "\n\n".join(parts)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Exit status 2 and one sentence for bad input."""
-    parser = argparse.ArgumentParser(
-        prog="python -m blendrag.lab.bench.page",
-        description="Write the results of blendrag bench to docs/performance.md, with figures.",
-    )
-    parser.add_argument(
-        "--from", dest="source", type=Path, default=Path("build/bench"), help="folder of the JSON files"
-    )  # fmt: skip
-    parser.add_argument("--out", type=Path, default=Path("docs"), help="folder of the page")
-    args = parser.parse_args(arguments)
-    set_up_logging(verbose=False)  # before torch is imported
-    try:
-        require_matplotlib("the page")
-        names = write_page(args.out, args.source)
-    except BlendragError as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(2)
-    sys.stderr.write(f"wrote {', '.join(names)} into {args.out / PAGE}\n")
+@reporting
+def main(
+    source: Annotated[Path, typer.Option("--from", help="Folder of the JSON files.")] = Path(
+        "build/bench"
+    ),
+    out: Annotated[Path, typer.Option(help="Folder of the page.")] = Path("docs"),
+) -> int:
+    """Write the results of blendrag bench to docs/performance.md, with figures."""
+    begin(verbose=False, if_interrupted="the page did not change")
+    require_matplotlib("the page")
+    say("wrote", f"{', '.join(write_page(out, source))} into {out / PAGE}")
+    return DONE
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

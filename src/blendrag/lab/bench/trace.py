@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 #: The tier that is throttled so that loading takes as long as computing.
 BALANCED = "balanced"
-#: The overlap of two times says little if their ratio is larger.
-COMPARABLE = 2.0
 BLUE, _, GREEN, PINK, ORANGE, SKY, _ = COLOURS
 #: Lanes of the figure, with two shades each, because neighbouring layers must look different.
 SHADES = {
@@ -80,15 +78,11 @@ def trace_table(result: TraceResult) -> ResultTable:
         ("computing alone", str(result.compute_ms)),
         ("bound: the longer of the two", figure(bound)),
     ]
-    comparable = bound <= COMPARABLE * min(load, compute)
-    hint = "" if comparable else "; one of the two is more than twice the other"
     return ResultTable(
         ("what", "ms (lowest to highest)"),
         rows,
         f"{result.prompt_tokens:,} tokens, {result.kv_bytes / 1e6:,.1f} MB of KV: {result.about}",
-        [
-            f"Overlap {result.overlap:.2f}{hint}. Bound over request {bound / result.wall_ms.median:.2f}."
-        ],
+        [f"Overlap {result.overlap:.2f}. Bound over request {bound / result.wall_ms.median:.2f}."],
     )
 
 

@@ -109,9 +109,6 @@ def conditions(adapter: ModelAdapter, workload: Workload, tier: str) -> dict[str
     }
 
 
-# -- values of options ----------------------------------------------------------------------------
-
-
 def whole_numbers(text: str, what: str, example: str) -> list[int]:
     """``"1,2,4"`` → numbers; raises :class:`InvalidInputError`, which calls them ``what``."""
     parts = [part.strip() for part in text.split(",")]
@@ -131,9 +128,6 @@ def parse_ratios(text: str) -> list[float]:
     if not ratios or not all(0.0 <= ratio <= 1.0 for ratio in ratios):
         raise InvalidInputError(f"ratio {text!r}: expected comma-separated numbers in [0, 1]")
     return ratios
-
-
-# -- prompts --------------------------------------------------------------------------------------
 
 
 def random_ids(adapter: ModelAdapter, seed: int = 0) -> Callable[[int], tuple[int, ...]]:
@@ -161,9 +155,6 @@ def random_prompt(adapter: ModelAdapter, workload: Workload) -> SegmentedPrompt:
     ids = random_ids(adapter)
     chunks = [(f"chunk-{i}", ids(workload.chunk_tokens)) for i in range(workload.chunks)]
     return prompt_of(chunks, ids(workload.question_tokens))
-
-
-# -- ways to a first token ------------------------------------------------------------------------
 
 
 def stock_prefill(adapter: ModelAdapter, ids: torch.Tensor, **more: Any) -> int:

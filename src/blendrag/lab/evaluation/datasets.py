@@ -127,9 +127,6 @@ def make_dataset(
         return read_dataset(path, chunker, searched, contexts, chunks, retrieve)
 
 
-# -- generated ------------------------------------------------------------------------------------
-
-
 def synthetic_dataset(
     tokens: Tokens,
     seed: int = 1,
@@ -163,9 +160,6 @@ def _balanced(cases: Sequence[Case], n: int) -> list[Case]:
         seen[case.kind] += 1
         turns.append((seen[case.kind], i))
     return [cases[i] for i in sorted(i for _, i in sorted(turns)[:n])]
-
-
-# -- files ----------------------------------------------------------------------------------------
 
 
 def read_dataset(

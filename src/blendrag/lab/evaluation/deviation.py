@@ -13,24 +13,24 @@ on other chunks.
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Annotated
 
 import numpy as np
 import torch
+import typer
 from rich.console import Console
 from rich.progress import track
 from scipy import stats
-from transformers.utils import logging
 
+from blendrag.cli.lifecycle import DONE, begin, reporting
+from blendrag.cli.output import print_json
 from blendrag.config import DEMO_MODEL, absolute_model
 from blendrag.engine import Options
 from blendrag.engine.rendering import render
-from blendrag.errors import BlendragError, InvalidInputError, UnsupportedModelError
+from blendrag.errors import InvalidInputError, UnsupportedModelError
 from blendrag.fusor import BlendRequest, Fusor
 from blendrag.fusor.gate import HeldKV
 from blendrag.fusor.loader import LoadedSpan
@@ -336,39 +336,27 @@ def plan_of(tokens: Tokens, case: Case) -> SegmentedPrompt:
     )
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description="KV and attention deviation of generated prompts.")
-    add = made.add_argument
-    add("--model", default=DEMO_MODEL)
-    add("--seed", type=int, default=1)
-    add("--contexts", type=int, default=8)
-    add("--chunks", type=int, default=6)
-    add("--chunk-tokens", type=int, default=64)
-    add("--policies", default="hkvd", help="comma-separated")
-    add("--schedules", default="constant", help="comma-separated families")
-    add("--ratio", type=float, action="append", required=True, help="repeatable")
-    return made
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the report, with a progress bar on stderr. Exits with status 2 and one sentence on an error."""
-    args = parser().parse_args(arguments)
-    logging.disable_progress_bar()  # transformers shows one while it loads weights
-    try:
-        adapter = load_adapter(absolute_model(args.model), "auto", "auto")
-        tokens, prefix_ids = adapter.tokens, adapter.tokens.default_prefix_ids()
-        dataset = synthetic_dataset(
-            tokens, args.seed, "test", args.contexts, args.chunks, args.chunk_tokens, n_questions=1
-        )
-        cases = track(dataset.cases, "prompts", console=Console(stderr=True), transient=True)
-        prompts = (StoredPrompt(adapter, plan_of(tokens, case), prefix_ids) for case in cases)
-        schedules = args.schedules.split(",")
-        report = measure(prompts, args.policies.split(","), schedules, args.ratio)
-    except BlendragError as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(2)
-    sys.stdout.write(json.dumps(asdict(report)) + "\n")
+@reporting
+def main(
+    ratio: Annotated[list[float], typer.Option(help="Repeatable.")],
+    model: str = DEMO_MODEL,
+    seed: int = 1,
+    contexts: int = 8,
+    chunks: int = 6,
+    chunk_tokens: int = 64,
+    policies: Annotated[str, typer.Option(help="Comma-separated.")] = "hkvd",
+    schedules: Annotated[str, typer.Option(help="Comma-separated families.")] = "constant",
+) -> int:
+    """Print the KV and attention deviation of generated prompts as JSON."""
+    begin(verbose=False, if_interrupted="nothing was measured")
+    adapter = load_adapter(absolute_model(model), "auto", "auto")
+    tokens, prefix_ids = adapter.tokens, adapter.tokens.default_prefix_ids()
+    dataset = synthetic_dataset(tokens, seed, "test", contexts, chunks, chunk_tokens, n_questions=1)
+    cases = track(dataset.cases, "prompts", console=Console(stderr=True), transient=True)
+    prompts = (StoredPrompt(adapter, plan_of(tokens, case), prefix_ids) for case in cases)
+    print_json(asdict(measure(prompts, policies.split(","), schedules.split(","), ratio)))
+    return DONE
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

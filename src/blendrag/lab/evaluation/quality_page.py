@@ -6,18 +6,21 @@ page's folder, and writes the page's regions from that alone. Equal results give
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from pydantic import TypeAdapter
 
+from blendrag.cli.lifecycle import DONE, begin, reporting
+from blendrag.cli.output import say
 from blendrag.cli.plots import require_matplotlib, write_png
 from blendrag.config import DEFAULT_POLICY, DEFAULT_SCHEDULE, UNCALIBRATED_SCHEDULE
 from blendrag.errors import BlendragError, InvalidInputError
@@ -98,9 +101,6 @@ def _whole(rows: Sequence[ArenaRow]) -> list[ArenaRow]:
     return [row for row in rows if row.kind == ALL]
 
 
-# -- policies -------------------------------------------------------------------------------------
-
-
 def policies_text(short: Sequence[ArenaRow], long: Sequence[ArenaRow]) -> str:
     """Every policy at one ratio, over short and over long chunks."""
     of_long = {_name(row): row for row in filter(_is_compared, long)}
@@ -135,9 +135,6 @@ def _questions(rows: Sequence[ArenaRow]) -> str:
     kinds = ", ".join(f"{n} {kind}" for kind, n in counts.items() if kind != ALL)
     size = f"{rows[0].n_chunks} chunks of at most {rows[0].chunk_tokens} tokens"
     return f"{size}: {counts[ALL]} questions ({kinds})"
-
-
-# -- the default ----------------------------------------------------------------------------------
 
 
 def rivals(rows: Sequence[ArenaRow], own: ArenaRow, same_policy: bool) -> list[ArenaRow]:
@@ -201,9 +198,6 @@ def default_text(short: Sequence[ArenaRow], long: Sequence[ArenaRow]) -> str:
 
 def _size(row: ArenaRow) -> str:
     return f"{row.n_chunks} × {row.chunk_tokens}"
-
-
-# -- schedules, prefix, sizes ---------------------------------------------------------------------
 
 
 def schedules_text(
@@ -385,39 +379,27 @@ def load_result(path: Path) -> Result:
         ) from exc
 
 
-# -- the command ----------------------------------------------------------------------------------
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and write the page. Exits with status 2 and one sentence on an error."""
-    parser = argparse.ArgumentParser(description="Run the arena and write docs/quality.md.")
-    parser.add_argument("--out", type=Path, default=Path("docs"), help="folder of the page")
-    parser.add_argument("--keep", action="store_true", help="measure only what has no result")
-    parser.add_argument(
-        "--page-only", action="store_true", help="measure nothing; write the kept results"
-    )
-    args = parser.parse_args(arguments)
-
-    def say(text: str) -> None:
-        sys.stderr.write(f"{text}\n")
-
-    page = args.out / PAGE
+@reporting
+def main(
+    out: Annotated[Path, typer.Option(help="Folder of the page.")] = Path("docs"),
+    keep: Annotated[bool, typer.Option("--keep", help="Measure only what has no result.")] = False,
+    page_only: Annotated[
+        bool, typer.Option("--page-only", help="Measure nothing; write the kept results.")
+    ] = False,
+) -> int:
+    """Run the arena and write docs/quality.md."""
+    begin(False, "finished runs are kept; repeat with --keep to continue")
+    page = out / PAGE
     folder = page.with_suffix("")
-    try:
-        require_matplotlib("pictures")  # before an hour of measuring
-        if args.page_only:
-            results = {name: load_result(folder / f"{name}.json") for name in RUNS}
-        else:
-            results = collect(folder, RUNS, args.keep, say)
-        write_page(page, results)
-    except KeyboardInterrupt:
-        say("interrupted: finished runs are kept; repeat with --keep to continue")
-        sys.exit(130)
-    except BlendragError as error:
-        say(f"error: {error}")
-        sys.exit(2)
-    say(f"wrote {page}")
+    require_matplotlib("pictures")  # before an hour of measuring
+    if page_only:
+        results = {name: load_result(folder / f"{name}.json") for name in RUNS}
+    else:
+        results = collect(folder, RUNS, keep, partial(say, "run"))
+    write_page(page, results)
+    say("wrote", str(page))
+    return DONE
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -24,8 +24,6 @@ QUESTIONS_PER_CONTEXT = 12
 #: A pool of nearly all tokens that are not special.
 ALL = VOCAB_SIZE - 8
 
-# -- drills ---------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Repeats:
@@ -120,9 +118,6 @@ def _pairs(
     return [(writer.encode(f" {name}"), writer.encode(f" {value}")) for name, value in texts]
 
 
-# -- documents ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Brief:
     """Documents in a few plain sentences: no aliases, openers or fillers; the native form.
@@ -194,9 +189,6 @@ def _retrieved(rng: random.Random, document: GeneratedDocument) -> Sequence[int]
     if n > 1 and rng.random() < 0.2:
         return sorted(rng.sample(range(n), rng.randint(1, n - 1)))
     return range(n)
-
-
-# -- stages ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,6 @@ from pydantic import BeforeValidator, TypeAdapter
 
 from blendrag.errors import InvalidInputError
 
-# -- names, attributes and phrases ----------------------------------------------------------------
-
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 
@@ -157,9 +155,6 @@ class Dealer:
         if not self._left.get(key):
             self._left[key] = self.rng.sample(values, len(values))
         return self._left[key].pop()
-
-
-# -- documents ------------------------------------------------------------------------------------
 
 
 Measure = Callable[[str], int]

@@ -29,8 +29,6 @@ UNKNOWN = "unknown"
 LINKED = [(kind.name, a.to) for kind in KINDS.values() for a in kind.attributes if a.to]
 Documents = Sequence[GeneratedDocument]
 
-# -- questions ------------------------------------------------------------------------------------
-
 
 def _needs(document: GeneratedDocument, fact: Fact) -> tuple[Paragraph, ...]:
     """The paragraph of `fact` and all before it, up to the one that has the name."""
@@ -108,9 +106,6 @@ def ask(
             asked += rng.sample(made, min(n, len(made)))
     rng.shuffle(asked)
     return asked
-
-
-# -- contexts -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,6 @@ CONTEXT, QUESTION = "\x00", "\x01"
 MAX_GAP = 400
 
 
-# -- prompt forms ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Form:
     """One way to ask: `messages` as (role, content) with the two holes."""
@@ -116,9 +113,6 @@ def template(tokenizer: PreTrainedTokenizerBase, form: Form) -> Template:
     head, rest = rendered.split(CONTEXT)
     before, after = rest.split(QUESTION)
     return Template(head, before, after, form.entry_head)
-
-
-# -- samples --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
