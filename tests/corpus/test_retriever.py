@@ -50,11 +50,6 @@ def test_chunks_come_in_document_order_nearest_document_first(retriever: Retriev
     assert len(retriever.retrieve("anything", 100)) == 6
 
 
-def test_a_chunk_that_only_says_she_is_found_by_its_title(retriever: Retriever) -> None:
-    (chunk,) = retriever.retrieve("What did Maria Silva study?", 1)
-    assert chunk.text == DOCUMENTS["Maria Silva"][1]
-
-
 @pytest.mark.parametrize(
     ("question", "top_k", "reason"),
     [("  ", 3, "question is empty"), ("what?", 0, "top_k is 0"), ("what?", 3, "ingest first")],

@@ -18,8 +18,6 @@ from scripted import LLAMA, MISTRAL, XML, tokens
 pytestmark = pytest.mark.timeout(60)
 REPLY = "It built ships in 1874."
 
-# -- pieces ------------------------------------------------------------------------------------------
-
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
@@ -76,8 +74,6 @@ def test_a_streamed_request_is_searched_and_computed_once(
         counts = {name: len(found) for name, found in calls.items()}
     assert counts == {"rendered": 2, "searched": 1, "computed": 1}
 
-
-# -- text that may become a call ---------------------------------------------------------------------
 
 TEMPLATES = {"hermes": scripted.TEMPLATE, "llama": LLAMA, "mistral": MISTRAL, "xml": XML}
 CALLS = {

@@ -101,26 +101,6 @@ def test_a_cached_model_with_a_file_missing_is_not_called_unknown(
         load_adapter("somebody/model")
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory (Cannot allocate memory)"),
-        MemoryError(),
-        OSError(12, "Cannot allocate memory"),
-        OSError(28, "No space left on device"),
-    ],
-)
-def test_lack_of_memory_or_disk_passes_unchanged(
-    checkpoint: str, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    failing(monkeypatch, error)
-    for name in ("somebody/model", checkpoint):
-        with pytest.raises(type(error)) as caught:
-            load_adapter(name)
-        assert caught.value is error
-
-
 def test_a_failed_move_to_the_device_says_so(
     checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,9 +110,6 @@ def test_a_failed_move_to_the_device_says_so(
     monkeypatch.setattr(transformers.LlamaForCausalLM, "to", refuse)
     with pytest.raises(ModelLoadError, match="cannot be moved to cpu: CUDA error"):
         load_adapter(checkpoint, device="cpu")
-
-
-# -- dtype auto ---------------------------------------------------------------------------------
 
 
 @pytest.fixture

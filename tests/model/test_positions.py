@@ -239,13 +239,10 @@ def test_prompts_beyond_the_blend_limit_run_only_in_mode_full(tmp_path: Path) ->
         assert engine.generate("the town of Place", blend).metrics.new_tokens == 4
 
 
-def test_learned_positions_are_refused_in_one_sentence() -> None:
-    model = tiny.family("gpt2", max_position_embeddings=256)
-    assert model.config.n_positions == 256 < max(PROBE_OFFSETS)
-    assert tiny.one_sentence(tiny.adapter(model).refusal or "")
-
-
-@pytest.mark.parametrize("context", [64, 512])
-def test_a_model_with_a_short_context_is_probed(context: int) -> None:
-    adapter = tiny.adapter(tiny.llama(max_position_embeddings=context))
-    assert set(adapter.repositioner.kinds) == {"rotary"}
+def test_models_with_a_short_context_are_probed() -> None:
+    for context in (64, 512):
+        assert context < max(PROBE_OFFSETS)
+        short = tiny.adapter(tiny.llama(max_position_embeddings=context))
+        assert set(short.repositioner.kinds) == {"rotary"}
+    learned = tiny.family("gpt2", max_position_embeddings=256)
+    assert tiny.one_sentence(tiny.adapter(learned).refusal or "")

@@ -1,9 +1,4 @@
-"""The ids of a prompt's segments decode to the prompt, for every kind of tokenizer; BOS comes once.
-
-Tiny tokenizers of the kinds of real families, trained here: byte-level (Llama 3, Qwen), and SentencePiece's
-with a space before every text (Llama 2, TinyLlama, older Mistral), before the first one only (Llama and
-Mistral in transformers 5), Unigram, and without such spaces (Gemma).
-"""
+"""The ids of a prompt's segments decode to the prompt, for every kind of tokenizer; BOS comes once."""
 
 from __future__ import annotations
 

@@ -52,9 +52,6 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-# -- torch.compile ------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A store, and the answer of the model that filled it, which is not compiled."""
@@ -105,9 +102,6 @@ def test_functions_are_compiled_again_once_the_last_thread_has_left() -> None:
     thread.join()
     with pytest.raises(Exception, match=Compiled.__name__):
         function(torch.ones(1))
-
-
-# -- not whole on one device --------------------------------------------------------------------
 
 
 @pytest.fixture

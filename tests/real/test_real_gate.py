@@ -29,6 +29,8 @@ def engine(
     """The model with a store of a few documents."""
     root = tmp_path_factory.mktemp("real") / "s"
     with tiny.engine(real_adapter, root, tokenizer=None, chunk_tokens=64) as made:
+        verdict = made.verify()
+        assert verdict.blendable, verdict.reason
         made.ingest(DOCUMENTS).whole()
         yield made
 
@@ -48,11 +50,6 @@ def prompts(engine: BlendEngine) -> list[str]:
 def answers(engine: BlendEngine) -> dict[str, Answer]:
     """The answer to each prompt in mode ``full``."""
     return {prompt: engine.generate(prompt, FULL) for prompt in prompts(engine)}
-
-
-def test_a_real_model_is_blendable(engine: BlendEngine) -> None:
-    result = engine.verify()
-    assert result.blendable, result.reason
 
 
 def test_mode_full_answers_as_generate_does(

@@ -17,9 +17,6 @@ DICTS = [
 ]
 
 
-# -- prompts -----------------------------------------------------------------------------------------
-
-
 def test_messages_go_through_the_models_template_once(llm: ChatBlend, engine: BlendEngine) -> None:
     expected = engine.generate(DICTS)
     answer = llm.invoke(MESSAGES)
@@ -46,9 +43,6 @@ def test_calls_and_results_keep_their_roles(talker: ChatBlend) -> None:
     assert "<tool_response>\nsunny\n</tool_response>" in sent
     talker.invoke(MESSAGES, apply_chat_template=False)
     assert last_prompt(talker.engine).endswith("System: Be brief.\nHuman: Where is Place32?")
-
-
-# -- answers ---------------------------------------------------------------------------------------
 
 
 def test_usage_and_metadata_report_reuse(llm: ChatBlend, engine: BlendEngine) -> None:

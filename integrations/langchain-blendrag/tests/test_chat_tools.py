@@ -11,13 +11,13 @@ from samples import Joke, get_weather, last_prompt, whole
 from blendrag.errors import InvalidInputError
 from langchain_blendrag import ChatBlend
 
-# -- tools -------------------------------------------------------------------------------------------
-
 
 def test_a_required_call_is_begun_as_the_template_writes_it(talker: ChatBlend) -> None:
     bound = talker.bind_tools([get_weather, Joke], tool_choice="Joke")
     assert [call["name"] for call in bound.invoke("x").tool_calls] == ["Joke"]
     assert last_prompt(talker.engine).endswith('<tool_call>\n{"name": "Joke", "arguments":')
+    assert isinstance(talker.with_structured_output(Joke).invoke("A joke."), Joke)
+    assert last_prompt(talker.engine).endswith('{"name": "Joke", "arguments":')
     talker.bind_tools([get_weather, Joke], tool_choice="any").invoke("x")
     assert last_prompt(talker.engine).endswith('<tool_call>\n{"name": "')
     talker.bind_tools([get_weather], tool_choice="auto").invoke("x")
@@ -60,14 +60,6 @@ def test_tools_on_a_model_without_tools_are_refused(llm: ChatBlend) -> None:
         llm.bind_tools([get_weather])
     with pytest.raises(InvalidInputError, match="chat template does not support tools"):
         llm.invoke("x", tools=[{"type": "function", "function": {"name": "f"}}])
-
-
-# -- structured output -------------------------------------------------------------------------------
-
-
-def test_structured_output_with_tools_is_a_required_call(talker: ChatBlend) -> None:
-    assert isinstance(talker.with_structured_output(Joke).invoke("A joke."), Joke)
-    assert last_prompt(talker.engine).endswith('{"name": "Joke", "arguments":')
 
 
 def test_structured_output_without_tools_is_requested_in_words(

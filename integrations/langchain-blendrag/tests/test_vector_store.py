@@ -38,9 +38,6 @@ def has_kv(engine: BlendEngine, text: str) -> bool:
     return bool(resources.store.contains(namespace, key))
 
 
-# -- KV ----------------------------------------------------------------------------------------------
-
-
 def test_kv_is_added_with_a_document_and_deleted_with_the_last_of_its_text(
     store: BlendVectorStore, engine: BlendEngine
 ) -> None:
@@ -100,9 +97,6 @@ async def test_langchains_index_keeps_kv_up_to_date(
         assert store.similarity_search("ships") == []
 
 
-# -- search -----------------------------------------------------------------------------------------
-
-
 def test_scores_are_distances_and_relevance_is_similarity(store: BlendVectorStore) -> None:
     store.add_documents(documents(CATS, SHIPS, FOXES))
     hits = store.similarity_search_with_score(FOXES, k=3)
@@ -142,9 +136,6 @@ def test_marginal_relevance_prefers_diverse_documents(store: BlendVectorStore) -
     assert store.similarity_search_by_vector(vector, k=1)[0].page_content == CATS
 
 
-# -- creation ---------------------------------------------------------------------------------------
-
-
 def test_from_texts_and_from_documents_make_a_filled_store(engine: BlendEngine) -> None:
     made = BlendVectorStore.from_texts([CATS], metadatas=[{"n": 1}], ids=["1"], engine=engine)
     assert made.get_by_ids(["1"])[0].metadata == {"n": 1}
@@ -165,9 +156,6 @@ def test_vectors_of_langchains_embeddings_are_remembered(own: BlendEngine) -> No
         other.add_documents(documents(CHANGED))
     with pytest.raises((CorpusError, InvalidInputError)):
         BlendVectorStore(engine=own).add_texts([SHIPS])
-
-
-# -- refusals ----------------------------------------------------------------------------------------
 
 
 def test_wrong_arguments_are_refused_and_change_nothing(store: BlendVectorStore) -> None:
@@ -198,9 +186,6 @@ def test_wrong_arguments_are_refused_and_change_nothing(store: BlendVectorStore)
     with pytest.raises(InvalidInputError, match="similarity_score_threshold"):
         store.as_retriever(search_kwargs={"score_threshold": 0.5}).invoke("x")
     assert [doc.id for doc in store.similarity_search("cats", k=9)] == ["a"]
-
-
-# -- LangChain's standard suite ----------------------------------------------------------------------
 
 
 class TestOwnVectors(VectorStoreIntegrationTests):

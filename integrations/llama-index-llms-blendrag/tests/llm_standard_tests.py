@@ -166,8 +166,6 @@ class LLMUnitTests(LLMTests):
 class LLMAnswerTests(LLMTests):
     """Compares answers with one another, so any deterministic model will do."""
 
-    # -- ways of calling ------------------------------------------------------------------------
-
     async def test_every_way_of_calling_gives_the_same_answer(self, llm: LLM) -> None:
         responses = await all_ways(llm)
         (answer,) = {text_of(response) for response in responses}
@@ -197,8 +195,6 @@ class LLMAnswerTests(LLMTests):
         template = ChatPromptTemplate(message_templates=MESSAGES)
         assert llm.predict(template) == llm.chat(MESSAGES).message.content
 
-    # -- messages -------------------------------------------------------------------------------
-
     def test_the_system_prompt_is_the_system_message_of_predict(self, llm: LLM) -> None:
         briefly = self.made(system_prompt="Be brief.")
         assert briefly.predict(PromptTemplate(QUESTION)) == llm.chat(MESSAGES).message.content
@@ -219,8 +215,6 @@ class LLMAnswerTests(LLMTests):
         for text in "Où est-ce ?", "港はどこですか。", "أين الميناء؟", "🚢?":
             assert llm.complete(text).text
 
-    # -- options --------------------------------------------------------------------------------
-
     def test_max_tokens_of_a_call(self, llm: LLM) -> None:
         response = llm.chat(MESSAGES, max_tokens=2)
         assert usage_of(response)["completion_tokens"] == 2
@@ -231,8 +225,6 @@ class LLMAnswerTests(LLMTests):
         whole, stop = "".join(pieces), pieces[0][-1:] + pieces[1][:1]  # across tokens
         for response in await all_ways(llm, stop=[stop]):
             assert text_of(response) == whole[: whole.index(stop)]
-
-    # -- what comes with an answer --------------------------------------------------------------
 
     async def test_usage_and_logprobs_in_every_way_of_calling(self, llm: LLM) -> None:
         responses = await all_ways(llm, logprobs=True)
@@ -252,8 +244,6 @@ class LLMAnswerTests(LLMTests):
         for place in places:
             assert 3 <= len(place) <= 4
             assert bytes(place[0].bytes).decode() == place[0].token
-
-    # -- many at once ---------------------------------------------------------------------------
 
     async def test_many_at_once_on_an_event_loop_and_on_threads(self, llm: LLM) -> None:
         questions = [f"Where is Place{i}?" for i in range(3)]
@@ -292,8 +282,6 @@ class LLMConductTests(LLMTests):
     def long_messages(self) -> list[ChatMessage]:
         return [ChatMessage(role="user", content=self.long_question)]
 
-    # -- invalid input --------------------------------------------------------------------------
-
     async def test_content_that_is_not_text_is_refused(self, llm: LLM) -> None:
         for block in BLOCKS:
             messages = [ChatMessage(role="user", blocks=[block])]
@@ -313,8 +301,6 @@ class LLMConductTests(LLMTests):
         prompt = "harbour " * llm.metadata.context_window
         messages = [ChatMessage(role="user", content=prompt)]
         await self.assert_refused(llm, messages, r"\d+ over")
-
-    # -- requests that are given up -------------------------------------------------------------
 
     async def test_a_stream_left_early_frees_the_model(
         self, llm: LLM, long_messages: list[ChatMessage]
@@ -349,8 +335,6 @@ class LLMConductTests(LLMTests):
         awaited = await llm.astream_chat(MESSAGES)
         assert [response async for response in awaited]
         assert [response async for response in awaited] == []
-
-    # -- event loops ----------------------------------------------------------------------------
 
     def test_it_serves_one_event_loop_after_another(self, llm: LLM) -> None:
         answers = {asyncio.run(llm.acomplete(QUESTION)).text for _ in range(2)}
@@ -505,8 +489,6 @@ class LLMToolTests(LLMPlainTextTests):
     """The model must call ``multiply`` for MULTIPLY, ``clock`` for TIME, ``multiply`` and ``look_up`` for
     BOTH, nothing for HELLO, and use the result of a tool in its answer."""
 
-    # -- one call -------------------------------------------------------------------------------
-
     def assert_multiplies(self, llm: FunctionCallingLLM, response: ChatResponse) -> None:
         (call,) = llm.get_tool_calls_from_response(response)
         assert (call.tool_name, call.tool_kwargs) == ("multiply", {"a": 6, "b": 7})
@@ -539,8 +521,6 @@ class LLMToolTests(LLMPlainTextTests):
         streamed = await gathered(llm.astream_chat_with_tools(TOOLS, MULTIPLY))
         self.assert_multiplies(llm, streamed[-1])
 
-    # -- none, or several -----------------------------------------------------------------------
-
     def test_no_tool_is_called_if_none_is_needed(self, llm: FunctionCallingLLM) -> None:
         response = llm.chat_with_tools(TOOLS, HELLO)
         assert response.message.content
@@ -561,8 +541,6 @@ class LLMToolTests(LLMPlainTextTests):
         *_, last = llm.stream_chat_with_tools(TOOLS, BOTH)
         self.assert_multiplies(llm, last)
 
-    # -- choice ---------------------------------------------------------------------------------
-
     @pytest.mark.parametrize("choice", [{"tool_required": True}, {"tool_choice": "multiply"}])
     def test_a_required_call_is_made(self, llm: FunctionCallingLLM, choice: dict[str, Any]) -> None:
         self.assert_multiplies(llm, llm.chat_with_tools(ONE, MULTIPLY, **choice))
@@ -574,8 +552,6 @@ class LLMToolTests(LLMPlainTextTests):
     def test_choosing_what_was_not_offered_is_refused(self, llm: FunctionCallingLLM) -> None:
         with pytest.raises(ValueError, match="look_up"):
             llm.chat_with_tools(ONE, MULTIPLY, tool_choice="look_up")
-
-    # -- results --------------------------------------------------------------------------------
 
     def test_a_tools_result_is_read(self, llm: FunctionCallingLLM) -> None:
         asked = ChatMessage(role="user", content=MULTIPLY)
@@ -591,8 +567,6 @@ class LLMToolTests(LLMPlainTextTests):
         assert response.response == "42"
         assert [source.tool_name for source in response.sources] == ["multiply"]
         assert (await llm.apredict_and_call(TOOLS, MULTIPLY)).response == "42"
-
-    # -- agents ---------------------------------------------------------------------------------
 
     async def test_a_function_agent_calls_and_answers(self, llm: FunctionCallingLLM) -> None:
         output = await FunctionAgent(tools=TOOLS, llm=llm, streaming=False).run(MULTIPLY)
@@ -612,14 +586,12 @@ class LLMWithoutToolsTests(LLMPlainTextTests):
 
     async def test_tools_are_refused(self, llm: FunctionCallingLLM) -> None:
         assert not llm.metadata.is_function_calling_model
-        with pytest.raises(ValueError, match="multiply"):
-            llm.chat_with_tools(ONE, MULTIPLY)
-        with pytest.raises(ValueError, match="multiply"):
-            llm.stream_chat_with_tools(ONE, MULTIPLY)
-        with pytest.raises(ValueError, match="multiply"):
-            await llm.achat_with_tools(ONE, MULTIPLY)
-        with pytest.raises(ValueError, match="multiply"):
-            await llm.astream_chat_with_tools(ONE, MULTIPLY)
+        for call in (llm.chat_with_tools, llm.stream_chat_with_tools):
+            with pytest.raises(ValueError, match="multiply"):
+                call(ONE, MULTIPLY)
+        for acall in (llm.achat_with_tools, llm.astream_chat_with_tools):
+            with pytest.raises(ValueError, match="multiply"):
+                await acall(ONE, MULTIPLY)
         with pytest.raises(ValueError, match="FunctionCallingLLM"):
             await FunctionAgent(tools=ONE, llm=llm).run(MULTIPLY)
 

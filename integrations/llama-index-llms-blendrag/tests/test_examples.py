@@ -39,9 +39,6 @@ def demo(table: Any) -> Iterator[BlendEngine]:
         yield engine
 
 
-# -- the examples -------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The store that the examples fill."""
@@ -86,9 +83,6 @@ def test_the_chat_engine_updates_its_index_and_reuses_every_turn(
     turns = re.findall(r"(\d+) of (\d+) tokens reused", printed)
     assert len(turns) == 2
     assert all(int(reused) > int(prompt) / 2 for reused, prompt in turns)
-
-
-# -- the table ----------------------------------------------------------------------------------
 
 
 def measured(table: Any, demo: BlendEngine, path: str, **options: Any) -> tuple[float, str]:

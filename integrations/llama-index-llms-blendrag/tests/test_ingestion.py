@@ -48,9 +48,6 @@ def keys(engine: BlendEngine) -> int:
 SHORT = "Now the company of Bay builds no ships at all any more, anywhere."
 
 
-# -- pipelines ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("is_async", [False, True])
 async def test_upserts_change_kv_and_keep_missing_documents(
     engine: BlendEngine, is_async: bool
@@ -85,9 +82,6 @@ def test_upserts_and_delete_removes_the_kv_of_missing_documents(engine: BlendEng
     assert engine.library.search("ships of Cape", 3)[0].entry.parent == "Bay"
 
 
-# -- indexes ------------------------------------------------------------------------------------
-
-
 def test_an_index_is_made_from_documents_and_adds_refreshes_and_deletes_kv(
     engine: BlendEngine,
 ) -> None:
@@ -107,9 +101,6 @@ def test_an_index_is_made_from_documents_and_adds_refreshes_and_deletes_kv(
     index.delete_ref_doc("Bay")
     assert entries_of(engine, "Bay") == []
     assert keys(engine) == held - gone
-
-
-# -- precomputing for other vector stores -------------------------------------------------------
 
 
 def test_precompute_returns_nodes_unchanged_and_stores_their_kv(engine: BlendEngine) -> None:

@@ -32,9 +32,6 @@ def test_metadata_describes_the_model(llm: BlendLLM) -> None:
     assert not BlendLLM(engine=llm.engine, **RAW).metadata.is_chat_model
 
 
-# -- prompts ------------------------------------------------------------------------------------
-
-
 def test_messages_go_through_the_models_template(llm: BlendLLM, engine: BlendEngine) -> None:
     expected, response = engine.generate(DICTS), llm.chat(MESSAGES)
     assert response.message.content == expected.text
@@ -86,8 +83,6 @@ def test_text_blocks_are_joined_and_roles_are_mapped(llm: BlendLLM, engine: Blen
     assert llm.chat(messages).message.content == engine.generate(dicts).text
 
 
-# -- invalid input ------------------------------------------------------------------------------
-
 IMAGE = ChatMessage(role="user", blocks=[ImageBlock(url="http://localhost/x.png")])
 
 
@@ -104,9 +99,6 @@ async def test_invalid_messages_and_options_are_refused(
     llm: BlendLLM, messages: list[ChatMessage], options: dict[str, Any], sentence: str
 ) -> None:
     await LLMTests().assert_refused(llm, messages, f"^{sentence}", **options)
-
-
-# -- the event loop -----------------------------------------------------------------------------
 
 
 @pytest.mark.alone

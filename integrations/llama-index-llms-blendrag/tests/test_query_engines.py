@@ -13,16 +13,12 @@ from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
 from llm_standard_tests import gathered
 
-import tiny
 from blendrag.engine import BlendEngine
-from blendrag.errors import BlendragError, InvalidInputError
+from blendrag.errors import InvalidInputError
 from llama_index.llms.blendrag import BlendLLM, BlendRetriever, BlendReuseEvent
 from paragraphs import assert_reused
 
 QUESTION = "What does document 3 say about the company of Place2114?"
-
-
-# -- retrieval ----------------------------------------------------------------------------------
 
 
 async def test_a_node_is_the_chunk_and_says_where_it_is_from(
@@ -49,19 +45,6 @@ def test_wrong_arguments_are_refused(engine: BlendEngine) -> None:
         BlendRetriever(engine=engine, store="kv")
     with pytest.raises(InvalidInputError, match="the question is empty"):
         BlendRetriever(engine=engine).retrieve(" ")
-
-
-async def test_an_empty_corpus_is_an_error(tmp_path: Path) -> None:
-    with tiny.engine(tiny.llama(), tmp_path / "store") as engine:
-        retriever = BlendRetriever(engine=engine)
-        asking = RetrieverQueryEngine.from_args(retriever, llm=BlendLLM(engine=engine))
-        with pytest.raises(BlendragError, match="ingest first"):
-            asking.query("Where?")
-        with pytest.raises(BlendragError, match="ingest first"):
-            await asking.aquery("Where?")
-
-
-# -- query engines ------------------------------------------------------------------------------
 
 
 class WithMetadata(BaseNodePostprocessor):
