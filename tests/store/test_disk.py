@@ -39,17 +39,20 @@ def test_more_heads_than_one_preadv_takes_are_read(lab, make_store):
     assert torch.equal(read, kv.layers[0])
 
 
-def test_a_destination_of_another_shape_dtype_or_order_is_refused(lab, store):
-    reader = lab.open(store, 1)
-    for out in (
-        torch.zeros(2, 2, 23, 8),
-        torch.zeros(2, 2, 24, 8, dtype=torch.float16),
-        torch.zeros(2, 24, 2, 8).transpose(1, 2),
-        torch.zeros(2, 2, 8, 24).transpose(2, 3),
-        torch.empty(2, 2, 24, 8, device="meta"),
-    ):
-        with pytest.raises(InvalidInputError, match="a layer was to be read into"):
-            reader.read_layer(0, out)
+@pytest.mark.parametrize("encoding", ["native", "int8"])
+def test_a_destination_of_another_shape_dtype_or_order_is_refused(lab, make_store, encoding):
+    layout = lab.layout.encoded(encoding)
+    for store in (make_store(), MemoryStore(1 << 20)):
+        lab.put(store, 1, layout)
+        for out in (
+            torch.zeros(2, 2, 23, 8),
+            torch.zeros(2, 2, 24, 8, dtype=torch.float16),
+            torch.zeros(2, 24, 2, 8).transpose(1, 2),
+            torch.zeros(2, 2, 8, 24).transpose(2, 3),
+            torch.empty(2, 2, 24, 8, device="meta"),
+        ):
+            with pytest.raises(InvalidInputError, match="a layer was to be read into"):
+                lab.open(store, 1, layout).read_layer(0, out)
 
 
 def test_a_non_contiguous_kv_is_stored_by_value(lab, make_store):

@@ -36,22 +36,21 @@ ENCODED = ("int8", "fp8")
 FLOAT_MAX = torch.finfo(torch.float32).max
 
 
-def one_layer(numbers: torch.Tensor, encoding: str) -> KVLayout:
-    _, heads, _, width = numbers.shape
-    dtype = str(numbers.dtype).removeprefix("torch.")
-    return KVLayout((LayerShape(heads, width),), dtype, encoding)
-
-
 def decode(layout: KVLayout, stored: torch.Tensor, out: torch.Tensor) -> None:
     staging = staging_of(layout, out.shape[2])
     assert staging is not None
     staging.read(0, lambda room: ctypes.memmove(room, stored.data_ptr(), stored.numel()), out)
 
 
+def codec_for(numbers: torch.Tensor, encoding: str) -> tuple[KVLayout, Any]:
+    _, heads, _, width = numbers.shape
+    dtype = str(numbers.dtype).removeprefix("torch.")
+    layout = KVLayout((LayerShape(heads, width),), dtype, encoding)
+    return layout, codec_of(layout)
+
+
 def round_trip(numbers: torch.Tensor, encoding: str) -> torch.Tensor:
-    layout = one_layer(numbers, encoding)
-    codec = codec_of(layout)
-    assert codec is not None
+    layout, codec = codec_for(numbers, encoding)
     out = torch.full_like(numbers, float("nan"))
     decode(layout, codec.encode(0, numbers), out)
     return out
@@ -109,15 +108,6 @@ def test_layers_of_several_blocks_and_of_odd_shapes_come_back_as_well(encoding, 
     assert ((out.double() - numbers.double()).abs() <= bound(numbers, encoding)).all()
 
 
-def test_the_error_is_half_a_step_and_not_a_fraction_of_it():
-    """The bound above is tight: with fewer or uneven steps it would not hold."""
-    numbers = torch.linspace(-1, 1, 1 << 14).view(1, 1, -1, 1).repeat(2, 1, 1, 2)
-    error = (round_trip(numbers, "int8") - numbers).abs()
-    assert 0.98 / 254 < float(error[0].max()) <= 1.001 / 254
-    error = (round_trip(numbers, "fp8") - numbers).abs() / numbers.abs().clamp(min=1e-3)
-    assert 0.9 / 16 < float(error[0].max()) <= 1.001 / 16
-
-
 @pytest.mark.parametrize("value", [0.0, -0.25, 3.1415927, 1e-30, -FLOAT_MAX, FLOAT_MAX])
 @pytest.mark.parametrize("encoding", ENCODED)
 def test_equal_numbers_have_no_range_and_come_back(encoding, value):
@@ -149,8 +139,7 @@ def test_no_byte_is_nan_or_beyond_the_last_step_for_numbers_next_to_nothing(enco
     for value in (0.0, least, 190 * least, 667 * least, -190 * least):
         numbers = torch.full((2, 1, 3, 4), value)
         numbers[0, 0, 0] = -value
-        codec = codec_of(one_layer(numbers, encoding))
-        assert codec is not None
+        _, codec = codec_for(numbers, encoding)
         coded = codec.encode(0, numbers)[-numbers.numel() :]
         if encoding == "fp8":
             assert coded.view(torch.float8_e4m3fn).float().isfinite().all()
@@ -227,15 +216,6 @@ def test_the_names_are_those_of_the_settings():
 
 
 @pytest.mark.parametrize("encoding", ENCODED)
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_a_layer_is_decoded_into_the_middle_of_a_prompt(make_store, encoding, dtype):
-    layout = layout_of(encoding, dtype)
-    kv = Lab.put(make_store(), 1, layout)
-    read = Lab.read_into_prompt(Lab.open(make_store(), 1, layout), layout)
-    assert all(map(torch.equal, read, expected(kv)))
-
-
-@pytest.mark.parametrize("encoding", ENCODED)
 def test_safetensors_reads_the_parts_and_they_multiply_out(make_store, encoding):
     store, layout = make_store(), layout_of(encoding, "float32")
     kv = Lab.put(store, 1, layout)
@@ -273,25 +253,25 @@ def test_nothing_is_decoded_from_bytes_that_are_not_verified(make_store):
     assert (out == 7).all()
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_an_index_is_rebuilt_from_files_in_any_encoding(make_store, root: Path, encoding):
-    layout = layout_of(encoding)
+@pytest.mark.parametrize("encoding", ENCODED)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_rebuilt_index_finds_layers_that_are_decoded_into_the_middle_of_a_prompt(
+    make_store, root: Path, encoding, dtype
+):
+    layout = layout_of(encoding, dtype)
     kv = Lab.put(make_store(), 1, layout)
     Lab.drop_index(root)
     store = make_store()
     assert (store.stats().entries, store.stats().quarantined) == (1, 0)
-    read = Lab.read(Lab.open(store, 1, layout), layout)
-    assert all(map(torch.equal, read, kv.layers if encoding == "native" else expected(kv)))
+    read = Lab.read_into_prompt(Lab.open(store, 1, layout), layout)
+    assert all(map(torch.equal, read, expected(kv)))
 
 
 @pytest.mark.parametrize("stored", ENCODINGS)
 @pytest.mark.parametrize("asked", ENCODINGS)
 def test_an_entry_is_never_read_in_another_encoding(make_store, stored, asked):
-    store = make_store()
-    Lab.put(store, 1, layout_of(stored))
-    memory = MemoryStore(1 << 20)
-    Lab.put(memory, 1, layout_of(stored))
-    for tier in (memory, store):
+    for tier in (make_store(), MemoryStore(1 << 20)):
+        Lab.put(tier, 1, layout_of(stored))
         assert (Lab.open(tier, 1, layout_of(asked)) is not None) == (stored == asked)
 
 
@@ -334,19 +314,6 @@ def test_memory_keeps_encoded_bytes_and_gives_back_what_disk_does(root: Path, en
     store.close()
 
 
-def test_a_destination_that_does_not_fit_is_refused(make_store):
-    store, memory, layout = make_store(), MemoryStore(1 << 20), layout_of("int8", "float32")
-    for tier in (store, memory):
-        Lab.put(tier, 1, layout)
-        for out in (
-            torch.zeros(2, 2, Lab.tokens, 8, dtype=torch.float64),
-            torch.zeros(2, 2, Lab.tokens + 1, 8),
-            torch.zeros(2, Lab.tokens, 2, 8).transpose(1, 2),
-        ):
-            with pytest.raises(InvalidInputError, match="a layer was to be read into"):
-                Lab.open(tier, 1, layout).read_layer(0, out)
-
-
 def test_a_loaders_thread_decodes_into_what_inference_mode_made(make_store):
     store, layout = make_store(), layout_of("int8")
     right = expected(Lab.put(store, 1, layout))
@@ -360,20 +327,17 @@ def test_a_loaders_thread_decodes_into_what_inference_mode_made(make_store):
 
 
 def test_threads_that_share_a_reader_do_not_mix_their_bytes():
-    layout = KVLayout((LayerShape(2, 8),), "bfloat16", "int8")
-    codec, staging = codec_of(layout), staging_of(layout, Lab.tokens)
-    assert codec is not None
+    mine, theirs = (Lab.kv(number, layout_of("int8")).layers[0] for number in (1, 2))
+    layout, codec = codec_for(mine, "int8")
+    staging = staging_of(layout, Lab.tokens)
     assert staging is not None
-    mine, theirs = (Lab.kv(number, layout).layers[0] for number in (1, 2))
 
     def fill(room: Any, numbers: torch.Tensor) -> None:
         stored = codec.encode(0, numbers)
         ctypes.memmove(room, stored.data_ptr(), stored.numel())
 
-    def interfere() -> None:
-        staging.read(0, lambda room: fill(room, theirs), torch.empty_like(theirs))
-
-    thread = threading.Thread(target=interfere)
+    other = (0, lambda room: fill(room, theirs), torch.empty_like(theirs))
+    thread = threading.Thread(target=staging.read, args=other)
 
     def fill_and_dawdle(room: Any) -> None:
         fill(room, mine)

@@ -43,8 +43,8 @@ class Heard:
         self.errors: list[str] = []
         """Named errors, which the store may raise."""
         self.complaints: list[str] = []
-        self.attempts: list[None] = []
-        """One for each that came to an end."""
+        self.ended = False
+        """Whether the action came to its end."""
         self.answer: Any = None
         self.about = ""
         """What the child did last."""
@@ -99,7 +99,7 @@ class Child:
                 self.heard.complaints.append(f"hang: silent for {patience_s} s")
                 break
         heard = self.kill()
-        if not heard.attempts and not heard.complaints:
+        if not heard.ended and not heard.complaints:
             heard.complaints.append("crash: the child died")
         return heard
 
@@ -157,7 +157,7 @@ def _live(action: Callable[[Teller], object], teller: Teller, interruptible: boo
     signal.signal(signal.SIGINT, _interrupted if interruptible else signal.SIG_IGN)
     try:
         _act(action, teller)
-        teller.say("attempts")
+        teller.say("ended", True)
     except KeyboardInterrupt:
         pass
     except BaseException as exc:

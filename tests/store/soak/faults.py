@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -21,9 +20,9 @@ from kv_lab import Lab
 from blendrag.errors import BlendragError
 from blendrag.store import DiskStore
 from soak.audit import PLENTY, Report, Verdict, audit, make_chunks, put, read
-from soak.children import PATIENCE_S, Heard, Teller, summary
+from soak.children import Heard, Teller, summary
 from soak.power import Disk, outcomes
-from soak.tracer import Call, Stuck, Traced
+from soak.tracer import Call, Traced
 
 #: All chunks that the operations put, and one that the audit puts.
 NUMBERS, FRESH = range(1, 8), 9
@@ -46,20 +45,16 @@ class Operation:
     """Whether opening the store is part of the operation."""
     evicts: bool = False
     """Whether acknowledged chunks except the last may be evicted."""
-    before: Callable[[DiskStore, Teller], object] = lambda store, teller: None
-    """What the same store does beforehand, undisturbed."""
     may_lose: int = 0
     """Chunks that one fault may cost: a file that could not be read is set aside."""
 
-    def prepare(self, root: Path, pipe: int, attempts: int) -> Callable[[], None]:
+    def prepare(self, root: Path, attempts: int, teller: Teller) -> Callable[[], None]:
         """For the child: get ready, and return the action to disturb.
 
         A second attempt, undisturbed and with the same store, must succeed.
         """
-        teller, store = Teller(pipe), None
-        if not self.opens:
-            store = DiskStore(root, self.limit_bytes)
-            self.before(store, teller)
+        opening = partial(DiskStore, root, self.limit_bytes)
+        store = None if self.opens else opening()
 
         def action() -> None:
             for attempt in range(attempts):
@@ -67,14 +62,13 @@ class Operation:
                     if store is not None:
                         self.act(store, teller)
                     else:
-                        with contextlib.closing(DiskStore(root, self.limit_bytes)) as opened:
+                        with contextlib.closing(opening()) as opened:
                             self.act(opened, teller)
                 except BlendragError as exc:
                     kind = "complaints" if attempt else "errors"
                     teller.say(kind, f"{type(exc).__name__}: {exc}")
                 except Exception as exc:
                     teller.say("complaints", f"no named error: {summary(exc)}")
-                teller.say("attempts")
 
         return action
 
@@ -135,23 +129,21 @@ def _read_all(store: DiskStore, teller: Teller) -> None:
     store.stats()
 
 
-def _recover(store: DiskStore, teller: Teller) -> None:
-    store.recover()
-
-
-_FILLED, _ALL = _filled(1, 2, 3), (1, 2, 3)
+_FILLED, _ALL, _RECOVER = _filled(1, 2, 3), (1, 2, 3), lambda store, teller: store.recover()
 OPERATIONS = {
-    "create": Operation(lambda root: make_chunks([*NUMBERS, FRESH]), _put(1), (), opens=True),
+    "create and close": Operation(
+        lambda root: make_chunks([*NUMBERS, FRESH]), _put(1), (), opens=True
+    ),
     "put": Operation(_FILLED, _put(4, 5), _ALL),
     "evict": Operation(
         _filled(1, 2, 3, limit_bytes=_FEW), _put(4, 5, 6), (1,), limit_bytes=_FEW, evicts=True
     ),
     "open after a crash": Operation(_crashed, _read_all, _ALL, opens=True, may_lose=1),
-    "recover after a crash": Operation(_crashed, _recover, _ALL, opens=True),
-    "recover without index": Operation(_with_database(Path.unlink), _recover, _ALL, opens=True),
+    "recover after a crash": Operation(_crashed, _RECOVER, _ALL, opens=True),
+    "recover without index": Operation(_with_database(Path.unlink), _RECOVER, _ALL, opens=True),
     "recover a damaged index": Operation(
         _with_database(lambda path: path.write_bytes(b"no database" * 1000)),
-        _recover,
+        _RECOVER,
         _ALL,
         opens=True,
     ),
@@ -160,7 +152,6 @@ OPERATIONS = {
     ),
     "pin": Operation(_FILLED, _pin, _ALL),
     "read": Operation(_FILLED, _read_all, _ALL, may_lose=1),
-    "close": Operation(_FILLED, lambda store, teller: store.close(), _ALL, before=_put(4)),
 }
 
 # -- faults ------------------------------------------------------------------------------------------
@@ -212,29 +203,24 @@ class Bench:
 
     def calls(self) -> list[Call]:
         """The system calls of the operation, undisturbed."""
-        traced, heard = self._start(attempts=1)
-        calls = list(traced.calls())
-        self._end(traced, heard)
+        traced = self._start(attempts=1)
+        calls, heard = list(traced.calls()), traced.child.wait()
         if heard.errors or heard.complaints:
-            raise AssertionError(
-                f"the operation fails undisturbed: {heard.errors} {heard.complaints}"
-            )
+            raise AssertionError(f"fails undisturbed: {heard.errors} {heard.complaints}")
         return calls
 
     def run(self, fault: Fault) -> Verdict:
-        traced, heard = self._start(attempts=2)
+        traced = self._start(attempts=2)
         for call in traced.calls():
             if call.number == fault.call.number:
                 if fault.what == KILL:
-                    traced.kill()
+                    traced.child.kill()
                 elif fault.what == SHORT:
                     traced.shorten()
                 else:
                     traced.fail(fault.what)
                 break
-        self._end(traced, heard)
-        if fault.what != KILL and len(heard.attempts) < 2 and not heard.complaints:
-            heard.complaints.append(f"crash: {len(heard.attempts)} of 2 attempts came to an end")
+        heard = traced.child.heard if fault.what == KILL else traced.child.wait()
         seen = self._audit(heard, self._root)
         allowed = self._operation.may_lose if fault.what > 0 else 0
         lost = seen.lost if len(seen.lost) > allowed else ()
@@ -244,19 +230,17 @@ class Bench:
         self, chance: random.Random, mixtures: int, stride: int = 1
     ) -> Iterator[tuple[str, Verdict]]:
         """Cut the power before every ``stride``-th call that changes something, and at the end."""
-        traced, heard = self._start(attempts=1)
-        disk, changes = Disk(self._here), 0
-        try:
-            for call in traced.calls():
-                if call.name in (*_WRITING, *_SYNCING, "unlink") or call.creates:
-                    if changes % stride == 0:
-                        yield from self._cut(disk, heard, chance, mixtures, str(call))
-                    changes += 1
-                if call.name in _SYNCING and traced.finish() == 0:
-                    disk.sync(self._here / call.path)
-            yield from self._cut(disk, heard, chance, mixtures, "the end")
-        finally:
-            self._end(traced, heard)
+        traced = self._start(attempts=1)
+        disk, changes, heard = Disk(self._here), 0, traced.child.heard
+        for call in traced.calls():
+            if call.name in (*_WRITING, *_SYNCING, "unlink") or call.creates:
+                if changes % stride == 0:
+                    yield from self._cut(disk, heard, chance, mixtures, str(call))
+                changes += 1
+            if call.name in _SYNCING and traced.finish() == 0:
+                disk.sync(self._here / call.path)
+        yield from self._cut(disk, heard, chance, mixtures, "the end")
+        traced.child.wait()
 
     def _cut(
         self, disk: Disk, heard: Heard, chance: random.Random, mixtures: int, where: str
@@ -273,24 +257,10 @@ class Bench:
         required = {*self._operation.required, *acknowledged}
         return audit(root, required, NUMBERS, self._operation.limit_bytes, FRESH)
 
-    def _start(self, attempts: int) -> tuple[Traced, Heard]:
+    def _start(self, attempts: int) -> Traced:
         shutil.rmtree(self._here, ignore_errors=True)
         shutil.copytree(self._original, self._here)
-        source, sink = os.pipe()
-        traced = Traced(self._here, partial(self._operation.prepare, self._root, sink, attempts))
-        os.close(sink)
-        return traced, Heard(source)
-
-    @staticmethod
-    def _end(traced: Traced, heard: Heard) -> None:
-        """Let the child end, and hear the last of it."""
-        try:
-            status = traced.wait(PATIENCE_S)
-            if status not in (0, -9):
-                heard.complaints.append(f"crash: the child ended with status {status}")
-        except Stuck as exc:
-            heard.complaints.append(f"hang: {exc}")
-        heard.close()
+        return Traced(self._here, partial(self._operation.prepare, self._root, attempts))
 
 
 def fail_everything(directory: Path, name: str, report: Report, most: int | None = None) -> None:

@@ -5,7 +5,6 @@ SQLite's calls are seen as well as the store's. Works on Linux for x86-64 only.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import fcntl
 import os
@@ -13,11 +12,11 @@ import platform
 import signal
 import struct
 import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from soak.children import Child, Teller
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.ptrace.restype = ctypes.c_long
@@ -79,22 +78,23 @@ def unavailable() -> str | None:
     return None if os.waitpid(child, 0)[1] == 0 else "this machine allows no ptrace"
 
 
-class Stuck(Exception):
-    """The child did not end in time."""
-
-
 class Traced:
     """A child that has run ``prepare`` and is stopped before the action that it returned."""
 
-    def __init__(self, root: Path, prepare: Callable[[], Callable[[], None]]) -> None:
+    def __init__(self, root: Path, prepare: Callable[[Teller], Callable[[], None]]) -> None:
         """``prepare`` runs untraced in the child."""
         self._root = str(root.resolve())
         self._calls = 0
-        self._ended: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            _live(prepare)
-        os.waitpid(self.pid, 0)
+
+        def act(teller: Teller) -> None:
+            action = prepare(teller)
+            _libc.ptrace(_TRACEME, 0, None, None)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            action()
+
+        self.child = Child(act)
+        self._pid = self.child.pid
+        os.waitpid(self._pid, 0)
         self._ptrace(_SETOPTIONS, None, _SYSGOOD | _EXITKILL)
 
     def calls(self) -> Iterator[Call]:
@@ -125,36 +125,16 @@ class Traced:
         (value,) = struct.unpack_from("<q", self._raw_info(), 24)
         return int(value)
 
-    def kill(self) -> None:
-        """Kill the child before the current call."""
-        if self._ended is None:
-            os.kill(self.pid, signal.SIGKILL)
-            self._ended = os.waitpid(self.pid, 0)[1]
-
-    def wait(self, timeout_s: float) -> int:
-        """Exit status of the child after :meth:`fail` or :meth:`shorten`."""
-        deadline = time.monotonic() + timeout_s
-        while self._ended is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self._ended = status
-            elif time.monotonic() > deadline:
-                self.kill()
-                raise Stuck(f"the child did not end within {timeout_s} s")
-            else:
-                time.sleep(0.001)
-        return os.waitstatus_to_exitcode(self._ended)
-
     # -- stops -----------------------------------------------------------------------------------
 
     def _next_stop(self) -> bool:
         """Run to the next stop at a system call; ``False`` when the child has ended."""
         passed_on = 0
-        while self._ended is None:
+        while self.child.pid:
             self._ptrace(_SYSCALL, None, passed_on)
-            _, status = os.waitpid(self.pid, 0)
+            _, status = os.waitpid(self._pid, 0)
             if not os.WIFSTOPPED(status):
-                self._ended = status
+                self.child.pid = 0
             elif os.WSTOPSIG(status) == signal.SIGTRAP | 0x80:
                 return True
             else:
@@ -197,13 +177,13 @@ class Traced:
 
     def _path(self, form: str, arguments: list[int], place: int) -> str:
         if form == "fd":
-            return os.readlink(f"/proc/{self.pid}/fd/{_signed(arguments[place])}")
+            return os.readlink(f"/proc/{self._pid}/fd/{_signed(arguments[place])}")
         if form == "path":
             return os.path.abspath(self._text(arguments[place]))
         directory, text = _signed(arguments[place]), self._text(arguments[place + 1])
         if text.startswith("/") or directory == _AT_FDCWD:
             return os.path.abspath(text)
-        return os.path.join(os.readlink(f"/proc/{self.pid}/fd/{directory}"), text).rstrip("/")
+        return os.path.join(os.readlink(f"/proc/{self._pid}/fd/{directory}"), text).rstrip("/")
 
     def _text(self, address: int) -> str:
         data = self._memory(address, _PAGE - address % _PAGE)
@@ -212,7 +192,7 @@ class Traced:
         return os.fsdecode(data.partition(b"\0")[0])
 
     def _memory(self, address: int, size: int) -> bytes:
-        with open(f"/proc/{self.pid}/mem", "rb", 0) as memory:
+        with open(f"/proc/{self._pid}/mem", "rb", 0) as memory:
             memory.seek(address)
             return memory.read(size)
 
@@ -220,26 +200,10 @@ class Traced:
         self._ptrace(_POKEUSER, register, value & ((1 << 64) - 1))
 
     def _ptrace(self, request: int, address: int | None = None, data: int | None = None) -> None:
-        if _libc.ptrace(request, self.pid, address, data) < 0:
+        if _libc.ptrace(request, self._pid, address, data) < 0:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
 
 
 def _signed(value: int) -> int:
     return ctypes.c_int(value & 0xFFFF_FFFF).value
-
-
-def _live(prepare: Callable[[], Callable[[], None]]) -> None:
-    """The child's whole life. Status 70 is an unexpected exception."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    status = 70
-    with contextlib.suppress(BaseException):
-        try:
-            action = prepare()
-            _libc.ptrace(_TRACEME, 0, None, None)
-            os.kill(os.getpid(), signal.SIGSTOP)
-            action()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-    os._exit(status)
