@@ -180,7 +180,7 @@ def test_bad_input_is_refused_in_one_sentence(command: tuple[str, ...], sentence
     ("command", "sentence"),
     [(("trace", "--out", "trace.txt"), "--out trace.txt cannot be written"),
      (("sweep", "--plot", "no/such/place/p.png"), "--plot no/such/place/p.png cannot be written"),
-     *(((name, "--tier", "1B/s"), "tier '1B/s' is slower than any disk")
+     *(((name, "--tier", "1B/s"), "tier '1B/s' is none of")
        for name in ("ttft", "sweep", "throughput", "trace", "load"))],
 )  # fmt: skip
 def test_bad_tiers_and_destinations_are_refused_before_anything_is_loaded(

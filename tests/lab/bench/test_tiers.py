@@ -82,13 +82,10 @@ def test_a_throughput_is_a_tier(text: str, bytes_per_s: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
-    [*((text, "is none of memory, disk, cold")
-       for text in ("", "floppy", "0GB/s", "-1GB/s", "5/s", "5GB/s or so")),
-     *((text, "expected a throughput of 1 KB/s or more") for text in ("1B/s", "0.9KB/s"))],
-)  # fmt: skip
-def test_a_bad_tier_is_refused_in_one_sentence(text: str, sentence: str) -> None:
-    with pytest.raises(InvalidInputError, match=sentence) as caught:
+    "text", ["", "floppy", "0GB/s", "-1GB/s", "5/s", "5GB/s or so", "1B/s", "0.9KB/s"]
+)
+def test_a_bad_tier_is_refused_in_one_sentence(text: str) -> None:
+    with pytest.raises(InvalidInputError, match="is none of memory, disk, cold") as caught:
         parse_tier(text)
     assert tiny.one_sentence(str(caught.value))
 

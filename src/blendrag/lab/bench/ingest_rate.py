@@ -1,8 +1,7 @@
 """``blendrag bench ingest``: ingest against stock prefill, and ingest of an unchanged corpus.
 
 The rates come from rounds of one chunk each. ``ingest`` is one call of ``BlendEngine.ingest`` with a file of
-one chunk: reading, chunking, look-up, the check of the model's identity, encoding, storing and the corpus's
-rows; only embedding is left out.
+one chunk, without embedding.
 """
 
 from __future__ import annotations
@@ -54,9 +53,7 @@ class IngestResult:
     encode_tokens_per_s: float
     """Part of an ingest: encode, checksum, write, fsync, rename, index."""
     ingest_tokens_per_s: float
-    """``BlendEngine.ingest`` of a file of one chunk, without embedding."""
     relative_rate: float
-    """Ingest over prefill."""
     corpus_chunks: int
     first_ingest_s: float
     """With the model already loaded."""

@@ -151,8 +151,6 @@ def new_key() -> str:
     return secrets.token_hex(32)
 
 
-# -- reads ----------------------------------------------------------------------------------------
-
 Read = Callable[[int, int, torch.Tensor], object]
 """Reads a layer of the chunk with that number to a target ``[2, Hkv, T, D]``."""
 Opened = Callable[[], AbstractContextManager[Read]]
@@ -283,9 +281,6 @@ def measure_reads(
     return rows, max(cached)
 
 
-# -- puts -----------------------------------------------------------------------------------------
-
-
 def _settle(directory: Path) -> None:
     """Sync a small file, so that no earlier write is synced within the time: most file systems share one
     journal."""
@@ -350,9 +345,6 @@ def measure_puts(root: Path, chunk: ChunkKV, rounds: int, tick: Tick) -> list[Wa
         return measure_part("put", ways, rounds, tick, "write+fsync+rename")
 
 
-# -- decoding -------------------------------------------------------------------------------------
-
-
 def decode(chunk: ChunkKV, encoding: str) -> float:
     """Decode every layer of a chunk through the buffer of a reader. Only decoding is timed."""
     layout = chunk.layout.encoded(encoding)
@@ -393,9 +385,6 @@ def measure_decoding(chunk: ChunkKV, rounds: int, tick: Tick) -> list[WayRow]:
         rows.append(replace(decoded, speed=ms / decoded.ms.median))
         rows.append(WayRow("decode", f"read saved by {decoded.way}", Timing(ms, ms, ms), 1.0))
     return rows
-
-
-# -- misses ---------------------------------------------------------------------------------------
 
 
 def miss(kv_store: KVStore, layout: KVLayout, tokens: int) -> float:

@@ -1,9 +1,7 @@
 """``blendrag bench trace``: the timeline of one request, and how much of its loading overlaps computing.
 
-The overlap is measured, not read off the timeline. The same request runs whole, loading only, and computing
-only (with its KV in place before the time starts), in interleaved rounds. From the medians,
-overlap = 1 − (wall − max(load, compute)) / min(load, compute): 1 if the shorter one is hidden completely,
-0 if they run one after the other. The timeline is of one more run.
+The overlap is measured, not read off the timeline: the same request runs whole, loading only, and computing
+only (with its KV in place before the time starts). The timeline is of one more run.
 """
 
 from __future__ import annotations
@@ -227,7 +225,6 @@ def chrome_trace(result: TraceResult) -> dict[str, Any]:
             {
                 "ph": "X",
                 "name": f"{span.what} {span.layer}",
-                "cat": f"{span.pass_name},{span.what}".strip(","),
                 "pid": 1,
                 "tid": lanes["loader" if span.what == LOAD else "model"],
                 "ts": 1e6 * span.began_s,

@@ -165,8 +165,7 @@ class Arena:
         kv_encoding: KVEncoding = "native",
     ) -> None:
         """``seed`` of the bootstrap and of the order of ways; ``max_new_tokens``: default by the dataset's
-        metric; ``kv_encoding`` of stored chunks.
-        """
+        metric; ``kv_encoding`` of stored chunks."""
         if any(way.policy in CHAINS for way in ways):
             require_chains()
         adapter.require_blendable()

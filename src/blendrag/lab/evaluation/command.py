@@ -106,32 +106,35 @@ def evaluate(
     verbose: options.Verbose = False,
 ) -> int:
     """Compare the answers of policies at equal r (--ratio), and what each is charged for that, the
-    entry layer included. An interrupted run continues where it was.
-    """
+    entry layer included. An interrupted run continues where it was."""
     begin(verbose, "nothing was asked yet; repeat the command")
     ways = _ways(policies, schedules, ratio, encode_prefix)
     from blendrag.config import absolute_model, settings
     from blendrag.lab.evaluation import report
     from blendrag.lab.evaluation.arena import Arena
-    from blendrag.lab.evaluation.datasets import make_dataset
+    from blendrag.lab.evaluation.datasets import (
+        GENERATED_TOKENS,
+        SYNTHETIC,
+        open_dataset,
+        synthetic_dataset,
+    )
     from blendrag.lab.evaluation.ways import look_up
     from blendrag.model.loading import load_adapter, load_tokens
 
     if store is not None:
         model = options.model_for(model, store, trust_remote_code=trust_remote_code)
     name = absolute_model(model or settings().model)
-    made = make_dataset(
-        dataset,
-        load_tokens(name, trust_remote_code),
-        split=cast("Split", split),
-        seed=seed,
-        contexts=contexts or (QUICK_CONTEXTS if quick else CONTEXTS),
-        questions=questions or (QUICK_QUESTIONS if quick else None),
-        chunks=chunks,
-        chunk_tokens=chunk_tokens,
-        embedder=embedder,
-        store=store,
-    )
+    tokens = load_tokens(
+        name, trust_remote_code
+    )  # a bad dataset ends the command before the model loads
+    count = contexts or (QUICK_CONTEXTS if quick else CONTEXTS)
+    if dataset == SYNTHETIC:
+        asked = questions or (QUICK_QUESTIONS if quick else None)
+        size = chunk_tokens or GENERATED_TOKENS
+        made = synthetic_dataset(tokens, seed, cast("Split", split), count, chunks, size, asked)
+    else:
+        path = Path(dataset)
+        made = open_dataset(path, tokens, count, chunks, chunk_tokens, embedder, store)
     adapter = load_adapter(
         name,
         dtype or settings().dtype,

@@ -95,36 +95,28 @@ def by_context(cases: Sequence[Case]) -> Iterator[tuple[Case, ...]]:
         yield tuple(group)
 
 
-def make_dataset(
-    name: str,
+def open_dataset(
+    path: Path,
     tokens: Tokens,
-    *,
-    split: Split,
-    seed: int,
-    contexts: int,
-    questions: int | None,
-    chunks: int,
+    n_cases: int,
+    n_chunks: int,
     chunk_tokens: int | None,
     embedder: str | None,
     store: Path | None,
 ) -> Dataset:
-    """The dataset that the options of ``blendrag eval`` describe; ``store`` is searched for records without
-    texts. Needs only the tokenizer, so errors of a dataset come before the model is loaded."""
-    if name == SYNTHETIC:
-        size = chunk_tokens or GENERATED_TOKENS
-        return synthetic_dataset(tokens, seed, split, contexts, chunks, size, questions)
-    path, searched = Path(name), Embedder(embedder or settings().embedder)
+    """Cases of a file; ``store`` is searched for records without texts."""
+    searched = Embedder(embedder or settings().embedder)
     if store is None or not (store / DIRECTORY).is_dir():  # a calibration needs no documents
         chunker = Chunker(tokens.text, chunk_tokens or FILE_TOKENS)
-        return read_dataset(path, chunker, searched, contexts, chunks)
+        return read_dataset(path, chunker, searched, n_cases, n_chunks)
     with Corpus.open(store, read_only=True) as corpus:
         retriever = Retriever(corpus, embedder_of(corpus.manifest, store, embedder))
         chunker = Chunker(tokens.text, chunk_tokens or corpus.manifest.chunk_tokens)
 
         def retrieve(question: str) -> list[str]:
-            return [chunk.text for chunk in retriever.retrieve(question, chunks)]
+            return [chunk.text for chunk in retriever.retrieve(question, n_chunks)]
 
-        return read_dataset(path, chunker, searched, contexts, chunks, retrieve)
+        return read_dataset(path, chunker, searched, n_cases, n_chunks, retrieve)
 
 
 def synthetic_dataset(
@@ -137,8 +129,7 @@ def synthetic_dataset(
     n_questions: int | None = None,
 ) -> Dataset:
     """Generated documents about invented entities (:mod:`blendrag.lab.training.generator`): at most
-    ``n_questions`` of each context, all kinds equally often.
-    """
+    ``n_questions`` of each context, all kinds equally often."""
     most = n_questions or ALL_QUESTIONS
     made = contexts(tokens.tokenizer, seed, split, n_contexts, n_chunks, chunk_tokens, most)
     cases: list[Case] = []

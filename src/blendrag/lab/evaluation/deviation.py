@@ -51,8 +51,6 @@ SHARES = tuple(i / 100 for i in range(101))
 #: Upper end of a 95% interval, as a share of the distribution below it.
 UPPER = 0.975
 
-# -- one prompt -----------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Deviation:
@@ -218,9 +216,6 @@ def _attention_deviation(new: torch.Tensor, exact: torch.Tensor) -> np.ndarray:
     return deviation
 
 
-# -- many prompts ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class DeviationPoint:
     """One policy, schedule and ratio: the mean of Δ_attn over layers and prompts, with its 95% interval."""
@@ -320,9 +315,6 @@ def _mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
     mean, n = float(np.mean(values)), len(values)
     reach = float(stats.t.ppf(UPPER, n - 1) * stats.sem(values)) if n > 1 else 0.0
     return mean, mean - reach, mean + reach
-
-
-# -- the command ----------------------------------------------------------------------------------
 
 
 def plan_of(tokens: Tokens, case: Case) -> SegmentedPrompt:

@@ -269,8 +269,6 @@ def deviations_text(report: DeviationReport) -> str:
     )
 
 
-# -- the runs -------------------------------------------------------------------------------------
-
 #: Arguments of the Python interpreter, so that a run needs no script on the path.
 PROGRAMS = {"blendrag": ("-m", "blendrag.cli.main"), "python": ()}
 

@@ -33,8 +33,6 @@ TAIL = 0.025
 #: A smaller lead is a rounding error.
 SMALLEST_LEAD = 1e-9
 
-# -- against the accepted answers -----------------------------------------------------------------
-
 
 def normalised(text: str) -> str:
     """SQuAD's: lower case, without punctuation and articles, single spaces."""
@@ -71,9 +69,6 @@ def _rouge() -> Any:
     return RougeScorer(["rougeL"], use_stemmer=True)
 
 
-# -- against full prefill -------------------------------------------------------------------------
-
-
 def token_kl(full: torch.Tensor, other: torch.Tensor) -> list[float]:
     """KL(full ‖ other) in nats of each row of two logits ``[T, V]``; infinite if ``other`` excludes a token
     that ``full`` allows. Raises :class:`UnsupportedModelError` for logits that are not numbers."""
@@ -98,8 +93,6 @@ def agreement(full: Sequence[int], other: Sequence[int]) -> float:
     pairs = zip(full, other, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) / longest
 
-
-# -- how certain ----------------------------------------------------------------------------------
 
 #: Number of questions and their summed score, for each context.
 ByContext = Sequence[Sequence[float]]

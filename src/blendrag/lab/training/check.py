@@ -1,9 +1,8 @@
 """How well a demo model answers: `python -m blendrag.lab.training.check DIR` prints the table of its card.
 
-Measures full prefill and `reuse` of chunks encoded in isolation, by question kind, with a slow reference:
-one forward pass each over a dense mask. In `reuse` a chunk's tokens see <|bos|> and their own chunk, at
-their true positions; everything else sees everything before it. That is what blendrag computes when it
-stores KV encoded after <|bos|> and moves it into place.
+Measures full prefill and `reuse` by question kind with a slow reference: one forward pass each over a dense
+mask. In `reuse` a chunk's tokens see <|bos|> and their own chunk, at their true positions; everything else
+sees everything before it.
 """
 
 import argparse
@@ -38,8 +37,7 @@ def evaluate(
     form: Form = NATIVE,
 ) -> dict[tuple[Mode, str], list[bool]]:
     """By mode and question kind, whether greedy decoding gives the whole answer, <|end|> included, of at
-    most `n_questions` of each kind and context.
-    """
+    most `n_questions` of each kind and context."""
     writer = Writer(tokenizer)
     right: dict[tuple[Mode, str], list[bool]] = defaultdict(list)
     made = contexts(tokenizer, seed, "test", n_contexts, n_chunks, chunk_tokens, n_questions)
@@ -74,8 +72,7 @@ def answered(model: PreTrainedModel, sample: Sample, mode: Mode) -> list[bool]:
 
 def visible(sample: Sample, mode: Mode) -> Tensor:
     """Which token sees which `[T, T]`: causal; questions blind to one another; in `reuse` chunks blind
-    to all but <|bos|>.
-    """
+    to all but <|bos|>."""
     # The part of each token: its chunk, -1 elsewhere in the context, -2, -3, … in the questions.
     asked = [-2 - i for i, question in enumerate(sample.questions) for _ in question.tokens]
     part = torch.tensor(sample.chunks + asked)

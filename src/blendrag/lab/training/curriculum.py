@@ -7,6 +7,7 @@ the candidates. Repeats, recall and growing documents lead it past that.
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from blendrag.lab.training.generator import (
     KINDS,
@@ -25,19 +26,16 @@ QUESTIONS_PER_CONTEXT = 12
 ALL = VOCAB_SIZE - 8
 
 
-@dataclass(frozen=True)
-class Repeats:
+def repeats(
+    rng: random.Random,
+    writer: Writer,
+    largest: int = ALL,
+    lengths: tuple[int, int] = (4, 16),
+) -> Sample:
     """Random tokens three times over, the second and third time supervised: induction forms within minutes
-    on small pools of tokens and spreads to larger ones. Each sample draws a pool size between `pools`.
-    """
-
-    pools: tuple[int, int]
-    lengths: tuple[int, int]
-
-    def __call__(self, rng: random.Random, writer: Writer) -> Sample:
-        fewest, most = self.pools
-        pool = round(fewest * (most / fewest) ** rng.random())
-        return _repeated(writer, writer.random_tokens(rng, rng.randint(*self.lengths), pool))
+    on small pools of tokens and spreads to larger ones. Each sample draws a pool of 64 to `largest`."""
+    pool = round(64 * (largest / 64) ** rng.random())
+    return _repeated(writer, writer.random_tokens(rng, rng.randint(*lengths), pool))
 
 
 def _repeated(writer: Writer, once: list[int]) -> Sample:
@@ -48,15 +46,14 @@ def _repeated(writer: Writer, once: list[int]) -> Sample:
 def name_repeats(rng: random.Random, writer: Writer) -> Sample:
     """Names and values three times over: induction extends to the tokens that matter."""
     if rng.random() < 0.1:
-        return Repeats((64, ALL), (6, 24))(rng, writer)
+        return repeats(rng, writer, lengths=(6, 24))
     pairs = _pairs(rng, writer, rng.randint(2, 5), *_attribute(rng))
     return _repeated(writer, [t for pair in pairs for tokens in pair for t in tokens])
 
 
 def recall(rng: random.Random, writer: Writer) -> Sample:
     """A list of names, each with a value, in no sentence yet; all asked in another order. Zero to eight
-    words separate name and value; with none it is the repeat already learned.
-    """
+    words separate name and value; with none it is the repeat already learned."""
     kind, attribute = _attribute(rng)
     words = writer.encode(" ".join((*attribute.statements, *attribute.questions)))
     said, asked = (rng.choice((0, 0, 1, 2, 4, 8)) for _ in range(2))
@@ -73,8 +70,7 @@ def recall(rng: random.Random, writer: Writer) -> Sample:
 
 def ladder(rng: random.Random, writer: Writer) -> Sample:
     """From the list to sentences and from the bare name to the question, one fact each, so that binding
-    over a distance grows out of recall.
-    """
+    over a distance grows out of recall."""
     kind = rng.choice(list(KINDS.values()))
     attribute = rng.choice(kind.attributes)
     shape = Shape((1,), 0, introduction=False, plain=True)
@@ -211,8 +207,8 @@ _TWO = ((1, 2), (1, 2))
 _ASKED_IN_BRIEF = ASKED | {"direct": 2}
 _LONG = (64, 100, 128, 200, 256, 400, 512)
 STAGES: tuple[Stage, ...] = (
-    Stage("few-repeats", Repeats((64, 128), (4, 16)), 0.15, 0.9, 2e-3),
-    Stage("repeats", Repeats((64, ALL), (4, 16)), 0.2, 0.9, 2e-3),
+    Stage("few-repeats", partial(repeats, largest=128), 0.15, 0.9, 2e-3),
+    Stage("repeats", repeats, 0.2, 0.9, 2e-3),
     Stage("name-repeats", name_repeats, 0.22, 0.9, 2e-3),
     Stage("recall", recall, 0.26, 0.95, 2e-3),
     Stage("ladder", ladder, 0.3, 0.9, 2e-3),

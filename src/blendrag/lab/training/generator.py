@@ -82,8 +82,7 @@ WORDS = TypeAdapter(dict[str, _Words]).validate_python(_read("names.toml"))
 
 def openers(statement: str, split: Split) -> tuple[str, ...]:
     """The openers that `split` may put before `statement`: four of six for training, one for
-    validation, one for the test. They differ by statement, so every word is known and the pair is new.
-    """
+    validation, one for the test. They differ by statement, so every word is known and the pair is new."""
     turn = zlib.crc32(statement.encode())
     of = {"train": (0, 1, 2, 3), "validation": (4,), "test": (5,)}[split]
     return tuple(OPENERS[(turn + i) % len(OPENERS)] for i in of)
@@ -97,8 +96,7 @@ def split_of(name: str) -> Split:
 
 class Dealer:
     """Deals the names of one split, values of attributes, aliases and roles, in random order. Nothing
-    repeats until a pool is (nearly) empty, so that distractors differ.
-    """
+    repeats until a pool is (nearly) empty, so that distractors differ."""
 
     def __init__(self, rng: random.Random, split: Split, link_share: float = 0.7) -> None:
         if split not in SPLITS:
@@ -242,8 +240,7 @@ def documents(
 ) -> tuple[GeneratedDocument, ...]:
     """One document for each of `kinds`, with the shape at the same index, about distinct entities of
     `split`. Links lead to one another where they can. `keys` restricts the attributes of a kind;
-    `dated`: each document states a year.
-    """
+    `dated`: each document states a year."""
     dealer = Dealer(rng, split, link_share)
     names = [dealer.name(kind) for kind in kinds]
     entities: dict[str, list[str]] = {}

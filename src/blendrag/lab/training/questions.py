@@ -133,8 +133,7 @@ def sizes(rng: random.Random, n_chunks: int) -> list[int]:
 
 def draw_kinds(rng: random.Random, n: int, linked: bool) -> list[str]:
     """Kinds of `n` documents: all of one kind, or the two of a link, its target at least twice if
-    there is room, so that the link decides between them.
-    """
+    there is room, so that the link decides between them."""
     if not linked or n < 2:
         return [rng.choice(list(KINDS))] * n
     source, target = rng.choice(LINKED)
@@ -188,8 +187,7 @@ def contexts(
     questions: int = 2,
 ) -> Iterator[Context]:
     """Seeded contexts of `n_chunks` chunks of up to `chunk_tokens` tokens (more only if the facts alone
-    take more); `questions` of each kind at most. Every second context is about linked documents.
-    """
+    take more); `questions` of each kind at most. Every second context is about linked documents."""
     measure = measure_of(tokenizer)
     for i in range(n_contexts):
         rng = random.Random(f"context/{seed}/{split}/{n_chunks}/{chunk_tokens}/{i}")

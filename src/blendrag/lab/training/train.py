@@ -39,8 +39,6 @@ SAVE_EVERY_S = 60.0
 EXIT_WEIGHT = 0.5  # of the loss of answers read off after the first `SHALLOW` of the layers
 ATTENTION = "blendrag_demo_packed"  # registered below, chosen by `attn_implementation`
 
-# -- the model ------------------------------------------------------------------------------------
-
 
 def demo_config(tokenizer: PreTrainedTokenizerBase, layers: int = DEEP) -> LlamaConfig:
     """Width 160. The large rotary base keeps positions beyond the trained ones close to known ones."""
@@ -63,8 +61,7 @@ def demo_config(tokenizer: PreTrainedTokenizerBase, layers: int = DEEP) -> Llama
 
 def deepened(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
     """A model of `layers` layers, a multiple of those of `model`, that computes the same: copies that
-    add nothing yet follow the last layer (stacked as by Gong et al. 2019, silent as in LLaMA Pro, §3.2).
-    """
+    add nothing yet follow the last layer (stacked as by Gong et al. 2019, silent as in LLaMA Pro, §3.2)."""
     settings = {k: v for k, v in model.config.to_dict().items() if k != "layer_types"}
     deep = LlamaForCausalLM(LlamaConfig(**settings | {"num_hidden_layers": layers}))
     shallow = model.config.num_hidden_layers
@@ -77,9 +74,6 @@ def deepened(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
             weights[key] = torch.zeros_like(weight) if silent else weight.clone()
     deep.load_state_dict(weights)
     return deep.to(model.device)
-
-
-# -- packed batches -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -97,8 +91,7 @@ class Batch:
 
 def collate(samples: Sequence[Sample], pad: int, dtype: torch.dtype, device: torch.device) -> Batch:
     """Contexts are padded on the right, which the mask hides from the question rows. The positions of every
-    question begin where its context ends.
-    """
+    question begin where its context ends."""
     n_context = max(len(s.tokens) for s in samples)
     n_asked = max(sum(len(q.tokens) for q in s.questions) for s in samples)
     width = n_context + n_asked
@@ -153,8 +146,6 @@ def packed_attention(
 
 
 AttentionInterface.register(ATTENTION, packed_attention)
-
-# -- the run --------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -211,8 +202,7 @@ class Run:
 
     def train(self, minutes: float, steps: int | None) -> None:
         """Run until `steps`, else for `minutes` (of all sessions together), or until stopped; save as
-        it goes.
-        """
+        it goes."""
         progress, saved_at, last = self.progress, time.monotonic(), time.monotonic()
         while not self.is_stopped:
             done = progress.step / steps if steps else progress.elapsed_s / (60 * minutes)
@@ -290,8 +280,7 @@ class Run:
 
     def _early_loss(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Of answers read off `hidden` [B, T, D], before the later layers (early exit loss of
-        LayerSkip, §4.1): makes the first half of the layers resolve references.
-        """
+        LayerSkip, §4.1): makes the first half of the layers resolve references."""
         logits = self._read(self.model.model.norm(hidden), batch)
         right = (logits.argmax(-1) == batch.targets)[batch.first].float().mean()
         self.progress.early += 0.05 * (float(right.detach()) - self.progress.early)

@@ -58,8 +58,7 @@ def _is_clear(
     question: Question, corpus: dict[str, GeneratedDocument], chunks: Sequence[RetrievedChunk]
 ) -> bool:
     """Whether the needed paragraphs are there, each document's in one piece, and no paragraph follows
-    that says "she" of another person and would be taken for theirs.
-    """
+    that says "she" of another person and would be taken for theirs."""
     texts = [chunk.text.strip() for chunk in chunks]
     naming = {document.paragraphs[0] for document in corpus.values()}
     for doc_id, index in question.needs:
