@@ -296,6 +296,7 @@ def test_a_model_that_a_store_names_is_outside_it_and_not_pickled(
         assert words in refused("ask", QUESTION, "--store", store)
 
 
+@pytest.mark.slow
 def test_a_named_embedder_directory_is_remembered_in_full_and_used_again(
     ingest: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

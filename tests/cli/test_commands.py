@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cli.commands import QUESTION, ask, ingest_args, invoke, printed, refused, said
+from cli.commands import QUESTION, ask, invoke, printed, refused, said
 
 
 def test_dry_run_predicts_the_ingest_and_repeating_an_ingest_computes_nothing(
@@ -27,15 +27,6 @@ def test_dry_run_predicts_the_ingest_and_repeating_an_ingest_computes_nothing(
     shown = invoke(*ingest).stdout
     assert shown.startswith("3 documents (3 unchanged), 9 chunks: 0 computed, 9 already stored")
     assert invoke(*ingest, "--dry-run").stdout.startswith("3 documents, 9 chunks, ")
-
-
-def test_a_store_among_the_documents_is_not_ingested(
-    model_dir: Path, docs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(docs)
-    for _ in range(2):
-        fields = printed(*ingest_args(Path("."), model_dir, Path("blendrag-store")))
-        assert (fields["documents"], fields["skipped"]) == (3, [])
 
 
 def test_a_prefix_and_an_encoding_are_those_of_every_chunk(

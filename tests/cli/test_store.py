@@ -132,6 +132,7 @@ def test_clear_asks_and_removes_only_what_the_store_wrote(store: Path) -> None:
     assert printed(*clear, "--yes")["left"] == 0
 
 
+@pytest.mark.slow
 def test_exported_kv_is_reused_where_it_is_imported(
     ingested: Path, model_dir: Path, tmp_path: Path
 ) -> None:

@@ -133,6 +133,7 @@ def test_an_unknown_model_says_what_to_do(tmp_path: Path, monkeypatch: pytest.Mo
         Embedder(str(tmp_path)).embed(["x"])
 
 
+@pytest.mark.slow
 def test_importing_the_corpus_and_text_rooms_loads_no_heavy_library() -> None:
     script = (
         "import sys; import blendrag.text.chunking, blendrag.text.readers, blendrag.text.recognition\n"

@@ -104,6 +104,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> Any:
     return model.eval()
 
 
+@pytest.mark.slow
 def test_packed_gguf_weights_blend_and_every_part_is_fingerprinted(
     packed: Any, tmp_path: Path
 ) -> None:
