@@ -46,6 +46,7 @@ def test_a_profile_is_printed_and_kept_and_ask_uses_it(store: Path) -> None:
     assert second.stdout == first.stdout
 
 
+@pytest.mark.slow
 def test_notes_name_another_machine_and_a_cold_disk_that_could_not_be_timed(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
